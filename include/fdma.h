@@ -1,0 +1,347 @@
+/* fdma.h - Flash Dynamic Mask Attention: attention of each query over its `window` best keys.
+ *
+ * This header is the manual. In short:
+ *
+ *   - Each key gets a score, learned from its value state. Scores do not depend on the query.
+ *   - A query attends only to the `window` keys of highest score that it can see.
+ *   - Scores may also enter the logits as an additive bias; that is how they are learned.
+ *
+ *   fdma_attention() does everything in one call. Its three steps are calls too:
+ *
+ *       fdma_score()     value states -> score and bias of each key
+ *       fdma_select()    scores -> which queries keep which keys (a selection: one int32 per key)
+ *       fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
+ *
+ * Words. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b, i query, j key,
+ * h query head, g = h / (q_heads / kv_heads) kv head, d channel.
+ *
+ * Positions. Query i stands at position p(i) = i + kv_len - q_len: the last query sees the last key
+ * (kv_len counts padding too). Causal: key j is visible to query i if j <= p(i). A query whose
+ * position is negative sees nothing. Not causal: every valid key is visible.
+ *
+ * A call. Fill the operation's argument struct and pass its address. `size` is sizeof of the struct,
+ * which is what lets the struct grow; every field left zero means its default, so start from {0}:
+ *
+ *     fdma_forward_args args = {.size = sizeof args, .q = q, .k = k, .v = v, .out = out, .causal = 1};
+ *     size_t bytes;
+ *     if (fdma_forward_workspace(&args, &bytes) != FDMA_OK) ...fdma_last_error()...
+ *     args.exec.workspace = malloc(bytes);
+ *     args.exec.workspace_size = bytes;
+ *     if (fdma_forward(&args) != FDMA_OK) ...
+ *
+ * Ownership. The caller owns every buffer. A call allocates nothing, keeps no pointer and writes
+ * nothing before all arguments are checked. On a device it does not wait: its tensors and workspace
+ * belong to it until `stream` has passed it. On the CPU it is done when it returns.
+ *
+ * Threads. Calls on different buffers may run at once. Results are bit-equal for every number of
+ * threads, and a sequence's result does not depend on the others of its batch.
+ *
+ * Errors. Every call returns a status; fdma_last_error() has one line that names the argument, its
+ * value and what was wanted. NaN and infinity inside tensors are values, not errors.
+ *
+ * Source: Trainable Dynamic Mask Sparse Attention, arXiv:2508.02124; FlashAttention,
+ * arXiv:2205.14135.
+ */
+#ifndef FDMA_H
+#define FDMA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FDMA_VERSION_MAJOR 0
+#define FDMA_VERSION_MINOR 1
+#define FDMA_VERSION_PATCH 0
+
+#if defined(_WIN32)
+#define FDMA_API
+#else
+#define FDMA_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- status ---------------------------------------------------------------------------------- */
+
+typedef enum fdma_status {
+    FDMA_OK = 0,
+    FDMA_INVALID_ARGUMENT = 1,    /* the arguments contradict each other or this header */
+    FDMA_UNSUPPORTED = 2,         /* meaningful, but no kernel of this machine does it */
+    FDMA_WORKSPACE_TOO_SMALL = 3, /* the message says how many bytes are wanted */
+    FDMA_CUDA_ERROR = 4,          /* the message has the driver's words; the CPU still works */
+} fdma_status;
+
+/*! fdma_last_error() - why this thread's last failing call failed: one line, never NULL.
+ *  Ownership  valid until this thread's next failing call; do not free. "" before the first failure. */
+FDMA_API const char *fdma_last_error(void);
+
+/*! fdma_status_name() - a status as text, for example "FDMA_INVALID_ARGUMENT". Never NULL. */
+FDMA_API const char *fdma_status_name(fdma_status status);
+
+/*! fdma_version() - the library's version, "major.minor.patch". */
+FDMA_API const char *fdma_version(void);
+
+/* ---- tensors --------------------------------------------------------------------------------- */
+
+typedef enum fdma_dtype {
+    FDMA_FLOAT32 = 1,
+    FDMA_FLOAT16 = 2,  /* IEEE binary16, stored as uint16_t */
+    FDMA_BFLOAT16 = 3, /* the upper half of a float32, stored as uint16_t */
+    FDMA_FLOAT64 = 4,  /* the kernel "reference" only */
+    FDMA_INT32 = 5,
+    FDMA_UINT8 = 6,
+} fdma_dtype;
+
+/*! fdma_tensor - a borrowed view of an array of rank 1 to 4.
+ *  The element at [x0, x1, ...] is data[x0 * stride[0] + x1 * stride[1] + ...]. Rank 0 means absent.
+ *  Units   strides in elements
+ *  Edge    the last stride is 1, the others are >= 0 (0 repeats an input along an axis; an output's
+ *          elements must be distinct); strides of axes of length 1 do not matter; data aligned to its
+ *          element is enough; data may be NULL where there are no elements */
+typedef struct fdma_tensor {
+    void *data;
+    int64_t shape[4];
+    int64_t stride[4];
+    fdma_dtype dtype;
+    int32_t rank;
+} fdma_tensor;
+
+/*! fdma_dense_tensor() - a view of a contiguous array: shape[0] to shape[rank - 1], last axis fastest.
+ *  Errors     none; a wrong rank or shape is found by the call that is given the tensor */
+FDMA_API fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank,
+                                       const int64_t *shape);
+
+/* ---- how and where a call runs ------------------------------------------------------------------ */
+
+/*! fdma_exec - how and where a call runs; all zero is a good start (but most calls want workspace). */
+typedef struct fdma_exec {
+    void *workspace;       /* scratch memory, any alignment; see the fdma_*_workspace functions */
+    size_t workspace_size; /* bytes */
+    void *stream;          /* device only: a cudaStream_t */
+    const char *kernel;    /* NULL: the fastest that applies; else a kernel's name or the beginning of
+                              it up to a '/' ("cpu", "cpu/avx2"); see fdma_kernel_name() */
+    int32_t device;        /* 0: the CPU; n + 1: CUDA device n. Says where all tensors are */
+    int32_t threads;       /* CPU only; 0: as many as OpenMP would use (OMP_NUM_THREADS) */
+    uint64_t reserved[2];  /* zero */
+} fdma_exec;
+
+/* ---- score --------------------------------------------------------------------------------------- */
+
+typedef enum fdma_bias_form {
+    FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
+    FDMA_BIAS_LINEAR = 1, /* bias = z */
+    FDMA_BIAS_NONE = 2,   /* scores rank keys and do nothing else */
+} fdma_bias_form;
+
+typedef struct fdma_score_args {
+    size_t size;              /* sizeof(fdma_score_args) */
+    fdma_tensor v;            /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor dt_proj;      /* [kv_heads, kv_heads * head_dim] */
+    fdma_tensor a;            /* [kv_heads] */
+    fdma_tensor key_valid;    /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor score;        /* output, optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor bias;         /* output, optional [batch, kv_heads, kv_len] float32 */
+    fdma_bias_form bias_form; /* FDMA_BIAS_NONE: `bias` must be absent */
+    fdma_exec exec;
+} fdma_score_args;
+
+/*! fdma_score() - score and bias of each key, from the value states of all kv heads.
+ *  Formula    dt[b,j,g] = sum over g', d of v[b,j,g',d] * dt_proj[g, g' * head_dim + d]
+ *             score[b,g,j] = z = a[g] * softplus(dt[b,j,g]), softplus(x) = max(x, 0) + log1p(exp(-|x|))
+ *             bias[b,g,j] = exp(z) or z
+ *  Shapes     beside each field; v float32, float16 or bfloat16; dt_proj and a as v or float32
+ *  Units      score and bias are float32 and are added to logits in nats
+ *  Ownership  borrows everything; wants fdma_score_workspace() bytes
+ *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read and gets z = -inf
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides or sizes; FDMA_UNSUPPORTED dtypes, head_dim;
+ *             FDMA_WORKSPACE_TOO_SMALL
+ *  Source     arXiv:2508.02124, section 3 */
+FDMA_API fdma_status fdma_score(const fdma_score_args *args);
+
+/*! fdma_score_workspace() - bytes of workspace that fdma_score() wants for these arguments.
+ *  Looks at shapes, dtypes and options only: data and workspace may still be NULL.
+ *  Errors     as fdma_score(), but for FDMA_WORKSPACE_TOO_SMALL; *bytes is then left alone */
+FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
+
+/* ---- select -------------------------------------------------------------------------------------- */
+
+typedef enum fdma_scope {
+    FDMA_SCOPE_CAUSAL = 0, /* each query ranks the keys up to its own position */
+    FDMA_SCOPE_GLOBAL = 1, /* one ranking of all valid keys, shared by all queries */
+} fdma_scope;
+
+/*! fdma_selection - which queries keep which keys; written by fdma_select(), read by fdma_forward().
+ *  A key that a causal prefix has once evicted never returns, so one number per key says it all:
+ *  the query at position p keeps key j if j <= p and p < expiry[b,g,j] (global scope without causal
+ *  masking: if expiry[b,g,j] > j). expiry = kv_len: kept to the end; expiry = j: never kept.
+ *  Kept keys live in `window` numbered slots: a key that enters a full set takes over the slot of the
+ *  one that leaves, so at every position the live keys have distinct slots; -1: never kept.
+ *  The caller sets size and the tensors; fdma_select() fills in the rest.
+ *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
+ *  Edge       changed by hand, a selection gives wrong numbers, never an access out of bounds */
+typedef struct fdma_selection {
+    size_t size;        /* sizeof(fdma_selection) */
+    fdma_tensor expiry; /* needed */
+    fdma_tensor slot;   /* optional on the CPU */
+    int64_t window;     /* what the selection was made for */
+    int64_t kv_len;
+    fdma_scope scope;
+    int32_t reserved;   /* zero */
+} fdma_selection;
+
+typedef struct fdma_select_args {
+    size_t size;               /* sizeof(fdma_select_args) */
+    fdma_tensor score;         /* [batch, kv_heads, kv_len] float32 */
+    fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_selection *selection; /* output */
+    int64_t window;            /* keys that a query keeps; 0: none; >= kv_len: all */
+    fdma_scope scope;
+    int32_t reserved; /* zero */
+    fdma_exec exec;
+} fdma_select_args;
+
+/*! fdma_select() - the `window` keys of highest score among those that each query can see.
+ *  Formula    order: higher score first; equal scores: the more recent key (larger j) first; NaN below
+ *             everything; -0 and 0 are equal. Keys that are not valid are never counted and never kept.
+ *  Shapes     beside each field; at most INT32_MAX keys
+ *  Ownership  borrows everything; wants fdma_select_workspace() bytes: O(batch * kv_heads * kv_len)
+ *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
+ *             all of them; global scope: slots count the kept keys in ascending j
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, a negative window; FDMA_WORKSPACE_TOO_SMALL
+ *  Source     arXiv:2508.02124, section 3 */
+FDMA_API fdma_status fdma_select(const fdma_select_args *args);
+
+/*! fdma_select_workspace() - bytes of workspace for fdma_select(); see fdma_score_workspace(). */
+FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
+
+/* ---- forward ------------------------------------------------------------------------------------- */
+
+typedef struct fdma_forward_args {
+    size_t size;           /* sizeof(fdma_forward_args) */
+    fdma_tensor q;         /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k;         /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor v;         /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor bias;      /* optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor key_valid; /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor out;       /* output [batch, q_len, q_heads, head_dim] */
+    fdma_tensor lse;       /* output, optional [batch, q_heads, q_len] float32 */
+    const fdma_selection *selection; /* NULL: dense, every visible key */
+    int64_t window;        /* 0, or the window that `selection` must have been made for */
+    double scale;          /* multiplies logits; 0: 1 / sqrt(head_dim) */
+    double softcap;        /* c > 0: logits become c * tanh(logit / c); 0: off */
+    int32_t causal;        /* nonzero: a query sees only keys at positions up to its own */
+    int32_t reserved;      /* zero */
+    fdma_exec exec;
+} fdma_forward_args;
+
+/*! fdma_forward() - attention of each query over its kept keys, or over all visible ones.
+ *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
+ *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
+ *             lse[b,h,i] = log sum_j exp(s[i,j])
+ *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to 256;
+ *             q, k, v and out of one dtype: float32, float16 or bfloat16
+ *  Units      scale multiplies logits, 0 means 1/sqrt(head_dim); lse in nats; strides in elements
+ *  Ownership  borrows everything; wants fdma_forward_workspace() bytes:
+ *             O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len
+ *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
+ *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not valid
+ *             or never kept are never read
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, an output that shares elements with another
+ *             tensor, NaN or a negative scale or softcap, a selection made for another length, window
+ *             or scope; FDMA_UNSUPPORTED dtypes, head_dim, an unknown or unusable kernel name;
+ *             FDMA_WORKSPACE_TOO_SMALL
+ *  Source     arXiv:2205.14135; arXiv:2508.02124 */
+FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
+
+/*! fdma_forward_workspace() - bytes of workspace for fdma_forward(); see fdma_score_workspace(). */
+FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
+
+/* ---- all in one call ------------------------------------------------------------------------------ */
+
+typedef struct fdma_attention_args {
+    size_t size;               /* sizeof(fdma_attention_args) */
+    fdma_tensor q;             /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k;             /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor v;             /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor dt_proj;       /* [kv_heads, kv_heads * head_dim] */
+    fdma_tensor a;             /* [kv_heads] */
+    fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor out;           /* output [batch, q_len, q_heads, head_dim] */
+    fdma_tensor lse;           /* output, optional [batch, q_heads, q_len] float32 */
+    fdma_tensor score;         /* output, optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor bias;          /* output, optional [batch, kv_heads, kv_len] float32 */
+    fdma_selection *selection; /* output, optional; its slot is optional too */
+    int64_t window;            /* keys that a query keeps; 0: none; >= kv_len: all */
+    fdma_scope scope;          /* FDMA_SCOPE_GLOBAL where not causal */
+    fdma_bias_form bias_form;
+    double scale;              /* as in fdma_forward_args */
+    double softcap;
+    int32_t causal;
+    int32_t reserved; /* zero */
+    fdma_exec exec;
+} fdma_attention_args;
+
+/*! fdma_attention() - score, select and attend in one call.
+ *  Formula    fdma_score(), then fdma_select(), then fdma_forward(), with the same fields
+ *  Shapes     beside each field
+ *  Units      as the three calls
+ *  Ownership  borrows everything; what is not asked for as an output lives in the workspace
+ *  Edge       as the three calls; sums may differ between kernels in their last bits, and with them
+ *             scores: ask for `score` to know what was ranked
+ *  Errors     as the three calls
+ *  Source     arXiv:2508.02124 */
+FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
+
+/*! fdma_attention_workspace() - bytes of workspace for fdma_attention(). */
+FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
+
+/* ---- kernels and devices ---------------------------------------------------------------------------- */
+
+/*! fdma_kernel_count() - how many kernels this library holds, those that this machine lacks included. */
+FDMA_API int32_t fdma_kernel_count(void);
+
+/*! fdma_kernel_name() - the name of kernel `index`, such as "cpu/avx512"; NULL past the end.
+ *  Kernels stand in the order of preference. A name may stand for several operations. */
+FDMA_API const char *fdma_kernel_name(int32_t index);
+
+typedef struct fdma_kernel_info {
+    size_t size;           /* sizeof(fdma_kernel_info), set by the caller */
+    const char *name;      /* such as "cpu/avx512" */
+    const char *operation; /* "score", "select" or "forward" */
+    const char *missing;   /* NULL if it runs here; else what this machine lacks, such as "avx512f" */
+} fdma_kernel_info;
+
+/*! fdma_describe_kernel() - what kernel `index` does and whether it runs here.
+ *  Ownership  the strings are constants
+ *  Errors     FDMA_INVALID_ARGUMENT an index out of range, size not set */
+FDMA_API fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info);
+
+/*! fdma_score_kernel(), fdma_select_kernel(), fdma_forward_kernel() - which kernel would run these
+ *  arguments. Data and workspace may still be NULL.
+ *  Ownership  *name is a constant
+ *  Errors     as the call itself */
+FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name);
+FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
+FDMA_API fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name);
+
+/*! fdma_device_count() - how many values of fdma_exec.device are usable: 1 for the CPU alone. */
+FDMA_API int32_t fdma_device_count(void);
+
+typedef struct fdma_device_info {
+    size_t size;        /* sizeof(fdma_device_info), set by the caller */
+    char name[96];      /* such as "AMD EPYC 9R14" */
+    char features[256]; /* what kernels are chosen by, space-separated, such as "avx2 fma f16c" */
+    int32_t cores;      /* logical CPUs that this process may use, or multiprocessors */
+    int32_t reserved;
+} fdma_device_info;
+
+/*! fdma_describe_device() - name, features and size of a device.
+ *  Errors     FDMA_INVALID_ARGUMENT size not set, a device that is not there */
+FDMA_API fdma_status fdma_describe_device(int32_t device, fdma_device_info *info);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FDMA_H */

@@ -1,0 +1,117 @@
+/* Cuts a fused call into score, select and forward. */
+#include "core/attention.h"
+
+#include "core/error.h"
+#include "core/plan.h"
+
+#include <string.h>
+
+#define FIRST_SIZE (offsetof(fdma_attention_args, exec) + sizeof(fdma_exec))
+
+/* A [batch, kv_heads, kv_len] array in the workspace. */
+static fdma_tensor take_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dtype dtype) {
+    const int64_t shape[] = {v->shape[0], v->shape[2], v->shape[1]};
+    fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, 3, shape);
+    size_t bytes = fdma_dtype_size(dtype);
+    for (int axis = 0; axis < 3; axis++)
+        // sizes that overflow are refused with v itself, before the bytes are used
+        if (__builtin_mul_overflow(bytes, (size_t)shape[axis], &bytes)) return tensor;
+    tensor.data = fdma_arena_take(arena, bytes);
+    return tensor;
+}
+
+static void place_tensors(const fdma_attention_args *args, fdma_arena *arena,
+                          attention_steps *steps) {
+    const fdma_dtype wide = args->v.dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
+    steps->score.score = is_present(&args->score) ? args->score : take_tensor(arena, &args->v, wide);
+    steps->score.bias = args->bias;
+    if (args->bias_form != FDMA_BIAS_NONE && !is_present(&args->bias))
+        steps->score.bias = take_tensor(arena, &args->v, wide);
+    if (!is_present(&steps->selection.expiry))
+        steps->selection.expiry = take_tensor(arena, &args->v, FDMA_INT32);
+    if (!is_present(&steps->selection.slot))
+        steps->selection.slot = take_tensor(arena, &args->v, FDMA_INT32);
+}
+
+static void fill_steps(const fdma_attention_args *args, attention_steps *steps) {
+    steps->score.size = sizeof steps->score;
+    steps->score.v = args->v;
+    steps->score.dt_proj = args->dt_proj;
+    steps->score.a = args->a;
+    steps->score.key_valid = args->key_valid;
+    steps->score.bias_form = args->bias_form;
+    steps->select.size = sizeof steps->select;
+    steps->select.score = steps->score.score;
+    steps->select.key_valid = args->key_valid;
+    steps->select.selection = &steps->selection;
+    steps->select.window = args->window;
+    steps->select.scope = args->scope;
+    steps->forward = (fdma_forward_args){
+        .size = sizeof steps->forward,
+        .q = args->q,
+        .k = args->k,
+        .v = args->v,
+        .bias = steps->score.bias,
+        .key_valid = args->key_valid,
+        .out = args->out,
+        .lse = args->lse,
+        .selection = &steps->selection,
+        .scale = args->scale,
+        .softcap = args->softcap,
+        .causal = args->causal,
+    };
+    steps->selection.window = args->window;
+    steps->selection.scope = args->scope;
+    steps->selection.kv_len = args->v.shape[1];
+}
+
+static void share_workspace(const fdma_attention_args *args, const fdma_arena *arena,
+                            attention_steps *steps) {
+    fdma_exec exec = args->exec;
+    const size_t gap = arena->base ? (size_t)(arena->base - (uint8_t *)exec.workspace) : 0;
+    steps->scratch = fdma_arena_size(arena);
+    exec.workspace = arena->base ? arena->base + arena->used : NULL;
+    exec.workspace_size =
+        exec.workspace_size > gap + arena->used ? exec.workspace_size - gap - arena->used : 0;
+    steps->score.exec = steps->select.exec = steps->forward.exec = exec;
+}
+
+fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_steps *steps) {
+    fdma_attention_args args;
+    FDMA_TRY(fdma_copy_args("fdma_attention_args", caller, FIRST_SIZE, &args, sizeof args));
+    FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
+    FDMA_REQUIRE(args.reserved == 0, FDMA_INVALID_ARGUMENT, "reserved: is %d, want 0",
+                 args.reserved);
+    FDMA_REQUIRE(args.causal || args.scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
+                 "scope: is %d, want FDMA_SCOPE_GLOBAL where causal is 0", (int)args.scope);
+    *steps = (attention_steps){.wanted = args.selection};
+    steps->selection.size = sizeof steps->selection;
+    if (args.selection != NULL)
+        FDMA_TRY(fdma_copy_args("selection", args.selection, sizeof(fdma_selection),
+                                &steps->selection, sizeof steps->selection));
+    const fdma_problem place = {.exec = args.exec};
+    fdma_arena arena = fdma_arena_of(&place);
+    place_tensors(&args, &arena, steps);
+    fill_steps(&args, steps);
+    share_workspace(&args, &arena, steps);
+    return FDMA_OK;
+}
+
+fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args,
+                                          const attention_steps *steps) {
+    const tensor_rule rules[] = {
+        {.name = "q", .tensor = &args->q},
+        {.name = "k", .tensor = &args->k},
+        {.name = "v", .tensor = &args->v},
+        {.name = "dt_proj", .tensor = &args->dt_proj},
+        {.name = "a", .tensor = &args->a},
+        {.name = "key_valid", .tensor = &args->key_valid},
+        {.name = "out", .tensor = &args->out, .output = true},
+        {.name = "lse", .tensor = &args->lse, .output = true},
+        {.name = "score", .tensor = &steps->score.score, .output = true},
+        {.name = "bias", .tensor = &steps->score.bias, .output = true},
+        {.name = "expiry", .tensor = &steps->selection.expiry, .output = true},
+        {.name = "slot", .tensor = &steps->selection.slot, .output = true},
+    };
+    return fdma_check_overlaps(rules, sizeof rules / sizeof rules[0]);
+}

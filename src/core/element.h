@@ -1,0 +1,15 @@
+/* Single elements of any floating dtype as doubles, correctly rounded. For code that need not be
+ * fast: kernels have their own conversions. */
+#ifndef FDMA_CORE_ELEMENT_H
+#define FDMA_CORE_ELEMENT_H
+
+#include "core/tensor.h"
+
+double fdma_load(const fdma_tensor *tensor, int64_t offset);
+void fdma_store(const fdma_tensor *tensor, int64_t offset, double value);
+
+static inline int64_t offset_of(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
+    return x0 * tensor->stride[0] + x1 * tensor->stride[1] + x2 * tensor->stride[2];
+}
+
+#endif

@@ -1,0 +1,30 @@
+/* The thread-local message behind fdma_last_error(). */
+#include "core/error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+static _Thread_local char message[512];
+
+fdma_status fdma_fail(fdma_status status, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(message, sizeof message, format, values);
+    va_end(values);
+    return status;
+}
+
+const char *fdma_last_error(void) {
+    return message;
+}
+
+const char *fdma_status_name(fdma_status status) {
+    switch (status) {
+    case FDMA_OK: return "FDMA_OK";
+    case FDMA_INVALID_ARGUMENT: return "FDMA_INVALID_ARGUMENT";
+    case FDMA_UNSUPPORTED: return "FDMA_UNSUPPORTED";
+    case FDMA_WORKSPACE_TOO_SMALL: return "FDMA_WORKSPACE_TOO_SMALL";
+    case FDMA_CUDA_ERROR: return "FDMA_CUDA_ERROR";
+    }
+    return "unknown status";
+}

@@ -1,0 +1,105 @@
+/* The choice of a kernel row, and the workspace arena. */
+#include "core/plan.h"
+
+#include "core/error.h"
+
+#include <stdio.h>
+#include <string.h>
+
+const char *fdma_operation_name(fdma_operation operation) {
+    static const char *const names[] = {
+        [operation_score] = "score",
+        [operation_select] = "select",
+        [operation_forward] = "forward",
+    };
+    return names[operation];
+}
+
+const kernel_row *fdma_row_at(const kernel_backend *backends, int32_t index) {
+    if (index < 0) return NULL;
+    for (; *backends != NULL; backends++) {
+        for (const kernel_table *const *table = *backends; *table != NULL; table++) {
+            if (index < (*table)->count) return &(*table)->rows[index];
+            index -= (*table)->count;
+        }
+    }
+    return NULL;
+}
+
+/* "cpu/avx2" begins with "cpu" and with "cpu/avx2", not with "cpu/avx". */
+static bool begins_with(const char *path, const char *beginning) {
+    const size_t length = strlen(beginning);
+    return strncmp(path, beginning, length) == 0 && (path[length] == '/' || path[length] == '\0');
+}
+
+/* A forced name stands for every row below it; rows without variants serve every variant's name,
+ * so that one name can force a whole fdma_attention(). */
+static bool is_meant(const kernel_row *row, const char *name) {
+    return begins_with(row->name, name) || begins_with(name, row->name);
+}
+
+static bool is_known(const kernel_backend *backends, const char *name) {
+    const kernel_row *row;
+    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++)
+        if (begins_with(row->name, name)) return true;
+    return false;
+}
+
+static fdma_status fail_unknown(const kernel_backend *backends, const char *name) {
+    char names[256] = "";
+    size_t used = 0;
+    const char *previous = "";
+    const kernel_row *row;
+    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
+        if (strcmp(row->name, previous) == 0) continue;
+        const int wrote =
+            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", row->name);
+        if (wrote < 0 || (size_t)wrote >= sizeof names - used) break;
+        used += (size_t)wrote;
+        previous = row->name;
+    }
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %.64s, there are %s", name,
+                     names);
+}
+
+fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
+                          const kernel_row **picked) {
+    const char *const name = problem->exec.kernel;
+    const char *const verb = fdma_operation_name(problem->operation);
+    const kernel_row *row;
+    if (name != NULL && !is_known(backends, name)) return fail_unknown(backends, name);
+    fdma_status status =
+        fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel %s does %s", name ? name : "", verb);
+    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
+        if (row->operation != problem->operation || (name && !is_meant(row, name))) continue;
+        const char *const missing = row->missing();
+        const char *const refused = missing ? NULL : row->refuses(problem);
+        if (missing == NULL && refused == NULL) {
+            *picked = row;
+            return FDMA_OK;
+        }
+        if (missing != NULL)
+            status = fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: %s needs %s, which this machine lacks",
+                               row->name, missing);
+        else
+            status = fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: %s does not do %s with %s",
+                               row->name, verb, refused);
+    }
+    return status;
+}
+
+fdma_arena fdma_arena_of(const fdma_problem *problem) {
+    const uintptr_t address = (uintptr_t)problem->exec.workspace;
+    const uintptr_t aligned = (address + arena_alignment - 1) & ~(uintptr_t)(arena_alignment - 1);
+    return (fdma_arena){.base = (uint8_t *)aligned};
+}
+
+void *fdma_arena_take(fdma_arena *arena, size_t bytes) {
+    void *const piece = arena->base ? arena->base + arena->used : NULL;
+    arena->used += (bytes + arena_alignment - 1) & ~(size_t)(arena_alignment - 1);
+    return piece;
+}
+
+size_t fdma_arena_size(const fdma_arena *arena) {
+    return arena->used ? arena->used + arena_alignment - 1 : 0;
+}

@@ -1,0 +1,62 @@
+/* A validated call: what every kernel works from. Made from a public argument struct, once. */
+#ifndef FDMA_CORE_PROBLEM_H
+#define FDMA_CORE_PROBLEM_H
+
+#include "core/tensor.h"
+
+typedef enum fdma_operation {
+    operation_score,
+    operation_select,
+    operation_forward,
+} fdma_operation;
+
+/* Tensors that an operation does not have are absent (rank 0); sizes likewise 0. */
+typedef struct fdma_problem {
+    fdma_operation operation;
+    fdma_dtype dtype; /* of q, k, v, out (score: of v; select: of score) */
+    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
+    int64_t group; /* query heads of one kv head */
+    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot;
+    int64_t window;
+    double scale;   /* never 0 */
+    double softcap; /* 0: off */
+    fdma_scope scope;
+    fdma_bias_form bias_form;
+    bool causal;
+    bool selected;
+    fdma_exec exec;
+} fdma_problem;
+
+/* Whether data and workspace are there yet (a call) or not (a workspace query). */
+typedef enum check_depth { check_shapes, check_all } check_depth;
+
+fdma_status fdma_check_score(const fdma_score_args *args, check_depth depth, fdma_problem *problem);
+fdma_status fdma_check_select(const fdma_select_args *args, check_depth depth, fdma_problem *problem);
+fdma_status fdma_check_forward(const fdma_forward_args *args, check_depth depth, fdma_problem *problem);
+
+/* Copies a caller's struct of `args`' own size into `known_size` bytes: missing fields become zero;
+ * fields that this library does not know must be zero. `first_size`: the oldest version's. */
+fdma_status fdma_copy_args(const char *name, const void *args, size_t first_size, void *known,
+                           size_t known_size);
+
+/* The position of query i. */
+static inline int64_t query_position(const fdma_problem *problem, int64_t i) {
+    return i + problem->kv_len - problem->q_len;
+}
+
+static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t j) {
+    const fdma_tensor *const valid = &problem->key_valid;
+    return !is_present(valid) || ((const uint8_t *)valid->data)[b * valid->stride[0] + j] != 0;
+}
+
+/* Whether the query at position p attends to key j, by causality, validity and `expiry`. */
+static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, int64_t j, int64_t p) {
+    const fdma_tensor *const expiry = &problem->expiry;
+    if ((problem->causal && j > p) || !is_valid_key(problem, b, j)) return false;
+    if (!problem->selected) return true;
+    const int32_t end =
+        ((const int32_t *)expiry->data)[b * expiry->stride[0] + g * expiry->stride[1] + j];
+    return problem->causal ? p < end : end > j;
+}
+
+#endif

@@ -1,0 +1,156 @@
+/* Checks of single tensors: rank, dtype, shape, strides, size, alignment. */
+#include "core/tensor.h"
+
+#include "core/error.h"
+
+#include <stdio.h>
+
+typedef struct dtype_fact {
+    const char *name;
+    size_t size;
+} dtype_fact;
+
+static const dtype_fact dtype_facts[] = {
+    [0] = {"unset", 0},
+    [FDMA_FLOAT32] = {"float32", 4},
+    [FDMA_FLOAT16] = {"float16", 2},
+    [FDMA_BFLOAT16] = {"bfloat16", 2},
+    [FDMA_FLOAT64] = {"float64", 8},
+    [FDMA_INT32] = {"int32", 4},
+    [FDMA_UINT8] = {"uint8", 1},
+};
+enum { dtype_count = sizeof dtype_facts / sizeof dtype_facts[0] };
+
+static bool is_dtype(fdma_dtype dtype) {
+    return (int)dtype > 0 && (int)dtype < dtype_count;
+}
+
+size_t fdma_dtype_size(fdma_dtype dtype) {
+    return is_dtype(dtype) ? dtype_facts[dtype].size : 0;
+}
+
+const char *fdma_dtype_name(fdma_dtype dtype) {
+    return is_dtype(dtype) ? dtype_facts[dtype].name : "unknown";
+}
+
+fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank, const int64_t *shape) {
+    fdma_tensor tensor = {.data = data, .dtype = dtype, .rank = rank};
+    const int32_t axes = rank < 0 ? 0 : rank > max_rank ? max_rank : rank;
+    int64_t stride = 1;
+    for (int32_t axis = axes - 1; axis >= 0; axis--) {
+        tensor.shape[axis] = shape[axis];
+        tensor.stride[axis] = stride;
+        // a product that overflows is refused with the shape itself
+        if (__builtin_mul_overflow(stride, shape[axis], &stride)) stride = INT64_MAX;
+    }
+    return tensor;
+}
+
+/* "float32, float16 or bfloat16" */
+static const char *list_dtypes(unsigned dtypes, char *text, size_t size) {
+    size_t used = 0;
+    int left = __builtin_popcount(dtypes);
+    text[0] = '\0';
+    for (int dtype = 1; dtype < dtype_count; dtype++) {
+        if (!(dtypes & 1u << dtype)) continue;
+        left--;
+        const char *const join = left > 1 ? ", " : left == 1 ? " or " : "";
+        const int wrote =
+            snprintf(text + used, size - used, "%s%s", dtype_facts[dtype].name, join);
+        used += (size_t)wrote;
+    }
+    return text;
+}
+
+fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
+                            unsigned dtypes) {
+    char list[96];
+    FDMA_REQUIRE(tensor->rank == rank, FDMA_INVALID_ARGUMENT, "%s: rank is %d, want %d", name,
+                 tensor->rank, rank);
+    FDMA_REQUIRE(is_dtype(tensor->dtype), FDMA_INVALID_ARGUMENT, "%s: dtype is %d, want %s", name,
+                 (int)tensor->dtype, list_dtypes(dtypes, list, sizeof list));
+    FDMA_REQUIRE(dtypes & 1u << tensor->dtype, FDMA_UNSUPPORTED,
+                 "%s: dtype is %s, supported: %s", name, fdma_dtype_name(tensor->dtype),
+                 list_dtypes(dtypes, list, sizeof list));
+    for (int axis = 0; axis < rank; axis++)
+        FDMA_REQUIRE(tensor->shape[axis] >= 0, FDMA_INVALID_ARGUMENT,
+                     "%s: axis %d has %lld elements, want 0 or more", name, axis,
+                     (long long)tensor->shape[axis]);
+    return FDMA_OK;
+}
+
+static bool is_empty(const fdma_tensor *tensor) {
+    for (int axis = 0; axis < tensor->rank; axis++)
+        if (tensor->shape[axis] == 0) return true;
+    return false;
+}
+
+/* The strides, and that every element's byte offset and the number of elements fit int64. */
+static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
+    const int last = tensor->rank - 1;
+    int64_t elements = 1;
+    int64_t extent = 1;
+    bool overflow = false;
+    FDMA_REQUIRE(tensor->shape[last] <= 1 || tensor->stride[last] == 1, FDMA_INVALID_ARGUMENT,
+                 "%s: the last stride is %lld, want 1", name, (long long)tensor->stride[last]);
+    for (int axis = 0; axis <= last; axis++) {
+        const int64_t length = tensor->shape[axis];
+        int64_t reach = 0;
+        FDMA_REQUIRE(length <= 1 || tensor->stride[axis] >= 0, FDMA_INVALID_ARGUMENT,
+                     "%s: stride %d is %lld, want 0 or more", name, axis,
+                     (long long)tensor->stride[axis]);
+        overflow |= __builtin_mul_overflow(elements, length > 1 ? length : 1, &elements);
+        if (length <= 1) continue;
+        overflow |= __builtin_mul_overflow(length - 1, tensor->stride[axis], &reach);
+        overflow |= __builtin_add_overflow(extent, reach, &extent);
+    }
+    const int64_t size = (int64_t)fdma_dtype_size(tensor->dtype);
+    overflow |= __builtin_mul_overflow(elements, size, &elements);
+    overflow |= __builtin_mul_overflow(extent, size, &extent);
+    overflow |= extent > INT64_MAX - (int64_t)((uintptr_t)tensor->data & INT64_MAX);
+    FDMA_REQUIRE(!overflow, FDMA_INVALID_ARGUMENT, "%s: its size overflows int64", name);
+    return FDMA_OK;
+}
+
+/* Each axis steps past everything that the axes of smaller stride reach. */
+static bool has_distinct_elements(const fdma_tensor *tensor) {
+    if (is_empty(tensor)) return true;
+    bool used[max_rank] = {false};
+    int64_t reach = 0; // the largest offset that the axes so far reach
+    for (int round = 0; round < tensor->rank; round++) {
+        int smallest = -1;
+        for (int axis = 0; axis < tensor->rank; axis++)
+            if (!used[axis] && (smallest < 0 || tensor->stride[axis] < tensor->stride[smallest]))
+                smallest = axis;
+        used[smallest] = true;
+        if (tensor->shape[smallest] == 1) continue;
+        if (tensor->stride[smallest] <= reach) return false;
+        reach += (tensor->shape[smallest] - 1) * tensor->stride[smallest];
+    }
+    return true;
+}
+
+static fdma_status check_tensor(const tensor_rule *rule, bool data_needed) {
+    const fdma_tensor *const tensor = rule->tensor;
+    const char *const name = rule->name;
+    if (rule->optional && !is_present(tensor)) return FDMA_OK;
+    FDMA_TRY(fdma_check_form(name, tensor, rule->rank, rule->dtypes));
+    for (int axis = 0; axis < rule->rank; axis++)
+        FDMA_REQUIRE(tensor->shape[axis] == rule->shape[axis], FDMA_INVALID_ARGUMENT,
+                     "%s: axis %d has %lld elements, want %lld", name, axis,
+                     (long long)tensor->shape[axis], (long long)rule->shape[axis]);
+    FDMA_TRY(check_strides(name, tensor));
+    FDMA_REQUIRE(!rule->output || has_distinct_elements(tensor), FDMA_INVALID_ARGUMENT,
+                 "%s: its strides make elements overlap, want distinct elements", name);
+    if (!data_needed || is_empty(tensor)) return FDMA_OK;
+    FDMA_REQUIRE(tensor->data != NULL, FDMA_INVALID_ARGUMENT, "%s: data is NULL", name);
+    FDMA_REQUIRE((uintptr_t)tensor->data % fdma_dtype_size(tensor->dtype) == 0,
+                 FDMA_INVALID_ARGUMENT, "%s: data %p is not aligned to its %zu-byte elements",
+                 name, tensor->data, fdma_dtype_size(tensor->dtype));
+    return FDMA_OK;
+}
+
+fdma_status fdma_check_tensors(const tensor_rule *rules, size_t count, bool data_needed) {
+    for (size_t i = 0; i < count; i++) FDMA_TRY(check_tensor(&rules[i], data_needed));
+    return FDMA_OK;
+}

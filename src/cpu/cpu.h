@@ -1,0 +1,11 @@
+/* The CPU backend: its rows, and the facts of this machine that they are chosen by. */
+#ifndef FDMA_CPU_CPU_H
+#define FDMA_CPU_CPU_H
+
+#include "core/plan.h"
+
+extern const kernel_table *const fdma_cpu_tables[];
+
+fdma_status fdma_describe_cpu(fdma_device_info *info);
+
+#endif

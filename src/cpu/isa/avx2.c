@@ -1,0 +1,15 @@
+/* The CPU kernels in the vocabulary of avx2. */
+#include "cpu/simd/avx2.h"
+
+#include "cpu/isa/isa.h"
+#include "cpu/kernels/forward.h"
+#include "cpu/kernels/score.h"
+#include "cpu/kernels/select.h"
+
+static const kernel_row rows[] = {
+    {"cpu/avx2", operation_score, fdma_missing_avx2, fdma_refuses_wide, score_workspace, run_score},
+    {"cpu/avx2", operation_select, fdma_missing_avx2, fdma_refuses_wide, select_workspace, run_select},
+    {"cpu/avx2", operation_forward, fdma_missing_avx2, fdma_refuses_wide, forward_workspace, run_forward},
+};
+
+const kernel_table fdma_cpu_avx2 = {rows, sizeof rows / sizeof rows[0]};

@@ -1,0 +1,17 @@
+/* The points of the CPU's build matrix, and what their rows are chosen by. */
+#ifndef FDMA_CPU_ISA_ISA_H
+#define FDMA_CPU_ISA_ISA_H
+
+#include "core/plan.h"
+
+extern const kernel_table fdma_cpu_avx512;
+extern const kernel_table fdma_cpu_avx2;
+extern const kernel_table fdma_cpu_scalar;
+
+const char *fdma_missing_avx512(void);
+const char *fdma_missing_avx2(void);
+const char *fdma_missing_scalar(void);
+
+const char *fdma_refuses_wide(const fdma_problem *problem);
+
+#endif

@@ -1,0 +1,181 @@
+/* Forward: FlashAttention's loop over the keys that a tile visits, with queries in the lanes.
+ * Sources: arXiv:2205.14135; docs/algorithm.md. */
+#ifndef FDMA_CPU_KERNELS_FORWARD_H
+#define FDMA_CPU_KERNELS_FORWARD_H
+
+#include "cpu/kernels/softmax.h"
+#include "cpu/parallel.h"
+
+typedef struct forward_context {
+    const fdma_problem *problem;
+    snapshots snapshots;
+    uint8_t *scratch; /* of thread 0; the others' follow at scratch_size */
+    size_t scratch_size;
+    int64_t tiles; /* of one (b, g) */
+} forward_context;
+
+/* S^T = K Q^T for score_keys keys and one block of lanes. */
+static inline __attribute__((always_inline)) void
+score_tile(vf s[score_keys][tile_vectors], const float *const *k, const float *q, int64_t dim) {
+    const float *row[score_keys];
+    UNROLL for (int key = 0; key < score_keys; key++) {
+        row[key] = k[key];
+        UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_set(0);
+    }
+    for (int64_t d = 0; d < dim; d++, q += block_lanes) {
+        vf lanes[tile_vectors];
+        UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(q + m * vf_width);
+        UNROLL for (int key = 0; key < score_keys; key++) {
+            const vf channel = vf_set(row[key][d]);
+            UNROLL for (int m = 0; m < tile_vectors; m++)
+                s[key][m] = vf_fma(channel, lanes[m], s[key][m]);
+        }
+    }
+}
+
+/* Scores -> logits: softcap, bias, and -inf where a row does not keep the key. */
+static inline __attribute__((always_inline)) void finish_logits(vf s[score_keys][tile_vectors],
+                                                                const key_list *list, int32_t first,
+                                                                int block, float cap) {
+    UNROLL for (int key = 0; key < score_keys; key++) {
+        const vf bias = vf_set(list->bias[first + key]);
+        UNROLL for (int m = 0; m < tile_vectors; m++) {
+            if (cap > 0) s[key][m] = vf_mul(vf_set(cap), tanh_of(s[key][m]));
+            s[key][m] = vf_add(s[key][m], bias);
+        }
+    }
+    if (!list->cut) return;
+    for (int key = 0; key < score_keys; key++) {
+        const uint64_t lanes = list->lanes[first + key] >> (block * block_lanes);
+        UNROLL for (int m = 0; m < tile_vectors; m++)
+            s[key][m] = vf_keep(s[key][m], lanes >> (m * vf_width));
+    }
+}
+
+/* P = 2^(S - max), stored and summed. */
+static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][tile_vectors],
+                                                             const tile_state *tile, int64_t dim,
+                                                             int32_t first, int block) {
+    float *const weights = tile->weights + (block * key_block + first) * block_lanes;
+    float *const max = tile->max + block * block_lanes, *const sum = tile->sum + block * block_lanes;
+    vf top[tile_vectors];
+    bool raise = false;
+    UNROLL for (int m = 0; m < tile_vectors; m++) {
+        top[m] = s[0][m];
+        UNROLL for (int key = 1; key < score_keys; key++) top[m] = vf_max(top[m], s[key][m]);
+        raise |= vf_any_greater(top[m], vf_add(vf_load(max + m * vf_width), vf_set(margin)));
+    }
+    if (raise) raise_max(tile, dim, block, top, first);
+    UNROLL for (int m = 0; m < tile_vectors; m++) {
+        const vf lane_max = vf_load(max + m * vf_width);
+        vf total = vf_load(sum + m * vf_width);
+        UNROLL for (int key = 0; key < score_keys; key++) {
+            const vf weight = exp2_of(vf_sub(s[key][m], lane_max));
+            total = vf_add(total, weight);
+            vf_store(weights + key * block_lanes + m * vf_width, weight);
+        }
+        vf_store(sum + m * vf_width, total);
+    }
+}
+
+/* O^T += V^T P^T for value_channels channels from d on and one block of lanes. */
+static inline __attribute__((always_inline)) void
+add_values(float *out, const float *const *v, int64_t d, const float *weights, int32_t count) {
+    vf o[value_channels][tile_vectors];
+    UNROLL for (int c = 0; c < value_channels; c++)
+        UNROLL for (int m = 0; m < tile_vectors; m++)
+            o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
+    for (int32_t n = 0; n < count; n++, weights += block_lanes) {
+        const float *const row = v[n] + d;
+        vf lanes[tile_vectors];
+        UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(weights + m * vf_width);
+        UNROLL for (int c = 0; c < value_channels; c++) {
+            const vf channel = vf_set(row[c]);
+            UNROLL for (int m = 0; m < tile_vectors; m++)
+                o[c][m] = vf_fma(channel, lanes[m], o[c][m]);
+        }
+    }
+    UNROLL for (int c = 0; c < value_channels; c++)
+        UNROLL for (int m = 0; m < tile_vectors; m++)
+            vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
+}
+
+static void attend_keys(const tile_state *tile, const key_list *list, int64_t dim, float cap) {
+    for (int32_t first = 0; first < list->count; first += score_keys)
+        for (int block = 0; block < tile_blocks; block++) {
+            vf s[score_keys][tile_vectors];
+            score_tile(s, list->k + first, tile->q + block * dim * block_lanes, dim);
+            finish_logits(s, list, first, block, cap);
+            weigh_keys(s, tile, dim, first, block);
+        }
+    for (int block = 0; block < tile_blocks; block++) {
+        float *const out = tile->out + block * dim * block_lanes;
+        const float *const weights = tile->weights + block * key_block * block_lanes;
+        for (int64_t d = 0; d < dim; d += value_channels)
+            add_values(out + d * block_lanes, list->v, d, weights, list->count);
+    }
+}
+
+/* Tiles of the last queries come first: under causality they see the most keys. */
+static void attend_tile(const void *context, int64_t index, int32_t thread) {
+    const forward_context *const forward = context;
+    const fdma_problem *const problem = forward->problem;
+    const int64_t heads = problem->batch * problem->kv_heads, head = index % heads;
+    const int64_t tile_index = forward->tiles - 1 - index / heads;
+    const float log2e = 1.4426950408889634f, scale = (float)problem->scale;
+    const float softcap = (float)problem->softcap;
+    fdma_arena arena = {.base = forward->scratch + (size_t)thread * forward->scratch_size};
+    tile_state tile = take_tile(&arena, problem);
+    key_list *const list = fdma_arena_take(&arena, sizeof *list);
+    const tile_place place =
+        place_tile(problem, head / problem->kv_heads, head % problem->kv_heads, tile_index);
+    pack_queries(problem, &place, softcap > 0 ? scale / softcap : scale * log2e, &tile);
+    key_walk walk = start_walk(problem, &forward->snapshots, &place);
+    while (load_keys(problem, &place, &walk, &tile, list))
+        attend_keys(&tile, list, problem->head_dim, softcap * log2e);
+    write_rows(problem, &place, &tile);
+}
+
+static void snapshot_head(const void *context, int64_t head, int32_t thread) {
+    const forward_context *const forward = context;
+    (void)thread;
+    fill_snapshots(forward->problem, &forward->snapshots, head);
+}
+
+static int64_t forward_tasks(const fdma_problem *problem) {
+    return problem->batch * problem->kv_heads * tiles_of(problem);
+}
+
+/* Carves the workspace; the arena's size is what it takes. */
+static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *context) {
+    const int32_t threads = fdma_thread_count(problem->exec.threads, forward_tasks(problem));
+    fdma_arena one = {0};
+    take_tile(&one, problem);
+    fdma_arena_take(&one, sizeof(key_list));
+    fdma_arena arena = fdma_arena_of(problem);
+    context->problem = problem;
+    context->tiles = tiles_of(problem);
+    context->snapshots = take_snapshots(&arena, problem);
+    context->scratch_size = one.used;
+    context->scratch = fdma_arena_take(&arena, one.used * (size_t)threads);
+    return arena;
+}
+
+static size_t forward_workspace(const fdma_problem *problem) {
+    forward_context context;
+    const fdma_arena arena = lay_out_forward(problem, &context);
+    return fdma_arena_size(&arena);
+}
+
+static fdma_status run_forward(const fdma_problem *problem) {
+    forward_context context;
+    const int64_t tasks = forward_tasks(problem);
+    const int32_t threads = fdma_thread_count(problem->exec.threads, tasks);
+    lay_out_forward(problem, &context);
+    if (context.snapshots.count > 0)
+        fdma_parallel_for(threads, problem->batch * problem->kv_heads, snapshot_head, &context);
+    fdma_parallel_for(threads, tasks, attend_tile, &context);
+    return FDMA_OK;
+}
+
+#endif

@@ -1,0 +1,192 @@
+/* Which keys a tile visits, in ascending order, a block at a time.
+ *
+ * Causal positions only ever lose keys, so the keys that any row of a tile keeps are those alive at
+ * its first position and those that arrive up to its last. Snapshots of the live keys at every
+ * snapshot_step positions make finding them O(window) for every tile. */
+#ifndef FDMA_CPU_KERNELS_KEYS_H
+#define FDMA_CPU_KERNELS_KEYS_H
+
+#include "cpu/kernels/tile.h"
+
+/* Snapshot n (from 1) holds the keys before position n * step that are still alive there. */
+typedef struct snapshots {
+    int64_t step;
+    int64_t count;    /* of each (b, g) */
+    int64_t capacity; /* keys of one */
+    int32_t *keys;    /* [batch * kv_heads][count][capacity] */
+    int32_t *length;  /* [batch * kv_heads][count] */
+} snapshots;
+
+enum { min_snapshot_step = 128 };
+
+static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) {
+    const int64_t window = problem->window < problem->kv_len ? problem->window : problem->kv_len;
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t step = window / 2 > min_snapshot_step ? window / 2 : min_snapshot_step;
+    snapshots all = {.step = step, .capacity = window};
+    // a window that holds every key leaves nothing out, so that its tiles start from the first key
+    if (problem->selected && window < problem->kv_len) all.count = (problem->kv_len - 1) / step;
+    all.keys = fdma_arena_take(arena, (size_t)(heads * all.count * window) * sizeof *all.keys);
+    all.length = fdma_arena_take(arena, (size_t)(heads * all.count) * sizeof *all.length);
+    return all;
+}
+
+static const int32_t *expiry_row(const fdma_problem *problem, int64_t b, int64_t g) {
+    const fdma_tensor *const expiry = &problem->expiry;
+    if (!problem->selected) return NULL;
+    return (const int32_t *)expiry->data + b * expiry->stride[0] + g * expiry->stride[1];
+}
+
+/* Appends to `to` the keys out of `from` (or first, first + 1, ... if NULL) that outlive `position`. */
+static int64_t filter_alive(int32_t *to, int64_t used, int64_t capacity, const int32_t *from,
+                            int64_t first, int64_t count, const int32_t *expiry,
+                            int64_t position) {
+    for (int64_t n = 0; n < count && used < capacity; n++) {
+        const int32_t j = from ? from[n] : (int32_t)(first + n);
+        to[used] = j;
+        used += expiry[j] > position;
+    }
+    return used;
+}
+
+/* Each snapshot is what is left of the one before, and of the keys that came in between. */
+static void fill_snapshots(const fdma_problem *problem, const snapshots *all, int64_t head) {
+    const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
+    const int32_t *const expiry = expiry_row(problem, b, g);
+    const int32_t *previous = NULL;
+    int64_t length = 0;
+    for (int64_t n = 0; n < all->count; n++) {
+        const int64_t index = head * all->count + n, position = (n + 1) * all->step;
+        int32_t *const keys = all->keys + index * all->capacity;
+        const int64_t old = length;
+        length = old ? filter_alive(keys, 0, all->capacity, previous, 0, old, expiry, position) : 0;
+        length = filter_alive(keys, length, all->capacity, NULL, position - all->step, all->step,
+                              expiry, position);
+        all->length[index] = (int32_t)length;
+        previous = keys;
+    }
+}
+
+/* The keys still to be visited by a tile. */
+typedef struct key_walk {
+    const int32_t *live; /* from a snapshot */
+    int64_t live_count;
+    int64_t next, end; /* then these */
+    const int32_t *expiry;
+    const uint8_t *valid;
+    int32_t first_position;
+} key_walk;
+
+static key_walk start_walk(const fdma_problem *problem, const snapshots *all,
+                           const tile_place *place) {
+    const fdma_tensor *const valid = &problem->key_valid;
+    key_walk walk = {
+        .end = place->last_position + 1,
+        .expiry = expiry_row(problem, place->b, place->g),
+        .first_position = place->first_position,
+    };
+    if (is_present(valid)) walk.valid = (const uint8_t *)valid->data + place->b * valid->stride[0];
+    int64_t n = place->first_position < 0 ? 0 : place->first_position / all->step;
+    n = n < all->count ? n : all->count;
+    if (n > 0) {
+        const int64_t index = (place->b * problem->kv_heads + place->g) * all->count + n - 1;
+        walk.live = all->keys + index * all->capacity;
+        walk.live_count = all->length[index];
+        walk.next = n * all->step;
+    }
+    return walk;
+}
+
+static bool is_visited(const key_walk *walk, int32_t j) {
+    const int32_t from = j > walk->first_position ? j : walk->first_position;
+    return (!walk->expiry || walk->expiry[j] > from) && (!walk->valid || walk->valid[j]);
+}
+
+/* Writes up to key_block keys; 0 at the end. */
+static int32_t next_keys(key_walk *walk, int32_t *keys) {
+    int32_t count = 0;
+    for (; walk->live_count > 0 && count < key_block; walk->live++, walk->live_count--) {
+        keys[count] = *walk->live;
+        count += is_visited(walk, *walk->live);
+    }
+    for (; walk->next < walk->end && count < key_block; walk->next++) {
+        keys[count] = (int32_t)walk->next;
+        count += is_visited(walk, (int32_t)walk->next);
+    }
+    return count;
+}
+
+/* A block of keys, ready for the two products. */
+typedef struct key_list {
+    int32_t count;
+    bool cut; /* some row does not keep some key: `lanes` counts */
+    int32_t key[key_block];
+    const float *k[key_block];
+    const float *v[key_block];
+    float bias[key_block];     /* in log2 units */
+    uint64_t lanes[key_block]; /* the rows that keep the key */
+} key_list;
+
+static uint64_t lanes_below(int64_t lane) {
+    return lane <= 0 ? 0 : lane >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << lane) - 1;
+}
+
+/* Rows of a tile keep key j from its own position on, until it expires. */
+static uint64_t lanes_of_key(const fdma_problem *problem, const tile_place *place,
+                             const int32_t *expiry, int32_t j) {
+    const int64_t origin = query_position(problem, 0);
+    const int64_t from = (j - origin) * problem->group - place->first_row;
+    const int64_t end =
+        expiry ? (expiry[j] - origin) * problem->group - place->first_row : tile_lanes;
+    return lanes_below(end) & ~lanes_below(from);
+}
+
+static void mark_lanes(const fdma_problem *problem, const tile_place *place, key_list *list) {
+    const int32_t *const expiry = expiry_row(problem, place->b, place->g);
+    list->cut = list->count % score_keys != 0;
+    for (int32_t n = 0; n < list->count; n++) {
+        const int32_t j = list->key[n];
+        const bool whole = j <= place->first_position && (!expiry || expiry[j] > place->last_position);
+        list->lanes[n] =
+            whole || !problem->causal ? ~(uint64_t)0 : lanes_of_key(problem, place, expiry, j);
+        list->cut |= !whole;
+    }
+}
+
+static const float *key_row(const fdma_tensor *tensor, const tile_place *place, int32_t j,
+                            float *converted, int64_t dim) {
+    const int64_t offset =
+        place->b * tensor->stride[0] + j * tensor->stride[1] + place->g * tensor->stride[2];
+    if (tensor->dtype == FDMA_FLOAT32) return (const float *)tensor->data + offset;
+    load_row(converted, tensor, offset, dim);
+    return converted;
+}
+
+/* The next block; false at the end. The last keys of a short one are rows of zeros that none keeps. */
+static bool load_keys(const fdma_problem *problem, const tile_place *place, key_walk *walk,
+                      const tile_state *tile, key_list *list) {
+    const int64_t dim = problem->head_dim;
+    const fdma_tensor *const bias = &problem->bias;
+    list->count = next_keys(walk, list->key);
+    mark_lanes(problem, place, list);
+    for (int32_t n = 0; n < list->count; n++) {
+        const int32_t j = list->key[n];
+        list->k[n] = key_row(&problem->k, place, j, tile->k_rows + n * dim, dim);
+        list->v[n] = key_row(&problem->v, place, j, tile->v_rows + n * dim, dim);
+        list->bias[n] = 0;
+    }
+    if (is_present(bias)) {
+        const float *const row =
+            (const float *)bias->data + place->b * bias->stride[0] + place->g * bias->stride[1];
+        for (int32_t n = 0; n < list->count; n++)
+            list->bias[n] = row[list->key[n]] * 1.4426950408889634f;
+    }
+    for (int32_t n = list->count; n % score_keys != 0; n++) {
+        list->k[n] = tile->zeros;
+        list->bias[n] = 0;
+        list->lanes[n] = 0;
+    }
+    return list->count > 0;
+}
+
+#endif

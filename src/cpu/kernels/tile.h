@@ -1,0 +1,162 @@
+/* A tile: up to tile_lanes rows, a row being a (query, head of the group) pair of one kv head, with
+ * the row in the vector lane. Rows count queries first: row = i * group + head. Everything about a
+ * tile is stored channel by channel or key by key, with its lanes side by side. */
+#ifndef FDMA_CPU_KERNELS_TILE_H
+#define FDMA_CPU_KERNELS_TILE_H
+
+#include "core/plan.h"
+
+#include <float.h>
+#include <math.h>
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+enum {
+    block_lanes = tile_vectors * vf_width, /* lanes that one micro-kernel holds in registers */
+    tile_lanes = tile_blocks * block_lanes,
+    key_block = 16 * score_keys, /* keys whose weights are held between the two products */
+    max_head_dim = 256,
+};
+
+_Static_assert(tile_lanes <= 64, "lanes of one key are one uint64_t");
+
+/* Which rows a tile has. */
+typedef struct tile_place {
+    int64_t b, g;
+    int64_t first_row;
+    int64_t rows;
+    int32_t first_position, last_position;
+} tile_place;
+
+/* A tile's state, of head_dim or key_block entries; lanes of block n begin at n * entries. */
+typedef struct tile_state {
+    float *q;       /* [tile_blocks][head_dim][block_lanes], scaled to give logits in log2 units */
+    float *out;     /* the same, not yet divided by sum */
+    float *weights; /* [tile_blocks][key_block][block_lanes] */
+    float *max;     /* [tile_lanes], log2 units; lags behind the true maximum by up to margin */
+    float *sum;     /* [tile_lanes] */
+    float *k_rows;  /* [key_block][head_dim], where k has to be converted */
+    float *v_rows;
+    float *row;     /* [head_dim] */
+    float *zeros;   /* [head_dim] */
+} tile_state;
+
+static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
+    const size_t dim = (size_t)problem->head_dim * sizeof(float);
+    const size_t converted = problem->dtype == FDMA_FLOAT32 ? 0 : key_block * dim;
+    tile_state tile;
+    tile.q = fdma_arena_take(arena, tile_lanes * dim);
+    tile.out = fdma_arena_take(arena, tile_lanes * dim);
+    tile.weights = fdma_arena_take(arena, sizeof(float) * tile_lanes * key_block);
+    tile.max = fdma_arena_take(arena, sizeof(float) * tile_lanes);
+    tile.sum = fdma_arena_take(arena, sizeof(float) * tile_lanes);
+    tile.k_rows = fdma_arena_take(arena, converted);
+    tile.v_rows = fdma_arena_take(arena, converted);
+    tile.row = fdma_arena_take(arena, dim);
+    tile.zeros = fdma_arena_take(arena, dim);
+    return tile;
+}
+
+static int64_t tiles_of(const fdma_problem *problem) {
+    return (problem->q_len * problem->group + tile_lanes - 1) / tile_lanes;
+}
+
+/* Where the rows are that see anything; without causality every row stands at the last key. */
+static tile_place place_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t index) {
+    const int64_t first = index * tile_lanes, all = problem->q_len * problem->group;
+    const int64_t rows = all - first < tile_lanes ? all - first : tile_lanes;
+    const int64_t last_key = problem->kv_len - 1;
+    const int64_t from = query_position(problem, first / problem->group);
+    const int64_t to = query_position(problem, (first + rows - 1) / problem->group);
+    return (tile_place){
+        .b = b,
+        .g = g,
+        .first_row = first,
+        .rows = rows,
+        .first_position = (int32_t)(problem->causal ? (from < -1 ? -1 : from) : last_key),
+        .last_position = (int32_t)(problem->causal ? (to < -1 ? -1 : to) : last_key),
+    };
+}
+
+static int64_t row_offset(const fdma_problem *problem, const fdma_tensor *tensor,
+                          const tile_place *place, int64_t lane) {
+    const int64_t row = place->first_row + lane;
+    const int64_t i = row / problem->group, h = place->g * problem->group + row % problem->group;
+    return place->b * tensor->stride[0] + i * tensor->stride[1] + h * tensor->stride[2];
+}
+
+static void load_row(float *to, const fdma_tensor *tensor, int64_t offset, int64_t dim) {
+    const float *const from32 = (const float *)tensor->data + offset;
+    const uint16_t *const from16 = (const uint16_t *)tensor->data + offset;
+    for (int64_t d = 0; d < dim; d += vf_width) {
+        const int64_t count = dim - d < vf_width ? dim - d : vf_width;
+        const vf x = tensor->dtype == FDMA_FLOAT32   ? vf_load_first(from32 + d, count)
+                     : tensor->dtype == FDMA_FLOAT16 ? vf_load_first_f16(from16 + d, count)
+                                                     : vf_load_first_bf16(from16 + d, count);
+        vf_store_first(to + d, x, count);
+    }
+}
+
+static void store_row(const fdma_tensor *tensor, int64_t offset, const float *from, int64_t dim) {
+    float *const to32 = (float *)tensor->data + offset;
+    uint16_t *const to16 = (uint16_t *)tensor->data + offset;
+    for (int64_t d = 0; d < dim; d += vf_width) {
+        const int64_t count = dim - d < vf_width ? dim - d : vf_width;
+        const vf x = vf_load_first(from + d, count);
+        if (tensor->dtype == FDMA_FLOAT32)
+            vf_store_first(to32 + d, x, count);
+        else if (tensor->dtype == FDMA_FLOAT16)
+            vf_store_first_f16(to16 + d, x, count);
+        else
+            vf_store_first_bf16(to16 + d, x, count);
+    }
+}
+
+static float *lane_of(float *state, int64_t entries, int64_t lane) {
+    return state + lane / block_lanes * entries * block_lanes + lane % block_lanes;
+}
+
+/* q, transposed and scaled by `factor`; lanes without a row are zero. */
+static void pack_queries(const fdma_problem *problem, const tile_place *place, float factor,
+                         tile_state *tile) {
+    const int64_t dim = problem->head_dim;
+    for (int64_t lane = 0; lane < tile_lanes; lane++) {
+        float *const to = lane_of(tile->q, dim, lane);
+        const bool used = lane < place->rows;
+        if (used)
+            load_row(tile->row, &problem->q, row_offset(problem, &problem->q, place, lane), dim);
+        for (int64_t d = 0; d < dim; d++) to[d * block_lanes] = used ? tile->row[d] * factor : 0;
+    }
+    for (int64_t x = 0; x < tile_lanes * dim; x++) tile->out[x] = 0;
+    for (int64_t d = 0; d < dim; d++) tile->zeros[d] = 0;
+    for (int64_t lane = 0; lane < tile_lanes; lane++) {
+        tile->max[lane] = -FLT_MAX;
+        tile->sum[lane] = 0;
+    }
+}
+
+/* Divides by the sums and writes out and lse; a row that kept nothing has sum 0. */
+static void write_rows(const fdma_problem *problem, const tile_place *place,
+                       const tile_state *tile) {
+    const int64_t dim = problem->head_dim;
+    for (int64_t lane = 0; lane < place->rows; lane++) {
+        const float sum = tile->sum[lane];
+        const float *const from = lane_of(tile->out, dim, lane);
+        const float inverse = sum == 0 ? 0 : 1 / sum;
+        for (int64_t d = 0; d < dim; d++) tile->row[d] = from[d * block_lanes] * inverse;
+        store_row(&problem->out, row_offset(problem, &problem->out, place, lane), tile->row, dim);
+        if (!is_present(&problem->lse)) continue;
+        const fdma_tensor *const lse = &problem->lse;
+        const int64_t row = place->first_row + lane;
+        const int64_t h = place->g * problem->group + row % problem->group;
+        const float log2_sum = tile->max[lane] + log2f(sum);
+        ((float *)lse->data)[place->b * lse->stride[0] + h * lse->stride[1] + row / problem->group] =
+            sum == 0 ? -INFINITY : log2_sum * 0.6931471805599453f;
+    }
+}
+
+#endif

@@ -1,0 +1,141 @@
+/* The vocabulary on AVX2, FMA and F16C. See scalar.h for what each word means. */
+#ifndef FDMA_CPU_SIMD_AVX2_H
+#define FDMA_CPU_SIMD_AVX2_H
+
+#include <immintrin.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#define ISA_NAME "avx2"
+
+typedef __m256 vf;
+
+enum {
+    vf_width = 8,
+    tile_vectors = 2,  /* vectors of query lanes in registers */
+    tile_blocks = 4,   /* such groups in a tile */
+    score_keys = 6,    /* keys x lanes accumulators of the first product: 12 of 16 registers */
+    value_channels = 4 /* channels x lanes accumulators of the second */
+};
+
+static inline vf vf_set(float x) {
+    return _mm256_set1_ps(x);
+}
+
+static inline vf vf_load(const float *p) {
+    return _mm256_loadu_ps(p);
+}
+
+static inline void vf_store(float *p, vf x) {
+    _mm256_storeu_ps(p, x);
+}
+
+/* Rows are multiples of 8 channels, so that `count` is always the whole width. */
+static inline vf vf_load_first(const float *p, int64_t count) {
+    (void)count;
+    return _mm256_loadu_ps(p);
+}
+
+static inline void vf_store_first(float *p, vf x, int64_t count) {
+    (void)count;
+    _mm256_storeu_ps(p, x);
+}
+
+static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
+    (void)count;
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+
+static inline void vf_store_first_f16(uint16_t *p, vf x, int64_t count) {
+    (void)count;
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+static inline vf vf_load_first_bf16(const uint16_t *p, int64_t count) {
+    (void)count;
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
+    (void)count;
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i quiet = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+    const __m256i packed = _mm256_packus_epi32(quiet, quiet); // within 128-bit halves
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+}
+
+static inline vf vf_add(vf a, vf b) {
+    return _mm256_add_ps(a, b);
+}
+
+static inline vf vf_sub(vf a, vf b) {
+    return _mm256_sub_ps(a, b);
+}
+
+static inline vf vf_mul(vf a, vf b) {
+    return _mm256_mul_ps(a, b);
+}
+
+static inline vf vf_div(vf a, vf b) {
+    return _mm256_div_ps(a, b);
+}
+
+static inline vf vf_fma(vf a, vf b, vf c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+
+static inline vf vf_max(vf a, vf b) {
+    return _mm256_max_ps(a, b);
+}
+
+static inline vf vf_abs(vf x) {
+    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+}
+
+static inline float vf_sum(vf x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+static inline bool vf_any_greater(vf a, vf b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
+}
+
+static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
+}
+
+static inline vf vf_copy_sign(vf size, vf sign) {
+    return _mm256_or_ps(vf_abs(size), _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
+}
+
+static inline vf vf_keep(vf x, uint64_t lanes) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int32_t)(lanes & 0xff)), bit);
+    const __m256i kept = _mm256_cmpeq_epi32(set, bit);
+    return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, _mm256_castsi256_ps(kept));
+}
+
+/* 2^-127 is 0 in vf_scale2, so nothing below needs an exponent. The order of max keeps NaN. */
+static inline vf vf_clamp_exponent(vf x) {
+    return _mm256_max_ps(_mm256_set1_ps(-127.0f), x);
+}
+
+static inline vf vf_fraction(vf x) {
+    const vf clamped = vf_clamp_exponent(x);
+    return _mm256_sub_ps(clamped, _mm256_floor_ps(clamped));
+}
+
+static inline vf vf_scale2(vf fraction, vf x) {
+    const __m256i whole = _mm256_cvttps_epi32(_mm256_floor_ps(vf_clamp_exponent(x)));
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(whole, _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(fraction, _mm256_castsi256_ps(power));
+}
+
+#endif

@@ -1,0 +1,126 @@
+/* The vocabulary on AVX-512 (F, BW, DQ, VL) and F16C. See scalar.h for what each word means. */
+#ifndef FDMA_CPU_SIMD_AVX512_H
+#define FDMA_CPU_SIMD_AVX512_H
+
+#include <immintrin.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#define ISA_NAME "avx512"
+
+typedef __m512 vf;
+
+enum {
+    vf_width = 16,
+    tile_vectors = 4,  /* vectors of query lanes in registers */
+    tile_blocks = 1,   /* such groups in a tile */
+    score_keys = 6,    /* keys x lanes accumulators of the first product: 24 of 32 registers */
+    value_channels = 4 /* channels x lanes accumulators of the second */
+};
+
+static inline vf vf_set(float x) {
+    return _mm512_set1_ps(x);
+}
+
+static inline vf vf_load(const float *p) {
+    return _mm512_loadu_ps(p);
+}
+
+static inline void vf_store(float *p, vf x) {
+    _mm512_storeu_ps(p, x);
+}
+
+static inline __mmask16 vf_first(int64_t count) {
+    return (__mmask16)_bzhi_u32(0xffff, (uint32_t)count);
+}
+
+static inline vf vf_load_first(const float *p, int64_t count) {
+    return _mm512_maskz_loadu_ps(vf_first(count), p);
+}
+
+static inline void vf_store_first(float *p, vf x, int64_t count) {
+    _mm512_mask_storeu_ps(p, vf_first(count), x);
+}
+
+static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vf_first(count), p));
+}
+
+static inline void vf_store_first_f16(uint16_t *p, vf x, int64_t count) {
+    _mm256_mask_storeu_epi16(p, vf_first(count), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+static inline vf vf_load_first_bf16(const uint16_t *p, int64_t count) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(vf_first(count), p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_mask_storeu_epi16(p, vf_first(count), _mm512_cvtepi32_epi16(quiet));
+}
+
+static inline vf vf_add(vf a, vf b) {
+    return _mm512_add_ps(a, b);
+}
+
+static inline vf vf_sub(vf a, vf b) {
+    return _mm512_sub_ps(a, b);
+}
+
+static inline vf vf_mul(vf a, vf b) {
+    return _mm512_mul_ps(a, b);
+}
+
+static inline vf vf_div(vf a, vf b) {
+    return _mm512_div_ps(a, b);
+}
+
+static inline vf vf_fma(vf a, vf b, vf c) {
+    return _mm512_fmadd_ps(a, b, c);
+}
+
+static inline vf vf_max(vf a, vf b) {
+    return _mm512_max_ps(a, b);
+}
+
+static inline vf vf_abs(vf x) {
+    return _mm512_abs_ps(x);
+}
+
+static inline float vf_sum(vf x) {
+    return _mm512_reduce_add_ps(x);
+}
+
+static inline bool vf_any_greater(vf a, vf b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
+}
+
+static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
+}
+
+static inline vf vf_copy_sign(vf size, vf sign) {
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN),
+                                                         _mm512_castps_si512(sign),
+                                                         _mm512_castps_si512(size), 0xca));
+}
+
+static inline vf vf_keep(vf x, uint64_t lanes) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), (__mmask16)lanes, x);
+}
+
+static inline vf vf_fraction(vf x) {
+    return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); // 0 where x is infinite
+}
+
+static inline vf vf_scale2(vf fraction, vf x) {
+    return _mm512_scalef_ps(fraction, x);
+}
+
+#endif

@@ -1,0 +1,165 @@
+/* The vocabulary in plain C, one lane wide: what each word means, and the kernels on any CPU. */
+#ifndef FDMA_CPU_SIMD_SCALAR_H
+#define FDMA_CPU_SIMD_SCALAR_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ISA_NAME "scalar"
+
+/* A vector of vf_width floats. */
+typedef float vf;
+
+enum {
+    vf_width = 1,
+    tile_vectors = 4,  /* vectors of query lanes in registers */
+    tile_blocks = 4,   /* such groups in a tile */
+    score_keys = 2,    /* keys x lanes accumulators of the first product */
+    value_channels = 2 /* channels x lanes accumulators of the second */
+};
+
+static inline vf vf_set(float x) {
+    return x;
+}
+
+static inline vf vf_load(const float *p) {
+    return *p;
+}
+
+static inline void vf_store(float *p, vf x) {
+    *p = x;
+}
+
+/* Loads and stores of the first `count` lanes, 1 to vf_width; the other lanes load as 0. */
+static inline vf vf_load_first(const float *p, int64_t count) {
+    (void)count;
+    return *p;
+}
+
+static inline void vf_store_first(float *p, vf x, int64_t count) {
+    (void)count;
+    *p = x;
+}
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The same from and to float16: round to nearest even, NaN stays NaN. */
+static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
+    (void)count;
+    const uint32_t sign = (uint32_t)(*p & 0x8000) << 16;
+    const uint32_t size = (uint32_t)(*p & 0x7fff) << 13;
+    // an exponent of 31 means inf or NaN; multiplying by 2^112 moves the others' bias to 127
+    if (size >= 31u << 23) return float_of(sign | size | 0x7f800000);
+    return float_of(sign | bits_of(float_of(size) * 0x1p112f));
+}
+
+static inline void vf_store_first_f16(uint16_t *p, vf x, int64_t count) {
+    (void)count;
+    const uint32_t sign = bits_of(x) >> 16 & 0x8000;
+    const uint32_t size = bits_of(x) & 0x7fffffff;
+    uint32_t bits;
+    if (size > 0x7f800000) {
+        bits = 0x7e00;
+    } else if (size >= bits_of(65520.0f)) {
+        bits = 0x7c00;
+    } else if (size < bits_of(0x1p-14f)) {
+        bits = bits_of(float_of(size) + 0.5f) - bits_of(0.5f); // the addition rounds to 2^-24
+    } else {
+        bits = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+    }
+    *p = (uint16_t)(sign | bits);
+}
+
+/* The same from and to bfloat16. */
+static inline vf vf_load_first_bf16(const uint16_t *p, int64_t count) {
+    (void)count;
+    return float_of((uint32_t)*p << 16);
+}
+
+static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
+    (void)count;
+    const uint32_t bits = bits_of(x);
+    *p = (uint16_t)(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline vf vf_add(vf a, vf b) {
+    return a + b;
+}
+
+static inline vf vf_sub(vf a, vf b) {
+    return a - b;
+}
+
+static inline vf vf_mul(vf a, vf b) {
+    return a * b;
+}
+
+static inline vf vf_div(vf a, vf b) {
+    return a / b;
+}
+
+/* a * b + c, rounded once where the machine can */
+static inline vf vf_fma(vf a, vf b, vf c) {
+    return a * b + c;
+}
+
+/* The greater; b where either is NaN. */
+static inline vf vf_max(vf a, vf b) {
+    return a > b ? a : b;
+}
+
+static inline vf vf_abs(vf x) {
+    return fabsf(x);
+}
+
+/* The sum of all lanes. */
+static inline float vf_sum(vf x) {
+    return x;
+}
+
+/* Whether a > b in any lane. */
+static inline bool vf_any_greater(vf a, vf b) {
+    return a > b;
+}
+
+/* a > b ? x : y */
+static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
+    return a > b ? x : y;
+}
+
+/* |size| with the sign of `sign` */
+static inline vf vf_copy_sign(vf size, vf sign) {
+    return copysignf(size, sign);
+}
+
+/* x in the lanes whose bit is set, -inf in the others. Bits beyond the width are ignored. */
+static inline vf vf_keep(vf x, uint64_t lanes) {
+    return lanes & 1 ? x : -INFINITY;
+}
+
+/* 2^x = vf_scale2(p(vf_fraction(x)), x) with p(f) = 2^f on [0, 1); -inf gives 0, NaN gives NaN.
+ * Results below 2^-126 may be 0; x is at most 127. */
+static inline vf vf_fraction(vf x) {
+    const vf clamped = vf_max(-127, x);
+    return clamped - floorf(clamped);
+}
+
+static inline vf vf_scale2(vf fraction, vf x) {
+    const vf clamped = vf_max(-127, x);
+    return clamped == clamped ? fraction * float_of((uint32_t)((int32_t)floorf(clamped) + 127) << 23)
+                              : clamped;
+}
+
+#endif

@@ -1,0 +1,197 @@
+/* The entry points: check, plan, run; and the list of backends. */
+#include "fdma.h"
+
+#include "core/attention.h"
+#include "core/error.h"
+#include "core/plan.h"
+#include "core/problem.h"
+#include "cpu/cpu.h"
+#include "reference/reference.h"
+
+#define TEXT_OF(number) #number
+#define VERSION_OF(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
+
+/* In the order of preference. */
+static const kernel_backend backends[] = {fdma_cpu_tables, fdma_reference_tables, NULL};
+
+const char *fdma_version(void) {
+    return VERSION_OF(FDMA_VERSION_MAJOR, FDMA_VERSION_MINOR, FDMA_VERSION_PATCH);
+}
+
+static fdma_status workspace_of(const fdma_problem *problem, size_t *bytes) {
+    const kernel_row *row;
+    FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT, "bytes: is NULL");
+    FDMA_TRY(fdma_pick_row(backends, problem, &row));
+    *bytes = row->workspace(problem);
+    return FDMA_OK;
+}
+
+static fdma_status kernel_of(const fdma_problem *problem, const char **name) {
+    const kernel_row *row;
+    FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT, "name: is NULL");
+    FDMA_TRY(fdma_pick_row(backends, problem, &row));
+    *name = row->name;
+    return FDMA_OK;
+}
+
+static fdma_status check_workspace(size_t given, size_t wanted) {
+    FDMA_REQUIRE(given >= wanted, FDMA_WORKSPACE_TOO_SMALL,
+                 "exec.workspace_size: is %zu bytes, want %zu", given, wanted);
+    return FDMA_OK;
+}
+
+static fdma_status run(const fdma_problem *problem) {
+    const kernel_row *row;
+    FDMA_TRY(fdma_pick_row(backends, problem, &row));
+    FDMA_TRY(check_workspace(problem->exec.workspace_size, row->workspace(problem)));
+    return row->run(problem);
+}
+
+fdma_status fdma_score(const fdma_score_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_score(args, check_all, &problem));
+    return run(&problem);
+}
+
+fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_score(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_score(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
+static void record_selection(fdma_selection *selection, const fdma_problem *problem) {
+    selection->window = problem->window;
+    selection->kv_len = problem->kv_len;
+    selection->scope = problem->scope;
+}
+
+fdma_status fdma_select(const fdma_select_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_select(args, check_all, &problem));
+    FDMA_TRY(run(&problem));
+    record_selection(args->selection, &problem);
+    return FDMA_OK;
+}
+
+fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_select(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_select(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
+fdma_status fdma_forward(const fdma_forward_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_forward(args, check_all, &problem));
+    return run(&problem);
+}
+
+fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_forward(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(fdma_check_forward(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
+typedef struct attention_problems {
+    fdma_problem score, select, forward;
+} attention_problems;
+
+static fdma_status check_steps(const attention_steps *steps, check_depth depth,
+                               attention_problems *problems) {
+    FDMA_TRY(fdma_check_score(&steps->score, depth, &problems->score));
+    FDMA_TRY(fdma_check_select(&steps->select, depth, &problems->select));
+    return fdma_check_forward(&steps->forward, depth, &problems->forward);
+}
+
+static fdma_status attention_bytes(const attention_steps *steps, const attention_problems *problems,
+                                   size_t *bytes) {
+    const fdma_problem *const each[] = {&problems->score, &problems->select, &problems->forward};
+    size_t most = 0;
+    for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) {
+        size_t step;
+        FDMA_TRY(workspace_of(each[i], &step));
+        most = step > most ? step : most;
+    }
+    *bytes = steps->scratch + most;
+    return FDMA_OK;
+}
+
+fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes) {
+    attention_steps steps;
+    attention_problems problems;
+    FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT, "bytes: is NULL");
+    FDMA_TRY(fdma_split_attention(args, &steps));
+    FDMA_TRY(check_steps(&steps, check_shapes, &problems));
+    return attention_bytes(&steps, &problems, bytes);
+}
+
+fdma_status fdma_attention(const fdma_attention_args *args) {
+    attention_steps steps;
+    attention_problems problems;
+    size_t wanted;
+    FDMA_TRY(fdma_split_attention(args, &steps));
+    FDMA_TRY(check_steps(&steps, check_shapes, &problems));
+    FDMA_TRY(attention_bytes(&steps, &problems, &wanted));
+    FDMA_TRY(check_workspace(args->exec.workspace_size, wanted));
+    FDMA_TRY(check_steps(&steps, check_all, &problems));
+    FDMA_TRY(fdma_check_attention_overlaps(args, &steps));
+    FDMA_TRY(run(&problems.score));
+    FDMA_TRY(run(&problems.select));
+    FDMA_TRY(run(&problems.forward));
+    if (steps.wanted != NULL) record_selection(steps.wanted, &problems.select);
+    return FDMA_OK;
+}
+
+int32_t fdma_kernel_count(void) {
+    int32_t count = 0;
+    while (fdma_row_at(backends, count) != NULL) count++;
+    return count;
+}
+
+const char *fdma_kernel_name(int32_t index) {
+    const kernel_row *const row = fdma_row_at(backends, index);
+    return row ? row->name : NULL;
+}
+
+fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
+    const kernel_row *const row = fdma_row_at(backends, index);
+    FDMA_REQUIRE(info != NULL, FDMA_INVALID_ARGUMENT, "fdma_kernel_info: is NULL");
+    FDMA_REQUIRE(info->size >= sizeof *info, FDMA_INVALID_ARGUMENT,
+                 "fdma_kernel_info: size is %zu, want %zu", info->size, sizeof *info);
+    FDMA_REQUIRE(row != NULL, FDMA_INVALID_ARGUMENT, "index: is %d, want 0 to %d", index,
+                 fdma_kernel_count() - 1);
+    info->name = row->name;
+    info->operation = fdma_operation_name(row->operation);
+    info->missing = row->missing();
+    return FDMA_OK;
+}
+
+int32_t fdma_device_count(void) {
+    return 1;
+}
+
+fdma_status fdma_describe_device(int32_t device, fdma_device_info *info) {
+    FDMA_REQUIRE(info != NULL, FDMA_INVALID_ARGUMENT, "fdma_device_info: is NULL");
+    FDMA_REQUIRE(info->size >= sizeof *info, FDMA_INVALID_ARGUMENT,
+                 "fdma_device_info: size is %zu, want %zu", info->size, sizeof *info);
+    FDMA_REQUIRE(device == 0, FDMA_INVALID_ARGUMENT, "device: is %d, want 0 to %d", device,
+                 fdma_device_count() - 1);
+    return fdma_describe_cpu(info);
+}
