@@ -1,0 +1,53 @@
+# `make help` lists the targets. CMakeLists.txt has the build; this file has the ways to use it.
+
+PYTHON := .venv/bin/python
+JOBS ?= $(shell nproc)
+EXAMPLE := examples/data/minilm.safetensors
+
+.PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
+.NOTPARALLEL: # apt-get and pip run once at a time
+
+build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma
+	@cmake --preset release >/dev/null
+	@cmake --build --preset release -j $(JOBS)
+
+setup: ## install what the build needs and this machine lacks
+	@tools/setup.sh
+
+setup-tests:
+	@tools/setup.sh tests
+
+setup-gates:
+	@tools/setup.sh gates
+
+demo: ## build, then attend over the keys of a real model
+	@echo "== set-up: compiler, cmake, ninja, cJSON"
+	@$(MAKE) --no-print-directory setup
+	@echo "== build: library and command"
+	@$(MAKE) --no-print-directory build
+	@echo "== bidirectional, as the model does: build/fdma attend $(EXAMPLE) --window 64"
+	@build/fdma attend $(EXAMPLE) --window 64
+	@echo "== causal: build/fdma attend $(EXAMPLE) --window 64 --causal"
+	@build/fdma attend $(EXAMPLE) --window 64 --causal
+
+test: setup-tests build ## run every test, those in C and those in Python
+	@echo "== C tests"
+	@ctest --test-dir build --output-on-failure -j $(JOBS)
+	@echo "== Python tests"
+	@FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
+		$(PYTHON) -m pytest tests/python -q
+
+gates: setup-gates build ## run what guards the code's form: warnings, sanitizers, arrows, sizes, fuzzers
+	@tools/gates/run.sh
+
+format: setup-tests ## format all C and Python
+	@tools/gates/format.sh --fix
+
+bench: build ## measure; BENCH takes the command's options, such as BENCH="forward/dense --threads 1"
+	@build/fdma bench $(BENCH)
+
+clean: ## remove everything that was built
+	@rm -rf build
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' Makefile | expand -t 10

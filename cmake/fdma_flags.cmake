@@ -1,0 +1,33 @@
+# Flags of everything that is compiled here, and the one way to add an instruction set.
+
+set(CMAKE_C_STANDARD 11)
+set(CMAKE_C_STANDARD_REQUIRED ON)
+set(CMAKE_C_EXTENSIONS OFF)
+
+add_library(fdma_flags INTERFACE)
+target_compile_options(fdma_flags INTERFACE -Wall -Wextra -Wconversion -Wshadow)
+if(FDMA_WERROR)
+  target_compile_options(fdma_flags INTERFACE -Werror)
+endif()
+
+if(FDMA_SANITIZE)
+  list(JOIN FDMA_SANITIZE "," sanitizers)
+  target_compile_options(fdma_flags INTERFACE
+    -fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+  target_link_options(fdma_flags INTERFACE -fsanitize=${sanitizers})
+endif()
+if(FDMA_FUZZ)
+  target_compile_options(fdma_flags INTERFACE -fsanitize=fuzzer-no-link)
+endif()
+
+# fdma_add_isa(NAME FLAG...): src/cpu/isa/NAME.c, compiled with its own flags, and FDMA_HAVE_NAME.
+function(fdma_add_isa name)
+  set(source "${PROJECT_SOURCE_DIR}/src/cpu/isa/${name}.c")
+  if(NOT EXISTS "${source}")
+    return()
+  endif()
+  set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${ARGN}")
+  target_sources(fdma_objects PRIVATE "${source}")
+  string(TOUPPER ${name} upper_name)
+  target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_${upper_name}=1)
+endfunction()

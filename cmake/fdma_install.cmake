@@ -1,0 +1,31 @@
+# What `cmake --install` installs. A Python wheel takes the library alone, beside its package.
+
+if(SKBUILD)
+  install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)
+  return()
+endif()
+
+include(CMakePackageConfigHelpers)
+
+install(FILES include/fdma.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(TARGETS fdma_shared EXPORT fdma LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS fdma_static ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+if(TARGET fdma_tool)
+  install(TARGETS fdma_tool RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+endif()
+
+set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/fdma")
+install(EXPORT fdma NAMESPACE fdma:: FILE fdma-targets.cmake DESTINATION "${package_dir}")
+file(WRITE "${PROJECT_BINARY_DIR}/fdma-config.cmake"
+     "include(\"\${CMAKE_CURRENT_LIST_DIR}/fdma-targets.cmake\")\n")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/fdma-config-version.cmake"
+                                 COMPATIBILITY SameMajorVersion)
+install(FILES "${PROJECT_BINARY_DIR}/fdma-config.cmake"
+              "${PROJECT_BINARY_DIR}/fdma-config-version.cmake"
+        DESTINATION "${package_dir}")
+
+# Relative to the .pc file itself, so that an installed tree may be moved.
+file(RELATIVE_PATH pc_to_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+string(REGEX REPLACE "/$" "" pc_to_prefix "${pc_to_prefix}")
+configure_file(cmake/fdma.pc.in "${PROJECT_BINARY_DIR}/fdma.pc" @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/fdma.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")

@@ -1,0 +1,24 @@
+# The fdma command: one source a subcommand, and what they share.
+
+file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c)
+if(NOT tool_sources)
+  return()
+endif()
+
+add_executable(fdma_tool ${tool_sources})
+set_target_properties(fdma_tool PROPERTIES
+  OUTPUT_NAME fdma
+  RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}"
+  BUILD_RPATH "$ORIGIN"
+  INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+target_include_directories(fdma_tool PRIVATE tools tests)
+target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags m)
+if(OpenMP_C_FOUND)
+  target_link_libraries(fdma_tool PRIVATE OpenMP::OpenMP_C)
+endif()
+
+if(TARGET fdma_cjson)
+  target_link_libraries(fdma_tool PRIVATE fdma_cjson)
+else()
+  message(NOTICE "cJSON not found: the fdma command cannot read safetensors files")
+endif()

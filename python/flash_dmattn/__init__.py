@@ -1,0 +1,22 @@
+"""Flash Dynamic Mask Attention for PyTorch: attention of each query over its `window` best keys."""
+
+from ._library import version
+from .functional import (
+    Selection,
+    attention,
+    flash_dma_attention,
+    get_available_backends,
+    score,
+    select,
+)
+
+__version__ = version()
+
+__all__ = [
+    "Selection",
+    "attention",
+    "flash_dma_attention",
+    "get_available_backends",
+    "score",
+    "select",
+]

@@ -1,0 +1,266 @@
+"""The C library as ctypes sees it: a mirror of fdma.h, and nothing of PyTorch.
+
+Every class mirrors the struct of its name (ForwardArgs is fdma_forward_args), field for field; what
+the fields mean is written in fdma.h.
+
+The library is the file that FDMA_LIBRARY names or, where that is not set, the one beside this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from ctypes import (
+    POINTER,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint64,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any, NamedTuple
+
+OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL, CUDA_ERROR = range(5)
+FLOAT32, FLOAT16, BFLOAT16, FLOAT64, INT32, UINT8 = range(1, 7)
+BIAS_FORMS = {"exp": 0, "linear": 1, "none": 2}
+SCOPES = {"causal": 0, "global": 1}
+
+ERRORS: dict[int, type[Exception]] = {
+    INVALID_ARGUMENT: ValueError,
+    UNSUPPORTED: NotImplementedError,
+}
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("shape", c_int64 * 4),
+        ("stride", c_int64 * 4),
+        ("dtype", c_int),
+        ("rank", c_int32),
+    ]
+
+
+class Exec(ctypes.Structure):
+    _fields_ = [
+        ("workspace", c_void_p),
+        ("workspace_size", c_size_t),
+        ("stream", c_void_p),
+        ("kernel", c_char_p),
+        ("device", c_int32),
+        ("threads", c_int32),
+        ("reserved", c_uint64 * 2),
+    ]
+
+
+class Sized(ctypes.Structure):
+    """A struct that begins with its own size; the fields that are not given are zero."""
+
+    def __init__(self, **fields: Any) -> None:  # noqa: ANN401
+        super().__init__(size=ctypes.sizeof(self), **fields)
+
+
+class ScoreArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("v", Tensor),
+        ("dt_proj", Tensor),
+        ("a", Tensor),
+        ("key_valid", Tensor),
+        ("score", Tensor),
+        ("bias", Tensor),
+        ("bias_form", c_int),
+        ("exec", Exec),
+    ]
+
+
+class Selection(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("expiry", Tensor),
+        ("slot", Tensor),
+        ("window", c_int64),
+        ("kv_len", c_int64),
+        ("scope", c_int),
+        ("reserved", c_int32),
+    ]
+
+
+class SelectArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("score", Tensor),
+        ("key_valid", Tensor),
+        ("selection", POINTER(Selection)),
+        ("window", c_int64),
+        ("scope", c_int),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
+class ForwardArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("bias", Tensor),
+        ("key_valid", Tensor),
+        ("out", Tensor),
+        ("lse", Tensor),
+        ("selection", POINTER(Selection)),
+        ("window", c_int64),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("causal", c_int32),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
+class AttentionArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("dt_proj", Tensor),
+        ("a", Tensor),
+        ("key_valid", Tensor),
+        ("out", Tensor),
+        ("lse", Tensor),
+        ("score", Tensor),
+        ("bias", Tensor),
+        ("selection", POINTER(Selection)),
+        ("window", c_int64),
+        ("scope", c_int),
+        ("bias_form", c_int),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("causal", c_int32),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
+class KernelInfo(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("name", c_char_p),
+        ("operation", c_char_p),
+        ("missing", c_char_p),
+    ]
+
+
+class DeviceInfo(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("name", c_char * 96),
+        ("features", c_char * 256),
+        ("cores", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class Kernel(NamedTuple):
+    """A kernel of the library; `missing` names what this machine lacks for it, or is None."""
+
+    name: str
+    operation: str
+    missing: str | None
+
+
+# Arguments of each function; all but those of RESULTS return an fdma_status.
+FUNCTIONS: dict[str, list[Any]] = {
+    "fdma_last_error": [],
+    "fdma_status_name": [c_int],
+    "fdma_version": [],
+    "fdma_dense_tensor": [c_void_p, c_int, c_int32, POINTER(c_int64)],
+    "fdma_score": [POINTER(ScoreArgs)],
+    "fdma_score_workspace": [POINTER(ScoreArgs), POINTER(c_size_t)],
+    "fdma_select": [POINTER(SelectArgs)],
+    "fdma_select_workspace": [POINTER(SelectArgs), POINTER(c_size_t)],
+    "fdma_forward": [POINTER(ForwardArgs)],
+    "fdma_forward_workspace": [POINTER(ForwardArgs), POINTER(c_size_t)],
+    "fdma_attention": [POINTER(AttentionArgs)],
+    "fdma_attention_workspace": [POINTER(AttentionArgs), POINTER(c_size_t)],
+    "fdma_kernel_count": [],
+    "fdma_kernel_name": [c_int32],
+    "fdma_describe_kernel": [c_int32, POINTER(KernelInfo)],
+    "fdma_score_kernel": [POINTER(ScoreArgs), POINTER(c_char_p)],
+    "fdma_select_kernel": [POINTER(SelectArgs), POINTER(c_char_p)],
+    "fdma_forward_kernel": [POINTER(ForwardArgs), POINTER(c_char_p)],
+    "fdma_device_count": [],
+    "fdma_describe_device": [c_int32, POINTER(DeviceInfo)],
+}
+RESULTS: dict[str, Any] = {
+    "fdma_last_error": c_char_p,
+    "fdma_status_name": c_char_p,
+    "fdma_version": c_char_p,
+    "fdma_dense_tensor": Tensor,
+    "fdma_kernel_count": c_int32,
+    "fdma_kernel_name": c_char_p,
+    "fdma_device_count": c_int32,
+}
+
+
+def find() -> Path:
+    """Where the library is. Errors: ImportError, naming where it was looked for."""
+    chosen = os.environ.get("FDMA_LIBRARY")
+    if chosen:
+        if not Path(chosen).is_file():
+            raise ImportError(f"FDMA_LIBRARY is {chosen!r}, which is not a file")
+        return Path(chosen)
+    beside = Path(__file__).parent / ("libfdma.dylib" if sys.platform == "darwin" else "libfdma.so")
+    if not beside.is_file():
+        raise ImportError(f"no library at {beside}; set FDMA_LIBRARY to where libfdma.so is")
+    return beside
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`, its functions declared. Errors: ImportError."""
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, arguments in FUNCTIONS.items():
+            function = getattr(loaded, name)
+            function.argtypes = arguments
+            function.restype = RESULTS.get(name, c_int)
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"{path} cannot be used: {error}") from error
+    return loaded
+
+
+library = load(find())
+
+
+def check(status: int) -> None:
+    """Turn the status of the call just made by this thread into an exception with its message.
+
+    Errors: ValueError for FDMA_INVALID_ARGUMENT, NotImplementedError for FDMA_UNSUPPORTED,
+    RuntimeError for any other.
+    """
+    if status != OK:
+        raise ERRORS.get(status, RuntimeError)(library.fdma_last_error().decode())
+
+
+def version() -> str:
+    """The library's version, "major.minor.patch"."""
+    return library.fdma_version().decode()
+
+
+def kernels() -> list[Kernel]:
+    """All kernels of the library in the order of preference, those that cannot run here too."""
+    rows = []
+    for index in range(library.fdma_kernel_count()):
+        info = KernelInfo()
+        check(library.fdma_describe_kernel(index, ctypes.byref(info)))
+        missing = None if info.missing is None else info.missing.decode()
+        rows.append(Kernel(info.name.decode(), info.operation.decode(), missing))
+    return rows

@@ -1,0 +1,217 @@
+/* fixture.h - what the C tests of the library share: kernel rows, repeatable numbers, tensors out
+ * of test_alloc(), calls that find their own workspace. */
+#ifndef FIXTURE_H
+#define FIXTURE_H
+
+#include "fdma.h"
+#include "test.h"
+
+enum { kernel_limit = 32 };
+
+/* The names of the kernels of one operation that run on this machine. */
+typedef struct kernel_list {
+    const char *name[kernel_limit];
+    int count;
+} kernel_list;
+
+static inline kernel_list kernels_of(const char *operation) {
+    kernel_list list = {.count = 0};
+    for (int32_t i = 0; i < fdma_kernel_count() && list.count < kernel_limit; i++) {
+        fdma_kernel_info info = {.size = sizeof info};
+        CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
+        if (strcmp(info.operation, operation) != 0) {
+            continue;
+        }
+        if (info.missing == NULL) {
+            list.name[list.count++] = info.name;
+        } else {
+            printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
+        }
+    }
+    CHECK(list.count > 0);
+    return list;
+}
+
+/* splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. */
+static inline uint64_t random_bits(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15U;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9U;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebU;
+    return z ^ z >> 31;
+}
+
+static inline int64_t random_below(uint64_t *state, int64_t limit) {
+    return (int64_t)(random_bits(state) % (uint64_t)limit);
+}
+
+/* In [-1, 1). */
+static inline float random_float(uint64_t *state) {
+    return (float)(random_bits(state) >> 40) * 0x1p-23F - 1;
+}
+
+static inline float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* Every type has a number of the same sign and about the same size for each float in [-8, 8]. */
+static inline void store_float(void *data, fdma_dtype dtype, int64_t at, float value) {
+    const uint32_t bits = float_to_bits(value);
+    if (dtype == FDMA_FLOAT64) {
+        ((double *)data)[at] = (double)value;
+    } else if (dtype == FDMA_FLOAT32) {
+        ((float *)data)[at] = value;
+    } else if (dtype == FDMA_BFLOAT16) { /* truncated */
+        ((uint16_t *)data)[at] = (uint16_t)(isnan(value) ? 0x7fc0 : bits >> 16);
+    } else { /* truncated; a NaN stays one, what is below 2^-14 becomes zero */
+        const uint32_t magnitude = bits & 0x7fffffff;
+        const uint32_t half = magnitude < 0x38800000 ? 0 : (magnitude - 0x38000000) >> 13;
+        ((uint16_t *)data)[at] =
+            (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)(isnan(value) ? 0x7e00 : half);
+    }
+}
+
+static inline double load_double(const void *data, fdma_dtype dtype, int64_t at) {
+    if (dtype == FDMA_FLOAT64) {
+        return ((const double *)data)[at];
+    }
+    if (dtype == FDMA_FLOAT32) {
+        return (double)((const float *)data)[at];
+    }
+    const uint16_t bits = ((const uint16_t *)data)[at];
+    if (dtype == FDMA_BFLOAT16) {
+        return (double)bits_to_float((uint32_t)bits << 16);
+    }
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const double magnitude = exponent == 31 ? (fraction ? (double)NAN : (double)INFINITY)
+                             : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                            : ldexp(fraction, -24);
+    return bits >> 15 ? -magnitude : magnitude;
+}
+
+static inline const char *dtype_name(fdma_dtype dtype) {
+    static const char *const names[] = {"?", "f32", "f16", "bf16", "f64", "i32", "u8"};
+    return names[dtype];
+}
+
+static inline size_t dtype_size(fdma_dtype dtype) {
+    static const size_t sizes[] = {0, 4, 2, 2, 8, 4, 1};
+    return sizes[dtype];
+}
+
+static inline int64_t count_of(fdma_tensor tensor) {
+    int64_t count = tensor.rank > 0;
+    for (int axis = 0; axis < tensor.rank; axis++) {
+        count *= tensor.shape[axis];
+    }
+    return count;
+}
+
+static inline size_t bytes_of(fdma_tensor tensor) {
+    return (size_t)count_of(tensor) * dtype_size(tensor.dtype);
+}
+
+/* A contiguous tensor of zeros; axes from the first that is negative on are left out. */
+static inline fdma_tensor new_tensor(fdma_dtype dtype, int64_t n0, int64_t n1, int64_t n2,
+                                     int64_t n3) {
+    const int64_t shape[4] = {n0, n1, n2, n3};
+    int32_t rank = 0;
+    while (rank < 4 && shape[rank] >= 0) {
+        rank++;
+    }
+    fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
+    tensor.data = test_alloc(bytes_of(tensor));
+    return tensor;
+}
+
+/* An output between guard bytes, full of them. */
+static inline fdma_tensor new_output(fdma_dtype dtype, int64_t n0, int64_t n1, int64_t n2,
+                                     int64_t n3) {
+    fdma_tensor tensor = new_tensor(dtype, n0, n1, n2, n3);
+    tensor.data = test_alloc_guarded(bytes_of(tensor));
+    memset(tensor.data, test_guard_byte, bytes_of(tensor));
+    return tensor;
+}
+
+static inline fdma_tensor copy_tensor(fdma_tensor tensor) {
+    const size_t bytes = bytes_of(tensor);
+    fdma_tensor copy = tensor;
+    copy.data = test_alloc(bytes);
+    if (bytes > 0) {
+        memcpy(copy.data, tensor.data, bytes);
+    }
+    return copy;
+}
+
+/* Contiguous tensors only: numbers in [-size, size). */
+static inline void fill_random(fdma_tensor tensor, uint64_t *state, float size) {
+    for (int64_t i = 0; i < count_of(tensor); i++) {
+        store_float(tensor.data, tensor.dtype, i, size * random_float(state));
+    }
+}
+
+static inline int same_tensor(fdma_tensor actual, fdma_tensor want) {
+    return bytes_of(actual) == bytes_of(want) &&
+           (bytes_of(want) == 0 || memcmp(actual.data, want.data, bytes_of(want)) == 0);
+}
+
+static inline void exec_alloc(fdma_exec *exec, size_t bytes) {
+    exec->workspace = test_alloc_guarded(bytes);
+    exec->workspace_size = bytes;
+}
+
+static inline fdma_status run_score(fdma_score_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_score_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_score(args);
+}
+
+static inline fdma_status run_select(fdma_select_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_select_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_select(args);
+}
+
+static inline fdma_status run_forward(fdma_forward_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_forward_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_forward(args);
+}
+
+static inline fdma_status run_attention(fdma_attention_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_attention_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_attention(args);
+}
+
+#define CHECK_OK(call)                                                                             \
+    do {                                                                                           \
+        if (!CHECK_INT(call, FDMA_OK)) {                                                           \
+            printf("    %s\n", fdma_last_error());                                                 \
+        }                                                                                          \
+    } while (0)
+
+#endif /* FIXTURE_H */

@@ -1,0 +1,115 @@
+/* problem.h - a forward problem for the C tests: its tensors, its selection, its results. */
+#ifndef PROBLEM_H
+#define PROBLEM_H
+
+#include "fixture.h"
+
+typedef struct problem {
+    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
+    int64_t window; /* -1: dense */
+    fdma_scope scope;
+    int causal;
+    fdma_dtype dtype;
+    double scale, softcap;
+    fdma_tensor q, k, v;
+    fdma_tensor score, bias; /* [batch, kv_heads, kv_len] float32 */
+    fdma_tensor key_valid;   /* absent unless a test sets it */
+    fdma_selection selection;
+} problem;
+
+typedef struct attended {
+    fdma_tensor out, lse;
+} attended;
+
+static const fdma_dtype problem_dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
+enum { problem_dtype_count = 3 };
+
+/* The caller has set sizes, options and dtype; this makes random tensors, contiguous. */
+static inline void problem_fill(problem *x, uint64_t seed) {
+    uint64_t state = seed;
+    x->q = new_tensor(x->dtype, x->batch, x->q_len, x->q_heads, x->head_dim);
+    x->k = new_tensor(x->dtype, x->batch, x->kv_len, x->kv_heads, x->head_dim);
+    x->v = new_tensor(x->dtype, x->batch, x->kv_len, x->kv_heads, x->head_dim);
+    x->score = new_tensor(FDMA_FLOAT32, x->batch, x->kv_heads, x->kv_len, -1);
+    fill_random(x->q, &state, 2);
+    fill_random(x->k, &state, 2);
+    fill_random(x->v, &state, 2);
+    fill_random(x->score, &state, 2);
+    x->bias = copy_tensor(x->score);
+}
+
+/* Selects by x->score, with the reference: all kernels select alike. */
+static inline void problem_select(problem *x) {
+    if (x->window < 0) {
+        return;
+    }
+    x->selection = (fdma_selection){
+        .size = sizeof x->selection,
+        .expiry = new_output(FDMA_INT32, x->batch, x->kv_heads, x->kv_len, -1),
+        .slot = new_output(FDMA_INT32, x->batch, x->kv_heads, x->kv_len, -1),
+    };
+    fdma_select_args args = {
+        .size = sizeof args,
+        .score = x->score,
+        .key_valid = x->key_valid,
+        .selection = &x->selection,
+        .window = x->window,
+        .scope = x->scope,
+        .exec = {.kernel = "reference"},
+    };
+    CHECK_OK(run_select(&args));
+}
+
+static inline fdma_forward_args problem_args(const problem *x, const char *kernel) {
+    return (fdma_forward_args){
+        .size = sizeof(fdma_forward_args),
+        .q = x->q,
+        .k = x->k,
+        .v = x->v,
+        .bias = x->bias,
+        .key_valid = x->key_valid,
+        .out = new_output(x->dtype, x->batch, x->q_len, x->q_heads, x->head_dim),
+        .lse = new_output(FDMA_FLOAT32, x->batch, x->q_heads, x->q_len, -1),
+        .selection = x->window >= 0 ? &x->selection : NULL,
+        .window = x->window >= 0 ? x->window : 0,
+        .scale = x->scale,
+        .softcap = x->softcap,
+        .causal = x->causal,
+        .exec = {.kernel = kernel, .threads = 1},
+    };
+}
+
+static inline attended problem_attend(const problem *x, const char *kernel, int32_t threads) {
+    fdma_forward_args args = problem_args(x, kernel);
+    args.exec.threads = threads;
+    CHECK_OK(run_forward(&args));
+    return (attended){.out = args.out, .lse = args.lse};
+}
+
+static inline void check_same_results(attended actual, attended want) {
+    CHECK_BYTES(actual.out.data, want.out.data, bytes_of(want.out));
+    CHECK_BYTES(actual.lse.data, want.lse.data, bytes_of(want.lse));
+}
+
+/* Does query i keep key j? From the header's words on fdma_selection and positions. */
+static inline int problem_keeps(const problem *x, int64_t b, int64_t g, int64_t i, int64_t j) {
+    const int64_t p = i + x->kv_len - x->q_len;
+    const int visible = !x->causal || j <= p;
+    if (x->window < 0) {
+        return visible && (x->key_valid.rank == 0 ||
+                           ((const uint8_t *)x->key_valid.data)[b * x->kv_len + j] != 0);
+    }
+    const int32_t expiry =
+        ((const int32_t *)x->selection.expiry.data)[(b * x->kv_heads + g) * x->kv_len + j];
+    return x->causal ? visible && p < expiry : expiry > j;
+}
+
+static inline void spoil_key(fdma_tensor tensor, int64_t b, int64_t j, int64_t g, float value) {
+    const int64_t kv_len = tensor.shape[1], kv_heads = tensor.shape[2], head_dim = tensor.shape[3];
+    for (int64_t d = 0; d < head_dim; d++) {
+        store_float(tensor.data, tensor.dtype, ((b * kv_len + j) * kv_heads + g) * head_dim + d,
+                    value);
+    }
+}
+
+#endif /* PROBLEM_H */

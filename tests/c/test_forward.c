@@ -1,0 +1,292 @@
+/* test_forward.c - what must hold of attention whatever the numbers: which keys a query depends on,
+ * and that nothing else (threads, batch, time) shows in the result. */
+#include "problem.h"
+
+#include <float.h>
+
+/* Long enough for several tiles of queries and blocks of keys, with heads that share keys. */
+static problem new_problem(fdma_dtype dtype, int64_t window) {
+    problem x = {.batch = 2,
+                 .q_len = 190,
+                 .kv_len = 230,
+                 .q_heads = 4,
+                 .kv_heads = 2,
+                 .head_dim = 40,
+                 .window = window,
+                 .causal = 1,
+                 .dtype = dtype};
+    problem_fill(&x, 7);
+    problem_select(&x);
+    return x;
+}
+
+typedef void (*property)(problem *x, const char *kernel);
+
+static void check_on_all_kernels(property holds, int64_t window) {
+    const kernel_list kernels = kernels_of("forward");
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        for (int type = 0; type < problem_dtype_count; type++) {
+            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
+            problem x = new_problem(problem_dtypes[type], window);
+            holds(&x, kernels.name[kernel]);
+            test_free_all();
+        }
+    }
+}
+
+/* ---- the number of threads, the neighbours in the batch and the time of day do not show ---- */
+
+static void check_threads(problem *x, const char *kernel) {
+    static const int32_t threads[] = {1, 2, 3, 7, 0};
+    const attended one = problem_attend(x, kernel, 1);
+    for (int t = 0; t < TEST_COUNT(threads); t++) {
+        check_same_results(problem_attend(x, kernel, threads[t]), one);
+    }
+}
+
+static void threads_do_not_show(void) { check_on_all_kernels(check_threads, 50); }
+static void threads_do_not_show_dense(void) { check_on_all_kernels(check_threads, -1); }
+
+static fdma_tensor sequence_of(fdma_tensor tensor, int64_t b) {
+    tensor.data = (char *)tensor.data + (size_t)(b * tensor.stride[0]) * dtype_size(tensor.dtype);
+    tensor.shape[0] = 1;
+    return tensor;
+}
+
+static void check_batch(problem *x, const char *kernel) {
+    const attended all = problem_attend(x, kernel, 2);
+    for (int64_t b = 0; b < x->batch; b++) {
+        problem alone = *x;
+        alone.batch = 1;
+        alone.q = sequence_of(x->q, b);
+        alone.k = sequence_of(x->k, b);
+        alone.v = sequence_of(x->v, b);
+        alone.bias = sequence_of(x->bias, b);
+        alone.selection.expiry = sequence_of(x->selection.expiry, b);
+        alone.selection.slot = sequence_of(x->selection.slot, b);
+        const attended got = problem_attend(&alone, kernel, 1);
+        const attended want = {sequence_of(all.out, b), sequence_of(all.lse, b)};
+        check_same_results(got, want);
+    }
+}
+
+static void batch_does_not_show(void) { check_on_all_kernels(check_batch, 50); }
+
+static void check_slots_optional(problem *x, const char *kernel) {
+    const attended with = problem_attend(x, kernel, 1);
+    x->selection.slot = (fdma_tensor){0};
+    check_same_results(problem_attend(x, kernel, 1), with);
+}
+
+static void slots_are_optional(void) { check_on_all_kernels(check_slots_optional, 50); }
+
+static void check_lse_optional(problem *x, const char *kernel) {
+    const attended with = problem_attend(x, kernel, 1);
+    fdma_forward_args args = problem_args(x, kernel);
+    args.lse = (fdma_tensor){0};
+    CHECK_OK(run_forward(&args));
+    CHECK_BYTES(args.out.data, with.out.data, bytes_of(with.out));
+}
+
+static void lse_is_optional(void) { check_on_all_kernels(check_lse_optional, 50); }
+
+/* ---- a query depends on the keys that it keeps, and on no other ---- */
+
+/* One rounding step of a number in [1, 2). */
+static double step_of(fdma_dtype dtype) {
+    return dtype == FDMA_FLOAT32 ? (double)FLT_EPSILON : dtype == FDMA_FLOAT16 ? 0x1p-10 : 0x1p-7;
+}
+
+/* The same keys, perhaps in another order: sums of fewer than 256 terms of size 2 may be rounded
+ * otherwise, by a share of kv_len steps of float32, and then once to the type. */
+static void check_close_results(const problem *x, attended actual, attended want) {
+    const double sums = (double)x->kv_len * (double)FLT_EPSILON;
+    for (int64_t i = 0; i < count_of(want.out); i++) {
+        CHECK_NEAR(load_double(actual.out.data, x->dtype, i),
+                   load_double(want.out.data, x->dtype, i), 2 * (sums + step_of(x->dtype)));
+    }
+    for (int64_t i = 0; i < count_of(want.lse); i++) {
+        const double lse = (double)((const float *)want.lse.data)[i];
+        CHECK_NEAR((double)((const float *)actual.lse.data)[i], lse, (1 + fabs(lse)) * sums);
+    }
+}
+
+static void check_wide_window(problem *x, const char *kernel) {
+    problem dense = *x;
+    dense.window = -1;
+    check_close_results(x, problem_attend(x, kernel, 1), problem_attend(&dense, kernel, 1));
+}
+
+static void a_wide_window_is_dense(void) { check_on_all_kernels(check_wide_window, 230); }
+
+/* Exchanges the rows of keys that left before the first query came. */
+static void check_evicted(problem *x, const char *kernel) {
+    const attended before = problem_attend(x, kernel, 1);
+    const int64_t row = x->head_dim, first = x->kv_len - x->q_len;
+    const int32_t *expiry = x->selection.expiry.data;
+    int evicted = 0;
+    for (int64_t b = 0; b < x->batch; b++) {
+        for (int64_t g = 0; g < x->kv_heads; g++) {
+            for (int64_t j = 0; j < x->kv_len; j++) {
+                const int64_t key = (b * x->kv_heads + g) * x->kv_len + j;
+                if (expiry[key] <= first || expiry[key] == j) {
+                    const int64_t at = ((b * x->kv_len + j) * x->kv_heads + g) * row;
+                    for (int64_t d = 0; d < row; d++) {
+                        const float other = (float)(evicted % 5 - 2);
+                        store_float(x->k.data, x->dtype, at + d, other);
+                        store_float(x->v.data, x->dtype, at + d, -other);
+                    }
+                    ((float *)x->bias.data)[key] = 3;
+                    evicted++;
+                }
+            }
+        }
+    }
+    CHECK(evicted > 0);
+    check_same_results(problem_attend(x, kernel, 1), before);
+}
+
+static void evicted_keys_do_not_matter(void) { check_on_all_kernels(check_evicted, 20); }
+
+/* NaN in whatever no query keeps: in k, v and bias of each such key. */
+static void check_spoiled(problem *x, const char *kernel) {
+    const attended clean = problem_attend(x, kernel, 1);
+    const int32_t *expiry = x->selection.expiry.data;
+    int spoiled = 0;
+    for (int64_t key = 0; key < x->batch * x->kv_heads * x->kv_len; key++) {
+        const int64_t j = key % x->kv_len, g = key / x->kv_len % x->kv_heads;
+        const int64_t b = key / x->kv_len / x->kv_heads;
+        if (expiry[key] == j) {
+            spoil_key(x->k, b, j, g, NAN);
+            spoil_key(x->v, b, j, g, NAN);
+            ((float *)x->bias.data)[key] = NAN;
+            spoiled++;
+        }
+    }
+    CHECK(spoiled > 0);
+    check_same_results(problem_attend(x, kernel, 1), clean);
+}
+
+static void never_kept_keys_are_not_read(void) { check_on_all_kernels(check_spoiled, 20); }
+
+static void check_invalid(problem *x, const char *kernel) {
+    x->key_valid = new_tensor(FDMA_UINT8, x->batch, x->kv_len, -1, -1);
+    for (int64_t i = 0; i < x->batch * x->kv_len; i++) {
+        ((uint8_t *)x->key_valid.data)[i] = i % 7 < 4 && i % x->kv_len > 2;
+    }
+    problem_select(x);
+    const attended clean = problem_attend(x, kernel, 1);
+    for (int64_t i = 0; i < x->batch * x->kv_len; i++) {
+        const int64_t b = i / x->kv_len, j = i % x->kv_len;
+        for (int64_t g = 0; g < x->kv_heads && !((uint8_t *)x->key_valid.data)[i]; g++) {
+            spoil_key(x->k, b, j, g, NAN);
+            spoil_key(x->v, b, j, g, NAN);
+            ((float *)x->bias.data)[(b * x->kv_heads + g) * x->kv_len + j] = NAN;
+        }
+    }
+    const attended spoiled = problem_attend(x, kernel, 1);
+    check_same_results(spoiled, clean);
+    for (int64_t i = 0; i < count_of(spoiled.lse); i++) {
+        CHECK(!isnan(((const float *)spoiled.lse.data)[i]));
+    }
+}
+
+static void invalid_keys_are_not_read(void) { check_on_all_kernels(check_invalid, 30); }
+static void invalid_keys_are_not_read_dense(void) { check_on_all_kernels(check_invalid, -1); }
+
+/* Each key is in the result of exactly the queries that keep it: with v = 1 for one key and 0 for
+ * the others, out is that key's probability. */
+static void check_expiries(problem *x, const char *kernel) {
+    const int64_t group = x->q_heads / x->kv_heads;
+    static const int64_t watched[] = {0, 17, 63, 64, 65, 100, 128, 150, 229};
+    for (int w = 0; w < TEST_COUNT(watched); w++) {
+        const int64_t j = watched[w];
+        memset(x->v.data, 0, bytes_of(x->v));
+        for (int64_t b = 0; b < x->batch; b++) {
+            spoil_key(x->v, b, j, 0, 1);
+            spoil_key(x->v, b, j, 1, 1);
+        }
+        const attended got = problem_attend(x, kernel, 1);
+        for (int64_t row = 0; row < x->batch * x->q_len * x->q_heads; row++) {
+            const int64_t h = row % x->q_heads, i = row / x->q_heads % x->q_len;
+            const int64_t b = row / x->q_heads / x->q_len;
+            const double share = load_double(got.out.data, x->dtype, row * x->head_dim);
+            CHECK_INT(share > 0, problem_keeps(x, b, h / group, i, j));
+        }
+    }
+}
+
+static void each_query_sees_its_keys(void) { check_on_all_kernels(check_expiries, 20); }
+static void each_query_sees_its_keys_dense(void) { check_on_all_kernels(check_expiries, -1); }
+
+/* ---- options ---- */
+
+static void check_scale(problem *x, const char *kernel) {
+    const attended by_default = problem_attend(x, kernel, 1);
+    x->scale = 1 / sqrt((double)x->head_dim);
+    check_same_results(problem_attend(x, kernel, 1), by_default);
+
+    x->scale = 1;
+    const attended plain = problem_attend(x, kernel, 1);
+    for (int64_t i = 0; i < count_of(x->q); i++) {
+        const double value = load_double(x->q.data, x->dtype, i);
+        store_float(x->q.data, x->dtype, i, (float)(4 * value));
+    }
+    x->scale = 0.25;
+    check_same_results(problem_attend(x, kernel, 1), plain);
+}
+
+static void scale_multiplies_logits(void) { check_on_all_kernels(check_scale, 50); }
+
+/* Logits at most c: no two weights of one row differ by more than exp(2 c). */
+static void check_softcap(problem *x, const char *kernel) {
+    x->bias = (fdma_tensor){0};
+    x->scale = 100;
+    x->softcap = 0x1p-20;
+    const attended flat = problem_attend(x, kernel, 1);
+    for (int64_t i = 0; i < count_of(flat.lse); i++) {
+        const int64_t p = i % x->q_len + x->kv_len - x->q_len;
+        const double kept = (double)(p + 1 < x->window ? p + 1 : x->window);
+        CHECK_NEAR((double)((const float *)flat.lse.data)[i], log(kept), 0x1p-19);
+    }
+}
+
+static void softcap_bounds_logits(void) { check_on_all_kernels(check_softcap, 50); }
+
+/* A damaged selection gives wrong numbers; the guards and the sanitizers see to the rest. */
+static void check_damaged(problem *x, const char *kernel) {
+    uint64_t state = 11;
+    static const int32_t wild[] = {INT32_MIN, INT32_MAX, -1, 0, 1, 50, 229, 230, 231, 1 << 20};
+    for (int round = 0; round < 4; round++) {
+        for (int64_t i = 0; i < count_of(x->selection.expiry); i++) {
+            const int32_t any = (int32_t)random_below(&state, 240);
+            ((int32_t *)x->selection.expiry.data)[i] =
+                round % 2 ? any : wild[random_below(&state, TEST_COUNT(wild))];
+            ((int32_t *)x->selection.slot.data)[i] =
+                round / 2 ? any : wild[random_below(&state, TEST_COUNT(wild))];
+        }
+        problem_attend(x, kernel, 2);
+    }
+}
+
+static void damaged_selections_do_no_harm(void) { check_on_all_kernels(check_damaged, 50); }
+
+static const test_entry tests[] = {
+    TEST(threads_do_not_show),
+    TEST(threads_do_not_show_dense),
+    TEST(batch_does_not_show),
+    TEST(slots_are_optional),
+    TEST(lse_is_optional),
+    TEST(a_wide_window_is_dense),
+    TEST(evicted_keys_do_not_matter),
+    TEST(never_kept_keys_are_not_read),
+    TEST(invalid_keys_are_not_read),
+    TEST(invalid_keys_are_not_read_dense),
+    TEST(each_query_sees_its_keys),
+    TEST(each_query_sees_its_keys_dense),
+    TEST(scale_multiplies_logits),
+    TEST(softcap_bounds_logits),
+    TEST(damaged_selections_do_no_harm),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }

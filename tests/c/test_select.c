@@ -1,0 +1,454 @@
+/* test_select.c - the selection of every kernel against brute force, key by key and bit by bit. */
+#include "fixture.h"
+
+/* ---- scores ---- */
+
+typedef float (*score_order)(int64_t j, int64_t n, uint64_t *state);
+
+static float iid(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n;
+    return random_float(state);
+}
+
+static float tied(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n, (void)state;
+    return 0;
+}
+
+static float few_values(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n;
+    return (float)random_below(state, 3);
+}
+
+static float rising(int64_t j, int64_t n, uint64_t *state) {
+    (void)n, (void)state;
+    return (float)j;
+}
+
+static float falling(int64_t j, int64_t n, uint64_t *state) {
+    (void)n, (void)state;
+    return (float)-j;
+}
+
+static float sawtooth(int64_t j, int64_t n, uint64_t *state) {
+    (void)n, (void)state;
+    return (float)(j % 7);
+}
+
+static float falling_steps(int64_t j, int64_t n, uint64_t *state) {
+    (void)n, (void)state;
+    return -(float)(j / 5);
+}
+
+static float all_nan(int64_t j, int64_t n, uint64_t *state) {
+    (void)n, (void)state;
+    return j % 2 ? NAN : -NAN;
+}
+
+static float some_nan(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n;
+    return random_below(state, 3) ? random_float(state) : NAN;
+}
+
+static float all_low(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n, (void)state;
+    return -INFINITY;
+}
+
+static float infinities(int64_t j, int64_t n, uint64_t *state) {
+    static const float values[] = {INFINITY, -INFINITY, NAN, 3e38F, -3e38F, 0};
+    (void)j, (void)n;
+    return values[random_below(state, TEST_COUNT(values))];
+}
+
+static float zeros(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n;
+    return random_below(state, 2) ? 0.0F : -0.0F;
+}
+
+/* Kernels must neither flush denormals nor take them for zero. */
+static float denormals(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n;
+    const uint32_t sign = (uint32_t)random_below(state, 2) << 31;
+    return bits_to_float(sign | (uint32_t)random_below(state, 6));
+}
+
+/* Any 32 bits: quiet and signalling NaN, everything. */
+static float any_bits(int64_t j, int64_t n, uint64_t *state) {
+    (void)j, (void)n;
+    return bits_to_float((uint32_t)(random_bits(state) >> 32));
+}
+
+static const struct {
+    const char *name;
+    score_order order;
+} orders[] = {
+    {"iid", iid},
+    {"tied", tied},
+    {"few values", few_values},
+    {"rising", rising},
+    {"falling", falling},
+    {"sawtooth", sawtooth},
+    {"falling steps", falling_steps},
+    {"all NaN", all_nan},
+    {"some NaN", some_nan},
+    {"all -inf", all_low},
+    {"infinities", infinities},
+    {"zeros of both signs", zeros},
+    {"denormals", denormals},
+    {"any bits", any_bits},
+};
+
+/* ---- brute force ---- */
+
+typedef struct ranked_key {
+    float score;
+    int32_t j;
+} ranked_key;
+
+/* For qsort: the better key first; NaN below everything, the later of equals first. */
+static int compare_keys(const void *left, const void *right) {
+    const ranked_key x = *(const ranked_key *)left, y = *(const ranked_key *)right;
+    const int x_nan = isnan(x.score), y_nan = isnan(y.score);
+    if (x_nan != y_nan) {
+        return x_nan ? 1 : -1;
+    }
+    if (!x_nan && x.score != y.score) {
+        return x.score > y.score ? -1 : 1;
+    }
+    return x.j > y.j ? -1 : x.j < y.j;
+}
+
+/* kept[j] = 1 for the best `window` valid keys among the first `length`. */
+static void rank_prefix(const float *score, const uint8_t *valid, int64_t length, int64_t window,
+                        ranked_key *keys, uint8_t *kept) {
+    int64_t count = 0;
+    for (int64_t j = 0; j < length; j++) {
+        kept[j] = 0;
+        if (valid == NULL || valid[j]) {
+            keys[count++] = (ranked_key){.score = score[j], .j = (int32_t)j};
+        }
+    }
+    qsort(keys, (size_t)count, sizeof *keys, compare_keys);
+    for (int64_t r = 0; r < count && r < window; r++) {
+        kept[keys[r].j] = 1;
+    }
+}
+
+static void brute_global(const float *score, const uint8_t *valid, int64_t n, int64_t window,
+                         int32_t *expiry, int32_t *slot) {
+    ranked_key *keys = malloc((size_t)(n + 1) * sizeof *keys);
+    uint8_t *kept = malloc((size_t)(n + 1));
+    rank_prefix(score, valid, n, window, keys, kept);
+    int32_t next = 0;
+    for (int64_t j = 0; j < n; j++) {
+        expiry[j] = (int32_t)(kept[j] ? n : j);
+        slot[j] = kept[j] ? next++ : -1;
+    }
+    free(kept);
+    free(keys);
+}
+
+/* One position after the other: rank the prefix, see who left and who came. */
+static void brute_causal(const float *score, const uint8_t *valid, int64_t n, int64_t window,
+                         int32_t *expiry, int32_t *slot) {
+    ranked_key *keys = malloc((size_t)(n + 1) * sizeof *keys);
+    uint8_t *kept = calloc((size_t)(n + 1), 1), *before = calloc((size_t)(n + 1), 1);
+    int32_t filled = 0;
+    for (int64_t p = 0; p < n; p++) {
+        rank_prefix(score, valid, p + 1, window, keys, kept);
+        expiry[p] = (int32_t)(kept[p] ? n : p);
+        slot[p] = -1;
+        int left = 0;
+        for (int64_t j = 0; j < p; j++) {
+            CHECK(kept[j] <= before[j]); /* what has fallen out never comes back */
+            if (before[j] && !kept[j]) {
+                left++;
+                expiry[j] = (int32_t)p;
+                slot[p] = slot[j];
+            }
+        }
+        CHECK(left <= kept[p]);
+        if (kept[p] && !left) {
+            slot[p] = filled++;
+        }
+        memcpy(before, kept, (size_t)n);
+    }
+    free(before);
+    free(kept);
+    free(keys);
+}
+
+/* ---- one problem on all kernels ---- */
+
+typedef struct select_case {
+    const char *name;
+    int64_t batch, kv_heads, kv_len, window;
+    fdma_scope scope;
+    fdma_tensor score, key_valid;
+} select_case;
+
+static fdma_selection new_selection(const select_case *test) {
+    return (fdma_selection){
+        .size = sizeof(fdma_selection),
+        .expiry = new_output(FDMA_INT32, test->batch, test->kv_heads, test->kv_len, -1),
+        .slot = new_output(FDMA_INT32, test->batch, test->kv_heads, test->kv_len, -1),
+    };
+}
+
+static fdma_selection select_with(const select_case *test, const char *kernel, int32_t threads) {
+    fdma_selection selection = new_selection(test);
+    fdma_select_args args = {
+        .size = sizeof args,
+        .score = test->score,
+        .key_valid = test->key_valid,
+        .selection = &selection,
+        .window = test->window,
+        .scope = test->scope,
+        .exec = {.kernel = kernel, .threads = threads},
+    };
+    CHECK_OK(run_select(&args));
+    CHECK_INT(selection.window, test->window);
+    CHECK_INT(selection.kv_len, test->kv_len);
+    CHECK_INT(selection.scope, test->scope);
+    return selection;
+}
+
+static fdma_selection brute_force(const select_case *test) {
+    fdma_selection want = new_selection(test);
+    for (int64_t segment = 0; segment < test->batch * test->kv_heads; segment++) {
+        const int64_t b = segment / test->kv_heads, at = segment * test->kv_len;
+        const uint8_t *valid = test->key_valid.rank > 0
+                                   ? (const uint8_t *)test->key_valid.data + b * test->kv_len
+                                   : NULL;
+        (test->scope == FDMA_SCOPE_CAUSAL ? brute_causal : brute_global)(
+            (const float *)test->score.data + at, valid, test->kv_len, test->window,
+            (int32_t *)want.expiry.data + at, (int32_t *)want.slot.data + at);
+    }
+    return want;
+}
+
+/* Where the first difference is says more than that there is one. */
+static void check_keys(const char *what, const select_case *test, const char *kernel,
+                       fdma_tensor actual, fdma_tensor want) {
+    const int32_t *a = actual.data, *w = want.data;
+    for (int64_t i = 0; i < count_of(want); i++) {
+        test_context("%s, %s of key %d of segment %d: %s, n %d, window %d, scope %d", kernel, what,
+                     (int)(i % test->kv_len), (int)(i / test->kv_len), test->name,
+                     (int)test->kv_len, (int)test->window, (int)test->scope);
+        if (!CHECK_INT(a[i], w[i])) {
+            return;
+        }
+    }
+}
+
+static void check_on_all_kernels(const select_case *test, const kernel_list *kernels,
+                                 const fdma_selection *want) {
+    for (int i = 0; i < kernels->count; i++) {
+        const fdma_selection got = select_with(test, kernels->name[i], 1 + i);
+        check_keys("expiry", test, kernels->name[i], got.expiry, want->expiry);
+        check_keys("slot", test, kernels->name[i], got.slot, want->slot);
+    }
+}
+
+static void fill_scores(select_case *test, score_order order, uint64_t *state) {
+    test->score = new_tensor(FDMA_FLOAT32, test->batch, test->kv_heads, test->kv_len, -1);
+    for (int64_t i = 0; i < count_of(test->score); i++) {
+        ((float *)test->score.data)[i] = order(i % test->kv_len, test->kv_len, state);
+    }
+}
+
+static void fill_padding(select_case *test, uint64_t *state) {
+    test->key_valid = new_tensor(FDMA_UINT8, test->batch, test->kv_len, -1, -1);
+    for (int64_t i = 0; i < count_of(test->key_valid); i++) {
+        const int64_t b = i / test->kv_len, j = i % test->kv_len;
+        const int holes = b % 3 == 0 && random_below(state, 3) == 0;
+        const int left = b % 3 == 1 && j < test->kv_len / 3;
+        const int all = b % 3 == 2;
+        ((uint8_t *)test->key_valid.data)[i] = (uint8_t)(holes || left || all ? 0 : 1 + j % 255);
+    }
+}
+
+/* ---- tests ---- */
+
+static void compare_lengths(fdma_scope scope, int padded) {
+    static const int64_t lengths[] = {1, 2, 3, 8, 17, 64, 97};
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 1;
+    for (int o = 0; o < TEST_COUNT(orders); o++) {
+        for (int l = 0; l < TEST_COUNT(lengths); l++) {
+            const int64_t n = lengths[l];
+            const int64_t windows[] = {0, 1, 2, n / 3, n - 1, n, n + 5, INT64_MAX};
+            for (int w = 0; w < TEST_COUNT(windows); w++) {
+                select_case test = {.name = orders[o].name,
+                                    .batch = padded ? 3 : 1,
+                                    .kv_heads = 2,
+                                    .kv_len = n,
+                                    .window = windows[w],
+                                    .scope = scope};
+                fill_scores(&test, orders[o].order, &state);
+                if (padded) {
+                    fill_padding(&test, &state);
+                }
+                const fdma_selection want = brute_force(&test);
+                check_on_all_kernels(&test, &kernels, &want);
+                test_free_all();
+            }
+        }
+    }
+}
+
+static void causal_scope(void) { compare_lengths(FDMA_SCOPE_CAUSAL, 0); }
+static void causal_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_CAUSAL, 1); }
+static void global_scope(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 0); }
+static void global_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 1); }
+
+static void longer_sequences(void) {
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 2;
+    for (int o = 0; o < TEST_COUNT(orders); o++) {
+        select_case test = {.name = orders[o].name,
+                            .batch = 1,
+                            .kv_heads = 1,
+                            .kv_len = 601,
+                            .window = 100,
+                            .scope = o % 2 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL};
+        fill_scores(&test, orders[o].order, &state);
+        const fdma_selection want = brute_force(&test);
+        check_on_all_kernels(&test, &kernels, &want);
+        test_free_all();
+    }
+}
+
+/* A slot is a place: at every position the live keys are in different ones, all below `window`. */
+static void slots_hold_one_key_at_a_time(void) {
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 3;
+    for (int i = 0; i < kernels.count; i++) {
+        test_context("%s", kernels.name[i]);
+        select_case test = {.name = "iid", .batch = 1, .kv_heads = 1, .kv_len = 400, .window = 37};
+        fill_scores(&test, iid, &state);
+        const fdma_selection got = select_with(&test, kernels.name[i], 0);
+        const int32_t *expiry = got.expiry.data, *slot = got.slot.data;
+        for (int32_t p = 0; p < test.kv_len; p++) {
+            uint8_t taken[37] = {0};
+            int live = 0;
+            for (int32_t j = 0; j <= p; j++) {
+                if (p < expiry[j]) {
+                    live++;
+                    CHECK(slot[j] >= 0 && slot[j] < 37 && !taken[slot[j]]++);
+                }
+            }
+            CHECK_INT(live, p < 37 ? p + 1 : 37);
+        }
+        test_free_all();
+    }
+}
+
+/* Rows of scores, expiry and slot may lie apart, and score rows may repeat. */
+static void strided_tensors(void) {
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 4;
+    select_case test = {.name = "strided", .batch = 2, .kv_heads = 3, .kv_len = 50, .window = 9};
+    fill_scores(&test, few_values, &state);
+    fdma_tensor wide = new_tensor(FDMA_FLOAT32, 2, 3, 50 + 13, -1);
+    for (int64_t i = 0; i < count_of(test.score); i++) {
+        ((float *)wide.data)[i / 50 * 63 + i % 50] = ((const float *)test.score.data)[i];
+    }
+    const fdma_selection want = brute_force(&test);
+    for (int i = 0; i < kernels.count; i++) {
+        select_case strided = test;
+        strided.score = wide;
+        strided.score.shape[2] = 50;
+        fdma_selection got = new_selection(&test);
+        got.expiry = new_output(FDMA_INT32, 2, 3, 63, -1);
+        got.expiry.shape[2] = 50;
+        fdma_select_args args = {.size = sizeof args,
+                                 .score = strided.score,
+                                 .selection = &got,
+                                 .window = 9,
+                                 .exec = {.kernel = kernels.name[i]}};
+        CHECK_OK(run_select(&args));
+        check_keys("slot", &test, kernels.name[i], got.slot, want.slot);
+        const int32_t *expiry = got.expiry.data, *wanted = want.expiry.data;
+        for (int64_t at = 0; at < count_of(wide); at++) {
+            int32_t untouched;
+            memset(&untouched, test_guard_byte, sizeof untouched);
+            CHECK_INT(expiry[at], at % 63 < 50 ? wanted[at / 63 * 50 + at % 63] : untouched);
+        }
+    }
+}
+
+static void without_slots(void) {
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 5;
+    for (int scope = 0; scope <= 1; scope++) {
+        select_case test = {.name = "no slots",
+                            .batch = 1,
+                            .kv_heads = 1,
+                            .kv_len = 80,
+                            .window = 11,
+                            .scope = (fdma_scope)scope};
+        fill_scores(&test, iid, &state);
+        const fdma_selection want = brute_force(&test);
+        for (int i = 0; i < kernels.count; i++) {
+            fdma_selection got = new_selection(&test);
+            got.slot = (fdma_tensor){0};
+            fdma_select_args args = {.size = sizeof args,
+                                     .score = test.score,
+                                     .selection = &got,
+                                     .window = 11,
+                                     .scope = (fdma_scope)scope,
+                                     .exec = {.kernel = kernels.name[i]}};
+            CHECK_OK(run_select(&args));
+            check_keys("expiry", &test, kernels.name[i], got.expiry, want.expiry);
+        }
+    }
+}
+
+/* The scores of keys that are not valid are not read: what stands there changes nothing. */
+static void invalid_scores_do_not_matter(void) {
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 6;
+    select_case test = {.name = "padding", .batch = 3, .kv_heads = 1, .kv_len = 90, .window = 20};
+    fill_scores(&test, iid, &state);
+    fill_padding(&test, &state);
+    const fdma_selection want = brute_force(&test);
+    int replaced = 0;
+    for (int64_t i = 0; i < count_of(test.score); i++) {
+        if (!((const uint8_t *)test.key_valid.data)[i]) {
+            ((float *)test.score.data)[i] = i % 2 ? INFINITY : NAN;
+            replaced++;
+        }
+    }
+    CHECK(replaced > 0);
+    check_on_all_kernels(&test, &kernels, &want);
+}
+
+static void no_keys(void) {
+    const kernel_list kernels = kernels_of("select");
+    const int64_t sizes[][3] = {{1, 1, 0}, {0, 2, 9}, {3, 1, 0}};
+    for (int i = 0; i < kernels.count; i++) {
+        for (int s = 0; s < TEST_COUNT(sizes); s++) {
+            select_case test = {
+                .batch = sizes[s][0], .kv_heads = sizes[s][1], .kv_len = sizes[s][2], .window = 4};
+            test.score = new_tensor(FDMA_FLOAT32, test.batch, test.kv_heads, test.kv_len, -1);
+            select_with(&test, kernels.name[i], 0);
+        }
+    }
+}
+
+static const test_entry tests[] = {
+    TEST(causal_scope),
+    TEST(causal_scope_with_padding),
+    TEST(global_scope),
+    TEST(global_scope_with_padding),
+    TEST(longer_sequences),
+    TEST(slots_hold_one_key_at_a_time),
+    TEST(strided_tensors),
+    TEST(without_slots),
+    TEST(invalid_scores_do_not_matter),
+    TEST(no_keys),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }

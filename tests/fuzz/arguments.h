@@ -1,0 +1,264 @@
+/* Random tensors and other pieces of argument structs. Most are nearly right. Every tensor is a
+ * heap block of exactly the bytes that it describes, which lets AddressSanitizer see any step
+ * outside. */
+#ifndef FDMA_TESTS_FUZZ_ARGUMENTS_H
+#define FDMA_TESTS_FUZZ_ARGUMENTS_H
+
+#include "fdma.h"
+
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    max_blocks = 16,
+    max_elements = 1 << 14, /* of a tensor that gets memory */
+    max_struct = 4200,      /* bytes: beyond what any argument struct may have */
+};
+
+/* The input, read from its front; zeros after its end, which mean the plain choice everywhere. */
+typedef struct source {
+    const uint8_t *bytes;
+    size_t left;
+} source;
+
+typedef struct block {
+    uint8_t *bytes;
+    uint8_t *before; /* what it held when the call was made */
+    size_t size;
+    bool output;
+} block;
+
+typedef struct call {
+    source in;
+    block blocks[max_blocks];
+    size_t count;
+    bool shared;   /* two tensors share a block */
+    bool unbacked; /* a tensor with elements has no data */
+    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
+    fdma_dtype dtype;
+    double work; /* multiply-adds, about */
+    fdma_selection selection;
+    union {
+        size_t size;
+        fdma_score_args score;
+        fdma_select_args select;
+        fdma_forward_args forward;
+        fdma_attention_args attention;
+    } args;
+} call;
+
+#define MUST(condition)                                                                            \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: %s; last error: %s\n", __FILE__, __LINE__, #condition,         \
+                    fdma_last_error());                                                            \
+            abort();                                                                               \
+        }                                                                                          \
+    } while (0)
+
+static uint8_t take(source *in) {
+    if (in->left == 0)
+        return 0;
+    in->left--;
+    return *in->bytes++;
+}
+
+static int64_t take_up_to(source *in, int64_t largest) { return take(in) % (largest + 1); }
+
+/* True for about one input in 16. */
+static bool seldom(source *in) { return take(in) >= 240; }
+
+static int64_t strange_number(source *in) {
+    static const int64_t strange[] = {
+        -1,
+        0,
+        1,
+        2,
+        INT32_MAX,
+        (int64_t)INT32_MAX + 1,
+        INT64_MAX,
+        INT64_MIN,
+        INT64_C(1) << 62,
+        INT64_C(1) << 61,
+        INT64_C(1) << 40,
+        UINT32_MAX,
+        257,
+        7,
+    };
+    const uint8_t index = take(in);
+    if (index < sizeof strange / sizeof *strange)
+        return strange[index];
+    return (int64_t)((uint64_t)index << (take(in) % 64));
+}
+
+static size_t element_size(fdma_dtype dtype) {
+    switch (dtype) {
+    case FDMA_FLOAT64:
+        return 8;
+    case FDMA_FLOAT16:
+    case FDMA_BFLOAT16:
+        return 2;
+    case FDMA_UINT8:
+        return 1;
+    default:
+        return 4;
+    }
+}
+
+/* Elements from the first to the last, that one included; -1: too many to be given memory. */
+static int64_t extent(const fdma_tensor *tensor) {
+    __int128 last = 0;
+    if (tensor->rank < 1 || tensor->rank > 4)
+        return 0;
+    for (int axis = 0; axis < tensor->rank; axis++) {
+        if (tensor->shape[axis] <= 0)
+            return 0;
+        if (tensor->shape[axis] == 1)
+            continue;
+        if (tensor->stride[axis] < 0)
+            return -1;
+        last += (__int128)(tensor->shape[axis] - 1) * tensor->stride[axis];
+    }
+    return last < max_elements ? (int64_t)last + 1 : -1;
+}
+
+/* Random bits; small integers (as int32: good expiries); halves, of which the float dtypes make
+ * numbers near 1. */
+static void fill(source *in, block *to) {
+    const uint8_t how = take(in);
+    uint32_t state = take(in) + 1u;
+    for (size_t i = 0; i < to->size; i++) {
+        state = state * 1664525u + 1013904223u;
+        const uint8_t random = (uint8_t)(state >> 24);
+        if (how < 96)
+            to->bytes[i] = i % 4 == 0 ? random % 16 : 0;
+        else if (how < 192)
+            to->bytes[i] = i % 2 == 1 ? (uint8_t)(0x3c | (random & 0x83)) : random;
+        else
+            to->bytes[i] = random;
+    }
+}
+
+static void give_memory(call *to, fdma_tensor *tensor, bool output) {
+    const int64_t elements = extent(tensor);
+    if (elements < 0)
+        to->unbacked = true;
+    if (elements <= 0)
+        return;
+    const size_t bytes = (size_t)elements * element_size(tensor->dtype);
+    if (to->count > 0 && seldom(&to->in)) {
+        block *const other = &to->blocks[take(&to->in) % to->count];
+        if (other->size >= bytes) {
+            to->shared = true;
+            tensor->data = other->bytes + (take(&to->in) % 2 ? other->size - bytes : 0);
+            return;
+        }
+    }
+    if (seldom(&to->in)) {
+        to->unbacked = true;
+        return;
+    }
+    const size_t shift = seldom(&to->in) ? take(&to->in) % 16u : 0;
+    block *const mine = &to->blocks[to->count++];
+    *mine = (block){.bytes = malloc(shift + bytes), .size = shift + bytes, .output = output};
+    MUST(mine->bytes != NULL);
+    fill(&to->in, mine);
+    tensor->data = mine->bytes + shift;
+}
+
+static void bend(source *in, fdma_tensor *tensor) {
+    const int axis = take(in) % 4;
+    switch (take(in) % 8) {
+    case 0:
+        tensor->stride[axis] = 0;
+        break;
+    case 1:
+        tensor->shape[axis] = strange_number(in);
+        break;
+    case 2:
+        tensor->stride[axis] = strange_number(in);
+        break;
+    case 3:
+        tensor->rank = (int32_t)strange_number(in);
+        break;
+    case 4:
+        tensor->dtype = (fdma_dtype)take_up_to(in, 7);
+        break;
+    case 5:
+        tensor->shape[axis] += take_up_to(in, 2) - 1;
+        break;
+    case 6:
+        *tensor = (fdma_tensor){0};
+        break;
+    default:
+        tensor->stride[0] += take_up_to(in, 9);
+        break;
+    }
+}
+
+static fdma_tensor make(call *to, bool output, fdma_dtype dtype, int32_t rank,
+                        const int64_t *shape) {
+    fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
+    if (rank == 4 && take_up_to(&to->in, 3) == 3) { /* heads outside of the sequence */
+        tensor.stride[1] = shape[3];
+        tensor.stride[2] = shape[3] * shape[1];
+    }
+    if (seldom(&to->in))
+        bend(&to->in, &tensor);
+    give_memory(to, &tensor, output);
+    return tensor;
+}
+
+static fdma_tensor make_optional(call *to, bool output, fdma_dtype dtype, int32_t rank,
+                                 const int64_t *shape) {
+    return take_up_to(&to->in, 1) ? make(to, output, dtype, rank, shape) : (fdma_tensor){0};
+}
+
+/* The tensors by the header's words. */
+static fdma_tensor make_queries(call *to, bool output) {
+    const int64_t shape[] = {to->batch, to->q_len, to->q_heads, to->head_dim};
+    return make(to, output, to->dtype, 4, shape);
+}
+
+static fdma_tensor make_keys(call *to) {
+    const int64_t shape[] = {to->batch, to->kv_len, to->kv_heads, to->head_dim};
+    return make(to, false, to->dtype, 4, shape);
+}
+
+static fdma_tensor make_per_key(call *to, bool output, fdma_dtype dtype) {
+    const int64_t shape[] = {to->batch, to->kv_heads, to->kv_len};
+    return make(to, output, dtype, 3, shape);
+}
+
+static fdma_tensor maybe_per_key(call *to, bool output) {
+    const int64_t shape[] = {to->batch, to->kv_heads, to->kv_len};
+    return make_optional(to, output, FDMA_FLOAT32, 3, shape);
+}
+
+static fdma_tensor maybe_valid(call *to) {
+    const int64_t shape[] = {to->batch, to->kv_len};
+    return make_optional(to, false, FDMA_UINT8, 2, shape);
+}
+
+static fdma_tensor maybe_lse(call *to) {
+    const int64_t shape[] = {to->batch, to->q_heads, to->q_len};
+    return make_optional(to, true, FDMA_FLOAT32, 3, shape);
+}
+
+static void make_selection(call *to, bool output, int64_t window, fdma_scope scope) {
+    to->selection = (fdma_selection){.size = sizeof to->selection};
+    to->selection.expiry = make_per_key(to, output, FDMA_INT32);
+    if (take_up_to(&to->in, 1))
+        to->selection.slot = make_per_key(to, output, FDMA_INT32);
+    to->selection.window = seldom(&to->in) ? strange_number(&to->in) : window;
+    to->selection.kv_len = seldom(&to->in) ? strange_number(&to->in) : to->kv_len;
+    to->selection.scope = scope;
+    if (seldom(&to->in))
+        to->selection.size = (size_t)strange_number(&to->in) % max_struct;
+    if (seldom(&to->in))
+        to->selection.reserved = take(&to->in);
+}
+
+#endif

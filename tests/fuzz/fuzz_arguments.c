@@ -1,0 +1,247 @@
+/* Random arguments for score, select, forward and attention. Most calls are nearly right, so that
+ * the checks are passed and kernels run. What must hold whatever the bytes: a call whose workspace
+ * query failed, whose workspace is too small or whose tensors lack data is refused; a refusal has
+ * one line of text and has written nothing; a success has written to its outputs alone. */
+#include "fuzz.h"
+
+#include "arguments.h"
+
+#include <math.h>
+
+enum {
+    max_workspace = 1 << 20, /* bytes */
+    max_work = 1 << 21,      /* multiply-adds of a call that is let run */
+};
+
+static const char *make_kernel(source *in) {
+    static const char *const names[] = {NULL,        NULL,        "cpu", "cpu/scalar", "cpu/avx2",
+                                        "reference", "cpu/avx51", "",    "cpu/"};
+    return names[take(in) % (sizeof names / sizeof *names)];
+}
+
+static fdma_exec make_exec(source *in) {
+    fdma_exec exec = {.kernel = make_kernel(in), .threads = (int32_t)take_up_to(in, 3)};
+    if (seldom(in))
+        exec.threads = (int32_t)strange_number(in);
+    if (seldom(in))
+        exec.device = (int32_t)strange_number(in);
+    if (seldom(in))
+        exec.reserved[take(in) % 2] = take(in);
+    if (seldom(in))
+        exec.stream = &exec;
+    return exec;
+}
+
+static double make_number(source *in) {
+    static const double numbers[] = {
+        0, 0, 1, 0.125, 30, -1, 1e-300, 1e300, (double)INFINITY, (double)NAN};
+    return numbers[take(in) % (sizeof numbers / sizeof *numbers)];
+}
+
+static int64_t make_window(call *to) {
+    if (seldom(&to->in))
+        return strange_number(&to->in);
+    return take_up_to(&to->in, to->kv_len + 2);
+}
+
+static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }
+
+/* Elements of a tensor, but for impossible shapes. */
+static double elements(const fdma_tensor *tensor) {
+    double product = 1;
+    for (int axis = 0; axis < tensor->rank && axis < 4; axis++)
+        product *= (double)tensor->shape[axis];
+    return product;
+}
+
+static void make_score(call *to) {
+    const int64_t proj_shape[] = {to->kv_heads, to->kv_heads * to->head_dim};
+    fdma_score_args *const args = &to->args.score;
+    *args = (fdma_score_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, 3);
+    args->v = make_keys(to);
+    args->dt_proj = make(to, false, seldom(&to->in) ? FDMA_FLOAT32 : to->dtype, 2, proj_shape);
+    args->a = make(to, false, seldom(&to->in) ? FDMA_FLOAT32 : to->dtype, 1, proj_shape);
+    args->key_valid = maybe_valid(to);
+    args->score = maybe_per_key(to, true);
+    args->bias = maybe_per_key(to, true);
+    to->work = elements(&args->v) * (double)args->v.shape[2];
+}
+
+static void make_select(call *to) {
+    fdma_select_args *const args = &to->args.select;
+    *args = (fdma_select_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->scope = (fdma_scope)take_up_to(&to->in, 2);
+    args->window = make_window(to);
+    args->reserved = make_reserved(&to->in);
+    args->score = make_per_key(to, false, FDMA_FLOAT32);
+    args->key_valid = maybe_valid(to);
+    make_selection(to, true, 0, FDMA_SCOPE_CAUSAL);
+    if (!seldom(&to->in))
+        args->selection = &to->selection;
+    to->work = elements(&args->score) * (double)args->score.shape[2];
+}
+
+static void make_forward(call *to) {
+    fdma_forward_args *const args = &to->args.forward;
+    *args = (fdma_forward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    args->reserved = make_reserved(&to->in);
+    args->q = make_queries(to, false);
+    args->k = make_keys(to);
+    args->v = make_keys(to);
+    args->bias = maybe_per_key(to, false);
+    args->key_valid = maybe_valid(to);
+    args->out = make_queries(to, true);
+    args->lse = maybe_lse(to);
+    if (take_up_to(&to->in, 1)) {
+        const int64_t window = make_window(to);
+        make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
+        args->selection = &to->selection;
+        args->window = take_up_to(&to->in, 1) ? window : 0;
+    }
+    to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
+}
+
+static void make_attention(call *to) {
+    const int64_t proj_shape[] = {to->kv_heads, to->kv_heads * to->head_dim};
+    fdma_attention_args *const args = &to->args.attention;
+    *args = (fdma_attention_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->scope = args->causal ? (fdma_scope)take_up_to(&to->in, 2) : FDMA_SCOPE_GLOBAL;
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, 3);
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    args->window = make_window(to);
+    args->reserved = make_reserved(&to->in);
+    args->q = make_queries(to, false);
+    args->k = make_keys(to);
+    args->v = make_keys(to);
+    args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
+    args->a = make(to, false, to->dtype, 1, proj_shape);
+    args->key_valid = maybe_valid(to);
+    args->out = make_queries(to, true);
+    args->lse = maybe_lse(to);
+    args->score = maybe_per_key(to, true);
+    args->bias = maybe_per_key(to, true);
+    if (take_up_to(&to->in, 1)) {
+        make_selection(to, true, 0, FDMA_SCOPE_CAUSAL);
+        args->selection = &to->selection;
+    }
+    const double keys = (double)args->k.shape[1];
+    to->work =
+        elements(&args->q) * (1 + keys) + elements(&args->v) * (keys + (double)args->v.shape[2]);
+}
+
+static fdma_status run_score(const void *args) { return fdma_score(args); }
+static fdma_status run_select(const void *args) { return fdma_select(args); }
+static fdma_status run_forward(const void *args) { return fdma_forward(args); }
+static fdma_status run_attention(const void *args) { return fdma_attention(args); }
+static fdma_status ask_score(const void *args, size_t *n) { return fdma_score_workspace(args, n); }
+static fdma_status ask_select(const void *args, size_t *n) {
+    return fdma_select_workspace(args, n);
+}
+static fdma_status ask_forward(const void *args, size_t *n) {
+    return fdma_forward_workspace(args, n);
+}
+static fdma_status ask_attention(const void *args, size_t *n) {
+    return fdma_attention_workspace(args, n);
+}
+
+static const struct operation {
+    size_t size, exec; /* of the argument struct; where it says how to run */
+    void (*make)(call *);
+    fdma_status (*workspace)(const void *args, size_t *bytes);
+    fdma_status (*run)(const void *args);
+} operations[] = {
+    {sizeof(fdma_score_args), offsetof(fdma_score_args, exec), make_score, ask_score, run_score},
+    {sizeof(fdma_select_args), offsetof(fdma_select_args, exec), make_select, ask_select,
+     run_select},
+    {sizeof(fdma_forward_args), offsetof(fdma_forward_args, exec), make_forward, ask_forward,
+     run_forward},
+    {sizeof(fdma_attention_args), offsetof(fdma_attention_args, exec), make_attention,
+     ask_attention, run_attention},
+};
+
+static void check_refusal(fdma_status status) {
+    MUST(status == FDMA_INVALID_ARGUMENT || status == FDMA_UNSUPPORTED ||
+         status == FDMA_WORKSPACE_TOO_SMALL);
+    MUST(fdma_last_error()[0] != '\0' && strchr(fdma_last_error(), '\n') == NULL);
+}
+
+/* Runs the call with a workspace of `bytes`, all of what was asked for or less. */
+static void run(call *c, const struct operation *operation, void *args, size_t asked,
+                size_t bytes) {
+    fdma_exec *const exec = (fdma_exec *)((char *)args + operation->exec);
+    uint8_t *const workspace = malloc(bytes);
+    exec->workspace = workspace;
+    exec->workspace_size = bytes;
+    for (size_t i = 0; i < c->count; i++) {
+        block *const b = &c->blocks[i];
+        MUST((b->before = malloc(b->size)) != NULL);
+        memcpy(b->before, b->bytes, b->size);
+    }
+    const fdma_selection selection = c->selection;
+    char message[512];
+    snprintf(message, sizeof message, "%s", fdma_last_error());
+    const fdma_status status = operation->run(args);
+    if (status != FDMA_OK)
+        check_refusal(status);
+    MUST(status != FDMA_OK || strncmp(message, fdma_last_error(), sizeof message - 1) == 0);
+    MUST(status != FDMA_OK || (bytes >= asked && !c->unbacked));
+    for (size_t i = 0; i < c->count; i++) {
+        const block *const b = &c->blocks[i];
+        const bool writable = status == FDMA_OK && (b->output || c->shared);
+        MUST(writable || memcmp(b->before, b->bytes, b->size) == 0);
+        free(b->before);
+    }
+    MUST(status == FDMA_OK || memcmp(&selection, &c->selection, sizeof selection) == 0);
+    free(workspace);
+}
+
+static void try_call(call *c, const struct operation *operation) {
+    source *const in = &c->in;
+    operation->make(c);
+    /* The struct says its own size and lies in a block of that size, zeros after what is known. */
+    const bool honest = !seldom(in);
+    const size_t size = honest ? operation->size : (size_t)strange_number(in);
+    const size_t bytes = size < sizeof(size_t) ? sizeof(size_t) : size;
+    uint8_t *const args = calloc(1, bytes < max_struct ? bytes : max_struct);
+    MUST(args != NULL);
+    c->args.size = size;
+    memcpy(args, &c->args, bytes < operation->size ? bytes : operation->size);
+
+    size_t asked = SIZE_MAX;
+    const fdma_status status = operation->workspace(args, &asked);
+    if (status != FDMA_OK) {
+        check_refusal(status);
+        MUST(asked == SIZE_MAX);
+        if (size >= operation->size)
+            run(c, operation, args, asked, 0);
+    } else if (asked > max_workspace) {
+        run(c, operation, args, asked, 0);
+    } else if (c->unbacked || c->work < max_work) {
+        const size_t less = asked > 0 && seldom(in) ? 1 + take(in) % asked : 0;
+        run(c, operation, args, asked, asked - less);
+    }
+    free(args);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count) {
+    static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
+    call c = {.in = {bytes, count}};
+    const struct operation *const operation = &operations[take(&c.in) % 4];
+    c.dtype = dtypes[take(&c.in) % 4];
+    c.batch = (1 + take(&c.in)) % 3;
+    c.kv_heads = 1 + take_up_to(&c.in, 2);
+    c.q_heads = c.kv_heads * (1 + take_up_to(&c.in, 3));
+    c.head_dim = 8 * (1 + take_up_to(&c.in, 3));
+    c.kv_len = take_up_to(&c.in, seldom(&c.in) ? 140 : 20);
+    c.q_len = seldom(&c.in) ? take_up_to(&c.in, 70) : take_up_to(&c.in, c.kv_len);
+    try_call(&c, operation);
+    for (size_t i = 0; i < c.count; i++)
+        free(c.blocks[i].bytes);
+    return 0;
+}

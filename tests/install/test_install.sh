@@ -1,0 +1,40 @@
+#!/bin/sh
+# Installs a build into a new prefix, moves it, and builds use.c against it by pkg-config, by
+# pkg-config against the static library, and by find_package.
+#   test_install.sh CMAKE BUILD_DIRECTORY COMPILER
+set -eu
+cmake=$1
+build=$2
+compiler=$3
+here=$(cd "$(dirname "$0")" && pwd)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+"$cmake" --install "$build" --prefix "$scratch/first"
+mv "$scratch/first" "$scratch/moved"
+prefix=$scratch/moved
+PKG_CONFIG_PATH=$(dirname "$(find "$prefix" -name fdma.pc)")
+export PKG_CONFIG_PATH
+libdir=$(pkg-config --variable=libdir fdma)
+
+echo "pkg-config, shared"
+# shellcheck disable=SC2046 # words are wanted
+"$compiler" -std=c11 -o "$scratch/shared" "$here/use.c" $(pkg-config --cflags --libs fdma) -lm \
+    "-Wl,-rpath,$libdir"
+"$scratch/shared"
+
+echo "pkg-config, static"
+# shellcheck disable=SC2046
+"$compiler" -std=c11 -o "$scratch/static" $(pkg-config --cflags fdma) "$here/use.c" \
+    "$libdir/libfdma.a" $(pkg-config --static --libs-only-other fdma) -lm
+"$scratch/static"
+
+echo "find_package"
+"$cmake" -S "$here" -B "$scratch/package" -DCMAKE_PREFIX_PATH="$prefix" \
+    -DCMAKE_C_COMPILER="$compiler" >/dev/null
+"$cmake" --build "$scratch/package"
+"$scratch/package/use"
+
+echo "the installed command"
+"$prefix/bin/fdma" info >/dev/null
+[ "$("$scratch/shared")" = "$("$scratch/package/use")" ]

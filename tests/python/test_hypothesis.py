@@ -1,0 +1,140 @@
+"""Any shape, stride, dtype and window that the header allows, against the oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Callable
+
+import flash_dmattn
+import oracle
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+bounded = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+Draw = Callable[[st.SearchStrategy], object]
+LAYOUTS = ["contiguous", "heads first", "packed", "every other", "last first", "repeated", "offset"]
+
+
+def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same [batch, len, heads, head_dim] numbers in another place, with other strides."""
+    batch, length, heads, head_dim = tensor.shape
+    if layout == "heads first":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "packed":
+        whole = torch.full((batch, length, 3 * heads, head_dim), math.nan, dtype=tensor.dtype)
+        place = whole[:, :, heads : 2 * heads]
+    elif layout == "every other":
+        place = torch.full((batch, 2 * length, heads, head_dim + 3), math.nan, dtype=tensor.dtype)[
+            :, ::2, :, :head_dim
+        ]
+    elif layout == "last first":
+        place = torch.full((head_dim, heads, length, batch), math.nan, dtype=tensor.dtype).permute(
+            3, 2, 1, 0
+        )
+    elif layout == "offset":
+        place = torch.full((tensor.numel() + 1,), math.nan, dtype=tensor.dtype)[1:].view_as(tensor)
+    else:
+        return tensor.contiguous()
+    return place.copy_(tensor)
+
+
+@st.composite
+def key_masks(draw: Draw, batch: int, kv_len: int) -> torch.Tensor | None:
+    if not draw(st.booleans()):
+        return None
+    bits = draw(st.lists(st.booleans(), min_size=batch * kv_len, max_size=batch * kv_len))
+    return torch.tensor(bits, dtype=torch.bool).reshape(batch, kv_len)
+
+
+@st.composite
+def score_tensors(draw: Draw, batch: int, kv_heads: int, kv_len: int) -> torch.Tensor:
+    """Scores full of ties and special values."""
+    values = st.one_of(
+        st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, 3.4e38]),
+        st.integers(-3, 3).map(float),
+        st.floats(width=32),
+    )
+    count = batch * kv_heads * kv_len
+    numbers = draw(st.lists(values, min_size=count, max_size=count))
+    return torch.tensor(numbers, dtype=torch.float32).reshape(batch, kv_heads, kv_len)
+
+
+@bounded
+@given(st.data())
+def test_select(data: st.DataObject) -> None:
+    batch, kv_heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    kv_len = data.draw(st.integers(0, 40))
+    window = data.draw(st.integers(0, 45))
+    scope = data.draw(st.sampled_from(["causal", "global"]))
+    score = data.draw(score_tensors(batch, kv_heads, kv_len))
+    key_valid = data.draw(key_masks(batch, kv_len))
+    expiry, slot, *_ = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
+    kept = oracle.kept_keys(score, window, scope, key_valid)
+    keys = torch.arange(kv_len)
+    if scope == "causal":
+        said = (keys <= keys[:, None]) & (keys[:, None] < expiry[:, :, None, :])
+    else:
+        said = (expiry > keys)[:, :, None, :].expand_as(kept)
+    assert torch.equal(said, kept)
+    ever = kept.any(2)
+    assert torch.equal(slot >= 0, ever)
+    assert torch.equal(expiry > keys, ever)
+    for p in range(kv_len):
+        for places, live in zip(slot.flatten(0, 1), kept[:, :, p].flatten(0, 1)):
+            distinct = places[live].unique()
+            assert distinct.numel() == live.sum() and (distinct < window).all()
+
+
+@bounded
+@given(st.data())
+def test_attention(data: st.DataObject) -> None:
+    batch, kv_heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    q_heads = kv_heads * data.draw(st.integers(1, 5))
+    head_dim = 8 * data.draw(st.integers(1, 12))
+    q_len, kv_len = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 70))
+    causal = data.draw(st.booleans())
+    scopes = ["global", "causal"] if causal and q_len <= kv_len else ["global"]
+    scope = data.draw(st.sampled_from(scopes))
+    window = data.draw(st.one_of(st.none(), st.integers(0, 75)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    key_valid = data.draw(key_masks(batch, kv_len))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+
+    def tensor(length: int, heads: int) -> torch.Tensor:
+        values = torch.randn(batch, length, heads, head_dim, generator=generator).to(dtype)
+        layout = data.draw(st.sampled_from(LAYOUTS))
+        if layout == "repeated":
+            return values[:1, :, :1].expand_as(values)
+        return lay_out(values, layout)
+
+    query, key, value = tensor(q_len, q_heads), tensor(kv_len, kv_heads), tensor(kv_len, kv_heads)
+    score = torch.randn(batch, kv_heads, kv_len, generator=generator)
+    bias = score if data.draw(st.booleans()) else None
+    softcap = data.draw(st.sampled_from([0.0, 0.7, 30.0]))
+    selection = kept = None
+    if window is not None:
+        selection = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
+        kept = oracle.kept_keys(score, window, scope, key_valid)
+        if scope == "global":
+            kept = kept[:, :, :1].expand(-1, -1, max(q_len, kv_len), -1)
+    out, lse = flash_dmattn.attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        selection=selection,
+        key_valid=key_valid,
+        causal=causal,
+        softcap=softcap,
+    )
+    mask = oracle.visible_keys(q_len, kv_len, causal, kept, key_valid)
+    oracle.assert_attention(
+        out, lse, query, key, value, mask, orders=16, bias=bias, softcap=softcap
+    )

@@ -1,0 +1,67 @@
+/* The parts of `fdma bench`: a list of cases, a job made of a case and a kernel, its timing. */
+#ifndef FDMA_TOOLS_BENCH_H
+#define FDMA_TOOLS_BENCH_H
+
+#include "fdma.h"
+
+typedef enum bench_operation {
+    BENCH_FORWARD, /* dense where window is 0; else selection and forward */
+    BENCH_SELECT,
+    BENCH_SCORE,
+    BENCH_ATTENTION, /* score, selection and forward in one call */
+} bench_operation;
+
+typedef enum score_order {
+    ORDER_IID,
+    ORDER_DRIFT,    /* random around a slow rise */
+    ORDER_RISING,   /* every key is kept for a while */
+    ORDER_FALLING,  /* the first keys stay */
+    ORDER_EQUAL,    /* all ties: a sliding window */
+    ORDER_SAWTOOTH, /* rises over 4096 keys, again and again */
+    ORDER_NAN,      /* random, every eighth a NaN */
+} score_order;
+
+typedef struct bench_case {
+    bench_operation operation;
+    fdma_dtype dtype;  /* 0 for select, whose scores are float32 */
+    score_order order; /* of the scores */
+    int64_t head_dim;  /* 0 for select */
+    int64_t kv_len;    /* q_len is the same */
+    int64_t window;
+    int64_t q_heads, kv_heads;
+} bench_case;
+
+enum { BENCH_NAME = 80 };
+
+int64_t bench_case_count(void);
+const bench_case *bench_case_at(int64_t index);
+
+/*! bench_case_name() - such as "forward/selected/f32/d128/n16384/w2048". */
+void bench_case_name(const bench_case *row, char name[BENCH_NAME]);
+
+/*! bench_case_flops() - useful ones; 0 where the case has none. */
+double bench_case_flops(const bench_case *row);
+
+typedef struct bench_job bench_job;
+
+/*! open_job() - tensors, filled, and workspace for a case on a kernel (NULL: the dispatched one).
+ *  Returns NULL where no such kernel takes the case: fdma_last_error() says why. */
+bench_job *open_job(const bench_case *row, const char *kernel, int threads);
+void close_job(bench_job *job);
+
+/*! job_kernel() - the name of the kernel that does the job's main part. */
+const char *job_kernel(const bench_job *job);
+
+/*! run_job() - does it once. */
+fdma_status run_job(bench_job *job);
+
+typedef struct bench_figures {
+    double ms, spread;
+    double useful_gflops, of_peak; /* NaN where the case has no useful FLOP, or no peak is known */
+    double ns_per_key;             /* NaN but for select */
+} bench_figures;
+
+/*! measure_job() - times a job in turn with the peak loop; returns the status of its calls. */
+fdma_status measure_job(const bench_case *row, bench_job *job, int threads, bench_figures *figures);
+
+#endif /* FDMA_TOOLS_BENCH_H */

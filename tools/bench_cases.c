@@ -1,0 +1,84 @@
+/* What `fdma bench` runs; names are made from the rows. */
+#include "arrays.h"
+#include "bench.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+#define DENSE(dtype, head_dim, kv_len) {BENCH_FORWARD, dtype, ORDER_IID, head_dim, kv_len, 0, 1, 1}
+#define SELECTED(dtype, kv_len, window) {BENCH_FORWARD, dtype, ORDER_IID, 128, kv_len, window, 1, 1}
+#define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1}
+
+static const bench_case cases[] = {
+    DENSE(FDMA_FLOAT32, 128, 1024),
+    DENSE(FDMA_FLOAT32, 128, 4096),
+    DENSE(FDMA_FLOAT32, 128, 8192),
+    DENSE(FDMA_FLOAT16, 128, 1024),
+    DENSE(FDMA_FLOAT16, 128, 4096),
+    DENSE(FDMA_FLOAT16, 128, 8192),
+    DENSE(FDMA_BFLOAT16, 128, 1024),
+    DENSE(FDMA_BFLOAT16, 128, 4096),
+    DENSE(FDMA_BFLOAT16, 128, 8192),
+    DENSE(FDMA_FLOAT32, 64, 4096),
+    DENSE(FDMA_FLOAT32, 256, 4096),
+    SELECTED(FDMA_FLOAT32, 16384, 1024),
+    SELECTED(FDMA_FLOAT32, 16384, 2048),
+    SELECTED(FDMA_FLOAT16, 16384, 1024),
+    SELECTED(FDMA_FLOAT16, 16384, 2048),
+    SELECTED(FDMA_BFLOAT16, 16384, 1024),
+    SELECTED(FDMA_BFLOAT16, 16384, 2048),
+    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8},
+    SELECT(ORDER_IID),
+    SELECT(ORDER_DRIFT),
+    SELECT(ORDER_RISING),
+    SELECT(ORDER_FALLING),
+    SELECT(ORDER_EQUAL),
+    SELECT(ORDER_SAWTOOTH),
+    SELECT(ORDER_NAN),
+    {BENCH_SCORE, FDMA_FLOAT32, ORDER_IID, 128, 16384, 0, 8, 8},
+    {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8},
+};
+
+int64_t bench_case_count(void) { return sizeof cases / sizeof cases[0]; }
+
+const bench_case *bench_case_at(int64_t index) { return &cases[index]; }
+
+void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
+    static const char *const operations[] = {"forward", "select", "score", "attention"};
+    static const char *const orders[] = {"iid",   "drift",    "rising", "falling",
+                                         "equal", "sawtooth", "nan"};
+    char form[32] = "";
+    char heads[64] = "";
+    char window[32] = "";
+    if (row->operation == BENCH_SELECT)
+        snprintf(form, sizeof form, "/%s", orders[row->order]);
+    else
+        snprintf(form, sizeof form, "%s/%s/d%" PRId64,
+                 row->operation != BENCH_FORWARD ? ""
+                 : row->window > 0               ? "/selected"
+                                                 : "/dense",
+                 dtype_name(row->dtype), row->head_dim);
+    if (row->window > 0)
+        snprintf(window, sizeof window, "/w%" PRId64, row->window);
+    if (row->q_heads > 1)
+        snprintf(heads, sizeof heads, "/h%" PRId64 "g%" PRId64, row->q_heads, row->kv_heads);
+    snprintf(name, BENCH_NAME, "%.10s%.31s/n%" PRId64 "%.20s%.14s", operations[row->operation],
+             form, row->kv_len, window, heads);
+}
+
+/* Attention: 4 * head_dim * q_heads * sum over queries of the keys that they keep. */
+double bench_case_flops(const bench_case *row) {
+    const double len = (double)row->kv_len;
+    const double window = row->window > 0 && row->window < row->kv_len ? (double)row->window : len;
+    const double pairs = window * (window + 1) / 2 + (len - window) * window;
+    const double heads = (double)row->kv_heads;
+    switch (row->operation) {
+    case BENCH_FORWARD:
+    case BENCH_ATTENTION:
+        return 4 * (double)row->head_dim * (double)row->q_heads * pairs;
+    case BENCH_SCORE:
+        return 2 * heads * heads * (double)row->head_dim * len;
+    default:
+        return 0;
+    }
+}

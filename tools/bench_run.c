@@ -1,0 +1,267 @@
+/* The jobs of `fdma bench`: causal, batch 1, normally distributed data that is the same each time.
+ */
+#include "arrays.h"
+#include "bench.h"
+#include "peak.h"
+#include "random.h"
+#include "timing.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+struct bench_job {
+    bench_operation operation;
+    fdma_tensor q, k, v, out, lse;
+    fdma_tensor score, bias, dt_proj, a;
+    fdma_selection selection;
+    fdma_score_args score_args;
+    fdma_select_args select_args;
+    fdma_forward_args forward_args;
+    fdma_attention_args attention_args;
+    void *workspace;
+    const char *kernel;
+};
+
+static fdma_tensor random_array(fdma_dtype dtype, int32_t rank, const int64_t *shape, double scale,
+                                uint64_t *state) {
+    const fdma_tensor tensor = allocate_array(dtype, rank, shape);
+    const int64_t count = element_count(&tensor);
+    for (int64_t index = 0; index < count; index++)
+        store_element(tensor.data, dtype, index, scale * random_normal(state));
+    return tensor;
+}
+
+static double ordered_score(score_order order, int64_t j, uint64_t *state) {
+    enum { SAW = 4096, NAN_EVERY = 8 };
+    const double drift = 1.0 / 16384; // standard deviations a key
+    switch (order) {
+    case ORDER_DRIFT:
+        return random_normal(state) + drift * (double)j;
+    case ORDER_RISING:
+        return (double)j;
+    case ORDER_FALLING:
+        return (double)-j;
+    case ORDER_EQUAL:
+        return 0;
+    case ORDER_SAWTOOTH:
+        return (double)(j % SAW);
+    case ORDER_NAN:
+        return j % NAN_EVERY == 0 ? (double)NAN : random_normal(state);
+    default:
+        return random_normal(state);
+    }
+}
+
+/* Scores of every kv head, and the linear bias that they make. */
+static void fill_scores(const bench_case *row, bench_job *job, uint64_t *state) {
+    const int64_t shape[] = {1, row->kv_heads, row->kv_len};
+    job->score = allocate_array(FDMA_FLOAT32, 3, shape);
+    job->bias = allocate_array(FDMA_FLOAT32, 3, shape);
+    float *score = job->score.data;
+    float *bias = job->bias.data;
+    for (int64_t key = 0; key < row->kv_heads * row->kv_len; key++) {
+        score[key] = (float)ordered_score(row->order, key % row->kv_len, state);
+        bias[key] = score[key];
+    }
+    job->selection = (fdma_selection){
+        .size = sizeof job->selection,
+        .expiry = allocate_array(FDMA_INT32, 3, shape),
+        .slot = allocate_array(FDMA_INT32, 3, shape),
+        .window = row->window,
+        .kv_len = row->kv_len,
+        .scope = FDMA_SCOPE_CAUSAL,
+    };
+}
+
+static void fill_tensors(const bench_case *row, bench_job *job) {
+    const int64_t queries[] = {1, row->kv_len, row->q_heads, row->head_dim};
+    const int64_t keys[] = {1, row->kv_len, row->kv_heads, row->head_dim};
+    const int64_t rows[] = {1, row->q_heads, row->kv_len};
+    const int64_t projection[] = {row->kv_heads, row->kv_heads * row->head_dim};
+    uint64_t state = 1;
+    if (row->operation != BENCH_SCORE)
+        fill_scores(row, job, &state);
+    if (row->operation == BENCH_SELECT)
+        return;
+    job->v = random_array(row->dtype, 4, keys, 1, &state);
+    if (row->operation != BENCH_FORWARD) {
+        // dt is then normal too
+        const double scale = 1 / sqrt((double)projection[1]);
+        job->dt_proj = random_array(row->dtype, 2, projection, scale, &state);
+        job->a = random_array(row->dtype, 1, &row->kv_heads, 1, &state);
+    }
+    if (row->operation == BENCH_SCORE) {
+        const int64_t scores[] = {1, row->kv_heads, row->kv_len};
+        job->score = allocate_array(FDMA_FLOAT32, 3, scores);
+        job->bias = allocate_array(FDMA_FLOAT32, 3, scores);
+        return;
+    }
+    job->q = random_array(row->dtype, 4, queries, 1, &state);
+    job->k = random_array(row->dtype, 4, keys, 1, &state);
+    job->out = allocate_array(row->dtype, 4, queries);
+    job->lse = allocate_array(FDMA_FLOAT32, 3, rows);
+}
+
+static void describe_job(const bench_case *row, const char *kernel, int threads, bench_job *job) {
+    const fdma_exec exec = {.kernel = kernel, .threads = threads};
+    job->score_args = (fdma_score_args){
+        .size = sizeof job->score_args,
+        .v = job->v,
+        .dt_proj = job->dt_proj,
+        .a = job->a,
+        .score = job->score,
+        .bias = job->bias,
+        .exec = exec,
+    };
+    job->select_args = (fdma_select_args){
+        .size = sizeof job->select_args,
+        .score = job->score,
+        .selection = &job->selection,
+        .window = row->window,
+        .exec = exec,
+    };
+    job->forward_args = (fdma_forward_args){
+        .size = sizeof job->forward_args,
+        .q = job->q,
+        .k = job->k,
+        .v = job->v,
+        .bias = row->window > 0 ? job->bias : (fdma_tensor){0},
+        .out = job->out,
+        .lse = job->lse,
+        .selection = row->window > 0 ? &job->selection : NULL,
+        .causal = 1,
+        .exec = exec,
+    };
+    job->attention_args = (fdma_attention_args){
+        .size = sizeof job->attention_args,
+        .q = job->q,
+        .k = job->k,
+        .v = job->v,
+        .dt_proj = job->dt_proj,
+        .a = job->a,
+        .out = job->out,
+        .lse = job->lse,
+        .window = row->window,
+        .causal = 1,
+        .exec = exec,
+    };
+}
+
+/* Finds the kernel and the workspace; allocates one workspace for every call of the job. */
+static fdma_status plan_job(const bench_case *row, bench_job *job) {
+    size_t bytes = 0;
+    size_t select_bytes = 0;
+    fdma_status status = FDMA_OK;
+    switch (row->operation) {
+    case BENCH_SCORE:
+        status = fdma_score_kernel(&job->score_args, &job->kernel);
+        status = status ? status : fdma_score_workspace(&job->score_args, &bytes);
+        break;
+    case BENCH_SELECT:
+        status = fdma_select_kernel(&job->select_args, &job->kernel);
+        status = status ? status : fdma_select_workspace(&job->select_args, &bytes);
+        break;
+    case BENCH_FORWARD:
+        status = fdma_forward_kernel(&job->forward_args, &job->kernel);
+        status = status ? status : fdma_forward_workspace(&job->forward_args, &bytes);
+        if (!status && row->window > 0)
+            status = fdma_select_workspace(&job->select_args, &select_bytes);
+        break;
+    case BENCH_ATTENTION:
+        status = fdma_forward_kernel(&job->forward_args, &job->kernel);
+        status = status ? status : fdma_attention_workspace(&job->attention_args, &bytes);
+        break;
+    }
+    if (status)
+        return status;
+    bytes = select_bytes > bytes ? select_bytes : bytes;
+    job->workspace = allocate(bytes);
+    fdma_exec *const execs[] = {&job->score_args.exec, &job->select_args.exec,
+                                &job->forward_args.exec, &job->attention_args.exec};
+    for (size_t e = 0; e < sizeof execs / sizeof execs[0]; e++) {
+        execs[e]->workspace = job->workspace;
+        execs[e]->workspace_size = bytes;
+    }
+    return FDMA_OK;
+}
+
+bench_job *open_job(const bench_case *row, const char *kernel, int threads) {
+    bench_job *job = allocate(sizeof *job);
+    job->operation = row->operation;
+    fill_tensors(row, job);
+    describe_job(row, kernel, threads, job);
+    if (plan_job(row, job) == FDMA_OK)
+        return job;
+    close_job(job);
+    return NULL;
+}
+
+void close_job(bench_job *job) {
+    void *const owned[] = {
+        job->q.data,
+        job->k.data,
+        job->v.data,
+        job->out.data,
+        job->lse.data,
+        job->score.data,
+        job->bias.data,
+        job->dt_proj.data,
+        job->a.data,
+        job->selection.expiry.data,
+        job->selection.slot.data,
+        job->workspace,
+    };
+    for (size_t o = 0; o < sizeof owned / sizeof owned[0]; o++)
+        free(owned[o]);
+    free(job);
+}
+
+const char *job_kernel(const bench_job *job) { return job->kernel; }
+
+fdma_status run_job(bench_job *job) {
+    switch (job->operation) {
+    case BENCH_SCORE:
+        return fdma_score(&job->score_args);
+    case BENCH_SELECT:
+        return fdma_select(&job->select_args);
+    case BENCH_ATTENTION:
+        return fdma_attention(&job->attention_args);
+    default:
+        break;
+    }
+    if (job->forward_args.selection) {
+        const fdma_status status = fdma_select(&job->select_args);
+        if (status)
+            return status;
+    }
+    return fdma_forward(&job->forward_args);
+}
+
+fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
+                        bench_figures *figures) {
+    enum { LEAST_RUNS = 5, ENOUGH_MS = 3000 };
+    const double flops = bench_case_flops(row);
+    const int keys = row->operation == BENCH_SELECT;
+    samples times = {.count = 0};
+    samples peaks = {.count = 0};
+    peak_loop peak;
+    const int has_peak = flops > 0 && prepare_peak(job->kernel, threads, &peak) == 0;
+    fdma_status status = run_job(job); // warms up
+    const double start = now_ms();
+    while (!status && (times.count < LEAST_RUNS ||
+                       (times.count < SAMPLE_LIMIT && now_ms() - start < ENOUGH_MS))) {
+        if (has_peak)
+            add_sample(&peaks, measure_peak(&peak));
+        const double before = now_ms();
+        status = run_job(job);
+        add_sample(&times, now_ms() - before);
+    }
+    *figures = (bench_figures){
+        .ms = median(&times),
+        .spread = spread(&times),
+        .useful_gflops = flops > 0 ? flops / (median(&times) * 1e6) : (double)NAN,
+        .ns_per_key = keys ? median(&times) * 1e6 / (double)row->kv_len : (double)NAN,
+    };
+    figures->of_peak = figures->useful_gflops / median(&peaks); // NaN without a peak
+    return status;
+}

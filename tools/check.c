@@ -1,0 +1,244 @@
+/* check.c - `fdma check`: every kernel row of this machine over the case list and all types,
+ * against the reference in float64. */
+#include "check.h"
+
+#include "arrays.h"
+#include "commands.h"
+#include "options.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+static const check_case cases[] = {
+#define CASE(name, batch, q_len, kv_len, q_heads, kv_heads, head_dim, window, mask, bias_form,     \
+             softcap, scores, layout, padding)                                                     \
+    {name,     batch,           q_len,           kv_len,           q_heads,                        \
+     kv_heads, head_dim,        window,          MASK_##mask,      FDMA_BIAS_##bias_form,          \
+     softcap,  SCORES_##scores, LAYOUT_##layout, PADDING_##padding},
+#include "cases.def"
+#undef CASE
+};
+
+static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
+
+enum {
+    case_count = sizeof cases / sizeof cases[0],
+    dtype_count = sizeof dtypes / sizeof dtypes[0],
+    row_limit = 64,
+};
+
+/* A kernel row and what has become of it. */
+typedef struct check_row {
+    fdma_kernel_info info;
+    int passed, failed;
+    int64_t compared; /* elements */
+    double worst;     /* excess of the worst case */
+    const char *worst_case;
+    fdma_dtype worst_dtype;
+} check_row;
+
+typedef struct check_options {
+    const char *kernel; /* NULL: all */
+    const char *filter; /* NULL: all */
+} check_options;
+
+static check_verdict worse(check_verdict x, check_verdict y) {
+    return (check_verdict){
+        .excess = x.excess >= y.excess ? x.excess : y.excess,
+        .compared = x.compared + y.compared,
+    };
+}
+
+static fdma_status judge_score(const check_problem *problem, const char *kernel,
+                               check_verdict *verdict) {
+    const int biased = problem->test->bias_form != FDMA_BIAS_NONE;
+    const fdma_tensor score = check_tensor(FDMA_FLOAT32, 3, problem->score.shape);
+    const fdma_tensor bias =
+        biased ? check_tensor(FDMA_FLOAT32, 3, problem->score.shape) : (fdma_tensor){0};
+    const fdma_status status = check_run_score(problem, kernel, score, bias);
+    *verdict = check_compare(&problem->z, score);
+    if (biased) {
+        *verdict = worse(*verdict, check_compare(&problem->z_bias, bias));
+    }
+    return status;
+}
+
+static fdma_status judge_select(const check_problem *problem, const char *kernel,
+                                check_verdict *verdict) {
+    fdma_selection selection = {
+        .size = sizeof selection,
+        .expiry = check_tensor(FDMA_INT32, 3, problem->score.shape),
+        .slot = check_tensor(FDMA_INT32, 3, problem->score.shape),
+    };
+    const fdma_status status = check_run_select(problem, kernel, &selection);
+    *verdict = worse(check_compare_exact(selection.expiry, problem->selection.expiry),
+                     check_compare_exact(selection.slot, problem->selection.slot));
+    return status;
+}
+
+static fdma_status judge_forward(const check_problem *problem, const char *kernel,
+                                 check_verdict *verdict) {
+    const check_case *test = problem->test;
+    const int64_t lse_shape[3] = {test->batch, test->q_heads, test->q_len};
+    const fdma_tensor lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
+    const fdma_tensor out = check_layout_tensor(problem->dtype, test->layout, problem->q.shape);
+    const fdma_status status = check_run_forward(problem, kernel, out, lse);
+    *verdict = worse(check_compare(&problem->out, out), check_compare(&problem->lse, lse));
+    return status;
+}
+
+/* What a row can do: how it is judged, and whether a case and type are for it. */
+typedef struct operation_entry {
+    const char *name;
+    fdma_status (*judge)(const check_problem *, const char *kernel, check_verdict *);
+} operation_entry;
+
+static const operation_entry operations[] = {
+    {"score", judge_score},
+    {"select", judge_select},
+    {"forward", judge_forward},
+};
+
+static const operation_entry *find_operation(const char *name) {
+    for (size_t i = 0; i < sizeof operations / sizeof operations[0]; i++) {
+        if (strcmp(operations[i].name, name) == 0) {
+            return &operations[i];
+        }
+    }
+    return NULL;
+}
+
+/* A selection is of float32 scores, whatever the type of the case: one type is enough. */
+static int concerns(const operation_entry *operation, const check_problem *problem) {
+    return operation->judge != judge_select ||
+           (problem->test->window >= 0 && problem->dtype == dtypes[0]);
+}
+
+static void judge_row(check_row *row, const check_problem *problem) {
+    const operation_entry *operation = find_operation(row->info.operation);
+    if (row->info.missing != NULL || operation == NULL || !concerns(operation, problem)) {
+        return;
+    }
+    check_verdict verdict = {.excess = (double)INFINITY};
+    const fdma_status status = operation->judge(problem, row->info.name, &verdict);
+    const int passed = status == FDMA_OK && verdict.excess <= 1;
+    row->passed += passed;
+    row->failed += !passed;
+    row->compared += verdict.compared;
+    if (!(verdict.excess <= row->worst)) {
+        row->worst = verdict.excess;
+        row->worst_case = problem->test->name;
+        row->worst_dtype = problem->dtype;
+    }
+    if (!passed) {
+        printf("FAILED %s %s %s %s: ", row->info.name, row->info.operation, problem->test->name,
+               dtype_name(problem->dtype));
+        if (status != FDMA_OK) {
+            printf("%s: %s\n", fdma_status_name(status), fdma_last_error());
+        } else {
+            printf("error is %.3g times the tolerance\n", verdict.excess);
+        }
+    }
+}
+
+/* Does `kernel` name this row: all of its name, or the beginning up to a '/'? */
+static int is_named(const char *kernel, const char *name) {
+    const size_t length = strlen(kernel);
+    return strncmp(kernel, name, length) == 0 && (name[length] == '\0' || name[length] == '/');
+}
+
+static int find_rows(const char *kernel, check_row rows[row_limit]) {
+    int count = 0;
+    for (int32_t i = 0; i < fdma_kernel_count() && count < row_limit; i++) {
+        check_row row = {.info = {.size = sizeof row.info}};
+        if (fdma_describe_kernel(i, &row.info) == FDMA_OK &&
+            (kernel == NULL || is_named(kernel, row.info.name))) {
+            rows[count++] = row;
+        }
+    }
+    return count;
+}
+
+static void report_row(const check_row *row) {
+    printf("%-12s %-8s ", row->info.name, row->info.operation);
+    if (row->info.missing != NULL) {
+        printf("skipped: this machine lacks %s\n", row->info.missing);
+    } else if (find_operation(row->info.operation) == NULL) {
+        printf("FAILED: there is no check of this operation\n");
+    } else if (row->worst_case == NULL) {
+        printf("%4d cases   exact\n", row->passed + row->failed);
+    } else {
+        printf("%4d cases   worst error %.2f of the tolerance (%s %s)\n", row->passed + row->failed,
+               row->worst, row->worst_case, dtype_name(row->worst_dtype));
+    }
+}
+
+static int report(const check_row *rows, int count) {
+    int passed = 0, failed = 0;
+    int64_t compared = 0;
+    for (int i = 0; i < count; i++) {
+        report_row(&rows[i]);
+        passed += rows[i].passed;
+        failed += rows[i].failed + (find_operation(rows[i].info.operation) == NULL);
+        compared += rows[i].compared;
+    }
+    if (compared == 0) {
+        printf("nothing was compared\n");
+    }
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0 || compared == 0 ? EXIT_FAILED : EXIT_DONE;
+}
+
+static int walk(const char *filter, check_row *rows, int count) {
+    for (int i = 0; i < case_count * dtype_count; i++) {
+        const check_case *test = &cases[i / dtype_count];
+        if (filter != NULL && strstr(test->name, filter) == NULL) {
+            continue;
+        }
+        check_problem problem;
+        if (check_problem_make(&problem, test, dtypes[i % dtype_count]) != FDMA_OK) {
+            printf("the reference cannot do %s: %s\n", test->name, fdma_last_error());
+            return EXIT_FAILED;
+        }
+        for (int row = 0; row < count; row++) {
+            judge_row(&rows[row], &problem);
+        }
+        check_free_all();
+    }
+    return report(rows, count);
+}
+
+int check_main(int argc, char **argv) {
+    static const option_row rows_of_options[] = {
+        {.name = "--kernel",
+         .value = "NAME",
+         .help = "only this kernel, or those whose name begins with NAME/",
+         .offset = offsetof(check_options, kernel),
+         .kind = OPTION_TEXT},
+    };
+    static const command_line command = {
+        .name = "fdma check",
+        .about = "Every kernel of this machine against the reference in float64, over many cases.",
+        .more = "FILTER: only cases whose name contains it, such as padding or head-dim/64.\n"
+                "An error may be twice that of a plain evaluation in the same type, and one\n"
+                "rounding step; selections must be equal. Exit status: 0 if all passed, else 1.\n",
+        .operand = "FILTER",
+        .operand_offset = offsetof(check_options, filter),
+        .row_count = sizeof rows_of_options / sizeof rows_of_options[0],
+        .rows = rows_of_options,
+    };
+    check_options options = {0};
+    const int read = read_options(&command, argc, argv, &options);
+    if (read != OPTIONS_READ) {
+        return read;
+    }
+    static check_row rows[row_limit];
+    const int count = find_rows(options.kernel, rows);
+    if (count == 0) {
+        fprintf(stderr, "fdma check: --kernel is '%s', want one of those that fdma info lists\n",
+                options.kernel != NULL ? options.kernel : "");
+        return EXIT_USAGE;
+    }
+    return walk(options.filter, rows, count);
+}

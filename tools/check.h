@@ -1,0 +1,104 @@
+/* check.h - what the sources of `fdma check` share: a case, the tensors made for it, the verdict.
+ *
+ * The way of a case: check_problem.c makes the tensors and the oracle's results, check_plain.c
+ * evaluates the same plainly in the same dtype, check_compare.c holds a kernel's results against
+ * both, check.c walks and reports. */
+#ifndef FDMA_CHECK_H
+#define FDMA_CHECK_H
+
+#include "fdma.h"
+
+typedef enum check_mask { MASK_FULL, MASK_CAUSAL, MASK_GLOBAL } check_mask;
+typedef enum check_scores {
+    SCORES_IID,
+    SCORES_TIED,
+    SCORES_RISING,
+    SCORES_FALLING,
+    SCORES_SAW,
+    SCORES_STEPS,
+    SCORES_SPECIAL,
+} check_scores;
+typedef enum check_layout { LAYOUT_PLAIN, LAYOUT_SWAP, LAYOUT_PACK } check_layout;
+typedef enum check_padding {
+    PADDING_NONE,
+    PADDING_LEFT,
+    PADDING_RIGHT,
+    PADDING_HOLES,
+    PADDING_ALL,
+} check_padding;
+
+/* One line of tests/cases.def. */
+typedef struct check_case {
+    const char *name;
+    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
+    int64_t window; /* -1: dense */
+    check_mask mask;
+    fdma_bias_form bias_form;
+    double softcap;
+    check_scores scores;
+    check_layout layout;
+    check_padding padding;
+} check_case;
+
+/* A result three ways, contiguous, in the order of its tensor's indices. */
+typedef struct check_result {
+    int64_t count;
+    double *oracle; /* the reference in float64 */
+    double *plain;  /* a plain evaluation in the dtype of the case */
+} check_result;
+
+/* Everything that is made once for a case and a dtype. Absent tensors have rank 0. */
+typedef struct check_problem {
+    const check_case *test;
+    fdma_dtype dtype;
+    fdma_tensor q, k, v, dt_proj, a, key_valid; /* q to a in dtype */
+    fdma_tensor score;                          /* float32, what the selection ranks */
+    fdma_tensor bias;                           /* float32, from score */
+    fdma_selection selection;                   /* the reference's, for `score` */
+    check_result z, z_bias;                     /* of fdma_score() */
+    check_result out, lse;                      /* of fdma_forward() */
+} check_problem;
+
+/* How far a result is from the oracle. */
+typedef struct check_verdict {
+    double excess; /* error / tolerance: passes at 1 and below; infinite where nothing helps */
+    int64_t compared;
+} check_verdict;
+
+/* Every check_* that returns a status has its line in fdma_last_error(). */
+
+/* check_problem.c */
+fdma_status check_problem_make(check_problem *problem, const check_case *test, fdma_dtype dtype);
+int check_mask_is_causal(const check_case *test);
+fdma_scope check_mask_scope(const check_case *test);
+
+/* check_run.c: one call of each operation with the problem's tensors; the outputs are the caller's.
+ */
+fdma_status check_run_score(const check_problem *problem, const char *kernel, fdma_tensor score,
+                            fdma_tensor bias);
+fdma_status check_run_select(const check_problem *problem, const char *kernel,
+                             fdma_selection *selection);
+fdma_status check_run_forward(const check_problem *problem, const char *kernel, fdma_tensor out,
+                              fdma_tensor lse);
+fdma_status check_run_oracle(check_problem *problem);
+
+/* check_plain.c: fills the `plain` side of the four results. */
+void check_plain_score(check_problem *problem);
+void check_plain_forward(check_problem *problem);
+
+/* check_compare.c */
+check_verdict check_compare(const check_result *result, fdma_tensor actual);
+check_verdict check_compare_exact(fdma_tensor actual, fdma_tensor want);
+
+/* check_tensor.c: zeroed tensors out of an arena that check_free_all() empties. */
+void *check_alloc(int64_t count, size_t size);
+void check_free_all(void);
+fdma_tensor check_tensor(fdma_dtype dtype, int32_t rank, const int64_t *shape);
+fdma_tensor check_layout_tensor(fdma_dtype dtype, check_layout layout, const int64_t *shape);
+double *check_widen(fdma_tensor tensor);
+fdma_tensor check_wide_tensor(fdma_tensor tensor);
+void check_store(fdma_tensor tensor, int64_t index, double value);
+float check_round(fdma_dtype dtype, float value);
+double check_step(fdma_dtype dtype, double magnitude); /* between neighbours at that magnitude */
+
+#endif /* FDMA_CHECK_H */

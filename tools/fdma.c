@@ -1,0 +1,67 @@
+/* The `fdma` command: finds the subcommand, and sees to it that what was printed arrived. */
+#define _POSIX_C_SOURCE 200809L
+
+#include "fdma.h"
+
+#include "commands.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+
+static const struct {
+    const char *name;
+    int (*main)(int argc, char **argv);
+    const char *about;
+} commands[] = {
+    {"attend", attend_main, "attention on the tensors of a file: over all keys, over the best"},
+    {"check", check_main, "every kernel of this machine against the reference"},
+    {"bench", bench_main, "time of each kernel, and its share of what the machine can do"},
+    {"info", info_main, "this machine, the kernels, and which would run"},
+};
+
+enum { COMMAND_COUNT = sizeof commands / sizeof commands[0] };
+
+static void print_usage(FILE *stream) {
+    fprintf(stream, "usage: fdma COMMAND [options]\n\n"
+                    "Flash Dynamic Mask Attention: each query attends to its best keys only.\n\n");
+    for (int c = 0; c < COMMAND_COUNT; c++)
+        fprintf(stream, "  %-8s %s\n", commands[c].name, commands[c].about);
+    fprintf(stream,
+            "\n`fdma COMMAND --help` says more; `fdma --version` prints %s.\n"
+            "Exit codes: 0 done; 1 a check failed or output could not be written;\n"
+            "2 bad usage or bad input.\n",
+            fdma_version());
+}
+
+static int run_command(int argc, char **argv) {
+    if (argc < 2) {
+        print_usage(stderr);
+        return EXIT_USAGE;
+    }
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "help") == 0) {
+        print_usage(stdout);
+        return EXIT_DONE;
+    }
+    if (strcmp(argv[1], "--version") == 0) {
+        printf("fdma %s\n", fdma_version());
+        return EXIT_DONE;
+    }
+    for (int c = 0; c < COMMAND_COUNT; c++) {
+        if (strcmp(commands[c].name, argv[1]) == 0)
+            return commands[c].main(argc - 1, argv + 1);
+    }
+    fprintf(stderr, "fdma: no command '%s'; see fdma --help\n", argv[1]);
+    return EXIT_USAGE;
+}
+
+int main(int argc, char **argv) {
+    signal(SIGXFSZ, SIG_IGN); // a file size limit is then an error like a full disk
+    const int code = run_command(argc, argv);
+    if (fflush(stdout) != 0 || ferror(stdout)) {
+        fprintf(stderr, "fdma: standard output cannot be written: %s\n", strerror(errno));
+        return code ? code : EXIT_FAILED;
+    }
+    return code;
+}

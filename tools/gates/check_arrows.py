@@ -1,0 +1,196 @@
+"""Check that every #include goes the way the architecture allows.
+
+A zone is a part of the tree; a file belongs to the first zone whose prefix its path begins with.
+Each zone names the zones that it may include besides itself. Whatever is not named is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+# (zone, path prefix). More special prefixes stand first.
+ZONES = (
+    ("public", "include/"),
+    ("core", "src/core/"),
+    ("reference row", "src/reference/reference.h"),
+    ("reference", "src/reference/"),
+    ("cpu row", "src/cpu/cpu.h"),
+    ("cpu threads", "src/cpu/parallel."),
+    ("cpu simd", "src/cpu/simd/"),
+    ("cpu kernels", "src/cpu/kernels/"),
+    ("cpu isa", "src/cpu/isa/"),
+    ("cpu", "src/cpu/"),
+    ("entry", "src/fdma.c"),
+    ("cases", "tests/cases.def"),
+    ("fuzz", "tests/fuzz/"),
+    ("tests", "tests/"),
+    ("tools", "tools/"),
+    ("examples", "examples/"),
+    ("python", "python/"),
+)
+
+TESTED = ("include", "src", "tests")
+ALLOWED = {
+    "public": (),
+    "core": ("public",),
+    "reference row": ("public", "core"),
+    "reference": ("public", "core", "reference row"),
+    "cpu row": ("public", "core"),
+    "cpu threads": ("public", "core"),
+    "cpu simd": ("public", "core"),
+    "cpu kernels": ("public", "core", "cpu threads", "cpu simd"),
+    "cpu isa": ("public", "core", "cpu threads", "cpu simd", "cpu kernels"),
+    "cpu": ("public", "core", "cpu row", "cpu threads", "cpu simd", "cpu kernels", "cpu isa"),
+    "entry": ("public", "core", "reference row", "cpu row"),
+    "cases": (),
+    "fuzz": ("public", "tools"),
+    "tests": tuple(zone for zone, prefix in ZONES if prefix.split("/")[0] in TESTED),
+    "tools": ("public", "cases"),
+    "examples": ("public",),
+    "python": ("public",),
+}
+
+# System headers that belong to one zone of src/: intrinsics are words of the vocabulary, and there
+# is one place for threads.
+SYSTEM_OWNERS = {"immintrin.h": "cpu simd", "arm_neon.h": "cpu simd", "omp.h": "cpu threads"}
+
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
+SUFFIXES = (".c", ".h", ".def", ".inc", ".cu", ".cuh")
+
+
+def zone_of(path: str) -> str | None:
+    return next((zone for zone, prefix in ZONES if path.startswith(prefix)), None)
+
+
+def resolve(root: Path, source: Path, name: str) -> str | None:
+    """The repository's file that `name` means in `source`, by the build's include directories."""
+    places = (source.parent, *(root / top for top in ("include", "src", "tests", "tools")))
+    for directory in places:
+        candidate = (directory / name).resolve()
+        if candidate.is_file() and candidate.is_relative_to(root):
+            return candidate.relative_to(root).as_posix()
+    return None
+
+
+def complaint(root: Path, source: Path, quote: str, name: str) -> str | None:
+    path = source.relative_to(root).as_posix()
+    zone = zone_of(path)
+    if zone is None:
+        return "is in no zone of the architecture"
+    target = resolve(root, source, name)
+    if target is None:
+        owner = SYSTEM_OWNERS.get(name)
+        if quote == '"':
+            return f'includes "{name}", which is not there'
+        if owner and path.startswith("src/") and zone != owner:
+            return f"includes <{name}>, which belongs to {owner}"
+        return None
+    target_zone = zone_of(target)
+    if target_zone == zone or target_zone in ALLOWED[zone]:
+        return None
+    return f"({zone}) includes {target} ({target_zone})"
+
+
+def check(root: Path) -> tuple[int, list[str]]:
+    """The number of includes looked at, and a line for each that is not allowed."""
+    root = root.resolve()
+    count = 0
+    found = []
+    for top in sorted({prefix.split("/")[0] for _, prefix in ZONES}):
+        for source in sorted((root / top).rglob("*")):
+            if source.suffix not in SUFFIXES:
+                continue
+            text = source.read_text(encoding="utf-8")
+            for match in INCLUDE.finditer(text):
+                count += 1
+                problem = complaint(root, source, match[1], match[2])
+                if problem:
+                    line = text.count("\n", 0, match.start()) + 1
+                    found.append(f"{source.relative_to(root)}:{line}: {problem}")
+    return count, found
+
+
+# A small tree in order, and includes that must each be refused when planted in it.
+SOUND = {
+    "include/fdma.h": "#include <stddef.h>",
+    "src/core/error.h": '#include "fdma.h"',
+    "src/reference/reference.h": '#include "core/error.h"',
+    "src/reference/reference.c": '#include "reference/reference.h"',
+    "src/cpu/cpu.h": '#include "core/error.h"',
+    "src/cpu/cpu.c": '#include "cpu/isa/isa.h"',
+    "src/cpu/parallel.h": "#include <stddef.h>",
+    "src/cpu/parallel.c": "#include <omp.h>",
+    "src/cpu/simd/avx2.h": "#include <immintrin.h>",
+    "src/cpu/kernels/forward.h": '#include "cpu/parallel.h"',
+    "src/cpu/isa/isa.h": '#include "core/error.h"',
+    "src/cpu/isa/avx2.c": '#include "cpu/simd/avx2.h"\n#include "cpu/kernels/forward.h"',
+    "src/fdma.c": '#include "cpu/cpu.h"\n#include "reference/reference.h"',
+    "tests/cases.def": "",
+    "tests/c/test_select.c": '#include "core/error.h"\n#include "cases.def"',
+    "tests/fuzz/fuzz_safetensors.c": '#include "safetensors.h"',
+    "tools/safetensors.h": "#include <stdint.h>",
+    "tools/check.c": '#include <fdma.h>\n#include "cases.def"',
+}
+PLANTS = (
+    ("include/fdma.h", '#include "core/error.h"'),
+    ("src/core/error.h", '#include "cpu/cpu.h"'),
+    ("src/core/error.h", '#include "reference/reference.h"'),
+    ("src/reference/reference.c", '#include "cpu/cpu.h"'),
+    ("src/cpu/cpu.c", '#include "reference/reference.h"'),
+    ("src/cpu/simd/avx2.h", '#include "cpu/kernels/forward.h"'),
+    ("src/cpu/kernels/forward.h", '#include "cpu/isa/isa.h"'),
+    ("src/cpu/kernels/forward.h", "#include <immintrin.h>"),
+    ("src/cpu/kernels/forward.h", "#  include <omp.h>"),
+    ("src/cpu/parallel.h", '#include "cpu/kernels/forward.h"'),
+    ("src/cpu/isa/avx2.c", '#include "cpu/cpu.h"'),
+    ("src/fdma.c", '#include "cpu/isa/isa.h"'),
+    ("src/fdma.c", '#include "nowhere.h"'),
+    ("tools/check.c", '#include "../src/core/error.h"'),
+    ("examples/attend.c", '#include "core/error.h"'),
+    ("src/elsewhere/new.c", '#include "fdma.h"'),
+)
+
+
+def self_test() -> list[str]:
+    """What the check gets wrong on the small tree: nothing, or the gate is worth nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+
+        def write(path: str, text: str) -> None:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text + "\n", encoding="utf-8")
+
+        for path, text in SOUND.items():
+            write(path, text)
+        wrong = [f"refused without reason: {line}" for line in check(root)[1]]
+        for path, include in PLANTS:
+            write(path, f"{SOUND.get(path, '')}\n{include}")
+            if not any(line.startswith(f"{path}:") for line in check(root)[1]):
+                wrong.append(f"did not see {include} in {path}")
+            (root / path).unlink()
+            if path in SOUND:
+                write(path, SOUND[path])
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--self-test", action="store_true", help="plant faults and find them")
+    options = parser.parse_args()
+    if options.self_test:
+        wrong = self_test()
+        print(*wrong, sep="\n", end="\n" if wrong else "")
+        print(f"{len(PLANTS)} planted includes, {len(wrong)} mistakes")
+        return 1 if wrong else 0
+    count, found = check(Path(__file__).parents[2])
+    print(*found, sep="\n", end="\n" if found else "")
+    print(f"{count} includes, {len(found)} against the arrows")
+    return 1 if found or count == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

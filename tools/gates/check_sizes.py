@@ -1,0 +1,174 @@
+"""Check that functions have at most 60 lines and files at most 500, in C, Python and shell.
+
+C is read as clang-format leaves it, by counting braces outside of comments, strings and
+preprocessor lines. A function's lines run from its signature to its closing brace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+FUNCTION_LINES = 60
+FILE_LINES = 500
+TOPS = (".ci", "bench", "cmake", "examples", "include", "python", "src", "tests", "tools")
+C_SUFFIXES = (".c", ".h", ".cu", ".cuh")
+SUFFIXES = (*C_SUFFIXES, ".py", ".sh", ".cmake")
+
+Function = tuple[str, int, int]  # name, first line, last line
+
+# Comments, strings and characters, and preprocessor lines with their continuations.
+NOT_CODE = re.compile(
+    r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|^[ \t]*#(?:\\\n|[^\n])*',
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def blank(match: re.Match[str]) -> str:
+    """Leaves the line breaks, so that line numbers stay true, and a mark where a string was."""
+    return ("''" if match[0][0] in "\"'" else "") + "\n" * match[0].count("\n")
+
+
+def c_functions(text: str) -> Iterator[Function]:
+    code = NOT_CODE.sub(blank, text)
+    depth = 0
+    start = 0  # of the declaration at the outermost level
+    signature = ""
+    for brace in re.finditer(r"[{};]", code):
+        if brace[0] == "{":
+            if depth == 0:
+                signature = code[start : brace.start()].strip()
+                if signature == "extern ''":
+                    start = brace.end()
+                    continue
+            depth += 1
+            continue
+        if brace[0] == "}" and depth > 0:
+            depth -= 1
+            if depth == 0 and (name := function_name(signature)):
+                first = start + len(code[start:]) - len(code[start:].lstrip())
+                yield name, code.count("\n", 0, first) + 1, code.count("\n", 0, brace.end()) + 1
+                start = brace.end()
+        if brace[0] == ";" and depth == 0:
+            start = brace.end()
+    if depth != 0:
+        raise ValueError("braces do not balance")
+
+
+def function_name(signature: str) -> str | None:
+    """None for what has braces but is no function: a type, or a variable and its initialiser."""
+    bare = re.sub(r"__attribute__\s*\(\(.*?\)\)", "", signature, flags=re.DOTALL)
+    if "=" in bare or not (match := re.search(r"(\w+)\s*\(", bare)):
+        return None
+    return match[1]
+
+
+def python_functions(text: str) -> Iterator[Function]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield node.name, first, node.end_lineno or first
+
+
+def check_text(path: str, text: str) -> tuple[int, list[str]]:
+    """The number of functions seen, and a line for each that is too long, or the file is."""
+    found = []
+    lines = len(text.splitlines())
+    if lines > FILE_LINES:
+        found.append(f"{path}: {lines} lines, at most {FILE_LINES}")
+    suffix = Path(path).suffix
+    functions: list[Function] = []
+    try:
+        if suffix in C_SUFFIXES:
+            functions = list(c_functions(text))
+        elif suffix == ".py":
+            functions = list(python_functions(text))
+    except (SyntaxError, ValueError) as error:
+        found.append(f"{path}: {error}")
+    for name, first, last in functions:
+        if last - first + 1 > FUNCTION_LINES:
+            found.append(
+                f"{path}:{first}: {name}() has {last - first + 1} lines, at most {FUNCTION_LINES}"
+            )
+    return len(functions), found
+
+
+def check(root: Path) -> tuple[int, list[str]]:
+    count = 0
+    found = []
+    for top in TOPS:
+        for source in sorted((root / top).rglob("*")):
+            if source.is_file() and (source.suffix in SUFFIXES or top == ".ci"):
+                text = source.read_text(encoding="utf-8")
+                functions, problems = check_text(source.relative_to(root).as_posix(), text)
+                count += functions
+                found += problems
+    return count, found
+
+
+def c_function(lines: int) -> str:
+    """A function that is hard to read: its signature takes two lines, its body has braces."""
+    body = [
+        '    const char *text = "}{"; // }',
+        "    struct point p = {.x = '{'}; /* } */",
+    ]
+    fill = ["    p.x++;"] * (lines - 3 - len(body))
+    signature = ["static struct point make(int a,", "                         int b) {"]
+    return "\n".join([*signature, *body, *fill, "}", ""])
+
+
+def self_test() -> list[str]:
+    """What the check gets wrong on texts whose sizes are known."""
+    head = "struct point {\n    int x;\n};\n\nstatic const int table[] = {\n"
+    head += "    1,\n" * 70 + "};\n\n"
+    guard = '#ifdef __cplusplus\nextern "C" {\n#endif\n'
+    end = "#ifdef __cplusplus\n}\n#endif\n"
+    python = "@cache\ndef long() -> None:\n" + "    pass\n"
+    wanted = (
+        ("a.c", head + c_function(60), 1, 0),
+        ("a.c", head + c_function(61), 1, 1),
+        ("a.c", c_function(61) + head + c_function(60) + c_function(61), 3, 2),
+        ("a.h", guard + c_function(61) + end, 1, 1),
+        ("a.h", guard + "#define M(x) \\\n    {\n" + c_function(60) + end, 1, 0),
+        ("a.c", "int x(void) {\n", 0, 1),
+        ("a.py", python + "    pass\n" * 57, 1, 0),
+        ("a.py", python + "    pass\n" * 58, 1, 1),
+        ("a.sh", "true\n" * 500, 0, 0),
+        ("a.sh", "true\n" * 501, 0, 1),
+    )
+    wrong = []
+    for index, (path, text, functions, problems) in enumerate(wanted):
+        count, found = check_text(path, text)
+        if (count, len(found)) != (functions, problems):
+            wrong.append(f"text {index}: {count} functions, want {functions}; {found}")
+    with tempfile.TemporaryDirectory() as name:
+        planted = Path(name) / "src" / "planted.c"
+        planted.parent.mkdir()
+        planted.write_text(c_function(61), encoding="utf-8")
+        if check(Path(name))[0] != 1 or len(check(Path(name))[1]) != 1:
+            wrong.append("did not find the planted file")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--self-test", action="store_true", help="plant faults and find them")
+    options = parser.parse_args()
+    if options.self_test:
+        wrong = self_test()
+        print(*wrong, sep="\n", end="\n" if wrong else "")
+        print(f"self-test: {len(wrong)} mistakes")
+        return 1 if wrong else 0
+    count, found = check(Path(__file__).parents[2])
+    print(*found, sep="\n", end="\n" if found else "")
+    print(f"{count} functions, {len(found)} too long or unreadable")
+    return 1 if found or count == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

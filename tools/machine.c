@@ -1,0 +1,91 @@
+/* See machine.h. */
+#define _POSIX_C_SOURCE 200809L
+
+#include "machine.h"
+
+#include "fdma.h"
+#include "json.h"
+
+#include <limits.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__clang__)
+#define COMPILER "clang " __clang_version__
+#elif defined(__GNUC__)
+#define COMPILER "gcc " __VERSION__
+#else
+#define COMPILER "unknown"
+#endif
+
+/* The directory of this program, or "" where it cannot be put into a shell's single quotes. */
+static void find_directory(char *directory, size_t size) {
+    const ssize_t length = readlink("/proc/self/exe", directory, size - 1);
+    directory[length > 0 ? length : 0] = '\0';
+    char *slash = strrchr(directory, '/');
+    if (slash)
+        *slash = '\0';
+    if (strchr(directory, '\''))
+        directory[0] = '\0';
+}
+
+/* Asks git, and only where the tree around the program is this library's. */
+static void find_commit(char *commit, size_t size) {
+    char directory[PATH_MAX];
+    char line[3 * PATH_MAX];
+    commit[0] = '\0';
+    find_directory(directory, sizeof directory);
+    if (!directory[0])
+        return;
+    snprintf(line, sizeof line,
+             "exec 2>/dev/null; cd '%s' && git ls-files --error-unmatch :/include/fdma.h >&2 &&"
+             " git describe --always --dirty --abbrev=12 --exclude '*'",
+             directory);
+    FILE *git = popen(line, "r");
+    if (!git)
+        return;
+    if (!fgets(commit, (int)size, git))
+        commit[0] = '\0';
+    pclose(git);
+    commit[strcspn(commit, "\n")] = '\0';
+}
+
+void find_machine(machine_facts *machine) {
+    fdma_device_info device = {.size = sizeof device};
+    *machine = (machine_facts){.cpu = "unknown"};
+    if (fdma_describe_device(0, &device) == FDMA_OK) {
+        memcpy(machine->cpu, device.name, sizeof machine->cpu);
+        machine->cores = device.cores;
+    }
+    snprintf(machine->compiler, sizeof machine->compiler, "%.60s", COMPILER);
+    machine->compiler[strcspn(machine->compiler, "(")] = '\0'; // clang adds its origin
+    const size_t used = strlen(machine->compiler);
+    if (used > 0 && machine->compiler[used - 1] == ' ')
+        machine->compiler[used - 1] = '\0';
+    const time_t now = time(NULL);
+    struct tm utc;
+    if (gmtime_r(&now, &utc))
+        strftime(machine->date, sizeof machine->date, "%Y-%m-%dT%H:%M:%SZ", &utc);
+    find_commit(machine->commit, sizeof machine->commit);
+}
+
+void print_machine(const machine_facts *machine, int threads) {
+    printf("%s, %d cores; %d %s; %s; %s", machine->cpu, machine->cores, threads,
+           threads == 1 ? "thread" : "threads", machine->compiler, machine->date);
+    if (machine->commit[0])
+        printf("; commit %s", machine->commit);
+    printf("\n\n");
+}
+
+void write_machine_json(FILE *stream, const machine_facts *machine) {
+    fputs("{\"machine\": ", stream);
+    json_string(stream, machine->cpu);
+    fprintf(stream, ", \"cores\": %d, \"compiler\": ", machine->cores);
+    json_string(stream, machine->compiler);
+    fputs(", \"date\": ", stream);
+    json_string(stream, machine->date);
+    fputs(", \"commit\": ", stream);
+    json_string(stream, machine->commit[0] ? machine->commit : NULL);
+    fputs("}\n", stream);
+}

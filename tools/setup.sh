@@ -1,0 +1,100 @@
+#!/bin/sh
+# Installs what the build needs and this machine lacks; does nothing where all is there.
+#   setup.sh          a C compiler, cmake, ninja, pkg-config, cJSON
+#   setup.sh tests    and a C++ compiler, python3-venv, and .venv with the packages of tests/requirements.txt
+#   setup.sh gates    and clang with its sanitizers and libFuzzer
+# System packages come from apt, as root or through sudo. Where neither is allowed, one line names
+# what is missing and the exit status is 2.
+set -eu
+cd "$(dirname "$0")/.."
+what=${1:-build}
+
+missing=
+need() { # need PACKAGE TEST...: the package is missing if the test fails
+    package=$1
+    shift
+    "$@" >/dev/null 2>&1 || missing="$missing $package"
+}
+
+compiles() { # compiles COMPILER SOURCE FLAG...: does it compile and link this?
+    compiler=$1
+    source=$2
+    shift 2
+    printf '%s\n' "$source" | "$compiler" -x c - -o /dev/null "$@"
+}
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
+}
+
+install_missing() {
+    [ -n "$missing" ] || return 0
+    if ! command -v apt-get >/dev/null || ! as_root true 2>/dev/null; then
+        echo "setup: missing, and not installable from here:$missing" >&2
+        exit 2
+    fi
+    echo "setup: installing$missing"
+    # shellcheck disable=SC2086 # a list of packages
+    if ! { as_root apt-get -qq update && as_root env DEBIAN_FRONTEND=noninteractive \
+        apt-get -qq -y --no-install-recommends install $missing; } >"$log" 2>&1; then
+        tail -n 20 "$log" >&2
+        echo "setup: apt-get could not install:$missing" >&2
+        exit 2
+    fi
+    missing=
+}
+
+need_gates() {
+    need clang command -v clang
+    install_missing
+    # The sanitizers' runtime is a package of its own, named after clang's version.
+    version=$(clang -dumpversion | cut -d. -f1)
+    need "libclang-rt-$version-dev" compiles clang \
+        'int LLVMFuzzerTestOneInput(const char *b, unsigned long n) { return n == 9 && *b; }' \
+        -fsanitize=fuzzer,address,undefined
+    need valgrind command -v valgrind
+    install_missing
+}
+
+make_venv() {
+    stamp=.venv/requirements.stamp
+    wanted=$(sha256sum <tests/requirements.txt)
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
+    echo "setup: making .venv with the packages of tests/requirements.txt (some minutes)"
+    rm -rf .venv
+    python3 -m venv .venv
+    # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL) choose the build of PyTorch; the CPU's
+    # is enough and spares gigabytes.
+    .venv/bin/python -m pip --quiet --disable-pip-version-check install -r tests/requirements.txt
+    echo "$wanted" >"$stamp"
+}
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+need gcc command -v "${CC:-cc}"
+need libc6-dev compiles "${CC:-cc}" '#include <math.h>
+int main(void) { return 0; }'
+need cmake command -v cmake
+need ninja-build command -v ninja
+need pkg-config command -v pkg-config
+need libcjson-dev test -e /usr/include/cjson/cJSON.h
+case $what in
+build) ;;
+tests | gates)
+    need python3-venv python3 -c 'import ensurepip, venv'
+    need g++ command -v "${CXX:-c++}" # torch.compile, and the header as C++
+    ;;
+*)
+    echo "setup: unknown argument '$what'; it is nothing, tests or gates" >&2
+    exit 2
+    ;;
+esac
+install_missing
+case $what in
+gates)
+    need_gates
+    make_venv
+    ;;
+tests) make_venv ;;
+esac
