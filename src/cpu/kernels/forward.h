@@ -33,23 +33,41 @@ score_tile(vf s[score_keys][tile_vectors], const float *const *k, const float *q
     }
 }
 
-/* Scores -> logits: softcap, bias, and -inf where a row does not keep the key. */
+static inline __attribute__((always_inline)) void store_scores(float *to,
+                                                               vf s[score_keys][tile_vectors]) {
+    UNROLL for (int key = 0; key < score_keys; key++)
+        UNROLL for (int m = 0; m < tile_vectors; m++)
+            vf_store(to + key * block_lanes + m * vf_width, s[key][m]);
+}
+
+static inline __attribute__((always_inline)) void load_scores(vf s[score_keys][tile_vectors],
+                                                              const float *from) {
+    UNROLL for (int key = 0; key < score_keys; key++)
+        UNROLL for (int m = 0; m < tile_vectors; m++)
+            s[key][m] = vf_load(from + key * block_lanes + m * vf_width);
+}
+
+/* Softcap, on scores that the caller has put into memory: rare enough to stay out of the registers. */
+static __attribute__((noinline)) void cap_scores(float *scores, float cap) {
+    for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width)
+        vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(vf_load(scores + x))));
+}
+
+/* Scores -> logits: bias, and -inf where a row does not keep the key. */
 static inline __attribute__((always_inline)) void finish_logits(vf s[score_keys][tile_vectors],
                                                                 const key_list *list, int32_t first,
-                                                                int block, float cap) {
+                                                                int block) {
     UNROLL for (int key = 0; key < score_keys; key++) {
         const vf bias = vf_set(list->bias[first + key]);
+        UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_add(s[key][m], bias);
+    }
+    if (!list->cut[first / score_keys]) return;
+    UNROLL for (int key = 0; key < score_keys; key++)
         UNROLL for (int m = 0; m < tile_vectors; m++) {
-            if (cap > 0) s[key][m] = vf_mul(vf_set(cap), tanh_of(s[key][m]));
-            s[key][m] = vf_add(s[key][m], bias);
+            const int32_t lane = block * block_lanes + m * vf_width;
+            s[key][m] = vf_keep(s[key][m], list->first_lane[first + key] - lane,
+                                list->end_lane[first + key] - lane);
         }
-    }
-    if (!list->cut) return;
-    for (int key = 0; key < score_keys; key++) {
-        const uint64_t lanes = list->lanes[first + key] >> (block * block_lanes);
-        UNROLL for (int m = 0; m < tile_vectors; m++)
-            s[key][m] = vf_keep(s[key][m], lanes >> (m * vf_width));
-    }
 }
 
 /* P = 2^(S - max), stored and summed. */
@@ -100,19 +118,49 @@ add_values(float *out, const float *const *v, int64_t d, const float *weights, i
             vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
 }
 
-static void attend_keys(const tile_state *tile, const key_list *list, int64_t dim, float cap) {
-    for (int32_t first = 0; first < list->count; first += score_keys)
-        for (int block = 0; block < tile_blocks; block++) {
-            vf s[score_keys][tile_vectors];
-            score_tile(s, list->k + first, tile->q + block * dim * block_lanes, dim);
-            finish_logits(s, list, first, block, cap);
-            weigh_keys(s, tile, dim, first, block);
+/* Whether any row of a block keeps any key of a group. */
+static bool is_seen(const key_list *list, int32_t first, int block) {
+    const int32_t lane = block * block_lanes;
+    if (!list->cut[first / score_keys]) return true;
+    for (int32_t n = first; n < first + score_keys; n++)
+        if (list->first_lane[n] < lane + block_lanes && list->end_lane[n] > lane &&
+            list->first_lane[n] < list->end_lane[n])
+            return true;
+    return false;
+}
+
+/* The weights of a block's lanes for all listed keys; returns how many keys have any. */
+static int32_t weigh_block(const tile_state *tile, const key_list *list, int64_t dim, float cap,
+                           int block) {
+    float *const weights = tile->weights + block * key_block * block_lanes;
+    int32_t weighed = 0;
+    for (int32_t first = 0; first < list->count; first += score_keys) {
+        float *const group = weights + first * block_lanes;
+        vf s[score_keys][tile_vectors];
+        if (!is_seen(list, first, block)) {
+            for (int32_t x = 0; x < score_keys * block_lanes; x++) group[x] = 0;
+            continue;
         }
+        score_tile(s, list->k + first, tile->q + block * dim * block_lanes, dim);
+        if (cap > 0) {
+            store_scores(group, s);
+            cap_scores(group, cap);
+            load_scores(s, group);
+        }
+        finish_logits(s, list, first, block);
+        weigh_keys(s, tile, dim, first, block);
+        weighed = first + score_keys;
+    }
+    return weighed < list->count ? weighed : list->count;
+}
+
+static void attend_keys(const tile_state *tile, const key_list *list, int64_t dim, float cap) {
     for (int block = 0; block < tile_blocks; block++) {
         float *const out = tile->out + block * dim * block_lanes;
         const float *const weights = tile->weights + block * key_block * block_lanes;
+        const int32_t count = weigh_block(tile, list, dim, cap, block);
         for (int64_t d = 0; d < dim; d += value_channels)
-            add_values(out + d * block_lanes, list->v, d, weights, list->count);
+            add_values(out + d * block_lanes, list->v, d, weights, count);
     }
 }
 
@@ -130,10 +178,12 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const tile_place place =
         place_tile(problem, head / problem->kv_heads, head % problem->kv_heads, tile_index);
     pack_queries(problem, &place, softcap > 0 ? scale / softcap : scale * log2e, &tile);
+    clear_tile(&tile, problem->head_dim);
     key_walk walk = start_walk(problem, &forward->snapshots, &place);
     while (load_keys(problem, &place, &walk, &tile, list))
         attend_keys(&tile, list, problem->head_dim, softcap * log2e);
-    write_rows(problem, &place, &tile);
+    write_out(problem, &place, &tile);
+    if (is_present(&problem->lse)) write_lse(problem, &place, &tile);
 }
 
 static void snapshot_head(const void *context, int64_t head, int32_t thread) {

@@ -116,75 +116,83 @@ static int32_t next_keys(key_walk *walk, int32_t *keys) {
     return count;
 }
 
-/* A block of keys, ready for the two products. */
+/* A block of keys, ready for the two products. The rows of a tile that keep a key are one range of
+ * lanes; of a group of score_keys keys that every row keeps, the ranges are not looked at. */
 typedef struct key_list {
     int32_t count;
-    bool cut; /* some row does not keep some key: `lanes` counts */
+    bool cut[key_groups];
     int32_t key[key_block];
     const float *k[key_block];
     const float *v[key_block];
-    float bias[key_block];     /* in log2 units */
-    uint64_t lanes[key_block]; /* the rows that keep the key */
+    float bias[key_block]; /* in log2 units */
+    int32_t first_lane[key_block];
+    int32_t end_lane[key_block];
 } key_list;
 
-static uint64_t lanes_below(int64_t lane) {
-    return lane <= 0 ? 0 : lane >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << lane) - 1;
+static int32_t clamp_lane(int64_t lane) {
+    return (int32_t)(lane < 0 ? 0 : lane > tile_lanes ? tile_lanes : lane);
 }
 
 /* Rows of a tile keep key j from its own position on, until it expires. */
-static uint64_t lanes_of_key(const fdma_problem *problem, const tile_place *place,
-                             const int32_t *expiry, int32_t j) {
-    const int64_t origin = query_position(problem, 0);
-    const int64_t from = (j - origin) * problem->group - place->first_row;
-    const int64_t end =
-        expiry ? (expiry[j] - origin) * problem->group - place->first_row : tile_lanes;
-    return lanes_below(end) & ~lanes_below(from);
-}
-
 static void mark_lanes(const fdma_problem *problem, const tile_place *place, key_list *list) {
     const int32_t *const expiry = expiry_row(problem, place->b, place->g);
-    list->cut = list->count % score_keys != 0;
+    const int64_t origin = query_position(problem, 0), group = problem->group;
     for (int32_t n = 0; n < list->count; n++) {
         const int32_t j = list->key[n];
-        const bool whole = j <= place->first_position && (!expiry || expiry[j] > place->last_position);
-        list->lanes[n] =
-            whole || !problem->causal ? ~(uint64_t)0 : lanes_of_key(problem, place, expiry, j);
-        list->cut |= !whole;
+        const bool whole = !problem->causal || (j <= place->first_position &&
+                                                (!expiry || expiry[j] > place->last_position));
+        if (n % score_keys == 0) list->cut[n / score_keys] = false;
+        list->first_lane[n] = 0;
+        list->end_lane[n] = tile_lanes;
+        if (whole) continue;
+        list->cut[n / score_keys] = true;
+        list->first_lane[n] = clamp_lane((j - origin) * group - place->first_row);
+        if (expiry) list->end_lane[n] = clamp_lane((expiry[j] - origin) * group - place->first_row);
     }
 }
 
-static const float *key_row(const fdma_tensor *tensor, const tile_place *place, int32_t j,
-                            float *converted, int64_t dim) {
-    const int64_t offset =
-        place->b * tensor->stride[0] + j * tensor->stride[1] + place->g * tensor->stride[2];
-    if (tensor->dtype == FDMA_FLOAT32) return (const float *)tensor->data + offset;
-    load_row(converted, tensor, offset, dim);
-    return converted;
+/* Where the rows of the listed keys are; rows of other dtypes are converted into `converted`. */
+static void find_rows(const fdma_tensor *tensor, const tile_place *place, const key_list *list,
+                      float *converted, int64_t dim, const float **rows) {
+    const int64_t base = place->b * tensor->stride[0] + place->g * tensor->stride[2];
+    const float *const data = tensor->data;
+    if (tensor->dtype == FDMA_FLOAT32) {
+        for (int32_t n = 0; n < list->count; n++)
+            rows[n] = data + base + list->key[n] * tensor->stride[1];
+        return;
+    }
+    for (int32_t n = 0; n < list->count; n++) {
+        float *const to = converted + n * padded_row(dim);
+        load_row(to, tensor, base + list->key[n] * tensor->stride[1], dim);
+        rows[n] = to;
+    }
 }
 
-/* The next block; false at the end. The last keys of a short one are rows of zeros that none keeps. */
+static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list *list) {
+    if (!is_present(bias)) {
+        for (int32_t n = 0; n < key_block; n++) list->bias[n] = 0;
+        return;
+    }
+    const float *const row =
+        (const float *)bias->data + place->b * bias->stride[0] + place->g * bias->stride[1];
+    for (int32_t n = 0; n < list->count; n++)
+        list->bias[n] = row[list->key[n]] * 1.4426950408889634f;
+}
+
+/* The next block; false at the end. Its last group is filled up with rows of zeros that none keeps. */
 static bool load_keys(const fdma_problem *problem, const tile_place *place, key_walk *walk,
                       const tile_state *tile, key_list *list) {
     const int64_t dim = problem->head_dim;
-    const fdma_tensor *const bias = &problem->bias;
     list->count = next_keys(walk, list->key);
     mark_lanes(problem, place, list);
-    for (int32_t n = 0; n < list->count; n++) {
-        const int32_t j = list->key[n];
-        list->k[n] = key_row(&problem->k, place, j, tile->k_rows + n * dim, dim);
-        list->v[n] = key_row(&problem->v, place, j, tile->v_rows + n * dim, dim);
-        list->bias[n] = 0;
-    }
-    if (is_present(bias)) {
-        const float *const row =
-            (const float *)bias->data + place->b * bias->stride[0] + place->g * bias->stride[1];
-        for (int32_t n = 0; n < list->count; n++)
-            list->bias[n] = row[list->key[n]] * 1.4426950408889634f;
-    }
+    find_rows(&problem->k, place, list, tile->k_rows, dim, list->k);
+    find_rows(&problem->v, place, list, tile->v_rows, dim, list->v);
+    find_bias(&problem->bias, place, list);
     for (int32_t n = list->count; n % score_keys != 0; n++) {
-        list->k[n] = tile->zeros;
+        list->cut[n / score_keys] = true;
+        list->k[n] = list->v[n] = tile->zeros;
         list->bias[n] = 0;
-        list->lanes[n] = 0;
+        list->first_lane[n] = list->end_lane[n] = 0;
     }
     return list->count > 0;
 }

@@ -16,13 +16,14 @@
 #endif
 
 enum {
+    key_block = 96, /* keys whose weights are held between the two products */
     block_lanes = tile_vectors * vf_width, /* lanes that one micro-kernel holds in registers */
     tile_lanes = tile_blocks * block_lanes,
-    key_block = 16 * score_keys, /* keys whose weights are held between the two products */
+    key_groups = key_block / score_keys,
     max_head_dim = 256,
 };
 
-_Static_assert(tile_lanes <= 64, "lanes of one key are one uint64_t");
+_Static_assert(key_block % score_keys == 0, "groups of keys fill a block");
 
 /* Which rows a tile has. */
 typedef struct tile_place {
@@ -39,15 +40,19 @@ typedef struct tile_state {
     float *weights; /* [tile_blocks][key_block][block_lanes] */
     float *max;     /* [tile_lanes], log2 units; lags behind the true maximum by up to margin */
     float *sum;     /* [tile_lanes] */
-    float *k_rows;  /* [key_block][head_dim], where k has to be converted */
+    float *k_rows;  /* [key_block][padded_row(head_dim)], where k has to be converted */
     float *v_rows;
-    float *row;     /* [head_dim] */
     float *zeros;   /* [head_dim] */
 } tile_state;
 
+/* Rows a cache line longer than they need be spread over the sets of the L1 cache. */
+static int64_t padded_row(int64_t dim) {
+    return dim + 16;
+}
+
 static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
     const size_t dim = (size_t)problem->head_dim * sizeof(float);
-    const size_t converted = problem->dtype == FDMA_FLOAT32 ? 0 : key_block * dim;
+    const size_t converted = problem->dtype == FDMA_FLOAT32 ? 0 : (size_t)(key_block * padded_row(problem->head_dim)) * sizeof(float);
     tile_state tile;
     tile.q = fdma_arena_take(arena, tile_lanes * dim);
     tile.out = fdma_arena_take(arena, tile_lanes * dim);
@@ -56,7 +61,6 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
     tile.sum = fdma_arena_take(arena, sizeof(float) * tile_lanes);
     tile.k_rows = fdma_arena_take(arena, converted);
     tile.v_rows = fdma_arena_take(arena, converted);
-    tile.row = fdma_arena_take(arena, dim);
     tile.zeros = fdma_arena_take(arena, dim);
     return tile;
 }
@@ -89,34 +93,37 @@ static int64_t row_offset(const fdma_problem *problem, const fdma_tensor *tensor
     return place->b * tensor->stride[0] + i * tensor->stride[1] + h * tensor->stride[2];
 }
 
-static void load_row(float *to, const fdma_tensor *tensor, int64_t offset, int64_t dim) {
-    const float *const from32 = (const float *)tensor->data + offset;
+/* `count` channels, at most vf_width, of a row in any dtype. */
+static inline vf load_channels(const fdma_tensor *tensor, int64_t offset, int64_t count) {
     const uint16_t *const from16 = (const uint16_t *)tensor->data + offset;
-    for (int64_t d = 0; d < dim; d += vf_width) {
-        const int64_t count = dim - d < vf_width ? dim - d : vf_width;
-        const vf x = tensor->dtype == FDMA_FLOAT32   ? vf_load_first(from32 + d, count)
-                     : tensor->dtype == FDMA_FLOAT16 ? vf_load_first_f16(from16 + d, count)
-                                                     : vf_load_first_bf16(from16 + d, count);
-        vf_store_first(to + d, x, count);
-    }
+    if (tensor->dtype == FDMA_FLOAT32)
+        return vf_load_first((const float *)tensor->data + offset, count);
+    return tensor->dtype == FDMA_FLOAT16 ? vf_load_first_f16(from16, count)
+                                         : vf_load_first_bf16(from16, count);
 }
 
-static void store_row(const fdma_tensor *tensor, int64_t offset, const float *from, int64_t dim) {
-    float *const to32 = (float *)tensor->data + offset;
+static inline void store_channels(const fdma_tensor *tensor, int64_t offset, vf x, int64_t count) {
     uint16_t *const to16 = (uint16_t *)tensor->data + offset;
+    if (tensor->dtype == FDMA_FLOAT32)
+        vf_store_first((float *)tensor->data + offset, x, count);
+    else if (tensor->dtype == FDMA_FLOAT16)
+        vf_store_first_f16(to16, x, count);
+    else
+        vf_store_first_bf16(to16, x, count);
+}
+
+static inline int64_t channels_at(int64_t d, int64_t dim) {
+    return dim - d < vf_width ? dim - d : vf_width;
+}
+
+static void load_row(float *to, const fdma_tensor *tensor, int64_t offset, int64_t dim) {
     for (int64_t d = 0; d < dim; d += vf_width) {
-        const int64_t count = dim - d < vf_width ? dim - d : vf_width;
-        const vf x = vf_load_first(from + d, count);
-        if (tensor->dtype == FDMA_FLOAT32)
-            vf_store_first(to32 + d, x, count);
-        else if (tensor->dtype == FDMA_FLOAT16)
-            vf_store_first_f16(to16 + d, x, count);
-        else
-            vf_store_first_bf16(to16 + d, x, count);
+        const int64_t count = channels_at(d, dim);
+        vf_store_first(to + d, load_channels(tensor, offset + d, count), count);
     }
 }
 
-static float *lane_of(float *state, int64_t entries, int64_t lane) {
+static float *lanes_at(float *state, int64_t entries, int64_t lane) {
     return state + lane / block_lanes * entries * block_lanes + lane % block_lanes;
 }
 
@@ -124,13 +131,26 @@ static float *lane_of(float *state, int64_t entries, int64_t lane) {
 static void pack_queries(const fdma_problem *problem, const tile_place *place, float factor,
                          tile_state *tile) {
     const int64_t dim = problem->head_dim;
-    for (int64_t lane = 0; lane < tile_lanes; lane++) {
-        float *const to = lane_of(tile->q, dim, lane);
-        const bool used = lane < place->rows;
-        if (used)
-            load_row(tile->row, &problem->q, row_offset(problem, &problem->q, place, lane), dim);
-        for (int64_t d = 0; d < dim; d++) to[d * block_lanes] = used ? tile->row[d] * factor : 0;
+    for (int64_t first = 0; first < tile_lanes; first += vf_width) {
+        int64_t offset[vf_width];
+        float *const to = lanes_at(tile->q, dim, first);
+        for (int64_t lane = 0; lane < vf_width; lane++)
+            offset[lane] = row_offset(problem, &problem->q, place, first + lane);
+        for (int64_t d = 0; d < dim; d += vf_width) {
+            const int64_t count = channels_at(d, dim);
+            vf x[vf_width];
+            for (int64_t lane = 0; lane < vf_width; lane++)
+                x[lane] = first + lane < place->rows
+                              ? load_channels(&problem->q, offset[lane] + d, count)
+                              : vf_set(0);
+            vf_transpose(x);
+            for (int64_t c = 0; c < count; c++)
+                vf_store(to + (d + c) * block_lanes, vf_mul(x[c], vf_set(factor)));
+        }
     }
+}
+
+static void clear_tile(tile_state *tile, int64_t dim) {
     for (int64_t x = 0; x < tile_lanes * dim; x++) tile->out[x] = 0;
     for (int64_t d = 0; d < dim; d++) tile->zeros[d] = 0;
     for (int64_t lane = 0; lane < tile_lanes; lane++) {
@@ -139,23 +159,40 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, f
     }
 }
 
-/* Divides by the sums and writes out and lse; a row that kept nothing has sum 0. */
-static void write_rows(const fdma_problem *problem, const tile_place *place,
-                       const tile_state *tile) {
-    const int64_t dim = problem->head_dim;
+static void write_lse(const fdma_problem *problem, const tile_place *place,
+                      const tile_state *tile) {
+    const fdma_tensor *const lse = &problem->lse;
     for (int64_t lane = 0; lane < place->rows; lane++) {
-        const float sum = tile->sum[lane];
-        const float *const from = lane_of(tile->out, dim, lane);
-        const float inverse = sum == 0 ? 0 : 1 / sum;
-        for (int64_t d = 0; d < dim; d++) tile->row[d] = from[d * block_lanes] * inverse;
-        store_row(&problem->out, row_offset(problem, &problem->out, place, lane), tile->row, dim);
-        if (!is_present(&problem->lse)) continue;
-        const fdma_tensor *const lse = &problem->lse;
         const int64_t row = place->first_row + lane;
         const int64_t h = place->g * problem->group + row % problem->group;
-        const float log2_sum = tile->max[lane] + log2f(sum);
+        const float sum = tile->sum[lane], log2_sum = tile->max[lane] + log2f(sum);
         ((float *)lse->data)[place->b * lse->stride[0] + h * lse->stride[1] + row / problem->group] =
             sum == 0 ? -INFINITY : log2_sum * 0.6931471805599453f;
+    }
+}
+
+/* Divides by the sums; a row that kept nothing has sum 0 and becomes 0. */
+static void write_out(const fdma_problem *problem, const tile_place *place,
+                      const tile_state *tile) {
+    const int64_t dim = problem->head_dim;
+    for (int64_t first = 0; first < place->rows; first += vf_width) {
+        float inverse[vf_width];
+        const float *const from = lanes_at(tile->out, dim, first);
+        const int64_t rows = place->rows - first < vf_width ? place->rows - first : vf_width;
+        for (int64_t lane = 0; lane < vf_width; lane++)
+            inverse[lane] = tile->sum[first + lane] == 0 ? 0 : 1 / tile->sum[first + lane];
+        for (int64_t d = 0; d < dim; d += vf_width) {
+            const int64_t count = channels_at(d, dim);
+            vf x[vf_width];
+            for (int64_t c = 0; c < vf_width; c++)
+                x[c] = c < count ? vf_mul(vf_load(from + (d + c) * block_lanes), vf_load(inverse))
+                                 : vf_set(0);
+            vf_transpose(x);
+            for (int64_t lane = 0; lane < rows; lane++)
+                store_channels(&problem->out,
+                               row_offset(problem, &problem->out, place, first + lane) + d, x[lane],
+                               count);
+        }
     }
 }
 

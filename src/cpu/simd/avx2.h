@@ -115,11 +115,28 @@ static inline vf vf_copy_sign(vf size, vf sign) {
     return _mm256_or_ps(vf_abs(size), _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
 }
 
-static inline vf vf_keep(vf x, uint64_t lanes) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int32_t)(lanes & 0xff)), bit);
-    const __m256i kept = _mm256_cmpeq_epi32(set, bit);
-    return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, _mm256_castsi256_ps(kept));
+static inline vf vf_keep(vf x, int32_t first, int32_t end) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i early = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
+    const __m256i open = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane);
+    const __m256 kept = _mm256_castsi256_ps(_mm256_andnot_si256(early, open));
+    return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, kept);
+}
+
+static inline void vf_transpose(vf x[vf_width]) {
+    vf y[vf_width];
+    for (int i = 0; i < 8; i += 4) {
+        const vf low01 = _mm256_unpacklo_ps(x[i], x[i + 1]), high01 = _mm256_unpackhi_ps(x[i], x[i + 1]);
+        const vf low23 = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), high23 = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+        y[i] = _mm256_shuffle_ps(low01, low23, 0x44);
+        y[i + 1] = _mm256_shuffle_ps(low01, low23, 0xee);
+        y[i + 2] = _mm256_shuffle_ps(high01, high23, 0x44);
+        y[i + 3] = _mm256_shuffle_ps(high01, high23, 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x20);
+        x[i + 4] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x31);
+    }
 }
 
 /* 2^-127 is 0 in vf_scale2, so nothing below needs an exponent. The order of max keeps NaN. */

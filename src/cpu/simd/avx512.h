@@ -12,10 +12,10 @@ typedef __m512 vf;
 
 enum {
     vf_width = 16,
-    tile_vectors = 4,  /* vectors of query lanes in registers */
-    tile_blocks = 1,   /* such groups in a tile */
-    score_keys = 6,    /* keys x lanes accumulators of the first product: 24 of 32 registers */
-    value_channels = 4 /* channels x lanes accumulators of the second */
+    tile_vectors = 3,  /* vectors of query lanes in registers */
+    tile_blocks = 2,   /* such groups in a tile */
+    score_keys = 8,    /* keys x lanes accumulators of the first product: 24 of 32 registers */
+    value_channels = 8 /* channels x lanes accumulators of the second */
 };
 
 static inline vf vf_set(float x) {
@@ -111,8 +111,34 @@ static inline vf vf_copy_sign(vf size, vf sign) {
                                                          _mm512_castps_si512(size), 0xca));
 }
 
-static inline vf vf_keep(vf x, uint64_t lanes) {
-    return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), (__mmask16)lanes, x);
+static inline vf vf_keep(vf x, int32_t first, int32_t end) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 begun = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(first));
+    const __mmask16 kept = _mm512_mask_cmplt_epi32_mask(begun, lane, _mm512_set1_epi32(end));
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), kept, x);
+}
+
+/* Three rounds of shuffles swap the bits of (row, column): pairs, quads, then 128-bit quarters. */
+static inline void vf_transpose(vf x[vf_width]) {
+    vf y[vf_width];
+    for (int i = 0; i < 16; i += 4) {
+        const vf low01 = _mm512_unpacklo_ps(x[i], x[i + 1]), high01 = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        const vf low23 = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), high23 = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+        y[i] = _mm512_shuffle_ps(low01, low23, 0x44);
+        y[i + 1] = _mm512_shuffle_ps(low01, low23, 0xee);
+        y[i + 2] = _mm512_shuffle_ps(high01, high23, 0x44);
+        y[i + 3] = _mm512_shuffle_ps(high01, high23, 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        const vf even01 = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88);
+        const vf odd01 = _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd);
+        const vf even23 = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0x88);
+        const vf odd23 = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0xdd);
+        x[i] = _mm512_shuffle_f32x4(even01, even23, 0x88);
+        x[i + 8] = _mm512_shuffle_f32x4(even01, even23, 0xdd);
+        x[i + 4] = _mm512_shuffle_f32x4(odd01, odd23, 0x88);
+        x[i + 12] = _mm512_shuffle_f32x4(odd01, odd23, 0xdd);
+    }
 }
 
 static inline vf vf_fraction(vf x) {

@@ -144,9 +144,14 @@ static inline vf vf_copy_sign(vf size, vf sign) {
     return copysignf(size, sign);
 }
 
-/* x in the lanes whose bit is set, -inf in the others. Bits beyond the width are ignored. */
-static inline vf vf_keep(vf x, uint64_t lanes) {
-    return lanes & 1 ? x : -INFINITY;
+/* x in the lanes from `first` up to `end`, -inf in the others; the range may lie outside. */
+static inline vf vf_keep(vf x, int32_t first, int32_t end) {
+    return first <= 0 && end > 0 ? x : -INFINITY;
+}
+
+/* Rows become columns. */
+static inline void vf_transpose(vf x[vf_width]) {
+    (void)x;
 }
 
 /* 2^x = vf_scale2(p(vf_fraction(x)), x) with p(f) = 2^f on [0, 1); -inf gives 0, NaN gives NaN.
