@@ -24,18 +24,21 @@ demo: ## build, then attend over the keys of a real model
 	@echo "== set-up: compiler, cmake, ninja, cJSON"
 	@$(MAKE) --no-print-directory setup
 	@echo "== build: library and command"
-	@$(MAKE) --no-print-directory build
+	@cmake --preset release >/dev/null
+	@cmake --build --preset release -j $(JOBS) --target fdma_tool
 	@echo "== bidirectional, as the model does: build/fdma attend $(EXAMPLE) --window 64"
 	@build/fdma attend $(EXAMPLE) --window 64
 	@echo "== causal: build/fdma attend $(EXAMPLE) --window 64 --causal"
 	@build/fdma attend $(EXAMPLE) --window 64 --causal
 
 test: setup-tests build ## run every test, those in C and those in Python
-	@echo "== C tests"
-	@ctest --test-dir build --output-on-failure -j $(JOBS)
-	@echo "== Python tests"
-	@FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
-		$(PYTHON) -m pytest tests/python -q
+	@status=0; \
+	echo "== C tests"; \
+	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS) || status=1; \
+	echo "== Python tests"; \
+	FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
+		OMP_WAIT_POLICY=passive $(PYTHON) -m pytest tests/python -q || status=1; \
+	exit $$status
 
 gates: setup-gates build ## run what guards the code's form: warnings, sanitizers, arrows, sizes, fuzzers
 	@tools/gates/run.sh

@@ -52,7 +52,7 @@ static const command_line command = {
             "head_dim], and either score [batch, kv_heads, kv_len] or dt_proj [kv_heads,\n"
             "kv_heads * head_dim] and a [kv_heads]; floating point; other tensors are ignored.\n"
             "\n"
-            "Times are medians of up to nine runs. The difference from the reference is taken\n"
+            "Times are medians of up to 25 runs. The difference from the reference is taken\n"
             "on sampled queries where the input is long; the report says so.\n",
     .operand = "FILE.safetensors",
     .operand_offset = offsetof(attend_options, file),

@@ -135,9 +135,9 @@ static fdma_status call_selected(const attend_calls *calls) {
 }
 static fdma_status call_dense(const attend_calls *calls) { return fdma_forward(&calls->dense); }
 
-/* Runs a call until nine samples or a second have passed; its median time, NaN where it failed. */
+/* Runs a call until 25 samples or a second have passed; its median time, NaN where it failed. */
 static double time_call(fdma_status (*call)(const attend_calls *), const attend_calls *calls) {
-    enum { RUNS = 9, ENOUGH_MS = 1000 };
+    enum { RUNS = 25, ENOUGH_MS = 1000 };
     samples times = {.count = 0};
     const double start = now_ms();
     do {

@@ -69,7 +69,8 @@ void draw_selection(FILE *stream, const fdma_selection *selection, int64_t q_len
         const int64_t end = (line + 1) * q_len / lines;
         draw_line(stream, selection, q_len, causal, first, end - first);
     }
-    fprintf(stream, "%*sa cell is %.3g queries x %.3g keys, kept of them: ", LABEL, "",
+    fprintf(stream, "%*sa cell: %.3g queries x %.3g keys\n", LABEL, "",
             (double)q_len / (double)lines, (double)kv_len / (double)columns);
+    fprintf(stream, "%*sits shade: how many of its pairs are kept: ", LABEL, "");
     fputs("░ some ▒ > 1/4 ▓ > 1/2 █ > 3/4\n", stream);
 }

@@ -54,16 +54,19 @@ def read_lifetimes(path: Path, window: int, head: int) -> Lifetimes:
     return Lifetimes(selection.expiry[0, head].tolist(), selection.slot[0, head].tolist(), window)
 
 
-def draw_bars(axes: pyplot.Axes, life: Lifetimes, rows: list[int], marked: int) -> None:
-    """A bar for each kept key j in row rows[j]; those of slot `marked` in red."""
+def draw_bars(
+    axes: pyplot.Axes, life: Lifetimes, rows: list[int], marked: int, gap: str | None
+) -> None:
+    """A bar for each kept key j in row rows[j]; those of slot `marked` in red. gap: its outline."""
     colours = matplotlib.colormaps[COLOURS]
     for j in life.kept():
         in_slot = life.slot[j] == marked
+        colour = MARK if in_slot else colours(LIGHTEST * j / len(rows))
         axes.broken_barh(
             [(j, life.expiry[j] - j)],
             (rows[j] - 0.5, 1.0),
-            facecolor=MARK if in_slot else colours(LIGHTEST * j / len(rows)),
-            edgecolor=MARK if in_slot and rows is not life.slot else "white",
+            facecolor=colour,
+            edgecolor=gap or colour,
             linewidth=1.0 if in_slot else 0.2,
             zorder=3 if in_slot else 2,
         )
@@ -72,11 +75,11 @@ def draw_bars(axes: pyplot.Axes, life: Lifetimes, rows: list[int], marked: int) 
 def draw(life: Lifetimes, out: Path) -> None:
     kv_len, marked = len(life.expiry), life.longest_chain()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained")
-    draw_bars(left, life, list(range(kv_len)), marked)
+    draw_bars(left, life, list(range(kv_len)), marked, gap=None)
     left.plot([0, kv_len], [0, kv_len], color="0.6", linewidth=0.8)
     left.set_title(f"lifetimes: {len(life.kept())} of {kv_len} keys are ever kept")
     left.set_ylabel("key j")
-    draw_bars(right, life, life.slot, marked)
+    draw_bars(right, life, life.slot, marked, gap="white")
     right.set_title(f"the same keys in their {life.window} slots (red: slot {marked})")
     right.set_ylabel("slot")
     right.set_ylim(life.window - 0.5, -0.5)
@@ -87,7 +90,8 @@ def draw(life: Lifetimes, out: Path) -> None:
     limits = matplotlib.colors.Normalize(0, kv_len / LIGHTEST)
     scale = matplotlib.cm.ScalarMappable(limits, COLOURS)
     figure.colorbar(scale, ax=right, label="key j").ax.set_ylim(0, kv_len)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    bare = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata: the same bytes
+    figure.savefig(out, metadata=bare if out.suffix == ".svg" else None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -102,7 +106,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     matplotlib.use("svg" if args.out.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same bytes on every run
+    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # ids that do not change from run to run
     draw(read_lifetimes(args.data, args.window, args.head), args.out)
     return 0
 

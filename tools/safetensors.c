@@ -281,7 +281,7 @@ static int parse_text(const char *text, size_t length, safetensors *file, compla
     const char *end = text;
     file->header = cJSON_ParseWithLengthOpts(text, length, &end, 0);
     if (!file->header)
-        return refuse(message, "header: not JSON at byte %td", end - text + PREFIX_BYTES);
+        return refuse(message, "header: not JSON near byte %td", end - text + PREFIX_BYTES);
     while (end < text + length && *end == ' ')
         end++;
     if (end != text + length)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs what the build needs and this machine lacks; does nothing where all is there.
-#   setup.sh          a C compiler, cmake, ninja, pkg-config, cJSON
-#   setup.sh tests    and a C++ compiler, python3-venv, and .venv with the packages of tests/requirements.txt
+#   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
+#   setup.sh tests    and a C++ compiler, and .venv with the packages of tests/requirements.txt
 #   setup.sh gates    and clang with its sanitizers and libFuzzer
 # System packages come from apt, as root or through sudo. Where neither is allowed, one line names
 # what is missing and the exit status is 2.
@@ -44,16 +44,12 @@ install_missing() {
     missing=
 }
 
-need_gates() {
-    need clang command -v clang
-    install_missing
-    # The sanitizers' runtime is a package of its own, named after clang's version.
+# The runtime of clang's sanitizers is a package of its own, named after clang's version.
+need_clang_runtime() {
     version=$(clang -dumpversion | cut -d. -f1)
     need "libclang-rt-$version-dev" compiles clang \
         'int LLVMFuzzerTestOneInput(const char *b, unsigned long n) { return n == 9 && *b; }' \
         -fsanitize=fuzzer,address,undefined
-    need valgrind command -v valgrind
-    install_missing
 }
 
 make_venv() {
@@ -75,6 +71,7 @@ trap 'rm -f "$log"' EXIT
 need gcc command -v "${CC:-cc}"
 need libc6-dev compiles "${CC:-cc}" '#include <math.h>
 int main(void) { return 0; }'
+need make command -v make
 need cmake command -v cmake
 need ninja-build command -v ninja
 need pkg-config command -v pkg-config
@@ -84,6 +81,7 @@ build) ;;
 tests | gates)
     need python3-venv python3 -c 'import ensurepip, venv'
     need g++ command -v "${CXX:-c++}" # torch.compile, and the header as C++
+    [ "$what" = tests ] || need clang command -v clang
     ;;
 *)
     echo "setup: unknown argument '$what'; it is nothing, tests or gates" >&2
@@ -91,10 +89,8 @@ tests | gates)
     ;;
 esac
 install_missing
-case $what in
-gates)
-    need_gates
-    make_venv
-    ;;
-tests) make_venv ;;
-esac
+if [ "$what" = gates ]; then
+    need_clang_runtime
+    install_missing
+fi
+[ "$what" = build ] || make_venv

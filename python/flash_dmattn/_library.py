@@ -217,7 +217,7 @@ def find() -> Path:
     if chosen:
         if not Path(chosen).is_file():
             raise ImportError(f"FDMA_LIBRARY is {chosen!r}, which is not a file")
-        return Path(chosen)
+        return Path(chosen).absolute()
     beside = Path(__file__).parent / ("libfdma.dylib" if sys.platform == "darwin" else "libfdma.so")
     if not beside.is_file():
         raise ImportError(f"no library at {beside}; set FDMA_LIBRARY to where libfdma.so is")

@@ -317,16 +317,20 @@ def _(
 @torch.library.custom_op(
     "flash_dmattn::backward_of",
     mutates_args=(),
-    schema="(str operation, Tensor[] inputs) -> Tensor[]",
+    schema="(str operation, Tensor[] gradients, Tensor[] inputs) -> Tensor[]",
 )
-def backward_of_op(operation: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of `inputs`. An operator, so that a graph with a backward can be compiled and
-    its forward run. Errors: NotImplementedError, always."""
+def backward_of_op(
+    operation: str, gradients: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The gradients of `inputs`, given those of the outputs. An operator, so that a graph with a
+    backward can be compiled and its forward run. Errors: NotImplementedError, always."""
     raise NotImplementedError(f"flash_dmattn.{operation} has no backward pass: it is forward only")
 
 
 @backward_of_op.register_fake
-def _(operation: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _(
+    operation: str, gradients: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
     return [torch.empty_like(tensor) for tensor in inputs]
 
 
@@ -341,7 +345,8 @@ def refuse_backward(operation: torch.library.CustomOpDef, name: str) -> None:
         ctx.save_for_backward(*(inputs[place] for place in ctx.places))
 
     def backward(ctx: Any, *gradients: MaybeTensor) -> tuple[MaybeTensor, ...]:  # noqa: ANN401
-        found = backward_of_op(name, list(ctx.saved_tensors))
+        given = [gradient for gradient in gradients if gradient is not None]
+        found = backward_of_op(name, given, list(ctx.saved_tensors))
         result: list[MaybeTensor] = [None] * ctx.count
         for place, gradient in zip(ctx.places, found):
             result[place] = gradient

@@ -4,6 +4,8 @@
 
 #include "fixture.h"
 
+#include <float.h>
+
 typedef struct problem {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t window; /* -1: dense */
@@ -89,6 +91,36 @@ static inline attended problem_attend(const problem *x, const char *kernel, int3
 static inline void check_same_results(attended actual, attended want) {
     CHECK_BYTES(actual.out.data, want.out.data, bytes_of(want.out));
     CHECK_BYTES(actual.lse.data, want.lse.data, bytes_of(want.lse));
+}
+
+/* One rounding step of a number in [1, 2). */
+static inline double step_of(fdma_dtype dtype) {
+    return dtype == FDMA_FLOAT32 ? (double)FLT_EPSILON : dtype == FDMA_FLOAT16 ? 0x1p-10 : 0x1p-7;
+}
+
+/* How far two evaluations over the same keys may be apart: sums of at most kv_len terms, rounded in
+ * another order, by a share of kv_len steps of float32; then one rounding to the type. */
+static inline double problem_sums(const problem *x) {
+    return (double)x->kv_len * (double)FLT_EPSILON;
+}
+
+static inline double problem_out_tolerance(const problem *x) {
+    return 2 * (problem_sums(x) + step_of(x->dtype)); /* |v| <= 2 */
+}
+
+static inline double problem_lse_tolerance(const problem *x, double lse) {
+    return (1 + fabs(lse)) * problem_sums(x);
+}
+
+static inline void check_close_results(const problem *x, attended actual, attended want) {
+    for (int64_t i = 0; i < count_of(want.out); i++) {
+        CHECK_NEAR(load_double(actual.out.data, x->dtype, i),
+                   load_double(want.out.data, x->dtype, i), problem_out_tolerance(x));
+    }
+    for (int64_t i = 0; i < count_of(want.lse); i++) {
+        const double lse = (double)((const float *)want.lse.data)[i];
+        CHECK_NEAR((double)((const float *)actual.lse.data)[i], lse, problem_lse_tolerance(x, lse));
+    }
 }
 
 /* Does query i keep key j? From the header's words on fdma_selection and positions. */

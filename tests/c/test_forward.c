@@ -2,8 +2,6 @@
  * and that nothing else (threads, batch, time) shows in the result. */
 #include "problem.h"
 
-#include <float.h>
-
 /* Long enough for several tiles of queries and blocks of keys, with heads that share keys. */
 static problem new_problem(fdma_dtype dtype, int64_t window) {
     problem x = {.batch = 2,
@@ -25,7 +23,8 @@ typedef void (*property)(problem *x, const char *kernel);
 static void check_on_all_kernels(property holds, int64_t window) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int type = 0; type < problem_dtype_count; type++) {
+        const int plain = strcmp(kernels.name[kernel], "reference") == 0; /* slow; one path */
+        for (int type = 0; type < (plain ? 1 : problem_dtype_count); type++) {
             test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
             problem x = new_problem(problem_dtypes[type], window);
             holds(&x, kernels.name[kernel]);
@@ -91,25 +90,6 @@ static void check_lse_optional(problem *x, const char *kernel) {
 static void lse_is_optional(void) { check_on_all_kernels(check_lse_optional, 50); }
 
 /* ---- a query depends on the keys that it keeps, and on no other ---- */
-
-/* One rounding step of a number in [1, 2). */
-static double step_of(fdma_dtype dtype) {
-    return dtype == FDMA_FLOAT32 ? (double)FLT_EPSILON : dtype == FDMA_FLOAT16 ? 0x1p-10 : 0x1p-7;
-}
-
-/* The same keys, perhaps in another order: sums of fewer than 256 terms of size 2 may be rounded
- * otherwise, by a share of kv_len steps of float32, and then once to the type. */
-static void check_close_results(const problem *x, attended actual, attended want) {
-    const double sums = (double)x->kv_len * (double)FLT_EPSILON;
-    for (int64_t i = 0; i < count_of(want.out); i++) {
-        CHECK_NEAR(load_double(actual.out.data, x->dtype, i),
-                   load_double(want.out.data, x->dtype, i), 2 * (sums + step_of(x->dtype)));
-    }
-    for (int64_t i = 0; i < count_of(want.lse); i++) {
-        const double lse = (double)((const float *)want.lse.data)[i];
-        CHECK_NEAR((double)((const float *)actual.lse.data)[i], lse, (1 + fabs(lse)) * sums);
-    }
-}
 
 static void check_wide_window(problem *x, const char *kernel) {
     problem dense = *x;
@@ -198,7 +178,7 @@ static void invalid_keys_are_not_read_dense(void) { check_on_all_kernels(check_i
  * the others, out is that key's probability. */
 static void check_expiries(problem *x, const char *kernel) {
     const int64_t group = x->q_heads / x->kv_heads;
-    static const int64_t watched[] = {0, 17, 63, 64, 65, 100, 128, 150, 229};
+    static const int64_t watched[] = {0, 64, 100, 128, 229};
     for (int w = 0; w < TEST_COUNT(watched); w++) {
         const int64_t j = watched[w];
         memset(x->v.data, 0, bytes_of(x->v));

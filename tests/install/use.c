@@ -4,7 +4,7 @@
 #include <stdio.h>
 
 int main(void) {
-    float q[8] = {0}, k[16] = {0}, v[16], out[8];
+    float q[8] = {0}, k[16] = {0}, v[16], out[8] = {0};
     char workspace[1 << 16];
     for (int d = 0; d < 8; d++) {
         v[d] = (float)d;
@@ -19,7 +19,8 @@ int main(void) {
         .out = fdma_dense_tensor(out, FDMA_FLOAT32, 4, query),
         .exec = {.workspace = workspace, .workspace_size = sizeof workspace, .threads = 1},
     };
-    if (fdma_forward(&args) != FDMA_OK) return puts(fdma_last_error()), 1;
+    if (fdma_forward(&args) != FDMA_OK)
+        puts(fdma_last_error());
     printf("fdma %s: out[7] = %g\n", fdma_version(), (double)out[7]);
     return fabsf(out[7] - 8.5f) < 1e-5f ? 0 : 1;
 }

@@ -147,8 +147,8 @@ def assert_attention(
 ) -> None:
     """out and lse obey assert_within(); lse, a float32 number, by evaluations in float32.
 
-    Where there are few numbers, a single plain evaluation may err by nothing, by luck; so `orders` of
-    them sum over the channels in as many orders.
+    Where there are few numbers, a single plain evaluation may err by nothing, by luck; so
+    `orders` of them sum over the channels in as many orders.
     """
     exact = evaluate(query, key, value, mask, torch.float64, **options)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,5 @@
-"""Check that functions have at most 60 lines and files at most 500, in C, Python and shell.
+"""Check that functions have at most 60 lines and files at most 500, in C, Python and shell, and
+that lines of C, whose comments clang-format leaves alone, have at most 100 columns.
 
 C is read as clang-format leaves it, by counting braces outside of comments, strings and
 preprocessor lines. A function's lines run from its signature to its closing brace.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 FUNCTION_LINES = 60
 FILE_LINES = 500
+COLUMNS = 100
 TOPS = (".ci", "bench", "cmake", "examples", "include", "python", "src", "tests", "tools")
 C_SUFFIXES = (".c", ".h", ".cu", ".cuh")
 SUFFIXES = (*C_SUFFIXES, ".py", ".sh", ".cmake")
@@ -76,12 +78,15 @@ def python_functions(text: str) -> Iterator[Function]:
 
 
 def check_text(path: str, text: str) -> tuple[int, list[str]]:
-    """The number of functions seen, and a line for each that is too long, or the file is."""
+    """The number of functions seen, and a line for each thing that is too long."""
     found = []
     lines = len(text.splitlines())
     if lines > FILE_LINES:
         found.append(f"{path}: {lines} lines, at most {FILE_LINES}")
     suffix = Path(path).suffix
+    for number, line in enumerate(text.splitlines() if suffix in C_SUFFIXES else (), 1):
+        if len(line) > COLUMNS:
+            found.append(f"{path}:{number}: {len(line)} columns, at most {COLUMNS}")
     functions: list[Function] = []
     try:
         if suffix in C_SUFFIXES:
@@ -136,6 +141,7 @@ def self_test() -> list[str]:
         ("a.h", guard + c_function(61) + end, 1, 1),
         ("a.h", guard + "#define M(x) \\\n    {\n" + c_function(60) + end, 1, 0),
         ("a.c", "int x(void) {\n", 0, 1),
+        ("a.c", "/* " + "x" * 94 + " */\n/* " + "x" * 95 + " */\n", 0, 1),
         ("a.py", python + "    pass\n" * 57, 1, 0),
         ("a.py", python + "    pass\n" * 58, 1, 1),
         ("a.sh", "true\n" * 500, 0, 0),

@@ -12,6 +12,11 @@ passed=0
 failed=0
 mkdir -p "$logs"
 
+reason() { # reason LOG: the line that says most
+    grep -iE 'error|fail|crash|[1-9][0-9]* (against|too|differences|mistakes)' "$1" |
+        grep -v 'Errors while running CTest' | tail -n 1 | sed 's/^[[:space:]]*//' | cut -c 1-160
+}
+
 gate() { # gate NAME COMMAND...
     name=$1
     shift
@@ -19,8 +24,7 @@ gate() { # gate NAME COMMAND...
         echo "ok    $name"
         passed=$((passed + 1))
     else
-        echo "FAIL  $name: $(grep -v '^[[:space:]]*$' "$logs/$name.log" | tail -n 1)" \
-            "($logs/$name.log)"
+        echo "FAIL  $name: $(reason "$logs/$name.log") ($logs/$name.log)"
         failed=$((failed + 1))
     fi
 }

@@ -14,21 +14,26 @@ typedef struct forward_context {
     int64_t tiles; /* of one (b, g) */
 } forward_context;
 
-/* S^T = K Q^T for score_keys keys and one block of lanes. */
+/* S^T = K Q^T for score_keys keys and one block of lanes. On the way it asks for group `first` of the
+ * next list, a cache line of each row at a time, so that it is in the L2 cache when its turn comes. */
 static inline __attribute__((always_inline)) void
-score_tile(vf s[score_keys][tile_vectors], const float *const *k, const float *q, int64_t dim) {
+score_tile(vf s[score_keys][tile_vectors], const key_list *list, int32_t first, const float *q,
+           int64_t dim, const key_list *next) {
     const float *row[score_keys];
     UNROLL for (int key = 0; key < score_keys; key++) {
-        row[key] = k[key];
+        row[key] = list->k[first + key];
         UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_set(0);
     }
-    for (int64_t d = 0; d < dim; d++, q += block_lanes) {
-        vf lanes[tile_vectors];
-        UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(q + m * vf_width);
-        UNROLL for (int key = 0; key < score_keys; key++) {
-            const vf channel = vf_set(row[key][d]);
-            UNROLL for (int m = 0; m < tile_vectors; m++)
-                s[key][m] = vf_fma(channel, lanes[m], s[key][m]);
+    for (int64_t d = 0; d < dim;) {
+        if (next) prefetch_rows(next, first, d);
+        for (const int64_t end = d + 8; d < end; d++, q += block_lanes) {
+            vf lanes[tile_vectors];
+            UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(q + m * vf_width);
+            UNROLL for (int key = 0; key < score_keys; key++) {
+                const vf channel = vf_set(row[key][d]);
+                UNROLL for (int m = 0; m < tile_vectors; m++)
+                    s[key][m] = vf_fma(channel, lanes[m], s[key][m]);
+            }
         }
     }
 }
@@ -130,8 +135,8 @@ static bool is_seen(const key_list *list, int32_t first, int block) {
 }
 
 /* The weights of a block's lanes for all listed keys; returns how many keys have any. */
-static int32_t weigh_block(const tile_state *tile, const key_list *list, int64_t dim, float cap,
-                           int block) {
+static int32_t weigh_block(const tile_state *tile, const key_list *list, const key_list *next,
+                           int64_t dim, float cap, int block) {
     float *const weights = tile->weights + block * key_block * block_lanes;
     int32_t weighed = 0;
     for (int32_t first = 0; first < list->count; first += score_keys) {
@@ -141,7 +146,7 @@ static int32_t weigh_block(const tile_state *tile, const key_list *list, int64_t
             for (int32_t x = 0; x < score_keys * block_lanes; x++) group[x] = 0;
             continue;
         }
-        score_tile(s, list->k + first, tile->q + block * dim * block_lanes, dim);
+        score_tile(s, list, first, tile->q + block * dim * block_lanes, dim, next);
         if (cap > 0) {
             store_scores(group, s);
             cap_scores(group, cap);
@@ -154,11 +159,12 @@ static int32_t weigh_block(const tile_state *tile, const key_list *list, int64_t
     return weighed < list->count ? weighed : list->count;
 }
 
-static void attend_keys(const tile_state *tile, const key_list *list, int64_t dim, float cap) {
+static void attend_keys(const tile_state *tile, const key_list *list, const key_list *next,
+                        int64_t dim, float cap) {
     for (int block = 0; block < tile_blocks; block++) {
         float *const out = tile->out + block * dim * block_lanes;
         const float *const weights = tile->weights + block * key_block * block_lanes;
-        const int32_t count = weigh_block(tile, list, dim, cap, block);
+        const int32_t count = weigh_block(tile, list, block == 0 ? next : NULL, dim, cap, block);
         for (int64_t d = 0; d < dim; d += value_channels)
             add_values(out + d * block_lanes, list->v, d, weights, count);
     }
@@ -174,14 +180,22 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const float softcap = (float)problem->softcap;
     fdma_arena arena = {.base = forward->scratch + (size_t)thread * forward->scratch_size};
     tile_state tile = take_tile(&arena, problem);
-    key_list *const list = fdma_arena_take(&arena, sizeof *list);
+    key_list *list = fdma_arena_take(&arena, sizeof *list);
+    key_list *next = fdma_arena_take(&arena, sizeof *next);
     const tile_place place =
         place_tile(problem, head / problem->kv_heads, head % problem->kv_heads, tile_index);
     pack_queries(problem, &place, softcap > 0 ? scale / softcap : scale * log2e, &tile);
     clear_tile(&tile, problem->head_dim);
     key_walk walk = start_walk(problem, &forward->snapshots, &place);
-    while (load_keys(problem, &place, &walk, &tile, list))
-        attend_keys(&tile, list, problem->head_dim, softcap * log2e);
+    list_keys(problem, &place, &walk, &tile, list);
+    while (list->count > 0) {
+        list_keys(problem, &place, &walk, &tile, next);
+        load_rows(problem, &tile, list);
+        attend_keys(&tile, list, next, problem->head_dim, softcap * log2e);
+        key_list *const done = list;
+        list = next;
+        next = done;
+    }
     write_out(problem, &place, &tile);
     if (is_present(&problem->lse)) write_lse(problem, &place, &tile);
 }
@@ -201,6 +215,7 @@ static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *
     const int32_t threads = fdma_thread_count(problem->exec.threads, forward_tasks(problem));
     fdma_arena one = {0};
     take_tile(&one, problem);
+    fdma_arena_take(&one, sizeof(key_list));
     fdma_arena_take(&one, sizeof(key_list));
     fdma_arena arena = fdma_arena_of(problem);
     context->problem = problem;

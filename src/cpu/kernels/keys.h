@@ -121,8 +121,11 @@ static int32_t next_keys(key_walk *walk, int32_t *keys) {
 typedef struct key_list {
     int32_t count;
     bool cut[key_groups];
+    int32_t channel_size; /* bytes of a channel at the sources */
     int32_t key[key_block];
-    const float *k[key_block];
+    const void *k_source[key_block]; /* the caller's rows */
+    const void *v_source[key_block];
+    const float *k[key_block]; /* the same in float32 */
     const float *v[key_block];
     float bias[key_block]; /* in log2 units */
     int32_t first_lane[key_block];
@@ -151,21 +154,13 @@ static void mark_lanes(const fdma_problem *problem, const tile_place *place, key
     }
 }
 
-/* Where the rows of the listed keys are; rows of other dtypes are converted into `converted`. */
 static void find_rows(const fdma_tensor *tensor, const tile_place *place, const key_list *list,
-                      float *converted, int64_t dim, const float **rows) {
+                      const void **sources) {
+    const int64_t size = (int64_t)fdma_dtype_size(tensor->dtype);
     const int64_t base = place->b * tensor->stride[0] + place->g * tensor->stride[2];
-    const float *const data = tensor->data;
-    if (tensor->dtype == FDMA_FLOAT32) {
-        for (int32_t n = 0; n < list->count; n++)
-            rows[n] = data + base + list->key[n] * tensor->stride[1];
-        return;
-    }
-    for (int32_t n = 0; n < list->count; n++) {
-        float *const to = converted + n * padded_row(dim);
-        load_row(to, tensor, base + list->key[n] * tensor->stride[1], dim);
-        rows[n] = to;
-    }
+    const uint8_t *const data = (const uint8_t *)tensor->data + base * size;
+    const int64_t step = tensor->stride[1] * size;
+    for (int32_t n = 0; n < list->count; n++) sources[n] = data + list->key[n] * step;
 }
 
 static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list *list) {
@@ -179,22 +174,48 @@ static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list
         list->bias[n] = row[list->key[n]] * 1.4426950408889634f;
 }
 
-/* The next block; false at the end. Its last group is filled up with rows of zeros that none keeps. */
-static bool load_keys(const fdma_problem *problem, const tile_place *place, key_walk *walk,
+/* The next block, of no keys at the end. What it lacks is filled up with rows of zeros that none
+ * keeps, so that whole groups can be worked on, and asked for ahead. */
+static void list_keys(const fdma_problem *problem, const tile_place *place, key_walk *walk,
                       const tile_state *tile, key_list *list) {
-    const int64_t dim = problem->head_dim;
     list->count = next_keys(walk, list->key);
+    list->channel_size = (int32_t)fdma_dtype_size(problem->dtype);
     mark_lanes(problem, place, list);
-    find_rows(&problem->k, place, list, tile->k_rows, dim, list->k);
-    find_rows(&problem->v, place, list, tile->v_rows, dim, list->v);
+    find_rows(&problem->k, place, list, list->k_source);
+    find_rows(&problem->v, place, list, list->v_source);
     find_bias(&problem->bias, place, list);
-    for (int32_t n = list->count; n % score_keys != 0; n++) {
-        list->cut[n / score_keys] = true;
-        list->k[n] = list->v[n] = tile->zeros;
+    for (int32_t n = list->count; n < key_block; n++) {
+        if (n % score_keys != 0) list->cut[n / score_keys] = true;
+        list->k_source[n] = list->v_source[n] = tile->zeros;
         list->bias[n] = 0;
         list->first_lane[n] = list->end_lane[n] = 0;
     }
-    return list->count > 0;
+}
+
+/* One cache line of each row of a group, of those that hold channel d. */
+static inline void prefetch_rows(const key_list *list, int32_t first, int64_t d) {
+    const int64_t byte = d * list->channel_size;
+    if (byte % 64 != 0) return;
+    for (int32_t n = first; n < first + score_keys; n++) {
+        __builtin_prefetch((const uint8_t *)list->k_source[n] + byte, 0, 2);
+        __builtin_prefetch((const uint8_t *)list->v_source[n] + byte, 0, 2);
+    }
+}
+
+/* Rows in float32: where they lie, or converted; zeros are zeros in every dtype. */
+static void load_rows(const fdma_problem *problem, const tile_state *tile, key_list *list) {
+    const int64_t dim = problem->head_dim;
+    const int32_t rows = (list->count + score_keys - 1) / score_keys * score_keys;
+    for (int32_t n = 0; n < rows; n++) {
+        list->k[n] = list->k_source[n];
+        list->v[n] = list->v_source[n];
+        if (problem->dtype == FDMA_FLOAT32) continue;
+        float *const k = tile->k_rows + n * padded_row(dim), *const v = tile->v_rows + n * padded_row(dim);
+        load_row(k, list->k_source[n], problem->dtype, dim);
+        load_row(v, list->v_source[n], problem->dtype, dim);
+        list->k[n] = k;
+        list->v[n] = v;
+    }
 }
 
 #endif

@@ -2,6 +2,7 @@
 #ifndef FDMA_CPU_KERNELS_SCORE_H
 #define FDMA_CPU_KERNELS_SCORE_H
 
+#include "core/element.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/parallel.h"
 
@@ -17,6 +18,7 @@ typedef struct score_context {
     int64_t heads;     /* kv_heads, up to whole dot_heads */
     int64_t chunks;    /* of one sequence */
     float *projection; /* [heads][width], zeros past the end */
+    float *a;          /* [kv_heads] */
     float *rows;       /* [threads][dot_keys][width] */
 } score_context;
 
@@ -28,8 +30,9 @@ static int64_t round_up(int64_t x, int64_t step) {
 static void gather_row(float *to, const fdma_problem *problem, int64_t b, int64_t j) {
     const fdma_tensor *const v = &problem->v;
     for (int64_t g = 0; g < problem->kv_heads; g++)
-        load_row(to + g * problem->head_dim, v,
-                 b * v->stride[0] + j * v->stride[1] + g * v->stride[2], problem->head_dim);
+        load_row(to + g * problem->head_dim,
+                 row_at(v, b * v->stride[0] + j * v->stride[1] + g * v->stride[2]), v->dtype,
+                 problem->head_dim);
 }
 
 static inline __attribute__((always_inline)) void
@@ -48,15 +51,6 @@ dot_rows(float dots[dot_keys][dot_heads], const float *rows, const float *projec
         UNROLL for (int g = 0; g < dot_heads; g++) dots[key][g] = vf_sum(sums[key][g]);
 }
 
-static float load_weight(const fdma_tensor *tensor, int64_t offset) {
-    float x[vf_width];
-    const uint16_t *const from16 = (const uint16_t *)tensor->data + offset;
-    if (tensor->dtype == FDMA_FLOAT32) return ((const float *)tensor->data)[offset];
-    vf_store(x, tensor->dtype == FDMA_FLOAT16 ? vf_load_first_f16(from16, 1)
-                                              : vf_load_first_bf16(from16, 1));
-    return x[0];
-}
-
 static void write_score(const fdma_problem *problem, int64_t b, int64_t g, int64_t j, float z) {
     const fdma_tensor *const score = &problem->score, *const bias = &problem->bias;
     if (is_present(score))
@@ -66,10 +60,8 @@ static void write_score(const fdma_problem *problem, int64_t b, int64_t g, int64
             problem->bias_form == FDMA_BIAS_EXP ? expf(z) : z;
 }
 
-static void score_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j, float dt) {
-    const float softplus = (dt > 0 ? dt : 0) + log1pf(expf(-fabsf(dt)));
-    const float a = load_weight(&problem->a, g);
-    write_score(problem, b, g, j, a * (dt != dt ? dt : softplus));
+static float softplus_of(float x) {
+    return x != x ? x : (x > 0 ? x : 0) + log1pf(expf(-fabsf(x)));
 }
 
 /* Scores of the keys j to j + count - 1, count at most dot_keys; invalid ones are not read. */
@@ -85,7 +77,8 @@ static void score_keys_at(const score_context *score, float *rows, int64_t b, in
         for (int64_t key = 0; key < count; key++)
             for (int64_t g = first; g < first + dot_heads && g < problem->kv_heads; g++)
                 if (is_valid_key(problem, b, j + key))
-                    score_key(problem, b, g, j + key, dots[key][g - first]);
+                    write_score(problem, b, g, j + key,
+                                score->a[g] * softplus_of(dots[key][g - first]));
                 else
                     write_score(problem, b, g, j + key, -INFINITY);
     }
@@ -102,13 +95,14 @@ static void score_chunk(const void *context, int64_t index, int32_t thread) {
         score_keys_at(score, rows, b, j, end - j < dot_keys ? end - j : dot_keys);
 }
 
-static void pack_projection(const score_context *score) {
+static void pack_weights(const score_context *score) {
     const fdma_problem *const problem = score->problem;
     const fdma_tensor *const from = &problem->dt_proj;
     const int64_t used = problem->kv_heads * problem->head_dim;
     for (int64_t x = 0; x < score->heads * score->width; x++) score->projection[x] = 0;
+    for (int64_t g = 0; g < problem->kv_heads; g++) score->a[g] = (float)fdma_load(&problem->a, g);
     for (int64_t g = 0; g < problem->kv_heads; g++)
-        load_row(score->projection + g * score->width, from, g * from->stride[0], used);
+        load_row(score->projection + g * score->width, row_at(from, g * from->stride[0]), from->dtype, used);
 }
 
 static int64_t chunks_of(const fdma_problem *problem) {
@@ -122,6 +116,7 @@ static fdma_arena lay_out_score(const fdma_problem *problem, int32_t threads,
     const int64_t heads = round_up(problem->kv_heads, dot_heads);
     *context = (score_context){problem, width, heads, .chunks = chunks_of(problem)};
     context->projection = fdma_arena_take(&arena, (size_t)(heads * width) * sizeof(float));
+    context->a = fdma_arena_take(&arena, (size_t)heads * sizeof(float));
     context->rows =
         fdma_arena_take(&arena, (size_t)threads * dot_keys * (size_t)width * sizeof(float));
     return arena;
@@ -141,7 +136,7 @@ static fdma_status run_score(const fdma_problem *problem) {
     score_context context;
     const int32_t threads = score_threads(problem);
     lay_out_score(problem, threads, &context);
-    pack_projection(&context);
+    pack_weights(&context);
     fdma_parallel_for(threads, problem->batch * context.chunks, score_chunk, &context);
     return FDMA_OK;
 }

@@ -93,13 +93,15 @@ static int64_t row_offset(const fdma_problem *problem, const fdma_tensor *tensor
     return place->b * tensor->stride[0] + i * tensor->stride[1] + h * tensor->stride[2];
 }
 
+static const void *row_at(const fdma_tensor *tensor, int64_t offset) {
+    return (const uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
+}
+
 /* `count` channels, at most vf_width, of a row in any dtype. */
-static inline vf load_channels(const fdma_tensor *tensor, int64_t offset, int64_t count) {
-    const uint16_t *const from16 = (const uint16_t *)tensor->data + offset;
-    if (tensor->dtype == FDMA_FLOAT32)
-        return vf_load_first((const float *)tensor->data + offset, count);
-    return tensor->dtype == FDMA_FLOAT16 ? vf_load_first_f16(from16, count)
-                                         : vf_load_first_bf16(from16, count);
+static inline vf load_channels(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
+    if (dtype == FDMA_FLOAT32) return vf_load_first((const float *)row + d, count);
+    return dtype == FDMA_FLOAT16 ? vf_load_first_f16((const uint16_t *)row + d, count)
+                                 : vf_load_first_bf16((const uint16_t *)row + d, count);
 }
 
 static inline void store_channels(const fdma_tensor *tensor, int64_t offset, vf x, int64_t count) {
@@ -116,10 +118,10 @@ static inline int64_t channels_at(int64_t d, int64_t dim) {
     return dim - d < vf_width ? dim - d : vf_width;
 }
 
-static void load_row(float *to, const fdma_tensor *tensor, int64_t offset, int64_t dim) {
+static void load_row(float *to, const void *row, fdma_dtype dtype, int64_t dim) {
     for (int64_t d = 0; d < dim; d += vf_width) {
         const int64_t count = channels_at(d, dim);
-        vf_store_first(to + d, load_channels(tensor, offset + d, count), count);
+        vf_store_first(to + d, load_channels(row, dtype, d, count), count);
     }
 }
 
@@ -132,16 +134,17 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, f
                          tile_state *tile) {
     const int64_t dim = problem->head_dim;
     for (int64_t first = 0; first < tile_lanes; first += vf_width) {
-        int64_t offset[vf_width];
+        const void *row[vf_width];
         float *const to = lanes_at(tile->q, dim, first);
         for (int64_t lane = 0; lane < vf_width; lane++)
-            offset[lane] = row_offset(problem, &problem->q, place, first + lane);
+            row[lane] =
+                row_at(&problem->q, row_offset(problem, &problem->q, place, first + lane));
         for (int64_t d = 0; d < dim; d += vf_width) {
             const int64_t count = channels_at(d, dim);
             vf x[vf_width];
             for (int64_t lane = 0; lane < vf_width; lane++)
                 x[lane] = first + lane < place->rows
-                              ? load_channels(&problem->q, offset[lane] + d, count)
+                              ? load_channels(row[lane], problem->dtype, d, count)
                               : vf_set(0);
             vf_transpose(x);
             for (int64_t c = 0; c < count; c++)

@@ -1,0 +1,32 @@
+"""Attention over 64 of 1024 keys from PyTorch: how much of the dense attention is left?
+
+Run it with the package installed, or with FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python.
+"""
+
+import flash_dmattn
+import torch
+
+torch.manual_seed(0)
+batch, length, q_heads, kv_heads, head_dim, window = 1, 1024, 8, 2, 64, 64
+query = torch.randn(batch, length, q_heads, head_dim)
+key, value = torch.randn(2, batch, length, kv_heads, head_dim)
+dt_proj = torch.randn(kv_heads, kv_heads * head_dim) / 12
+a_coef = torch.full((kv_heads,), 0.7)
+
+# In one call, as a layer does it.
+out = flash_dmattn.flash_dma_attention(
+    query, key, value, dt_proj, a_coef, keep_window_size=window, causal=True
+)
+
+# In three: which keys are kept is now in our hands, and so is the lse.
+score, bias = flash_dmattn.score(value, dt_proj, a_coef)
+selection = flash_dmattn.select(score, window)
+same, lse = flash_dmattn.attention(query, key, value, bias=bias, selection=selection, causal=True)
+_, dense_lse = flash_dmattn.attention(query, key, value, bias=bias, causal=True)
+
+share = (lse - dense_lse).exp()
+ever_kept = (selection.slot >= 0).float().mean()
+print(f"backends {', '.join(flash_dmattn.get_available_backends())}")
+print(f"out {tuple(out.shape)}, the same in one call and in three: {torch.equal(out, same)}")
+print(f"{window} keys carry {share.mean():.1%} of the dense attention (worst {share.min():.1%})")
+print(f"{ever_kept:.1%} of the keys are ever kept")

@@ -1,0 +1,238 @@
+/* test_strides.c - the same numbers in other places of memory give the same bits: views, slices of
+ * packed buffers, bases aligned to one element only, repeated axes, offsets beyond 2^31. */
+#if defined(__linux__)
+#define _GNU_SOURCE /* MAP_NORESERVE */
+#include <sys/mman.h>
+#endif
+
+#include "problem.h"
+
+static problem new_problem(fdma_dtype dtype) {
+    problem x = {.batch = 2,
+                 .q_len = 70,
+                 .kv_len = 90,
+                 .q_heads = 4,
+                 .kv_heads = 2,
+                 .head_dim = 40,
+                 .window = 25,
+                 .causal = 1,
+                 .dtype = dtype};
+    problem_fill(&x, 31);
+    problem_select(&x);
+    return x;
+}
+
+typedef void (*property)(const problem *x, const char *kernel);
+
+static void check_on_all_kernels(property holds) {
+    const kernel_list kernels = kernels_of("forward");
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        for (int type = 0; type < problem_dtype_count; type++) {
+            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
+            const problem x = new_problem(problem_dtypes[type]);
+            holds(&x, kernels.name[kernel]);
+            test_free_all();
+        }
+    }
+}
+
+/* Copies between tensors of one shape and dtype and of any strides. */
+static void copy_elements(fdma_tensor to, fdma_tensor from) {
+    const size_t size = dtype_size(from.dtype);
+    for (int64_t index = 0; index < count_of(from); index++) {
+        int64_t rest = index, to_at = 0, from_at = 0;
+        for (int axis = from.rank - 1; axis >= 0; axis--) {
+            to_at += rest % from.shape[axis] * to.stride[axis];
+            from_at += rest % from.shape[axis] * from.stride[axis];
+            rest /= from.shape[axis];
+        }
+        memcpy((char *)to.data + (size_t)to_at * size, (char *)from.data + (size_t)from_at * size,
+               size);
+    }
+}
+
+static fdma_tensor gathered(fdma_tensor tensor) {
+    fdma_tensor dense = fdma_dense_tensor(NULL, tensor.dtype, tensor.rank, tensor.shape);
+    dense.data = test_alloc(bytes_of(tensor));
+    copy_elements(dense, tensor);
+    return dense;
+}
+
+/* The values of `like` at `data`, with these strides. */
+static fdma_tensor placed(fdma_tensor like, void *data, const int64_t stride[4]) {
+    fdma_tensor tensor = like;
+    tensor.data = data;
+    memcpy(tensor.stride, stride, sizeof tensor.stride);
+    copy_elements(tensor, like);
+    return tensor;
+}
+
+/* ---- a view of [batch, heads, len, head_dim] ---- */
+
+static fdma_tensor heads_first(fdma_tensor like) {
+    const int64_t length = like.shape[1], heads = like.shape[2], head_dim = like.shape[3];
+    const int64_t stride[4] = {length * heads * head_dim, head_dim, length * head_dim, 1};
+    return placed(like, test_alloc_guarded(bytes_of(like)), stride);
+}
+
+static void check_heads_first(const problem *x, const char *kernel) {
+    const attended plain = problem_attend(x, kernel, 1);
+    fdma_forward_args args = problem_args(x, kernel);
+    args.q = heads_first(x->q);
+    args.k = heads_first(x->k);
+    args.v = heads_first(x->v);
+    args.out = heads_first(args.out);
+    CHECK_OK(run_forward(&args));
+    check_same_results((attended){gathered(args.out), args.lse}, plain);
+}
+
+static void heads_before_length(void) { check_on_all_kernels(check_heads_first); }
+
+/* ---- odd bases and odd strides ---- */
+
+static fdma_tensor off_by_one(fdma_tensor like) {
+    const int64_t row = like.shape[3] + 3, heads = like.shape[2] * row + 1;
+    const int64_t stride[4] = {like.shape[1] * heads + 5, heads, row, 1};
+    const size_t size = dtype_size(like.dtype);
+    char *base = test_alloc_guarded((size_t)(like.shape[0] * stride[0] + 1) * size);
+    return placed(like, base + size, stride);
+}
+
+static fdma_tensor off_by_one_word(fdma_tensor like) {
+    const size_t size = dtype_size(like.dtype);
+    char *base = test_alloc_guarded(bytes_of(like) + size);
+    return placed(like, base + size, like.stride);
+}
+
+static void check_unaligned(const problem *x, const char *kernel) {
+    const attended plain = problem_attend(x, kernel, 1);
+    problem odd = *x;
+    odd.selection.expiry = off_by_one_word(x->selection.expiry);
+    odd.selection.slot = off_by_one_word(x->selection.slot);
+    fdma_forward_args args = problem_args(&odd, kernel);
+    args.q = off_by_one(x->q);
+    args.k = off_by_one(x->k);
+    args.v = off_by_one(x->v);
+    args.bias = off_by_one_word(x->bias);
+    args.out = off_by_one(args.out);
+    args.lse = off_by_one_word(args.lse);
+    size_t bytes = 0;
+    CHECK_OK(fdma_forward_workspace(&args, &bytes));
+    for (size_t shift = 0; shift < 4; shift++) {
+        args.exec.workspace = (char *)test_alloc_guarded(bytes + shift) + shift;
+        args.exec.workspace_size = bytes;
+        CHECK_OK(fdma_forward(&args));
+        check_same_results((attended){gathered(args.out), args.lse}, plain);
+    }
+}
+
+static void aligned_to_one_element(void) { check_on_all_kernels(check_unaligned); }
+
+/* ---- out is one of the slices of a packed buffer: the others stay as they are ---- */
+
+static void check_packed_out(const problem *x, const char *kernel) {
+    const attended plain = problem_attend(x, kernel, 1);
+    const fdma_tensor packed = new_output(x->dtype, x->batch, x->q_len, x->q_heads + 3, 40);
+    fdma_forward_args args = problem_args(x, kernel);
+    const size_t size = dtype_size(x->dtype);
+    args.out = packed;
+    args.out.shape[2] = x->q_heads;
+    args.out.data = (char *)packed.data + 40 * size; /* one head before, two after */
+    CHECK_OK(run_forward(&args));
+    check_same_results((attended){gathered(args.out), args.lse}, plain);
+
+    uint8_t untouched[8];
+    memset(untouched, test_guard_byte, sizeof untouched);
+    for (int64_t i = 0; i < count_of(packed); i++) {
+        const int64_t head = i / 40 % (x->q_heads + 3);
+        if (head < 1 || head > x->q_heads) {
+            CHECK_BYTES((char *)packed.data + (size_t)i * size, untouched, size);
+        }
+    }
+}
+
+static void out_within_a_packed_buffer(void) { check_on_all_kernels(check_packed_out); }
+
+/* ---- a stride of 0 repeats ---- */
+
+static void check_repeated(const problem *x, const char *kernel) {
+    problem repeated = *x;
+    repeated.k.stride[0] = repeated.v.stride[0] = 0; /* the batch shares its keys */
+    repeated.q.stride[2] = 0;                        /* all heads ask the same */
+    repeated.bias.stride[0] = repeated.bias.stride[1] = 0;
+    problem copied = repeated;
+    copied.q = gathered(repeated.q);
+    copied.k = gathered(repeated.k);
+    copied.v = gathered(repeated.v);
+    copied.bias = gathered(repeated.bias);
+    check_same_results(problem_attend(&repeated, kernel, 1), problem_attend(&copied, kernel, 1));
+}
+
+static void repeated_axes(void) { check_on_all_kernels(check_repeated); }
+
+/* ---- strides of axes of length 1 mean nothing ---- */
+
+static void check_single(const problem *x, const char *kernel) {
+    problem single = *x;
+    single.batch = 1;
+    single.q.shape[0] = single.k.shape[0] = single.v.shape[0] = single.bias.shape[0] = 1;
+    single.selection.expiry.shape[0] = single.selection.slot.shape[0] = 1;
+    const attended plain = problem_attend(&single, kernel, 1);
+    single.q.stride[0] = -7;
+    single.k.stride[0] = INT64_MAX;
+    single.v.stride[0] = 0;
+    single.bias.stride[0] = INT64_MIN;
+    single.selection.expiry.stride[0] = -1;
+    fdma_forward_args args = problem_args(&single, kernel);
+    args.out.stride[0] = 0;
+    args.lse.stride[0] = INT64_MAX;
+    CHECK_OK(run_forward(&args));
+    check_same_results((attended){args.out, args.lse}, plain);
+}
+
+static void axes_of_length_one(void) { check_on_all_kernels(check_single); }
+
+/* ---- offsets that 32 bits do not hold ---- */
+
+#if defined(__linux__)
+/* Two sequences, more than 2^31 elements apart, in pages that exist only where they are touched. */
+static void check_far(const problem *x, const char *kernel) {
+    const int64_t apart = (INT64_C(1) << 32) + 64;
+    const size_t size = dtype_size(x->dtype), bytes = (size_t)(apart + (1 << 20)) * size;
+    const attended plain = problem_attend(x, kernel, 1);
+    fdma_forward_args args = problem_args(x, kernel);
+    fdma_tensor *const far[] = {&args.q, &args.k, &args.v, &args.out};
+    void *pages[4];
+    int mapped = 0;
+    for (; mapped < TEST_COUNT(far); mapped++) {
+        pages[mapped] = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (pages[mapped] == MAP_FAILED) {
+            printf("skipped: %zu bytes of address space are not to be had\n", bytes);
+            break;
+        }
+        const int64_t *near = far[mapped]->stride;
+        const int64_t stride[4] = {apart, near[1], near[2], near[3]};
+        *far[mapped] = placed(*far[mapped], pages[mapped], stride);
+    }
+    if (mapped == TEST_COUNT(far)) {
+        CHECK_OK(run_forward(&args));
+        check_same_results((attended){gathered(args.out), args.lse}, plain);
+    }
+    while (mapped-- > 0) {
+        munmap(pages[mapped], bytes);
+    }
+}
+
+static void offsets_beyond_32_bits(void) { check_on_all_kernels(check_far); }
+#endif
+
+static const test_entry tests[] = {
+    TEST(heads_before_length),    TEST(aligned_to_one_element), TEST(out_within_a_packed_buffer),
+    TEST(repeated_axes),          TEST(axes_of_length_one),
+#if defined(__linux__)
+    TEST(offsets_beyond_32_bits),
+#endif
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }

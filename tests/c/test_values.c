@@ -1,0 +1,254 @@
+/* test_values.c - attention where the numbers are not ordinary: infinities and NaN in the logits,
+ * rows that keep nothing, logits far apart. */
+#include "problem.h"
+
+typedef void (*property)(problem *x, const char *kernel);
+
+static void check_on_all_kernels(property holds, int64_t window) {
+    const kernel_list kernels = kernels_of("forward");
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        for (int type = 0; type < problem_dtype_count; type++) {
+            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
+            problem x = {.batch = 1,
+                         .q_len = 150,
+                         .kv_len = 150,
+                         .q_heads = 3,
+                         .kv_heads = 1,
+                         .head_dim = 24,
+                         .window = window,
+                         .causal = 1,
+                         .dtype = problem_dtypes[type]};
+            problem_fill(&x, 21);
+            problem_select(&x);
+            holds(&x, kernels.name[kernel]);
+            test_free_all();
+        }
+    }
+}
+
+static double lse_of(const problem *x, attended got, int64_t h, int64_t i) {
+    return (double)((const float *)got.lse.data)[h * x->q_len + i];
+}
+
+static double out_of(const problem *x, attended got, int64_t h, int64_t i, int64_t d) {
+    return load_double(got.out.data, x->dtype, (i * x->q_heads + h) * x->head_dim + d);
+}
+
+static void set_bias(problem *x, int64_t j, float value) { ((float *)x->bias.data)[j] = value; }
+
+static void check_nan_row(const problem *x, attended got, int64_t h, int64_t i) {
+    CHECK(isnan(lse_of(x, got, h, i)));
+    for (int64_t d = 0; d < x->head_dim; d++) {
+        CHECK(isnan(out_of(x, got, h, i, d)));
+    }
+}
+
+static void check_empty_row(const problem *x, attended got, int64_t h, int64_t i) {
+    CHECK_NEAR(lse_of(x, got, h, i), -(double)INFINITY, 0);
+    for (int64_t d = 0; d < x->head_dim; d++) {
+        CHECK_NEAR(out_of(x, got, h, i, d), 0, 0);
+    }
+}
+
+/* The row's bits are those of another run. */
+static void check_same_row(const problem *x, attended got, attended want, int64_t h, int64_t i) {
+    const size_t size = dtype_size(x->dtype), row = (size_t)x->head_dim * size;
+    const size_t at = (size_t)(i * x->q_heads + h) * row;
+    CHECK_BYTES((char *)got.out.data + at, (char *)want.out.data + at, row);
+    CHECK_NEAR(lse_of(x, got, h, i), lse_of(x, want, h, i), 0);
+}
+
+/* What a row's neighbours in a tile keep may show in its last bits, and no further. */
+static void check_close_row(const problem *x, attended got, attended want, int64_t h, int64_t i) {
+    const double lse = lse_of(x, want, h, i);
+    CHECK_NEAR(lse_of(x, got, h, i), lse, problem_lse_tolerance(x, lse));
+    for (int64_t d = 0; d < x->head_dim; d++) {
+        CHECK_NEAR(out_of(x, got, h, i, d), out_of(x, want, h, i, d), problem_out_tolerance(x));
+    }
+}
+
+/* A NaN or +inf logit makes NaN of the rows that keep its key, and of no other. */
+static void check_poisoned(problem *x, attended got, attended clean, int64_t poisoned) {
+    int touched = 0, untouched = 0;
+    for (int64_t h = 0; h < x->q_heads; h++) {
+        for (int64_t i = 0; i < x->q_len; i++) {
+            if (problem_keeps(x, 0, 0, i, poisoned)) {
+                check_nan_row(x, got, h, i);
+                touched++;
+            } else {
+                check_close_row(x, got, clean, h, i);
+                untouched++;
+            }
+        }
+    }
+    CHECK(touched > 0 && untouched > 0);
+}
+
+/* A key that is kept for a while and then evicted, where the window evicts; else the 70th. */
+static int64_t passing_key(const problem *x) {
+    for (int64_t j = 60; x->window >= 0 && j < x->kv_len; j++) {
+        const int32_t expiry = ((const int32_t *)x->selection.expiry.data)[j];
+        if (expiry > j + 5 && expiry < x->kv_len - 5) {
+            return j;
+        }
+    }
+    return 70;
+}
+
+static void check_poisonous_bias(problem *x, const char *kernel) {
+    const int64_t j = passing_key(x);
+    const attended clean = problem_attend(x, kernel, 1);
+    set_bias(x, j, NAN);
+    check_poisoned(x, problem_attend(x, kernel, 1), clean, j);
+    set_bias(x, j, INFINITY);
+    check_poisoned(x, problem_attend(x, kernel, 1), clean, j);
+}
+
+static void poison_stays_in_its_rows(void) { check_on_all_kernels(check_poisonous_bias, 20); }
+static void poison_stays_in_its_rows_dense(void) { check_on_all_kernels(check_poisonous_bias, -1); }
+
+static void check_poisonous_key(problem *x, const char *kernel) {
+    const int64_t j = passing_key(x);
+    const attended clean = problem_attend(x, kernel, 1);
+    spoil_key(x->k, 0, j, 0, NAN);
+    check_poisoned(x, problem_attend(x, kernel, 1), clean, j);
+}
+
+static void nan_keys_stay_in_their_rows(void) { check_on_all_kernels(check_poisonous_key, 20); }
+static void nan_keys_stay_in_their_rows_dense(void) {
+    check_on_all_kernels(check_poisonous_key, -1);
+}
+
+static void check_poisonous_query(problem *x, const char *kernel) {
+    const int64_t i = 77, h = 1;
+    const attended clean = problem_attend(x, kernel, 1);
+    for (int64_t d = 0; d < x->head_dim; d++) {
+        store_float(x->q.data, x->dtype, (i * x->q_heads + h) * x->head_dim + d, NAN);
+    }
+    const attended got = problem_attend(x, kernel, 1);
+    for (int64_t row = 0; row < x->q_heads * x->q_len; row++) {
+        const int64_t other_h = row / x->q_len, other_i = row % x->q_len;
+        if (other_h == h && other_i == i) {
+            check_nan_row(x, got, h, i);
+        } else {
+            check_same_row(x, got, clean, other_h, other_i);
+        }
+    }
+}
+
+static void nan_queries_stay_alone(void) { check_on_all_kernels(check_poisonous_query, 20); }
+
+/* Logits of -inf weigh nothing: first as many as a tile has, then among others. */
+static void check_weightless(problem *x, const char *kernel) {
+    problem without = *x;
+    without.bias = copy_tensor(x->bias);
+    without.v = copy_tensor(x->v);
+    for (int64_t j = 0; j < x->kv_len; j++) {
+        if (j < 100 || j % 3 == 0) {
+            set_bias(x, j, -INFINITY);
+            set_bias(&without, j, -INFINITY);
+            spoil_key(without.v, 0, j, 0, 5);
+        }
+    }
+    const attended got = problem_attend(x, kernel, 1);
+    const attended other_values = problem_attend(&without, kernel, 1);
+    for (int64_t h = 0; h < x->q_heads; h++) {
+        for (int64_t i = 0; i < x->q_len; i++) {
+            if (i < 100) {
+                check_empty_row(x, got, h, i);
+            } else {
+                check_same_row(x, got, other_values, h, i);
+                CHECK(isfinite(lse_of(x, got, h, i)) || i == 100);
+            }
+        }
+    }
+}
+
+static void minus_infinity_weighs_nothing(void) { check_on_all_kernels(check_weightless, 60); }
+static void minus_infinity_weighs_nothing_dense(void) {
+    check_on_all_kernels(check_weightless, -1);
+}
+
+static void check_all_empty(problem *x, const char *kernel) {
+    const attended got = problem_attend(x, kernel, 2);
+    for (int64_t h = 0; h < x->q_heads; h++) {
+        for (int64_t i = 0; i < x->q_len; i++) {
+            check_empty_row(x, got, h, i);
+        }
+    }
+}
+
+static void window_zero_keeps_nothing(void) { check_on_all_kernels(check_all_empty, 0); }
+
+static void check_all_invalid(problem *x, const char *kernel) {
+    x->key_valid = new_tensor(FDMA_UINT8, 1, x->kv_len, -1, -1);
+    problem_select(x);
+    check_all_empty(x, kernel);
+    x->causal = 0;
+    x->scope = FDMA_SCOPE_GLOBAL;
+    problem_select(x);
+    check_all_empty(x, kernel);
+}
+
+static void padding_alone_keeps_nothing(void) { check_on_all_kernels(check_all_invalid, 20); }
+static void padding_alone_keeps_nothing_dense(void) { check_on_all_kernels(check_all_invalid, -1); }
+
+/* More queries than keys: those before the first key see nothing. */
+static void check_early_queries(problem *x, const char *kernel) {
+    problem shorter = *x;
+    shorter.kv_len = 40;
+    shorter.k.shape[1] = shorter.v.shape[1] = 40;
+    shorter.bias = new_tensor(FDMA_FLOAT32, 1, 1, 40, -1);
+    const attended got = problem_attend(&shorter, kernel, 1);
+    for (int64_t h = 0; h < x->q_heads; h++) {
+        for (int64_t i = 0; i < x->q_len; i++) {
+            if (i < x->q_len - 40) {
+                check_empty_row(x, got, h, i);
+            } else {
+                CHECK(isfinite(lse_of(x, got, h, i)));
+            }
+        }
+        for (int64_t d = 0; d < x->head_dim; d++) { /* the first query that sees one key */
+            const double v = load_double(x->v.data, x->dtype, d);
+            CHECK_NEAR(out_of(x, got, h, x->q_len - 40, d), v, 0x1p-7 * fabs(v));
+        }
+    }
+}
+
+static void queries_before_the_first_key(void) { check_on_all_kernels(check_early_queries, -1); }
+
+/* One key outweighs all others by exp(1000): the row is its value. */
+static void check_dominated(problem *x, const char *kernel) {
+    set_bias(x, 0, 1000);
+    set_bias(x, 90, 2000);
+    const attended got = problem_attend(x, kernel, 1);
+    for (int64_t h = 0; h < x->q_heads; h++) {
+        for (int64_t i = 0; i < x->q_len; i++) {
+            const int64_t j = i < 90 ? 0 : 90;
+            CHECK_NEAR(lse_of(x, got, h, i), 1000.0 + 1000.0 * (i >= 90), 100);
+            for (int64_t d = 0; d < x->head_dim; d++) {
+                const double v = load_double(x->v.data, x->dtype, j * x->head_dim + d);
+                CHECK_NEAR(out_of(x, got, h, i, d), v, 0x1p-7 * fabs(v));
+            }
+        }
+    }
+}
+
+static void logits_far_apart(void) { check_on_all_kernels(check_dominated, -1); }
+
+static const test_entry tests[] = {
+    TEST(poison_stays_in_its_rows),
+    TEST(poison_stays_in_its_rows_dense),
+    TEST(nan_keys_stay_in_their_rows),
+    TEST(nan_keys_stay_in_their_rows_dense),
+    TEST(nan_queries_stay_alone),
+    TEST(minus_infinity_weighs_nothing),
+    TEST(minus_infinity_weighs_nothing_dense),
+    TEST(window_zero_keeps_nothing),
+    TEST(padding_alone_keeps_nothing),
+    TEST(padding_alone_keeps_nothing_dense),
+    TEST(queries_before_the_first_key),
+    TEST(logits_far_apart),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }

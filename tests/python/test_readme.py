@@ -1,0 +1,77 @@
+"""The README's examples are true: each ```c block compiles and runs, each ```python block runs.
+
+A ```text block that follows an example directly is what it prints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+LIBRARY = Path(os.environ["FDMA_LIBRARY"])
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+class Example(NamedTuple):
+    code: str
+    printed: str | None
+
+
+def examples(root: Path, language: str) -> list[Example]:
+    """The blocks of one language, each with the text block that it is followed by, if any."""
+    text = (root / "README.md").read_text()
+    blocks = list(FENCE.finditer(text))
+    found = []
+    for block, following in zip(blocks, [*blocks[1:], None]):
+        if block[1] != language:
+            continue
+        told = following is not None and following[1] == "text"
+        heading = told and "\n#" in text[block.end() : following.start()]
+        found.append(Example(block[2], following[2] if told and not heading else None))
+    assert found, f"README.md has no ```{language} block"
+    return found
+
+
+def run(command: list[str], folder: Path, root: Path) -> str:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root / "python"),
+        "LD_LIBRARY_PATH": str(LIBRARY.parent),
+    }
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command} gave {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def assert_printed(example: Example, output: str) -> None:
+    assert output.strip(), "the example prints nothing"
+    if example.printed is not None:
+        assert output.split() == example.printed.split()
+
+
+def test_python(root: Path, tmp_path: Path) -> None:
+    for example in examples(root, "python"):
+        script = tmp_path / "example.py"
+        script.write_text(example.code)
+        assert_printed(example, run([sys.executable, str(script)], tmp_path, root))
+
+
+def test_c(root: Path, tmp_path: Path) -> None:
+    for example in examples(root, "c"):
+        source, program = tmp_path / "example.c", tmp_path / "example"
+        source.write_text(example.code)
+        strict = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
+        link = [f"-I{root / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
+        run(["cc", *strict, str(source), "-o", str(program), *link], tmp_path, root)
+        assert_printed(example, run([str(program)], tmp_path, root))
+
+
+@pytest.mark.parametrize("name", ["attend_torch.py"])
+def test_the_examples_folder(name: str, root: Path, tmp_path: Path) -> None:
+    assert run([sys.executable, str(root / "examples" / name)], tmp_path, root).strip()

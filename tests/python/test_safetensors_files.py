@@ -1,0 +1,228 @@
+"""Files that are not what they say: one line, exit 2, no output touched. And those that are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import numpy as files
+from tool import attend_json, make_inputs, pack, refusal
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DATA = bytes(8)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    """A header with one tensor, `x`, of eight bytes, changed."""
+    fields = {**GOOD, **changes}
+    return {"x": {name: value for name, value in fields.items() if value is not None}}
+
+
+def pair(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
+    """A header with two byte tensors at those offsets."""
+    return {
+        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in {"x": first, "y": second}.items()
+    }
+
+
+def repeated(name: str) -> bytes:
+    return json.dumps({"x": GOOD}).replace('"x"', f'"{name}"').encode()
+
+
+DUPLICATE = b'{"x":' + json.dumps(GOOD).encode() + b',"x":' + json.dumps(GOOD).encode() + b"}"
+TWICE = b'{"x":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+
+MALFORMED = {
+    "empty": (b"", "the file is empty"),
+    "short": (b"\x02\0\0", "3 bytes are too short"),
+    "only a length": (pack(b""), "does not begin with '{'"),
+    "length past the end": (pack(entry(), DATA, 1000), "length 1000 is past the end"),
+    "length one past the end": (pack(b"{}", b"", 3), "length 3 is past the end"),
+    "length of 2^64 - 1": (pack(entry(), DATA, 2**64 - 1), "length 18446744073709551615 is above"),
+    "length above the limit": (pack(entry(), DATA, 10**8 + 1), "above the limit"),
+    "length too small": (pack(entry(), DATA, 20), "header: not JSON"),
+    "length too large": (pack(entry(), DATA, len(json.dumps(entry())) + 4), "header"),
+    "truncated data": (pack(entry(), DATA[:-1]), "'x': data_offsets [0, 8] do not fit"),
+    "no JSON": (pack(b"{x}"), "header: not JSON near byte 10"),
+    "an array": (pack(b"[]"), "does not begin with '{'"),
+    "text after the end": (pack(b"{} {}"), "text after its end at byte 11"),
+    "a NUL": (pack(b'{"x\0":1}'), "NUL character at byte 11"),
+    "an escaped NUL": (pack(b'{"x\\u0000":1}'), "NUL character at byte 11"),
+    "deep arrays": (pack(b'{"x":' + b"[" * 10**6), "nested deeper than 4 at byte"),
+    "deep objects": (pack(b'{"x":' * 10**5), "nested deeper than 4 at byte"),
+    "too many values": (pack(b'{"x":[' + b"0," * 4_000_002 + b"0]}"), "more than 4000000 values"),
+    "entry is a number": (pack({"x": 1}), "tensor 'x': not an object"),
+    "no dtype": (pack(entry(dtype=None), DATA), "'x': dtype is missing"),
+    "no shape": (pack(entry(shape=None), DATA), "'x': shape is missing"),
+    "no offsets": (pack(entry(data_offsets=None), DATA), "'x': data_offsets is not"),
+    "dtype is a number": (pack(entry(dtype=32), DATA), "'x': dtype is missing or no string"),
+    "unknown dtype": (pack(entry(dtype="F33"), DATA), "'x': unknown dtype 'F33'"),
+    "shape is a number": (pack(entry(shape=2), DATA), "'x': shape is missing or no array"),
+    "negative shape": (pack(entry(shape=[-2]), DATA), "'x': shape[0] is no integer"),
+    "broken shape": (pack(entry(shape=[1, 2.5]), DATA), "'x': shape[1] is no integer"),
+    "text in shape": (pack(entry(shape=["2"]), DATA), "'x': shape[0] is no integer"),
+    "null in shape": (
+        pack(b'{"x":{"dtype":"F32","shape":[null],"data_offsets":[0,8]}}', DATA),
+        "'x': shape[0] is no integer",
+    ),
+    "shape of 2^63": (pack(entry(shape=[2**63]), DATA), "'x': shape[0] is no integer"),
+    "shape above 2^53": (pack(entry(shape=[2**53 + 2]), DATA), "'x': shape[0] is no integer"),
+    "shape of 1e400": (
+        pack(b'{"x":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}', DATA),
+        "'x': shape[0] is no integer",
+    ),
+    "product above 2^63": (pack(entry(shape=[2**32, 2**32]), DATA), "more than 2^63 elements"),
+    "bits that wrap": (pack(entry(shape=[2**52, 2**7]), DATA), "do not fit its shape"),
+    "zero hides a product": (pack(entry(shape=[0, 2**52, 2**52]), DATA), "more than 2^63 elements"),
+    "bytes too few": (pack(entry(shape=[3]), DATA), "8 bytes of data do not fit its shape"),
+    "bytes too many": (pack(entry(shape=[1]), DATA), "8 bytes of data do not fit its shape"),
+    "half a byte": (
+        pack(entry(dtype="F4", shape=[3], data_offsets=[0, 2]), DATA[:2]),
+        "do not fit its shape",
+    ),
+    "one offset": (pack(entry(data_offsets=[8]), DATA), "data_offsets is not two"),
+    "three offsets": (pack(entry(data_offsets=[0, 8, 8]), DATA), "data_offsets is not two"),
+    "offsets backwards": (pack(entry(data_offsets=[8, 0]), DATA), "[8, 0] do not fit"),
+    "negative offset": (pack(entry(data_offsets=[-8, 0]), DATA), "data_offsets is not two"),
+    "offset above 2^53": (pack(entry(data_offsets=[0, 2**60]), DATA), "data_offsets is not two"),
+    "offset beyond the data": (pack(entry(data_offsets=[8, 16]), DATA), "[8, 16] do not fit"),
+    "overlap": (pack(pair((0, 6), (4, 8)), DATA), "tensor 'y': overlaps 'x' at byte 4"),
+    "same bytes": (pack(pair((0, 8), (0, 8)), DATA), "overlaps"),
+    "hole": (pack(pair((0, 3), (5, 8)), DATA), "'y': the 2 bytes before it belong to no tensor"),
+    "hole at the start": (pack(pair((1, 3), (3, 8)), DATA), "'x': the 1 bytes before it"),
+    "bytes after the last": (pack(entry(), DATA + b"12"), "the last 2 bytes belong to no tensor"),
+    "names twice": (pack(DUPLICATE, DATA), "header: 'x' stands twice"),
+    "field twice": (pack(TWICE, DATA), "tensor 'x': dtype stands twice"),
+    "unknown field": (pack(entry(strides=[1]), DATA), "unknown field 'strides'"),
+    "metadata is a list": (pack({"__metadata__": [], **entry()}, DATA), "__metadata__: not an"),
+    "metadata of numbers": (pack({"__metadata__": {"n": 1}, **entry()}, DATA), "'n' is no string"),
+    "newline in a name": (pack({"x\ny": 1}), "tensor 'x?y': not an object"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_file(tmp_path: Path, case: str) -> None:
+    content, words = MALFORMED[case]
+    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    path.write_bytes(content)
+    out_path.write_bytes(b"old")
+    line = refusal("attend", path, "--window", "4", "--out", out_path)
+    assert line.startswith(f"fdma attend: {path}: ")
+    assert words in line
+    assert out_path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    files.save_file(make_inputs(q_len=2, kv_len=2, q_heads=1, kv_heads=1, head_dim=8), path)
+    whole = path.read_bytes()
+    assert attend_json(path, "--window", "1")["keys_a_query"] == 1
+    for length in range(0, len(whole), 5):
+        path.write_bytes(whole[:length])
+        assert str(path) in refusal("attend", path, "--window", "1")
+
+
+def test_not_a_file(tmp_path: Path) -> None:
+    assert "not a regular file" in refusal("attend", tmp_path, "--window", "1")
+    assert "not a regular file" in refusal("attend", "/dev/zero", "--window", "1")
+
+
+def changed(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
+    tensors: dict[str, np.ndarray | None] = {**make_inputs(), **changes}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+UNFIT = {
+    "no q": (changed(q=None), "no tensor 'q'"),
+    "no score": (changed(score=None), "no tensor 'score', nor both of 'dt_proj' and 'a'"),
+    "a alone": (changed(score=None, a=zeros(2)), "nor both of 'dt_proj' and 'a'"),
+    "integers": (changed(k=np.zeros((1, 24, 2, 16), np.int32)), "'k': dtype is I32, want F16"),
+    "rank 3": (changed(v=zeros(24, 2, 16)), "'v': rank is 3, want 4"),
+    "rank 5": (changed(q=zeros(1, 1, 24, 4, 16)), "'q': rank is 5, want 4"),
+    "rank 9": (changed(q=zeros(1, 1, 1, 1, 1, 1, 24, 4, 16)), "'q': rank is 9, want 4"),
+    "nothing in it": (changed(q=zeros(1, 0, 4, 16)), "'q': has no elements"),
+    "other batch": (
+        changed(k=zeros(2, 24, 2, 16), v=zeros(2, 24, 2, 16), score=zeros(2, 2, 24)),
+        "k: ",
+    ),
+    "other length": (changed(v=zeros(1, 23, 2, 16)), "v: "),
+    "other head_dim": (changed(k=zeros(1, 24, 2, 8)), "k: "),
+    "group of 4/3": (
+        changed(k=zeros(1, 24, 3, 16), v=zeros(1, 24, 3, 16), score=zeros(1, 3, 24)),
+        "q_heads: ",
+    ),
+    "head_dim 12": (
+        changed(q=zeros(1, 24, 4, 12), k=zeros(1, 24, 2, 12), v=zeros(1, 24, 2, 12)),
+        "head_dim: ",
+    ),
+    "score of other keys": (changed(score=zeros(1, 2, 23)), "'score': shape is [1, 2, 23], want"),
+    "projection of other size": (
+        changed(score=None, a=zeros(2), dt_proj=zeros(2, 31)),
+        "dt_proj: ",
+    ),
+    "a of other size": (changed(score=None, a=zeros(3), dt_proj=zeros(2, 32)), "a: "),
+    "more queries than keys": (changed(q=zeros(1, 25, 4, 16)), "q_len: "),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_unfit_tensors(tmp_path: Path, case: str) -> None:
+    tensors, words = UNFIT[case]
+    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    files.save_file(tensors, path)
+    line = refusal("attend", path, "--window", "4", "--causal", "--out", out_path)
+    assert line.startswith(f"fdma attend: {path}: ")
+    assert words in line
+    assert not out_path.exists()
+
+
+def test_other_tensors_may_be_anything(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    extra = {
+        "deep": np.zeros((1,) * 12, np.int8),
+        "nothing": np.zeros((0, 5), np.float64),
+        "no axes": np.array(1, np.int64),
+        "yes": np.ones(3, bool),
+    }
+    files.save_file({**make_inputs(), **extra}, path, metadata={"made by": "a test"})
+    assert attend_json(path, "--window", "4")["window"] == 4
+
+
+@pytest.mark.parametrize("spaces", [0, 1, 7])
+def test_any_alignment(tmp_path: Path, spaces: int) -> None:
+    """Data need not be aligned, and may come in any order of names."""
+    inputs = make_inputs()
+    path = tmp_path / "in.safetensors"
+    files.save_file(inputs, path)
+    aligned = attend_json(path, "--window", "4", "--causal")
+    header, data, offset = {}, b"", 0
+    for name in reversed(list(inputs)):
+        size = inputs[name].nbytes
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(inputs[name].shape),
+            "data_offsets": [offset, offset + size],
+        }
+        data += inputs[name].tobytes()
+        offset += size
+    path.write_bytes(pack(json.dumps(header).encode() + b" " * spaces, data))
+    report = attend_json(path, "--window", "4", "--causal")
+    same = ("mass_mean", "mass_worst", "difference_dense", "difference_selected")
+    assert [report[name] for name in same] == [aligned[name] for name in same]
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_float_types_are_read(tmp_path: Path, kind: type) -> None:
+    path = tmp_path / "in.safetensors"
+    files.save_file({name: t.astype(kind) for name, t in make_inputs().items()}, path)
+    report = attend_json(path, "--window", "4")
+    assert report["dtype"] == ("f16" if kind is np.float16 else "f32")

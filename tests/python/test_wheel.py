@@ -1,0 +1,71 @@
+"""A wheel is built without torch, holds the library beside the package, and works unpacked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import torch, flash_dmattn
+from flash_dmattn import _library
+x = torch.randn(1, 5, 2, 8)
+assert torch.isfinite(flash_dmattn.attention(x, x, x)[0]).all()
+print(flash_dmattn.__version__, _library.find())
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    for name in ("cmake", "include", "src", "python"):
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(root / name, source / name, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--no-index", "--wheel-dir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheels = list(folder.glob("*.whl"))
+    assert len(wheels) == 1
+    return wheels[0]
+
+
+def test_contents(wheel: Path) -> None:
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert files == {
+        f"flash_dmattn/{name}"
+        for name in (
+            "__init__.py",
+            "_library.py",
+            "functional.py",
+            "libfdma.so",
+            "ops.py",
+            "py.typed",
+        )
+    }
+    assert wheel.name.startswith("flash_dmattn-") and "-py3-none-" in wheel.name
+
+
+def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    environment = {name: text for name, text in os.environ.items() if name != "FDMA_LIBRARY"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**environment, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    version, library = done.stdout.split()
+    assert version == wheel.name.split("-")[1]
+    assert Path(library) == tmp_path / "flash_dmattn" / "libfdma.so"

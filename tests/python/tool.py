@@ -1,0 +1,68 @@
+"""Runs the `fdma` command and makes its input files."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = os.environ.get("FDMA_TOOL", str(ROOT / "build" / "fdma"))
+EXAMPLE = ROOT / "examples" / "data" / "minilm.safetensors"
+
+
+def run_tool(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `fdma` with the arguments; a crash is never an answer."""
+    done = subprocess.run(
+        [TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
+    )
+    assert done.returncode in (0, 1, 2), f"exit {done.returncode}: {done.stderr}"
+    return done
+
+
+def refusal(*arguments: str | Path, code: int = 2, **options: Any) -> str:
+    """The one line of a run that must fail with `code`."""
+    done = run_tool(*arguments, **options)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.endswith("\n") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def attend_json(*arguments: str | Path) -> dict[str, Any]:
+    """The JSON object of a successful `fdma attend`."""
+    done = run_tool("attend", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def pack(header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file of any header, right or wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def make_inputs(
+    seed: int = 0,
+    batch: int = 1,
+    q_len: int = 24,
+    kv_len: int = 24,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+) -> dict[str, np.ndarray]:
+    """Random q, k, v, score, float32, in the tool's layout."""
+    random = np.random.default_rng(seed)
+    shapes = {
+        "q": (batch, q_len, q_heads, head_dim),
+        "k": (batch, kv_len, kv_heads, head_dim),
+        "v": (batch, kv_len, kv_heads, head_dim),
+        "score": (batch, kv_heads, kv_len),
+    }
+    return {name: random.standard_normal(s).astype(np.float32) for name, s in shapes.items()}
