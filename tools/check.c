@@ -167,7 +167,8 @@ static void report_row(const check_row *row) {
     } else if (find_operation(row->info.operation) == NULL) {
         printf("FAILED: there is no check of this operation\n");
     } else if (row->worst_case == NULL) {
-        printf("%4d cases   exact\n", row->passed + row->failed);
+        printf("%4d cases   %s\n", row->passed + row->failed,
+               row->compared > 0 ? "equal" : "nothing compared");
     } else {
         printf("%4d cases   worst error %.2f of the tolerance (%s %s)\n", row->passed + row->failed,
                row->worst, row->worst_case, dtype_name(row->worst_dtype));

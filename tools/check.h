@@ -14,6 +14,8 @@ typedef enum check_scores {
     SCORES_TIED,
     SCORES_RISING,
     SCORES_FALLING,
+    SCORES_CLIMB,
+    SCORES_DIVE,
     SCORES_SAW,
     SCORES_STEPS,
     SCORES_SPECIAL,

@@ -75,6 +75,10 @@ static float score_of(const check_case *test, int64_t j, uint64_t *random) {
         return 4 * place - 2;
     case SCORES_FALLING:
         return 2 - 4 * place;
+    case SCORES_CLIMB:
+        return 3 * (float)j;
+    case SCORES_DIVE:
+        return -3 * (float)j;
     case SCORES_SAW:
         return (float)(j % 23) / 8;
     case SCORES_STEPS:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs what the build needs and this machine lacks; does nothing where all is there.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
-#   setup.sh tests    and a C++ compiler, and .venv with the packages of tests/requirements.txt
+#   setup.sh tests    and a C++ compiler, Python's headers, and .venv with the packages of tests/requirements.txt
 #   setup.sh gates    and clang with its sanitizers and libFuzzer
 # System packages come from apt, as root or through sudo. Where neither is allowed, one line names
 # what is missing and the exit status is 2.
@@ -80,7 +80,10 @@ case $what in
 build) ;;
 tests | gates)
     need python3-venv python3 -c 'import ensurepip, venv'
-    need g++ command -v "${CXX:-c++}" # torch.compile, and the header as C++
+    # torch.compile compiles C++ against Python.
+    need g++ command -v "${CXX:-c++}"
+    need python3-dev python3 -c \
+        'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
     [ "$what" = tests ] || need clang command -v clang
     ;;
 *)

@@ -175,8 +175,10 @@ static void check_refusal(fdma_status status) {
 static void run(call *c, const struct operation *operation, void *args, size_t asked,
                 size_t bytes) {
     fdma_exec *const exec = (fdma_exec *)((char *)args + operation->exec);
-    uint8_t *const workspace = malloc(bytes);
-    exec->workspace = workspace;
+    const size_t shift = bytes % 64; /* any alignment will do */
+    uint8_t *const workspace = malloc(shift + bytes);
+    MUST(workspace != NULL || bytes == 0);
+    exec->workspace = workspace + shift;
     exec->workspace_size = bytes;
     for (size_t i = 0; i < c->count; i++) {
         block *const b = &c->blocks[i];
@@ -191,6 +193,7 @@ static void run(call *c, const struct operation *operation, void *args, size_t a
         check_refusal(status);
     MUST(status != FDMA_OK || strncmp(message, fdma_last_error(), sizeof message - 1) == 0);
     MUST(status != FDMA_OK || (bytes >= asked && !c->unbacked));
+    MUST(status != FDMA_WORKSPACE_TOO_SMALL || bytes < asked);
     for (size_t i = 0; i < c->count; i++) {
         const block *const b = &c->blocks[i];
         const bool writable = status == FDMA_OK && (b->output || c->shared);

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Checks the format of all C and Python, and lints Python; --fix corrects what can be corrected.
 set -u
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit 1
 bin=.venv/bin
 
 python_parts=

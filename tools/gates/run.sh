@@ -3,7 +3,7 @@
 # exit status 1 if any did. Each gate's full output is in build/gates/NAME.log.
 #   run.sh [FUZZ_SECONDS]    how long each fuzzer runs; 30 by default
 set -u
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit 1
 fuzz_seconds=${1:-30}
 jobs=$(nproc)
 logs=build/gates

@@ -9,6 +9,7 @@
 enum {
     dot_keys = 2,  /* keys x heads sums in registers */
     dot_heads = 4,
+    keys_ahead = 8,
     chunk_keys = 128, /* keys of a task */
 };
 
@@ -26,13 +27,19 @@ static int64_t round_up(int64_t x, int64_t step) {
     return (x + step - 1) / step * step;
 }
 
-/* The value states of one key, all heads in a row; zeros past the end are there already. */
+/* The value states of one key, all heads in a row; zeros past the end are there already. Those of a
+ * key some way ahead are asked for on the way. */
 static void gather_row(float *to, const fdma_problem *problem, int64_t b, int64_t j) {
     const fdma_tensor *const v = &problem->v;
-    for (int64_t g = 0; g < problem->kv_heads; g++)
-        load_row(to + g * problem->head_dim,
-                 row_at(v, b * v->stride[0] + j * v->stride[1] + g * v->stride[2]), v->dtype,
-                 problem->head_dim);
+    const int64_t size = (int64_t)fdma_dtype_size(v->dtype), dim = problem->head_dim;
+    const int64_t ahead = j + keys_ahead < problem->kv_len ? keys_ahead * v->stride[1] * size : 0;
+    for (int64_t g = 0; g < problem->kv_heads; g++) {
+        const uint8_t *const row =
+            row_at(v, b * v->stride[0] + j * v->stride[1] + g * v->stride[2]);
+        for (int64_t byte = 0; byte < dim * size; byte += 64)
+            __builtin_prefetch(row + ahead + byte);
+        load_row(to + g * dim, row, v->dtype, dim);
+    }
 }
 
 static inline __attribute__((always_inline)) void

@@ -146,7 +146,8 @@ static inline vf vf_fraction(vf x) {
 }
 
 static inline vf vf_scale2(vf fraction, vf x) {
-    return _mm512_scalef_ps(fraction, x);
+    const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(normal, fraction, x);
 }
 
 #endif

@@ -1,0 +1,221 @@
+/* test_kernels.c - the list of kernels, how one is forced by name, and what the library says of
+ * itself and of its devices. */
+#include "fixture.h"
+
+static void every_kernel_is_described(void) {
+    const int32_t count = fdma_kernel_count();
+    CHECK(count > 0);
+    for (int32_t i = 0; i < count; i++) {
+        fdma_kernel_info info = {.size = sizeof info};
+        CHECK_OK(fdma_describe_kernel(i, &info));
+        CHECK(strcmp(info.name, fdma_kernel_name(i)) == 0);
+        CHECK(strcmp(info.operation, "score") == 0 || strcmp(info.operation, "select") == 0 ||
+              strcmp(info.operation, "forward") == 0);
+        CHECK(info.missing == NULL || strlen(info.missing) > 0);
+        for (int32_t other = 0; other < i; other++) { /* no row twice */
+            fdma_kernel_info earlier = {.size = sizeof earlier};
+            CHECK_OK(fdma_describe_kernel(other, &earlier));
+            CHECK(strcmp(earlier.name, info.name) != 0 ||
+                  strcmp(earlier.operation, info.operation) != 0);
+        }
+    }
+}
+
+/* These two run anywhere, and do everything. */
+static void plain_kernels_are_always_there(void) {
+    static const char *const names[] = {"cpu/scalar", "reference"};
+    static const char *const operations[] = {"score", "select", "forward"};
+    for (int o = 0; o < TEST_COUNT(operations); o++) {
+        const kernel_list kernels = kernels_of(operations[o]);
+        for (int n = 0; n < TEST_COUNT(names); n++) {
+            int found = 0;
+            for (int i = 0; i < kernels.count; i++) {
+                found += strcmp(kernels.name[i], names[n]) == 0;
+            }
+            test_context("%s %s", names[n], operations[o]);
+            CHECK_INT(found, 1);
+        }
+    }
+}
+
+static void indices_out_of_range(void) {
+    fdma_kernel_info info = {.size = sizeof info};
+    CHECK(fdma_kernel_name(fdma_kernel_count()) == NULL);
+    CHECK(fdma_kernel_name(-1) == NULL);
+    CHECK_INT(fdma_describe_kernel(fdma_kernel_count(), &info), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "index");
+    CHECK_INT(fdma_describe_kernel(-1, &info), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_describe_kernel(0, NULL), FDMA_INVALID_ARGUMENT);
+    info.size = 0;
+    CHECK_INT(fdma_describe_kernel(0, &info), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "size");
+}
+
+static fdma_select_args small_select(fdma_selection *selection, const char *kernel) {
+    *selection =
+        (fdma_selection){.size = sizeof *selection, .expiry = new_output(FDMA_INT32, 1, 1, 9, -1)};
+    return (fdma_select_args){.size = sizeof(fdma_select_args),
+                              .score = new_tensor(FDMA_FLOAT32, 1, 1, 9, -1),
+                              .selection = selection,
+                              .window = 2,
+                              .exec = {.kernel = kernel}};
+}
+
+/* The kernel that would run, by each of its three queries. */
+static void check_picked(const char *forced, const char *want) {
+    fdma_selection selection;
+    const char *name = NULL;
+    fdma_select_args select = small_select(&selection, forced);
+    CHECK_OK(fdma_select_kernel(&select, &name));
+    CHECK(name != NULL && strcmp(name, want) == 0);
+
+    fdma_forward_args forward = {.size = sizeof forward,
+                                 .q = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
+                                 .k = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
+                                 .v = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
+                                 .out = new_output(FDMA_FLOAT32, 1, 3, 1, 8),
+                                 .exec = {.kernel = forced}};
+    name = NULL;
+    CHECK_OK(fdma_forward_kernel(&forward, &name));
+    CHECK(name != NULL && strcmp(name, want) == 0);
+
+    fdma_score_args score = {.size = sizeof score,
+                             .v = forward.v,
+                             .dt_proj = new_tensor(FDMA_FLOAT32, 1, 8, -1, -1),
+                             .a = new_tensor(FDMA_FLOAT32, 1, -1, -1, -1),
+                             .score = new_output(FDMA_FLOAT32, 1, 1, 3, -1),
+                             .bias_form = FDMA_BIAS_NONE,
+                             .exec = {.kernel = forced}};
+    name = NULL;
+    CHECK_OK(fdma_score_kernel(&score, &name));
+    CHECK(name != NULL && strcmp(name, want) == 0);
+}
+
+static void names_force_kernels(void) {
+    const kernel_list kernels = kernels_of("forward");
+    for (int i = 0; i < kernels.count; i++) {
+        test_context("%s", kernels.name[i]);
+        check_picked(kernels.name[i], kernels.name[i]);
+    }
+}
+
+/* The beginning of a name picks the first that applies; so does no name at all. */
+static void prefixes_force_backends(void) {
+    const kernel_list kernels = kernels_of("forward");
+    CHECK(strncmp(kernels.name[0], "cpu/", 4) == 0);
+    check_picked("cpu", kernels.name[0]);
+    check_picked(NULL, kernels.name[0]);
+}
+
+static void check_refused(const char *kernel) {
+    fdma_selection selection;
+    fdma_select_args args = small_select(&selection, kernel);
+    size_t bytes = 99;
+    test_context("kernel \"%s\"", kernel);
+    CHECK_INT(fdma_select_workspace(&args, &bytes), FDMA_UNSUPPORTED);
+    CHECK_INT(bytes, 99);
+    CHECK_INT(fdma_select(&args), FDMA_UNSUPPORTED);
+    CHECK_WORD(fdma_last_error(), "kernel");
+}
+
+/* A part of a name is a name only up to a '/'; the message lists what there is. */
+static void unknown_names_are_refused(void) {
+    static const char *const names[] = {"cp",  "cpu/scala", "cpu/scalar/x", "cpu/",
+                                        "CPU", "",          "gpu"};
+    for (int n = 0; n < TEST_COUNT(names); n++) {
+        check_refused(names[n]);
+        CHECK_WORD(fdma_last_error(), "cpu/scalar");
+        CHECK_WORD(fdma_last_error(), "reference");
+    }
+}
+
+/* A kernel that this machine lacks is refused by the feature that is missing. */
+static void missing_features_are_named(void) {
+    int lacking = 0;
+    for (int32_t i = 0; i < fdma_kernel_count(); i++) {
+        fdma_kernel_info info = {.size = sizeof info};
+        CHECK_OK(fdma_describe_kernel(i, &info));
+        if (info.missing != NULL && strcmp(info.operation, "select") == 0) {
+            check_refused(info.name);
+            CHECK_WORD(fdma_last_error(), info.missing);
+            lacking++;
+        }
+    }
+    printf("%d kernels that this machine lacks\n", lacking);
+}
+
+/* float64 is the reference's alone, and is found there without being asked for by name. */
+static void only_the_reference_takes_float64(void) {
+    fdma_forward_args args = {.size = sizeof args,
+                              .q = new_tensor(FDMA_FLOAT64, 1, 3, 1, 8),
+                              .k = new_tensor(FDMA_FLOAT64, 1, 3, 1, 8),
+                              .v = new_tensor(FDMA_FLOAT64, 1, 3, 1, 8),
+                              .out = new_output(FDMA_FLOAT64, 1, 3, 1, 8),
+                              .lse = new_output(FDMA_FLOAT64, 1, 1, 3, -1)};
+    args.exec.kernel = "reference";
+    CHECK_OK(run_forward(&args));
+    args.exec = (fdma_exec){.kernel = "cpu"};
+    CHECK_INT(run_forward(&args), FDMA_UNSUPPORTED);
+    CHECK_WORD(fdma_last_error(), "float64");
+}
+
+static void the_library_says_what_it_is(void) {
+    char version[32];
+    snprintf(version, sizeof version, "%d.%d.%d", FDMA_VERSION_MAJOR, FDMA_VERSION_MINOR,
+             FDMA_VERSION_PATCH);
+    CHECK(strcmp(fdma_version(), version) == 0);
+    CHECK(strcmp(fdma_status_name(FDMA_OK), "FDMA_OK") == 0);
+    CHECK(strcmp(fdma_status_name(FDMA_INVALID_ARGUMENT), "FDMA_INVALID_ARGUMENT") == 0);
+    CHECK(strcmp(fdma_status_name(FDMA_UNSUPPORTED), "FDMA_UNSUPPORTED") == 0);
+    CHECK(strcmp(fdma_status_name(FDMA_WORKSPACE_TOO_SMALL), "FDMA_WORKSPACE_TOO_SMALL") == 0);
+    CHECK(strcmp(fdma_status_name(FDMA_CUDA_ERROR), "FDMA_CUDA_ERROR") == 0);
+    CHECK(fdma_status_name((fdma_status)99) != NULL);
+}
+
+static void devices_are_described(void) {
+    fdma_device_info info = {.size = sizeof info};
+    CHECK(fdma_device_count() >= 1);
+    CHECK_OK(fdma_describe_device(0, &info));
+    CHECK(memchr(info.name, '\0', sizeof info.name) != NULL && info.name[0] != '\0');
+    CHECK(memchr(info.features, '\0', sizeof info.features) != NULL);
+    CHECK(info.cores >= 1);
+    CHECK_INT(fdma_describe_device(fdma_device_count(), &info), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "device");
+    CHECK_INT(fdma_describe_device(-1, &info), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_describe_device(0, NULL), FDMA_INVALID_ARGUMENT);
+    info.size = 0;
+    CHECK_INT(fdma_describe_device(0, &info), FDMA_INVALID_ARGUMENT);
+}
+
+static void dense_tensors_are_dense(void) {
+    float data[24];
+    const int64_t shape[] = {2, 3, 4};
+    const fdma_tensor tensor = fdma_dense_tensor(data, FDMA_FLOAT32, 3, shape);
+    CHECK(tensor.data == data);
+    CHECK_INT(tensor.rank, 3);
+    CHECK_INT(tensor.dtype, FDMA_FLOAT32);
+    CHECK_BYTES(tensor.shape, shape, sizeof shape);
+    CHECK_INT(tensor.stride[0], 12);
+    CHECK_INT(tensor.stride[1], 4);
+    CHECK_INT(tensor.stride[2], 1);
+}
+
+/* Runs first. */
+static void no_message_before_a_failure(void) { CHECK_BYTES(fdma_last_error(), "", 1); }
+
+static const test_entry tests[] = {
+    TEST(no_message_before_a_failure),
+    TEST(every_kernel_is_described),
+    TEST(plain_kernels_are_always_there),
+    TEST(indices_out_of_range),
+    TEST(names_force_kernels),
+    TEST(prefixes_force_backends),
+    TEST(unknown_names_are_refused),
+    TEST(missing_features_are_named),
+    TEST(only_the_reference_takes_float64),
+    TEST(the_library_says_what_it_is),
+    TEST(devices_are_described),
+    TEST(dense_tensors_are_dense),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }
