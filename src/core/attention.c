@@ -68,11 +68,13 @@ static void fill_steps(const fdma_attention_args *args, attention_steps *steps) 
 static void share_workspace(const fdma_attention_args *args, const fdma_arena *arena,
                             attention_steps *steps) {
     fdma_exec exec = args->exec;
-    const size_t gap = arena->base ? (size_t)(arena->base - (uint8_t *)exec.workspace) : 0;
     steps->scratch = fdma_arena_size(arena);
-    exec.workspace = arena->base ? arena->base + arena->used : NULL;
-    exec.workspace_size =
-        exec.workspace_size > gap + arena->used ? exec.workspace_size - gap - arena->used : 0;
+    if (arena->base != NULL && arena->used > 0) {
+        uint8_t *const rest = arena->base + arena->used;
+        const size_t taken = (size_t)(rest - (uint8_t *)exec.workspace);
+        exec.workspace = rest;
+        exec.workspace_size = exec.workspace_size > taken ? exec.workspace_size - taken : 0;
+    }
     steps->score.exec = steps->select.exec = steps->forward.exec = exec;
 }
 

@@ -62,30 +62,33 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
                      names);
 }
 
+/* Why `row`, the last that was meant, does not do it; NULL: no row was meant. */
+static fdma_status fail_pick(const kernel_row *row, const fdma_problem *problem) {
+    const char *const verb = fdma_operation_name(problem->operation);
+    const char *const name = problem->exec.kernel ? problem->exec.kernel : "any";
+    FDMA_REQUIRE(row != NULL, FDMA_UNSUPPORTED, "exec.kernel: is %.64s, which does not %s", name,
+                 verb);
+    const char *const missing = row->missing();
+    FDMA_REQUIRE(missing == NULL, FDMA_UNSUPPORTED,
+                 "exec.kernel: %s needs %s, which this machine lacks", row->name, missing);
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: %s does not %s with %s", row->name, verb,
+                     row->refuses(problem));
+}
+
 fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
                           const kernel_row **picked) {
     const char *const name = problem->exec.kernel;
-    const char *const verb = fdma_operation_name(problem->operation);
-    const kernel_row *row;
+    const kernel_row *row, *last = NULL;
     if (name != NULL && !is_known(backends, name)) return fail_unknown(backends, name);
-    fdma_status status =
-        fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel %s does %s", name ? name : "", verb);
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
         if (row->operation != problem->operation || (name && !is_meant(row, name))) continue;
-        const char *const missing = row->missing();
-        const char *const refused = missing ? NULL : row->refuses(problem);
-        if (missing == NULL && refused == NULL) {
+        last = row;
+        if (row->missing() == NULL && row->refuses(problem) == NULL) {
             *picked = row;
             return FDMA_OK;
         }
-        if (missing != NULL)
-            status = fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: %s needs %s, which this machine lacks",
-                               row->name, missing);
-        else
-            status = fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: %s does not do %s with %s",
-                               row->name, verb, refused);
     }
-    return status;
+    return fail_pick(last, problem);
 }
 
 fdma_arena fdma_arena_of(const fdma_problem *problem) {

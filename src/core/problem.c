@@ -27,7 +27,7 @@ fdma_status fdma_copy_args(const char *name, const void *args, size_t first_size
     return FDMA_OK;
 }
 
-static fdma_status check_exec(const fdma_exec *exec) {
+static fdma_status check_exec(const fdma_exec *exec, check_depth depth) {
     FDMA_REQUIRE(exec->threads >= 0, FDMA_INVALID_ARGUMENT, "exec.threads: is %d, want 0 or more",
                  exec->threads);
     FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT, "exec.device: is %d, want 0 or more",
@@ -36,7 +36,8 @@ static fdma_status check_exec(const fdma_exec *exec) {
                  "exec.device: is %d, this library is built for the CPU, 0", exec->device);
     FDMA_REQUIRE(exec->reserved[0] == 0 && exec->reserved[1] == 0, FDMA_INVALID_ARGUMENT,
                  "exec.reserved: is set, want 0");
-    FDMA_REQUIRE(exec->workspace_size == 0 || exec->workspace != NULL, FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(depth == check_shapes || exec->workspace_size == 0 || exec->workspace != NULL,
+                 FDMA_INVALID_ARGUMENT,
                  "exec.workspace: is NULL, want %zu bytes as exec.workspace_size says",
                  exec->workspace_size);
     return FDMA_OK;
@@ -70,7 +71,7 @@ fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth, f
     fdma_score_args args;
     FDMA_TRY(fdma_copy_args("fdma_score_args", caller, FIRST_SIZE(fdma_score_args), &args,
                             sizeof args));
-    FDMA_TRY(check_exec(&args.exec));
+    FDMA_TRY(check_exec(&args.exec, depth));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
     *problem = (fdma_problem){
         .operation = operation_score,
@@ -115,7 +116,7 @@ fdma_status fdma_check_select(const fdma_select_args *caller, check_depth depth,
                             sizeof args));
     FDMA_TRY(fdma_copy_args("selection", args.selection, sizeof selection, &selection,
                             sizeof selection));
-    FDMA_TRY(check_exec(&args.exec));
+    FDMA_TRY(check_exec(&args.exec, depth));
     FDMA_TRY(check_reserved(args.reserved));
     FDMA_TRY(fdma_check_form("score", &args.score, 3, takes_wide_floats));
     *problem = (fdma_problem){
@@ -182,6 +183,8 @@ static fdma_status check_forward_options(const fdma_forward_args *args, const fd
                  "scale: is %g, want a finite number, 0 or more", args->scale);
     FDMA_REQUIRE(args->softcap >= 0 && args->softcap < INFINITY, FDMA_INVALID_ARGUMENT,
                  "softcap: is %g, want a finite number, 0 or more", args->softcap);
+    FDMA_REQUIRE(args->window == 0 || args->selection != NULL, FDMA_INVALID_ARGUMENT,
+                 "window: is %lld, want 0 where selection is NULL", (long long)args->window);
     return check_reserved(args->reserved);
 }
 
@@ -212,7 +215,7 @@ fdma_status fdma_check_forward(const fdma_forward_args *caller, check_depth dept
     fdma_selection selection = {0};
     FDMA_TRY(fdma_copy_args("fdma_forward_args", caller, FIRST_SIZE(fdma_forward_args), &args,
                             sizeof args));
-    FDMA_TRY(check_exec(&args.exec));
+    FDMA_TRY(check_exec(&args.exec, depth));
     FDMA_TRY(fdma_check_form("q", &args.q, 4, takes_floats));
     FDMA_TRY(fdma_check_form("k", &args.k, 4, takes_floats));
     const int64_t head_dim = args.q.shape[3];
