@@ -1,4 +1,5 @@
-/* errors.h - what the tests of bad arguments share: what a call must answer, and the check of it. */
+/* errors.h - what the tests of bad arguments share: what a call must answer, and how it is held to
+ * that. */
 #ifndef ERRORS_H
 #define ERRORS_H
 

@@ -1,4 +1,4 @@
-/* test_attention.c - fdma_attention() against its three steps, and fdma_score() against its formula. */
+/* test_attention.c - fdma_attention() against its three steps, and fdma_score() at known points. */
 #include "fixture.h"
 
 #include <float.h>
@@ -116,7 +116,7 @@ static void check_equal(fdma_tensor actual, fdma_tensor want) {
     CHECK_BYTES(actual.data, want.data, bytes_of(want));
 }
 
-/* With every output asked for, and with only `out`: what is not asked for lives in the workspace. */
+/* With every output asked for, with only `out`, and in between: the rest lives in the workspace. */
 static void compare_with_steps(const sizes *n, fdma_dtype dtype, fdma_bias_form form,
                                const char *kernel) {
     fdma_attention_args args = new_args(n, dtype, form, kernel), steps;

@@ -1,5 +1,5 @@
-/* test_errors_forward.c - bad arguments of fdma_forward() and fdma_attention(): the status, what the
- * message names, and that nothing is written. */
+/* test_errors_forward.c - bad arguments of fdma_forward() and fdma_attention(): the status, what
+ * the message names, and that nothing is written. */
 #include "errors.h"
 
 /* ---- forward ---- */

@@ -243,9 +243,9 @@ static void check_keys(const char *what, const select_case *test, const char *ke
 }
 
 static void check_on_all_kernels(const select_case *test, const kernel_list *kernels,
-                                 const fdma_selection *want) {
+                                 int32_t threads, const fdma_selection *want) {
     for (int i = 0; i < kernels->count; i++) {
-        const fdma_selection got = select_with(test, kernels->name[i], 1 + i);
+        const fdma_selection got = select_with(test, kernels->name[i], threads);
         check_keys("expiry", test, kernels->name[i], got.expiry, want->expiry);
         check_keys("slot", test, kernels->name[i], got.slot, want->slot);
     }
@@ -291,7 +291,7 @@ static void compare_lengths(fdma_scope scope, int padded) {
                     fill_padding(&test, &state);
                 }
                 const fdma_selection want = brute_force(&test);
-                check_on_all_kernels(&test, &kernels, &want);
+                check_on_all_kernels(&test, &kernels, 1, &want);
                 test_free_all();
             }
         }
@@ -309,13 +309,14 @@ static void longer_sequences(void) {
     for (int o = 0; o < TEST_COUNT(orders); o++) {
         select_case test = {.name = orders[o].name,
                             .batch = 1,
-                            .kv_heads = 1,
+                            .kv_heads = 2,
                             .kv_len = 601,
                             .window = 100,
                             .scope = o % 2 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL};
         fill_scores(&test, orders[o].order, &state);
         const fdma_selection want = brute_force(&test);
-        check_on_all_kernels(&test, &kernels, &want);
+        check_on_all_kernels(&test, &kernels, 1, &want);
+        check_on_all_kernels(&test, &kernels, 3, &want);
         test_free_all();
     }
 }
@@ -422,7 +423,7 @@ static void invalid_scores_do_not_matter(void) {
         }
     }
     CHECK(replaced > 0);
-    check_on_all_kernels(&test, &kernels, &want);
+    check_on_all_kernels(&test, &kernels, 1, &want);
 }
 
 static void no_keys(void) {

@@ -15,7 +15,7 @@ from flash_dmattn import _library, ops
 KERNELS = list(dict.fromkeys(row.name for row in _library.kernels() if row.missing is None))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 RUNS = [
-    (kernel, dtype)
+    pytest.param(kernel, dtype, id=f"{kernel}-{dtype}".replace("torch.", ""))
     for kernel in KERNELS
     for dtype in DTYPES
     if dtype != torch.float64 or kernel == "reference"

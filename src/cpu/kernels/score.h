@@ -3,14 +3,13 @@
 #define FDMA_CPU_KERNELS_SCORE_H
 
 #include "core/element.h"
+#include "cpu/kernels/math.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/parallel.h"
 
 enum {
-    dot_keys = 2,  /* keys x heads sums in registers */
     dot_heads = 4,
-    keys_ahead = 8,
-    chunk_keys = 128, /* keys of a task */
+    chunk_keys = 64, /* keys of a task */
 };
 
 typedef struct score_context {
@@ -20,74 +19,98 @@ typedef struct score_context {
     int64_t chunks;    /* of one sequence */
     float *projection; /* [heads][width], zeros past the end */
     float *a;          /* [kv_heads] */
-    float *rows;       /* [threads][dot_keys][width] */
+    float *scratch;    /* of thread 0; the others' follow at scratch_size */
+    int64_t scratch_size;
 } score_context;
+
+/* Scratch of a thread. */
+typedef struct score_scratch {
+    float *rows; /* [dot_keys][width], for rows that are not whole vectors of float32 */
+    float *dots; /* [heads][chunk_keys], then scores */
+} score_scratch;
 
 static int64_t round_up(int64_t x, int64_t step) {
     return (x + step - 1) / step * step;
 }
 
-/* The value states of one key, all heads in a row; zeros past the end are there already. Those of a
- * key some way ahead are asked for on the way. */
-static void gather_row(float *to, const fdma_problem *problem, int64_t b, int64_t j) {
-    const fdma_tensor *const v = &problem->v;
-    const int64_t size = (int64_t)fdma_dtype_size(v->dtype), dim = problem->head_dim;
-    const int64_t ahead = j + keys_ahead < problem->kv_len ? keys_ahead * v->stride[1] * size : 0;
-    for (int64_t g = 0; g < problem->kv_heads; g++) {
-        const uint8_t *const row =
-            row_at(v, b * v->stride[0] + j * v->stride[1] + g * v->stride[2]);
-        for (int64_t byte = 0; byte < dim * size; byte += 64)
-            __builtin_prefetch(row + ahead + byte);
-        load_row(to + g * dim, row, v->dtype, dim);
-    }
+static score_scratch scratch_of(const score_context *score, int32_t thread) {
+    float *const start = score->scratch + thread * score->scratch_size;
+    return (score_scratch){.rows = start, .dots = start + dot_keys * score->width};
 }
 
-static inline __attribute__((always_inline)) void
-dot_rows(float dots[dot_keys][dot_heads], const float *rows, const float *projection,
-         int64_t width) {
+/* Whether the heads of a key lie side by side in float32, ready to be read. */
+static bool is_ready(const score_context *score) {
+    const fdma_tensor *const v = &score->problem->v;
+    const int64_t heads = score->problem->kv_heads, dim = score->problem->head_dim;
+    return v->dtype == FDMA_FLOAT32 && score->width == heads * dim &&
+           (heads == 1 || v->stride[2] == dim);
+}
+
+/* The value states of one key, all heads in a row; zeros past the end are there already. */
+static const float *gather_row(const score_context *score, float *to, int64_t b, int64_t j) {
+    const fdma_tensor *const v = &score->problem->v;
+    const int64_t dim = score->problem->head_dim, offset = b * v->stride[0] + j * v->stride[1];
+    if (is_ready(score)) return row_at(v, offset);
+    for (int64_t g = 0; g < score->problem->kv_heads; g++)
+        load_row(to + g * dim, row_at(v, offset + g * v->stride[2]), v->dtype, dim);
+    return to;
+}
+
+/* Products of dot_keys rows with dot_heads projections; dots of a head lie chunk_keys apart. */
+static void dot_rows(float *dots, const float *const *rows, const float *projection, int64_t width) {
     vf sums[dot_keys][dot_heads];
-    UNROLL for (int key = 0; key < dot_keys; key++)
+    const float *row[dot_keys];
+    UNROLL for (int key = 0; key < dot_keys; key++) {
+        row[key] = rows[key];
         UNROLL for (int g = 0; g < dot_heads; g++) sums[key][g] = vf_set(0);
-    for (int64_t x = 0; x < width; x += vf_width)
-        UNROLL for (int g = 0; g < dot_heads; g++) {
-            const vf weight = vf_load(projection + g * width + x);
-            UNROLL for (int key = 0; key < dot_keys; key++)
-                sums[key][g] = vf_fma(vf_load(rows + key * width + x), weight, sums[key][g]);
+    }
+    for (int64_t x = 0; x < width; x += vf_width) {
+        vf weight[dot_heads];
+        UNROLL for (int g = 0; g < dot_heads; g++) weight[g] = vf_load(projection + g * width + x);
+        UNROLL for (int key = 0; key < dot_keys; key++) {
+            const vf values = vf_load(row[key] + x);
+            UNROLL for (int g = 0; g < dot_heads; g++)
+                sums[key][g] = vf_fma(values, weight[g], sums[key][g]);
         }
+    }
     UNROLL for (int key = 0; key < dot_keys; key++)
-        UNROLL for (int g = 0; g < dot_heads; g++) dots[key][g] = vf_sum(sums[key][g]);
+        UNROLL for (int g = 0; g < dot_heads; g++) dots[g * chunk_keys + key] = vf_sum(sums[key][g]);
 }
 
-static void write_score(const fdma_problem *problem, int64_t b, int64_t g, int64_t j, float z) {
-    const fdma_tensor *const score = &problem->score, *const bias = &problem->bias;
-    if (is_present(score))
-        ((float *)score->data)[b * score->stride[0] + g * score->stride[1] + j] = z;
-    if (is_present(bias))
-        ((float *)bias->data)[b * bias->stride[0] + g * bias->stride[1] + j] =
-            problem->bias_form == FDMA_BIAS_EXP ? expf(z) : z;
-}
-
-static float softplus_of(float x) {
-    return x != x ? x : (x > 0 ? x : 0) + log1pf(expf(-fabsf(x)));
-}
-
-/* Scores of the keys j to j + count - 1, count at most dot_keys; invalid ones are not read. */
-static void score_keys_at(const score_context *score, float *rows, int64_t b, int64_t j,
-                          int64_t count) {
+/* dot_keys keys from j on; those past the end or not valid are not read, a row that is stands in. */
+static void dot_keys_at(const score_context *score, const score_scratch *scratch, int64_t b,
+                        int64_t j, float *dots) {
     const fdma_problem *const problem = score->problem;
-    float dots[dot_keys][dot_heads];
-    for (int64_t key = 0; key < count; key++)
-        if (is_valid_key(problem, b, j + key))
-            gather_row(rows + key * score->width, problem, b, j + key);
-    for (int64_t first = 0; first < problem->kv_heads; first += dot_heads) {
-        dot_rows(dots, rows, score->projection + first * score->width, score->width);
-        for (int64_t key = 0; key < count; key++)
-            for (int64_t g = first; g < first + dot_heads && g < problem->kv_heads; g++)
-                if (is_valid_key(problem, b, j + key))
-                    write_score(problem, b, g, j + key,
-                                score->a[g] * softplus_of(dots[key][g - first]));
-                else
-                    write_score(problem, b, g, j + key, -INFINITY);
+    const float *rows[dot_keys];
+    for (int64_t key = 0; key < dot_keys; key++) {
+        const bool read = j + key < problem->kv_len && is_valid_key(problem, b, j + key);
+        rows[key] = read ? gather_row(score, scratch->rows + key * score->width, b, j + key)
+                         : score->projection;
+    }
+    for (int64_t g = 0; g < score->heads; g += dot_heads)
+        dot_rows(dots + g * chunk_keys, rows, score->projection + g * score->width, score->width);
+}
+
+/* Scores and biases of `count` keys of one head, from their products. */
+static void write_scores(const score_context *score, int64_t b, int64_t g, int64_t j, int64_t count,
+                         float *dots) {
+    const fdma_problem *const problem = score->problem;
+    const fdma_tensor *const to = &problem->score, *const bias = &problem->bias;
+    float terms[chunk_keys];
+    for (int64_t x = 0; x < chunk_keys; x += vf_width) {
+        const vf z = vf_mul(vf_set(score->a[g]), softplus_of(vf_load(dots + x)));
+        vf_store(dots + x, z);
+        vf_store(terms + x, problem->bias_form == FDMA_BIAS_EXP ? exp_of(z) : z);
+    }
+    for (int64_t x = 0; x < count; x++) {
+        const bool valid = is_valid_key(problem, b, j + x);
+        const float none = problem->bias_form == FDMA_BIAS_EXP ? 0 : -INFINITY;
+        if (is_present(to))
+            ((float *)to->data)[b * to->stride[0] + g * to->stride[1] + j + x] =
+                valid ? dots[x] : -INFINITY;
+        if (is_present(bias))
+            ((float *)bias->data)[b * bias->stride[0] + g * bias->stride[1] + j + x] =
+                valid ? terms[x] : none;
     }
 }
 
@@ -95,11 +118,13 @@ static void score_chunk(const void *context, int64_t index, int32_t thread) {
     const score_context *const score = context;
     const int64_t b = index / score->chunks, first = index % score->chunks * chunk_keys;
     const int64_t left = score->problem->kv_len - first;
-    const int64_t end = first + (left < chunk_keys ? left : chunk_keys);
-    float *const rows = score->rows + thread * dot_keys * score->width;
-    for (int64_t x = 0; x < dot_keys * score->width; x++) rows[x] = 0;
-    for (int64_t j = first; j < end; j += dot_keys)
-        score_keys_at(score, rows, b, j, end - j < dot_keys ? end - j : dot_keys);
+    const int64_t count = left < chunk_keys ? left : chunk_keys;
+    const score_scratch scratch = scratch_of(score, thread);
+    for (int64_t x = 0; x < score->scratch_size; x++) scratch.rows[x] = 0;
+    for (int64_t x = 0; x < count; x += dot_keys)
+        dot_keys_at(score, &scratch, b, first + x, scratch.dots + x);
+    for (int64_t g = 0; g < score->problem->kv_heads; g++)
+        write_scores(score, b, g, first, count, scratch.dots + g * chunk_keys);
 }
 
 static void pack_weights(const score_context *score) {
@@ -107,9 +132,11 @@ static void pack_weights(const score_context *score) {
     const fdma_tensor *const from = &problem->dt_proj;
     const int64_t used = problem->kv_heads * problem->head_dim;
     for (int64_t x = 0; x < score->heads * score->width; x++) score->projection[x] = 0;
-    for (int64_t g = 0; g < problem->kv_heads; g++) score->a[g] = (float)fdma_load(&problem->a, g);
-    for (int64_t g = 0; g < problem->kv_heads; g++)
-        load_row(score->projection + g * score->width, row_at(from, g * from->stride[0]), from->dtype, used);
+    for (int64_t g = 0; g < problem->kv_heads; g++) {
+        score->a[g] = (float)fdma_load(&problem->a, g);
+        load_row(score->projection + g * score->width, row_at(from, g * from->stride[0]),
+                 from->dtype, used);
+    }
 }
 
 static int64_t chunks_of(const fdma_problem *problem) {
@@ -124,8 +151,9 @@ static fdma_arena lay_out_score(const fdma_problem *problem, int32_t threads,
     *context = (score_context){problem, width, heads, .chunks = chunks_of(problem)};
     context->projection = fdma_arena_take(&arena, (size_t)(heads * width) * sizeof(float));
     context->a = fdma_arena_take(&arena, (size_t)heads * sizeof(float));
-    context->rows =
-        fdma_arena_take(&arena, (size_t)threads * dot_keys * (size_t)width * sizeof(float));
+    context->scratch_size = dot_keys * width + heads * chunk_keys;
+    context->scratch = fdma_arena_take(
+        &arena, (size_t)threads * (size_t)context->scratch_size * sizeof(float));
     return arena;
 }
 

@@ -5,15 +5,10 @@
 #define FDMA_CPU_KERNELS_TILE_H
 
 #include "core/plan.h"
+#include "cpu/kernels/unroll.h"
 
 #include <float.h>
 #include <math.h>
-
-#if defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
 
 enum {
     key_block = 96, /* keys whose weights are held between the two products */

@@ -15,7 +15,8 @@ enum {
     tile_vectors = 2,  /* vectors of query lanes in registers */
     tile_blocks = 4,   /* such groups in a tile */
     score_keys = 6,    /* keys x lanes accumulators of the first product: 12 of 16 registers */
-    value_channels = 4 /* channels x lanes accumulators of the second */
+    value_channels = 4, /* channels x lanes accumulators of the second */
+    dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
 };
 
 static inline vf vf_set(float x) {
@@ -139,9 +140,10 @@ static inline void vf_transpose(vf x[vf_width]) {
     }
 }
 
-/* 2^-127 is 0 in vf_scale2, so nothing below needs an exponent. The order of max keeps NaN. */
+/* 2^-127 is 0 and 2^128 infinite in vf_scale2, so that nothing beyond needs an exponent. NaN, as the
+ * second operand, stays. */
 static inline vf vf_clamp_exponent(vf x) {
-    return _mm256_max_ps(_mm256_set1_ps(-127.0f), x);
+    return _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(_mm256_set1_ps(-127.0f), x));
 }
 
 static inline vf vf_fraction(vf x) {

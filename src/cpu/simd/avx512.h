@@ -15,7 +15,8 @@ enum {
     tile_vectors = 3,  /* vectors of query lanes in registers */
     tile_blocks = 2,   /* such groups in a tile */
     score_keys = 8,    /* keys x lanes accumulators of the first product: 24 of 32 registers */
-    value_channels = 8 /* channels x lanes accumulators of the second */
+    value_channels = 8, /* channels x lanes accumulators of the second */
+    dot_keys = 4,       /* keys x dot_heads accumulators of the scores */
 };
 
 static inline vf vf_set(float x) {

@@ -17,7 +17,8 @@ enum {
     tile_vectors = 4,  /* vectors of query lanes in registers */
     tile_blocks = 4,   /* such groups in a tile */
     score_keys = 2,    /* keys x lanes accumulators of the first product */
-    value_channels = 2 /* channels x lanes accumulators of the second */
+    value_channels = 2, /* channels x lanes accumulators of the second */
+    dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
 };
 
 static inline vf vf_set(float x) {
@@ -154,16 +155,20 @@ static inline void vf_transpose(vf x[vf_width]) {
     (void)x;
 }
 
-/* 2^x = vf_scale2(p(vf_fraction(x)), x) with p(f) = 2^f on [0, 1); -inf gives 0, NaN gives NaN.
- * Results below 2^-126 are 0: products of subnormal numbers take a hundred times as long. x is at most
- * 127. */
+/* 2^x = vf_scale2(p(vf_fraction(x)), x) with p(f) = 2^f on [0, 1); NaN gives NaN. Results below
+ * 2^-126 are 0: products of subnormal numbers take a hundred times as long. */
+static inline vf vf_clamp_exponent(vf x) {
+    const vf above = vf_max(-127, x);
+    return above > 128 ? 128 : above;
+}
+
 static inline vf vf_fraction(vf x) {
-    const vf clamped = vf_max(-127, x);
+    const vf clamped = vf_clamp_exponent(x);
     return clamped - floorf(clamped);
 }
 
 static inline vf vf_scale2(vf fraction, vf x) {
-    const vf clamped = vf_max(-127, x);
+    const vf clamped = vf_clamp_exponent(x);
     return clamped == clamped ? fraction * float_of((uint32_t)((int32_t)floorf(clamped) + 127) << 23)
                               : clamped;
 }

@@ -1,0 +1,58 @@
+/* Elementary functions of vectors. */
+#ifndef FDMA_CPU_KERNELS_MATH_H
+#define FDMA_CPU_KERNELS_MATH_H
+
+/* 2^x; relative error 1e-7. Minimax polynomial of degree 5 on [0, 1). */
+static inline vf exp2_of(vf x) {
+    const vf f = vf_fraction(x);
+    vf p = vf_fma(f, vf_set(0x1.ec3014p-10f), vf_set(0x1.26902p-7f));
+    p = vf_fma(p, f, vf_set(0x1.c95458p-5f));
+    p = vf_fma(p, f, vf_set(0x1.ebd5ap-3f));
+    p = vf_fma(p, f, vf_set(0x1.62e4f6p-1f));
+    p = vf_fma(p, f, vf_set(0x1.fffffep-1f));
+    return vf_scale2(p, x);
+}
+
+/* tanh(x): an odd polynomial below 0.625 (Cephes' coefficients), by exponentials above. */
+static inline vf tanh_of(vf x) {
+    const vf size = vf_abs(x), square = vf_mul(x, x);
+    vf p = vf_fma(square, vf_set(-5.70498872745e-3f), vf_set(2.06390887954e-2f));
+    p = vf_fma(p, square, vf_set(-5.37397155531e-2f));
+    p = vf_fma(p, square, vf_set(1.33314422036e-1f));
+    p = vf_fma(p, square, vf_set(-3.33332819422e-1f));
+    const vf low = vf_fma(vf_mul(p, square), x, x);
+    const vf power = exp2_of(vf_mul(size, vf_set(-2 * 1.4426950408889634f)));
+    const vf high = vf_div(vf_sub(vf_set(1), power), vf_add(vf_set(1), power));
+    return vf_pick_greater(size, vf_set(0.625f), vf_copy_sign(high, x), low);
+}
+
+/* e^x; relative error 2e-7 for every x: what rounding x * log2(e) lost is made good to first order. */
+static inline vf exp_of(vf x) {
+    const vf log2e = vf_set(0x1.715476p+0f), rest = vf_set(0x1.4ae0cp-26f);
+    const vf y = vf_mul(x, log2e);
+    const vf lost = vf_fma(x, rest, vf_fma(x, log2e, vf_sub(vf_set(0), y)));
+    // inf - inf is NaN
+    const vf finite = vf_pick_greater(vf_set(1e30f), vf_abs(x), lost, vf_set(0));
+    return vf_mul(exp2_of(y), vf_fma(finite, vf_set(0x1.62e43p-1f), vf_set(1)));
+}
+
+/* log(1 + t) for t in [0, 1]; relative error 1e-7. t times a minimax polynomial of degree 9. */
+static inline vf log1p_of(vf t) {
+    vf p = vf_fma(t, vf_set(-0x1.a9336cp-9f), vf_set(0x1.453f12p-6f));
+    p = vf_fma(p, t, vf_set(-0x1.d29ccep-5f));
+    p = vf_fma(p, t, vf_set(0x1.b25362p-4f));
+    p = vf_fma(p, t, vf_set(-0x1.397562p-3f));
+    p = vf_fma(p, t, vf_set(0x1.92f696p-3f));
+    p = vf_fma(p, t, vf_set(-0x1.ff0f88p-3f));
+    p = vf_fma(p, t, vf_set(0x1.554c8p-2f));
+    p = vf_fma(p, t, vf_set(-0x1.ffffbep-2f));
+    p = vf_fma(p, t, vf_set(1));
+    return vf_mul(p, t);
+}
+
+/* log(1 + e^x) */
+static inline vf softplus_of(vf x) {
+    return vf_add(vf_max(vf_set(0), x), log1p_of(exp_of(vf_sub(vf_set(0), vf_abs(x)))));
+}
+
+#endif
