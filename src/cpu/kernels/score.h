@@ -91,26 +91,24 @@ static void dot_keys_at(const score_context *score, const score_scratch *scratch
         dot_rows(dots + g * chunk_keys, rows, score->projection + g * score->width, score->width);
 }
 
+static float bias_of(const fdma_problem *problem, float z) {
+    return problem->bias_form == FDMA_BIAS_EXP ? expf(z) : z;
+}
+
 /* Scores and biases of `count` keys of one head, from their products. */
 static void write_scores(const score_context *score, int64_t b, int64_t g, int64_t j, int64_t count,
                          float *dots) {
     const fdma_problem *const problem = score->problem;
     const fdma_tensor *const to = &problem->score, *const bias = &problem->bias;
-    float terms[chunk_keys];
-    for (int64_t x = 0; x < chunk_keys; x += vf_width) {
-        const vf z = vf_mul(vf_set(score->a[g]), softplus_of(vf_load(dots + x)));
-        vf_store(dots + x, z);
-        vf_store(terms + x, problem->bias_form == FDMA_BIAS_EXP ? exp_of(z) : z);
-    }
+    for (int64_t x = 0; x < chunk_keys; x += vf_width)
+        vf_store(dots + x, vf_mul(vf_set(score->a[g]), softplus_of(vf_load(dots + x))));
     for (int64_t x = 0; x < count; x++) {
-        const bool valid = is_valid_key(problem, b, j + x);
-        const float none = problem->bias_form == FDMA_BIAS_EXP ? 0 : -INFINITY;
+        const float z = is_valid_key(problem, b, j + x) ? dots[x] : -INFINITY;
         if (is_present(to))
-            ((float *)to->data)[b * to->stride[0] + g * to->stride[1] + j + x] =
-                valid ? dots[x] : -INFINITY;
+            ((float *)to->data)[b * to->stride[0] + g * to->stride[1] + j + x] = z;
         if (is_present(bias))
             ((float *)bias->data)[b * bias->stride[0] + g * bias->stride[1] + j + x] =
-                valid ? terms[x] : none;
+                bias_of(problem, z);
     }
 }
 
