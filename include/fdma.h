@@ -19,10 +19,11 @@
  * (kv_len counts padding too). Causal: key j is visible to query i if j <= p(i). A query whose
  * position is negative sees nothing. Not causal: every valid key is visible.
  *
- * A call. Fill the operation's argument struct and pass its address. `size` is sizeof of the struct,
- * which is what lets the struct grow; every field left zero means its default, so start from {0}:
+ * A call. Fill the operation's argument struct and pass its address. `size` is sizeof of the
+ * struct, which is what lets the struct grow; every field left zero means its default, so start
+ * from {0}:
  *
- *     fdma_forward_args args = {.size = sizeof args, .q = q, .k = k, .v = v, .out = out, .causal = 1};
+ *     fdma_forward_args args = {.size = sizeof args, .q = q, .k = k, .v = v, .out = out};
  *     size_t bytes;
  *     if (fdma_forward_workspace(&args, &bytes) != FDMA_OK) ...fdma_last_error()...
  *     args.exec.workspace = malloc(bytes);
@@ -62,7 +63,7 @@
 extern "C" {
 #endif
 
-/* ---- status ---------------------------------------------------------------------------------- */
+/* Status */
 
 typedef enum fdma_status {
     FDMA_OK = 0,
@@ -73,7 +74,7 @@ typedef enum fdma_status {
 } fdma_status;
 
 /*! fdma_last_error() - why this thread's last failing call failed: one line, never NULL.
- *  Ownership  valid until this thread's next failing call; do not free. "" before the first failure. */
+ *  Ownership  valid until this thread's next failing call; do not free; "" before the first */
 FDMA_API const char *fdma_last_error(void);
 
 /*! fdma_status_name() - a status as text, for example "FDMA_INVALID_ARGUMENT". Never NULL. */
@@ -82,7 +83,7 @@ FDMA_API const char *fdma_status_name(fdma_status status);
 /*! fdma_version() - the library's version, "major.minor.patch". */
 FDMA_API const char *fdma_version(void);
 
-/* ---- tensors --------------------------------------------------------------------------------- */
+/* Tensors */
 
 typedef enum fdma_dtype {
     FDMA_FLOAT32 = 1,
@@ -94,11 +95,12 @@ typedef enum fdma_dtype {
 } fdma_dtype;
 
 /*! fdma_tensor - a borrowed view of an array of rank 1 to 4.
- *  The element at [x0, x1, ...] is data[x0 * stride[0] + x1 * stride[1] + ...]. Rank 0 means absent.
+ *  The element at [x0, x1, ...] is data[x0 * stride[0] + x1 * stride[1] + ...]. Rank 0 means
+ *  absent.
  *  Units   strides in elements
  *  Edge    the last stride is 1, the others are >= 0 (0 repeats an input along an axis; an output's
- *          elements must be distinct); strides of axes of length 1 do not matter; data aligned to its
- *          element is enough; data may be NULL where there are no elements */
+ *          elements must be distinct); strides of axes of length 1 do not matter; data aligned to
+ *          its element is enough; data may be NULL where there are no elements */
 typedef struct fdma_tensor {
     void *data;
     int64_t shape[4];
@@ -107,26 +109,27 @@ typedef struct fdma_tensor {
     int32_t rank;
 } fdma_tensor;
 
-/*! fdma_dense_tensor() - a view of a contiguous array: shape[0] to shape[rank - 1], last axis fastest.
+/*! fdma_dense_tensor() - a view of a contiguous array, last axis fastest.
+ *  Shapes     shape[0] to shape[rank - 1]
  *  Errors     none; a wrong rank or shape is found by the call that is given the tensor */
 FDMA_API fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank,
                                        const int64_t *shape);
 
-/* ---- how and where a call runs ------------------------------------------------------------------ */
+/* How and where a call runs */
 
-/*! fdma_exec - how and where a call runs; all zero is a good start (but most calls want workspace). */
+/*! fdma_exec - how and where a call runs. Zeros are good defaults; most calls want workspace. */
 typedef struct fdma_exec {
     void *workspace;       /* scratch memory, any alignment; see the fdma_*_workspace functions */
     size_t workspace_size; /* bytes */
     void *stream;          /* device only: a cudaStream_t */
-    const char *kernel;    /* NULL: the fastest that applies; else a kernel's name or the beginning of
-                              it up to a '/' ("cpu", "cpu/avx2"); see fdma_kernel_name() */
+    const char *kernel;    /* NULL: the fastest that applies; else a kernel's name, or the beginning
+                              of it up to a '/' ("cpu", "cpu/avx2"); see fdma_kernel_name() */
     int32_t device;        /* 0: the CPU; n + 1: CUDA device n. Says where all tensors are */
     int32_t threads;       /* CPU only; 0: as many as OpenMP would use (OMP_NUM_THREADS) */
     uint64_t reserved[2];  /* zero */
 } fdma_exec;
 
-/* ---- score --------------------------------------------------------------------------------------- */
+/* Score */
 
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
@@ -148,12 +151,13 @@ typedef struct fdma_score_args {
 
 /*! fdma_score() - score and bias of each key, from the value states of all kv heads.
  *  Formula    dt[b,j,g] = sum over g', d of v[b,j,g',d] * dt_proj[g, g' * head_dim + d]
- *             score[b,g,j] = z = a[g] * softplus(dt[b,j,g]), softplus(x) = max(x, 0) + log1p(exp(-|x|))
+ *             score[b,g,j] = z = a[g] * softplus(dt[b,j,g])
  *             bias[b,g,j] = exp(z) or z
+ *             softplus(x) = max(x, 0) + log1p(exp(-|x|))
  *  Shapes     beside each field; v float32, float16 or bfloat16; dt_proj and a as v or float32
  *  Units      score and bias are float32 and are added to logits in nats
  *  Ownership  borrows everything; wants fdma_score_workspace() bytes
- *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read and gets z = -inf
+ *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read, its z is -inf
  *  Errors     FDMA_INVALID_ARGUMENT shapes, strides or sizes; FDMA_UNSUPPORTED dtypes, head_dim;
  *             FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2508.02124, section 3 */
@@ -164,19 +168,19 @@ FDMA_API fdma_status fdma_score(const fdma_score_args *args);
  *  Errors     as fdma_score(), but for FDMA_WORKSPACE_TOO_SMALL; *bytes is then left alone */
 FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
 
-/* ---- select -------------------------------------------------------------------------------------- */
+/* Select */
 
 typedef enum fdma_scope {
     FDMA_SCOPE_CAUSAL = 0, /* each query ranks the keys up to its own position */
     FDMA_SCOPE_GLOBAL = 1, /* one ranking of all valid keys, shared by all queries */
 } fdma_scope;
 
-/*! fdma_selection - which queries keep which keys; written by fdma_select(), read by fdma_forward().
+/*! fdma_selection - which queries keep which keys: from fdma_select() to fdma_forward().
  *  A key that a causal prefix has once evicted never returns, so one number per key says it all:
  *  the query at position p keeps key j if j <= p and p < expiry[b,g,j] (global scope without causal
  *  masking: if expiry[b,g,j] > j). expiry = kv_len: kept to the end; expiry = j: never kept.
- *  Kept keys live in `window` numbered slots: a key that enters a full set takes over the slot of the
- *  one that leaves, so at every position the live keys have distinct slots; -1: never kept.
+ *  Kept keys live in `window` numbered slots: a key that enters a full set takes over the slot of
+ *  the one that leaves, so at every position the live keys have distinct slots; -1: never kept.
  *  The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
  *  Edge       changed by hand, a selection gives wrong numbers, never an access out of bounds */
@@ -187,7 +191,7 @@ typedef struct fdma_selection {
     int64_t window;     /* what the selection was made for */
     int64_t kv_len;
     fdma_scope scope;
-    int32_t reserved;   /* zero */
+    int32_t reserved; /* zero */
 } fdma_selection;
 
 typedef struct fdma_select_args {
@@ -202,8 +206,9 @@ typedef struct fdma_select_args {
 } fdma_select_args;
 
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
- *  Formula    order: higher score first; equal scores: the more recent key (larger j) first; NaN below
- *             everything; -0 and 0 are equal. Keys that are not valid are never counted and never kept.
+ *  Formula    order: higher score first; equal scores: the more recent key (larger j) first; NaN
+ *             below everything; -0 and 0 are equal. Keys that are not valid are never counted and
+ *             never kept.
  *  Shapes     beside each field; at most INT32_MAX keys
  *  Ownership  borrows everything; wants fdma_select_workspace() bytes: O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
@@ -215,23 +220,23 @@ FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 /*! fdma_select_workspace() - bytes of workspace for fdma_select(); see fdma_score_workspace(). */
 FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
 
-/* ---- forward ------------------------------------------------------------------------------------- */
+/* Forward */
 
 typedef struct fdma_forward_args {
-    size_t size;           /* sizeof(fdma_forward_args) */
-    fdma_tensor q;         /* [batch, q_len, q_heads, head_dim] */
-    fdma_tensor k;         /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor v;         /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor bias;      /* optional [batch, kv_heads, kv_len] float32 */
-    fdma_tensor key_valid; /* optional [batch, kv_len] uint8: 0 for padding */
-    fdma_tensor out;       /* output [batch, q_len, q_heads, head_dim] */
-    fdma_tensor lse;       /* output, optional [batch, q_heads, q_len] float32 */
+    size_t size;                     /* sizeof(fdma_forward_args) */
+    fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor v;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor out;                 /* output [batch, q_len, q_heads, head_dim] */
+    fdma_tensor lse;                 /* output, optional [batch, q_heads, q_len] float32 */
     const fdma_selection *selection; /* NULL: dense, every visible key */
-    int64_t window;        /* 0, or the window that `selection` must have been made for */
-    double scale;          /* multiplies logits; 0: 1 / sqrt(head_dim) */
-    double softcap;        /* c > 0: logits become c * tanh(logit / c); 0: off */
-    int32_t causal;        /* nonzero: a query sees only keys at positions up to its own */
-    int32_t reserved;      /* zero */
+    int64_t window;                  /* 0, or the window that `selection` must have been made for */
+    double scale;                    /* multiplies logits; 0: 1 / sqrt(head_dim) */
+    double softcap;                  /* c > 0: logits become c * tanh(logit / c); 0: off */
+    int32_t causal;   /* nonzero: a query sees only keys at positions up to its own */
+    int32_t reserved; /* zero */
     fdma_exec exec;
 } fdma_forward_args;
 
@@ -239,25 +244,25 @@ typedef struct fdma_forward_args {
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
  *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
  *             lse[b,h,i] = log sum_j exp(s[i,j])
- *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to 256;
- *             q, k, v and out of one dtype: float32, float16 or bfloat16
+ *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to
+ *             256; q, k, v and out of one dtype: float32, float16 or bfloat16
  *  Units      scale multiplies logits, 0 means 1/sqrt(head_dim); lse in nats; strides in elements
  *  Ownership  borrows everything; wants fdma_forward_workspace() bytes:
  *             O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
- *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not valid
- *             or never kept are never read
+ *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
+ *             valid or never kept are never read
  *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, an output that shares elements with another
- *             tensor, NaN or a negative scale or softcap, a selection made for another length, window
- *             or scope; FDMA_UNSUPPORTED dtypes, head_dim, an unknown or unusable kernel name;
- *             FDMA_WORKSPACE_TOO_SMALL
+ *             tensor, NaN or a negative scale or softcap, a selection made for another length,
+ *             window or scope; FDMA_UNSUPPORTED dtypes, head_dim, an unknown or unusable kernel
+ *             name; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
 /*! fdma_forward_workspace() - bytes of workspace for fdma_forward(); see fdma_score_workspace(). */
 FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
 
-/* ---- all in one call ------------------------------------------------------------------------------ */
+/* All in one call */
 
 typedef struct fdma_attention_args {
     size_t size;               /* sizeof(fdma_attention_args) */
@@ -275,7 +280,7 @@ typedef struct fdma_attention_args {
     int64_t window;            /* keys that a query keeps; 0: none; >= kv_len: all */
     fdma_scope scope;          /* FDMA_SCOPE_GLOBAL where not causal */
     fdma_bias_form bias_form;
-    double scale;              /* as in fdma_forward_args */
+    double scale; /* as in fdma_forward_args */
     double softcap;
     int32_t causal;
     int32_t reserved; /* zero */
@@ -296,9 +301,9 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
 /*! fdma_attention_workspace() - bytes of workspace for fdma_attention(). */
 FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
 
-/* ---- kernels and devices ---------------------------------------------------------------------------- */
+/* Kernels and devices */
 
-/*! fdma_kernel_count() - how many kernels this library holds, those that this machine lacks included. */
+/*! fdma_kernel_count() - how many kernels this library holds, usable on this machine or not. */
 FDMA_API int32_t fdma_kernel_count(void);
 
 /*! fdma_kernel_name() - the name of kernel `index`, such as "cpu/avx512"; NULL past the end.
@@ -309,7 +314,7 @@ typedef struct fdma_kernel_info {
     size_t size;           /* sizeof(fdma_kernel_info), set by the caller */
     const char *name;      /* such as "cpu/avx512" */
     const char *operation; /* "score", "select" or "forward" */
-    const char *missing;   /* NULL if it runs here; else what this machine lacks, such as "avx512f" */
+    const char *missing; /* NULL if it runs here; else what this machine lacks, such as "avx512f" */
 } fdma_kernel_info;
 
 /*! fdma_describe_kernel() - what kernel `index` does and whether it runs here.

@@ -155,13 +155,15 @@ fdma_status fdma_attention(const fdma_attention_args *args) {
     FDMA_TRY(run(&problems.score));
     FDMA_TRY(run(&problems.select));
     FDMA_TRY(run(&problems.forward));
-    if (steps.wanted != NULL) record_selection(steps.wanted, &problems.select);
+    if (steps.wanted != NULL)
+        record_selection(steps.wanted, &problems.select);
     return FDMA_OK;
 }
 
 int32_t fdma_kernel_count(void) {
     int32_t count = 0;
-    while (fdma_row_at(backends, count) != NULL) count++;
+    while (fdma_row_at(backends, count) != NULL)
+        count++;
     return count;
 }
 
@@ -183,9 +185,7 @@ fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
     return FDMA_OK;
 }
 
-int32_t fdma_device_count(void) {
-    return 1;
-}
+int32_t fdma_device_count(void) { return 1; }
 
 fdma_status fdma_describe_device(int32_t device, fdma_device_info *info) {
     FDMA_REQUIRE(info != NULL, FDMA_INVALID_ARGUMENT, "fdma_device_info: is NULL");

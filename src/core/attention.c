@@ -15,7 +15,8 @@ static fdma_tensor take_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dty
     size_t bytes = fdma_dtype_size(dtype);
     for (int axis = 0; axis < 3; axis++)
         // sizes that overflow are refused with v itself, before the bytes are used
-        if (__builtin_mul_overflow(bytes, (size_t)shape[axis], &bytes)) return tensor;
+        if (__builtin_mul_overflow(bytes, (size_t)shape[axis], &bytes))
+            return tensor;
     tensor.data = fdma_arena_take(arena, bytes);
     return tensor;
 }
@@ -23,7 +24,8 @@ static fdma_tensor take_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dty
 static void place_tensors(const fdma_attention_args *args, fdma_arena *arena,
                           attention_steps *steps) {
     const fdma_dtype wide = args->v.dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
-    steps->score.score = is_present(&args->score) ? args->score : take_tensor(arena, &args->v, wide);
+    steps->score.score =
+        is_present(&args->score) ? args->score : take_tensor(arena, &args->v, wide);
     steps->score.bias = args->bias;
     if (args->bias_form != FDMA_BIAS_NONE && !is_present(&args->bias))
         steps->score.bias = take_tensor(arena, &args->v, wide);

@@ -19,8 +19,10 @@ static double decode(uint16_t bits, format16 format) {
     const int exponent = bits >> format.fraction_bits & top;
     const double sign = bits & 0x8000 ? -1 : 1;
     const int shift = -format.bias - format.fraction_bits;
-    if (exponent == top) return fraction ? (double)NAN : sign * (double)INFINITY;
-    if (exponent == 0) return sign * ldexp(fraction, 1 + shift);
+    if (exponent == top)
+        return fraction ? (double)NAN : sign * (double)INFINITY;
+    if (exponent == 0)
+        return sign * ldexp(fraction, 1 + shift);
     return sign * ldexp(fraction + (1 << format.fraction_bits), exponent + shift);
 }
 
@@ -28,30 +30,46 @@ static uint16_t encode(double value, format16 format) {
     const uint16_t sign = signbit(value) ? 0x8000 : 0;
     const int infinity = 0x7fff & ~((1 << format.fraction_bits) - 1);
     const double size = fabs(value);
-    if (isnan(value)) return (uint16_t)(sign | infinity | 1 << (format.fraction_bits - 1));
-    if (size == 0) return sign;
-    if (isinf(value)) return (uint16_t)(sign | infinity);
+    if (isnan(value))
+        return (uint16_t)(sign | infinity | 1 << (format.fraction_bits - 1));
+    if (size == 0)
+        return sign;
+    if (isinf(value))
+        return (uint16_t)(sign | infinity);
     const int normal = ilogb(size) < 1 - format.bias ? 1 - format.bias : ilogb(size);
     const double steps = nearbyint(ldexp(size, format.fraction_bits - normal));
     // steps counts from the binade's start, and carries into the next one, by itself
-    const int64_t bits = (int64_t)steps + ((int64_t)(normal + format.bias - 1) << format.fraction_bits);
+    const int64_t bits =
+        (int64_t)steps + ((int64_t)(normal + format.bias - 1) << format.fraction_bits);
     return (uint16_t)(sign | (bits < infinity ? (int)bits : infinity));
 }
 
 double fdma_load(const fdma_tensor *tensor, int64_t offset) {
     switch (tensor->dtype) {
-    case FDMA_FLOAT32: return (double)((const float *)tensor->data)[offset];
-    case FDMA_FLOAT64: return ((const double *)tensor->data)[offset];
-    case FDMA_FLOAT16: return decode(((const uint16_t *)tensor->data)[offset], binary16);
-    default: return decode(((const uint16_t *)tensor->data)[offset], bfloat16);
+    case FDMA_FLOAT32:
+        return (double)((const float *)tensor->data)[offset];
+    case FDMA_FLOAT64:
+        return ((const double *)tensor->data)[offset];
+    case FDMA_FLOAT16:
+        return decode(((const uint16_t *)tensor->data)[offset], binary16);
+    default:
+        return decode(((const uint16_t *)tensor->data)[offset], bfloat16);
     }
 }
 
 void fdma_store(const fdma_tensor *tensor, int64_t offset, double value) {
     switch (tensor->dtype) {
-    case FDMA_FLOAT32: ((float *)tensor->data)[offset] = (float)value; return;
-    case FDMA_FLOAT64: ((double *)tensor->data)[offset] = value; return;
-    case FDMA_FLOAT16: ((uint16_t *)tensor->data)[offset] = encode(value, binary16); return;
-    default: ((uint16_t *)tensor->data)[offset] = encode(value, bfloat16); return;
+    case FDMA_FLOAT32:
+        ((float *)tensor->data)[offset] = (float)value;
+        return;
+    case FDMA_FLOAT64:
+        ((double *)tensor->data)[offset] = value;
+        return;
+    case FDMA_FLOAT16:
+        ((uint16_t *)tensor->data)[offset] = encode(value, binary16);
+        return;
+    default:
+        ((uint16_t *)tensor->data)[offset] = encode(value, bfloat16);
+        return;
     }
 }

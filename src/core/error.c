@@ -14,17 +14,20 @@ fdma_status fdma_fail(fdma_status status, const char *format, ...) {
     return status;
 }
 
-const char *fdma_last_error(void) {
-    return message;
-}
+const char *fdma_last_error(void) { return message; }
 
 const char *fdma_status_name(fdma_status status) {
     switch (status) {
-    case FDMA_OK: return "FDMA_OK";
-    case FDMA_INVALID_ARGUMENT: return "FDMA_INVALID_ARGUMENT";
-    case FDMA_UNSUPPORTED: return "FDMA_UNSUPPORTED";
-    case FDMA_WORKSPACE_TOO_SMALL: return "FDMA_WORKSPACE_TOO_SMALL";
-    case FDMA_CUDA_ERROR: return "FDMA_CUDA_ERROR";
+    case FDMA_OK:
+        return "FDMA_OK";
+    case FDMA_INVALID_ARGUMENT:
+        return "FDMA_INVALID_ARGUMENT";
+    case FDMA_UNSUPPORTED:
+        return "FDMA_UNSUPPORTED";
+    case FDMA_WORKSPACE_TOO_SMALL:
+        return "FDMA_WORKSPACE_TOO_SMALL";
+    case FDMA_CUDA_ERROR:
+        return "FDMA_CUDA_ERROR";
     }
     return "unknown status";
 }

@@ -10,13 +10,15 @@ __attribute__((format(printf, 2, 3))) fdma_status fdma_fail(fdma_status status, 
 
 #define FDMA_REQUIRE(condition, status, ...)                                                       \
     do {                                                                                           \
-        if (!(condition)) return fdma_fail(status, __VA_ARGS__);                                   \
+        if (!(condition))                                                                          \
+            return fdma_fail(status, __VA_ARGS__);                                                 \
     } while (0)
 
 #define FDMA_TRY(call)                                                                             \
     do {                                                                                           \
         const fdma_status try_status = (call);                                                     \
-        if (try_status != FDMA_OK) return try_status;                                              \
+        if (try_status != FDMA_OK)                                                                 \
+            return try_status;                                                                     \
     } while (0)
 
 #endif

@@ -1,19 +1,22 @@
 /* Whether two tensors share elements. Exact for what occurs: separate buffers, and interleaved
- * slices of one packed buffer (q, k, v of one projection); what it cannot tell apart counts as shared. */
+ * slices of one packed buffer (q, k, v of one projection); what it cannot tell apart counts as
+ * shared. */
 #include "core/error.h"
 #include "core/tensor.h"
 
-
-/* The bytes that a tensor touches, modulo `period`: axes whose stride is a multiple of it vanish. */
+/* The bytes that a tensor touches, modulo `period`: axes whose stride is a multiple of it
+ * vanish. */
 typedef struct byte_range {
     int64_t first;
     int64_t end;
 } byte_range;
 
 static bool has_elements(const fdma_tensor *tensor) {
-    if (!is_present(tensor) || tensor->data == NULL) return false;
+    if (!is_present(tensor) || tensor->data == NULL)
+        return false;
     for (int axis = 0; axis < tensor->rank; axis++)
-        if (tensor->shape[axis] == 0) return false;
+        if (tensor->shape[axis] == 0)
+            return false;
     return true;
 }
 
@@ -24,45 +27,50 @@ static byte_range range_modulo(const fdma_tensor *tensor, int64_t period) {
     int64_t reach = size;
     for (int axis = 0; axis < tensor->rank; axis++) {
         const int64_t stride = tensor->stride[axis] * size;
-        if (tensor->shape[axis] == 1 || (period && stride % period == 0)) continue;
+        if (tensor->shape[axis] == 1 || (period && stride % period == 0))
+            continue;
         reach += (tensor->shape[axis] - 1) * stride;
     }
     return (byte_range){first, first + reach};
 }
 
-static bool are_apart(byte_range a, byte_range b) {
-    return a.end <= b.first || b.end <= a.first;
-}
+static bool are_apart(byte_range a, byte_range b) { return a.end <= b.first || b.end <= a.first; }
 
 /* Both ranges repeat every `period` bytes: apart if they are so within one period and the next. */
 static bool are_apart_modulo(const fdma_tensor *a, const fdma_tensor *b, int64_t period) {
     const byte_range range_a = range_modulo(a, period);
     const byte_range range_b = range_modulo(b, period);
-    if (range_a.end - range_a.first > period || range_b.end - range_b.first > period) return false;
+    if (range_a.end - range_a.first > period || range_b.end - range_b.first > period)
+        return false;
     const byte_range next_a = {range_a.first + period, range_a.end + period};
     const byte_range next_b = {range_b.first + period, range_b.end + period};
     return are_apart(range_a, range_b) && are_apart(next_a, range_b) && are_apart(range_a, next_b);
 }
 
 static bool share_elements(const fdma_tensor *a, const fdma_tensor *b) {
-    if (!has_elements(a) || !has_elements(b)) return false;
-    if (are_apart(range_modulo(a, 0), range_modulo(b, 0))) return false;
+    if (!has_elements(a) || !has_elements(b))
+        return false;
+    if (are_apart(range_modulo(a, 0), range_modulo(b, 0)))
+        return false;
     const int64_t size = (int64_t)fdma_dtype_size(a->dtype);
     for (int axis = 0; axis < a->rank; axis++) {
         const int64_t period = a->stride[axis] * size;
-        if (a->shape[axis] > 1 && period > 0 && are_apart_modulo(a, b, period)) return false;
+        if (a->shape[axis] > 1 && period > 0 && are_apart_modulo(a, b, period))
+            return false;
     }
     return true;
 }
 
 fdma_status fdma_check_overlaps(const tensor_rule *rules, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        if (!rules[i].output) continue;
+        if (!rules[i].output)
+            continue;
         for (size_t other = 0; other < count; other++) {
             const bool counts = other != i && !(rules[other].output && other < i);
             FDMA_REQUIRE(!counts || !share_elements(rules[i].tensor, rules[other].tensor),
-                         FDMA_INVALID_ARGUMENT, "%s: shares elements with %s, want memory of its own",
-                         rules[i].name, rules[other].name);
+                         FDMA_INVALID_ARGUMENT,
+                         "%s: shares elements with %s, want memory of its own", rules[i].name,
+                         rules[other].name);
         }
     }
     return FDMA_OK;

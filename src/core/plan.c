@@ -16,10 +16,12 @@ const char *fdma_operation_name(fdma_operation operation) {
 }
 
 const kernel_row *fdma_row_at(const kernel_backend *backends, int32_t index) {
-    if (index < 0) return NULL;
+    if (index < 0)
+        return NULL;
     for (; *backends != NULL; backends++) {
         for (const kernel_table *const *table = *backends; *table != NULL; table++) {
-            if (index < (*table)->count) return &(*table)->rows[index];
+            if (index < (*table)->count)
+                return &(*table)->rows[index];
             index -= (*table)->count;
         }
     }
@@ -41,7 +43,8 @@ static bool is_meant(const kernel_row *row, const char *name) {
 static bool is_known(const kernel_backend *backends, const char *name) {
     const kernel_row *row;
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++)
-        if (begins_with(row->name, name)) return true;
+        if (begins_with(row->name, name))
+            return true;
     return false;
 }
 
@@ -51,10 +54,12 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
     const char *previous = "";
     const kernel_row *row;
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
-        if (strcmp(row->name, previous) == 0) continue;
+        if (strcmp(row->name, previous) == 0)
+            continue;
         const int wrote =
             snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", row->name);
-        if (wrote < 0 || (size_t)wrote >= sizeof names - used) break;
+        if (wrote < 0 || (size_t)wrote >= sizeof names - used)
+            break;
         used += (size_t)wrote;
         previous = row->name;
     }
@@ -79,9 +84,11 @@ fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *pr
                           const kernel_row **picked) {
     const char *const name = problem->exec.kernel;
     const kernel_row *row, *last = NULL;
-    if (name != NULL && !is_known(backends, name)) return fail_unknown(backends, name);
+    if (name != NULL && !is_known(backends, name))
+        return fail_unknown(backends, name);
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
-        if (row->operation != problem->operation || (name && !is_meant(row, name))) continue;
+        if (row->operation != problem->operation || (name && !is_meant(row, name)))
+            continue;
         last = row;
         if (row->missing() == NULL && row->refuses(problem) == NULL) {
             *picked = row;

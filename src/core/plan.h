@@ -22,7 +22,8 @@ typedef struct kernel_table {
 
 const char *fdma_operation_name(fdma_operation operation);
 
-/* A backend is its tables, the fastest point first, with NULL at the end; so is a list of backends. */
+/* A backend is its tables, the fastest point first, with NULL at the end; so is a list of
+ * backends. */
 typedef const kernel_table *const *kernel_backend;
 
 /* The first row, in the backends' order, that does this problem on this machine under the name that

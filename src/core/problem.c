@@ -52,8 +52,7 @@ static fdma_status check_sizes(const fdma_problem *problem) {
 
 static fdma_status check_head_dim(int64_t head_dim) {
     FDMA_REQUIRE(head_dim >= 8 && head_dim <= 256 && head_dim % 8 == 0, FDMA_UNSUPPORTED,
-                 "head_dim: is %lld, supported: multiples of 8 from 8 to 256",
-                 (long long)head_dim);
+                 "head_dim: is %lld, supported: multiples of 8 from 8 to 256", (long long)head_dim);
     return FDMA_OK;
 }
 
@@ -67,10 +66,11 @@ static fdma_status check_rules(const tensor_rule *rules, size_t count, check_dep
     return depth == check_all ? fdma_check_overlaps(rules, count) : FDMA_OK;
 }
 
-fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth, fdma_problem *problem) {
+fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth,
+                             fdma_problem *problem) {
     fdma_score_args args;
-    FDMA_TRY(fdma_copy_args("fdma_score_args", caller, FIRST_SIZE(fdma_score_args), &args,
-                            sizeof args));
+    FDMA_TRY(
+        fdma_copy_args("fdma_score_args", caller, FIRST_SIZE(fdma_score_args), &args, sizeof args));
     FDMA_TRY(check_exec(&args.exec, depth));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
     *problem = (fdma_problem){
@@ -94,8 +94,8 @@ fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth, f
     FDMA_TRY(check_head_dim(problem->head_dim));
     FDMA_REQUIRE((unsigned)args.bias_form <= FDMA_BIAS_NONE, FDMA_INVALID_ARGUMENT,
                  "bias_form: is %d, want one of fdma_bias_form", (int)args.bias_form);
-    FDMA_REQUIRE(args.bias_form != FDMA_BIAS_NONE || !is_present(&args.bias),
-                 FDMA_INVALID_ARGUMENT, "bias: is given, want none with FDMA_BIAS_NONE");
+    FDMA_REQUIRE(args.bias_form != FDMA_BIAS_NONE || !is_present(&args.bias), FDMA_INVALID_ARGUMENT,
+                 "bias: is given, want none with FDMA_BIAS_NONE");
     const unsigned weights = 1u << args.v.dtype | takes_float32;
     const tensor_rule rules[] = {
         {"v", &args.v, takes_floats, 4, {batch, len, heads, problem->head_dim}, .output = false},
@@ -168,12 +168,14 @@ static fdma_status check_selection(const fdma_forward_args *args, fdma_selection
     FDMA_REQUIRE(args->causal || selection->scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
                  "selection: its scope is causal, want global where causal is 0");
     FDMA_REQUIRE(selection->scope == FDMA_SCOPE_GLOBAL || args->q.shape[1] <= kv_len,
-                 FDMA_INVALID_ARGUMENT, "q_len: is %lld, want at most kv_len, %lld, with causal scope",
+                 FDMA_INVALID_ARGUMENT,
+                 "q_len: is %lld, want at most kv_len, %lld, with causal scope",
                  (long long)args->q.shape[1], (long long)kv_len);
     return FDMA_OK;
 }
 
-static fdma_status check_forward_options(const fdma_forward_args *args, const fdma_problem *problem) {
+static fdma_status check_forward_options(const fdma_forward_args *args,
+                                         const fdma_problem *problem) {
     FDMA_TRY(check_sizes(problem));
     FDMA_TRY(check_head_dim(problem->head_dim));
     FDMA_REQUIRE(problem->q_heads % problem->kv_heads == 0 && problem->q_heads > 0,
@@ -189,8 +191,8 @@ static fdma_status check_forward_options(const fdma_forward_args *args, const fd
 }
 
 static fdma_status check_forward_tensors(const fdma_forward_args *args,
-                                         const fdma_selection *selection, const fdma_problem *problem,
-                                         check_depth depth) {
+                                         const fdma_selection *selection,
+                                         const fdma_problem *problem, check_depth depth) {
     const int64_t batch = problem->batch, q_len = problem->q_len, kv_len = problem->kv_len;
     const int64_t q_heads = problem->q_heads, heads = problem->kv_heads, dim = problem->head_dim;
     const unsigned same = 1u << problem->dtype;

@@ -31,8 +31,10 @@ typedef struct fdma_problem {
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
 fdma_status fdma_check_score(const fdma_score_args *args, check_depth depth, fdma_problem *problem);
-fdma_status fdma_check_select(const fdma_select_args *args, check_depth depth, fdma_problem *problem);
-fdma_status fdma_check_forward(const fdma_forward_args *args, check_depth depth, fdma_problem *problem);
+fdma_status fdma_check_select(const fdma_select_args *args, check_depth depth,
+                              fdma_problem *problem);
+fdma_status fdma_check_forward(const fdma_forward_args *args, check_depth depth,
+                               fdma_problem *problem);
 
 /* Copies a caller's struct of `args`' own size into `known_size` bytes: missing fields become zero;
  * fields that this library does not know must be zero. `first_size`: the oldest version's. */
@@ -50,10 +52,13 @@ static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t 
 }
 
 /* Whether the query at position p attends to key j, by causality, validity and `expiry`. */
-static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, int64_t j, int64_t p) {
+static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, int64_t j,
+                           int64_t p) {
     const fdma_tensor *const expiry = &problem->expiry;
-    if ((problem->causal && j > p) || !is_valid_key(problem, b, j)) return false;
-    if (!problem->selected) return true;
+    if ((problem->causal && j > p) || !is_valid_key(problem, b, j))
+        return false;
+    if (!problem->selected)
+        return true;
     const int32_t end =
         ((const int32_t *)expiry->data)[b * expiry->stride[0] + g * expiry->stride[1] + j];
     return problem->causal ? p < end : end > j;

@@ -21,13 +21,9 @@ static const dtype_fact dtype_facts[] = {
 };
 enum { dtype_count = sizeof dtype_facts / sizeof dtype_facts[0] };
 
-static bool is_dtype(fdma_dtype dtype) {
-    return (int)dtype > 0 && (int)dtype < dtype_count;
-}
+static bool is_dtype(fdma_dtype dtype) { return (int)dtype > 0 && (int)dtype < dtype_count; }
 
-size_t fdma_dtype_size(fdma_dtype dtype) {
-    return is_dtype(dtype) ? dtype_facts[dtype].size : 0;
-}
+size_t fdma_dtype_size(fdma_dtype dtype) { return is_dtype(dtype) ? dtype_facts[dtype].size : 0; }
 
 const char *fdma_dtype_name(fdma_dtype dtype) {
     return is_dtype(dtype) ? dtype_facts[dtype].name : "unknown";
@@ -41,7 +37,8 @@ fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank, const 
         tensor.shape[axis] = shape[axis];
         tensor.stride[axis] = stride;
         // a product that overflows is refused with the shape itself
-        if (__builtin_mul_overflow(stride, shape[axis], &stride)) stride = INT64_MAX;
+        if (__builtin_mul_overflow(stride, shape[axis], &stride))
+            stride = INT64_MAX;
     }
     return tensor;
 }
@@ -52,11 +49,11 @@ static const char *list_dtypes(unsigned dtypes, char *text, size_t size) {
     int left = __builtin_popcount(dtypes);
     text[0] = '\0';
     for (int dtype = 1; dtype < dtype_count; dtype++) {
-        if (!(dtypes & 1u << dtype)) continue;
+        if (!(dtypes & 1u << dtype))
+            continue;
         left--;
         const char *const join = left > 1 ? ", " : left == 1 ? " or " : "";
-        const int wrote =
-            snprintf(text + used, size - used, "%s%s", dtype_facts[dtype].name, join);
+        const int wrote = snprintf(text + used, size - used, "%s%s", dtype_facts[dtype].name, join);
         used += (size_t)wrote;
     }
     return text;
@@ -69,9 +66,8 @@ fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t
                  tensor->rank, rank);
     FDMA_REQUIRE(is_dtype(tensor->dtype), FDMA_INVALID_ARGUMENT, "%s: dtype is %d, want %s", name,
                  (int)tensor->dtype, list_dtypes(dtypes, list, sizeof list));
-    FDMA_REQUIRE(dtypes & 1u << tensor->dtype, FDMA_UNSUPPORTED,
-                 "%s: dtype is %s, supported: %s", name, fdma_dtype_name(tensor->dtype),
-                 list_dtypes(dtypes, list, sizeof list));
+    FDMA_REQUIRE(dtypes & 1u << tensor->dtype, FDMA_UNSUPPORTED, "%s: dtype is %s, supported: %s",
+                 name, fdma_dtype_name(tensor->dtype), list_dtypes(dtypes, list, sizeof list));
     for (int axis = 0; axis < rank; axis++)
         FDMA_REQUIRE(tensor->shape[axis] >= 0, FDMA_INVALID_ARGUMENT,
                      "%s: axis %d has %lld elements, want 0 or more", name, axis,
@@ -81,7 +77,8 @@ fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t
 
 static bool is_empty(const fdma_tensor *tensor) {
     for (int axis = 0; axis < tensor->rank; axis++)
-        if (tensor->shape[axis] == 0) return true;
+        if (tensor->shape[axis] == 0)
+            return true;
     return false;
 }
 
@@ -100,7 +97,8 @@ static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
                      "%s: stride %d is %lld, want 0 or more", name, axis,
                      (long long)tensor->stride[axis]);
         overflow |= __builtin_mul_overflow(elements, length > 1 ? length : 1, &elements);
-        if (length <= 1) continue;
+        if (length <= 1)
+            continue;
         overflow |= __builtin_mul_overflow(length - 1, tensor->stride[axis], &reach);
         overflow |= __builtin_add_overflow(extent, reach, &extent);
     }
@@ -114,7 +112,8 @@ static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
 
 /* Each axis steps past everything that the axes of smaller stride reach. */
 static bool has_distinct_elements(const fdma_tensor *tensor) {
-    if (is_empty(tensor)) return true;
+    if (is_empty(tensor))
+        return true;
     bool used[max_rank] = {false};
     int64_t reach = 0; // the largest offset that the axes so far reach
     for (int round = 0; round < tensor->rank; round++) {
@@ -123,8 +122,10 @@ static bool has_distinct_elements(const fdma_tensor *tensor) {
             if (!used[axis] && (smallest < 0 || tensor->stride[axis] < tensor->stride[smallest]))
                 smallest = axis;
         used[smallest] = true;
-        if (tensor->shape[smallest] == 1) continue;
-        if (tensor->stride[smallest] <= reach) return false;
+        if (tensor->shape[smallest] == 1)
+            continue;
+        if (tensor->stride[smallest] <= reach)
+            return false;
         reach += (tensor->shape[smallest] - 1) * tensor->stride[smallest];
     }
     return true;
@@ -133,7 +134,8 @@ static bool has_distinct_elements(const fdma_tensor *tensor) {
 static fdma_status check_tensor(const tensor_rule *rule, bool data_needed) {
     const fdma_tensor *const tensor = rule->tensor;
     const char *const name = rule->name;
-    if (rule->optional && !is_present(tensor)) return FDMA_OK;
+    if (rule->optional && !is_present(tensor))
+        return FDMA_OK;
     FDMA_TRY(fdma_check_form(name, tensor, rule->rank, rule->dtypes));
     for (int axis = 0; axis < rule->rank; axis++)
         FDMA_REQUIRE(tensor->shape[axis] == rule->shape[axis], FDMA_INVALID_ARGUMENT,
@@ -142,15 +144,17 @@ static fdma_status check_tensor(const tensor_rule *rule, bool data_needed) {
     FDMA_TRY(check_strides(name, tensor));
     FDMA_REQUIRE(!rule->output || has_distinct_elements(tensor), FDMA_INVALID_ARGUMENT,
                  "%s: its strides make elements overlap, want distinct elements", name);
-    if (!data_needed || is_empty(tensor)) return FDMA_OK;
+    if (!data_needed || is_empty(tensor))
+        return FDMA_OK;
     FDMA_REQUIRE(tensor->data != NULL, FDMA_INVALID_ARGUMENT, "%s: data is NULL", name);
     FDMA_REQUIRE((uintptr_t)tensor->data % fdma_dtype_size(tensor->dtype) == 0,
-                 FDMA_INVALID_ARGUMENT, "%s: data %p is not aligned to its %zu-byte elements",
-                 name, tensor->data, fdma_dtype_size(tensor->dtype));
+                 FDMA_INVALID_ARGUMENT, "%s: data %p is not aligned to its %zu-byte elements", name,
+                 tensor->data, fdma_dtype_size(tensor->dtype));
     return FDMA_OK;
 }
 
 fdma_status fdma_check_tensors(const tensor_rule *rules, size_t count, bool data_needed) {
-    for (size_t i = 0; i < count; i++) FDMA_TRY(check_tensor(&rules[i], data_needed));
+    for (size_t i = 0; i < count; i++)
+        FDMA_TRY(check_tensor(&rules[i], data_needed));
     return FDMA_OK;
 }

@@ -34,9 +34,7 @@ typedef struct tensor_rule {
 size_t fdma_dtype_size(fdma_dtype dtype);
 const char *fdma_dtype_name(fdma_dtype dtype);
 
-static inline bool is_present(const fdma_tensor *tensor) {
-    return tensor->rank != 0;
-}
+static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank != 0; }
 
 /* Rank, dtype and sizes alone: enough for its shape to be read. */
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,

@@ -40,8 +40,8 @@ static bool has_f16c(void) {
 static void find_features(feature *features) {
     __builtin_cpu_init();
     const feature found[feature_count] = {
-        FEATURE(avx2),     FEATURE(fma),      {"f16c", has_f16c()}, FEATURE(bmi),
-        FEATURE(bmi2),     FEATURE(avx512f),  FEATURE(avx512bw),    FEATURE(avx512dq),
+        FEATURE(avx2),     FEATURE(fma),        {"f16c", has_f16c()}, FEATURE(bmi),
+        FEATURE(bmi2),     FEATURE(avx512f),    FEATURE(avx512bw),    FEATURE(avx512dq),
         FEATURE(avx512vl), FEATURE(avx512bf16),
     };
     memcpy(features, found, sizeof found);
@@ -52,53 +52,45 @@ static const char *first_missing(int count) {
     feature features[feature_count];
     find_features(features);
     for (int i = 0; i < count; i++)
-        if (!features[i].found) return features[i].name;
+        if (!features[i].found)
+            return features[i].name;
     return NULL;
 }
 
-const char *fdma_missing_avx2(void) {
-    return first_missing(5);
-}
+const char *fdma_missing_avx2(void) { return first_missing(5); }
 
-const char *fdma_missing_avx512(void) {
-    return first_missing(9);
-}
+const char *fdma_missing_avx512(void) { return first_missing(9); }
 
 static void list_features(char *text, size_t size) {
     feature features[feature_count];
     size_t used = 0;
     find_features(features);
     for (int i = 0; i < feature_count; i++) {
-        if (!features[i].found) continue;
-        used += (size_t)snprintf(text + used, size - used, "%s%s", used ? " " : "",
-                                 features[i].name);
+        if (!features[i].found)
+            continue;
+        used +=
+            (size_t)snprintf(text + used, size - used, "%s%s", used ? " " : "", features[i].name);
     }
 }
 
 static void name_cpu(char *text, size_t size) {
     unsigned words[12] = {0};
     for (unsigned leaf = 0; leaf < 3; leaf++)
-        __get_cpuid(0x80000002 + leaf, &words[4 * leaf], &words[4 * leaf + 1],
-                    &words[4 * leaf + 2], &words[4 * leaf + 3]);
+        __get_cpuid(0x80000002 + leaf, &words[4 * leaf], &words[4 * leaf + 1], &words[4 * leaf + 2],
+                    &words[4 * leaf + 3]);
     const char *name = (const char *)words;
     snprintf(text, size, "%.*s", (int)sizeof words, name + strspn(name, " "));
 }
 
 #else
 
-static void list_features(char *text, size_t size) {
-    snprintf(text, size, "none");
-}
+static void list_features(char *text, size_t size) { snprintf(text, size, "none"); }
 
-static void name_cpu(char *text, size_t size) {
-    snprintf(text, size, "CPU");
-}
+static void name_cpu(char *text, size_t size) { snprintf(text, size, "CPU"); }
 
 #endif
 
-const char *fdma_missing_scalar(void) {
-    return NULL;
-}
+const char *fdma_missing_scalar(void) { return NULL; }
 
 static bool is_wide(const fdma_tensor *tensor) {
     return is_present(tensor) && tensor->dtype == FDMA_FLOAT64;
@@ -106,11 +98,12 @@ static bool is_wide(const fdma_tensor *tensor) {
 
 /* The CPU kernels compute in float32. */
 const char *fdma_refuses_wide(const fdma_problem *problem) {
-    const fdma_tensor *const tensors[] = {&problem->q,    &problem->v,     &problem->bias,
-                                          &problem->lse,  &problem->score, &problem->dt_proj,
+    const fdma_tensor *const tensors[] = {&problem->q,   &problem->v,     &problem->bias,
+                                          &problem->lse, &problem->score, &problem->dt_proj,
                                           &problem->a};
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
-        if (is_wide(tensors[i])) return "float64 tensors, supported: float32, float16, bfloat16";
+        if (is_wide(tensors[i]))
+            return "float64 tensors, supported: float32, float16, bfloat16";
     return NULL;
 }
 

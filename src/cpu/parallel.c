@@ -26,5 +26,6 @@ void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const
     }
 #endif
     (void)threads;
-    for (int64_t index = 0; index < count; index++) task(context, index, 0);
+    for (int64_t index = 0; index < count; index++)
+        task(context, index, 0);
 }

@@ -26,16 +26,16 @@ static fdma_status run_score(const fdma_problem *problem) {
                 const bool valid = is_valid_key(problem, b, j);
                 const double z = valid ? key_score(problem, b, j, g) : -(double)INFINITY;
                 const double term = problem->bias_form == FDMA_BIAS_EXP ? exp(z) : z;
-                if (is_present(score)) fdma_store(score, offset_of(score, b, g, j), z);
-                if (is_present(bias)) fdma_store(bias, offset_of(bias, b, g, j), term);
+                if (is_present(score))
+                    fdma_store(score, offset_of(score, b, g, j), z);
+                if (is_present(bias))
+                    fdma_store(bias, offset_of(bias, b, g, j), term);
             }
     return FDMA_OK;
 }
 
 /* Whether a key of score x, more recent than one of score y, outranks it. */
-static bool outranks(double x, double y) {
-    return x >= y || isnan(y);
-}
+static bool outranks(double x, double y) { return x >= y || isnan(y); }
 
 /* Sorts every prefix, by insertion: ranked[] holds the valid keys so far, best first, and the kept
  * set at position j is its beginning. Fills in expiry and slot of one (b, g) for causal scope. */
@@ -47,17 +47,21 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, i
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
         expiry[j] = j;
         slot[j] = -1;
-        if (!is_valid_key(problem, b, j)) continue;
+        if (!is_valid_key(problem, b, j))
+            continue;
         int64_t rank = count++;
         for (; rank > 0; rank--) {
-            if (!outranks(fdma_load(score, row + j), fdma_load(score, row + ranked[rank - 1]))) break;
+            if (!outranks(fdma_load(score, row + j), fdma_load(score, row + ranked[rank - 1])))
+                break;
             ranked[rank] = ranked[rank - 1];
         }
         ranked[rank] = j;
-        if (rank >= problem->window) continue;
+        if (rank >= problem->window)
+            continue;
         expiry[j] = (int32_t)problem->kv_len;
         slot[j] = (int32_t)(count - 1);
-        if (count <= problem->window) continue;
+        if (count <= problem->window)
+            continue;
         const int32_t evicted = ranked[problem->window];
         expiry[evicted] = j;
         slot[j] = slot[evicted];
@@ -97,7 +101,8 @@ static fdma_status run_select(const fdma_problem *problem) {
             int32_t *const slot =
                 is_present(slots) ? (int32_t *)slots->data + offset_of(slots, b, g, 0) : scratch;
             select_prefixes(problem, b, g, ranked, out, slot);
-            if (problem->scope == FDMA_SCOPE_GLOBAL) keep_last_prefix(problem, out, slot);
+            if (problem->scope == FDMA_SCOPE_GLOBAL)
+                keep_last_prefix(problem, out, slot);
         }
     return FDMA_OK;
 }
@@ -109,8 +114,10 @@ static double logit(const fdma_problem *problem, int64_t b, int64_t i, int64_t h
         s += fdma_load(&problem->q, offset_of(&problem->q, b, i, h) + d) *
              fdma_load(&problem->k, offset_of(&problem->k, b, j, g) + d);
     s *= problem->scale;
-    if (problem->softcap > 0) s = problem->softcap * tanh(s / problem->softcap);
-    if (is_present(&problem->bias)) s += fdma_load(&problem->bias, offset_of(&problem->bias, b, g, j));
+    if (problem->softcap > 0)
+        s = problem->softcap * tanh(s / problem->softcap);
+    if (is_present(&problem->bias))
+        s += fdma_load(&problem->bias, offset_of(&problem->bias, b, g, j));
     return s;
 }
 
@@ -125,7 +132,8 @@ static double weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int6
         const bool kept = is_kept(problem, b, g, j, p);
         weights[j] = kept ? logit(problem, b, i, h, j) : -(double)INFINITY;
         *max = isnan(weights[j]) || weights[j] > *max ? weights[j] : *max;
-        if (isnan(*max)) return *max;
+        if (isnan(*max))
+            return *max;
     }
     for (int64_t j = 0; j < problem->kv_len; j++) {
         // -inf - -inf is NaN
@@ -144,7 +152,8 @@ static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_
         double out = isnan(sum) ? sum : 0;
         for (int64_t j = 0; j < problem->kv_len && sum > 0; j++)
             if (is_kept(problem, b, g, j, p))
-                out += weights[j] / sum * fdma_load(&problem->v, offset_of(&problem->v, b, j, g) + d);
+                out +=
+                    weights[j] / sum * fdma_load(&problem->v, offset_of(&problem->v, b, j, g) + d);
         fdma_store(&problem->out, offset_of(&problem->out, b, i, h) + d, out);
     }
     if (is_present(&problem->lse))
@@ -162,13 +171,12 @@ static fdma_status run_forward(const fdma_problem *problem) {
     double *const weights = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof *weights);
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t h = 0; h < problem->q_heads; h++)
-            for (int64_t i = 0; i < problem->q_len; i++) attend_row(problem, b, i, h, weights);
+            for (int64_t i = 0; i < problem->q_len; i++)
+                attend_row(problem, b, i, h, weights);
     return FDMA_OK;
 }
 
-static const char *nothing_missing(void) {
-    return NULL;
-}
+static const char *nothing_missing(void) { return NULL; }
 
 static const char *refuses_nothing(const fdma_problem *problem) {
     (void)problem;
@@ -183,7 +191,8 @@ static size_t no_workspace(const fdma_problem *problem) {
 static const kernel_row rows[] = {
     {"reference", operation_score, nothing_missing, refuses_nothing, no_workspace, run_score},
     {"reference", operation_select, nothing_missing, refuses_nothing, select_workspace, run_select},
-    {"reference", operation_forward, nothing_missing, refuses_nothing, forward_workspace, run_forward},
+    {"reference", operation_forward, nothing_missing, refuses_nothing, forward_workspace,
+     run_forward},
 };
 
 static const kernel_table table = {rows, sizeof rows / sizeof rows[0]};

@@ -93,6 +93,9 @@ static int64_t strange_number(source *in) {
     return (int64_t)((uint64_t)index << (take(in) % 64));
 }
 
+/* a * b, or what is left of it beyond 64 bits. */
+static int64_t wrap(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
+
 static size_t element_size(fdma_dtype dtype) {
     switch (dtype) {
     case FDMA_FLOAT64:
@@ -112,16 +115,19 @@ static int64_t extent(const fdma_tensor *tensor) {
     __int128 last = 0;
     if (tensor->rank < 1 || tensor->rank > 4)
         return 0;
-    for (int axis = 0; axis < tensor->rank; axis++) {
+    for (int axis = 0; axis < tensor->rank; axis++)
         if (tensor->shape[axis] <= 0)
             return 0;
+    for (int axis = 0; axis < tensor->rank; axis++) {
         if (tensor->shape[axis] == 1)
             continue;
         if (tensor->stride[axis] < 0)
             return -1;
         last += (__int128)(tensor->shape[axis] - 1) * tensor->stride[axis];
+        if (last >= max_elements)
+            return -1;
     }
-    return last < max_elements ? (int64_t)last + 1 : -1;
+    return (int64_t)last + 1;
 }
 
 /* Random bits; small integers (as int32: good expiries); halves, of which the float dtypes make
@@ -187,13 +193,13 @@ static void bend(source *in, fdma_tensor *tensor) {
         tensor->dtype = (fdma_dtype)take_up_to(in, 7);
         break;
     case 5:
-        tensor->shape[axis] += take_up_to(in, 2) - 1;
+        tensor->shape[axis] ^= take_up_to(in, 3);
         break;
     case 6:
         *tensor = (fdma_tensor){0};
         break;
     default:
-        tensor->stride[0] += take_up_to(in, 9);
+        tensor->stride[0] ^= take_up_to(in, 15);
         break;
     }
 }
@@ -203,7 +209,7 @@ static fdma_tensor make(call *to, bool output, fdma_dtype dtype, int32_t rank,
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
     if (rank == 4 && take_up_to(&to->in, 3) == 3) { /* heads outside of the sequence */
         tensor.stride[1] = shape[3];
-        tensor.stride[2] = shape[3] * shape[1];
+        tensor.stride[2] = wrap(shape[3], shape[1]);
     }
     if (seldom(&to->in))
         bend(&to->in, &tensor);

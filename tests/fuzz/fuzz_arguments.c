@@ -41,7 +41,7 @@ static double make_number(source *in) {
 static int64_t make_window(call *to) {
     if (seldom(&to->in))
         return strange_number(&to->in);
-    return take_up_to(&to->in, to->kv_len + 2);
+    return take_up_to(&to->in, 24);
 }
 
 static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }
@@ -55,7 +55,7 @@ static double elements(const fdma_tensor *tensor) {
 }
 
 static void make_score(call *to) {
-    const int64_t proj_shape[] = {to->kv_heads, to->kv_heads * to->head_dim};
+    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
     fdma_score_args *const args = &to->args.score;
     *args = (fdma_score_args){.size = sizeof *args, .exec = make_exec(&to->in)};
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, 3);
@@ -106,7 +106,7 @@ static void make_forward(call *to) {
 }
 
 static void make_attention(call *to) {
-    const int64_t proj_shape[] = {to->kv_heads, to->kv_heads * to->head_dim};
+    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
     fdma_attention_args *const args = &to->args.attention;
     *args = (fdma_attention_args){.size = sizeof *args, .exec = make_exec(&to->in)};
     args->causal = (int32_t)take_up_to(&to->in, 1);
@@ -243,6 +243,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count) {
     c.head_dim = 8 * (1 + take_up_to(&c.in, 3));
     c.kv_len = take_up_to(&c.in, seldom(&c.in) ? 140 : 20);
     c.q_len = seldom(&c.in) ? take_up_to(&c.in, 70) : take_up_to(&c.in, c.kv_len);
+    int64_t *const sizes[] = {&c.batch, &c.q_len, &c.kv_len, &c.q_heads, &c.kv_heads, &c.head_dim};
+    if (seldom(&c.in))
+        for (int bent = 0; bent < 2; bent++)
+            *sizes[take(&c.in) % 6] = strange_number(&c.in);
     try_call(&c, operation);
     for (size_t i = 0; i < c.count; i++)
         free(c.blocks[i].bytes);

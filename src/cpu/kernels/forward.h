@@ -14,25 +14,28 @@ typedef struct forward_context {
     int64_t tiles; /* of one (b, g) */
 } forward_context;
 
-/* S^T = K Q^T for score_keys keys and one block of lanes. On the way it asks for group `first` of the
- * next list, a cache line of each row at a time, so that it is in the L2 cache when its turn comes. */
-static inline __attribute__((always_inline)) void
-score_tile(vf s[score_keys][tile_vectors], const key_list *list, int32_t first, const float *q,
-           int64_t dim, const key_list *next) {
+/* S^T = K Q^T for score_keys keys and one block of lanes. On the way it asks for group `first` of
+ * the next list, a cache line of each row at a time, so that it is in the L2 cache when its turn
+ * comes. */
+static inline __attribute__((always_inline)) void score_tile(vf s[score_keys][tile_vectors],
+                                                             const key_list *list, int32_t first,
+                                                             const float *q, int64_t dim,
+                                                             const key_list *next) {
     const float *row[score_keys];
     UNROLL for (int key = 0; key < score_keys; key++) {
         row[key] = list->k[first + key];
         UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_set(0);
     }
     for (int64_t d = 0; d < dim;) {
-        if (next) prefetch_rows(next, first, d);
+        if (next)
+            prefetch_rows(next, first, d);
         for (const int64_t end = d + 8; d < end; d++, q += block_lanes) {
             vf lanes[tile_vectors];
             UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(q + m * vf_width);
             UNROLL for (int key = 0; key < score_keys; key++) {
                 const vf channel = vf_set(row[key][d]);
-                UNROLL for (int m = 0; m < tile_vectors; m++)
-                    s[key][m] = vf_fma(channel, lanes[m], s[key][m]);
+                UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] =
+                    vf_fma(channel, lanes[m], s[key][m]);
             }
         }
     }
@@ -40,39 +43,38 @@ score_tile(vf s[score_keys][tile_vectors], const key_list *list, int32_t first, 
 
 static inline __attribute__((always_inline)) void store_scores(float *to,
                                                                vf s[score_keys][tile_vectors]) {
-    UNROLL for (int key = 0; key < score_keys; key++)
-        UNROLL for (int m = 0; m < tile_vectors; m++)
-            vf_store(to + key * block_lanes + m * vf_width, s[key][m]);
+    UNROLL for (int key = 0; key < score_keys; key++) UNROLL for (int m = 0; m < tile_vectors; m++)
+        vf_store(to + key * block_lanes + m * vf_width, s[key][m]);
 }
 
 static inline __attribute__((always_inline)) void load_scores(vf s[score_keys][tile_vectors],
                                                               const float *from) {
-    UNROLL for (int key = 0; key < score_keys; key++)
-        UNROLL for (int m = 0; m < tile_vectors; m++)
-            s[key][m] = vf_load(from + key * block_lanes + m * vf_width);
+    UNROLL for (int key = 0; key < score_keys; key++) UNROLL for (int m = 0; m < tile_vectors; m++)
+        s[key][m] = vf_load(from + key * block_lanes + m * vf_width);
 }
 
-/* Softcap, on scores that the caller has put into memory: rare enough to stay out of the registers. */
+/* Softcap, on scores that the caller has put into memory: rare enough to stay out of the
+ * registers. */
 static __attribute__((noinline)) void cap_scores(float *scores, float cap) {
     for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width)
         vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(vf_load(scores + x))));
 }
 
 /* Scores -> logits: bias, and -inf where a row does not keep the key. */
-static inline __attribute__((always_inline)) void finish_logits(vf s[score_keys][tile_vectors],
-                                                                const key_list *list, int32_t first,
-                                                                int block) {
+static inline __attribute__((always_inline)) void
+finish_logits(vf s[score_keys][tile_vectors], const key_list *list, int32_t first, int block) {
     UNROLL for (int key = 0; key < score_keys; key++) {
         const vf bias = vf_set(list->bias[first + key]);
         UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_add(s[key][m], bias);
     }
-    if (!list->cut[first / score_keys]) return;
+    if (!list->cut[first / score_keys])
+        return;
     UNROLL for (int key = 0; key < score_keys; key++)
         UNROLL for (int m = 0; m < tile_vectors; m++) {
-            const int32_t lane = block * block_lanes + m * vf_width;
-            s[key][m] = vf_keep(s[key][m], list->first_lane[first + key] - lane,
-                                list->end_lane[first + key] - lane);
-        }
+        const int32_t lane = block * block_lanes + m * vf_width;
+        s[key][m] = vf_keep(s[key][m], list->first_lane[first + key] - lane,
+                            list->end_lane[first + key] - lane);
+    }
 }
 
 /* P = 2^(S - max), stored and summed. */
@@ -80,7 +82,8 @@ static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][ti
                                                              const tile_state *tile, int64_t dim,
                                                              int32_t first, int block) {
     float *const weights = tile->weights + (block * key_block + first) * block_lanes;
-    float *const max = tile->max + block * block_lanes, *const sum = tile->sum + block * block_lanes;
+    float *const max = tile->max + block * block_lanes, *const sum =
+                                                            tile->sum + block * block_lanes;
     vf top[tile_vectors];
     bool raise = false;
     UNROLL for (int m = 0; m < tile_vectors; m++) {
@@ -88,7 +91,8 @@ static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][ti
         UNROLL for (int key = 1; key < score_keys; key++) top[m] = vf_max(top[m], s[key][m]);
         raise |= vf_any_greater(top[m], vf_add(vf_load(max + m * vf_width), vf_set(margin)));
     }
-    if (raise) raise_max(tile, dim, block, top, first);
+    if (raise)
+        raise_max(tile, dim, block, top, first);
     UNROLL for (int m = 0; m < tile_vectors; m++) {
         const vf lane_max = vf_load(max + m * vf_width);
         vf total = vf_load(sum + m * vf_width);
@@ -105,28 +109,27 @@ static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][ti
 static inline __attribute__((always_inline)) void
 add_values(float *out, const float *const *v, int64_t d, const float *weights, int32_t count) {
     vf o[value_channels][tile_vectors];
-    UNROLL for (int c = 0; c < value_channels; c++)
-        UNROLL for (int m = 0; m < tile_vectors; m++)
-            o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
+    UNROLL for (int c = 0; c < value_channels; c++) UNROLL for (int m = 0; m < tile_vectors; m++)
+        o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
     for (int32_t n = 0; n < count; n++, weights += block_lanes) {
         const float *const row = v[n] + d;
         vf lanes[tile_vectors];
         UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(weights + m * vf_width);
         UNROLL for (int c = 0; c < value_channels; c++) {
             const vf channel = vf_set(row[c]);
-            UNROLL for (int m = 0; m < tile_vectors; m++)
-                o[c][m] = vf_fma(channel, lanes[m], o[c][m]);
+            UNROLL for (int m = 0; m < tile_vectors; m++) o[c][m] =
+                vf_fma(channel, lanes[m], o[c][m]);
         }
     }
-    UNROLL for (int c = 0; c < value_channels; c++)
-        UNROLL for (int m = 0; m < tile_vectors; m++)
-            vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
+    UNROLL for (int c = 0; c < value_channels; c++) UNROLL for (int m = 0; m < tile_vectors; m++)
+        vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
 }
 
 /* Whether any row of a block keeps any key of a group. */
 static bool is_seen(const key_list *list, int32_t first, int block) {
     const int32_t lane = block * block_lanes;
-    if (!list->cut[first / score_keys]) return true;
+    if (!list->cut[first / score_keys])
+        return true;
     for (int32_t n = first; n < first + score_keys; n++)
         if (list->first_lane[n] < lane + block_lanes && list->end_lane[n] > lane &&
             list->first_lane[n] < list->end_lane[n])
@@ -143,7 +146,8 @@ static int32_t weigh_block(const tile_state *tile, const key_list *list, const k
         float *const group = weights + first * block_lanes;
         vf s[score_keys][tile_vectors];
         if (!is_seen(list, first, block)) {
-            for (int32_t x = 0; x < score_keys * block_lanes; x++) group[x] = 0;
+            for (int32_t x = 0; x < score_keys * block_lanes; x++)
+                group[x] = 0;
             continue;
         }
         score_tile(s, list, first, tile->q + block * dim * block_lanes, dim, next);
@@ -197,7 +201,8 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
         next = done;
     }
     write_out(problem, &place, &tile);
-    if (is_present(&problem->lse)) write_lse(problem, &place, &tile);
+    if (is_present(&problem->lse))
+        write_lse(problem, &place, &tile);
 }
 
 static void snapshot_head(const void *context, int64_t head, int32_t thread) {

@@ -25,7 +25,8 @@ static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) 
     const int64_t step = window / 2 > min_snapshot_step ? window / 2 : min_snapshot_step;
     snapshots all = {.step = step, .capacity = window};
     // a window that holds every key leaves nothing out, so that its tiles start from the first key
-    if (problem->selected && window < problem->kv_len) all.count = (problem->kv_len - 1) / step;
+    if (problem->selected && window < problem->kv_len)
+        all.count = (problem->kv_len - 1) / step;
     all.keys = fdma_arena_take(arena, (size_t)(heads * all.count * window) * sizeof *all.keys);
     all.length = fdma_arena_take(arena, (size_t)(heads * all.count) * sizeof *all.length);
     return all;
@@ -33,14 +34,15 @@ static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) 
 
 static const int32_t *expiry_row(const fdma_problem *problem, int64_t b, int64_t g) {
     const fdma_tensor *const expiry = &problem->expiry;
-    if (!problem->selected) return NULL;
+    if (!problem->selected)
+        return NULL;
     return (const int32_t *)expiry->data + b * expiry->stride[0] + g * expiry->stride[1];
 }
 
-/* Appends to `to` the keys out of `from` (or first, first + 1, ... if NULL) that outlive `position`. */
+/* Appends to `to` the keys out of `from` (or first, first + 1, ... if NULL) that outlive
+ * `position`. */
 static int64_t filter_alive(int32_t *to, int64_t used, int64_t capacity, const int32_t *from,
-                            int64_t first, int64_t count, const int32_t *expiry,
-                            int64_t position) {
+                            int64_t first, int64_t count, const int32_t *expiry, int64_t position) {
     for (int64_t n = 0; n < count && used < capacity; n++) {
         const int32_t j = from ? from[n] : (int32_t)(first + n);
         to[used] = j;
@@ -85,7 +87,8 @@ static key_walk start_walk(const fdma_problem *problem, const snapshots *all,
         .expiry = expiry_row(problem, place->b, place->g),
         .first_position = place->first_position,
     };
-    if (is_present(valid)) walk.valid = (const uint8_t *)valid->data + place->b * valid->stride[0];
+    if (is_present(valid))
+        walk.valid = (const uint8_t *)valid->data + place->b * valid->stride[0];
     int64_t n = place->first_position < 0 ? 0 : place->first_position / all->step;
     n = n < all->count ? n : all->count;
     if (n > 0) {
@@ -144,13 +147,16 @@ static void mark_lanes(const fdma_problem *problem, const tile_place *place, key
         const int32_t j = list->key[n];
         const bool whole = !problem->causal || (j <= place->first_position &&
                                                 (!expiry || expiry[j] > place->last_position));
-        if (n % score_keys == 0) list->cut[n / score_keys] = false;
+        if (n % score_keys == 0)
+            list->cut[n / score_keys] = false;
         list->first_lane[n] = 0;
         list->end_lane[n] = tile_lanes;
-        if (whole) continue;
+        if (whole)
+            continue;
         list->cut[n / score_keys] = true;
         list->first_lane[n] = clamp_lane((j - origin) * group - place->first_row);
-        if (expiry) list->end_lane[n] = clamp_lane((expiry[j] - origin) * group - place->first_row);
+        if (expiry)
+            list->end_lane[n] = clamp_lane((expiry[j] - origin) * group - place->first_row);
     }
 }
 
@@ -160,12 +166,14 @@ static void find_rows(const fdma_tensor *tensor, const tile_place *place, const 
     const int64_t base = place->b * tensor->stride[0] + place->g * tensor->stride[2];
     const uint8_t *const data = (const uint8_t *)tensor->data + base * size;
     const int64_t step = tensor->stride[1] * size;
-    for (int32_t n = 0; n < list->count; n++) sources[n] = data + list->key[n] * step;
+    for (int32_t n = 0; n < list->count; n++)
+        sources[n] = data + list->key[n] * step;
 }
 
 static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list *list) {
     if (!is_present(bias)) {
-        for (int32_t n = 0; n < key_block; n++) list->bias[n] = 0;
+        for (int32_t n = 0; n < key_block; n++)
+            list->bias[n] = 0;
         return;
     }
     const float *const row =
@@ -185,7 +193,8 @@ static void list_keys(const fdma_problem *problem, const tile_place *place, key_
     find_rows(&problem->v, place, list, list->v_source);
     find_bias(&problem->bias, place, list);
     for (int32_t n = list->count; n < key_block; n++) {
-        if (n % score_keys != 0) list->cut[n / score_keys] = true;
+        if (n % score_keys != 0)
+            list->cut[n / score_keys] = true;
         list->k_source[n] = list->v_source[n] = tile->zeros;
         list->bias[n] = 0;
         list->first_lane[n] = list->end_lane[n] = 0;
@@ -195,7 +204,8 @@ static void list_keys(const fdma_problem *problem, const tile_place *place, key_
 /* One cache line of each row of a group, of those that hold channel d. */
 static inline void prefetch_rows(const key_list *list, int32_t first, int64_t d) {
     const int64_t byte = d * list->channel_size;
-    if (byte % 64 != 0) return;
+    if (byte % 64 != 0)
+        return;
     for (int32_t n = first; n < first + score_keys; n++) {
         __builtin_prefetch((const uint8_t *)list->k_source[n] + byte, 0, 2);
         __builtin_prefetch((const uint8_t *)list->v_source[n] + byte, 0, 2);
@@ -209,8 +219,10 @@ static void load_rows(const fdma_problem *problem, const tile_state *tile, key_l
     for (int32_t n = 0; n < rows; n++) {
         list->k[n] = list->k_source[n];
         list->v[n] = list->v_source[n];
-        if (problem->dtype == FDMA_FLOAT32) continue;
-        float *const k = tile->k_rows + n * padded_row(dim), *const v = tile->v_rows + n * padded_row(dim);
+        if (problem->dtype == FDMA_FLOAT32)
+            continue;
+        float *const k = tile->k_rows + n * padded_row(dim), *const v =
+                                                                 tile->v_rows + n * padded_row(dim);
         load_row(k, list->k_source[n], problem->dtype, dim);
         load_row(v, list->v_source[n], problem->dtype, dim);
         list->k[n] = k;

@@ -2,7 +2,8 @@
 #ifndef FDMA_CPU_KERNELS_MATH_H
 #define FDMA_CPU_KERNELS_MATH_H
 
-/* 2^x; relative error 1e-7, and exact where x is whole. Minimax polynomial of degree 5 on [0, 1). */
+/* 2^x; relative error 1e-7, and exact where x is whole. Minimax polynomial of degree 5 on [0,
+ * 1). */
 static inline vf exp2_of(vf x) {
     const vf f = vf_fraction(x);
     vf p = vf_fma(f, vf_set(0x1.e97516p-10f), vf_set(0x1.27784ep-7f));
@@ -26,8 +27,8 @@ static inline vf tanh_of(vf x) {
     return vf_pick_greater(size, vf_set(0.625f), vf_copy_sign(high, x), low);
 }
 
-/* e^x; relative error 1e-7 for every x above -87, 0 below: what rounding x * log2(e) lost is made good
- * to first order. Minimax polynomial of degree 6 for 2^f on [0, 1). */
+/* e^x; relative error 1e-7 for every x above -87, 0 below: what rounding x * log2(e) lost is made
+ * good to first order. Minimax polynomial of degree 6 for 2^f on [0, 1). */
 static inline vf exp_of(vf x) {
     const vf log2e = vf_set(0x1.715476p+0f), rest = vf_set(0x1.4ae0cp-26f);
     const vf y = vf_mul(x, log2e);

@@ -29,9 +29,7 @@ typedef struct score_scratch {
     float *dots; /* [heads][chunk_keys], then scores */
 } score_scratch;
 
-static int64_t round_up(int64_t x, int64_t step) {
-    return (x + step - 1) / step * step;
-}
+static int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 static score_scratch scratch_of(const score_context *score, int32_t thread) {
     float *const start = score->scratch + thread * score->scratch_size;
@@ -50,14 +48,16 @@ static bool is_ready(const score_context *score) {
 static const float *gather_row(const score_context *score, float *to, int64_t b, int64_t j) {
     const fdma_tensor *const v = &score->problem->v;
     const int64_t dim = score->problem->head_dim, offset = b * v->stride[0] + j * v->stride[1];
-    if (is_ready(score)) return row_at(v, offset);
+    if (is_ready(score))
+        return row_at(v, offset);
     for (int64_t g = 0; g < score->problem->kv_heads; g++)
         load_row(to + g * dim, row_at(v, offset + g * v->stride[2]), v->dtype, dim);
     return to;
 }
 
 /* Products of dot_keys rows with dot_heads projections; dots of a head lie chunk_keys apart. */
-static void dot_rows(float *dots, const float *const *rows, const float *projection, int64_t width) {
+static void dot_rows(float *dots, const float *const *rows, const float *projection,
+                     int64_t width) {
     vf sums[dot_keys][dot_heads];
     const float *row[dot_keys];
     UNROLL for (int key = 0; key < dot_keys; key++) {
@@ -69,15 +69,16 @@ static void dot_rows(float *dots, const float *const *rows, const float *project
         UNROLL for (int g = 0; g < dot_heads; g++) weight[g] = vf_load(projection + g * width + x);
         UNROLL for (int key = 0; key < dot_keys; key++) {
             const vf values = vf_load(row[key] + x);
-            UNROLL for (int g = 0; g < dot_heads; g++)
-                sums[key][g] = vf_fma(values, weight[g], sums[key][g]);
+            UNROLL for (int g = 0; g < dot_heads; g++) sums[key][g] =
+                vf_fma(values, weight[g], sums[key][g]);
         }
     }
-    UNROLL for (int key = 0; key < dot_keys; key++)
-        UNROLL for (int g = 0; g < dot_heads; g++) dots[g * chunk_keys + key] = vf_sum(sums[key][g]);
+    UNROLL for (int key = 0; key < dot_keys; key++) UNROLL for (int g = 0; g < dot_heads; g++)
+        dots[g * chunk_keys + key] = vf_sum(sums[key][g]);
 }
 
-/* dot_keys keys from j on; those past the end or not valid are not read, a row that is stands in. */
+/* dot_keys keys from j on; those past the end or not valid are not read, a row that is stands
+ * in. */
 static void dot_keys_at(const score_context *score, const score_scratch *scratch, int64_t b,
                         int64_t j, float *dots) {
     const fdma_problem *const problem = score->problem;
@@ -118,7 +119,8 @@ static void score_chunk(const void *context, int64_t index, int32_t thread) {
     const int64_t left = score->problem->kv_len - first;
     const int64_t count = left < chunk_keys ? left : chunk_keys;
     const score_scratch scratch = scratch_of(score, thread);
-    for (int64_t x = 0; x < score->scratch_size; x++) scratch.rows[x] = 0;
+    for (int64_t x = 0; x < score->scratch_size; x++)
+        scratch.rows[x] = 0;
     for (int64_t x = 0; x < count; x += dot_keys)
         dot_keys_at(score, &scratch, b, first + x, scratch.dots + x);
     for (int64_t g = 0; g < score->problem->kv_heads; g++)
@@ -129,7 +131,8 @@ static void pack_weights(const score_context *score) {
     const fdma_problem *const problem = score->problem;
     const fdma_tensor *const from = &problem->dt_proj;
     const int64_t used = problem->kv_heads * problem->head_dim;
-    for (int64_t x = 0; x < score->heads * score->width; x++) score->projection[x] = 0;
+    for (int64_t x = 0; x < score->heads * score->width; x++)
+        score->projection[x] = 0;
     for (int64_t g = 0; g < problem->kv_heads; g++) {
         score->a[g] = (float)fdma_load(&problem->a, g);
         load_row(score->projection + g * score->width, row_at(from, g * from->stride[0]),
@@ -150,8 +153,8 @@ static fdma_arena lay_out_score(const fdma_problem *problem, int32_t threads,
     context->projection = fdma_arena_take(&arena, (size_t)(heads * width) * sizeof(float));
     context->a = fdma_arena_take(&arena, (size_t)heads * sizeof(float));
     context->scratch_size = dot_keys * width + heads * chunk_keys;
-    context->scratch = fdma_arena_take(
-        &arena, (size_t)threads * (size_t)context->scratch_size * sizeof(float));
+    context->scratch =
+        fdma_arena_take(&arena, (size_t)threads * (size_t)context->scratch_size * sizeof(float));
     return arena;
 }
 

@@ -1,6 +1,7 @@
-/* Select: one pass over the keys of a (b, g), in the order of their positions. The kept keys are the
- * leaves of a loser tree, leaf = slot, that finds the worst of them; a key that outranks it takes its
- * slot and replays one path of log2(window) matches, without a branch that depends on data. */
+/* Select: one pass over the keys of a (b, g), in the order of their positions. The kept keys are
+ * the leaves of a loser tree, leaf = slot, that finds the worst of them; a key that outranks it
+ * takes its slot and replays one path of log2(window) matches, without a branch that depends on
+ * data. */
 #ifndef FDMA_CPU_KERNELS_SELECT_H
 #define FDMA_CPU_KERNELS_SELECT_H
 
@@ -20,8 +21,8 @@ static inline uint64_t rank_of(float score, int32_t j) {
     return (uint64_t)order << 32 | (uint32_t)j;
 }
 
-/* entries[leaves + slot] holds the ranks: makes entries[1] to [leaves - 1] the losers of the matches
- * at those nodes (children of n: 2n, 2n + 1) and returns the overall worst. */
+/* entries[leaves + slot] holds the ranks: makes entries[1] to [leaves - 1] the losers of the
+ * matches at those nodes (children of n: 2n, 2n + 1) and returns the overall worst. */
 static uint64_t build_tree(uint64_t *entries, int64_t leaves) {
     for (int64_t n = leaves - 1; n > 0; n--) {
         const uint64_t left = entries[2 * n], right = entries[2 * n + 1];
@@ -90,7 +91,8 @@ static void select_causal(const float *score, const uint8_t *valid, int32_t kv_l
         const bool enters = rank > worst && (!valid || valid[j]);
         expiry[j] = enters ? kv_len : j;
         slot[j] = -1;
-        if (!enters) continue;
+        if (!enters)
+            continue;
         const uint32_t evicted = (uint32_t)worst;
         expiry[evicted] = j;
         slot[j] = slot[evicted];
@@ -122,12 +124,13 @@ static void select_head(const void *context, int64_t head, int32_t thread) {
     const float *const scores =
         (const float *)score->data + b * score->stride[0] + g * score->stride[1];
     int32_t *const ends = (int32_t *)expiry->data + b * expiry->stride[0] + g * expiry->stride[1];
-    int32_t *const slot = is_present(slots) ? (int32_t *)slots->data + b * slots->stride[0] +
-                                                  g * slots->stride[1]
-                                            : scratch.slot;
+    int32_t *const slot = is_present(slots)
+                              ? (int32_t *)slots->data + b * slots->stride[0] + g * slots->stride[1]
+                              : scratch.slot;
     const int32_t kv_len = (int32_t)problem->kv_len;
     select_causal(scores, valid_row, kv_len, select->leaves, scratch.entries, ends, slot);
-    if (problem->scope == FDMA_SCOPE_GLOBAL) keep_survivors(kv_len, ends, slot);
+    if (problem->scope == FDMA_SCOPE_GLOBAL)
+        keep_survivors(kv_len, ends, slot);
 }
 
 static fdma_arena lay_out_select(const fdma_problem *problem, int32_t threads,

@@ -37,17 +37,18 @@ typedef struct tile_state {
     float *sum;     /* [tile_lanes] */
     float *k_rows;  /* [key_block][padded_row(head_dim)], where k has to be converted */
     float *v_rows;
-    float *zeros;   /* [head_dim] */
+    float *zeros; /* [head_dim] */
 } tile_state;
 
 /* Rows a cache line longer than they need be spread over the sets of the L1 cache. */
-static int64_t padded_row(int64_t dim) {
-    return dim + 16;
-}
+static int64_t padded_row(int64_t dim) { return dim + 16; }
 
 static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
     const size_t dim = (size_t)problem->head_dim * sizeof(float);
-    const size_t converted = problem->dtype == FDMA_FLOAT32 ? 0 : (size_t)(key_block * padded_row(problem->head_dim)) * sizeof(float);
+    const size_t converted =
+        problem->dtype == FDMA_FLOAT32
+            ? 0
+            : (size_t)(key_block * padded_row(problem->head_dim)) * sizeof(float);
     tile_state tile;
     tile.q = fdma_arena_take(arena, tile_lanes * dim);
     tile.out = fdma_arena_take(arena, tile_lanes * dim);
@@ -94,7 +95,8 @@ static const void *row_at(const fdma_tensor *tensor, int64_t offset) {
 
 /* `count` channels, at most vf_width, of a row in any dtype. */
 static inline vf load_channels(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
-    if (dtype == FDMA_FLOAT32) return vf_load_first((const float *)row + d, count);
+    if (dtype == FDMA_FLOAT32)
+        return vf_load_first((const float *)row + d, count);
     return dtype == FDMA_FLOAT16 ? vf_load_first_f16((const uint16_t *)row + d, count)
                                  : vf_load_first_bf16((const uint16_t *)row + d, count);
 }
@@ -132,8 +134,7 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, f
         const void *row[vf_width];
         float *const to = lanes_at(tile->q, dim, first);
         for (int64_t lane = 0; lane < vf_width; lane++)
-            row[lane] =
-                row_at(&problem->q, row_offset(problem, &problem->q, place, first + lane));
+            row[lane] = row_at(&problem->q, row_offset(problem, &problem->q, place, first + lane));
         for (int64_t d = 0; d < dim; d += vf_width) {
             const int64_t count = channels_at(d, dim);
             vf x[vf_width];
@@ -149,8 +150,10 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, f
 }
 
 static void clear_tile(tile_state *tile, int64_t dim) {
-    for (int64_t x = 0; x < tile_lanes * dim; x++) tile->out[x] = 0;
-    for (int64_t d = 0; d < dim; d++) tile->zeros[d] = 0;
+    for (int64_t x = 0; x < tile_lanes * dim; x++)
+        tile->out[x] = 0;
+    for (int64_t d = 0; d < dim; d++)
+        tile->zeros[d] = 0;
     for (int64_t lane = 0; lane < tile_lanes; lane++) {
         tile->max[lane] = -FLT_MAX;
         tile->sum[lane] = 0;
@@ -164,7 +167,8 @@ static void write_lse(const fdma_problem *problem, const tile_place *place,
         const int64_t row = place->first_row + lane;
         const int64_t h = place->g * problem->group + row % problem->group;
         const float sum = tile->sum[lane], log2_sum = tile->max[lane] + log2f(sum);
-        ((float *)lse->data)[place->b * lse->stride[0] + h * lse->stride[1] + row / problem->group] =
+        ((float *)
+             lse->data)[place->b * lse->stride[0] + h * lse->stride[1] + row / problem->group] =
             sum == 0 ? -INFINITY : log2_sum * 0.6931471805599453f;
     }
 }

@@ -12,24 +12,18 @@ typedef __m256 vf;
 
 enum {
     vf_width = 8,
-    tile_vectors = 2,  /* vectors of query lanes in registers */
-    tile_blocks = 4,   /* such groups in a tile */
-    score_keys = 6,    /* keys x lanes accumulators of the first product: 12 of 16 registers */
+    tile_vectors = 2,   /* vectors of query lanes in registers */
+    tile_blocks = 4,    /* such groups in a tile */
+    score_keys = 6,     /* keys x lanes accumulators of the first product: 12 of 16 registers */
     value_channels = 4, /* channels x lanes accumulators of the second */
     dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
 };
 
-static inline vf vf_set(float x) {
-    return _mm256_set1_ps(x);
-}
+static inline vf vf_set(float x) { return _mm256_set1_ps(x); }
 
-static inline vf vf_load(const float *p) {
-    return _mm256_loadu_ps(p);
-}
+static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
 
-static inline void vf_store(float *p, vf x) {
-    _mm256_storeu_ps(p, x);
-}
+static inline void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
 
 /* Rows are multiples of 8 channels, so that `count` is always the whole width. */
 static inline vf vf_load_first(const float *p, int64_t count) {
@@ -70,33 +64,19 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 }
 
-static inline vf vf_add(vf a, vf b) {
-    return _mm256_add_ps(a, b);
-}
+static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 
-static inline vf vf_sub(vf a, vf b) {
-    return _mm256_sub_ps(a, b);
-}
+static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 
-static inline vf vf_mul(vf a, vf b) {
-    return _mm256_mul_ps(a, b);
-}
+static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 
-static inline vf vf_div(vf a, vf b) {
-    return _mm256_div_ps(a, b);
-}
+static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 
-static inline vf vf_fma(vf a, vf b, vf c) {
-    return _mm256_fmadd_ps(a, b, c);
-}
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 
-static inline vf vf_max(vf a, vf b) {
-    return _mm256_max_ps(a, b);
-}
+static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 
-static inline vf vf_abs(vf x) {
-    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
-}
+static inline vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 
 static inline float vf_sum(vf x) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -127,8 +107,10 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
 static inline void vf_transpose(vf x[vf_width]) {
     vf y[vf_width];
     for (int i = 0; i < 8; i += 4) {
-        const vf low01 = _mm256_unpacklo_ps(x[i], x[i + 1]), high01 = _mm256_unpackhi_ps(x[i], x[i + 1]);
-        const vf low23 = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), high23 = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+        const vf low01 = _mm256_unpacklo_ps(x[i], x[i + 1]),
+                 high01 = _mm256_unpackhi_ps(x[i], x[i + 1]);
+        const vf low23 = _mm256_unpacklo_ps(x[i + 2], x[i + 3]),
+                 high23 = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
         y[i] = _mm256_shuffle_ps(low01, low23, 0x44);
         y[i + 1] = _mm256_shuffle_ps(low01, low23, 0xee);
         y[i + 2] = _mm256_shuffle_ps(high01, high23, 0x44);
@@ -140,8 +122,8 @@ static inline void vf_transpose(vf x[vf_width]) {
     }
 }
 
-/* 2^-127 is 0 and 2^128 infinite in vf_scale2, so that nothing beyond needs an exponent. NaN, as the
- * second operand, stays. */
+/* 2^-127 is 0 and 2^128 infinite in vf_scale2, so that nothing beyond needs an exponent. NaN, as
+ * the second operand, stays. */
 static inline vf vf_clamp_exponent(vf x) {
     return _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(_mm256_set1_ps(-127.0f), x));
 }

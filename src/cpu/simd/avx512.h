@@ -12,24 +12,18 @@ typedef __m512 vf;
 
 enum {
     vf_width = 16,
-    tile_vectors = 3,  /* vectors of query lanes in registers */
-    tile_blocks = 2,   /* such groups in a tile */
-    score_keys = 8,    /* keys x lanes accumulators of the first product: 24 of 32 registers */
+    tile_vectors = 3,   /* vectors of query lanes in registers */
+    tile_blocks = 2,    /* such groups in a tile */
+    score_keys = 8,     /* keys x lanes accumulators of the first product: 24 of 32 registers */
     value_channels = 8, /* channels x lanes accumulators of the second */
     dot_keys = 4,       /* keys x dot_heads accumulators of the scores */
 };
 
-static inline vf vf_set(float x) {
-    return _mm512_set1_ps(x);
-}
+static inline vf vf_set(float x) { return _mm512_set1_ps(x); }
 
-static inline vf vf_load(const float *p) {
-    return _mm512_loadu_ps(p);
-}
+static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 
-static inline void vf_store(float *p, vf x) {
-    _mm512_storeu_ps(p, x);
-}
+static inline void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
 
 static inline __mmask16 vf_first(int64_t count) {
     return (__mmask16)_bzhi_u32(0xffff, (uint32_t)count);
@@ -66,50 +60,31 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     _mm256_mask_storeu_epi16(p, vf_first(count), _mm512_cvtepi32_epi16(quiet));
 }
 
-static inline vf vf_add(vf a, vf b) {
-    return _mm512_add_ps(a, b);
-}
+static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 
-static inline vf vf_sub(vf a, vf b) {
-    return _mm512_sub_ps(a, b);
-}
+static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 
-static inline vf vf_mul(vf a, vf b) {
-    return _mm512_mul_ps(a, b);
-}
+static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 
-static inline vf vf_div(vf a, vf b) {
-    return _mm512_div_ps(a, b);
-}
+static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 
-static inline vf vf_fma(vf a, vf b, vf c) {
-    return _mm512_fmadd_ps(a, b, c);
-}
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 
-static inline vf vf_max(vf a, vf b) {
-    return _mm512_max_ps(a, b);
-}
+static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 
-static inline vf vf_abs(vf x) {
-    return _mm512_abs_ps(x);
-}
+static inline vf vf_abs(vf x) { return _mm512_abs_ps(x); }
 
-static inline float vf_sum(vf x) {
-    return _mm512_reduce_add_ps(x);
-}
+static inline float vf_sum(vf x) { return _mm512_reduce_add_ps(x); }
 
-static inline bool vf_any_greater(vf a, vf b) {
-    return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
-}
+static inline bool vf_any_greater(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
 }
 
 static inline vf vf_copy_sign(vf size, vf sign) {
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN),
-                                                         _mm512_castps_si512(sign),
-                                                         _mm512_castps_si512(size), 0xca));
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        _mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sign), _mm512_castps_si512(size), 0xca));
 }
 
 static inline vf vf_keep(vf x, int32_t first, int32_t end) {
@@ -123,8 +98,10 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
 static inline void vf_transpose(vf x[vf_width]) {
     vf y[vf_width];
     for (int i = 0; i < 16; i += 4) {
-        const vf low01 = _mm512_unpacklo_ps(x[i], x[i + 1]), high01 = _mm512_unpackhi_ps(x[i], x[i + 1]);
-        const vf low23 = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), high23 = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+        const vf low01 = _mm512_unpacklo_ps(x[i], x[i + 1]),
+                 high01 = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        const vf low23 = _mm512_unpacklo_ps(x[i + 2], x[i + 3]),
+                 high23 = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
         y[i] = _mm512_shuffle_ps(low01, low23, 0x44);
         y[i + 1] = _mm512_shuffle_ps(low01, low23, 0xee);
         y[i + 2] = _mm512_shuffle_ps(high01, high23, 0x44);

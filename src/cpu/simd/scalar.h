@@ -14,24 +14,18 @@ typedef float vf;
 
 enum {
     vf_width = 1,
-    tile_vectors = 4,  /* vectors of query lanes in registers */
-    tile_blocks = 4,   /* such groups in a tile */
-    score_keys = 2,    /* keys x lanes accumulators of the first product */
+    tile_vectors = 4,   /* vectors of query lanes in registers */
+    tile_blocks = 4,    /* such groups in a tile */
+    score_keys = 2,     /* keys x lanes accumulators of the first product */
     value_channels = 2, /* channels x lanes accumulators of the second */
     dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
 };
 
-static inline vf vf_set(float x) {
-    return x;
-}
+static inline vf vf_set(float x) { return x; }
 
-static inline vf vf_load(const float *p) {
-    return *p;
-}
+static inline vf vf_load(const float *p) { return *p; }
 
-static inline void vf_store(float *p, vf x) {
-    *p = x;
-}
+static inline void vf_store(float *p, vf x) { *p = x; }
 
 /* Loads and stores of the first `count` lanes, 1 to vf_width; the other lanes load as 0. */
 static inline vf vf_load_first(const float *p, int64_t count) {
@@ -62,7 +56,8 @@ static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
     const uint32_t sign = (uint32_t)(*p & 0x8000) << 16;
     const uint32_t size = (uint32_t)(*p & 0x7fff) << 13;
     // an exponent of 31 means inf or NaN; multiplying by 2^112 moves the others' bias to 127
-    if (size >= 31u << 23) return float_of(sign | size | 0x7f800000);
+    if (size >= 31u << 23)
+        return float_of(sign | size | 0x7f800000);
     return float_of(sign | bits_of(float_of(size) * 0x1p112f));
 }
 
@@ -95,55 +90,33 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     *p = (uint16_t)(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-static inline vf vf_add(vf a, vf b) {
-    return a + b;
-}
+static inline vf vf_add(vf a, vf b) { return a + b; }
 
-static inline vf vf_sub(vf a, vf b) {
-    return a - b;
-}
+static inline vf vf_sub(vf a, vf b) { return a - b; }
 
-static inline vf vf_mul(vf a, vf b) {
-    return a * b;
-}
+static inline vf vf_mul(vf a, vf b) { return a * b; }
 
-static inline vf vf_div(vf a, vf b) {
-    return a / b;
-}
+static inline vf vf_div(vf a, vf b) { return a / b; }
 
 /* a * b + c, rounded once where the machine can */
-static inline vf vf_fma(vf a, vf b, vf c) {
-    return a * b + c;
-}
+static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 
 /* The greater; b where either is NaN. */
-static inline vf vf_max(vf a, vf b) {
-    return a > b ? a : b;
-}
+static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
 
-static inline vf vf_abs(vf x) {
-    return fabsf(x);
-}
+static inline vf vf_abs(vf x) { return fabsf(x); }
 
 /* The sum of all lanes. */
-static inline float vf_sum(vf x) {
-    return x;
-}
+static inline float vf_sum(vf x) { return x; }
 
 /* Whether a > b in any lane. */
-static inline bool vf_any_greater(vf a, vf b) {
-    return a > b;
-}
+static inline bool vf_any_greater(vf a, vf b) { return a > b; }
 
 /* a > b ? x : y */
-static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
-    return a > b ? x : y;
-}
+static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) { return a > b ? x : y; }
 
 /* |size| with the sign of `sign` */
-static inline vf vf_copy_sign(vf size, vf sign) {
-    return copysignf(size, sign);
-}
+static inline vf vf_copy_sign(vf size, vf sign) { return copysignf(size, sign); }
 
 /* x in the lanes from `first` up to `end`, -inf in the others; the range may lie outside. */
 static inline vf vf_keep(vf x, int32_t first, int32_t end) {
@@ -151,9 +124,7 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
 }
 
 /* Rows become columns. */
-static inline void vf_transpose(vf x[vf_width]) {
-    (void)x;
-}
+static inline void vf_transpose(vf x[vf_width]) { (void)x; }
 
 /* 2^x = vf_scale2(p(vf_fraction(x)), x) with p(f) = 2^f on [0, 1); NaN gives NaN. Results below
  * 2^-126 are 0: products of subnormal numbers take a hundred times as long. */
@@ -169,8 +140,9 @@ static inline vf vf_fraction(vf x) {
 
 static inline vf vf_scale2(vf fraction, vf x) {
     const vf clamped = vf_clamp_exponent(x);
-    return clamped == clamped ? fraction * float_of((uint32_t)((int32_t)floorf(clamped) + 127) << 23)
-                              : clamped;
+    return clamped == clamped
+               ? fraction * float_of((uint32_t)((int32_t)floorf(clamped) + 127) << 23)
+               : clamped;
 }
 
 #endif
