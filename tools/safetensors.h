@@ -1,7 +1,7 @@
 /* Reading and writing of safetensors files: 8 bytes of header length (little-endian), a header in
  * JSON, the tensors' bytes. Nothing in a file is trusted: whatever does not fit together is refused
  * by one line that says what and where.
- * Source: https://github.com/huggingface/safetensors, "Format" */
+ * Source: the format section of the safetensors library's documentation */
 #ifndef FDMA_TOOLS_SAFETENSORS_H
 #define FDMA_TOOLS_SAFETENSORS_H
 

@@ -26,10 +26,11 @@ static byte_range range_modulo(const fdma_tensor *tensor, int64_t period) {
     const int64_t first = period ? address % period : address;
     int64_t reach = size;
     for (int axis = 0; axis < tensor->rank; axis++) {
+        if (tensor->shape[axis] == 1)
+            continue; // its stride may be anything
         const int64_t stride = tensor->stride[axis] * size;
-        if (tensor->shape[axis] == 1 || (period && stride % period == 0))
-            continue;
-        reach += (tensor->shape[axis] - 1) * stride;
+        if (period == 0 || stride % period != 0)
+            reach += (tensor->shape[axis] - 1) * stride;
     }
     return (byte_range){first, first + reach};
 }
@@ -54,8 +55,8 @@ static bool share_elements(const fdma_tensor *a, const fdma_tensor *b) {
         return false;
     const int64_t size = (int64_t)fdma_dtype_size(a->dtype);
     for (int axis = 0; axis < a->rank; axis++) {
-        const int64_t period = a->stride[axis] * size;
-        if (a->shape[axis] > 1 && period > 0 && are_apart_modulo(a, b, period))
+        if (a->shape[axis] > 1 && a->stride[axis] > 0 &&
+            are_apart_modulo(a, b, a->stride[axis] * size))
             return false;
     }
     return true;

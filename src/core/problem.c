@@ -44,7 +44,8 @@ static fdma_status check_exec(const fdma_exec *exec, check_depth depth) {
 }
 
 static fdma_status check_sizes(const fdma_problem *problem) {
-    FDMA_REQUIRE(problem->kv_heads >= 1, FDMA_INVALID_ARGUMENT, "kv_heads: is 0, want 1 or more");
+    FDMA_REQUIRE(problem->kv_heads >= 1 && problem->kv_heads <= INT32_MAX, FDMA_INVALID_ARGUMENT,
+                 "kv_heads: is %lld, want 1 to %d", (long long)problem->kv_heads, INT32_MAX);
     FDMA_REQUIRE(problem->kv_len <= INT32_MAX, FDMA_INVALID_ARGUMENT,
                  "kv_len: is %lld, want at most %d", (long long)problem->kv_len, INT32_MAX);
     return FDMA_OK;

@@ -31,10 +31,16 @@ typedef struct feature {
 
 enum { feature_count = 10 };
 
-/* gcc 12 and clang 14 know no name for f16c. */
+/* Asked once: cpuid takes microseconds in a virtual machine. Compilers cache the other features. */
 static bool has_f16c(void) {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && __builtin_cpu_supports("avx");
+    enum { unknown, found, missing };
+    static _Atomic int state = unknown;
+    if (state == unknown) {
+        unsigned a, b, c, d;
+        const bool has = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+        state = has && __builtin_cpu_supports("avx") ? found : missing;
+    }
+    return state == found;
 }
 
 static void find_features(feature *features) {

@@ -14,21 +14,19 @@ typedef struct forward_context {
     int64_t tiles; /* of one (b, g) */
 } forward_context;
 
-/* S^T = K Q^T for score_keys keys and one block of lanes. On the way it asks for group `first` of
- * the next list, a cache line of each row at a time, so that it is in the L2 cache when its turn
- * comes. */
+/* S^T = K Q^T for score_keys keys and one block of lanes. On the way it asks for rows of the next
+ * list, a cache line of each at a time, so that they are in the L2 cache when their turn comes. */
 static inline __attribute__((always_inline)) void score_tile(vf s[score_keys][tile_vectors],
-                                                             const key_list *list, int32_t first,
-                                                             const float *q, int64_t dim,
-                                                             const key_list *next) {
+                                                             const float *const *k, const float *q,
+                                                             int64_t dim, const void *const *ahead,
+                                                             int64_t channel_size) {
     const float *row[score_keys];
     UNROLL for (int key = 0; key < score_keys; key++) {
-        row[key] = list->k[first + key];
+        row[key] = k[key];
         UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_set(0);
     }
     for (int64_t d = 0; d < dim;) {
-        if (next)
-            prefetch_rows(next, first, d);
+        prefetch_rows(ahead, channel_size, d);
         for (const int64_t end = d + 8; d < end; d++, q += block_lanes) {
             vf lanes[tile_vectors];
             UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(q + m * vf_width);
@@ -77,7 +75,7 @@ finish_logits(vf s[score_keys][tile_vectors], const key_list *list, int32_t firs
     }
 }
 
-/* P = 2^(S - max), stored and summed. */
+/* P = e^(S - max), stored and summed. */
 static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][tile_vectors],
                                                              const tile_state *tile, int64_t dim,
                                                              int32_t first, int block) {
@@ -97,7 +95,7 @@ static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][ti
         const vf lane_max = vf_load(max + m * vf_width);
         vf total = vf_load(sum + m * vf_width);
         UNROLL for (int key = 0; key < score_keys; key++) {
-            const vf weight = exp2_of(vf_sub(s[key][m], lane_max));
+            const vf weight = exp2_of(vf_mul(vf_sub(s[key][m], lane_max), vf_set(log2e)));
             total = vf_add(total, weight);
             vf_store(weights + key * block_lanes + m * vf_width, weight);
         }
@@ -105,18 +103,17 @@ static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][ti
     }
 }
 
-/* O^T += V^T P^T for value_channels channels from d on and one block of lanes. */
-static inline __attribute__((always_inline)) void
-add_values(float *out, const float *const *v, int64_t d, const float *weights, int32_t count) {
+/* O^T += V^T P^T for a strip of channels and one block of lanes. */
+static inline __attribute__((always_inline)) void add_values(float *out, const float *values,
+                                                             const float *weights, int32_t count) {
     vf o[value_channels][tile_vectors];
     UNROLL for (int c = 0; c < value_channels; c++) UNROLL for (int m = 0; m < tile_vectors; m++)
         o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
-    for (int32_t n = 0; n < count; n++, weights += block_lanes) {
-        const float *const row = v[n] + d;
+    for (int32_t n = 0; n < count; n++, values += value_channels, weights += block_lanes) {
         vf lanes[tile_vectors];
         UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(weights + m * vf_width);
         UNROLL for (int c = 0; c < value_channels; c++) {
-            const vf channel = vf_set(row[c]);
+            const vf channel = vf_set(values[c]);
             UNROLL for (int m = 0; m < tile_vectors; m++) o[c][m] =
                 vf_fma(channel, lanes[m], o[c][m]);
         }
@@ -137,10 +134,12 @@ static bool is_seen(const key_list *list, int32_t first, int block) {
     return false;
 }
 
-/* The weights of a block's lanes for all listed keys; returns how many keys have any. */
+/* The weights of a block's lanes for all listed keys; returns how many keys have any. The first
+ * block asks for the next list's rows of k, the others for those of v. */
 static int32_t weigh_block(const tile_state *tile, const key_list *list, const key_list *next,
                            int64_t dim, float cap, int block) {
     float *const weights = tile->weights + block * key_block * block_lanes;
+    const void *const *const ahead = block == 0 ? next->k_source : next->v_source;
     int32_t weighed = 0;
     for (int32_t first = 0; first < list->count; first += score_keys) {
         float *const group = weights + first * block_lanes;
@@ -150,7 +149,8 @@ static int32_t weigh_block(const tile_state *tile, const key_list *list, const k
                 group[x] = 0;
             continue;
         }
-        score_tile(s, list, first, tile->q + block * dim * block_lanes, dim, next);
+        score_tile(s, list->k + first, tile->q + block * dim * block_lanes, dim, ahead + first,
+                   next->channel_size);
         if (cap > 0) {
             store_scores(group, s);
             cap_scores(group, cap);
@@ -166,11 +166,32 @@ static int32_t weigh_block(const tile_state *tile, const key_list *list, const k
 static void attend_keys(const tile_state *tile, const key_list *list, const key_list *next,
                         int64_t dim, float cap) {
     for (int block = 0; block < tile_blocks; block++) {
-        float *const out = tile->out + block * dim * block_lanes;
+        float *out = tile->out + block * dim * block_lanes;
+        const float *values = tile->values;
         const float *const weights = tile->weights + block * key_block * block_lanes;
-        const int32_t count = weigh_block(tile, list, block == 0 ? next : NULL, dim, cap, block);
-        for (int64_t d = 0; d < dim; d += value_channels)
-            add_values(out + d * block_lanes, list->v, d, weights, count);
+        const int32_t count = weigh_block(tile, list, next, dim, cap, block);
+        for (int64_t d = 0; d < dim; d += value_channels) {
+            add_values(out, values, weights, count);
+            out += value_channels * block_lanes;
+            values += key_block * value_channels;
+        }
+    }
+}
+
+static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
+                            const tile_place *place, const tile_state *tile, fdma_arena *arena) {
+    key_list *list = fdma_arena_take(arena, sizeof *list);
+    key_list *next = fdma_arena_take(arena, sizeof *next);
+    key_walk walk = start_walk(problem, all, place);
+    list_keys(problem, place, &walk, tile, list);
+    while (list->count > 0) {
+        list_keys(problem, place, &walk, tile, next);
+        load_keys(problem, tile, list);
+        load_values(problem, tile, list);
+        attend_keys(tile, list, next, problem->head_dim, (float)problem->softcap);
+        key_list *const done = list;
+        list = next;
+        next = done;
     }
 }
 
@@ -180,26 +201,15 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const fdma_problem *const problem = forward->problem;
     const int64_t heads = problem->batch * problem->kv_heads, head = index % heads;
     const int64_t tile_index = forward->tiles - 1 - index / heads;
-    const float log2e = 1.4426950408889634f, scale = (float)problem->scale;
-    const float softcap = (float)problem->softcap;
+    const float scale = (float)problem->scale, softcap = (float)problem->softcap;
     fdma_arena arena = {.base = forward->scratch + (size_t)thread * forward->scratch_size};
     tile_state tile = take_tile(&arena, problem);
-    key_list *list = fdma_arena_take(&arena, sizeof *list);
-    key_list *next = fdma_arena_take(&arena, sizeof *next);
     const tile_place place =
         place_tile(problem, head / problem->kv_heads, head % problem->kv_heads, tile_index);
-    pack_queries(problem, &place, softcap > 0 ? scale / softcap : scale * log2e, &tile);
+    pack_queries(problem, &place, softcap > 0 ? scale / softcap : scale, &tile);
     clear_tile(&tile, problem->head_dim);
-    key_walk walk = start_walk(problem, &forward->snapshots, &place);
-    list_keys(problem, &place, &walk, &tile, list);
-    while (list->count > 0) {
-        list_keys(problem, &place, &walk, &tile, next);
-        load_rows(problem, &tile, list);
-        attend_keys(&tile, list, next, problem->head_dim, softcap * log2e);
-        key_list *const done = list;
-        list = next;
-        next = done;
-    }
+    if (problem->kv_len > 0)
+        attend_all_keys(problem, &forward->snapshots, &place, &tile, &arena);
     write_out(problem, &place, &tile);
     if (is_present(&problem->lse))
         write_lse(problem, &place, &tile);

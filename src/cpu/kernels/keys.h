@@ -8,6 +8,8 @@
 
 #include "cpu/kernels/tile.h"
 
+#include <string.h>
+
 /* Snapshot n (from 1) holds the keys before position n * step that are still alive there. */
 typedef struct snapshots {
     int64_t step;
@@ -128,9 +130,8 @@ typedef struct key_list {
     int32_t key[key_block];
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
-    const float *k[key_block]; /* the same in float32 */
-    const float *v[key_block];
-    float bias[key_block]; /* in log2 units */
+    const float *k[key_block]; /* in float32 */
+    float bias[key_block];     /* in log2 units */
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
 } key_list;
@@ -179,7 +180,7 @@ static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list
     const float *const row =
         (const float *)bias->data + place->b * bias->stride[0] + place->g * bias->stride[1];
     for (int32_t n = 0; n < list->count; n++)
-        list->bias[n] = row[list->key[n]] * 1.4426950408889634f;
+        list->bias[n] = row[list->key[n]];
 }
 
 /* The next block, of no keys at the end. What it lacks is filled up with rows of zeros that none
@@ -201,32 +202,40 @@ static void list_keys(const fdma_problem *problem, const tile_place *place, key_
     }
 }
 
-/* One cache line of each row of a group, of those that hold channel d. */
-static inline void prefetch_rows(const key_list *list, int32_t first, int64_t d) {
-    const int64_t byte = d * list->channel_size;
+/* One cache line of each of the rows of a group, of those that hold channel d. */
+static inline void prefetch_rows(const void *const *sources, int64_t channel_size, int64_t d) {
+    const int64_t byte = d * channel_size;
     if (byte % 64 != 0)
         return;
-    for (int32_t n = first; n < first + score_keys; n++) {
-        __builtin_prefetch((const uint8_t *)list->k_source[n] + byte, 0, 2);
-        __builtin_prefetch((const uint8_t *)list->v_source[n] + byte, 0, 2);
-    }
+    UNROLL for (int n = 0; n < score_keys; n++)
+        __builtin_prefetch((const uint8_t *)sources[n] + byte, 0, 2);
 }
 
-/* Rows in float32: where they lie, or converted; zeros are zeros in every dtype. */
-static void load_rows(const fdma_problem *problem, const tile_state *tile, key_list *list) {
+/* Rows of k in float32: where they lie, or converted; zeros are zeros in every dtype. */
+static void load_keys(const fdma_problem *problem, const tile_state *tile, key_list *list) {
     const int64_t dim = problem->head_dim;
     const int32_t rows = (list->count + score_keys - 1) / score_keys * score_keys;
     for (int32_t n = 0; n < rows; n++) {
-        list->k[n] = list->k_source[n];
-        list->v[n] = list->v_source[n];
-        if (problem->dtype == FDMA_FLOAT32)
-            continue;
-        float *const k = tile->k_rows + n * padded_row(dim), *const v =
-                                                                 tile->v_rows + n * padded_row(dim);
-        load_row(k, list->k_source[n], problem->dtype, dim);
-        load_row(v, list->v_source[n], problem->dtype, dim);
-        list->k[n] = k;
-        list->v[n] = v;
+        float *const to = tile->k_rows + n * padded_row(dim);
+        list->k[n] = problem->dtype == FDMA_FLOAT32 ? list->k_source[n] : to;
+        if (problem->dtype != FDMA_FLOAT32)
+            load_row(to, list->k_source[n], problem->dtype, dim);
+    }
+}
+
+/* v of the listed keys, cut into strips of value_channels channels that the second product reads
+ * straight through. Where they lie, rows may all fall into the same few sets of the L1 cache. */
+static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
+    const int64_t dim = problem->head_dim, strip = key_block * value_channels;
+    for (int32_t n = 0; n < list->count; n++) {
+        const float *row = list->v_source[n];
+        float *to = tile->values + n * value_channels;
+        if (problem->dtype != FDMA_FLOAT32) {
+            load_row(tile->row, list->v_source[n], problem->dtype, dim);
+            row = tile->row;
+        }
+        for (int64_t d = 0; d < dim; d += value_channels, to += strip)
+            memcpy(to, row + d, value_channels * sizeof(float));
     }
 }
 

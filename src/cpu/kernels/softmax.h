@@ -1,13 +1,15 @@
-/* The online softmax of a tile, in base 2, with the running maximum raised only past a margin. */
+/* The online softmax of a tile, with the running maximum raised only past a margin. */
 #ifndef FDMA_CPU_KERNELS_SOFTMAX_H
 #define FDMA_CPU_KERNELS_SOFTMAX_H
 
 #include "cpu/kernels/keys.h"
 #include "cpu/kernels/math.h"
 
-/* Logits may exceed the running maximum by this much (log2 units) before it is raised: weights stay
+static const float log2e = 1.4426950408889634f;
+
+/* Logits may exceed the running maximum by this much, 8 log 2, before it is raised: weights stay
  * below 2^8, and out is almost never rescaled. */
-static const float margin = 8;
+static const float margin = 5.545177444479562f;
 
 static void scale_lanes(float *entries, int64_t count, const vf *factor) {
     for (int64_t n = 0; n < count; n++)
@@ -26,7 +28,7 @@ static __attribute__((noinline)) void raise_max(const tile_state *tile, int64_t 
         const int64_t lane = block * block_lanes + m * vf_width;
         const vf old = vf_load(tile->max + lane);
         const vf raised = vf_max(top[m], old);
-        factor[m] = exp2_of(vf_sub(old, raised));
+        factor[m] = exp2_of(vf_mul(vf_sub(old, raised), vf_set(log2e)));
         vf_store(tile->max + lane, raised);
         vf_store(tile->sum + lane, vf_mul(vf_load(tile->sum + lane), factor[m]));
     }

@@ -30,14 +30,15 @@ typedef struct tile_place {
 
 /* A tile's state, of head_dim or key_block entries; lanes of block n begin at n * entries. */
 typedef struct tile_state {
-    float *q;       /* [tile_blocks][head_dim][block_lanes], scaled to give logits in log2 units */
+    float *q;       /* [tile_blocks][head_dim][block_lanes], scaled */
     float *out;     /* the same, not yet divided by sum */
     float *weights; /* [tile_blocks][key_block][block_lanes] */
-    float *max;     /* [tile_lanes], log2 units; lags behind the true maximum by up to margin */
+    float *max;     /* [tile_lanes], behind the true maximum by up to margin */
     float *sum;     /* [tile_lanes] */
     float *k_rows;  /* [key_block][padded_row(head_dim)], where k has to be converted */
-    float *v_rows;
-    float *zeros; /* [head_dim] */
+    float *row;     /* [head_dim] */
+    float *values;  /* [head_dim / value_channels][key_block][value_channels]: v of a block */
+    float *zeros;   /* [head_dim] */
 } tile_state;
 
 /* Rows a cache line longer than they need be spread over the sets of the L1 cache. */
@@ -56,7 +57,8 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
     tile.max = fdma_arena_take(arena, sizeof(float) * tile_lanes);
     tile.sum = fdma_arena_take(arena, sizeof(float) * tile_lanes);
     tile.k_rows = fdma_arena_take(arena, converted);
-    tile.v_rows = fdma_arena_take(arena, converted);
+    tile.row = fdma_arena_take(arena, dim);
+    tile.values = fdma_arena_take(arena, key_block * dim);
     tile.zeros = fdma_arena_take(arena, dim);
     return tile;
 }
@@ -166,10 +168,9 @@ static void write_lse(const fdma_problem *problem, const tile_place *place,
     for (int64_t lane = 0; lane < place->rows; lane++) {
         const int64_t row = place->first_row + lane;
         const int64_t h = place->g * problem->group + row % problem->group;
-        const float sum = tile->sum[lane], log2_sum = tile->max[lane] + log2f(sum);
-        ((float *)
-             lse->data)[place->b * lse->stride[0] + h * lse->stride[1] + row / problem->group] =
-            sum == 0 ? -INFINITY : log2_sum * 0.6931471805599453f;
+        const double sum = (double)tile->sum[lane], max = (double)tile->max[lane];
+        float *const to = (float *)lse->data + place->b * lse->stride[0] + h * lse->stride[1];
+        to[row / problem->group] = sum == 0 ? -INFINITY : (float)(max + log(sum));
     }
 }
 
