@@ -14,112 +14,209 @@ typedef struct forward_context {
     int64_t tiles; /* of one (b, g) */
 } forward_context;
 
+/* A tile at work on a block of keys. */
+typedef struct tile_work {
+    const tile_state *tile;
+    const key_list *list;
+    const key_list *next; /* its rows are asked for on the way */
+    int64_t dim;
+    float cap;  /* 0: no softcap */
+    int blocks; /* of lanes, that have rows */
+} tile_work;
+
+/* Scores, logits, weights of a group of keys for one block of lanes, in registers. */
+typedef vf score_block[score_keys][tile_vectors];
+
 /* S^T = K Q^T for score_keys keys and one block of lanes. On the way it asks for rows of the next
  * list, a cache line of each at a time, so that they are in the L2 cache when their turn comes. */
-static inline __attribute__((always_inline)) void score_tile(vf s[score_keys][tile_vectors],
-                                                             const float *const *k, const float *q,
-                                                             int64_t dim, const void *const *ahead,
-                                                             int64_t channel_size) {
+INLINE void score_tile(score_block s, const float *const *k, const float *q, int64_t dim,
+                       const void *const *ahead, int64_t channel_size) {
     const float *row[score_keys];
-    UNROLL for (int key = 0; key < score_keys; key++) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
         row[key] = k[key];
-        UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_set(0);
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            s[key][m] = vf_set(0);
     }
     for (int64_t d = 0; d < dim;) {
         prefetch_rows(ahead, channel_size, d);
         for (const int64_t end = d + 8; d < end; d++, q += block_lanes) {
             vf lanes[tile_vectors];
-            UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(q + m * vf_width);
-            UNROLL for (int key = 0; key < score_keys; key++) {
+            UNROLL
+            for (int m = 0; m < tile_vectors; m++)
+                lanes[m] = vf_load(q + m * vf_width);
+            UNROLL
+            for (int key = 0; key < score_keys; key++) {
                 const vf channel = vf_set(row[key][d]);
-                UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] =
-                    vf_fma(channel, lanes[m], s[key][m]);
+                UNROLL
+                for (int m = 0; m < tile_vectors; m++)
+                    s[key][m] = vf_fma(channel, lanes[m], s[key][m]);
             }
         }
     }
 }
 
-static inline __attribute__((always_inline)) void store_scores(float *to,
-                                                               vf s[score_keys][tile_vectors]) {
-    UNROLL for (int key = 0; key < score_keys; key++) UNROLL for (int m = 0; m < tile_vectors; m++)
-        vf_store(to + key * block_lanes + m * vf_width, s[key][m]);
+INLINE void store_scores(float *to, score_block s) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            vf_store(to + key * block_lanes + m * vf_width, s[key][m]);
+    }
 }
 
-static inline __attribute__((always_inline)) void load_scores(vf s[score_keys][tile_vectors],
-                                                              const float *from) {
-    UNROLL for (int key = 0; key < score_keys; key++) UNROLL for (int m = 0; m < tile_vectors; m++)
-        s[key][m] = vf_load(from + key * block_lanes + m * vf_width);
+INLINE void load_scores(score_block s, const float *from) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            s[key][m] = vf_load(from + key * block_lanes + m * vf_width);
+    }
 }
 
-/* Softcap, on scores that the caller has put into memory: rare enough to stay out of the
- * registers. */
+/* Softcap, on scores in memory: rare enough to stay out of the registers. */
 static __attribute__((noinline)) void cap_scores(float *scores, float cap) {
     for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width)
         vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(vf_load(scores + x))));
 }
 
-/* Scores -> logits: bias, and -inf where a row does not keep the key. */
-static inline __attribute__((always_inline)) void
-finish_logits(vf s[score_keys][tile_vectors], const key_list *list, int32_t first, int block) {
-    UNROLL for (int key = 0; key < score_keys; key++) {
-        const vf bias = vf_set(list->bias[first + key]);
-        UNROLL for (int m = 0; m < tile_vectors; m++) s[key][m] = vf_add(s[key][m], bias);
-    }
-    if (!list->cut[first / score_keys])
-        return;
-    UNROLL for (int key = 0; key < score_keys; key++)
-        UNROLL for (int m = 0; m < tile_vectors; m++) {
-        const int32_t lane = block * block_lanes + m * vf_width;
-        s[key][m] = vf_keep(s[key][m], list->first_lane[first + key] - lane,
-                            list->end_lane[first + key] - lane);
+INLINE void add_bias(score_block s, const float *bias) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        const vf b = vf_set(bias[key]);
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            s[key][m] = vf_add(s[key][m], b);
     }
 }
 
-/* P = e^(S - max), stored and summed. */
-static inline __attribute__((always_inline)) void weigh_keys(vf s[score_keys][tile_vectors],
-                                                             const tile_state *tile, int64_t dim,
-                                                             int32_t first, int block) {
-    float *const weights = tile->weights + (block * key_block + first) * block_lanes;
-    float *const max = tile->max + block * block_lanes, *const sum =
-                                                            tile->sum + block * block_lanes;
-    vf top[tile_vectors];
-    bool raise = false;
-    UNROLL for (int m = 0; m < tile_vectors; m++) {
-        top[m] = s[0][m];
-        UNROLL for (int key = 1; key < score_keys; key++) top[m] = vf_max(top[m], s[key][m]);
-        raise |= vf_any_greater(top[m], vf_add(vf_load(max + m * vf_width), vf_set(margin)));
+/* -inf where a row does not keep the key; lane: the block's first. */
+INLINE void cut_lanes(score_block s, const int32_t *first_lane, const int32_t *end_lane,
+                      int32_t lane) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            s[key][m] = vf_keep(s[key][m], first_lane[key] - lane - m * vf_width,
+                                end_lane[key] - lane - m * vf_width);
     }
-    if (raise)
-        raise_max(tile, dim, block, top, first);
-    UNROLL for (int m = 0; m < tile_vectors; m++) {
+}
+
+/* The logits of the group of keys that begins at `first`. */
+INLINE void find_logits(score_block s, const tile_work *work, int32_t first, int block) {
+    const key_list *const list = work->list;
+    const key_list *const next = work->next;
+    const void *const *const ahead = block == 0 ? next->k_source : next->v_source;
+    float *const weights = work->tile->weights + first * block_lanes;
+    score_tile(s, list->k + first, work->tile->q + block * work->dim * block_lanes, work->dim,
+               ahead + first, next->channel_size);
+    if (work->cap > 0) {
+        store_scores(weights, s);
+        cap_scores(weights, work->cap);
+        load_scores(s, weights);
+    }
+    if (list->biased)
+        add_bias(s, list->bias + first);
+    if (list->cut[first / score_keys])
+        cut_lanes(s, list->first_lane + first, list->end_lane + first, block * block_lanes);
+}
+
+/* P = e^(S - max), stored, and added up in `total`. */
+INLINE void weigh_keys(vf total[tile_vectors], score_block s, const tile_state *tile, int32_t first,
+                       int block) {
+    float *const weights = tile->weights + first * block_lanes;
+    const float *const max = tile->max + block * block_lanes;
+    UNROLL
+    for (int m = 0; m < tile_vectors; m++) {
         const vf lane_max = vf_load(max + m * vf_width);
-        vf total = vf_load(sum + m * vf_width);
-        UNROLL for (int key = 0; key < score_keys; key++) {
+        total[m] = vf_set(0);
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
             const vf weight = exp2_of(vf_mul(vf_sub(s[key][m], lane_max), vf_set(log2e)));
-            total = vf_add(total, weight);
+            total[m] = vf_add(total[m], weight);
             vf_store(weights + key * block_lanes + m * vf_width, weight);
         }
-        vf_store(sum + m * vf_width, total);
     }
+}
+
+/* The way to the weights of a group whose logits have outgrown the maximum: done again, slowly. */
+static __attribute__((noinline)) void raise_and_weigh(float *totals, const tile_work *work,
+                                                      int32_t first, int block) {
+    score_block s;
+    vf top[tile_vectors], total[tile_vectors];
+    find_logits(s, work, first, block);
+    UNROLL
+    for (int m = 0; m < tile_vectors; m++) {
+        top[m] = s[0][m];
+        UNROLL
+        for (int key = 1; key < score_keys; key++)
+            top[m] = vf_max(top[m], s[key][m]);
+    }
+    raise_max(work->tile, work->dim, block, top, first);
+    weigh_keys(total, s, work->tile, first, block);
+    UNROLL
+    for (int m = 0; m < tile_vectors; m++)
+        vf_store(totals + m * vf_width, total[m]);
+}
+
+/* The weights of a group, and their sum. That the maximum has been outgrown shows in the sum: so the
+ * usual case looks for no maximum. */
+INLINE void weigh_group(const tile_work *work, int32_t first, int block) {
+    float *const sum = work->tile->sum + block * block_lanes;
+    score_block s;
+    vf total[tile_vectors];
+    bool outgrown = false;
+    find_logits(s, work, first, block);
+    weigh_keys(total, s, work->tile, first, block);
+    UNROLL
+    for (int m = 0; m < tile_vectors; m++)
+        outgrown |= vf_any_greater(total[m], vf_set(most_weight));
+    if (outgrown) {
+        float totals[block_lanes];
+        raise_and_weigh(totals, work, first, block);
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            total[m] = vf_load(totals + m * vf_width);
+    }
+    UNROLL
+    for (int m = 0; m < tile_vectors; m++)
+        vf_store(sum + m * vf_width, vf_add(vf_load(sum + m * vf_width), total[m]));
 }
 
 /* O^T += V^T P^T for a strip of channels and one block of lanes. */
-static inline __attribute__((always_inline)) void add_values(float *out, const float *values,
-                                                             const float *weights, int32_t count) {
+static void add_values(float *out, const float *values, const float *weights, int32_t count) {
     vf o[value_channels][tile_vectors];
-    UNROLL for (int c = 0; c < value_channels; c++) UNROLL for (int m = 0; m < tile_vectors; m++)
-        o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
-    for (int32_t n = 0; n < count; n++, values += value_channels, weights += block_lanes) {
-        vf lanes[tile_vectors];
-        UNROLL for (int m = 0; m < tile_vectors; m++) lanes[m] = vf_load(weights + m * vf_width);
-        UNROLL for (int c = 0; c < value_channels; c++) {
-            const vf channel = vf_set(values[c]);
-            UNROLL for (int m = 0; m < tile_vectors; m++) o[c][m] =
-                vf_fma(channel, lanes[m], o[c][m]);
+    UNROLL
+    for (int c = 0; c < value_channels; c++) {
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
+    }
+    for (int32_t n = 0; n < count; n += 2) {
+        UNROLL
+        for (int key = 0; key < 2; key++) {
+            vf lanes[tile_vectors];
+            UNROLL
+            for (int m = 0; m < tile_vectors; m++)
+                lanes[m] = vf_load(weights + m * vf_width);
+            UNROLL
+            for (int c = 0; c < value_channels; c++) {
+                const vf channel = vf_set(values[c]);
+                UNROLL
+                for (int m = 0; m < tile_vectors; m++)
+                    o[c][m] = vf_fma(channel, lanes[m], o[c][m]);
+            }
+            values += value_channels;
+            weights += block_lanes;
         }
     }
-    UNROLL for (int c = 0; c < value_channels; c++) UNROLL for (int m = 0; m < tile_vectors; m++)
-        vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
+    UNROLL
+    for (int c = 0; c < value_channels; c++) {
+        UNROLL
+        for (int m = 0; m < tile_vectors; m++)
+            vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
+    }
 }
 
 /* Whether any row of a block keeps any key of a group. */
@@ -134,46 +231,30 @@ static bool is_seen(const key_list *list, int32_t first, int block) {
     return false;
 }
 
-/* The weights of a block's lanes for all listed keys; returns how many keys have any. The first
- * block asks for the next list's rows of k, the others for those of v. */
-static int32_t weigh_block(const tile_state *tile, const key_list *list, const key_list *next,
-                           int64_t dim, float cap, int block) {
-    float *const weights = tile->weights + block * key_block * block_lanes;
-    const void *const *const ahead = block == 0 ? next->k_source : next->v_source;
+/* The weights of a block's lanes for all listed keys; returns how many keys may have any. */
+static int32_t weigh_block(const tile_work *work, int block) {
     int32_t weighed = 0;
-    for (int32_t first = 0; first < list->count; first += score_keys) {
-        float *const group = weights + first * block_lanes;
-        vf s[score_keys][tile_vectors];
-        if (!is_seen(list, first, block)) {
-            for (int32_t x = 0; x < score_keys * block_lanes; x++)
-                group[x] = 0;
-            continue;
+    for (int32_t first = 0; first < work->list->count; first += score_keys) {
+        if (is_seen(work->list, first, block)) {
+            weigh_group(work, first, block);
+            weighed = first + score_keys;
+        } else {
+            memset(work->tile->weights + first * block_lanes, 0,
+                   sizeof(float) * score_keys * block_lanes);
         }
-        score_tile(s, list->k + first, tile->q + block * dim * block_lanes, dim, ahead + first,
-                   next->channel_size);
-        if (cap > 0) {
-            store_scores(group, s);
-            cap_scores(group, cap);
-            load_scores(s, group);
-        }
-        finish_logits(s, list, first, block);
-        weigh_keys(s, tile, dim, first, block);
-        weighed = first + score_keys;
     }
-    return weighed < list->count ? weighed : list->count;
+    return weighed;
 }
 
-static void attend_keys(const tile_state *tile, const key_list *list, const key_list *next,
-                        int64_t dim, float cap) {
-    for (int block = 0; block < tile_blocks; block++) {
-        float *out = tile->out + block * dim * block_lanes;
-        const float *values = tile->values;
-        const float *const weights = tile->weights + block * key_block * block_lanes;
-        const int32_t count = weigh_block(tile, list, next, dim, cap, block);
-        for (int64_t d = 0; d < dim; d += value_channels) {
-            add_values(out, values, weights, count);
+static void attend_keys(const tile_work *work) {
+    for (int block = 0; block < work->blocks; block++) {
+        float *out = work->tile->out + block * work->dim * block_lanes;
+        const float *values = work->tile->values;
+        const int32_t count = weigh_block(work, block);
+        for (int64_t d = 0; d < work->dim; d += value_channels) {
+            add_values(out, values, work->tile->weights, count);
             out += value_channels * block_lanes;
-            values += key_block * value_channels;
+            values += strip_length;
         }
     }
 }
@@ -183,12 +264,20 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
     key_list *list = fdma_arena_take(arena, sizeof *list);
     key_list *next = fdma_arena_take(arena, sizeof *next);
     key_walk walk = start_walk(problem, all, place);
+    tile_work work = {
+        .tile = tile,
+        .dim = problem->head_dim,
+        .cap = (float)problem->softcap,
+        .blocks = (int)(used_lanes(place) / block_lanes),
+    };
     list_keys(problem, place, &walk, tile, list);
     while (list->count > 0) {
         list_keys(problem, place, &walk, tile, next);
         load_keys(problem, tile, list);
         load_values(problem, tile, list);
-        attend_keys(tile, list, next, problem->head_dim, (float)problem->softcap);
+        work.list = list;
+        work.next = next;
+        attend_keys(&work);
         key_list *const done = list;
         list = next;
         next = done;
@@ -207,7 +296,7 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const tile_place place =
         place_tile(problem, head / problem->kv_heads, head % problem->kv_heads, tile_index);
     pack_queries(problem, &place, softcap > 0 ? scale / softcap : scale, &tile);
-    clear_tile(&tile, problem->head_dim);
+    clear_tile(&tile, &place, problem->head_dim);
     if (problem->kv_len > 0)
         attend_all_keys(problem, &forward->snapshots, &place, &tile, &arena);
     write_out(problem, &place, &tile);

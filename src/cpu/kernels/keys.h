@@ -8,8 +8,6 @@
 
 #include "cpu/kernels/tile.h"
 
-#include <string.h>
-
 /* Snapshot n (from 1) holds the keys before position n * step that are still alive there. */
 typedef struct snapshots {
     int64_t step;
@@ -131,7 +129,8 @@ typedef struct key_list {
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
     const float *k[key_block]; /* in float32 */
-    float bias[key_block];     /* in log2 units */
+    bool biased;               /* else bias is not looked at */
+    float bias[key_block];
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
 } key_list;
@@ -172,11 +171,9 @@ static void find_rows(const fdma_tensor *tensor, const tile_place *place, const 
 }
 
 static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list *list) {
-    if (!is_present(bias)) {
-        for (int32_t n = 0; n < key_block; n++)
-            list->bias[n] = 0;
+    list->biased = is_present(bias);
+    if (!list->biased)
         return;
-    }
     const float *const row =
         (const float *)bias->data + place->b * bias->stride[0] + place->g * bias->stride[1];
     for (int32_t n = 0; n < list->count; n++)
@@ -207,15 +204,19 @@ static inline void prefetch_rows(const void *const *sources, int64_t channel_siz
     const int64_t byte = d * channel_size;
     if (byte % 64 != 0)
         return;
-    UNROLL for (int n = 0; n < score_keys; n++)
+    UNROLL
+    for (int n = 0; n < score_keys; n++)
         __builtin_prefetch((const uint8_t *)sources[n] + byte, 0, 2);
+}
+
+static int32_t whole_groups(int32_t keys) {
+    return (keys + score_keys - 1) / score_keys * score_keys;
 }
 
 /* Rows of k in float32: where they lie, or converted; zeros are zeros in every dtype. */
 static void load_keys(const fdma_problem *problem, const tile_state *tile, key_list *list) {
     const int64_t dim = problem->head_dim;
-    const int32_t rows = (list->count + score_keys - 1) / score_keys * score_keys;
-    for (int32_t n = 0; n < rows; n++) {
+    for (int32_t n = 0; n < whole_groups(list->count); n++) {
         float *const to = tile->k_rows + n * padded_row(dim);
         list->k[n] = problem->dtype == FDMA_FLOAT32 ? list->k_source[n] : to;
         if (problem->dtype != FDMA_FLOAT32)
@@ -226,15 +227,15 @@ static void load_keys(const fdma_problem *problem, const tile_state *tile, key_l
 /* v of the listed keys, cut into strips of value_channels channels that the second product reads
  * straight through. Where they lie, rows may all fall into the same few sets of the L1 cache. */
 static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
-    const int64_t dim = problem->head_dim, strip = key_block * value_channels;
-    for (int32_t n = 0; n < list->count; n++) {
+    const int64_t dim = problem->head_dim;
+    for (int32_t n = 0; n < whole_groups(list->count); n++) {
         const float *row = list->v_source[n];
         float *to = tile->values + n * value_channels;
         if (problem->dtype != FDMA_FLOAT32) {
             load_row(tile->row, list->v_source[n], problem->dtype, dim);
             row = tile->row;
         }
-        for (int64_t d = 0; d < dim; d += value_channels, to += strip)
+        for (int64_t d = 0; d < dim; d += value_channels, to += strip_length)
             memcpy(to, row + d, value_channels * sizeof(float));
     }
 }

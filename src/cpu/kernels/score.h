@@ -60,20 +60,30 @@ static void dot_rows(float *dots, const float *const *rows, const float *project
                      int64_t width) {
     vf sums[dot_keys][dot_heads];
     const float *row[dot_keys];
-    UNROLL for (int key = 0; key < dot_keys; key++) {
+    UNROLL
+    for (int key = 0; key < dot_keys; key++) {
         row[key] = rows[key];
-        UNROLL for (int g = 0; g < dot_heads; g++) sums[key][g] = vf_set(0);
+        UNROLL
+        for (int g = 0; g < dot_heads; g++)
+            sums[key][g] = vf_set(0);
     }
     for (int64_t x = 0; x < width; x += vf_width) {
         vf weight[dot_heads];
-        UNROLL for (int g = 0; g < dot_heads; g++) weight[g] = vf_load(projection + g * width + x);
-        UNROLL for (int key = 0; key < dot_keys; key++) {
+        UNROLL
+        for (int g = 0; g < dot_heads; g++)
+            weight[g] = vf_load(projection + g * width + x);
+        UNROLL
+        for (int key = 0; key < dot_keys; key++) {
             const vf values = vf_load(row[key] + x);
-            UNROLL for (int g = 0; g < dot_heads; g++) sums[key][g] =
-                vf_fma(values, weight[g], sums[key][g]);
+            UNROLL
+            for (int g = 0; g < dot_heads; g++)
+                sums[key][g] = vf_fma(values, weight[g], sums[key][g]);
         }
     }
-    UNROLL for (int key = 0; key < dot_keys; key++) UNROLL for (int g = 0; g < dot_heads; g++)
+    UNROLL
+    for (int key = 0; key < dot_keys; key++)
+        UNROLL
+    for (int g = 0; g < dot_heads; g++)
         dots[g * chunk_keys + key] = vf_sum(sums[key][g]);
 }
 

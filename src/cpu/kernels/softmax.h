@@ -7,9 +7,9 @@
 
 static const float log2e = 1.4426950408889634f;
 
-/* Logits may exceed the running maximum by this much, 8 log 2, before it is raised: weights stay
- * below 2^8, and out is almost never rescaled. */
-static const float margin = 5.545177444479562f;
+/* A lane's weights in a group of keys may add up to this before its maximum is raised, so that out is
+ * almost never rescaled. */
+static const float most_weight = 2048;
 
 static void scale_lanes(float *entries, int64_t count, const vf *factor) {
     for (int64_t n = 0; n < count; n++)
@@ -33,7 +33,7 @@ static __attribute__((noinline)) void raise_max(const tile_state *tile, int64_t 
         vf_store(tile->sum + lane, vf_mul(vf_load(tile->sum + lane), factor[m]));
     }
     scale_lanes(tile->out + block * dim * block_lanes, dim, factor);
-    scale_lanes(tile->weights + block * key_block * block_lanes, weighed, factor);
+    scale_lanes(tile->weights, weighed, factor);
 }
 
 #endif

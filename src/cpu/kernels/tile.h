@@ -9,13 +9,16 @@
 
 #include <float.h>
 #include <math.h>
+#include <string.h>
 
 enum {
-    key_block = 96, /* keys whose weights are held between the two products */
+    key_block = 120, /* keys whose weights are held between the two products */
     block_lanes = tile_vectors * vf_width, /* lanes that one micro-kernel holds in registers */
     tile_lanes = tile_blocks * block_lanes,
     key_groups = key_block / score_keys,
-    max_head_dim = 256,
+    /* value_channels channels of every key of a block; not a power of 2 apart, which would put all
+       strips into the same sets of the L1 cache */
+    strip_length = key_block * value_channels + 16,
 };
 
 _Static_assert(key_block % score_keys == 0, "groups of keys fill a block");
@@ -32,12 +35,12 @@ typedef struct tile_place {
 typedef struct tile_state {
     float *q;       /* [tile_blocks][head_dim][block_lanes], scaled */
     float *out;     /* the same, not yet divided by sum */
-    float *weights; /* [tile_blocks][key_block][block_lanes] */
-    float *max;     /* [tile_lanes], behind the true maximum by up to margin */
+    float *weights; /* [key_block][block_lanes], of one block at a time */
+    float *max;     /* [tile_lanes], may lag behind the true maximum: see most_weight */
     float *sum;     /* [tile_lanes] */
     float *k_rows;  /* [key_block][padded_row(head_dim)], where k has to be converted */
     float *row;     /* [head_dim] */
-    float *values;  /* [head_dim / value_channels][key_block][value_channels]: v of a block */
+    float *values;  /* [head_dim / value_channels][strip_length]: v of a block of keys */
     float *zeros;   /* [head_dim] */
 } tile_state;
 
@@ -53,12 +56,12 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
     tile_state tile;
     tile.q = fdma_arena_take(arena, tile_lanes * dim);
     tile.out = fdma_arena_take(arena, tile_lanes * dim);
-    tile.weights = fdma_arena_take(arena, sizeof(float) * tile_lanes * key_block);
+    tile.weights = fdma_arena_take(arena, sizeof(float) * block_lanes * key_block);
     tile.max = fdma_arena_take(arena, sizeof(float) * tile_lanes);
     tile.sum = fdma_arena_take(arena, sizeof(float) * tile_lanes);
     tile.k_rows = fdma_arena_take(arena, converted);
     tile.row = fdma_arena_take(arena, dim);
-    tile.values = fdma_arena_take(arena, key_block * dim);
+    tile.values = fdma_arena_take(arena, dim / value_channels * strip_length);
     tile.zeros = fdma_arena_take(arena, dim);
     return tile;
 }
@@ -91,8 +94,8 @@ static int64_t row_offset(const fdma_problem *problem, const fdma_tensor *tensor
     return place->b * tensor->stride[0] + i * tensor->stride[1] + h * tensor->stride[2];
 }
 
-static const void *row_at(const fdma_tensor *tensor, int64_t offset) {
-    return (const uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
+static void *row_at(const fdma_tensor *tensor, int64_t offset) {
+    return (uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
 }
 
 /* `count` channels, at most vf_width, of a row in any dtype. */
@@ -103,14 +106,13 @@ static inline vf load_channels(const void *row, fdma_dtype dtype, int64_t d, int
                                  : vf_load_first_bf16((const uint16_t *)row + d, count);
 }
 
-static inline void store_channels(const fdma_tensor *tensor, int64_t offset, vf x, int64_t count) {
-    uint16_t *const to16 = (uint16_t *)tensor->data + offset;
-    if (tensor->dtype == FDMA_FLOAT32)
-        vf_store_first((float *)tensor->data + offset, x, count);
-    else if (tensor->dtype == FDMA_FLOAT16)
-        vf_store_first_f16(to16, x, count);
+static inline void store_channels(void *row, fdma_dtype dtype, int64_t d, vf x, int64_t count) {
+    if (dtype == FDMA_FLOAT32)
+        vf_store_first((float *)row + d, x, count);
+    else if (dtype == FDMA_FLOAT16)
+        vf_store_first_f16((uint16_t *)row + d, x, count);
     else
-        vf_store_first_bf16(to16, x, count);
+        vf_store_first_bf16((uint16_t *)row + d, x, count);
 }
 
 static inline int64_t channels_at(int64_t d, int64_t dim) {
@@ -128,32 +130,44 @@ static float *lanes_at(float *state, int64_t entries, int64_t lane) {
     return state + lane / block_lanes * entries * block_lanes + lane % block_lanes;
 }
 
-/* q, transposed and scaled by `factor`; lanes without a row are zero. */
+/* Lanes of the blocks that have rows. */
+static int64_t used_lanes(const tile_place *place) {
+    return (place->rows + block_lanes - 1) / block_lanes * block_lanes;
+}
+
+/* Where the rows of vf_width lanes are; lanes without a row get the last one's. */
+static void find_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
+                       const tile_place *place, int64_t first, void *row[vf_width]) {
+    for (int64_t lane = first; lane < first + vf_width; lane++)
+        row[lane - first] = row_at(tensor, row_offset(problem, tensor, place,
+                                                      lane < place->rows ? lane : place->rows - 1));
+}
+
+/* q, transposed and scaled by `factor`; lanes without a row repeat the last one. */
 static void pack_queries(const fdma_problem *problem, const tile_place *place, float factor,
                          tile_state *tile) {
     const int64_t dim = problem->head_dim;
-    for (int64_t first = 0; first < tile_lanes; first += vf_width) {
-        const void *row[vf_width];
+    for (int64_t first = 0; first < used_lanes(place); first += vf_width) {
+        void *row[vf_width];
         float *const to = lanes_at(tile->q, dim, first);
-        for (int64_t lane = 0; lane < vf_width; lane++)
-            row[lane] = row_at(&problem->q, row_offset(problem, &problem->q, place, first + lane));
+        find_lanes(problem, &problem->q, place, first, row);
         for (int64_t d = 0; d < dim; d += vf_width) {
             const int64_t count = channels_at(d, dim);
             vf x[vf_width];
-            for (int64_t lane = 0; lane < vf_width; lane++)
-                x[lane] = first + lane < place->rows
-                              ? load_channels(row[lane], problem->dtype, d, count)
-                              : vf_set(0);
+            UNROLL
+            for (int lane = 0; lane < vf_width; lane++)
+                x[lane] = load_channels(row[lane], problem->dtype, d, count);
             vf_transpose(x);
-            for (int64_t c = 0; c < count; c++)
-                vf_store(to + (d + c) * block_lanes, vf_mul(x[c], vf_set(factor)));
+            UNROLL
+            for (int c = 0; c < vf_width; c++)
+                if (c < count)
+                    vf_store(to + (d + c) * block_lanes, vf_mul(x[c], vf_set(factor)));
         }
     }
 }
 
-static void clear_tile(tile_state *tile, int64_t dim) {
-    for (int64_t x = 0; x < tile_lanes * dim; x++)
-        tile->out[x] = 0;
+static void clear_tile(tile_state *tile, const tile_place *place, int64_t dim) {
+    memset(tile->out, 0, sizeof(float) * (size_t)(used_lanes(place) * dim));
     for (int64_t d = 0; d < dim; d++)
         tile->zeros[d] = 0;
     for (int64_t lane = 0; lane < tile_lanes; lane++) {
@@ -179,22 +193,25 @@ static void write_out(const fdma_problem *problem, const tile_place *place,
                       const tile_state *tile) {
     const int64_t dim = problem->head_dim;
     for (int64_t first = 0; first < place->rows; first += vf_width) {
+        void *row[vf_width];
         float inverse[vf_width];
         const float *const from = lanes_at(tile->out, dim, first);
         const int64_t rows = place->rows - first < vf_width ? place->rows - first : vf_width;
+        find_lanes(problem, &problem->out, place, first, row);
         for (int64_t lane = 0; lane < vf_width; lane++)
             inverse[lane] = tile->sum[first + lane] == 0 ? 0 : 1 / tile->sum[first + lane];
         for (int64_t d = 0; d < dim; d += vf_width) {
             const int64_t count = channels_at(d, dim);
             vf x[vf_width];
-            for (int64_t c = 0; c < vf_width; c++)
-                x[c] = c < count ? vf_mul(vf_load(from + (d + c) * block_lanes), vf_load(inverse))
-                                 : vf_set(0);
+            UNROLL
+            for (int c = 0; c < vf_width; c++)
+                x[c] = vf_mul(vf_load(from + (d + (c < count ? c : 0)) * block_lanes),
+                              vf_load(inverse));
             vf_transpose(x);
-            for (int64_t lane = 0; lane < rows; lane++)
-                store_channels(&problem->out,
-                               row_offset(problem, &problem->out, place, first + lane) + d, x[lane],
-                               count);
+            UNROLL
+            for (int lane = 0; lane < vf_width; lane++)
+                if (lane < rows)
+                    store_channels(row[lane], problem->dtype, d, x[lane], count);
         }
     }
 }
