@@ -27,10 +27,36 @@ typedef struct tile_work {
 /* Scores, logits, weights of a group of keys for one block of lanes, in registers. */
 typedef vf score_block[score_keys][tile_vectors];
 
-/* S^T = K Q^T for score_keys keys and one block of lanes. On the way it asks for rows of the next
- * list, a cache line of each at a time, so that they are in the L2 cache when their turn comes. */
+/* The group of keys before, whose logits wait to become weights, where they are. */
+typedef struct pending_group {
+    float *logits;    /* [score_keys][block_lanes] */
+    const float *max; /* [block_lanes] */
+    float *total;     /* [block_lanes], of the weights */
+    uint32_t next;    /* vector */
+} pending_group;
+
+enum { group_vectors = score_keys * tile_vectors };
+
+/* P = e^(S - max) for the vectors of a group up to `end`. */
+INLINE void weigh_vectors(pending_group *group, uint32_t end) {
+    for (; group->next < end && group->next < group_vectors; group->next++) {
+        float *const at = group->logits + group->next * vf_width;
+        const uint32_t lane = group->next % tile_vectors * vf_width;
+        const vf below = vf_sub(vf_load(at), vf_load(group->max + lane));
+        const vf weight = exp2_of(vf_mul(below, vf_set(log2e)));
+        vf_store(group->total + lane, vf_add(vf_load(group->total + lane), weight));
+        vf_store(at, weight);
+    }
+}
+
+/* S^T = K Q^T for score_keys keys and one block of lanes. On the way, every 8 channels, it turns
+ * some logits of the group before into weights, which fills the pauses that either leaves alone,
+ * and asks for rows of the next list, a cache line of each at a time, to be in the L2 cache when
+ * needed. */
 INLINE void score_tile(score_block s, const float *const *k, const float *q, int64_t dim,
-                       const void *const *ahead, int64_t channel_size) {
+                       pending_group *before, const void *const *ahead, int64_t channel_size) {
+    const uint32_t step = (uint32_t)((group_vectors * 8 + dim - 1) / dim);
+    pending_group group = *before; // a copy of its own can live in registers
     const float *row[score_keys];
     UNROLL
     for (int key = 0; key < score_keys; key++) {
@@ -41,6 +67,8 @@ INLINE void score_tile(score_block s, const float *const *k, const float *q, int
     }
     for (int64_t d = 0; d < dim;) {
         prefetch_rows(ahead, channel_size, d);
+        if (weigh_in_product)
+            weigh_vectors(&group, group.next + step);
         for (const int64_t end = d + 8; d < end; d++, q += block_lanes) {
             vf lanes[tile_vectors];
             UNROLL
@@ -55,6 +83,7 @@ INLINE void score_tile(score_block s, const float *const *k, const float *q, int
             }
         }
     }
+    *before = group;
 }
 
 INLINE void store_scores(float *to, score_block s) {
@@ -103,85 +132,67 @@ INLINE void cut_lanes(score_block s, const int32_t *first_lane, const int32_t *e
     }
 }
 
-/* The logits of the group of keys that begins at `first`. */
-INLINE void find_logits(score_block s, const tile_work *work, int32_t first, int block) {
+/* The logits of the group of keys that begins at `first`, left where the weights go. */
+static void find_logits(const tile_work *work, int32_t first, int block, pending_group *before) {
     const key_list *const list = work->list;
     const key_list *const next = work->next;
     const void *const *const ahead = block == 0 ? next->k_source : next->v_source;
-    float *const weights = work->tile->weights + first * block_lanes;
+    float *const logits = work->tile->weights + first * block_lanes;
+    score_block s;
     score_tile(s, list->k + first, work->tile->q + block * work->dim * block_lanes, work->dim,
-               ahead + first, next->channel_size);
+               before, ahead + first, next->channel_size);
     if (work->cap > 0) {
-        store_scores(weights, s);
-        cap_scores(weights, work->cap);
-        load_scores(s, weights);
+        store_scores(logits, s);
+        cap_scores(logits, work->cap);
+        load_scores(s, logits);
     }
     if (list->biased)
         add_bias(s, list->bias + first);
     if (list->cut[first / score_keys])
         cut_lanes(s, list->first_lane + first, list->end_lane + first, block * block_lanes);
+    store_scores(logits, s);
 }
 
-/* P = e^(S - max), stored, and added up in `total`. */
-INLINE void weigh_keys(vf total[tile_vectors], score_block s, const tile_state *tile, int32_t first,
-                       int block) {
-    float *const weights = tile->weights + first * block_lanes;
-    const float *const max = tile->max + block * block_lanes;
-    UNROLL
-    for (int m = 0; m < tile_vectors; m++) {
-        const vf lane_max = vf_load(max + m * vf_width);
-        total[m] = vf_set(0);
-        UNROLL
-        for (int key = 0; key < score_keys; key++) {
-            const vf weight = exp2_of(vf_mul(vf_sub(s[key][m], lane_max), vf_set(log2e)));
-            total[m] = vf_add(total[m], weight);
-            vf_store(weights + key * block_lanes + m * vf_width, weight);
-        }
-    }
+static pending_group begin_group(const tile_work *work, int32_t first, int block, float *total) {
+    memset(total, 0, sizeof(float) * block_lanes);
+    return (pending_group){
+        .logits = work->tile->weights + first * block_lanes,
+        .max = work->tile->max + block * block_lanes,
+        .total = total,
+    };
 }
 
-/* The way to the weights of a group whose logits have outgrown the maximum: done again, slowly. */
-static __attribute__((noinline)) void raise_and_weigh(float *totals, const tile_work *work,
-                                                      int32_t first, int block) {
-    score_block s;
-    vf top[tile_vectors], total[tile_vectors];
-    find_logits(s, work, first, block);
-    UNROLL
-    for (int m = 0; m < tile_vectors; m++) {
-        top[m] = s[0][m];
-        UNROLL
-        for (int key = 1; key < score_keys; key++)
-            top[m] = vf_max(top[m], s[key][m]);
-    }
-    raise_max(work->tile, work->dim, block, top, first);
-    weigh_keys(total, s, work->tile, first, block);
-    UNROLL
-    for (int m = 0; m < tile_vectors; m++)
-        vf_store(totals + m * vf_width, total[m]);
-}
-
-/* The weights of a group, and their sum. That the maximum has been outgrown shows in the sum: so the
- * usual case looks for no maximum. */
-INLINE void weigh_group(const tile_work *work, int32_t first, int block) {
-    float *const sum = work->tile->sum + block * block_lanes;
-    score_block s;
-    vf total[tile_vectors];
+static bool has_outgrown(const float *total) {
     bool outgrown = false;
-    find_logits(s, work, first, block);
-    weigh_keys(total, s, work->tile, first, block);
-    UNROLL
     for (int m = 0; m < tile_vectors; m++)
-        outgrown |= vf_any_greater(total[m], vf_set(most_weight));
-    if (outgrown) {
-        float totals[block_lanes];
-        raise_and_weigh(totals, work, first, block);
-        UNROLL
-        for (int m = 0; m < tile_vectors; m++)
-            total[m] = vf_load(totals + m * vf_width);
-    }
-    UNROLL
+        outgrown |= vf_any_greater(vf_load(total + m * vf_width), vf_set(most_weight));
+    return outgrown;
+}
+
+/* Weighs a group again whose logits have outgrown the maximum, under a new one. */
+static __attribute__((noinline)) void raise_group(const tile_work *work, int32_t first, int block,
+                                                  float *total) {
+    vf top[tile_vectors];
+    pending_group none = {.next = group_vectors};
+    find_logits(work, first, block, &none);
+    pending_group group = begin_group(work, first, block, total);
     for (int m = 0; m < tile_vectors; m++)
-        vf_store(sum + m * vf_width, vf_add(vf_load(sum + m * vf_width), total[m]));
+        top[m] = vf_load(group.logits + m * vf_width);
+    for (int n = tile_vectors; n < group_vectors; n++)
+        top[n % tile_vectors] = vf_max(top[n % tile_vectors], vf_load(group.logits + n * vf_width));
+    raise_max(work->tile, work->dim, block, top, first);
+    weigh_vectors(&group, group_vectors);
+}
+
+/* Completes the group that begins at `first`: the rest of its weights, and their sum. That the
+ * maximum has been outgrown shows in the sum, so that the usual case looks for no maximum. */
+static void finish_group(const tile_work *work, int32_t first, int block, pending_group *group) {
+    float *const sum = work->tile->sum + block * block_lanes;
+    weigh_vectors(group, group_vectors);
+    if (has_outgrown(group->total))
+        raise_group(work, first, block, group->total);
+    for (int m = 0; m < block_lanes; m += vf_width)
+        vf_store(sum + m, vf_add(vf_load(sum + m), vf_load(group->total + m)));
 }
 
 /* O^T += V^T P^T for a strip of channels and one block of lanes. */
@@ -233,16 +244,24 @@ static bool is_seen(const key_list *list, int32_t first, int block) {
 
 /* The weights of a block's lanes for all listed keys; returns how many keys may have any. */
 static int32_t weigh_block(const tile_work *work, int block) {
-    int32_t weighed = 0;
+    float total[block_lanes];
+    int32_t weighed = 0, waiting = -1; /* the group that waits, by its first key */
+    pending_group group = {.next = group_vectors};
     for (int32_t first = 0; first < work->list->count; first += score_keys) {
-        if (is_seen(work->list, first, block)) {
-            weigh_group(work, first, block);
-            weighed = first + score_keys;
-        } else {
+        if (!is_seen(work->list, first, block)) {
             memset(work->tile->weights + first * block_lanes, 0,
                    sizeof(float) * score_keys * block_lanes);
+            continue;
         }
+        find_logits(work, first, block, &group);
+        if (waiting >= 0)
+            finish_group(work, waiting, block, &group);
+        group = begin_group(work, first, block, total);
+        waiting = first;
+        weighed = first + score_keys;
     }
+    if (waiting >= 0)
+        finish_group(work, waiting, block, &group);
     return weighed;
 }
 

@@ -7,8 +7,8 @@
 
 static const float log2e = 1.4426950408889634f;
 
-/* A lane's weights in a group of keys may add up to this before its maximum is raised, so that out is
- * almost never rescaled. */
+/* A lane's weights in a group of keys may add up to this before its maximum is raised, so that out
+ * is almost never rescaled. */
 static const float most_weight = 2048;
 
 static void scale_lanes(float *entries, int64_t count, const vf *factor) {

@@ -14,11 +14,12 @@ typedef float vf;
 
 enum {
     vf_width = 1,
-    tile_vectors = 4,   /* vectors of query lanes in registers */
-    tile_blocks = 4,    /* such groups in a tile */
-    score_keys = 2,     /* keys x lanes accumulators of the first product */
-    value_channels = 2, /* channels x lanes accumulators of the second */
-    dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
+    tile_vectors = 4,     /* vectors of query lanes in registers */
+    tile_blocks = 4,      /* such groups in a tile */
+    score_keys = 2,       /* keys x lanes accumulators of the first product */
+    value_channels = 2,   /* channels x lanes accumulators of the second */
+    dot_keys = 2,         /* keys x dot_heads accumulators of the scores */
+    weigh_in_product = 0, /* softmax between products, where registers are left for it */
 };
 
 static inline vf vf_set(float x) { return x; }

@@ -1,0 +1,64 @@
+"""Turns the JSON lines of `fdma bench --json FILE` into a Markdown table.
+
+    tools/bench_table.py FILE [FILE ...]
+
+Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran
+in alternation, selection in ns a key. Errors: a file that is not such JSON lines raises ValueError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+COLUMNS = {
+    "case": "case",
+    "kernel": "kernel",
+    "threads": "threads",
+    "ms": "ms",
+    "spread": "spread",
+    "useful_gflops": "GFLOP/s",
+    "of_peak": "of peak",
+    "ns_per_key": "ns a key",
+}
+DECIMALS = {"ms": 3, "spread": 2, "useful_gflops": 0, "of_peak": 2, "ns_per_key": 1}
+
+
+def read(path: Path) -> tuple[dict, list[dict]]:
+    """The machine's line, and the rows of the cases."""
+    machine, *rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    if "machine" not in machine or not rows:
+        raise ValueError(f"{path}: not the output of fdma bench --json")
+    return machine, rows
+
+
+def cell(row: dict, field: str) -> str:
+    value = row.get(field)
+    if value is None:
+        return ""
+    return f"{value:.{DECIMALS[field]}f}" if field in DECIMALS else str(value)
+
+
+def table(path: Path) -> str:
+    machine, rows = read(path)
+    used = [field for field in COLUMNS if any(row.get(field) is not None for row in rows)]
+    facts = ", ".join(str(machine[key]) for key in ("machine", "compiler", "date", "commit"))
+    lines = [
+        f"{facts}:",
+        "",
+        "| " + " | ".join(COLUMNS[field] for field in used) + " |",
+        "|" + "|".join("---:" if field in DECIMALS else "---" for field in used) + "|",
+    ]
+    lines += ["| " + " | ".join(cell(row, field) for field in used) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="JSON lines of fdma bench as a Markdown table")
+    parser.add_argument("files", nargs="+", type=Path)
+    print("\n\n".join(table(path) for path in parser.parse_args().files))
+
+
+if __name__ == "__main__":
+    main()
