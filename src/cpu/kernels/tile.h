@@ -38,7 +38,7 @@ typedef struct tile_state {
     float *weights; /* [key_block][block_lanes], of one block at a time */
     float *max;     /* [tile_lanes], may lag behind the true maximum: see most_weight */
     float *sum;     /* [tile_lanes] */
-    float *k_rows;  /* [key_block][padded_row(head_dim)], where k has to be converted */
+    float *k_rows;  /* [key_block][padded_row(head_dim)]: k of a block of keys */
     float *row;     /* [head_dim] */
     float *values;  /* [head_dim / value_channels][strip_length]: v of a block of keys */
     float *zeros;   /* [head_dim] */
@@ -49,17 +49,14 @@ static int64_t padded_row(int64_t dim) { return dim + 16; }
 
 static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
     const size_t dim = (size_t)problem->head_dim * sizeof(float);
-    const size_t converted =
-        problem->dtype == FDMA_FLOAT32
-            ? 0
-            : (size_t)(key_block * padded_row(problem->head_dim)) * sizeof(float);
+    const size_t padded = (size_t)padded_row(problem->head_dim) * sizeof(float);
     tile_state tile;
     tile.q = fdma_arena_take(arena, tile_lanes * dim);
     tile.out = fdma_arena_take(arena, tile_lanes * dim);
     tile.weights = fdma_arena_take(arena, sizeof(float) * block_lanes * key_block);
     tile.max = fdma_arena_take(arena, sizeof(float) * tile_lanes);
     tile.sum = fdma_arena_take(arena, sizeof(float) * tile_lanes);
-    tile.k_rows = fdma_arena_take(arena, converted);
+    tile.k_rows = fdma_arena_take(arena, key_block * padded);
     tile.row = fdma_arena_take(arena, dim);
     tile.values = fdma_arena_take(arena, dim / value_channels * strip_length);
     tile.zeros = fdma_arena_take(arena, dim);
