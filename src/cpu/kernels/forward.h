@@ -310,6 +310,7 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const int64_t heads = problem->batch * problem->kv_heads, head = index % heads;
     const int64_t tile_index = forward->tiles - 1 - index / heads;
     const float scale = (float)problem->scale, softcap = (float)problem->softcap;
+    const uint32_t rounding = flush_subnormals();
     fdma_arena arena = {.base = forward->scratch + (size_t)thread * forward->scratch_size};
     tile_state tile = take_tile(&arena, problem);
     const tile_place place =
@@ -321,6 +322,7 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     write_out(problem, &place, &tile);
     if (is_present(&problem->lse))
         write_lse(problem, &place, &tile);
+    restore_rounding(rounding);
 }
 
 static void snapshot_head(const void *context, int64_t head, int32_t thread) {

@@ -213,8 +213,8 @@ static int32_t whole_groups(int32_t keys) {
     return (keys + score_keys - 1) / score_keys * score_keys;
 }
 
-/* k of the listed keys in float32, side by side: where they lie, rows may all fall into the same few
- * sets of the L1 cache, each on a page of its own. Zeros are zeros in every dtype. */
+/* k of the listed keys in float32, side by side: where they lie, rows may all fall into the same
+ * few sets of the L1 cache, each on a page of its own. Zeros are zeros in every dtype. */
 static void load_keys(const fdma_problem *problem, const tile_state *tile, key_list *list) {
     const int64_t dim = problem->head_dim;
     for (int32_t n = 0; n < whole_groups(list->count); n++) {

@@ -20,6 +20,14 @@ enum {
     weigh_in_product = 0, /* softmax between products: no registers are left for it */
 };
 
+static inline uint32_t flush_subnormals(void) {
+    const uint32_t old = _mm_getcsr();
+    _mm_setcsr(old | _MM_FLUSH_ZERO_ON | 0x40 /* denormals are zero */);
+    return old;
+}
+
+static inline void restore_rounding(uint32_t old) { _mm_setcsr(old); }
+
 static inline vf vf_set(float x) { return _mm256_set1_ps(x); }
 
 static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }

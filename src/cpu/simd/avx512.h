@@ -20,6 +20,14 @@ enum {
     weigh_in_product = 1, /* softmax between products, where registers are left for it */
 };
 
+static inline uint32_t flush_subnormals(void) {
+    const uint32_t old = _mm_getcsr();
+    _mm_setcsr(old | _MM_FLUSH_ZERO_ON | 0x40 /* denormals are zero */);
+    return old;
+}
+
+static inline void restore_rounding(uint32_t old) { _mm_setcsr(old); }
+
 static inline vf vf_set(float x) { return _mm512_set1_ps(x); }
 
 static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
@@ -124,9 +132,6 @@ static inline vf vf_fraction(vf x) {
     return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); // 0 where x is infinite
 }
 
-static inline vf vf_scale2(vf fraction, vf x) {
-    const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return _mm512_maskz_scalef_ps(normal, fraction, x);
-}
+static inline vf vf_scale2(vf fraction, vf x) { return _mm512_scalef_ps(fraction, x); }
 
 #endif
