@@ -2,25 +2,29 @@
 #include <fdma.h>
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 int main(void) {
     float q[8] = {0}, k[16] = {0}, v[16], out[8] = {0};
-    char workspace[1 << 16];
+    size_t bytes;
     for (int d = 0; d < 8; d++) {
         v[d] = (float)d;
         v[8 + d] = (float)d + 3;
     }
     const int64_t query[] = {1, 1, 1, 8}, keys[] = {1, 2, 1, 8};
-    const fdma_forward_args args = {
+    fdma_forward_args args = {
         .size = sizeof args,
         .q = fdma_dense_tensor(q, FDMA_FLOAT32, 4, query),
         .k = fdma_dense_tensor(k, FDMA_FLOAT32, 4, keys),
         .v = fdma_dense_tensor(v, FDMA_FLOAT32, 4, keys),
         .out = fdma_dense_tensor(out, FDMA_FLOAT32, 4, query),
-        .exec = {.workspace = workspace, .workspace_size = sizeof workspace, .threads = 1},
     };
+    if (fdma_forward_workspace(&args, &bytes) != FDMA_OK)
+        puts(fdma_last_error());
+    args.exec = (fdma_exec){.workspace = malloc(bytes), .workspace_size = bytes};
     if (fdma_forward(&args) != FDMA_OK)
         puts(fdma_last_error());
+    free(args.exec.workspace);
     printf("fdma %s: out[7] = %g\n", fdma_version(), (double)out[7]);
     return fabsf(out[7] - 8.5f) < 1e-5f ? 0 : 1;
 }

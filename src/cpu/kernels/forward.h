@@ -20,6 +20,7 @@ typedef struct tile_work {
     const key_list *list;
     const key_list *next; /* its rows are asked for on the way */
     int64_t dim;
+    float scale;
     float cap;  /* 0: no softcap */
     int blocks; /* of lanes, that have rows */
 } tile_work;
@@ -105,18 +106,21 @@ INLINE void load_scores(score_block s, const float *from) {
 }
 
 /* Softcap, on scores in memory: rare enough to stay out of the registers. */
-static __attribute__((noinline)) void cap_scores(float *scores, float cap) {
-    for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width)
-        vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(vf_load(scores + x))));
+static __attribute__((noinline)) void cap_scores(float *scores, float scale, float cap) {
+    for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width) {
+        const vf share = vf_mul(vf_load(scores + x), vf_set(scale / cap));
+        vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(share)));
+    }
 }
 
-INLINE void add_bias(score_block s, const float *bias) {
+/* scale * s + bias: q is not scaled beforehand, which would round every channel once more. */
+INLINE void scale_and_bias(score_block s, float scale, const float *bias) {
     UNROLL
     for (int key = 0; key < score_keys; key++) {
         const vf b = vf_set(bias[key]);
         UNROLL
         for (int m = 0; m < tile_vectors; m++)
-            s[key][m] = vf_add(s[key][m], b);
+            s[key][m] = vf_fma(s[key][m], vf_set(scale), b);
     }
 }
 
@@ -143,11 +147,10 @@ static void find_logits(const tile_work *work, int32_t first, int block, pending
                before, ahead + first, next->channel_size);
     if (work->cap > 0) {
         store_scores(logits, s);
-        cap_scores(logits, work->cap);
+        cap_scores(logits, work->scale, work->cap);
         load_scores(s, logits);
     }
-    if (list->biased)
-        add_bias(s, list->bias + first);
+    scale_and_bias(s, work->cap > 0 ? 1 : work->scale, list->bias + first);
     if (list->cut[first / score_keys])
         cut_lanes(s, list->first_lane + first, list->end_lane + first, block * block_lanes);
     store_scores(logits, s);
@@ -286,6 +289,7 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
     tile_work work = {
         .tile = tile,
         .dim = problem->head_dim,
+        .scale = (float)problem->scale,
         .cap = (float)problem->softcap,
         .blocks = (int)(used_lanes(place) / block_lanes),
     };
@@ -309,13 +313,12 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const fdma_problem *const problem = forward->problem;
     const int64_t heads = problem->batch * problem->kv_heads, head = index % heads;
     const int64_t tile_index = forward->tiles - 1 - index / heads;
-    const float scale = (float)problem->scale, softcap = (float)problem->softcap;
     const uint32_t rounding = flush_subnormals();
     fdma_arena arena = {.base = forward->scratch + (size_t)thread * forward->scratch_size};
     tile_state tile = take_tile(&arena, problem);
     const tile_place place =
         place_tile(problem, head / problem->kv_heads, head % problem->kv_heads, tile_index);
-    pack_queries(problem, &place, softcap > 0 ? scale / softcap : scale, &tile);
+    pack_queries(problem, &place, &tile);
     clear_tile(&tile, &place, problem->head_dim);
     if (problem->kv_len > 0)
         attend_all_keys(problem, &forward->snapshots, &place, &tile, &arena);

@@ -129,7 +129,6 @@ typedef struct key_list {
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
     const float *k[key_block]; /* in float32 */
-    bool biased;               /* else bias is not looked at */
     float bias[key_block];
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
@@ -171,9 +170,10 @@ static void find_rows(const fdma_tensor *tensor, const tile_place *place, const 
 }
 
 static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list *list) {
-    list->biased = is_present(bias);
-    if (!list->biased)
+    if (!is_present(bias)) {
+        memset(list->bias, 0, sizeof list->bias);
         return;
+    }
     const float *const row =
         (const float *)bias->data + place->b * bias->stride[0] + place->g * bias->stride[1];
     for (int32_t n = 0; n < list->count; n++)

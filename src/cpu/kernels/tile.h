@@ -33,7 +33,7 @@ typedef struct tile_place {
 
 /* A tile's state, of head_dim or key_block entries; lanes of block n begin at n * entries. */
 typedef struct tile_state {
-    float *q;       /* [tile_blocks][head_dim][block_lanes], scaled */
+    float *q;       /* [tile_blocks][head_dim][block_lanes] */
     float *out;     /* the same, not yet divided by sum */
     float *weights; /* [key_block][block_lanes], of one block at a time */
     float *max;     /* [tile_lanes], may lag behind the true maximum: see most_weight */
@@ -140,9 +140,8 @@ static void find_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
                                                       lane < place->rows ? lane : place->rows - 1));
 }
 
-/* q, transposed and scaled by `factor`; lanes without a row repeat the last one. */
-static void pack_queries(const fdma_problem *problem, const tile_place *place, float factor,
-                         tile_state *tile) {
+/* q, transposed; lanes without a row repeat the last one. */
+static void pack_queries(const fdma_problem *problem, const tile_place *place, tile_state *tile) {
     const int64_t dim = problem->head_dim;
     for (int64_t first = 0; first < used_lanes(place); first += vf_width) {
         void *row[vf_width];
@@ -158,7 +157,7 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, f
             UNROLL
             for (int c = 0; c < vf_width; c++)
                 if (c < count)
-                    vf_store(to + (d + c) * block_lanes, vf_mul(x[c], vf_set(factor)));
+                    vf_store(to + (d + c) * block_lanes, x[c]);
         }
     }
 }
