@@ -40,11 +40,19 @@ static fdma_status check_workspace(size_t given, size_t wanted) {
     return FDMA_OK;
 }
 
+/* Empty outputs: kernels need not ask. */
+static bool has_work(const fdma_problem *problem) {
+    const bool any_output = problem->operation != operation_score || is_present(&problem->score) ||
+                            is_present(&problem->bias);
+    const int64_t rows = problem->operation == operation_forward ? problem->q_len : problem->kv_len;
+    return any_output && problem->batch > 0 && rows > 0;
+}
+
 static fdma_status run(const fdma_problem *problem) {
     const kernel_row *row;
     FDMA_TRY(fdma_pick_row(backends, problem, &row));
     FDMA_TRY(check_workspace(problem->exec.workspace_size, row->workspace(problem)));
-    return row->run(problem);
+    return has_work(problem) ? row->run(problem) : FDMA_OK;
 }
 
 fdma_status fdma_score(const fdma_score_args *args) {

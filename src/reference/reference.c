@@ -94,8 +94,6 @@ static size_t select_workspace(const fdma_problem *problem) {
 static fdma_status run_select(const fdma_problem *problem) {
     const fdma_tensor *const expiry = &problem->expiry, *const slots = &problem->slot;
     int32_t *ranked, *scratch;
-    if (problem->kv_len == 0)
-        return FDMA_OK; // there may be no data to point to
     select_scratch(problem, &ranked, &scratch);
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t g = 0; g < problem->kv_heads; g++) {

@@ -117,8 +117,6 @@ static void select_head(const void *context, int64_t head, int32_t thread) {
     const fdma_tensor *const valid = &problem->key_valid, *const score = &problem->score;
     const fdma_tensor *const expiry = &problem->expiry, *const slots = &problem->slot;
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
-    if (problem->kv_len == 0)
-        return; // there may be no data to point to
     fdma_arena arena = {.base = select->scratch + (size_t)thread * select->scratch_size};
     const select_scratch scratch = take_select_scratch(&arena, problem, select->leaves);
     const uint8_t *const valid_row =
