@@ -54,14 +54,14 @@ INLINE void weigh_vectors(pending_group *group, uint32_t end) {
  * some logits of the group before into weights, which fills the pauses that either leaves alone,
  * and asks for rows of the next list, a cache line of each at a time, to be in the L2 cache when
  * needed. */
-INLINE void score_tile(score_block s, const float *const *k, const float *q, int64_t dim,
+INLINE void score_tile(score_block s, const float *k, const float *q, int64_t dim,
                        pending_group *before, const void *const *ahead, int64_t channel_size) {
     const uint32_t step = (uint32_t)((group_vectors * 8 + dim - 1) / dim);
     pending_group group = *before; // a copy of its own can live in registers
     const float *row[score_keys];
     UNROLL
     for (int key = 0; key < score_keys; key++) {
-        row[key] = k[key];
+        row[key] = k + key * padded_row(dim);
         UNROLL
         for (int m = 0; m < tile_vectors; m++)
             s[key][m] = vf_set(0);
@@ -143,8 +143,9 @@ static void find_logits(const tile_work *work, int32_t first, int block, pending
     const void *const *const ahead = block == 0 ? next->k_source : next->v_source;
     float *const logits = work->tile->weights + first * block_lanes;
     score_block s;
-    score_tile(s, list->k + first, work->tile->q + block * work->dim * block_lanes, work->dim,
-               before, ahead + first, next->channel_size);
+    score_tile(s, work->tile->k_rows + first * padded_row(work->dim),
+               work->tile->q + block * work->dim * block_lanes, work->dim, before, ahead + first,
+               next->channel_size);
     if (work->cap > 0) {
         store_scores(logits, s);
         cap_scores(logits, work->scale, work->cap);

@@ -128,7 +128,6 @@ typedef struct key_list {
     int32_t key[key_block];
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
-    const float *k[key_block]; /* in float32 */
     float bias[key_block];
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
@@ -215,13 +214,10 @@ static int32_t whole_groups(int32_t keys) {
 
 /* k of the listed keys in float32, side by side: where they lie, rows may all fall into the same
  * few sets of the L1 cache, each on a page of its own. Zeros are zeros in every dtype. */
-static void load_keys(const fdma_problem *problem, const tile_state *tile, key_list *list) {
+static void load_keys(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
     const int64_t dim = problem->head_dim;
-    for (int32_t n = 0; n < whole_groups(list->count); n++) {
-        float *const to = tile->k_rows + n * padded_row(dim);
-        load_row(to, list->k_source[n], problem->dtype, dim);
-        list->k[n] = to;
-    }
+    for (int32_t n = 0; n < whole_groups(list->count); n++)
+        load_row(tile->k_rows + n * padded_row(dim), list->k_source[n], problem->dtype, dim);
 }
 
 /* v of the listed keys, cut into strips of value_channels channels that the second product reads

@@ -6,8 +6,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define ISA_NAME "avx2"
-
 typedef __m256 vf;
 
 enum {

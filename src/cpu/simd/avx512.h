@@ -6,8 +6,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define ISA_NAME "avx512"
-
 typedef __m512 vf;
 
 enum {

@@ -7,8 +7,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#define ISA_NAME "scalar"
-
 /* A vector of vf_width floats. */
 typedef float vf;
 
