@@ -1,5 +1,6 @@
 /* The CPU kernels in the vocabulary of avx512. */
 #include "cpu/simd/avx512.h"
+#include "cpu/simd/singles.h"
 
 #include "cpu/isa/isa.h"
 #include "cpu/kernels/forward.h"

@@ -1,5 +1,6 @@
 /* The CPU kernels in the vocabulary of scalar. */
 #include "cpu/simd/scalar.h"
+#include "cpu/simd/singles.h"
 
 #include "cpu/isa/isa.h"
 #include "cpu/kernels/forward.h"

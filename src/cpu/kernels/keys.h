@@ -124,7 +124,7 @@ static int32_t next_keys(key_walk *walk, int32_t *keys) {
 typedef struct key_list {
     int32_t count;
     bool cut[key_groups];
-    int32_t channel_size; /* bytes of a channel at the sources */
+    int32_t word_size; /* bytes of a word at the sources */
     int32_t key[key_block];
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
@@ -134,7 +134,7 @@ typedef struct key_list {
 } key_list;
 
 static int32_t clamp_lane(int64_t lane) {
-    return (int32_t)(lane < 0 ? 0 : lane > tile_lanes ? tile_lanes : lane);
+    return (int32_t)(lane < 0 ? 0 : lane > most_lanes ? most_lanes : lane);
 }
 
 /* Rows of a tile keep key j from its own position on, until it expires. */
@@ -148,7 +148,7 @@ static void mark_lanes(const fdma_problem *problem, const tile_place *place, key
         if (n % score_keys == 0)
             list->cut[n / score_keys] = false;
         list->first_lane[n] = 0;
-        list->end_lane[n] = tile_lanes;
+        list->end_lane[n] = most_lanes;
         if (whole)
             continue;
         list->cut[n / score_keys] = true;
@@ -184,7 +184,7 @@ static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list
 static void list_keys(const fdma_problem *problem, const tile_place *place, key_walk *walk,
                       const tile_state *tile, key_list *list) {
     list->count = next_keys(walk, list->key);
-    list->channel_size = (int32_t)fdma_dtype_size(problem->dtype);
+    list->word_size = (int32_t)fdma_dtype_size(problem->dtype) * terms;
     mark_lanes(problem, place, list);
     find_rows(&problem->k, place, list, list->k_source);
     find_rows(&problem->v, place, list, list->v_source);
@@ -198,9 +198,8 @@ static void list_keys(const fdma_problem *problem, const tile_place *place, key_
     }
 }
 
-/* One cache line of each of the rows of a group, of those that hold channel d. */
-static inline void prefetch_rows(const void *const *sources, int64_t channel_size, int64_t d) {
-    const int64_t byte = d * channel_size;
+/* One cache line of each of the rows of a group, of those that begin at this byte. */
+INLINE void prefetch_rows(const void *const *sources, int64_t byte) {
     if (byte % 64 != 0)
         return;
     UNROLL
@@ -212,28 +211,31 @@ static int32_t whole_groups(int32_t keys) {
     return (keys + score_keys - 1) / score_keys * score_keys;
 }
 
-/* k of the listed keys in float32, side by side: where they lie, rows may all fall into the same
- * few sets of the L1 cache, each on a page of its own. Zeros are zeros in every dtype. */
+/* k of the listed keys side by side: where they lie, rows may all fall into the same few sets of
+ * the L1 cache, each on a page of its own. Zeros are zeros in every dtype. */
 static void load_keys(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
-    const int64_t dim = problem->head_dim;
-    for (int32_t n = 0; n < whole_groups(list->count); n++)
-        load_row(tile->k_rows + n * padded_row(dim), list->k_source[n], problem->dtype, dim);
+    const int64_t words = problem->head_dim / terms;
+    for (int32_t n = 0; n < whole_groups(list->count); n++) {
+        float *const to = tile->k_rows + n * padded_row(problem->head_dim);
+        for (int64_t w = 0; w < words; w += vf_width) {
+            const int64_t count = channels_at(w, words);
+            vf_store_first(to + w, load_words(list->k_source[n], problem->dtype, w, count), count);
+        }
+    }
 }
 
-/* v of the listed keys, cut into strips of value_channels channels that the second product reads
- * straight through. Where they lie, rows may all fall into the same few sets of the L1 cache. */
+/* v of the listed keys, cut into strips that the second product reads straight through. */
 static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
     const int64_t dim = problem->head_dim;
-    for (int32_t n = 0; n < whole_groups(list->count); n++) {
-        const float *row = list->v_source[n];
-        float *to = tile->values + n * value_channels;
-        if (problem->dtype != FDMA_FLOAT32) {
-            load_row(tile->row, list->v_source[n], problem->dtype, dim);
-            row = tile->row;
+    for (int32_t n = 0; n < whole_groups(list->count); n += terms)
+        for (int64_t d = 0; d < dim; d += vf_width) {
+            float *const strip = tile->values + d / strip_channels * strip_length;
+            const int64_t count = channels_at(d, dim);
+            const void *const row = list->v_source[n];
+            const vf word = terms == 2 ? vf_load_pairs(row, list->v_source[n + terms - 1], d, count)
+                                       : load_channels(row, problem->dtype, d, count);
+            vf_store(strip + n / terms * strip_channels + d % strip_channels, word);
         }
-        for (int64_t d = 0; d < dim; d += value_channels, to += strip_length)
-            memcpy(to, row + d, value_channels * sizeof(float));
-    }
 }
 
 #endif

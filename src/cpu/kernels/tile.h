@@ -1,4 +1,4 @@
-/* A tile: up to tile_lanes rows, a row being a (query, head of the group) pair of one kv head, with
+/* A tile: up to most_lanes rows, a row being a (query, head of the group) pair of one kv head, with
  * the row in the vector lane. Rows count queries first: row = i * group + head. Everything about a
  * tile is stored channel by channel or key by key, with its lanes side by side. */
 #ifndef FDMA_CPU_KERNELS_TILE_H
@@ -13,15 +13,17 @@
 
 enum {
     key_block = 120, /* keys whose weights are held between the two products */
-    block_lanes = tile_vectors * vf_width, /* lanes that one micro-kernel holds in registers */
-    tile_lanes = tile_blocks * block_lanes,
+    block_lanes = tile_vectors * vf_width,  /* lanes that one micro-kernel holds in registers */
+    most_lanes = tile_blocks * block_lanes, /* of a tile */
     key_groups = key_block / score_keys,
-    /* value_channels channels of every key of a block; not a power of 2 apart, which would put all
-       strips into the same sets of the L1 cache */
-    strip_length = key_block * value_channels + 16,
+    /* v of a block of keys is cut into strips: a few channels of every key, side by side */
+    strip_channels = vf_width > value_channels ? vf_width : value_channels,
+    strip_length = key_block / terms * strip_channels,
 };
 
 _Static_assert(key_block % score_keys == 0, "groups of keys fill a block");
+_Static_assert(score_keys % terms == 0, "words of keys fill a group");
+_Static_assert(strip_channels % value_channels == 0, "registers of channels fill a strip");
 
 /* Which rows a tile has. */
 typedef struct tile_place {
@@ -31,46 +33,66 @@ typedef struct tile_place {
     int32_t first_position, last_position;
 } tile_place;
 
-/* A tile's state, of head_dim or key_block entries; lanes of block n begin at n * entries. */
+/* A tile's state, of head_dim or key_block entries; lanes of block n begin at n * entries. What the
+ * products multiply is made of words of `terms` channels (q, k) or keys (weights, values). */
 typedef struct tile_state {
-    float *q;       /* [tile_blocks][head_dim][block_lanes] */
-    float *out;     /* the same, not yet divided by sum */
-    float *weights; /* [key_block][block_lanes], of one block at a time */
-    float *max;     /* [tile_lanes], may lag behind the true maximum: see most_weight */
-    float *sum;     /* [tile_lanes] */
+    float *q;       /* [tile_blocks][head_dim / terms][block_lanes] */
+    float *out;     /* [tile_blocks][head_dim][block_lanes], not yet divided by sum */
+    float *weights; /* [key_block / terms][block_lanes], of one block at a time */
+    float *scores;  /* [score_keys][block_lanes] */
+    float *max;     /* [tile lanes], may lag behind the true maximum: see most_weight */
+    float *sum;     /* [tile lanes] */
     float *k_rows;  /* [key_block][padded_row(head_dim)]: k of a block of keys */
-    float *row;     /* [head_dim] */
-    float *values;  /* [head_dim / value_channels][strip_length]: v of a block of keys */
+    float *values;  /* [strips][key_block / terms][strip_channels]: v of a block of keys */
     float *zeros;   /* [head_dim] */
 } tile_state;
 
 /* Rows a cache line longer than they need be spread over the sets of the L1 cache. */
-static int64_t padded_row(int64_t dim) { return dim + 16; }
+static int64_t padded_row(int64_t dim) { return dim / terms + 16; }
 
-static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem) {
+static int64_t strips_of(int64_t dim) { return (dim + strip_channels - 1) / strip_channels; }
+
+static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int64_t lanes) {
     const size_t dim = (size_t)problem->head_dim * sizeof(float);
     const size_t padded = (size_t)padded_row(problem->head_dim) * sizeof(float);
+    const size_t strips = (size_t)strips_of(problem->head_dim) * sizeof(float);
     tile_state tile;
-    tile.q = fdma_arena_take(arena, tile_lanes * dim);
-    tile.out = fdma_arena_take(arena, tile_lanes * dim);
-    tile.weights = fdma_arena_take(arena, sizeof(float) * block_lanes * key_block);
-    tile.max = fdma_arena_take(arena, sizeof(float) * tile_lanes);
-    tile.sum = fdma_arena_take(arena, sizeof(float) * tile_lanes);
+    tile.q = fdma_arena_take(arena, (size_t)lanes * dim / terms);
+    tile.out = fdma_arena_take(arena, (size_t)lanes * dim);
+    tile.weights = fdma_arena_take(arena, sizeof(float) * block_lanes * key_block / terms);
+    tile.scores = fdma_arena_take(arena, sizeof(float) * block_lanes * score_keys);
+    tile.max = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
+    tile.sum = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
     tile.k_rows = fdma_arena_take(arena, key_block * padded);
-    tile.row = fdma_arena_take(arena, dim);
-    tile.values = fdma_arena_take(arena, dim / value_channels * strip_length);
+    tile.values = fdma_arena_take(arena, strips * strip_length);
     tile.zeros = fdma_arena_take(arena, dim);
     return tile;
 }
 
-static int64_t tiles_of(const fdma_problem *problem) {
-    return (problem->q_len * problem->group + tile_lanes - 1) / tile_lanes;
+/* How many lanes the tiles of a problem have. Large tiles share the copies of k and v among more
+ * rows, small ones among more threads. A selection's keys are listed by the tile, which shows in
+ * the order of its sums, so that its tiles depend neither on the threads nor on the batch. */
+static int64_t lanes_of_tiles(const fdma_problem *problem, int32_t threads) {
+    enum { fewest_blocks = 2, selected_tiles = 8, tiles_a_thread = 4 };
+    const int64_t rows = problem->q_len * problem->group;
+    const int64_t blocks = rows > 0 ? (rows + block_lanes - 1) / block_lanes : 1;
+    const int64_t heads = problem->selected ? 1 : problem->batch * problem->kv_heads;
+    const int64_t wanted = problem->selected ? selected_tiles : (int64_t)threads * tiles_a_thread;
+    int64_t n = blocks < tile_blocks ? blocks : tile_blocks;
+    while (n > fewest_blocks && heads * ((blocks + n - 1) / n) < wanted)
+        n--;
+    return n * block_lanes;
+}
+
+static int64_t tiles_of(const fdma_problem *problem, int64_t lanes) {
+    return (problem->q_len * problem->group + lanes - 1) / lanes;
 }
 
 /* Where the rows are that see anything; without causality every row stands at the last key. */
-static tile_place place_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t index) {
-    const int64_t first = index * tile_lanes, all = problem->q_len * problem->group;
-    const int64_t rows = all - first < tile_lanes ? all - first : tile_lanes;
+static tile_place place_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t lanes,
+                             int64_t index) {
+    const int64_t first = index * lanes, all = problem->q_len * problem->group;
+    const int64_t rows = all - first < lanes ? all - first : lanes;
     const int64_t last_key = problem->kv_len - 1;
     const int64_t from = query_position(problem, first / problem->group);
     const int64_t to = query_position(problem, (first + rows - 1) / problem->group);
@@ -123,6 +145,13 @@ static void load_row(float *to, const void *row, fdma_dtype dtype, int64_t dim) 
     }
 }
 
+/* `count` words, at most vf_width, of a row of q or k. */
+static inline vf load_words(const void *row, fdma_dtype dtype, int64_t word, int64_t count) {
+    if (terms == 2) // pairs of 16-bit channels, as they lie
+        return vf_load_first((const float *)row + word, count);
+    return load_channels(row, dtype, word, count);
+}
+
 static float *lanes_at(float *state, int64_t entries, int64_t lane) {
     return state + lane / block_lanes * entries * block_lanes + lane % block_lanes;
 }
@@ -142,22 +171,22 @@ static void find_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
 
 /* q, transposed; lanes without a row repeat the last one. */
 static void pack_queries(const fdma_problem *problem, const tile_place *place, tile_state *tile) {
-    const int64_t dim = problem->head_dim;
+    const int64_t words = problem->head_dim / terms;
     for (int64_t first = 0; first < used_lanes(place); first += vf_width) {
         void *row[vf_width];
-        float *const to = lanes_at(tile->q, dim, first);
+        float *const to = lanes_at(tile->q, words, first);
         find_lanes(problem, &problem->q, place, first, row);
-        for (int64_t d = 0; d < dim; d += vf_width) {
-            const int64_t count = channels_at(d, dim);
+        for (int64_t w = 0; w < words; w += vf_width) {
+            const int64_t count = channels_at(w, words);
             vf x[vf_width];
             UNROLL
             for (int lane = 0; lane < vf_width; lane++)
-                x[lane] = load_channels(row[lane], problem->dtype, d, count);
+                x[lane] = load_words(row[lane], problem->dtype, w, count);
             vf_transpose(x);
             UNROLL
-            for (int c = 0; c < vf_width; c++)
-                if (c < count)
-                    vf_store(to + (d + c) * block_lanes, x[c]);
+            for (int n = 0; n < vf_width; n++)
+                if (n < count)
+                    vf_store(to + (w + n) * block_lanes, x[n]);
         }
     }
 }
@@ -166,7 +195,7 @@ static void clear_tile(tile_state *tile, const tile_place *place, int64_t dim) {
     memset(tile->out, 0, sizeof(float) * (size_t)(used_lanes(place) * dim));
     for (int64_t d = 0; d < dim; d++)
         tile->zeros[d] = 0;
-    for (int64_t lane = 0; lane < tile_lanes; lane++) {
+    for (int64_t lane = 0; lane < used_lanes(place); lane++) {
         tile->max[lane] = -FLT_MAX;
         tile->sum[lane] = 0;
     }

@@ -10,12 +10,11 @@ typedef __m256 vf;
 
 enum {
     vf_width = 8,
-    tile_vectors = 2,     /* vectors of query lanes in registers */
-    tile_blocks = 4,      /* such groups in a tile */
-    score_keys = 4,       /* keys x lanes accumulators of the first product: 8 of 16 registers */
-    value_channels = 4,   /* channels x lanes accumulators of the second */
-    dot_keys = 2,         /* keys x dot_heads accumulators of the scores */
-    weigh_in_product = 0, /* softmax between products: no registers are left for it */
+    tile_vectors = 2,   /* vectors of query lanes in registers */
+    tile_blocks = 4,    /* such groups in a tile */
+    score_keys = 4,     /* keys x lanes accumulators of the first product: 8 of 16 registers */
+    value_channels = 4, /* channels x lanes accumulators of the second */
+    dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
 };
 
 static inline uint32_t flush_subnormals(void) {

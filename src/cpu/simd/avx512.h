@@ -10,12 +10,11 @@ typedef __m512 vf;
 
 enum {
     vf_width = 16,
-    tile_vectors = 4,     /* vectors of query lanes in registers */
-    tile_blocks = 3,      /* such groups in a tile */
-    score_keys = 6,       /* keys x lanes accumulators of the first product: 24 of 32 registers */
-    value_channels = 4,   /* channels x lanes accumulators of the second */
-    dot_keys = 4,         /* keys x dot_heads accumulators of the scores */
-    weigh_in_product = 1, /* softmax between products, where registers are left for it */
+    tile_vectors = 4,   /* vectors of query lanes in registers */
+    tile_blocks = 6,    /* such groups in a tile, at most */
+    score_keys = 6,     /* keys x lanes accumulators of the first product: 24 of 32 registers */
+    value_channels = 4, /* channels x lanes accumulators of the second */
+    dot_keys = 4,       /* keys x dot_heads accumulators of the scores */
 };
 
 static inline uint32_t flush_subnormals(void) {

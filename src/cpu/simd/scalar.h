@@ -12,12 +12,11 @@ typedef float vf;
 
 enum {
     vf_width = 1,
-    tile_vectors = 4,     /* vectors of query lanes in registers */
-    tile_blocks = 4,      /* such groups in a tile */
-    score_keys = 2,       /* keys x lanes accumulators of the first product */
-    value_channels = 2,   /* channels x lanes accumulators of the second */
-    dot_keys = 2,         /* keys x dot_heads accumulators of the scores */
-    weigh_in_product = 0, /* softmax between products, where registers are left for it */
+    tile_vectors = 4,   /* vectors of query lanes in registers */
+    tile_blocks = 4,    /* such groups in a tile */
+    score_keys = 2,     /* keys x lanes accumulators of the first product */
+    value_channels = 2, /* channels x lanes accumulators of the second */
+    dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
 };
 
 /* Makes this thread take subnormal numbers for 0, where the CPU can: arithmetic on them takes a

@@ -1,0 +1,88 @@
+/* The two products of a tile: scores of a group of keys, and values of a few channels, both for one
+ * block of lanes with its sums in registers. `from` is the first vector of lanes that takes part.
+ */
+#ifndef FDMA_CPU_KERNELS_PRODUCT_H
+#define FDMA_CPU_KERNELS_PRODUCT_H
+
+#include "cpu/kernels/keys.h"
+
+/* Scores, logits, weights of a group of keys, in registers. */
+typedef vf score_block[score_keys][tile_vectors];
+
+/* S^T = K Q^T. On the way it asks for the rows `ahead` (or NULL), a cache line of each at a time,
+ * to be in the L2 cache when needed. */
+INLINE void score_keys_of(score_block s, int from, const float *k, const float *q, int64_t dim,
+                          const void *const *ahead, int64_t word_size) {
+    const float *row[score_keys];
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        row[key] = k + key * padded_row(dim);
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_set(0);
+    }
+    for (int64_t w = 0; w < dim / terms;) {
+        if (ahead)
+            prefetch_rows(ahead, w * word_size);
+        for (const int64_t end = w + 4; w < end; w++, q += block_lanes) {
+            vf lanes[tile_vectors];
+            UNROLL
+            for (int m = from; m < tile_vectors; m++)
+                lanes[m] = vf_load(q + m * vf_width);
+            UNROLL
+            for (int key = 0; key < score_keys; key++) {
+                const vf word = vf_set(row[key][w]);
+                UNROLL
+                for (int m = from; m < tile_vectors; m++)
+                    s[key][m] = vf_dot(word, lanes[m], s[key][m]);
+            }
+        }
+    }
+}
+
+/* O^T += V^T P^T for value_channels channels, `values` a strip from the first of them. */
+INLINE void add_values(float *out, int from, const float *values, const float *weights,
+                       int32_t words) {
+    vf o[value_channels][tile_vectors];
+    UNROLL
+    for (int c = 0; c < value_channels; c++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
+    }
+    for (int32_t n = 0; n < words; n++) {
+        vf lanes[tile_vectors];
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            lanes[m] = vf_load(weights + m * vf_width);
+        UNROLL
+        for (int c = 0; c < value_channels; c++) {
+            const vf word = vf_set(values[c]);
+            UNROLL
+            for (int m = from; m < tile_vectors; m++)
+                o[c][m] = vf_dot(word, lanes[m], o[c][m]);
+        }
+        values += strip_channels;
+        weights += block_lanes;
+    }
+    UNROLL
+    for (int c = 0; c < value_channels; c++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
+    }
+}
+
+/* The same for all channels of a block of lanes, over words `first` to `end`. */
+INLINE void add_all_values(const tile_state *tile, int64_t dim, int block, int from, int32_t first,
+                           int32_t end) {
+    float *const out = tile->out + block * dim * block_lanes;
+    const float *const weights = tile->weights + first * block_lanes;
+    for (int64_t d = 0; d < dim; d += value_channels) {
+        const float *const strip = tile->values + d / strip_channels * strip_length;
+        add_values(out + d * block_lanes, from, strip + first * strip_channels + d % strip_channels,
+                   weights, end - first);
+    }
+}
+
+#endif

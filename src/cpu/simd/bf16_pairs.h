@@ -1,0 +1,39 @@
+/* Products of bfloat16 on AVX-512 BF16: a word is two channels, or two keys, the even one in its
+ * low half. Products are exact, sums float32; subnormal numbers count as 0. */
+#ifndef FDMA_CPU_SIMD_BF16_PAIRS_H
+#define FDMA_CPU_SIMD_BF16_PAIRS_H
+
+enum { terms = 2 };
+
+static inline vf vf_dot(vf word, vf lanes, vf sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)word, (__m512bh)lanes);
+}
+
+/* The words of channels d, d + 1, ... of two rows. */
+static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_t d,
+                               int64_t count) {
+    const __mmask16 first = vf_first(count);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, even + d));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, odd + d));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
+/* Two vectors of floats, rounded to the nearest even, as words. */
+static inline vf vf_join(vf even, vf odd) {
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
+}
+
+static inline vf vf_even(vf word) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(word), 16));
+}
+
+static inline vf vf_odd(vf word) {
+    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000);
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(word), high));
+}
+
+#endif

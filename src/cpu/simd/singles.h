@@ -1,0 +1,26 @@
+/* Products of float32: a word is one channel, or one key. */
+#ifndef FDMA_CPU_SIMD_SINGLES_H
+#define FDMA_CPU_SIMD_SINGLES_H
+
+enum { terms = 1 };
+
+/* sum + word * lanes, over the terms of the words */
+static inline vf vf_dot(vf word, vf lanes, vf sum) { return vf_fma(word, lanes, sum); }
+
+/* Words of pairs, that single terms have no use for. */
+static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_t d,
+                               int64_t count) {
+    (void)odd;
+    return vf_load_first_bf16(even + d, count);
+}
+
+static inline vf vf_join(vf even, vf odd) {
+    (void)odd;
+    return even;
+}
+
+static inline vf vf_even(vf word) { return word; }
+
+static inline vf vf_odd(vf word) { return word; }
+
+#endif
