@@ -32,8 +32,9 @@ enum {
 typedef struct check_row {
     fdma_kernel_info info;
     int passed, failed;
-    int64_t compared; /* elements */
-    double worst;     /* excess of the worst case */
+    int taken[FDMA_UINT8 + 1], refused[FDMA_UINT8 + 1]; /* cases of a type */
+    int64_t compared;                                   /* elements */
+    double worst;                                       /* excess of the worst case */
     const char *worst_case;
     fdma_dtype worst_dtype;
 } check_row;
@@ -122,6 +123,11 @@ static void judge_row(check_row *row, const check_problem *problem) {
     }
     check_verdict verdict = {.excess = (double)INFINITY};
     const fdma_status status = operation->judge(problem, row->info.name, &verdict);
+    if (status == FDMA_UNSUPPORTED) {
+        row->refused[problem->dtype]++;
+        return;
+    }
+    row->taken[problem->dtype]++;
     const int passed = status == FDMA_OK && verdict.excess <= 1;
     row->passed += passed;
     row->failed += !passed;
@@ -160,12 +166,24 @@ static int find_rows(const char *kernel, check_row rows[row_limit]) {
     return count;
 }
 
+/* A row takes a type or does not: one that refuses some cases of a type has a fault. */
+static int refuses_some(const check_row *row) {
+    for (size_t i = 0; i < dtype_count; i++) {
+        if (row->taken[dtypes[i]] > 0 && row->refused[dtypes[i]] > 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 static void report_row(const check_row *row) {
-    printf("%-12s %-8s ", row->info.name, row->info.operation);
+    printf("%-14s %-8s ", row->info.name, row->info.operation);
     if (row->info.missing != NULL) {
         printf("skipped: this machine lacks %s\n", row->info.missing);
     } else if (find_operation(row->info.operation) == NULL) {
         printf("FAILED: there is no check of this operation\n");
+    } else if (refuses_some(row)) {
+        printf("FAILED: refuses some cases of a type that it takes\n");
     } else if (row->worst_case == NULL) {
         printf("%4d cases   %s\n", row->passed + row->failed,
                row->compared > 0 ? "equal" : "nothing compared");
@@ -181,7 +199,8 @@ static int report(const check_row *rows, int count) {
     for (int i = 0; i < count; i++) {
         report_row(&rows[i]);
         passed += rows[i].passed;
-        failed += rows[i].failed + (find_operation(rows[i].info.operation) == NULL);
+        failed += rows[i].failed + refuses_some(&rows[i]) +
+                  (find_operation(rows[i].info.operation) == NULL);
         compared += rows[i].compared;
     }
     if (compared == 0) {

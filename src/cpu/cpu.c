@@ -11,11 +11,13 @@ const kernel_table *const fdma_cpu_tables[] = {
 #if defined(FDMA_HAVE_AVX512)
     &fdma_cpu_avx512,
 #endif
+#if defined(FDMA_HAVE_AVX512BF16)
+    &fdma_cpu_avx512bf16,
+#endif
 #if defined(FDMA_HAVE_AVX2)
     &fdma_cpu_avx2,
 #endif
-    &fdma_cpu_scalar,
-    NULL,
+    &fdma_cpu_scalar,     NULL,
 };
 
 #if defined(__x86_64__)
@@ -67,6 +69,15 @@ const char *fdma_missing_avx2(void) { return first_missing(5); }
 
 const char *fdma_missing_avx512(void) { return first_missing(9); }
 
+const char *fdma_missing_avx512bf16(void) { return first_missing(10); }
+
+/* Intel's vdpbf16ps does half as much a cycle as its float32 multiply-adds, AMD's twice as much. */
+static bool has_fast_pairs(void) {
+    unsigned a, b, c, d;
+    return fdma_missing_avx512bf16() == NULL && __get_cpuid(0, &a, &b, &c, &d) &&
+           b != signature_INTEL_ebx;
+}
+
 static void list_features(char *text, size_t size) {
     feature features[feature_count];
     size_t used = 0;
@@ -112,6 +123,22 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
             return "float64 tensors, supported: float32, float16, bfloat16";
     return NULL;
 }
+
+#if defined(__x86_64__)
+
+const char *fdma_refuses_avx512(const fdma_problem *problem) {
+    const char *const kernel = problem->exec.kernel;
+    const bool forced = kernel && strchr(kernel, '/'); // by more than the backend's name
+    if (problem->dtype == FDMA_BFLOAT16 && !forced && has_fast_pairs())
+        return "bfloat16, for which cpu/avx512bf16 is faster";
+    return fdma_refuses_wide(problem);
+}
+
+const char *fdma_refuses_singles(const fdma_problem *problem) {
+    return problem->dtype != FDMA_BFLOAT16 ? "other types than bfloat16" : NULL;
+}
+
+#endif
 
 fdma_status fdma_describe_cpu(fdma_device_info *info) {
     list_features(info->features, sizeof info->features);

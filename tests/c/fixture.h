@@ -14,7 +14,23 @@ typedef struct kernel_list {
     int count;
 } kernel_list;
 
-static inline kernel_list kernels_of(const char *operation) {
+/* Whether a kernel that runs here takes tensors of this type. */
+static inline int kernel_takes(const char *kernel, fdma_dtype dtype) {
+    static double row[8];
+    const int64_t shape[4] = {1, 1, 1, 8};
+    const fdma_tensor one = fdma_dense_tensor(row, dtype, 4, shape);
+    double out[8];
+    fdma_forward_args args = {.size = sizeof args, .q = one, .k = one, .v = one, .out = one};
+    args.out.data = out;
+    args.exec.kernel = kernel;
+    size_t bytes;
+    const fdma_status status = fdma_forward_workspace(&args, &bytes);
+    CHECK(status == FDMA_OK || status == FDMA_UNSUPPORTED);
+    return status == FDMA_OK;
+}
+
+/* Those for `dtype`. Only of forward are there kernels that take some types and not others. */
+static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
     kernel_list list = {.count = 0};
     for (int32_t i = 0; i < fdma_kernel_count() && list.count < kernel_limit; i++) {
         fdma_kernel_info info = {.size = sizeof info};
@@ -22,14 +38,18 @@ static inline kernel_list kernels_of(const char *operation) {
         if (strcmp(info.operation, operation) != 0) {
             continue;
         }
-        if (info.missing == NULL) {
-            list.name[list.count++] = info.name;
-        } else {
+        if (info.missing != NULL) {
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
+        } else if (strcmp(operation, "forward") != 0 || kernel_takes(info.name, dtype)) {
+            list.name[list.count++] = info.name;
         }
     }
     CHECK(list.count > 0);
     return list;
+}
+
+static inline kernel_list kernels_of(const char *operation) {
+    return kernels_for(operation, FDMA_FLOAT32);
 }
 
 /* splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. */

@@ -155,10 +155,10 @@ static void compare_with_steps(const sizes *n, fdma_dtype dtype, fdma_bias_form 
 
 static void one_call_is_three(void) {
     static const fdma_bias_form forms[] = {FDMA_BIAS_EXP, FDMA_BIAS_LINEAR, FDMA_BIAS_NONE};
-    const kernel_list kernels = kernels_of("forward");
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int i = 0; i < TEST_COUNT(cases) * 3 * 3; i++) {
-            const fdma_dtype dtype = dtypes[i % 3];
+    for (int i = 0; i < TEST_COUNT(cases) * 3 * 3; i++) {
+        const fdma_dtype dtype = dtypes[i % 3];
+        const kernel_list kernels = kernels_for("forward", dtype);
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
             const fdma_bias_form form = forms[i / 3 % 3];
             test_context("%s %s, bias form %d, case %d", kernels.name[kernel], dtype_name(dtype),
                          (int)form, i / 9);

@@ -55,8 +55,9 @@ static void check_written(fdma_tensor tensor) {
 }
 
 static void every_thread_count_gives_the_same(void) {
-    const kernel_list kernels = kernels_of("forward");
     for (int index = 0; index < TEST_COUNT(cases); index++) {
+        const kernel_list kernels =
+            kernels_for("forward", problem_dtypes[index % problem_dtype_count]);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             test_context("%s %s", kernels.name[kernel], cases[index].name);
             const problem x = problem_of(index);
@@ -77,8 +78,9 @@ static fdma_tensor last_of(fdma_tensor tensor) {
 }
 
 static void each_sequence_is_alone(void) {
-    const kernel_list kernels = kernels_of("forward");
     for (int index = 0; index < TEST_COUNT(cases); index++) {
+        const kernel_list kernels =
+            kernels_for("forward", problem_dtypes[index % problem_dtype_count]);
         for (int kernel = 0; kernel < kernels.count && cases[index].sizes.batch > 1; kernel++) {
             test_context("%s %s", kernels.name[kernel], cases[index].name);
             const problem x = problem_of(index);

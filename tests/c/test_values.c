@@ -5,9 +5,9 @@
 typedef void (*property)(problem *x, const char *kernel);
 
 static void check_on_all_kernels(property holds, int64_t window) {
-    const kernel_list kernels = kernels_of("forward");
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int type = 0; type < problem_dtype_count; type++) {
+    for (int type = 0; type < problem_dtype_count; type++) {
+        const kernel_list kernels = kernels_for("forward", problem_dtypes[type]);
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
             test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
             problem x = {.batch = 1,
                          .q_len = 150,

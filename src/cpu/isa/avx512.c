@@ -12,7 +12,7 @@ static const kernel_row rows[] = {
      run_score},
     {"cpu/avx512", operation_select, fdma_missing_avx512, fdma_refuses_wide, select_workspace,
      run_select},
-    {"cpu/avx512", operation_forward, fdma_missing_avx512, fdma_refuses_wide, forward_workspace,
+    {"cpu/avx512", operation_forward, fdma_missing_avx512, fdma_refuses_avx512, forward_workspace,
      run_forward},
 };
 

@@ -40,7 +40,8 @@ INLINE void score_keys_of(score_block s, int from, const float *k, const float *
     }
 }
 
-/* O^T += V^T P^T for value_channels channels, `values` a strip from the first of them. */
+/* O^T += V^T P^T for value_channels channels, `values` a strip from the first of them. Each block of
+ * keys is summed by itself, so that rounding errors grow with the number of blocks. */
 INLINE void add_values(float *out, int from, const float *values, const float *weights,
                        int32_t words) {
     vf o[value_channels][tile_vectors];
@@ -48,7 +49,7 @@ INLINE void add_values(float *out, int from, const float *values, const float *w
     for (int c = 0; c < value_channels; c++) {
         UNROLL
         for (int m = from; m < tile_vectors; m++)
-            o[c][m] = vf_load(out + c * block_lanes + m * vf_width);
+            o[c][m] = vf_set(0);
     }
     for (int32_t n = 0; n < words; n++) {
         vf lanes[tile_vectors];
@@ -68,8 +69,10 @@ INLINE void add_values(float *out, int from, const float *values, const float *w
     UNROLL
     for (int c = 0; c < value_channels; c++) {
         UNROLL
-        for (int m = from; m < tile_vectors; m++)
-            vf_store(out + c * block_lanes + m * vf_width, o[c][m]);
+        for (int m = from; m < tile_vectors; m++) {
+            float *const at = out + c * block_lanes + m * vf_width;
+            vf_store(at, vf_add(vf_load(at), o[c][m]));
+        }
     }
 }
 
