@@ -1,9 +1,10 @@
-"""Turns the JSON lines of `fdma bench --json FILE` into a Markdown table.
+"""Turns the JSON lines of `fdma bench` or `bench/peers.py --json FILE` into a Markdown table.
 
     tools/bench_table.py FILE [FILE ...]
 
 Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran
-in alternation, selection in ns a key. Errors: a file that is not such JSON lines raises ValueError.
+in alternation, selection in ns a key, how many times as fast as the peer flash_dmattn is. Errors: a
+file that is not such JSON lines raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,21 +16,37 @@ from pathlib import Path
 COLUMNS = {
     "case": "case",
     "kernel": "kernel",
+    "peer": "peer",
     "threads": "threads",
     "ms": "ms",
     "spread": "spread",
     "useful_gflops": "GFLOP/s",
     "of_peak": "of peak",
     "ns_per_key": "ns a key",
+    "ratio": "times as fast",
 }
-DECIMALS = {"ms": 3, "spread": 2, "useful_gflops": 0, "of_peak": 2, "ns_per_key": 1}
+DECIMALS = {
+    "ms": 3,
+    "spread": 2,
+    "useful_gflops": 0,
+    "of_peak": 2,
+    "ns_per_key": 1,
+    "ratio": 2,
+}
+FACTS = {
+    "machine": "{}",
+    "compiler": "{}",
+    "torch": "PyTorch {}",
+    "date": "{}",
+    "commit": "{}",
+}
 
 
 def read(path: Path) -> tuple[dict, list[dict]]:
     """The machine's line, and the rows of the cases."""
     machine, *rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     if "machine" not in machine or not rows:
-        raise ValueError(f"{path}: not the output of fdma bench --json")
+        raise ValueError(f"{path}: not the output of fdma bench or bench/peers.py --json")
     return machine, rows
 
 
@@ -43,7 +60,7 @@ def cell(row: dict, field: str) -> str:
 def table(path: Path) -> str:
     machine, rows = read(path)
     used = [field for field in COLUMNS if any(row.get(field) is not None for row in rows)]
-    facts = ", ".join(str(machine[key]) for key in ("machine", "compiler", "date", "commit"))
+    facts = ", ".join(text.format(machine[key]) for key, text in FACTS.items() if machine.get(key))
     lines = [
         f"{facts}:",
         "",
@@ -55,7 +72,7 @@ def table(path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="JSON lines of fdma bench as a Markdown table")
+    parser = argparse.ArgumentParser(description="JSON lines of benchmarks as Markdown tables")
     parser.add_argument("files", nargs="+", type=Path)
     print("\n\n".join(table(path) for path in parser.parse_args().files))
 

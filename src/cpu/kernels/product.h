@@ -40,8 +40,8 @@ INLINE void score_keys_of(score_block s, int from, const float *k, const float *
     }
 }
 
-/* O^T += V^T P^T for value_channels channels, `values` a strip from the first of them. Each block of
- * keys is summed by itself, so that rounding errors grow with the number of blocks. */
+/* O^T += V^T P^T for value_channels channels, `values` a strip from the first of them. Each block
+ * of keys is summed by itself, so that rounding errors grow with the number of blocks. */
 INLINE void add_values(float *out, int from, const float *values, const float *weights,
                        int32_t words) {
     vf o[value_channels][tile_vectors];

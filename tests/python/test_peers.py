@@ -1,0 +1,217 @@
+"""bench/peers.py on tiny lengths: its rows, its picture, its table, and that it finds mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flash_dmattn
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import peers  # noqa: E402
+
+LENGTHS, WINDOW = [64, 128], 48
+TINY = ["--device", "cpu", "--lengths", "64,128", "--window", str(WINDOW), "--rounds", "1"]
+ONE_LENGTH = ["--lengths", "64", "--threads", "1", "--rounds", "1"]
+FIELDS = {"case", "peer", "threads", "ms", "spread", "useful_gflops", "ratio"}
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """peers.main() sets PyTorch's number of threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def useful_flops(length: int, window: int) -> int:
+    return 4 * peers.HEAD_DIM * sum(min(position + 1, window) for position in range(length))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one tiny run left figures.json, picture.svg and, in printed, its output."""
+    folder = tmp_path_factory.mktemp("peers")
+    files = ["--json", folder / "figures.json", "--picture", folder / "picture.svg"]
+    done = run(ROOT / "bench" / "peers.py", *TINY, "--threads", "1", *files)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (folder / "printed").write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "figures.json").read_text().splitlines()]
+
+
+def test_first_line_is_the_machine(lines: list[dict[str, Any]]) -> None:
+    machine = lines[0]
+    assert machine["machine"] and machine["cores"] >= 1
+    assert machine["device"] == "cpu" and machine["torch"] == torch.__version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", machine["date"])
+    assert "commit" in machine
+
+
+def test_every_case_has_every_peer(lines: list[dict[str, Any]]) -> None:
+    wanted = [
+        (f"forward/{form}/{dtype}/d128/n{length}{end}", peer)
+        for form, end, names in (
+            ("dense", "", ["fdma", "sdpa"]),
+            ("selected", f"/w{WINDOW}", ["fdma", "sdpa", "sdpa-masked", "mask"]),
+        )
+        for dtype in ("f32", "bf16")
+        for length in LENGTHS
+        for peer in names
+    ]
+    assert [(row["case"], row["peer"]) for row in lines[1:]] == wanted
+
+
+def test_figures(lines: list[dict[str, Any]]) -> None:
+    """One round: the median is the time, the ratio that of two times, the spread nothing."""
+    for row in lines[1:]:
+        assert row.keys() == FIELDS
+        assert row["threads"] == 1 and row["ms"] > 0 and row["spread"] == 0
+        ours = next(other for other in lines[1:] if other["case"] == row["case"])
+        if row["peer"] == "fdma":
+            assert row["ratio"] is None
+        else:
+            assert row["ratio"] == pytest.approx(row["ms"] / ours["ms"])
+        length = int(re.search(r"/n(\d+)", row["case"])[1])
+        kept = "selected" in row["case"] and row["peer"] != "sdpa"
+        flops = useful_flops(length, WINDOW if kept else length)
+        if row["peer"] == "mask":
+            assert row["useful_gflops"] is None
+        else:
+            assert row["useful_gflops"] == pytest.approx(flops / row["ms"] / 1e6)
+
+
+def test_printed_rows(folder: Path, lines: list[dict[str, Any]]) -> None:
+    printed = (folder / "printed").read_text().splitlines()
+    for row in lines[1:]:
+        begin = [row["case"], row["peer"], "1", f"{row['ms']:.3f}"]
+        assert sum(line.split()[:4] == begin for line in printed) == 1
+
+
+def test_picture(folder: Path) -> None:
+    picture = (folder / "picture.svg").read_text()
+    assert picture.rstrip().endswith("</svg>")
+    colours = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.5", picture)
+    assert len(set(colours)) == 4  # four lines
+
+
+def test_table(folder: Path, lines: list[dict[str, Any]]) -> None:
+    done = run(ROOT / "tools" / "bench_table.py", folder / "figures.json")
+    assert done.returncode == 0, done.stderr
+    head, _, *table = done.stdout.splitlines()
+    assert lines[0]["machine"] in head and f"PyTorch {torch.__version__}" in head
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert len(cells) == 2 + len(lines[1:])
+    for row, (case, peer, threads, ms, *_, ratio) in zip(lines[1:], cells[2:]):
+        assert (case, peer, threads, ms) == (row["case"], row["peer"], "1", f"{row['ms']:.3f}")
+        assert ratio == ("" if row["ratio"] is None else f"{row['ratio']:.2f}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--thread", "1"], "unrecognized arguments: --thread"),
+        (["--device", "cuda"], "there is no CUDA backend in this build"),
+        (["--device", "reference"], "--device is 'reference'"),
+        (["--threads", "0"], "--threads: is '0'"),
+        (["--threads", "100000"], "--threads is 100000"),
+        (["--lengths", "64,-1"], "--lengths: is '-1'"),
+        (["--window", "x"], "--window: is 'x'"),
+        (["--rounds"], "--rounds: expected one argument"),
+        (["--json", "/no/such/folder/file"], "--json: is '/no/such/folder/file'"),
+        (["--picture", "time.pdf"], "--picture: is 'time.pdf'"),
+        (["no-such-case"], "no case matches 'no-such-case'"),
+    ],
+)
+def test_bad_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        peers.main(arguments)
+    assert refused.value.code == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_help_names_every_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        peers.main(["--help"])
+    assert done.value.code == 0
+    printed = capsys.readouterr().out
+    for peer in peers.PEERS["cpu"]["selected"]:
+        assert f"  {peer.name} " in printed
+
+
+@pytest.mark.parametrize("pattern", ["dense/bf16", "forward/dense/bf16/*"])
+def test_filter(pattern: str) -> None:
+    _, cases = peers.parse([*TINY, pattern])
+    assert [case.name() for case in cases] == [
+        f"forward/dense/bf16/d128/n{length}" for length in LENGTHS
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("mistake", ["nan", "stale", "keys lost"])
+def test_a_wrong_output_is_found(
+    mistake: str,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Also in a query that is not sampled, the 33rd; no figures are then left."""
+    right = flash_dmattn.attention
+    fewer = flash_dmattn.select(torch.arange(64.0)[None, None], 33)
+
+    def wrong(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*tensors, **options)
+        if mistake == "nan":
+            out[0, 33, 0, 5] = torch.nan
+        elif mistake == "stale":
+            out[0, 33] = 0
+        else:
+            out, lse = right(*tensors, **{**options, "selection": fewer})
+        return out, lse
+
+    monkeypatch.setattr(flash_dmattn, "attention", wrong)
+    file = tmp_path / "figures.json"
+    assert peers.main([*ONE_LENGTH, "--json", str(file), f"forward/dense/{dtype}/"]) == 1
+    printed = capsys.readouterr().err
+    assert "differ by" in printed and printed.count("\n") == 1
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_wrong_selection_is_found(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mask is made from it, so that fdma and SDPA then agree with each other."""
+    right = flash_dmattn.select
+    monkeypatch.setattr(flash_dmattn, "select", lambda score, window: right(-score, window))
+    assert peers.main([*ONE_LENGTH, "--window", "32", f"forward/selected/{dtype}/"]) == 1
+    assert "of fdma and of float64 differ by" in capsys.readouterr().err
