@@ -10,9 +10,9 @@ typedef __m256 vf;
 
 enum {
     vf_width = 8,
-    tile_vectors = 2,   /* vectors of query lanes in registers */
-    tile_blocks = 4,    /* such groups in a tile */
-    score_keys = 4,     /* keys x lanes accumulators of the first product: 8 of 16 registers */
+    tile_vectors = 3,   /* vectors of query lanes in registers */
+    tile_blocks = 16,   /* such groups in a tile, at most */
+    score_keys = 4,     /* keys x lanes accumulators of the first product: 12 of 16 registers */
     value_channels = 4, /* channels x lanes accumulators of the second */
     dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
 };
