@@ -1,4 +1,7 @@
 /* CPU features, and the rows that they allow. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE // syscall()
+#endif
 #include "cpu/cpu.h"
 
 #include "cpu/isa/isa.h"
@@ -10,6 +13,9 @@
 const kernel_table *const fdma_cpu_tables[] = {
 #if defined(FDMA_HAVE_AVX512)
     &fdma_cpu_avx512,
+#endif
+#if defined(FDMA_HAVE_AMX)
+    &fdma_cpu_amx,
 #endif
 #if defined(FDMA_HAVE_AVX512BF16)
     &fdma_cpu_avx512bf16,
@@ -23,6 +29,7 @@ const kernel_table *const fdma_cpu_tables[] = {
 #if defined(__x86_64__)
 
 #include <cpuid.h>
+#include <sys/syscall.h>
 
 #define FEATURE(name) {#name, __builtin_cpu_supports(#name) != 0}
 
@@ -31,18 +38,44 @@ typedef struct feature {
     bool found;
 } feature;
 
-enum { feature_count = 10 };
+enum { feature_count = 11 };
 
-/* Asked once: cpuid takes microseconds in a virtual machine. Compilers cache the other features. */
+/* What compilers do not know of, asked once: cpuid takes microseconds in a virtual machine. */
+enum { unknown, found_it, missed_it };
+
+static bool ask_once(_Atomic int *state, bool (*ask)(void)) {
+    if (*state == unknown)
+        *state = ask() ? found_it : missed_it;
+    return *state == found_it;
+}
+
+static bool ask_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && __builtin_cpu_supports("avx");
+}
+
+/* Linux lets a process use AMX's tiles when it has asked for them. */
+static bool ask_amx(void) {
+    enum { bit_amx_bf16 = 1 << 22, bit_amx_tile = 1 << 24 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & bit_amx_bf16) || !(d & bit_amx_tile))
+        return false;
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    enum { request_permission = 0x1023, tile_data = 18 };
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+
 static bool has_f16c(void) {
-    enum { unknown, found, missing };
     static _Atomic int state = unknown;
-    if (state == unknown) {
-        unsigned a, b, c, d;
-        const bool has = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-        state = has && __builtin_cpu_supports("avx") ? found : missing;
-    }
-    return state == found;
+    return ask_once(&state, ask_f16c);
+}
+
+static bool has_amx(void) {
+    static _Atomic int state = unknown;
+    return ask_once(&state, ask_amx);
 }
 
 static void find_features(feature *features) {
@@ -50,7 +83,7 @@ static void find_features(feature *features) {
     const feature found[feature_count] = {
         FEATURE(avx2),     FEATURE(fma),        {"f16c", has_f16c()}, FEATURE(bmi),
         FEATURE(bmi2),     FEATURE(avx512f),    FEATURE(avx512bw),    FEATURE(avx512dq),
-        FEATURE(avx512vl), FEATURE(avx512bf16),
+        FEATURE(avx512vl), FEATURE(avx512bf16), {"amx", has_amx()},
     };
     memcpy(features, found, sizeof found);
 }
@@ -70,6 +103,8 @@ const char *fdma_missing_avx2(void) { return first_missing(5); }
 const char *fdma_missing_avx512(void) { return first_missing(9); }
 
 const char *fdma_missing_avx512bf16(void) { return first_missing(10); }
+
+const char *fdma_missing_amx(void) { return first_missing(11); }
 
 /* Intel's vdpbf16ps does half as much a cycle as its float32 multiply-adds, AMD's twice as much. */
 static bool has_fast_pairs(void) {
@@ -126,16 +161,19 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
 
 #if defined(__x86_64__)
 
-const char *fdma_refuses_avx512(const fdma_problem *problem) {
-    const char *const kernel = problem->exec.kernel;
-    const bool forced = kernel && strchr(kernel, '/'); // by more than the backend's name
-    if (problem->dtype == FDMA_BFLOAT16 && !forced && has_fast_pairs())
-        return "bfloat16, for which cpu/avx512bf16 is faster";
-    return fdma_refuses_wide(problem);
-}
-
 const char *fdma_refuses_singles(const fdma_problem *problem) {
     return problem->dtype != FDMA_BFLOAT16 ? "other types than bfloat16" : NULL;
+}
+
+/* Takes all that float32 holds, but leaves to others what they do faster, unless forced by more
+ * than the backend's name. */
+const char *fdma_refuses_avx512(const fdma_problem *problem) {
+    const char *const kernel = problem->exec.kernel;
+    const bool forced = kernel && strchr(kernel, '/');
+    if (!forced && fdma_refuses_singles(problem) == NULL &&
+        (has_fast_pairs() || fdma_missing_amx() == NULL))
+        return "bfloat16, for which there is a faster kernel";
+    return fdma_refuses_wide(problem);
 }
 
 #endif

@@ -3,6 +3,8 @@
 #include "cpu/simd/singles.h"
 
 #include "cpu/isa/isa.h"
+#include "cpu/kernels/product.h"
+
 #include "cpu/kernels/forward.h"
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"

@@ -1,8 +1,11 @@
 /* The CPU kernels in the vocabulary of avx512, with products of bfloat16 pairs. */
 #include "cpu/simd/avx512.h"
+#include "cpu/simd/avx512_shape.h"
 #include "cpu/simd/bf16_pairs.h"
 
 #include "cpu/isa/isa.h"
+#include "cpu/kernels/product.h"
+
 #include "cpu/kernels/forward.h"
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"

@@ -5,12 +5,14 @@
 #include "core/plan.h"
 
 extern const kernel_table fdma_cpu_avx512;
+extern const kernel_table fdma_cpu_amx;
 extern const kernel_table fdma_cpu_avx512bf16;
 extern const kernel_table fdma_cpu_avx2;
 extern const kernel_table fdma_cpu_scalar;
 
 const char *fdma_missing_avx512(void);
 const char *fdma_missing_avx512bf16(void);
+const char *fdma_missing_amx(void);
 const char *fdma_missing_avx2(void);
 const char *fdma_missing_scalar(void);
 

@@ -1,5 +1,5 @@
-/* Forward: FlashAttention's loop over the keys that a tile visits, with queries in the lanes.
- * Sources: arXiv:2205.14135; docs/algorithm.md. */
+/* Forward: FlashAttention's loop over the keys that a tile visits, with queries in the lanes. Needs
+ * product.h or product_tiles.h before it. Sources: arXiv:2205.14135; docs/algorithm.md. */
 #ifndef FDMA_CPU_KERNELS_FORWARD_H
 #define FDMA_CPU_KERNELS_FORWARD_H
 
@@ -27,18 +27,21 @@ typedef struct tile_work {
     int blocks; /* of lanes, that have rows */
 } tile_work;
 
+/* Rows of the next list to ask for at work on this block, or NULL. */
+INLINE const void *const *rows_ahead(const tile_work *work, int32_t first, int block) {
+    return block == 0   ? work->next->k_source + first
+           : block == 1 ? work->next->v_source + first
+                        : NULL;
+}
+
 /* The logits of the group of keys that begins at `first`. */
 INLINE void find_logits(score_block s, int from, const tile_work *work, int32_t first, int block) {
     const tile_state *const tile = work->tile;
     const key_list *const list = work->list;
-    const void *const *const ahead = block == 0   ? work->next->k_source + first
-                                     : block == 1 ? work->next->v_source + first
-                                                  : NULL;
-    score_keys_of(s, from, tile->k_rows + first * padded_row(work->dim),
-                  tile->q + block * (work->dim / terms) * block_lanes, work->dim, ahead,
-                  work->next->word_size);
+    score_group(s, from, tile, work->dim, first, block, rows_ahead(work, first, block),
+                work->next->word_size);
     if (work->cap > 0)
-        cap_scores(s, from, tile->scores, work->scale, work->cap);
+        cap_scores(s, from, tile->capped, work->scale, work->cap);
     scale_and_bias(s, from, work->cap > 0 ? 1 : work->scale, list->bias + first);
     if (list->cut[first / score_keys])
         cut_lanes(s, from, list->first_lane + first, list->end_lane + first, block * block_lanes);
@@ -91,18 +94,23 @@ typedef struct weighed_keys {
     int32_t half;  /* then up to this one, for the upper half: keys that came too late for others */
 } weighed_keys;
 
-enum { half_vectors = tile_vectors / 2 };
-
 static __attribute__((noinline)) weighed_keys weigh_block(const tile_work *work, int block) {
     const key_list *const list = work->list;
     const int32_t lane = block * block_lanes, middle = lane + half_vectors * vf_width;
+    int32_t scored = 0; /* keys */
     weighed_keys weighed = {0, 0};
-    for (int32_t first = 0; first < list->count; first += score_keys) {
-        const bool is_late = list->first_lane[first] >= middle;
+    for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
+        const bool is_late = half_vectors > 0 && list->first_lane[first] >= middle;
         if (!is_seen(list, first, lane, lane + block_lanes)) {
             memset(work->tile->weights + first / terms * block_lanes, 0,
                    sizeof(float) * score_keys / terms * block_lanes);
             continue;
+        }
+        if (first >= scored) {
+            const int32_t step = first / key_step * key_step;
+            score_step(work->tile, work->dim, step, block, rows_ahead(work, step, block),
+                       work->next->word_size);
+            scored = step + key_step;
         }
         if (is_late)
             weigh_group(work, first, block, half_vectors);
@@ -135,7 +143,7 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
     key_walk walk = start_walk(problem, all, place);
     tile_work work = {
         .tile = tile,
-        .dim = problem->head_dim,
+        .dim = tile_dim(problem),
         .scale = (float)problem->scale,
         .cap = (float)problem->softcap,
         .blocks = (int)(used_lanes(place) / block_lanes),
@@ -165,13 +173,15 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     tile_state tile = take_tile(&arena, problem, forward->lanes);
     const tile_place place = place_tile(problem, head / problem->kv_heads, head % problem->kv_heads,
                                         forward->lanes, tile_index);
+    begin_products();
     pack_queries(problem, &place, &tile);
-    clear_tile(&tile, &place, problem->head_dim);
+    clear_tile(&tile, &place, tile_dim(problem));
     if (problem->kv_len > 0)
         attend_all_keys(problem, &forward->snapshots, &place, &tile, &arena);
     write_out(problem, &place, &tile);
     if (is_present(&problem->lse))
         write_lse(problem, &place, &tile);
+    end_products();
     restore_rounding(rounding);
 }
 

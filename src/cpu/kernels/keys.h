@@ -190,52 +190,28 @@ static void list_keys(const fdma_problem *problem, const tile_place *place, key_
     find_rows(&problem->v, place, list, list->v_source);
     find_bias(&problem->bias, place, list);
     for (int32_t n = list->count; n < key_block; n++) {
-        if (n % score_keys != 0)
-            list->cut[n / score_keys] = true;
+        list->cut[n / score_keys] = true;
         list->k_source[n] = list->v_source[n] = tile->zeros;
         list->bias[n] = 0;
         list->first_lane[n] = list->end_lane[n] = 0;
     }
 }
 
-/* One cache line of each of the rows of a group, of those that begin at this byte. */
-INLINE void prefetch_rows(const void *const *sources, int64_t byte) {
-    if (byte % 64 != 0)
-        return;
-    UNROLL
-    for (int n = 0; n < score_keys; n++)
-        __builtin_prefetch((const uint8_t *)sources[n] + byte, 0, 2);
-}
-
-static int32_t whole_groups(int32_t keys) {
-    return (keys + score_keys - 1) / score_keys * score_keys;
-}
+static int32_t whole_steps(int32_t keys) { return (keys + key_step - 1) / key_step * key_step; }
 
 /* k of the listed keys side by side: where they lie, rows may all fall into the same few sets of
  * the L1 cache, each on a page of its own. Zeros are zeros in every dtype. */
 static void load_keys(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
-    const int64_t words = problem->head_dim / terms;
-    for (int32_t n = 0; n < whole_groups(list->count); n++) {
-        float *const to = tile->k_rows + n * padded_row(problem->head_dim);
-        for (int64_t w = 0; w < words; w += vf_width) {
+    const int64_t words = problem->head_dim / terms, tile_words = tile_dim(problem) / terms;
+    for (int32_t n = 0; n < whole_steps(list->count); n++) {
+        float *const to = tile->k_rows + n * padded_row(tile_words * terms);
+        for (int64_t w = 0; w < tile_words; w += vf_width) {
             const int64_t count = channels_at(w, words);
-            vf_store_first(to + w, load_words(list->k_source[n], problem->dtype, w, count), count);
+            const int64_t tile_count = channels_at(w, tile_words);
+            vf_store_first(to + w, load_words(list->k_source[n], problem->dtype, w, count),
+                           tile_count);
         }
     }
-}
-
-/* v of the listed keys, cut into strips that the second product reads straight through. */
-static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
-    const int64_t dim = problem->head_dim;
-    for (int32_t n = 0; n < whole_groups(list->count); n += terms)
-        for (int64_t d = 0; d < dim; d += vf_width) {
-            float *const strip = tile->values + d / strip_channels * strip_length;
-            const int64_t count = channels_at(d, dim);
-            const void *const row = list->v_source[n];
-            const vf word = terms == 2 ? vf_load_pairs(row, list->v_source[n + terms - 1], d, count)
-                                       : load_channels(row, problem->dtype, d, count);
-            vf_store(strip + n / terms * strip_channels + d % strip_channels, word);
-        }
 }
 
 #endif

@@ -9,14 +9,49 @@
 /* Scores, logits, weights of a group of keys, in registers. */
 typedef vf score_block[score_keys][tile_vectors];
 
-/* S^T = K Q^T. On the way it asks for the rows `ahead` (or NULL), a cache line of each at a time,
- * to be in the L2 cache when needed. */
-INLINE void score_keys_of(score_block s, int from, const float *k, const float *q, int64_t dim,
-                          const void *const *ahead, int64_t word_size) {
+/* Around the products of a tile. */
+static inline void begin_products(void) {}
+
+static inline void end_products(void) {}
+
+/* v of the listed keys, cut into strips that the second product reads straight through. */
+static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
+    const int64_t dim = problem->head_dim;
+    for (int32_t n = 0; n < whole_steps(list->count); n += terms)
+        for (int64_t d = 0; d < dim; d += vf_width) {
+            float *const strip = tile->values + d / strip_channels * strip_length;
+            const int64_t count = channels_at(d, dim);
+            const void *const row = list->v_source[n];
+            const vf word = terms == 2 ? vf_load_pairs(row, list->v_source[n + terms - 1], d, count)
+                                       : load_channels(row, problem->dtype, d, count);
+            vf_store(strip + n / terms * strip_channels + d % strip_channels, word);
+        }
+}
+
+/* One cache line of each of the rows of a group, of those that begin at this byte. */
+INLINE void prefetch_rows(const void *const *sources, int64_t byte) {
+    if (byte % 64 != 0)
+        return;
+    UNROLL
+    for (int n = 0; n < score_keys; n++)
+        __builtin_prefetch((const uint8_t *)sources[n] + byte, 0, 2);
+}
+
+/* Scores of a step of keys, where registers cannot hold them. */
+INLINE void score_step(const tile_state *tile, int64_t dim, int32_t first, int block,
+                       const void *const *ahead, int64_t word_size) {
+    (void)tile, (void)dim, (void)first, (void)block, (void)ahead, (void)word_size;
+}
+
+/* S^T = K Q^T of the group that begins at `first`. On the way it asks for the rows `ahead` (or
+ * NULL), a cache line of each at a time, to be in the L2 cache when needed. */
+INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
+                        int block, const void *const *ahead, int64_t word_size) {
+    const float *q = tile->q + block * (dim / terms) * block_lanes;
     const float *row[score_keys];
     UNROLL
     for (int key = 0; key < score_keys; key++) {
-        row[key] = k + key * padded_row(dim);
+        row[key] = tile->k_rows + (first + key) * padded_row(dim);
         UNROLL
         for (int m = from; m < tile_vectors; m++)
             s[key][m] = vf_set(0);

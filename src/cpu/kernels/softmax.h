@@ -3,7 +3,6 @@
 #define FDMA_CPU_KERNELS_SOFTMAX_H
 
 #include "cpu/kernels/math.h"
-#include "cpu/kernels/product.h"
 
 static const float log2e = 1.4426950408889634f;
 

@@ -12,16 +12,16 @@
 #include <string.h>
 
 enum {
-    key_block = 120, /* keys whose weights are held between the two products */
     block_lanes = tile_vectors * vf_width,  /* lanes that one micro-kernel holds in registers */
     most_lanes = tile_blocks * block_lanes, /* of a tile */
     key_groups = key_block / score_keys,
     /* v of a block of keys is cut into strips: a few channels of every key, side by side */
-    strip_channels = vf_width > value_channels ? vf_width : value_channels,
+    strip_channels = (int)vf_width > (int)value_channels ? (int)vf_width : (int)value_channels,
     strip_length = key_block / terms * strip_channels,
 };
 
-_Static_assert(key_block % score_keys == 0, "groups of keys fill a block");
+_Static_assert(key_block % key_step == 0, "steps of keys fill a block");
+_Static_assert(key_step % score_keys == 0, "groups of keys fill a step");
 _Static_assert(score_keys % terms == 0, "words of keys fill a group");
 _Static_assert(strip_channels % value_channels == 0, "registers of channels fill a strip");
 
@@ -39,7 +39,8 @@ typedef struct tile_state {
     float *q;       /* [tile_blocks][head_dim / terms][block_lanes] */
     float *out;     /* [tile_blocks][head_dim][block_lanes], not yet divided by sum */
     float *weights; /* [key_block / terms][block_lanes], of one block at a time */
-    float *scores;  /* [score_keys][block_lanes] */
+    float *scores;  /* [key_step][block_lanes], where registers cannot hold them */
+    float *capped;  /* [score_keys][block_lanes] */
     float *max;     /* [tile lanes], may lag behind the true maximum: see most_weight */
     float *sum;     /* [tile lanes] */
     float *k_rows;  /* [key_block][padded_row(head_dim)]: k of a block of keys */
@@ -47,20 +48,26 @@ typedef struct tile_state {
     float *zeros;   /* [head_dim] */
 } tile_state;
 
+/* head_dim, filled up with channels of 0 to what the products take. */
+static int64_t tile_dim(const fdma_problem *problem) {
+    return (problem->head_dim + channel_step - 1) / channel_step * channel_step;
+}
+
 /* Rows a cache line longer than they need be spread over the sets of the L1 cache. */
 static int64_t padded_row(int64_t dim) { return dim / terms + 16; }
 
 static int64_t strips_of(int64_t dim) { return (dim + strip_channels - 1) / strip_channels; }
 
 static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int64_t lanes) {
-    const size_t dim = (size_t)problem->head_dim * sizeof(float);
-    const size_t padded = (size_t)padded_row(problem->head_dim) * sizeof(float);
-    const size_t strips = (size_t)strips_of(problem->head_dim) * sizeof(float);
+    const size_t dim = (size_t)tile_dim(problem) * sizeof(float);
+    const size_t padded = (size_t)padded_row(tile_dim(problem)) * sizeof(float);
+    const size_t strips = (size_t)strips_of(tile_dim(problem)) * sizeof(float);
     tile_state tile;
     tile.q = fdma_arena_take(arena, (size_t)lanes * dim / terms);
     tile.out = fdma_arena_take(arena, (size_t)lanes * dim);
     tile.weights = fdma_arena_take(arena, sizeof(float) * block_lanes * key_block / terms);
-    tile.scores = fdma_arena_take(arena, sizeof(float) * block_lanes * score_keys);
+    tile.scores = fdma_arena_take(arena, sizeof(float) * block_lanes * key_step);
+    tile.capped = fdma_arena_take(arena, sizeof(float) * block_lanes * score_keys);
     tile.max = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
     tile.sum = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
     tile.k_rows = fdma_arena_take(arena, key_block * padded);
@@ -134,8 +141,9 @@ static inline void store_channels(void *row, fdma_dtype dtype, int64_t d, vf x, 
         vf_store_first_bf16((uint16_t *)row + d, x, count);
 }
 
+/* How many of a vector's channels from d on there are. */
 static inline int64_t channels_at(int64_t d, int64_t dim) {
-    return dim - d < vf_width ? dim - d : vf_width;
+    return d > dim ? 0 : dim - d < vf_width ? dim - d : vf_width;
 }
 
 static void load_row(float *to, const void *row, fdma_dtype dtype, int64_t dim) {
@@ -171,13 +179,14 @@ static void find_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
 
 /* q, transposed; lanes without a row repeat the last one. */
 static void pack_queries(const fdma_problem *problem, const tile_place *place, tile_state *tile) {
-    const int64_t words = problem->head_dim / terms;
+    const int64_t words = problem->head_dim / terms, tile_words = tile_dim(problem) / terms;
     for (int64_t first = 0; first < used_lanes(place); first += vf_width) {
         void *row[vf_width];
-        float *const to = lanes_at(tile->q, words, first);
+        float *const to = lanes_at(tile->q, tile_words, first);
         find_lanes(problem, &problem->q, place, first, row);
-        for (int64_t w = 0; w < words; w += vf_width) {
+        for (int64_t w = 0; w < tile_words; w += vf_width) {
             const int64_t count = channels_at(w, words);
+            const int64_t tile_count = channels_at(w, tile_words);
             vf x[vf_width];
             UNROLL
             for (int lane = 0; lane < vf_width; lane++)
@@ -185,7 +194,7 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, t
             vf_transpose(x);
             UNROLL
             for (int n = 0; n < vf_width; n++)
-                if (n < count)
+                if (n < tile_count)
                     vf_store(to + (w + n) * block_lanes, x[n]);
         }
     }
@@ -220,7 +229,7 @@ static void write_out(const fdma_problem *problem, const tile_place *place,
     for (int64_t first = 0; first < place->rows; first += vf_width) {
         void *row[vf_width];
         float inverse[vf_width];
-        const float *const from = lanes_at(tile->out, dim, first);
+        const float *const from = lanes_at(tile->out, tile_dim(problem), first);
         const int64_t rows = place->rows - first < vf_width ? place->rows - first : vf_width;
         find_lanes(problem, &problem->out, place, first, row);
         for (int64_t lane = 0; lane < vf_width; lane++)

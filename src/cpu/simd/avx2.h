@@ -10,11 +10,15 @@ typedef __m256 vf;
 
 enum {
     vf_width = 8,
-    tile_vectors = 3,   /* vectors of query lanes in registers */
-    tile_blocks = 16,   /* such groups in a tile, at most */
-    score_keys = 4,     /* keys x lanes accumulators of the first product: 12 of 16 registers */
-    value_channels = 4, /* channels x lanes accumulators of the second */
-    dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
+    tile_vectors = 3,
+    half_vectors = 1,
+    tile_blocks = 16,
+    key_block = 120,
+    score_keys = 4, /* 12 of 16 registers hold sums */
+    key_step = score_keys,
+    channel_step = 8,
+    value_channels = 4,
+    dot_keys = 2,
 };
 
 static inline uint32_t flush_subnormals(void) {

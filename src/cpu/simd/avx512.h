@@ -8,14 +8,7 @@
 
 typedef __m512 vf;
 
-enum {
-    vf_width = 16,
-    tile_vectors = 4,   /* vectors of query lanes in registers */
-    tile_blocks = 6,    /* such groups in a tile, at most */
-    score_keys = 6,     /* keys x lanes accumulators of the first product: 24 of 32 registers */
-    value_channels = 4, /* channels x lanes accumulators of the second */
-    dot_keys = 4,       /* keys x dot_heads accumulators of the scores */
-};
+enum { vf_width = 16 };
 
 static inline uint32_t flush_subnormals(void) {
     const uint32_t old = _mm_getcsr();

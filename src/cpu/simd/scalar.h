@@ -12,11 +12,15 @@ typedef float vf;
 
 enum {
     vf_width = 1,
-    tile_vectors = 4,   /* vectors of query lanes in registers */
-    tile_blocks = 4,    /* such groups in a tile */
-    score_keys = 2,     /* keys x lanes accumulators of the first product */
-    value_channels = 2, /* channels x lanes accumulators of the second */
-    dot_keys = 2,       /* keys x dot_heads accumulators of the scores */
+    tile_vectors = 4,      /* vectors of query lanes in registers: a block of lanes */
+    half_vectors = 2,      /* of which those before this one may be left out; 0: never */
+    tile_blocks = 4,       /* such blocks in a tile, at most */
+    key_block = 120,       /* keys whose weights are held between the two products */
+    score_keys = 2,        /* keys x lanes sums of the first product, and keys weighed at a time */
+    key_step = score_keys, /* keys that the products take at a time */
+    channel_step = 8,      /* channels that the products take at a time */
+    value_channels = 2,    /* channels x lanes sums of the second product */
+    dot_keys = 2,          /* keys x dot_heads sums of the scores */
 };
 
 /* Makes this thread take subnormal numbers for 0, where the CPU can: arithmetic on them takes a

@@ -1,0 +1,142 @@
+/* The two products of a tile on AMX, whose instructions multiply tiles of 16 rows by 16 words of two
+ * bfloat16. Two by two of them hold the sums; `rows` are keys or channels, columns are lanes. */
+#ifndef FDMA_CPU_KERNELS_PRODUCT_TILES_H
+#define FDMA_CPU_KERNELS_PRODUCT_TILES_H
+
+#include "cpu/kernels/keys.h"
+
+enum { amx_rows = 16, amx_words = 16, amx_lanes = 16, amx_bytes = 64 };
+
+_Static_assert((int)terms == 2 && (int)vf_width == (int)amx_lanes, "AMX multiplies pairs");
+_Static_assert((int)key_step == (int)terms * (int)amx_words, "a step of keys is one row of words");
+
+/* Scores, logits, weights of a group of keys, in registers. */
+typedef vf score_block[score_keys][tile_vectors];
+
+typedef struct amx_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} amx_config;
+
+static inline void begin_products(void) {
+    amx_config config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = amx_bytes;
+        config.rows[tile] = amx_rows;
+    }
+    _tile_loadconfig(&config);
+}
+
+static inline void end_products(void) { _tile_release(); }
+
+/* v of the listed keys as the left side of a product: in each strip, for each step of keys, a row of
+ * words for every channel. */
+static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
+    for (int32_t n = 0; n < whole_steps(list->count); n += key_step)
+        for (int64_t d = 0; d < tile_dim(problem); d += vf_width) {
+            const int64_t count = channels_at(d, problem->head_dim);
+            float *const to =
+                tile->values + d / strip_channels * strip_length + n / terms * strip_channels;
+            vf words[amx_words];
+            UNROLL
+            for (int w = 0; w < amx_words; w++)
+                words[w] = vf_load_pairs(list->v_source[n + 2 * w], list->v_source[n + 2 * w + 1],
+                                         d, count);
+            vf_transpose(words);
+            UNROLL
+            for (int channel = 0; channel < amx_rows; channel++)
+                vf_store(to + channel * amx_words, words[channel]);
+        }
+}
+
+static inline void prefetch_step(const void *const *ahead, int64_t bytes) {
+    for (int n = 0; n < key_step; n++)
+        for (int64_t byte = 0; byte < bytes; byte += 64)
+            __builtin_prefetch((const uint8_t *)ahead[n] + byte, 0, 2);
+}
+
+/* S^T = K Q^T of a step of keys and two vectors of lanes, into `scores`. */
+static inline void score_tiles(float *scores, const float *k, const float *q, int64_t dim) {
+    const int64_t row = padded_row(dim), row_bytes = row * 4, lane_bytes = block_lanes * 4;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t w = 0; w < dim / terms; w += amx_words) {
+        _tile_loadd(4, k + w, row_bytes);
+        _tile_loadd(5, k + amx_rows * row + w, row_bytes);
+        _tile_loadd(6, q + w * block_lanes, lane_bytes);
+        _tile_loadd(7, q + w * block_lanes + amx_lanes, lane_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    float *const late = scores + amx_rows * block_lanes;
+    _tile_stored(0, scores, lane_bytes);
+    _tile_stored(1, scores + amx_lanes, lane_bytes);
+    _tile_stored(2, late, lane_bytes);
+    _tile_stored(3, late + amx_lanes, lane_bytes);
+}
+
+/* Scores of the step of keys that begins at `first`, for one block of lanes. */
+static inline void score_step(const tile_state *tile, int64_t dim, int32_t first, int block,
+                              const void *const *ahead, int64_t word_size) {
+    const float *const k = tile->k_rows + first * padded_row(dim);
+    const float *const q = tile->q + block * (dim / terms) * block_lanes;
+    if (ahead)
+        prefetch_step(ahead, dim / terms * word_size);
+    for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
+        score_tiles(tile->scores + lane, k, q + lane, dim);
+}
+
+INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
+                        int block, const void *const *ahead, int64_t word_size) {
+    const float *const scores = tile->scores + first % key_step * block_lanes;
+    (void)dim, (void)block, (void)ahead, (void)word_size;
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_load(scores + key * block_lanes + m * vf_width);
+    }
+}
+
+/* O^T += V^T P^T for two strips of channels and two vectors of lanes. */
+static inline void add_tiles(float *out, const float *values, const float *weights, int32_t words) {
+    const int64_t lane_bytes = block_lanes * 4;
+    float *const late = out + amx_rows * block_lanes;
+    _tile_loadd(0, out, lane_bytes);
+    _tile_loadd(1, out + amx_lanes, lane_bytes);
+    _tile_loadd(2, late, lane_bytes);
+    _tile_loadd(3, late + amx_lanes, lane_bytes);
+    for (int32_t w = 0; w < words; w += amx_words) {
+        _tile_loadd(4, values + w * strip_channels, amx_bytes);
+        _tile_loadd(5, values + strip_length + w * strip_channels, amx_bytes);
+        _tile_loadd(6, weights + w * block_lanes, lane_bytes);
+        _tile_loadd(7, weights + w * block_lanes + amx_lanes, lane_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, lane_bytes);
+    _tile_stored(1, out + amx_lanes, lane_bytes);
+    _tile_stored(2, late, lane_bytes);
+    _tile_stored(3, late + amx_lanes, lane_bytes);
+}
+
+/* The same for all channels of a block of lanes, over words 0 to `end`; those up to the end of its
+ * step weigh nothing. */
+static inline void add_all_values(const tile_state *tile, int64_t dim, int block, int from,
+                                  int32_t first, int32_t end) {
+    float *const out = tile->out + block * dim * block_lanes;
+    (void)from, (void)first; // as no half of a block is left out
+    for (int64_t d = 0; d < dim; d += 2 * amx_rows)
+        for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
+            add_tiles(out + d * block_lanes + lane,
+                      tile->values + d / strip_channels * strip_length, tile->weights + lane, end);
+}
+
+#endif
