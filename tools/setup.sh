@@ -2,7 +2,7 @@
 # Installs what the build needs and this machine lacks; does nothing where all is there.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
 #   setup.sh tests    and a C++ compiler, Python's headers, and .venv with the packages of tests/requirements.txt
-#   setup.sh gates    and clang with its sanitizers and libFuzzer
+#   setup.sh gates    and clang with its sanitizers and libFuzzer, and valgrind where it can be had
 # System packages come from apt, as root or through sudo. Where neither is allowed, one line names
 # what is missing and the exit status is 2.
 set -eu
@@ -41,6 +41,12 @@ install_missing() {
         echo "setup: apt-get could not install:$missing" >&2
         exit 2
     fi
+    missing=
+}
+
+want() { # want PACKAGE TEST...: installs what is worth having; without it the gates skip something
+    need "$@"
+    [ -z "$missing" ] || (install_missing) || echo "setup: going on without $1"
     missing=
 }
 
@@ -95,5 +101,6 @@ install_missing
 if [ "$what" = gates ]; then
     need_clang_runtime
     install_missing
+    want valgrind command -v valgrind
 fi
 [ "$what" = build ] || make_venv

@@ -90,9 +90,11 @@ static inline void store_float(void *data, fdma_dtype dtype, int64_t at, float v
         ((float *)data)[at] = value;
     } else if (dtype == FDMA_BFLOAT16) { /* truncated */
         ((uint16_t *)data)[at] = (uint16_t)(isnan(value) ? 0x7fc0 : bits >> 16);
-    } else { /* truncated; a NaN stays one, what is below 2^-14 becomes zero */
+    } else { /* truncated; a NaN stays one, below 2^-14 is zero, from 2^16 on infinite */
         const uint32_t magnitude = bits & 0x7fffffff;
-        const uint32_t half = magnitude < 0x38800000 ? 0 : (magnitude - 0x38000000) >> 13;
+        const uint32_t half = magnitude < 0x38800000    ? 0
+                              : magnitude >= 0x47800000 ? 0x7c00
+                                                        : (magnitude - 0x38000000) >> 13;
         ((uint16_t *)data)[at] =
             (uint16_t)(bits >> 16 & 0x8000) | (uint16_t)(isnan(value) ? 0x7e00 : half);
     }

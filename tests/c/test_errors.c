@@ -45,6 +45,7 @@ static void score_valid_dtype(fdma_score_args *x) {
 static void score_v_negative(fdma_score_args *x) { x->v.shape[1] = -10; }
 static void score_a_odd(fdma_score_args *x) { x->a.data = (char *)x->a.data + 1; }
 static void score_reserved(fdma_score_args *x) { x->exec.reserved[1] = 5; }
+static void score_threads(fdma_score_args *x) { x->exec.threads = -1; }
 static void score_overlap(fdma_score_args *x) { x->bias.data = x->score.data; }
 
 static const struct {
@@ -71,6 +72,7 @@ static const struct {
     {"negative length", score_v_negative, {FDMA_INVALID_ARGUMENT, {"v", "-10"}, 0}},
     {"a off its alignment", score_a_odd, {FDMA_INVALID_ARGUMENT, {"a"}, 1}},
     {"reserved", score_reserved, {FDMA_INVALID_ARGUMENT, {"reserved"}, 0}},
+    {"-1 threads", score_threads, {FDMA_INVALID_ARGUMENT, {"threads", "-1"}, 0}},
     {"score is bias", score_overlap, {FDMA_INVALID_ARGUMENT, {"score", "bias"}, 1}},
 };
 

@@ -250,6 +250,7 @@ static void whole_k_dtype(fdma_attention_args *x) { x->k.dtype = FDMA_BFLOAT16; 
 static void whole_reserved(fdma_attention_args *x) { x->reserved = 2; }
 static void whole_overlap(fdma_attention_args *x) { x->out.data = x->q.data; }
 static void whole_score_overlap(fdma_attention_args *x) { x->score.data = x->lse.data; }
+static void whole_threads(fdma_attention_args *x) { x->exec.threads = INT32_MIN; }
 static void whole_kernel(fdma_attention_args *x) { x->exec.kernel = "gpu"; }
 static void whole_q_len(fdma_attention_args *x) {
     x->k.shape[1] = x->v.shape[1] = x->score.shape[2] = x->selection->expiry.shape[2] = 9;
@@ -276,6 +277,7 @@ static const struct {
     {"reserved", whole_reserved, {FDMA_INVALID_ARGUMENT, {"reserved", "2"}, 0}},
     {"out is q", whole_overlap, {FDMA_INVALID_ARGUMENT, {"out", "q"}, 1}},
     {"score is lse", whole_score_overlap, {FDMA_INVALID_ARGUMENT, {"score", "lse"}, 1}},
+    {"-2^31 threads", whole_threads, {FDMA_INVALID_ARGUMENT, {"threads", "-2147483648"}, 0}},
     {"unknown kernel", whole_kernel, {FDMA_UNSUPPORTED, {"kernel", "gpu"}, 0}},
     {"q_len > kv_len", whole_q_len, {FDMA_INVALID_ARGUMENT, {"q_len", "10", "9"}, 0}},
 };

@@ -1,5 +1,6 @@
 /* test_forward.c - what must hold of attention whatever the numbers: which keys a query depends on,
- * and that nothing else (threads, batch, time) shows in the result. */
+ * and that nothing else (threads, batch, time) shows in the result. (test_unread.c: keys that none
+ * keeps are not read.) */
 #include "problem.h"
 
 /* Long enough for several tiles of queries and blocks of keys, with heads that share keys. */
@@ -130,52 +131,6 @@ static void check_evicted(problem *x, const char *kernel) {
 
 static void evicted_keys_do_not_matter(void) { check_on_all_kernels(check_evicted, 20); }
 
-/* NaN in whatever no query keeps: in k, v and bias of each such key. */
-static void check_spoiled(problem *x, const char *kernel) {
-    const attended clean = problem_attend(x, kernel, 1);
-    const int32_t *expiry = x->selection.expiry.data;
-    int spoiled = 0;
-    for (int64_t key = 0; key < x->batch * x->kv_heads * x->kv_len; key++) {
-        const int64_t j = key % x->kv_len, g = key / x->kv_len % x->kv_heads;
-        const int64_t b = key / x->kv_len / x->kv_heads;
-        if (expiry[key] == j) {
-            spoil_key(x->k, b, j, g, NAN);
-            spoil_key(x->v, b, j, g, NAN);
-            ((float *)x->bias.data)[key] = NAN;
-            spoiled++;
-        }
-    }
-    CHECK(spoiled > 0);
-    check_same_results(problem_attend(x, kernel, 1), clean);
-}
-
-static void never_kept_keys_are_not_read(void) { check_on_all_kernels(check_spoiled, 20); }
-
-static void check_invalid(problem *x, const char *kernel) {
-    x->key_valid = new_tensor(FDMA_UINT8, x->batch, x->kv_len, -1, -1);
-    for (int64_t i = 0; i < x->batch * x->kv_len; i++) {
-        ((uint8_t *)x->key_valid.data)[i] = i % 7 < 4 && i % x->kv_len > 2;
-    }
-    problem_select(x);
-    const attended clean = problem_attend(x, kernel, 1);
-    for (int64_t i = 0; i < x->batch * x->kv_len; i++) {
-        const int64_t b = i / x->kv_len, j = i % x->kv_len;
-        for (int64_t g = 0; g < x->kv_heads && !((uint8_t *)x->key_valid.data)[i]; g++) {
-            spoil_key(x->k, b, j, g, NAN);
-            spoil_key(x->v, b, j, g, NAN);
-            ((float *)x->bias.data)[(b * x->kv_heads + g) * x->kv_len + j] = NAN;
-        }
-    }
-    const attended spoiled = problem_attend(x, kernel, 1);
-    check_same_results(spoiled, clean);
-    for (int64_t i = 0; i < count_of(spoiled.lse); i++) {
-        CHECK(!isnan(((const float *)spoiled.lse.data)[i]));
-    }
-}
-
-static void invalid_keys_are_not_read(void) { check_on_all_kernels(check_invalid, 30); }
-static void invalid_keys_are_not_read_dense(void) { check_on_all_kernels(check_invalid, -1); }
-
 /* Each key is in the result of exactly the queries that keep it: with v = 1 for one key and 0 for
  * the others, out is that key's probability. */
 static void check_expiries(problem *x, const char *kernel) {
@@ -261,9 +216,6 @@ static const test_entry tests[] = {
     TEST(lse_is_optional),
     TEST(a_wide_window_is_dense),
     TEST(evicted_keys_do_not_matter),
-    TEST(never_kept_keys_are_not_read),
-    TEST(invalid_keys_are_not_read),
-    TEST(invalid_keys_are_not_read_dense),
     TEST(each_query_sees_its_keys),
     TEST(each_query_sees_its_keys_dense),
     TEST(scale_multiplies_logits),

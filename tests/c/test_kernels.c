@@ -2,6 +2,8 @@
  * itself and of its devices. */
 #include "fixture.h"
 
+#include "core/plan.h"
+
 static void every_kernel_is_described(void) {
     const int32_t count = fdma_kernel_count();
     CHECK(count > 0);
@@ -129,6 +131,17 @@ static void unknown_names_are_refused(void) {
     }
 }
 
+#if defined(__x86_64__)
+static const char *const foreign_kernel = "cpu/neon";
+#else
+static const char *const foreign_kernel = "cpu/avx2";
+#endif
+
+static void foreign_kernels_are_refused(void) {
+    check_refused(foreign_kernel);
+    CHECK_WORD(fdma_last_error(), foreign_kernel);
+}
+
 /* A kernel that this machine lacks is refused by the feature that is missing. */
 static void missing_features_are_named(void) {
     int lacking = 0;
@@ -137,11 +150,82 @@ static void missing_features_are_named(void) {
         CHECK_OK(fdma_describe_kernel(i, &info));
         if (info.missing != NULL && strcmp(info.operation, "select") == 0) {
             check_refused(info.name);
+            CHECK_WORD(fdma_last_error(), info.name);
             CHECK_WORD(fdma_last_error(), info.missing);
             lacking++;
         }
     }
     printf("%d kernels that this machine lacks\n", lacking);
+}
+
+/* ---- the choice among rows, on machines that are made up ---- */
+
+static const char *lacks_nothing(void) { return NULL; }
+static const char *lacks_avx9(void) { return "avx9"; }
+static const char *takes_all(const fdma_problem *problem) {
+    (void)problem;
+    return NULL;
+}
+static const char *takes_one_query(const fdma_problem *problem) {
+    return problem->q_len == 1 ? NULL : "many queries";
+}
+
+static const kernel_row made_up[] = {
+    {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL},
+    {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL},
+    {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL},
+    {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL},
+    {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL},
+};
+static const kernel_table made_up_table = {made_up, TEST_COUNT(made_up)};
+static const kernel_table *const made_up_tables[] = {&made_up_table, NULL};
+static const kernel_backend made_up_backends[] = {made_up_tables, NULL};
+
+static const struct {
+    const char *kernel; /* forced */
+    int64_t q_len;
+    const char *picked;   /* NULL: FDMA_UNSUPPORTED */
+    const char *words[2]; /* then in the message */
+} choices[] = {
+    {NULL, 1, "cpu/any/one", {NULL, NULL}},
+    {NULL, 2, "cpu/any", {NULL, NULL}},
+    {"cpu", 2, "cpu/any", {NULL, NULL}},
+    {"cpu/any/one", 1, "cpu/any/one", {NULL, NULL}},
+    {"cpu/any/one", 2, "cpu/any", {NULL, NULL}},
+    {"cpu/sse9", 2, NULL, {"cpu/sse9", "avx9"}},
+    {"cpu/sse9/one", 1, NULL, {"cpu/sse9", "avx9"}},
+    {"cpu/sse", 1, NULL, {"cpu/sse", "cpu/sse9"}},
+};
+
+static void rows_are_chosen_by_what_runs_here(void) {
+    for (int i = 0; i < TEST_COUNT(choices); i++) {
+        const fdma_problem problem = {.operation = operation_forward,
+                                      .q_len = choices[i].q_len,
+                                      .exec = {.kernel = choices[i].kernel}};
+        const kernel_row *row = NULL;
+        const fdma_status status = fdma_pick_row(made_up_backends, &problem, &row);
+        test_context("choice %d", i);
+        if (choices[i].picked != NULL) {
+            CHECK_INT(status, FDMA_OK);
+            CHECK(row != NULL && strcmp(row->name, choices[i].picked) == 0);
+        } else {
+            CHECK_INT(status, FDMA_UNSUPPORTED);
+            CHECK(row == NULL);
+            CHECK_WORD(fdma_last_error(), choices[i].words[0]);
+            CHECK_WORD(fdma_last_error(), choices[i].words[1]);
+        }
+    }
+}
+
+/* What a kernel lacks is not among the features that the device is said to have. */
+static void features_and_kernels_agree(void) {
+    fdma_device_info device = {.size = sizeof device};
+    CHECK_OK(fdma_describe_device(0, &device));
+    for (int32_t i = 0; i < fdma_kernel_count(); i++) {
+        fdma_kernel_info info = {.size = sizeof info};
+        CHECK_OK(fdma_describe_kernel(i, &info));
+        CHECK(info.missing == NULL || !test_has_word(device.features, info.missing));
+    }
 }
 
 /* float64 is the reference's alone, and is found there without being asked for by name. */
@@ -211,7 +295,10 @@ static const test_entry tests[] = {
     TEST(names_force_kernels),
     TEST(prefixes_force_backends),
     TEST(unknown_names_are_refused),
+    TEST(foreign_kernels_are_refused),
     TEST(missing_features_are_named),
+    TEST(rows_are_chosen_by_what_runs_here),
+    TEST(features_and_kernels_agree),
     TEST(only_the_reference_takes_float64),
     TEST(the_library_says_what_it_is),
     TEST(devices_are_described),

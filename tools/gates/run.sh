@@ -40,6 +40,27 @@ c_tests() { # c_tests DIRECTORY
     ctest --test-dir "$1" --output-on-failure --no-tests=error -j "$jobs"
 }
 
+# Every vocabulary has its file in tests/c/vocabulary, and words.h there uses every word.
+words_tested() {
+    words=0
+    missing=0
+    for header in $(grep -l 'vf vf_load(' src/cpu/simd/*.h); do
+        [ -e "tests/c/vocabulary/$(basename "$header" .h).c" ] && continue
+        echo "$header fails: tests/c/vocabulary has no file for it"
+        missing=1
+    done
+    for word in $(sed -n 's/^static inline [^(]*[ *]\([a-z0-9_]*\)(.*/\1/p' src/cpu/simd/scalar.h); do
+        # what all do not have is a helper of some
+        grep -qw "$word" src/cpu/simd/avx2.h && grep -qw "$word" src/cpu/simd/avx512.h || continue
+        words=$((words + 1))
+        grep -qw "$word" tests/c/vocabulary/words.h && continue
+        echo "$word fails: tests/c/vocabulary/words.h does not use it"
+        missing=1
+    done
+    echo "$words words"
+    [ "$words" -gt 0 ] && [ "$missing" = 0 ]
+}
+
 clang_tests() {
     build clang -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=Release && c_tests build/gates/clang
 }
@@ -47,6 +68,18 @@ clang_tests() {
 sanitized_tests() {
     cmake --preset asan && cmake --build --preset asan -j "$jobs" &&
         OMP_NUM_THREADS=2 c_tests build/asan
+}
+
+# test_fresh is made for it; test_kernels finds a CPU without AVX-512, which valgrind does not have.
+valgrind_tests() {
+    for test in kernels vocabulary fresh select attention; do
+        echo "test_$test"
+        if ! OMP_NUM_THREADS=1 valgrind --quiet --error-exitcode=9 \
+            "build/gates/gcc/tests/test_$test"; then
+            echo "test_$test failed under valgrind"
+            return 1
+        fi
+    done
 }
 
 header_alone() {
@@ -83,12 +116,19 @@ gate sizes_find_plants "$python" tools/gates/check_sizes.py --self-test
 gate sizes "$python" tools/gates/check_sizes.py
 gate symbols_find_plants "$python" tools/gates/check_symbols.py --self-test
 gate symbols "$python" tools/gates/check_symbols.py build/libfdma.so
+gate words words_tested
 gate header header_alone
 echo "      compiling with gcc and clang, and running the C tests of clang's build"
 gate gcc build gcc -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release
 gate clang clang_tests
 echo "      running the C tests under the address and undefined behaviour sanitizers"
 gate sanitizers sanitized_tests
+if command -v valgrind >/dev/null; then
+    echo "      running C tests of the scalar and the AVX2 rows under valgrind"
+    gate valgrind valgrind_tests
+else
+    echo "skip  valgrind: it is not here, and tools/setup.sh could not install it"
+fi
 echo "      fuzzing, $fuzz_seconds seconds each"
 gate fuzz_build build_fuzzers
 gate fuzz_safetensors fuzz safetensors

@@ -1,5 +1,5 @@
-/* The two products of a tile on AMX, whose instructions multiply tiles of 16 rows by 16 words of two
- * bfloat16. Two by two of them hold the sums; `rows` are keys or channels, columns are lanes. */
+/* The two products of a tile on AMX, whose instructions multiply tiles of 16 rows by 16 words of
+ * two bfloat16. Two by two of them hold the sums; `rows` are keys or channels, columns are lanes. */
 #ifndef FDMA_CPU_KERNELS_PRODUCT_TILES_H
 #define FDMA_CPU_KERNELS_PRODUCT_TILES_H
 
@@ -30,8 +30,8 @@ static inline void begin_products(void) {
 
 static inline void end_products(void) { _tile_release(); }
 
-/* v of the listed keys as the left side of a product: in each strip, for each step of keys, a row of
- * words for every channel. */
+/* v of the listed keys as the left side of a product: in each strip, for each step of keys, a row
+ * of words for every channel. */
 static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
     for (int32_t n = 0; n < whole_steps(list->count); n += key_step)
         for (int64_t d = 0; d < tile_dim(problem); d += vf_width) {

@@ -1,0 +1,134 @@
+/* fence.h - memory between two pages that nobody may touch: a step outside it is a SIGSEGV.
+ *
+ * A program that includes this defines _GNU_SOURCE before its first #include, for mmap(). */
+#ifndef FENCE_H
+#define FENCE_H
+
+#include "fixture.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* Where the memory lies in its pages. What is left of them holds guard bytes. */
+typedef enum fence_place {
+    FENCE_START, /* it begins where the lower guard page ends */
+    FENCE_OFF,   /* one element later: aligned to its element and to nothing more */
+    FENCE_END,   /* it ends where the upper guard page begins */
+    fence_places,
+} fence_place;
+
+typedef struct fence {
+    unsigned char *room; /* the pages between the guard pages */
+    size_t room_size;
+    unsigned char *data;
+    size_t size;
+} fence;
+
+enum { fence_limit = 32 };
+
+static struct {
+    fence fence[fence_limit];
+    int count;
+    struct sigaction before; /* what SIGSEGV did: a sanitizer's report, or the end */
+} fence_state;
+
+static inline size_t fence_page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+static inline fence fence_new(size_t size, size_t element, fence_place place) {
+    const size_t page = fence_page(), room_size = (size + element + page - 1) / page * page;
+    unsigned char *const pages = mmap(NULL, room_size + 2 * page, PROT_READ | PROT_WRITE,
+                                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED || fence_state.count == fence_limit ||
+        mprotect(pages, page, PROT_NONE) != 0 ||
+        mprotect(pages + page + room_size, page, PROT_NONE) != 0) {
+        printf("no memory between guard pages\n");
+        exit(1);
+    }
+    unsigned char *const room = pages + page;
+    const size_t before = place == FENCE_END ? room_size - size : place == FENCE_OFF ? element : 0;
+    memset(room, test_guard_byte, room_size);
+    const fence made = {room, room_size, room + before, size};
+    fence_state.fence[fence_state.count++] = made;
+    return made;
+}
+
+/* Do the bytes around it still hold what they held? */
+static inline int fence_intact(fence x) {
+    for (unsigned char *at = x.room; at < x.room + x.room_size; at++) {
+        if ((at < x.data || at >= x.data + x.size) && *at != test_guard_byte) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static inline void fence_free_all(void) {
+    for (int i = 0; i < fence_state.count; i++) {
+        const fence x = fence_state.fence[i];
+        CHECK(fence_intact(x));
+        munmap(x.room - fence_page(), x.room_size + 2 * fence_page());
+    }
+    fence_state.count = 0;
+}
+
+/* A copy of a contiguous tensor, to be written to. */
+static inline fdma_tensor fence_output(fdma_tensor like, fence_place place) {
+    if (like.rank > 0) {
+        const fence made = fence_new(bytes_of(like), dtype_size(like.dtype), place);
+        memcpy(made.data, like.data, made.size);
+        like.data = made.data;
+    }
+    return like;
+}
+
+/* The same that may only be read. */
+static inline fdma_tensor fence_input(fdma_tensor like, fence_place place) {
+    like = fence_output(like, place);
+    if (like.rank > 0) {
+        const fence made = fence_state.fence[fence_state.count - 1];
+        mprotect(made.room, made.room_size, PROT_READ);
+    }
+    return like;
+}
+
+/* Exactly `bytes` of workspace. */
+static inline void fence_workspace(fdma_exec *exec, size_t bytes, fence_place place) {
+    exec->workspace = fence_new(bytes, 1, place).data;
+    exec->workspace_size = bytes;
+}
+
+/* Says which case it was; what SIGSEGV did before happens when the access is tried again. */
+static inline void fence_report(int number) {
+    static const char words[] = "a byte outside was touched, by ";
+    const ssize_t wrote = write(STDERR_FILENO, words, sizeof words - 1) +
+                          write(STDERR_FILENO, test_state.context, strlen(test_state.context)) +
+                          write(STDERR_FILENO, "\n", 1);
+    (void)wrote;
+    sigaction(number, &fence_state.before, NULL);
+}
+
+static inline void fence_watch(void) {
+    const struct sigaction report = {.sa_handler = fence_report};
+    sigaction(SIGSEGV, &report, &fence_state.before);
+}
+
+/* Does a child that runs this die of SIGSEGV? */
+static inline int fence_kills(void (*run)(void *), void *context) {
+    int status = 0;
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        const struct rlimit no_core = {0, 0};
+        setrlimit(RLIMIT_CORE, &no_core);
+        signal(SIGSEGV, SIG_DFL);
+        run(context);
+        _exit(0);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV;
+}
+
+#endif /* FENCE_H */

@@ -1,0 +1,6 @@
+/* The vocabulary of scalar, for test_vocabulary.c. */
+#include "cpu/simd/scalar.h"
+
+#include "words.h"
+
+const vocabulary vocabulary_scalar = VOCABULARY_WORDS;

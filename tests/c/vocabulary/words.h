@@ -1,0 +1,127 @@
+/* words.h - every word of the vocabulary that was included before, as a function on arrays. */
+#ifndef VOCABULARY_WORDS_H
+#define VOCABULARY_WORDS_H
+
+#include "vocabulary.h"
+
+static void word_set(float *to, float x) { vf_store(to, vf_set(x)); }
+
+static void word_copy(float *to, const float *from) { vf_store(to, vf_load(from)); }
+
+static void word_copy_first(float *to, const float *from, int64_t count) {
+    vf_store_first(to, vf_load(from), count);
+}
+
+static void word_load_first(float *to, const float *from, int64_t count) {
+    vf_store(to, vf_load_first(from, count));
+}
+
+static void word_load_f16(float *to, const uint16_t *from, int64_t count) {
+    vf_store(to, vf_load_first_f16(from, count));
+}
+
+static void word_store_f16(uint16_t *to, const float *from, int64_t count) {
+    vf_store_first_f16(to, vf_load(from), count);
+}
+
+static void word_load_bf16(float *to, const uint16_t *from, int64_t count) {
+    vf_store(to, vf_load_first_bf16(from, count));
+}
+
+static void word_store_bf16(uint16_t *to, const float *from, int64_t count) {
+    vf_store_first_bf16(to, vf_load(from), count);
+}
+
+static void word_add(float *to, const float *a, const float *b) {
+    vf_store(to, vf_add(vf_load(a), vf_load(b)));
+}
+
+static void word_sub(float *to, const float *a, const float *b) {
+    vf_store(to, vf_sub(vf_load(a), vf_load(b)));
+}
+
+static void word_mul(float *to, const float *a, const float *b) {
+    vf_store(to, vf_mul(vf_load(a), vf_load(b)));
+}
+
+static void word_div(float *to, const float *a, const float *b) {
+    vf_store(to, vf_div(vf_load(a), vf_load(b)));
+}
+
+static void word_max(float *to, const float *a, const float *b) {
+    vf_store(to, vf_max(vf_load(a), vf_load(b)));
+}
+
+static void word_copy_sign(float *to, const float *size, const float *sign) {
+    vf_store(to, vf_copy_sign(vf_load(size), vf_load(sign)));
+}
+
+static void word_fma(float *to, const float *a, const float *b, const float *c) {
+    vf_store(to, vf_fma(vf_load(a), vf_load(b), vf_load(c)));
+}
+
+static void word_abs(float *to, const float *x) { vf_store(to, vf_abs(vf_load(x))); }
+
+static float word_sum(const float *x) { return vf_sum(vf_load(x)); }
+
+static bool word_any_greater(const float *a, const float *b) {
+    return vf_any_greater(vf_load(a), vf_load(b));
+}
+
+static void word_pick_greater(float *to, const float *a, const float *b, const float *x,
+                              const float *y) {
+    vf_store(to, vf_pick_greater(vf_load(a), vf_load(b), vf_load(x), vf_load(y)));
+}
+
+static void word_keep(float *to, const float *x, int32_t first, int32_t end) {
+    vf_store(to, vf_keep(vf_load(x), first, end));
+}
+
+static void word_transpose(float *x) {
+    vf rows[vf_width];
+    for (int i = 0; i < vf_width; i++) {
+        rows[i] = vf_load(x + i * vf_width);
+    }
+    vf_transpose(rows);
+    for (int i = 0; i < vf_width; i++) {
+        vf_store(x + i * vf_width, rows[i]);
+    }
+}
+
+static void word_fraction(float *to, const float *x) { vf_store(to, vf_fraction(vf_load(x))); }
+
+static void word_scale2(float *to, const float *fraction, const float *x) {
+    vf_store(to, vf_scale2(vf_load(fraction), vf_load(x)));
+}
+
+#define VOCABULARY_WORDS                                                                           \
+    {                                                                                              \
+        .width = vf_width,                                                                         \
+        .flush_subnormals = flush_subnormals,                                                      \
+        .restore_rounding = restore_rounding,                                                      \
+        .set = word_set,                                                                           \
+        .copy = word_copy,                                                                         \
+        .copy_first = word_copy_first,                                                             \
+        .load_first = word_load_first,                                                             \
+        .load_f16 = word_load_f16,                                                                 \
+        .store_f16 = word_store_f16,                                                               \
+        .load_bf16 = word_load_bf16,                                                               \
+        .store_bf16 = word_store_bf16,                                                             \
+        .add = word_add,                                                                           \
+        .sub = word_sub,                                                                           \
+        .mul = word_mul,                                                                           \
+        .div = word_div,                                                                           \
+        .max = word_max,                                                                           \
+        .copy_sign = word_copy_sign,                                                               \
+        .fma = word_fma,                                                                           \
+        .abs = word_abs,                                                                           \
+        .sum = word_sum,                                                                           \
+        .any_greater = word_any_greater,                                                           \
+        .pick_greater = word_pick_greater,                                                         \
+        .keep = word_keep,                                                                         \
+        .transpose = word_transpose,                                                               \
+        .fraction = word_fraction,                                                                 \
+        .scale2 = word_scale2,                                                                     \
+    }
+
+#endif /* VOCABULARY_WORDS_H */
