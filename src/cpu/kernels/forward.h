@@ -25,6 +25,7 @@ typedef struct tile_work {
     float scale;
     float cap;  /* 0: no softcap */
     int blocks; /* of lanes, that have rows */
+    bool begun; /* whether any list has been worked on */
 } tile_work;
 
 /* Rows of the next list to ask for at work on this block, or NULL. */
@@ -58,7 +59,7 @@ static __attribute__((noinline)) void raise_group(const tile_work *work, int32_t
         for (int key = 1; key < score_keys; key++)
             top[m] = vf_max(top[m], s[key][m]);
     }
-    raise_max(tile, work->dim, block, top, first);
+    raise_max(tile, work->begun ? work->dim : 0, block, top, first); // out is 0 before
     weigh(s, 0, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
           total);
     add_total(tile->sum + block * block_lanes, 0, total);
@@ -97,7 +98,7 @@ typedef struct weighed_keys {
 static __attribute__((noinline)) weighed_keys weigh_block(const tile_work *work, int block) {
     const key_list *const list = work->list;
     const int32_t lane = block * block_lanes, middle = lane + half_vectors * vf_width;
-    int32_t scored = 0; /* keys */
+    int32_t scored = 0; /* keys that have scores, where steps of them get these at once */
     weighed_keys weighed = {0, 0};
     for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
         const bool is_late = half_vectors > 0 && list->first_lane[first] >= middle;
@@ -107,12 +108,12 @@ static __attribute__((noinline)) weighed_keys weigh_block(const tile_work *work,
             continue;
         }
         if (first >= scored) {
-            const int32_t step = first / key_step * key_step;
-            score_step(work->tile, work->dim, step, block, rows_ahead(work, step, block),
-                       work->next->word_size);
-            scored = step + key_step;
+            scored = first / key_step * key_step + key_step;
+            score_step(work->tile, work->dim, scored - key_step, block);
         }
-        if (is_late)
+        if (!work->begun && weighed.half == 0)
+            raise_group(work, first, block); // there is no maximum yet
+        else if (is_late)
             weigh_group(work, first, block, half_vectors);
         else
             weigh_group(work, first, block, 0);
@@ -156,6 +157,7 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
         work.list = list;
         work.next = next;
         attend_keys(&work);
+        work.begun = true;
         key_list *const done = list;
         list = next;
         next = done;

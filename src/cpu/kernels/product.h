@@ -37,10 +37,9 @@ INLINE void prefetch_rows(const void *const *sources, int64_t byte) {
         __builtin_prefetch((const uint8_t *)sources[n] + byte, 0, 2);
 }
 
-/* Scores of a step of keys, where registers cannot hold them. */
-INLINE void score_step(const tile_state *tile, int64_t dim, int32_t first, int block,
-                       const void *const *ahead, int64_t word_size) {
-    (void)tile, (void)dim, (void)first, (void)block, (void)ahead, (void)word_size;
+/* Registers hold the scores of a group until they are weights. */
+INLINE void score_step(const tile_state *tile, int64_t dim, int32_t first, int block) {
+    (void)tile, (void)dim, (void)first, (void)block;
 }
 
 /* S^T = K Q^T of the group that begins at `first`. On the way it asks for the rows `ahead` (or

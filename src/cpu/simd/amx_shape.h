@@ -6,7 +6,7 @@
 enum {
     tile_vectors = 4,
     half_vectors = 0,
-    tile_blocks = 6,
+    tile_blocks = 12,
     key_block = 256,
     score_keys = 4,
     key_step = 32, /* 16 words */
