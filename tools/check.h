@@ -57,7 +57,7 @@ typedef struct check_problem {
     fdma_tensor score;                          /* float32, what the selection ranks */
     fdma_tensor bias;                           /* float32, from score */
     fdma_selection selection;                   /* the reference's, for `score` */
-    check_result z, z_bias;                     /* of fdma_score() */
+    check_result z;                             /* of fdma_score() */
     check_result out, lse;                      /* of fdma_forward() */
 } check_problem;
 

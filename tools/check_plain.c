@@ -41,10 +41,6 @@ void check_plain_score(check_problem *problem) {
                 const float softplus = fmaxf(dt, 0) + log1pf(expf(-fabsf(dt)));
                 const float z = valid != NULL && valid[key] == 0 ? -INFINITY : a[g] * softplus;
                 problem->z.plain[at] = (double)z;
-                if (problem->z_bias.count > 0) {
-                    problem->z_bias.plain[at] =
-                        (double)(test->bias_form == FDMA_BIAS_EXP ? expf(z) : z);
-                }
             }
         }
     }

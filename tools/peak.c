@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 static volatile const float shrink = 0.75F; // read at run time, so that nothing is precomputed
@@ -89,6 +91,36 @@ __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int6
     return _mm512_cvtss_f32(total);
 }
 
+#elif defined(__aarch64__)
+
+#if defined(__clang__)
+#define UNROLL
+#else
+#define UNROLL _Pragma("GCC unroll 16") // or gcc stores every sum in every round
+#endif
+
+/* Some of these CPUs start 4 a cycle. The instruction adds to what it overwrites: the sums grow, as
+ * those of dot products do. */
+static float neon_round(int64_t rounds) {
+    enum { SUMS = 16 };
+    const float32x4_t factor = vdupq_n_f32(shrink);
+    const float32x4_t term = vdupq_n_f32(shift);
+    float32x4_t sums[SUMS];
+    UNROLL
+    for (int s = 0; s < SUMS; s++)
+        sums[s] = vdupq_n_f32((float)s);
+    for (int64_t round = 0; round < rounds; round++) {
+        UNROLL
+        for (int s = 0; s < SUMS; s++)
+            sums[s] = vfmaq_f32(sums[s], factor, term);
+    }
+    float32x4_t total = term;
+    UNROLL
+    for (int s = 0; s < SUMS; s++)
+        total = vaddq_f32(total, sums[s]);
+    return vaddvq_f32(total);
+}
+
 #endif
 
 static const struct {
@@ -100,6 +132,8 @@ static const struct {
     {"cpu/avx512bf16", avx512bf16_round, 16 * 16 * 4},
     {"cpu/avx512", avx512_round, 16 * 16 * 2},
     {"cpu/avx2", avx2_round, 12 * 8 * 2},
+#elif defined(__aarch64__)
+    {"cpu/neon", neon_round, 16 * 4 * 2},
 #endif
     {"cpu/scalar", baseline_round, 12 * 4 * 2},
 };

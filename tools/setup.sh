@@ -2,7 +2,8 @@
 # Installs what the build needs and this machine lacks; does nothing where all is there.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
 #   setup.sh tests    and a C++ compiler, Python's headers, and .venv with the packages of tests/requirements.txt
-#   setup.sh gates    and clang with its sanitizers and libFuzzer, and valgrind where it can be had
+#   setup.sh gates    and clang with its sanitizers and libFuzzer; where they can be had,
+#                     valgrind, and a cross compiler and an emulator of 64-bit ARM
 # System packages come from apt, as root or through sudo. Where neither is allowed, one line names
 # what is missing and the exit status is 2.
 set -eu
@@ -102,5 +103,9 @@ if [ "$what" = gates ]; then
     need_clang_runtime
     install_missing
     want valgrind command -v valgrind
+    want gcc-aarch64-linux-gnu command -v aarch64-linux-gnu-gcc
+    want libc6-dev-arm64-cross compiles aarch64-linux-gnu-gcc '#include <math.h>
+int main(void) { return 0; }'
+    want qemu-user command -v qemu-aarch64
 fi
 [ "$what" = build ] || make_venv

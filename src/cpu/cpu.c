@@ -23,7 +23,13 @@ const kernel_table *const fdma_cpu_tables[] = {
 #if defined(FDMA_HAVE_AVX2)
     &fdma_cpu_avx2,
 #endif
-    &fdma_cpu_scalar,     NULL,
+#if defined(FDMA_HAVE_NEON)
+    &fdma_cpu_neon,
+#endif
+    // before a row that runs: why that one refuses is the better answer to "cpu"
+    &fdma_cpu_absent,
+    &fdma_cpu_scalar,
+    NULL,
 };
 
 #if defined(__x86_64__)
@@ -132,6 +138,31 @@ static void name_cpu(char *text, size_t size) {
                     &words[4 * leaf + 3]);
     const char *name = (const char *)words;
     snprintf(text, size, "%.*s", (int)sizeof words, name + strspn(name, " "));
+}
+
+#elif defined(__aarch64__)
+
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+const char *fdma_missing_neon(void) { return NULL; }
+
+static void list_features(char *text, size_t size) { snprintf(text, size, "neon"); }
+
+/* Who made the CPU, and which of theirs it is: numbers, as in /proc/cpuinfo, which has no names. */
+static void name_cpu(char *text, size_t size) {
+    enum { has_cpuid = 1 << 11 }; // HWCAP_CPUID: Linux lets programs read MIDR_EL1
+    uint64_t midr = 0;
+#if defined(__linux__)
+    if (getauxval(AT_HWCAP) & has_cpuid)
+        __asm__("mrs %0, midr_el1" : "=r"(midr));
+#endif
+    snprintf(text, size, "aarch64");
+    if (midr != 0)
+        snprintf(text, size, "aarch64, implementer 0x%02x, part 0x%03x, revision r%up%u",
+                 (unsigned)(midr >> 24 & 0xff), (unsigned)(midr >> 4 & 0xfff),
+                 (unsigned)(midr >> 20 & 0xf), (unsigned)(midr & 0xf));
 }
 
 #else

@@ -18,13 +18,16 @@ static double key_score(const fdma_problem *problem, int64_t b, int64_t j, int64
     return fdma_load(&problem->a, g) * (isnan(dt) ? dt : softplus);
 }
 
+/* The bias is a function of the score as its type holds it. */
 static fdma_status run_score(const fdma_problem *problem) {
     const fdma_tensor *const score = &problem->score, *const bias = &problem->bias;
+    const fdma_dtype dtype = is_present(score) ? score->dtype : bias->dtype;
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t g = 0; g < problem->kv_heads; g++)
             for (int64_t j = 0; j < problem->kv_len; j++) {
                 const bool valid = is_valid_key(problem, b, j);
-                const double z = valid ? key_score(problem, b, j, g) : -(double)INFINITY;
+                const double exact = valid ? key_score(problem, b, j, g) : -(double)INFINITY;
+                const double z = dtype == FDMA_FLOAT32 ? (double)(float)exact : exact;
                 const double term = problem->bias_form == FDMA_BIAS_EXP ? exp(z) : z;
                 if (is_present(score))
                     fdma_store(score, offset_of(score, b, g, j), z);

@@ -93,6 +93,17 @@ header_alone() {
     done
 }
 
+neon_runs() { # whether there are a compiler, a C library and an emulator for 64-bit ARM
+    echo 'int main(void) { return 0; }' |
+        aarch64-linux-gnu-gcc -x c - -o "$logs/neon_runs" &&
+        qemu-aarch64 -L /usr/aarch64-linux-gnu "$logs/neon_runs"
+}
+
+neon_tests() {
+    build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
+        c_tests build/gates/neon
+}
+
 build_fuzzers() {
     build fuzz -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_OPENMP=OFF \
         -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;undefined"
@@ -128,6 +139,12 @@ if command -v valgrind >/dev/null; then
     gate valgrind valgrind_tests
 else
     echo "skip  valgrind: it is not here, and tools/setup.sh could not install it"
+fi
+if neon_runs 2>/dev/null; then
+    echo "      running the C tests on an emulated CPU with NEON (2 to 4 minutes)"
+    gate neon neon_tests
+else
+    echo "skip  neon: no gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user here"
 fi
 echo "      fuzzing, $fuzz_seconds seconds each"
 gate fuzz_build build_fuzzers

@@ -8,12 +8,15 @@ extern const kernel_table fdma_cpu_avx512;
 extern const kernel_table fdma_cpu_amx;
 extern const kernel_table fdma_cpu_avx512bf16;
 extern const kernel_table fdma_cpu_avx2;
+extern const kernel_table fdma_cpu_neon;
+extern const kernel_table fdma_cpu_absent; /* rows of points for other architectures */
 extern const kernel_table fdma_cpu_scalar;
 
 const char *fdma_missing_avx512(void);
 const char *fdma_missing_avx512bf16(void);
 const char *fdma_missing_amx(void);
 const char *fdma_missing_avx2(void);
+const char *fdma_missing_neon(void);
 const char *fdma_missing_scalar(void);
 
 const char *fdma_refuses_wide(const fdma_problem *problem);

@@ -23,6 +23,9 @@ static const struct {
 #if defined(FDMA_HAVE_AVX512)
     {"avx512", &vocabulary_avx512, fdma_missing_avx512},
 #endif
+#if defined(FDMA_HAVE_NEON)
+    {"neon", &vocabulary_neon, fdma_missing_neon},
+#endif
 };
 
 static inline void on_each(void (*holds)(const vocabulary *words)) {

@@ -52,6 +52,7 @@ typedef struct pair_vocabulary {
 extern const vocabulary vocabulary_scalar;
 extern const vocabulary vocabulary_avx2;
 extern const vocabulary vocabulary_avx512;
+extern const vocabulary vocabulary_neon;
 extern const pair_vocabulary vocabulary_avx512bf16;
 
 #endif /* VOCABULARY_H */

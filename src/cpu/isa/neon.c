@@ -1,0 +1,20 @@
+/* The CPU kernels in the vocabulary of neon. */
+#include "cpu/simd/neon.h"
+#include "cpu/simd/singles.h"
+
+#include "cpu/isa/isa.h"
+#include "cpu/kernels/product.h"
+
+#include "cpu/kernels/forward.h"
+#include "cpu/kernels/score.h"
+#include "cpu/kernels/select.h"
+
+static const kernel_row rows[] = {
+    {"cpu/neon", operation_score, fdma_missing_neon, fdma_refuses_wide, score_workspace, run_score},
+    {"cpu/neon", operation_select, fdma_missing_neon, fdma_refuses_wide, select_workspace,
+     run_select},
+    {"cpu/neon", operation_forward, fdma_missing_neon, fdma_refuses_wide, forward_workspace,
+     run_forward},
+};
+
+const kernel_table fdma_cpu_neon = {rows, sizeof rows / sizeof rows[0]};
