@@ -52,8 +52,8 @@ static check_verdict worse(check_verdict x, check_verdict y) {
     };
 }
 
-/* The bias is judged as a function of the float32 score that the kernel wrote: what that is off by is
- * the score's own matter. */
+/* The bias is judged as a function of the score that the kernel wrote: what that is off by is the
+ * score's own matter. */
 static check_verdict judge_bias(const check_problem *problem, fdma_tensor score, fdma_tensor bias) {
     const double *z = check_widen(score);
     const int64_t count = element_count(&score);

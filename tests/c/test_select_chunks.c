@@ -1,0 +1,326 @@
+/* test_select_chunks.c - selection with its keys cut into chunks of any size, far below what a call
+ * cuts: bit for bit what the reference selects, and what one chunk does. Then calls that cut. */
+#include "cpu/kernels/select_chunks.h"
+#include "fixture.h"
+#include "reference/reference.h"
+
+/* ---- scores: stretches of one kind each ---- */
+
+typedef enum score_kind {
+    kind_iid,
+    kind_few_values,
+    kind_equal,
+    kind_rising,
+    kind_falling,
+    kind_steps,
+    kind_sawtooth,
+    kind_nan,
+    kind_infinite,
+    kind_subnormal,
+    kind_count,
+} score_kind;
+
+static float score_of(score_kind kind, int64_t j, uint64_t *state) {
+    static const float ends[] = {INFINITY, -INFINITY, NAN, 3e38F, 0};
+    switch (kind) {
+    case kind_few_values:
+        return (float)random_below(state, 3);
+    case kind_equal:
+        return 1;
+    case kind_rising:
+        return (float)j;
+    case kind_falling:
+        return (float)-j;
+    case kind_steps:
+        return (float)(j / 5);
+    case kind_sawtooth:
+        return (float)(j % 7);
+    case kind_nan:
+        return NAN;
+    case kind_infinite:
+        return ends[random_below(state, TEST_COUNT(ends))];
+    case kind_subnormal:
+        return bits_to_float((uint32_t)random_below(state, 2) << 31 |
+                             (uint32_t)random_below(state, 5));
+    default:
+        return random_float(state);
+    }
+}
+
+static void fill_scores(fdma_tensor score, int64_t stretch, uint64_t *state) {
+    score_kind kind = kind_iid;
+    for (int64_t i = 0; i < count_of(score); i++) {
+        if (i == 0 || random_below(state, stretch) == 0) {
+            kind = (score_kind)random_below(state, kind_count);
+        }
+        ((float *)score.data)[i] = score_of(kind, i % score.shape[2], state);
+    }
+}
+
+/* None, some at the left, some anywhere, or nearly all. */
+static void fill_padding(fdma_tensor valid, uint64_t *state) {
+    const int64_t n = valid.shape[1];
+    for (int64_t b = 0; b < valid.shape[0]; b++) {
+        const int64_t left = random_below(state, 2) * random_below(state, n);
+        const int64_t kept = 1 + random_below(state, 8);
+        for (int64_t j = 0; j < n; j++) {
+            ((uint8_t *)valid.data)[b * n + j] =
+                (uint8_t)(j >= left && random_below(state, 8) < kept);
+        }
+    }
+}
+
+/* ---- one problem, cut in some way ---- */
+
+static fdma_problem new_problem(int64_t batch, int64_t kv_heads, int64_t kv_len, int64_t window) {
+    return (fdma_problem){
+        .operation = operation_select,
+        .dtype = FDMA_FLOAT32,
+        .batch = batch,
+        .kv_heads = kv_heads,
+        .kv_len = kv_len,
+        .window = window,
+        .score = new_tensor(FDMA_FLOAT32, batch, kv_heads, kv_len, -1),
+        .expiry = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
+        .slot = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
+    };
+}
+
+static void select_reference(fdma_problem *problem) {
+    const kernel_backend backend[] = {fdma_reference_tables, NULL};
+    const kernel_row *row;
+    for (int32_t i = 0; (row = fdma_row_at(backend, i)) != NULL; i++) {
+        if (row->operation == operation_select) {
+            exec_alloc(&problem->exec, row->workspace(problem));
+            CHECK_INT(row->run(problem), FDMA_OK);
+        }
+    }
+}
+
+/* As a call does it, but for the number of chunks. */
+static void select_cut(fdma_problem *problem, int64_t chunks, int32_t threads) {
+    problem->exec = (fdma_exec){.threads = threads};
+    select_context select = cut_chunks(problem, chunks);
+    const fdma_arena wanted = place_select(&select);
+    exec_alloc(&problem->exec, fdma_arena_size(&wanted));
+    place_select(&select);
+    select_chunks(&select);
+}
+
+static void check_cut(const fdma_problem *want, int64_t chunks, int32_t threads, int named) {
+    fdma_problem got = *want;
+    got.expiry = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
+    got.slot = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
+    const fdma_tensor slot = got.slot;
+    if (!named) {
+        got.slot = (fdma_tensor){0};
+    }
+    test_context("kv_len %d, window %d, %d chunks, %d threads, scope %d%s", (int)want->kv_len,
+                 (int)want->window, (int)chunks, threads, (int)want->scope,
+                 named ? "" : ", no slots");
+    select_cut(&got, chunks, threads);
+    CHECK(same_tensor(got.expiry, want->expiry));
+    if (named) {
+        CHECK(same_tensor(slot, want->slot));
+    }
+}
+
+/* ---- tests ---- */
+
+static fdma_problem random_problem(uint64_t *state) {
+    const int64_t n = 1 + random_below(state, random_below(state, 8) ? 160 : 1200);
+    const int64_t windows[] = {0, 1, 7, 64, n / 10, n - 1, n, n + 3, random_below(state, n) + 1};
+    fdma_problem problem = new_problem(1 + random_below(state, 2), 1 + random_below(state, 2), n,
+                                       windows[random_below(state, TEST_COUNT(windows))]);
+    problem.scope = random_below(state, 4) ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    fill_scores(problem.score, 1 + random_below(state, 2 * n), state);
+    if (random_below(state, 3) == 0) {
+        problem.key_valid = new_tensor(FDMA_UINT8, problem.batch, n, -1, -1);
+        fill_padding(problem.key_valid, state);
+    }
+    return problem;
+}
+
+static void chunks_select_what_the_reference_does(void) {
+    enum { cases = 4000 };
+    uint64_t state = 1;
+    for (int i = 0; i < cases; i++) {
+        fdma_problem problem = random_problem(&state);
+        const int64_t most = problem.kv_len < 40 ? problem.kv_len : 40;
+        select_reference(&problem);
+        check_cut(&problem, 1, 1, i % 5 != 0);
+        check_cut(&problem, 1 + random_below(&state, most), 1, i % 7 != 0);
+        test_free_all();
+    }
+}
+
+/* Chunks that begin and end at every key. */
+static void every_border(void) {
+    uint64_t state = 2;
+    for (int kind = 0; kind < kind_count; kind++) {
+        fdma_problem problem = new_problem(1, 1, 60, 9);
+        for (int64_t j = 0; j < problem.kv_len; j++) {
+            ((float *)problem.score.data)[j] = score_of((score_kind)kind, j, &state);
+        }
+        select_reference(&problem);
+        for (int64_t chunks = 1; chunks <= problem.kv_len; chunks++) {
+            check_cut(&problem, chunks, 1, 1);
+        }
+        test_free_all();
+    }
+}
+
+static void threads_change_nothing(void) {
+    enum { cases = 600 };
+    static const int32_t threads[] = {2, 3, 8};
+    uint64_t state = 3;
+    for (int i = 0; i < cases; i++) {
+        fdma_problem problem = random_problem(&state);
+        select_reference(&problem);
+        check_cut(&problem, 1 + random_below(&state, problem.kv_len), threads[i % 3], i % 4 != 0);
+        test_free_all();
+    }
+}
+
+/* What a long chunk's best must reach is guessed from a sample of every third key here: chunks of
+ * 2048 in which only these are good, so that the guess is too high, or only these are bad. */
+static void guesses_that_fail(void) {
+    enum { chunk = 2048, chunks = 4 };
+    static const int64_t windows[] = {1, 60, 300, 1000};
+    uint64_t state = 4;
+    for (int w = 0; w < TEST_COUNT(windows); w++) {
+        for (int good = 0; good <= 1; good++) {
+            fdma_problem problem = new_problem(1, 1, chunk * chunks, windows[w]);
+            for (int64_t j = 0; j < problem.kv_len; j++) {
+                const int sampled = j % chunk % 3 == 0 && j % chunk < 3 * sample_keys;
+                ((float *)problem.score.data)[j] =
+                    random_float(&state) + (sampled == good ? 10.0F : 0.0F);
+            }
+            for (int scope = 0; scope <= 1; scope++) {
+                problem.scope = (fdma_scope)scope;
+                select_cut(&problem, 1, 1);
+                check_cut(&problem, chunks, 1, 1);
+            }
+            test_free_all();
+        }
+    }
+}
+
+static void long_chunks(void) {
+    enum { cases = 300 };
+    uint64_t state = 5;
+    for (int i = 0; i < cases; i++) {
+        const int64_t n = 4000 + random_below(&state, 8000);
+        const int64_t window = 1 + random_below(&state, random_below(&state, 2) ? 40 : n / 3);
+        fdma_problem problem = new_problem(1, 1, n, window);
+        problem.scope = i % 5 ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+        fill_scores(problem.score, 1 + random_below(&state, n), &state);
+        if (i % 3 == 0) {
+            problem.key_valid = new_tensor(FDMA_UINT8, 1, n, -1, -1);
+            fill_padding(problem.key_valid, &state);
+        }
+        select_cut(&problem, 1, 1);
+        check_cut(&problem, 2 + random_below(&state, 4), 1 + i % 2, i % 6 != 0);
+        test_free_all();
+    }
+}
+
+static fdma_selection call_select(const fdma_problem *problem, const char *kernel,
+                                  int32_t threads) {
+    fdma_selection selection = {
+        .size = sizeof selection,
+        .expiry = new_output(FDMA_INT32, 1, problem->kv_heads, problem->kv_len, -1),
+        .slot = new_output(FDMA_INT32, 1, problem->kv_heads, problem->kv_len, -1),
+    };
+    fdma_select_args args = {.size = sizeof args,
+                             .score = problem->score,
+                             .key_valid = problem->key_valid,
+                             .selection = &selection,
+                             .window = problem->window,
+                             .scope = problem->scope,
+                             .exec = {.kernel = kernel, .threads = threads}};
+    test_context("%s, %d threads, kv_len %d, window %d", kernel, threads, (int)problem->kv_len,
+                 (int)problem->window);
+    CHECK_OK(run_select(&args));
+    return selection;
+}
+
+/* Every kernel but the reference, which takes too long. */
+static void check_calls(const fdma_problem *problem, const kernel_list *kernels) {
+    static const int32_t threads[] = {1, 2, 3, 8};
+    fdma_problem want = *problem;
+    select_cut(&want, 1, 1);
+    for (int k = 0; k < kernels->count; k++) {
+        for (int t = 0; t < TEST_COUNT(threads) && strcmp(kernels->name[k], "reference"); t++) {
+            const fdma_selection got = call_select(problem, kernels->name[k], threads[t]);
+            CHECK(same_tensor(got.expiry, want.expiry));
+            CHECK(same_tensor(got.slot, want.slot));
+        }
+    }
+}
+
+static void calls_on_any_number_of_threads(void) {
+    enum { cut = least_chunks * least_chunk_keys, widest = least_chunk_keys / chunk_windows };
+    static const int64_t lengths[] = {cut - 1, cut, cut + 1, 70001};
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 6;
+    for (int l = 0; l < TEST_COUNT(lengths); l++) {
+        const int64_t n = lengths[l];
+        const int64_t windows[] = {1, 7, 64, widest, widest + 1, 2048, n - 1, n};
+        for (int i = 0; i < TEST_COUNT(windows) * kind_count; i++) {
+            const score_kind kind = (score_kind)(i / TEST_COUNT(windows));
+            fdma_problem problem =
+                new_problem(1, 1 + i % 5 / 4, n, windows[i % TEST_COUNT(windows)]);
+            problem.scope = i % 7 == 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL;
+            for (int64_t j = 0; j < count_of(problem.score); j++) {
+                ((float *)problem.score.data)[j] = score_of(kind, j, &state);
+            }
+            if (i % 3 == 1) {
+                problem.key_valid = new_tensor(FDMA_UINT8, 1, n, -1, -1);
+                fill_padding(problem.key_valid, &state);
+            }
+            check_calls(&problem, &kernels);
+            test_free_all();
+        }
+    }
+}
+
+/* One long sequence is cut when there are threads to spare; short ones, large windows, and as many
+ * sequences as threads are not. */
+static void cuts_where_it_pays(void) {
+    static const struct {
+        int64_t kv_heads, kv_len, window;
+        int32_t threads;
+        int64_t chunks;
+    } rows[] = {
+        {1, 65536, 2048, 1, 1}, {1, 65536, 2048, 2, 3},     {1, 131072, 2048, 4, 5},
+        {1, 4096, 64, 8, 1},    {1, 65536, 65535, 8, 1},    {8, 65536, 2048, 8, 1},
+        {0, 65536, 2048, 8, 3}, {2, 1 << 20, 256, 8, 5},    {1, 0, 16, 8, 1},
+        {1, 65536, 0, 64, 4},   {1, 1 << 20, 2048, 64, 51},
+    };
+    for (int r = 0; r < TEST_COUNT(rows); r++) {
+        const fdma_problem problem = {.batch = 1,
+                                      .kv_heads = rows[r].kv_heads,
+                                      .kv_len = rows[r].kv_len,
+                                      .window = rows[r].window,
+                                      .exec = {.threads = rows[r].threads}};
+        test_context("row %d", r);
+#ifdef _OPENMP
+        CHECK_INT(count_chunks(&problem), rows[r].chunks);
+#else
+        CHECK_INT(count_chunks(&problem), 1);
+#endif
+    }
+}
+
+static const test_entry tests[] = {
+    TEST(chunks_select_what_the_reference_does),
+    TEST(every_border),
+    TEST(threads_change_nothing),
+    TEST(guesses_that_fail),
+    TEST(long_chunks),
+    TEST(calls_on_any_number_of_threads),
+    TEST(cuts_where_it_pays),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }
