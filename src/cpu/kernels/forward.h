@@ -35,8 +35,25 @@ INLINE const void *const *rows_ahead(const tile_work *work, int32_t first, int b
                         : NULL;
 }
 
+/* Which lanes of a block keep keys of a group: none any of them, all of them all, or else some. */
+typedef enum coverage { covers_none, covers_some, covers_all } coverage;
+
+static coverage cover_block(const key_list *list, int32_t first, int block) {
+    const int32_t lane = block * block_lanes, end = lane + block_lanes;
+    bool any = false, all = true;
+    if (!list->cut[first / score_keys])
+        return covers_all;
+    for (int32_t n = first; n < first + score_keys; n++) {
+        const int32_t from = list->first_lane[n], to = list->end_lane[n];
+        any |= from < end && to > lane && from < to;
+        all &= from <= lane && to >= end;
+    }
+    return all ? covers_all : any ? covers_some : covers_none;
+}
+
 /* The logits of the group of keys that begins at `first`. */
-INLINE void find_logits(score_block s, int from, const tile_work *work, int32_t first, int block) {
+INLINE void find_logits(score_block s, int from, const tile_work *work, int32_t first, int block,
+                        coverage covered) {
     const tile_state *const tile = work->tile;
     const key_list *const list = work->list;
     score_group(s, from, tile, work->dim, first, block, rows_ahead(work, first, block),
@@ -44,16 +61,17 @@ INLINE void find_logits(score_block s, int from, const tile_work *work, int32_t 
     if (work->cap > 0)
         cap_scores(s, from, tile->capped, work->scale, work->cap);
     scale_and_bias(s, from, work->cap > 0 ? 1 : work->scale, list->bias + first);
-    if (list->cut[first / score_keys])
+    if (covered != covers_all)
         cut_lanes(s, from, list->first_lane + first, list->end_lane + first, block * block_lanes);
 }
 
 /* Weighs a group again whose logits have outgrown the maximum, under a new one. */
-static __attribute__((noinline)) void raise_group(const tile_work *work, int32_t first, int block) {
+static __attribute__((noinline)) void raise_group(const tile_work *work, int32_t first, int block,
+                                                  coverage covered) {
     const tile_state *const tile = work->tile;
     vf top[tile_vectors], total[tile_vectors];
     score_block s;
-    find_logits(s, 0, work, first, block);
+    find_logits(s, 0, work, first, block, covered);
     for (int m = 0; m < tile_vectors; m++) {
         top[m] = s[0][m];
         for (int key = 1; key < score_keys; key++)
@@ -65,75 +83,94 @@ static __attribute__((noinline)) void raise_group(const tile_work *work, int32_t
     add_total(tile->sum + block * block_lanes, 0, total);
 }
 
-INLINE void weigh_group(const tile_work *work, int32_t first, int block, int from) {
+INLINE void weigh_group(const tile_work *work, int32_t first, int block, coverage covered,
+                        int from) {
     const tile_state *const tile = work->tile;
     vf total[tile_vectors];
     score_block s;
-    find_logits(s, from, work, first, block);
+    find_logits(s, from, work, first, block, covered);
     weigh(s, from, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
           total);
     if (has_outgrown(total, from))
-        raise_group(work, first, block);
+        raise_group(work, first, block, covered);
     else
         add_total(tile->sum + block * block_lanes, from, total);
 }
 
-/* Keys that any lane from `lane` on, of this block, keeps: those of a group. */
-static bool is_seen(const key_list *list, int32_t first, int32_t lane, int32_t end) {
-    if (!list->cut[first / score_keys])
-        return true;
-    for (int32_t n = first; n < first + score_keys; n++)
-        if (list->first_lane[n] < end && list->end_lane[n] > lane &&
-            list->first_lane[n] < list->end_lane[n])
-            return true;
-    return false;
+/* Listed keys, side by side, that a block of lanes has weights for: all of its lanes, or only the
+ * upper half where the keys came too late for the others. */
+typedef struct key_run {
+    int32_t first, end;
+    bool is_late;
+} key_run;
+
+typedef struct key_runs {
+    key_run run[key_groups];
+    int32_t count;
+} key_runs;
+
+enum { by_steps = (int)key_step > (int)score_keys };
+
+static void add_group(key_runs *runs, int32_t first, bool is_late) {
+    key_run *const last = runs->run + runs->count - 1;
+    if (runs->count > 0 && last->is_late == is_late && (by_steps || last->end == first))
+        last->end = first + score_keys;
+    else
+        runs->run[runs->count++] = (key_run){by_steps ? 0 : first, first + score_keys, is_late};
 }
 
-/* How many of the listed keys a block of lanes has weights for. */
-typedef struct weighed_keys {
-    int32_t whole; /* for every lane */
-    int32_t half;  /* then up to this one, for the upper half: keys that came too late for others */
-} weighed_keys;
+/* Products that take steps of keys take groups without weights along. */
+static void skip_group(const tile_work *work, int32_t first) {
+    if (by_steps)
+        memset(work->tile->weights + first / terms * block_lanes, 0,
+               sizeof(float) * score_keys / terms * block_lanes);
+}
 
-static __attribute__((noinline)) weighed_keys weigh_block(const tile_work *work, int block) {
+static __attribute__((noinline)) void weigh_block(const tile_work *work, int block,
+                                                  key_runs *runs) {
     const key_list *const list = work->list;
-    const int32_t lane = block * block_lanes, middle = lane + half_vectors * vf_width;
+    const int32_t middle = block * block_lanes + half_vectors * vf_width;
     int32_t scored = 0; /* keys that have scores, where steps of them get these at once */
-    weighed_keys weighed = {0, 0};
+    runs->count = 0;
     for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
         const bool is_late = half_vectors > 0 && list->first_lane[first] >= middle;
-        if (!is_seen(list, first, lane, lane + block_lanes)) {
-            memset(work->tile->weights + first / terms * block_lanes, 0,
-                   sizeof(float) * score_keys / terms * block_lanes);
+        const coverage covered = cover_block(list, first, block);
+        if (covered == covers_none) {
+            skip_group(work, first);
             continue;
         }
         if (first >= scored) {
             scored = first / key_step * key_step + key_step;
             score_step(work->tile, work->dim, scored - key_step, block);
         }
-        if (!work->begun && weighed.half == 0)
-            raise_group(work, first, block); // there is no maximum yet
+        if (!work->begun && runs->count == 0)
+            raise_group(work, first, block, covered); // there is no maximum yet
         else if (is_late)
-            weigh_group(work, first, block, half_vectors);
+            weigh_group(work, first, block, covered, half_vectors);
         else
-            weigh_group(work, first, block, 0);
-        weighed.half = first + score_keys;
-        if (!is_late)
-            weighed.whole = weighed.half;
+            weigh_group(work, first, block, covered, 0);
+        add_group(runs, first, is_late);
     }
-    return weighed;
 }
 
-static __attribute__((noinline)) void attend_keys(const tile_work *work) {
-    for (int block = 0; block < work->blocks; block++) {
-        const weighed_keys weighed = weigh_block(work, block);
-        const int32_t whole = weighed.whole / terms, half = weighed.half / terms;
-        if (whole == key_block / terms) // a constant number of turns is 3 % faster
+static __attribute__((noinline)) void add_runs(const tile_work *work, int block,
+                                               const key_runs *runs) {
+    for (const key_run *run = runs->run; run < runs->run + runs->count; run++) {
+        const int32_t first = run->first / terms, end = run->end / terms;
+        if (run->is_late)
+            add_all_values(work->tile, work->dim, block, half_vectors, first, end);
+        else if (end - first == key_block / terms) // a constant number of turns is 3 % faster
             add_all_values(work->tile, work->dim, block, 0, 0, key_block / terms);
         else
-            add_all_values(work->tile, work->dim, block, 0, 0, whole);
-        if (half > whole)
-            add_all_values(work->tile, work->dim, block, half_vectors, whole, half);
+            add_all_values(work->tile, work->dim, block, 0, first, end);
+    }
+}
+
+static void attend_keys(const tile_work *work) {
+    key_runs runs;
+    for (int block = 0; block < work->blocks; block++) {
+        weigh_block(work, block, &runs);
+        add_runs(work, block, &runs);
     }
 }
 
@@ -141,7 +178,8 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
                             const tile_place *place, const tile_state *tile, fdma_arena *arena) {
     key_list *list = fdma_arena_take(arena, sizeof *list);
     key_list *next = fdma_arena_take(arena, sizeof *next);
-    key_walk walk = start_walk(problem, all, place);
+    int32_t *const dying = fdma_arena_take(arena, sizeof *dying * most_lanes);
+    key_walk walk = start_walk(problem, all, place, dying);
     tile_work work = {
         .tile = tile,
         .dim = tile_dim(problem),
@@ -208,6 +246,7 @@ static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *
     take_tile(&one, problem, context->lanes);
     fdma_arena_take(&one, sizeof(key_list));
     fdma_arena_take(&one, sizeof(key_list));
+    fdma_arena_take(&one, sizeof(int32_t) * most_lanes);
     fdma_arena arena = fdma_arena_of(problem);
     context->snapshots = take_snapshots(&arena, problem);
     context->scratch_size = one.used;

@@ -1,4 +1,6 @@
-/* Which keys a tile visits, in ascending order, a block at a time.
+/* Which keys a tile visits, a block at a time: in ascending order those that live throughout, then
+ * those that expire inside, the last one first, then in ascending order those that arrive inside.
+ * So the rows of a tile that do not keep a key are the same ones for its neighbours.
  *
  * Causal positions only ever lose keys, so the keys that any row of a tile keeps are those alive at
  * its first position and those that arrive up to its last. Snapshots of the live keys at every
@@ -76,16 +78,21 @@ typedef struct key_walk {
     int64_t next, end; /* then these */
     const int32_t *expiry;
     const uint8_t *valid;
-    int32_t first_position;
+    int32_t first_position, last_position;
+    int32_t *dying; /* [most_lanes], those that expire inside */
+    int32_t dying_count;
+    bool is_sorted;
 } key_walk;
 
 static key_walk start_walk(const fdma_problem *problem, const snapshots *all,
-                           const tile_place *place) {
+                           const tile_place *place, int32_t *dying) {
     const fdma_tensor *const valid = &problem->key_valid;
     key_walk walk = {
         .end = place->last_position + 1,
         .expiry = expiry_row(problem, place->b, place->g),
         .first_position = place->first_position,
+        .last_position = place->last_position,
+        .dying = dying,
     };
     if (is_present(valid))
         walk.valid = (const uint8_t *)valid->data + place->b * valid->stride[0];
@@ -105,13 +112,43 @@ static bool is_visited(const key_walk *walk, int32_t j) {
     return (!walk->expiry || walk->expiry[j] > from) && (!walk->valid || walk->valid[j]);
 }
 
+/* Lists key j, or puts it aside. A sound selection loses no more keys than there are positions; of
+ * another one, those that find no place are listed early. */
+static int32_t take_key(key_walk *walk, int32_t *keys, int32_t count, int32_t j) {
+    const bool visited = is_visited(walk, j);
+    if (visited && walk->expiry && walk->expiry[j] <= walk->last_position &&
+        walk->dying_count < most_lanes) {
+        walk->dying[walk->dying_count++] = j;
+        return count;
+    }
+    keys[count] = j;
+    return count + visited;
+}
+
+/* By insertion: they are few. The end, which is taken first, expires last. */
+static void sort_dying(key_walk *walk) {
+    for (int32_t n = 1; n < walk->dying_count && !walk->is_sorted; n++) {
+        const int32_t j = walk->dying[n];
+        int32_t to = n;
+        for (; to > 0 && walk->expiry[walk->dying[to - 1]] > walk->expiry[j]; to--)
+            walk->dying[to] = walk->dying[to - 1];
+        walk->dying[to] = j;
+    }
+    walk->is_sorted = true;
+}
+
 /* Writes up to key_block keys; 0 at the end. */
 static int32_t next_keys(key_walk *walk, int32_t *keys) {
     int32_t count = 0;
-    for (; walk->live_count > 0 && count < key_block; walk->live++, walk->live_count--) {
-        keys[count] = *walk->live;
-        count += is_visited(walk, *walk->live);
-    }
+    for (; walk->live_count > 0 && count < key_block; walk->live++, walk->live_count--)
+        count = take_key(walk, keys, count, *walk->live);
+    for (; walk->next <= walk->first_position && count < key_block; walk->next++)
+        count = take_key(walk, keys, count, (int32_t)walk->next);
+    if (count == key_block)
+        return count;
+    sort_dying(walk);
+    while (walk->dying_count > 0 && count < key_block)
+        keys[count++] = walk->dying[--walk->dying_count];
     for (; walk->next < walk->end && count < key_block; walk->next++) {
         keys[count] = (int32_t)walk->next;
         count += is_visited(walk, (int32_t)walk->next);
