@@ -42,14 +42,17 @@ static const command_line command = {
     .name = "fdma bench",
     .about = "Times cases whose name holds FILTER, or matches it where it has * or ?.",
     .more = "Cases are causal, batch 1, with one head unless /h32g8 (query and kv heads) follows;\n"
-            "d head_dim, n length, w window. A selected forward counts its selection too.\n"
+            "d head_dim, n length, w window. A selected forward counts its selection too. row is\n"
+            "one query, whose selection is not counted, and tiny is one of a few keys.\n"
             "\n"
             "ms        median of at least 5 runs\n"
             "spread    (90th percentile - 10th percentile) / median\n"
             "GFLOP/s   useful ones: 4 * head_dim for each query, head and key that it keeps\n"
             "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
             "          instruction set and on as many threads, run in turn with the case\n"
-            "ns/key    selection only\n",
+            "ns/key    selection only\n"
+            "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
+            "          in turn with the case, as a share of the case's\n",
     .operand = "FILTER",
     .operand_offset = offsetof(bench_options, filter),
     .row_count = sizeof rows / sizeof rows[0],
@@ -82,6 +85,10 @@ static void write_json(FILE *stream, const char *name, const char *kernel, int64
         fprintf(stream, ", \"%s\": ", numbers[n].field);
         json_number(stream, numbers[n].value);
     }
+    if (!isnan(figures->of_read)) {
+        fputs(", \"of_read\": ", stream);
+        json_number(stream, figures->of_read);
+    }
     fputs("}\n", stream);
 }
 
@@ -93,11 +100,12 @@ static void print_cell(const char *format, double number) {
 }
 
 static void print_row(const char *name, const char *kernel, const bench_figures *figures) {
-    printf("%-44s %-12s %10.3f", name, kernel, figures->ms);
+    printf("%-44s %-12s %10.*f", name, kernel, figures->ms < 0.1 ? 6 : 3, figures->ms);
     print_cell("%.3f", figures->spread);
     print_cell("%.1f", figures->useful_gflops);
     print_cell("%.3f", figures->of_peak);
     print_cell("%.2f", figures->ns_per_key);
+    print_cell("%.3f", figures->of_read);
     printf("\n");
     fflush(stdout);
 }
@@ -153,8 +161,8 @@ static int bench_every_kernel(const bench_options *options, const bench_case *ro
 
 static int bench_cases(const bench_options *options, FILE *json) {
     int code = EXIT_DONE;
-    printf("%-44s %-12s %10s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread", "GFLOP/s",
-           "of peak", "ns/key");
+    printf("%-44s %-12s %10s %8s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread", "GFLOP/s",
+           "of peak", "ns/key", "of read");
     for (int64_t index = 0; index < bench_case_count() && !code; index++) {
         const bench_case *row = bench_case_at(index);
         if (!matches(row, options->filter))

@@ -26,9 +26,10 @@ typedef struct bench_case {
     fdma_dtype dtype;  /* 0 for select, whose scores are float32 */
     score_order order; /* of the scores */
     int64_t head_dim;  /* 0 for select */
-    int64_t kv_len;    /* q_len is the same */
+    int64_t kv_len;
     int64_t window;
     int64_t q_heads, kv_heads;
+    int64_t q_len; /* 0: kv_len */
 } bench_case;
 
 enum { BENCH_NAME = 80 };
@@ -39,8 +40,14 @@ const bench_case *bench_case_at(int64_t index);
 /*! bench_case_name() - such as "forward/selected/f32/d128/n16384/w2048". */
 void bench_case_name(const bench_case *row, char name[BENCH_NAME]);
 
+/*! bench_case_queries() - its q_len. */
+int64_t bench_case_queries(const bench_case *row);
+
 /*! bench_case_flops() - useful ones; 0 where the case has none. */
 double bench_case_flops(const bench_case *row);
+
+/*! bench_case_reads() - whether reading k and v, or a score's v, is most of the work. */
+int bench_case_reads(const bench_case *row);
 
 typedef struct bench_job bench_job;
 
@@ -59,9 +66,11 @@ typedef struct bench_figures {
     double ms, spread;
     double useful_gflops, of_peak; /* NaN where the case has no useful FLOP, or no peak is known */
     double ns_per_key;             /* NaN but for select */
+    double of_read; /* the time that a plain read takes / ms; NaN where reading is not the work */
 } bench_figures;
 
-/*! measure_job() - times a job in turn with the peak loop; returns the status of its calls. */
+/*! measure_job() - times a job in turn with the peak loop and, where reading is the work, a plain
+ *  read; returns the status of its calls. */
 fdma_status measure_job(const bench_case *row, bench_job *job, int threads, bench_figures *figures);
 
 #endif /* FDMA_TOOLS_BENCH_H */

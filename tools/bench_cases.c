@@ -5,9 +5,14 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-#define DENSE(dtype, head_dim, kv_len) {BENCH_FORWARD, dtype, ORDER_IID, head_dim, kv_len, 0, 1, 1}
-#define SELECTED(dtype, kv_len, window) {BENCH_FORWARD, dtype, ORDER_IID, 128, kv_len, window, 1, 1}
-#define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1}
+#define DENSE(dtype, head_dim, kv_len)                                                             \
+    {BENCH_FORWARD, dtype, ORDER_IID, head_dim, kv_len, 0, 1, 1, 0}
+#define SELECTED(dtype, kv_len, window)                                                            \
+    {BENCH_FORWARD, dtype, ORDER_IID, 128, kv_len, window, 1, 1, 0}
+#define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1, 0}
+#define ROW(dtype, window, q_heads)                                                                \
+    {BENCH_FORWARD, dtype, ORDER_IID, 128, 131072, window, q_heads, 8, 1}
+#define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0}
 
 static const bench_case cases[] = {
     DENSE(FDMA_FLOAT32, 128, 1024),
@@ -27,7 +32,15 @@ static const bench_case cases[] = {
     SELECTED(FDMA_FLOAT16, 16384, 2048),
     SELECTED(FDMA_BFLOAT16, 16384, 1024),
     SELECTED(FDMA_BFLOAT16, 16384, 2048),
-    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8},
+    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    ROW(FDMA_FLOAT32, 0, 8),
+    ROW(FDMA_FLOAT32, 0, 32),
+    ROW(FDMA_FLOAT32, 2048, 8),
+    ROW(FDMA_FLOAT16, 0, 8),
+    ROW(FDMA_BFLOAT16, 0, 8),
+    ROW(FDMA_BFLOAT16, 0, 32),
+    ROW(FDMA_BFLOAT16, 2048, 8),
+    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 64, 16, 0, 1, 1, 1},
     SELECT(ORDER_IID),
     SELECT(ORDER_DRIFT),
     SELECT(ORDER_RISING),
@@ -35,13 +48,33 @@ static const bench_case cases[] = {
     SELECT(ORDER_EQUAL),
     SELECT(ORDER_SAWTOOTH),
     SELECT(ORDER_NAN),
-    {BENCH_SCORE, FDMA_FLOAT32, ORDER_IID, 128, 16384, 0, 8, 8},
-    {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8},
+    SCORE(FDMA_FLOAT32, 8),
+    SCORE(FDMA_FLOAT32, 32),
+    SCORE(FDMA_FLOAT16, 8),
+    SCORE(FDMA_BFLOAT16, 8),
+    SCORE(FDMA_BFLOAT16, 32),
+    {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8, 0},
 };
 
 int64_t bench_case_count(void) { return sizeof cases / sizeof cases[0]; }
 
 const bench_case *bench_case_at(int64_t index) { return &cases[index]; }
+
+enum { TINY_KEYS = 64 };
+
+int64_t bench_case_queries(const bench_case *row) { return row->q_len ? row->q_len : row->kv_len; }
+
+int bench_case_reads(const bench_case *row) {
+    return row->operation == BENCH_SCORE || (row->q_len == 1 && row->kv_len > TINY_KEYS);
+}
+
+static const char *form_of(const bench_case *row) {
+    if (row->operation != BENCH_FORWARD)
+        return "";
+    if (row->q_len == 1)
+        return row->kv_len > TINY_KEYS ? "/row" : "/tiny";
+    return row->window > 0 ? "/selected" : "/dense";
+}
 
 void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
     static const char *const operations[] = {"forward", "select", "score", "attention"};
@@ -53,11 +86,8 @@ void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
     if (row->operation == BENCH_SELECT)
         snprintf(form, sizeof form, "/%s", orders[row->order]);
     else
-        snprintf(form, sizeof form, "%s/%s/d%" PRId64,
-                 row->operation != BENCH_FORWARD ? ""
-                 : row->window > 0               ? "/selected"
-                                                 : "/dense",
-                 dtype_name(row->dtype), row->head_dim);
+        snprintf(form, sizeof form, "%s/%s/d%" PRId64, form_of(row), dtype_name(row->dtype),
+                 row->head_dim);
     if (row->window > 0)
         snprintf(window, sizeof window, "/w%" PRId64, row->window);
     if (row->q_heads > 1)
@@ -70,7 +100,8 @@ void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
 double bench_case_flops(const bench_case *row) {
     const double len = (double)row->kv_len;
     const double window = row->window > 0 && row->window < row->kv_len ? (double)row->window : len;
-    const double pairs = window * (window + 1) / 2 + (len - window) * window;
+    const double pairs =
+        row->q_len == 1 ? window : window * (window + 1) / 2 + (len - window) * window;
     const double heads = (double)row->kv_heads;
     switch (row->operation) {
     case BENCH_FORWARD:

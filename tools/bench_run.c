@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct bench_job {
     bench_operation operation;
@@ -20,14 +21,23 @@ struct bench_job {
     fdma_attention_args attention_args;
     void *workspace;
     const char *kernel;
+    int selects; /* each time */
 };
+
+enum { DISTINCT = 1 << 20 }; /* random elements, repeated: a gigabyte of them takes a minute */
 
 static fdma_tensor random_array(fdma_dtype dtype, int32_t rank, const int64_t *shape, double scale,
                                 uint64_t *state) {
     const fdma_tensor tensor = allocate_array(dtype, rank, shape);
     const int64_t count = element_count(&tensor);
-    for (int64_t index = 0; index < count; index++)
+    const size_t bytes = dtype_bytes(dtype);
+    for (int64_t index = 0; index < count && index < DISTINCT; index++)
         store_element(tensor.data, dtype, index, scale * random_normal(state));
+    for (int64_t index = DISTINCT; index < count; index += DISTINCT) {
+        const int64_t left = count - index;
+        memcpy((char *)tensor.data + (size_t)index * bytes, tensor.data,
+               (size_t)(left < DISTINCT ? left : DISTINCT) * bytes);
+    }
     return tensor;
 }
 
@@ -74,9 +84,10 @@ static void fill_scores(const bench_case *row, bench_job *job, uint64_t *state) 
 }
 
 static void fill_tensors(const bench_case *row, bench_job *job) {
-    const int64_t queries[] = {1, row->kv_len, row->q_heads, row->head_dim};
+    const int64_t q_len = bench_case_queries(row);
+    const int64_t queries[] = {1, q_len, row->q_heads, row->head_dim};
     const int64_t keys[] = {1, row->kv_len, row->kv_heads, row->head_dim};
-    const int64_t rows[] = {1, row->q_heads, row->kv_len};
+    const int64_t rows[] = {1, row->q_heads, q_len};
     const int64_t projection[] = {row->kv_heads, row->kv_heads * row->head_dim};
     uint64_t state = 1;
     if (row->operation != BENCH_SCORE)
@@ -190,7 +201,9 @@ bench_job *open_job(const bench_case *row, const char *kernel, int threads) {
     job->operation = row->operation;
     fill_tensors(row, job);
     describe_job(row, kernel, threads, job);
-    if (plan_job(row, job) == FDMA_OK)
+    job->selects = row->window > 0 && row->q_len == 0;
+    if (plan_job(row, job) == FDMA_OK &&
+        (row->window == 0 || job->selects || fdma_select(&job->select_args) == FDMA_OK))
         return job;
     close_job(job);
     return NULL;
@@ -229,7 +242,7 @@ fdma_status run_job(bench_job *job) {
     default:
         break;
     }
-    if (job->forward_args.selection) {
+    if (job->selects) {
         const fdma_status status = fdma_select(&job->select_args);
         if (status)
             return status;
@@ -237,24 +250,45 @@ fdma_status run_job(bench_job *job) {
     return fdma_forward(&job->forward_args);
 }
 
+/* Milliseconds of a plain read of what the job reads; NaN where that is not most of its work. */
+static double time_read(const bench_case *row, const bench_job *job, const peak_loop *peak) {
+    const int64_t keys = row->window > 0 ? row->window : row->kv_len;
+    const size_t bytes = (size_t)(keys * row->kv_heads * row->head_dim) * dtype_bytes(row->dtype);
+    if (!bench_case_reads(row))
+        return (double)NAN;
+    const double ms = measure_read(peak, job->v.data, bytes);
+    return job->k.data ? ms + measure_read(peak, job->k.data, bytes) : ms;
+}
+
+/* Milliseconds of a run, out of so many that the clock can tell. */
+static double time_runs(bench_job *job, int64_t runs, fdma_status *status) {
+    const double before = now_ms();
+    for (int64_t run = 0; run < runs && !*status; run++)
+        *status = run_job(job);
+    return (now_ms() - before) / (double)runs;
+}
+
 fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
                         bench_figures *figures) {
     enum { LEAST_RUNS = 5, ENOUGH_MS = 3000 };
+    const double sample_ms = 0.1;
     const double flops = bench_case_flops(row);
     const int keys = row->operation == BENCH_SELECT;
     samples times = {.count = 0};
     samples peaks = {.count = 0};
+    samples reads = {.count = 0};
     peak_loop peak;
     const int has_peak = flops > 0 && prepare_peak(job->kernel, threads, &peak) == 0;
     fdma_status status = run_job(job); // warms up
+    const int64_t runs = 1 + (int64_t)(sample_ms / time_runs(job, 1, &status));
     const double start = now_ms();
     while (!status && (times.count < LEAST_RUNS ||
                        (times.count < SAMPLE_LIMIT && now_ms() - start < ENOUGH_MS))) {
         if (has_peak)
             add_sample(&peaks, measure_peak(&peak));
-        const double before = now_ms();
-        status = run_job(job);
-        add_sample(&times, now_ms() - before);
+        if (has_peak)
+            add_sample(&reads, time_read(row, job, &peak));
+        add_sample(&times, time_runs(job, runs, &status));
     }
     *figures = (bench_figures){
         .ms = median(&times),
@@ -262,6 +296,7 @@ fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
         .useful_gflops = flops > 0 ? flops / (median(&times) * 1e6) : (double)NAN,
         .ns_per_key = keys ? median(&times) * 1e6 / (double)row->kv_len : (double)NAN,
     };
+    figures->of_read = median(&reads) / median(&times);
     figures->of_peak = figures->useful_gflops / median(&peaks); // NaN without a peak
     return status;
 }

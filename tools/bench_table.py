@@ -2,9 +2,9 @@
 
     tools/bench_table.py FILE [FILE ...]
 
-Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran
-in alternation, selection in ns a key, how many times as fast as the peer flash_dmattn is. Errors: a
-file that is not such JSON lines raises ValueError.
+Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran in
+alternation, time of a plain read as a share of the case's, selection in ns a key, how many times as
+fast as the peer flash_dmattn is. Errors: a file that is not such JSON lines raises ValueError.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ COLUMNS = {
     "useful_gflops": "GFLOP/s",
     "of_peak": "of peak",
     "ns_per_key": "ns a key",
+    "of_read": "of read",
     "ratio": "times as fast",
 }
 DECIMALS = {
@@ -31,6 +32,7 @@ DECIMALS = {
     "useful_gflops": 0,
     "of_peak": 2,
     "ns_per_key": 1,
+    "of_read": 2,
     "ratio": 2,
 }
 FACTS = {

@@ -16,6 +16,12 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
     return (int32_t)(wanted < useful ? wanted : useful);
 }
 
+int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds) {
+    enum { least_share = 100 }; // microseconds: waking a thread and waiting for it take up to 10
+    const int64_t most = 1 + microseconds / least_share;
+    return fdma_thread_count(asked, tasks < most ? tasks : most);
+}
+
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context) {
 #ifdef _OPENMP
     if (threads > 1) {

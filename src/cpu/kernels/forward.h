@@ -3,6 +3,7 @@
 #ifndef FDMA_CPU_KERNELS_FORWARD_H
 #define FDMA_CPU_KERNELS_FORWARD_H
 
+#include "cpu/kernels/row.h"
 #include "cpu/kernels/softmax.h"
 #include "cpu/parallel.h"
 
@@ -235,13 +236,26 @@ static int64_t forward_tasks(const forward_context *context) {
     return context->problem->batch * context->problem->kv_heads * context->tiles;
 }
 
+/* On one thread, about; a kernel of wide vectors takes less. */
+static int64_t forward_microseconds(const fdma_problem *problem) {
+    const double flops_a_microsecond = 5e4;
+    const bool narrow = problem->selected && problem->window < problem->kv_len;
+    const int64_t keys = narrow ? problem->window : problem->kv_len;
+    const double rows = (double)(problem->batch * problem->q_len) * (double)problem->q_heads;
+    const double flops = 4 * rows * (double)problem->head_dim * (double)keys;
+    return (int64_t)fmin(flops / flops_a_microsecond, 1e15);
+}
+
 /* Carves the workspace; the arena's size is what it takes. */
 static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *context) {
-    const int32_t most_threads = fdma_thread_count(problem->exec.threads, INT64_MAX);
+    const int64_t microseconds = forward_microseconds(problem);
+    const int32_t most_threads =
+        fdma_worthwhile_threads(problem->exec.threads, INT64_MAX, microseconds);
     context->problem = problem;
     context->lanes = lanes_of_tiles(problem, most_threads);
     context->tiles = tiles_of(problem, context->lanes);
-    context->threads = fdma_thread_count(problem->exec.threads, forward_tasks(context));
+    context->threads =
+        fdma_worthwhile_threads(problem->exec.threads, forward_tasks(context), microseconds);
     fdma_arena one = {0};
     take_tile(&one, problem, context->lanes);
     fdma_arena_take(&one, sizeof(key_list));
@@ -256,12 +270,16 @@ static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *
 
 static size_t forward_workspace(const fdma_problem *problem) {
     forward_context context;
+    if (is_few_rows(problem))
+        return rows_workspace(problem);
     const fdma_arena arena = lay_out_forward(problem, &context);
     return fdma_arena_size(&arena);
 }
 
 static fdma_status run_forward(const fdma_problem *problem) {
     forward_context context;
+    if (is_few_rows(problem))
+        return run_rows(problem);
     lay_out_forward(problem, &context);
     if (context.snapshots.count > 0)
         fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, snapshot_head,

@@ -32,6 +32,7 @@ enum {
     least_chunks = 3,         /* of two, the second would wait for the first */
     least_chunk_keys = 16384, /* threads take as long to meet as for some thousands of keys */
     chunk_windows = 10,       /* a chunk costs some steps for each place of the window */
+    keys_a_microsecond = 500,
 };
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -143,7 +144,8 @@ static fdma_arena place_select(select_context *select) {
         select->name = fdma_arena_take(&arena, (kept + all) * sizeof *select->name);
     }
     select->threads =
-        fdma_thread_count(select->problem->exec.threads, select->heads * select->chunks);
+        fdma_worthwhile_threads(select->problem->exec.threads, select->heads * select->chunks,
+                                select->heads * select->problem->kv_len / keys_a_microsecond);
     select->scratch_size = best_size > pass_size ? best_size : pass_size;
     select->scratch = fdma_arena_take(&arena, (size_t)select->threads * select->scratch_size);
     return arena;
