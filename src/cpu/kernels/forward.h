@@ -167,10 +167,17 @@ static __attribute__((noinline)) void add_runs(const tile_work *work, int block,
     }
 }
 
+static void clear_out(const tile_work *work, int block) {
+    const int64_t entries = work->dim * block_lanes;
+    memset(work->tile->out + block * entries, 0, sizeof(float) * (size_t)entries);
+}
+
 static void attend_keys(const tile_work *work) {
     key_runs runs;
     for (int block = 0; block < work->blocks; block++) {
         weigh_block(work, block, &runs);
+        if (!work->begun)
+            clear_out(work, block); // just before it is needed in the cache
         add_runs(work, block, &runs);
     }
 }
@@ -188,7 +195,9 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
         .cap = (float)problem->softcap,
         .blocks = (int)(used_lanes(place) / block_lanes),
     };
-    list_keys(problem, place, &walk, tile, list);
+    list->count = 0;
+    if (problem->kv_len > 0)
+        list_keys(problem, place, &walk, tile, list);
     while (list->count > 0) {
         list_keys(problem, place, &walk, tile, next);
         load_keys(problem, tile, list);
@@ -201,6 +210,8 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
         list = next;
         next = done;
     }
+    for (int block = 0; block < work.blocks && !work.begun; block++)
+        clear_out(&work, block); // there was no key
 }
 
 /* Tiles of the last queries come first: under causality they see the most keys. */
@@ -217,8 +228,7 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     begin_products();
     pack_queries(problem, &place, &tile);
     clear_tile(&tile, &place, tile_dim(problem));
-    if (problem->kv_len > 0)
-        attend_all_keys(problem, &forward->snapshots, &place, &tile, &arena);
+    attend_all_keys(problem, &forward->snapshots, &place, &tile, &arena);
     write_out(problem, &place, &tile);
     if (is_present(&problem->lse))
         write_lse(problem, &place, &tile);

@@ -84,7 +84,8 @@ static int64_t lanes_of_tiles(const fdma_problem *problem, int32_t threads) {
     const int64_t rows = problem->q_len * problem->group;
     const int64_t blocks = rows > 0 ? (rows + block_lanes - 1) / block_lanes : 1;
     const int64_t heads = problem->selected ? 1 : problem->batch * problem->kv_heads;
-    const int64_t wanted = problem->selected ? selected_tiles : (int64_t)threads * tiles_a_thread;
+    const int64_t shares = threads > 1 ? (int64_t)threads * tiles_a_thread : 1;
+    const int64_t wanted = problem->selected ? selected_tiles : shares;
     int64_t n = blocks < tile_blocks ? blocks : tile_blocks;
     while (n > fewest_blocks && heads * ((blocks + n - 1) / n) < wanted)
         n--;
@@ -172,9 +173,17 @@ static int64_t used_lanes(const tile_place *place) {
 /* Where the rows of vf_width lanes are; lanes without a row get the last one's. */
 static void find_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
                        const tile_place *place, int64_t first, void *row[vf_width]) {
-    for (int64_t lane = first; lane < first + vf_width; lane++)
-        row[lane - first] = row_at(tensor, row_offset(problem, tensor, place,
-                                                      lane < place->rows ? lane : place->rows - 1));
+    const int64_t group = problem->group, last = place->rows - 1;
+    const int64_t base = place->first_row + (first < last ? first : last);
+    const int64_t origin = place->b * tensor->stride[0] + place->g * group * tensor->stride[2];
+    int64_t i = base / group, head = base % group;
+    for (int64_t lane = 0; lane < vf_width; lane++) {
+        row[lane] = row_at(tensor, origin + i * tensor->stride[1] + head * tensor->stride[2]);
+        if (first + lane >= last)
+            continue;
+        i += head == group - 1;
+        head = head == group - 1 ? 0 : head + 1;
+    }
 }
 
 /* q, transposed; lanes without a row repeat the last one. */
@@ -201,7 +210,6 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, t
 }
 
 static void clear_tile(tile_state *tile, const tile_place *place, int64_t dim) {
-    memset(tile->out, 0, sizeof(float) * (size_t)(used_lanes(place) * dim));
     for (int64_t d = 0; d < dim; d++)
         tile->zeros[d] = 0;
     for (int64_t lane = 0; lane < used_lanes(place); lane++) {

@@ -5,7 +5,7 @@
 enum {
     tile_vectors = 4,
     half_vectors = 2,
-    tile_blocks = 6,
+    tile_blocks = 8,
     key_block = 120,
     score_keys = 6, /* 24 of 32 registers hold sums */
     key_step = score_keys,
