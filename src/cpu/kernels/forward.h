@@ -81,7 +81,7 @@ static __attribute__((noinline)) void raise_group(const tile_work *work, int32_t
     raise_max(tile, work->begun ? work->dim : 0, block, top, first); // out is 0 before
     weigh(s, 0, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
           total);
-    add_total(tile->sum + block * block_lanes, 0, total);
+    add_total(tile->part, 0, total);
 }
 
 INLINE void weigh_group(const tile_work *work, int32_t first, int block, coverage covered,
@@ -95,7 +95,7 @@ INLINE void weigh_group(const tile_work *work, int32_t first, int block, coverag
     if (has_outgrown(total, from))
         raise_group(work, first, block, covered);
     else
-        add_total(tile->sum + block * block_lanes, from, total);
+        add_total(tile->part, from, total);
 }
 
 /* Listed keys, side by side, that a block of lanes has weights for: all of its lanes, or only the
@@ -133,6 +133,7 @@ static __attribute__((noinline)) void weigh_block(const tile_work *work, int blo
     const int32_t middle = block * block_lanes + half_vectors * vf_width;
     int32_t scored = 0; /* keys that have scores, where steps of them get these at once */
     runs->count = 0;
+    memset(work->tile->part, 0, sizeof(float) * block_lanes);
     for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
         const bool is_late = half_vectors > 0 && list->first_lane[first] >= middle;
         const coverage covered = cover_block(list, first, block);
@@ -167,6 +168,13 @@ static __attribute__((noinline)) void add_runs(const tile_work *work, int block,
     }
 }
 
+static void add_part(const tile_state *tile, int block) {
+    vf part[tile_vectors];
+    for (int m = 0; m < tile_vectors; m++)
+        part[m] = vf_load(tile->part + m * vf_width);
+    add_total(tile->sum + block * block_lanes, 0, part);
+}
+
 static void clear_out(const tile_work *work, int block) {
     const int64_t entries = work->dim * block_lanes;
     memset(work->tile->out + block * entries, 0, sizeof(float) * (size_t)entries);
@@ -176,6 +184,7 @@ static void attend_keys(const tile_work *work) {
     key_runs runs;
     for (int block = 0; block < work->blocks; block++) {
         weigh_block(work, block, &runs);
+        add_part(work->tile, block);
         if (!work->begun)
             clear_out(work, block); // just before it is needed in the cache
         add_runs(work, block, &runs);

@@ -89,12 +89,12 @@ INLINE void add_total(float *sum, int from, const vf *total) {
         vf_store(sum + m * vf_width, vf_add(vf_load(sum + m * vf_width), total[m]));
 }
 
+static void scale_at(float *at, vf factor) { vf_store(at, vf_mul(vf_load(at), factor)); }
+
 static void scale_out(float *out, int64_t dim, const vf *factor) {
     for (int64_t d = 0; d < dim; d++)
-        for (int m = 0; m < tile_vectors; m++) {
-            float *const at = out + d * block_lanes + m * vf_width;
-            vf_store(at, vf_mul(vf_load(at), factor[m]));
-        }
+        for (int m = 0; m < tile_vectors; m++)
+            scale_at(out + d * block_lanes + m * vf_width, factor[m]);
 }
 
 static void scale_weights(float *weights, int32_t words, const vf *factor) {
@@ -108,7 +108,7 @@ static void scale_weights(float *weights, int32_t words, const vf *factor) {
 }
 
 /* Raises the maximum of a block's lanes to `top` where that is greater, and rescales what has been
- * summed under the old one: out, sum, and the first `weighed` keys' weights. */
+ * summed under the old one: out, sums, and the first `weighed` keys' weights. */
 static void raise_max(const tile_state *tile, int64_t dim, int block, const vf *top,
                       int32_t weighed) {
     vf factor[tile_vectors];
@@ -118,7 +118,8 @@ static void raise_max(const tile_state *tile, int64_t dim, int block, const vf *
         const vf raised = vf_max(top[m], old);
         factor[m] = exp2_of(vf_mul(vf_sub(old, raised), vf_set(log2e)));
         vf_store(tile->max + lane, raised);
-        vf_store(tile->sum + lane, vf_mul(vf_load(tile->sum + lane), factor[m]));
+        scale_at(tile->sum + lane, factor[m]);
+        scale_at(tile->part + m * vf_width, factor[m]);
     }
     scale_out(tile->out + block * dim * block_lanes, dim, factor);
     scale_weights(tile->weights, weighed / terms, factor);

@@ -42,7 +42,8 @@ typedef struct tile_state {
     float *scores;  /* [key_step][block_lanes], where registers cannot hold them */
     float *capped;  /* [score_keys][block_lanes] */
     float *max;     /* [tile lanes], may lag behind the true maximum: see most_weight */
-    float *sum;     /* [tile lanes] */
+    float *sum;     /* [tile lanes], of the weights in all lists before */
+    float *part;    /* [block_lanes], of those in this list, of one block at a time */
     float *k_rows;  /* [key_block][padded_row(head_dim)]: k of a block of keys */
     float *values;  /* [strips][key_block / terms][strip_channels]: v of a block of keys */
     float *zeros;   /* [head_dim] */
@@ -70,6 +71,7 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
     tile.capped = fdma_arena_take(arena, sizeof(float) * block_lanes * score_keys);
     tile.max = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
     tile.sum = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
+    tile.part = fdma_arena_take(arena, sizeof(float) * block_lanes);
     tile.k_rows = fdma_arena_take(arena, key_block * padded);
     tile.values = fdma_arena_take(arena, strips * strip_length);
     tile.zeros = fdma_arena_take(arena, dim);
