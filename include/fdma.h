@@ -125,7 +125,7 @@ typedef struct fdma_exec {
     const char *kernel;    /* NULL: the fastest that applies; else a kernel's name, or the beginning
                               of it up to a '/' ("cpu", "cpu/avx2"); see fdma_kernel_name() */
     int32_t device;        /* 0: the CPU; n + 1: CUDA device n. Says where all tensors are */
-    int32_t threads;       /* CPU only; 0: as many as OpenMP would use (OMP_NUM_THREADS) */
+    int32_t threads;       /* CPU only: at most so many; 0: as OpenMP would (OMP_NUM_THREADS) */
     uint64_t reserved[2];  /* zero */
 } fdma_exec;
 
@@ -164,7 +164,7 @@ typedef struct fdma_score_args {
 FDMA_API fdma_status fdma_score(const fdma_score_args *args);
 
 /*! fdma_score_workspace() - bytes of workspace that fdma_score() wants for these arguments.
- *  Looks at shapes, dtypes and options only: data and workspace may still be NULL.
+ *  Looks at shapes, strides, dtypes and options only: data and workspace may still be NULL.
  *  Errors     as fdma_score(), but for FDMA_WORKSPACE_TOO_SMALL; *bytes is then left alone */
 FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
 
@@ -178,7 +178,7 @@ typedef enum fdma_scope {
 /*! fdma_selection - which queries keep which keys: from fdma_select() to fdma_forward().
  *  A key that a causal prefix has once evicted never returns, so one number per key says it all:
  *  the query at position p keeps key j if j <= p and p < expiry[b,g,j] (global scope without causal
- *  masking: if expiry[b,g,j] > j). expiry = kv_len: kept to the end; expiry = j: never kept.
+ *  masking: if expiry[b,g,j] = kv_len). expiry = kv_len: kept to the end; expiry = j: never kept.
  *  Kept keys live in `window` numbered slots: a key that enters a full set takes over the slot of
  *  the one that leaves, so at every position the live keys have distinct slots; -1: never kept.
  *  The caller sets size and the tensors; fdma_select() fills in the rest.
@@ -248,14 +248,15 @@ typedef struct fdma_forward_args {
  *             256; q, k, v and out of one dtype: float32, float16 or bfloat16
  *  Units      scale multiplies logits, 0 means 1/sqrt(head_dim); lse in nats; strides in elements
  *  Ownership  borrows everything; wants fdma_forward_workspace() bytes:
- *             O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len
+ *             O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len; for
+ *             a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
  *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
  *             valid or never kept are never read
  *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, an output that shares elements with another
- *             tensor, NaN or a negative scale or softcap, a selection made for another length,
- *             window or scope; FDMA_UNSUPPORTED dtypes, head_dim, an unknown or unusable kernel
- *             name; FDMA_WORKSPACE_TOO_SMALL
+ *             tensor, a negative, infinite or NaN scale or softcap, a scale beyond float32, a
+ *             selection made for another length, window or scope; FDMA_UNSUPPORTED dtypes,
+ *             head_dim, an unknown or unusable kernel name; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 

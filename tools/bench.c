@@ -121,6 +121,7 @@ static void clear_progress(void) {
         fprintf(stderr, "\r%64s\r", "");
 }
 
+/* Where the kernel does not take the case, that is said, or with --all left out. */
 static int bench_one(const bench_options *options, const bench_case *row, const char *kernel,
                      FILE *json) {
     char name[BENCH_NAME];
@@ -131,6 +132,8 @@ static int bench_one(const bench_options *options, const bench_case *row, const 
     const fdma_status status =
         job ? measure_job(row, job, (int)options->threads, &figures) : FDMA_UNSUPPORTED;
     clear_progress();
+    if (!job && options->all)
+        return EXIT_DONE;
     if (status) {
         fprintf(stderr, "fdma bench: %s: %s\n", name, fdma_last_error());
     } else {

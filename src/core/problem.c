@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -62,9 +63,25 @@ static fdma_status check_reserved(int32_t reserved) {
     return FDMA_OK;
 }
 
-static fdma_status check_rules(const tensor_rule *rules, size_t count, check_depth depth) {
+/* The stride of an axis of length 1 is never needed, and may be anything. */
+static void settle_strides(fdma_problem *problem) {
+    fdma_tensor *const tensors[] = {&problem->q,       &problem->k,    &problem->v,
+                                    &problem->out,     &problem->lse,  &problem->score,
+                                    &problem->dt_proj, &problem->a,    &problem->key_valid,
+                                    &problem->bias,    &problem->slot, &problem->expiry};
+    for (size_t t = 0; t < COUNT(tensors); t++)
+        for (int axis = 0; is_present(tensors[t]) && axis < tensors[t]->rank - 1; axis++)
+            if (tensors[t]->shape[axis] == 1)
+                tensors[t]->stride[axis] = 0;
+}
+
+static fdma_status check_rules(fdma_problem *problem, const tensor_rule *rules, size_t count,
+                               check_depth depth) {
     FDMA_TRY(fdma_check_tensors(rules, count, depth == check_all));
-    return depth == check_all ? fdma_check_overlaps(rules, count) : FDMA_OK;
+    if (depth == check_all)
+        FDMA_TRY(fdma_check_overlaps(rules, count));
+    settle_strides(problem);
+    return FDMA_OK;
 }
 
 fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth,
@@ -106,7 +123,7 @@ fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth,
         {"score", &args.score, takes_wide_floats, 3, {batch, heads, len}, true, true},
         {"bias", &args.bias, takes_wide_floats, 3, {batch, heads, len}, true, true},
     };
-    return check_rules(rules, COUNT(rules), depth);
+    return check_rules(problem, rules, COUNT(rules), depth);
 }
 
 fdma_status fdma_check_select(const fdma_select_args *caller, check_depth depth,
@@ -147,7 +164,7 @@ fdma_status fdma_check_select(const fdma_select_args *caller, check_depth depth,
         {"expiry", &selection.expiry, takes_int32, 3, {batch, heads, len}, .output = true},
         {"slot", &selection.slot, takes_int32, 3, {batch, heads, len}, true, true},
     };
-    return check_rules(rules, COUNT(rules), depth);
+    return check_rules(problem, rules, COUNT(rules), depth);
 }
 
 /* A selection is only good for the keys, the window and the scope it was made for. */
@@ -184,6 +201,9 @@ static fdma_status check_forward_options(const fdma_forward_args *args,
                  (long long)problem->q_heads, (long long)problem->kv_heads);
     FDMA_REQUIRE(args->scale >= 0 && args->scale < INFINITY, FDMA_INVALID_ARGUMENT,
                  "scale: is %g, want a finite number, 0 or more", args->scale);
+    FDMA_REQUIRE(args->scale <= FLT_MAX, FDMA_INVALID_ARGUMENT,
+                 "scale: is %g, want a number of float32, at most %g", args->scale,
+                 (double)FLT_MAX);
     FDMA_REQUIRE(args->softcap >= 0 && args->softcap < INFINITY, FDMA_INVALID_ARGUMENT,
                  "softcap: is %g, want a finite number, 0 or more", args->softcap);
     FDMA_REQUIRE(args->window == 0 || args->selection != NULL, FDMA_INVALID_ARGUMENT,
@@ -192,8 +212,8 @@ static fdma_status check_forward_options(const fdma_forward_args *args,
 }
 
 static fdma_status check_forward_tensors(const fdma_forward_args *args,
-                                         const fdma_selection *selection,
-                                         const fdma_problem *problem, check_depth depth) {
+                                         const fdma_selection *selection, fdma_problem *problem,
+                                         check_depth depth) {
     const int64_t batch = problem->batch, q_len = problem->q_len, kv_len = problem->kv_len;
     const int64_t q_heads = problem->q_heads, heads = problem->kv_heads, dim = problem->head_dim;
     const unsigned same = 1u << problem->dtype;
@@ -209,7 +229,7 @@ static fdma_status check_forward_tensors(const fdma_forward_args *args,
         {"out", &args->out, same, 4, {batch, q_len, q_heads, dim}, .output = true},
         {"lse", &args->lse, takes_wide_floats, 3, {batch, q_heads, q_len}, true, true},
     };
-    return check_rules(rules, COUNT(rules), depth);
+    return check_rules(problem, rules, COUNT(rules), depth);
 }
 
 fdma_status fdma_check_forward(const fdma_forward_args *caller, check_depth depth,

@@ -61,7 +61,7 @@ static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, in
         return true;
     const int32_t end =
         ((const int32_t *)expiry->data)[b * expiry->stride[0] + g * expiry->stride[1] + j];
-    return problem->causal ? p < end : end > j;
+    return problem->causal ? p < end : end == (int32_t)problem->kv_len;
 }
 
 #endif

@@ -82,6 +82,8 @@ static bool is_empty(const fdma_tensor *tensor) {
     return false;
 }
 
+static const int64_t most_bytes = INT64_C(1) << 48;
+
 /* The strides, and that every element's byte offset and the number of elements fit int64. */
 static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
     const int last = tensor->rank - 1;
@@ -106,6 +108,7 @@ static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
     overflow |= __builtin_mul_overflow(elements, size, &elements);
     overflow |= __builtin_mul_overflow(extent, size, &extent);
     overflow |= extent > INT64_MAX - (int64_t)((uintptr_t)tensor->data & INT64_MAX);
+    overflow |= elements > most_bytes; // no memory holds them, and sums of sizes stay far from 2^63
     FDMA_REQUIRE(!overflow, FDMA_INVALID_ARGUMENT, "%s: its size overflows int64", name);
     return FDMA_OK;
 }

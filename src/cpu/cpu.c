@@ -1,11 +1,12 @@
 /* CPU features, and the rows that they allow. */
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE // syscall()
+#define _GNU_SOURCE // syscall(), sched_getaffinity()
 #endif
 #include "cpu/cpu.h"
 
 #include "cpu/isa/isa.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -60,12 +61,15 @@ static bool ask_f16c(void) {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && __builtin_cpu_supports("avx");
 }
 
-/* Linux lets a process use AMX's tiles when it has asked for them. */
 static bool ask_amx(void) {
     enum { bit_amx_bf16 = 1 << 22, bit_amx_tile = 1 << 24 };
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & bit_amx_bf16) || !(d & bit_amx_tile))
-        return false;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bit_amx_bf16) && (d & bit_amx_tile);
+}
+
+/* Linux lets a process use AMX's tiles when it has asked for them; that makes its signal frames
+ * larger, so that it is asked for only where the kernel may be used. */
+static bool ask_tile_permission(void) {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     enum { request_permission = 0x1023, tile_data = 18 };
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -82,6 +86,11 @@ static bool has_f16c(void) {
 static bool has_amx(void) {
     static _Atomic int state = unknown;
     return ask_once(&state, ask_amx);
+}
+
+static bool has_tile_permission(void) {
+    static _Atomic int state = unknown;
+    return ask_once(&state, ask_tile_permission);
 }
 
 static void find_features(feature *features) {
@@ -110,13 +119,21 @@ const char *fdma_missing_avx512(void) { return first_missing(9); }
 
 const char *fdma_missing_avx512bf16(void) { return first_missing(10); }
 
-const char *fdma_missing_amx(void) { return first_missing(11); }
+const char *fdma_missing_amx(void) {
+    const char *const missing = first_missing(11);
+    return missing == NULL && !has_tile_permission() ? "the system's permission for amx" : missing;
+}
 
 /* Intel's vdpbf16ps does half as much a cycle as its float32 multiply-adds, AMD's twice as much. */
-static bool has_fast_pairs(void) {
+static bool ask_fast_pairs(void) {
     unsigned a, b, c, d;
     return fdma_missing_avx512bf16() == NULL && __get_cpuid(0, &a, &b, &c, &d) &&
            b != signature_INTEL_ebx;
+}
+
+static bool has_fast_pairs(void) {
+    static _Atomic int state = unknown;
+    return ask_once(&state, ask_fast_pairs);
 }
 
 static void list_features(char *text, size_t size) {
@@ -132,7 +149,7 @@ static void list_features(char *text, size_t size) {
 }
 
 static void name_cpu(char *text, size_t size) {
-    unsigned words[12] = {0};
+    unsigned words[13] = {0}; // a 0 at the end
     for (unsigned leaf = 0; leaf < 3; leaf++)
         __get_cpuid(0x80000002 + leaf, &words[4 * leaf], &words[4 * leaf + 1], &words[4 * leaf + 2],
                     &words[4 * leaf + 3]);
@@ -209,10 +226,20 @@ const char *fdma_refuses_avx512(const fdma_problem *problem) {
 
 #endif
 
+/* CPUs that this process may run on. */
+static int32_t count_cores(void) {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        return CPU_COUNT(&set);
+#endif
+    return (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+}
+
 fdma_status fdma_describe_cpu(fdma_device_info *info) {
     list_features(info->features, sizeof info->features);
     name_cpu(info->name, sizeof info->name);
-    info->cores = (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+    info->cores = count_cores();
     info->reserved = 0;
     return FDMA_OK;
 }

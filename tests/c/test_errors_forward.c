@@ -91,6 +91,7 @@ static void long_queries(forward_call *x) {
     x->args.lse = new_output(FDMA_FLOAT32, 2, 4, 11, -1);
 }
 static void scale_negative(forward_call *x) { x->args.scale = -0.5; }
+static void scale_too_large(forward_call *x) { x->args.scale = 1e39; }
 static void scale_nan(forward_call *x) { x->args.scale = (double)NAN; }
 static void softcap_negative(forward_call *x) { x->args.softcap = -2; }
 static void softcap_nan(forward_call *x) { x->args.softcap = (double)NAN; }
@@ -158,6 +159,7 @@ static const struct {
     {"unknown dtype", dtype_unknown, {FDMA_INVALID_ARGUMENT, {"q", "77"}, 0}},
     {"q_len > kv_len", long_queries, {FDMA_INVALID_ARGUMENT, {"q_len", "11", "10"}, 0}},
     {"scale -0.5", scale_negative, {FDMA_INVALID_ARGUMENT, {"scale", "-0.5"}, 0}},
+    {"scale 1e39", scale_too_large, {FDMA_INVALID_ARGUMENT, {"scale", "1e+39"}, 0}},
     {"scale NaN", scale_nan, {FDMA_INVALID_ARGUMENT, {"scale", "nan"}, 0}},
     {"softcap -2", softcap_negative, {FDMA_INVALID_ARGUMENT, {"softcap", "-2"}, 0}},
     {"softcap NaN", softcap_nan, {FDMA_INVALID_ARGUMENT, {"softcap", "nan"}, 0}},

@@ -55,6 +55,40 @@ static fdma_tensor sequence_of(fdma_tensor tensor, int64_t b) {
     return tensor;
 }
 
+/* What 0 * inf spoils is the same rows for every number of threads and every size of the batch. */
+static void infinite_values_do_not_tell_threads(void) {
+    const kernel_list kernels = kernels_of("forward");
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        if (strcmp(kernels.name[kernel], "reference") == 0) {
+            continue; /* slow; one path */
+        }
+        test_context("%s", kernels.name[kernel]);
+        problem x = {.batch = 2,
+                     .q_len = 1100,
+                     .kv_len = 1100,
+                     .q_heads = 1,
+                     .kv_heads = 1,
+                     .head_dim = 8,
+                     .window = -1,
+                     .causal = 1,
+                     .dtype = FDMA_FLOAT32};
+        problem_fill(&x, 12);
+        ((float *)x.v.data)[128 * 8] = INFINITY;
+        const attended one = problem_attend(&x, kernels.name[kernel], 1);
+        check_same_results(problem_attend(&x, kernels.name[kernel], 2), one);
+        check_same_results(problem_attend(&x, kernels.name[kernel], 16), one);
+        problem alone = x;
+        alone.batch = 1;
+        alone.q = sequence_of(x.q, 0);
+        alone.k = sequence_of(x.k, 0);
+        alone.v = sequence_of(x.v, 0);
+        alone.bias = sequence_of(x.bias, 0);
+        const attended first = problem_attend(&alone, kernels.name[kernel], 1);
+        CHECK_BYTES(first.out.data, one.out.data, bytes_of(first.out));
+        test_free_all();
+    }
+}
+
 static void check_batch(problem *x, const char *kernel) {
     const attended all = problem_attend(x, kernel, 2);
     for (int64_t b = 0; b < x->batch; b++) {
@@ -209,6 +243,7 @@ static void check_damaged(problem *x, const char *kernel) {
 static void damaged_selections_do_no_harm(void) { check_on_all_kernels(check_damaged, 50); }
 
 static const test_entry tests[] = {
+    TEST(infinite_values_do_not_tell_threads),
     TEST(threads_do_not_show),
     TEST(threads_do_not_show_dense),
     TEST(batch_does_not_show),

@@ -236,6 +236,34 @@ static void check_dominated(problem *x, const char *kernel) {
 
 static void logits_far_apart(void) { check_on_all_kernels(check_dominated, -1); }
 
+/* A softcap far above all logits is none, one far below them makes them all 0: the lse of n keys is
+ * log n, for bias is 0 here. */
+static void check_softcaps(problem *x, const char *kernel) {
+    static const double caps[] = {1e12, 1e30, 1e38, 1e39, 1e300};
+    static const double none[] = {1e-25, 1e-38, 1e-39, 1e-300};
+    for (int64_t j = 0; j < x->kv_len; j++) {
+        set_bias(x, j, 0);
+    }
+    const attended uncapped = problem_attend(x, kernel, 1);
+    for (int c = 0; c < TEST_COUNT(caps); c++) {
+        x->softcap = caps[c];
+        const attended got = problem_attend(x, kernel, 1);
+        for (int64_t i = 0; i < x->q_len; i++) {
+            const double want = lse_of(x, uncapped, 0, i);
+            CHECK_NEAR(lse_of(x, got, 0, i), want, 1e-5 * (1 + fabs(want)));
+        }
+    }
+    for (int c = 0; c < TEST_COUNT(none); c++) {
+        x->softcap = none[c];
+        const attended got = problem_attend(x, kernel, 1);
+        for (int64_t i = 0; i < x->q_len; i++) {
+            CHECK_NEAR(lse_of(x, got, 0, i), log((double)(i + 1)), 1e-5);
+        }
+    }
+}
+
+static void extreme_softcaps(void) { check_on_all_kernels(check_softcaps, -1); }
+
 static const test_entry tests[] = {
     TEST(poison_stays_in_its_rows),
     TEST(poison_stays_in_its_rows_dense),
@@ -249,6 +277,7 @@ static const test_entry tests[] = {
     TEST(padding_alone_keeps_nothing_dense),
     TEST(queries_before_the_first_key),
     TEST(logits_far_apart),
+    TEST(extreme_softcaps),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

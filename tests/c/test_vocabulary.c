@@ -7,6 +7,8 @@
 
 #include "vocabulary/each.h"
 
+#include <fenv.h>
+
 static void vocabularies_are_named(void) {
     for (int i = 0; i < TEST_COUNT(vocabularies); i++) {
         const char *const missing = vocabularies[i].missing();
@@ -432,14 +434,43 @@ static void check_flushed(const vocabulary *x) {
     }
 }
 
+/* Whatever the caller's rounding, both words round to the nearest, and one keeps subnormals. */
+static void check_modes(const vocabulary *x) {
+    float one[lanes], third[lanes], small[lanes], factor[lanes], to[lanes];
+    for (int i = 0; i < lanes; i++) {
+        one[i] = 1;
+        third[i] = 3;
+        small[i] = FLT_MIN;
+        factor[i] = 0.5F;
+    }
+    uint32_t (*const modes[])(void) = {x->keep_subnormals, x->flush_subnormals};
+    for (int mode = 0; mode < TEST_COUNT(modes); mode++) {
+        fesetround(FE_DOWNWARD);
+        const uint32_t old = modes[mode]();
+        float quotient[lanes], half[lanes];
+        x->div(quotient, one, third);
+        x->mul(half, small, factor);
+        x->restore_rounding(old);
+        x->div(to, one, third);
+        fesetround(FE_TONEAREST);
+        check_lane("quotient after", 0, to[0], x->width == 1 ? to[0] : nextafterf(1 / 3.0F, 0));
+        for (int i = 0; i < x->width && x->width > 1; i++) {
+            check_lane("quotient", i, quotient[i], 1 / 3.0F);
+            CHECK(mode == 1 || half[i] == 0x1p-127F);
+        }
+    }
+}
+
+static void callers_modes_do_not_show(void) { on_each(check_modes); }
+
 static void flushing_is_undone(void) { on_each(check_flushed); }
 
 static const test_entry tests[] = {
-    TEST(vocabularies_are_named),   TEST(loads_and_stores),    TEST(first_lanes),
-    TEST(float16_is_exact),         TEST(bfloat16_is_exact),   TEST(operations_are_exact),
-    TEST(products_are_summed),      TEST(lanes_are_summed),    TEST(comparisons_are_exact),
-    TEST(ranges_of_lanes_are_kept), TEST(rows_become_columns), TEST(powers_of_two),
-    TEST(flushing_is_undone),
+    TEST(vocabularies_are_named),   TEST(loads_and_stores),          TEST(first_lanes),
+    TEST(float16_is_exact),         TEST(bfloat16_is_exact),         TEST(operations_are_exact),
+    TEST(products_are_summed),      TEST(lanes_are_summed),          TEST(comparisons_are_exact),
+    TEST(ranges_of_lanes_are_kept), TEST(rows_become_columns),       TEST(powers_of_two),
+    TEST(flushing_is_undone),       TEST(callers_modes_do_not_show),
 };
 
 int main(void) {

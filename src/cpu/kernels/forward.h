@@ -201,7 +201,7 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
         .tile = tile,
         .dim = tile_dim(problem),
         .scale = (float)problem->scale,
-        .cap = (float)problem->softcap,
+        .cap = softcap_of(problem),
         .blocks = (int)(used_lanes(place) / block_lanes),
     };
     list->count = 0;
@@ -267,14 +267,11 @@ static int64_t forward_microseconds(const fdma_problem *problem) {
 
 /* Carves the workspace; the arena's size is what it takes. */
 static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *context) {
-    const int64_t microseconds = forward_microseconds(problem);
-    const int32_t most_threads =
-        fdma_worthwhile_threads(problem->exec.threads, INT64_MAX, microseconds);
     context->problem = problem;
-    context->lanes = lanes_of_tiles(problem, most_threads);
+    context->lanes = lanes_of_tiles(problem);
     context->tiles = tiles_of(problem, context->lanes);
-    context->threads =
-        fdma_worthwhile_threads(problem->exec.threads, forward_tasks(context), microseconds);
+    context->threads = fdma_worthwhile_threads(problem->exec.threads, forward_tasks(context),
+                                               forward_microseconds(problem));
     fdma_arena one = {0};
     take_tile(&one, problem, context->lanes);
     fdma_arena_take(&one, sizeof(key_list));

@@ -36,7 +36,7 @@ static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) 
 
 static const int32_t *expiry_row(const fdma_problem *problem, int64_t b, int64_t g) {
     const fdma_tensor *const expiry = &problem->expiry;
-    if (!problem->selected)
+    if (!problem->selected || problem->kv_len == 0)
         return NULL;
     return (const int32_t *)expiry->data + b * expiry->stride[0] + g * expiry->stride[1];
 }

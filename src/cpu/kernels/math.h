@@ -2,6 +2,8 @@
 #ifndef FDMA_CPU_KERNELS_MATH_H
 #define FDMA_CPU_KERNELS_MATH_H
 
+#include "core/problem.h"
+
 /* 2^x; relative error 1e-7, and exact where x is whole. Minimax polynomial of degree 5 on [0,
  * 1). */
 static inline vf exp2_of(vf x) {
@@ -25,6 +27,19 @@ static inline vf tanh_of(vf x) {
     const vf power = exp2_of(vf_mul(size, vf_set(-2 * 1.4426950408889634f)));
     const vf high = vf_div(vf_sub(vf_set(1), power), vf_add(vf_set(1), power));
     return vf_pick_greater(size, vf_set(0.625f), vf_copy_sign(high, x), low);
+}
+
+/* A softcap beyond all logits does nothing, one far below them makes them all 0: within these the
+ * products with it and its inverse are ordinary numbers. */
+static inline float softcap_of(const fdma_problem *problem) {
+    const double least = 1e-30, most = 1e30, cap = problem->softcap;
+    return (float)(cap == 0 ? 0 : cap < least ? least : cap > most ? most : cap);
+}
+
+/* What logits are multiplied by before tanh. */
+static inline float share_of(float scale, float cap) {
+    const double share = (double)scale / (double)cap;
+    return (float)(share < 1e30 ? share : 1e30);
 }
 
 /* e^x; relative error 1e-7 for every x above -87, 0 below: what rounding x * log2(e) lost is made

@@ -141,14 +141,14 @@ INLINE void add_block(const row_task *task, const row_list *list, const row_list
 /* Products become logits, -inf where the row does not keep the key. */
 static void find_row_logits(const row_task *task, const row_list *list, int64_t row) {
     const fdma_problem *const problem = task->rows->problem;
-    const float cap = (float)problem->softcap, scale = (float)problem->scale;
+    const float cap = softcap_of(problem), scale = (float)problem->scale;
     const int32_t position = row_position(problem, row);
     const int32_t *const expiry = list->expiry;
     float *const logits = task->weights + row * row_keys;
     for (int32_t n = 0; n < list->count; n += vf_width) {
         vf s = vf_load(logits + n);
         if (cap > 0)
-            s = vf_mul(vf_set(cap), tanh_of(vf_mul(s, vf_set(scale / cap))));
+            s = vf_mul(vf_set(cap), tanh_of(vf_mul(s, vf_set(share_of(scale, cap)))));
         s = vf_fma(s, vf_set(cap > 0 ? 1 : scale), vf_load(list->bias + n));
         vf_store(logits + n, vf_keep(s, 0, list->count - n));
     }

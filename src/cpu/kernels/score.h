@@ -219,10 +219,12 @@ static void score_chunk(const void *context, int64_t index, int32_t thread) {
     const int64_t left = score->problem->kv_len - first;
     const int64_t count = left < chunk_keys ? left : chunk_keys;
     const score_scratch scratch = scratch_of(score, thread);
+    const uint32_t rounding = keep_subnormals();
     for (int64_t x = 0; x < count; x += batch_keys)
         dot_batch(score, &scratch, b, first + x, first + count, scratch.dots + x);
     for (int64_t g = 0; g < score->problem->kv_heads; g++)
         write_scores(score, b, g, first, count, scratch.dots + g * chunk_keys);
+    restore_rounding(rounding);
 }
 
 static void pack_weights(const score_context *score) {

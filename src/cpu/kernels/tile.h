@@ -79,17 +79,14 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
 }
 
 /* How many lanes the tiles of a problem have. Large tiles share the copies of k and v among more
- * rows, small ones among more threads. A selection's keys are listed by the tile, which shows in
- * the order of its sums, so that its tiles depend neither on the threads nor on the batch. */
-static int64_t lanes_of_tiles(const fdma_problem *problem, int32_t threads) {
-    enum { fewest_blocks = 2, selected_tiles = 8, tiles_a_thread = 4 };
+ * rows, small ones among more threads. Which keys a tile lists shows in the order of sums, and
+ * where v is not finite: tiles depend neither on the number of threads nor on the batch. */
+static int64_t lanes_of_tiles(const fdma_problem *problem) {
+    enum { fewest_blocks = 4, wanted_tiles = 8 };
     const int64_t rows = problem->q_len * problem->group;
     const int64_t blocks = rows > 0 ? (rows + block_lanes - 1) / block_lanes : 1;
-    const int64_t heads = problem->selected ? 1 : problem->batch * problem->kv_heads;
-    const int64_t shares = threads > 1 ? (int64_t)threads * tiles_a_thread : 1;
-    const int64_t wanted = problem->selected ? selected_tiles : shares;
     int64_t n = blocks < tile_blocks ? blocks : tile_blocks;
-    while (n > fewest_blocks && heads * ((blocks + n - 1) / n) < wanted)
+    while (n > fewest_blocks && (blocks + n - 1) / n < wanted_tiles)
         n--;
     return n * block_lanes;
 }

@@ -12,7 +12,13 @@ enum { vf_width = 16 };
 
 static inline uint32_t flush_subnormals(void) {
     const uint32_t old = _mm_getcsr();
-    _mm_setcsr(old | _MM_FLUSH_ZERO_ON | 0x40 /* denormals are zero */);
+    _mm_setcsr(_MM_MASK_MASK | _MM_FLUSH_ZERO_ON | 0x40 /* denormals are zero */);
+    return old;
+}
+
+static inline uint32_t keep_subnormals(void) {
+    const uint32_t old = _mm_getcsr();
+    _mm_setcsr(_MM_MASK_MASK);
     return old;
 }
 

@@ -26,7 +26,14 @@ enum {
 static inline uint32_t flush_subnormals(void) {
     uint64_t old;
     __asm__ volatile("mrs %0, fpcr" : "=r"(old)::"memory");
-    __asm__ volatile("msr fpcr, %0" ::"r"(old | UINT64_C(1) << 24) : "memory");
+    __asm__ volatile("msr fpcr, %0" ::"r"(UINT64_C(1) << 24) : "memory");
+    return (uint32_t)old;
+}
+
+static inline uint32_t keep_subnormals(void) {
+    uint64_t old;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(old)::"memory");
+    __asm__ volatile("msr fpcr, %0" ::"r"(UINT64_C(0)) : "memory");
     return (uint32_t)old;
 }
 

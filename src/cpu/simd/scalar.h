@@ -23,9 +23,13 @@ enum {
     dot_keys = 2,          /* keys x dot_heads sums of the scores */
 };
 
-/* Makes this thread take subnormal numbers for 0, where the CPU can: arithmetic on them takes a
- * hundred times as long. Returns what restores its former ways. */
+/* Makes this thread round to the nearest whatever the caller's ways are, and take subnormal numbers
+ * for 0 where the CPU can: arithmetic on them takes a hundred times as long. Returns what restores
+ * its former ways. */
 static inline uint32_t flush_subnormals(void) { return 0; }
+
+/* The same, but subnormal numbers stay. */
+static inline uint32_t keep_subnormals(void) { return 0; }
 
 static inline void restore_rounding(uint32_t old) { (void)old; }
 

@@ -12,6 +12,7 @@ enum { vocabulary_most_lanes = 64 };
 typedef struct vocabulary {
     int width;
     uint32_t (*flush_subnormals)(void);
+    uint32_t (*keep_subnormals)(void);
     void (*restore_rounding)(uint32_t old);
     void (*set)(float *to, float x);
     void (*copy)(float *to, const float *from); /* vf_load, vf_store */

@@ -98,6 +98,7 @@ static void word_scale2(float *to, const float *fraction, const float *x) {
     {                                                                                              \
         .width = vf_width,                                                                         \
         .flush_subnormals = flush_subnormals,                                                      \
+        .keep_subnormals = keep_subnormals,                                                        \
         .restore_rounding = restore_rounding,                                                      \
         .set = word_set,                                                                           \
         .copy = word_copy,                                                                         \
