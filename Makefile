@@ -40,7 +40,7 @@ test: setup-tests build ## run every test, those in C and those in Python
 		OMP_WAIT_POLICY=passive $(PYTHON) -m pytest tests/python -q || status=1; \
 	exit $$status
 
-gates: setup-gates build ## run what guards the code's form: warnings, sanitizers, arrows, sizes, fuzzers
+gates: setup-gates build ## run what guards the code's form: warnings, sanitizers, valgrind, NEON, arrows, sizes, fuzzers
 	@tools/gates/run.sh
 
 format: setup-tests ## format all C and Python
