@@ -117,9 +117,18 @@ const char *fdma_missing_avx2(void) { return first_missing(5); }
 
 const char *fdma_missing_avx512(void) { return first_missing(9); }
 
-const char *fdma_missing_avx512bf16(void) { return first_missing(10); }
+/* The compiler of this build may have known less than the CPU. */
+const char *fdma_missing_avx512bf16(void) {
+#if !defined(FDMA_HAVE_AVX512BF16)
+    return "a build with avx512bf16";
+#endif
+    return first_missing(10);
+}
 
 const char *fdma_missing_amx(void) {
+#if !defined(FDMA_HAVE_AMX)
+    return "a build with amx";
+#endif
     const char *const missing = first_missing(11);
     return missing == NULL && !has_tile_permission() ? "the system's permission for amx" : missing;
 }
