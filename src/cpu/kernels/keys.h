@@ -94,7 +94,7 @@ static key_walk start_walk(const fdma_problem *problem, const snapshots *all,
         .last_position = place->last_position,
         .dying = dying,
     };
-    if (is_present(valid))
+    if (is_present(valid) && problem->kv_len > 0)
         walk.valid = (const uint8_t *)valid->data + place->b * valid->stride[0];
     int64_t n = place->first_position < 0 ? 0 : place->first_position / all->step;
     n = n < all->count ? n : all->count;
