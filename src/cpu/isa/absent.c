@@ -2,6 +2,12 @@
  * there so that a call that asks for one by name hears what this machine lacks. */
 #include "cpu/isa/isa.h"
 
+#define ABSENT_ROWS(name, missing)                                                                 \
+    {name, operation_score, missing, NULL, NULL, NULL},                                            \
+        {name, operation_select, missing, NULL, NULL, NULL}, {                                     \
+        name, operation_forward, missing, NULL, NULL, NULL                                         \
+    }
+
 #if !defined(FDMA_HAVE_AVX2)
 static const char *missing_x86(void) { return "x86-64"; }
 #endif
@@ -12,23 +18,11 @@ static const char *missing_arm(void) { return "aarch64"; }
 
 static const kernel_row rows[] = {
 #if !defined(FDMA_HAVE_AVX2)
-    {"cpu/avx512", operation_score, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx512", operation_select, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx512", operation_forward, missing_x86, NULL, NULL, NULL},
-    {"cpu/amx", operation_score, missing_x86, NULL, NULL, NULL},
-    {"cpu/amx", operation_select, missing_x86, NULL, NULL, NULL},
-    {"cpu/amx", operation_forward, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx512bf16", operation_score, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx512bf16", operation_select, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx512bf16", operation_forward, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx2", operation_score, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx2", operation_select, missing_x86, NULL, NULL, NULL},
-    {"cpu/avx2", operation_forward, missing_x86, NULL, NULL, NULL},
+    ABSENT_ROWS("cpu/avx512", missing_x86),     ABSENT_ROWS("cpu/amx", missing_x86),
+    ABSENT_ROWS("cpu/avx512bf16", missing_x86), ABSENT_ROWS("cpu/avx2", missing_x86),
 #endif
 #if !defined(FDMA_HAVE_NEON)
-    {"cpu/neon", operation_score, missing_arm, NULL, NULL, NULL},
-    {"cpu/neon", operation_select, missing_arm, NULL, NULL, NULL},
-    {"cpu/neon", operation_forward, missing_arm, NULL, NULL, NULL},
+    ABSENT_ROWS("cpu/neon", missing_arm),
 #endif
 };
 

@@ -10,12 +10,6 @@
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
-static const kernel_row rows[] = {
-    {"cpu/amx", operation_score, fdma_missing_amx, fdma_refuses_wide, score_workspace, run_score},
-    {"cpu/amx", operation_select, fdma_missing_amx, fdma_refuses_wide, select_workspace,
-     run_select},
-    {"cpu/amx", operation_forward, fdma_missing_amx, fdma_refuses_singles, forward_workspace,
-     run_forward},
-};
+static const kernel_row rows[] = {CPU_ROWS("cpu/amx", fdma_missing_amx, fdma_refuses_singles)};
 
 const kernel_table fdma_cpu_amx = {rows, sizeof rows / sizeof rows[0]};

@@ -9,12 +9,6 @@
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
-static const kernel_row rows[] = {
-    {"cpu/avx2", operation_score, fdma_missing_avx2, fdma_refuses_wide, score_workspace, run_score},
-    {"cpu/avx2", operation_select, fdma_missing_avx2, fdma_refuses_wide, select_workspace,
-     run_select},
-    {"cpu/avx2", operation_forward, fdma_missing_avx2, fdma_refuses_wide, forward_workspace,
-     run_forward},
-};
+static const kernel_row rows[] = {CPU_ROWS("cpu/avx2", fdma_missing_avx2, fdma_refuses_wide)};
 
 const kernel_table fdma_cpu_avx2 = {rows, sizeof rows / sizeof rows[0]};

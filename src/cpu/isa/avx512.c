@@ -10,13 +10,6 @@
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
-static const kernel_row rows[] = {
-    {"cpu/avx512", operation_score, fdma_missing_avx512, fdma_refuses_wide, score_workspace,
-     run_score},
-    {"cpu/avx512", operation_select, fdma_missing_avx512, fdma_refuses_wide, select_workspace,
-     run_select},
-    {"cpu/avx512", operation_forward, fdma_missing_avx512, fdma_refuses_avx512, forward_workspace,
-     run_forward},
-};
+static const kernel_row rows[] = {CPU_ROWS("cpu/avx512", fdma_missing_avx512, fdma_refuses_avx512)};
 
 const kernel_table fdma_cpu_avx512 = {rows, sizeof rows / sizeof rows[0]};

@@ -11,12 +11,6 @@
 #include "cpu/kernels/select.h"
 
 static const kernel_row rows[] = {
-    {"cpu/avx512bf16", operation_score, fdma_missing_avx512bf16, fdma_refuses_wide, score_workspace,
-     run_score},
-    {"cpu/avx512bf16", operation_select, fdma_missing_avx512bf16, fdma_refuses_wide,
-     select_workspace, run_select},
-    {"cpu/avx512bf16", operation_forward, fdma_missing_avx512bf16, fdma_refuses_singles,
-     forward_workspace, run_forward},
-};
+    CPU_ROWS("cpu/avx512bf16", fdma_missing_avx512bf16, fdma_refuses_singles)};
 
 const kernel_table fdma_cpu_avx512bf16 = {rows, sizeof rows / sizeof rows[0]};

@@ -4,6 +4,13 @@
 
 #include "core/plan.h"
 
+/* The rows of a point, whose file has included the kernels; `refuses` is that of forward. */
+#define CPU_ROWS(name, missing, refuses)                                                           \
+    {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score},               \
+        {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select}, {      \
+        name, operation_forward, missing, refuses, forward_workspace, run_forward                  \
+    }
+
 extern const kernel_table fdma_cpu_avx512;
 extern const kernel_table fdma_cpu_amx;
 extern const kernel_table fdma_cpu_avx512bf16;

@@ -9,12 +9,6 @@
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
-static const kernel_row rows[] = {
-    {"cpu/neon", operation_score, fdma_missing_neon, fdma_refuses_wide, score_workspace, run_score},
-    {"cpu/neon", operation_select, fdma_missing_neon, fdma_refuses_wide, select_workspace,
-     run_select},
-    {"cpu/neon", operation_forward, fdma_missing_neon, fdma_refuses_wide, forward_workspace,
-     run_forward},
-};
+static const kernel_row rows[] = {CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_wide)};
 
 const kernel_table fdma_cpu_neon = {rows, sizeof rows / sizeof rows[0]};

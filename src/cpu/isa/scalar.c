@@ -9,13 +9,6 @@
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
-static const kernel_row rows[] = {
-    {"cpu/scalar", operation_score, fdma_missing_scalar, fdma_refuses_wide, score_workspace,
-     run_score},
-    {"cpu/scalar", operation_select, fdma_missing_scalar, fdma_refuses_wide, select_workspace,
-     run_select},
-    {"cpu/scalar", operation_forward, fdma_missing_scalar, fdma_refuses_wide, forward_workspace,
-     run_forward},
-};
+static const kernel_row rows[] = {CPU_ROWS("cpu/scalar", fdma_missing_scalar, fdma_refuses_wide)};
 
 const kernel_table fdma_cpu_scalar = {rows, sizeof rows / sizeof rows[0]};

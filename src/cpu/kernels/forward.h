@@ -110,6 +110,7 @@ typedef struct key_runs {
     int32_t count;
 } key_runs;
 
+/* Whether the products take more keys at a time than are weighed. */
 enum { by_steps = (int)key_step > (int)score_keys };
 
 static void add_group(key_runs *runs, int32_t first, bool is_late) {

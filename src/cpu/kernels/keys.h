@@ -3,8 +3,8 @@
  * So the rows of a tile that do not keep a key are the same ones for its neighbours.
  *
  * Causal positions only ever lose keys, so the keys that any row of a tile keeps are those alive at
- * its first position and those that arrive up to its last. Snapshots of the live keys at every
- * snapshot_step positions make finding them O(window) for every tile. */
+ * its first position and those that arrive up to its last. Snapshots of the live keys every
+ * `step` positions make finding them O(window) for every tile. */
 #ifndef FDMA_CPU_KERNELS_KEYS_H
 #define FDMA_CPU_KERNELS_KEYS_H
 
@@ -107,9 +107,21 @@ static key_walk start_walk(const fdma_problem *problem, const snapshots *all,
     return walk;
 }
 
+/* Whether a row at `first_position` or later may keep key j, by its expiry and validity (either may
+ * be NULL). Without a branch on what these say: it is hard to foresee. */
+INLINE bool outlives(const int32_t *expiry, const uint8_t *valid, int32_t first_position,
+                     int32_t j) {
+    const int32_t from = j > first_position ? j : first_position;
+    bool kept = true;
+    if (expiry)
+        kept = expiry[j] > from;
+    if (valid)
+        kept &= valid[j] != 0;
+    return kept;
+}
+
 static bool is_visited(const key_walk *walk, int32_t j) {
-    const int32_t from = j > walk->first_position ? j : walk->first_position;
-    return (!walk->expiry || walk->expiry[j] > from) && (!walk->valid || walk->valid[j]);
+    return outlives(walk->expiry, walk->valid, walk->first_position, j);
 }
 
 /* Lists key j, or puts it aside. A sound selection loses no more keys than there are positions; of
@@ -195,25 +207,31 @@ static void mark_lanes(const fdma_problem *problem, const tile_place *place, key
     }
 }
 
-static void find_rows(const fdma_tensor *tensor, const tile_place *place, const key_list *list,
-                      const void **sources) {
-    const int64_t size = (int64_t)fdma_dtype_size(tensor->dtype);
-    const int64_t base = place->b * tensor->stride[0] + place->g * tensor->stride[2];
-    const uint8_t *const data = (const uint8_t *)tensor->data + base * size;
-    const int64_t step = tensor->stride[1] * size;
-    for (int32_t n = 0; n < list->count; n++)
-        sources[n] = data + list->key[n] * step;
+/* Where the rows of some keys of k or v are. */
+static void find_rows(const fdma_tensor *tensor, int64_t b, int64_t g, const int32_t *key,
+                      int32_t count, const void **sources) {
+    const int64_t step = tensor->stride[1] * (int64_t)fdma_dtype_size(tensor->dtype);
+    const uint8_t *const data = row_at(tensor, b * tensor->stride[0] + g * tensor->stride[2]);
+    for (int32_t n = 0; n < count; n++)
+        sources[n] = data + key[n] * step;
 }
 
-static void find_bias(const fdma_tensor *bias, const tile_place *place, key_list *list) {
-    if (!is_present(bias)) {
-        memset(list->bias, 0, sizeof list->bias);
+/* The bias of some keys, 0 where there is none. */
+static void find_bias(const fdma_tensor *bias, int64_t b, int64_t g, const int32_t *key,
+                      int32_t count, float *to) {
+    const int64_t row = b * bias->stride[0] + g * bias->stride[1];
+    for (int32_t n = 0; n < count; n++)
+        to[n] = is_present(bias) ? ((const float *)bias->data)[row + key[n]] : 0;
+}
+
+/* Asks for a cache line of each of some rows, where one begins at this byte, to be in the L2 cache.
+ */
+INLINE void prefetch_rows(const void *const *rows, int count, int64_t byte) {
+    if (byte % 64 != 0)
         return;
-    }
-    const float *const row =
-        (const float *)bias->data + place->b * bias->stride[0] + place->g * bias->stride[1];
-    for (int32_t n = 0; n < list->count; n++)
-        list->bias[n] = row[list->key[n]];
+    UNROLL
+    for (int n = 0; n < count; n++)
+        __builtin_prefetch((const uint8_t *)rows[n] + byte, 0, 2);
 }
 
 /* The next block, of no keys at the end. What it lacks is filled up with rows of zeros that none
@@ -223,9 +241,9 @@ static void list_keys(const fdma_problem *problem, const tile_place *place, key_
     list->count = next_keys(walk, list->key);
     list->word_size = (int32_t)fdma_dtype_size(problem->dtype) * terms;
     mark_lanes(problem, place, list);
-    find_rows(&problem->k, place, list, list->k_source);
-    find_rows(&problem->v, place, list, list->v_source);
-    find_bias(&problem->bias, place, list);
+    find_rows(&problem->k, place->b, place->g, list->key, list->count, list->k_source);
+    find_rows(&problem->v, place->b, place->g, list->key, list->count, list->v_source);
+    find_bias(&problem->bias, place->b, place->g, list->key, list->count, list->bias);
     for (int32_t n = list->count; n < key_block; n++) {
         list->cut[n / score_keys] = true;
         list->k_source[n] = list->v_source[n] = tile->zeros;

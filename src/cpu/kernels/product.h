@@ -28,15 +28,6 @@ static void load_values(const fdma_problem *problem, const tile_state *tile, con
         }
 }
 
-/* One cache line of each of the rows of a group, of those that begin at this byte. */
-INLINE void prefetch_rows(const void *const *sources, int64_t byte) {
-    if (byte % 64 != 0)
-        return;
-    UNROLL
-    for (int n = 0; n < score_keys; n++)
-        __builtin_prefetch((const uint8_t *)sources[n] + byte, 0, 2);
-}
-
 /* Registers hold the scores of a group until they are weights. */
 INLINE void score_step(const tile_state *tile, int64_t dim, int32_t first, int block) {
     (void)tile, (void)dim, (void)first, (void)block;
@@ -57,7 +48,7 @@ INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t
     }
     for (int64_t w = 0; w < dim / terms;) {
         if (ahead)
-            prefetch_rows(ahead, w * word_size);
+            prefetch_rows(ahead, score_keys, w * word_size);
         for (const int64_t end = w + 4; w < end; w++, q += block_lanes) {
             vf lanes[tile_vectors];
             UNROLL

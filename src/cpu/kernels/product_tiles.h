@@ -101,17 +101,12 @@ static inline void score_step(const tile_state *tile, int64_t dim, int32_t first
         score_tiles(tile->scores + lane, k, q + lane, dim);
 }
 
-static inline void prefetch_row(const uint8_t *row, int64_t bytes) {
-    for (int64_t byte = 0; byte < bytes; byte += 64)
-        __builtin_prefetch(row + byte, 0, 2);
-}
-
 INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
                         int block, const void *const *ahead, int64_t word_size) {
     const float *const scores = tile->scores + first % key_step * block_lanes;
     (void)block;
-    for (int key = 0; ahead && key < score_keys; key++)
-        prefetch_row(ahead[key], dim / terms * word_size);
+    for (int64_t byte = 0; ahead && byte < dim / terms * word_size; byte += 64)
+        prefetch_rows(ahead, score_keys, byte);
     UNROLL
     for (int key = 0; key < score_keys; key++) {
         UNROLL

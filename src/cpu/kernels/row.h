@@ -9,14 +9,9 @@
 #include "cpu/kernels/softmax.h"
 #include "cpu/parallel.h"
 
-/* Asks for a cache line of each of some rows, where one begins at channel d. */
-INLINE void ask_for(const void *const *rows, int count, fdma_dtype dtype, int64_t d) {
-    const int64_t byte = d * (dtype == FDMA_FLOAT32 ? 4 : 2);
-    if (byte % 64 != 0)
-        return;
-    UNROLL
-    for (int n = 0; n < count; n++)
-        __builtin_prefetch((const uint8_t *)rows[n] + byte, 0, 2);
+/* Bytes of some channels in a dtype that the compiler knows. */
+INLINE int64_t bytes_of(int64_t channels, fdma_dtype dtype) {
+    return channels * (dtype == FDMA_FLOAT32 ? 4 : 2);
 }
 
 /* A row's channels from d on, in a dtype that the compiler knows. */
@@ -54,7 +49,7 @@ INLINE void multiply_keys(float *products, const float *q, int64_t width, const 
     for (int x = 0; x < row_sums; x++)
         sums[x] = vf_set(0);
     for (; d + vf_width <= dim; d += vf_width) {
-        ask_for(ahead, keys, dtype, d);
+        prefetch_rows(ahead, keys, bytes_of(d, dtype));
         multiply_channels(sums, q, width, k, dtype, rows, d, vf_width);
     }
     if (d < dim)
@@ -100,7 +95,7 @@ INLINE void add_channels(float *out, int64_t length, const float *weights, const
     for (int32_t n = 0; n < list->count; n++) {
         vf channels[strip_vectors];
         for (int m = 0; m < vectors; m++)
-            ask_for(next->v + n, 1, dtype, d + m * vf_width);
+            prefetch_rows(next->v + n, 1, bytes_of(d + m * vf_width, dtype));
         UNROLL
         for (int m = 0; m < vectors; m++)
             channels[m] = channels_of(list->v[n], dtype, d + m * vf_width, count);

@@ -87,12 +87,6 @@ static row_partial partial_of(const row_context *rows, int64_t head, int64_t chu
     return (row_partial){out, out + rows->width, out + rows->width + vf_width};
 }
 
-/* The position of a row; without causality every row stands at the last key. */
-static int32_t row_position(const fdma_problem *problem, int64_t row) {
-    const int64_t p = query_position(problem, row / problem->group);
-    return (int32_t)(!problem->causal ? problem->kv_len - 1 : p < -1 ? -1 : p);
-}
-
 static row_walk start_row_walk(const row_task *task, int64_t head) {
     const fdma_problem *const problem = task->rows->problem;
     const fdma_tensor *const valid = &problem->key_valid;
@@ -118,17 +112,6 @@ static bool any_outlives(const int32_t *expiry, int32_t position) {
     return any != 0;
 }
 
-/* Without a branch on what the selection says of a key: it is hard to foresee. */
-INLINE bool is_walked(const row_walk *walk, int32_t j) {
-    const int32_t from = j > walk->first_position ? j : walk->first_position;
-    bool walked = true;
-    if (walk->expiry)
-        walked = walk->expiry[j] > from;
-    if (walk->valid)
-        walked &= walk->valid[j] != 0;
-    return walked;
-}
-
 /* Writes up to row_keys keys; 0 at the end. */
 static int32_t next_row_keys(row_walk *walk, int32_t *keys) {
     row_walk here = *walk; // a copy of its own can live in registers
@@ -141,8 +124,9 @@ static int32_t next_row_keys(row_walk *walk, int32_t *keys) {
             continue;
         }
         for (; here.next < end && count < row_keys; here.next++) {
-            keys[count] = (int32_t)here.next;
-            count += is_walked(&here, (int32_t)here.next);
+            const int32_t j = (int32_t)here.next;
+            keys[count] = j;
+            count += outlives(here.expiry, here.valid, here.first_position, j);
         }
     }
     walk->next = here.next;
@@ -160,18 +144,9 @@ static bool is_cut(const row_walk *walk, const row_list *list) {
     return cut;
 }
 
-static void find_sources(const fdma_tensor *tensor, int64_t b, int64_t g, const row_list *list,
-                         const void **sources) {
-    const int64_t size = (int64_t)fdma_dtype_size(tensor->dtype), step = tensor->stride[1] * size;
-    const uint8_t *const data = row_at(tensor, b * tensor->stride[0] + g * tensor->stride[2]);
-    for (int32_t n = 0; n < row_keys; n++)
-        sources[n] = data + list->key[n] * step;
-}
-
 /* The next block of the task, of no keys at the end. */
 static void list_row_keys(row_task *task, row_list *list) {
     const fdma_problem *const problem = task->rows->problem;
-    const fdma_tensor *const bias = &problem->bias;
     list->count = 0;
     for (int64_t tried = 0; tried < task->heads && list->count == 0; tried++) {
         list->head = task->turn;
@@ -185,14 +160,9 @@ static void list_row_keys(row_task *task, row_list *list) {
         list->key[n] = list->key[list->count - 1];
     list->expiry = task->walk[list->head].expiry;
     list->cut = is_cut(&task->walk[list->head], list);
-    find_sources(&problem->k, task->b, g, list, list->k);
-    find_sources(&problem->v, task->b, g, list, list->v);
-    for (int32_t n = 0; n < row_keys; n++)
-        list->bias[n] =
-            !is_present(bias)
-                ? 0
-                : ((const float *)
-                       bias->data)[task->b * bias->stride[0] + g * bias->stride[1] + list->key[n]];
+    find_rows(&problem->k, task->b, g, list->key, row_keys, list->k);
+    find_rows(&problem->v, task->b, g, list->key, row_keys, list->v);
+    find_bias(&problem->bias, task->b, g, list->key, row_keys, list->bias);
 }
 
 #endif

@@ -33,20 +33,21 @@ typedef struct tile_place {
     int32_t first_position, last_position;
 } tile_place;
 
-/* A tile's state, of head_dim or key_block entries; lanes of block n begin at n * entries. What the
- * products multiply is made of words of `terms` channels (q, k) or keys (weights, values). */
+/* A tile's state, of dim = tile_dim or key_block entries; lanes of block n begin at n * entries.
+ * What the products multiply is made of words of `terms` channels (q, k) or keys (weights, values).
+ */
 typedef struct tile_state {
-    float *q;       /* [tile_blocks][head_dim / terms][block_lanes] */
-    float *out;     /* [tile_blocks][head_dim][block_lanes], not yet divided by sum */
+    float *q;       /* [blocks][dim / terms][block_lanes] */
+    float *out;     /* [blocks][dim][block_lanes], not yet divided by sum */
     float *weights; /* [key_block / terms][block_lanes], of one block at a time */
     float *scores;  /* [key_step][block_lanes], where registers cannot hold them */
     float *capped;  /* [score_keys][block_lanes] */
     float *max;     /* [tile lanes], may lag behind the true maximum: see most_weight */
     float *sum;     /* [tile lanes], of the weights in all lists before */
     float *part;    /* [block_lanes], of those in this list, of one block at a time */
-    float *k_rows;  /* [key_block][padded_row(head_dim)]: k of a block of keys */
+    float *k_rows;  /* [key_block][padded_row(dim)]: k of a block of keys */
     float *values;  /* [strips][key_block / terms][strip_channels]: v of a block of keys */
-    float *zeros;   /* [head_dim] */
+    float *zeros;   /* [dim] */
 } tile_state;
 
 /* head_dim, filled up with channels of 0 to what the products take. */
@@ -95,21 +96,24 @@ static int64_t tiles_of(const fdma_problem *problem, int64_t lanes) {
     return (problem->q_len * problem->group + lanes - 1) / lanes;
 }
 
-/* Where the rows are that see anything; without causality every row stands at the last key. */
+/* The position of a row, -1 where it sees nothing; without causality every row stands at the last
+ * key. */
+static int32_t row_position(const fdma_problem *problem, int64_t row) {
+    const int64_t p = query_position(problem, row / problem->group);
+    return (int32_t)(!problem->causal ? problem->kv_len - 1 : p < -1 ? -1 : p);
+}
+
 static tile_place place_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t lanes,
                              int64_t index) {
     const int64_t first = index * lanes, all = problem->q_len * problem->group;
     const int64_t rows = all - first < lanes ? all - first : lanes;
-    const int64_t last_key = problem->kv_len - 1;
-    const int64_t from = query_position(problem, first / problem->group);
-    const int64_t to = query_position(problem, (first + rows - 1) / problem->group);
     return (tile_place){
         .b = b,
         .g = g,
         .first_row = first,
         .rows = rows,
-        .first_position = (int32_t)(problem->causal ? (from < -1 ? -1 : from) : last_key),
-        .last_position = (int32_t)(problem->causal ? (to < -1 ? -1 : to) : last_key),
+        .first_position = row_position(problem, first),
+        .last_position = row_position(problem, first + rows - 1),
     };
 }
 

@@ -2,6 +2,8 @@
 #ifndef FDMA_CPU_SIMD_AVX512_H
 #define FDMA_CPU_SIMD_AVX512_H
 
+#include "cpu/simd/x86_modes.h"
+
 #include <immintrin.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -9,20 +11,6 @@
 typedef __m512 vf;
 
 enum { vf_width = 16 };
-
-static inline uint32_t flush_subnormals(void) {
-    const uint32_t old = _mm_getcsr();
-    _mm_setcsr(_MM_MASK_MASK | _MM_FLUSH_ZERO_ON | 0x40 /* denormals are zero */);
-    return old;
-}
-
-static inline uint32_t keep_subnormals(void) {
-    const uint32_t old = _mm_getcsr();
-    _mm_setcsr(_MM_MASK_MASK);
-    return old;
-}
-
-static inline void restore_rounding(uint32_t old) { _mm_setcsr(old); }
 
 static inline vf vf_set(float x) { return _mm512_set1_ps(x); }
 
