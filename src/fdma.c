@@ -6,13 +6,15 @@
 #include "core/plan.h"
 #include "core/problem.h"
 #include "cpu/cpu.h"
+#include "cuda/cuda.h"
 #include "reference/reference.h"
 
 #define TEXT_OF(number) #number
 #define VERSION_OF(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
 
 /* In the order of preference. */
-static const kernel_backend backends[] = {fdma_cpu_tables, fdma_reference_tables, NULL};
+static const kernel_backend backends[] = {fdma_cuda_tables, fdma_cpu_tables, fdma_reference_tables,
+                                          NULL};
 
 const char *fdma_version(void) {
     return VERSION_OF(FDMA_VERSION_MAJOR, FDMA_VERSION_MINOR, FDMA_VERSION_PATCH);
@@ -52,24 +54,48 @@ static fdma_status run(const fdma_problem *problem) {
     const kernel_row *row;
     FDMA_TRY(fdma_pick_row(backends, problem, &row));
     FDMA_TRY(check_workspace(problem->exec.workspace_size, row->workspace(problem)));
-    return has_work(problem) ? row->run(problem) : FDMA_OK;
+    if (!has_work(problem))
+        return FDMA_OK;
+    return row->on_device ? fdma_run_cuda(row, problem) : row->run(problem);
+}
+
+static fdma_status check_place(const fdma_problem *problem, check_depth depth) {
+    return problem->exec.device != 0 ? fdma_check_cuda(problem, depth) : FDMA_OK;
+}
+
+static fdma_status check_score(const fdma_score_args *args, check_depth depth,
+                               fdma_problem *problem) {
+    FDMA_TRY(fdma_check_score(args, depth, problem));
+    return check_place(problem, depth);
+}
+
+static fdma_status check_select(const fdma_select_args *args, check_depth depth,
+                                fdma_problem *problem) {
+    FDMA_TRY(fdma_check_select(args, depth, problem));
+    return check_place(problem, depth);
+}
+
+static fdma_status check_forward(const fdma_forward_args *args, check_depth depth,
+                                 fdma_problem *problem) {
+    FDMA_TRY(fdma_check_forward(args, depth, problem));
+    return check_place(problem, depth);
 }
 
 fdma_status fdma_score(const fdma_score_args *args) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_score(args, check_all, &problem));
+    FDMA_TRY(check_score(args, check_all, &problem));
     return run(&problem);
 }
 
 fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_score(args, check_shapes, &problem));
+    FDMA_TRY(check_score(args, check_shapes, &problem));
     return workspace_of(&problem, bytes);
 }
 
 fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_score(args, check_shapes, &problem));
+    FDMA_TRY(check_score(args, check_shapes, &problem));
     return kernel_of(&problem, name);
 }
 
@@ -81,7 +107,7 @@ static void record_selection(fdma_selection *selection, const fdma_problem *prob
 
 fdma_status fdma_select(const fdma_select_args *args) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_select(args, check_all, &problem));
+    FDMA_TRY(check_select(args, check_all, &problem));
     FDMA_TRY(run(&problem));
     record_selection(args->selection, &problem);
     return FDMA_OK;
@@ -89,31 +115,31 @@ fdma_status fdma_select(const fdma_select_args *args) {
 
 fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_select(args, check_shapes, &problem));
+    FDMA_TRY(check_select(args, check_shapes, &problem));
     return workspace_of(&problem, bytes);
 }
 
 fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_select(args, check_shapes, &problem));
+    FDMA_TRY(check_select(args, check_shapes, &problem));
     return kernel_of(&problem, name);
 }
 
 fdma_status fdma_forward(const fdma_forward_args *args) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_forward(args, check_all, &problem));
+    FDMA_TRY(check_forward(args, check_all, &problem));
     return run(&problem);
 }
 
 fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_forward(args, check_shapes, &problem));
+    FDMA_TRY(check_forward(args, check_shapes, &problem));
     return workspace_of(&problem, bytes);
 }
 
 fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name) {
     fdma_problem problem;
-    FDMA_TRY(fdma_check_forward(args, check_shapes, &problem));
+    FDMA_TRY(check_forward(args, check_shapes, &problem));
     return kernel_of(&problem, name);
 }
 
@@ -123,9 +149,9 @@ typedef struct attention_problems {
 
 static fdma_status check_steps(const attention_steps *steps, check_depth depth,
                                attention_problems *problems) {
-    FDMA_TRY(fdma_check_score(&steps->score, depth, &problems->score));
-    FDMA_TRY(fdma_check_select(&steps->select, depth, &problems->select));
-    return fdma_check_forward(&steps->forward, depth, &problems->forward);
+    FDMA_TRY(check_score(&steps->score, depth, &problems->score));
+    FDMA_TRY(check_select(&steps->select, depth, &problems->select));
+    return check_forward(&steps->forward, depth, &problems->forward);
 }
 
 static fdma_status attention_bytes(const attention_steps *steps, const attention_problems *problems,
@@ -193,13 +219,13 @@ fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
     return FDMA_OK;
 }
 
-int32_t fdma_device_count(void) { return 1; }
+int32_t fdma_device_count(void) { return 1 + fdma_cuda_count(); }
 
 fdma_status fdma_describe_device(int32_t device, fdma_device_info *info) {
     FDMA_REQUIRE(info != NULL, FDMA_INVALID_ARGUMENT, "fdma_device_info: is NULL");
     FDMA_REQUIRE(info->size >= sizeof *info, FDMA_INVALID_ARGUMENT,
                  "fdma_device_info: size is %zu, want %zu", info->size, sizeof *info);
-    FDMA_REQUIRE(device == 0, FDMA_INVALID_ARGUMENT, "device: is %d, want 0 to %d", device,
-                 fdma_device_count() - 1);
-    return fdma_describe_cpu(info);
+    FDMA_REQUIRE(device >= 0 && device < fdma_device_count(), FDMA_INVALID_ARGUMENT,
+                 "device: is %d, want 0 to %d", device, fdma_device_count() - 1);
+    return device == 0 ? fdma_describe_cpu(info) : fdma_describe_cuda(device, info);
 }

@@ -71,8 +71,9 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
 static fdma_status fail_pick(const kernel_row *row, const fdma_problem *problem) {
     const char *const verb = fdma_operation_name(problem->operation);
     const char *const name = problem->exec.kernel ? problem->exec.kernel : "any";
-    FDMA_REQUIRE(row != NULL, FDMA_UNSUPPORTED, "exec.kernel: is %.64s, which does not %s", name,
-                 verb);
+    FDMA_REQUIRE(row != NULL, FDMA_UNSUPPORTED,
+                 "exec.kernel: is %.64s, which does not %s on exec.device %d", name, verb,
+                 problem->exec.device);
     const char *const missing = row->missing();
     FDMA_REQUIRE(missing == NULL, FDMA_UNSUPPORTED,
                  "exec.kernel: %s needs %s, which this machine lacks", row->name, missing);
@@ -83,11 +84,13 @@ static fdma_status fail_pick(const kernel_row *row, const fdma_problem *problem)
 fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
                           const kernel_row **picked) {
     const char *const name = problem->exec.kernel;
+    const bool on_device = problem->exec.device != 0;
     const kernel_row *row, *last = NULL;
     if (name != NULL && !is_known(backends, name))
         return fail_unknown(backends, name);
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
-        if (row->operation != problem->operation || (name && !is_meant(row, name)))
+        if (row->operation != problem->operation || row->on_device != on_device ||
+            (name && !is_meant(row, name)))
             continue;
         last = row;
         if (row->missing() == NULL && row->refuses(problem) == NULL) {

@@ -12,6 +12,7 @@ typedef struct kernel_row {
     const char *(*refuses)(const fdma_problem *problem); /* NULL, or what it does not take */
     size_t (*workspace)(const fdma_problem *problem);
     fdma_status (*run)(const fdma_problem *problem);
+    bool on_device; /* its tensors are on exec.device, not the CPU */
 } kernel_row;
 
 /* Rows of one point of the build matrix, fastest first. */

@@ -33,8 +33,6 @@ static fdma_status check_exec(const fdma_exec *exec, check_depth depth) {
                  exec->threads);
     FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT, "exec.device: is %d, want 0 or more",
                  exec->device);
-    FDMA_REQUIRE(exec->device == 0, FDMA_UNSUPPORTED,
-                 "exec.device: is %d, this library is built for the CPU, 0", exec->device);
     FDMA_REQUIRE(exec->reserved[0] == 0 && exec->reserved[1] == 0, FDMA_INVALID_ARGUMENT,
                  "exec.reserved: is set, want 0");
     FDMA_REQUIRE(depth == check_shapes || exec->workspace_size == 0 || exec->workspace != NULL,

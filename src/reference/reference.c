@@ -192,10 +192,12 @@ static size_t no_workspace(const fdma_problem *problem) {
 }
 
 static const kernel_row rows[] = {
-    {"reference", operation_score, nothing_missing, refuses_nothing, no_workspace, run_score},
-    {"reference", operation_select, nothing_missing, refuses_nothing, select_workspace, run_select},
+    {"reference", operation_score, nothing_missing, refuses_nothing, no_workspace, run_score,
+     false},
+    {"reference", operation_select, nothing_missing, refuses_nothing, select_workspace, run_select,
+     false},
     {"reference", operation_forward, nothing_missing, refuses_nothing, forward_workspace,
-     run_forward},
+     run_forward, false},
 };
 
 static const kernel_table table = {rows, sizeof rows / sizeof rows[0]};

@@ -141,7 +141,6 @@ static void select_overlap(fdma_select_args *x) {
 }
 static void select_in_place(fdma_select_args *x) { x->selection->expiry.data = x->score.data; }
 static void select_repeated_output(fdma_select_args *x) { x->selection->expiry.stride[0] = 0; }
-static void select_device(fdma_select_args *x) { x->exec.device = 3; }
 static void select_threads(fdma_select_args *x) { x->exec.threads = -2; }
 
 static const struct {
@@ -173,7 +172,6 @@ static const struct {
     {"slot is expiry", select_overlap, {FDMA_INVALID_ARGUMENT, {"slot", "expiry"}, 1}},
     {"expiry is score", select_in_place, {FDMA_INVALID_ARGUMENT, {"expiry", "score"}, 1}},
     {"expiry repeats", select_repeated_output, {FDMA_INVALID_ARGUMENT, {"expiry"}, 0}},
-    {"device 3", select_device, {FDMA_UNSUPPORTED, {"device", "3"}, 0}},
     {"-2 threads", select_threads, {FDMA_INVALID_ARGUMENT, {"threads", "-2"}, 0}},
 };
 

@@ -108,7 +108,6 @@ static void selection_scope(forward_call *x) { x->args.causal = 0; }
 static void selection_expiry_null(forward_call *x) { x->selection.expiry.data = NULL; }
 static void reserved(forward_call *x) { x->args.reserved = 1; }
 static void exec_reserved(forward_call *x) { x->args.exec.reserved[0] = 1; }
-static void device_1(forward_call *x) { x->args.exec.device = 1; }
 static void device_negative(forward_call *x) { x->args.exec.device = -1; }
 static void threads_negative(forward_call *x) { x->args.exec.threads = -4; }
 static void kernel_unknown(forward_call *x) { x->args.exec.kernel = "cpu/sse9"; }
@@ -176,7 +175,6 @@ static const struct {
     {"expiry NULL", selection_expiry_null, {FDMA_INVALID_ARGUMENT, {"expiry"}, 1}},
     {"reserved", reserved, {FDMA_INVALID_ARGUMENT, {"reserved"}, 0}},
     {"reserved of exec", exec_reserved, {FDMA_INVALID_ARGUMENT, {"reserved"}, 0}},
-    {"device 1", device_1, {FDMA_UNSUPPORTED, {"device", "1"}, 0}},
     {"device -1", device_negative, {FDMA_INVALID_ARGUMENT, {"device", "-1"}, 0}},
     {"-4 threads", threads_negative, {FDMA_INVALID_ARGUMENT, {"threads", "-4"}, 0}},
     {"unknown kernel", kernel_unknown, {FDMA_UNSUPPORTED, {"kernel", "cpu/sse9"}, 0}},

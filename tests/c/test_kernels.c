@@ -171,11 +171,11 @@ static const char *takes_one_query(const fdma_problem *problem) {
 }
 
 static const kernel_row made_up[] = {
-    {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL},
-    {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL},
-    {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL},
-    {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL},
-    {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL},
+    {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL, false},
+    {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL, false},
+    {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL, false},
+    {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL, false},
+    {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL, false},
 };
 static const kernel_table made_up_table = {made_up, TEST_COUNT(made_up)};
 static const kernel_table *const made_up_tables[] = {&made_up_table, NULL};
@@ -271,6 +271,31 @@ static void devices_are_described(void) {
     CHECK_INT(fdma_describe_device(0, &info), FDMA_INVALID_ARGUMENT);
 }
 
+/* One device more than there are: who is asked depends on the build and the machine; the CPU works
+ * on. */
+static void absent_devices_are_refused(void) {
+    const int32_t absent = fdma_device_count();
+#if defined(FDMA_HAVE_CUDA)
+    const fdma_status want = absent > 1 ? FDMA_INVALID_ARGUMENT : FDMA_CUDA_ERROR;
+#else
+    const fdma_status want = FDMA_UNSUPPORTED;
+#endif
+    fdma_forward_args args = {.size = sizeof args,
+                              .q = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
+                              .k = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
+                              .v = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
+                              .out = new_output(FDMA_FLOAT32, 1, 3, 1, 8)};
+    size_t bytes;
+    const char *name;
+    args.exec.device = absent;
+    CHECK_INT(fdma_forward(&args), want);
+    CHECK_WORD(fdma_last_error(), "exec.device");
+    CHECK_INT(fdma_forward_workspace(&args, &bytes), want);
+    CHECK_INT(fdma_forward_kernel(&args, &name), want);
+    args.exec.device = 0;
+    CHECK_OK(run_forward(&args));
+}
+
 static void dense_tensors_are_dense(void) {
     float data[24];
     const int64_t shape[] = {2, 3, 4};
@@ -302,6 +327,7 @@ static const test_entry tests[] = {
     TEST(only_the_reference_takes_float64),
     TEST(the_library_says_what_it_is),
     TEST(devices_are_described),
+    TEST(absent_devices_are_refused),
     TEST(dense_tensors_are_dense),
 };
 

@@ -3,9 +3,9 @@
 #include "cpu/isa/isa.h"
 
 #define ABSENT_ROWS(name, missing)                                                                 \
-    {name, operation_score, missing, NULL, NULL, NULL},                                            \
-        {name, operation_select, missing, NULL, NULL, NULL}, {                                     \
-        name, operation_forward, missing, NULL, NULL, NULL                                         \
+    {name, operation_score, missing, NULL, NULL, NULL, false},                                     \
+        {name, operation_select, missing, NULL, NULL, NULL, false}, {                              \
+        name, operation_forward, missing, NULL, NULL, NULL, false                                  \
     }
 
 #if !defined(FDMA_HAVE_AVX2)

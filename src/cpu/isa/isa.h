@@ -6,9 +6,10 @@
 
 /* The rows of a point, whose file has included the kernels; `refuses` is that of forward. */
 #define CPU_ROWS(name, missing, refuses)                                                           \
-    {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score},               \
-        {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select}, {      \
-        name, operation_forward, missing, refuses, forward_workspace, run_forward                  \
+    {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score, false},        \
+        {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select, false}, \
+    {                                                                                              \
+        name, operation_forward, missing, refuses, forward_workspace, run_forward, false           \
     }
 
 extern const kernel_table fdma_cpu_avx512;

@@ -1,0 +1,82 @@
+# The CUDA backend: on where nvcc is found, unless FDMA_CUDA says otherwise. One object of
+# src/cuda per point of the build matrix: an architecture, an operation, for forward a head_dim.
+
+set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found), ON or OFF")
+set(FDMA_CUDA_ARCHITECTURES "80;90;100;120" CACHE STRING
+    "compute capabilities to hold code for; the last also as PTX")
+set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF)
+
+set(fdma_has_cuda OFF)
+set(fdma_private_libs "")
+if(FDMA_CUDA STREQUAL "AUTO")
+  include(CheckLanguage)
+  set(CMAKE_CUDA_ARCHITECTURES OFF)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(fdma_has_cuda ON)
+  endif()
+elseif(FDMA_CUDA)
+  set(fdma_has_cuda ON)
+endif()
+if(NOT fdma_has_cuda)
+  target_sources(fdma_objects PRIVATE src/cuda/absent.c)
+  return()
+endif()
+
+set(CMAKE_CUDA_ARCHITECTURES OFF) # targets below say theirs themselves
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "") # the C++ library: nothing of it is used
+set(CMAKE_CUDA_RUNTIME_LIBRARY None)       # named below
+
+target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
+target_link_libraries(fdma_objects PRIVATE CUDA::cudart_static)
+target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
+target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests ask
+set(fdma_cuda_objects "")
+
+# fdma_add_cuda(NAME SOURCE CODE DEFINITION...): an object for each capability in CODE, such as
+# "80;90" or "90a".
+function(fdma_add_cuda name source code)
+  add_library(${name} OBJECT ${source})
+  set_target_properties(${name} PROPERTIES
+    POSITION_INDEPENDENT_CODE ON
+    CUDA_VISIBILITY_PRESET hidden
+    CXX_VISIBILITY_PRESET hidden
+    CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/nvcc_strict.sh")
+  target_include_directories(${name} PRIVATE include src)
+  target_compile_definitions(${name} PRIVATE ${ARGN})
+  list(GET FDMA_CUDA_ARCHITECTURES -1 newest)
+  foreach(capability IN LISTS code)
+    target_compile_options(${name} PRIVATE
+      "SHELL:-gencode=arch=compute_${capability},code=sm_${capability}")
+    if(capability STREQUAL newest)
+      target_compile_options(${name} PRIVATE
+        "SHELL:-gencode=arch=compute_${capability},code=compute_${capability}")
+    endif()
+  endforeach()
+  target_compile_options(${name} PRIVATE
+    -Xcompiler=-Wall,-Wextra,-Wno-unused-function,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics -Xptxas=-v,--warn-on-spills)
+  if(FDMA_WERROR)
+    target_compile_options(${name} PRIVATE -Werror=all-warnings)
+  endif()
+  foreach(kind fdma_shared fdma_static)
+    target_sources(${kind} PRIVATE $<TARGET_OBJECTS:${name}>)
+  endforeach()
+endfunction()
+
+foreach(kind fdma_shared fdma_static)
+  target_link_libraries(${kind} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
+  set_target_properties(${kind} PROPERTIES LINKER_LANGUAGE C)
+endforeach()
+
+# What a program needs that links libfdma.a without CMake.
+set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
+
+foreach(operation score)
+  fdma_add_cuda(fdma_cuda_sm80_${operation} src/cuda/sm80/${operation}.cu
+                "${FDMA_CUDA_ARCHITECTURES}")
+endforeach()

@@ -1,0 +1,25 @@
+/* The CUDA backend of a library that is built without it. */
+#include "cuda/cuda.h"
+
+#include "core/error.h"
+
+const kernel_table *const fdma_cuda_tables[] = {NULL};
+
+int32_t fdma_cuda_count(void) { return 0; }
+
+fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info) {
+    (void)info;
+    return fdma_fail(FDMA_UNSUPPORTED, "device: is %d, this library is built for the CPU, 0",
+                     device);
+}
+
+fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
+    (void)depth;
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.device: is %d, this library is built for the CPU, 0",
+                     problem->exec.device);
+}
+
+fdma_status fdma_run_cuda(const kernel_row *row, const fdma_problem *problem) {
+    (void)row;
+    return fdma_check_cuda(problem, check_all);
+}

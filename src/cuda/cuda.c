@@ -1,0 +1,192 @@
+/* The devices of this machine, and the rows that they allow. */
+#include "cuda/cuda.h"
+
+#include "core/error.h"
+#include "cuda/facts.h"
+
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdio.h>
+
+#define DECLARE(table) extern const kernel_table table;
+#define LIST(table) &table,
+
+FDMA_CUDA_TABLES(DECLARE)
+
+const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
+
+enum { most_devices = 64 };
+
+/* Asked for once: asking starts the driver, which takes a tenth of a second and forbids fork(). */
+static struct machine {
+    cudaError_t status;
+    int32_t count;
+    cuda_facts devices[most_devices];
+} machine;
+
+static pthread_once_t machine_once = PTHREAD_ONCE_INIT;
+
+static cudaError_t ask_device(int32_t index, cuda_facts *facts) {
+    const struct {
+        enum cudaDeviceAttr attribute;
+        int32_t *value;
+    } wanted[] = {
+        {cudaDevAttrMultiProcessorCount, &facts->multiprocessors},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &facts->shared_bytes},
+    };
+    int major = 0, minor = 0;
+    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+    if (status == cudaSuccess)
+        status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    for (size_t i = 0; i < sizeof wanted / sizeof wanted[0] && status == cudaSuccess; i++)
+        status = cudaDeviceGetAttribute(wanted[i].value, wanted[i].attribute, index);
+    facts->capability = 10 * major + minor;
+    return status;
+}
+
+static void ask_machine(void) {
+    int count = 0;
+    machine.status = cudaGetDeviceCount(&count);
+    count = count < most_devices ? count : most_devices;
+    for (int i = 0; i < count && machine.status == cudaSuccess; i++)
+        machine.status = ask_device(i, &machine.devices[i]);
+    machine.count = machine.status == cudaSuccess ? count : 0;
+}
+
+static const struct machine *this_machine(void) {
+    pthread_once(&machine_once, ask_machine);
+    return &machine;
+}
+
+int32_t fdma_cuda_count(void) { return this_machine()->count; }
+
+const cuda_facts *fdma_cuda_facts(int32_t device) { return &this_machine()->devices[device - 1]; }
+
+static bool has_capability(int32_t least, int32_t most) {
+    const struct machine *const here = this_machine();
+    for (int32_t i = 0; i < here->count; i++)
+        if (here->devices[i].capability >= least && here->devices[i].capability <= most)
+            return true;
+    return false;
+}
+
+static bool is_capable(const fdma_problem *problem, int32_t least, int32_t most) {
+    const int32_t capability = fdma_cuda_facts(problem->exec.device)->capability;
+    return capability >= least && capability <= most;
+}
+
+const char *fdma_missing_sm80(void) {
+    return has_capability(80, INT32_MAX) ? NULL : "a device of compute capability 8.0";
+}
+
+const char *fdma_missing_sm90(void) {
+    return has_capability(90, INT32_MAX) ? NULL : "a device of compute capability 9.0";
+}
+
+const char *fdma_missing_sm90a(void) {
+    return has_capability(90, 90) ? NULL : "a device of compute capability 9.0 and no other";
+}
+
+const char *fdma_refuses_before_sm80(const fdma_problem *problem) {
+    return is_capable(problem, 80, INT32_MAX) ? NULL : "a device before compute capability 8.0";
+}
+
+const char *fdma_refuses_before_sm90(const fdma_problem *problem) {
+    return is_capable(problem, 90, INT32_MAX) ? NULL : "a device before compute capability 9.0";
+}
+
+const char *fdma_refuses_but_sm90a(const fdma_problem *problem) {
+    return is_capable(problem, 90, 90) ? NULL : "a device that is not of compute capability 9.0";
+}
+
+static fdma_status fail_driver(const char *what, cudaError_t status) {
+    return fdma_fail(FDMA_CUDA_ERROR, "%s: %s", what, cudaGetErrorString(status));
+}
+
+static fdma_status check_there(const char *name, int32_t device) {
+    const struct machine *const here = this_machine();
+    if (here->status != cudaSuccess && here->status != cudaErrorNoDevice)
+        return fail_driver(name, here->status);
+    FDMA_REQUIRE(here->count > 0, FDMA_CUDA_ERROR, "%s: is %d, %s", name, device,
+                 cudaGetErrorString(cudaErrorNoDevice));
+    FDMA_REQUIRE(device <= here->count, FDMA_INVALID_ARGUMENT, "%s: is %d, want 0 to %d", name,
+                 device, here->count);
+    return FDMA_OK;
+}
+
+fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info) {
+    struct cudaDeviceProp properties;
+    FDMA_TRY(check_there("device", device));
+    const cudaError_t status = cudaGetDeviceProperties(&properties, device - 1);
+    if (status != cudaSuccess)
+        return fail_driver("device", status);
+    const int32_t capability = fdma_cuda_facts(device)->capability;
+    snprintf(info->name, sizeof info->name, "%.*s", (int)sizeof info->name - 1, properties.name);
+    snprintf(info->features, sizeof info->features, "sm_%d", capability);
+    info->cores = fdma_cuda_facts(device)->multiprocessors;
+    info->reserved = 0;
+    return FDMA_OK;
+}
+
+typedef struct named_pointer {
+    const char *name;
+    const void *pointer;
+} named_pointer;
+
+/* Where the driver knows a pointer, it must be one of this device; what it does not know (memory of
+ * systems that share all of it) is the caller's word. */
+static fdma_status check_pointer(named_pointer given, int32_t device) {
+    struct cudaPointerAttributes facts;
+    if (given.pointer == NULL)
+        return FDMA_OK;
+    const cudaError_t status = cudaPointerGetAttributes(&facts, given.pointer);
+    if (status != cudaSuccess)
+        return fail_driver(given.name, status);
+    FDMA_REQUIRE(facts.type != cudaMemoryTypeUnregistered && facts.devicePointer != NULL,
+                 FDMA_INVALID_ARGUMENT, "%s: is memory of the CPU, want memory of exec.device, %d",
+                 given.name, device);
+    FDMA_REQUIRE(facts.type != cudaMemoryTypeDevice || facts.device == device - 1,
+                 FDMA_INVALID_ARGUMENT, "%s: is memory of device %d, want that of exec.device, %d",
+                 given.name, facts.device + 1, device);
+    return FDMA_OK;
+}
+
+static fdma_status check_pointers(const fdma_problem *problem) {
+    const named_pointer pointers[] = {
+        {"q", problem->q.data},
+        {"k", problem->k.data},
+        {"v", problem->v.data},
+        {"out", problem->out.data},
+        {"lse", problem->lse.data},
+        {"bias", problem->bias.data},
+        {"score", problem->score.data},
+        {"dt_proj", problem->dt_proj.data},
+        {"a", problem->a.data},
+        {"key_valid", problem->key_valid.data},
+        {"expiry", problem->expiry.data},
+        {"slot", problem->slot.data},
+        {"exec.workspace", problem->exec.workspace},
+    };
+    for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)
+        FDMA_TRY(check_pointer(pointers[i], problem->exec.device));
+    return FDMA_OK;
+}
+
+fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
+    FDMA_TRY(check_there("exec.device", problem->exec.device));
+    return depth == check_all ? check_pointers(problem) : FDMA_OK;
+}
+
+fdma_status fdma_run_cuda(const kernel_row *row, const fdma_problem *problem) {
+    const int device = problem->exec.device - 1;
+    int before = device;
+    cudaError_t status = cudaGetDevice(&before);
+    if (status == cudaSuccess && before != device)
+        status = cudaSetDevice(device);
+    if (status != cudaSuccess)
+        return fail_driver("exec.device", status);
+    const fdma_status ran = row->run(problem);
+    if (before != device)
+        cudaSetDevice(before);
+    return ran;
+}

@@ -1,0 +1,58 @@
+/* The host's side of a .cu file: the library's core, and how a kernel is launched. */
+#ifndef FDMA_CUDA_DEVICE_HOST_CUH
+#define FDMA_CUDA_DEVICE_HOST_CUH
+
+extern "C" {
+#include "core/error.h"
+#include "core/plan.h"
+#include "cuda/facts.h"
+}
+
+#include <cuda_runtime.h>
+
+struct launch_shape {
+    dim3 grid, block;
+    size_t shared_bytes = 0;       // of dynamic shared memory
+    unsigned cluster = 0;          // blocks of a cluster along x; 0: no cluster
+    bool after_dependency = false; // may start before the kernel ahead of it has ended
+};
+
+static inline fdma_status check_cuda(const char *what, cudaError_t status) {
+    FDMA_REQUIRE(status == cudaSuccess, FDMA_CUDA_ERROR, "%s: %s", what,
+                 cudaGetErrorString(status));
+    return FDMA_OK;
+}
+
+/* Launches `kernel` on the problem's stream. An error that an earlier call left behind on the
+ * device shows here too, in the driver's words. */
+template <typename... Params, typename... Args>
+static fdma_status launch(const char *what, void (*kernel)(Params...), const launch_shape &shape,
+                          const fdma_problem *problem, const Args &...args) {
+    enum { free_shared_bytes = 48 * 1024 }; // what a block gets without asking
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = {};
+    config.gridDim = shape.grid;
+    config.blockDim = shape.block;
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = (cudaStream_t)problem->exec.stream;
+    config.attrs = attributes;
+    if (shape.cluster > 0) {
+        cudaLaunchAttribute *const cluster = &attributes[config.numAttrs++];
+        cluster->id = cudaLaunchAttributeClusterDimension;
+        cluster->val.clusterDim.x = shape.cluster;
+        cluster->val.clusterDim.y = 1;
+        cluster->val.clusterDim.z = 1;
+    }
+    if (shape.after_dependency) {
+        cudaLaunchAttribute *const overlap = &attributes[config.numAttrs++];
+        overlap->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap->val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (shape.shared_bytes > free_shared_bytes)
+        FDMA_TRY(check_cuda(what, cudaFuncSetAttribute(kernel,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       (int)shape.shared_bytes)));
+    return check_cuda(what, cudaLaunchKernelEx(&config, kernel, Params(args)...));
+}
+
+#endif

@@ -1,0 +1,56 @@
+/* What a forward kernel works from, whatever its architecture: the tensors, and for each tile of
+ * consecutive queries the list of keys that any of them keeps.
+ *
+ * On the way: fdma_select() -> expiry and slot -> fdma_cuda_plan_forward() lays this out in the
+ * workspace, fdma_cuda_build_lists() fills it in on the stream -> a forward kernel walks lists. */
+#ifndef FDMA_CUDA_DEVICE_PLAN_CUH
+#define FDMA_CUDA_DEVICE_PLAN_CUH
+
+#include "cuda/device/host.cuh"
+
+/* Queries that share a list: a row tile's own first position may be later than the list's. */
+enum { list_queries = 128 };
+
+/* What a key brings to a logit. A row at position p keeps a listed key j if p < expiry and, where
+ * causal, j <= p. Not causal: expiry is INT32_MAX or INT32_MIN. */
+struct alignas(8) key_record {
+    int32_t expiry;
+    float bias; // times log2(e): logits are exponents of 2
+};
+
+/* A view of [batch, length, heads, head_dim]; strides in elements. */
+struct head_view {
+    void *data;
+    int64_t batch, row, head;
+};
+
+struct forward_plan {
+    head_view q, k, v, out;
+    float *lse; // [batch, q_heads, q_len] with these strides; NULL: not wanted
+    int64_t lse_batch, lse_head;
+    const key_record *records; // [batch * kv_heads][kv_len]; NULL: every key is kept, no bias
+    const int32_t *list; // [batch * kv_heads][lists][list_stride]; NULL: the keys 0, 1, 2, ...
+    const int2 *count;   // [batch * kv_heads][lists]: entries alive at the list's first
+                         // position (whole by causality), and all; NULL with `list`
+    int64_t list_stride; // a multiple of 4
+    int32_t lists;       // of each (b, g); 1: all queries share it
+    int32_t batch, q_len, kv_len, q_heads, kv_heads, group, head_dim;
+    float scale;   // of <q, k>
+    float softcap; // 0: off
+    bool causal;
+};
+
+/* An entry of a list is a key, or out of range (see is_key) where there is none to read: a key
+ * that forward's key_valid leaves out, or whatever a corrupt selection leaves there. Arrivals stand
+ * after the `count.x` first, ascending in j. */
+__device__ static inline bool is_key(int32_t entry, int32_t kv_len) {
+    return (uint32_t)entry < (uint32_t)kv_len;
+}
+
+/* Lays out a plan, its lists and records in the arena; with base NULL it only counts. */
+forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);
+
+/* Fills lists and records, on the problem's stream. */
+fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
+
+#endif
