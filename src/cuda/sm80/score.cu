@@ -218,7 +218,7 @@ __device__ static void multiply_rows(float (&sums)[key_tiles][head_tiles][4],
 }
 
 template <typename T, int head_tiles, int key_tiles>
-__global__ void __launch_bounds__(score_warps * 32) score_keys(const score_params params) {
+__global__ void __launch_bounds__(score_warps * 32, 2) score_keys(const score_params params) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t b = blockIdx.z;
     const int64_t first_key =
