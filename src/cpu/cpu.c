@@ -27,6 +27,9 @@ const kernel_table *const fdma_cpu_tables[] = {
 #if defined(FDMA_HAVE_NEON)
     &fdma_cpu_neon,
 #endif
+#if defined(FDMA_HAVE_NEONBF16)
+    &fdma_cpu_neonbf16,
+#endif
     // before a row that runs: why that one refuses is the better answer to "cpu"
     &fdma_cpu_absent,
     &fdma_cpu_scalar,
@@ -145,6 +148,8 @@ static bool has_fast_pairs(void) {
     return ask_once(&state, ask_fast_pairs);
 }
 
+static bool has_faster_pairs(void) { return has_fast_pairs() || fdma_missing_amx() == NULL; }
+
 static void list_features(char *text, size_t size) {
     feature features[feature_count];
     size_t used = 0;
@@ -172,9 +177,30 @@ static void name_cpu(char *text, size_t size) {
 #include <sys/auxv.h>
 #endif
 
+static bool has_bf16(void) {
+    enum { hwcap2_bf16 = 1 << 14 }; // older headers have no name for it
+#if defined(__linux__)
+    return getauxval(AT_HWCAP2) & hwcap2_bf16;
+#else
+    return false;
+#endif
+}
+
 const char *fdma_missing_neon(void) { return NULL; }
 
-static void list_features(char *text, size_t size) { snprintf(text, size, "neon"); }
+/* The compiler of this build may have known less than the CPU. */
+const char *fdma_missing_neonbf16(void) {
+#if !defined(FDMA_HAVE_NEONBF16)
+    return "a build with neonbf16";
+#endif
+    return has_bf16() ? NULL : "bf16";
+}
+
+static bool has_faster_pairs(void) { return fdma_missing_neonbf16() == NULL; }
+
+static void list_features(char *text, size_t size) {
+    snprintf(text, size, "neon%s", has_bf16() ? " bf16" : "");
+}
 
 /* Who made the CPU, and which of theirs it is: numbers, as in /proc/cpuinfo, which has no names. */
 static void name_cpu(char *text, size_t size) {
@@ -192,6 +218,8 @@ static void name_cpu(char *text, size_t size) {
 }
 
 #else
+
+static bool has_faster_pairs(void) { return false; }
 
 static void list_features(char *text, size_t size) { snprintf(text, size, "none"); }
 
@@ -216,24 +244,19 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
     return NULL;
 }
 
-#if defined(__x86_64__)
-
 const char *fdma_refuses_singles(const fdma_problem *problem) {
     return problem->dtype != FDMA_BFLOAT16 ? "other types than bfloat16" : NULL;
 }
 
 /* Takes all that float32 holds, but leaves to others what they do faster, unless forced by more
  * than the backend's name. */
-const char *fdma_refuses_avx512(const fdma_problem *problem) {
+const char *fdma_refuses_slow(const fdma_problem *problem) {
     const char *const kernel = problem->exec.kernel;
     const bool forced = kernel && strchr(kernel, '/');
-    if (!forced && fdma_refuses_singles(problem) == NULL &&
-        (has_fast_pairs() || fdma_missing_amx() == NULL))
+    if (!forced && fdma_refuses_singles(problem) == NULL && has_faster_pairs())
         return "bfloat16, for which there is a faster kernel";
     return fdma_refuses_wide(problem);
 }
-
-#endif
 
 /* CPUs that this process may run on. */
 static int32_t count_cores(void) {

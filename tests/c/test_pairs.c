@@ -1,7 +1,17 @@
 /* test_pairs.c - the words of bfloat16 pairs against plain C. */
 #include "vocabulary/each.h"
 
+/* Those of this build's architecture. */
 #if defined(FDMA_HAVE_AVX512BF16)
+static const pair_vocabulary *const pairs = &vocabulary_avx512bf16;
+static const char *missing_pairs(void) { return fdma_missing_avx512bf16(); }
+#elif defined(FDMA_HAVE_NEONBF16)
+static const pair_vocabulary *const pairs = &vocabulary_neonbf16;
+static const char *missing_pairs(void) { return fdma_missing_neonbf16(); }
+#else
+static const pair_vocabulary *const pairs = NULL;
+static const char *missing_pairs(void) { return "a build with kernels of bfloat16 pairs"; }
+#endif
 
 /* To the nearest even; subnormal numbers, before or after, are 0. */
 static uint32_t rounded(float x) {
@@ -22,7 +32,7 @@ static void check_bits(const char *word, int lane, float actual, uint32_t want) 
 }
 
 static void halves_are_rounded_and_told_apart(void) {
-    const pair_vocabulary *x = &vocabulary_avx512bf16;
+    const pair_vocabulary *x = pairs;
     uint64_t state = 5;
     for (int round = 0; round < rounds; round++) {
         float even[lanes], odd[lanes], word[lanes], low[lanes], high[lanes];
@@ -39,10 +49,11 @@ static void halves_are_rounded_and_told_apart(void) {
     }
 }
 
+/* Rows are multiples of 8 channels: vectors of more may end with fewer, or be past the end. */
 static void rows_are_paired(void) {
-    const pair_vocabulary *x = &vocabulary_avx512bf16;
+    const pair_vocabulary *x = pairs;
     uint64_t state = 6;
-    for (int64_t count = 0; count <= x->width; count += 8) {
+    for (int64_t count = x->width < 8 ? x->width : 0; count <= x->width; count += 8) {
         uint16_t *even = test_alloc((size_t)count * 2), *odd = test_alloc((size_t)count * 2);
         float word[lanes];
         for (int64_t i = 0; i < count; i++) {
@@ -58,9 +69,10 @@ static void rows_are_paired(void) {
     }
 }
 
-/* Products of bfloat16 are exact in double precision; the two additions round. */
+/* Products of bfloat16 are exact in double precision; each of the two additions is off by less than
+ * a unit in the last place of what it adds up to, in whatever direction it rounds. */
 static void dots_are_sums_of_products(void) {
-    const pair_vocabulary *x = &vocabulary_avx512bf16;
+    const pair_vocabulary *x = pairs;
     uint64_t state = 7;
     for (int round = 0; round < rounds; round++) {
         float part[4][lanes], a[lanes], b[lanes], sum[lanes], to[lanes];
@@ -72,12 +84,50 @@ static void dots_are_sums_of_products(void) {
         }
         x->join(a, part[0], part[1]);
         x->join(b, part[2], part[3]);
+        x->dot(to, a, b, sum); /* the first word of a, every word of b */
+        for (int i = 0; i < x->width; i++) {
+            const double even = (double)part[0][0] * (double)part[2][i];
+            const double odd = (double)part[1][0] * (double)part[3][i];
+            const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
+            const double step = (double)FLT_EPSILON;
+            CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, (2 + step) * step * size);
+        }
+    }
+}
+
+static void dots_of_special_numbers(void) {
+    static const struct {
+        float even, odd, sum, want; /* of even * 1 + odd * 2^20 + sum */
+    } cases[] = {
+        {0x1p-130F, 0x1p-130F, 0x1p-130F, 0}, /* subnormal numbers count as 0 */
+        {0x1p-126F, 0, -0x1p-127F, 0x1p-126F},
+        {INFINITY, 1, 1, INFINITY},
+        {1, -INFINITY, 1, -INFINITY},
+        {INFINITY, -INFINITY, 1, NAN},
+        {1, 1, -INFINITY, -INFINITY},
+        {INFINITY, 1, -INFINITY, NAN},
+        {1, NAN, 1, NAN},
+        {1, 1, NAN, NAN},
+        {0, 0x1p127F, 0, INFINITY},        /* a product beyond all numbers */
+        {0x1p127F, 0, 0x1p127F, INFINITY}, /* a sum */
+    };
+    const pair_vocabulary *x = pairs;
+    float one[lanes], factor[lanes], b[lanes];
+    for (int i = 0; i < lanes; i++) {
+        one[i] = 1;
+        factor[i] = 0x1p20F;
+    }
+    x->join(b, one, factor);
+    for (int c = 0; c < TEST_COUNT(cases); c++) {
+        float a[lanes], sum[lanes], to[lanes];
+        for (int i = 0; i < lanes; i++) { /* as words: conversion loses subnormal numbers */
+            a[i] = bits_to_float((float_to_bits(cases[c].odd) & 0xffff0000) |
+                                 float_to_bits(cases[c].even) >> 16);
+            sum[i] = cases[c].sum;
+        }
         x->dot(to, a, b, sum);
         for (int i = 0; i < x->width; i++) {
-            const double even = (double)part[0][i] * (double)part[2][i];
-            const double odd = (double)part[1][i] * (double)part[3][i];
-            const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
-            CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, 2 * (double)FLT_EPSILON * size);
+            check_lane("vf_dot", i, to[i], cases[c].want);
         }
     }
 }
@@ -86,21 +136,13 @@ static const test_entry tests[] = {
     TEST(halves_are_rounded_and_told_apart),
     TEST(rows_are_paired),
     TEST(dots_are_sums_of_products),
+    TEST(dots_of_special_numbers),
 };
 
 int main(void) {
-    if (fdma_missing_avx512bf16() != NULL) {
-        printf("skipped: this machine lacks %s\n", fdma_missing_avx512bf16());
+    if (missing_pairs() != NULL) {
+        printf("skipped: this machine lacks %s\n", missing_pairs());
         return 0;
     }
     return test_run(tests, TEST_COUNT(tests));
 }
-
-#else
-
-int main(void) {
-    printf("skipped: this build has no kernels of bfloat16 pairs\n");
-    return 0;
-}
-
-#endif

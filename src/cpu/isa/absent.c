@@ -22,7 +22,7 @@ static const kernel_row rows[] = {
     ABSENT_ROWS("cpu/avx512bf16", missing_x86), ABSENT_ROWS("cpu/avx2", missing_x86),
 #endif
 #if !defined(FDMA_HAVE_NEON)
-    ABSENT_ROWS("cpu/neon", missing_arm),
+    ABSENT_ROWS("cpu/neon", missing_arm),       ABSENT_ROWS("cpu/neonbf16", missing_arm),
 #endif
 };
 

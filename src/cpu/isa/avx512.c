@@ -10,6 +10,6 @@
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
-static const kernel_row rows[] = {CPU_ROWS("cpu/avx512", fdma_missing_avx512, fdma_refuses_avx512)};
+static const kernel_row rows[] = {CPU_ROWS("cpu/avx512", fdma_missing_avx512, fdma_refuses_slow)};
 
 const kernel_table fdma_cpu_avx512 = {rows, sizeof rows / sizeof rows[0]};

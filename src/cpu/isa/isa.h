@@ -17,6 +17,7 @@ extern const kernel_table fdma_cpu_amx;
 extern const kernel_table fdma_cpu_avx512bf16;
 extern const kernel_table fdma_cpu_avx2;
 extern const kernel_table fdma_cpu_neon;
+extern const kernel_table fdma_cpu_neonbf16;
 extern const kernel_table fdma_cpu_absent; /* rows of points for other architectures */
 extern const kernel_table fdma_cpu_scalar;
 
@@ -25,10 +26,11 @@ const char *fdma_missing_avx512bf16(void);
 const char *fdma_missing_amx(void);
 const char *fdma_missing_avx2(void);
 const char *fdma_missing_neon(void);
+const char *fdma_missing_neonbf16(void);
 const char *fdma_missing_scalar(void);
 
 const char *fdma_refuses_wide(const fdma_problem *problem);
-const char *fdma_refuses_avx512(const fdma_problem *problem);
+const char *fdma_refuses_slow(const fdma_problem *problem);
 const char *fdma_refuses_singles(const fdma_problem *problem);
 
 #endif

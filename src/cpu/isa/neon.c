@@ -9,6 +9,6 @@
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
-static const kernel_row rows[] = {CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_wide)};
+static const kernel_row rows[] = {CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_slow)};
 
 const kernel_table fdma_cpu_neon = {rows, sizeof rows / sizeof rows[0]};

@@ -56,7 +56,7 @@ INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t
                 lanes[m] = vf_load(q + m * vf_width);
             UNROLL
             for (int key = 0; key < score_keys; key++) {
-                const vf word = vf_set(row[key][w]);
+                const vf_word word = vf_load_word(row[key] + w);
                 UNROLL
                 for (int m = from; m < tile_vectors; m++)
                     s[key][m] = vf_dot(word, lanes[m], s[key][m]);
@@ -83,7 +83,7 @@ INLINE void add_values(float *out, int from, const float *values, const float *w
             lanes[m] = vf_load(weights + m * vf_width);
         UNROLL
         for (int c = 0; c < value_channels; c++) {
-            const vf word = vf_set(values[c]);
+            const vf_word word = vf_load_word(values + c);
             UNROLL
             for (int m = from; m < tile_vectors; m++)
                 o[c][m] = vf_dot(word, lanes[m], o[c][m]);

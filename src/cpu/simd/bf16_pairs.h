@@ -5,7 +5,11 @@
 
 enum { terms = 2 };
 
-static inline vf vf_dot(vf word, vf lanes, vf sum) {
+typedef vf vf_word;
+
+static inline vf_word vf_load_word(const float *p) { return vf_set(*p); }
+
+static inline vf vf_dot(vf_word word, vf lanes, vf sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)word, (__m512bh)lanes);
 }
 

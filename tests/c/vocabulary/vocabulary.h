@@ -39,14 +39,14 @@ typedef struct vocabulary {
     void (*scale2)(float *to, const float *fraction, const float *x);
 } vocabulary;
 
-/* Words of two bfloat16, of which there is one set. */
+/* Words of two bfloat16. Of dot's `word` the first one counts, for every lane. */
 typedef struct pair_vocabulary {
     int width;
     void (*load_pairs)(float *to, const uint16_t *even, const uint16_t *odd, int64_t count);
     void (*join)(float *to, const float *even, const float *odd);
     void (*even)(float *to, const float *word);
     void (*odd)(float *to, const float *word);
-    void (*dot)(float *to, const float *a, const float *b, const float *sum);
+    void (*dot)(float *to, const float *word, const float *x, const float *sum);
 } pair_vocabulary;
 
 /* One for each file beside this one; to be called only where the CPU can. */
@@ -55,5 +55,6 @@ extern const vocabulary vocabulary_avx2;
 extern const vocabulary vocabulary_avx512;
 extern const vocabulary vocabulary_neon;
 extern const pair_vocabulary vocabulary_avx512bf16;
+extern const pair_vocabulary vocabulary_neonbf16;
 
 #endif /* VOCABULARY_H */

@@ -1,0 +1,52 @@
+/* Products of bfloat16 on NEON with FEAT_BF16: a word is two channels, or two keys, the even one in
+ * its low half. Products are exact; sums are float32, rounded to odd, and subnormal numbers count
+ * as 0, as BFDOT does while FPCR.EBF is clear, which flush_subnormals sees to. */
+#ifndef FDMA_CPU_SIMD_NEON_BF16_PAIRS_H
+#define FDMA_CPU_SIMD_NEON_BF16_PAIRS_H
+
+#include <string.h>
+
+enum { terms = 2 };
+
+/* In the lowest lane, from where BFDOT takes it for every lane: loads that fill all lanes cost a
+ * vector operation each. */
+typedef bfloat16x4_t vf_word;
+
+static inline vf_word vf_load_word(const float *p) {
+    uint32_t bits;
+    memcpy(&bits, p, sizeof bits);
+    // in this form both gcc and clang make it one scalar load
+    return vreinterpret_bf16_u32(vset_lane_u32(bits, vdup_n_u32(0), 0));
+}
+
+static inline vf vf_dot(vf_word word, vf lanes, vf sum) {
+    return vbfdotq_lane_f32(sum, vreinterpretq_bf16_f32(lanes), word, 0);
+}
+
+/* The words of channels d, d + 1, ... of two rows; `count` is the whole width, as in neon.h. */
+static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_t d,
+                               int64_t count) {
+    (void)count;
+    const uint16x4_t none = vdup_n_u16(0);
+    const uint16x8_t low = vcombine_u16(vld1_u16(even + d), none);
+    const uint16x8_t high = vcombine_u16(vld1_u16(odd + d), none);
+    return vreinterpretq_f32_u16(vzip1q_u16(low, high));
+}
+
+/* Two vectors of floats, rounded to the nearest even, as words. */
+static inline vf vf_join(vf even, vf odd) {
+    const uint16x8_t low = vreinterpretq_u16_bf16(vcvtq_low_bf16_f32(even));
+    const uint16x8_t high = vreinterpretq_u16_bf16(vcvtq_low_bf16_f32(odd));
+    return vreinterpretq_f32_u16(vzip1q_u16(low, high));
+}
+
+static inline vf vf_even(vf word) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(word), 16));
+}
+
+static inline vf vf_odd(vf word) {
+    const uint32x4_t high = vdupq_n_u32(0xffff0000);
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(word), high));
+}
+
+#endif

@@ -1,0 +1,39 @@
+/* pairs.h - the words of bfloat16 pairs that were included before, as functions on arrays, with
+ * subnormal numbers flushed as in the kernels: not every CPU has their conversions do so by
+ * themselves. */
+#ifndef VOCABULARY_PAIRS_H
+#define VOCABULARY_PAIRS_H
+
+#include "vocabulary.h"
+
+static void word_load_pairs(float *to, const uint16_t *even, const uint16_t *odd, int64_t count) {
+    vf_store(to, vf_load_pairs(even, odd, 0, count));
+}
+
+static void word_join(float *to, const float *even, const float *odd) {
+    const uint32_t old = flush_subnormals();
+    vf_store(to, vf_join(vf_load(even), vf_load(odd)));
+    restore_rounding(old);
+}
+
+static void word_even(float *to, const float *word) { vf_store(to, vf_even(vf_load(word))); }
+
+static void word_odd(float *to, const float *word) { vf_store(to, vf_odd(vf_load(word))); }
+
+static void word_dot(float *to, const float *word, const float *x, const float *sum) {
+    const uint32_t old = flush_subnormals();
+    vf_store(to, vf_dot(vf_load_word(word), vf_load(x), vf_load(sum)));
+    restore_rounding(old);
+}
+
+#define VOCABULARY_PAIRS                                                                           \
+    {                                                                                              \
+        .width = vf_width,                                                                         \
+        .load_pairs = word_load_pairs,                                                             \
+        .join = word_join,                                                                         \
+        .even = word_even,                                                                         \
+        .odd = word_odd,                                                                           \
+        .dot = word_dot,                                                                           \
+    }
+
+#endif /* VOCABULARY_PAIRS_H */
