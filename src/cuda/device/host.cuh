@@ -43,7 +43,8 @@ static fdma_status launch(const char *what, void (*kernel)(Params...), const lau
         cluster->val.clusterDim.y = 1;
         cluster->val.clusterDim.z = 1;
     }
-    if (shape.after_dependency) {
+    const cuda_facts *const facts = fdma_cuda_facts(problem->exec.device);
+    if (shape.after_dependency && facts->capability >= 90) {
         cudaLaunchAttribute *const overlap = &attributes[config.numAttrs++];
         overlap->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlap->val.programmaticStreamSerializationAllowed = 1;

@@ -31,4 +31,19 @@ __device__ static inline uint4 ld_global_nc_no_allocate(const void *address) {
     return x;
 }
 
+/* Waits until the kernel ahead in the stream has ended and its writes can be seen; for kernels
+ * launched with after_dependency. */
+__device__ static inline void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* Lets the kernel behind in the stream start, if it was launched with after_dependency. */
+__device__ static inline void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 #endif

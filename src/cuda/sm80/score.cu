@@ -1,10 +1,11 @@
 /* Score and bias of each key on any device from compute capability 8.0: v times dt_proj on the
  * tensor cores, reading v once, then softplus and the coefficient.
  *
- * A warp takes 16 or 32 keys and 8, 16 or 32 kv heads. Channels of v go from memory straight into
- * the registers where mma.sync wants them: it sums over channels in any order, as long as keys and
- * weights agree on it, so that each lane loads 16 bytes, 8 channels, at a time. arrange_weights()
- * lays dt_proj out in that order. A float32 dt_proj becomes a sum of three numbers of v's type. */
+ * A block takes some keys and 8, 16 or 32 kv heads; its warps share out the channels, and add up
+ * their sums in order. Channels of v go from memory straight into the registers where mma.sync
+ * wants them: it sums over channels in any order, as long as keys and weights agree on it, so that
+ * each lane loads 16 bytes, 8 channels, at a time. arrange_weights() lays out dt_proj likewise.
+ * A float32 dt_proj becomes a sum of three numbers of v's type. */
 #include "cuda/device/element.cuh"
 #include "cuda/device/host.cuh"
 #include "cuda/device/ptx.cuh"
@@ -12,14 +13,30 @@
 static constexpr int mma_keys = 16, mma_heads = 8;
 static constexpr int lane_channels = 8;  // of one 16-byte load
 static constexpr int step_channels = 32; // of the four lanes that share a row: two mma
-static constexpr int ahead_steps = 4;    // whose loads are in flight at once
-static constexpr int score_warps = 4;
+static constexpr int score_threads = 256;
 static constexpr int arrange_threads = 256;
+
+/* How a block is cut. */
+template <typename element_, int head_tiles_, int key_tiles_, int channel_warps_, int ahead_>
+struct score_config {
+    using element = element_;
+    static constexpr int head_tiles = head_tiles_; // mma tiles of each warp
+    static constexpr int key_tiles = key_tiles_;
+    static constexpr int channel_warps = channel_warps_; // that share out the channels
+    static constexpr int ahead = ahead_;                 // steps whose loads are in flight
+    static constexpr int heads = head_tiles * mma_heads; // of a block
+    static constexpr int warp_keys = key_tiles * mma_keys;
+    static constexpr int keys = score_threads / 32 / channel_warps * warp_keys; // of a block
+    static constexpr int pitch = keys + 4; // 4 lanes with neighbouring heads: other banks
+    struct shared {
+        float sums[channel_warps][heads][pitch];
+    };
+};
 
 /* What the weights of one kv head were multiplied by, and its coefficient. */
 struct head_facts {
+    float scale;
     float a;
-    float unscale;
 };
 
 struct score_params {
@@ -32,8 +49,9 @@ struct score_params {
     uint4 *weights; // [parts][steps][heads / mma_heads][32 lanes]
     head_facts *facts;
     int64_t kv_len;
-    int32_t kv_heads, head_dim, parts, steps;
-    int32_t heads; // kv_heads, up to a whole number of a warp's
+    int32_t kv_heads, head_dim, parts;
+    int32_t steps; // of step_channels, up to a whole number for every warp
+    int32_t heads; // kv_heads, up to a whole number of a block's
     fdma_bias_form bias_form;
     bool wide_dt_proj, wide_a; // float32, beside v's type
     bool is_aligned;           // v may be loaded 16 bytes at a time
@@ -46,24 +64,27 @@ __device__ static float load_weight(const score_params &params, int g, int chann
                                : to_float(((const T *)params.dt_proj)[at]);
 }
 
-/* A power of two that brings a head's largest weight up to 2^14, where float16 is densest; bfloat16
- * has float32's exponents. */
-template <typename T> __device__ static float find_scale(const score_params &params, int g) {
+/* Block g finds the power of two that brings kv head g's largest weight up to 2^14, where float16
+ * is densest, and which bfloat16, with float32's exponents, can do without. */
+template <typename T>
+__global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
     __shared__ float most_of_warp[arrange_threads / 32];
-    const int channels = params.kv_heads * params.head_dim;
+    const int g = blockIdx.x, channels = params.kv_heads * params.head_dim;
     float most = 0;
-    if (params.parts == 1 || is_bfloat16<T>())
-        return 1;
-    for (int channel = threadIdx.x; channel < channels; channel += arrange_threads)
-        most = fmaxf(most, fabsf(load_weight<T>(params, g, channel)));
+    if (!is_bfloat16<T>() && params.parts > 1)
+        for (int channel = threadIdx.x; channel < channels; channel += arrange_threads)
+            most = fmaxf(most, fabsf(load_weight<T>(params, g, channel)));
     for (int lane = 16; lane > 0; lane /= 2)
         most = fmaxf(most, __shfl_xor_sync(~0u, most, lane));
     if (threadIdx.x % 32 == 0)
         most_of_warp[threadIdx.x / 32] = most;
     __syncthreads();
+    if (threadIdx.x > 0)
+        return;
     for (int warp = 0; warp < arrange_threads / 32; warp++)
         most = fmaxf(most, most_of_warp[warp]);
-    return most > 0 && most < INFINITY ? exp2f(14.0f - floorf(log2f(most))) : 1;
+    const bool is_scaled = most > 0 && most < INFINITY;
+    params.facts[g].scale = is_scaled ? exp2f(14 - floorf(log2f(most))) : 1;
 }
 
 /* Part `part` of x: each takes the upper bits of what those before it left over. */
@@ -73,47 +94,46 @@ template <typename T> __device__ static T take_part(float x, int part) {
     return from_float_toward_zero<T>(x);
 }
 
-/* Block g writes the weights of kv head g; heads past the last, and channels, are zeros. */
-template <typename T> __global__ void arrange_weights(const score_params params) {
-    const int g = blockIdx.x, channels = params.kv_heads * params.head_dim;
-    const bool is_head = g < params.kv_heads;
-    const float scale = is_head ? find_scale<T>(params, g) : 1;
-    const int row = params.steps * step_channels;
-    T *const weights = (T *)params.weights;
-    for (int at = threadIdx.x; at < params.parts * row; at += arrange_threads) {
-        const int part = at / row, channel = at % row;
-        const float x = is_head && channel < channels ? load_weight<T>(params, g, channel) : 0;
-        const int step = channel / step_channels, quarter = channel / lane_channels % 4;
-        const int64_t group =
-            ((int64_t)part * params.steps + step) * (params.heads / mma_heads) + g / mma_heads;
-        const int64_t lane = g % mma_heads * 4 + quarter;
-        weights[(group * 32 + lane) * lane_channels + channel % lane_channels] =
-            take_part<T>(x * scale, part);
+/* A thread writes what one lane loads of one step: 8 channels of a kv head, in all parts. Heads and
+ * channels past the last are zeros. */
+template <typename T>
+__global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_params params) {
+    const int index = blockIdx.x * arrange_threads + threadIdx.x, tiles = params.heads / mma_heads;
+    const int lane = index % 32, tile = index / 32 % tiles, step = index / 32 / tiles;
+    const int g = tile * mma_heads + lane / 4, channels = params.kv_heads * params.head_dim;
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    if (step >= params.steps)
+        return;
+    const float scale = g < params.kv_heads && params.parts > 1 ? params.facts[g].scale : 1;
+    for (int part = 0; part < params.parts; part++) {
+        alignas(16) T elements[lane_channels];
+        for (int i = 0; i < lane_channels; i++) {
+            const int channel = step * step_channels + lane % 4 * lane_channels + i;
+            const bool is_weight = g < params.kv_heads && channel < channels;
+            const float x = is_weight ? load_weight<T>(params, g, channel) * scale : 0;
+            elements[i] = take_part<T>(x, part);
+        }
+        params.weights[(int64_t)part * params.steps * tiles * 32 + index] =
+            *(const uint4 *)elements;
     }
-    if (threadIdx.x == 0 && is_head) {
+    if (step == 0 && lane % 4 == 0 && g < params.kv_heads) {
         const float a =
             params.wide_a ? ((const float *)params.a)[g] : to_float(((const T *)params.a)[g]);
-        params.facts[g] = {a, 1 / scale};
+        params.facts[g] = {scale, a};
     }
 }
 
-/* A key's row of v as one lane reads it: `channel`, `channel` + step_channels, ... */
-struct row_reader {
-    const void *row; // NULL: a key that is not there, or not valid
-    int channel;
-};
-
-/* 8 channels of v, beginning at `channel` of the row of all heads; zeros past its end. */
+/* Where the row of key j begins; NULL: it is not there, or not valid. */
 template <typename T>
-__device__ static uint4 load_channels(const score_params &params, const row_reader &reader,
-                                      int step) {
-    const int channel = reader.channel + step * step_channels;
-    const int g = channel / params.head_dim;
-    if (reader.row == NULL || g >= params.kv_heads)
-        return make_uint4(0, 0, 0, 0);
-    const T *const from =
-        (const T *)reader.row + g * params.v_head + (channel - g * params.head_dim);
-    if (params.is_aligned)
+__device__ static const T *find_row(const score_params &params, int64_t b, int64_t j) {
+    const bool valid = j < params.kv_len && (params.key_valid == NULL ||
+                                             params.key_valid[b * params.valid_batch + j] != 0);
+    return valid ? (const T *)params.v + b * params.v_batch + j * params.v_row : NULL;
+}
+
+template <typename T> __device__ static uint4 load_channels(const T *from, bool is_aligned) {
+    if (is_aligned)
         return ld_global_nc_no_allocate(from);
     alignas(16) T elements[lane_channels];
     for (int i = 0; i < lane_channels; i++)
@@ -121,33 +141,44 @@ __device__ static uint4 load_channels(const score_params &params, const row_read
     return *(const uint4 *)elements;
 }
 
-template <typename T>
-__device__ static row_reader read_row(const score_params &params, int64_t b, int64_t j) {
-    const bool valid = j < params.kv_len && (params.key_valid == NULL ||
-                                             params.key_valid[b * params.valid_batch + j] != 0);
-    const T *const row = (const T *)params.v + b * params.v_batch + j * params.v_row;
-    return {valid ? row : NULL, (int)(threadIdx.x % 4) * lane_channels};
+/* One step of a warp's rows, lane / 4 and that + 8 of each mma tile: the channels of this lane,
+ * zeros past the last. */
+template <typename config>
+__device__ static void
+load_step(uint4 (&keys)[config::key_tiles][2], const score_params &params,
+          const typename config::element *const (&rows)[config::key_tiles][2], int step) {
+    const int channel = step * step_channels + threadIdx.x % 4 * lane_channels;
+    const int g = channel / params.head_dim;
+    const int64_t offset = g * params.v_head + (channel - g * params.head_dim);
+#pragma unroll
+    for (int m = 0; m < config::key_tiles; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            keys[m][half] = rows[m][half] != NULL && g < params.kv_heads
+                                ? load_channels(rows[m][half] + offset, params.is_aligned)
+                                : make_uint4(0, 0, 0, 0);
 }
 
 /* The products of one step, with all parts of the weights. The first mma takes the first half of
  * each lane's channels, the second the second half. */
-template <typename T, int head_tiles, int key_tiles>
-__device__ static void multiply_step(float (&sums)[key_tiles][head_tiles][4],
-                                     const uint4 (&keys)[key_tiles][2], const score_params &params,
-                                     int step, int first_tile) {
+template <typename config>
+__device__ static void multiply_step(float (&sums)[config::key_tiles][config::head_tiles][4],
+                                     const uint4 (&keys)[config::key_tiles][2],
+                                     const score_params &params, int step) {
     const int tiles = params.heads / mma_heads, lane = threadIdx.x % 32;
     for (int part = 0; part < params.parts; part++) {
 #pragma unroll
-        for (int n = 0; n < head_tiles; n++) {
-            const int64_t group = ((int64_t)part * params.steps + step) * tiles + first_tile + n;
-            const uint4 weight = __ldg(&params.weights[group * 32 + lane]);
+        for (int n = 0; n < config::head_tiles; n++) {
+            const int tile = blockIdx.y * config::head_tiles + n;
+            const int64_t group = ((int64_t)part * params.steps + step) * tiles + tile;
+            const uint4 weight = params.weights[group * 32 + lane];
 #pragma unroll
-            for (int m = 0; m < key_tiles; m++) {
-                const uint4 low = keys[m][0], high = keys[m][1]; // rows lane / 4 and that + 8
+            for (int m = 0; m < config::key_tiles; m++) {
+                const uint4 low = keys[m][0], high = keys[m][1];
                 mma_m16n8k16(sums[m][n], make_uint4(low.x, high.x, low.y, high.y),
-                             make_uint2(weight.x, weight.y), T());
+                             make_uint2(weight.x, weight.y), typename config::element());
                 mma_m16n8k16(sums[m][n], make_uint4(low.z, high.z, low.w, high.w),
-                             make_uint2(weight.z, weight.w), T());
+                             make_uint2(weight.z, weight.w), typename config::element());
             }
         }
     }
@@ -177,7 +208,7 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
     const head_facts facts = params.facts[g];
     const bool valid =
         params.key_valid == NULL || params.key_valid[b * params.valid_batch + j] != 0;
-    float dot = sum * facts.unscale;
+    float dot = sum / facts.scale;
     if (isnan(dot) && params.parts > 1)
         dot = dot_plainly<T>(params, b, j, g);
     const float z = valid ? facts.a * softplus(dot) : -INFINITY;
@@ -188,69 +219,83 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
             params.bias_form == FDMA_BIAS_EXP ? expf(z) : z;
 }
 
-/* Sums of ahead_steps steps stand apart before they are added: tensor cores truncate as they add,
- * which shows in long sums. */
-template <typename T, int head_tiles, int key_tiles>
-__device__ static void multiply_rows(float (&sums)[key_tiles][head_tiles][4],
-                                     const score_params &params,
-                                     const row_reader (&rows)[key_tiles][2], int first_tile) {
-    for (int first = 0; first < params.steps; first += ahead_steps) {
-        uint4 keys[ahead_steps][key_tiles][2];
-        float part[key_tiles][head_tiles][4] = {};
+/* The sums of a warp over its share of the channels; loads are `ahead` steps before products. */
+template <typename config>
+__device__ static void
+multiply_rows(float (&sums)[config::key_tiles][config::head_tiles][4], const score_params &params,
+              const typename config::element *const (&rows)[config::key_tiles][2]) {
+    const int span = params.steps / config::channel_warps;
+    const int first = threadIdx.x / 32 % config::channel_warps * span, end = first + span;
+    uint4 keys[config::ahead][config::key_tiles][2];
 #pragma unroll
-        for (int step = 0; step < ahead_steps; step++)
+    for (int slot = 0; slot < config::ahead; slot++)
+        if (first + slot < end)
+            load_step<config>(keys[slot], params, rows, first + slot);
+    griddepcontrol_wait(); // for the weights
+    for (int step = first; step < end; step += config::ahead)
 #pragma unroll
-            for (int m = 0; m < key_tiles; m++)
+        for (int slot = 0; slot < config::ahead; slot++)
+            if (step + slot < end) {
+                multiply_step<config>(sums, keys[slot], params, step + slot);
+                if (step + slot + config::ahead < end)
+                    load_step<config>(keys[slot], params, rows, step + slot + config::ahead);
+            }
+}
+
+/* Lays out a warp's sums for the block to add up. */
+template <typename config>
+__device__ static void share_sums(typename config::shared *shared,
+                                  const float (&sums)[config::key_tiles][config::head_tiles][4],
+                                  int first_key) {
+    const int lane = threadIdx.x % 32, share = threadIdx.x / 32 % config::channel_warps;
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    keys[step][m][half] = load_channels<T>(params, rows[m][half], first + step);
+    for (int m = 0; m < config::key_tiles; m++)
 #pragma unroll
-        for (int step = 0; step < ahead_steps; step++)
-            multiply_step<T>(part, keys[step], params, first + step, first_tile);
+        for (int n = 0; n < config::head_tiles; n++)
 #pragma unroll
-        for (int m = 0; m < key_tiles; m++)
+            for (int i = 0; i < 4; i++)
+                shared->sums[share][n * mma_heads + lane % 4 * 2 + i % 2]
+                            [first_key + m * mma_keys + lane / 4 + i / 2 * 8] = sums[m][n][i];
+}
+
+template <typename config>
+__global__ void __launch_bounds__(score_threads, 1) score_keys(const score_params params) {
+    using element = typename config::element;
+    extern __shared__ float memory[];
+    typename config::shared *const shared = (typename config::shared *)memory;
+    const int lane = threadIdx.x % 32;
+    const int64_t b = blockIdx.z, block_key = (int64_t)blockIdx.x * config::keys;
+    const int warp_key = threadIdx.x / 32 / config::channel_warps * config::warp_keys;
+    const element *rows[config::key_tiles][2];
+    float sums[config::key_tiles][config::head_tiles][4] = {};
 #pragma unroll
-            for (int n = 0; n < head_tiles; n++)
+    for (int m = 0; m < config::key_tiles; m++)
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    sums[m][n][i] += part[m][n][i];
+        for (int half = 0; half < 2; half++)
+            rows[m][half] = find_row<element>(
+                params, b, block_key + warp_key + m * mma_keys + lane / 4 + half * 8);
+    multiply_rows<config>(sums, params, rows);
+    share_sums<config>(shared, sums, warp_key);
+    __syncthreads();
+    for (int index = threadIdx.x; index < config::heads * config::keys; index += score_threads) {
+        const int key = index % config::keys, head = index / config::keys;
+        float sum = 0;
+#pragma unroll
+        for (int share = 0; share < config::channel_warps; share++)
+            sum += shared->sums[share][head][key];
+        write_score<element>(params, b, block_key + key, blockIdx.y * config::heads + head, sum);
     }
 }
 
-template <typename T, int head_tiles, int key_tiles>
-__global__ void __launch_bounds__(score_warps * 32, 2) score_keys(const score_params params) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t b = blockIdx.z;
-    const int64_t first_key =
-        ((int64_t)blockIdx.x * score_warps + warp) * key_tiles * mma_keys + lane / 4;
-    const int first_tile = blockIdx.y * head_tiles;
-    row_reader rows[key_tiles][2];
-    float sums[key_tiles][head_tiles][4] = {};
-#pragma unroll
-    for (int m = 0; m < key_tiles; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            rows[m][half] = read_row<T>(params, b, first_key + m * mma_keys + half * 8);
-    multiply_rows<T>(sums, params, rows, first_tile);
-#pragma unroll
-    for (int m = 0; m < key_tiles; m++)
-#pragma unroll
-        for (int n = 0; n < head_tiles; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                write_score<T>(params, b, first_key + m * mma_keys + i / 2 * 8,
-                               (first_tile + n) * mma_heads + lane % 4 * 2 + i % 2, sums[m][n][i]);
-}
-
-/* mma tiles of kv heads that a warp takes. */
-static int head_tiles_of(const fdma_problem *problem) {
-    return problem->kv_heads <= 8 ? 1 : problem->kv_heads <= 16 ? 2 : 4;
-}
+/* The blocks for up to 8, up to 16, and more kv heads. */
+template <typename T> using few_heads = score_config<T, 1, 2, 8, 4>;
+template <typename T> using some_heads = score_config<T, 2, 2, 8, 4>;
+template <typename T> using many_heads = score_config<T, 4, 4, 4, 2>;
 
 static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     const fdma_tensor *const v = &problem->v;
-    const int warp_heads = head_tiles_of(problem) * mma_heads;
-    const int step_block = step_channels * ahead_steps;
+    const int64_t block_heads = problem->kv_heads <= 8 ? 8 : problem->kv_heads <= 16 ? 16 : 32;
+    const int64_t share = step_channels * (score_threads / 32); // whole steps for every warp
     const int64_t channels = problem->kv_heads * problem->head_dim;
     const int64_t strides = v->stride[0] | v->stride[1] | v->stride[2];
     score_params params = {};
@@ -273,8 +318,8 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.kv_heads = (int32_t)problem->kv_heads;
     params.head_dim = (int32_t)problem->head_dim;
     params.parts = problem->dt_proj.dtype == FDMA_FLOAT32 ? 3 : 1;
-    params.steps = (int32_t)((channels + step_block - 1) / step_block * ahead_steps);
-    params.heads = (int32_t)((problem->kv_heads + warp_heads - 1) / warp_heads * warp_heads);
+    params.steps = (int32_t)((channels + share - 1) / share * share / step_channels);
+    params.heads = (int32_t)((problem->kv_heads + block_heads - 1) / block_heads * block_heads);
     params.bias_form = problem->bias_form;
     params.wide_dt_proj = problem->dt_proj.dtype == FDMA_FLOAT32;
     params.wide_a = problem->a.dtype == FDMA_FLOAT32;
@@ -292,30 +337,38 @@ static size_t workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
-template <typename T, int head_tiles, int key_tiles>
+template <typename T>
+static fdma_status launch_arrange(const fdma_problem *problem, const score_params &params) {
+    const unsigned threads = (unsigned)(params.steps * (params.heads / mma_heads) * 32);
+    launch_shape scales, arrange;
+    scales.grid = dim3((unsigned)params.kv_heads);
+    scales.block = arrange.block = dim3(arrange_threads);
+    arrange.grid = dim3((threads + arrange_threads - 1) / arrange_threads);
+    arrange.after_dependency = params.parts > 1;
+    if (params.parts > 1)
+        FDMA_TRY(launch("score", find_scales<T>, scales, problem, params));
+    return launch("score", arrange_weights<T>, arrange, problem, params);
+}
+
+template <typename config>
 static fdma_status launch_score(const fdma_problem *problem, const score_params &params) {
-    const int64_t block_keys = score_warps * key_tiles * mma_keys;
-    launch_shape arrange, score;
-    arrange.grid = dim3((unsigned)params.heads);
-    arrange.block = dim3(arrange_threads);
-    score.grid =
-        dim3((unsigned)((problem->kv_len + block_keys - 1) / block_keys),
-             (unsigned)(params.heads / (head_tiles * mma_heads)), (unsigned)problem->batch);
-    score.block = dim3(score_warps * 32);
-    FDMA_TRY(launch("score", arrange_weights<T>, arrange, problem, params));
-    return launch("score", score_keys<T, head_tiles, key_tiles>, score, problem, params);
+    launch_shape score;
+    score.grid = dim3((unsigned)((problem->kv_len + config::keys - 1) / config::keys),
+                      (unsigned)(params.heads / config::heads), (unsigned)problem->batch);
+    score.block = dim3(score_threads);
+    score.shared_bytes = sizeof(typename config::shared);
+    score.after_dependency = true;
+    FDMA_TRY(launch_arrange<typename config::element>(problem, params));
+    return launch("score", score_keys<config>, score, problem, params);
 }
 
 template <typename T>
 static fdma_status run_type(const fdma_problem *problem, const score_params &params) {
-    switch (head_tiles_of(problem)) {
-    case 1:
-        return launch_score<T, 1, 1>(problem, params);
-    case 2:
-        return launch_score<T, 2, 2>(problem, params);
-    default:
-        return launch_score<T, 4, 2>(problem, params);
-    }
+    if (problem->kv_heads <= few_heads<T>::heads)
+        return launch_score<few_heads<T>>(problem, params);
+    if (problem->kv_heads <= some_heads<T>::heads)
+        return launch_score<some_heads<T>>(problem, params);
+    return launch_score<many_heads<T>>(problem, params);
 }
 
 static fdma_status run(const fdma_problem *problem) {
