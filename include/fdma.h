@@ -12,6 +12,8 @@
  *       fdma_select()    scores -> which queries keep which keys (a selection: one int32 per key)
  *       fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
  *
+ *   fdma_lists() writes a selection out as lists of keys, for kernels of one's own.
+ *
  * Words. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b, i query, j key,
  * h query head, g = h / (q_heads / kv_heads) kv head, d channel.
  *
@@ -187,7 +189,7 @@ typedef enum fdma_scope {
 typedef struct fdma_selection {
     size_t size;        /* sizeof(fdma_selection) */
     fdma_tensor expiry; /* needed */
-    fdma_tensor slot;   /* optional on the CPU */
+    fdma_tensor slot;   /* optional on the CPU, but for fdma_lists() */
     int64_t window;     /* what the selection was made for */
     int64_t kv_len;
     fdma_scope scope;
@@ -219,6 +221,47 @@ FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 
 /*! fdma_select_workspace() - bytes of workspace for fdma_select(); see fdma_score_workspace(). */
 FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
+
+/* Tile lists */
+
+typedef struct fdma_lists_args {
+    size_t size;                     /* sizeof(fdma_lists_args) */
+    const fdma_selection *selection; /* expiry and slot are needed */
+    fdma_tensor list;  /* output [batch, kv_heads, tiles, width] int32: the keys of each tile */
+    fdma_tensor count; /* output [batch, kv_heads, tiles, 2] int32: how many of them are alive at
+                          the tile's first position; how many there are */
+    int64_t q_len;     /* the queries stand at positions kv_len - q_len to kv_len - 1 */
+    int64_t tile_len;  /* consecutive queries that share a list */
+    int32_t causal;    /* as in fdma_forward_args */
+    int32_t reserved;  /* zero */
+    fdma_exec exec;
+} fdma_lists_args;
+
+/*! fdma_lists() - the keys that each tile of consecutive queries keeps, one list a tile.
+ *  Formula    tile t: queries t * tile_len up to (t + 1) * tile_len - 1, or to the last. p0 its
+ *             first position, p1 its last. Its list:
+ *             the keys alive at p0 (j <= p0 < expiry[j]) in the order of their slots: entry s is
+ *             the key of slot s, for slots 0 to count[0] - 1 are the ones in use;
+ *             then in ascending order those that arrive inside (p0 < j <= p1, expiry[j] > j)
+ *  Shapes     beside each field; tiles = ceil(q_len / tile_len); width at least
+ *             min(window + tile_len - 1, kv_len)
+ *  Units      entries are indices of keys; strides in elements
+ *  Ownership  borrows everything; wants fdma_lists_workspace() bytes: O(threads * window)
+ *  Edge       global scope: kept keys are alive from their own position on, and their slots are in
+ *             ascending order; without causal masking a list has all of them, alive. p0 < 0 (more
+ *             queries than keys): none are alive, and keys arrive from key 0 on. Entries from
+ *             count[1] on are left as they were. Whether a listed key is kept by one query of the
+ *             tile, its expiry says. Exact: bit-equal on every backend. Changed by hand, a
+ *             selection gives wrong lists; their entries are keys from 0 to kv_len - 1 even then
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, too narrow a list, a negative q_len, a
+ *             tile_len below 1, an output that shares elements with another tensor, a selection
+ *             made for another length or scope, or without slots; FDMA_UNSUPPORTED dtypes, an
+ *             unknown or unusable kernel name; FDMA_WORKSPACE_TOO_SMALL
+ *  Source     docs/algorithm.md, slots */
+FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
+
+/*! fdma_lists_workspace() - bytes of workspace for fdma_lists(); see fdma_score_workspace(). */
+FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
 
 /* Forward */
 
@@ -314,7 +357,7 @@ FDMA_API const char *fdma_kernel_name(int32_t index);
 typedef struct fdma_kernel_info {
     size_t size;           /* sizeof(fdma_kernel_info), set by the caller */
     const char *name;      /* such as "cpu/avx512" */
-    const char *operation; /* "score", "select" or "forward" */
+    const char *operation; /* "score", "select", "lists" or "forward" */
     const char *missing; /* NULL if it runs here; else what this machine lacks, such as "avx512f" */
 } fdma_kernel_info;
 
@@ -323,12 +366,13 @@ typedef struct fdma_kernel_info {
  *  Errors     FDMA_INVALID_ARGUMENT an index out of range, size not set */
 FDMA_API fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info);
 
-/*! fdma_score_kernel(), fdma_select_kernel(), fdma_forward_kernel() - which kernel would run these
- *  arguments. Data and workspace may still be NULL.
+/*! fdma_score_kernel(), fdma_select_kernel(), fdma_lists_kernel(), fdma_forward_kernel() - which
+ *  kernel would run these arguments. Data and workspace may still be NULL.
  *  Ownership  *name is a constant
  *  Errors     as the call itself */
 FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name);
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
+FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);
 FDMA_API fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name);
 
 /*! fdma_device_count() - how many values of fdma_exec.device are usable: 1 for the CPU alone. */

@@ -46,7 +46,9 @@ static fdma_status check_workspace(size_t given, size_t wanted) {
 static bool has_work(const fdma_problem *problem) {
     const bool any_output = problem->operation != operation_score || is_present(&problem->score) ||
                             is_present(&problem->bias);
-    const int64_t rows = problem->operation == operation_forward ? problem->q_len : problem->kv_len;
+    const bool by_query =
+        problem->operation == operation_forward || problem->operation == operation_lists;
+    const int64_t rows = by_query ? problem->q_len : problem->kv_len;
     return any_output && problem->batch > 0 && rows > 0;
 }
 
@@ -78,6 +80,12 @@ static fdma_status check_select(const fdma_select_args *args, check_depth depth,
 static fdma_status check_forward(const fdma_forward_args *args, check_depth depth,
                                  fdma_problem *problem) {
     FDMA_TRY(fdma_check_forward(args, depth, problem));
+    return check_place(problem, depth);
+}
+
+static fdma_status check_lists(const fdma_lists_args *args, check_depth depth,
+                               fdma_problem *problem) {
+    FDMA_TRY(fdma_check_lists(args, depth, problem));
     return check_place(problem, depth);
 }
 
@@ -122,6 +130,24 @@ fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes) {
 fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name) {
     fdma_problem problem;
     FDMA_TRY(check_select(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
+fdma_status fdma_lists(const fdma_lists_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(check_lists(args, check_all, &problem));
+    return run(&problem);
+}
+
+fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(check_lists(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(check_lists(args, check_shapes, &problem));
     return kernel_of(&problem, name);
 }
 

@@ -41,18 +41,21 @@ static const option_row rows[] = {
 static const command_line command = {
     .name = "fdma bench",
     .about = "Times cases whose name holds FILTER, or matches it where it has * or ?.",
-    .more = "Cases are causal, batch 1, with one head unless /h32g8 (query and kv heads) follows;\n"
-            "d head_dim, n length, w window. A selected forward counts its selection too. row is\n"
-            "one query, whose selection is not counted, and tiny is one of a few keys.\n"
-            "\n"
-            "ms        median of at least 5 runs\n"
-            "spread    (90th percentile - 10th percentile) / median\n"
-            "GFLOP/s   useful ones: 4 * head_dim for each query, head and key that it keeps\n"
-            "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
-            "          instruction set and on as many threads, run in turn with the case\n"
-            "ns/key    selection only\n"
-            "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
-            "          in turn with the case, as a share of the case's\n",
+    .more =
+        "Cases are causal, batch 1, with one head unless /h32g8 (query and kv heads) follows;\n"
+        "d head_dim, n length, w window. A selected forward counts its selection too. row is\n"
+        "one query, whose selection is not counted, and tiny is one of a few keys.\n"
+        "\n"
+        "ms        median of at least 5 runs\n"
+        "spread    (90th percentile - 10th percentile) / median\n"
+        "GFLOP/s   useful ones: 4 * head_dim for each query, head and key that it keeps\n"
+        "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
+        "          instruction set and on as many threads, run in turn with the case\n"
+        "ns/key    selection and lists, a key and kv head\n"
+        "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
+        "          in turn with the case, as a share of the case's\n"
+        "of fwd    lists: their share of a forward call over the same selection (float32, d128,\n"
+        "          run in turn with the case); t is how many queries share a list\n",
     .operand = "FILTER",
     .operand_offset = offsetof(bench_options, filter),
     .row_count = sizeof rows / sizeof rows[0],
@@ -89,6 +92,10 @@ static void write_json(FILE *stream, const char *name, const char *kernel, int64
         fputs(", \"of_read\": ", stream);
         json_number(stream, figures->of_read);
     }
+    if (!isnan(figures->of_forward)) {
+        fputs(", \"of_forward\": ", stream);
+        json_number(stream, figures->of_forward);
+    }
     fputs("}\n", stream);
 }
 
@@ -106,6 +113,7 @@ static void print_row(const char *name, const char *kernel, const bench_figures 
     print_cell("%.3f", figures->of_peak);
     print_cell("%.2f", figures->ns_per_key);
     print_cell("%.3f", figures->of_read);
+    print_cell("%.4f", figures->of_forward);
     printf("\n");
     fflush(stdout);
 }
@@ -148,7 +156,7 @@ static int bench_one(const bench_options *options, const bench_case *row, const 
 
 /* The case on every kernel of this machine but the reference, which would take hours. */
 static int bench_every_kernel(const bench_options *options, const bench_case *row, FILE *json) {
-    static const char *const operations[] = {"forward", "select", "score", "forward"};
+    static const char *const operations[] = {"forward", "select", "score", "forward", "lists"};
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {
         fdma_kernel_info kernel = {.size = sizeof kernel};
         if (fdma_describe_kernel(index, &kernel) || kernel.missing ||
@@ -164,8 +172,8 @@ static int bench_every_kernel(const bench_options *options, const bench_case *ro
 
 static int bench_cases(const bench_options *options, FILE *json) {
     int code = EXIT_DONE;
-    printf("%-44s %-12s %10s %8s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread", "GFLOP/s",
-           "of peak", "ns/key", "of read");
+    printf("%-44s %-12s %10s %8s %8s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread",
+           "GFLOP/s", "of peak", "ns/key", "of read", "of fwd");
     for (int64_t index = 0; index < bench_case_count() && !code; index++) {
         const bench_case *row = bench_case_at(index);
         if (!matches(row, options->filter))

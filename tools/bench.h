@@ -9,6 +9,7 @@ typedef enum bench_operation {
     BENCH_SELECT,
     BENCH_SCORE,
     BENCH_ATTENTION, /* score, selection and forward in one call */
+    BENCH_LISTS,     /* tile lists of a selection that is there */
 } bench_operation;
 
 typedef enum score_order {
@@ -43,6 +44,10 @@ void bench_case_name(const bench_case *row, char name[BENCH_NAME]);
 /*! bench_case_queries() - its q_len. */
 int64_t bench_case_queries(const bench_case *row);
 
+/*! bench_case_tile() - queries that share a list: those of a tile of 512 rows, a row being a query
+ *  and one of the query heads of its kv head. */
+int64_t bench_case_tile(const bench_case *row);
+
 /*! bench_case_flops() - useful ones; 0 where the case has none. */
 double bench_case_flops(const bench_case *row);
 
@@ -65,12 +70,13 @@ fdma_status run_job(bench_job *job);
 typedef struct bench_figures {
     double ms, spread;
     double useful_gflops, of_peak; /* NaN where the case has no useful FLOP, or no peak is known */
-    double ns_per_key;             /* NaN but for select */
+    double ns_per_key;             /* and kv head; NaN but for select and lists */
     double of_read; /* the time that a plain read takes / ms; NaN where reading is not the work */
+    double of_forward; /* lists: ms / the time of attention over the same selection; else NaN */
 } bench_figures;
 
 /*! measure_job() - times a job in turn with the peak loop and, where reading is the work, a plain
- *  read; returns the status of its calls. */
+ *  read, or with the attention that lists are for; returns the status of its calls. */
 fdma_status measure_job(const bench_case *row, bench_job *job, int threads, bench_figures *figures);
 
 #endif /* FDMA_TOOLS_BENCH_H */

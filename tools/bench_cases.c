@@ -12,6 +12,8 @@
 #define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1, 0}
 #define ROW(dtype, window, q_heads)                                                                \
     {BENCH_FORWARD, dtype, ORDER_IID, 128, 131072, window, q_heads, 8, 1}
+#define LISTS(order, kv_len, window, q_heads, kv_heads)                                            \
+    {BENCH_LISTS, FDMA_FLOAT32, order, 128, kv_len, window, q_heads, kv_heads, 0}
 #define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0}
 
 static const bench_case cases[] = {
@@ -53,6 +55,11 @@ static const bench_case cases[] = {
     SELECT(ORDER_EQUAL),
     SELECT(ORDER_SAWTOOTH),
     SELECT(ORDER_NAN),
+    LISTS(ORDER_IID, 16384, 1024, 1, 1),
+    LISTS(ORDER_IID, 16384, 2048, 1, 1),
+    LISTS(ORDER_IID, 65536, 2048, 1, 1),
+    LISTS(ORDER_RISING, 16384, 2048, 1, 1),
+    LISTS(ORDER_IID, 8192, 2048, 32, 8),
     SCORE(FDMA_FLOAT32, 8),
     SCORE(FDMA_FLOAT32, 32),
     SCORE(FDMA_FLOAT16, 8),
@@ -69,6 +76,11 @@ enum { TINY_KEYS = 64 };
 
 int64_t bench_case_queries(const bench_case *row) { return row->q_len ? row->q_len : row->kv_len; }
 
+int64_t bench_case_tile(const bench_case *row) {
+    enum { TILE_ROWS = 512 };
+    return TILE_ROWS * row->kv_heads / row->q_heads;
+}
+
 int bench_case_reads(const bench_case *row) {
     return row->operation == BENCH_SCORE || (row->q_len == 1 && row->kv_len > TINY_KEYS);
 }
@@ -82,7 +94,7 @@ static const char *form_of(const bench_case *row) {
 }
 
 void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
-    static const char *const operations[] = {"forward", "select", "score", "attention"};
+    static const char *const operations[] = {"forward", "select", "score", "attention", "lists"};
     static const char *const orders[] = {"iid",   "drift",    "rising", "falling",
                                          "equal", "sawtooth", "nan"};
     char form[32] = "";
@@ -90,6 +102,8 @@ void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
     char window[32] = "";
     if (row->operation == BENCH_SELECT)
         snprintf(form, sizeof form, "/%s", orders[row->order]);
+    else if (row->operation == BENCH_LISTS)
+        snprintf(form, sizeof form, "/%s/t%" PRId64, orders[row->order], bench_case_tile(row));
     else
         snprintf(form, sizeof form, "%s/%s/d%" PRId64, form_of(row), dtype_name(row->dtype),
                  row->head_dim);

@@ -14,9 +14,11 @@ struct bench_job {
     bench_operation operation;
     fdma_tensor q, k, v, out, lse;
     fdma_tensor score, bias, dt_proj, a;
+    fdma_tensor list, count;
     fdma_selection selection;
     fdma_score_args score_args;
     fdma_select_args select_args;
+    fdma_lists_args lists_args;
     fdma_forward_args forward_args;
     fdma_attention_args attention_args;
     void *workspace;
@@ -83,6 +85,15 @@ static void fill_scores(const bench_case *row, bench_job *job, uint64_t *state) 
     };
 }
 
+static void allocate_lists(const bench_case *row, bench_job *job) {
+    const int64_t tile = bench_case_tile(row), width = row->window + tile - 1;
+    int64_t shape[] = {1, row->kv_heads, (row->kv_len + tile - 1) / tile,
+                       width < row->kv_len ? width : row->kv_len};
+    job->list = allocate_array(FDMA_INT32, 4, shape);
+    shape[3] = 2;
+    job->count = allocate_array(FDMA_INT32, 4, shape);
+}
+
 static void fill_tensors(const bench_case *row, bench_job *job) {
     const int64_t q_len = bench_case_queries(row);
     const int64_t queries[] = {1, q_len, row->q_heads, row->head_dim};
@@ -95,7 +106,9 @@ static void fill_tensors(const bench_case *row, bench_job *job) {
     if (row->operation == BENCH_SELECT)
         return;
     job->v = random_array(row->dtype, 4, keys, 1, &state);
-    if (row->operation != BENCH_FORWARD) {
+    if (row->operation == BENCH_LISTS) {
+        allocate_lists(row, job);
+    } else if (row->operation != BENCH_FORWARD) {
         // dt is then normal too
         const double scale = 1 / sqrt((double)projection[1]);
         job->dt_proj = random_array(row->dtype, 2, projection, scale, &state);
@@ -131,6 +144,16 @@ static void describe_job(const bench_case *row, const char *kernel, int threads,
         .window = row->window,
         .exec = exec,
     };
+    job->lists_args = (fdma_lists_args){
+        .size = sizeof job->lists_args,
+        .selection = &job->selection,
+        .list = job->list,
+        .count = job->count,
+        .q_len = row->kv_len,
+        .tile_len = row->operation == BENCH_LISTS ? bench_case_tile(row) : 0,
+        .causal = 1,
+        .exec = exec,
+    };
     job->forward_args = (fdma_forward_args){
         .size = sizeof job->forward_args,
         .q = job->q,
@@ -158,7 +181,30 @@ static void describe_job(const bench_case *row, const char *kernel, int threads,
     };
 }
 
-/* Finds the kernel and the workspace; allocates one workspace for every call of the job. */
+/* One workspace for every call of the job. */
+static void give_workspace(bench_job *job, size_t bytes) {
+    fdma_exec *const execs[] = {&job->score_args.exec, &job->select_args.exec,
+                                &job->lists_args.exec, &job->forward_args.exec,
+                                &job->attention_args.exec};
+    job->workspace = allocate(bytes);
+    for (size_t e = 0; e < sizeof execs / sizeof execs[0]; e++) {
+        execs[e]->workspace = job->workspace;
+        execs[e]->workspace_size = bytes;
+    }
+}
+
+/* The attention that lists are held against is whatever would be dispatched. */
+static fdma_status plan_lists(bench_job *job, size_t *bytes) {
+    size_t forward_bytes = 0;
+    job->forward_args.exec.kernel = NULL;
+    fdma_status status = fdma_lists_kernel(&job->lists_args, &job->kernel);
+    status = status ? status : fdma_lists_workspace(&job->lists_args, bytes);
+    status = status ? status : fdma_forward_workspace(&job->forward_args, &forward_bytes);
+    *bytes = forward_bytes > *bytes ? forward_bytes : *bytes;
+    return status;
+}
+
+/* Finds the kernel and the workspace. */
 static fdma_status plan_job(const bench_case *row, bench_job *job) {
     size_t bytes = 0;
     size_t select_bytes = 0;
@@ -182,17 +228,16 @@ static fdma_status plan_job(const bench_case *row, bench_job *job) {
         status = fdma_forward_kernel(&job->forward_args, &job->kernel);
         status = status ? status : fdma_attention_workspace(&job->attention_args, &bytes);
         break;
+    case BENCH_LISTS:
+        status = plan_lists(job, &bytes);
+        if (!status)
+            status = fdma_select_workspace(&job->select_args, &select_bytes);
+        break;
     }
     if (status)
         return status;
     bytes = select_bytes > bytes ? select_bytes : bytes;
-    job->workspace = allocate(bytes);
-    fdma_exec *const execs[] = {&job->score_args.exec, &job->select_args.exec,
-                                &job->forward_args.exec, &job->attention_args.exec};
-    for (size_t e = 0; e < sizeof execs / sizeof execs[0]; e++) {
-        execs[e]->workspace = job->workspace;
-        execs[e]->workspace_size = bytes;
-    }
+    give_workspace(job, bytes);
     return FDMA_OK;
 }
 
@@ -201,7 +246,7 @@ bench_job *open_job(const bench_case *row, const char *kernel, int threads) {
     job->operation = row->operation;
     fill_tensors(row, job);
     describe_job(row, kernel, threads, job);
-    job->selects = row->window > 0 && row->q_len == 0;
+    job->selects = row->window > 0 && row->q_len == 0 && row->operation != BENCH_LISTS;
     if (plan_job(row, job) == FDMA_OK &&
         (row->window == 0 || job->selects || fdma_select(&job->select_args) == FDMA_OK))
         return job;
@@ -220,6 +265,8 @@ void close_job(bench_job *job) {
         job->bias.data,
         job->dt_proj.data,
         job->a.data,
+        job->list.data,
+        job->count.data,
         job->selection.expiry.data,
         job->selection.slot.data,
         job->workspace,
@@ -239,6 +286,8 @@ fdma_status run_job(bench_job *job) {
         return fdma_select(&job->select_args);
     case BENCH_ATTENTION:
         return fdma_attention(&job->attention_args);
+    case BENCH_LISTS:
+        return fdma_lists(&job->lists_args);
     default:
         break;
     }
@@ -268,15 +317,26 @@ static double time_runs(bench_job *job, int64_t runs, fdma_status *status) {
     return (now_ms() - before) / (double)runs;
 }
 
+/* Milliseconds of the attention that lists are for; NaN for other jobs. */
+static double time_forward(const bench_case *row, bench_job *job, fdma_status *status) {
+    const double before = now_ms();
+    if (row->operation != BENCH_LISTS)
+        return (double)NAN;
+    *status = fdma_forward(&job->forward_args);
+    return now_ms() - before;
+}
+
 fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
                         bench_figures *figures) {
     enum { LEAST_RUNS = 5, ENOUGH_MS = 3000 };
     const double sample_ms = 0.1;
     const double flops = bench_case_flops(row);
-    const int keys = row->operation == BENCH_SELECT;
+    const int keys = row->operation == BENCH_SELECT || row->operation == BENCH_LISTS;
+    const double key_count = (double)(row->kv_len * row->kv_heads);
     samples times = {.count = 0};
     samples peaks = {.count = 0};
     samples reads = {.count = 0};
+    samples forwards = {.count = 0};
     peak_loop peak;
     const int has_peak = flops > 0 && prepare_peak(job->kernel, threads, &peak) == 0;
     fdma_status status = run_job(job); // warms up
@@ -288,15 +348,17 @@ fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
             add_sample(&peaks, measure_peak(&peak));
         if (has_peak)
             add_sample(&reads, time_read(row, job, &peak));
+        add_sample(&forwards, time_forward(row, job, &status));
         add_sample(&times, time_runs(job, runs, &status));
     }
     *figures = (bench_figures){
         .ms = median(&times),
         .spread = spread(&times),
         .useful_gflops = flops > 0 ? flops / (median(&times) * 1e6) : (double)NAN,
-        .ns_per_key = keys ? median(&times) * 1e6 / (double)row->kv_len : (double)NAN,
+        .ns_per_key = keys ? median(&times) * 1e6 / key_count : (double)NAN,
     };
     figures->of_read = median(&reads) / median(&times);
+    figures->of_forward = median(&times) / median(&forwards);
     figures->of_peak = figures->useful_gflops / median(&peaks); // NaN without a peak
     return status;
 }

@@ -3,8 +3,9 @@
     tools/bench_table.py FILE [FILE ...]
 
 Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran in
-alternation, time of a plain read as a share of the case's, selection in ns a key, how many times as
-fast as the peer flash_dmattn is. Errors: a file that is not such JSON lines raises ValueError.
+alternation, time of a plain read as a share of the case's, selection and lists in ns a key, lists
+as a share of the attention over their selection, how many times as fast as the peer flash_dmattn
+is. Errors: a file that is not such JSON lines raises ValueError.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ COLUMNS = {
     "of_peak": "of peak",
     "ns_per_key": "ns a key",
     "of_read": "of read",
+    "of_forward": "of forward",
     "ratio": "times as fast",
 }
 DECIMALS = {
@@ -33,6 +35,7 @@ DECIMALS = {
     "of_peak": 2,
     "ns_per_key": 1,
     "of_read": 2,
+    "of_forward": 4,
     "ratio": 2,
 }
 FACTS = {

@@ -97,6 +97,31 @@ static fdma_status judge_select(const check_problem *problem, const char *kernel
     return status;
 }
 
+/* What is beyond a list is 0 in both. */
+static fdma_status judge_lists(const check_problem *problem, const char *kernel,
+                               check_verdict *verdict) {
+    static const int64_t tile_lens[] = {5, 128};
+    const check_case *test = problem->test;
+    fdma_status status = FDMA_OK;
+    *verdict = (check_verdict){0};
+    for (size_t t = 0; t < sizeof tile_lens / sizeof tile_lens[0] && status == FDMA_OK; t++) {
+        const int64_t tiles = (test->q_len + tile_lens[t] - 1) / tile_lens[t];
+        const int64_t list_shape[] = {test->batch, test->kv_heads, tiles, test->kv_len};
+        const int64_t count_shape[] = {test->batch, test->kv_heads, tiles, 2};
+        const fdma_tensor list = check_tensor(FDMA_INT32, 4, list_shape);
+        const fdma_tensor count = check_tensor(FDMA_INT32, 4, count_shape);
+        const fdma_tensor want_list = check_tensor(FDMA_INT32, 4, list_shape);
+        const fdma_tensor want_count = check_tensor(FDMA_INT32, 4, count_shape);
+        status = check_run_lists(problem, "reference", tile_lens[t], want_list, want_count);
+        if (status == FDMA_OK) {
+            status = check_run_lists(problem, kernel, tile_lens[t], list, count);
+        }
+        *verdict = worse(*verdict, worse(check_compare_exact(list, want_list),
+                                         check_compare_exact(count, want_count)));
+    }
+    return status;
+}
+
 static fdma_status judge_forward(const check_problem *problem, const char *kernel,
                                  check_verdict *verdict) {
     const check_case *test = problem->test;
@@ -117,6 +142,7 @@ typedef struct operation_entry {
 static const operation_entry operations[] = {
     {"score", judge_score},
     {"select", judge_select},
+    {"lists", judge_lists},
     {"forward", judge_forward},
 };
 
@@ -129,9 +155,10 @@ static const operation_entry *find_operation(const char *name) {
     return NULL;
 }
 
-/* A selection is of float32 scores, whatever the type of the case: one type is enough. */
+/* A selection is of float32 scores, whatever the type of the case: one type is enough, and for its
+ * lists too. */
 static int concerns(const operation_entry *operation, const check_problem *problem) {
-    return operation->judge != judge_select ||
+    return (operation->judge != judge_select && operation->judge != judge_lists) ||
            (problem->test->window >= 0 && problem->dtype == dtypes[0]);
 }
 

@@ -80,6 +80,8 @@ fdma_status check_run_score(const check_problem *problem, const char *kernel, fd
                             fdma_tensor bias);
 fdma_status check_run_select(const check_problem *problem, const char *kernel,
                              fdma_selection *selection);
+fdma_status check_run_lists(const check_problem *problem, const char *kernel, int64_t tile_len,
+                            fdma_tensor list, fdma_tensor count);
 fdma_status check_run_forward(const check_problem *problem, const char *kernel, fdma_tensor out,
                               fdma_tensor lse);
 fdma_status check_run_oracle(check_problem *problem);

@@ -46,6 +46,28 @@ fdma_status check_run_select(const check_problem *problem, const char *kernel,
     return fdma_select(&args);
 }
 
+fdma_status check_run_lists(const check_problem *problem, const char *kernel, int64_t tile_len,
+                            fdma_tensor list, fdma_tensor count) {
+    fdma_lists_args args = {
+        .size = sizeof args,
+        .selection = &problem->selection,
+        .list = list,
+        .count = count,
+        .q_len = problem->test->q_len,
+        .tile_len = tile_len,
+        .causal = check_mask_is_causal(problem->test),
+        .exec = {.kernel = kernel},
+    };
+    size_t bytes = 0;
+    const fdma_status status = fdma_lists_workspace(&args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    args.exec.workspace = check_alloc(1, bytes);
+    args.exec.workspace_size = bytes;
+    return fdma_lists(&args);
+}
+
 fdma_status check_run_forward(const check_problem *problem, const char *kernel, fdma_tensor out,
                               fdma_tensor lse) {
     const int selected = problem->test->window >= 0;

@@ -105,6 +105,20 @@ class SelectArgs(Sized):
     ]
 
 
+class ListsArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("selection", POINTER(Selection)),
+        ("list", Tensor),
+        ("count", Tensor),
+        ("q_len", c_int64),
+        ("tile_len", c_int64),
+        ("causal", c_int32),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
 class ForwardArgs(Sized):
     _fields_ = [
         ("size", c_size_t),
@@ -187,6 +201,8 @@ FUNCTIONS: dict[str, list[Any]] = {
     "fdma_score_workspace": [POINTER(ScoreArgs), POINTER(c_size_t)],
     "fdma_select": [POINTER(SelectArgs)],
     "fdma_select_workspace": [POINTER(SelectArgs), POINTER(c_size_t)],
+    "fdma_lists": [POINTER(ListsArgs)],
+    "fdma_lists_workspace": [POINTER(ListsArgs), POINTER(c_size_t)],
     "fdma_forward": [POINTER(ForwardArgs)],
     "fdma_forward_workspace": [POINTER(ForwardArgs), POINTER(c_size_t)],
     "fdma_attention": [POINTER(AttentionArgs)],
@@ -196,6 +212,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "fdma_describe_kernel": [c_int32, POINTER(KernelInfo)],
     "fdma_score_kernel": [POINTER(ScoreArgs), POINTER(c_char_p)],
     "fdma_select_kernel": [POINTER(SelectArgs), POINTER(c_char_p)],
+    "fdma_lists_kernel": [POINTER(ListsArgs), POINTER(c_char_p)],
     "fdma_forward_kernel": [POINTER(ForwardArgs), POINTER(c_char_p)],
     "fdma_device_count": [],
     "fdma_describe_device": [c_int32, POINTER(DeviceInfo)],

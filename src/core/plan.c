@@ -10,6 +10,7 @@ const char *fdma_operation_name(fdma_operation operation) {
     static const char *const names[] = {
         [operation_score] = "score",
         [operation_select] = "select",
+        [operation_lists] = "lists",
         [operation_forward] = "forward",
     };
     return names[operation];

@@ -63,10 +63,10 @@ static fdma_status check_reserved(int32_t reserved) {
 
 /* The stride of an axis of length 1 is never needed, and may be anything. */
 static void settle_strides(fdma_problem *problem) {
-    fdma_tensor *const tensors[] = {&problem->q,       &problem->k,    &problem->v,
-                                    &problem->out,     &problem->lse,  &problem->score,
-                                    &problem->dt_proj, &problem->a,    &problem->key_valid,
-                                    &problem->bias,    &problem->slot, &problem->expiry};
+    fdma_tensor *const tensors[] = {
+        &problem->q,     &problem->k,       &problem->v,    &problem->out,       &problem->lse,
+        &problem->score, &problem->dt_proj, &problem->a,    &problem->key_valid, &problem->bias,
+        &problem->slot,  &problem->expiry,  &problem->list, &problem->count};
     for (size_t t = 0; t < COUNT(tensors); t++)
         for (int axis = 0; is_present(tensors[t]) && axis < tensors[t]->rank - 1; axis++)
             if (tensors[t]->shape[axis] == 1)
@@ -166,28 +166,90 @@ fdma_status fdma_check_select(const fdma_select_args *caller, check_depth depth,
 }
 
 /* A selection is only good for the keys, the window and the scope it was made for. */
-static fdma_status check_selection(const fdma_forward_args *args, fdma_selection *selection,
-                                   int64_t kv_len) {
-    FDMA_TRY(fdma_copy_args("selection", args->selection, sizeof *selection, selection,
-                            sizeof *selection));
+static fdma_status check_selection(const fdma_selection *selection, const fdma_problem *problem,
+                                   int64_t window) {
+    const int64_t kv_len = problem->kv_len;
     FDMA_TRY(check_reserved(selection->reserved));
     FDMA_REQUIRE(selection->kv_len == kv_len, FDMA_INVALID_ARGUMENT,
                  "selection: was made for kv_len %lld, want %lld", (long long)selection->kv_len,
                  (long long)kv_len);
     FDMA_REQUIRE(selection->window >= 0, FDMA_INVALID_ARGUMENT,
                  "selection: its window is %lld, want 0 or more", (long long)selection->window);
-    FDMA_REQUIRE(args->window == 0 || args->window == selection->window, FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(window == 0 || window == selection->window, FDMA_INVALID_ARGUMENT,
                  "selection: was made for window %lld, want %lld", (long long)selection->window,
-                 (long long)args->window);
+                 (long long)window);
     FDMA_REQUIRE((unsigned)selection->scope <= FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
                  "selection: its scope is %d, want one of fdma_scope", (int)selection->scope);
-    FDMA_REQUIRE(args->causal || selection->scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(problem->causal || selection->scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
                  "selection: its scope is causal, want global where causal is 0");
-    FDMA_REQUIRE(selection->scope == FDMA_SCOPE_GLOBAL || args->q.shape[1] <= kv_len,
+    FDMA_REQUIRE(selection->scope == FDMA_SCOPE_GLOBAL || problem->q_len <= kv_len,
                  FDMA_INVALID_ARGUMENT,
                  "q_len: is %lld, want at most kv_len, %lld, with causal scope",
-                 (long long)args->q.shape[1], (long long)kv_len);
+                 (long long)problem->q_len, (long long)kv_len);
     return FDMA_OK;
+}
+
+static fdma_status check_lists_options(const fdma_lists_args *args, const fdma_selection *selection,
+                                       const fdma_problem *problem) {
+    FDMA_TRY(check_sizes(problem));
+    FDMA_REQUIRE(args->q_len >= 0, FDMA_INVALID_ARGUMENT, "q_len: is %lld, want 0 or more",
+                 (long long)args->q_len);
+    FDMA_REQUIRE(args->tile_len >= 1, FDMA_INVALID_ARGUMENT, "tile_len: is %lld, want 1 or more",
+                 (long long)args->tile_len);
+    FDMA_TRY(check_reserved(args->reserved));
+    return check_selection(selection, problem, 0);
+}
+
+/* The most keys that a tile can visit: what its first position keeps, and what arrives after. */
+static int64_t most_listed(const fdma_problem *problem) {
+    const int64_t len = problem->kv_len;
+    const int64_t kept = problem->window < len ? problem->window : len;
+    const int64_t arriving = problem->tile_len - 1 < len ? problem->tile_len - 1 : len;
+    return kept + arriving < len ? kept + arriving : len;
+}
+
+fdma_status fdma_check_lists(const fdma_lists_args *caller, check_depth depth,
+                             fdma_problem *problem) {
+    fdma_lists_args args;
+    fdma_selection selection;
+    FDMA_TRY(
+        fdma_copy_args("fdma_lists_args", caller, FIRST_SIZE(fdma_lists_args), &args, sizeof args));
+    FDMA_TRY(fdma_copy_args("selection", args.selection, sizeof selection, &selection,
+                            sizeof selection));
+    FDMA_TRY(check_exec(&args.exec, depth));
+    FDMA_TRY(fdma_check_form("expiry", &selection.expiry, 3, takes_int32));
+    FDMA_TRY(fdma_check_form("list", &args.list, 4, takes_int32));
+    *problem = (fdma_problem){
+        .operation = operation_lists,
+        .dtype = FDMA_INT32,
+        .batch = selection.expiry.shape[0],
+        .kv_heads = selection.expiry.shape[1],
+        .kv_len = selection.expiry.shape[2],
+        .q_len = args.q_len,
+        .tile_len = args.tile_len,
+        .expiry = selection.expiry,
+        .slot = selection.slot,
+        .list = args.list,
+        .count = args.count,
+        .window = selection.window,
+        .scope = selection.scope,
+        .causal = args.causal != 0,
+        .selected = true,
+        .exec = args.exec,
+    };
+    FDMA_TRY(check_lists_options(&args, &selection, problem));
+    const int64_t batch = problem->batch, heads = problem->kv_heads, len = problem->kv_len;
+    const int64_t tiles = count_tiles(problem), width = args.list.shape[3];
+    FDMA_REQUIRE(width >= most_listed(problem), FDMA_INVALID_ARGUMENT,
+                 "list: axis 3 has %lld elements, want %lld or more", (long long)width,
+                 (long long)most_listed(problem));
+    const tensor_rule rules[] = {
+        {"expiry", &selection.expiry, takes_int32, 3, {batch, heads, len}, .output = false},
+        {"slot", &selection.slot, takes_int32, 3, {batch, heads, len}, .output = false},
+        {"list", &args.list, takes_int32, 4, {batch, heads, tiles, width}, .output = true},
+        {"count", &args.count, takes_int32, 4, {batch, heads, tiles, 2}, .output = true},
+    };
+    return check_rules(problem, rules, COUNT(rules), depth);
 }
 
 static fdma_status check_forward_options(const fdma_forward_args *args,
@@ -265,7 +327,9 @@ fdma_status fdma_check_forward(const fdma_forward_args *caller, check_depth dept
     FDMA_TRY(check_forward_options(&args, problem));
     problem->group = problem->q_heads / problem->kv_heads;
     if (problem->selected) {
-        FDMA_TRY(check_selection(&args, &selection, problem->kv_len));
+        FDMA_TRY(fdma_copy_args("selection", args.selection, sizeof selection, &selection,
+                                sizeof selection));
+        FDMA_TRY(check_selection(&selection, problem, args.window));
         problem->expiry = selection.expiry;
         problem->slot = selection.slot;
         problem->window = selection.window;

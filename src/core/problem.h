@@ -7,6 +7,7 @@
 typedef enum fdma_operation {
     operation_score,
     operation_select,
+    operation_lists,
     operation_forward,
 } fdma_operation;
 
@@ -16,8 +17,9 @@ typedef struct fdma_problem {
     fdma_dtype dtype; /* of q, k, v, out (score: of v; select: of score) */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t group; /* query heads of one kv head */
-    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot;
+    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
     int64_t window;
+    int64_t tile_len;
     double scale;   /* never 0 */
     double softcap; /* 0: off */
     fdma_scope scope;
@@ -33,6 +35,7 @@ typedef enum check_depth { check_shapes, check_all } check_depth;
 fdma_status fdma_check_score(const fdma_score_args *args, check_depth depth, fdma_problem *problem);
 fdma_status fdma_check_select(const fdma_select_args *args, check_depth depth,
                               fdma_problem *problem);
+fdma_status fdma_check_lists(const fdma_lists_args *args, check_depth depth, fdma_problem *problem);
 fdma_status fdma_check_forward(const fdma_forward_args *args, check_depth depth,
                                fdma_problem *problem);
 
@@ -44,6 +47,24 @@ fdma_status fdma_copy_args(const char *name, const void *args, size_t first_size
 /* The position of query i. */
 static inline int64_t query_position(const fdma_problem *problem, int64_t i) {
     return i + problem->kv_len - problem->q_len;
+}
+
+/* Tiles of fdma_lists() for each (b, g). */
+static inline int64_t count_tiles(const fdma_problem *problem) {
+    return problem->q_len / problem->tile_len + (problem->q_len % problem->tile_len != 0);
+}
+
+/* Where a tile's queries stand; without causal masking they see what the last position does. */
+typedef struct tile_span {
+    int64_t first, last;
+} tile_span;
+
+static inline tile_span span_of(const fdma_problem *problem, int64_t tile) {
+    const int64_t query = tile * problem->tile_len, left = problem->q_len - query;
+    const int64_t first = query_position(problem, query);
+    const int64_t count = problem->tile_len < left ? problem->tile_len : left;
+    return problem->causal ? (tile_span){first, first + count - 1}
+                           : (tile_span){problem->kv_len - 1, problem->kv_len - 1};
 }
 
 static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t j) {

@@ -165,6 +165,8 @@ static fdma_status check_pointers(const fdma_problem *problem) {
         {"key_valid", problem->key_valid.data},
         {"expiry", problem->expiry.data},
         {"slot", problem->slot.data},
+        {"list", problem->list.data},
+        {"count", problem->count.data},
         {"exec.workspace", problem->exec.workspace},
     };
     for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)

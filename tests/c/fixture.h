@@ -209,6 +209,16 @@ static inline fdma_status run_select(fdma_select_args *args) {
     return fdma_select(args);
 }
 
+static inline fdma_status run_lists(fdma_lists_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_lists_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_lists(args);
+}
+
 static inline fdma_status run_forward(fdma_forward_args *args) {
     size_t bytes = 0;
     const fdma_status status = fdma_forward_workspace(args, &bytes);

@@ -200,6 +200,151 @@ static void select_rejects(void) {
     }
 }
 
+/* ---- lists ---- */
+
+/* 7 queries in tiles of 3, window 4. */
+static fdma_lists_args right_lists(fdma_selection *selection) {
+    fdma_select_args select = right_select(selection);
+    CHECK_OK(fdma_select(&select));
+    fdma_lists_args args = {.size = sizeof args,
+                            .selection = selection,
+                            .list = new_output(FDMA_INT32, 2, 2, 3, 6),
+                            .count = new_output(FDMA_INT32, 2, 2, 3, 2),
+                            .q_len = 7,
+                            .tile_len = 3,
+                            .causal = 1};
+    exec_alloc(&args.exec, 1 << 20);
+    return args;
+}
+
+static fdma_selection *lists_selection(fdma_lists_args *x) {
+    return (fdma_selection *)(uintptr_t)x->selection;
+}
+static void lists_size(fdma_lists_args *x) { x->size = sizeof *x - 1; }
+static void lists_null(fdma_lists_args *x) { x->selection = NULL; }
+static void lists_selection_size(fdma_lists_args *x) { lists_selection(x)->size = 0; }
+static void lists_selection_reserved(fdma_lists_args *x) { lists_selection(x)->reserved = 2; }
+static void lists_no_slot(fdma_lists_args *x) { lists_selection(x)->slot = (fdma_tensor){0}; }
+static void lists_slot_null(fdma_lists_args *x) { lists_selection(x)->slot.data = NULL; }
+static void lists_slot_shape(fdma_lists_args *x) { lists_selection(x)->slot.shape[2] = 9; }
+static void lists_no_expiry(fdma_lists_args *x) { lists_selection(x)->expiry.rank = 0; }
+static void lists_expiry_null(fdma_lists_args *x) { lists_selection(x)->expiry.data = NULL; }
+static void lists_expiry_dtype(fdma_lists_args *x) {
+    lists_selection(x)->expiry.dtype = FDMA_FLOAT32;
+}
+static void lists_other_length(fdma_lists_args *x) { lists_selection(x)->kv_len = 11; }
+static void lists_negative_window(fdma_lists_args *x) { lists_selection(x)->window = -5; }
+static void lists_scope(fdma_lists_args *x) { lists_selection(x)->scope = (fdma_scope)4; }
+static void lists_not_causal(fdma_lists_args *x) { x->causal = 0; }
+static void lists_negative_queries(fdma_lists_args *x) { x->q_len = -7; }
+static void lists_many_queries(fdma_lists_args *x) {
+    x->q_len = 11;
+    x->tile_len = 4; /* 3 tiles again, of 7 keys at most */
+    x->list = new_output(FDMA_INT32, 2, 2, 3, 7);
+}
+static void lists_endless_queries(fdma_lists_args *x) {
+    lists_selection(x)->scope = FDMA_SCOPE_GLOBAL;
+    x->q_len = INT64_MAX;
+    x->tile_len = 1;
+    x->list.shape[2] = x->count.shape[2] = INT64_MAX;
+}
+static void lists_tile_0(fdma_lists_args *x) { x->tile_len = 0; }
+static void lists_wider_window(fdma_lists_args *x) { lists_selection(x)->window = 5; }
+static void lists_narrow(fdma_lists_args *x) { x->list.shape[3] = 5; }
+static void lists_narrow_for_all(fdma_lists_args *x) {
+    x->q_len = x->tile_len = INT64_MAX;
+    lists_selection(x)->scope = FDMA_SCOPE_GLOBAL;
+    lists_selection(x)->window = INT64_MAX;
+    x->list.shape[2] = x->count.shape[2] = 1;
+    x->list.shape[3] = 9;
+}
+static void lists_tiles(fdma_lists_args *x) { x->list.shape[2] = 2; }
+static void lists_list_dtype(fdma_lists_args *x) { x->list.dtype = FDMA_FLOAT32; }
+static void lists_list_rank(fdma_lists_args *x) { x->list.rank = 3; }
+static void lists_list_null(fdma_lists_args *x) { x->list.data = NULL; }
+static void lists_list_odd(fdma_lists_args *x) { x->list.data = (char *)x->list.data + 2; }
+static void lists_list_repeats(fdma_lists_args *x) { x->list.stride[1] = 0; }
+static void lists_count_shape(fdma_lists_args *x) { x->count.shape[3] = 1; }
+static void lists_count_tiles(fdma_lists_args *x) { x->count.shape[2] = 4; }
+static void lists_count_absent(fdma_lists_args *x) { x->count = (fdma_tensor){0}; }
+static void lists_count_null(fdma_lists_args *x) { x->count.data = NULL; }
+static void lists_reserved(fdma_lists_args *x) { x->reserved = 8; }
+static void lists_threads(fdma_lists_args *x) { x->exec.threads = -4; }
+static void lists_kernel(fdma_lists_args *x) { x->exec.kernel = "cpu/fast"; }
+static void lists_on_slot(fdma_lists_args *x) { x->list.data = lists_selection(x)->slot.data; }
+static void lists_on_count(fdma_lists_args *x) { x->count.data = x->list.data; }
+static void lists_small_workspace(fdma_lists_args *x) { x->exec.workspace_size = 5; }
+
+static const struct {
+    const char *name;
+    void (*spoil)(fdma_lists_args *);
+    expectation want;
+} lists_cases[] = {
+    {"a byte short", lists_size, {FDMA_INVALID_ARGUMENT, {"fdma_lists_args", "size"}, 0}},
+    {"no selection", lists_null, {FDMA_INVALID_ARGUMENT, {"selection", "NULL"}, 0}},
+    {"selection of size 0", lists_selection_size, {FDMA_INVALID_ARGUMENT, {"size", "0"}, 0}},
+    {"selection reserved", lists_selection_reserved, {FDMA_INVALID_ARGUMENT, {"reserved"}, 0}},
+    {"no slot", lists_no_slot, {FDMA_INVALID_ARGUMENT, {"slot", "0", "3"}, 0}},
+    {"slot NULL", lists_slot_null, {FDMA_INVALID_ARGUMENT, {"slot", "NULL"}, 1}},
+    {"slot too short", lists_slot_shape, {FDMA_INVALID_ARGUMENT, {"slot", "9", "10"}, 0}},
+    {"no expiry", lists_no_expiry, {FDMA_INVALID_ARGUMENT, {"expiry"}, 0}},
+    {"expiry NULL", lists_expiry_null, {FDMA_INVALID_ARGUMENT, {"expiry", "NULL"}, 1}},
+    {"expiry in float32", lists_expiry_dtype, {FDMA_UNSUPPORTED, {"expiry", "float32"}, 0}},
+    {"made for 11 keys", lists_other_length, {FDMA_INVALID_ARGUMENT, {"kv_len", "11", "10"}, 0}},
+    {"window -5", lists_negative_window, {FDMA_INVALID_ARGUMENT, {"window", "-5"}, 0}},
+    {"scope 4", lists_scope, {FDMA_INVALID_ARGUMENT, {"scope", "4"}, 0}},
+    {"not causal", lists_not_causal, {FDMA_INVALID_ARGUMENT, {"scope", "causal"}, 0}},
+    {"-7 queries", lists_negative_queries, {FDMA_INVALID_ARGUMENT, {"q_len", "-7"}, 0}},
+    {"11 queries", lists_many_queries, {FDMA_INVALID_ARGUMENT, {"q_len", "11", "10"}, 0}},
+    {"2^63 tiles", lists_endless_queries, {FDMA_INVALID_ARGUMENT, {"list", "int64"}, 0}},
+    {"tile_len 0", lists_tile_0, {FDMA_INVALID_ARGUMENT, {"tile_len", "0", "1"}, 0}},
+    {"a larger window", lists_wider_window, {FDMA_INVALID_ARGUMENT, {"list", "6", "7"}, 0}},
+    {"a narrow list", lists_narrow, {FDMA_INVALID_ARGUMENT, {"list", "5", "6"}, 0}},
+    {"all keys", lists_narrow_for_all, {FDMA_INVALID_ARGUMENT, {"list", "9", "10"}, 0}},
+    {"a tile too few", lists_tiles, {FDMA_INVALID_ARGUMENT, {"list", "2", "3"}, 0}},
+    {"list in float32", lists_list_dtype, {FDMA_UNSUPPORTED, {"list", "float32"}, 0}},
+    {"list of rank 3", lists_list_rank, {FDMA_INVALID_ARGUMENT, {"list", "3", "4"}, 0}},
+    {"list NULL", lists_list_null, {FDMA_INVALID_ARGUMENT, {"list", "NULL"}, 1}},
+    {"list not aligned", lists_list_odd, {FDMA_INVALID_ARGUMENT, {"list", "aligned"}, 1}},
+    {"list repeats", lists_list_repeats, {FDMA_INVALID_ARGUMENT, {"list"}, 0}},
+    {"one count", lists_count_shape, {FDMA_INVALID_ARGUMENT, {"count", "1", "2"}, 0}},
+    {"counts of 4 tiles", lists_count_tiles, {FDMA_INVALID_ARGUMENT, {"count", "4", "3"}, 0}},
+    {"no count", lists_count_absent, {FDMA_INVALID_ARGUMENT, {"count"}, 0}},
+    {"count NULL", lists_count_null, {FDMA_INVALID_ARGUMENT, {"count", "NULL"}, 1}},
+    {"reserved", lists_reserved, {FDMA_INVALID_ARGUMENT, {"reserved", "8"}, 0}},
+    {"-4 threads", lists_threads, {FDMA_INVALID_ARGUMENT, {"threads", "-4"}, 0}},
+    {"no such kernel", lists_kernel, {FDMA_UNSUPPORTED, {"kernel", "cpu/fast"}, 0}},
+    {"list is slot", lists_on_slot, {FDMA_INVALID_ARGUMENT, {"list", "slot"}, 1}},
+    {"count is list", lists_on_count, {FDMA_INVALID_ARGUMENT, {"list", "count"}, 1}},
+    {"5 bytes", lists_small_workspace, {FDMA_WORKSPACE_TOO_SMALL, {"workspace_size", "5"}, 1}},
+};
+
+static void lists_rejects(void) {
+    for (int i = 0; i < TEST_COUNT(lists_cases); i++) {
+        const expectation *want = &lists_cases[i].want;
+        test_context("lists: %s", lists_cases[i].name);
+        fdma_selection selection;
+        fdma_lists_args args = right_lists(&selection);
+        CHECK_OK(fdma_lists(&args));
+        const fdma_selection right = selection;
+        const fdma_tensor inputs[] = {copy_tensor(right.expiry), copy_tensor(right.slot)};
+        const fdma_tensor list = args.list, count = args.count;
+        fill_untouched(list);
+        fill_untouched(count);
+        lists_cases[i].spoil(&args);
+        check_status(fdma_lists(&args), want);
+        size_t bytes = 99;
+        const char *name = "untouched";
+        check_query(fdma_lists_workspace(&args, &bytes), want);
+        CHECK(want->data_only || bytes == 99);
+        check_query(fdma_lists_kernel(&args, &name), want);
+        check_untouched(list);
+        check_untouched(count);
+        CHECK(same_tensor(right.expiry, inputs[0]) && same_tensor(right.slot, inputs[1]));
+        test_free_all();
+    }
+}
+
 /* ---- structs of other sizes ---- */
 
 typedef struct longer_args {
@@ -228,14 +373,17 @@ static void null_arguments(void) {
     const char *name = NULL;
     CHECK_INT(fdma_score(NULL), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_select(NULL), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_lists(NULL), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_forward(NULL), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_attention(NULL), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_score_workspace(NULL, &bytes), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_select_workspace(NULL, &bytes), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_lists_workspace(NULL, &bytes), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_forward_workspace(NULL, &bytes), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_attention_workspace(NULL, &bytes), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_score_kernel(NULL, &name), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_select_kernel(NULL, &name), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_lists_kernel(NULL, &name), FDMA_INVALID_ARGUMENT);
     CHECK_INT(fdma_forward_kernel(NULL, &name), FDMA_INVALID_ARGUMENT);
     CHECK_INT(bytes, 99);
     const fdma_score_args args = right_score();
@@ -245,10 +393,8 @@ static void null_arguments(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(score_rejects),
-    TEST(select_rejects),
-    TEST(later_structs),
-    TEST(null_arguments),
+    TEST(score_rejects), TEST(select_rejects), TEST(lists_rejects),
+    TEST(later_structs), TEST(null_arguments),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

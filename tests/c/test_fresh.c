@@ -150,13 +150,48 @@ static void call_select(const problem *x, const char *kernel, int fill, fdma_ten
     }
 }
 
+/* What lies beyond a list is not written: it is made equal here. */
+static void call_lists(const problem *x, const char *kernel, int fill, fdma_tensor *outputs) {
+    enum { tile_len = 8 };
+    fdma_selection selection = x->selection;
+    if (x->window < 0) { /* dense: one that keeps nothing */
+        selection = (fdma_selection){.size = sizeof selection,
+                                     .expiry = new_tensor(FDMA_INT32, 1, x->kv_heads, 0, -1),
+                                     .slot = new_tensor(FDMA_INT32, 1, x->kv_heads, 0, -1),
+                                     .scope = FDMA_SCOPE_GLOBAL};
+    }
+    const int64_t tiles = (x->q_len + tile_len - 1) / tile_len, width = selection.kv_len;
+    fdma_lists_args args = {.size = sizeof args,
+                            .selection = &selection,
+                            .list = new_output(FDMA_INT32, 1, x->kv_heads, tiles, width),
+                            .count = new_output(FDMA_INT32, 1, x->kv_heads, tiles, 2),
+                            .q_len = x->q_len,
+                            .tile_len = tile_len,
+                            .causal = x->causal,
+                            .exec = {.kernel = kernel, .threads = 1}};
+    args.list = outputs[0] = filled_like(args.list, fill);
+    args.count = outputs[1] = filled_like(args.count, fill);
+    CHECK_OK(fdma_lists_workspace(&args, &args.exec.workspace_size));
+    args.exec.workspace = filled(args.exec.workspace_size, fill);
+    CHECK_OK(fdma_lists(&args));
+    free(args.exec.workspace);
+    const int32_t *const count = args.count.data;
+    for (int64_t n = 0; n < x->kv_heads * tiles; n++) {
+        for (int64_t at = count[2 * n + 1]; at < width; at++) {
+            ((int32_t *)args.list.data)[n * width + at] = -1;
+        }
+    }
+}
+
 static void score_forgets(void) { check_shapes_with(call_score, "score"); }
 static void select_forgets(void) { check_shapes_with(call_select, "select"); }
+static void lists_forgets(void) { check_shapes_with(call_lists, "lists"); }
 static void forward_forgets(void) { check_shapes_with(call_forward, "forward"); }
 
 static const test_entry tests[] = {
     TEST(score_forgets),
     TEST(select_forgets),
+    TEST(lists_forgets),
     TEST(forward_forgets),
 };
 

@@ -359,9 +359,97 @@ static void select_stays_inside(void) {
     }
 }
 
+/* ---- lists ---- */
+
+typedef struct lists_case {
+    int64_t q_len, tile_len;
+    select_case keys;
+    int causal;
+} lists_case;
+
+static fdma_lists_args new_lists(const lists_case *n, const char *kernel,
+                                 fdma_selection *selection) {
+    const int64_t tiles = (n->q_len + n->tile_len - 1) / n->tile_len;
+    const int64_t window = n->keys.window < n->keys.kv_len ? n->keys.window : n->keys.kv_len;
+    const int64_t most = window + n->tile_len - 1;
+    fdma_select_args select = new_select(&n->keys, "reference", selection);
+    CHECK_OK(run_select(&select));
+    return (fdma_lists_args){
+        .size = sizeof(fdma_lists_args),
+        .selection = selection,
+        .list = new_output(FDMA_INT32, 2, 3, tiles, most < n->keys.kv_len ? most : n->keys.kv_len),
+        .count = new_output(FDMA_INT32, 2, 3, tiles, 2),
+        .q_len = n->q_len,
+        .tile_len = n->tile_len,
+        .causal = n->causal,
+        .exec = {.kernel = kernel},
+    };
+}
+
+static int check_lists(const lists_case *n, const char *kernel) {
+    fdma_selection selection, fenced;
+    fdma_lists_args plain = new_lists(n, kernel, &selection);
+    const char *picked = "";
+    if (fdma_lists_kernel(&plain, &picked) != FDMA_OK || strcmp(picked, kernel) != 0) {
+        return 0;
+    }
+    const fdma_lists_args unwritten = {.list = copy_tensor(plain.list),
+                                       .count = copy_tensor(plain.count)};
+    CHECK_OK(run_lists(&plain));
+    for (int place = 0; place < fence_places; place++) {
+        fdma_lists_args args = plain;
+        size_t bytes = 0;
+        fenced = selection;
+        fenced.expiry = fence_input(selection.expiry, (fence_place)place);
+        fenced.slot = fence_input(selection.slot, (fence_place)place);
+        args.selection = &fenced;
+        args.list = fence_output(unwritten.list, (fence_place)place);
+        args.count = fence_output(unwritten.count, (fence_place)place);
+        args.exec.threads = 1 + place;
+        CHECK_OK(fdma_lists_workspace(&args, &bytes));
+        fence_workspace(&args.exec, bytes, (fence_place)place);
+        CHECK_OK(fdma_lists(&args));
+        CHECK(same_tensor(args.list, plain.list));
+        CHECK(same_tensor(args.count, plain.count));
+        fence_free_all();
+    }
+    return 1;
+}
+
+static void lists_stay_inside(void) {
+    static const int64_t key_counts[] = {1, 5, 65, 200};
+    static const int64_t windows[] = {0, 1, 7, 64, 300};
+    static const int64_t tile_lens[] = {1, 3, 128};
+    const int sizes = TEST_COUNT(key_counts) * TEST_COUNT(windows) * TEST_COUNT(tile_lens);
+    const kernel_list kernels = kernels_of("lists");
+    for (int i = 0; i < kernels.count; i++) {
+        int ran = 0;
+        for (int c = 0; c < sizes * 3; c++) {
+            const int rest = c / 3 / TEST_COUNT(tile_lens);
+            const int64_t kv_len = key_counts[rest % TEST_COUNT(key_counts)];
+            const lists_case n = {
+                .q_len = c % 3 == 1 ? kv_len + 4 : (kv_len + 1) / 2,
+                .tile_len = tile_lens[c / 3 % TEST_COUNT(tile_lens)],
+                .keys = {.kv_len = kv_len,
+                         .window = windows[rest / TEST_COUNT(key_counts)],
+                         .scope = c % 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
+                         .padded = c & 1,
+                         .slotted = 1},
+                .causal = c % 3 < 2,
+            };
+            test_context("%s lists, kv_len %d, window %d, tile_len %d", kernels.name[i],
+                         (int)kv_len, (int)n.keys.window, (int)n.tile_len);
+            ran += check_lists(&n, kernels.name[i]);
+            test_free_all();
+        }
+        test_context("%s lists", kernels.name[i]);
+        CHECK(ran > 0);
+    }
+}
+
 static const test_entry tests[] = {
     TEST(a_step_outside_is_seen), TEST(forward_outside_is_seen), TEST(forward_stays_inside),
-    TEST(score_stays_inside),     TEST(select_stays_inside),
+    TEST(score_stays_inside),     TEST(select_stays_inside),     TEST(lists_stay_inside),
 };
 
 int main(void) {

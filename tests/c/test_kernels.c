@@ -12,7 +12,7 @@ static void every_kernel_is_described(void) {
         CHECK_OK(fdma_describe_kernel(i, &info));
         CHECK(strcmp(info.name, fdma_kernel_name(i)) == 0);
         CHECK(strcmp(info.operation, "score") == 0 || strcmp(info.operation, "select") == 0 ||
-              strcmp(info.operation, "forward") == 0);
+              strcmp(info.operation, "lists") == 0 || strcmp(info.operation, "forward") == 0);
         CHECK(info.missing == NULL || strlen(info.missing) > 0);
         for (int32_t other = 0; other < i; other++) { /* no row twice */
             fdma_kernel_info earlier = {.size = sizeof earlier};
@@ -26,7 +26,7 @@ static void every_kernel_is_described(void) {
 /* These two run anywhere, and do everything. */
 static void plain_kernels_are_always_there(void) {
     static const char *const names[] = {"cpu/scalar", "reference"};
-    static const char *const operations[] = {"score", "select", "forward"};
+    static const char *const operations[] = {"score", "select", "lists", "forward"};
     for (int o = 0; o < TEST_COUNT(operations); o++) {
         const kernel_list kernels = kernels_of(operations[o]);
         for (int n = 0; n < TEST_COUNT(names); n++) {
@@ -63,12 +63,27 @@ static fdma_select_args small_select(fdma_selection *selection, const char *kern
                               .exec = {.kernel = kernel}};
 }
 
-/* The kernel that would run, by each of its three queries. */
+/* The kernel that would run, by each of its four queries. */
 static void check_picked(const char *forced, const char *want) {
     fdma_selection selection;
     const char *name = NULL;
     fdma_select_args select = small_select(&selection, forced);
     CHECK_OK(fdma_select_kernel(&select, &name));
+    CHECK(name != NULL && strcmp(name, want) == 0);
+
+    selection.slot = new_output(FDMA_INT32, 1, 1, 9, -1);
+    selection.window = 2;
+    selection.kv_len = 9;
+    fdma_lists_args lists = {.size = sizeof lists,
+                             .selection = &selection,
+                             .list = new_output(FDMA_INT32, 1, 1, 3, 4),
+                             .count = new_output(FDMA_INT32, 1, 1, 3, 2),
+                             .q_len = 9,
+                             .tile_len = 3,
+                             .causal = 1,
+                             .exec = {.kernel = forced}};
+    name = NULL;
+    CHECK_OK(fdma_lists_kernel(&lists, &name));
     CHECK(name != NULL && strcmp(name, want) == 0);
 
     fdma_forward_args forward = {.size = sizeof forward,

@@ -15,6 +15,7 @@ static fdma_tensor paper(fdma_dtype dtype, int32_t rank, int64_t n0, int64_t n1,
 typedef struct paper_call {
     fdma_selection selection;
     fdma_select_args select;
+    fdma_lists_args lists;
     fdma_forward_args forward;
     fdma_attention_args attention;
 } paper_call;
@@ -36,6 +37,14 @@ static void paper_make(paper_call *x, int64_t kv_heads, int64_t length, int32_t 
                                    .selection = &x->selection,
                                    .window = 2048,
                                    .exec = exec};
+    x->lists = (fdma_lists_args){.size = sizeof x->lists,
+                                 .selection = &x->selection,
+                                 .list = paper(FDMA_INT32, 4, 1, kv_heads, length / 128, 2175),
+                                 .count = paper(FDMA_INT32, 4, 1, kv_heads, length / 128, 2),
+                                 .q_len = length,
+                                 .tile_len = 128,
+                                 .causal = 1,
+                                 .exec = exec};
     x->forward = (fdma_forward_args){.size = sizeof x->forward,
                                      .q = q,
                                      .k = k,
@@ -78,6 +87,8 @@ static void check_small(int64_t kv_heads, int32_t threads, const char *kernel) {
     paper_make(&x, kv_heads, long_length, threads, kernel);
     CHECK_OK(fdma_select_workspace(&x.select, &bytes));
     CHECK(bytes <= bound(threads, keys, bytes_a_key));
+    CHECK_OK(fdma_lists_workspace(&x.lists, &bytes));
+    CHECK(bytes <= bound(threads, 0, 0));
     CHECK_OK(fdma_forward_workspace(&x.forward, &bytes));
     CHECK(bytes <= bound(threads, keys, bytes_a_key));
     CHECK_OK(fdma_attention_workspace(&x.attention, &bytes));
@@ -106,6 +117,7 @@ typedef struct small_call {
     fdma_selection selection;
     fdma_score_args score;
     fdma_select_args select;
+    fdma_lists_args lists;
     fdma_forward_args forward;
     fdma_attention_args attention;
 } small_call;
@@ -133,6 +145,14 @@ static void small_make(small_call *x, const char *kernel) {
                                    .selection = &x->selection,
                                    .window = 9,
                                    .exec = exec};
+    x->lists = (fdma_lists_args){.size = sizeof x->lists,
+                                 .selection = &x->selection,
+                                 .list = new_tensor(FDMA_INT32, 2, 2, 8, 13),
+                                 .count = new_tensor(FDMA_INT32, 2, 2, 8, 2),
+                                 .q_len = 40,
+                                 .tile_len = 5,
+                                 .causal = 1,
+                                 .exec = exec};
     x->forward = (fdma_forward_args){.size = sizeof x->forward,
                                      .q = q,
                                      .k = v,
@@ -177,15 +197,16 @@ static void the_query_tells_the_truth(void) {
             static small_call x;
             small_make(&x, kernels.name[kernel]);
             fdma_exec *const execs[] = {&x.score.exec, &x.select.exec, &x.forward.exec,
-                                        &x.attention.exec};
-            size_t bytes[4];
+                                        &x.attention.exec, &x.lists.exec};
+            size_t bytes[5];
             CHECK_OK(fdma_score_workspace(&x.score, &bytes[0]));
             CHECK_OK(fdma_select_workspace(&x.select, &bytes[1]));
             x.selection.window = 9;
             x.selection.kv_len = 50;
             CHECK_OK(fdma_forward_workspace(&x.forward, &bytes[2]));
             CHECK_OK(fdma_attention_workspace(&x.attention, &bytes[3]));
-            for (int call = 0; call < 4; call++) {
+            CHECK_OK(fdma_lists_workspace(&x.lists, &bytes[4]));
+            for (int call = 0; call < TEST_COUNT(execs); call++) {
                 execs[call]->workspace = (char *)test_alloc_guarded(bytes[call] + shift) + shift;
                 execs[call]->workspace_size = bytes[call] - (bytes[call] > 0);
             }
@@ -198,13 +219,17 @@ static void the_query_tells_the_truth(void) {
             if (bytes[2] > 0) {
                 check_too_small(fdma_forward(&x.forward), bytes[2], x.forward.out);
             }
+            if (bytes[4] > 0) {
+                check_too_small(fdma_lists(&x.lists), bytes[4], x.lists.count);
+            }
             CHECK(bytes[3] > 0);
             check_too_small(fdma_attention(&x.attention), bytes[3], x.attention.out);
-            for (int call = 0; call < 4; call++) {
+            for (int call = 0; call < TEST_COUNT(execs); call++) {
                 execs[call]->workspace_size = bytes[call];
             }
             CHECK_OK(fdma_score(&x.score));
             CHECK_OK(fdma_select(&x.select));
+            CHECK_OK(fdma_lists(&x.lists));
             CHECK_OK(fdma_forward(&x.forward));
             CHECK_OK(fdma_attention(&x.attention));
             test_free_all();
@@ -219,6 +244,8 @@ static void queries_need_no_data(void) {
     paper_make(&x, 2, long_length, 1, NULL);
     CHECK_OK(fdma_select_kernel(&x.select, &name));
     CHECK(name != NULL && strlen(name) > 0);
+    CHECK_OK(fdma_lists_kernel(&x.lists, &name));
+    CHECK(name != NULL && strcmp(name, "reference") != 0);
     CHECK_OK(fdma_forward_kernel(&x.forward, &name));
     CHECK(name != NULL && strcmp(name, "reference") != 0);
 }

@@ -44,6 +44,7 @@ typedef struct call {
         size_t size;
         fdma_score_args score;
         fdma_select_args select;
+        fdma_lists_args lists;
         fdma_forward_args forward;
         fdma_attention_args attention;
     } args;

@@ -1,7 +1,8 @@
-/* Random arguments for score, select, forward and attention. Most calls are nearly right, so that
- * the checks are passed and kernels run. What must hold whatever the bytes: a call whose workspace
- * query failed, whose workspace is too small or whose tensors lack data is refused; a refusal has
- * one line of text and has written nothing; a success has written to its outputs alone. */
+/* Random arguments for score, select, lists, forward and attention. Most calls are nearly right, so
+ * that the checks are passed and kernels run. What must hold whatever the bytes: a call whose
+ * workspace query failed, whose workspace is too small or whose tensors lack data is refused; a
+ * refusal has one line of text and has written nothing; a success has written to its outputs alone,
+ * and what it lists are keys. */
 #include "fuzz.h"
 
 #include "arguments.h"
@@ -82,6 +83,35 @@ static void make_select(call *to) {
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
+static int64_t tiles_of(int64_t q_len, int64_t tile_len) {
+    return tile_len > 0 ? q_len / tile_len + (q_len % tile_len > 0) : 0;
+}
+
+/* Selections here are any numbers. */
+static void make_lists(call *to) {
+    fdma_lists_args *const args = &to->args.lists;
+    *args = (fdma_lists_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->reserved = make_reserved(&to->in);
+    args->q_len = to->q_len;
+    args->tile_len = seldom(&to->in) ? strange_number(&to->in) : 1 + take_up_to(&to->in, 9);
+    const int64_t window = make_window(to);
+    make_selection(to, false, window,
+                   args->causal ? (fdma_scope)take_up_to(&to->in, 1) : FDMA_SCOPE_GLOBAL);
+    if (to->selection.slot.rank == 0 && !seldom(&to->in))
+        to->selection.slot = make_per_key(to, false, FDMA_INT32);
+    if (!seldom(&to->in))
+        args->selection = &to->selection;
+    const int64_t most = (int64_t)((uint64_t)window + (uint64_t)args->tile_len - 1);
+    const int64_t width = window >= 0 && most < to->kv_len ? most : to->kv_len;
+    const int64_t tiles = tiles_of(args->q_len, args->tile_len);
+    const int64_t list_shape[] = {to->batch, to->kv_heads, tiles, width};
+    const int64_t count_shape[] = {to->batch, to->kv_heads, tiles, 2};
+    args->list = make(to, true, FDMA_INT32, 4, list_shape);
+    args->count = make(to, true, FDMA_INT32, 4, count_shape);
+    to->work = elements(&args->list) + elements(&args->count) * (double)to->kv_len;
+}
+
 static void make_forward(call *to) {
     fdma_forward_args *const args = &to->args.forward;
     *args = (fdma_forward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
@@ -137,12 +167,14 @@ static void make_attention(call *to) {
 
 static fdma_status run_score(const void *args) { return fdma_score(args); }
 static fdma_status run_select(const void *args) { return fdma_select(args); }
+static fdma_status run_lists(const void *args) { return fdma_lists(args); }
 static fdma_status run_forward(const void *args) { return fdma_forward(args); }
 static fdma_status run_attention(const void *args) { return fdma_attention(args); }
 static fdma_status ask_score(const void *args, size_t *n) { return fdma_score_workspace(args, n); }
 static fdma_status ask_select(const void *args, size_t *n) {
     return fdma_select_workspace(args, n);
 }
+static fdma_status ask_lists(const void *args, size_t *n) { return fdma_lists_workspace(args, n); }
 static fdma_status ask_forward(const void *args, size_t *n) {
     return fdma_forward_workspace(args, n);
 }
@@ -163,7 +195,31 @@ static const struct operation {
      run_forward},
     {sizeof(fdma_attention_args), offsetof(fdma_attention_args, exec), make_attention,
      ask_attention, run_attention},
+    {sizeof(fdma_lists_args), offsetof(fdma_lists_args, exec), make_lists, ask_lists, run_lists},
 };
+enum { operation_count = sizeof operations / sizeof *operations };
+
+static const int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
+    const int64_t index[] = {b, g, t};
+    const int32_t *at = tensor->data;
+    for (int axis = 0; axis < 3; axis++)
+        if (tensor->shape[axis] > 1)
+            at += index[axis] * tensor->stride[axis];
+    return at;
+}
+
+static void check_lists(const fdma_lists_args *args) {
+    const int64_t *const shape = args->count.shape;
+    for (int64_t n = 0; n < shape[0] * shape[1] * shape[2]; n++) {
+        const int64_t head = n / shape[2], b = head / shape[1], g = head % shape[1];
+        const int32_t *const count = ints_at(&args->count, b, g, n % shape[2]);
+        MUST(0 <= count[0] && count[0] <= count[1] && count[1] <= args->list.shape[3]);
+        for (int32_t x = 0; x < count[1]; x++) {
+            const int32_t key = ints_at(&args->list, b, g, n % shape[2])[x];
+            MUST(key >= 0 && key < args->selection->kv_len);
+        }
+    }
+}
 
 static void check_refusal(fdma_status status) {
     MUST(status == FDMA_INVALID_ARGUMENT || status == FDMA_UNSUPPORTED ||
@@ -201,6 +257,8 @@ static void run(call *c, const struct operation *operation, void *args, size_t a
         free(b->before);
     }
     MUST(status == FDMA_OK || memcmp(&selection, &c->selection, sizeof selection) == 0);
+    if (status == FDMA_OK && operation->run == run_lists)
+        check_lists(&c->args.lists);
     free(workspace);
 }
 
@@ -235,7 +293,7 @@ static void try_call(call *c, const struct operation *operation) {
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count) {
     static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
     call c = {.in = {bytes, count}};
-    const struct operation *const operation = &operations[take(&c.in) % 4];
+    const struct operation *const operation = &operations[take(&c.in) % operation_count];
     c.dtype = dtypes[take(&c.in) % 4];
     c.batch = (1 + take(&c.in)) % 3;
     c.kv_heads = 1 + take_up_to(&c.in, 2);

@@ -16,6 +16,7 @@ STRUCTS = {
     "fdma_score_args": _library.ScoreArgs,
     "fdma_selection": _library.Selection,
     "fdma_select_args": _library.SelectArgs,
+    "fdma_lists_args": _library.ListsArgs,
     "fdma_forward_args": _library.ForwardArgs,
     "fdma_attention_args": _library.AttentionArgs,
     "fdma_kernel_info": _library.KernelInfo,

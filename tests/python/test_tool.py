@@ -83,7 +83,7 @@ def test_info_names_kernels_and_choices() -> None:
     done = run_tool("info")
     assert done.returncode == 0
     lines = [line.split() for line in done.stdout.splitlines()]
-    for operation in ("score", "select", "forward"):
+    for operation in ("score", "select", "lists", "forward"):
         assert ["cpu/scalar", operation, "yes"] in lines
         assert ["reference", operation, "yes"] in lines
     chosen = {line[0]: line[1] for line in lines[-4:]}
@@ -368,6 +368,13 @@ def test_bench_select(tmp_path: Path) -> None:
         assert row["case"] == "select/falling/n131072/w2048"
         assert row["useful_gflops"] is None and row["of_peak"] is None
         assert row["ns_per_key"] * 131072 == pytest.approx(row["ms"] * 1e6, rel=1e-4)
+
+
+def test_bench_lists(tmp_path: Path) -> None:
+    _, row = bench_lines(tmp_path, "lists/iid/t512/n16384/w1024")
+    assert row["useful_gflops"] is None and row["of_peak"] is None
+    assert row["ns_per_key"] * 16384 == pytest.approx(row["ms"] * 1e6, rel=1e-4)
+    assert 0 < row["of_forward"] < 1
 
 
 @pytest.mark.parametrize(

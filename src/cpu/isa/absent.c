@@ -4,7 +4,8 @@
 
 #define ABSENT_ROWS(name, missing)                                                                 \
     {name, operation_score, missing, NULL, NULL, NULL, false},                                     \
-        {name, operation_select, missing, NULL, NULL, NULL, false}, {                              \
+        {name, operation_select, missing, NULL, NULL, NULL, false},                                \
+        {name, operation_lists, missing, NULL, NULL, NULL, false}, {                               \
         name, operation_forward, missing, NULL, NULL, NULL, false                                  \
     }
 

@@ -7,6 +7,7 @@
 #include "cpu/kernels/product_tiles.h"
 
 #include "cpu/kernels/forward.h"
+#include "cpu/kernels/lists.h"
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 

@@ -6,6 +6,7 @@
 #include "cpu/kernels/product.h"
 
 #include "cpu/kernels/forward.h"
+#include "cpu/kernels/lists.h"
 #include "cpu/kernels/score.h"
 #include "cpu/kernels/select.h"
 
