@@ -2,13 +2,15 @@
 
 PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
+# The CUDA backend: AUTO (where nvcc is found), ON or OFF.
+CUDA ?= AUTO
 EXAMPLE := examples/data/minilm.safetensors
 
 .PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
 .NOTPARALLEL: # apt-get and pip run once at a time
 
-build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma
-	@cmake --preset release >/dev/null
+build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: for the CPU alone)
+	@cmake --preset release -DFDMA_CUDA=$(CUDA) >/dev/null
 	@cmake --build --preset release -j $(JOBS)
 
 setup: ## install what the build needs and this machine lacks
@@ -24,7 +26,7 @@ demo: ## build, then attend over the keys of a real model
 	@echo "== set-up: compiler, cmake, ninja, cJSON"
 	@$(MAKE) --no-print-directory setup
 	@echo "== build: library and command"
-	@cmake --preset release >/dev/null
+	@cmake --preset release $(if $(wildcard build/build.ninja),,-DFDMA_CUDA=OFF) >/dev/null
 	@cmake --build --preset release -j $(JOBS) --target fdma_tool
 	@echo "== bidirectional, as the model does: build/fdma attend $(EXAMPLE) --window 64"
 	@build/fdma attend $(EXAMPLE) --window 64

@@ -17,6 +17,11 @@ if(OpenMP_C_FOUND)
   target_link_libraries(fdma_tool PRIVATE OpenMP::OpenMP_C)
 endif()
 
+if(fdma_has_cuda)
+  target_link_libraries(fdma_tool PRIVATE CUDA::cudart_static)
+  target_compile_definitions(fdma_tool PRIVATE FDMA_HAVE_CUDA=1)
+endif()
+
 if(TARGET fdma_cjson)
   target_link_libraries(fdma_tool PRIVATE fdma_cjson)
 else()

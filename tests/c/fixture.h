@@ -8,7 +8,10 @@
 
 enum { kernel_limit = 32 };
 
-/* The names of the kernels of one operation that run on this machine. */
+/* Kernels of a device have tests of their own: see device.h. */
+static inline int is_device_kernel(const char *name) { return strncmp(name, "cuda/", 5) == 0; }
+
+/* The names of the kernels of one operation that run on this machine's CPU. */
 typedef struct kernel_list {
     const char *name[kernel_limit];
     int count;
@@ -35,7 +38,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
     for (int32_t i = 0; i < fdma_kernel_count() && list.count < kernel_limit; i++) {
         fdma_kernel_info info = {.size = sizeof info};
         CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
-        if (strcmp(info.operation, operation) != 0) {
+        if (strcmp(info.operation, operation) != 0 || is_device_kernel(info.name)) {
             continue;
         }
         if (info.missing != NULL) {

@@ -26,7 +26,7 @@ echo "pkg-config, shared"
 echo "pkg-config, static"
 # shellcheck disable=SC2046
 "$compiler" -std=c11 -o "$scratch/static" $(pkg-config --cflags fdma) "$here/use.c" \
-    "$libdir/libfdma.a" $(pkg-config --static --libs-only-other fdma) -lm
+    "$libdir/libfdma.a" $(pkg-config --static --libs fdma | sed 's/-lfdma\b//')
 "$scratch/static"
 
 echo "find_package"

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from flash_dmattn import _library
 
 PROGRAM = """
 import torch, flash_dmattn
@@ -20,9 +21,10 @@ print(flash_dmattn.__version__, _library.find())
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+WITHOUT_LIBRARY = {name: text for name, text in os.environ.items() if name != "FDMA_LIBRARY"}
+
+
+def make_wheel(root: Path, folder: Path, environment: dict[str, str]) -> Path:
     source = folder / "source"
     source.mkdir()
     for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
@@ -32,11 +34,16 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(root / name, source / name, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     command += ["--no-index", "--wheel-dir", str(folder), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     wheels = list(folder.glob("*.whl"))
     assert len(wheels) == 1
     return wheels[0]
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wheel(root, tmp_path_factory.mktemp("wheel"), WITHOUT_LIBRARY)
 
 
 def test_contents(wheel: Path) -> None:
@@ -57,10 +64,9 @@ def test_contents(wheel: Path) -> None:
 
 def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    environment = {name: text for name, text in os.environ.items() if name != "FDMA_LIBRARY"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**environment, "PYTHONPATH": str(tmp_path)},
+        env={**WITHOUT_LIBRARY, "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -69,3 +75,10 @@ def test_it_works_unpacked(wheel: Path, tmp_path: Path) -> None:
     version, library = done.stdout.split()
     assert version == wheel.name.split("-")[1]
     assert Path(library) == tmp_path / "flash_dmattn" / "libfdma.so"
+
+
+def test_a_library_that_is_built_goes_into_the_wheel(root: Path, tmp_path: Path) -> None:
+    built = _library.find()
+    wheel = make_wheel(root, tmp_path, {**WITHOUT_LIBRARY, "FDMA_LIBRARY": str(built)})
+    with zipfile.ZipFile(wheel) as files:
+        assert files.read("flash_dmattn/libfdma.so") == built.read_bytes()

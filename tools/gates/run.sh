@@ -29,10 +29,10 @@ gate() { # gate NAME COMMAND...
     fi
 }
 
-build() { # build DIRECTORY CMAKE_OPTION...: everything, with warnings as errors
+build() { # build DIRECTORY CMAKE_OPTION...: everything for the CPU, with warnings as errors
     directory=build/gates/$1
     shift
-    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON "$@" &&
+    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF "$@" &&
         cmake --build "$directory" -j "$jobs"
 }
 
