@@ -39,7 +39,8 @@ __device__ static inline void griddepcontrol_wait() {
 #endif
 }
 
-/* Lets the kernel behind in the stream start, if it was launched with after_dependency. */
+/* Lets the kernel behind in the stream start, if it was launched with after_dependency. What it does
+ * before its own wait may rely only on what this kernel has itself waited for. */
 __device__ static inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

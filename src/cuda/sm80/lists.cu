@@ -5,9 +5,11 @@
  * a block then rolls such a list forward through the tiles in between, one change per position, in
  * shared memory. Source: docs/algorithm.md, slots. */
 #include "cuda/device/plan.cuh"
+#include "cuda/device/ptx.cuh"
 
 static constexpr int record_threads = 256;
 static constexpr int roll_threads = 256;
+static constexpr int least_stretch = 4; // scattering costs more than rolling
 static constexpr int most_stretch = 16;
 static constexpr int wanted_blocks = 264;    // two for each multiprocessor of a large device
 static constexpr int most_table = 48 * 1024; // slots whose table fits shared memory
@@ -91,6 +93,7 @@ __global__ void __launch_bounds__(record_threads)
     write_records(const forward_plan plan, const list_source source) {
     const int head = blockIdx.y + blockIdx.z * gridDim.y;
     const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
+    griddepcontrol_wait();
     if (j >= plan.kv_len || head >= plan.batch * plan.kv_heads)
         return;
     const head_source of = source_of(plan, source, head);
@@ -128,6 +131,7 @@ __global__ void __launch_bounds__(roll_threads)
     const head_source of = source_of(plan, source, head);
     const int32_t *const list = plan.list + head * plan.list_head;
     __shared__ int32_t kept;
+    griddepcontrol_wait();
     if (threadIdx.x == 0)
         kept = 0;
     __syncthreads();
@@ -144,12 +148,14 @@ __global__ void __launch_bounds__(roll_threads)
     }
 }
 
-/* A stretch of lists of one (b, g), as a block rolls through it. */
+/* A stretch of lists of one (b, g), as a block rolls through it. Everything of the selection that it
+ * needs is read at its beginning. */
 struct roll_state {
-    int32_t *table;                      // [slots]: the key that lives there
-    int32_t live;                        // slots in use
-    int32_t arrivals[roll_threads / 32]; // of each warp
-};
+    int32_t *table;                         // [slots]: the key that lives there; 16-byte aligned
+    int32_t live;                           // slots in use
+    int32_t arrivals[2][roll_threads / 32]; // of each warp; of this list and the next
+    int32_t entering[most_stretch * list_queries]; // the slot of each key after the first
+}; // position; negative: it stays out
 
 /* Takes over a scattered list; whatever no key of this selection wrote there is left out. */
 __device__ static void load_table(const forward_plan &plan, const list_source &source,
@@ -163,58 +169,70 @@ __device__ static void load_table(const forward_plan &plan, const list_source &s
         state->table[s] = lives ? j : -1;
         live = lives ? s + 1 : live;
     }
-    atomicMax(&state->live, live);
+    live = __reduce_max_sync(~0u, live);
+    if (threadIdx.x % 32 == 0)
+        atomicMax(&state->live, live);
+}
+
+__device__ static void load_entering(const forward_plan &plan, const list_source &source,
+                                     const head_source &of, int32_t position, int32_t lists,
+                                     roll_state *state) {
+    for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
+        const int32_t j = position + 1 + n;
+        const bool enters = j < plan.kv_len && of.expiry[j] > j;
+        const int32_t slot = enters ? of.slot[j] : -1;
+        state->entering[n] = slot < source.slots ? slot : -1;
+    }
 }
 
 /* Copies the table out; absent keys as ~j. */
 __device__ static void write_live(const head_source &of, int32_t *list, const roll_state *state) {
-    for (int32_t s = threadIdx.x; s < state->live; s += roll_threads) {
+    const int32_t whole = of.key_valid == NULL ? state->live / 4 * 4 : 0;
+    for (int32_t s = threadIdx.x * 4; s < whole; s += roll_threads * 4)
+        *(int4 *)&list[s] = *(const int4 *)&state->table[s];
+    for (int32_t s = whole + threadIdx.x; s < state->live; s += roll_threads) {
         const int32_t j = state->table[s];
         list[s] = j >= 0 && !is_valid(of, j) ? ~j : j;
     }
 }
 
-/* Appends, ascending, the keys that arrive after `first` and up to `last`; they are fewer than the
- * block's threads. */
-__device__ static void write_arrivals(const forward_plan &plan, const head_source &of,
-                                      int32_t first, int32_t last, int32_t *list, int2 *count,
+/* Appends, ascending, the keys that arrive after list t's first position; they are fewer than the
+ * block's threads, and `entering` begins with them. */
+__device__ static void write_arrivals(const forward_plan &plan, const head_source &of, int32_t t,
+                                      const int32_t *entering, int32_t *list, int2 *count,
                                       roll_state *state) {
-    const int32_t j = first + 1 + (int32_t)threadIdx.x, warp = threadIdx.x / 32;
-    const bool arrives =
-        j >= 0 && j <= last && of.expiry[j] > j && of.slot[j] >= 0 && is_valid(of, j);
+    const int32_t n = threadIdx.x, warp = n / 32, j = first_position(plan, t) + 1 + n;
+    const bool arrives = n < list_queries - 1 && entering[n] >= 0 && is_valid(of, j);
     const unsigned mask = __ballot_sync(~0u, arrives);
-    if (threadIdx.x % 32 == 0)
-        state->arrivals[warp] = __popc(mask);
+    int32_t *const arrivals = state->arrivals[t % 2];
+    if (n % 32 == 0)
+        arrivals[warp] = __popc(mask);
     __syncthreads();
     int32_t before = 0, all = 0;
-    for (int32_t w = 0; w < roll_threads / 32; w++) {
-        before += w < warp ? state->arrivals[w] : 0;
-        all += state->arrivals[w];
+    for (int32_t w = 0; w < list_queries / 32; w++) {
+        before += w < warp ? arrivals[w] : 0;
+        all += arrivals[w];
     }
     // whatever a selection says: at most its slots live, and fewer than list_queries keys arrive
     if (arrives)
-        list[state->live + before + __popc(mask & ((1u << threadIdx.x % 32) - 1))] = j;
-    if (threadIdx.x == 0)
+        list[state->live + before + __popc(mask & ((1u << n % 32) - 1))] = j;
+    if (n == 0)
         *count = make_int2(state->live, state->live + all);
 }
 
-/* Lets the keys after `first` and up to the next list's first position take over their slots; of
- * two that held one slot the later one holds it now. */
-__device__ static void roll_table(const forward_plan &plan, const list_source &source,
-                                  const head_source &of, int32_t first, roll_state *state) {
-    const int32_t j = first + 1 + (int32_t)threadIdx.x;
-    if (threadIdx.x >= list_queries || j >= plan.kv_len || of.expiry[j] <= j)
+/* Lets the keys that enter up to the next list's first position take over their slots; of two that
+ * held one slot the later one holds it now. */
+__device__ static void roll_table(int32_t position, const int32_t *entering, roll_state *state) {
+    const int32_t n = threadIdx.x;
+    if (n >= list_queries || entering[n] < 0)
         return;
-    const int32_t slot = of.slot[j];
-    if ((uint32_t)slot >= (uint32_t)source.slots)
-        return;
-    atomicMax(&state->table[slot], j);
-    atomicMax(&state->live, slot + 1);
+    atomicMax(&state->table[entering[n]], position + 1 + n);
+    atomicMax(&state->live, entering[n] + 1);
 }
 
 __global__ void __launch_bounds__(roll_threads)
     roll_lists(const forward_plan plan, const list_source source) {
-    extern __shared__ int32_t table[];
+    extern __shared__ int4 table[];
     __shared__ roll_state state;
     const int head = blockIdx.y + blockIdx.z * gridDim.y;
     const int32_t first = blockIdx.x * source.stretch;
@@ -224,23 +242,24 @@ __global__ void __launch_bounds__(roll_threads)
     const head_source of = source_of(plan, source, head);
     int32_t *const lists = plan.list + head * plan.list_head;
     if (threadIdx.x == 0) {
-        state.table = source.stretch > 1 ? table : lists + first * plan.list_tile;
+        state.table = source.stretch > 1 ? (int32_t *)table : lists + first * plan.list_tile;
         state.live = 0;
     }
     __syncthreads();
-    load_table(plan, source, of, lists + first * plan.list_tile, first_position(plan, first),
-               &state);
+    const int32_t position = first_position(plan, first);
+    load_entering(plan, source, of, position, end - first, &state);
+    griddepcontrol_wait(); // for the scattered lists
+    load_table(plan, source, of, lists + first * plan.list_tile, position, &state);
     for (int32_t t = first; t < end; t++) {
-        const int32_t position = first_position(plan, t);
-        const int32_t last = min(position + list_queries, plan.kv_len) - 1;
+        const int32_t *const entering = state.entering + (t - first) * list_queries;
         int32_t *const list = lists + t * plan.list_tile;
         __syncthreads();
         write_live(of, list, &state);
-        write_arrivals(plan, of, position, last, list, &plan.count[(int64_t)head * plan.lists + t],
+        write_arrivals(plan, of, t, entering, list, &plan.count[(int64_t)head * plan.lists + t],
                        &state);
         __syncthreads();
         if (t + 1 < end)
-            roll_table(plan, source, of, position, &state);
+            roll_table(first_position(plan, t), entering, &state);
     }
 }
 
@@ -342,7 +361,9 @@ static list_source describe_source(const fdma_problem *problem, const forward_pl
     source.bias_batch = problem->bias.stride[0];
     source.bias_head = problem->bias.stride[1];
     source.slots = (int32_t)problem->window;
-    source.stretch = (int32_t)(stretch < 1 ? 1 : stretch > most_stretch ? most_stretch : stretch);
+    source.stretch = (int32_t)(stretch < least_stretch  ? least_stretch
+                               : stretch > most_stretch ? most_stretch
+                                                        : stretch);
     if (problem->window > most_table)
         source.stretch = 1;
     source.is_global = is_global(problem);
@@ -364,6 +385,8 @@ fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_pla
         return FDMA_OK;
     records.grid = grid_of((problem->kv_len + record_threads - 1) / record_threads, heads);
     records.block = dim3(record_threads);
+    records.after_dependency = true;
+    lists.after_dependency = true;
     FDMA_TRY(launch("forward", write_records, records, problem, *plan, source));
     if (plan->count == NULL)
         return FDMA_OK;
