@@ -76,7 +76,21 @@ endforeach()
 # What a program needs that links libfdma.a without CMake.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
-foreach(operation score lists)
+foreach(operation score select lists)
   fdma_add_cuda(fdma_cuda_sm80_${operation} src/cuda/sm80/${operation}.cu
                 "${FDMA_CUDA_ARCHITECTURES}")
+endforeach()
+foreach(head_dim 64 96 128 192 256)
+  fdma_add_cuda(fdma_cuda_sm80_d${head_dim} src/cuda/sm80/forward.cu
+                "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
+endforeach()
+
+# Clusters came with 9.0, and wgmma is of 9.0 alone. Where no code for a row is built, the row stays
+# in the table, and lacks its device.
+set(cluster_code "${FDMA_CUDA_ARCHITECTURES}")
+list(FILTER cluster_code EXCLUDE REGEX "^[78]")
+fdma_add_cuda(fdma_cuda_sm90_select src/cuda/sm90/select.cu "${cluster_code}")
+foreach(head_dim 64 128 256)
+  fdma_add_cuda(fdma_cuda_sm90_d${head_dim} src/cuda/sm90/forward.cu "90a"
+                FDMA_HEAD_DIM=${head_dim})
 endforeach()

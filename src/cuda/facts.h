@@ -24,6 +24,17 @@ const char *fdma_refuses_before_sm90(const fdma_problem *problem);
 const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
 
 /* Every point's table, the fastest first. */
-#define FDMA_CUDA_TABLES(X) X(fdma_cuda_sm80_score)
+#define FDMA_CUDA_TABLES(X)                                                                        \
+    X(fdma_cuda_sm80_score)                                                                        \
+    X(fdma_cuda_sm90_select)                                                                       \
+    X(fdma_cuda_sm80_select)                                                                       \
+    X(fdma_cuda_sm90_d64)                                                                          \
+    X(fdma_cuda_sm90_d128)                                                                         \
+    X(fdma_cuda_sm90_d256)                                                                         \
+    X(fdma_cuda_sm80_d64)                                                                          \
+    X(fdma_cuda_sm80_d96)                                                                          \
+    X(fdma_cuda_sm80_d128)                                                                         \
+    X(fdma_cuda_sm80_d192)                                                                         \
+    X(fdma_cuda_sm80_d256)
 
 #endif

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <stdint.h>
 
 template <typename T> __host__ __device__ constexpr bool is_bfloat16() { return false; }
 template <> __host__ __device__ constexpr bool is_bfloat16<__nv_bfloat16>() { return true; }
@@ -17,5 +18,24 @@ template <> __device__ inline __half from_float_toward_zero(float x) { return __
 template <> __device__ inline __nv_bfloat16 from_float_toward_zero(float x) {
     return __float2bfloat16_rz(x);
 }
+
+/* What PTX calls an element, and two of them in one register, `low` first in memory. */
+template <typename element> struct element_type;
+
+template <> struct element_type<__half> {
+    static constexpr const char ptx[] = "f16";
+    static __device__ inline uint32_t pack(float low, float high) {
+        const __half2 both = __floats2half2_rn(low, high);
+        return *(const uint32_t *)&both;
+    }
+};
+
+template <> struct element_type<__nv_bfloat16> {
+    static constexpr const char ptx[] = "bf16";
+    static __device__ inline uint32_t pack(float low, float high) {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+        return *(const uint32_t *)&both;
+    }
+};
 
 #endif

@@ -1,0 +1,82 @@
+/* The two products of attention on Hopper's tensor cores: 64 rows of a warpgroup against a block of
+ * keys in shared memory.
+ *
+ * A block of rows lies in panels of 64 channels, each [rows][128 bytes], the eight 16-byte chunks of
+ * a row permuted by the row's number: the 128-byte swizzle (PTX, asynchronous warpgroup level
+ * matrix shared memory layout). Panels begin at multiples of 1024 bytes, where the pattern begins.
+ *
+ * Accumulators: thread t of a warp holds of rows t / 4 and t / 4 + 8 the columns 8 n + 2 (t % 4) and
+ * the one after it, at [4 n + 2 * (the later row) + (the later column)]. */
+#ifndef FDMA_CUDA_DEVICE_WGMMA_CUH
+#define FDMA_CUDA_DEVICE_WGMMA_CUH
+
+#include "cuda/device/ptx.cuh"
+
+static constexpr int panel_channels = 64; // of 16 bits: one line of the swizzle
+static constexpr int line_bytes = 128;    // a row of a panel
+static constexpr int chunk_bytes = 16;    // what the swizzle moves
+static constexpr int swizzle_rows = 8;    // after which the pattern repeats
+static constexpr int step_k = 16;         // channels or keys of one wgmma
+
+/* Where chunk `chunk` of row `row` of a panel lies. */
+__device__ static inline uint32_t swizzled(uint32_t row, uint32_t chunk) {
+    return row * line_bytes + ((chunk ^ row % swizzle_rows) * chunk_bytes);
+}
+
+/* A matrix in shared memory, from `address` on. panel_bytes: from panel to panel, where the
+ * product goes along channels. */
+__device__ static inline uint64_t describe_matrix(uint32_t address, uint32_t panel_bytes) {
+    const uint64_t swizzle_128 = 1;
+    return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(panel_bytes >> 4) << 16 |
+           (uint64_t)(swizzle_rows * line_bytes >> 4) << 32 | swizzle_128 << 62;
+}
+
+template <typename element, int accumulators>
+__device__ static inline void multiply(float (&d)[accumulators], uint64_t a, uint64_t b,
+                                       bool accumulate) {
+    if constexpr (accumulators == 32)
+        wgmma_m64n64k16<element>(d, a, b, accumulate);
+    else
+        wgmma_m64n128k16<element>(d, a, b, accumulate);
+}
+
+template <typename element, int accumulators>
+__device__ static inline void multiply(float (&d)[accumulators], const uint32_t (&a)[4],
+                                       uint64_t b) {
+    if constexpr (accumulators == 32)
+        wgmma_m64n64k16<element>(d, a, b);
+    else if constexpr (accumulators == 64)
+        wgmma_m64n128k16<element>(d, a, b);
+    else
+        wgmma_m64n256k16<element>(d, a, b);
+}
+
+/* S = Q K^T (accumulate: S += Q K^T), begun: q [64 rows of q_rows][channels], k
+ * [2 * accumulators keys][channels]. */
+template <typename element, int channels, int q_rows, int accumulators>
+__device__ static inline void begin_abt(float (&scores)[accumulators], uint32_t q, uint32_t k,
+                                        bool accumulate) {
+    constexpr int key_rows = 2 * accumulators;
+    const uint64_t a = describe_matrix(q, 0), b = describe_matrix(k, 0);
+    multiply<element>(scores, a, b, accumulate);
+#pragma unroll
+    for (int c = step_k; c < channels; c += step_k) {
+        const int panel = c / panel_channels, inside = c % panel_channels * 2;
+        multiply<element>(scores, a + ((panel * q_rows * line_bytes + inside) >> 4),
+                          b + ((panel * key_rows * line_bytes + inside) >> 4), true);
+    }
+}
+
+/* O += P V, begun: weights as the accumulators of S in pairs, v [key_rows][2 * accumulators
+ * channels]. */
+template <typename element, int key_rows, int accumulators>
+__device__ static inline void begin_ab(float (&out)[accumulators],
+                                       const uint32_t (&weights)[key_rows / step_k][4],
+                                       uint32_t v) {
+    const uint64_t b = describe_matrix(v, key_rows * line_bytes);
+#pragma unroll
+    for (int j = 0; j < key_rows / step_k; j++)
+        multiply<element>(out, weights[j], b + (j * step_k * line_bytes >> 4));
+}
+
+#endif

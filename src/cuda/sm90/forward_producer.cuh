@@ -1,0 +1,180 @@
+/* The producer of sm90's forward kernel: a warpgroup that gathers q, k and v of tile after tile
+ * into shared memory, with a note for the consumers on each block of keys. */
+#ifndef FDMA_CUDA_SM90_FORWARD_PRODUCER_CUH
+#define FDMA_CUDA_SM90_FORWARD_PRODUCER_CUH
+
+#include "cuda/sm90/forward_tile.cuh"
+
+static constexpr int32_t no_key = (int32_t)no_row;
+
+/* The keys of one tile. */
+struct key_source {
+    const int32_t *list; // NULL: entry j is key j
+    const key_record *records;
+    row_source k, v;
+    int32_t entries;
+};
+
+/* How many entries of the list, or keys, some row of the tile may see. */
+__device__ static int32_t count_entries(const forward_plan &plan, const row_tile &tile,
+                                        int32_t list) {
+    if (plan.count == NULL)
+        return plan.causal ? min(plan.kv_len, tile.last + 1) : plan.kv_len;
+    const int2 count = plan.count[(int64_t)(tile.b * plan.kv_heads + tile.g) * plan.lists + list];
+    if (!plan.causal)
+        return count.y;
+    // at most one key arrives at a position
+    return min(count.y, count.x + tile.last - row_position(plan, list * list_queries));
+}
+
+__device__ static row_source rows_of(const head_view &view, const row_tile &tile) {
+    return {(const char *)view.data + 2 * (tile.b * view.batch + tile.g * view.head),
+            (uint32_t)(2 * view.row)};
+}
+
+__device__ static key_source keys_of(const forward_plan &plan, const row_tile &tile) {
+    const int32_t head = tile.b * plan.kv_heads + tile.g;
+    const int32_t list = plan.causal ? tile.query / list_queries : 0;
+    key_source keys;
+    keys.list = plan.list == NULL ? NULL
+                                  : plan.list + head * plan.list_head + list * plan.list_tile;
+    keys.records = plan.records == NULL ? NULL : plan.records + (int64_t)head * plan.kv_len;
+    keys.k = rows_of(plan.k, tile);
+    keys.v = rows_of(plan.v, tile);
+    keys.entries = count_entries(plan, tile, list);
+    return keys;
+}
+
+/* A bias in units of the scores it is added to. What is finite stays so, or a score would be NaN. */
+__device__ static inline float bias_in_scores(const forward_plan &plan, float bias) {
+    const float most = 3.402823466e38f, in_scores = bias / score_unit(plan);
+    return fabsf(bias) <= most ? fminf(fmaxf(in_scores, -most), most) : in_scores;
+}
+
+/* The producer's warpgroup, between blocks. */
+template <class config> struct producer {
+    forward_memory<config> *memory;
+    tile_order order;
+    ring_place<config::buffers> kv;
+    ring_place<config::notes> notes;
+    ring_place<config::q_buffers> q;
+    int32_t warp, own_row; // the row of a block that this lane looks after
+    // the block whose keys are loaded, but not yet its values
+    bool has_values;
+    row_source values;
+    int32_t value_key;
+
+    __device__ inline int32_t fetch_entry(const forward_plan &plan, const key_source &keys,
+                                          int32_t block) const {
+        const int32_t i = block * config::key_rows + own_row;
+        if (i >= keys.entries)
+            return no_key;
+        const int32_t entry = keys.list == NULL ? i : keys.list[i];
+        return is_key(entry, plan.kv_len) ? entry : no_key;
+    }
+
+    __device__ inline key_record fetch_record(const key_source &keys, int32_t key) const {
+        if (key == no_key)
+            return {INT32_MIN, 0};
+        return keys.records == NULL ? key_record{INT32_MAX, 0} : keys.records[key];
+    }
+
+    /* Rows of k or of v into the next buffer. */
+    __device__ inline void load_rows(const forward_plan &plan, const row_source &rows,
+                                     int32_t key) {
+        wait(&memory->kv_empty[kv.index], kv.parity ^ 1);
+        gather_rows<config::key_rows, config::panels, config::group_keys>(
+            shared_address(memory->kv[kv.index]), warp * config::group_keys, rows, (uint32_t)key,
+            plan.head_dim);
+        cp_async_mbarrier_arrive_noinc(&memory->kv_full[kv.index]);
+        kv.advance();
+    }
+
+    __device__ inline void write_notes(const forward_plan &plan, const row_tile &tile, int32_t key,
+                                       key_record record) {
+        wait(&memory->notes_empty[notes.index], notes.parity ^ 1);
+        block_notes<config> *const note = &memory->notes[notes.index];
+        const float bias = bias_in_scores(plan, record.bias);
+        note->bias[own_row / 2][0][own_row % 2] = bias;
+        note->bias[own_row / 2][1][own_row % 2] = bias;
+        note->expiry[own_row] = record.expiry;
+        note->key[own_row] = key;
+        const bool expires = record.expiry <= tile.last;
+        const bool arrives = plan.causal && key > tile.first;
+        const int cuts = (__any_sync(~0u, expires) ? cut_expiry : cut_none) |
+                         (__any_sync(~0u, arrives) ? cut_causal : cut_none);
+        if (threadIdx.x % 32 == 0)
+            note->cuts[warp] = (uint8_t)cuts;
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            mbarrier_arrive(&memory->notes_full[notes.index]);
+        notes.advance();
+    }
+
+    __device__ inline void load_queries(const forward_plan &plan, const row_tile &tile,
+                                        tile_notes note) {
+        constexpr int warp_rows = config::rows / warpgroup_warps;
+        const int32_t row = tile.first_row + warp * warp_rows + threadIdx.x % 32;
+        const row_source rows = {(const char *)plan.q.data +
+                                     2 * (tile.b * plan.q.batch + tile.g * plan.group * plan.q.head),
+                                 chunk_bytes};
+        const int64_t own = row / plan.group * plan.q.row + row % plan.group * plan.q.head;
+        wait(&memory->q_empty[q.index], q.parity ^ 1);
+        gather_rows<config::rows, config::panels, warp_rows>(
+            shared_address(memory->q[q.index]), warp * warp_rows, rows,
+            row < tile.end_row ? (uint32_t)(own / (chunk_bytes / 2)) : no_row, plan.head_dim);
+        hand_on(note);
+    }
+
+    /* The tile itself, after its queries if it has any. */
+    __device__ inline void hand_on(tile_notes note) {
+        if (threadIdx.x == 0) {
+            memory->tiles[q.index] = note;
+            mbarrier_arrive(&memory->q_full[q.index]);
+        }
+        cp_async_mbarrier_arrive_noinc(&memory->q_full[q.index]);
+        q.advance();
+    }
+
+    /* Keys run a block ahead of values, entries of the list two blocks, records one. */
+    __device__ inline void load_tile(const forward_plan &plan, int32_t index) {
+        const row_tile tile = tile_at<config>(plan, order, index);
+        const key_source keys = keys_of(plan, tile);
+        const int32_t blocks = max(1, (keys.entries + config::key_rows - 1) / config::key_rows);
+        int32_t key = fetch_entry(plan, keys, 0), next = fetch_entry(plan, keys, 1);
+        key_record record = fetch_record(keys, key);
+        for (int32_t block = 0; block < blocks; block++) {
+            const key_record next_record = fetch_record(keys, next);
+            const int32_t after = fetch_entry(plan, keys, block + 2);
+            load_rows(plan, keys.k, key);
+            write_notes(plan, tile, key, record);
+            if (has_values)
+                load_rows(plan, values, value_key);
+            if (block == 0)
+                load_queries(plan, tile, {index, blocks});
+            has_values = true;
+            values = keys.v;
+            value_key = key;
+            key = next;
+            next = after;
+            record = next_record;
+        }
+    }
+
+    /* The tiles of this block of threads: there and back over the grid, so that everyone gets
+     * heavy and light ones. */
+    __device__ inline void run(const forward_plan &plan) {
+        has_values = false;
+        const int32_t grid = gridDim.x, all = order.tiles * order.heads;
+        for (int32_t turn = 0; turn * grid < all; turn++) {
+            const int32_t place = turn % 2 == 0 ? blockIdx.x : grid - 1 - blockIdx.x;
+            if (turn * grid + place < all)
+                load_tile(plan, turn * grid + place);
+        }
+        load_rows(plan, values, value_key);
+        wait(&memory->q_empty[q.index], q.parity ^ 1);
+        hand_on({-1, 0});
+    }
+};
+
+#endif
