@@ -3,6 +3,7 @@
 #include "attend.h"
 
 #include "commands.h"
+#include "device.h"
 #include "options.h"
 #include "output.h"
 #include "safetensors.h"
@@ -37,6 +38,10 @@ static const option_row rows[] = {
      offsetof(attend_options, dtype), OPTION_CHOICE, 0},
     {"--kernel", "NAME", "a kernel of `fdma info`, or the beginning of its name up to a '/'", NULL,
      offsetof(attend_options, kernel), OPTION_TEXT, 0},
+    {"--device", "D",
+     "cpu (default), cuda, or the device of that number; the reference stays\n"
+     "on the CPU",
+     NULL, offsetof(attend_options, where), OPTION_TEXT, 0},
     {"--threads", "N", "CPU threads (default: as many as OpenMP would use)", NULL,
      offsetof(attend_options, threads), OPTION_COUNT, 0},
     {"--out", "FILE", "write `out` and `lse` of the selected attention, as safetensors", NULL,
@@ -114,6 +119,7 @@ static void free_tensors(attend_inputs *inputs, attend_results *results) {
         results->dense_out,
         results->dense_lse,
         results->selection.expiry,
+        results->selection.slot,
     };
     for (size_t t = 0; t < sizeof owned / sizeof owned[0]; t++)
         free(owned[t].data);
@@ -134,6 +140,9 @@ int attend_main(int argc, char **argv) {
         fprintf(stderr, "fdma attend: --threads is above %d\n", INT32_MAX);
         return EXIT_USAGE;
     }
+    options.device = find_device(command.name, options.where);
+    if (options.device < 0)
+        return EXIT_USAGE;
     attend_inputs inputs = {0};
     attend_results results = {0};
     const int code = attend(&options, &inputs, &results);

@@ -9,6 +9,7 @@ typedef struct attend_options {
     const char *file;
     const char *kernel; /* NULL: the fastest */
     const char *out;    /* NULL: nothing is written */
+    const char *where;  /* NULL: the CPU */
     int64_t window;
     int64_t threads;
     double scale;
@@ -18,6 +19,7 @@ typedef struct attend_options {
     int bias;  /* fdma_bias_form */
     int dtype; /* fdma_dtype - 1; -1: as in the file */
     int json;
+    int32_t device; /* what `where` means */
 } attend_options;
 
 /* Contiguous tensors in the dtype that runs; score or both of dt_proj and a, the others absent. */

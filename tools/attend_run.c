@@ -2,6 +2,7 @@
 #include "arrays.h"
 #include "attend.h"
 #include "commands.h"
+#include "device.h"
 #include "timing.h"
 
 #include <math.h>
@@ -22,7 +23,11 @@ static int complain(const attend_options *options) {
 }
 
 static fdma_exec exec_of(const attend_options *options) {
-    return (fdma_exec){.kernel = options->kernel, .threads = (int32_t)options->threads};
+    return (fdma_exec){
+        .kernel = options->kernel,
+        .device = options->device,
+        .threads = (int32_t)options->threads,
+    };
 }
 
 static void describe_calls(const attend_options *options, const attend_inputs *inputs,
@@ -85,6 +90,8 @@ static void shape_results(const attend_options *options, const attend_inputs *in
         .kv_len = k[1],
         .scope = (fdma_scope)options->scope,
     };
+    if (options->device) // kernels there want it
+        results->selection.slot = results->selection.expiry;
 }
 
 static void allocate_results(attend_results *results) {
@@ -96,6 +103,7 @@ static void allocate_results(attend_results *results) {
         &results->dense_out,
         &results->dense_lse,
         &results->selection.expiry,
+        &results->selection.slot,
     };
     for (size_t t = 0; t < sizeof owned / sizeof owned[0]; t++) {
         if (owned[t]->rank > 0)
@@ -138,13 +146,14 @@ static fdma_status call_dense(const attend_calls *calls) { return fdma_forward(&
 /* Runs a call until 25 samples or a second have passed; its median time, NaN where it failed. */
 static double time_call(fdma_status (*call)(const attend_calls *), const attend_calls *calls) {
     enum { RUNS = 25, ENOUGH_MS = 1000 };
+    const int32_t device = calls->select.exec.device;
     samples times = {.count = 0};
     const double start = now_ms();
     do {
-        const double before = now_ms();
+        start_clock(device);
         if (call(calls) != FDMA_OK)
             return (double)NAN;
-        add_sample(&times, now_ms() - before);
+        add_sample(&times, stop_clock(device));
     } while (times.count < RUNS && now_ms() - start < ENOUGH_MS);
     return median(&times);
 }
@@ -152,9 +161,7 @@ static double time_call(fdma_status (*call)(const attend_calls *), const attend_
 static int run_calls(const attend_options *options, const attend_inputs *inputs,
                      const attend_calls *calls, attend_results *results) {
     results->score_ms = (double)NAN;
-    if (inputs->score.rank > 0)
-        fill_bias(options, results);
-    else if (isnan(results->score_ms = time_call(call_score, calls)))
+    if (inputs->score.rank == 0 && isnan(results->score_ms = time_call(call_score, calls)))
         return complain(options);
     results->select_ms = time_call(call_select, calls);
     results->selected_ms = results->select_ms + time_call(call_selected, calls);
@@ -165,28 +172,77 @@ static int run_calls(const attend_options *options, const attend_inputs *inputs,
     return 0;
 }
 
+static int call_with_workspace(const attend_options *options, const attend_inputs *inputs,
+                               size_t bytes, attend_calls *calls, attend_results *results) {
+    void *workspace = device_allocate(options->device, bytes);
+    fdma_exec *const execs[] = {&calls->score.exec, &calls->select.exec, &calls->selected.exec,
+                                &calls->dense.exec};
+    for (int call = 0; call < 4; call++) {
+        execs[call]->workspace = workspace;
+        execs[call]->workspace_size = bytes;
+    }
+    const int code = run_calls(options, inputs, calls, results);
+    device_free(options->device, workspace);
+    return code;
+}
+
+enum { INPUTS = 5, RESULTS = 8 };
+
+/* Runs the calls where the tensors are: on a device on copies, whose results come back. */
+static int run_there(const attend_options *options, const attend_inputs *inputs, size_t bytes,
+                     attend_results *results) {
+    const int32_t device = options->device;
+    attend_calls calls;
+    attend_inputs there = *inputs;
+    attend_results found = *results;
+    fdma_tensor *const given[INPUTS] = {&there.q, &there.k, &there.v, &there.dt_proj, &there.a};
+    fdma_tensor *const copies[RESULTS] = {&found.score,
+                                          &found.bias,
+                                          &found.out,
+                                          &found.lse,
+                                          &found.dense_out,
+                                          &found.dense_lse,
+                                          &found.selection.expiry,
+                                          &found.selection.slot};
+    fdma_tensor *const owned[RESULTS] = {&results->score,
+                                         &results->bias,
+                                         &results->out,
+                                         &results->lse,
+                                         &results->dense_out,
+                                         &results->dense_lse,
+                                         &results->selection.expiry,
+                                         &results->selection.slot};
+    for (int t = 0; t < INPUTS; t++)
+        *given[t] = device_copy_of(device, given[t]);
+    for (int t = 0; t < RESULTS; t++)
+        *copies[t] = device_copy_of(device, owned[t]);
+    describe_calls(options, &there, &found, &calls);
+    const int code = call_with_workspace(options, &there, bytes, &calls, &found);
+    for (int t = 0; t < INPUTS; t++)
+        device_release(device, given[t]);
+    for (int t = 0; t < RESULTS; t++) {
+        device_fetch(device, owned[t], copies[t]);
+        device_release(device, copies[t]);
+        *copies[t] = *owned[t];
+    }
+    *results = found;
+    return code;
+}
+
 int run_attention(const attend_options *options, const attend_inputs *inputs,
                   attend_results *results) {
     attend_calls calls;
     size_t bytes = 0;
     shape_results(options, inputs, results);
     describe_calls(options, inputs, results, &calls);
-    int code = check_calls(options, &calls, &bytes);
+    const int code = check_calls(options, &calls, &bytes);
     if (code)
         return code;
     allocate_results(results);
-    if (inputs->score.rank > 0)
+    if (inputs->score.rank > 0) {
         memcpy(results->score.data, inputs->score.data,
                (size_t)element_count(&inputs->score) * sizeof(float));
-    describe_calls(options, inputs, results, &calls);
-    void *workspace = allocate(bytes);
-    fdma_exec *const execs[] = {&calls.score.exec, &calls.select.exec, &calls.selected.exec,
-                                &calls.dense.exec};
-    for (int call = 0; call < 4; call++) {
-        execs[call]->workspace = workspace;
-        execs[call]->workspace_size = bytes;
+        fill_bias(options, results);
     }
-    code = run_calls(options, inputs, &calls, results);
-    free(workspace);
-    return code;
+    return run_there(options, inputs, bytes, results);
 }

@@ -4,6 +4,7 @@
 #include "bench.h"
 
 #include "commands.h"
+#include "device.h"
 #include "json.h"
 #include "machine.h"
 #include "options.h"
@@ -23,8 +24,10 @@ typedef struct bench_options {
     const char *filter; /* NULL: every case */
     const char *json;   /* NULL: no file */
     const char *kernel; /* NULL: the dispatched one */
+    const char *where;  /* NULL: the CPU */
     int64_t threads;
     int all;
+    int32_t device; /* what `where` means */
 } bench_options;
 
 static const option_row rows[] = {
@@ -32,6 +35,8 @@ static const option_row rows[] = {
      offsetof(bench_options, json), OPTION_TEXT, 0},
     {"--threads", "N", "CPU threads (default 1)", NULL, offsetof(bench_options, threads),
      OPTION_COUNT, 0},
+    {"--device", "D", "cpu (default), cuda, or the device of that number, which has its own cases",
+     NULL, offsetof(bench_options, where), OPTION_TEXT, 0},
     {"--kernel", "NAME", "this kernel instead of the one that would be dispatched", NULL,
      offsetof(bench_options, kernel), OPTION_TEXT, 0},
     {"--all", NULL, "every kernel that runs here; the reference only by --kernel reference", NULL,
@@ -41,21 +46,21 @@ static const option_row rows[] = {
 static const command_line command = {
     .name = "fdma bench",
     .about = "Times cases whose name holds FILTER, or matches it where it has * or ?.",
-    .more =
-        "Cases are causal, batch 1, with one head unless /h32g8 (query and kv heads) follows;\n"
-        "d head_dim, n length, w window. A selected forward counts its selection too. row is\n"
-        "one query, whose selection is not counted, and tiny is one of a few keys.\n"
-        "\n"
-        "ms        median of at least 5 runs\n"
-        "spread    (90th percentile - 10th percentile) / median\n"
-        "GFLOP/s   useful ones: 4 * head_dim for each query, head and key that it keeps\n"
-        "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
-        "          instruction set and on as many threads, run in turn with the case\n"
-        "ns/key    selection and lists, a key and kv head\n"
-        "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
-        "          in turn with the case, as a share of the case's\n"
-        "of fwd    lists: their share of a forward call over the same selection (float32, d128,\n"
-        "          run in turn with the case); t is how many queries share a list\n",
+    .more = "Cases are causal, batch 1, with one head unless /h32g8 (query and kv heads) follows;\n"
+            "d head_dim, n length, w window. A selected forward counts its selection too. row is\n"
+            "one query, whose selection is not counted, and tiny is one of a few keys.\n"
+            "\n"
+            "ms        median of at least 5 runs\n"
+            "spread    (90th percentile - 10th percentile) / median\n"
+            "GFLOP/s   useful ones: 4 * head_dim for each query, head and key that it keeps\n"
+            "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
+            "          instruction set and on as many threads, run in turn with the case\n"
+            "ns/key    selection and lists, a key and kv head\n"
+            "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
+            "          in turn with the case, as a share of the case's; on a device half of the\n"
+            "          time of a copy\n"
+            "of fwd    lists: their share of a forward call over the same selection (d128, run\n"
+            "          in turn with the case); t is how many queries share a list\n",
     .operand = "FILTER",
     .operand_offset = offsetof(bench_options, filter),
     .row_count = sizeof rows / sizeof rows[0],
@@ -70,8 +75,8 @@ static int matches(const bench_case *row, const char *filter) {
     return strpbrk(filter, "*?[") ? fnmatch(filter, name, 0) == 0 : strstr(name, filter) != NULL;
 }
 
-static void write_json(FILE *stream, const char *name, const char *kernel, int64_t threads,
-                       const bench_figures *figures) {
+static void write_json(FILE *stream, const char *name, const char *kernel,
+                       const bench_options *options, const bench_figures *figures) {
     const struct {
         const char *field;
         double value;
@@ -82,8 +87,9 @@ static void write_json(FILE *stream, const char *name, const char *kernel, int64
         {"of_peak", figures->of_peak},
         {"ns_per_key", figures->ns_per_key},
     };
-    fprintf(stream, "{\"case\": \"%s\", \"kernel\": \"%s\", \"threads\": %" PRId64, name, kernel,
-            threads);
+    fprintf(stream, "{\"case\": \"%s\", \"kernel\": \"%s\"", name, kernel);
+    if (!options->device)
+        fprintf(stream, ", \"threads\": %" PRId64, options->threads);
     for (size_t n = 0; n < sizeof numbers / sizeof numbers[0]; n++) {
         fprintf(stream, ", \"%s\": ", numbers[n].field);
         json_number(stream, numbers[n].value);
@@ -136,9 +142,9 @@ static int bench_one(const bench_options *options, const bench_case *row, const 
     bench_figures figures;
     bench_case_name(row, name);
     show_progress(name, kernel);
-    bench_job *job = open_job(row, kernel, (int)options->threads);
-    const fdma_status status =
-        job ? measure_job(row, job, (int)options->threads, &figures) : FDMA_UNSUPPORTED;
+    const bench_place place = {kernel, options->device, (int)options->threads};
+    bench_job *job = open_job(row, &place);
+    const fdma_status status = job ? measure_job(row, job, &figures) : FDMA_UNSUPPORTED;
     clear_progress();
     if (!job && options->all)
         return EXIT_DONE;
@@ -147,7 +153,7 @@ static int bench_one(const bench_options *options, const bench_case *row, const 
     } else {
         print_row(name, job_kernel(job), &figures);
         if (json)
-            write_json(json, name, job_kernel(job), options->threads, &figures);
+            write_json(json, name, job_kernel(job), options, &figures);
     }
     if (job)
         close_job(job);
@@ -160,6 +166,7 @@ static int bench_every_kernel(const bench_options *options, const bench_case *ro
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {
         fdma_kernel_info kernel = {.size = sizeof kernel};
         if (fdma_describe_kernel(index, &kernel) || kernel.missing ||
+            !runs_on(kernel.name, options->device) ||
             strcmp(kernel.operation, operations[row->operation]) != 0 ||
             strcmp(kernel.name, "reference") == 0)
             continue;
@@ -174,8 +181,8 @@ static int bench_cases(const bench_options *options, FILE *json) {
     int code = EXIT_DONE;
     printf("%-44s %-12s %10s %8s %8s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread",
            "GFLOP/s", "of peak", "ns/key", "of read", "of fwd");
-    for (int64_t index = 0; index < bench_case_count() && !code; index++) {
-        const bench_case *row = bench_case_at(index);
+    for (int64_t index = 0; index < bench_case_count(options->device) && !code; index++) {
+        const bench_case *row = bench_case_at(options->device, index);
         if (!matches(row, options->filter))
             continue;
         code = options->all ? bench_every_kernel(options, row, json)
@@ -213,8 +220,8 @@ static int check_options(const bench_options *options) {
         fprintf(stderr, "fdma bench: --all and --kernel exclude each other\n");
         return EXIT_USAGE;
     }
-    for (int64_t index = 0; index < bench_case_count(); index++) {
-        if (matches(bench_case_at(index), options->filter))
+    for (int64_t index = 0; index < bench_case_count(options->device); index++) {
+        if (matches(bench_case_at(options->device, index), options->filter))
             return EXIT_DONE;
     }
     fprintf(stderr, "fdma bench: no case matches '%s'\n", options->filter);
@@ -226,11 +233,12 @@ int bench_main(int argc, char **argv) {
     const int read = read_options(&command, argc, argv, &options);
     if (read != OPTIONS_READ)
         return read;
-    const int code = check_options(&options);
+    options.device = find_device(command.name, options.where);
+    const int code = options.device < 0 ? EXIT_USAGE : check_options(&options);
     if (code)
         return code;
     machine_facts machine;
-    find_machine(&machine);
+    find_machine(&machine, options.device);
     print_machine(&machine, (int)options.threads);
     return options.json ? bench_to_file(&options, &machine) : bench_cases(&options, NULL);
 }

@@ -33,10 +33,18 @@ typedef struct bench_case {
     int64_t q_len; /* 0: kv_len */
 } bench_case;
 
+/* Where a case runs. */
+typedef struct bench_place {
+    const char *kernel; /* NULL: the dispatched one */
+    int32_t device;     /* fdma_exec.device */
+    int threads;        /* of the CPU */
+} bench_place;
+
 enum { BENCH_NAME = 80 };
 
-int64_t bench_case_count(void);
-const bench_case *bench_case_at(int64_t index);
+/* The cases of a device are not those of the CPU. */
+int64_t bench_case_count(int32_t device);
+const bench_case *bench_case_at(int32_t device, int64_t index);
 
 /*! bench_case_name() - such as "forward/selected/f32/d128/n16384/w2048". */
 void bench_case_name(const bench_case *row, char name[BENCH_NAME]);
@@ -56,9 +64,9 @@ int bench_case_reads(const bench_case *row);
 
 typedef struct bench_job bench_job;
 
-/*! open_job() - tensors, filled, and workspace for a case on a kernel (NULL: the dispatched one).
+/*! open_job() - tensors, filled, and workspace for a case.
  *  Returns NULL where no such kernel takes the case: fdma_last_error() says why. */
-bench_job *open_job(const bench_case *row, const char *kernel, int threads);
+bench_job *open_job(const bench_case *row, const bench_place *place);
 void close_job(bench_job *job);
 
 /*! job_kernel() - the name of the kernel that does the job's main part. */
@@ -76,7 +84,8 @@ typedef struct bench_figures {
 } bench_figures;
 
 /*! measure_job() - times a job in turn with the peak loop and, where reading is the work, a plain
- *  read, or with the attention that lists are for; returns the status of its calls. */
-fdma_status measure_job(const bench_case *row, bench_job *job, int threads, bench_figures *figures);
+ *  read, or with the attention that lists are for; returns the status of its calls. A device has no
+ *  peak loop; its plain read is half of a copy. */
+fdma_status measure_job(const bench_case *row, bench_job *job, bench_figures *figures);
 
 #endif /* FDMA_TOOLS_BENCH_H */

@@ -68,9 +68,57 @@ static const bench_case cases[] = {
     {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8, 0},
 };
 
-int64_t bench_case_count(void) { return sizeof cases / sizeof cases[0]; }
+#define DEVICE_SELECT(order, kv_len, window, heads)                                                \
+    {BENCH_SELECT, 0, order, 0, kv_len, window, heads, heads, 0}
+#define DEVICE_FORWARD(order, head_dim, kv_len, window, q_heads, kv_heads)                         \
+    {BENCH_FORWARD, FDMA_BFLOAT16, order, head_dim, kv_len, window, q_heads, kv_heads, 0}
+#define DEVICE_ATTENTION(kv_len)                                                                   \
+    {BENCH_ATTENTION, FDMA_BFLOAT16, ORDER_IID, 128, kv_len, 2048, 32, 8, 0}
 
-const bench_case *bench_case_at(int64_t index) { return &cases[index]; }
+static const bench_case device_cases[] = {
+    DEVICE_SELECT(ORDER_IID, 32768, 1024, 1),
+    DEVICE_SELECT(ORDER_IID, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_RISING, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_FALLING, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_EQUAL, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_SAWTOOTH, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_IID, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_RISING, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_EQUAL, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_SAWTOOTH, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_IID, 1048576, 2048, 8),
+    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 2048, 32, 8, 0},
+    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 2048, 32, 8, 0},
+    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 8, 8, 0},
+    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 32, 32, 0},
+    ROW(FDMA_BFLOAT16, 0, 32),
+    ROW(FDMA_BFLOAT16, 2048, 32),
+    {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 64, 16, 0, 1, 1, 1},
+    DEVICE_FORWARD(ORDER_IID, 128, 8192, 0, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 32768, 0, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 8192, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_RISING, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_EQUAL, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_SAWTOOTH, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 131072, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 32768, 2048, 32, 32),
+    DEVICE_FORWARD(ORDER_IID, 64, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 256, 32768, 2048, 16, 4),
+    DEVICE_FORWARD(ORDER_IID, 64, 32768, 1024, 2, 1),
+    DEVICE_ATTENTION(8192),
+    DEVICE_ATTENTION(32768),
+    DEVICE_ATTENTION(131072),
+    DEVICE_ATTENTION(1048576),
+};
+
+int64_t bench_case_count(int32_t device) {
+    return device ? sizeof device_cases / sizeof device_cases[0] : sizeof cases / sizeof cases[0];
+}
+
+const bench_case *bench_case_at(int32_t device, int64_t index) {
+    return device ? &device_cases[index] : &cases[index];
+}
 
 enum { TINY_KEYS = 64 };
 
@@ -105,7 +153,9 @@ void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
     else if (row->operation == BENCH_LISTS)
         snprintf(form, sizeof form, "/%s/t%" PRId64, orders[row->order], bench_case_tile(row));
     else
-        snprintf(form, sizeof form, "%s/%s/d%" PRId64, form_of(row), dtype_name(row->dtype),
+        snprintf(form, sizeof form, "%s%s%s/%s/d%" PRId64, form_of(row),
+                 row->order != ORDER_IID ? "/" : "",
+                 row->order != ORDER_IID ? orders[row->order] : "", dtype_name(row->dtype),
                  row->head_dim);
     if (row->window > 0)
         snprintf(window, sizeof window, "/w%" PRId64, row->window);

@@ -2,6 +2,7 @@
  */
 #include "arrays.h"
 #include "bench.h"
+#include "device.h"
 #include "peak.h"
 #include "random.h"
 #include "timing.h"
@@ -12,6 +13,7 @@
 
 struct bench_job {
     bench_operation operation;
+    bench_place place;
     fdma_tensor q, k, v, out, lse;
     fdma_tensor score, bias, dt_proj, a;
     fdma_tensor list, count;
@@ -22,25 +24,47 @@ struct bench_job {
     fdma_forward_args forward_args;
     fdma_attention_args attention_args;
     void *workspace;
+    void *spare; /* what a plain read on a device is copied to */
     const char *kernel;
     int selects; /* each time */
 };
 
-enum { DISTINCT = 1 << 20 }; /* random elements, repeated: a gigabyte of them takes a minute */
+/* Random elements, repeated: a gigabyte of them takes a minute. A prime, so that no two rows repeat
+ * each other. */
+enum { DISTINCT = 1048573 };
 
-static fdma_tensor random_array(fdma_dtype dtype, int32_t rank, const int64_t *shape, double scale,
-                                uint64_t *state) {
-    const fdma_tensor tensor = allocate_array(dtype, rank, shape);
-    const int64_t count = element_count(&tensor);
-    const size_t bytes = dtype_bytes(dtype);
-    for (int64_t index = 0; index < count && index < DISTINCT; index++)
-        store_element(tensor.data, dtype, index, scale * random_normal(state));
-    for (int64_t index = DISTINCT; index < count; index += DISTINCT) {
-        const int64_t left = count - index;
-        memcpy((char *)tensor.data + (size_t)index * bytes, tensor.data,
-               (size_t)(left < DISTINCT ? left : DISTINCT) * bytes);
-    }
+static fdma_tensor place_array(const bench_job *job, fdma_dtype dtype, int32_t rank,
+                               const int64_t *shape) {
+    fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
+    const size_t bytes = (size_t)element_count(&tensor) * dtype_bytes(dtype);
+    tensor.data = device_allocate(job->place.device, bytes);
     return tensor;
+}
+
+static fdma_tensor random_array(const bench_job *job, fdma_dtype dtype, int32_t rank,
+                                const int64_t *shape, double scale, uint64_t *state) {
+    const fdma_tensor tensor = place_array(job, dtype, rank, shape);
+    const int64_t count = element_count(&tensor);
+    const int64_t distinct = count < DISTINCT ? count : DISTINCT;
+    const size_t bytes = dtype_bytes(dtype);
+    const fdma_tensor first = allocate_array(dtype, 1, &distinct);
+    for (int64_t index = 0; index < distinct; index++)
+        store_element(first.data, dtype, index, scale * random_normal(state));
+    for (int64_t index = 0; index < count; index += DISTINCT) {
+        const int64_t left = count - index;
+        device_copy(job->place.device, (char *)tensor.data + (size_t)index * bytes, first.data,
+                    (size_t)(left < DISTINCT ? left : DISTINCT) * bytes);
+    }
+    free(first.data);
+    return tensor;
+}
+
+/* A host's array, moved to where the job runs. */
+static fdma_tensor moved(const bench_job *job, fdma_tensor host) {
+    const fdma_tensor copy = device_copy_of(job->place.device, &host);
+    if (copy.data != host.data)
+        free(host.data);
+    return copy;
 }
 
 static double ordered_score(score_order order, int64_t j, uint64_t *state) {
@@ -67,18 +91,18 @@ static double ordered_score(score_order order, int64_t j, uint64_t *state) {
 /* Scores of every kv head, and the linear bias that they make. */
 static void fill_scores(const bench_case *row, bench_job *job, uint64_t *state) {
     const int64_t shape[] = {1, row->kv_heads, row->kv_len};
-    job->score = allocate_array(FDMA_FLOAT32, 3, shape);
-    job->bias = allocate_array(FDMA_FLOAT32, 3, shape);
-    float *score = job->score.data;
-    float *bias = job->bias.data;
+    const fdma_tensor score = allocate_array(FDMA_FLOAT32, 3, shape);
+    const fdma_tensor bias = allocate_array(FDMA_FLOAT32, 3, shape);
     for (int64_t key = 0; key < row->kv_heads * row->kv_len; key++) {
-        score[key] = (float)ordered_score(row->order, key % row->kv_len, state);
-        bias[key] = score[key];
+        ((float *)score.data)[key] = (float)ordered_score(row->order, key % row->kv_len, state);
+        ((float *)bias.data)[key] = ((float *)score.data)[key];
     }
+    job->score = moved(job, score);
+    job->bias = moved(job, bias);
     job->selection = (fdma_selection){
         .size = sizeof job->selection,
-        .expiry = allocate_array(FDMA_INT32, 3, shape),
-        .slot = allocate_array(FDMA_INT32, 3, shape),
+        .expiry = place_array(job, FDMA_INT32, 3, shape),
+        .slot = place_array(job, FDMA_INT32, 3, shape),
         .window = row->window,
         .kv_len = row->kv_len,
         .scope = FDMA_SCOPE_CAUSAL,
@@ -89,9 +113,9 @@ static void allocate_lists(const bench_case *row, bench_job *job) {
     const int64_t tile = bench_case_tile(row), width = row->window + tile - 1;
     int64_t shape[] = {1, row->kv_heads, (row->kv_len + tile - 1) / tile,
                        width < row->kv_len ? width : row->kv_len};
-    job->list = allocate_array(FDMA_INT32, 4, shape);
+    job->list = place_array(job, FDMA_INT32, 4, shape);
     shape[3] = 2;
-    job->count = allocate_array(FDMA_INT32, 4, shape);
+    job->count = place_array(job, FDMA_INT32, 4, shape);
 }
 
 static void fill_tensors(const bench_case *row, bench_job *job) {
@@ -105,29 +129,36 @@ static void fill_tensors(const bench_case *row, bench_job *job) {
         fill_scores(row, job, &state);
     if (row->operation == BENCH_SELECT)
         return;
-    job->v = random_array(row->dtype, 4, keys, 1, &state);
+    job->v = random_array(job, row->dtype, 4, keys, 1, &state);
     if (row->operation == BENCH_LISTS) {
         allocate_lists(row, job);
     } else if (row->operation != BENCH_FORWARD) {
         // dt is then normal too
         const double scale = 1 / sqrt((double)projection[1]);
-        job->dt_proj = random_array(row->dtype, 2, projection, scale, &state);
-        job->a = random_array(row->dtype, 1, &row->kv_heads, 1, &state);
+        job->dt_proj = random_array(job, row->dtype, 2, projection, scale, &state);
+        job->a = random_array(job, row->dtype, 1, &row->kv_heads, 1, &state);
     }
+    if (bench_case_reads(row) && job->place.device)
+        job->spare = device_allocate(job->place.device,
+                                     (size_t)element_count(&job->v) * dtype_bytes(row->dtype));
     if (row->operation == BENCH_SCORE) {
         const int64_t scores[] = {1, row->kv_heads, row->kv_len};
-        job->score = allocate_array(FDMA_FLOAT32, 3, scores);
-        job->bias = allocate_array(FDMA_FLOAT32, 3, scores);
+        job->score = place_array(job, FDMA_FLOAT32, 3, scores);
+        job->bias = place_array(job, FDMA_FLOAT32, 3, scores);
         return;
     }
-    job->q = random_array(row->dtype, 4, queries, 1, &state);
-    job->k = random_array(row->dtype, 4, keys, 1, &state);
-    job->out = allocate_array(row->dtype, 4, queries);
-    job->lse = allocate_array(FDMA_FLOAT32, 3, rows);
+    job->q = random_array(job, row->dtype, 4, queries, 1, &state);
+    job->k = random_array(job, row->dtype, 4, keys, 1, &state);
+    job->out = place_array(job, row->dtype, 4, queries);
+    job->lse = place_array(job, FDMA_FLOAT32, 3, rows);
 }
 
-static void describe_job(const bench_case *row, const char *kernel, int threads, bench_job *job) {
-    const fdma_exec exec = {.kernel = kernel, .threads = threads};
+static void describe_job(const bench_case *row, bench_job *job) {
+    const fdma_exec exec = {
+        .kernel = job->place.kernel,
+        .device = job->place.device,
+        .threads = job->place.threads,
+    };
     job->score_args = (fdma_score_args){
         .size = sizeof job->score_args,
         .v = job->v,
@@ -186,7 +217,7 @@ static void give_workspace(bench_job *job, size_t bytes) {
     fdma_exec *const execs[] = {&job->score_args.exec, &job->select_args.exec,
                                 &job->lists_args.exec, &job->forward_args.exec,
                                 &job->attention_args.exec};
-    job->workspace = allocate(bytes);
+    job->workspace = device_allocate(job->place.device, bytes);
     for (size_t e = 0; e < sizeof execs / sizeof execs[0]; e++) {
         execs[e]->workspace = job->workspace;
         execs[e]->workspace_size = bytes;
@@ -241,11 +272,12 @@ static fdma_status plan_job(const bench_case *row, bench_job *job) {
     return FDMA_OK;
 }
 
-bench_job *open_job(const bench_case *row, const char *kernel, int threads) {
+bench_job *open_job(const bench_case *row, const bench_place *place) {
     bench_job *job = allocate(sizeof *job);
     job->operation = row->operation;
+    job->place = *place;
     fill_tensors(row, job);
-    describe_job(row, kernel, threads, job);
+    describe_job(row, job);
     job->selects = row->window > 0 && row->q_len == 0 && row->operation != BENCH_LISTS;
     if (plan_job(row, job) == FDMA_OK &&
         (row->window == 0 || job->selects || fdma_select(&job->select_args) == FDMA_OK))
@@ -270,9 +302,10 @@ void close_job(bench_job *job) {
         job->selection.expiry.data,
         job->selection.slot.data,
         job->workspace,
+        job->spare,
     };
     for (size_t o = 0; o < sizeof owned / sizeof owned[0]; o++)
-        free(owned[o]);
+        device_free(job->place.device, owned[o]);
     free(job);
 }
 
@@ -299,35 +332,43 @@ fdma_status run_job(bench_job *job) {
     return fdma_forward(&job->forward_args);
 }
 
+/* Milliseconds of a plain read of one tensor; on a device half of a copy, which writes as much. */
+static double read_array(const bench_job *job, const peak_loop *peak, const void *data,
+                         size_t bytes) {
+    const int32_t device = job->place.device;
+    if (!data)
+        return 0;
+    return device ? time_copy(device, job->spare, data, bytes) / 2
+                  : measure_read(peak, data, bytes);
+}
+
 /* Milliseconds of a plain read of what the job reads; NaN where that is not most of its work. */
 static double time_read(const bench_case *row, const bench_job *job, const peak_loop *peak) {
     const int64_t keys = row->window > 0 ? row->window : row->kv_len;
     const size_t bytes = (size_t)(keys * row->kv_heads * row->head_dim) * dtype_bytes(row->dtype);
     if (!bench_case_reads(row))
         return (double)NAN;
-    const double ms = measure_read(peak, job->v.data, bytes);
-    return job->k.data ? ms + measure_read(peak, job->k.data, bytes) : ms;
+    return read_array(job, peak, job->v.data, bytes) + read_array(job, peak, job->k.data, bytes);
 }
 
 /* Milliseconds of a run, out of so many that the clock can tell. */
 static double time_runs(bench_job *job, int64_t runs, fdma_status *status) {
-    const double before = now_ms();
+    start_clock(job->place.device);
     for (int64_t run = 0; run < runs && !*status; run++)
         *status = run_job(job);
-    return (now_ms() - before) / (double)runs;
+    return stop_clock(job->place.device) / (double)runs;
 }
 
 /* Milliseconds of the attention that lists are for; NaN for other jobs. */
 static double time_forward(const bench_case *row, bench_job *job, fdma_status *status) {
-    const double before = now_ms();
     if (row->operation != BENCH_LISTS)
         return (double)NAN;
+    start_clock(job->place.device);
     *status = fdma_forward(&job->forward_args);
-    return now_ms() - before;
+    return stop_clock(job->place.device);
 }
 
-fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
-                        bench_figures *figures) {
+fdma_status measure_job(const bench_case *row, bench_job *job, bench_figures *figures) {
     enum { LEAST_RUNS = 5, ENOUGH_MS = 3000 };
     const double sample_ms = 0.1;
     const double flops = bench_case_flops(row);
@@ -338,7 +379,8 @@ fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
     samples reads = {.count = 0};
     samples forwards = {.count = 0};
     peak_loop peak;
-    const int has_peak = flops > 0 && prepare_peak(job->kernel, threads, &peak) == 0;
+    const int has_peak = !job->place.device && flops > 0 &&
+                         prepare_peak(job->kernel, job->place.threads, &peak) == 0;
     fdma_status status = run_job(job); // warms up
     const int64_t runs = 1 + (int64_t)(sample_ms / time_runs(job, 1, &status));
     const double start = now_ms();
@@ -346,7 +388,7 @@ fdma_status measure_job(const bench_case *row, bench_job *job, int threads,
                        (times.count < SAMPLE_LIMIT && now_ms() - start < ENOUGH_MS))) {
         if (has_peak)
             add_sample(&peaks, measure_peak(&peak));
-        if (has_peak)
+        if (has_peak || job->place.device)
             add_sample(&reads, time_read(row, job, &peak));
         add_sample(&forwards, time_forward(row, job, &status));
         add_sample(&times, time_runs(job, runs, &status));

@@ -4,6 +4,7 @@
 
 #include "arrays.h"
 #include "commands.h"
+#include "device.h"
 #include "options.h"
 
 #include <float.h>
@@ -43,6 +44,7 @@ typedef struct check_row {
 typedef struct check_options {
     const char *kernel; /* NULL: all */
     const char *filter; /* NULL: all */
+    const char *device; /* NULL: the CPU */
 } check_options;
 
 static check_verdict worse(check_verdict x, check_verdict y) {
@@ -146,6 +148,13 @@ static const operation_entry operations[] = {
     {"forward", judge_forward},
 };
 
+enum { operation_count = sizeof operations / sizeof operations[0] };
+
+/* Rows that were asked for a case, and those that took it. */
+typedef struct case_takers {
+    int asked[operation_count], took[operation_count];
+} case_takers;
+
 static const operation_entry *find_operation(const char *name) {
     for (size_t i = 0; i < sizeof operations / sizeof operations[0]; i++) {
         if (strcmp(operations[i].name, name) == 0) {
@@ -162,17 +171,19 @@ static int concerns(const operation_entry *operation, const check_problem *probl
            (problem->test->window >= 0 && problem->dtype == dtypes[0]);
 }
 
-static void judge_row(check_row *row, const check_problem *problem) {
+static void judge_row(check_row *row, const check_problem *problem, case_takers *takers) {
     const operation_entry *operation = find_operation(row->info.operation);
     if (row->info.missing != NULL || operation == NULL || !concerns(operation, problem)) {
         return;
     }
+    takers->asked[operation - operations]++;
     check_verdict verdict = {.excess = (double)INFINITY};
     const fdma_status status = operation->judge(problem, row->info.name, &verdict);
     if (status == FDMA_UNSUPPORTED) {
         row->refused[problem->dtype]++;
         return;
     }
+    takers->took[operation - operations]++;
     row->taken[problem->dtype]++;
     const int passed = status == FDMA_OK && verdict.excess <= 1;
     row->passed += passed;
@@ -200,11 +211,12 @@ static int is_named(const char *kernel, const char *name) {
     return strncmp(kernel, name, length) == 0 && (name[length] == '\0' || name[length] == '/');
 }
 
-static int find_rows(const char *kernel, check_row rows[row_limit]) {
+/* The device's rows. */
+static int find_rows(const char *kernel, int32_t device, check_row rows[row_limit]) {
     int count = 0;
     for (int32_t i = 0; i < fdma_kernel_count() && count < row_limit; i++) {
         check_row row = {.info = {.size = sizeof row.info}};
-        if (fdma_describe_kernel(i, &row.info) == FDMA_OK &&
+        if (fdma_describe_kernel(i, &row.info) == FDMA_OK && runs_on(row.info.name, device) &&
             (kernel == NULL || is_named(kernel, row.info.name))) {
             rows[count++] = row;
         }
@@ -212,14 +224,46 @@ static int find_rows(const char *kernel, check_row rows[row_limit]) {
     return count;
 }
 
-/* A row takes a type or does not: one that refuses some cases of a type has a fault. */
+/* On the CPU a row takes a type or does not: one that refuses some cases of a type has a fault. */
 static int refuses_some(const check_row *row) {
+    if (!runs_on(row->info.name, 0)) {
+        return 0;
+    }
     for (size_t i = 0; i < dtype_count; i++) {
         if (row->taken[dtypes[i]] > 0 && row->refused[dtypes[i]] > 0) {
             return 1;
         }
     }
     return 0;
+}
+
+/* Cases of an operation and a type that some row took, and those that none did. */
+typedef struct case_counts {
+    int taken[operation_count][FDMA_UINT8 + 1], left[operation_count][FDMA_UINT8 + 1];
+} case_counts;
+
+static void count_case(case_counts *counts, const case_takers *takers, fdma_dtype dtype) {
+    for (int operation = 0; operation < operation_count; operation++) {
+        counts->taken[operation][dtype] += takers->took[operation] > 0;
+        counts->left[operation][dtype] +=
+            takers->asked[operation] > 0 && takers->took[operation] == 0;
+    }
+}
+
+/* All rows together take a type or do not. Returns how often that does not hold. */
+static int report_left(const case_counts *counts) {
+    int failed = 0;
+    for (int i = 0; i < operation_count * dtype_count; i++) {
+        const int operation = i / dtype_count;
+        const fdma_dtype dtype = dtypes[i % dtype_count];
+        const int left = counts->left[operation][dtype];
+        if (counts->taken[operation][dtype] > 0 && left > 0) {
+            printf("FAILED %s %s: no kernel takes %d of the cases\n", operations[operation].name,
+                   dtype_name(dtype), left);
+            failed++;
+        }
+    }
+    return failed;
 }
 
 static void report_row(const check_row *row) {
@@ -239,8 +283,9 @@ static void report_row(const check_row *row) {
     }
 }
 
-static int report(const check_row *rows, int count) {
-    int passed = 0, failed = 0;
+/* `left`: the faults of all rows together. */
+static int report(const check_row *rows, int count, int left) {
+    int passed = 0, failed = left;
     int64_t compared = 0;
     for (int i = 0; i < count; i++) {
         report_row(&rows[i]);
@@ -256,23 +301,26 @@ static int report(const check_row *rows, int count) {
     return failed > 0 || compared == 0 ? EXIT_FAILED : EXIT_DONE;
 }
 
-static int walk(const char *filter, check_row *rows, int count) {
+static int walk(const check_options *options, int32_t device, check_row *rows, int count) {
+    case_counts counts = {0};
     for (int i = 0; i < case_count * dtype_count; i++) {
         const check_case *test = &cases[i / dtype_count];
-        if (filter != NULL && strstr(test->name, filter) == NULL) {
+        if (options->filter != NULL && strstr(test->name, options->filter) == NULL) {
             continue;
         }
         check_problem problem;
-        if (check_problem_make(&problem, test, dtypes[i % dtype_count]) != FDMA_OK) {
+        if (check_problem_make(&problem, test, dtypes[i % dtype_count], device) != FDMA_OK) {
             printf("the reference cannot do %s: %s\n", test->name, fdma_last_error());
             return EXIT_FAILED;
         }
+        case_takers takers = {0};
         for (int row = 0; row < count; row++) {
-            judge_row(&rows[row], &problem);
+            judge_row(&rows[row], &problem, &takers);
         }
+        count_case(&counts, &takers, problem.dtype);
         check_free_all();
     }
-    return report(rows, count);
+    return report(rows, count, options->kernel == NULL ? report_left(&counts) : 0);
 }
 
 int check_main(int argc, char **argv) {
@@ -281,6 +329,11 @@ int check_main(int argc, char **argv) {
          .value = "NAME",
          .help = "only this kernel, or those whose name begins with NAME/",
          .offset = offsetof(check_options, kernel),
+         .kind = OPTION_TEXT},
+        {.name = "--device",
+         .value = "D",
+         .help = "the kernels of cpu (default), cuda, or the device of that number",
+         .offset = offsetof(check_options, device),
          .kind = OPTION_TEXT},
     };
     static const command_line command = {
@@ -299,12 +352,17 @@ int check_main(int argc, char **argv) {
     if (read != OPTIONS_READ) {
         return read;
     }
-    static check_row rows[row_limit];
-    const int count = find_rows(options.kernel, rows);
-    if (count == 0) {
-        fprintf(stderr, "fdma check: --kernel is '%s', want one of those that fdma info lists\n",
-                options.kernel != NULL ? options.kernel : "");
+    const int32_t device = find_device(command.name, options.device);
+    if (device < 0) {
         return EXIT_USAGE;
     }
-    return walk(options.filter, rows, count);
+    static check_row rows[row_limit];
+    const int count = find_rows(options.kernel, device, rows);
+    if (count == 0) {
+        fprintf(stderr,
+                "fdma check: --kernel is '%s', want one of device %d that fdma info lists\n",
+                options.kernel != NULL ? options.kernel : "", device);
+        return EXIT_USAGE;
+    }
+    return walk(&options, device, rows, count);
 }

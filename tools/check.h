@@ -53,6 +53,7 @@ typedef struct check_result {
 typedef struct check_problem {
     const check_case *test;
     fdma_dtype dtype;
+    int32_t device; /* of its rows; the tensors are the CPU's, and copied for their calls */
     fdma_tensor q, k, v, dt_proj, a, key_valid; /* q to a in dtype */
     fdma_tensor score;                          /* float32, what the selection ranks */
     fdma_tensor bias;                           /* float32, from score */
@@ -70,7 +71,8 @@ typedef struct check_verdict {
 /* Every check_* that returns a status has its line in fdma_last_error(). */
 
 /* check_problem.c */
-fdma_status check_problem_make(check_problem *problem, const check_case *test, fdma_dtype dtype);
+fdma_status check_problem_make(check_problem *problem, const check_case *test, fdma_dtype dtype,
+                               int32_t device);
 int check_mask_is_causal(const check_case *test);
 fdma_scope check_mask_scope(const check_case *test);
 

@@ -153,8 +153,9 @@ static void make_inputs(check_problem *problem) {
     }
 }
 
-fdma_status check_problem_make(check_problem *problem, const check_case *test, fdma_dtype dtype) {
-    *problem = (check_problem){.test = test, .dtype = dtype};
+fdma_status check_problem_make(check_problem *problem, const check_case *test, fdma_dtype dtype,
+                               int32_t device) {
+    *problem = (check_problem){.test = test, .dtype = dtype, .device = device};
     make_inputs(problem);
 
     uint64_t random = seed_of(test->name);

@@ -1,99 +1,167 @@
-/* check_run.c - calls of the library on a case's tensors: workspace query, workspace, call. */
+/* check_run.c - calls of the library on a case's tensors: copies on the device where it is one,
+ * workspace query, workspace, call. */
 #include "arrays.h"
 #include "check.h"
+#include "device.h"
+
+/* The tensors of a call, where it runs. */
+typedef struct call_tensors {
+    int32_t device;
+    fdma_tensor tensor[12];
+    void *workspace;
+    int count;
+} call_tensors;
+
+/* The reference is of the CPU, whatever the device. */
+static int32_t device_of(const check_problem *problem, const char *kernel) {
+    return runs_on(kernel, 0) ? 0 : problem->device;
+}
+
+static fdma_tensor place(call_tensors *call, fdma_tensor host) {
+    const fdma_tensor placed = device_copy_of(call->device, &host);
+    call->tensor[call->count++] = placed;
+    return placed;
+}
+
+static void give_workspace(call_tensors *call, fdma_exec *exec, size_t bytes) {
+    call->workspace = call->device ? device_allocate(call->device, bytes) : NULL;
+    exec->workspace = call->device ? call->workspace : check_alloc(1, bytes);
+    exec->workspace_size = bytes;
+}
+
+static void leave(const call_tensors *call) {
+    for (int i = 0; i < call->count; i++) {
+        device_release(call->device, &call->tensor[i]);
+    }
+    if (call->workspace != NULL) {
+        device_free(call->device, call->workspace);
+    }
+}
 
 fdma_status check_run_score(const check_problem *problem, const char *kernel, fdma_tensor score,
                             fdma_tensor bias) {
+    const int32_t device = device_of(problem, kernel);
+    call_tensors call = {.device = device};
     fdma_score_args args = {
         .size = sizeof args,
-        .v = problem->v,
-        .dt_proj = problem->dt_proj,
-        .a = problem->a,
-        .key_valid = problem->key_valid,
-        .score = score,
-        .bias = bias,
+        .v = place(&call, problem->v),
+        .dt_proj = place(&call, problem->dt_proj),
+        .a = place(&call, problem->a),
+        .key_valid = place(&call, problem->key_valid),
+        .score = place(&call, score),
+        .bias = place(&call, bias),
         .bias_form = problem->test->bias_form,
-        .exec = {.kernel = kernel},
+        .exec = {.kernel = kernel, .device = device},
     };
     size_t bytes = 0;
-    const fdma_status status = fdma_score_workspace(&args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
+    fdma_status status = fdma_score_workspace(&args, &bytes);
+    if (status == FDMA_OK) {
+        give_workspace(&call, &args.exec, bytes);
+        status = fdma_score(&args);
     }
-    args.exec.workspace = check_alloc(1, bytes);
-    args.exec.workspace_size = bytes;
-    return fdma_score(&args);
+    device_wait(device);
+    device_fetch(device, &score, &args.score);
+    device_fetch(device, &bias, &args.bias);
+    leave(&call);
+    return status;
 }
 
 fdma_status check_run_select(const check_problem *problem, const char *kernel,
                              fdma_selection *selection) {
+    const int32_t device = device_of(problem, kernel);
+    call_tensors call = {.device = device};
+    fdma_selection placed = *selection;
+    placed.expiry = place(&call, selection->expiry);
+    placed.slot = place(&call, selection->slot);
     fdma_select_args args = {
         .size = sizeof args,
-        .score = problem->score,
-        .key_valid = problem->key_valid,
-        .selection = selection,
+        .score = place(&call, problem->score),
+        .key_valid = place(&call, problem->key_valid),
+        .selection = &placed,
         .window = problem->test->window,
         .scope = check_mask_scope(problem->test),
-        .exec = {.kernel = kernel},
+        .exec = {.kernel = kernel, .device = device},
     };
     size_t bytes = 0;
-    const fdma_status status = fdma_select_workspace(&args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
+    fdma_status status = fdma_select_workspace(&args, &bytes);
+    if (status == FDMA_OK) {
+        give_workspace(&call, &args.exec, bytes);
+        status = fdma_select(&args);
     }
-    args.exec.workspace = check_alloc(1, bytes);
-    args.exec.workspace_size = bytes;
-    return fdma_select(&args);
+    device_wait(device);
+    device_fetch(device, &selection->expiry, &placed.expiry);
+    device_fetch(device, &selection->slot, &placed.slot);
+    selection->window = placed.window;
+    selection->kv_len = placed.kv_len;
+    selection->scope = placed.scope;
+    leave(&call);
+    return status;
 }
 
 fdma_status check_run_lists(const check_problem *problem, const char *kernel, int64_t tile_len,
                             fdma_tensor list, fdma_tensor count) {
+    const int32_t device = device_of(problem, kernel);
+    call_tensors call = {.device = device};
+    fdma_selection selection = problem->selection;
+    selection.expiry = place(&call, problem->selection.expiry);
+    selection.slot = place(&call, problem->selection.slot);
     fdma_lists_args args = {
         .size = sizeof args,
-        .selection = &problem->selection,
-        .list = list,
-        .count = count,
+        .selection = &selection,
+        .list = place(&call, list),
+        .count = place(&call, count),
         .q_len = problem->test->q_len,
         .tile_len = tile_len,
         .causal = check_mask_is_causal(problem->test),
-        .exec = {.kernel = kernel},
+        .exec = {.kernel = kernel, .device = device},
     };
     size_t bytes = 0;
-    const fdma_status status = fdma_lists_workspace(&args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
+    fdma_status status = fdma_lists_workspace(&args, &bytes);
+    if (status == FDMA_OK) {
+        give_workspace(&call, &args.exec, bytes);
+        status = fdma_lists(&args);
     }
-    args.exec.workspace = check_alloc(1, bytes);
-    args.exec.workspace_size = bytes;
-    return fdma_lists(&args);
+    device_wait(device);
+    device_fetch(device, &list, &args.list);
+    device_fetch(device, &count, &args.count);
+    leave(&call);
+    return status;
 }
 
 fdma_status check_run_forward(const check_problem *problem, const char *kernel, fdma_tensor out,
                               fdma_tensor lse) {
     const int selected = problem->test->window >= 0;
+    const int32_t device = device_of(problem, kernel);
+    call_tensors call = {.device = device};
+    fdma_selection selection = problem->selection;
+    selection.expiry = place(&call, problem->selection.expiry);
+    selection.slot = place(&call, problem->selection.slot);
     fdma_forward_args args = {
         .size = sizeof args,
-        .q = problem->q,
-        .k = problem->k,
-        .v = problem->v,
-        .bias = problem->bias,
-        .key_valid = problem->key_valid,
-        .out = out,
-        .lse = lse,
-        .selection = selected ? &problem->selection : NULL,
+        .q = place(&call, problem->q),
+        .k = place(&call, problem->k),
+        .v = place(&call, problem->v),
+        .bias = place(&call, problem->bias),
+        .key_valid = place(&call, problem->key_valid),
+        .out = place(&call, out),
+        .lse = place(&call, lse),
+        .selection = selected ? &selection : NULL,
         .window = selected ? problem->test->window : 0,
         .softcap = problem->test->softcap,
         .causal = check_mask_is_causal(problem->test),
-        .exec = {.kernel = kernel},
+        .exec = {.kernel = kernel, .device = device},
     };
     size_t bytes = 0;
-    const fdma_status status = fdma_forward_workspace(&args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
+    fdma_status status = fdma_forward_workspace(&args, &bytes);
+    if (status == FDMA_OK) {
+        give_workspace(&call, &args.exec, bytes);
+        status = fdma_forward(&args);
     }
-    args.exec.workspace = check_alloc(1, bytes);
-    args.exec.workspace_size = bytes;
-    return fdma_forward(&args);
+    device_wait(device);
+    device_fetch(device, &out, &args.out);
+    device_fetch(device, &lse, &args.lse);
+    leave(&call);
+    return status;
 }
 
 static check_result result_of(fdma_tensor oracle) {

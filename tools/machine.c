@@ -51,12 +51,12 @@ static void find_commit(char *commit, size_t size) {
     commit[strcspn(commit, "\n")] = '\0';
 }
 
-void find_machine(machine_facts *machine) {
-    fdma_device_info device = {.size = sizeof device};
-    *machine = (machine_facts){.cpu = "unknown"};
-    if (fdma_describe_device(0, &device) == FDMA_OK) {
-        memcpy(machine->cpu, device.name, sizeof machine->cpu);
-        machine->cores = device.cores;
+void find_machine(machine_facts *machine, int32_t device) {
+    fdma_device_info info = {.size = sizeof info};
+    *machine = (machine_facts){.name = "unknown", .device = device};
+    if (fdma_describe_device(device, &info) == FDMA_OK) {
+        memcpy(machine->name, info.name, sizeof machine->name);
+        machine->cores = info.cores;
     }
     snprintf(machine->compiler, sizeof machine->compiler, "%.60s", COMPILER);
     machine->compiler[strcspn(machine->compiler, "(")] = '\0'; // clang adds its origin
@@ -71,8 +71,11 @@ void find_machine(machine_facts *machine) {
 }
 
 void print_machine(const machine_facts *machine, int threads) {
-    printf("%s, %d cores; %d %s; %s; %s", machine->cpu, machine->cores, threads,
-           threads == 1 ? "thread" : "threads", machine->compiler, machine->date);
+    printf("%s, %d %s", machine->name, machine->cores,
+           machine->device ? "multiprocessors" : "cores");
+    if (!machine->device)
+        printf("; %d %s", threads, threads == 1 ? "thread" : "threads");
+    printf("; %s; %s", machine->compiler, machine->date);
     if (machine->commit[0])
         printf("; commit %s", machine->commit);
     printf("\n\n");
@@ -80,8 +83,9 @@ void print_machine(const machine_facts *machine, int threads) {
 
 void write_machine_json(FILE *stream, const machine_facts *machine) {
     fputs("{\"machine\": ", stream);
-    json_string(stream, machine->cpu);
-    fprintf(stream, ", \"cores\": %d, \"compiler\": ", machine->cores);
+    json_string(stream, machine->name);
+    fprintf(stream, ", \"cores\": %d, \"device\": \"%s\", \"compiler\": ", machine->cores,
+            machine->device ? "cuda" : "cpu");
     json_string(stream, machine->compiler);
     fputs(", \"date\": ", stream);
     json_string(stream, machine->date);

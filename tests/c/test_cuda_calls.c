@@ -1,4 +1,4 @@
-/* test_cuda_calls.c - calls on a CUDA device as calls: what they refuse, graphs, corrupt selections,
+/* test_cuda_calls.c - calls on a CUDA device: what they refuse, graphs, corrupt selections, and
  * tensors with elements further apart than an int32 counts. */
 #include "device.h"
 #include "errors.h"

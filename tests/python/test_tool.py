@@ -86,7 +86,8 @@ def test_info_names_kernels_and_choices() -> None:
     for operation in ("score", "select", "lists", "forward"):
         assert ["cpu/scalar", operation, "yes"] in lines
         assert ["reference", operation, "yes"] in lines
-    chosen = {line[0]: line[1] for line in lines[-4:]}
+    start = lines.index(["forward", "would", "run", "on"]) + 1
+    chosen = {line[0]: line[1] for line in lines[start : start + 4]}
     assert set(chosen) == {"f32", "f16", "bf16", "f64"}
     assert chosen["f32"].startswith("cpu/")
     assert chosen["f64"] == "reference"
@@ -347,7 +348,7 @@ def bench_lines(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
 
 def test_bench_forward(tmp_path: Path) -> None:
     machine, row = bench_lines(tmp_path, "forward/dense/f32/d128/n1024")
-    assert list(machine) == ["machine", "cores", "compiler", "date", "commit"]
+    assert list(machine) == ["machine", "cores", "device", "compiler", "date", "commit"]
     assert list(row) == [
         *("case", "kernel", "threads", "ms", "spread"),
         *("useful_gflops", "of_peak", "ns_per_key"),
@@ -395,3 +396,11 @@ def test_bench_of_an_unknown_kernel_writes_nothing(tmp_path: Path) -> None:
     done = run_tool("bench", "select/falling", "--kernel", "nonsense", "--json", path)
     assert done.returncode == 2 and "nonsense" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+@pytest.mark.parametrize(
+    ("device", "words"), [("x", "want cpu, cuda or a number"), ("99", "--device is '99'")]
+)
+def test_devices_that_are_not_there(command: str, device: str, words: str) -> None:
+    assert words in refusal(command, "--device", device)

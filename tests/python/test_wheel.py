@@ -52,6 +52,7 @@ def test_contents(wheel: Path) -> None:
         f"flash_dmattn/{name}"
         for name in (
             "__init__.py",
+            "_call.py",
             "_library.py",
             "functional.py",
             "libfdma.so",

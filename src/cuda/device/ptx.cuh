@@ -153,7 +153,7 @@ template <int pending> __device__ static inline void wgmma_wait_group(void) {
 
 template <typename element>
 __device__ static inline void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b,
-                                               bool accumulate) {
+                                              bool accumulate) {
     asm volatile("{\n"
                  ".reg .pred accumulate;\n"
                  "setp.ne.b32 accumulate, %34, 0;\n"

@@ -46,8 +46,7 @@ static inline select_call describe_select(const fdma_problem *problem) {
     call.slot_head = is_present(slot) ? slot->stride[1] : 0;
     call.kv_heads = (uint32_t)problem->kv_heads;
     call.kv_len = (uint32_t)problem->kv_len;
-    call.window =
-        (uint32_t)(problem->window < problem->kv_len ? problem->window : problem->kv_len);
+    call.window = (uint32_t)(problem->window < problem->kv_len ? problem->window : problem->kv_len);
     call.causal = problem->scope == FDMA_SCOPE_CAUSAL && problem->window > 0;
     return call;
 }

@@ -70,9 +70,8 @@ __device__ static inline void begin_abt(float (&scores)[accumulators], uint32_t 
 /* O += P V, begun: weights as the accumulators of S in pairs, v [key_rows][2 * accumulators
  * channels]. */
 template <typename element, int key_rows, int accumulators>
-__device__ static inline void begin_ab(float (&out)[accumulators],
-                                       const uint32_t (&weights)[key_rows / step_k][4],
-                                       uint32_t v) {
+__device__ static inline void
+begin_ab(float (&out)[accumulators], const uint32_t (&weights)[key_rows / step_k][4], uint32_t v) {
     const uint64_t b = describe_matrix(v, key_rows * line_bytes);
 #pragma unroll
     for (int j = 0; j < key_rows / step_k; j++)

@@ -11,7 +11,7 @@ template <typename type> struct tile_config {
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int warps = 4;
     static constexpr int row_tiles = head_dim <= 128 ? 2 : 1; // what the registers hold
-    static constexpr int keys = head_dim <= 96 ? 64 : 32;                    // of a block
+    static constexpr int keys = head_dim <= 96 ? 64 : 32;     // of a block
     static constexpr int blocks = 2;                          // of a multiprocessor
     static constexpr int threads = warps * warp_lanes;
     static constexpr int rows = warps * row_tiles * mma_rows;

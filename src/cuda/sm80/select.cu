@@ -28,13 +28,13 @@ enum {
 
 struct select_space {
     sort_space sort;
-    uint2 *verdict;     // [segments][kv_len], by position: {place, how many may outrank it}
-    uint32_t *border;   // [segments][chunks][chunks]: keys of a chunk of places, in the end of it
-                        // and the later ones, that are before the end of a chunk of positions
-    uint32_t *floor;    // [segments][chunks + 1]: see find_floors
-    uint32_t *kept;     // [segments][kv_len], by kept number: its position
-    uint32_t *parent;   // [segments][kv_len], by kept number: the evicted key's, then the slot
-    uint32_t *head;     // [segments][kv_len], by kept number: see find_heads
+    uint2 *verdict;   // [segments][kv_len], by position: {place, how many may outrank it}
+    uint32_t *border; // [segments][chunks][chunks]: keys of a chunk of places, in the end of it
+                      // and the later ones, that are before the end of a chunk of positions
+    uint32_t *floor;  // [segments][chunks + 1]: see find_floors
+    uint32_t *kept;   // [segments][kv_len], by kept number: its position
+    uint32_t *parent; // [segments][kv_len], by kept number: the evicted key's, then the slot
+    uint32_t *head;   // [segments][kv_len], by kept number: see find_heads
     uint32_t *by_position, *by_place; // [segments][chunks]: kept keys
     uint32_t *kept_all;               // [segments]
     uint32_t chunks;
@@ -67,8 +67,7 @@ struct chunk_memory {
 };
 
 /* Sum of count[0] to count[n - 1], by all threads. */
-__device__ static inline uint32_t sum_counts(uint32_t *scratch, const uint32_t *count,
-                                             uint32_t n) {
+__device__ static inline uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, uint32_t n) {
     uint32_t sum = 0, total;
     for (uint32_t i = threadIdx.x; i < n; i += threads)
         sum += count[i];
@@ -216,9 +215,8 @@ __device__ static uint32_t judge_place(const chunk_memory &shared, const select_
     const bool unsure = present && others == 0 && place >= floor[q];
     for (uint32_t left = __ballot_sync(all_lanes, unsure); left; left &= left - 1) {
         const int lane = __ffs(left) - 1;
-        const uint32_t higher =
-            count_higher(shared, space, at, __shfl_sync(all_lanes, place, lane),
-                         __shfl_sync(all_lanes, q, lane));
+        const uint32_t higher = count_higher(shared, space, at, __shfl_sync(all_lanes, place, lane),
+                                             __shfl_sync(all_lanes, q, lane));
         others = lane == (int)at.lane ? call.window - higher : others;
     }
     return others;
@@ -247,8 +245,8 @@ __global__ void __launch_bounds__(threads)
 }
 
 /* Whether the key that is n-th of this chunk of positions is ever kept. By all lanes of a warp. */
-__device__ static bool judge_position(const chunk_memory &shared, const chunk_place &at,
-                                      uint32_t n, uint32_t others, uint32_t size) {
+__device__ static bool judge_position(const chunk_memory &shared, const chunk_place &at, uint32_t n,
+                                      uint32_t others, uint32_t size) {
     bool keeps = others >= size;
     for (uint32_t left = __ballot_sync(all_lanes, others > 0 && !keeps); left; left &= left - 1) {
         const int lane = __ffs(left) - 1;
@@ -524,8 +522,8 @@ static fdma_status run(const fdma_problem *problem) {
     by_chunk.shared_bytes =
         sizeof(chunk_memory) + sizeof(uint32_t) * (size > space.chunks ? size : space.chunks);
     by_column.shared_bytes = sizeof(column_memory);
-    FDMA_TRY(check_cuda("select", cudaMemsetAsync(arena.base, 0, zeros,
-                                                  (cudaStream_t)problem->exec.stream)));
+    FDMA_TRY(check_cuda("select",
+                        cudaMemsetAsync(arena.base, 0, zeros, (cudaStream_t)problem->exec.stream)));
     FDMA_TRY(sort_segments(problem, call, space.sort));
     if (call.causal) {
         FDMA_TRY(launch("select", count_before, by_chunk, problem, call, space));

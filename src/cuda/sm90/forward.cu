@@ -5,8 +5,7 @@
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/forward_producer.cuh"
 
-template <class config>
-__device__ static void init_barriers(forward_memory<config> *memory) {
+template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
     for (int i = 0; i < config::q_buffers; i++) {
         mbarrier_init(&memory->q_full[i], warpgroup_threads + 1); // and the tile itself
@@ -125,5 +124,5 @@ static const kernel_row rows[] = {
     {ROW_NAME(FDMA_HEAD_DIM), operation_forward, fdma_missing_sm90a, refuses, workspace, run, true},
 };
 
-extern "C" const kernel_table TABLE_NAME(fdma_cuda_sm90_d, FDMA_HEAD_DIM) = {
-    rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table TABLE_NAME(fdma_cuda_sm90_d,
+                                         FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};

@@ -43,8 +43,7 @@ template <class config> struct consumer {
     }
 
     /* Scores of the next block, begun. */
-    __device__ inline void begin_scores(float (&scores)[scores_held],
-                                        bool has_bias) {
+    __device__ inline void begin_scores(float (&scores)[scores_held], bool has_bias) {
         const uint32_t first_row = index * config::warpgroup_rows;
         begin_abt<element, config::channels, config::rows>(
             scores, shared_address(memory->q[q.index]) + first_row * line_bytes,
@@ -125,8 +124,7 @@ template <class config> struct consumer {
     __device__ inline void pack(const float (&scores)[scores_held]) {
 #pragma unroll
         for (int i = 0; i < scores_held / 2; i++)
-            weights[i / 4][i % 4] =
-                element_type<element>::pack(scores[2 * i], scores[2 * i + 1]);
+            weights[i / 4][i % 4] = element_type<element>::pack(scores[2 * i], scores[2 * i + 1]);
     }
 
     __device__ inline void rescale_out(const float (&rescale)[2]) {

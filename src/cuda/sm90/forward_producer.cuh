@@ -36,8 +36,8 @@ __device__ static key_source keys_of(const forward_plan &plan, const row_tile &t
     const int32_t head = tile.b * plan.kv_heads + tile.g;
     const int32_t list = plan.causal ? tile.query / list_queries : 0;
     key_source keys;
-    keys.list = plan.list == NULL ? NULL
-                                  : plan.list + head * plan.list_head + list * plan.list_tile;
+    keys.list =
+        plan.list == NULL ? NULL : plan.list + head * plan.list_head + list * plan.list_tile;
     keys.records = plan.records == NULL ? NULL : plan.records + (int64_t)head * plan.kv_len;
     keys.k = rows_of(plan.k, tile);
     keys.v = rows_of(plan.v, tile);
@@ -115,9 +115,10 @@ template <class config> struct producer {
                                         tile_notes note) {
         constexpr int warp_rows = config::rows / warpgroup_warps;
         const int32_t row = tile.first_row + warp * warp_rows + threadIdx.x % 32;
-        const row_source rows = {(const char *)plan.q.data +
-                                     2 * (tile.b * plan.q.batch + tile.g * plan.group * plan.q.head),
-                                 chunk_bytes};
+        const row_source rows = {
+            (const char *)plan.q.data +
+                2 * (tile.b * plan.q.batch + tile.g * plan.group * plan.q.head),
+            chunk_bytes};
         const int64_t own = row / plan.group * plan.q.row + row % plan.group * plan.q.head;
         wait(&memory->q_empty[q.index], q.parity ^ 1);
         gather_rows<config::rows, config::panels, warp_rows>(

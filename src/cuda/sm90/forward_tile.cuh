@@ -15,8 +15,8 @@ template <typename element_, int most_channels> struct forward_config {
     static constexpr int channels = most_channels;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
-    static constexpr int consumers = 2;                   // warpgroups that multiply
-    static constexpr int warpgroup_rows = 64;             // of a wgmma
+    static constexpr int consumers = 2;                     // warpgroups that multiply
+    static constexpr int warpgroup_rows = 64;               // of a wgmma
     static constexpr int rows = consumers * warpgroup_rows; // (query, head of the group) pairs
     // registers: scores and out take (key_rows + channels) / 2 of a consumer's, weights key_rows / 4
     static constexpr int key_rows = channels > 128 ? 64 : 128;

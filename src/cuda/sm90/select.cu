@@ -55,11 +55,11 @@ template <class config> struct alignas(16) select_memory {
     };
     alignas(16) uint16_t own_count[most_borders]; // keys of a digit, or before a border: here,
     alignas(16) uint16_t count[most_blocks][most_borders]; // and of each block
-    uint32_t start[digits];             // of a digit in this block,
-    uint32_t to[digits];                // and what leads from there to its place
-    uint32_t floor[most_borders + 1];   // see find_borders()
-    uint32_t own_floor[most_borders];   // those of this block, a border earlier
-    uint32_t above[most_borders];       // keys of later blocks that are before a border
+    uint32_t start[digits];                                // of a digit in this block,
+    uint32_t to[digits];                                   // and what leads from there to its place
+    uint32_t floor[most_borders + 1];                      // see find_borders()
+    uint32_t own_floor[most_borders];                      // those of this block, a border earlier
+    uint32_t above[most_borders];                   // keys of later blocks that are before a border
     uint32_t kept_at[most_blocks][most_blocks / 2]; // kept keys, by block of position and of place
     uint32_t kept_here[most_blocks / 2];            // in pairs of 16 bits
     uint32_t scratch[warps];
@@ -316,8 +316,7 @@ __device__ static uint32_t count_higher(const select_memory<config> &shared,
     count = __reduce_add_sync(all_lanes, count);
     if (q == 0)
         return 0;
-    const uint32_t later =
-        at.warp + 1 < warps ? shared.border[at.warp + 1][column_of(q - 1)] : 0;
+    const uint32_t later = at.warp + 1 < warps ? shared.border[at.warp + 1][column_of(q - 1)] : 0;
     return count + later + shared.above[q - 1];
 }
 
@@ -590,7 +589,8 @@ __device__ static void select_causal(select_memory<config> &shared, const cluste
 }
 
 template <class config>
-__global__ void __launch_bounds__(threads) select_segments(const select_call call, uint32_t blocks) {
+__global__ void __launch_bounds__(threads)
+    select_segments(const select_call call, uint32_t blocks) {
     select_memory<config> &shared = shared_memory<select_memory<config>>();
     cluster_place at;
     at.rank = cluster_ctarank();
