@@ -28,6 +28,7 @@ const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
     X(fdma_cuda_sm80_score)                                                                        \
     X(fdma_cuda_sm90_select)                                                                       \
     X(fdma_cuda_sm80_select)                                                                       \
+    X(fdma_cuda_sm80_lists)                                                                        \
     X(fdma_cuda_sm90_d64)                                                                          \
     X(fdma_cuda_sm90_d128)                                                                         \
     X(fdma_cuda_sm90_d256)                                                                         \

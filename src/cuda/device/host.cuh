@@ -56,4 +56,16 @@ static fdma_status launch(const char *what, void (*kernel)(Params...), const lau
     return check_cuda(what, cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 
+/* Blocks over all (b, g), where one axis of a grid may be too short. */
+static inline dim3 grid_of(int64_t blocks, int64_t heads) {
+    const int64_t most_y = 32768;
+    const int64_t y = heads < most_y ? heads : most_y;
+    return dim3((unsigned)blocks, (unsigned)y, (unsigned)((heads + y - 1) / y));
+}
+
+/* The (b, g) of a block of such a grid; the last ones may be past the end. */
+__device__ static inline int64_t head_of_block() {
+    return blockIdx.y + (int64_t)blockIdx.z * gridDim.y;
+}
+
 #endif

@@ -91,7 +91,7 @@ __device__ static void scatter_key(const forward_plan &plan, const list_source &
 /* A thread a key: its record, its entry or entries. */
 __global__ void __launch_bounds__(record_threads)
     write_records(const forward_plan plan, const list_source source) {
-    const int head = blockIdx.y + blockIdx.z * gridDim.y;
+    const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
     griddepcontrol_wait();
     if (j >= plan.kv_len || head >= plan.batch * plan.kv_heads)
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(roll_threads)
     roll_lists(const forward_plan plan, const list_source source) {
     extern __shared__ int4 table[];
     __shared__ roll_state state;
-    const int head = blockIdx.y + blockIdx.z * gridDim.y;
+    const int64_t head = head_of_block();
     const int32_t first = blockIdx.x * source.stretch;
     const int32_t end = min(first + source.stretch, plan.lists);
     if (head >= plan.batch * plan.kv_heads)
@@ -368,13 +368,6 @@ static list_source describe_source(const fdma_problem *problem, const forward_pl
         source.stretch = 1;
     source.is_global = is_global(problem);
     return source;
-}
-
-/* Blocks over all (b, g), where one axis of a grid may be too short. */
-static dim3 grid_of(int64_t blocks, int64_t heads) {
-    const int64_t most_y = 32768;
-    const int64_t y = heads < most_y ? heads : most_y;
-    return dim3((unsigned)blocks, (unsigned)y, (unsigned)((heads + y - 1) / y));
 }
 
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
