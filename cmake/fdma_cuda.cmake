@@ -38,6 +38,11 @@ target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
 target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests ask
 set(fdma_cuda_objects "")
 
+set(nvcc_strict "${PROJECT_SOURCE_DIR}/cmake/nvcc_strict.sh")
+if(FDMA_WERROR)
+  list(APPEND nvcc_strict --no-spills)
+endif()
+
 # fdma_add_cuda(NAME SOURCE CODE DEFINITION...): an object for each capability in CODE, such as
 # "80;90" or "90a".
 function(fdma_add_cuda name source code)
@@ -46,7 +51,7 @@ function(fdma_add_cuda name source code)
     POSITION_INDEPENDENT_CODE ON
     CUDA_VISIBILITY_PRESET hidden
     CXX_VISIBILITY_PRESET hidden
-    CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/nvcc_strict.sh")
+    CUDA_COMPILER_LAUNCHER "${nvcc_strict}")
   target_include_directories(${name} PRIVATE include src)
   target_compile_definitions(${name} PRIVATE ${ARGN})
   list(GET FDMA_CUDA_ARCHITECTURES -1 newest)

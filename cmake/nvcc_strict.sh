@@ -1,13 +1,23 @@
 #!/bin/sh
-# nvcc_strict.sh NVCC ARGUMENT...: runs the compiler, shows only what it says beside the resources
-# of each kernel, and fails where ptxas serialised wgmma or spilled registers of a tuned kernel.
+# nvcc_strict.sh [--no-spills] NVCC ARGUMENT...: runs the compiler and shows only what it says beside
+# the resources of each kernel. Fails where ptxas serialised wgmma or ignored setmaxnreg; with
+# --no-spills also where it spilled registers.
+no_spills=
+if [ "$1" = --no-spills ]; then
+    no_spills=1
+    shift
+fi
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 "$@" >"$log" 2>&1
 status=$?
 grep -vE '^ptxas info|bytes stack frame|^ *$' "$log" >&2
 if grep -E 'C7508|C7510|C7511|C7515' "$log" >&2; then
-    echo "nvcc_strict: wgmma is serialised, or setmaxnreg ignored" >&2
+    echo "nvcc_strict: error: wgmma is serialised, or setmaxnreg ignored" >&2
+    status=1
+fi
+if [ -n "$no_spills" ] && grep -q 'Registers are spilled' "$log"; then
+    echo "nvcc_strict: error: registers are spilled" >&2
     status=1
 fi
 exit $status

@@ -4,6 +4,9 @@ The words are those of fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim
 of any strides is taken as it is, so `x.transpose(1, 2)` of a [batch, heads, len, head_dim] tensor
 costs nothing; only where the last axis itself is strided a copy is made. Results are contiguous.
 
+All tensors of a call are on the CPU, or all on one CUDA device; there the call is put on the
+device's current stream and does not wait for it. There attention takes float16 and bfloat16.
+
 Every function raises, with a message that names the argument, its value and what was wanted:
 ValueError for arguments that contradict each other, NotImplementedError for what no kernel does.
 All are forward only: backward() raises NotImplementedError.
@@ -35,7 +38,8 @@ class Selection(NamedTuple):
 def get_available_backends() -> list[str]:
     """Names that `backend` may have on this machine, preferred first, such as ["cpu", "reference"].
 
-    A kernel's whole name, such as "cpu/avx2", may be given as well.
+    A kernel's whole name, such as "cpu/avx2", may be given as well. "cuda" takes tensors of CUDA
+    devices, and the others those of the CPU.
     """
     usable = [kernel.name for kernel in _library.kernels() if kernel.missing is None]
     return list(dict.fromkeys(name.split("/")[0] for name in usable))

@@ -1,5 +1,5 @@
 """torch.library operators over the C library: flash_dmattn::score, select, attention and
-flash_dma_attention, for CPU tensors.
+flash_dma_attention, for tensors of the CPU and of CUDA devices.
 
 Each operator is an allocation of its outputs, which alone is its fake kernel, and one C call. Other
 devices register kernels on these operators; their schemas stay. What arguments mean and which are
@@ -9,64 +9,16 @@ refused is written in fdma.h; the C library does the checking.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 from . import _library
+from ._call import Draft, MaybeTensor, Operation, Outputs, call
 
-DTYPES = {
-    torch.float32: _library.FLOAT32,
-    torch.float16: _library.FLOAT16,
-    torch.bfloat16: _library.BFLOAT16,
-    torch.float64: _library.FLOAT64,
-    torch.int32: _library.INT32,
-    torch.uint8: _library.UINT8,
-    torch.bool: _library.UINT8,
-}
+DEVICES = ("cpu", "cuda")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Outputs = tuple[torch.Tensor, ...]
-MaybeTensor = Optional[torch.Tensor]
-
-
-class Call:
-    """One C call: keeps alive what its arguments point to."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-
-    def view(self, name: str, tensor: MaybeTensor) -> _library.Tensor:
-        """`tensor` as the C library sees it, without a copy unless its last stride is not 1."""
-        if tensor is None:
-            return _library.Tensor()
-        if not 1 <= tensor.dim() <= 4:
-            raise ValueError(f"{name}: rank is {tensor.dim()}, want 1 to 4")
-        if tensor.dtype not in DTYPES:
-            raise NotImplementedError(f"{name}: dtype is {tensor.dtype}, which no kernel takes")
-        if tensor.stride(-1) != 1 and tensor.size(-1) > 1:
-            tensor = tensor.contiguous()
-        self.tensors.append(tensor)
-        absent = (0,) * (4 - tensor.dim())
-        return _library.Tensor(
-            data=tensor.data_ptr(),
-            shape=(*tensor.shape, *absent),
-            stride=(*tensor.stride(), *absent),
-            dtype=DTYPES[tensor.dtype],
-            rank=tensor.dim(),
-        )
-
-    def run(self, operation: str, args: _library.Sized, backend: str | None) -> None:
-        """Call fdma_<operation> on a workspace of the size that it asks for."""
-        args.exec.threads = torch.get_num_threads()
-        args.exec.kernel = None if backend is None else backend.encode()
-        size = ctypes.c_size_t()
-        workspace_size = getattr(_library.library, f"fdma_{operation}_workspace")
-        _library.check(workspace_size(ctypes.byref(args), ctypes.byref(size)))
-        workspace = torch.empty(size.value, dtype=torch.uint8)
-        args.exec.workspace = workspace.data_ptr()
-        args.exec.workspace_size = size.value
-        _library.check(getattr(_library.library, f"fdma_{operation}")(ctypes.byref(args)))
 
 
 def choice(name: str, value: str, choices: dict[str, int]) -> int:
@@ -114,10 +66,90 @@ def new_outputs(query: torch.Tensor, value: torch.Tensor, bias_form: str) -> Out
     return (*new_attention(query), score, bias, *new_selection(score, score.shape))
 
 
+def draft_score(
+    value: torch.Tensor, dt_proj: torch.Tensor, a: torch.Tensor, key_valid: MaybeTensor, form: str
+) -> Draft:
+    args = _library.ScoreArgs(bias_form=choice("bias_form", form, _library.BIAS_FORMS))
+    score, bias = new_scores(value, form)
+    return Draft(args, None, (("score", score), ("bias" if form != "none" else "", bias)))
+
+
+def draft_select(score: torch.Tensor, key_valid: MaybeTensor, window: int, scope: str) -> Draft:
+    selection = _library.Selection()
+    args = _library.SelectArgs(
+        selection=ctypes.pointer(selection),
+        window=window,
+        scope=choice("scope", scope, _library.SCOPES),
+    )
+    expiry, slot = new_selection(score, sizes("score", score, 3))
+    return Draft(args, selection, (("expiry", expiry), ("slot", slot)))
+
+
+def draft_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: MaybeTensor,
+    key_valid: MaybeTensor,
+    expiry: MaybeTensor,
+    slot: MaybeTensor,
+    window: int,
+    scope: str,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> Draft:
+    out, lse = new_attention(query)
+    args = _library.ForwardArgs(scale=scale, softcap=softcap, causal=causal)
+    selection = _library.Selection()
+    if expiry is not None:
+        selection.window = args.window = window
+        selection.kv_len = expiry.size(-1)
+        selection.scope = choice("scope", scope, _library.SCOPES)
+        args.selection = ctypes.pointer(selection)
+    return Draft(args, selection, (("out", out), ("lse", lse)))
+
+
+def draft_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a: torch.Tensor,
+    key_valid: MaybeTensor,
+    window: int,
+    scope: str,
+    bias_form: str,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> Draft:
+    selection = _library.Selection()
+    args = _library.AttentionArgs(
+        selection=ctypes.pointer(selection),
+        window=window,
+        scope=choice("scope", scope, _library.SCOPES),
+        bias_form=choice("bias_form", bias_form, _library.BIAS_FORMS),
+        scale=scale,
+        softcap=softcap,
+        causal=causal,
+    )
+    names = ("out", "lse", "score", "bias" if bias_form != "none" else "", "expiry", "slot")
+    return Draft(args, selection, tuple(zip(names, new_outputs(query, value, bias_form))))
+
+
+SCORE = Operation("score", ("v", "dt_proj", "a", "key_valid"), draft_score)
+SELECT = Operation("select", ("score", "key_valid"), draft_select)
+FORWARD = Operation(
+    "forward", ("q", "k", "v", "bias", "key_valid", "expiry", "slot"), draft_forward
+)
+ATTENTION = Operation("attention", ("q", "k", "v", "dt_proj", "a", "key_valid"), draft_attention)
+
+
 @torch.library.custom_op(
     "flash_dmattn::score",
     mutates_args=(),
-    device_types="cpu",
+    device_types=DEVICES,
     schema="(Tensor value, Tensor dt_proj, Tensor a_coef, str bias_form, Tensor? key_valid, "
     "str? backend) -> (Tensor, Tensor)",
 )
@@ -130,20 +162,7 @@ def score_op(
     backend: str | None,
 ) -> Pair:
     """fdma_score(): score and bias."""
-    form = choice("bias_form", bias_form, _library.BIAS_FORMS)
-    score, bias = new_scores(value, bias_form)
-    call = Call()
-    args = _library.ScoreArgs(
-        v=call.view("v", value),
-        dt_proj=call.view("dt_proj", dt_proj),
-        a=call.view("a", a_coef),
-        key_valid=call.view("key_valid", key_valid),
-        score=call.view("score", score),
-        bias=call.view("bias", bias if bias_form != "none" else None),
-        bias_form=form,
-    )
-    call.run("score", args, backend)
-    return score, bias
+    return call(SCORE, (value, dt_proj, a_coef, key_valid), (bias_form,), backend)
 
 
 @score_op.register_fake
@@ -161,7 +180,7 @@ def _(
 @torch.library.custom_op(
     "flash_dmattn::select",
     mutates_args=(),
-    device_types="cpu",
+    device_types=DEVICES,
     schema="(Tensor score, SymInt window, str scope, Tensor? key_valid, str? backend) "
     "-> (Tensor, Tensor)",
 )
@@ -169,18 +188,7 @@ def select_op(
     score: torch.Tensor, window: int, scope: str, key_valid: MaybeTensor, backend: str | None
 ) -> Pair:
     """fdma_select(): expiry and slot."""
-    expiry, slot = new_selection(score, sizes("score", score, 3))
-    call = Call()
-    selection = _library.Selection(expiry=call.view("expiry", expiry), slot=call.view("slot", slot))
-    args = _library.SelectArgs(
-        score=call.view("score", score),
-        key_valid=call.view("key_valid", key_valid),
-        selection=ctypes.pointer(selection),
-        window=window,
-        scope=choice("scope", scope, _library.SCOPES),
-    )
-    call.run("select", args, backend)
-    return expiry, slot
+    return call(SELECT, (score, key_valid), (window, scope), backend)
 
 
 @select_op.register_fake
@@ -193,7 +201,7 @@ def _(
 @torch.library.custom_op(
     "flash_dmattn::attention",
     mutates_args=(),
-    device_types="cpu",
+    device_types=DEVICES,
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? expiry, Tensor? slot, "
     "Tensor? key_valid, SymInt window, str scope, bool causal, float scale, float softcap, "
     "str? backend) -> (Tensor, Tensor)",
@@ -214,32 +222,8 @@ def attention_op(
     backend: str | None,
 ) -> Pair:
     """fdma_forward(): out and lse; dense where `expiry` is None."""
-    out, lse = new_attention(query)
-    call = Call()
-    args = _library.ForwardArgs(
-        q=call.view("q", query),
-        k=call.view("k", key),
-        v=call.view("v", value),
-        bias=call.view("bias", bias),
-        key_valid=call.view("key_valid", key_valid),
-        out=call.view("out", out),
-        lse=call.view("lse", lse),
-        scale=scale,
-        softcap=softcap,
-        causal=causal,
-    )
-    if expiry is not None:
-        selection = _library.Selection(
-            expiry=call.view("expiry", expiry),
-            slot=call.view("slot", slot),
-            window=window,
-            kv_len=expiry.size(-1),
-            scope=choice("scope", scope, _library.SCOPES),
-        )
-        args.selection = ctypes.pointer(selection)
-        args.window = window
-    call.run("forward", args, backend)
-    return out, lse
+    tensors = (query, key, value, bias, key_valid, expiry, slot)
+    return call(FORWARD, tensors, (window, scope, causal, scale, softcap), backend)
 
 
 @attention_op.register_fake
@@ -250,7 +234,7 @@ def _(query: torch.Tensor, *rest: Any) -> Pair:  # noqa: ANN401
 @torch.library.custom_op(
     "flash_dmattn::flash_dma_attention",
     mutates_args=(),
-    device_types="cpu",
+    device_types=DEVICES,
     schema="(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? key_valid, SymInt window, str scope, str bias_form, bool causal, float scale, "
     "float softcap, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -271,31 +255,9 @@ def flash_dma_attention_op(
     backend: str | None,
 ) -> Outputs:
     """fdma_attention(): out, lse, score, bias, expiry and slot."""
-    form = choice("bias_form", bias_form, _library.BIAS_FORMS)
-    out, lse, score, bias, expiry, slot = new_outputs(query, value, bias_form)
-    call = Call()
-    selection = _library.Selection(expiry=call.view("expiry", expiry), slot=call.view("slot", slot))
-    args = _library.AttentionArgs(
-        q=call.view("q", query),
-        k=call.view("k", key),
-        v=call.view("v", value),
-        dt_proj=call.view("dt_proj", dt_proj),
-        a=call.view("a", a_coef),
-        key_valid=call.view("key_valid", key_valid),
-        out=call.view("out", out),
-        lse=call.view("lse", lse),
-        score=call.view("score", score),
-        bias=call.view("bias", bias if bias_form != "none" else None),
-        selection=ctypes.pointer(selection),
-        window=window,
-        scope=choice("scope", scope, _library.SCOPES),
-        bias_form=form,
-        scale=scale,
-        softcap=softcap,
-        causal=causal,
-    )
-    call.run("attention", args, backend)
-    return out, lse, score, bias, expiry, slot
+    tensors = (query, key, value, dt_proj, a_coef, key_valid)
+    options = (window, scope, bias_form, causal, scale, softcap)
+    return call(ATTENTION, tensors, options, backend)
 
 
 @flash_dma_attention_op.register_fake

@@ -16,9 +16,9 @@ WINDOWS = [0, 1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
 
 
 def usable_kernels() -> list[str]:
-    """The names that can select on this machine, in full."""
+    """The names that can select on this machine's CPU, in full."""
     rows = [row for row in _library.kernels() if row.missing is None]
-    return list(dict.fromkeys(row.name for row in rows))
+    return list(dict.fromkeys(row.name for row in rows if not row.name.startswith("cuda/")))
 
 
 def random_scores(generator: torch.Generator) -> torch.Tensor:
