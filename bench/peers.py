@@ -14,25 +14,30 @@ disagree or a file could not be written; 2 bad usage.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, NoReturn
 
 import flash_dmattn
+import peers_cuda
 import torch
-from flash_dmattn import _library
+from peers_common import (
+    QUICK,
+    USUAL,
+    Disagreement,
+    Rounds,
+    find_machine,
+    quantiles,
+    require_close,
+    write_whole,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
-ROOT = Path(__file__).resolve().parent.parent
 HEAD_DIM = 128
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
@@ -52,25 +57,12 @@ Columns:
   spread         (90th percentile - 10th percentile) / median
   GFLOP/s        useful ones: 4 * head_dim for each query and key that it keeps; all keys for sdpa
   times as fast  as this peer fdma is: the ratio of their times in the same round, median
+{cuda}
 FILTER is a part of cases' names or, where it has * or ?, a pattern for all of it.
 """
 
 
-class Rounds(NamedTuple):
-    """How often a case is run: until `seconds` are over, but at least and at most so often."""
-
-    least: int
-    most: int
-    seconds: float
-
-
-USUAL = Rounds(5, 100, 3.0)
-QUICK = Rounds(3, 20, 0.3)
 QUICK_LENGTHS = [1024, 2048, 4096]
-
-
-class Disagreement(Exception):
-    """Outputs that are further apart than rounding explains."""
 
 
 class Case(NamedTuple):
@@ -149,6 +141,9 @@ PEERS = {
 }
 
 
+DEVICES = ("cpu", "cuda")
+
+
 def peers_of(device: str, case: Case) -> tuple[Peer, ...]:
     return PEERS[device]["selected" if case.window else "dense"]
 
@@ -211,12 +206,6 @@ def reference_blocks(inputs: Inputs, window: int) -> list[Block]:
     return blocks
 
 
-def require_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float, what: str) -> None:
-    error = (found.double() - wanted).abs().max().item()
-    if not error <= allowed:  # so that NaN fails
-        raise Disagreement(f"{what} differ by {error:.3g}, allowed {allowed:.3g}")
-
-
 def check_outputs(
     case: Case, peers: tuple[Peer, ...], inputs: Inputs, references: dict[str, list[Block]]
 ) -> None:
@@ -249,12 +238,6 @@ def alternate(peers: tuple[Peer, ...], inputs: Inputs, rounds: Rounds) -> list[l
             peer.run(inputs)
             own.append(1e3 * (time.perf_counter() - before))
     return times
-
-
-def quantiles(values: list[float]) -> list[float]:
-    """The first decile, the median and the last decile."""
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    return torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
 
 
 def make_row(
@@ -291,28 +274,6 @@ def measure(args: argparse.Namespace, cases: list[Case]) -> Iterator[dict[str, A
                 yield make_row(case, peer, threads, own, times[0])
 
 
-def commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except OSError:  # no git
-        return None
-    return done.stdout.strip() or None
-
-
-def find_machine(device: str) -> dict[str, Any]:
-    info = _library.DeviceInfo()
-    _library.check(_library.library.fdma_describe_device(0, ctypes.byref(info)))
-    return {
-        "machine": info.name.decode(),
-        "cores": info.cores,
-        "device": device,
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit(),
-    }
-
-
 def print_row(row: dict[str, Any]) -> None:
     formats = {"useful_gflops": "10.1f", "ratio": "13.2f"}
     cells = [
@@ -326,19 +287,11 @@ def print_row(row: dict[str, Any]) -> None:
     print(line.rstrip(), flush=True)
 
 
-def print_head(machine: dict[str, Any]) -> None:
-    print(", ".join(f"{field} {value}" for field, value in machine.items() if value), end="\n\n")
+def print_head() -> None:
     print(
         f"{'case':40} {'peer':12} {'threads':>7} {'ms':>10} {'spread':>8} {'GFLOP/s':>10}"
         f" {'times as fast':>13}"
     )
-
-
-def write_whole(path: Path, lines: list[dict[str, Any]]) -> None:
-    """All of it or nothing: a reader never sees half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    part.replace(path)
 
 
 def whole_number(text: str) -> int:
@@ -374,13 +327,13 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="peers.py",
         description=(__doc__ or "").split("\n")[0],
-        epilog=MORE,
+        epilog=MORE.format(cuda=peers_cuda.MORE.strip()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("filter", nargs="?", metavar="FILTER", help="which cases (default: all)")
-    add("--device", default="cpu", help="where to run: cpu (default: cpu)")
+    add("--device", default="cpu", help="where to run: cpu or cuda (default: cpu)")
     add("--json", type=output, metavar="FILE", help="also write the figures, one object a line")
     add("--picture", type=picture, metavar="FILE", help="draw time against length (.svg, .png)")
     add("--threads", type=whole_number, nargs="+", metavar="N", help="default: 1 2")
@@ -391,7 +344,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def select_cases(args: argparse.Namespace) -> list[Case]:
+def select_cases(args: argparse.Namespace) -> list[Case] | list[peers_cuda.Case]:
+    if args.device == "cuda":
+        return named(peers_cuda.all_cases(args.quick), args.filter)
     lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
     cases = [
         Case(dtype, length, window)
@@ -399,7 +354,12 @@ def select_cases(args: argparse.Namespace) -> list[Case]:
         for dtype in DTYPES
         for length in lengths
     ]
-    wanted = args.filter or ""
+    return named(cases, args.filter)
+
+
+def named(cases: list[Any], wanted: str | None) -> list[Any]:
+    """Those that FILTER means."""
+    wanted = wanted or ""
     if any(mark in wanted for mark in "*?["):
         return [case for case in cases if fnmatch(case.name(), wanted)]
     return [case for case in cases if wanted in case.name()]
@@ -412,8 +372,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         parser.error(
             f"--device {args.device}: there is no {args.device.upper()} backend in this build"
         )
-    if args.device not in PEERS:
-        parser.error(f"--device is {args.device!r}, want one of {', '.join(PEERS)}")
+    if args.device not in DEVICES:
+        parser.error(f"--device is {args.device!r}, want one of {', '.join(DEVICES)}")
     cores = os.cpu_count() or 1
     args.threads = args.threads or [threads for threads in (1, 2) if threads <= cores]
     if max(args.threads) > cores:
@@ -431,11 +391,20 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
 def run(args: argparse.Namespace, cases: list[Case]) -> None:
     """Errors: Disagreement, OSError."""
     machine = find_machine(args.device)
-    print_head(machine)
+    print(", ".join(f"{field} {value}" for field, value in machine.items() if value), end="\n\n")
     rows = []
-    for row in measure(args, cases):
-        rows.append(row)
-        print_row(row)
+    if args.device == "cuda":
+        peers_cuda.print_head()
+        for row in peers_cuda.measure(cases, args.rounds):
+            rows.append(row)
+            peers_cuda.print_row(row)
+        held = [row["met"] for row in rows if row["goal"]]
+        print(f"{sum(held)} of {len(held)} goals reached")
+    else:
+        print_head()
+        for row in measure(args, cases):
+            rows.append(row)
+            print_row(row)
     if args.json:
         write_whole(args.json, [machine, *rows])
     if args.picture:

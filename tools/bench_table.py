@@ -4,8 +4,9 @@
 
 Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran in
 alternation, time of a plain read as a share of the case's, selection and lists in ns a key, lists
-as a share of the attention over their selection, how many times as fast as the peer flash_dmattn
-is. Errors: a file that is not such JSON lines raises ValueError.
+as a share of the attention over their selection, useful FLOP/s as a share of dense attention's,
+time as a multiple of that of random scores, how many times as fast as the peer flash_dmattn is.
+Errors: a file that is not such JSON lines raises ValueError.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ COLUMNS = {
     "ns_per_key": "ns a key",
     "of_read": "of read",
     "of_forward": "of forward",
+    "of_dense": "of dense",
+    "of_iid": "of iid",
     "ratio": "times as fast",
+    "goal": "to reach",
+    "met": "reached",
 }
 DECIMALS = {
     "ms": 3,
@@ -36,6 +41,8 @@ DECIMALS = {
     "ns_per_key": 1,
     "of_read": 2,
     "of_forward": 4,
+    "of_dense": 2,
+    "of_iid": 2,
     "ratio": 2,
 }
 FACTS = {
@@ -44,6 +51,7 @@ FACTS = {
     "torch": "PyTorch {}",
     "date": "{}",
     "commit": "{}",
+    "kernels": "src/cuda {}",
 }
 
 
@@ -59,6 +67,8 @@ def cell(row: dict, field: str) -> str:
     value = row.get(field)
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.{DECIMALS[field]}f}" if field in DECIMALS else str(value)
 
 

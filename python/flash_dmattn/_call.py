@@ -161,7 +161,7 @@ def call(
     """
     tensors: list[MaybeTensor] = []
     addresses: list[int] = []
-    key: list[Any] = [operation.name, options, backend]
+    key: list[Any] = [operation.draft, options, backend]
     for tensor in inputs:
         address = 0
         if tensor is not None:

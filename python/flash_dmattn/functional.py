@@ -205,12 +205,8 @@ def flash_dma_attention(
         raise NotImplementedError(f"dropout_p: is {dropout_p}; dropout is not implemented, want 0")
     if return_attn_probs:
         raise NotImplementedError("return_attn_probs: the probabilities are never formed")
-    return ops.flash_dma_attention_op(
-        query,
-        key,
-        value,
-        dt_proj,
-        a_coef,
+    tensors = (query, key, value, dt_proj, a_coef)
+    options = (
         None,
         keep_window_size,
         "causal" if causal else "global",
@@ -219,4 +215,7 @@ def flash_dma_attention(
         _logit_scale(softmax_scale),
         0.0,
         None,
-    )[0]
+    )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return ops.flash_dma_attention_op(*tensors, *options)[0]
+    return ops.flash_dma_output_op(*tensors, *options)

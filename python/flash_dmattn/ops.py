@@ -1,5 +1,5 @@
-"""torch.library operators over the C library: flash_dmattn::score, select, attention and
-flash_dma_attention, for tensors of the CPU and of CUDA devices.
+"""torch.library operators over the C library: flash_dmattn::score, select, attention,
+flash_dma_attention and flash_dma_output, for tensors of the CPU and of CUDA devices.
 
 Each operator is an allocation of its outputs, which alone is its fake kernel, and one C call. Other
 devices register kernels on these operators; their schemas stay. What arguments mean and which are
@@ -138,12 +138,20 @@ def draft_attention(
     return Draft(args, selection, tuple(zip(names, new_outputs(query, value, bias_form))))
 
 
+def draft_output(*arguments: Any) -> Draft:  # noqa: ANN401
+    """What is not asked for lives in the workspace."""
+    args, selection, outputs = draft_attention(*arguments)
+    return Draft(args, selection, outputs[:1])
+
+
 SCORE = Operation("score", ("v", "dt_proj", "a", "key_valid"), draft_score)
 SELECT = Operation("select", ("score", "key_valid"), draft_select)
 FORWARD = Operation(
     "forward", ("q", "k", "v", "bias", "key_valid", "expiry", "slot"), draft_forward
 )
-ATTENTION = Operation("attention", ("q", "k", "v", "dt_proj", "a", "key_valid"), draft_attention)
+FUSED_INPUTS = ("q", "k", "v", "dt_proj", "a", "key_valid")
+ATTENTION = Operation("attention", FUSED_INPUTS, draft_attention)
+OUTPUT = Operation("attention", FUSED_INPUTS, draft_output)
 
 
 @torch.library.custom_op(
@@ -274,6 +282,45 @@ def _(
     *rest: Any,  # noqa: ANN401
 ) -> Outputs:
     return new_outputs(query, value, bias_form)
+
+
+def flash_dma_output(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    key_valid: MaybeTensor,
+    window: int,
+    scope: str,
+    bias_form: str,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    backend: str | None,
+) -> torch.Tensor:
+    """fdma_attention(): out alone, where no gradient is wanted."""
+    tensors = (query, key, value, dt_proj, a_coef, key_valid)
+    options = (window, scope, bias_form, causal, scale, softcap)
+    return call(OUTPUT, tensors, options, backend)[0]
+
+
+# Defined without custom_op, whose autograd takes a fifth of the time of a call on small inputs.
+LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
+LIBRARY.define(
+    "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
+    "Tensor? key_valid, SymInt window, str scope, str bias_form, bool causal, float scale, "
+    "float softcap, str? backend) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+for dispatch_key in ("CPU", "CUDA"):
+    LIBRARY.impl("flash_dma_output", flash_dma_output, dispatch_key)
+flash_dma_output_op = torch.ops.flash_dmattn.flash_dma_output.default
+
+
+@torch.library.register_fake("flash_dmattn::flash_dma_output", lib=LIBRARY)
+def _(query: torch.Tensor, *rest: Any) -> torch.Tensor:  # noqa: ANN401
+    return new_attention(query)[0]
 
 
 @torch.library.custom_op(

@@ -172,6 +172,17 @@ static inline fdma_status device_run_select(fdma_select_args *args) {
     return fdma_select(args);
 }
 
+static inline fdma_status device_run_lists(fdma_lists_args *args) {
+    size_t bytes = 0;
+    args->exec.device = device_number;
+    const fdma_status status = fdma_lists_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    device_exec(&args->exec, bytes);
+    return fdma_lists(args);
+}
+
 static inline fdma_status device_run_forward(fdma_forward_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;

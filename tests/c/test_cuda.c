@@ -8,6 +8,7 @@
 static void every_operation_has_rows(void) {
     CHECK(device_kernels("score").count > 0);
     CHECK(device_kernels("select").count > 0);
+    CHECK(device_kernels("lists").count > 0);
     CHECK(device_kernels("forward").count > 0);
 }
 

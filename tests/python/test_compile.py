@@ -45,6 +45,10 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
             (query, key, value, score, expiry, slot, None, 4, *options),
         ),
         "fused": (ops.flash_dma_attention_op, (query, key, value, dt_proj, a_coef, *fused)),
+        "fused, out alone": (
+            ops.flash_dma_output_op,
+            (query, key, value, dt_proj, a_coef, *fused),
+        ),
         "fused in bfloat16": (
             ops.flash_dma_attention_op,
             (*make_tensors(dtype=torch.bfloat16), *fused),
@@ -71,6 +75,8 @@ def test_fake_results_are_like_real_ones(name: str) -> None:
             *(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments)
         )
     meta = operator(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
+    if isinstance(real, torch.Tensor):
+        real, fake, meta = (real,), (fake,), (meta,)
     assert len(real) == len(fake) == len(meta)
     for one, *others in zip(real, fake, meta):
         for other in others:

@@ -1,0 +1,449 @@
+"""What bench/peers.py measures on a CUDA device, and how.
+
+bfloat16, causal, batch 1. All peers of a case read the same tensors, in memory [1, length, heads,
+head_dim], and run in turn. A call is timed by events on its stream; what the host does before it
+hides behind a kernel that only waits. Launch overhead is what the host does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, Callable, NamedTuple
+
+import flash_dmattn
+import torch
+from flash_dmattn import ops
+from peers_common import Disagreement, Rounds, quantiles
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+SAMPLES = 32  # queries whose outputs are held against float64
+SAW = 4096  # keys of a tooth
+WAIT_CYCLES = 600_000  # some 0.3 ms: longer than the host takes for a call
+LONGEST_DENSE = 131072  # dense attention takes a quarter of a second there, and grows by squares
+QUICK_LENGTH = 32768  # the longest with --quick
+ORDERS = ("rising", "falling", "equal", "sawtooth")
+CALLS = 50  # between two looks at the clock: fewer than fill the queue of a stream
+
+MORE = """
+With --device cuda (--threads, --lengths and --window do not apply) cases are
+  attention  score, selection, lists and attention in one call, against dense attention
+  selected   selection and attention, of given scores in several orders
+  dense      all keys through the kernels of flash_dmattn
+  select, score, one-query, launch   these alone
+and peers
+  fdma       flash_dmattn; what is not given is counted. fdma-rising, ...: of scores in that order
+  fdma-sm80  the attention on the kernels for any device from compute capability 8.0 on
+  cudnn, flash   SDPA over all keys, on the back ends of cuDNN and of FlashAttention
+  masked, mask   SDPA under the boolean mask of the selection; building that mask
+  read       a plain read of the case's keys: half the time of a copy
+  graph      the same call in a CUDA graph
+of dense: useful FLOP/s as a share of cuDNN's (fdma-sm80: of FlashAttention's). of read: the plain
+read's time as a share of the case's. of iid: the time as a multiple of that of random scores.
+"""
+
+
+class Goal(NamedTuple):
+    """What a row must reach in one of its figures, and what would be better still."""
+
+    figure: str
+    bar: float
+    aim: float
+
+    def words(self) -> str:
+        signs = {"of_dense": ">=", "of_read": ">="}
+        units = {"of_dense": "of dense", "of_read": "of read", "of_iid": "of iid", "ms": "ms"}
+        sign = signs.get(self.figure, "<=")
+        return f"{sign} {self.bar:.3g} {units[self.figure]} (aim {self.aim:.3g})"
+
+    def met(self, value: float) -> bool:
+        higher = self.figure in ("of_dense", "of_read")
+        return value >= self.bar if higher else value <= self.bar
+
+
+class Case(NamedTuple):
+    kind: str
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    length: int  # keys, and queries where the kind does not say other
+    window: int  # 0: dense
+    goals: dict[str, Goal]  # by peer
+    mask: bool = False  # small enough for SDPA under a mask
+
+    def name(self) -> str:
+        parts = [self.kind]
+        if self.kind == "select":
+            parts.append(f"g{self.kv_heads}")
+        else:
+            parts += ["bf16", f"h{self.q_heads}g{self.kv_heads}", f"d{self.head_dim}"]
+        parts.append(f"n{self.length}")
+        return "/".join(parts + ([f"w{self.window}"] if self.window else []))
+
+    def flops(self, window: int) -> float:
+        """Useful ones where each query keeps `window` keys; 0: all."""
+        full = min(window or self.length, self.length)
+        pairs = full * (full + 1) // 2 + (self.length - full) * full
+        if self.kind == "one-query":
+            pairs = full
+        return 4.0 * self.head_dim * self.q_heads * pairs
+
+
+def attention_cases() -> list[Case]:
+    def attention(*shape: int, mask: bool = False, **goal: tuple[float, float]) -> Case:
+        ((figure, (bar, aim)),) = goal.items()
+        return Case("attention", *shape, {"fdma": Goal(figure, bar, aim)}, mask)
+
+    orders = {f"fdma-{order}": Goal("of_iid", 1.15, 1.0) for order in ORDERS}
+    sm80 = {"fdma-sm80": Goal("of_dense", 0.85, 1.0)}
+    dense = {"fdma": Goal("of_dense", 0.80, 1.05)}
+    return [
+        attention(32, 8, 128, 8192, 2048, ms=(0.65, 0.5), mask=True),
+        attention(32, 8, 128, 32768, 2048, of_dense=(0.70, 1.0)),
+        attention(32, 8, 128, 131072, 2048, of_dense=(0.75, 1.0)),
+        attention(32, 8, 128, 1048576, 2048, ms=(85, 66)),
+        attention(32, 32, 128, 32768, 2048, of_dense=(0.65, 0.90)),
+        attention(32, 8, 64, 32768, 2048, of_dense=(0.60, 0.80)),
+        attention(16, 4, 256, 32768, 2048, of_dense=(0.60, 0.80)),
+        attention(2, 1, 64, 32768, 1024, ms=(0.16, 0.10), mask=True),
+        Case("selected", 32, 8, 128, 8192, 2048, orders),
+        Case("selected", 32, 8, 128, 32768, 2048, {**orders, **sm80}),
+        Case("selected", 32, 8, 128, 131072, 2048, orders),
+        Case("dense", 32, 8, 128, 8192, 0, dense),
+        Case("dense", 32, 8, 128, 32768, 0, dense),
+    ]
+
+
+def small_cases() -> list[Case]:
+    def select(heads: int, length: int, window: int, bar: float, aim: float) -> Case:
+        return Case("select", 0, heads, 0, length, window, {"fdma": Goal("ms", bar, aim)})
+
+    score, row = Goal("of_read", 1 / 1.3, 1 / 1.05), Goal("of_read", 1 / 1.25, 1 / 1.1)
+    launch = {"fdma": Goal("ms", 0.060, 0.030), "graph": Goal("ms", 0.015, 0.008)}
+    return [
+        select(1, 32768, 1024, 0.060, 0.030),
+        select(8, 32768, 2048, 0.080, 0.040),
+        select(8, 131072, 2048, 0.180, 0.090),
+        select(8, 1048576, 2048, 1.5, 0.8),
+        Case("score", 8, 8, 128, 131072, 0, {"fdma": score}),
+        Case("score", 32, 32, 128, 131072, 0, {"fdma": score}),
+        Case("one-query", 32, 8, 128, 131072, 0, {"fdma": row}),
+        Case("launch", 2, 1, 64, 16, 4, launch),
+    ]
+
+
+def all_cases(quick: bool) -> list[Case]:
+    cases = attention_cases() + small_cases()
+    return [case for case in cases if not quick or case.length <= QUICK_LENGTH]
+
+
+class Inputs:
+    """The tensors of a case; what its kind does not need is not there."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(case.length)
+        self.case = case
+        heads, length, dim = case.kv_heads, case.length, case.head_dim
+        new = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        orders = ORDERS if case.kind in ("select", "selected") else ()
+        self.scores = {order: self.make_scores(order) for order in ("iid", *orders)}
+        if case.kind == "select":
+            return
+        self.value = new(1, length, heads, dim)
+        self.dt_proj = new(heads, heads * dim) / math.sqrt(heads * dim)
+        self.a_coef = torch.randn(heads, device="cuda")
+        self.spare = torch.empty_like(self.value)
+        self.key = torch.randn_like(self.value)
+        self.query = new(1, 1 if case.kind == "one-query" else length, case.q_heads, dim)
+        self.fdma = (self.query, self.key, self.value)
+        self.sdpa = tuple(tensor.transpose(1, 2) for tensor in self.fdma)
+        if case.mask:
+            group = case.q_heads // case.kv_heads
+            self.mask = build_mask(self)
+            self.expanded = [tensor.repeat_interleave(group, 1) for tensor in self.sdpa[1:]]
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def make_scores(self, order: str) -> torch.Tensor:
+        """[1, kv_heads, length] float32."""
+        shape = (1, self.case.kv_heads, self.case.length)
+        place = torch.arange(self.case.length, device="cuda", dtype=torch.float32)
+        ordered = {"rising": place, "falling": -place, "equal": 0 * place, "sawtooth": place % SAW}
+        if order in ordered:
+            return ordered[order].expand(shape).contiguous()
+        return torch.randn(shape, device="cuda")
+
+
+def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """All in one call: out, lse, score, bias, expiry, slot."""
+    options = (None, inputs.case.window, "causal", "exp", True, 0.0, 0.0, None)
+    return ops.flash_dma_attention_op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
+
+
+def fused(inputs: Inputs) -> torch.Tensor:
+    window = inputs.case.window
+    return flash_dmattn.flash_dma_attention(
+        *inputs.fdma, inputs.dt_proj, inputs.a_coef, keep_window_size=window, causal=True
+    )
+
+
+def selected(inputs: Inputs, order: str, backend: str | None = None) -> torch.Tensor:
+    selection = flash_dmattn.select(inputs.scores[order], inputs.case.window)
+    out, _ = flash_dmattn.attention(*inputs.fdma, selection=selection, causal=True, backend=backend)
+    return out
+
+
+def dense(inputs: Inputs) -> torch.Tensor:
+    return flash_dmattn.attention(*inputs.fdma, causal=True)[0]
+
+
+def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
+    causal = inputs.case.kind != "one-query"  # SDPA aligns one query with the first key
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(*inputs.sdpa, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def build_mask(inputs: Inputs) -> torch.Tensor:
+    """bool [1, q_heads, length, length]. From expiry: the cheapest way that there is to it."""
+    case = inputs.case
+    expiry = flash_dmattn.select(inputs.scores["iid"], case.window).expiry
+    key = torch.arange(case.length, dtype=torch.int32, device="cuda")
+    kept = (key <= key[:, None]) & (key[:, None] < expiry[:, :, None])
+    return kept.repeat_interleave(case.q_heads // case.kv_heads, 1)
+
+
+def masked(inputs: Inputs) -> torch.Tensor:
+    """On all heads' own keys: no back end but the slowest takes groups under a mask."""
+    query, key, value = inputs.sdpa[0], *inputs.expanded
+    return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
+
+
+def copy(inputs: Inputs) -> None:
+    inputs.spare.copy_(inputs.value)
+    if inputs.case.kind == "one-query":
+        inputs.spare.copy_(inputs.key)
+
+
+def replay(inputs: Inputs) -> None:
+    if inputs.graph is None:
+        inputs.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(inputs.graph):
+            fused(inputs)
+    inputs.graph.replay()
+
+
+class Peer(NamedTuple):
+    name: str
+    run: Callable[[Inputs], Any]
+    keys: str = ""  # which each query keeps: "all", an order's; "": there is no output to check
+
+
+def ordered_peers(run: Callable[..., Any], keys: bool) -> list[Peer]:
+    """One for each order of scores, random ones first."""
+    peers = []
+    for order in ("iid", *ORDERS):
+        name = "fdma" if order == "iid" else f"fdma-{order}"
+        peers.append(Peer(name, functools.partial(run, order=order), order if keys else ""))
+    return peers
+
+
+def select(inputs: Inputs, order: str) -> Any:  # noqa: ANN401
+    return flash_dmattn.select(inputs.scores[order], inputs.case.window)
+
+
+def score(inputs: Inputs) -> Any:  # noqa: ANN401
+    return flash_dmattn.score(inputs.value, inputs.dt_proj, inputs.a_coef)
+
+
+CUDNN = Peer("cudnn", functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), "all")
+FLASH = Peer("flash", functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION), "all")
+READ = Peer("read", copy)
+FUSED = Peer("fdma", fused)  # its selection is its own
+DENSE = Peer("fdma", dense, "all")
+SM80 = Peer("fdma-sm80", functools.partial(selected, order="iid", backend="cuda/sm80"), "iid")
+
+
+def peers_of(case: Case) -> list[Peer]:
+    """flash_dmattn first."""
+    found = {
+        "select": lambda: ordered_peers(select, keys=False),
+        "selected": lambda: [*ordered_peers(selected, keys=True), SM80, CUDNN, FLASH],
+        "score": lambda: [Peer("fdma", score), READ],
+        "one-query": lambda: [DENSE, READ, FLASH],
+        "dense": lambda: [DENSE, CUDNN, FLASH],
+        "launch": lambda: [FUSED, Peer("graph", replay)],
+        "attention": lambda: [FUSED, CUDNN, FLASH],
+    }[case.kind]()
+    if case.mask:
+        found += [Peer("masked", masked, "iid"), Peer("mask", build_mask)]
+    return [peer for peer in found if peer.keys != "all" or case.length <= LONGEST_DENSE]
+
+
+# ---- outputs ----
+
+
+def best_keys(score: torch.Tensor, rows: torch.Tensor, window: int) -> torch.Tensor:
+    """bool [rows, length] of one kv head's score [length]; the later of equals first."""
+    key = torch.arange(len(score), device=score.device)
+    visible = key <= rows[:, None]
+    if not 0 < window < len(score):
+        return visible
+    backwards = score.expand_as(visible).masked_fill(~visible, -torch.inf).flip(1)
+    order = backwards.sort(dim=1, descending=True, stable=True).indices[:, :window]
+    kept = torch.zeros_like(visible).scatter(1, len(score) - 1 - order, True)
+    return kept & visible
+
+
+def evaluate(
+    inputs: Inputs, g: int, rows: torch.Tensor, logits_of: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """out [rows, heads of group g, head_dim], every step in `dtype`. logits_of [rows, length]: what
+    is added to the logits, -inf where a key is not kept."""
+    group = inputs.case.q_heads // inputs.case.kv_heads
+    key, value = (tensor[0, :, g].to(dtype) for tensor in (inputs.key, inputs.value))
+    query = inputs.query[0, rows, g * group : (g + 1) * group].to(dtype)
+    logits = (query @ key.T) * inputs.case.head_dim**-0.5 + logits_of[:, None].to(dtype)
+    return torch.softmax(logits, 2) @ value
+
+
+def check_output(
+    inputs: Inputs,
+    out: torch.Tensor,
+    score: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    what: str,
+) -> None:
+    """Sampled queries are as far from float64 as twice a plain evaluation, plus a rounding step of
+    the row's largest output. Errors: Disagreement."""
+    length, window = inputs.case.length, inputs.case.window if score is not None else 0
+    if not out.isfinite().all():
+        raise Disagreement(f"{what}: not all outputs are finite")
+    rows = torch.linspace(0, out.shape[1] - 1, min(SAMPLES, out.shape[1]), device=out.device).long()
+    step = torch.finfo(out.dtype).eps
+    group = inputs.case.q_heads // inputs.case.kv_heads
+    for g in range(inputs.case.kv_heads):
+        ranked = torch.zeros(length, device=out.device) if score is None else score[0, g]
+        kept = best_keys(ranked, rows + length - out.shape[1], window)
+        added = torch.zeros_like(ranked) if bias is None else bias[0, g]
+        added = torch.where(kept, added, -torch.inf)
+        exact = evaluate(inputs, g, rows, added, torch.float64)
+        plain = evaluate(inputs, g, rows, added, out.dtype)
+        found = out[0, rows, g * group : (g + 1) * group]
+        allowed = 2 * (plain - exact).abs().amax((1, 2)) + step * exact.abs().amax((1, 2))
+        error = (found - exact).abs().amax((1, 2))
+        if not (error <= allowed).all():  # so that NaN fails
+            worst = (error / allowed).max().item()
+            raise Disagreement(f"{what}, kv head {g}: {worst:.3g} times what is allowed")
+
+
+def check_outputs(inputs: Inputs, peers: list[Peer]) -> None:
+    """Every peer's, and those of the one call by the scores that it found itself."""
+    case = inputs.case
+    if case.kind in ("attention", "launch"):
+        out, _, found, bias, *_ = attend(inputs)
+        check_output(inputs, out, found, bias, f"{case.name()}: fdma")
+        if not torch.equal(fused(inputs), out):
+            raise Disagreement(f"{case.name()}: fdma: out alone is not out beside the others")
+    for peer in peers:
+        if peer.keys:
+            ranked = inputs.scores.get(peer.keys)
+            check_output(inputs, peer.run(inputs), ranked, None, f"{case.name()}: {peer.name}")
+
+
+# ---- time ----
+
+
+def time_call(peer: Peer, inputs: Inputs) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(WAIT_CYCLES)
+    start.record()
+    peer.run(inputs)
+    end.record()
+    return start, end
+
+
+def time_launches(peer: Peer, inputs: Inputs) -> float:
+    """Milliseconds that the host takes for a call when many follow each other."""
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    for _ in range(CALLS):
+        peer.run(inputs)
+    return 1e3 * (time.perf_counter() - before) / CALLS
+
+
+def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> list[list[float]]:
+    """Milliseconds of each peer, round by round, after one that does not count."""
+    times: list[list[float]] = [[] for _ in peers]
+    begin = time.perf_counter()
+    while len(times[0]) <= rounds.least or (
+        len(times[0]) <= rounds.most and time.perf_counter() < begin + rounds.seconds
+    ):
+        if inputs.case.kind == "launch":
+            found = [time_launches(peer, inputs) for peer in peers]
+        else:
+            events = [time_call(peer, inputs) for peer in peers]
+            torch.cuda.synchronize()
+            found = [start.elapsed_time(end) for start, end in events]
+        for peer, own, ms in zip(peers, times, found):
+            own.append(ms / 2 if peer.name == "read" else ms)
+    return [own[1:] for own in times]
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    """The median of the rounds' ratios."""
+    return quantiles([a / b for a, b in zip(above, below)])[1]
+
+
+def make_row(case: Case, peer: Peer, times: dict[str, list[float]]) -> dict[str, Any]:
+    own, ours = times[peer.name], times["fdma"]
+    low, median, high = quantiles(own)
+    attends = peer.keys or peer is FUSED
+    flops = case.flops(0 if peer.keys == "all" else case.window) if attends else None
+    rival = times.get("flash" if peer.name == "fdma-sm80" else "cudnn")
+    row = {
+        "case": case.name(),
+        "peer": peer.name,
+        "ms": median,
+        "spread": (high - low) / median,
+        "useful_gflops": flops / (median * 1e6) if flops and case.kind != "launch" else None,
+        "of_dense": flops / case.flops(0) * ratio(rival, own) if flops and rival else None,
+        "of_read": ratio(times["read"], own) if "read" in times else None,
+        "of_iid": ratio(own, ours) if peer.name[5:] in ORDERS else None,
+        "ratio": None if peer.name.startswith("fdma") else ratio(own, ours),
+    }
+    goal = case.goals.get(peer.name)
+    row["goal"] = goal.words() if goal else None
+    row["met"] = goal.met(row[goal.figure]) if goal else None
+    return row
+
+
+def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
+    """The rows of each case. Errors: Disagreement."""
+    for case in cases:
+        inputs = Inputs(case)
+        peers = peers_of(case)
+        check_outputs(inputs, peers)
+        torch.cuda.empty_cache()
+        times = dict(zip([peer.name for peer in peers], alternate(peers, inputs, rounds)))
+        for peer in peers:
+            yield make_row(case, peer, times)
+        del inputs
+        torch.cuda.empty_cache()
+
+
+def print_row(row: dict[str, Any]) -> None:
+    cells = [f"{row['case']:40} {row['peer']:13} {row['ms']:10.4f} {row['spread']:7.3f}"]
+    tflops = row["useful_gflops"] / 1e3 if row["useful_gflops"] else None
+    for value in (tflops, row["of_dense"], row["of_read"], row["of_iid"], row["ratio"]):
+        cells.append(f"{value:9.3f}" if value is not None else " " * 9)
+    if row["goal"]:
+        cells.append(f" {'met   ' if row['met'] else 'MISSED'} {row['goal']}")
+    print(" ".join(cells).rstrip(), flush=True)
+
+
+def print_head() -> None:
+    heads = ("TFLOP/s", "of dense", "of read", "of iid", "as fast")
+    print(f"{'case':40} {'peer':13} {'ms':>10} {'spread':>7} {' '.join(f'{h:>9}' for h in heads)}")

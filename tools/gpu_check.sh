@@ -1,0 +1,156 @@
+#!/bin/sh
+# Checks and measures the CUDA backend on a machine with a GPU: a build for its own architecture, the
+# tests of CUDA kernels in C and in Python, compute-sanitizer, the benchmarks against peers. Wants
+# cmake, ninja, nvcc and a python3 with PyTorch and pytest; no network, no cJSON.
+#   gpu_check.sh [quick|full] --out DIR     quick: up to 4 minutes; full, the default: up to 9
+# A line a step, all of them whatever fails, the exit status 1 if any did. In DIR: log.txt,
+# peers-cuda.json, peers-cuda.svg, cuda.json (full), tables.md. FDMA_COMMIT names the commit where
+# there is no git.
+set -u
+length=full
+out=
+while [ $# -gt 0 ]; do
+    case $1 in
+    quick | full) length=$1 ;;
+    --out)
+        [ $# -gt 1 ] || { echo "gpu_check: --out wants a folder" >&2; exit 2; }
+        out=$2
+        shift
+        ;;
+    *)
+        echo "gpu_check: '$1' is not quick, full or --out DIR" >&2
+        exit 2
+        ;;
+    esac
+    shift
+done
+[ -n "$out" ] || { echo "gpu_check: --out DIR is missing" >&2; exit 2; }
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+cd "$(dirname "$0")/.." || exit 2
+
+log=$out/log.txt
+build=build/gpu
+passed=0
+failed=0
+: >"$log"
+
+seconds() { date +%s; }
+
+report() { # report WORD NAME SINCE TEXT
+    printf '%-5s %-22s %4d s  %s\n' "$1" "$2" $(($(seconds) - $3)) "$4" | tee -a "$log"
+}
+
+step() { # step NAME SECONDS COMMAND...: its output goes to the log, its last line is shown
+    name=$1
+    limit=$2
+    shift 2
+    since=$(seconds)
+    printf '\n== %s: %s\n' "$name" "$*" >>"$log"
+    timeout -k 5 "$limit" "$@" >"$log.step" 2>&1
+    status=$?
+    cat "$log.step" >>"$log"
+    last=$(grep -v '^ *$' "$log.step" | tail -n 1 | cut -c 1-110)
+    rm -f "$log.step"
+    if [ "$status" = 0 ]; then
+        passed=$((passed + 1))
+        report ok "$name" "$since" "$last"
+    else
+        failed=$((failed + 1))
+        [ "$status" = 124 ] && last="longer than $limit s; $last"
+        report FAIL "$name" "$since" "$last"
+    fi
+    return "$status"
+}
+
+skip() { # skip NAME REASON
+    report skip "$1" "$(seconds)" "$2"
+}
+
+capability() { # of the first device: 90 for 9.0
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ' |
+        grep . || python3 -c 'import torch; print("%d%d" % torch.cuda.get_device_capability(0))' \
+        2>/dev/null
+}
+
+sanitize() { # sanitize NAME SECONDS TOOL FILTER OPTION...: fdma check on the cases that FILTER names
+    name=$1
+    limit=$2
+    tool=$3
+    filter=$4
+    shift 4
+    step "$name" "$limit" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 5 \
+        "$build/fdma" check --device cuda "$filter" "$@"
+}
+
+# The hash of the kernels, and a commit where the tool knew none, into the first line of FILE.
+stamp() { # stamp FILE
+    hash=$(python3 bench/kernels_hash.py) &&
+        sed -i "1s/^{/{\"kernels\": \"$hash\", /; 1s/\"commit\": null/\"commit\": \"${FDMA_COMMIT:-}\"/" "$1"
+}
+
+tables() {
+    for file in "$@"; do
+        [ -s "$file" ] && { python3 tools/bench_table.py "$file" || return 1; }
+        echo
+    done >"$out/tables.md"
+    wc -l "$out/tables.md"
+}
+
+begin=$(seconds)
+arch=$(capability)
+[ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }
+step configure 60 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON \
+    "-DFDMA_CUDA_ARCHITECTURES=$arch" &&
+    step build 240 cmake --build "$build" -j "$(nproc)" --target fdma_shared fdma_tool test_cuda \
+        test_cuda_select test_cuda_calls
+[ "$failed" = 0 ] || { echo "gpu_check: not built, see $log" && exit 1; }
+
+FDMA_LIBRARY=$PWD/$build/libfdma.so
+PYTHONPATH=$PWD/python${PYTHONPATH:+:$PYTHONPATH}
+export FDMA_LIBRARY PYTHONPATH
+export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
+
+step info 20 "$build/fdma" info
+step check 90 "$build/fdma" check --device cuda
+for test in test_cuda test_cuda_select test_cuda_calls; do
+    step "$test" 120 "$build/tests/$test"
+done
+step test_cuda.py 150 python3 -m pytest tests/python/test_cuda.py -q -p no:cacheprovider
+
+if ! command -v compute-sanitizer >/dev/null; then
+    skip sanitizer "compute-sanitizer is not here"
+elif ! timeout 30 compute-sanitizer --tool memcheck "$build/fdma" info >>"$log" 2>&1; then
+    skip sanitizer "compute-sanitizer does not run on this machine"
+else
+    sanitize memcheck-window 45 memcheck window/
+    sanitize racecheck-sm80 45 racecheck window/1 --kernel cuda/sm80
+    if [ "$length" = full ]; then
+        sanitize memcheck-padding 60 memcheck padding
+        sanitize memcheck-row 60 memcheck row/
+        step memcheck-calls 90 compute-sanitizer --tool memcheck --error-exitcode 9 \
+            --print-limit 5 --report-api-errors no "$build/tests/test_cuda_calls"
+        sanitize racecheck-scores 45 racecheck scores/s --kernel cuda/sm80
+        sanitize racecheck-sm90 45 racecheck scores/s --kernel cuda/sm90
+    fi
+fi
+
+if [ "$length" = quick ]; then
+    step peers 60 python3 bench/peers.py --device cuda --quick --json "$out/peers-cuda.json"
+else
+    step peers 170 python3 bench/peers.py --device cuda --json "$out/peers-cuda.json"
+    step bench 100 "$build/fdma" bench --device cuda --json "$out/cuda.json" && stamp "$out/cuda.json"
+fi
+if python3 -c 'import matplotlib' 2>/dev/null; then
+    step picture 30 python3 bench/peers_picture.py "$out/peers-cuda.json" --out "$out/peers-cuda.svg"
+else
+    skip picture "matplotlib is not here"
+fi
+since=$(seconds)
+if text=$(tables "$out/peers-cuda.json" "$out/cuda.json" 2>&1); then
+    report ok tables "$since" "$text"
+else
+    failed=$((failed + 1))
+    report FAIL tables "$since" "$text"
+fi
+echo "gpu_check: $passed passed, $failed failed, $(($(seconds) - begin)) s"
+[ "$failed" = 0 ]
