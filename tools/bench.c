@@ -113,7 +113,7 @@ static void print_cell(const char *format, double number) {
 }
 
 static void print_row(const char *name, const char *kernel, const bench_figures *figures) {
-    printf("%-44s %-12s %10.*f", name, kernel, figures->ms < 0.1 ? 6 : 3, figures->ms);
+    printf("%-52s %-14s %10.*f", name, kernel, figures->ms < 0.1 ? 6 : 3, figures->ms);
     print_cell("%.3f", figures->spread);
     print_cell("%.1f", figures->useful_gflops);
     print_cell("%.3f", figures->of_peak);
@@ -179,7 +179,7 @@ static int bench_every_kernel(const bench_options *options, const bench_case *ro
 
 static int bench_cases(const bench_options *options, FILE *json) {
     int code = EXIT_DONE;
-    printf("%-44s %-12s %10s %8s %8s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread",
+    printf("%-52s %-14s %10s %8s %8s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread",
            "GFLOP/s", "of peak", "ns/key", "of read", "of fwd");
     for (int64_t index = 0; index < bench_case_count(options->device) && !code; index++) {
         const bench_case *row = bench_case_at(options->device, index);

@@ -82,10 +82,11 @@ sanitize() { # sanitize NAME SECONDS TOOL FILTER OPTION...: fdma check on the ca
         "$build/fdma" check --device cuda "$filter" "$@"
 }
 
-# The hash of the kernels, and a commit where the tool knew none, into the first line of FILE.
+# The hash of the kernels, and FDMA_COMMIT where it is given, into the first line of FILE.
 stamp() { # stamp FILE
-    hash=$(python3 bench/kernels_hash.py) &&
-        sed -i "1s/^{/{\"kernels\": \"$hash\", /; 1s/\"commit\": null/\"commit\": \"${FDMA_COMMIT:-}\"/" "$1"
+    hash=$(python3 bench/kernels_hash.py) || return 1
+    sed -i "1s/^{/{\"kernels\": \"$hash\", /" "$1"
+    [ -z "${FDMA_COMMIT:-}" ] || sed -i "1s/\"commit\": [^,}]*/\"commit\": \"$FDMA_COMMIT\"/" "$1"
 }
 
 tables() {

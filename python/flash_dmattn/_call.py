@@ -134,6 +134,15 @@ class Memory(threading.local):
 memory = Memory()
 
 
+def check_devices(operation: Operation, tensors: list[MaybeTensor]) -> None:
+    """Errors: ValueError where they are not all on one device."""
+    places = [(name, x.device) for name, x in zip(operation.inputs, tensors) if x is not None]
+    first, device = places[0]
+    for name, other in places:
+        if other != device:
+            raise ValueError(f"{name}: is on {other}, want {device}, where {first} is")
+
+
 def remember(
     key: tuple[Any, ...],
     operation: Operation,
@@ -143,6 +152,7 @@ def remember(
 ) -> Prepared:
     if len(memory.prepared) >= MOST_LAYOUTS:
         memory.prepared.clear()
+    check_devices(operation, tensors)
     draft = operation.draft(*tensors, *options)
     prepared = memory.prepared[key] = Prepared(operation, draft, tensors, exec_fields)
     return prepared
@@ -170,7 +180,7 @@ def call(
                 tensor = tensor.contiguous()
                 stride = tensor.stride()
             address = tensor.data_ptr()
-            key += (tensor.shape, stride, tensor.dtype, address % ALIGNMENT)
+            key += (tensor.shape, stride, tensor.dtype, tensor.get_device(), address % ALIGNMENT)
         else:
             key.append(None)
         tensors.append(tensor)
@@ -180,7 +190,7 @@ def call(
     index = first.get_device()  # -1: the CPU
     threads = torch.get_num_threads() if index < 0 else 0
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-    key += (index, threads)
+    key.append(threads)
     whole_key = tuple(key)
     prepared = memory.prepared.get(whole_key)
     if prepared is None:
