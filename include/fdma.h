@@ -36,11 +36,11 @@
  * nothing before all arguments are checked. On a device it does not wait: its tensors and workspace
  * belong to it until `stream` has passed it. On the CPU it is done when it returns.
  *
- * Devices. exec.device 0 is the CPU; n + 1 is CUDA device n, of compute capability 8.0 or later. All
- * tensors and the workspace are then memory of that device, and the call puts its work on `stream`
- * and returns: it waits for nothing and reads nothing back, so that a CUDA graph can capture it. On
- * a device q, k, v and out are float16 or bfloat16 (cast float32: FDMA_UNSUPPORTED), and forward
- * wants a selection's slots where its window leaves keys out.
+ * Devices. exec.device 0 is the CPU; n + 1 is CUDA device n, of compute capability 8.0 or later.
+ * All tensors and the workspace are then memory of that device, and the call puts its work on
+ * `stream` and returns: it waits for nothing and reads nothing back, so that a CUDA graph can
+ * capture it. On a device q, k, v and out are float16 or bfloat16 (cast float32: FDMA_UNSUPPORTED),
+ * and forward wants a selection's slots where its window leaves keys out.
  *
  * Threads. Calls on different buffers may run at once. Results are bit-equal for every number of
  * threads, and a sequence's result does not depend on the others of its batch.

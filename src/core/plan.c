@@ -50,7 +50,7 @@ static bool is_known(const kernel_backend *backends, const char *name) {
 }
 
 static fdma_status fail_unknown(const kernel_backend *backends, const char *name) {
-    char names[256] = "";
+    char names[400] = "";
     size_t used = 0;
     const char *previous = "";
     const kernel_row *row;
@@ -70,7 +70,8 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
 
 /* Why `row`, the last that was meant, does not do it; NULL: no row was meant. */
 static fdma_status fail_pick(const kernel_row *row, const fdma_problem *problem) {
-    const char *const verb = fdma_operation_name(problem->operation);
+    const bool is_lists = problem->operation == operation_lists;
+    const char *const verb = is_lists ? "list" : fdma_operation_name(problem->operation);
     const char *const name = problem->exec.kernel ? problem->exec.kernel : "any";
     FDMA_REQUIRE(row != NULL, FDMA_UNSUPPORTED,
                  "exec.kernel: is %.64s, which does not %s on exec.device %d", name, verb,

@@ -1,6 +1,6 @@
 /* fdma_lists() on any device from compute capability 8.0: every key writes itself into the lists at
- * whose first position it lives, at its slot; then a block a list leaves out what the selection does
- * not confirm, and appends the keys that arrive inside. */
+ * whose first position it lives, at its slot; then a block a list leaves out what the selection
+ * does not confirm, and appends the keys that arrive inside. */
 #include "cuda/device/host.cuh"
 
 static constexpr int scatter_threads = 256;
@@ -101,23 +101,27 @@ __device__ static int add_up(bool mine, int *before) {
     return all;
 }
 
-/* Clears the places that no key of the selection wrote; counts those in use at the first position
- * and, for a global selection, at the last. */
+/* Whether entry s of a list is the key that the selection has at that slot. */
+__device__ static bool is_confirmed(const list_params &params, const head_lists &of,
+                                    tile_positions at, int64_t j, int64_t s) {
+    return j >= 0 && j < params.kv_len && of.slot[j] == s && is_placed(params, of, at, j);
+}
+
+/* Counts the slots in use at the first position and, for a global selection, at the last; then
+ * makes key 0 of what a corrupt selection leaves in between. */
 __device__ static void confirm_slots(const list_params &params, const head_lists &of,
                                      tile_positions at, int32_t *list, int32_t (&in_use)[2]) {
     const int64_t slots = most_slots(params, at);
-    for (int64_t s = threadIdx.x; s < slots; s += finish_threads) {
-        const int64_t j = list[s];
-        const bool is_key = j >= 0 && j < params.kv_len;
-        const bool is_here = is_key && of.slot[j] == s && is_placed(params, of, at, j);
-        if (!is_here) {
-            list[s] = 0;
-            continue;
+    for (int64_t s = threadIdx.x; s < slots; s += finish_threads)
+        if (is_confirmed(params, of, at, list[s], s)) {
+            if (list[s] <= at.first)
+                atomicMax(&in_use[0], (int32_t)s + 1);
+            atomicMax(&in_use[1], (int32_t)s + 1);
         }
-        if (j <= at.first)
-            atomicMax(&in_use[0], (int32_t)s + 1);
-        atomicMax(&in_use[1], (int32_t)s + 1);
-    }
+    __syncthreads();
+    for (int64_t s = threadIdx.x; s < in_use[1]; s += finish_threads)
+        if (!is_confirmed(params, of, at, list[s], s))
+            list[s] = 0;
 }
 
 /* A block a list. */
