@@ -379,4 +379,21 @@ __device__ static inline void st_relaxed_gpu(uint32_t *address, uint32_t value) 
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+/* vote.sync.ballot: the lanes that have the same as this one in a bit of `word`. By itself the
+ * compiler shifts the bit down first, twice. */
+__device__ static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
+    uint32_t same;
+    asm volatile("{\n"
+                 ".reg .pred set;\n"
+                 ".reg .b32 masked;\n"
+                 "and.b32 masked, %1, %2;\n"
+                 "setp.ne.u32 set, masked, 0;\n"
+                 "vote.sync.ballot.b32 %0, set, 0xffffffff;\n"
+                 "@!set not.b32 %0, %0;\n"
+                 "}"
+                 : "=r"(same)
+                 : "r"(word), "r"(bit));
+    return same;
+}
+
 #endif

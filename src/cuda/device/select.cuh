@@ -98,38 +98,32 @@ __device__ static inline uint32_t digit_of(uint32_t order, int shift) {
     return order >> shift & (digits - 1);
 }
 
-/* The lanes whose digit is the same. */
-__device__ static inline uint32_t match_digit(uint32_t digit) {
-#ifdef MATCH_ANY
-    return __match_any_sync(all_lanes, digit);
-#endif
+/* The lanes whose digit, at this bit of the order and the next ones, is the same. */
+__device__ static inline uint32_t match_digit(uint32_t order, int shift) {
     uint32_t same = all_lanes;
 #pragma unroll
-    for (int bit = 0; bit < digit_bits; bit++) {
-        const bool set = digit >> bit & 1;
-        const uint32_t others = __ballot_sync(all_lanes, set);
-        same &= set ? others : ~others;
-    }
+    for (int bit = 0; bit < digit_bits; bit++)
+        same &= vote_ballot_same(order >> shift, 1U << bit);
     return same;
 }
 
 /* Counts the digits of a warp's keys, key `r` of lane l being the 32 r + l-th, into count[], and
  * how many keys of the same digit precede each. */
 template <int items>
-__device__ static inline void count_digits(uint32_t *count, const uint2 (&key)[items], int shift,
-                                           uint32_t (&before)[items]) {
+__device__ static inline void count_digits(uint32_t *count, const uint32_t (&order)[items],
+                                           int shift, uint32_t (&before)[items]) {
     const uint32_t lane = threadIdx.x % warp_lanes;
     uint4 *const quads = reinterpret_cast<uint4 *>(count);
     for (uint32_t n = lane; n < digits / 4; n += warp_lanes)
         quads[n] = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int r = 0; r < items; r++)
-        before[r] = match_digit(digit_of(key[r].x, shift));
+        before[r] = match_digit(order[r], shift);
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < items; r++) {
         const uint32_t same = before[r], lower = same & lanemask_lt();
-        uint32_t *const mine = &count[digit_of(key[r].x, shift)];
+        uint32_t *const mine = &count[digit_of(order[r], shift)];
         const uint32_t base = *mine;
         __syncwarp();
         if (lower == 0)

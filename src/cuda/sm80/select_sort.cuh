@@ -22,7 +22,8 @@ enum {
 enum : uint32_t { own_count = 1U << 30, sum_count = 1U << 31, count_bits = own_count - 1 };
 
 struct sort_space {
-    uint2 *key, *other;    // [segments][kv_len]: {order, position}; sorted, they are in `key`
+    uint2 *key, *other;    // [segments][kv_len]: {order, position}; sorted, they are in `key`,
+                           // their orders being done with (UINT32_MAX)
     uint32_t *digit_total; // [segments][passes][digits]; zero at first, as are the next two
     uint32_t *tile_count;  // [passes][segments][tiles][digits]
     uint32_t *ticket;      // [passes]
@@ -67,6 +68,21 @@ __global__ void __launch_bounds__(sort_threads)
             atomicAdd(&total[n], count[n]);
 }
 
+/* What another tile published, as soon as it has. */
+__device__ static inline uint32_t wait_for(const uint32_t *count) {
+    uint32_t seen = ld_relaxed_gpu(count);
+#ifdef NDEBUG
+    while (seen == 0)
+        seen = ld_relaxed_gpu(count);
+#else
+    const long long two_seconds = 1LL << 32, begin = clock64();
+    for (; seen == 0; seen = ld_relaxed_gpu(count))
+        if (clock64() - begin > two_seconds)
+            __trap();
+#endif
+    return seen;
+}
+
 /* How many keys of this digit earlier tiles of the segment have. `mine`: where this tile publishes,
  * a tile's words being next to each other. */
 __device__ static inline uint32_t look_back(uint32_t *mine, uint32_t count, uint32_t tile) {
@@ -75,11 +91,8 @@ __device__ static inline uint32_t look_back(uint32_t *mine, uint32_t count, uint
         st_relaxed_gpu(mine, count | own_count);
     const uint32_t *other = mine;
     for (uint32_t t = tile; t-- > 0;) {
-        uint32_t seen;
         other -= digits;
-        do {
-            seen = ld_relaxed_gpu(other);
-        } while (seen == 0);
+        const uint32_t seen = wait_for(other);
         before += seen & count_bits;
         if (seen & sum_count)
             break;
@@ -132,15 +145,16 @@ __global__ void __launch_bounds__(sort_threads, 2)
     const select_segment here = segment_of(call, segment);
     const int shift = pass * digit_bits;
     uint2 key[sort_items];
-    uint32_t before[sort_items];
+    uint32_t order[sort_items], before[sort_items];
 #pragma unroll
     for (int r = 0; r < sort_items; r++) {
         const uint32_t index = warp * (warp_lanes * sort_items) + r * warp_lanes + lane;
         key[r] = make_uint2(UINT32_MAX, 0); // past the end: after all others of the tile
         if (index < left)
             key[r] = pass == 0 ? load_key(here, first + index, call.kv_len) : from[index];
+        order[r] = key[r].x;
     }
-    count_digits(shared.digit_count[warp], key, shift, before);
+    count_digits(shared.digit_count[warp], order, shift, before);
     __syncthreads();
     find_places(shared, space, segment, tile, pass);
 #pragma unroll
@@ -153,8 +167,9 @@ __global__ void __launch_bounds__(sort_threads, 2)
     for (int r = 0; r < sort_items; r++) {
         const uint32_t n = r * sort_threads + threadIdx.x;
         const uint2 sorted = shared.key[n];
+        const uint32_t place = shared.to[digit_of(sorted.x, shift)] + n;
         if (n < left)
-            to[shared.to[digit_of(sorted.x, shift)] + n] = sorted;
+            to[place] = pass + 1 < passes ? sorted : make_uint2(UINT32_MAX, sorted.y);
     }
 }
 
