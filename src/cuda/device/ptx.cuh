@@ -40,8 +40,7 @@ __device__ static inline void griddepcontrol_wait() {
 #endif
 }
 
-/* Lets the kernel behind in the stream start, if it was launched with after_dependency. What it does
- * before its own wait may rely only on what this kernel has itself waited for. */
+/* Lets the kernel behind in the stream start, if it was launched with after_dependency. */
 __device__ static inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -81,12 +80,7 @@ __device__ static inline void fence_mbarrier_init(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* 16 bytes to shared memory, past L1. */
-__device__ static inline void cp_async_16(uint32_t shared, const void *global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-/* The same, of which the first `bytes` are read; the rest is 0. */
+/* 16 bytes to shared memory, past L1, of which the first `bytes` are read; the rest is 0. */
 __device__ static inline void cp_async_16(uint32_t shared, const void *global, uint32_t bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                  "r"(bytes)
@@ -121,16 +115,31 @@ __device__ static inline void bar_arrive(uint32_t barrier, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+/* a * b + c in one instruction. */
+__device__ static inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
+    uint64_t d;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
+    return d;
+}
+
+/* x, of which the compiler knows nothing: what follows from it is computed where it stands, and not
+ * kept from where it was computed before, in more registers than there are. */
+__device__ static inline uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* A copy in a register of its own. */
+__device__ static inline uint32_t mov_b32(uint32_t x) {
+    uint32_t y;
+    asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 /* 2^x; 0 for -inf. */
 __device__ static inline float ex2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ static inline float rcp_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -148,44 +157,34 @@ template <int pending> __device__ static inline void wgmma_wait_group(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-/* D = A B + D (not accumulate: D = A B), a warpgroup together. A [64 x 16] and B [16 x n] in shared
+/* D = A B + D (accumulate 0: D = A B), a warpgroup together. A [64 x 16] and B [16 x n] in shared
  * memory, both with 16 contiguous along k; or A in registers, and B contiguous along n. */
 
-template <typename element>
-__device__ static inline void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b,
-                                              bool accumulate) {
-    asm volatile("{\n"
-                 ".reg .pred accumulate;\n"
-                 "setp.ne.b32 accumulate, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.%35.%35 "
+template <typename element, int accumulate>
+__device__ static inline void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.%35.%35 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
                  " %30, %31}, "
-                 "%32, %33, accumulate, 1, 1, 0, 0;\n"
-                 "}"
+                 "%32, %33, %34, 1, 1, 0, 0;"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
                    "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
                    "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
                    "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
                    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
                    "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"((int)accumulate), "C"(element_type<element>::ptx));
+                 : "l"(a), "l"(b), "n"(accumulate), "C"(element_type<element>::ptx));
 }
 
-template <typename element>
-__device__ static inline void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b,
-                                               bool accumulate) {
-    asm volatile("{\n"
-                 ".reg .pred accumulate;\n"
-                 "setp.ne.b32 accumulate, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.%67.%67 "
+template <typename element, int accumulate>
+__device__ static inline void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.%67.%67 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
                  " %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
                  " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "
                  " %58, %59, %60, %61, %62, %63}, "
-                 "%64, %65, accumulate, 1, 1, 0, 0;\n"
-                 "}"
+                 "%64, %65, %66, 1, 1, 0, 0;"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
                    "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
                    "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
@@ -197,7 +196,7 @@ __device__ static inline void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint6
                    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
                    "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
                    "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "l"(a), "l"(b), "r"((int)accumulate), "C"(element_type<element>::ptx));
+                 : "l"(a), "l"(b), "n"(accumulate), "C"(element_type<element>::ptx));
 }
 
 template <typename element>
@@ -322,6 +321,23 @@ __device__ static inline uint32_t lanemask_lt(void) {
     return mask;
 }
 
+/* vote.sync.ballot: the lanes that have the same as this one in a bit of `word`. By itself the
+ * compiler shifts the bit down first, twice. */
+__device__ static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
+    uint32_t same;
+    asm volatile("{\n"
+                 ".reg .pred set;\n"
+                 ".reg .b32 masked;\n"
+                 "and.b32 masked, %1, %2;\n"
+                 "setp.ne.u32 set, masked, 0;\n"
+                 "vote.sync.ballot.b32 %0, set, 0xffffffff;\n"
+                 "@!set not.b32 %0, %0;\n"
+                 "}"
+                 : "=r"(same)
+                 : "r"(word), "r"(bit));
+    return same;
+}
+
 /* Of this block in its cluster. */
 __device__ static inline uint32_t cluster_ctarank(void) {
     uint32_t rank;
@@ -379,21 +395,19 @@ __device__ static inline void st_relaxed_gpu(uint32_t *address, uint32_t value) 
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-/* vote.sync.ballot: the lanes that have the same as this one in a bit of `word`. By itself the
- * compiler shifts the bit down first, twice. */
-__device__ static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
-    uint32_t same;
-    asm volatile("{\n"
-                 ".reg .pred set;\n"
-                 ".reg .b32 masked;\n"
-                 "and.b32 masked, %1, %2;\n"
-                 "setp.ne.u32 set, masked, 0;\n"
-                 "vote.sync.ballot.b32 %0, set, 0xffffffff;\n"
-                 "@!set not.b32 %0, %0;\n"
-                 "}"
-                 : "=r"(same)
-                 : "r"(word), "r"(bit));
-    return same;
+/* Two or four matrices of 8 x 8 elements; lane 8 m + r has the address of row r of matrix m. */
+__device__ static inline void ldmatrix_x2(uint2 &to, uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(to.x), "=r"(to.y)
+                 : "r"(shared)
+                 : "memory");
+}
+
+__device__ static inline void ldmatrix_x4(uint4 &to, uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                 : "r"(shared)
+                 : "memory");
 }
 
 #endif

@@ -1,16 +1,17 @@
-/* The online softmax of rows that a warp holds as accumulators of wgmma or mma: two rows a thread,
- * each row shared by the four lanes of a quad. Exponents are of 2. */
+/* Words of the online softmax, for rows whose logits lie in the accumulators of mma.sync or wgmma:
+ * of each row a quad of lanes has a quarter of the columns. Logits are exponents of 2. */
 #ifndef FDMA_CUDA_DEVICE_SOFTMAX_CUH
 #define FDMA_CUDA_DEVICE_SOFTMAX_CUH
 
 #include "cuda/device/ptx.cuh"
 
+#include <float.h>
+
 static constexpr float log2_e = 1.44269504088896340736f;
 static constexpr float ln_2 = 0.69314718055994530942f;
 
-/* A row's maximum is raised when a logit exceeds it by this much: weights stay below 2^8, and
- * what was summed is seldom rescaled. */
-static constexpr float most_excess = 8;
+/* Where a maximum starts: below every number, yet -inf minus it is -inf, not NaN. */
+static constexpr float least_max = -FLT_MAX;
 
 __device__ static inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -22,60 +23,25 @@ __device__ static inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* c * tanh(x / c). */
-__device__ static inline float soften(float x, float c) {
-    const float e = ex2_approx(x * (2 * log2_e / c));
-    return c - 2 * c * rcp_approx(e + 1);
+/* tanh(x), relative error 2e-7: an odd polynomial below 0.625 (Cephes' coefficients), above it an
+ * exponential. */
+__device__ static inline float tanh_of(float x) {
+    const float size = fabsf(x), square = x * x;
+    float p = fmaf(square, -5.70498872745e-3f, 2.06390887954e-2f);
+    p = fmaf(p, square, -5.37397155531e-2f);
+    p = fmaf(p, square, 1.33314422036e-1f);
+    p = fmaf(p, square, -3.33332819422e-1f);
+    const float low = fmaf(p * square, x, x);
+    const float high = 1 - __fdividef(2, 1 + ex2_approx(size * (2 * log2_e)));
+    return size > 0.625f ? copysignf(high, x) : low; // NaN goes through the polynomial
 }
 
-/* Two rows of a thread: the maximum so far (within most_excess of it), and this thread's part of
- * the sum of 2^(logit - greatest). */
-struct row_softmax {
-    float greatest[2] = {-INFINITY, -INFINITY};
-    float sum[2] = {0, 0};
+/* What sums under the maximum `from` are multiplied by to stand under `to`, which is no less. */
+__device__ static inline float growth_factor(float from, float to) {
+    return from == to ? 1 : ex2_approx(from - to);
+}
 
-    /* Takes in the logits unit * scores; `rescale` is what earlier weights are worth now. True
-     * where that is not 1 for some row of the warp. NaN stays out of the maximum, as it shows in
-     * the sum. */
-    template <int accumulators>
-    __device__ inline bool raise(const float (&scores)[accumulators], float unit,
-                                 float (&rescale)[2]) {
-        bool raised = false;
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            float most = scores[2 * row];
-#pragma unroll
-            for (int i = 0; i < accumulators; i += 4)
-                most = fmaxf(most, fmaxf(scores[i + 2 * row], scores[i + 2 * row + 1]));
-            most = quad_max(most) * unit;
-            const bool exceeds = most > greatest[row] + most_excess;
-            rescale[row] = exceeds ? ex2_approx(greatest[row] - most) : 1;
-            greatest[row] = exceeds ? most : greatest[row];
-            sum[row] *= rescale[row];
-            raised |= exceeds;
-        }
-        return __any_sync(~0u, raised);
-    }
-
-    /* scores = 2^(unit * scores - greatest), added to the sum. */
-    template <int accumulators>
-    __device__ inline void weigh(float (&scores)[accumulators], float unit) {
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            const float base = greatest[row] == -INFINITY ? 0 : greatest[row]; // -inf - -inf is NaN
-            float part[2] = {0, 0}; // two sums: half the latency
-#pragma unroll
-            for (int i = 0; i < accumulators; i += 4) {
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    float &score = scores[i + 2 * row + c];
-                    score = ex2_approx(fmaf(score, unit, -base));
-                    part[c] += score;
-                }
-            }
-            sum[row] += part[0] + part[1];
-        }
-    }
-};
+/* Of a whole row; -inf for an empty one. */
+__device__ static inline float lse_of(float max, float sum) { return (max + log2f(sum)) * ln_2; }
 
 #endif

@@ -31,13 +31,12 @@ __device__ static inline uint64_t describe_matrix(uint32_t address, uint32_t pan
            (uint64_t)(swizzle_rows * line_bytes >> 4) << 32 | swizzle_128 << 62;
 }
 
-template <typename element, int accumulators>
-__device__ static inline void multiply(float (&d)[accumulators], uint64_t a, uint64_t b,
-                                       bool accumulate) {
+template <typename element, int accumulate, int accumulators>
+__device__ static inline void multiply(float (&d)[accumulators], uint64_t a, uint64_t b) {
     if constexpr (accumulators == 32)
-        wgmma_m64n64k16<element>(d, a, b, accumulate);
+        wgmma_m64n64k16<element, accumulate>(d, a, b);
     else
-        wgmma_m64n128k16<element>(d, a, b, accumulate);
+        wgmma_m64n128k16<element, accumulate>(d, a, b);
 }
 
 template <typename element, int accumulators>
@@ -51,30 +50,28 @@ __device__ static inline void multiply(float (&d)[accumulators], const uint32_t 
         wgmma_m64n256k16<element>(d, a, b);
 }
 
-/* S = Q K^T (accumulate: S += Q K^T), begun: q [64 rows of q_rows][channels], k
- * [2 * accumulators keys][channels]. */
-template <typename element, int channels, int q_rows, int accumulators>
-__device__ static inline void begin_abt(float (&scores)[accumulators], uint32_t q, uint32_t k,
-                                        bool accumulate) {
-    constexpr int key_rows = 2 * accumulators;
+/* S = Q K^T, begun: q [64 rows of q_rows][channels], k [2 * accumulators keys of
+ * key_rows][channels]. */
+template <typename element, int channels, int q_rows, int key_rows, int accumulators>
+__device__ static inline void begin_abt(float (&scores)[accumulators], uint32_t q, uint32_t k) {
     const uint64_t a = describe_matrix(q, 0), b = describe_matrix(k, 0);
-    multiply<element>(scores, a, b, accumulate);
+    multiply<element, 0>(scores, a, b);
 #pragma unroll
     for (int c = step_k; c < channels; c += step_k) {
         const int panel = c / panel_channels, inside = c % panel_channels * 2;
-        multiply<element>(scores, a + ((panel * q_rows * line_bytes + inside) >> 4),
-                          b + ((panel * key_rows * line_bytes + inside) >> 4), true);
+        multiply<element, 1>(scores, a + ((panel * q_rows * line_bytes + inside) >> 4),
+                             b + ((panel * key_rows * line_bytes + inside) >> 4));
     }
 }
 
-/* O += P V, begun: weights as the accumulators of S in pairs, v [key_rows][2 * accumulators
- * channels]. */
-template <typename element, int key_rows, int accumulators>
+/* O += P V, begun: weights as the accumulators of S in pairs, v [16 * steps keys of key_rows]
+ * [2 * accumulators channels]. */
+template <typename element, int key_rows, int steps, int accumulators>
 __device__ static inline void
 begin_ab(float (&out)[accumulators], const uint32_t (&weights)[key_rows / step_k][4], uint32_t v) {
     const uint64_t b = describe_matrix(v, key_rows * line_bytes);
 #pragma unroll
-    for (int j = 0; j < key_rows / step_k; j++)
+    for (int j = 0; j < steps; j++)
         multiply<element>(out, weights[j], b + (j * step_k * line_bytes >> 4));
 }
 

@@ -1,6 +1,6 @@
-/* Forward for one head_dim (FDMA_HEAD_DIM) and those between it and the next smaller point's, on any
- * device of compute capability 8.0 and later: FlashAttention's tiling by mma.sync, over the keys of
- * a list. A block of threads takes a tile of rows: (query, head of the group) pairs of a kv head.
+/* Forward for one head_dim (FDMA_HEAD_DIM) and those below it, on any device of compute capability
+ * 8.0 and later: FlashAttention's tiling by mma.sync, over the keys of a list. A block of threads
+ * takes a tile of rows: (query, head of the group) pairs of a kv head.
  *
  * On the way: fdma_cuda_build_lists() -> attend_tile(), or decode.cuh for few queries.
  * Source: arXiv:2205.14135; arXiv:2307.08691. */
@@ -11,8 +11,8 @@ template <typename type> struct tile_config {
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int warps = 4;
     static constexpr int row_tiles = head_dim <= 128 ? 2 : 1; // what the registers hold
-    static constexpr int keys = head_dim <= 96 ? 64 : 32;     // of a block
-    static constexpr int blocks = 2;                          // of a multiprocessor
+    static constexpr int keys = 64;                           // of a block
+    static constexpr int blocks = head_dim <= 64 ? 3 : 2;     // of a multiprocessor
     static constexpr int threads = warps * warp_lanes;
     static constexpr int rows = warps * row_tiles * mma_rows;
 };
@@ -20,32 +20,34 @@ template <typename type> struct tile_config {
 template <typename config> struct tile_memory {
     using element = typename config::element;
     alignas(128) element q[config::rows * config::head_dim]; // in the end out
-    alignas(128) element k[2][config::keys * config::head_dim];
-    alignas(128) element v[2][config::keys * config::head_dim];
-    key_facts<config::keys> facts[2];
-    alignas(16) int32_t key[3][config::keys];
+    alignas(128) element k[config::keys * config::head_dim];
+    alignas(128) element v[config::keys * config::head_dim];
+    key_facts<config::keys> facts[2];         // of this block and the next
+    alignas(16) int32_t key[3][config::keys]; // entries: of this block and the next two
     int32_t position[config::rows];
     tile_work work;
 };
 
-/* Rows of the keys of a block. */
+/* Starts copying rows of k or v of a block of keys; zeros where there is no key, so that what is
+ * not read multiplies as 0. */
 template <typename config>
 __device__ static inline void load_block(char *to, const int32_t *keys, const row_source &source,
                                          int32_t kv_len) {
     using layout = row_layout<config::head_dim>;
     constexpr int copiers = layout::copiers, step = config::threads / copiers;
     static_assert(step % 8 == 0, "a lane's rows are turned alike");
-    const row_source from = source; // whose fields are not read again after each copy
-    const int first = threadIdx.x / copiers, lane = threadIdx.x % copiers;
-    if (!from.aligned) {
+    const uint32_t thread = opaque(threadIdx.x);
+    const int first = thread / copiers, lane = thread % copiers;
+    if (!source.aligned) {
 #pragma unroll 1
         for (int n = first; n < config::keys; n += step) {
             const bool there = is_key(keys[n], kv_len);
-            copy_row_slowly<config::head_dim>(to, n, row_at(from, there ? keys[n] : 0), from.chunks,
-                                              there);
+            copy_row_slowly<config::head_dim>(to, n, row_at(source, there ? keys[n] : 0),
+                                              source.chunks, there);
         }
         return;
     }
+    const row_source from = source; // whose fields are not read again after each copy
     const uint32_t at = shared_address(to) + layout::offset(first, lane);
     int32_t key[config::keys / step];
 #pragma unroll
@@ -62,114 +64,80 @@ __device__ static inline void load_block(char *to, const int32_t *keys, const ro
     }
 }
 
-/* The entry of a block that this thread lists. */
+/* The entry of block n that this thread lists. */
 template <typename config>
-__device__ static inline int32_t block_entry(const key_walk &walk, int32_t block) {
+__device__ static inline int32_t own_entry(const key_walk &walk, int32_t n) {
     const int32_t column = threadIdx.x;
-    return column < config::keys ? entry_at(walk, block * config::keys + column) : -1;
+    return column < config::keys ? entry_at(walk, n * config::keys + column) : -1;
 }
 
 template <typename config>
-__device__ static inline void list_block(tile_memory<config> &shared, int32_t block,
-                                         int32_t entry) {
-    if (threadIdx.x < config::keys)
-        shared.key[block % 3][threadIdx.x] = entry;
+__device__ static inline void list_block(tile_memory<config> &shared, int32_t n, int32_t entry) {
+    const uint32_t column = opaque(threadIdx.x);
+    if (column < config::keys)
+        shared.key[n % 3][column] = entry;
 }
 
-/* Starts copying k and facts of block n + 1, and v of block n, as far as there are such. */
+/* Starts copying k and facts of block n, which is listed. */
 template <typename config>
-__device__ static inline void load_step(tile_memory<config> &shared, int32_t n) {
-    const key_walk &walk = shared.work.walk;
-    const int32_t *const keys = shared.key[(n + 1) % 3];
-    load_block<config>((char *)shared.k[(n + 1) % 2], keys, shared.work.k, walk.kv_len);
-    if (threadIdx.x < config::keys)
-        fetch_fact(shared.facts[(n + 1) % 2], threadIdx.x, walk, keys[threadIdx.x]);
-    if (n >= 0)
-        load_block<config>((char *)shared.v[n % 2], shared.key[n % 3], shared.work.v, walk.kv_len);
+__device__ static inline void load_keys(tile_memory<config> &shared, int32_t n) {
+    const int32_t *const keys = shared.key[n % 3];
+    load_block<config>((char *)shared.k, keys, shared.work.k, shared.work.walk.kv_len);
+    const uint32_t column = opaque(threadIdx.x);
+    if (column < config::keys)
+        fetch_fact(shared.facts[n % 2], column, shared.work.walk, keys[column]);
     cp_async_commit_group();
 }
 
-/* A warp's view of a tile. */
-template <typename config> struct warp_view {
-    lane_address<config::head_dim> q, k, v;
-    const int32_t *position;
-    bool causal;
-};
-
 template <typename config>
-__device__ static inline warp_view<config> view_of(const tile_memory<config> &shared, bool causal) {
-    const int first = (int)threadIdx.x / warp_lanes * config::row_tiles * mma_rows;
-    return {down_first<config::head_dim>(shared.q + first * config::head_dim),
-            right_first<config::head_dim>(shared.k), down_first<config::head_dim>(shared.v),
-            shared.position + first, causal};
+__device__ static inline void load_values(tile_memory<config> &shared, int32_t n) {
+    load_block<config>((char *)shared.v, shared.key[n % 3], shared.work.v, shared.work.walk.kv_len);
+    cp_async_commit_group();
 }
 
-template <typename config>
-__device__ static inline void score_block(float (&s)[config::row_tiles][config::keys / 8][4],
-                                          const warp_view<config> &view, int32_t n) {
-    multiply_keys<config>(s, view.q, view.k.plus(n % 2 * config::keys));
-}
-
-template <typename config>
-__device__ static inline void settle_block(float (&s)[config::row_tiles][config::keys / 8][4],
-                                           warp_rows<config> &rows, tile_memory<config> &shared,
-                                           const warp_view<config> &view, int32_t n) {
-    settle_logits<config>(s, rows, shared.facts[n % 2], shared.key[n % 3], view.position,
-                          shared.work.form, view.causal);
-}
-
-template <typename config>
-__device__ static inline void add_block(const float (&s)[config::row_tiles][config::keys / 8][4],
-                                        warp_rows<config> &rows, const warp_view<config> &view,
-                                        int32_t n) {
-    add_values<config>(rows.out, s, view.v.plus(n % 2 * config::keys));
-}
-
-/* The products of the next block stand beside the softmax of this one. */
+/* A warp's rows over all blocks: the values of a block arrive beside its first product, the keys of
+ * the next one beside its softmax and second product. */
 template <typename config>
 __device__ static inline void attend_blocks(tile_memory<config> &shared, warp_rows<config> &rows,
-                                            const warp_view<config> &view) {
-    float s[config::row_tiles][config::keys / 8][4];
+                                            bool causal) {
+    constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
     const key_walk &walk = shared.work.walk;
-    if (walk.entries == 0)
-        return;
-    cp_async_wait_group<0>();
-    __syncthreads();
-    load_step(shared, 0);
-    score_block<config>(s, view, 0);
-    settle_block(s, rows, shared, view, 0);
-    list_block(shared, 2, block_entry<config>(walk, 2));
-#pragma unroll 2
-    for (int32_t n = 0; (n + 1) * config::keys < walk.entries; n++) {
-        float next[config::row_tiles][config::keys / 8][4];
+    const int warp = threadIdx.x / warp_lanes;
+    const auto q_at = down_first<head_dim>(shared.q + warp * warp_size * head_dim);
+    const auto k_at = right_first<head_dim>(shared.k);
+    const auto v_at = down_first<head_dim>(shared.v);
+    for (int32_t n = 0; n * config::keys < walk.entries; n++) {
+        const key_facts<config::keys> &facts = shared.facts[n % 2];
+        float s[config::row_tiles][config::keys / 8][4];
         cp_async_wait_group<0>();
-        __syncthreads(); // k of n + 1 and v of n are there; those before are read
-        load_step(shared, n + 1);
-        const int32_t upcoming = block_entry<config>(walk, n + 3);
-        score_block<config>(next, view, n + 1);
+        __syncthreads(); // k is there, the last block's v is read
+        load_values(shared, n);
+        const int32_t upcoming = own_entry<config>(walk, n + 2);
+        multiply_keys<config>(s, q_at.afresh(), k_at);
+        cp_async_wait_group<0>();
+        __syncthreads(); // v is there, k is read
+        list_block(shared, n + 2, upcoming);
+        if ((n + 1) * config::keys < walk.entries)
+            load_keys(shared, n + 1);
+        find_logits<config>(s, facts.bias, shared.work.form);
+        const int32_t *const position =
+            shared.position + opaque(threadIdx.x) / warp_lanes * warp_size;
+        cut_logits<config>(s, facts.expiry, shared.key[n % 3], position, causal);
         weigh(s, rows);
-        add_block(s, rows, view, n);
-        list_block(shared, n + 3, upcoming);
-        settle_block(next, rows, shared, view, n + 1);
-#pragma unroll
-        for (int x = 0; x < config::row_tiles * (config::keys / 8) * 4; x++)
-            (&s[0][0][0])[x] = (&next[0][0][0])[x];
+        add_values<config>(rows.out, s, v_at);
     }
-    cp_async_wait_group<0>();
-    __syncthreads();
-    weigh(s, rows);
-    add_block(s, rows, view, (walk.entries - 1) / config::keys);
 }
 
-/* Out of registers, by way of q's place, to rows of whole chunks. */
+/* Out of registers, by way of the warp's rows of q, to rows of whole chunks. */
 template <typename config>
-__device__ static inline void write_out(typename config::element *stage,
-                                        const warp_rows<config> &rows, const forward_plan &plan,
-                                        const row_place &place, int32_t first, bool aligned) {
+__device__ static inline void write_out(tile_memory<config> &shared, const warp_rows<config> &rows,
+                                        const forward_plan &plan) {
     using type = element_type<typename config::element>;
     using layout = row_layout<config::head_dim>;
-    const int lane = threadIdx.x % warp_lanes;
-    __syncwarp();
+    const row_place &place = shared.work.place;
+    const int warp_row = (int)threadIdx.x / warp_lanes * config::row_tiles * mma_rows;
+    const int32_t first = place.first + warp_row, lane = threadIdx.x % warp_lanes;
+    char *const stage = (char *)(shared.q + warp_row * config::head_dim);
 #pragma unroll
     for (int s = 0; s < warp_rows<config>::slots; s++) {
         const float sum = quad_sum(rows.sum[s]), factor = sum == 0 ? 0 : 1 / sum;
@@ -181,8 +149,7 @@ __device__ static inline void write_out(typename config::element *stage,
             const float *const out = &rows.out[s / 2][d][s % 2 * 2];
             // by choice: out may be NaN where no key is kept
             const uint32_t both = sum == 0 ? 0 : type::pack(out[0] * factor, out[1] * factor);
-            *(uint32_t *)((char *)stage + layout::offset(s * 8 + lane / 4, d) + lane % 4 * 4) =
-                both;
+            *(uint32_t *)(stage + layout::offset(s * 8 + lane / 4, d) + lane % 4 * 4) = both;
         }
     }
     __syncwarp();
@@ -192,8 +159,8 @@ __device__ static inline void write_out(typename config::element *stage,
         const int32_t row = first + row_order<config>(r);
         if (row < place.total)
             store_row<config::head_dim>(
-                (char *)plan.out.data + 2 * row_offset(plan.out, plan, place, row),
-                (const char *)stage, r, plan.head_dim / chunk_channels, aligned);
+                (char *)plan.out.data + 2 * row_offset(plan.out, plan, place, row), stage, r,
+                plan.head_dim / chunk_channels, shared.work.k.aligned);
     }
 }
 
@@ -207,24 +174,21 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     tile_memory<config> &shared = *(tile_memory<config> *)bytes;
     const int32_t tile = tiles - 1 - (int32_t)(blockIdx.x % tiles);
     const row_place place = place_of(plan, (int32_t)(blockIdx.x / tiles), tile * config::rows);
-    const int warp = threadIdx.x / warp_lanes;
-    const int32_t first = place.first + warp * config::row_tiles * mma_rows;
     warp_rows<config> rows;
     if (threadIdx.x == 0)
         shared.work = start_work(plan, place, config::rows, aligned);
     list_positions<config::rows>(shared.position, plan, place);
     load_queries<config, config::warps, config::threads>((char *)shared.q, plan, place, aligned);
     __syncthreads();
-    list_block(shared, 0, block_entry<config>(shared.work.walk, 0));
-    list_block(shared, 1, block_entry<config>(shared.work.walk, 1));
+    list_block(shared, 0, own_entry<config>(shared.work.walk, 0));
+    list_block(shared, 1, own_entry<config>(shared.work.walk, 1));
     __syncthreads();
-    load_step(shared, -1);
+    load_keys(shared, 0);
     start_rows(rows);
-    attend_blocks(shared, rows, view_of(shared, plan.causal));
+    attend_blocks(shared, rows, plan.causal);
     cp_async_wait_group<0>(); // where no key is listed, q may still be under way
     __syncthreads();
-    write_out(shared.q + warp * config::row_tiles * mma_rows * config::head_dim, rows, plan, place,
-              first, aligned);
+    write_out(shared, rows, plan);
 }
 
 static bool is_aligned(const head_view &view) {
@@ -232,14 +196,31 @@ static bool is_aligned(const head_view &view) {
     return (uintptr_t)view.data % chunk_bytes == 0 && strides % chunk_channels == 0;
 }
 
+/* What a block gets of shared memory on the devices that have least: 8.6, 8.9, 12.0. */
+static constexpr size_t least_shared_bytes = 99 * 1024;
+
 static int32_t tiles_of(int32_t rows, int32_t tile) { return (rows + tile - 1) / tile; }
 
-/* On the problem's stream, over lists that are there. */
+/* The first of the two launches for few queries. */
+template <typename few>
+static fdma_status attend_splits(const fdma_problem *problem, const forward_plan &plan,
+                                 const split_plan &splits, bool aligned) {
+    const int32_t tiles = tiles_of(plan.q_len * plan.group, few::rows);
+    const int32_t blocks = plan.batch * plan.kv_heads * splits.count * tiles;
+    return launch("forward", attend_split<few>,
+                  {dim3(blocks), dim3(few::threads), sizeof(few_memory<few>)}, problem, plan,
+                  splits, tiles, aligned);
+}
+
+/* Forward, over lists that are there. */
 template <typename element>
 static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
                           const split_plan &splits) {
     using config = tile_config<element>;
-    using few = few_config<element>;
+    using one_tile = few_config<element, 1>;
+    using more_tiles = few_config<element, few_row_tiles>;
+    static_assert(sizeof(tile_memory<config>) <= least_shared_bytes, "a tile fits everywhere");
+    static_assert(sizeof(few_memory<more_tiles>) <= least_shared_bytes, "a split fits everywhere");
     const bool aligned =
         is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
     const int32_t rows = plan.q_len * plan.group, heads = plan.batch * plan.kv_heads;
@@ -249,13 +230,13 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
                       {dim3(heads * tiles), dim3(config::threads), sizeof(tile_memory<config>)},
                       problem, plan, tiles, aligned);
     }
-    const int32_t tiles = tiles_of(rows, mma_rows);
-    FDMA_TRY(
-        launch("forward", attend_split<few>,
-               {dim3(heads * splits.count * tiles), dim3(few::threads), sizeof(few_memory<few>)},
-               problem, plan, splits, tiles, aligned));
-    return launch("forward", merge_splits<few>, {dim3(heads * rows), dim3(merge_threads)}, problem,
-                  plan, splits);
+    if (rows <= one_tile::rows)
+        FDMA_TRY(attend_splits<one_tile>(problem, plan, splits, aligned));
+    else
+        FDMA_TRY(attend_splits<more_tiles>(problem, plan, splits, aligned));
+    launch_shape merge = {dim3(heads * rows), dim3(merge_threads)};
+    merge.after_dependency = true;
+    return launch("forward", merge_splits<one_tile>, merge, problem, plan, splits);
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -263,8 +244,9 @@ static const char *refuses(const fdma_problem *problem) {
     if (reason != NULL)
         return reason;
     const int64_t rows = problem->q_len * problem->group;
-    if (rows > INT32_MAX / 2 ||
-        problem->batch * problem->kv_heads > INT32_MAX / ((rows / mma_rows + 1) * most_splits))
+    const int64_t blocks =
+        (rows / mma_rows + 1) * (problem->q_len <= few_queries ? most_splits : 1);
+    if (rows > INT32_MAX / 2 || problem->batch * problem->kv_heads > INT32_MAX / blocks)
         return "more than 2^31 tiles of queries";
     if (problem->head_dim > FDMA_HEAD_DIM)
         return "a larger head_dim than its own";
@@ -299,6 +281,7 @@ static fdma_status run(const fdma_problem *problem) {
     return attend<__nv_bfloat16>(problem, task.plan, task.splits);
 }
 
+/* cuda/sm80/d128, fdma_cuda_sm80_d128 */
 #define TEXT(x) #x
 #define NAME(head_dim) "cuda/sm80/d" TEXT(head_dim)
 #define JOIN(x, y) x##y

@@ -3,8 +3,12 @@
 #ifndef FDMA_CUDA_SM80_ROWS_CUH
 #define FDMA_CUDA_SM80_ROWS_CUH
 
-#include "cuda/sm80/softmax.cuh"
+#include "cuda/device/softmax.cuh"
 #include "cuda/sm80/tile.cuh"
+
+/* Weights may grow to 2 to this before the maximum that they stand against is raised, so that what
+ * is summed already is almost never rescaled. Far below what float16 holds. */
+static constexpr float most_growth = 8;
 
 /* Rows of one (b, g) from `first` on; row r is head r % group of query r / group. */
 struct row_place {
@@ -70,11 +74,10 @@ __device__ static inline void load_queries(char *to, const forward_plan &plan,
     }
 }
 
-/* How products become logits, which are exponents of 2: scale * s + bias; under a softcap
- * cap * tanh(scale * s) + bias. */
+/* How products become logits, which are exponents of 2. */
 struct logit_form {
+    float share; // what softcap multiplies before tanh; 0: no softcap
     float scale;
-    float cap; // 0: none
 };
 
 __device__ static inline logit_form form_of(const forward_plan &plan) {
@@ -82,8 +85,8 @@ __device__ static inline logit_form form_of(const forward_plan &plan) {
     const float least = 1e-30f, most = 1e30f;
     const float cap = fminf(fmaxf(plan.softcap, least), most);
     if (plan.softcap > 0)
-        return {fminf(plan.scale / cap, most), cap * log2e};
-    return {fminf(plan.scale * log2e, 3e38f), 0};
+        return {fminf(plan.scale / cap, most), cap * log2_e};
+    return {0, fminf(plan.scale * log2_e, FLT_MAX)};
 }
 
 /* The softmax and out of a warp's rows. Slot 2 t + x: rows lane / 4 + 8 x of row tile t. */
@@ -96,7 +99,7 @@ template <typename shape> struct warp_rows {
 template <typename shape> __device__ static inline void start_rows(warp_rows<shape> &rows) {
 #pragma unroll
     for (int s = 0; s < warp_rows<shape>::slots; s++) {
-        rows.max[s] = -INFINITY;
+        rows.max[s] = least_max;
         rows.sum[s] = 0;
     }
 #pragma unroll
@@ -112,15 +115,18 @@ template <int keys> struct key_facts {
     alignas(8) int32_t expiry[keys];
 };
 
-/* Products become logits; under a softcap they are halfway there. */
+/* Products become logits. */
 template <typename shape>
 __device__ static inline void find_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                          const key_facts<shape::keys> &facts,
-                                          const logit_form &form) {
+                                          const float *bias_of, const logit_form &form) {
+    if (form.share > 0) {
+#pragma unroll
+        for (int x = 0; x < shape::row_tiles * shape::keys / 2; x++)
+            (&s[0][0][0])[x] = tanh_of((&s[0][0][0])[x] * form.share);
+    }
 #pragma unroll
     for (int n = 0; n < shape::keys / 8; n++) {
-        float2 bias = ((const float2 *)facts.bias)[n * 4 + threadIdx.x % 4];
-        bias = form.cap > 0 ? make_float2(0, 0) : bias;
+        const float2 bias = ((const float2 *)bias_of)[n * 4 + threadIdx.x % 4];
 #pragma unroll
         for (int t = 0; t < shape::row_tiles; t++)
 #pragma unroll
@@ -129,61 +135,53 @@ __device__ static inline void find_logits(float (&s)[shape::row_tiles][shape::ke
     }
 }
 
-/* The rest of the way: softcap and bias. */
+/* -inf in the columns of tile n where a row does not keep the key; position: of the warp's rows. */
 template <typename shape>
-__device__ static inline void cap_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                         const key_facts<shape::keys> &facts, float cap) {
+__device__ static inline void cut_columns(float (&s)[shape::row_tiles][shape::keys / 8][4], int n,
+                                          const int32_t *expiry_of, const int32_t *key_of,
+                                          const int32_t *position, bool causal) {
+    constexpr int slots = 2 * shape::row_tiles;
+    const int lane = threadIdx.x % warp_lanes;
+    const int2 key = ((const int2 *)key_of)[n * 4 + lane % 4];
+    const int2 expiry = ((const int2 *)expiry_of)[n * 4 + lane % 4];
+    const int32_t from[2] = {causal ? key.x : INT32_MIN, causal ? key.y : INT32_MIN};
+    const int32_t end[2] = {expiry.x, expiry.y};
 #pragma unroll
-    for (int n = 0; n < shape::keys / 8; n++) {
-        const float2 bias = ((const float2 *)facts.bias)[n * 4 + threadIdx.x % 4];
+    for (int slot = 0; slot < slots; slot++) {
+        const int32_t p = position[lane / 4 * slots + slot];
 #pragma unroll
-        for (int t = 0; t < shape::row_tiles; t++)
-#pragma unroll
-            for (int x = 0; x < 4; x++)
-                s[t][n][x] = fmaf(tanh_of(s[t][n][x]), cap, x % 2 == 0 ? bias.x : bias.y);
+        for (int x = 0; x < 2; x++) {
+            float &logit = s[slot / 2][n][slot % 2 * 2 + x];
+            logit = from[x] <= p && p < end[x] ? logit : -INFINITY;
+        }
     }
 }
 
-/* Whether some row of the warp does not keep a key that this lane looks at; position: of the warp's
- * rows. */
-template <typename shape>
-__device__ static inline bool sees_cut(const key_facts<shape::keys> &facts, const int32_t *keys,
-                                       const int32_t *position, bool causal) {
-    const int32_t first = position[0], last = position[shape::row_tiles * mma_rows - 1];
-    bool cut = false;
-#pragma unroll
-    for (int n = 0; n < shape::keys; n += warp_lanes) {
-        const int column = n + threadIdx.x % warp_lanes % shape::keys;
-        cut |= facts.expiry[column] <= last;
-        cut |= causal && keys[column] > first;
-    }
-    return cut;
-}
-
-/* -inf where a row does not keep a key. */
+/* The same in all columns. Most blocks are whole, of most others few columns are cut. */
 template <typename shape>
 __device__ static inline void cut_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                         const key_facts<shape::keys> &facts, const int32_t *keys,
+                                         const int32_t *expiry_of, const int32_t *key_of,
                                          const int32_t *position, bool causal) {
-    constexpr int slots = 2 * shape::row_tiles;
-    int32_t at[slots];
+    const int32_t first = position[0], last = position[shape::row_tiles * mma_rows - 1];
+    bool some = false;
 #pragma unroll
-    for (int slot = 0; slot < slots; slot++)
-        at[slot] = position[threadIdx.x % warp_lanes / 4 * slots + slot];
+    for (int from = 0; from < shape::keys; from += warp_lanes) {
+        const int column = from + opaque(threadIdx.x) % warp_lanes % shape::keys;
+        some |= expiry_of[column] <= last || (causal && key_of[column] > first);
+    }
+    if (!__any_sync(~0u, some))
+        return;
 #pragma unroll
-    for (int n = 0; n < shape::keys / 8; n++) {
-        const int2 key = ((const int2 *)keys)[n * 4 + threadIdx.x % 4];
-        const int2 expiry = ((const int2 *)facts.expiry)[n * 4 + threadIdx.x % 4];
-        const int32_t from[2] = {causal ? key.x : INT32_MIN, causal ? key.y : INT32_MIN};
-        const int32_t end[2] = {expiry.x, expiry.y};
+    for (int from = 0; from < shape::keys; from += warp_lanes) {
+        const int column = from + opaque(threadIdx.x) % warp_lanes % shape::keys;
+        const bool cut = expiry_of[column] <= last || (causal && key_of[column] > first);
+        const uint32_t columns = __ballot_sync(~0u, cut);
+        if (columns == 0)
+            continue;
 #pragma unroll
-        for (int t = 0; t < shape::row_tiles; t++)
-#pragma unroll
-            for (int x = 0; x < 4; x++) {
-                const int32_t p = at[2 * t + x / 2];
-                const bool kept = from[x % 2] <= p && p < end[x % 2];
-                s[t][n][x] = kept ? s[t][n][x] : -INFINITY;
-            }
+        for (int n = from; n < from + warp_lanes && n < shape::keys; n += 8)
+            if ((columns >> (n - from) & 0xff) != 0)
+                cut_columns<shape>(s, n / 8, expiry_of, key_of, position, causal);
     }
 }
 
@@ -223,40 +221,21 @@ __device__ static inline bool find_top(float (&top)[2 * shape::row_tiles],
     return outgrown;
 }
 
-/* Products become logits that a row's maximum stands against. What is rarely needed stands apart
- * under one branch, so that the rest can run beside matrix products. */
-template <typename shape>
-__device__ static inline void
-settle_logits(float (&s)[shape::row_tiles][shape::keys / 8][4], warp_rows<shape> &rows,
-              const key_facts<shape::keys> &facts, const int32_t *keys, const int32_t *position,
-              const logit_form &form, bool causal) {
-    float top[2 * shape::row_tiles];
-    find_logits<shape>(s, facts, form);
-    const bool cut = sees_cut<shape>(facts, keys, position, causal);
-    const bool outgrown = find_top(top, s, rows);
-    if (!__any_sync(~0u, cut || outgrown || form.cap > 0))
-        return;
-    if (form.cap > 0)
-        cap_logits<shape>(s, facts, form.cap);
-    if (__any_sync(~0u, cut))
-        cut_logits<shape>(s, facts, keys, position, causal);
-    if (__any_sync(~0u, find_top(top, s, rows)))
-        raise_max<shape>(rows, top);
-}
-
 /* Logits become weights. A logit of NaN makes its weight NaN, and with it the row. */
 template <typename shape>
 __device__ static inline void weigh(float (&s)[shape::row_tiles][shape::keys / 8][4],
                                     warp_rows<shape> &rows) {
+    float top[2 * shape::row_tiles];
+    if (__any_sync(~0u, find_top(top, s, rows)))
+        raise_max<shape>(rows, top);
 #pragma unroll
     for (int r = 0; r < 2 * shape::row_tiles; r++) {
-        const float base = base_of(rows.max[r]);
         float part = 0; // errors grow with the number of blocks, not of keys
 #pragma unroll
         for (int n = 0; n < shape::keys / 8; n++)
 #pragma unroll
             for (int x = r % 2 * 2; x < r % 2 * 2 + 2; x++) {
-                s[r / 2][n][x] = ex2_approx(s[r / 2][n][x] - base);
+                s[r / 2][n][x] = ex2_approx(s[r / 2][n][x] - rows.max[r]);
                 part += s[r / 2][n][x];
             }
         rows.sum[r] += part;

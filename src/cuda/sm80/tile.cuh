@@ -15,7 +15,6 @@ enum {
     chunk_bytes = 16, // what a lane copies at once, and a row of a matrix that ldmatrix loads
     chunk_channels = 8,
     mma_rows = 16,
-    mma_depth = 16,
 };
 
 /* Rows in shared memory. The chunks of a row change places by its number, so that a column of
@@ -33,8 +32,8 @@ template <int head_dim> struct row_layout {
     }
 };
 
-/* The address that a lane gives ldmatrix for its row of the first 16, `chunk` 0 or 1; those of later
- * rows and chunks follow from it by constants. */
+/* The address that a lane gives ldmatrix for its row of the first 16, `chunk` 0 or 1; those of
+ * later rows and chunks follow from it by constants. */
 template <int head_dim> struct lane_address {
     using layout = row_layout<head_dim>;
     uint32_t row, turn;
@@ -43,10 +42,10 @@ template <int head_dim> struct lane_address {
         : row(shared_address(rows) + lane_row * layout::row_bytes),
           turn((chunk ^ layout::turn(lane_row)) * chunk_bytes) {}
 
-    /* The address in a tile that begins `rows` later, a multiple of 8. */
-    __device__ inline lane_address plus(int rows) const {
+    /* The same, from which nothing is computed ahead. */
+    __device__ inline lane_address afresh() const {
         lane_address other = *this;
-        other.row += rows * layout::row_bytes;
+        other.turn = opaque(turn);
         return other;
     }
 
@@ -57,7 +56,8 @@ template <int head_dim> struct lane_address {
     }
 };
 
-/* For a matrix of 16 rows x 16 channels as four of 8 x 8: down first, then right; or right first. */
+/* For a matrix of 16 rows x 16 channels as four of 8 x 8: down first, then right; or right first.
+ */
 template <int head_dim> __device__ static inline lane_address<head_dim> down_first(const void *at) {
     const int lane = threadIdx.x % warp_lanes;
     return lane_address<head_dim>(at, lane % 16, lane / 16);
@@ -75,10 +75,8 @@ __device__ static inline void multiply_keys(float (&s)[shape::row_tiles][shape::
                                             const lane_address<shape::head_dim> &q,
                                             const lane_address<shape::head_dim> &k) {
 #pragma unroll
-    for (int t = 0; t < shape::row_tiles; t++)
-#pragma unroll
-        for (int n = 0; n < shape::keys / 8; n++)
-            s[t][n][0] = s[t][n][1] = s[t][n][2] = s[t][n][3] = 0;
+    for (int x = 0; x < shape::row_tiles * shape::keys / 2; x++)
+        (&s[0][0][0])[x] = 0;
 #pragma unroll
     for (int chunk = 0; chunk < shape::head_dim / chunk_channels; chunk += 2) {
         uint32_t rows[shape::row_tiles][4];

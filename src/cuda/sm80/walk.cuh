@@ -44,6 +44,7 @@ __device__ static inline key_walk start_walk(const forward_plan &plan, const row
 
 /* What a tile works from; in shared memory, to keep it out of the registers. */
 struct tile_work {
+    row_place place;
     key_walk walk;
     row_source k, v;
     logit_form form;
@@ -51,7 +52,7 @@ struct tile_work {
 
 __device__ static inline tile_work start_work(const forward_plan &plan, const row_place &place,
                                               int32_t rows, bool aligned) {
-    return {start_walk(plan, place, rows),
+    return {place, start_walk(plan, place, rows),
             source_of(plan.k, place.b, place.g, plan.head_dim, aligned),
             source_of(plan.v, place.b, place.g, plan.head_dim, aligned), form_of(plan)};
 }

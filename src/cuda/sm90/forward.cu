@@ -7,10 +7,8 @@
 
 template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
-    for (int i = 0; i < config::q_buffers; i++) {
-        mbarrier_init(&memory->q_full[i], warpgroup_threads + 1); // and the tile itself
-        mbarrier_init(&memory->q_empty[i], warps);
-    }
+    mbarrier_init(&memory->q_full, warpgroup_threads + 1); // and the tile itself
+    mbarrier_init(&memory->q_empty, warps);
     for (int i = 0; i < config::buffers; i++) {
         mbarrier_init(&memory->kv_full[i], warpgroup_threads);
         mbarrier_init(&memory->kv_empty[i], warps);
@@ -24,7 +22,8 @@ template <class config> __device__ static void init_barriers(forward_memory<conf
 
 template <class config>
 __global__ void __launch_bounds__(config::threads, 1)
-    attend(const __grid_constant__ forward_plan plan, const tile_order order) {
+    attend(const __grid_constant__ forward_plan plan, const tile_order order,
+           const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     forward_memory<config> *const memory = (forward_memory<config> *)bytes;
     // the same for all threads of a warp, which the compiler cannot know
@@ -45,7 +44,9 @@ __global__ void __launch_bounds__(config::threads, 1)
         consumer<config> self;
         self.memory = memory;
         self.order = order;
-        self.index = warpgroup - 1;
+        self.softcap_scale = softcap_scale;
+        // found anew: from before setmaxnreg it would come back through memory
+        self.index = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0) - 1;
         self.run(plan);
     }
 }
@@ -53,7 +54,9 @@ __global__ void __launch_bounds__(config::threads, 1)
 /* As many heads together as have the keys of one position, or all of them if dense, in L2. */
 template <class config> static tile_order order_of(const forward_plan *plan) {
     const int64_t l2_bytes = 32 << 20; // of 50 MB
-    const int64_t keys = plan->count == NULL ? plan->kv_len : plan->list_tile;
+    const int64_t keys = plan->list_tile > 0  ? plan->list_tile
+                         : plan->list != NULL ? plan->list_head
+                                              : plan->kv_len;
     const int64_t fitting = l2_bytes / (2 * config::row_bytes * (keys + 1));
     tile_order order;
     order.tiles = (plan->q_len * plan->group + config::rows - 1) / config::rows;
@@ -71,7 +74,10 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
     shape.grid = dim3((unsigned)(tiles < blocks ? tiles : blocks));
     shape.block = dim3(config::threads);
     shape.shared_bytes = sizeof(forward_memory<config>);
-    return tiles == 0 ? FDMA_OK : launch("forward", attend<config>, shape, problem, *plan, order);
+    const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
+    if (tiles == 0)
+        return FDMA_OK;
+    return launch("forward", attend<config>, shape, problem, *plan, order, softcap_scale);
 }
 
 static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *plan) {
@@ -80,30 +86,43 @@ static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *
     return attend_with<forward_config<__nv_bfloat16, FDMA_HEAD_DIM>>(problem, plan);
 }
 
-#define TEXT_OF(number) #number
-#define ROW_NAME(head_dim) "cuda/sm90/d" TEXT_OF(head_dim)
-#define JOIN(name, head_dim) name##head_dim
-#define TABLE_NAME(name, head_dim) JOIN(name, head_dim)
-
-/* Fewer channels belong to the next smaller point. */
-static constexpr int smaller_dim = FDMA_HEAD_DIM == 64 ? 0 : FDMA_HEAD_DIM == 128 ? 64 : 128;
-
+/* Rows are copied 16 bytes at a time. */
 static bool is_aligned(const fdma_tensor *tensor) {
-    const int64_t strides = tensor->stride[0] | tensor->stride[1] | tensor->stride[2];
-    return (uintptr_t)tensor->data % 16 == 0 && strides % 8 == 0;
+    const int64_t unit = chunk_bytes / 2;
+    for (int axis = 0; axis < 3; axis++)
+        if (tensor->shape[axis] > 1 && tensor->stride[axis] % unit != 0)
+            return false;
+    return (uintptr_t)tensor->data % chunk_bytes == 0;
+}
+
+/* What a gather adds to where a kv head's rows begin is a product of two uint32_t. */
+static bool is_near(const fdma_problem *problem) {
+    const int64_t q_last =
+        (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
+    return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
+           q_last / (chunk_bytes / 2) < (int64_t)no_row;
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const refused = fdma_cuda_refuses_plan(problem);
-    if (refused != NULL)
-        return refused;
-    if (problem->head_dim > FDMA_HEAD_DIM || problem->head_dim <= smaller_dim)
-        return "this head_dim";
-    if (problem->q_len <= 16)
-        return "few queries, for which there is a faster kernel";
+    enum { few_queries = 16, many_keys = 1024, smallest = 64, most_tiles = INT32_MAX / 2 };
+    const int64_t rows = problem->q_len * problem->group;
+    const char *const reason = fdma_cuda_refuses_plan(problem);
+    if (reason != NULL)
+        return reason;
+    if (problem->head_dim > FDMA_HEAD_DIM)
+        return "a larger head_dim than its own";
+    if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
+        return "a head_dim that a smaller shape takes";
     if (!is_aligned(&problem->q) || !is_aligned(&problem->k) || !is_aligned(&problem->v) ||
         !is_aligned(&problem->out))
-        return "rows that are not aligned to 16 bytes";
+        return "rows that do not begin at multiples of 16 bytes";
+    if (rows > INT32_MAX / 2 ||
+        problem->batch * problem->kv_heads > most_tiles / (rows / smallest + 1))
+        return "more than 2^30 rows of a kv head, or 2^30 tiles of them";
+    if (!is_near(problem))
+        return "rows more than 2^31 elements apart";
+    if (problem->q_len <= few_queries && problem->kv_len > many_keys)
+        return "few queries of many keys, which are better split over keys";
     return fdma_refuses_but_sm90a(problem);
 }
 
@@ -120,9 +139,12 @@ static fdma_status run(const fdma_problem *problem) {
     return attend_plan(problem, &plan);
 }
 
-static const kernel_row rows[] = {
-    {ROW_NAME(FDMA_HEAD_DIM), operation_forward, fdma_missing_sm90a, refuses, workspace, run, true},
-};
+#define TEXT(x) #x
+#define NAME(head_dim) "cuda/sm90/d" TEXT(head_dim)
+#define JOIN(x, y) x##y
+#define TABLE(head_dim) JOIN(fdma_cuda_sm90_d, head_dim)
 
-extern "C" const kernel_table TABLE_NAME(fdma_cuda_sm90_d,
-                                         FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};
+static const kernel_row rows[] = {
+    {NAME(FDMA_HEAD_DIM), operation_forward, fdma_missing_sm90a, refuses, workspace, run, true}};
+
+extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};

@@ -4,33 +4,29 @@
 #ifndef FDMA_CUDA_SM90_FORWARD_CONSUMER_CUH
 #define FDMA_CUDA_SM90_FORWARD_CONSUMER_CUH
 
-#include "cuda/device/softmax.cuh"
+#include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/forward_tile.cuh"
-
-/* What a thread's two rows are. */
-struct row_pair {
-    int32_t b, g;
-    int32_t row[2];      // of the kv head
-    int32_t position[2]; // 0 where not causal
-};
 
 /* One of the consumers, between blocks. */
 template <class config> struct consumer {
     using element = typename config::element;
     static constexpr int scores_held = config::key_rows / 2, out_held = config::channels / 2;
 
+    using block_weights = uint32_t[config::key_rows / step_k][4]; // pairs, as wgmma takes them
+
     forward_memory<config> *memory;
     tile_order order;
+    float softcap_scale; // of scores inside tanh
     ring_place<config::buffers> kv;
     ring_place<config::notes> notes;
-    ring_place<config::q_buffers> q, next_q;
-    int32_t index;       // of the consumer
-    int32_t blocks_left; // of the tile, whose scores are to be computed
-    row_pair rows;
+    ring_place<1> q;
+    int32_t index;      // of the consumer
+    uint32_t positions; // of this thread's two rows, since the tile's first: 16 bits each
     row_softmax softmax;
     float out[out_held];
-    uint32_t weights[config::key_rows / step_k][4];
+    block_weights weights;
 
+    /* Until a buffer holds its rows; buffers that come before it then do as well. */
     __device__ inline void wait_rows(void) {
         wait(&memory->kv_full[kv.index], kv.parity);
         fence_proxy_async(); // cp.async writes as threads do, wgmma reads as TMA does
@@ -42,89 +38,111 @@ template <class config> struct consumer {
             mbarrier_arrive(barrier);
     }
 
-    /* Scores of the next block, begun. */
-    __device__ inline void begin_scores(float (&scores)[scores_held], bool has_bias) {
+    /* Scores of the keys in a buffer, begun. */
+    template <int held> __device__ inline void begin_scores(float (&scores)[held], int keys) {
         const uint32_t first_row = index * config::warpgroup_rows;
-        begin_abt<element, config::channels, config::rows>(
-            scores, shared_address(memory->q[q.index]) + first_row * line_bytes,
-            shared_address(memory->kv[kv.index]), has_bias);
-        wgmma_commit_group();
-    }
-
-    __device__ inline void begin_out(void) {
         wgmma_fence();
-        begin_ab<element, config::key_rows>(out, weights, shared_address(memory->kv[kv.index]));
+        begin_abt<element, config::channels, config::rows, config::key_rows>(
+            scores, opaque(shared_address(memory->q) + first_row * line_bytes),
+            shared_address(memory->kv[keys]));
         wgmma_commit_group();
     }
 
-    /* The column of the block that accumulator 4 n is in; of 4 n + 1: the next. */
-    __device__ inline int32_t column_of(int n) const { return 8 * n + 2 * (threadIdx.x % 4); }
-
-    /* Biases of the next block, for its scores to be added to. */
-    __device__ inline void load_bias(float (&scores)[scores_held]) {
-        const block_notes<config> *const note = &memory->notes[notes.index];
-#pragma unroll
-        for (int n = 0; n < scores_held / 4; n++) {
-            const float4 bias = *(const float4 *)note->bias[column_of(n) / 2];
-            scores[4 * n] = bias.x;
-            scores[4 * n + 1] = bias.y;
-            scores[4 * n + 2] = bias.z;
-            scores[4 * n + 3] = bias.w;
-        }
+    /* out += weights * the values in a buffer, begun. */
+    template <int keys = config::key_rows> __device__ inline void begin_out(int values) {
+        wgmma_fence();
+        begin_ab<element, config::key_rows, keys / step_k>(out, weights,
+                                                           shared_address(memory->kv[values]));
+        wgmma_commit_group();
     }
 
-    /* scores become c * tanh(scale * scores / c) + bias. */
-    __device__ inline void soften_scores(const forward_plan &plan, float (&scores)[scores_held]) {
-        const block_notes<config> *const note = &memory->notes[notes.index];
-#pragma unroll
-        for (int i = 0; i < scores_held; i++)
-            scores[i] = soften(plan.scale * scores[i], plan.softcap) +
-                        note->bias[column_of(i / 4) / 2][0][i % 2];
+    /* Of this lane's columns of the block. */
+    __device__ inline const float4 *bias_of(const block_notes<config> *note) const {
+        return (const float4 *)note->bias + threadIdx.x % 4;
     }
 
-    /* -inf where a row does not keep a key, in the groups of keys that a row may not keep. */
-    __device__ inline void mask(float (&scores)[scores_held]) {
-        const block_notes<config> *const note = &memory->notes[notes.index];
+    /* -inf where a row does not keep a key, in the groups that hold a key that some row does not
+     * keep. */
+    template <int held>
+    __device__ inline void mask(const block_notes<config> *note, float (&scores)[held]) {
         const uint32_t cuts = *(const uint32_t *)note->cuts;
-        constexpr int group_tiles = config::group_keys / 8;
+        if (cuts == 0)
+            return;
 #pragma unroll
-        for (int group = 0; group < warpgroup_warps; group++) {
-            const uint32_t cut = cuts >> 8 * group;
-            if ((cut & (cut_expiry | cut_causal)) == 0)
+        for (int i = 0; i < held; i += 8) {
+            if ((cuts >> i / (scores_held / warpgroup_warps) * 8 & 0xff) == 0)
                 continue;
+            const int4 four = *(const int4 *)&note->spans[2 * i + threadIdx.x % 4 * 4];
+            const int32_t spans[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int n = group * group_tiles; n < (group + 1) * group_tiles; n++) {
-                const int2 expiry = *(const int2 *)&note->expiry[column_of(n)];
-                const int2 key = *(const int2 *)&note->key[column_of(n)];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int32_t p = rows.position[i / 2], j = i % 2 == 0 ? key.x : key.y;
-                    const int32_t end = i % 2 == 0 ? expiry.x : expiry.y;
-                    const bool kept = p < end && (j <= p || (cut & cut_causal) == 0);
-                    scores[4 * n + i] = kept ? scores[4 * n + i] : -INFINITY;
-                }
+            for (int k = 0; k < 8; k++) {
+                const int32_t p = positions >> k / 2 % 2 * 16 & 0xffff,
+                              span = spans[k / 4 * 2 + k % 2];
+                const bool kept = (int16_t)span <= p && p < span >> 16;
+                scores[i + k] = kept ? scores[i + k] : -INFINITY;
             }
         }
     }
 
-    /* Weights of a block whose scores are there; true where out must be rescaled. */
-    __device__ inline bool weigh(const forward_plan &plan, float (&scores)[scores_held],
-                                 float (&rescale)[2]) {
-        const float unit = score_unit(plan);
-        if (plan.softcap != 0)
-            soften_scores(plan, scores);
-        mask(scores);
-        release(&memory->notes_empty[notes.index]);
-        notes.advance();
-        const bool raised = softmax.raise(scores, unit, rescale);
-        softmax.weigh(scores, unit);
-        return raised;
+    /* Scores to logits, for raise(). */
+    template <int held>
+    __device__ inline void add_bias(const block_notes<config> *note, float unit,
+                                    float (&scores)[held]) {
+#pragma unroll
+        for (int i = 0; i < held; i += 8) {
+            const float4 b = bias_of(note)[i / 2];
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                const float low = k < 4 ? b.x : b.z, high = k < 4 ? b.y : b.w;
+                scores[i + k] = fmaf(scores[i + k], unit, k % 2 == 0 ? low : high);
+            }
+        }
     }
 
-    __device__ inline void pack(const float (&scores)[scores_held]) {
+    /* Scores to what softcap makes of logits, before their bias. */
+    template <int held>
+    __device__ inline void soften(const forward_plan &plan, float (&scores)[held]) {
 #pragma unroll
-        for (int i = 0; i < scores_held / 2; i++)
-            weights[i / 4][i % 4] = element_type<element>::pack(scores[2 * i], scores[2 * i + 1]);
+        for (int i = 0; i < held; i++)
+            scores[i] = plan.softcap * tanh_of(scores[i] * softcap_scale);
+    }
+
+    /* `next`: weights of the block whose scores these are. True where its logits exceed the rows'
+     * maxima, so that out must be rescaled; the first block of a tile always does. */
+    template <int held>
+    __device__ inline bool weigh(const forward_plan &plan, bool is_first, float (&scores)[held],
+                                 uint32_t (&next)[held / 8][4], float (&rescale)[2]) {
+        const block_notes<config> *const note = &memory->notes[notes.index];
+        const bool has_bias = plan.records != NULL;
+        float unit = plan.softcap != 0 ? log2_e : plan.scale * log2_e;
+        wait(&memory->notes_full[notes.index], notes.parity);
+        if (plan.softcap != 0)
+            soften(plan, scores);
+        mask(note, scores);
+        bool done = false;
+        if (!is_first && has_bias)
+            done = softmax.weigh<element, true, true>(scores, unit, bias_of(note), next);
+        else if (!is_first)
+            done = softmax.weigh<element, false, true>(scores, unit, NULL, next);
+        if (!done && has_bias) {
+            add_bias(note, unit, scores);
+            unit = 1;
+        }
+        release(&memory->notes_empty[notes.index]);
+        notes.advance();
+        if (done)
+            return false;
+        softmax.raise(scores, unit, rescale);
+        softmax.weigh<element, false, false>(scores, unit, NULL, next);
+        return true;
+    }
+
+    /* Copies, as out may not be multiplied from the registers that the next weights are computed
+     * in meanwhile. */
+    template <int steps> __device__ inline void set_weights(const uint32_t (&next)[steps][4]) {
+#pragma unroll
+        for (int i = 0; i < steps * 4; i++)
+            weights[i / 4][i % 4] = mov_b32(next[i / 4][i % 4]);
     }
 
     __device__ inline void rescale_out(const float (&rescale)[2]) {
@@ -133,119 +151,104 @@ template <class config> struct consumer {
             out[i] *= rescale[i / 2 % 2];
     }
 
-    /* The next tile's rows; false where there are no more tiles. */
-    __device__ inline bool take_tile(const forward_plan &plan) {
-        q = next_q;
-        wait(&memory->q_full[q.index], q.parity);
-        fence_proxy_async();
-        next_q.advance();
-        const tile_notes note = memory->tiles[q.index];
-        if (note.index < 0)
-            return false;
-        const row_tile tile = tile_at<config>(plan, order, note.index);
-        const int32_t warp = threadIdx.x / 32 % warpgroup_warps;
-        const int32_t first = tile.first_row + index * config::warpgroup_rows + warp * 16;
-        rows.b = tile.b;
-        rows.g = tile.g;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            rows.row[i] = first + threadIdx.x % 32 / 4 + 8 * i;
-            rows.position[i] = row_position(plan, rows.row[i] / plan.group);
-        }
-        blocks_left = note.blocks;
-        return true;
+    /* The first of this thread's rows of a kv head; the other is the eighth after it. */
+    __device__ inline int32_t first_row_of(const row_tile &tile) const {
+        const int32_t warp = threadIdx.x % warpgroup_threads / 32;
+        return tile.first_row + index * config::warpgroup_rows + warp * 16 + threadIdx.x % 32 / 4;
     }
 
-    __device__ inline void clear_out(void) {
+    __device__ inline void begin_tile(const forward_plan &plan, int32_t tile_index) {
+        const row_tile tile = tile_at<config>(plan, order, tile_index);
+        const int32_t row = first_row_of(tile);
+        positions = row_position(plan, row / plan.group) - tile.first |
+                    (row_position(plan, (row + 8) / plan.group) - tile.first) << 16;
+        softmax = row_softmax();
 #pragma unroll
         for (int i = 0; i < out_held; i++)
             out[i] = 0;
     }
 
-    /* After scores: their keys are free, and so is q after the last block's. */
-    __device__ inline void release_scored(int keys) {
+    /* After a block's scores: its keys are free, and q after the last block's. */
+    __device__ inline void release_scored(int keys, bool is_last) {
         release(&memory->kv_empty[keys]);
-        blocks_left--;
-        if (blocks_left == 0)
-            release(&memory->q_empty[q.index]);
+        if (is_last)
+            release(&memory->q_empty);
     }
 
-    __device__ inline void attend_first(const forward_plan &plan) {
+    __device__ inline void attend_first(const forward_plan &plan, bool is_last) {
         float scores[scores_held], rescale[2];
-        const bool has_bias = plan.records != NULL && plan.softcap == 0;
-        wait(&memory->notes_full[notes.index], notes.parity);
-        if (has_bias)
-            load_bias(scores);
+        block_weights next;
         wait_rows();
-        begin_scores(scores, has_bias);
+        begin_scores(scores, kv.index);
         wgmma_wait_group<0>();
-        release_scored(kv.index);
+        release_scored(kv.index, is_last);
         kv.advance();
-        clear_out();
-        weigh(plan, scores, rescale);
-        pack(scores);
+        weigh(plan, true, scores, next, rescale);
+        set_weights(next);
     }
 
-    /* Scores of the next block, out of the one before it; the other consumer weighs meanwhile.
-     * `done`: rows of the tile that the one before it ends; NULL: it does not. */
-    __device__ inline void attend_next(const forward_plan &plan, bool ends, const row_pair &done) {
-        float scores[scores_held], rescale[2];
-        const bool has_bias = plan.records != NULL && plan.softcap == 0;
+    /* Scores of the next block of keys_held keys, and out of the block before it under this one's
+     * softmax; the other consumer's softmax is under both. */
+    template <int keys_held = config::key_rows>
+    __device__ inline void attend_next(const forward_plan &plan, bool is_last) {
+        float scores[keys_held / 2], rescale[2];
+        uint32_t next[keys_held / step_k][4];
         const int keys = kv.index;
-        wait(&memory->notes_full[notes.index], notes.parity);
-        if (has_bias)
-            load_bias(scores);
-        wait_rows();
-        bar_sync(1 + index, 2 * warpgroup_threads); // this one's turn
-        begin_scores(scores, has_bias);
         kv.advance();
         const int values = kv.index;
         wait_rows();
-        begin_out();
         kv.advance();
+        bar_sync(1 + index, 2 * warpgroup_threads); // this one's turn
+        begin_scores(scores, keys);
+        begin_out(values);
         bar_arrive(2 - index, 2 * warpgroup_threads); // the other's turn
         wgmma_wait_group<1>();
-        release_scored(keys);
-        const row_softmax before = softmax;
-        if (ends)
-            softmax = row_softmax();
-        const bool raised = weigh(plan, scores, rescale);
-        if (ends) {
-            wgmma_wait_group<0>();
-            finish_tile(plan, done, before);
-            clear_out();
-        } else if (raised) {
+        release_scored(keys, is_last);
+        if (weigh(plan, false, scores, next, rescale)) {
             wgmma_wait_group<0>();
             rescale_out(rescale);
         }
         wgmma_wait_group<0>();
         release(&memory->kv_empty[values]);
-        pack(scores);
+        set_weights(next);
     }
 
-    __device__ inline void attend_last(void) {
+    /* Out of the last block. */
+    template <int keys> __device__ inline void attend_last(void) {
         wait_rows();
-        begin_out();
+        begin_out<keys>(kv.index);
         wgmma_wait_group<0>();
+        release(&memory->kv_empty[kv.index]);
+        kv.advance();
     }
 
-    __device__ inline void finish_tile(const forward_plan &plan, const row_pair &done,
-                                       const row_softmax &softmax);
+    __device__ inline void finish_tile(const forward_plan &plan, int32_t tile_index);
 
     __device__ inline void run(const forward_plan &plan) {
         if (index == 1)
             bar_arrive(1, 2 * warpgroup_threads); // consumer 0 begins
-        take_tile(plan);
-        attend_first(plan);
         for (;;) {
-            const row_pair done = rows;
-            const bool ends = blocks_left == 0;
-            if (ends && !take_tile(plan))
-                break;
-            attend_next(plan, ends, done);
+            wait(&memory->q_full, q.parity);
+            fence_proxy_async();
+            q.advance();
+            const tile_notes note = memory->tile;
+            if (note.index < 0)
+                return;
+            begin_tile(plan, note.index);
+            attend_first(plan, note.blocks == 1);
+            const bool is_short =
+                config::short_keys < config::key_rows && note.is_short && note.blocks > 1;
+            const int32_t whole = is_short ? note.blocks - 1 : note.blocks;
+            for (int32_t block = 1; block < whole; block++)
+                attend_next(plan, block == note.blocks - 1);
+            if (is_short) {
+                attend_next<config::short_keys>(plan, true);
+                attend_last<config::short_keys>();
+            } else {
+                attend_last<config::key_rows>();
+            }
+            finish_tile(plan, opaque(note.index));
         }
-        attend_last();
-        finish_tile(plan, rows, softmax);
     }
 };
 
@@ -268,21 +271,21 @@ __device__ static inline void transpose_quad(uint32_t (&words)[4]) {
 
 /* Divides by the sums and writes out and lse. Empty rows are 0, not 0 * NaN. */
 template <class config>
-__device__ inline void consumer<config>::finish_tile(const forward_plan &plan, const row_pair &done,
-                                                     const row_softmax &softmax) {
+__device__ inline void consumer<config>::finish_tile(const forward_plan &plan, int32_t tile_index) {
     constexpr int span = 32; // channels that a quad writes at once: 8 a lane
     const int lane = threadIdx.x % 4;
+    const row_tile tile = tile_at<config>(plan, order, tile_index);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int32_t query = done.row[i] / plan.group;
-        const int32_t h = done.g * plan.group + done.row[i] % plan.group;
+        const int32_t row = first_row_of(tile) + 8 * i, query = row / plan.group;
+        const int32_t h = tile.g * plan.group + row % plan.group;
         const bool is_there = query < plan.q_len;
         const float sum = quad_sum(softmax.sum[i]);
         const float inverse = sum == 0 ? 0 : 1 / sum;
         if (plan.lse != NULL && is_there && lane == 0)
-            plan.lse[done.b * plan.lse_batch + h * plan.lse_head + query] =
+            plan.lse[tile.b * plan.lse_batch + h * plan.lse_head + query] =
                 (softmax.greatest[i] + log2f(sum)) * ln_2;
-        element *const to = (element *)plan.out.data + done.b * plan.out.batch +
+        element *const to = (element *)plan.out.data + tile.b * plan.out.batch +
                             query * plan.out.row + h * plan.out.head;
 #pragma unroll
         for (int c = 0; c < config::channels; c += span) {

@@ -11,7 +11,7 @@ static constexpr int32_t no_key = (int32_t)no_row;
 struct key_source {
     const int32_t *list; // NULL: entry j is key j
     const key_record *records;
-    row_source k, v;
+    const char *k, *v;
     int32_t entries;
 };
 
@@ -27,9 +27,9 @@ __device__ static int32_t count_entries(const forward_plan &plan, const row_tile
     return min(count.y, count.x + tile.last - row_position(plan, list * list_queries));
 }
 
-__device__ static row_source rows_of(const head_view &view, const row_tile &tile) {
-    return {(const char *)view.data + 2 * (tile.b * view.batch + tile.g * view.head),
-            (uint32_t)(2 * view.row)};
+/* Where the rows of a kv head, or of its group's first query head, begin. */
+__device__ static const char *rows_of(const head_view &view, int32_t b, int32_t head) {
+    return (const char *)view.data + 2 * (b * view.batch + head * view.head);
 }
 
 __device__ static key_source keys_of(const forward_plan &plan, const row_tile &tile) {
@@ -39,17 +39,17 @@ __device__ static key_source keys_of(const forward_plan &plan, const row_tile &t
     keys.list =
         plan.list == NULL ? NULL : plan.list + head * plan.list_head + list * plan.list_tile;
     keys.records = plan.records == NULL ? NULL : plan.records + (int64_t)head * plan.kv_len;
-    keys.k = rows_of(plan.k, tile);
-    keys.v = rows_of(plan.v, tile);
+    keys.k = rows_of(plan.k, tile.b, tile.g);
+    keys.v = rows_of(plan.v, tile.b, tile.g);
     keys.entries = count_entries(plan, tile, list);
     return keys;
 }
 
-/* A bias in units of the scores it is added to. What is finite stays so, or a score would be NaN. */
-__device__ static inline float bias_in_scores(const forward_plan &plan, float bias) {
-    const float most = 3.402823466e38f, in_scores = bias / score_unit(plan);
-    return fabsf(bias) <= most ? fminf(fmaxf(in_scores, -most), most) : in_scores;
-}
+/* What a lane knows of the key that it looks after in a block. */
+struct own_key {
+    int32_t key; // no_key: there is none to read
+    key_record record;
+};
 
 /* The producer's warpgroup, between blocks. */
 template <class config> struct producer {
@@ -57,12 +57,8 @@ template <class config> struct producer {
     tile_order order;
     ring_place<config::buffers> kv;
     ring_place<config::notes> notes;
-    ring_place<config::q_buffers> q;
-    int32_t warp, own_row; // the row of a block that this lane looks after
-    // the block whose keys are loaded, but not yet its values
-    bool has_values;
-    row_source values;
-    int32_t value_key;
+    ring_place<1> q;
+    int32_t warp, own_row; // the row of a block whose key this lane looks after
 
     __device__ inline int32_t fetch_entry(const forward_plan &plan, const key_source &keys,
                                           int32_t block) const {
@@ -80,31 +76,43 @@ template <class config> struct producer {
     }
 
     /* Rows of k or of v into the next buffer. */
-    __device__ inline void load_rows(const forward_plan &plan, const row_source &rows,
-                                     int32_t key) {
+    __device__ inline void load_rows(const forward_plan &plan, const head_view &view,
+                                     const char *rows, int32_t key) {
         wait(&memory->kv_empty[kv.index], kv.parity ^ 1);
         gather_rows<config::key_rows, config::panels, config::group_keys>(
-            shared_address(memory->kv[kv.index]), warp * config::group_keys, rows, (uint32_t)key,
-            plan.head_dim);
+            shared_address(memory->kv[kv.index]), warp * config::group_keys, rows,
+            (uint32_t)(2 * view.row), (uint32_t)key, plan.head_dim);
         cp_async_mbarrier_arrive_noinc(&memory->kv_full[kv.index]);
         kv.advance();
     }
 
-    __device__ inline void write_notes(const forward_plan &plan, const row_tile &tile, int32_t key,
-                                       key_record record) {
+    /* A key that all rows of the tile have outlived is not read. Its bias keeps it out, at no cost,
+     * where an absent key needs a cut. */
+    __device__ static inline void bury(const row_tile &tile, own_key *own) {
+        if (own->key != no_key && own->record.expiry <= tile.first)
+            *own = {no_key, {INT32_MAX, -INFINITY}};
+    }
+
+    /* A key's positions are cut to the tile's, and those past it are `never`. */
+    __device__ static inline key_span span_of(const forward_plan &plan, const row_tile &tile,
+                                              const own_key &own) {
+        const int32_t end = own.record.expiry;
+        const int32_t from = plan.causal ? own.key : tile.first;
+        return {(int16_t)(from > tile.last ? never : max(from, tile.first) - tile.first),
+                (int16_t)(end > tile.last ? never : max(end, tile.first) - tile.first)};
+    }
+
+    __device__ inline void write_notes(const forward_plan &plan, const row_tile &tile,
+                                       const own_key &own) {
         wait(&memory->notes_empty[notes.index], notes.parity ^ 1);
         block_notes<config> *const note = &memory->notes[notes.index];
-        const float bias = bias_in_scores(plan, record.bias);
-        note->bias[own_row / 2][0][own_row % 2] = bias;
-        note->bias[own_row / 2][1][own_row % 2] = bias;
-        note->expiry[own_row] = record.expiry;
-        note->key[own_row] = key;
-        const bool expires = record.expiry <= tile.last;
-        const bool arrives = plan.causal && key > tile.first;
-        const int cuts = (__any_sync(~0u, expires) ? cut_expiry : cut_none) |
-                         (__any_sync(~0u, arrives) ? cut_causal : cut_none);
+        const int32_t place = note_place(own_row);
+        note->bias[place] = own.record.bias;
+        note->spans[place] = span_of(plan, tile, own);
+        const bool arrives = plan.causal && own.key > tile.first;
+        const bool is_cut = __any_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)
-            note->cuts[warp] = (uint8_t)cuts;
+            note->cuts[warp] = is_cut;
         __syncwarp();
         if (threadIdx.x % 32 == 0)
             mbarrier_arrive(&memory->notes_full[notes.index]);
@@ -115,14 +123,11 @@ template <class config> struct producer {
                                         tile_notes note) {
         constexpr int warp_rows = config::rows / warpgroup_warps;
         const int32_t row = tile.first_row + warp * warp_rows + threadIdx.x % 32;
-        const row_source rows = {
-            (const char *)plan.q.data +
-                2 * (tile.b * plan.q.batch + tile.g * plan.group * plan.q.head),
-            chunk_bytes};
         const int64_t own = row / plan.group * plan.q.row + row % plan.group * plan.q.head;
-        wait(&memory->q_empty[q.index], q.parity ^ 1);
+        wait(&memory->q_empty, q.parity ^ 1);
         gather_rows<config::rows, config::panels, warp_rows>(
-            shared_address(memory->q[q.index]), warp * warp_rows, rows,
+            shared_address(memory->q), warp * warp_rows,
+            rows_of(plan.q, tile.b, tile.g * plan.group), chunk_bytes,
             row < tile.end_row ? (uint32_t)(own / (chunk_bytes / 2)) : no_row, plan.head_dim);
         hand_on(note);
     }
@@ -130,10 +135,10 @@ template <class config> struct producer {
     /* The tile itself, after its queries if it has any. */
     __device__ inline void hand_on(tile_notes note) {
         if (threadIdx.x == 0) {
-            memory->tiles[q.index] = note;
-            mbarrier_arrive(&memory->q_full[q.index]);
+            memory->tile = note;
+            mbarrier_arrive(&memory->q_full);
         }
-        cp_async_mbarrier_arrive_noinc(&memory->q_full[q.index]);
+        cp_async_mbarrier_arrive_noinc(&memory->q_full);
         q.advance();
     }
 
@@ -142,39 +147,39 @@ template <class config> struct producer {
         const row_tile tile = tile_at<config>(plan, order, index);
         const key_source keys = keys_of(plan, tile);
         const int32_t blocks = max(1, (keys.entries + config::key_rows - 1) / config::key_rows);
-        int32_t key = fetch_entry(plan, keys, 0), next = fetch_entry(plan, keys, 1);
-        key_record record = fetch_record(keys, key);
+        const int32_t rest = keys.entries - (blocks - 1) * config::key_rows;
+        int32_t before = no_key, next = fetch_entry(plan, keys, 1);
+        own_key own = {fetch_entry(plan, keys, 0)};
+        own.record = fetch_record(keys, own.key);
         for (int32_t block = 0; block < blocks; block++) {
             const key_record next_record = fetch_record(keys, next);
             const int32_t after = fetch_entry(plan, keys, block + 2);
-            load_rows(plan, keys.k, key);
-            write_notes(plan, tile, key, record);
-            if (has_values)
-                load_rows(plan, values, value_key);
+            if (plan.causal)
+                bury(tile, &own);
+            load_rows(plan, plan.k, keys.k, own.key);
             if (block == 0)
-                load_queries(plan, tile, {index, blocks});
-            has_values = true;
-            values = keys.v;
-            value_key = key;
-            key = next;
+                load_queries(plan, tile, {index, blocks, rest <= config::short_keys});
+            else
+                load_rows(plan, plan.v, keys.v, before);
+            write_notes(plan, tile, own);
+            before = own.key;
+            own = {next, next_record};
             next = after;
-            record = next_record;
         }
+        load_rows(plan, plan.v, keys.v, before);
     }
 
     /* The tiles of this block of threads: there and back over the grid, so that everyone gets
      * heavy and light ones. */
     __device__ inline void run(const forward_plan &plan) {
-        has_values = false;
         const int32_t grid = gridDim.x, all = order.tiles * order.heads;
         for (int32_t turn = 0; turn * grid < all; turn++) {
             const int32_t place = turn % 2 == 0 ? blockIdx.x : grid - 1 - blockIdx.x;
             if (turn * grid + place < all)
                 load_tile(plan, turn * grid + place);
         }
-        load_rows(plan, values, value_key);
-        wait(&memory->q_empty[q.index], q.parity ^ 1);
-        hand_on({-1, 0});
+        wait(&memory->q_empty, q.parity ^ 1);
+        hand_on({-1, 0, false});
     }
 };
 

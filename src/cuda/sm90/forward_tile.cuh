@@ -20,36 +20,48 @@ template <typename element_, int most_channels> struct forward_config {
     static constexpr int rows = consumers * warpgroup_rows; // (query, head of the group) pairs
     // registers: scores and out take (key_rows + channels) / 2 of a consumer's, weights key_rows / 4
     static constexpr int key_rows = channels > 128 ? 64 : 128;
-    static constexpr int q_buffers = channels > 128 ? 1 : 2; // of a tile's rows
-    static constexpr int buffers = channels > 64 ? 4 : 8;    // of k or v
-    static constexpr int notes = 3; // blocks of keys whose records are at hand
+    static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
+    static constexpr int buffers = channels > 128 ? 5 : channels > 64 ? 6 : 12; // of k or v
+    static constexpr int notes = 2; // blocks of keys of which there are notes
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
-    static constexpr int producer_registers = 40, consumer_registers = 232;
+    static constexpr int producer_registers = 56, consumer_registers = 224;
     static constexpr int group_keys = key_rows / warpgroup_warps; // that a producer's warp loads
 };
 
-/* How the keys of a group are cut inside a tile. */
-enum cut { cut_none = 0, cut_expiry = 1, cut_causal = 2 };
-
-/* What a tile's rows need to know of a block of keys. */
-template <class config> struct alignas(16) block_notes {
-    float bias[config::key_rows / 2][2][2]; // of key pairs, for each of a thread's two rows
-    int32_t expiry[config::key_rows], key[config::key_rows];
-    uint8_t cuts[warpgroup_warps]; // of each group of keys, both kinds or-ed
+/* Where a key is kept, in positions since the tile's first: from <= p < end. */
+struct key_span {
+    int16_t from, end;
 };
+
+static constexpr int16_t never = INT16_MAX;
+
+/* What a tile's rows need to know of a block of keys, in the order of note_place(). */
+template <class config> struct alignas(16) block_notes {
+    float bias[config::key_rows]; // times log2(e)
+    key_span spans[config::key_rows];
+    uint8_t cuts[warpgroup_warps]; // whether some row does not keep all of a group of keys
+};
+
+/* Of 16 columns the four that a thread's accumulators are of stand side by side: 2 q, 2 q + 1,
+ * 2 q + 8 and 2 q + 9 for lane q of a quad. */
+__device__ static inline int32_t note_place(int32_t column) {
+    const int32_t inside = column % 16;
+    return column - inside + inside % 8 / 2 * 4 + inside / 8 * 2 + inside % 2;
+}
 
 /* A tile as the producer hands it on. */
 struct tile_notes {
     int32_t index;  // of all tiles; -1: there are no more
     int32_t blocks; // of keys, at least 1
+    bool is_short;  // the last has no more than short_keys
 };
 
 template <class config> struct forward_memory {
-    alignas(1024) uint8_t q[config::q_buffers][config::rows * config::row_bytes];
+    alignas(1024) uint8_t q[config::rows * config::row_bytes];
     alignas(1024) uint8_t kv[config::buffers][config::key_rows * config::row_bytes];
     block_notes<config> notes[config::notes];
-    tile_notes tiles[config::q_buffers];
-    uint64_t q_full[config::q_buffers], q_empty[config::q_buffers];
+    tile_notes tile;
+    uint64_t q_full, q_empty;
     uint64_t kv_full[config::buffers], kv_empty[config::buffers];
     uint64_t notes_full[config::notes], notes_empty[config::notes];
 };
@@ -62,12 +74,7 @@ struct row_tile {
     int32_t first, last;        // positions of its first and its last row; 0 where not causal
 };
 
-/* Logits, as exponents of 2, are scores times this; with softcap, softened scores. */
-__device__ static inline float score_unit(const forward_plan &plan) {
-    const float log2_e = 1.44269504088896340736f;
-    return plan.softcap == 0 ? plan.scale * log2_e : log2_e;
-}
-
+/* Of a query; 0 where all see the same keys. */
 __device__ static inline int32_t row_position(const forward_plan &plan, int32_t query) {
     return plan.causal ? query + plan.kv_len - plan.q_len : 0;
 }
