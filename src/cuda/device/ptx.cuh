@@ -23,15 +23,6 @@ __device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __ha
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-/* 16 bytes that are read once: they need no place in L1. */
-__device__ static inline uint4 ld_global_nc_no_allocate(const void *address) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(address));
-    return x;
-}
-
 /* Waits until the kernel ahead in the stream has ended and its writes can be seen; for kernels
  * launched with after_dependency. */
 __device__ static inline void griddepcontrol_wait() {
@@ -274,6 +265,15 @@ __device__ static inline void wgmma_m64n256k16(float (&d)[128], const uint32_t (
           "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),
           "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "C"(element_type<element>::ptx));
+}
+
+/* 16 bytes that are read once: they need no place in L1. */
+__device__ static inline uint4 ld_global_nc_no_allocate(const void *address) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(address));
+    return x;
 }
 
 __device__ static inline void cp_async_4(uint32_t shared, const void *global) {

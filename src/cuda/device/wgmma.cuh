@@ -1,12 +1,12 @@
 /* The two products of attention on Hopper's tensor cores: 64 rows of a warpgroup against a block of
  * keys in shared memory.
  *
- * A block of rows lies in panels of 64 channels, each [rows][128 bytes], the eight 16-byte chunks of
- * a row permuted by the row's number: the 128-byte swizzle (PTX, asynchronous warpgroup level
+ * A block of rows lies in panels of 64 channels, each [rows][128 bytes], the eight 16-byte chunks
+ * of a row permuted by the row's number: the 128-byte swizzle (PTX, asynchronous warpgroup level
  * matrix shared memory layout). Panels begin at multiples of 1024 bytes, where the pattern begins.
  *
- * Accumulators: thread t of a warp holds of rows t / 4 and t / 4 + 8 the columns 8 n + 2 (t % 4) and
- * the one after it, at [4 n + 2 * (the later row) + (the later column)]. */
+ * Accumulators: thread t of a warp holds of rows t / 4 and t / 4 + 8 the columns 8 n + 2 (t % 4)
+ * and the one after it, at [4 n + 2 * (the later row) + (the later column)]. */
 #ifndef FDMA_CUDA_DEVICE_WGMMA_CUH
 #define FDMA_CUDA_DEVICE_WGMMA_CUH
 

@@ -148,14 +148,16 @@ __global__ void __launch_bounds__(roll_threads)
     }
 }
 
-/* A stretch of lists of one (b, g), as a block rolls through it. Everything of the selection that it
- * needs is read at its beginning. */
+/* A stretch of lists of one (b, g), as a block rolls through it. What it needs of the selection is
+ * read at its beginning. */
 struct roll_state {
-    int32_t *table;                         // [slots]: the key that lives there; 16-byte aligned
-    int32_t live;                           // slots in use
-    int32_t arrivals[2][roll_threads / 32]; // of each warp; of this list and the next
-    int32_t entering[most_stretch * list_queries]; // the slot of each key after the first
-}; // position; negative: it stays out
+    int32_t *table; // [slots]: the key that lives there; 16-byte aligned
+    int32_t live;   // slots in use
+    // of each warp; of this list and the next
+    int32_t arrivals[2][roll_threads / 32];
+    // the slot of each key after the first position; negative: it stays out
+    int32_t entering[most_stretch * list_queries];
+};
 
 /* Takes over a scattered list; whatever no key of this selection wrote there is left out. */
 __device__ static void load_table(const forward_plan &plan, const list_source &source,

@@ -1,6 +1,7 @@
 /* Forward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM: a persistent
- * block of threads on each multiprocessor, in which one warpgroup gathers k and v (forward_producer)
- * and two multiply (forward_consumer). Dense attention is the same with the list 0, 1, 2, ...
+ * block of threads on each multiprocessor, in which one warpgroup gathers k and v
+ * (forward_producer) and two multiply (forward_consumer). Dense attention is the same with the list
+ * 0, 1, 2, ...
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles and their overlap. */
 #include "cuda/sm90/forward_consumer.cuh"
 #include "cuda/sm90/forward_producer.cuh"
@@ -67,23 +68,32 @@ template <class config> static tile_order order_of(const forward_plan *plan) {
 
 template <class config>
 static fdma_status attend_with(const fdma_problem *problem, const forward_plan *plan) {
+    using memory = forward_memory<config>;
+    static_assert(sizeof(memory) <= memory::most_bytes, "fewer buffers or notes");
     const tile_order order = order_of<config>(plan);
     const int64_t tiles = (int64_t)order.tiles * order.heads;
     const int64_t blocks = fdma_cuda_facts(problem->exec.device)->multiprocessors;
     launch_shape shape;
     shape.grid = dim3((unsigned)(tiles < blocks ? tiles : blocks));
     shape.block = dim3(config::threads);
-    shape.shared_bytes = sizeof(forward_memory<config>);
+    shape.shared_bytes = sizeof(memory);
     const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
     if (tiles == 0)
         return FDMA_OK;
     return launch("forward", attend<config>, shape, problem, *plan, order, softcap_scale);
 }
 
+template <typename element>
+static fdma_status attend_elements(const fdma_problem *problem, const forward_plan *plan) {
+    if (plan->softcap != 0)
+        return attend_with<forward_config<element, FDMA_HEAD_DIM, true>>(problem, plan);
+    return attend_with<forward_config<element, FDMA_HEAD_DIM, false>>(problem, plan);
+}
+
 static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *plan) {
     if (problem->dtype == FDMA_FLOAT16)
-        return attend_with<forward_config<__half, FDMA_HEAD_DIM>>(problem, plan);
-    return attend_with<forward_config<__nv_bfloat16, FDMA_HEAD_DIM>>(problem, plan);
+        return attend_elements<__half>(problem, plan);
+    return attend_elements<__nv_bfloat16>(problem, plan);
 }
 
 /* Rows are copied 16 bytes at a time. */

@@ -20,8 +20,8 @@ template <class config> struct consumer {
     ring_place<config::buffers> kv;
     ring_place<config::notes> notes;
     ring_place<1> q;
-    int32_t index;      // of the consumer
-    uint32_t positions; // of this thread's two rows, since the tile's first: 16 bits each
+    int32_t index;       // of the consumer
+    int32_t position[2]; // of this thread's rows, since the tile's first
     row_softmax softmax;
     float out[out_held];
     block_weights weights;
@@ -76,8 +76,7 @@ template <class config> struct consumer {
             const int32_t spans[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int k = 0; k < 8; k++) {
-                const int32_t p = positions >> k / 2 % 2 * 16 & 0xffff,
-                              span = spans[k / 4 * 2 + k % 2];
+                const int32_t p = position[k / 2 % 2], span = spans[k / 4 * 2 + k % 2];
                 const bool kept = (int16_t)span <= p && p < span >> 16;
                 scores[i + k] = kept ? scores[i + k] : -INFINITY;
             }
@@ -114,9 +113,9 @@ template <class config> struct consumer {
                                  uint32_t (&next)[held / 8][4], float (&rescale)[2]) {
         const block_notes<config> *const note = &memory->notes[notes.index];
         const bool has_bias = plan.records != NULL;
-        float unit = plan.softcap != 0 ? log2_e : plan.scale * log2_e;
+        float unit = config::has_softcap ? log2_e : plan.scale * log2_e;
         wait(&memory->notes_full[notes.index], notes.parity);
-        if (plan.softcap != 0)
+        if constexpr (config::has_softcap)
             soften(plan, scores);
         mask(note, scores);
         bool done = false;
@@ -159,9 +158,10 @@ template <class config> struct consumer {
 
     __device__ inline void begin_tile(const forward_plan &plan, int32_t tile_index) {
         const row_tile tile = tile_at<config>(plan, order, tile_index);
-        const int32_t row = first_row_of(tile);
-        positions = row_position(plan, row / plan.group) - tile.first |
-                    (row_position(plan, (row + 8) / plan.group) - tile.first) << 16;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            position[i] =
+                row_position(plan, (first_row_of(tile) + 8 * i) / plan.group) - tile.first;
         softmax = row_softmax();
 #pragma unroll
         for (int i = 0; i < out_held; i++)

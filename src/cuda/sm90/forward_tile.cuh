@@ -9,22 +9,29 @@
 static constexpr int warpgroup_threads = 128;
 static constexpr int warpgroup_warps = 4;
 
-/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. */
-template <typename element_, int most_channels> struct forward_config {
+/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
+ * softcap: whether there is one; its code in the loop costs those without it 7%. */
+template <typename element_, int most_channels, bool softcap> struct forward_config {
     using element = element_;
+    static constexpr bool has_softcap = softcap;
     static constexpr int channels = most_channels;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
     static constexpr int consumers = 2;                     // warpgroups that multiply
     static constexpr int warpgroup_rows = 64;               // of a wgmma
     static constexpr int rows = consumers * warpgroup_rows; // (query, head of the group) pairs
-    // registers: scores and out take (key_rows + channels) / 2 of a consumer's, weights key_rows / 4
+    // keys of a block: of a consumer's registers scores and out take (key_rows + channels) / 2,
+    // weights, twice, key_rows / 2
     static constexpr int key_rows = channels > 128 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int buffers = channels > 128 ? 5 : channels > 64 ? 6 : 12; // of k or v
+    static constexpr int buffers = channels > 128 ? 5 : channels > 64 ? 6 : 12; // what fits
     static constexpr int notes = 2; // blocks of keys of which there are notes
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
-    static constexpr int producer_registers = 56, consumer_registers = 224;
+    // 40 make the producer wait for registers that its copies still read from: 10% of the time;
+    // softening scores takes the rest
+    static constexpr bool is_tight = has_softcap && channels != 128;
+    static constexpr int producer_registers = is_tight ? 40 : 56;
+    static constexpr int consumer_registers = is_tight ? 232 : 224;
     static constexpr int group_keys = key_rows / warpgroup_warps; // that a producer's warp loads
 };
 
@@ -64,6 +71,7 @@ template <class config> struct forward_memory {
     uint64_t q_full, q_empty;
     uint64_t kv_full[config::buffers], kv_empty[config::buffers];
     uint64_t notes_full[config::notes], notes_empty[config::notes];
+    static constexpr int most_bytes = 227 * 1024; // of a block's shared memory on 9.0
 };
 
 /* `rows` consecutive rows of one kv head: row r is query r / group of head r % group. */
