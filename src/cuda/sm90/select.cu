@@ -319,7 +319,8 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     segment_plan best = {};
     best.time = INT64_MAX;
     for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++) {
-        const int64_t blocks = divide_up(problem->kv_len, (int64_t)threads * choices[i]);
+        const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choices[i]);
+        const int64_t blocks = wanted > 1 ? wanted : 1; // also where there are no keys
         if (blocks > most)
             continue;
         const int64_t waves =
