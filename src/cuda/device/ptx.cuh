@@ -267,15 +267,6 @@ __device__ static inline void wgmma_m64n256k16(float (&d)[128], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "C"(element_type<element>::ptx));
 }
 
-/* 16 bytes that are read once: they need no place in L1. */
-__device__ static inline uint4 ld_global_nc_no_allocate(const void *address) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(address));
-    return x;
-}
-
 __device__ static inline void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }

@@ -247,7 +247,7 @@ template <class config> struct consumer {
             } else {
                 attend_last<config::key_rows>();
             }
-            finish_tile(plan, opaque(note.index));
+            finish_tile(plan, note.index);
         }
     }
 };
