@@ -112,11 +112,16 @@ template <class config> struct consumer {
     __device__ inline bool weigh(const forward_plan &plan, bool is_first, float (&scores)[held],
                                  uint32_t (&next)[held / 8][4], float (&rescale)[2]) {
         const block_notes<config> *const note = &memory->notes[notes.index];
-        const bool has_bias = plan.records != NULL;
+        bool has_bias = plan.records != NULL; // that is still to be added
         float unit = config::has_softcap ? log2_e : plan.scale * log2_e;
         wait(&memory->notes_full[notes.index], notes.parity);
         if constexpr (config::has_softcap)
             soften(plan, scores);
+        if (has_bias && *(const uint32_t *)note->cuts != 0) { // bias, then cut: -inf + inf is NaN
+            add_bias(note, unit, scores);
+            unit = 1;
+            has_bias = false;
+        }
         mask(note, scores);
         bool done = false;
         if (!is_first && has_bias)
@@ -127,6 +132,7 @@ template <class config> struct consumer {
             add_bias(note, unit, scores);
             unit = 1;
         }
+        __syncwarp(); // all lanes have read the notes
         release(&memory->notes_empty[notes.index]);
         notes.advance();
         if (done)
@@ -232,6 +238,7 @@ template <class config> struct consumer {
             fence_proxy_async();
             q.advance();
             const tile_notes note = memory->tile;
+            __syncwarp(); // all lanes have read it, before one of them releases q
             if (note.index < 0)
                 return;
             begin_tile(plan, note.index);
@@ -247,7 +254,8 @@ template <class config> struct consumer {
             } else {
                 attend_last<config::key_rows>();
             }
-            finish_tile(plan, note.index);
+            // beside 256 channels there are no registers to keep a tile in: it is found anew
+            finish_tile(plan, config::channels > 128 ? opaque(note.index) : note.index);
         }
     }
 };
