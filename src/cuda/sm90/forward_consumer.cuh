@@ -12,6 +12,9 @@ template <class config> struct consumer {
     using element = typename config::element;
     static constexpr int scores_held = config::key_rows / 2, out_held = config::channels / 2;
 
+    // beside 256 channels there are no registers for more than one way to add a bias
+    static constexpr bool always_adds = config::channels > 128;
+
     using block_weights = uint32_t[config::key_rows / step_k][4]; // pairs, as wgmma takes them
 
     forward_memory<config> *memory;
@@ -117,18 +120,19 @@ template <class config> struct consumer {
         wait(&memory->notes_full[notes.index], notes.parity);
         if constexpr (config::has_softcap)
             soften(plan, scores);
-        if (has_bias && *(const uint32_t *)note->cuts != 0) { // bias, then cut: -inf + inf is NaN
+        // bias, then cut: -inf + inf is NaN
+        if (has_bias && (always_adds || *(const uint32_t *)note->cuts != 0)) {
             add_bias(note, unit, scores);
             unit = 1;
             has_bias = false;
         }
         mask(note, scores);
         bool done = false;
-        if (!is_first && has_bias)
+        if (!always_adds && !is_first && has_bias)
             done = softmax.weigh<element, true, true>(scores, unit, bias_of(note), next);
         else if (!is_first)
             done = softmax.weigh<element, false, true>(scores, unit, NULL, next);
-        if (!done && has_bias) {
+        if (!always_adds && !done && has_bias) {
             add_bias(note, unit, scores);
             unit = 1;
         }
