@@ -36,7 +36,6 @@ target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
 target_link_libraries(fdma_objects PRIVATE CUDA::cudart_static)
 target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
 target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests ask
-set(fdma_cuda_objects "")
 
 set(nvcc_strict "${PROJECT_SOURCE_DIR}/cmake/nvcc_strict.sh")
 if(FDMA_WERROR)

@@ -23,6 +23,11 @@ static inline fdma_status check_cuda(const char *what, cudaError_t status) {
     return FDMA_OK;
 }
 
+/* Whether 16-bit elements may be copied 16 bytes at a time; `strides`: all of them, or-ed. */
+static inline bool is_aligned(const void *data, int64_t strides) {
+    return (uintptr_t)data % 16 == 0 && strides % 8 == 0;
+}
+
 /* Launches `kernel` on the problem's stream. An error that an earlier call left behind on the
  * device shows here too, in the driver's words. */
 template <typename... Params, typename... Args>

@@ -192,8 +192,7 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
 }
 
 static bool is_aligned(const head_view &view) {
-    const int64_t strides = view.batch | view.row | view.head;
-    return (uintptr_t)view.data % chunk_bytes == 0 && strides % chunk_channels == 0;
+    return is_aligned(view.data, view.batch | view.row | view.head);
 }
 
 /* What a block gets of shared memory on the devices that have least: 8.6, 8.9, 12.0. */

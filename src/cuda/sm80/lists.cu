@@ -6,6 +6,7 @@
  * shared memory. Source: docs/algorithm.md, slots. */
 #include "cuda/device/plan.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/softmax.cuh"
 
 static constexpr int record_threads = 256;
 static constexpr int roll_threads = 256;
@@ -13,7 +14,6 @@ static constexpr int least_stretch = 4; // scattering costs more than rolling
 static constexpr int most_stretch = 16;
 static constexpr int wanted_blocks = 264;    // two for each multiprocessor of a large device
 static constexpr int most_table = 48 * 1024; // slots whose table fits shared memory
-static constexpr float log2_e = 1.44269504088896340736f;
 
 /* The selection, and how it is cut for scattering. */
 struct list_source {

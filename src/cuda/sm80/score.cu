@@ -244,10 +244,6 @@ __global__ void __launch_bounds__(32 * config::most_warps, 1)
     }
 }
 
-static bool is_aligned(const void *data, int64_t strides) {
-    return (uintptr_t)data % 16 == 0 && strides % chunk_channels == 0;
-}
-
 static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
     score_params params = {};
@@ -278,11 +274,13 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.parts = params.wide_dt_proj ? 3 : 1;
     params.weights = dt_proj->data;
     params.weight_row = params.dt_row;
+    params.weight_part = (int64_t)params.kv_heads * params.channels;
+    // taken in any case: whether it is needed shows only where there is data
+    void *const arranged =
+        fdma_arena_take(arena, (size_t)(params.parts * params.weight_part) * sizeof(uint16_t));
     if (params.wide_dt_proj || !is_aligned(dt_proj->data, params.dt_row)) {
         params.weight_row = params.channels;
-        params.weight_part = (int64_t)params.kv_heads * params.channels;
-        params.weights =
-            fdma_arena_take(arena, (size_t)(params.parts * params.weight_part) * sizeof(uint16_t));
+        params.weights = arranged;
     }
     if (params.wide_dt_proj && problem->dtype == FDMA_FLOAT16)
         params.scales =

@@ -96,13 +96,8 @@ static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *
     return attend_elements<__nv_bfloat16>(problem, plan);
 }
 
-/* Rows are copied 16 bytes at a time. */
 static bool is_aligned(const fdma_tensor *tensor) {
-    const int64_t unit = chunk_bytes / 2;
-    for (int axis = 0; axis < 3; axis++)
-        if (tensor->shape[axis] > 1 && tensor->stride[axis] % unit != 0)
-            return false;
-    return (uintptr_t)tensor->data % chunk_bytes == 0;
+    return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
 }
 
 /* What a gather adds to where a kv head's rows begin is a product of two uint32_t. */
@@ -114,7 +109,7 @@ static bool is_near(const fdma_problem *problem) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    enum { few_queries = 16, many_keys = 1024, smallest = 64, most_tiles = INT32_MAX / 2 };
+    enum { few_queries = 16, smallest = 64, most_tiles = INT32_MAX / 2 };
     const int64_t rows = problem->q_len * problem->group;
     const char *const reason = fdma_cuda_refuses_plan(problem);
     if (reason != NULL)
@@ -131,8 +126,9 @@ static const char *refuses(const fdma_problem *problem) {
         return "more than 2^30 rows of a kv head, or 2^30 tiles of them";
     if (!is_near(problem))
         return "rows more than 2^31 elements apart";
-    if (problem->q_len <= few_queries && problem->kv_len > many_keys)
-        return "few queries of many keys, which are better split over keys";
+    // few keys too: rows that take a call over for its alignment must want no more workspace
+    if (problem->q_len <= few_queries)
+        return "few queries, which are better split over keys";
     return fdma_refuses_but_sm90a(problem);
 }
 
