@@ -12,7 +12,9 @@
  *       fdma_select()    scores -> which queries keep which keys (a selection: one int32 per key)
  *       fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
  *
- *   fdma_lists() writes a selection out as lists of keys, for kernels of one's own.
+ *   fdma_lists() writes a selection out as lists of keys, for kernels of one's own. Gradients:
+ *   fdma_attention_backward() in one call, or fdma_backward() and fdma_score_backward().
+ *   fdma_merge() joins attention over two sets of keys.
  *
  * Words. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b, i query, j key,
  * h query head, g = h / (q_heads / kv_heads) kv head, d channel.
@@ -39,8 +41,8 @@
  * Devices. exec.device 0 is the CPU; n + 1 is CUDA device n, of compute capability 8.0 or later.
  * All tensors and the workspace are then memory of that device, and the call puts its work on
  * `stream` and returns: it waits for nothing and reads nothing back, so that a CUDA graph can
- * capture it. On a device q, k, v and out are float16 or bfloat16 (cast float32: FDMA_UNSUPPORTED),
- * and forward wants a selection's slots where its window leaves keys out.
+ * capture it. On a device q, k, v, out and their gradients are float16 or bfloat16 (cast float32:
+ * FDMA_UNSUPPORTED), and a selection needs its slots where its window leaves keys out.
  *
  * Threads. Calls on different buffers may run at once. Results are bit-equal for every number of
  * threads, and a sequence's result does not depend on the others of its batch.
@@ -351,6 +353,190 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
 /*! fdma_attention_workspace() - bytes of workspace for fdma_attention(). */
 FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
 
+/* Gradients */
+
+typedef struct fdma_backward_args {
+    size_t size;                     /* sizeof(fdma_backward_args) */
+    fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
+    fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
+    fdma_tensor out;                 /* what fdma_forward() made of the fields below: */
+    fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
+    fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor v;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor dq;                  /* output, shaped as q */
+    fdma_tensor dk;                  /* output, shaped as k */
+    fdma_tensor dv;                  /* output, shaped as v */
+    fdma_tensor dbias;               /* output, optional [batch, kv_heads, kv_len] float32 */
+    const fdma_selection *selection; /* what forward was given; NULL: dense */
+    int64_t window;                  /* 0, or the window that `selection` must have been made for */
+    double scale;                    /* as in fdma_forward_args */
+    double softcap;
+    int32_t causal;
+    int32_t deterministic; /* nonzero: bit-equal from run to run; the CPU always is */
+    int32_t accumulate;    /* nonzero: dq, dk and dv are added to what they hold; dbias never */
+    int32_t reserved;      /* zero */
+    fdma_exec exec;
+} fdma_backward_args;
+
+/*! fdma_backward() - the gradients of fdma_forward() in q, k, v and bias.
+ *  Formula    P[i,j] = exp(s[i,j] - lse[i]) over kept keys; D[i] = <dout[i], out[i]> - dlse[i]
+ *             dv[j] = sum_i P[i,j] dout[i];  dS[i,j] = P[i,j] (<dout[i], v[j]> - D[i])
+ *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
+ *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
+ *             sums over i: over the queries and the heads that share the key
+ *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to
+ *             256; dout, out, q, k, v, dq, dk and dv of one dtype
+ *  Units      as fdma_forward(); dbias is the gradient of logits in nats
+ *  Ownership  borrows everything; wants fdma_backward_workspace() bytes, linear in q_len and kv_len
+ *  Edge       an empty row has no gradient and none goes through it; keys that are not valid or
+ *             never kept are never read and their gradients are exactly 0; selecting is not
+ *             differentiable
+ *  Errors     as fdma_forward(); FDMA_INVALID_ARGUMENT a gradient that shares elements with another
+ *             tensor, out or lse of another shape
+ *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
+FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
+
+/*! fdma_backward_workspace() - bytes of workspace for fdma_backward(). */
+FDMA_API fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes);
+
+typedef struct fdma_score_backward_args {
+    size_t size;           /* sizeof(fdma_score_backward_args) */
+    fdma_tensor dbias;     /* [batch, kv_heads, kv_len] float32: the gradient of bias */
+    fdma_tensor v;         /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor dt_proj;   /* [kv_heads, kv_heads * head_dim] */
+    fdma_tensor a;         /* [kv_heads] */
+    fdma_tensor key_valid; /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor dv;        /* output, optional, shaped as v: always added to what it holds */
+    fdma_tensor ddt_proj;  /* output, shaped as dt_proj, of its dtype */
+    fdma_tensor da;        /* output, shaped as a, of its dtype */
+    fdma_bias_form
+        bias_form;      /* FDMA_BIAS_EXP or FDMA_BIAS_LINEAR: FDMA_BIAS_NONE has no gradient */
+    int32_t accumulate; /* nonzero: ddt_proj and da too are added to what they hold */
+    fdma_exec exec;
+} fdma_score_backward_args;
+
+/*! fdma_score_backward() - the gradients of fdma_score() in v, dt_proj and a, from that of bias.
+ *  Formula    dz = dbias * exp(z) or dbias;  da[g] = sum over b, j of dz softplus(dt)
+ *             ddt[b,j,g] = dz a[g] / (1 + exp(-dt))
+ *             ddt_proj[g, g' * head_dim + d] = sum over b, j of ddt[b,j,g] v[b,j,g',d]
+ *             dv[b,j,g',d] += sum over g of ddt[b,j,g] dt_proj[g, g' * head_dim + d]
+ *  Shapes     beside each field; dtypes as in fdma_score()
+ *  Ownership  borrows everything; wants fdma_score_backward_workspace() bytes
+ *  Edge       where dbias is exactly 0, or the key not valid, v is not read and dv left alone; sums
+ *             are bit-equal from run to run
+ *  Errors     as fdma_score(); FDMA_INVALID_ARGUMENT a gradient that shares elements with another
+ *             tensor, FDMA_BIAS_NONE
+ *  Source     docs/algorithm.md, backward */
+FDMA_API fdma_status fdma_score_backward(const fdma_score_backward_args *args);
+
+/*! fdma_score_backward_workspace() - bytes of workspace for fdma_score_backward(). */
+FDMA_API fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args,
+                                                   size_t *bytes);
+
+typedef struct fdma_attention_backward_args {
+    size_t size;                     /* sizeof(fdma_attention_backward_args) */
+    fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
+    fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
+    fdma_tensor out;                 /* what fdma_attention() made of the fields below: */
+    fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
+    fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor v;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor dt_proj;             /* [kv_heads, kv_heads * head_dim] */
+    fdma_tensor a;                   /* [kv_heads] */
+    fdma_tensor bias;                /* optional: fdma_attention()'s; else it is computed again */
+    fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor dq;                  /* output, shaped as q */
+    fdma_tensor dk;                  /* output, shaped as k */
+    fdma_tensor dv;                  /* output, shaped as v */
+    fdma_tensor ddt_proj;            /* output, as dt_proj; absent with FDMA_BIAS_NONE */
+    fdma_tensor da;                  /* output, as a; absent with FDMA_BIAS_NONE */
+    const fdma_selection *selection; /* fdma_attention()'s */
+    int64_t window;                  /* as in fdma_backward_args */
+    double scale;
+    double softcap;
+    fdma_bias_form bias_form;
+    int32_t causal;
+    int32_t deterministic;
+    int32_t accumulate;
+    fdma_exec exec;
+} fdma_attention_backward_args;
+
+/*! fdma_attention_backward() - the gradients of fdma_attention() in one call.
+ *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward()
+ *  Shapes     beside each field
+ *  Units      as the three calls
+ *  Ownership  borrows everything; bias and dbias live in the workspace
+ *  Edge       as the three calls
+ *  Errors     as the three calls; FDMA_INVALID_ARGUMENT no selection
+ *  Source     docs/algorithm.md, backward */
+FDMA_API fdma_status fdma_attention_backward(const fdma_attention_backward_args *args);
+
+/*! fdma_attention_backward_workspace() - bytes of workspace for fdma_attention_backward(). */
+FDMA_API fdma_status fdma_attention_backward_workspace(const fdma_attention_backward_args *args,
+                                                       size_t *bytes);
+
+/* Partial results */
+
+typedef struct fdma_merge_args {
+    size_t size;       /* sizeof(fdma_merge_args) */
+    fdma_tensor out_a; /* [batch, q_len, q_heads, head_dim]: attention over some keys */
+    fdma_tensor lse_a; /* [batch, q_heads, q_len] float32 */
+    fdma_tensor out_b; /* the same queries over other keys */
+    fdma_tensor lse_b;
+    fdma_tensor out; /* output [batch, q_len, q_heads, head_dim]: over all of them */
+    fdma_tensor lse; /* output, optional [batch, q_heads, q_len] float32 */
+    fdma_exec exec;
+} fdma_merge_args;
+
+/*! fdma_merge() - attention over two disjoint sets of keys, from that over each of them.
+ *  Formula    lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a - lse) out_a + exp(lse_b - lse)
+ *             out_b
+ *  Shapes     beside each field; out_a, out_b and out of one dtype
+ *  Units      lse in nats
+ *  Ownership  borrows everything; wants no workspace
+ *  Edge       lse of -inf: that part is empty and its out is not read; both: out = 0, lse = -inf;
+ *             NaN in a part's lse makes the row NaN
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, an output that shares elements with another
+ *             tensor; FDMA_UNSUPPORTED dtypes, head_dim
+ *  Source     arXiv:2205.14135, section 3.1 */
+FDMA_API fdma_status fdma_merge(const fdma_merge_args *args);
+
+/*! fdma_merge_workspace() - bytes of workspace for fdma_merge(): 0 today. */
+FDMA_API fdma_status fdma_merge_workspace(const fdma_merge_args *args, size_t *bytes);
+
+typedef struct fdma_merge_backward_args {
+    size_t size;       /* sizeof(fdma_merge_backward_args) */
+    fdma_tensor dout;  /* [batch, q_len, q_heads, head_dim]: the gradient of the merged out */
+    fdma_tensor dlse;  /* optional [batch, q_heads, q_len] float32: that of the merged lse */
+    fdma_tensor out_a; /* as in fdma_merge_args */
+    fdma_tensor lse_a;
+    fdma_tensor out_b;
+    fdma_tensor lse_b;
+    fdma_tensor dout_a; /* output, shaped as out_a */
+    fdma_tensor dlse_a; /* output, shaped as lse_a: fdma_backward_args.dlse of that part */
+    fdma_tensor dout_b; /* output */
+    fdma_tensor dlse_b; /* output */
+    fdma_exec exec;
+} fdma_merge_backward_args;
+
+/*! fdma_merge_backward() - the gradients of fdma_merge() in both parts.
+ *  Formula    w = exp(lse_a - lse);  dout_a = w dout
+ *             dlse_a = w (dlse + <dout, out_a - out>); b alike
+ *  Shapes     beside each field
+ *  Ownership  borrows everything; wants no workspace
+ *  Edge       an empty part's gradients are 0
+ *  Errors     as fdma_merge()
+ *  Source     docs/algorithm.md, backward */
+FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
+
+/*! fdma_merge_backward_workspace() - bytes of workspace for fdma_merge_backward(): 0 today. */
+FDMA_API fdma_status fdma_merge_backward_workspace(const fdma_merge_backward_args *args,
+                                                   size_t *bytes);
+
 /* Kernels and devices */
 
 /*! fdma_kernel_count() - how many kernels this library holds, usable on this machine or not. */
@@ -363,7 +549,8 @@ FDMA_API const char *fdma_kernel_name(int32_t index);
 typedef struct fdma_kernel_info {
     size_t size;           /* sizeof(fdma_kernel_info), set by the caller */
     const char *name;      /* such as "cpu/avx512" */
-    const char *operation; /* "score", "select", "lists" or "forward" */
+    const char *operation; /* "score", "select", "lists", "forward", "backward", "score_backward",
+                              "merge" or "merge_backward" */
     const char *missing; /* NULL if it runs here; else what this machine lacks, such as "avx512f" */
 } fdma_kernel_info;
 
@@ -372,14 +559,20 @@ typedef struct fdma_kernel_info {
  *  Errors     FDMA_INVALID_ARGUMENT an index out of range, size not set */
 FDMA_API fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info);
 
-/*! fdma_score_kernel(), fdma_select_kernel(), fdma_lists_kernel(), fdma_forward_kernel() - which
- *  kernel would run these arguments. Data and workspace may still be NULL.
+/*! fdma_score_kernel() and the like - which kernel would run these arguments. Data and workspace may
+ *  still be NULL.
  *  Ownership  *name is a constant
  *  Errors     as the call itself */
 FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name);
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
 FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);
 FDMA_API fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name);
+FDMA_API fdma_status fdma_backward_kernel(const fdma_backward_args *args, const char **name);
+FDMA_API fdma_status fdma_score_backward_kernel(const fdma_score_backward_args *args,
+                                                const char **name);
+FDMA_API fdma_status fdma_merge_kernel(const fdma_merge_args *args, const char **name);
+FDMA_API fdma_status fdma_merge_backward_kernel(const fdma_merge_backward_args *args,
+                                                const char **name);
 
 /*! fdma_device_count() - how many values of fdma_exec.device are usable: 1 for the CPU alone. */
 FDMA_API int32_t fdma_device_count(void);

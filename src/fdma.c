@@ -44,12 +44,20 @@ static fdma_status check_workspace(size_t given, size_t wanted) {
 
 /* Empty outputs: kernels need not ask. */
 static bool has_work(const fdma_problem *problem) {
-    const bool any_output = problem->operation != operation_score || is_present(&problem->score) ||
-                            is_present(&problem->bias);
-    const bool by_query =
-        problem->operation == operation_forward || problem->operation == operation_lists;
-    const int64_t rows = by_query ? problem->q_len : problem->kv_len;
-    return any_output && problem->batch > 0 && rows > 0;
+    const bool any_query = problem->batch > 0 && problem->q_len > 0;
+    const bool any_key = problem->batch > 0 && problem->kv_len > 0;
+    switch (problem->operation) {
+    case operation_score:
+        return any_key && (is_present(&problem->score) || is_present(&problem->bias));
+    case operation_select:
+        return any_key;
+    case operation_backward: // with no queries, keys have gradients of 0
+        return any_query || any_key;
+    case operation_score_backward: // with no keys, the weights have
+        return true;
+    default:
+        return any_query;
+    }
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -169,6 +177,102 @@ fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name
     return kernel_of(&problem, name);
 }
 
+static fdma_status check_backward(const fdma_backward_args *args, check_depth depth,
+                                  fdma_problem *problem) {
+    FDMA_TRY(fdma_check_backward(args, depth, problem));
+    return check_place(problem, depth);
+}
+
+fdma_status fdma_backward(const fdma_backward_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(check_backward(args, check_all, &problem));
+    return run(&problem);
+}
+
+fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(check_backward(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_backward_kernel(const fdma_backward_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(check_backward(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
+static fdma_status check_score_backward(const fdma_score_backward_args *args, check_depth depth,
+                                        fdma_problem *problem) {
+    FDMA_TRY(fdma_check_score_backward(args, depth, problem));
+    return check_place(problem, depth);
+}
+
+fdma_status fdma_score_backward(const fdma_score_backward_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(check_score_backward(args, check_all, &problem));
+    return run(&problem);
+}
+
+fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(check_score_backward(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_score_backward_kernel(const fdma_score_backward_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(check_score_backward(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
+static fdma_status check_merge(const fdma_merge_args *args, check_depth depth,
+                               fdma_problem *problem) {
+    FDMA_TRY(fdma_check_merge(args, depth, problem));
+    return check_place(problem, depth);
+}
+
+fdma_status fdma_merge(const fdma_merge_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(check_merge(args, check_all, &problem));
+    return run(&problem);
+}
+
+fdma_status fdma_merge_workspace(const fdma_merge_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(check_merge(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_merge_kernel(const fdma_merge_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(check_merge(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
+static fdma_status check_merge_backward(const fdma_merge_backward_args *args, check_depth depth,
+                                        fdma_problem *problem) {
+    FDMA_TRY(fdma_check_merge_backward(args, depth, problem));
+    return check_place(problem, depth);
+}
+
+fdma_status fdma_merge_backward(const fdma_merge_backward_args *args) {
+    fdma_problem problem;
+    FDMA_TRY(check_merge_backward(args, check_all, &problem));
+    return run(&problem);
+}
+
+fdma_status fdma_merge_backward_workspace(const fdma_merge_backward_args *args, size_t *bytes) {
+    fdma_problem problem;
+    FDMA_TRY(check_merge_backward(args, check_shapes, &problem));
+    return workspace_of(&problem, bytes);
+}
+
+fdma_status fdma_merge_backward_kernel(const fdma_merge_backward_args *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(check_merge_backward(args, check_shapes, &problem));
+    return kernel_of(&problem, name);
+}
+
 typedef struct attention_problems {
     fdma_problem score, select, forward;
 } attention_problems;
@@ -180,17 +284,23 @@ static fdma_status check_steps(const attention_steps *steps, check_depth depth,
     return check_forward(&steps->forward, depth, &problems->forward);
 }
 
+/* What steps hand on, and the most that one of them wants. */
+static fdma_status steps_bytes(size_t scratch, const fdma_problem *const *steps, size_t count,
+                               size_t *bytes) {
+    size_t most = 0;
+    for (size_t i = 0; i < count; i++) {
+        size_t step;
+        FDMA_TRY(workspace_of(steps[i], &step));
+        most = step > most ? step : most;
+    }
+    *bytes = scratch + most;
+    return FDMA_OK;
+}
+
 static fdma_status attention_bytes(const attention_steps *steps, const attention_problems *problems,
                                    size_t *bytes) {
     const fdma_problem *const each[] = {&problems->score, &problems->select, &problems->forward};
-    size_t most = 0;
-    for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) {
-        size_t step;
-        FDMA_TRY(workspace_of(each[i], &step));
-        most = step > most ? step : most;
-    }
-    *bytes = steps->scratch + most;
-    return FDMA_OK;
+    return steps_bytes(steps->scratch, each, sizeof each / sizeof each[0], bytes);
 }
 
 fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes) {
@@ -218,6 +328,57 @@ fdma_status fdma_attention(const fdma_attention_args *args) {
     if (steps.wanted != NULL)
         record_selection(steps.wanted, &problems.select);
     return FDMA_OK;
+}
+
+typedef struct backward_problems {
+    fdma_problem score, backward, score_backward;
+} backward_problems;
+
+static fdma_status check_backward_steps(const backward_steps *steps, check_depth depth,
+                                        backward_problems *problems) {
+    FDMA_TRY(check_backward(&steps->backward, depth, &problems->backward));
+    if (steps->needs_score)
+        FDMA_TRY(check_score(&steps->score, depth, &problems->score));
+    return steps->learns
+               ? check_score_backward(&steps->score_backward, depth, &problems->score_backward)
+               : FDMA_OK;
+}
+
+static fdma_status backward_bytes(const backward_steps *steps, const backward_problems *problems,
+                                  size_t *bytes) {
+    const fdma_problem *each[3] = {&problems->backward};
+    size_t count = 1;
+    if (steps->needs_score)
+        each[count++] = &problems->score;
+    if (steps->learns)
+        each[count++] = &problems->score_backward;
+    return steps_bytes(steps->scratch, each, count, bytes);
+}
+
+fdma_status fdma_attention_backward_workspace(const fdma_attention_backward_args *args,
+                                              size_t *bytes) {
+    backward_steps steps;
+    backward_problems problems;
+    FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT, "bytes: is NULL");
+    FDMA_TRY(fdma_split_attention_backward(args, &steps));
+    FDMA_TRY(check_backward_steps(&steps, check_shapes, &problems));
+    return backward_bytes(&steps, &problems, bytes);
+}
+
+fdma_status fdma_attention_backward(const fdma_attention_backward_args *args) {
+    backward_steps steps;
+    backward_problems problems;
+    size_t wanted;
+    FDMA_TRY(fdma_split_attention_backward(args, &steps));
+    FDMA_TRY(check_backward_steps(&steps, check_shapes, &problems));
+    FDMA_TRY(backward_bytes(&steps, &problems, &wanted));
+    FDMA_TRY(check_workspace(args->exec.workspace_size, wanted));
+    FDMA_TRY(check_backward_steps(&steps, check_all, &problems));
+    FDMA_TRY(fdma_check_attention_backward_overlaps(args));
+    if (steps.needs_score)
+        FDMA_TRY(run(&problems.score));
+    FDMA_TRY(run(&problems.backward));
+    return steps.learns ? run(&problems.score_backward) : FDMA_OK;
 }
 
 int32_t fdma_kernel_count(void) {

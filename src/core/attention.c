@@ -2,14 +2,12 @@
 #include "core/attention.h"
 
 #include "core/error.h"
-#include "core/plan.h"
 
 #include <string.h>
 
 #define FIRST_SIZE (offsetof(fdma_attention_args, exec) + sizeof(fdma_exec))
 
-/* A [batch, kv_heads, kv_len] array in the workspace. */
-static fdma_tensor take_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dtype dtype) {
+fdma_tensor fdma_take_key_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dtype dtype) {
     const int64_t shape[] = {v->shape[0], v->shape[2], v->shape[1]};
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, 3, shape);
     size_t bytes = fdma_dtype_size(dtype);
@@ -25,14 +23,14 @@ static void place_tensors(const fdma_attention_args *args, fdma_arena *arena,
                           attention_steps *steps) {
     const fdma_dtype wide = args->v.dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
     steps->score.score =
-        is_present(&args->score) ? args->score : take_tensor(arena, &args->v, wide);
+        is_present(&args->score) ? args->score : fdma_take_key_tensor(arena, &args->v, wide);
     steps->score.bias = args->bias;
     if (args->bias_form != FDMA_BIAS_NONE && !is_present(&args->bias))
-        steps->score.bias = take_tensor(arena, &args->v, wide);
+        steps->score.bias = fdma_take_key_tensor(arena, &args->v, wide);
     if (!is_present(&steps->selection.expiry))
-        steps->selection.expiry = take_tensor(arena, &args->v, FDMA_INT32);
+        steps->selection.expiry = fdma_take_key_tensor(arena, &args->v, FDMA_INT32);
     if (!is_present(&steps->selection.slot))
-        steps->selection.slot = take_tensor(arena, &args->v, FDMA_INT32);
+        steps->selection.slot = fdma_take_key_tensor(arena, &args->v, FDMA_INT32);
 }
 
 static void fill_steps(const fdma_attention_args *args, attention_steps *steps) {
@@ -67,17 +65,14 @@ static void fill_steps(const fdma_attention_args *args, attention_steps *steps) 
     steps->selection.kv_len = args->v.shape[1];
 }
 
-static void share_workspace(const fdma_attention_args *args, const fdma_arena *arena,
-                            attention_steps *steps) {
-    fdma_exec exec = args->exec;
-    steps->scratch = fdma_arena_size(arena);
+size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena) {
     if (arena->base != NULL && arena->used > 0) {
         uint8_t *const rest = arena->base + arena->used;
-        const size_t taken = (size_t)(rest - (uint8_t *)exec.workspace);
-        exec.workspace = rest;
-        exec.workspace_size = exec.workspace_size > taken ? exec.workspace_size - taken : 0;
+        const size_t taken = (size_t)(rest - (uint8_t *)exec->workspace);
+        exec->workspace = rest;
+        exec->workspace_size = exec->workspace_size > taken ? exec->workspace_size - taken : 0;
     }
-    steps->score.exec = steps->select.exec = steps->forward.exec = exec;
+    return fdma_arena_size(arena);
 }
 
 fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_steps *steps) {
@@ -97,7 +92,9 @@ fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_st
     fdma_arena arena = fdma_arena_of(&place);
     place_tensors(&args, &arena, steps);
     fill_steps(&args, steps);
-    share_workspace(&args, &arena, steps);
+    fdma_exec exec = args.exec;
+    steps->scratch = fdma_share_workspace(&exec, &arena);
+    steps->score.exec = steps->select.exec = steps->forward.exec = exec;
     return FDMA_OK;
 }
 

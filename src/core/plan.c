@@ -8,10 +8,10 @@
 
 const char *fdma_operation_name(fdma_operation operation) {
     static const char *const names[] = {
-        [operation_score] = "score",
-        [operation_select] = "select",
-        [operation_lists] = "lists",
-        [operation_forward] = "forward",
+        [operation_score] = "score",       [operation_select] = "select",
+        [operation_lists] = "lists",       [operation_forward] = "forward",
+        [operation_backward] = "backward", [operation_score_backward] = "score_backward",
+        [operation_merge] = "merge",       [operation_merge_backward] = "merge_backward",
     };
     return names[operation];
 }

@@ -9,7 +9,16 @@ typedef enum fdma_operation {
     operation_select,
     operation_lists,
     operation_forward,
+    operation_backward,
+    operation_score_backward,
+    operation_merge,
+    operation_merge_backward,
 } fdma_operation;
+
+/* Attention over some of the keys, and its gradients. */
+typedef struct fdma_part {
+    fdma_tensor out, lse, dout, dlse;
+} fdma_part;
 
 /* Tensors that an operation does not have are absent (rank 0); sizes likewise 0. */
 typedef struct fdma_problem {
@@ -18,6 +27,8 @@ typedef struct fdma_problem {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t group; /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
+    fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
+    fdma_part part[2]; /* what fdma_merge() merges */
     int64_t window;
     int64_t tile_len;
     double scale;   /* never 0 */
@@ -26,8 +37,43 @@ typedef struct fdma_problem {
     fdma_bias_form bias_form;
     bool causal;
     bool selected;
+    bool deterministic;
+    bool accumulate; /* gradients are added to what their tensors hold */
     fdma_exec exec;
 } fdma_problem;
+
+/* All tensors of a problem, each with its name in messages. */
+#define FDMA_PROBLEM_TENSORS(X)                                                                    \
+    X("q", q)                                                                                      \
+    X("k", k)                                                                                      \
+    X("v", v)                                                                                      \
+    X("out", out)                                                                                  \
+    X("lse", lse)                                                                                  \
+    X("bias", bias)                                                                                \
+    X("score", score)                                                                              \
+    X("dt_proj", dt_proj)                                                                          \
+    X("a", a)                                                                                      \
+    X("key_valid", key_valid)                                                                      \
+    X("expiry", expiry)                                                                            \
+    X("slot", slot)                                                                                \
+    X("list", list)                                                                                \
+    X("count", count)                                                                              \
+    X("dout", dout)                                                                                \
+    X("dlse", dlse)                                                                                \
+    X("dq", dq)                                                                                    \
+    X("dk", dk)                                                                                    \
+    X("dv", dv)                                                                                    \
+    X("dbias", dbias)                                                                              \
+    X("ddt_proj", ddt_proj)                                                                        \
+    X("da", da)                                                                                    \
+    X("out_a", part[0].out)                                                                        \
+    X("lse_a", part[0].lse)                                                                        \
+    X("dout_a", part[0].dout)                                                                      \
+    X("dlse_a", part[0].dlse)                                                                      \
+    X("out_b", part[1].out)                                                                        \
+    X("lse_b", part[1].lse)                                                                        \
+    X("dout_b", part[1].dout)                                                                      \
+    X("dlse_b", part[1].dlse)
 
 /* Whether data and workspace are there yet (a call) or not (a workspace query). */
 typedef enum check_depth { check_shapes, check_all } check_depth;
@@ -38,6 +84,13 @@ fdma_status fdma_check_select(const fdma_select_args *args, check_depth depth,
 fdma_status fdma_check_lists(const fdma_lists_args *args, check_depth depth, fdma_problem *problem);
 fdma_status fdma_check_forward(const fdma_forward_args *args, check_depth depth,
                                fdma_problem *problem);
+fdma_status fdma_check_backward(const fdma_backward_args *args, check_depth depth,
+                                fdma_problem *problem);
+fdma_status fdma_check_score_backward(const fdma_score_backward_args *args, check_depth depth,
+                                      fdma_problem *problem);
+fdma_status fdma_check_merge(const fdma_merge_args *args, check_depth depth, fdma_problem *problem);
+fdma_status fdma_check_merge_backward(const fdma_merge_backward_args *args, check_depth depth,
+                                      fdma_problem *problem);
 
 /* Copies a caller's struct of `args`' own size into `known_size` bytes: missing fields become zero;
  * fields that this library does not know must be zero. `first_size`: the oldest version's. */

@@ -152,23 +152,11 @@ static fdma_status check_pointer(named_pointer given, int32_t device) {
 }
 
 static fdma_status check_pointers(const fdma_problem *problem) {
+#define DATA(name, member) {name, problem->member.data},
     const named_pointer pointers[] = {
-        {"q", problem->q.data},
-        {"k", problem->k.data},
-        {"v", problem->v.data},
-        {"out", problem->out.data},
-        {"lse", problem->lse.data},
-        {"bias", problem->bias.data},
-        {"score", problem->score.data},
-        {"dt_proj", problem->dt_proj.data},
-        {"a", problem->a.data},
-        {"key_valid", problem->key_valid.data},
-        {"expiry", problem->expiry.data},
-        {"slot", problem->slot.data},
-        {"list", problem->list.data},
-        {"count", problem->count.data},
-        {"exec.workspace", problem->exec.workspace},
+        FDMA_PROBLEM_TENSORS(DATA){"exec.workspace", problem->exec.workspace},
     };
+#undef DATA
     for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)
         FDMA_TRY(check_pointer(pointers[i], problem->exec.device));
     return FDMA_OK;

@@ -3,6 +3,7 @@
 #include "reference/reference.h"
 
 #include "core/element.h"
+#include "reference/gradients.h"
 
 #include <math.h>
 
@@ -236,6 +237,14 @@ static const kernel_row rows[] = {
      false},
     {"reference", operation_forward, nothing_missing, refuses_nothing, forward_workspace,
      run_forward, false},
+    {"reference", operation_backward, nothing_missing, refuses_nothing,
+     fdma_reference_backward_workspace, fdma_reference_backward, false},
+    {"reference", operation_score_backward, nothing_missing, refuses_nothing,
+     fdma_reference_score_backward_workspace, fdma_reference_score_backward, false},
+    {"reference", operation_merge, nothing_missing, refuses_nothing, no_workspace,
+     fdma_reference_merge, false},
+    {"reference", operation_merge_backward, nothing_missing, refuses_nothing, no_workspace,
+     fdma_reference_merge_backward, false},
 };
 
 static const kernel_table table = {rows, sizeof rows / sizeof rows[0]};

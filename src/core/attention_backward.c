@@ -1,0 +1,126 @@
+/* Cuts a fused backward call into score, backward and score_backward. */
+#include "core/attention.h"
+#include "core/checks.h"
+#include "core/error.h"
+#include "core/plan.h"
+
+/* What runs between the steps: float32 for each key and kv head. */
+static fdma_tensor take_key_floats(fdma_arena *arena, const fdma_tensor *v) {
+    const fdma_dtype wide = v->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
+    return fdma_take_key_tensor(arena, v, wide);
+}
+
+static void fill_score_steps(const fdma_attention_backward_args *args, backward_steps *steps) {
+    steps->score = (fdma_score_args){
+        .size = sizeof steps->score,
+        .v = args->v,
+        .dt_proj = args->dt_proj,
+        .a = args->a,
+        .key_valid = args->key_valid,
+        .bias = steps->needs_score ? steps->bias : (fdma_tensor){0},
+        .bias_form = args->bias_form,
+    };
+    steps->score_backward = (fdma_score_backward_args){
+        .size = sizeof steps->score_backward,
+        .dbias = steps->dbias,
+        .v = args->v,
+        .dt_proj = args->dt_proj,
+        .a = args->a,
+        .key_valid = args->key_valid,
+        .dv = args->dv,
+        .ddt_proj = args->ddt_proj,
+        .da = args->da,
+        .bias_form = args->bias_form,
+        .accumulate = args->accumulate,
+    };
+}
+
+static void fill_backward_step(const fdma_attention_backward_args *args, backward_steps *steps) {
+    steps->backward = (fdma_backward_args){
+        .size = sizeof steps->backward,
+        .dout = args->dout,
+        .dlse = args->dlse,
+        .out = args->out,
+        .lse = args->lse,
+        .q = args->q,
+        .k = args->k,
+        .v = args->v,
+        .bias = steps->bias,
+        .key_valid = args->key_valid,
+        .dq = args->dq,
+        .dk = args->dk,
+        .dv = args->dv,
+        .dbias = steps->dbias,
+        .selection = args->selection,
+        .window = args->window,
+        .scale = args->scale,
+        .softcap = args->softcap,
+        .causal = args->causal,
+        .deterministic = args->deterministic,
+        .accumulate = args->accumulate,
+    };
+}
+
+static fdma_status check_form_fields(const fdma_attention_backward_args *args) {
+    FDMA_REQUIRE(args->selection != NULL, FDMA_INVALID_ARGUMENT,
+                 "selection: is NULL, want fdma_attention()'s");
+    FDMA_REQUIRE((unsigned)args->bias_form <= FDMA_BIAS_NONE, FDMA_INVALID_ARGUMENT,
+                 "bias_form: is %d, want one of fdma_bias_form", (int)args->bias_form);
+    const bool none = args->bias_form == FDMA_BIAS_NONE;
+    FDMA_REQUIRE(
+        !none || !(is_present(&args->ddt_proj) || is_present(&args->da) || is_present(&args->bias)),
+        FDMA_INVALID_ARGUMENT,
+        "bias_form: is FDMA_BIAS_NONE, want neither bias nor ddt_proj nor da");
+    return FDMA_OK;
+}
+
+fdma_status fdma_split_attention_backward(const fdma_attention_backward_args *caller,
+                                          backward_steps *steps) {
+    fdma_attention_backward_args args;
+    FDMA_TRY(fdma_copy_args("fdma_attention_backward_args", caller,
+                            FIRST_SIZE(fdma_attention_backward_args), &args, sizeof args));
+    FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
+    FDMA_TRY(check_form_fields(&args));
+    const bool learns = args.bias_form != FDMA_BIAS_NONE;
+    *steps = (backward_steps){
+        .learns = learns,
+        .needs_score = learns && !is_present(&args.bias),
+        .bias = args.bias,
+    };
+    const fdma_problem place = {.exec = args.exec};
+    fdma_arena arena = fdma_arena_of(&place);
+    if (steps->needs_score)
+        steps->bias = take_key_floats(&arena, &args.v);
+    if (learns)
+        steps->dbias = take_key_floats(&arena, &args.v);
+    fill_score_steps(&args, steps);
+    fill_backward_step(&args, steps);
+    fdma_exec exec = args.exec;
+    steps->scratch = fdma_share_workspace(&exec, &arena);
+    steps->score.exec = steps->backward.exec = steps->score_backward.exec = exec;
+    return FDMA_OK;
+}
+
+fdma_status fdma_check_attention_backward_overlaps(const fdma_attention_backward_args *args) {
+    const tensor_rule rules[] = {
+        {.name = "dout", .tensor = &args->dout},
+        {.name = "dlse", .tensor = &args->dlse},
+        {.name = "out", .tensor = &args->out},
+        {.name = "lse", .tensor = &args->lse},
+        {.name = "q", .tensor = &args->q},
+        {.name = "k", .tensor = &args->k},
+        {.name = "v", .tensor = &args->v},
+        {.name = "dt_proj", .tensor = &args->dt_proj},
+        {.name = "a", .tensor = &args->a},
+        {.name = "bias", .tensor = &args->bias},
+        {.name = "key_valid", .tensor = &args->key_valid},
+        {.name = "expiry", .tensor = &args->selection->expiry},
+        {.name = "slot", .tensor = &args->selection->slot},
+        {.name = "dq", .tensor = &args->dq, .output = true},
+        {.name = "dk", .tensor = &args->dk, .output = true},
+        {.name = "dv", .tensor = &args->dv, .output = true},
+        {.name = "ddt_proj", .tensor = &args->ddt_proj, .output = true},
+        {.name = "da", .tensor = &args->da, .output = true},
+    };
+    return fdma_check_overlaps(rules, COUNT(rules));
+}

@@ -1,0 +1,35 @@
+/* The checks that operations share, each in the order: struct, sizes, options, tensors, overlaps. */
+#ifndef FDMA_CORE_CHECKS_H
+#define FDMA_CORE_CHECKS_H
+
+#include "core/problem.h"
+
+#define COUNT(array) (sizeof(array) / sizeof(array)[0])
+/* Bytes of the first version of an argument struct. */
+#define FIRST_SIZE(type) (offsetof(type, exec) + sizeof(fdma_exec))
+
+fdma_status fdma_check_exec(const fdma_exec *exec, check_depth depth);
+fdma_status fdma_check_sizes(const fdma_problem *problem);
+fdma_status fdma_check_head_dim(int64_t head_dim);
+fdma_status fdma_check_reserved(int32_t reserved);
+
+/* Each tensor by its rule, then overlaps. */
+fdma_status fdma_check_rules(fdma_problem *problem, const tensor_rule *rules, size_t count,
+                             check_depth depth);
+
+/* A selection is only good for the keys, the window and the scope it was made for. */
+fdma_status fdma_check_selection(const fdma_selection *selection, const fdma_problem *problem,
+                                 int64_t window);
+
+/* What forward and backward are given alike. */
+typedef struct attention_options {
+    const fdma_selection *selection;
+    int64_t window;
+    double scale, softcap;
+    int32_t reserved;
+} attention_options;
+
+/* Checks sizes and options of an attention, and puts options and selection into `problem`. */
+fdma_status fdma_settle_attention(const attention_options *options, fdma_problem *problem);
+
+#endif
