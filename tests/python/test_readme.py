@@ -62,14 +62,25 @@ def test_python(root: Path, tmp_path: Path) -> None:
         assert_printed(example, run([sys.executable, str(script)], tmp_path, root))
 
 
+def run_c(source: Path, root: Path, tmp_path: Path) -> str:
+    program = tmp_path / "example"
+    strict = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
+    link = [f"-I{root / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
+    run(["cc", *strict, str(source), "-o", str(program), *link], tmp_path, root)
+    return run([str(program)], tmp_path, root)
+
+
 def test_c(root: Path, tmp_path: Path) -> None:
     for example in examples(root, "c"):
-        source, program = tmp_path / "example.c", tmp_path / "example"
+        source = tmp_path / "example.c"
         source.write_text(example.code)
-        strict = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
-        link = [f"-I{root / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
-        run(["cc", *strict, str(source), "-o", str(program), *link], tmp_path, root)
-        assert_printed(example, run([str(program)], tmp_path, root))
+        assert_printed(example, run_c(source, root, tmp_path))
+
+
+def test_a_training_step_in_c(root: Path, tmp_path: Path) -> None:
+    output = run_c(root / "examples" / "train_step.c", root, tmp_path)
+    assert output.count("slope by differences") == 5
+    assert "loss before the step" in output
 
 
 @pytest.mark.parametrize("name", ["attend_torch.py"])
