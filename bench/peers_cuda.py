@@ -1,31 +1,39 @@
 """What bench/peers.py measures on a CUDA device, and how.
 
-bfloat16, causal, batch 1. All peers of a case read the same tensors, in memory [1, length, heads,
-head_dim], and run in turn. A call is timed by events on its stream; what the host does before it
+Cases and tensors are those of peers_cuda_inputs.py and, for gradients, of peers_cuda_backward.py.
+Peers run in turn. A call is timed by events on its stream; what the host does before it
 hides behind a kernel that only waits. Launch overhead is what the host does.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Iterator
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import flash_dmattn
+import peers_cuda_backward
 import torch
 from flash_dmattn import ops
 from peers_common import Disagreement, Rounds, quantiles
+from peers_cuda_inputs import (
+    LONGEST_DENSE,
+    ORDERS,
+    PASSES,
+    SAMPLES,
+    Case,
+    Goal,
+    Inputs,
+    Peer,
+    best_keys,
+    build_mask,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-SAMPLES = 32  # queries whose outputs are held against float64
-SAW = 4096  # keys of a tooth
 WAIT_CYCLES = 600_000  # some 0.3 ms: longer than the host takes for a call
-LONGEST_DENSE = 131072  # dense attention takes a quarter of a second there, and grows by squares
 QUICK_LENGTH = 32768  # the longest with --quick
-ORDERS = ("rising", "falling", "equal", "sawtooth")
 CALLS = 50  # between two looks at the clock: fewer than fill the queue of a stream
 
 MORE = """
@@ -34,62 +42,20 @@ With --device cuda (--threads, --lengths and --window do not apply) cases are
   selected   selection and attention, of given scores in several orders
   dense      all keys through the kernels of flash_dmattn
   select, score, one-query, launch   these alone
+  backward, training   the gradients of attention; and with the call itself
+  selected-backward, dense-backward   those of selected and dense
 and peers
   fdma       flash_dmattn; what is not given is counted. fdma-rising, ...: of scores in that order
+  fdma-deterministic   gradients that are bit-equal from run to run
   fdma-sm80  the attention on the kernels for any device from compute capability 8.0 on
   cudnn, flash   SDPA over all keys, on the back ends of cuDNN and of FlashAttention
   masked, mask   SDPA under the boolean mask of the selection; building that mask
   read       a plain read of the case's keys: half the time of a copy
   graph      the same call in a CUDA graph
 of dense: useful FLOP/s as a share of cuDNN's (fdma-sm80: of FlashAttention's). of read: the plain
-read's time as a share of the case's. of iid: the time as a multiple of that of random scores.
+read's time as a share of the case's. of iid, of fast, of shorter: the time as a multiple of that of
+random scores, of gradients in any order, of the case of a quarter of the length.
 """
-
-
-class Goal(NamedTuple):
-    """What a row must reach in one of its figures, and what would be better still."""
-
-    figure: str
-    bar: float
-    aim: float
-
-    def words(self) -> str:
-        signs = {"of_dense": ">=", "of_read": ">="}
-        units = {"of_dense": "of dense", "of_read": "of read", "of_iid": "of iid", "ms": "ms"}
-        sign = signs.get(self.figure, "<=")
-        return f"{sign} {self.bar:.3g} {units[self.figure]} (aim {self.aim:.3g})"
-
-    def met(self, value: float) -> bool:
-        higher = self.figure in ("of_dense", "of_read")
-        return value >= self.bar if higher else value <= self.bar
-
-
-class Case(NamedTuple):
-    kind: str
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    length: int  # keys, and queries where the kind does not say other
-    window: int  # 0: dense
-    goals: dict[str, Goal]  # by peer
-    mask: bool = False  # small enough for SDPA under a mask
-
-    def name(self) -> str:
-        parts = [self.kind]
-        if self.kind == "select":
-            parts.append(f"g{self.kv_heads}")
-        else:
-            parts += ["bf16", f"h{self.q_heads}g{self.kv_heads}", f"d{self.head_dim}"]
-        parts.append(f"n{self.length}")
-        return "/".join(parts + ([f"w{self.window}"] if self.window else []))
-
-    def flops(self, window: int) -> float:
-        """Useful ones where each query keeps `window` keys; 0: all."""
-        full = min(window or self.length, self.length)
-        pairs = full * (full + 1) // 2 + (self.length - full) * full
-        if self.kind == "one-query":
-            pairs = full
-        return 4.0 * self.head_dim * self.q_heads * pairs
 
 
 def attention_cases() -> list[Case]:
@@ -136,44 +102,8 @@ def small_cases() -> list[Case]:
 
 
 def all_cases(quick: bool) -> list[Case]:
-    cases = attention_cases() + small_cases()
+    cases = attention_cases() + small_cases() + peers_cuda_backward.cases()
     return [case for case in cases if not quick or case.length <= QUICK_LENGTH]
-
-
-class Inputs:
-    """The tensors of a case; what its kind does not need is not there."""
-
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(case.length)
-        self.case = case
-        heads, length, dim = case.kv_heads, case.length, case.head_dim
-        new = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-        orders = ORDERS if case.kind in ("select", "selected") else ()
-        self.scores = {order: self.make_scores(order) for order in ("iid", *orders)}
-        if case.kind == "select":
-            return
-        self.value = new(1, length, heads, dim)
-        self.dt_proj = new(heads, heads * dim) / math.sqrt(heads * dim)
-        self.a_coef = torch.randn(heads, device="cuda")
-        self.spare = torch.empty_like(self.value)
-        self.key = torch.randn_like(self.value)
-        self.query = new(1, 1 if case.kind == "one-query" else length, case.q_heads, dim)
-        self.fdma = (self.query, self.key, self.value)
-        self.sdpa = tuple(tensor.transpose(1, 2) for tensor in self.fdma)
-        if case.mask:
-            group = case.q_heads // case.kv_heads
-            self.mask = build_mask(self)
-            self.expanded = [tensor.repeat_interleave(group, 1) for tensor in self.sdpa[1:]]
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def make_scores(self, order: str) -> torch.Tensor:
-        """[1, kv_heads, length] float32."""
-        shape = (1, self.case.kv_heads, self.case.length)
-        place = torch.arange(self.case.length, device="cuda", dtype=torch.float32)
-        ordered = {"rising": place, "falling": -place, "equal": 0 * place, "sawtooth": place % SAW}
-        if order in ordered:
-            return ordered[order].expand(shape).contiguous()
-        return torch.randn(shape, device="cuda")
 
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -206,15 +136,6 @@ def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
-def build_mask(inputs: Inputs) -> torch.Tensor:
-    """bool [1, q_heads, length, length]. From expiry: the cheapest way that there is to it."""
-    case = inputs.case
-    expiry = flash_dmattn.select(inputs.scores["iid"], case.window).expiry
-    key = torch.arange(case.length, dtype=torch.int32, device="cuda")
-    kept = (key <= key[:, None]) & (key[:, None] < expiry[:, :, None])
-    return kept.repeat_interleave(case.q_heads // case.kv_heads, 1)
-
-
 def masked(inputs: Inputs) -> torch.Tensor:
     """On all heads' own keys: no back end but the slowest takes groups under a mask."""
     query, key, value = inputs.sdpa[0], *inputs.expanded
@@ -233,12 +154,6 @@ def replay(inputs: Inputs) -> None:
         with torch.cuda.graph(inputs.graph):
             fused(inputs)
     inputs.graph.replay()
-
-
-class Peer(NamedTuple):
-    name: str
-    run: Callable[[Inputs], Any]
-    keys: str = ""  # which each query keeps: "all", an order's; "": there is no output to check
 
 
 def ordered_peers(run: Callable[..., Any], keys: bool) -> list[Peer]:
@@ -276,25 +191,13 @@ def peers_of(case: Case) -> list[Peer]:
         "dense": lambda: [DENSE, CUDNN, FLASH],
         "launch": lambda: [FUSED, Peer("graph", replay)],
         "attention": lambda: [FUSED, CUDNN, FLASH],
-    }[case.kind]()
-    if case.mask:
+    }.get(case.kind, lambda: peers_cuda_backward.peers_of(case))()
+    if case.mask and case.kind not in PASSES:
         found += [Peer("masked", masked, "iid"), Peer("mask", build_mask)]
     return [peer for peer in found if peer.keys != "all" or case.length <= LONGEST_DENSE]
 
 
 # ---- outputs ----
-
-
-def best_keys(score: torch.Tensor, rows: torch.Tensor, window: int) -> torch.Tensor:
-    """bool [rows, length] of one kv head's score [length]; the later of equals first."""
-    key = torch.arange(len(score), device=score.device)
-    visible = key <= rows[:, None]
-    if not 0 < window < len(score):
-        return visible
-    backwards = score.expand_as(visible).masked_fill(~visible, -torch.inf).flip(1)
-    order = backwards.sort(dim=1, descending=True, stable=True).indices[:, :window]
-    kept = torch.zeros_like(visible).scatter(1, len(score) - 1 - order, True)
-    return kept & visible
 
 
 def evaluate(
@@ -342,6 +245,9 @@ def check_output(
 def check_outputs(inputs: Inputs, peers: list[Peer]) -> None:
     """Every peer's, and those of the one call by the scores that it found itself."""
     case = inputs.case
+    if case.kind in PASSES:
+        peers_cuda_backward.check_gradients(inputs, peers)
+        return
     if case.kind in ("attention", "launch"):
         out, _, found, bias, *_ = attend(inputs)
         check_output(inputs, out, found, bias, f"{case.name()}: fdma")
@@ -397,10 +303,13 @@ def ratio(above: list[float], below: list[float]) -> float:
     return quantiles([a / b for a, b in zip(above, below)])[1]
 
 
-def make_row(case: Case, peer: Peer, times: dict[str, list[float]]) -> dict[str, Any]:
+def make_row(
+    case: Case, peer: Peer, times: dict[str, list[float]], earlier: list[tuple[Case, float]]
+) -> dict[str, Any]:
+    """`earlier`: fdma's medians in the cases before this one."""
     own, ours = times[peer.name], times["fdma"]
     low, median, high = quantiles(own)
-    attends = peer.keys or peer is FUSED
+    attends = peer.keys or peer is FUSED or case.kind in PASSES
     flops = case.flops(0 if peer.keys == "all" else case.window) if attends else None
     rival = times.get("flash" if peer.name == "fdma-sm80" else "cudnn")
     row = {
@@ -412,6 +321,8 @@ def make_row(case: Case, peer: Peer, times: dict[str, list[float]]) -> dict[str,
         "of_dense": flops / case.flops(0) * ratio(rival, own) if flops and rival else None,
         "of_read": ratio(times["read"], own) if "read" in times else None,
         "of_iid": ratio(own, ours) if peer.name[5:] in ORDERS else None,
+        "of_fast": ratio(own, ours) if peer.name == "fdma-deterministic" else None,
+        "of_shorter": of_shorter(case, median, earlier) if peer.name == "fdma" else None,
         "ratio": None if peer.name.startswith("fdma") else ratio(own, ours),
     }
     goal = case.goals.get(peer.name)
@@ -420,8 +331,17 @@ def make_row(case: Case, peer: Peer, times: dict[str, list[float]]) -> dict[str,
     return row
 
 
+def of_shorter(case: Case, median: float, earlier: list[tuple[Case, float]]) -> float | None:
+    """The time as a multiple of that of the same case of a quarter of the length."""
+    for other, ms in earlier:
+        if other._replace(length=4 * other.length, goals={}) == case._replace(goals={}):
+            return median / ms
+    return None
+
+
 def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
     """The rows of each case. Errors: Disagreement."""
+    earlier: list[tuple[Case, float]] = []
     for case in cases:
         inputs = Inputs(case)
         peers = peers_of(case)
@@ -429,7 +349,8 @@ def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
         times = dict(zip([peer.name for peer in peers], alternate(peers, inputs, rounds)))
         for peer in peers:
-            yield make_row(case, peer, times)
+            yield make_row(case, peer, times, earlier)
+        earlier.append((case, quantiles(times["fdma"])[1]))
         del inputs
         torch.cuda.empty_cache()
 
