@@ -5,7 +5,8 @@
 Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran in
 alternation, time of a plain read as a share of the case's, selection and lists in ns a key, lists
 as a share of the attention over their selection, useful FLOP/s as a share of dense attention's,
-time as a multiple of that of random scores, how many times as fast as the peer flash_dmattn is.
+time as a multiple of that of random scores, of gradients in any order and of the case of a quarter
+of the length, how many times as fast as the peer flash_dmattn is.
 Errors: a file that is not such JSON lines raises ValueError.
 """
 
@@ -29,6 +30,8 @@ COLUMNS = {
     "of_forward": "of forward",
     "of_dense": "of dense",
     "of_iid": "of iid",
+    "of_fast": "of fast",
+    "of_shorter": "of shorter",
     "ratio": "times as fast",
     "goal": "to reach",
     "met": "reached",
@@ -43,6 +46,8 @@ DECIMALS = {
     "of_forward": 4,
     "of_dense": 2,
     "of_iid": 2,
+    "of_fast": 2,
+    "of_shorter": 2,
     "ratio": 2,
 }
 FACTS = {

@@ -97,7 +97,7 @@ def test_wrong_outputs_are_found(mistake: str) -> None:
 def make_rows() -> list[dict[str, Any]]:
     case = peers_cuda.all_cases(quick=False)[1]
     times = {"fdma": [2.0, 2.2, 2.1], "cudnn": [14.0, 14.0, 15.0], "flash": [26.0, 27.0, 25.0]}
-    return [peers_cuda.make_row(case, peer, times) for peer in peers_cuda.peers_of(case)]
+    return [peers_cuda.make_row(case, peer, times, []) for peer in peers_cuda.peers_of(case)]
 
 
 def test_rows() -> None:
@@ -110,6 +110,19 @@ def test_rows() -> None:
     assert ours["goal"] == ">= 0.7 of dense (aim 1)" and ours["met"] is True
     assert cudnn["of_dense"] == 1 and cudnn["ratio"] == pytest.approx(7) and cudnn["met"] is None
     assert flash["useful_gflops"] == pytest.approx(case.flops(0) / 26e6)
+
+
+def test_a_row_of_four_times_the_length() -> None:
+    cases = [case for case in peers_cuda.all_cases(quick=False) if case.kind == "backward"]
+    short, long = cases[:2]
+    assert (short.length, long.length) == (32768, 131072)
+    peer = peers_cuda.peers_of(long)[0]
+    earlier = [(short, 5.0)]
+    row = peers_cuda.make_row(long, peer, {"fdma": [21.0, 22.0, 23.0]}, earlier)
+    assert row["of_shorter"] == pytest.approx(4.4) and row["met"] is True
+    row = peers_cuda.make_row(long, peer, {"fdma": [23.0, 24.0, 25.0]}, earlier)
+    assert row["met"] is False
+    assert peers_cuda.of_shorter(cases[2], 1.0, earlier) is None
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
