@@ -14,6 +14,7 @@ disagree or a file could not be written; 2 bad usage.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from typing import Any, Callable, NamedTuple, NoReturn
 
 import flash_dmattn
 import peers_cuda
+import peers_training
 import torch
 from peers_common import (
     QUICK,
@@ -46,7 +48,8 @@ BLOCK = 256  # queries that share a bound on their errors,
 SAMPLES = 16  # computed from so many of them
 
 MORE = """
-Cases: forward/dense (causal, all keys) and forward/selected (the window best keys of each query).
+Cases: forward/dense (causal, all keys), forward/selected (the window best keys of each query) and
+training/selected (forward and the gradients of q, k and v).
 Peers:
   fdma         flash_dmattn; a selected case counts its selection
   sdpa         scaled_dot_product_attention(is_causal=True): all keys, in selected cases too
@@ -55,7 +58,8 @@ Peers:
 Columns:
   ms             median of the rounds
   spread         (90th percentile - 10th percentile) / median
-  GFLOP/s        useful ones: 4 * head_dim for each query and key that it keeps; all keys for sdpa
+  GFLOP/s        useful ones: 4 * head_dim (training: 3.5 times that) for each query and key that it
+                 keeps; all keys for sdpa
   times as fast  as this peer fdma is: the ratio of their times in the same round, median
 {cuda}
 FILTER is a part of cases' names or, where it has * or ?, a pattern for all of it.
@@ -63,22 +67,26 @@ FILTER is a part of cases' names or, where it has * or ?, a pattern for all of i
 
 
 QUICK_LENGTHS = [1024, 2048, 4096]
+TRAINING_LENGTHS = [8192]
+QUICK_TRAINING_LENGTHS = [4096]
 
 
 class Case(NamedTuple):
     dtype: str
     length: int  # q_len and kv_len
     window: int  # 0: dense
+    training: bool = False  # forward and backward
 
     def name(self) -> str:
+        kind = "training" if self.training else "forward"
         form, end = ("selected", f"/w{self.window}") if self.window else ("dense", "")
-        return f"forward/{form}/{self.dtype}/d{HEAD_DIM}/n{self.length}{end}"
+        return f"{kind}/{form}/{self.dtype}/d{HEAD_DIM}/n{self.length}{end}"
 
     def flops(self, window: int) -> float:
         """Useful ones where each query keeps `window` keys; 0: all."""
         full = min(window or self.length, self.length)
         pairs = full * (full + 1) // 2 + (self.length - full) * full
-        return 4.0 * HEAD_DIM * pairs
+        return (3.5 if self.training else 1) * 4.0 * HEAD_DIM * pairs
 
 
 class Inputs:
@@ -93,6 +101,9 @@ class Inputs:
         self.fdma = [tensor.transpose(1, 2) for tensor in self.sdpa]
         self.score = torch.randperm(case.length, generator=generator).float()[None, None]
         self.mask = build_mask(self) if case.window else None
+        if case.training:
+            self.dout = torch.randn(shape[1:], generator=generator).to(DTYPES[case.dtype])
+            self.sdpa = tuple(tensor.clone().requires_grad_() for tensor in self.sdpa)
 
 
 def fdma_dense(inputs: Inputs) -> torch.Tensor:
@@ -123,7 +134,7 @@ def build_mask(inputs: Inputs) -> torch.Tensor:
 
 class Peer(NamedTuple):
     name: str
-    run: Callable[[Inputs], torch.Tensor]
+    run: Callable[[Inputs], Any]
     keys: str  # which each query attends over: "all", "kept", or "none" where that is not the job
 
 
@@ -137,6 +148,10 @@ PEERS = {
             Peer("sdpa-masked", sdpa_masked, "kept"),
             Peer("mask", build_mask, "none"),
         ),
+        "training": tuple(
+            Peer(name, functools.partial(peers_training.step, name), "kept")
+            for name in peers_training.FORWARDS
+        ),
     },
 }
 
@@ -145,6 +160,8 @@ DEVICES = ("cpu", "cuda")
 
 
 def peers_of(device: str, case: Case) -> tuple[Peer, ...]:
+    if case.training:
+        return PEERS[device]["training"]
     return PEERS[device]["selected" if case.window else "dense"]
 
 
@@ -211,6 +228,9 @@ def check_outputs(
 ) -> None:
     """Every peer's output is within what is allowed of the sampled queries, and, at all queries,
     within twice that of fdma's where both attend over the same keys. Errors: Disagreement."""
+    if case.training:
+        peers_training.check_gradients(inputs, keys_kept, case.name())
+        return
     first = peers[0]
     ours = first.run(inputs)[0, 0]
     for peer in peers:
@@ -265,6 +285,7 @@ def measure(args: argparse.Namespace, cases: list[Case]) -> Iterator[dict[str, A
         references = {
             keys: reference_blocks(inputs, windows[keys])
             for keys in {peer.keys for peer in peers} - {"none"}
+            if not case.training
         }
         for threads in args.threads:
             torch.set_num_threads(threads)  # flash_dmattn follows it
@@ -354,6 +375,8 @@ def select_cases(args: argparse.Namespace) -> list[Case] | list[peers_cuda.Case]
         for dtype in DTYPES
         for length in lengths
     ]
+    longer = args.lengths or (QUICK_TRAINING_LENGTHS if args.quick else TRAINING_LENGTHS)
+    cases += [Case(dtype, length, args.window, True) for dtype in DTYPES for length in longer]
     return named(cases, args.filter)
 
 
