@@ -9,6 +9,7 @@ from .functional import (
     attention,
     flash_dma_attention,
     get_available_backends,
+    merge,
     score,
     select,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "attention",
     "flash_dma_attention",
     "get_available_backends",
+    "merge",
     "score",
     "select",
 ]

@@ -37,6 +37,7 @@ class Draft(NamedTuple):
     args: _library.Sized
     selection: _library.Selection | None  # that `args` points to
     outputs: tuple[tuple[str, torch.Tensor], ...]  # by field; "": not the C library's
+    added_to: tuple[str, ...] = ()  # outputs that the call adds to what they hold: begun with 0
 
 
 class Operation(NamedTuple):
@@ -89,6 +90,8 @@ class Prepared:
         # An absent input's address is never written: its place is one that nobody reads.
         self.places = [self.place(name, tensor) for name, tensor in given]
         self.outputs = [(tuple(tensor.shape), tensor.dtype) for _, tensor in draft.outputs]
+        names = [name for name, _ in draft.outputs]
+        self.added_to = [names.index(name) for name in draft.added_to]
         exec_at = type(self.args).exec.offset
         self.stream_at = (exec_at + _library.Exec.stream.offset) // 8
         self.workspace_at = (exec_at + _library.Exec.workspace.offset) // 8
@@ -112,6 +115,8 @@ class Prepared:
     def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs:
         """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`."""
         outputs = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs])
+        for place in self.added_to:
+            outputs[place].zero_()
         addresses += [tensor.data_ptr() for tensor in outputs]
         for place, address in zip(self.places, addresses):
             if place is not None:

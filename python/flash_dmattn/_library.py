@@ -164,6 +164,112 @@ class AttentionArgs(Sized):
     ]
 
 
+class BackwardArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("dout", Tensor),
+        ("dlse", Tensor),
+        ("out", Tensor),
+        ("lse", Tensor),
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("bias", Tensor),
+        ("key_valid", Tensor),
+        ("dq", Tensor),
+        ("dk", Tensor),
+        ("dv", Tensor),
+        ("dbias", Tensor),
+        ("selection", POINTER(Selection)),
+        ("window", c_int64),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("causal", c_int32),
+        ("deterministic", c_int32),
+        ("accumulate", c_int32),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
+class ScoreBackwardArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("dbias", Tensor),
+        ("v", Tensor),
+        ("dt_proj", Tensor),
+        ("a", Tensor),
+        ("key_valid", Tensor),
+        ("dv", Tensor),
+        ("ddt_proj", Tensor),
+        ("da", Tensor),
+        ("bias_form", c_int),
+        ("accumulate", c_int32),
+        ("exec", Exec),
+    ]
+
+
+class AttentionBackwardArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("dout", Tensor),
+        ("dlse", Tensor),
+        ("out", Tensor),
+        ("lse", Tensor),
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("dt_proj", Tensor),
+        ("a", Tensor),
+        ("bias", Tensor),
+        ("key_valid", Tensor),
+        ("dq", Tensor),
+        ("dk", Tensor),
+        ("dv", Tensor),
+        ("ddt_proj", Tensor),
+        ("da", Tensor),
+        ("selection", POINTER(Selection)),
+        ("window", c_int64),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("bias_form", c_int),
+        ("causal", c_int32),
+        ("deterministic", c_int32),
+        ("accumulate", c_int32),
+        ("exec", Exec),
+    ]
+
+
+class MergeArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("out_a", Tensor),
+        ("lse_a", Tensor),
+        ("out_b", Tensor),
+        ("lse_b", Tensor),
+        ("out", Tensor),
+        ("lse", Tensor),
+        ("exec", Exec),
+    ]
+
+
+class MergeBackwardArgs(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("dout", Tensor),
+        ("dlse", Tensor),
+        ("out_a", Tensor),
+        ("lse_a", Tensor),
+        ("out_b", Tensor),
+        ("lse_b", Tensor),
+        ("dout_a", Tensor),
+        ("dlse_a", Tensor),
+        ("dout_b", Tensor),
+        ("dlse_b", Tensor),
+        ("exec", Exec),
+    ]
+
+
 class KernelInfo(Sized):
     _fields_ = [
         ("size", c_size_t),
@@ -207,6 +313,16 @@ FUNCTIONS: dict[str, list[Any]] = {
     "fdma_forward_workspace": [POINTER(ForwardArgs), POINTER(c_size_t)],
     "fdma_attention": [POINTER(AttentionArgs)],
     "fdma_attention_workspace": [POINTER(AttentionArgs), POINTER(c_size_t)],
+    "fdma_backward": [POINTER(BackwardArgs)],
+    "fdma_backward_workspace": [POINTER(BackwardArgs), POINTER(c_size_t)],
+    "fdma_score_backward": [POINTER(ScoreBackwardArgs)],
+    "fdma_score_backward_workspace": [POINTER(ScoreBackwardArgs), POINTER(c_size_t)],
+    "fdma_attention_backward": [POINTER(AttentionBackwardArgs)],
+    "fdma_attention_backward_workspace": [POINTER(AttentionBackwardArgs), POINTER(c_size_t)],
+    "fdma_merge": [POINTER(MergeArgs)],
+    "fdma_merge_workspace": [POINTER(MergeArgs), POINTER(c_size_t)],
+    "fdma_merge_backward": [POINTER(MergeBackwardArgs)],
+    "fdma_merge_backward_workspace": [POINTER(MergeBackwardArgs), POINTER(c_size_t)],
     "fdma_kernel_count": [],
     "fdma_kernel_name": [c_int32],
     "fdma_describe_kernel": [c_int32, POINTER(KernelInfo)],
@@ -214,6 +330,10 @@ FUNCTIONS: dict[str, list[Any]] = {
     "fdma_select_kernel": [POINTER(SelectArgs), POINTER(c_char_p)],
     "fdma_lists_kernel": [POINTER(ListsArgs), POINTER(c_char_p)],
     "fdma_forward_kernel": [POINTER(ForwardArgs), POINTER(c_char_p)],
+    "fdma_backward_kernel": [POINTER(BackwardArgs), POINTER(c_char_p)],
+    "fdma_score_backward_kernel": [POINTER(ScoreBackwardArgs), POINTER(c_char_p)],
+    "fdma_merge_kernel": [POINTER(MergeArgs), POINTER(c_char_p)],
+    "fdma_merge_backward_kernel": [POINTER(MergeBackwardArgs), POINTER(c_char_p)],
     "fdma_device_count": [],
     "fdma_describe_device": [c_int32, POINTER(DeviceInfo)],
 }

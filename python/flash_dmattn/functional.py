@@ -9,7 +9,14 @@ device's current stream and does not wait for it. There attention takes float16 
 
 Every function raises, with a message that names the argument, its value and what was wanted:
 ValueError for arguments that contradict each other, NotImplementedError for what no kernel does.
-All are forward only: backward() raises NotImplementedError.
+
+All but select() are differentiable, once: a derivative of a gradient raises NotImplementedError.
+Keys that no query keeps have gradients of exactly 0, and which keys are kept has none. On the CPU
+gradients are the same bits from run to run; on a device attention's are so where `deterministic` or
+torch.use_deterministic_algorithms(True) asks for it.
+
+Under torch.autocast query, key and value are taken in autocast's dtype, as
+scaled_dot_product_attention does; scores, biases and lse stay float32.
 """
 
 from __future__ import annotations
@@ -18,7 +25,11 @@ from typing import NamedTuple
 
 import torch
 
-from . import _library, ops
+from . import (
+    _library,
+    autograd,  # noqa: F401 (registers gradients)
+    ops,
+)
 
 
 class Selection(NamedTuple):
@@ -53,6 +64,25 @@ def _logit_scale(softmax_scale: float | None) -> float:
     return softmax_scale
 
 
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`tensors` in the dtype that autocast computes matrix products in, where it is on."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    takes = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(tensor.to(dtype) if tensor.dtype in takes else tensor for tensor in tensors)
+
+
+def _autocast_weights(
+    value: torch.Tensor, dt_proj: torch.Tensor, a_coef: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As _autocast(), but weights in float32 stay as they are: kernels take them beside any."""
+    wide = torch.float32
+    weights = [one if one.dtype == wide else _autocast(one)[0] for one in (dt_proj, a_coef)]
+    return (*_autocast(value), *weights)
+
+
 def score(
     value: torch.Tensor,
     dt_proj: torch.Tensor,
@@ -81,7 +111,8 @@ def score(
 
     Source: arXiv:2508.02124, section 3.
     """
-    scores, bias = ops.score_op(value, dt_proj, a_coef, bias_form, key_valid, backend)
+    tensors = _autocast_weights(value, dt_proj, a_coef)
+    scores, bias = ops.score_op(*tensors, bias_form, key_valid, backend)
     return scores, None if bias_form == "none" else bias
 
 
@@ -127,6 +158,7 @@ def attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     backend: str | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query over the keys of `selection`, or over all visible keys without one.
 
@@ -142,6 +174,7 @@ def attention(
         softmax_scale: multiplies logits; None for 1 / sqrt(head_dim).
         softcap: c > 0 makes a logit c * tanh(logit / c), before the bias; 0 for none.
         backend: as in score().
+        deterministic: gradients are the same bits from run to run on a device too.
 
     Returns:
         out [batch, q_len, q_heads, head_dim] of query's dtype, and lse [batch, q_heads, q_len],
@@ -151,9 +184,7 @@ def attention(
     """
     expiry, slot, window, scope = selection if selection else (None, None, 0, "causal")
     return ops.attention_op(
-        query,
-        key,
-        value,
+        *_autocast(query, key, value),
         bias,
         expiry,
         slot,
@@ -164,7 +195,62 @@ def attention(
         _logit_scale(softmax_scale),
         softcap,
         backend,
+        deterministic,
     )
+
+
+def merge(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys, from attention() over each of them.
+
+    lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+
+    Args:
+        out_a: [batch, q_len, q_heads, head_dim].
+        lse_a: [batch, q_heads, q_len] float32 (float64 for float64), in nats; -inf where a query
+            has no key in this set: its out is then not read.
+        out_b: as out_a, of its dtype.
+        lse_b: as lse_a.
+        backend: as in score().
+
+    Returns:
+        out and lse, shaped as the parts.
+
+    Source: arXiv:2205.14135, section 3.1.
+    """
+    return ops.merge_op(out_a, lse_a, out_b, lse_b, backend)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    window: int,
+    *,
+    key_valid: torch.Tensor | None = None,
+    scope: str = "causal",
+    bias_form: str = "exp",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """flash_dma_attention() with every option that there is: out alone."""
+    query, key = _autocast(query, key)
+    tensors = (query, key, *_autocast_weights(value, dt_proj, a_coef))
+    scale = _logit_scale(softmax_scale)
+    options = (key_valid, window, scope, bias_form, causal, scale, softcap, backend)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return ops.flash_dma_attention_op(*tensors, *options)[0]
+    return ops.flash_dma_output_op(*tensors, *options)
 
 
 def flash_dma_attention(
@@ -205,17 +291,14 @@ def flash_dma_attention(
         raise NotImplementedError(f"dropout_p: is {dropout_p}; dropout is not implemented, want 0")
     if return_attn_probs:
         raise NotImplementedError("return_attn_probs: the probabilities are never formed")
-    tensors = (query, key, value, dt_proj, a_coef)
-    options = (
-        None,
+    return attend(
+        query,
+        key,
+        value,
+        dt_proj,
+        a_coef,
         keep_window_size,
-        "causal" if causal else "global",
-        "exp",
-        causal,
-        _logit_scale(softmax_scale),
-        0.0,
-        None,
+        scope="causal" if causal else "global",
+        causal=causal,
+        softmax_scale=softmax_scale,
     )
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return ops.flash_dma_attention_op(*tensors, *options)[0]
-    return ops.flash_dma_output_op(*tensors, *options)

@@ -1,5 +1,6 @@
 """torch.library operators over the C library: flash_dmattn::score, select, attention,
-flash_dma_attention and flash_dma_output, for tensors of the CPU and of CUDA devices.
+flash_dma_attention, flash_dma_output and merge, for tensors of the CPU and of CUDA devices. Their
+gradients are in gradients.py.
 
 Each operator is an allocation of its outputs, which alone is its fake kernel, and one C call. Other
 devices register kernels on these operators; their schemas stay. What arguments mean and which are
@@ -140,8 +141,12 @@ def draft_attention(
 
 def draft_output(*arguments: Any) -> Draft:  # noqa: ANN401
     """What is not asked for lives in the workspace."""
-    args, selection, outputs = draft_attention(*arguments)
-    return Draft(args, selection, outputs[:1])
+    draft = draft_attention(*arguments)
+    return draft._replace(outputs=draft.outputs[:1])
+
+
+def draft_merge(out: torch.Tensor, *rest: torch.Tensor) -> Draft:
+    return Draft(_library.MergeArgs(), None, tuple(zip(("out", "lse"), new_attention(out))))
 
 
 SCORE = Operation("score", ("v", "dt_proj", "a", "key_valid"), draft_score)
@@ -149,6 +154,7 @@ SELECT = Operation("select", ("score", "key_valid"), draft_select)
 FORWARD = Operation(
     "forward", ("q", "k", "v", "bias", "key_valid", "expiry", "slot"), draft_forward
 )
+MERGE = Operation("merge", ("out_a", "lse_a", "out_b", "lse_b"), draft_merge)
 FUSED_INPUTS = ("q", "k", "v", "dt_proj", "a", "key_valid")
 ATTENTION = Operation("attention", FUSED_INPUTS, draft_attention)
 OUTPUT = Operation("attention", FUSED_INPUTS, draft_output)
@@ -212,7 +218,7 @@ def _(
     device_types=DEVICES,
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? expiry, Tensor? slot, "
     "Tensor? key_valid, SymInt window, str scope, bool causal, float scale, float softcap, "
-    "str? backend) -> (Tensor, Tensor)",
+    "str? backend, bool deterministic=False) -> (Tensor, Tensor)",
 )
 def attention_op(
     query: torch.Tensor,
@@ -228,8 +234,9 @@ def attention_op(
     scale: float,
     softcap: float,
     backend: str | None,
+    deterministic: bool = False,
 ) -> Pair:
-    """fdma_forward(): out and lse; dense where `expiry` is None."""
+    """fdma_forward(): out and lse; dense where `expiry` is None. `deterministic` is backward's."""
     tensors = (query, key, value, bias, key_valid, expiry, slot)
     return call(FORWARD, tensors, (window, scope, causal, scale, softcap), backend)
 
@@ -324,46 +331,23 @@ def _(query: torch.Tensor, *rest: Any) -> torch.Tensor:  # noqa: ANN401
 
 
 @torch.library.custom_op(
-    "flash_dmattn::backward_of",
+    "flash_dmattn::merge",
     mutates_args=(),
-    schema="(str operation, Tensor[] gradients, Tensor[] inputs) -> Tensor[]",
+    device_types=DEVICES,
+    schema="(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str? backend) "
+    "-> (Tensor, Tensor)",
 )
-def backward_of_op(
-    operation: str, gradients: list[torch.Tensor], inputs: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The gradients of `inputs`, given those of the outputs. An operator, so that a graph with a
-    backward can be compiled and its forward run. Errors: NotImplementedError, always."""
-    raise NotImplementedError(f"flash_dmattn.{operation} has no backward pass: it is forward only")
+def merge_op(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    backend: str | None,
+) -> Pair:
+    """fdma_merge(): out and lse."""
+    return call(MERGE, (out_a, lse_a, out_b, lse_b), (), backend)
 
 
-@backward_of_op.register_fake
-def _(
-    operation: str, gradients: list[torch.Tensor], inputs: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    return [torch.empty_like(tensor) for tensor in inputs]
-
-
-def refuse_backward(operation: torch.library.CustomOpDef, name: str) -> None:
-    """Let `operation` run under grad mode, and its backward raise NotImplementedError."""
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-        ctx.places = [
-            place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)
-        ]
-        ctx.count = len(inputs)
-        ctx.save_for_backward(*(inputs[place] for place in ctx.places))
-
-    def backward(ctx: Any, *gradients: MaybeTensor) -> tuple[MaybeTensor, ...]:  # noqa: ANN401
-        given = [gradient for gradient in gradients if gradient is not None]
-        found = backward_of_op(name, given, list(ctx.saved_tensors))
-        result: list[MaybeTensor] = [None] * ctx.count
-        for place, gradient in zip(ctx.places, found):
-            result[place] = gradient
-        return tuple(result)
-
-    operation.register_autograd(backward, setup_context=setup_context)
-
-
-refuse_backward(score_op, "score")
-refuse_backward(attention_op, "attention")
-refuse_backward(flash_dma_attention_op, "flash_dma_attention")
+@merge_op.register_fake
+def _(out_a: torch.Tensor, *rest: Any) -> Pair:  # noqa: ANN401
+    return new_attention(out_a)

@@ -7,6 +7,7 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
+from flash_dmattn import gradients as gradients_ops
 from flash_dmattn import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,6 +32,9 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     expiry, slot = ops.select_op(score, 4, "causal", None, None)
     options = ("causal", True, 0.0, 0.0, None)
     fused = (key_valid, 4, "causal", "exp", True, 0.5, 2.0, "reference")
+    attended = ops.attention_op(query, key, value, score, expiry, slot, None, 4, *options)
+    dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
+    given = (attended[0].cos(), dlse, *attended, query, key, value)
     return {
         "score": (ops.score_op, (value, dt_proj, a_coef, "exp", key_valid, None)),
         "score without bias": (ops.score_op, (value, dt_proj, a_coef, "none", None, None)),
@@ -53,6 +57,28 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
             ops.flash_dma_attention_op,
             (*make_tensors(dtype=torch.bfloat16), *fused),
         ),
+        "merge": (ops.merge_op, (*attended, *attended, None)),
+        "score's backward": (
+            gradients_ops.score_backward_op,
+            (dlse[:, :2], value, dt_proj, a_coef, key_valid, "exp", None),
+        ),
+        "selected's backward": (
+            gradients_ops.attention_backward_op,
+            (*given, score, None, expiry, slot, 4, *options[:-1], False, True, None),
+        ),
+        "dense's backward": (
+            gradients_ops.attention_backward_op,
+            (*given, None, None, None, None, 0, *options[:-1], True, False, None),
+        ),
+        "fused's backward": (
+            gradients_ops.flash_dma_attention_backward_op,
+            (*given, dt_proj, a_coef, score, None, expiry, slot, 4, "causal", "exp")
+            + (*options[1:-1], False, None),
+        ),
+        "merge's backward": (
+            gradients_ops.merge_backward_op,
+            (*given[:2], *attended, *attended, None),
+        ),
     }
 
 
@@ -63,6 +89,23 @@ OPERATORS = operators()
 def test_opcheck(name: str) -> None:
     operator, arguments = OPERATORS[name]
     results = torch.library.opcheck(operator, arguments)
+    assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
+
+
+def learning(name: str) -> Arguments:
+    """The arguments of an operator, those requiring gradients that can."""
+    return tuple(
+        x.detach().clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x
+        for x in OPERATORS[name][1]
+    )
+
+
+DIFFERENTIABLE = [name for name in OPERATORS if "backward" not in name and "alone" not in name]
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "select " not in f"{name} "])
+def test_opcheck_of_gradients(name: str) -> None:
+    results = torch.library.opcheck(OPERATORS[name][0], learning(name))
     assert len(results) == 4 and set(results.values()) == {"SUCCESS"}
 
 
@@ -135,14 +178,20 @@ def test_inductor() -> None:
     assert torch.equal(compiled(*tensors), fused(*tensors))
 
 
-@pytest.mark.parametrize("function", [fused, stepwise])
-def test_training_graph_runs_forward_and_refuses_backward(
-    function: Callable[..., torch.Tensor],
-) -> None:
-    torch._dynamo.reset()
+def gradients(function: Callable[..., torch.Tensor]) -> Arguments:
     tensors = [tensor.clone().requires_grad_() for tensor in make_tensors()]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    out = compiled(*tensors)
-    assert torch.equal(out, function(*tensors)) and out.requires_grad
-    with pytest.raises(NotImplementedError, match="attention has no backward pass"):
-        out.sum().backward()
+    out = function(*tensors)
+    assert out.requires_grad
+    return torch.autograd.grad(out.square().sum(), tensors)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("function", [fused, stepwise])
+def test_one_training_graph(function: Callable[..., torch.Tensor], backend: str) -> None:
+    """Forward and backward without graph breaks; fused, all but the C library's is exact."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    exact = function is fused or backend == "aot_eager"
+    limits = {} if exact else {"rtol": 1e-4, "atol": 1e-5}  # inductor's exp() is another
+    for one, other in zip(gradients(compiled), gradients(function)):
+        torch.testing.assert_close(one, other, **(limits or {"rtol": 0, "atol": 0}))

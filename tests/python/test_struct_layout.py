@@ -19,6 +19,11 @@ STRUCTS = {
     "fdma_lists_args": _library.ListsArgs,
     "fdma_forward_args": _library.ForwardArgs,
     "fdma_attention_args": _library.AttentionArgs,
+    "fdma_backward_args": _library.BackwardArgs,
+    "fdma_score_backward_args": _library.ScoreBackwardArgs,
+    "fdma_attention_backward_args": _library.AttentionBackwardArgs,
+    "fdma_merge_args": _library.MergeArgs,
+    "fdma_merge_backward_args": _library.MergeBackwardArgs,
     "fdma_kernel_info": _library.KernelInfo,
     "fdma_device_info": _library.DeviceInfo,
 }
