@@ -13,10 +13,12 @@ from .functional import (
     score,
     select,
 )
+from .nn import DynamicMaskAttention
 
 __version__ = version()
 
 __all__ = [
+    "DynamicMaskAttention",
     "Selection",
     "attention",
     "flash_dma_attention",
