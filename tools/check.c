@@ -7,7 +7,6 @@
 #include "device.h"
 #include "options.h"
 
-#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -47,143 +46,33 @@ typedef struct check_options {
     const char *device; /* NULL: the CPU */
 } check_options;
 
-static check_verdict worse(check_verdict x, check_verdict y) {
-    return (check_verdict){
-        .excess = x.excess >= y.excess ? x.excess : y.excess,
-        .compared = x.compared + y.compared,
-    };
-}
-
-/* The bias is judged as a function of the score that the kernel wrote: what that is off by is the
- * score's own matter. */
-static check_verdict judge_bias(const check_problem *problem, fdma_tensor score, fdma_tensor bias) {
-    const double *z = check_widen(score);
-    const int64_t count = element_count(&score);
-    double *oracle = check_alloc(count, sizeof *oracle), *plain = check_alloc(count, sizeof *plain);
-    const int is_exp = problem->test->bias_form == FDMA_BIAS_EXP;
-    for (int64_t i = 0; i < count; i++) {
-        oracle[i] = is_exp ? exp(z[i]) : z[i];
-        plain[i] = is_exp ? (double)expf((float)z[i]) : z[i];
-        if (oracle[i] > (double)FLT_MAX) {
-            oracle[i] = plain[i]; /* what is infinite in float32 */
-        }
-    }
-    const check_result result = {.count = count, .oracle = oracle, .plain = plain};
-    return check_compare(&result, bias);
-}
-
-static fdma_status judge_score(const check_problem *problem, const char *kernel,
-                               check_verdict *verdict) {
-    const int biased = problem->test->bias_form != FDMA_BIAS_NONE;
-    const fdma_tensor score = check_tensor(FDMA_FLOAT32, 3, problem->score.shape);
-    const fdma_tensor bias =
-        biased ? check_tensor(FDMA_FLOAT32, 3, problem->score.shape) : (fdma_tensor){0};
-    const fdma_status status = check_run_score(problem, kernel, score, bias);
-    *verdict = check_compare(&problem->z, score);
-    if (biased) {
-        *verdict = worse(*verdict, judge_bias(problem, score, bias));
-    }
-    return status;
-}
-
-static fdma_status judge_select(const check_problem *problem, const char *kernel,
-                                check_verdict *verdict) {
-    fdma_selection selection = {
-        .size = sizeof selection,
-        .expiry = check_tensor(FDMA_INT32, 3, problem->score.shape),
-        .slot = check_tensor(FDMA_INT32, 3, problem->score.shape),
-    };
-    const fdma_status status = check_run_select(problem, kernel, &selection);
-    *verdict = worse(check_compare_exact(selection.expiry, problem->selection.expiry),
-                     check_compare_exact(selection.slot, problem->selection.slot));
-    return status;
-}
-
-/* What is beyond a list is 0 in both. */
-static fdma_status judge_lists(const check_problem *problem, const char *kernel,
-                               check_verdict *verdict) {
-    static const int64_t tile_lens[] = {5, 128};
-    const check_case *test = problem->test;
-    fdma_status status = FDMA_OK;
-    *verdict = (check_verdict){0};
-    for (size_t t = 0; t < sizeof tile_lens / sizeof tile_lens[0] && status == FDMA_OK; t++) {
-        const int64_t tiles = (test->q_len + tile_lens[t] - 1) / tile_lens[t];
-        const int64_t list_shape[] = {test->batch, test->kv_heads, tiles, test->kv_len};
-        const int64_t count_shape[] = {test->batch, test->kv_heads, tiles, 2};
-        const fdma_tensor list = check_tensor(FDMA_INT32, 4, list_shape);
-        const fdma_tensor count = check_tensor(FDMA_INT32, 4, count_shape);
-        const fdma_tensor want_list = check_tensor(FDMA_INT32, 4, list_shape);
-        const fdma_tensor want_count = check_tensor(FDMA_INT32, 4, count_shape);
-        status = check_run_lists(problem, "reference", tile_lens[t], want_list, want_count);
-        if (status == FDMA_OK) {
-            status = check_run_lists(problem, kernel, tile_lens[t], list, count);
-        }
-        *verdict = worse(*verdict, worse(check_compare_exact(list, want_list),
-                                         check_compare_exact(count, want_count)));
-    }
-    return status;
-}
-
-static fdma_status judge_forward(const check_problem *problem, const char *kernel,
-                                 check_verdict *verdict) {
-    const check_case *test = problem->test;
-    const int64_t lse_shape[3] = {test->batch, test->q_heads, test->q_len};
-    const fdma_tensor lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
-    const fdma_tensor out = check_layout_tensor(problem->dtype, test->layout, problem->q.shape);
-    const fdma_status status = check_run_forward(problem, kernel, out, lse);
-    *verdict = worse(check_compare(&problem->out, out), check_compare(&problem->lse, lse));
-    return status;
-}
-
-/* What a row can do: how it is judged, and whether a case and type are for it. */
-typedef struct operation_entry {
-    const char *name;
-    fdma_status (*judge)(const check_problem *, const char *kernel, check_verdict *);
-} operation_entry;
-
-static const operation_entry operations[] = {
-    {"score", judge_score},
-    {"select", judge_select},
-    {"lists", judge_lists},
-    {"forward", judge_forward},
-};
-
-enum { operation_count = sizeof operations / sizeof operations[0] };
-
 /* Rows that were asked for a case, and those that took it. */
 typedef struct case_takers {
-    int asked[operation_count], took[operation_count];
+    int asked[check_operation_count], took[check_operation_count];
 } case_takers;
 
-static const operation_entry *find_operation(const char *name) {
-    for (size_t i = 0; i < sizeof operations / sizeof operations[0]; i++) {
-        if (strcmp(operations[i].name, name) == 0) {
-            return &operations[i];
+static const check_operation *find_operation(const char *name) {
+    for (int i = 0; i < check_operation_count; i++) {
+        if (strcmp(check_operations[i].name, name) == 0) {
+            return &check_operations[i];
         }
     }
     return NULL;
 }
 
-/* A selection is of float32 scores, whatever the type of the case: one type is enough, and for its
- * lists too. */
-static int concerns(const operation_entry *operation, const check_problem *problem) {
-    return (operation->judge != judge_select && operation->judge != judge_lists) ||
-           (problem->test->window >= 0 && problem->dtype == dtypes[0]);
-}
-
 static void judge_row(check_row *row, const check_problem *problem, case_takers *takers) {
-    const operation_entry *operation = find_operation(row->info.operation);
-    if (row->info.missing != NULL || operation == NULL || !concerns(operation, problem)) {
+    const check_operation *operation = find_operation(row->info.operation);
+    if (row->info.missing != NULL || operation == NULL || !operation->concerns(problem)) {
         return;
     }
-    takers->asked[operation - operations]++;
+    takers->asked[operation - check_operations]++;
     check_verdict verdict = {.excess = (double)INFINITY};
     const fdma_status status = operation->judge(problem, row->info.name, &verdict);
     if (status == FDMA_UNSUPPORTED) {
         row->refused[problem->dtype]++;
         return;
     }
-    takers->took[operation - operations]++;
+    takers->took[operation - check_operations]++;
     row->taken[problem->dtype]++;
     const int passed = status == FDMA_OK && verdict.excess <= 1;
     row->passed += passed;
@@ -239,11 +128,11 @@ static int refuses_some(const check_row *row) {
 
 /* Cases of an operation and a type that some row took, and those that none did. */
 typedef struct case_counts {
-    int taken[operation_count][FDMA_UINT8 + 1], left[operation_count][FDMA_UINT8 + 1];
+    int taken[check_operation_count][FDMA_UINT8 + 1], left[check_operation_count][FDMA_UINT8 + 1];
 } case_counts;
 
 static void count_case(case_counts *counts, const case_takers *takers, fdma_dtype dtype) {
-    for (int operation = 0; operation < operation_count; operation++) {
+    for (int operation = 0; operation < check_operation_count; operation++) {
         counts->taken[operation][dtype] += takers->took[operation] > 0;
         counts->left[operation][dtype] +=
             takers->asked[operation] > 0 && takers->took[operation] == 0;
@@ -253,13 +142,13 @@ static void count_case(case_counts *counts, const case_takers *takers, fdma_dtyp
 /* All rows together take a type or do not. Returns how often that does not hold. */
 static int report_left(const case_counts *counts) {
     int failed = 0;
-    for (int i = 0; i < operation_count * dtype_count; i++) {
+    for (int i = 0; i < check_operation_count * dtype_count; i++) {
         const int operation = i / dtype_count;
         const fdma_dtype dtype = dtypes[i % dtype_count];
         const int left = counts->left[operation][dtype];
         if (counts->taken[operation][dtype] > 0 && left > 0) {
-            printf("FAILED %s %s: no kernel takes %d of the cases\n", operations[operation].name,
-                   dtype_name(dtype), left);
+            printf("FAILED %s %s: no kernel takes %d of the cases\n",
+                   check_operations[operation].name, dtype_name(dtype), left);
             failed++;
         }
     }
@@ -267,7 +156,7 @@ static int report_left(const case_counts *counts) {
 }
 
 static void report_row(const check_row *row) {
-    printf("%-14s %-8s ", row->info.name, row->info.operation);
+    printf("%-14s %-14s ", row->info.name, row->info.operation);
     if (row->info.missing != NULL) {
         printf("skipped: this machine lacks %s\n", row->info.missing);
     } else if (find_operation(row->info.operation) == NULL) {

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-static uint64_t seed_of(const char *name) {
+uint64_t check_seed(const char *name) {
     uint64_t seed = 0xcbf29ce484222325U; /* FNV-1a */
     for (; *name != '\0'; name++) {
         seed = (seed ^ (unsigned char)*name) * 0x100000001b3U;
@@ -13,7 +13,7 @@ static uint64_t seed_of(const char *name) {
     return seed;
 }
 
-static void fill_normal(fdma_tensor tensor, uint64_t *random, double deviation) {
+void check_fill_normal(fdma_tensor tensor, uint64_t *random, double deviation) {
     const int64_t count = element_count(&tensor);
     for (int64_t i = 0; i < count; i++) {
         check_store(tensor, i, deviation * random_normal(random));
@@ -26,7 +26,7 @@ fdma_scope check_mask_scope(const check_case *test) {
     return test->mask == MASK_CAUSAL ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
 }
 
-static int is_valid(const check_case *test, int64_t b, int64_t j) {
+int check_key_is_valid(const check_case *test, int64_t b, int64_t j) {
     const int64_t padding = test->kv_len * (b + 1) / (test->batch + 2);
     switch (test->padding) {
     case PADDING_LEFT:
@@ -101,7 +101,7 @@ static void fill_scores(check_problem *problem, uint64_t *random) {
         for (int64_t g = 0; g < test->kv_heads; g++) {
             for (int64_t j = 0; j < test->kv_len; j++, at++) {
                 const float ranked = score_of(test, j, random);
-                const float score = is_valid(test, b, j) ? ranked : NAN;
+                const float score = check_key_is_valid(test, b, j) ? ranked : NAN;
                 check_store(problem->score, at, (double)score);
                 if (problem->bias.rank > 0) {
                     check_store(problem->bias, at, (double)bias_of(test->bias_form, score));
@@ -116,7 +116,7 @@ static void spoil_invalid_keys(check_problem *problem) {
     const check_case *test = problem->test;
     const int64_t row = test->kv_heads * test->head_dim;
     for (int64_t key = 0; key < test->batch * test->kv_len; key++) {
-        const int valid = is_valid(test, key / test->kv_len, key % test->kv_len);
+        const int valid = check_key_is_valid(test, key / test->kv_len, key % test->kv_len);
         ((uint8_t *)problem->key_valid.data)[key] = (uint8_t)valid;
         for (int64_t i = 0; i < row && !valid; i++) {
             check_store(problem->k, key * row + i, (double)NAN);
@@ -158,21 +158,28 @@ fdma_status check_problem_make(check_problem *problem, const check_case *test, f
     *problem = (check_problem){.test = test, .dtype = dtype, .device = device};
     make_inputs(problem);
 
-    uint64_t random = seed_of(test->name);
-    fill_normal(problem->q, &random, 1);
-    fill_normal(problem->k, &random, 1);
-    fill_normal(problem->v, &random, 1);
-    fill_normal(problem->dt_proj, &random, 1 / sqrt((double)(test->kv_heads * test->head_dim)));
-    fill_normal(problem->a, &random, 1);
+    uint64_t random = check_seed(test->name);
+    check_fill_normal(problem->q, &random, 1);
+    check_fill_normal(problem->k, &random, 1);
+    check_fill_normal(problem->v, &random, 1);
+    check_fill_normal(problem->dt_proj, &random,
+                      1 / sqrt((double)(test->kv_heads * test->head_dim)));
+    check_fill_normal(problem->a, &random, 1);
     fill_scores(problem, &random);
     if (problem->key_valid.rank > 0) {
         spoil_invalid_keys(problem);
     }
 
-    const fdma_status status = check_run_oracle(problem);
+    fdma_status status = check_run_oracle(problem);
+    if (status == FDMA_OK) {
+        status = check_gradients_make(problem);
+    }
     if (status == FDMA_OK) {
         check_plain_score(problem);
         check_plain_forward(problem);
+        check_plain_backward(problem);
+        check_plain_score_backward(problem);
+        check_plain_merge(problem);
     }
     return status;
 }

@@ -88,6 +88,13 @@ void check_store(fdma_tensor tensor, int64_t index, double value) {
     store_element(tensor.data, tensor.dtype, element_offset(&tensor, index), value);
 }
 
+void check_fill(fdma_tensor tensor, double value) {
+    const int64_t count = element_count(&tensor);
+    for (int64_t i = 0; i < count && tensor.rank > 0; i++) {
+        check_store(tensor, i, value);
+    }
+}
+
 double *check_widen(fdma_tensor tensor) {
     const int64_t count = element_count(&tensor);
     double *wide = check_alloc(count, sizeof *wide);
