@@ -182,7 +182,8 @@ def call(
         if tensor is not None:
             stride = tensor.stride()
             if stride and stride[-1] != 1 and tensor.size(-1) > 1:
-                tensor = tensor.contiguous()
+                # Where there are no elements, contiguous() leaves strides as they are.
+                tensor = tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
                 stride = tensor.stride()
             address = tensor.data_ptr()
             key += (tensor.shape, stride, tensor.dtype, tensor.get_device(), address % ALIGNMENT)

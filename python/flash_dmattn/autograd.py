@@ -40,8 +40,9 @@ def keep_score(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa:
 def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradients:  # noqa: ANN401
     given = [] if ctx.bias_form == "none" else [(dbias, ctx.bias_form)]
     given.append((dscore, "linear"))  # the linear bias is the score
+    kept = ctx.saved_tensors  # may be asked for once: checkpoints make them anew
     parts = [
-        gradients.score_backward_op(gradient, *ctx.saved_tensors, form, ctx.backend)
+        gradients.score_backward_op(gradient, *kept, form, ctx.backend)
         for gradient, form in given
         if gradient is not None
     ]
@@ -64,11 +65,11 @@ def keep_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # n
 def attention_backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> Gradients:  # noqa: ANN401
     if dout is None and dlse is None:
         return wanted(ctx)
-    out = ctx.saved_tensors[0]
+    kept = ctx.saved_tensors
     found = gradients.attention_backward_op(
-        torch.zeros_like(out) if dout is None else dout,
+        torch.zeros_like(kept[0]) if dout is None else dout,
         dlse,
-        *ctx.saved_tensors,
+        *kept,
         *ctx.options,
         ctx.needs_input_grad[3],
         ctx.backend,
@@ -97,11 +98,11 @@ def fused_backward(
 ) -> Gradients:
     if dout is None and dlse is None:
         return wanted(ctx)
-    out = ctx.saved_tensors[0]
+    kept = ctx.saved_tensors
     found = gradients.flash_dma_attention_backward_op(
-        torch.zeros_like(out) if dout is None else dout,
+        torch.zeros_like(kept[0]) if dout is None else dout,
         dlse,
-        *ctx.saved_tensors,
+        *kept,
         *ctx.options,
         False,
         ctx.backend,
@@ -121,9 +122,9 @@ def keep_merge(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa:
 def merge_backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> Gradients:  # noqa: ANN401
     if dout is None and dlse is None:
         return wanted(ctx)
-    if dout is None:
-        dout = torch.zeros_like(ctx.saved_tensors[0])
-    found = gradients.merge_backward_op(dout, dlse, *ctx.saved_tensors, ctx.backend)
+    parts = ctx.saved_tensors
+    dout = torch.zeros_like(parts[0]) if dout is None else dout
+    found = gradients.merge_backward_op(dout, dlse, *parts, ctx.backend)
     return wanted(ctx, *enumerate(found))
 
 

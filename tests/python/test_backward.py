@@ -9,7 +9,7 @@ import flash_dmattn
 import oracle
 import pytest
 import torch
-from flash_dmattn import _library, functional, gradients
+from flash_dmattn import _call, _library, functional, gradients
 from gradient_cases import (
     CASES,
     Tensors,
@@ -18,6 +18,7 @@ from gradient_cases import (
     fused_by_sdpa,
     make_input,
     our_gradients,
+    plain_fused,
     sdpa_gradients,
 )
 from torch.utils.checkpoint import checkpoint
@@ -183,7 +184,7 @@ def test_fused_against_sdpa(q_len: int, causal: bool, window: int, a: float | No
     dout = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(3))
     found = torch.autograd.grad(fused(*tensors, window=window, causal=causal), tensors, dout)
     exact = fused_by_sdpa(tensors, mask, dout, torch.float64)
-    assert_gradients(found, exact, fused_by_sdpa(tensors, mask, dout, torch.float32))
+    assert_gradients(found, exact, *plain_fused(tensors, mask, dout))
 
 
 def test_one_call_is_its_three_steps() -> None:
@@ -302,20 +303,23 @@ def test_deterministic_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "BACKWARD", spied(gradients.BACKWARD))
     monkeypatch.setattr(gradients, "ATTENTION_BACKWARD", spied(gradients.ATTENTION_BACKWARD))
     tensors = make_fused(10)
+
+    def ask(out: torch.Tensor) -> None:
+        _call.memory.prepared.clear()  # a call like one before makes no draft
+        out.sum().backward()
+
     for argument in (False, True):
-        flash_dmattn.attention(*tensors[:3], deterministic=argument)[0].sum().backward()
+        ask(flash_dmattn.attention(*tensors[:3], deterministic=argument)[0])
     assert asked == [False, True]
     outs = [fused(*tensors), flash_dmattn.attention(*tensors[:3])[0], fused(*tensors)]
     try:
         torch.use_deterministic_algorithms(True)
-        outs[0].sum().backward()
-        outs[1].sum().backward()
+        ask(outs[0])
+        ask(outs[1])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert asked[2:] == [True, True]
-    make_fused(10)
-    outs[2].sum().backward()
-    assert asked[4:] == [False]
+    ask(outs[2])
+    assert asked[2:] == [True, True, False]
 
 
 def test_only_linear_memory_is_kept() -> None:
@@ -412,11 +416,15 @@ def test_autocast(function: Callable[..., Any], dtype: torch.dtype, compiled: bo
         sdpa = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
         assert sdpa.dtype == dtype
     found = torch.autograd.grad(out.float().cos().sum(), tensors)
-    narrow = [tensor.to(dtype) for tensor in tensors[:3]]
-    cast = function(*narrow, *tensors[3:])
+    cast = function(*(tensor.to(dtype) for tensor in tensors[:3]), *tensors[3:])
+    assert torch.equal(out, cast)
     expected = torch.autograd.grad(cast.float().cos().sum(), tensors)
-    for one, other in zip(found, expected):
-        assert one.dtype == torch.float32 and torch.equal(one, other)
+    for place, (one, other) in enumerate(zip(found, expected)):
+        assert one.dtype == torch.float32
+        if place == 2:  # a sum of two, of which one may be in `dtype`
+            torch.testing.assert_close(one, other, rtol=torch.finfo(dtype).eps, atol=1e-2)
+        else:
+            assert torch.equal(one, other)
 
 
 def test_autocast_takes_weights_of_another_16_bit_type() -> None:

@@ -1,0 +1,271 @@
+"""DynamicMaskAttention: the layer against its formula in PyTorch, and as models use it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flash_dmattn
+import oracle
+import pytest
+import torch
+from flash_dmattn.nn import rotate
+from torch.nn.functional import softplus
+
+HIDDEN, HEADS, KV_HEADS, WINDOW, LENGTH = 48, 6, 2, 7, 40
+
+
+def make_layer(window: int | None = WINDOW, learned: bool = True, **options: Any) -> Any:  # noqa: ANN401
+    torch.manual_seed(0)
+    layer = flash_dmattn.DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, window, **options)
+    if learned and window is not None:
+        torch.nn.init.normal_(layer.A)
+    return layer
+
+
+def make_states(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randn(batch, length, HIDDEN, generator=generator)
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding by complex numbers: channels d and d + half are one."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None] * torch.tensor(10000.0) ** (-torch.arange(half) / half)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, :, None, :]
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ANN401
+    """The layer by its docstring, step by step."""
+    positions = torch.arange(x.shape[1])[None]
+    query, key, value = (
+        projection(x).unflatten(2, (-1, layer.head_dim))
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    query, key = turned(query, positions), turned(key, positions)
+    scope = "causal" if layer.causal else "global"
+    bias = kept = None
+    if layer.window is not None:
+        z = layer.A * softplus(layer.dt_proj(value.flatten(2)))
+        bias = z.exp().transpose(1, 2)
+        kept = oracle.kept_keys(z.detach().transpose(1, 2), layer.window, scope, key_valid)
+    mask = oracle.visible_keys(x.shape[1], x.shape[1], layer.causal, kept, key_valid)
+    out, _ = oracle.evaluate(query, key, value, mask, x.dtype, bias=bias, softcap=layer.softcap)
+    return layer.o_proj(out.flatten(2))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "as training starts": {"learned": False},
+    "global": {"causal": False},
+    "dense": {"window": None},
+    "softcap and biases": {"softcap": 1.5, "bias": True},
+    "head_dim": {"head_dim": 16},
+    "window 0": {"window": 0, "bias": True},
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_formula(name: str, padded: bool) -> None:
+    """Outputs, and the gradients of the input and of every parameter."""
+    layer, x = make_layer(**LAYERS[name]), make_states().requires_grad_()
+    # Valid from the first on: a plain evaluation has no gradients for rows without any key.
+    key_valid = (torch.arange(LENGTH) % 5 != 3).expand(2, -1) if padded else None
+    if name == "window 0":
+        assert torch.equal(layer(x, key_valid=key_valid), layer.o_proj.bias.expand_as(x))
+        return
+    out, expected = layer(x, key_valid=key_valid), by_formula(layer, x, key_valid)
+    torch.testing.assert_close(out, expected)
+    tensors = [x, *layer.parameters()]
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, tensors, dout)
+    for one, other in zip(found, torch.autograd.grad(expected, tensors, dout)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_training_starts_from_a_sliding_window() -> None:
+    """A is zeros: every bias is 1, which no softmax sees, and the most recent keys are kept."""
+    layer, x = make_layer(learned=False), make_states()
+    assert torch.equal(layer.A, torch.zeros(KV_HEADS))
+    dense = make_layer(None)
+    dense.load_state_dict(
+        {name: t for name, t in layer.state_dict().items() if name in dense.state_dict()}
+    )
+    last = x[:, -WINDOW:]
+    positions = torch.arange(LENGTH - WINDOW, LENGTH)[None]
+    expected = dense(last, positions=positions)[:, -1]
+    torch.testing.assert_close(layer(x)[:, -1], expected)
+    layer(x).square().sum().backward()
+    assert (layer.A.grad != 0).all(), "a sliding window learns nothing"
+
+
+def test_state_dict() -> None:
+    layer = make_layer()
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    width = KV_HEADS * 8
+    assert shapes == {
+        "A": (KV_HEADS,),
+        "q_proj.weight": (HEADS * 8, HIDDEN),
+        "k_proj.weight": (width, HIDDEN),
+        "v_proj.weight": (width, HIDDEN),
+        "o_proj.weight": (HIDDEN, HEADS * 8),
+        "dt_proj.weight": (KV_HEADS, width),
+    }
+    other = flash_dmattn.DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW)
+    x = make_states()
+    assert not torch.equal(other(x), layer(x))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    other.reset_parameters()
+    assert (other.A == 0).all() and not torch.equal(other.q_proj.weight, layer.q_proj.weight)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_key_valid_hides_what_stands_there() -> None:
+    """Padding on the right changes nothing before it; on the left nothing after it, with positions
+    that say where the text begins."""
+    layer, x = make_layer(), make_states()
+    padding = torch.full((2, 9, HIDDEN), 1e3)
+    expected = layer(x)
+    right = torch.arange(LENGTH + 9).expand(2, -1) < LENGTH
+    found = layer(torch.cat((x, padding), 1), key_valid=right)[:, :LENGTH]
+    torch.testing.assert_close(found, expected)
+    left = torch.arange(LENGTH + 9).expand(2, -1) >= 9
+    positions = (torch.arange(LENGTH + 9) - 9).clamp(min=0)[None]
+    found = layer(torch.cat((padding, x), 1), key_valid=left, positions=positions)
+    assert (found[:, :9] == 0).all()  # these see no key
+    torch.testing.assert_close(found[:, 9:], expected)
+
+
+def test_only_distances_count() -> None:
+    layer, x = make_layer(), make_states()
+    later = layer(x, positions=torch.arange(1000, 1000 + LENGTH)[None])
+    torch.testing.assert_close(later, layer(x), rtol=1e-3, atol=1e-4)
+    stretched = layer(x, positions=2 * torch.arange(LENGTH)[None])
+    assert not torch.allclose(stretched, layer(x), rtol=1e-2, atol=1e-2)
+    without = make_layer(rope_base=None)
+    assert torch.equal(without(x), without(x, positions=torch.arange(LENGTH)[None] + 7))
+    assert not torch.allclose(without(x), layer(x), rtol=1e-2, atol=1e-2)
+
+
+def test_angles_are_exact_in_16_bits() -> None:
+    """Positions 4000 and 4001 are one number in bfloat16, but two rotations."""
+    x = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16)
+    found = rotate(x, torch.tensor([[4000, 4001]]), 1e4)
+    exact = turned(x.double().float(), torch.tensor([[4000, 4001]]))
+    torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
+
+
+def test_causality() -> None:
+    """What comes later changes nothing."""
+    layer, x = make_layer(), make_states()
+    changed = torch.cat((x[:, :25], torch.randn(2, 15, HIDDEN)), 1)
+    assert torch.equal(layer(changed)[:, :25], layer(x)[:, :25])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_16_bit_parameters(dtype: torch.dtype) -> None:
+    layer, x = make_layer(), make_states()
+    with torch.autocast("cpu", dtype):
+        out = layer(x)
+    assert out.dtype == dtype
+    out.float().square().sum().backward()
+    assert all(one.grad.dtype == torch.float32 for one in layer.parameters())
+    assert all(one.grad.isfinite().all() and (one.grad != 0).any() for one in layer.parameters())
+    narrow = copy.deepcopy(layer).to(dtype)
+    assert narrow(x.to(dtype)).dtype == dtype
+    torch.testing.assert_close(narrow(x.to(dtype)).float(), layer(x), rtol=0.1, atol=0.1)
+
+
+def test_one_compiled_graph() -> None:
+    torch._dynamo.reset()
+    layer, x = make_layer(), make_states()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    found = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"heads": 5}, "hidden: is 48, want a multiple of heads, 5, or a head_dim"),
+    ({"kv_heads": 4}, "heads: is 6, want a multiple of kv_heads, 4"),
+    ({"kv_heads": 0}, "kv_heads: is 0, want 1 or more"),
+    ({"hidden": 0}, "hidden: is 0, want 1 or more"),
+    ({"head_dim": 12}, "head_dim: is 12, want a multiple of 8 from 8 to 256"),
+    ({"head_dim": 264}, "head_dim: is 264, want"),
+    ({"window": -1}, "window: is -1, want 0 or more, or None"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_bad_sizes(changes: dict[str, Any], message: str) -> None:
+    given = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "window": WINDOW}
+    flash_dmattn.DynamicMaskAttention(**given)
+    with pytest.raises(ValueError, match=message):
+        flash_dmattn.DynamicMaskAttention(**{**given, **changes})
+
+
+def test_bad_states() -> None:
+    layer = make_layer()
+    with pytest.raises(ValueError, match="x: rank is 2, want 3"):
+        layer(make_states()[0])
+    with pytest.raises(ValueError, match="x: axis 2 has 40 elements, want 48"):
+        layer(make_states()[:, :, :40])
+    with pytest.raises(ValueError, match="key_valid: axis 1 has 39 elements, want 40"):
+        layer(make_states(), key_valid=torch.ones(2, 39).bool())
+
+
+# Each process has half of the batch; gradients are the mean of both.
+DISTRIBUTED = """
+import sys
+import torch
+import torch.distributed as dist
+from flash_dmattn import DynamicMaskAttention
+from torch.nn.parallel import DistributedDataParallel
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+layer = DynamicMaskAttention(48, 6, 2, 7)
+layer.load_state_dict(torch.load(f"{folder}/layer.pt"))
+x = torch.load(f"{folder}/x.pt")[rank : rank + 1]
+model = DistributedDataParallel(layer)  # hears of gradients as long as it lives
+model(x).square().sum().backward()
+torch.save([one.grad for one in layer.parameters()], f"{folder}/gradients-{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    layer, x = make_layer(), make_states()
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    torch.save(x, tmp_path / "x.pt")
+    script = tmp_path / "train.py"
+    script.write_text(DISTRIBUTED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for run in runs:
+        _, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors
+    layer(x).square().sum().backward()
+    found = [torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(2)]
+    for first, second, parameter in zip(*found, layer.parameters()):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, parameter.grad / 2, rtol=1e-4, atol=1e-4)
