@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""Train a small byte-level language model with DynamicMaskAttention, on Python's documentation.
+
+Four layers of width 256 read 1024 bytes, of which every query keeps 128; --dense trains the same
+model with plain attention over all of them. The text comes with Python itself, so that nothing is
+downloaded; the last tenth is held out. Run it with the package installed, or with
+FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python:
+
+    pip install tqdm matplotlib
+    python examples/train_text.py --minutes 3 --json curves.json
+    python examples/train_text.py --minutes 3 --json curves.json --dense --picture curves.svg
+
+Losses are in bits a byte. --json adds this run's curves to what the file has, so that --picture
+shows both. Exit status: 0 done; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from flash_dmattn import DynamicMaskAttention
+from torch import nn
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+BYTES = 256
+HEAD_DIM = 64
+GROUP = 2  # query heads of a kv head
+PEAK_RATE, LAST_RATE, WARM_UP = 2e-3, 0.1, 20  # AdamW's; a share of it; steps
+EVERY, HELD_OUT_ROWS = 20, 8  # steps between evaluations, of so many pieces of held-out text
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers; each adds to what it read."""
+
+    def __init__(self, width: int, window: int | None) -> None:
+        super().__init__()
+        heads = width // HEAD_DIM
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = DynamicMaskAttention(width, heads, max(1, heads // GROUP), window)
+        self.norm = nn.RMSNorm(width)
+        self.rise = nn.Linear(width, 4 * width)
+        self.fall = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.fall(torch.nn.functional.gelu(self.rise(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Bytes [batch, len] to logits of the byte after each [batch, len, 256]. window None: dense."""
+
+    def __init__(self, layers: int, width: int, window: int | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, width)
+        self.blocks = nn.Sequential(*(Block(width, window) for _ in range(layers)))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight") and parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(text))))
+
+
+class Text(NamedTuple):
+    name: str
+    train: torch.Tensor  # bytes as int64
+    held_out: torch.Tensor
+
+
+def read_text(path: Path | None) -> Text:
+    """The file at `path`, or the language reference that help() shows."""
+    if path is not None:
+        name, data = path.name, path.read_bytes()
+    else:
+        topics = importlib.import_module("pydoc_data.topics").topics
+        name = f"the documentation of Python {sys.version_info[0]}.{sys.version_info[1]}"
+        data = "\n\n".join(topics[topic] for topic in sorted(topics)).encode()
+    whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+    border = len(whole) * 9 // 10
+    return Text(name, whole[:border], whole[border:])
+
+
+def cut(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    """Pieces of `text` of length + 1 bytes: what is read, and one byte later what is foretold."""
+    return text[starts[:, None] + torch.arange(length + 1)]
+
+
+def loss_of(model: Model, pieces: torch.Tensor, device: str) -> torch.Tensor:
+    """Bits a byte, [1]; in bfloat16 on a device, whose attention takes 16-bit types alone."""
+    pieces = pieces.to(device)
+    narrow = device.startswith("cuda")
+    with torch.autocast("cuda", torch.bfloat16) if narrow else contextlib.nullcontext():
+        logits = model(pieces[:, :-1])
+    loss = cross_entropy(logits.float().flatten(0, 1), pieces[:, 1:].flatten())
+    return loss / math.log(2)
+
+
+class Progress:
+    """How much of a run is done: of its steps or of its time, whichever ends first."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.steps, self.seconds = options.steps, options.minutes * 60
+        self.taken, self.spent = 0, 0.0
+
+    def share(self) -> float:
+        shares = [self.spent / self.seconds if self.seconds else 0.0]
+        shares.append(self.taken / self.steps if self.steps else 0.0)
+        return min(1.0, max(shares))
+
+    def rate(self) -> float:
+        """The learning rate: a rise, then a half cosine down to a share of the peak."""
+        rise = min(1.0, (self.taken + 1) / WARM_UP)
+        fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * self.share())) / 2
+        return PEAK_RATE * rise * fall
+
+
+class Curves:
+    """Losses of a run, with the steps and the seconds of training before them."""
+
+    def __init__(self) -> None:
+        self.train: list[tuple[int, float, float]] = []
+        self.held_out: list[tuple[int, float, float]] = []
+
+    def as_json(self) -> dict[str, Any]:
+        def rounded(points: list[tuple[int, float, float]]) -> list[Any]:
+            return [[step, round(seconds, 2), round(loss, 4)] for step, seconds, loss in points]
+
+        return {"train": rounded(self.train), "held_out": rounded(self.held_out)}
+
+
+def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
+    """Train until the steps or the minutes are over. Evaluations do not count as time."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    places = torch.Generator().manual_seed(options.seed)
+    spread = torch.linspace(0, len(text.held_out) - options.length - 1, HELD_OUT_ROWS).long()
+    unseen = cut(text.held_out, spread, options.length)
+    progress, curves = Progress(options), Curves()
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            loss = loss_of(model, unseen, options.device).item()
+        curves.held_out.append((progress.taken, progress.spent, loss))
+        return loss
+
+    bar = tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
+    unseen_loss = evaluate()
+    while progress.share() < 1:
+        begin = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = progress.rate()
+        starts = torch.randint(len(text.train) - options.length, (options.batch,), generator=places)
+        loss = loss_of(model, cut(text.train, starts, options.length), options.device)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen_loss = loss.item()
+        progress.taken += 1
+        progress.spent += time.perf_counter() - begin
+        curves.train.append((progress.taken, progress.spent, seen_loss))
+        if progress.taken % EVERY == 0 or progress.share() == 1:
+            unseen_loss = evaluate()
+        bar.update(100 * progress.share() - bar.n)
+        bar.set_postfix(step=progress.taken, loss=f"{seen_loss:.3f}", held_out=f"{unseen_loss:.3f}")
+    bar.close()
+    return curves
+
+
+def add_run(path: Path, name: str, run: dict[str, Any]) -> dict[str, Any]:
+    """The runs of the file at `path`, and this one; written whole or not at all."""
+    runs = json.loads(path.read_text()) if path.exists() else {}
+    runs[name] = run
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(runs) + "\n")
+    part.replace(path)
+    return runs
+
+
+def parse() -> argparse.Namespace:
+    head, _, _ = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=head)
+    parser.add_argument("--text", type=Path, help="a file to train on (Python's documentation)")
+    parser.add_argument("--dense", action="store_true", help="plain attention over all bytes")
+    parser.add_argument("--minutes", type=float, help="train for so long (3, without --steps)")
+    parser.add_argument("--steps", type=int, help="at most so many steps")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024, help="bytes that the model reads")
+    parser.add_argument("--window", type=int, default=128, help="of these, kept by each query")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="add the losses to this file")
+    parser.add_argument("--picture", type=Path, help="draw all runs of --json into this file")
+    options = parser.parse_args()
+    if options.picture and not options.json:
+        parser.error("--picture draws what --json has: give both")
+    if options.picture and not importlib.util.find_spec("matplotlib"):
+        parser.error("--picture wants matplotlib, which is not installed")
+    if options.text and not options.text.is_file():
+        parser.error(f"--text: {options.text} is not a file")
+    for name in ("batch", "length", "layers"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: is {getattr(options, name)}, want 1 or more")
+    if options.width < HEAD_DIM or options.width % HEAD_DIM:
+        parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM}")
+    if options.minutes is None:
+        options.minutes = 0 if options.steps else 3
+    if (options.steps or 0) <= 0 and options.minutes <= 0:
+        parser.error("nothing to do: want --steps or --minutes above 0")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    torch.manual_seed(options.seed)
+    text = read_text(options.text)
+    if len(text.held_out) < options.length + 1:
+        sys.exit(f"{text.name} is too short for pieces of {options.length} bytes")
+    window = None if options.dense else options.window
+    model = Model(options.layers, options.width, window).to(options.device)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    form = "dense" if options.dense else f"window {window}"
+    print(f"{text.name}: {len(text.train)} bytes; {size} parameters; {form}; {options.device}")
+    curves = train(model, text, options)
+    steps, seconds, loss = curves.held_out[-1]
+    first = curves.held_out[0][2]
+    print(f"{steps} steps in {seconds:.1f} s: held-out loss {first:.3f} -> {loss:.3f} bits a byte")
+    if not options.json:
+        return
+    run = {"window": window, "length": options.length, "text": text.name, **curves.as_json()}
+    runs = add_run(options.json, "dense" if options.dense else "selected", run)
+    if options.picture:
+        import train_picture  # wants matplotlib
+
+        train_picture.draw(runs, options.picture)
+
+
+if __name__ == "__main__":
+    main()
