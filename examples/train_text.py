@@ -229,7 +229,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     text = read_text(options.text)
     if len(text.held_out) < options.length + 1:
-        sys.exit(f"{text.name} is too short for pieces of {options.length} bytes")
+        print(f"{text.name}: too short for pieces of {options.length} bytes", file=sys.stderr)
+        sys.exit(2)
     window = None if options.dense else options.window
     model = Model(options.layers, options.width, window).to(options.device)
     size = sum(parameter.numel() for parameter in model.parameters())
