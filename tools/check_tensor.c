@@ -72,8 +72,7 @@ static int64_t element_offset(const fdma_tensor *tensor, int64_t index) {
     return offset;
 }
 
-static double load(const fdma_tensor *tensor, int64_t index) {
-    const int64_t at = element_offset(tensor, index);
+static double load(const fdma_tensor *tensor, int64_t at) {
     switch (tensor->dtype) {
     case FDMA_INT32:
         return ((const int32_t *)tensor->data)[at];
@@ -90,16 +89,20 @@ void check_store(fdma_tensor tensor, int64_t index, double value) {
 
 void check_fill(fdma_tensor tensor, double value) {
     const int64_t count = element_count(&tensor);
-    for (int64_t i = 0; i < count && tensor.rank > 0; i++) {
+    for (int64_t i = 0; i < count; i++) {
         check_store(tensor, i, value);
     }
 }
 
 double *check_widen(fdma_tensor tensor) {
     const int64_t count = element_count(&tensor);
+    const int64_t row = count > 0 ? tensor.shape[tensor.rank - 1] : 1; /* lies together */
     double *wide = check_alloc(count, sizeof *wide);
-    for (int64_t i = 0; i < count; i++) {
-        wide[i] = load(&tensor, i);
+    for (int64_t i = 0; i < count; i += row) {
+        const int64_t at = element_offset(&tensor, i);
+        for (int64_t d = 0; d < row; d++) {
+            wide[i + d] = load(&tensor, at + d);
+        }
     }
     return wide;
 }

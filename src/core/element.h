@@ -5,7 +5,18 @@
 
 #include "core/tensor.h"
 
-double fdma_load(const fdma_tensor *tensor, int64_t offset);
+/* Of float16 or bfloat16. */
+double fdma_load_short(const fdma_tensor *tensor, int64_t offset);
+
+/* In sight of the loops that call it: the reference spends its time here. */
+static inline double fdma_load(const fdma_tensor *tensor, int64_t offset) {
+    if (tensor->dtype == FDMA_FLOAT64)
+        return ((const double *)tensor->data)[offset];
+    if (tensor->dtype == FDMA_FLOAT32)
+        return (double)((const float *)tensor->data)[offset];
+    return fdma_load_short(tensor, offset);
+}
+
 void fdma_store(const fdma_tensor *tensor, int64_t offset, double value);
 
 static inline int64_t offset_of(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
