@@ -17,22 +17,52 @@ typedef struct kernel_list {
     int count;
 } kernel_list;
 
-/* Whether a kernel that runs here takes tensors of this type. */
-static inline int kernel_takes(const char *kernel, fdma_dtype dtype) {
-    static double row[8];
+/* Whether a kernel that runs here takes tensors of this type: one query and one key of 8 channels.
+ * Those of score, select and lists take all. */
+static inline int kernel_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
+    static double row[8], written[4][8];
     const int64_t shape[4] = {1, 1, 1, 8};
     const fdma_tensor one = fdma_dense_tensor(row, dtype, 4, shape);
-    double out[8];
-    fdma_forward_args args = {.size = sizeof args, .q = one, .k = one, .v = one, .out = one};
-    args.out.data = out;
-    args.exec.kernel = kernel;
+    const fdma_tensor lse = fdma_dense_tensor(row, FDMA_FLOAT32, 3, shape);
+    const fdma_exec exec = {.kernel = kernel};
+    fdma_tensor to[4] = {one, one, one, lse};
+    for (int i = 0; i < 4; i++) {
+        to[i].data = written[i];
+    }
     size_t bytes;
-    const fdma_status status = fdma_forward_workspace(&args, &bytes);
+    fdma_status status = FDMA_OK;
+    if (strcmp(operation, "forward") == 0) {
+        const fdma_forward_args args = {
+            .size = sizeof args, .q = one, .k = one, .v = one, .out = to[0], .exec = exec};
+        status = fdma_forward_workspace(&args, &bytes);
+    } else if (strcmp(operation, "backward") == 0) {
+        const fdma_backward_args args = {.size = sizeof args,
+                                         .dout = one,
+                                         .out = one,
+                                         .lse = lse,
+                                         .q = one,
+                                         .k = one,
+                                         .v = one,
+                                         .dq = to[0],
+                                         .dk = to[1],
+                                         .dv = to[2],
+                                         .exec = exec};
+        status = fdma_backward_workspace(&args, &bytes);
+    } else if (strcmp(operation, "merge") == 0) {
+        const fdma_merge_args args = {.size = sizeof args,
+                                      .out_a = one,
+                                      .lse_a = lse,
+                                      .out_b = one,
+                                      .lse_b = lse,
+                                      .out = to[0],
+                                      .exec = exec};
+        status = fdma_merge_workspace(&args, &bytes);
+    }
     CHECK(status == FDMA_OK || status == FDMA_UNSUPPORTED);
     return status == FDMA_OK;
 }
 
-/* Those for `dtype`. Only of forward are there kernels that take some types and not others. */
+/* Those for `dtype`. */
 static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
     kernel_list list = {.count = 0};
     for (int32_t i = 0; i < fdma_kernel_count() && list.count < kernel_limit; i++) {
@@ -43,7 +73,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
         }
         if (info.missing != NULL) {
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
-        } else if (strcmp(operation, "forward") != 0 || kernel_takes(info.name, dtype)) {
+        } else if (kernel_takes(operation, info.name, dtype)) {
             list.name[list.count++] = info.name;
         }
     }
@@ -240,6 +270,56 @@ static inline fdma_status run_attention(fdma_attention_args *args) {
     }
     exec_alloc(&args->exec, bytes);
     return fdma_attention(args);
+}
+
+static inline fdma_status run_backward(fdma_backward_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_backward_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_backward(args);
+}
+
+static inline fdma_status run_score_backward(fdma_score_backward_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_score_backward_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_score_backward(args);
+}
+
+static inline fdma_status run_attention_backward(fdma_attention_backward_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_attention_backward_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_attention_backward(args);
+}
+
+static inline fdma_status run_merge(fdma_merge_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_merge_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_merge(args);
+}
+
+static inline fdma_status run_merge_backward(fdma_merge_backward_args *args) {
+    size_t bytes = 0;
+    const fdma_status status = fdma_merge_backward_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    exec_alloc(&args->exec, bytes);
+    return fdma_merge_backward(args);
 }
 
 #define CHECK_OK(call)                                                                             \
