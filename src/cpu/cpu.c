@@ -237,7 +237,7 @@ static bool is_wide(const fdma_tensor *tensor) {
 const char *fdma_refuses_wide(const fdma_problem *problem) {
     const fdma_tensor *const tensors[] = {&problem->q,   &problem->v,     &problem->bias,
                                           &problem->lse, &problem->score, &problem->dt_proj,
-                                          &problem->a};
+                                          &problem->a,   &problem->dlse,  &problem->dbias};
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
         if (is_wide(tensors[i]))
             return "float64 tensors, supported: float32, float16, bfloat16";
@@ -245,7 +245,8 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
 }
 
 const char *fdma_refuses_singles(const fdma_problem *problem) {
-    return problem->dtype != FDMA_BFLOAT16 ? "other types than bfloat16" : NULL;
+    return problem->dtype != FDMA_BFLOAT16 ? "other types than bfloat16"
+                                           : fdma_refuses_wide(problem);
 }
 
 /* Takes all that float32 holds, but leaves to others what they do faster, unless forced by more

@@ -210,8 +210,8 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
         list_keys(problem, place, &walk, tile, list);
     while (list->count > 0) {
         list_keys(problem, place, &walk, tile, next);
-        load_keys(problem, tile, list);
-        load_values(problem, tile, list);
+        load_keys(problem, tile->k_rows, list->k_source, list->count);
+        load_values(problem, tile->values, list->v_source, list->count);
         work.list = list;
         work.next = next;
         attend_keys(&work);

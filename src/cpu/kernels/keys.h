@@ -254,17 +254,17 @@ static void list_keys(const fdma_problem *problem, const tile_place *place, key_
 
 static int32_t whole_steps(int32_t keys) { return (keys + key_step - 1) / key_step * key_step; }
 
-/* k of the listed keys side by side: where they lie, rows may all fall into the same few sets of
+/* Rows of the listed keys side by side: where they lie, rows may all fall into the same few sets of
  * the L1 cache, each on a page of its own. Zeros are zeros in every dtype. */
-static void load_keys(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
+static void load_keys(const fdma_problem *problem, float *rows, const void *const *sources,
+                      int32_t count) {
     const int64_t words = problem->head_dim / terms, tile_words = tile_dim(problem) / terms;
-    for (int32_t n = 0; n < whole_steps(list->count); n++) {
-        float *const to = tile->k_rows + n * padded_row(tile_words * terms);
+    for (int32_t n = 0; n < whole_steps(count); n++) {
+        float *const to = rows + n * padded_row(tile_words * terms);
         for (int64_t w = 0; w < tile_words; w += vf_width) {
-            const int64_t count = channels_at(w, words);
-            const int64_t tile_count = channels_at(w, tile_words);
-            vf_store_first(to + w, load_words(list->k_source[n], problem->dtype, w, count),
-                           tile_count);
+            const int64_t some = channels_at(w, words);
+            const int64_t tile_some = channels_at(w, tile_words);
+            vf_store_first(to + w, load_words(sources[n], problem->dtype, w, some), tile_some);
         }
     }
 }

@@ -14,16 +14,17 @@ static inline void begin_products(void) {}
 
 static inline void end_products(void) {}
 
-/* v of the listed keys, cut into strips that the second product reads straight through. */
-static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
+/* Rows of the listed keys, cut into strips that the second product reads straight through. */
+static void load_values(const fdma_problem *problem, float *values, const void *const *sources,
+                        int32_t count) {
     const int64_t dim = problem->head_dim;
-    for (int32_t n = 0; n < whole_steps(list->count); n += terms)
+    for (int32_t n = 0; n < whole_steps(count); n += terms)
         for (int64_t d = 0; d < dim; d += vf_width) {
-            float *const strip = tile->values + d / strip_channels * strip_length;
-            const int64_t count = channels_at(d, dim);
-            const void *const row = list->v_source[n];
-            const vf word = terms == 2 ? vf_load_pairs(row, list->v_source[n + terms - 1], d, count)
-                                       : load_channels(row, problem->dtype, d, count);
+            float *const strip = values + d / strip_channels * strip_length;
+            const int64_t some = channels_at(d, dim);
+            const void *const row = sources[n];
+            const vf word = terms == 2 ? vf_load_pairs(row, sources[n + terms - 1], d, some)
+                                       : load_channels(row, problem->dtype, d, some);
             vf_store(strip + n / terms * strip_channels + d % strip_channels, word);
         }
 }
@@ -110,6 +111,43 @@ INLINE void add_all_values(const tile_state *tile, int64_t dim, int block, int f
         const float *const strip = tile->values + d / strip_channels * strip_length;
         add_values(out + d * block_lanes, from, strip + first * strip_channels + d % strip_channels,
                    weights, end - first);
+    }
+}
+
+enum { lane_keys = score_keys }; /* keys that add_lanes takes at a time */
+
+/* sums += words of lanes times rows, for a group of keys and some vectors of channels: the third
+ * product, of the backward pass. The words of
+ * a key lie `length` after another's; rows hold as many channels as a block has lanes. */
+INLINE void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                      const float *rows, int vectors, int first, int end) {
+    vf o[score_keys][tile_vectors];
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = 0; m < vectors; m++)
+            o[key][m] = vf_set(0);
+    }
+    for (int n = first; n < end; n++) {
+        vf channels[tile_vectors];
+        UNROLL
+        for (int m = 0; m < vectors; m++)
+            channels[m] = vf_load(rows + n * block_lanes + m * vf_width);
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
+            const vf_word word = vf_load_word(words + key * length + n);
+            UNROLL
+            for (int m = 0; m < vectors; m++)
+                o[key][m] = vf_dot(word, channels[m], o[key][m]);
+        }
+    }
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = 0; m < vectors; m++) {
+            float *const at = sums[key] + d + m * vf_width;
+            vf_store(at, vf_add(vf_load(at), o[key][m]));
+        }
     }
 }
 

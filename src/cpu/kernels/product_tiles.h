@@ -30,19 +30,19 @@ static inline void begin_products(void) {
 
 static inline void end_products(void) { _tile_release(); }
 
-/* v of the listed keys as the left side of a product: in each strip, for each step of keys, a row
+/* Rows of the listed keys as the left side of a product: in each strip, for each step of keys, a row
  * of words for every channel. */
-static void load_values(const fdma_problem *problem, const tile_state *tile, const key_list *list) {
-    for (int32_t n = 0; n < whole_steps(list->count); n += key_step)
+static void load_values(const fdma_problem *problem, float *values, const void *const *sources,
+                        int32_t count) {
+    for (int32_t n = 0; n < whole_steps(count); n += key_step)
         for (int64_t d = 0; d < tile_dim(problem); d += vf_width) {
-            const int64_t count = channels_at(d, problem->head_dim);
+            const int64_t some = channels_at(d, problem->head_dim);
             float *const to =
-                tile->values + d / strip_channels * strip_length + n / terms * strip_channels;
+                values + d / strip_channels * strip_length + n / terms * strip_channels;
             vf words[amx_words];
             UNROLL
             for (int w = 0; w < amx_words; w++)
-                words[w] = vf_load_pairs(list->v_source[n + 2 * w], list->v_source[n + 2 * w + 1],
-                                         d, count);
+                words[w] = vf_load_pairs(sources[n + 2 * w], sources[n + 2 * w + 1], d, some);
             vf_transpose(words);
             UNROLL
             for (int channel = 0; channel < amx_rows; channel++)
@@ -142,6 +142,36 @@ static inline void add_all_values(const tile_state *tile, int64_t dim, int block
         for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
             add_tiles(out + d * block_lanes + lane,
                       tile->values + d / strip_channels * strip_length, tile->weights + lane, end);
+}
+
+enum { lane_keys = 2 * amx_rows }; /* keys that add_lanes takes at a time */
+
+/* sums += words of lanes times rows, for two rows of tiles of keys and some pairs of vectors of
+ * channels: the third product, of the backward pass. */
+static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                             const float *rows, int vectors, int first, int end) {
+    const int64_t lane_bytes = block_lanes * 4, length_bytes = length * 4;
+    float stored[lane_keys * block_lanes];
+    for (int m = 0; m < vectors; m += 2) {
+        const float *const channels = rows + m * amx_lanes;
+        clear_sums();
+        for (int w = first; w < end; w += amx_words) {
+            _tile_loadd(4, words + w, length_bytes);
+            _tile_loadd(5, words + amx_rows * length + w, length_bytes);
+            _tile_loadd(6, channels + w * block_lanes, lane_bytes);
+            _tile_loadd(7, channels + w * block_lanes + amx_lanes, lane_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        store_sums(stored);
+        for (int key = 0; key < lane_keys; key++)
+            for (int x = 0; x < 2; x++) {
+                float *const at = sums[key] + d + (m + x) * amx_lanes;
+                vf_store(at, vf_add(vf_load(at), vf_load(stored + key * block_lanes + x * amx_lanes)));
+            }
+    }
 }
 
 #endif

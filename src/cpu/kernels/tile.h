@@ -164,8 +164,9 @@ static inline vf load_words(const void *row, fdma_dtype dtype, int64_t word, int
     return load_channels(row, dtype, word, count);
 }
 
-static float *lanes_at(float *state, int64_t entries, int64_t lane) {
-    return state + lane / block_lanes * entries * block_lanes + lane % block_lanes;
+/* Where a lane is in a state of so many entries. */
+static int64_t lane_offset(int64_t entries, int64_t lane) {
+    return lane / block_lanes * entries * block_lanes + lane % block_lanes;
 }
 
 /* Lanes of the blocks that have rows. */
@@ -189,20 +190,26 @@ static void find_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
     }
 }
 
-/* q, transposed; lanes without a row repeat the last one. */
-static void pack_queries(const fdma_problem *problem, const tile_place *place, tile_state *tile) {
+/* Rows of q's shape, transposed; lanes without a row repeat the last one. Those `left_out`, if not
+ * NULL, become 0. */
+static void pack_rows(const fdma_problem *problem, const fdma_tensor *tensor,
+                      const tile_place *place, float *packed, const uint8_t *left_out,
+                      const float *zeros) {
     const int64_t words = problem->head_dim / terms, tile_words = tile_dim(problem) / terms;
     for (int64_t first = 0; first < used_lanes(place); first += vf_width) {
         void *row[vf_width];
-        float *const to = lanes_at(tile->q, tile_words, first);
-        find_lanes(problem, &problem->q, place, first, row);
+        const void *from[vf_width];
+        float *const to = packed + lane_offset(tile_words, first);
+        find_lanes(problem, tensor, place, first, row);
+        for (int64_t lane = 0; lane < vf_width; lane++)
+            from[lane] = left_out && left_out[first + lane] ? zeros : row[lane];
         for (int64_t w = 0; w < tile_words; w += vf_width) {
             const int64_t count = channels_at(w, words);
             const int64_t tile_count = channels_at(w, tile_words);
             vf x[vf_width];
             UNROLL
             for (int lane = 0; lane < vf_width; lane++)
-                x[lane] = load_words(row[lane], problem->dtype, w, count);
+                x[lane] = load_words(from[lane], problem->dtype, w, count);
             vf_transpose(x);
             UNROLL
             for (int n = 0; n < vf_width; n++)
@@ -210,6 +217,10 @@ static void pack_queries(const fdma_problem *problem, const tile_place *place, t
                     vf_store(to + (w + n) * block_lanes, x[n]);
         }
     }
+}
+
+static void pack_queries(const fdma_problem *problem, const tile_place *place, tile_state *tile) {
+    pack_rows(problem, &problem->q, place, tile->q, NULL, NULL);
 }
 
 static void clear_tile(tile_state *tile, const tile_place *place, int64_t dim) {
@@ -233,31 +244,42 @@ static void write_lse(const fdma_problem *problem, const tile_place *place,
     }
 }
 
+/* A vector of lanes, each times its factor, to their rows of a tensor of q's shape; `add`: to what
+ * they hold. */
+INLINE void write_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
+                        const tile_place *place, const float *from, int64_t first, vf factor,
+                        bool add) {
+    const int64_t dim = problem->head_dim;
+    const int64_t rows = place->rows - first < vf_width ? place->rows - first : vf_width;
+    const float *const lanes = from + lane_offset(tile_dim(problem), first);
+    void *row[vf_width];
+    find_lanes(problem, tensor, place, first, row);
+    for (int64_t d = 0; d < dim; d += vf_width) {
+        const int64_t count = channels_at(d, dim);
+        vf x[vf_width];
+        UNROLL
+        for (int c = 0; c < vf_width; c++)
+            x[c] = vf_mul(vf_load(lanes + (d + (c < count ? c : 0)) * block_lanes), factor);
+        vf_transpose(x);
+        UNROLL
+        for (int lane = 0; lane < vf_width; lane++) {
+            if (lane >= rows)
+                continue;
+            if (add)
+                x[lane] = vf_add(load_channels(row[lane], problem->dtype, d, count), x[lane]);
+            store_channels(row[lane], problem->dtype, d, x[lane], count);
+        }
+    }
+}
+
 /* Divides by the sums; a row that kept nothing has sum 0 and becomes 0. */
 static void write_out(const fdma_problem *problem, const tile_place *place,
                       const tile_state *tile) {
-    const int64_t dim = problem->head_dim;
     for (int64_t first = 0; first < place->rows; first += vf_width) {
-        void *row[vf_width];
         float inverse[vf_width];
-        const float *const from = lanes_at(tile->out, tile_dim(problem), first);
-        const int64_t rows = place->rows - first < vf_width ? place->rows - first : vf_width;
-        find_lanes(problem, &problem->out, place, first, row);
         for (int64_t lane = 0; lane < vf_width; lane++)
             inverse[lane] = tile->sum[first + lane] == 0 ? 0 : 1 / tile->sum[first + lane];
-        for (int64_t d = 0; d < dim; d += vf_width) {
-            const int64_t count = channels_at(d, dim);
-            vf x[vf_width];
-            UNROLL
-            for (int c = 0; c < vf_width; c++)
-                x[c] = vf_mul(vf_load(from + (d + (c < count ? c : 0)) * block_lanes),
-                              vf_load(inverse));
-            vf_transpose(x);
-            UNROLL
-            for (int lane = 0; lane < vf_width; lane++)
-                if (lane < rows)
-                    store_channels(row[lane], problem->dtype, d, x[lane], count);
-        }
+        write_lanes(problem, &problem->out, place, tile->out, first, vf_load(inverse), false);
     }
 }
 

@@ -31,6 +31,11 @@ static inline vf vf_join(vf even, vf odd) {
     return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
 }
 
+/* Stores vf_width terms side by side: vf_width / 2 words of lanes. */
+static inline void vf_store_terms(float *p, vf x) {
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
 static inline vf vf_even(vf word) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(word), 16));
 }

@@ -40,6 +40,11 @@ static inline vf vf_join(vf even, vf odd) {
     return vreinterpretq_f32_u16(vzip1q_u16(low, high));
 }
 
+/* Stores vf_width terms side by side: vf_width / 2 words of lanes. */
+static inline void vf_store_terms(float *p, vf x) {
+    vst1_u16((uint16_t *)p, vget_low_u16(vreinterpretq_u16_bf16(vcvtq_low_bf16_f32(x))));
+}
+
 static inline vf vf_even(vf word) {
     return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(word), 16));
 }

@@ -1,0 +1,145 @@
+/* Backward: forward's tiles of queries in the lanes, in the order of time. A tile's dq is complete
+ * when its keys have been visited once; what keys get is summed in a table that moves along. So
+ * every sum has one order, whatever the number of threads. Sources: arXiv:2205.14135, algorithm 4;
+ * docs/algorithm.md, backward. */
+#ifndef FDMA_CPU_KERNELS_BACKWARD_H
+#define FDMA_CPU_KERNELS_BACKWARD_H
+
+#include "cpu/kernels/backward_block.h"
+
+typedef struct backward_context {
+    const fdma_problem *problem;
+    uint8_t *scratch; /* of thread 0; the others' follow at scratch_size */
+    size_t scratch_size;
+    int64_t lanes; /* of a tile */
+    int64_t tiles; /* of one (b, g) */
+    int32_t threads;
+} backward_context;
+
+/* A thread's own. */
+typedef struct backward_scratch {
+    backward_tile tile;
+    key_table table;
+    key_list *list, *next;
+    int32_t *dying;
+} backward_scratch;
+
+static backward_scratch take_backward_scratch(fdma_arena *arena, const fdma_problem *problem,
+                                              int64_t lanes) {
+    backward_scratch scratch;
+    scratch.tile = take_backward_tile(arena, problem, lanes);
+    scratch.table = take_key_table(arena, problem, lanes);
+    scratch.list = fdma_arena_take(arena, sizeof *scratch.list);
+    scratch.next = fdma_arena_take(arena, sizeof *scratch.next);
+    scratch.dying = fdma_arena_take(arena, sizeof *scratch.dying * most_lanes);
+    return scratch;
+}
+
+static void find_sums(const key_table *table, const key_list *list, backward_work *work) {
+    for (int32_t n = 0; n < key_block; n++) {
+        const int64_t row = n < list->count ? table->row_of[list->key[n]] : table->count;
+        work->dk[n] = sums_of(table, row);
+        work->dv[n] = work->dk[n] + table->width;
+        work->dbias[n] = work->dv[n] + table->width;
+    }
+}
+
+static void visit_keys(const fdma_problem *problem, const tile_place *place,
+                       backward_scratch *scratch, backward_work *work) {
+    const backward_tile *const tile = &scratch->tile;
+    key_walk walk = turn_table(problem, place, &scratch->table, scratch->dying);
+    key_list *list = scratch->list, *next = scratch->next;
+    list_keys(problem, place, &walk, &tile->logits, list);
+    while (list->count > 0) {
+        list_keys(problem, place, &walk, &tile->logits, next);
+        load_keys(problem, tile->logits.k_rows, list->k_source, list->count);
+        load_keys(problem, tile->shares.k_rows, list->v_source, list->count);
+        load_values(problem, tile->logits.values, list->k_source, list->count);
+        find_sums(&scratch->table, list, work);
+        work->logits.list = list;
+        work->logits.next = next;
+        work_on_keys(work, scratch->table.width);
+        key_list *const done = list;
+        list = next;
+        next = done;
+    }
+}
+
+static void work_on_tile(const fdma_problem *problem, const tile_place *place,
+                         backward_scratch *scratch) {
+    backward_tile *const tile = &scratch->tile;
+    backward_work work = {
+        .logits =
+            {
+                .tile = &tile->logits,
+                .dim = tile_dim(problem),
+                .scale = (float)problem->scale,
+                .cap = softcap_of(problem),
+                .blocks = (int)(used_lanes(place) / block_lanes),
+            },
+        .tile = tile,
+        .has_dbias = is_present(&problem->dbias),
+    };
+    load_backward_tile(problem, place, tile);
+    for (int block = 0; block < work.logits.blocks; block++)
+        clear_out(&work.logits, block);
+    if (problem->kv_len > 0)
+        visit_keys(problem, place, scratch, &work);
+    write_dq(problem, place, tile);
+}
+
+/* All tiles of one (b, g), the first queries first. */
+static void sweep_head(const void *context, int64_t head, int32_t thread) {
+    const backward_context *const backward = context;
+    const fdma_problem *const problem = backward->problem;
+    const uint32_t rounding = flush_subnormals();
+    fdma_arena arena = {.base = backward->scratch + (size_t)thread * backward->scratch_size};
+    backward_scratch scratch = take_backward_scratch(&arena, problem, backward->lanes);
+    const tile_place nowhere = {.b = head / problem->kv_heads, .g = head % problem->kv_heads};
+    tile_place place = nowhere;
+    clear_tile(&scratch.tile.logits, &nowhere, tile_dim(problem));
+    begin_table(&scratch.table);
+    begin_products();
+    for (int64_t index = 0; index < backward->tiles; index++) {
+        place = place_tile(problem, nowhere.b, nowhere.g, backward->lanes, index);
+        work_on_tile(problem, &place, &scratch);
+    }
+    end_products();
+    end_table(problem, &place, &scratch.table);
+    restore_rounding(rounding);
+}
+
+static int64_t backward_lanes(const fdma_problem *problem) {
+    const int64_t most = backward_blocks * block_lanes, lanes = lanes_of_tiles(problem);
+    return lanes < most ? lanes : most;
+}
+
+static fdma_arena lay_out_backward(const fdma_problem *problem, backward_context *context) {
+    const int64_t tasks = problem->batch * problem->kv_heads;
+    const int64_t microseconds = forward_microseconds(problem);
+    fdma_arena one = {0};
+    context->problem = problem;
+    context->lanes = backward_lanes(problem);
+    context->tiles = tiles_of(problem, context->lanes);
+    context->threads = fdma_worthwhile_threads(problem->exec.threads, tasks, 2 * microseconds);
+    take_backward_scratch(&one, problem, context->lanes);
+    fdma_arena arena = fdma_arena_of(problem);
+    context->scratch_size = one.used;
+    context->scratch = fdma_arena_take(&arena, one.used * (size_t)context->threads);
+    return arena;
+}
+
+static size_t backward_workspace(const fdma_problem *problem) {
+    backward_context context;
+    const fdma_arena arena = lay_out_backward(problem, &context);
+    return fdma_arena_size(&arena);
+}
+
+static fdma_status run_backward(const fdma_problem *problem) {
+    backward_context context;
+    lay_out_backward(problem, &context);
+    fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, sweep_head, &context);
+    return FDMA_OK;
+}
+
+#endif

@@ -1,0 +1,182 @@
+/* One block of a tile's lanes at work on a block of keys: probabilities and their gradients, then
+ * the three sums that those go into. The five products of arXiv:2205.14135, algorithm 4. */
+#ifndef FDMA_CPU_KERNELS_BACKWARD_BLOCK_H
+#define FDMA_CPU_KERNELS_BACKWARD_BLOCK_H
+
+#include "cpu/kernels/backward_keys.h"
+
+typedef struct backward_work {
+    tile_work logits; /* forward's, over the same keys */
+    const backward_tile *tile;
+    bool has_dbias;
+    float *dk[key_block], *dv[key_block], *dbias[key_block]; /* sums of the listed keys */
+} backward_work;
+
+/* P = e^(logits - lse) of a group of keys. */
+INLINE void find_probabilities(const backward_work *work, int32_t first, int block,
+                               coverage covered, int from) {
+    const backward_tile *const tile = work->tile;
+    score_block s;
+    find_logits(s, from, &work->logits, first, block, covered);
+    UNROLL
+    for (int m = from; m < tile_vectors; m++) {
+        const vf lse = vf_load(tile->lse + block * block_lanes + m * vf_width);
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
+            const vf p = exp2_of(vf_mul(vf_sub(s[key][m], lse), vf_set(log2e)));
+            vf_store(tile->p + (first + key) * block_lanes + m * vf_width, p);
+            if (terms == 2)
+                vf_store_terms(
+                    tile->p_words + (first + key) * lane_words + m * vf_width / terms, p);
+        }
+    }
+}
+
+/* softcap' = 1 - tanh^2, of what find_logits has left behind. */
+static __attribute__((noinline)) void find_slopes(const backward_work *work, int32_t first) {
+    const float *const capped = work->tile->logits.capped;
+    float *const slope = work->tile->slope + first * block_lanes;
+    const vf inverse = vf_set(1 / work->logits.cap);
+    for (int x = 0; x < score_keys * block_lanes; x += vf_width) {
+        const vf share = vf_mul(vf_load(capped + x), inverse);
+        const vf square = vf_mul(share, share);
+        vf_store(slope + x, vf_sub(vf_set(1), square));
+    }
+}
+
+/* dS = P (dP - D) of a group of keys, times the softcap's slope. */
+INLINE void find_steps(const backward_work *work, int32_t first, int block, int from) {
+    const backward_tile *const tile = work->tile;
+    const bool capped = work->logits.cap > 0;
+    score_block s;
+    score_group(s, from, &tile->shares, work->logits.dim, first, block, NULL, 0);
+    UNROLL
+    for (int m = from; m < tile_vectors; m++) {
+        const vf carried = vf_load(tile->carried + block * block_lanes + m * vf_width);
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
+            const int64_t at = (first + key) * block_lanes + m * vf_width;
+            s[key][m] = vf_mul(vf_load(tile->p + at), vf_sub(s[key][m], carried));
+        }
+    }
+    if (work->has_dbias) {
+        vf sums[score_keys];
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
+            sums[key] = vf_load(work->dbias[first + key]);
+            UNROLL
+            for (int m = from; m < tile_vectors; m++)
+                sums[key] = vf_add(sums[key], s[key][m]);
+            vf_store(work->dbias[first + key], sums[key]);
+        }
+    }
+    UNROLL
+    for (int m = from; m < tile_vectors; m++) {
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
+            const int64_t at = (first + key) * block_lanes + m * vf_width;
+            if (capped)
+                s[key][m] = vf_mul(s[key][m], vf_load(tile->slope + at));
+            if (terms == 2)
+                vf_store_terms(
+                    tile->ds_words + (first + key) * lane_words + m * vf_width / terms, s[key][m]);
+            if (key % terms == terms - 1)
+                vf_store(tile->logits.weights + (first + key) / terms * block_lanes + m * vf_width,
+                         vf_join(s[key - terms + 1][m], s[key][m]));
+        }
+    }
+}
+
+/* Products that take steps of keys take groups without probabilities along. */
+static void skip_probabilities(const backward_work *work, int32_t first) {
+    const size_t each = sizeof(float) * score_keys;
+    if (by_steps) {
+        memset(work->tile->p + first * block_lanes, 0, each * block_lanes);
+        memset(work->tile->p_words + first * lane_words, 0, each * lane_words);
+    }
+}
+
+/* Probabilities of a block's listed keys; `runs`: which of them have some. */
+static __attribute__((noinline)) void find_block_probabilities(const backward_work *work,
+                                                               int block, key_runs *runs) {
+    const key_list *const list = work->logits.list;
+    const int32_t middle = block * block_lanes + half_vectors * vf_width;
+    int32_t scored = 0;
+    runs->count = 0;
+    for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
+        const bool is_late = half_vectors > 0 && list->first_lane[first] >= middle;
+        const coverage covered = cover_block(list, first, block);
+        if (covered == covers_none) {
+            skip_probabilities(work, first);
+            continue;
+        }
+        if (first >= scored) {
+            scored = first / key_step * key_step + key_step;
+            score_step(&work->tile->logits, work->logits.dim, scored - key_step, block);
+        }
+        if (is_late)
+            find_probabilities(work, first, block, covered, half_vectors);
+        else
+            find_probabilities(work, first, block, covered, 0);
+        if (work->logits.cap > 0)
+            find_slopes(work, first);
+        add_group(runs, first, is_late);
+    }
+}
+
+static __attribute__((noinline)) void find_block_steps(const backward_work *work, int block,
+                                                       const key_runs *runs) {
+    const tile_state *const shares = &work->tile->shares;
+    for (const key_run *run = runs->run; run < runs->run + runs->count; run++) {
+        for (int32_t first = run->first; first < run->end; first += score_keys) {
+            if (first % key_step == 0)
+                score_step(shares, work->logits.dim, first, block);
+            if (run->is_late)
+                find_steps(work, first, block, half_vectors);
+            else
+                find_steps(work, first, block, 0);
+        }
+    }
+}
+
+/* The sums over lanes of one run of keys, a strip of channels at a time. */
+INLINE void add_run_strip(float *const *sums, const key_run *run, const float *words,
+                          const float *rows, int64_t d, int vectors) {
+    const int begin = run->is_late ? half_vectors * vf_width / terms : 0;
+    for (int32_t first = run->first; first < run->end; first += lane_keys)
+        add_lanes(sums + first, d, words + first * lane_words, lane_words, rows, vectors, begin,
+                  lane_words);
+}
+
+/* dk or dv of the keys that a block of lanes has probabilities for. */
+static __attribute__((noinline)) void add_block_lanes(float *const *sums, const key_runs *runs,
+                                                      const float *words, const float *rows,
+                                                      int64_t width) {
+    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length)
+        for (const key_run *run = runs->run; run < runs->run + runs->count; run++) {
+            if (width - d >= row_strip)
+                add_run_strip(sums, run, words, rows, d, tile_vectors);
+            else if (width - d == 3 * vf_width)
+                add_run_strip(sums, run, words, rows, d, 3);
+            else if (width - d == 2 * vf_width)
+                add_run_strip(sums, run, words, rows, d, 2);
+            else
+                add_run_strip(sums, run, words, rows, d, 1);
+        }
+}
+
+/* All that a list of keys adds to a tile, and the tile to its keys. */
+static void work_on_keys(const backward_work *work, int64_t width) {
+    const backward_tile *const tile = work->tile;
+    const int64_t rows = block_rows(work->logits.dim);
+    key_runs runs;
+    for (int block = 0; block < work->logits.blocks; block++) {
+        find_block_probabilities(work, block, &runs);
+        add_block_lanes(work->dv, &runs, tile->p_words, tile->dout_rows + block * rows, width);
+        find_block_steps(work, block, &runs);
+        add_runs(&work->logits, block, &runs);
+        add_block_lanes(work->dk, &runs, tile->ds_words, tile->q_rows + block * rows, width);
+    }
+}
+
+#endif
