@@ -90,9 +90,11 @@ INLINE void find_steps(const backward_work *work, int32_t first, int block, int 
 /* Products that take steps of keys take groups without probabilities along. */
 static void skip_probabilities(const backward_work *work, int32_t first) {
     const size_t each = sizeof(float) * score_keys;
+    skip_group(&work->logits, first);
     if (by_steps) {
         memset(work->tile->p + first * block_lanes, 0, each * block_lanes);
         memset(work->tile->p_words + first * lane_words, 0, each * lane_words);
+        memset(work->tile->ds_words + first * lane_words, 0, each * lane_words);
     }
 }
 
