@@ -46,21 +46,24 @@ static const option_row rows[] = {
 static const command_line command = {
     .name = "fdma bench",
     .about = "Times cases whose name holds FILTER, or matches it where it has * or ?.",
-    .more = "Cases are causal, batch 1, with one head unless /h32g8 (query and kv heads) follows;\n"
-            "d head_dim, n length, w window. A selected forward counts its selection too. row is\n"
-            "one query, whose selection is not counted, and tiny is one of a few keys.\n"
-            "\n"
-            "ms        median of at least 5 runs\n"
-            "spread    (90th percentile - 10th percentile) / median\n"
-            "GFLOP/s   useful ones: 4 * head_dim for each query, head and key that it keeps\n"
-            "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
-            "          instruction set and on as many threads, run in turn with the case\n"
-            "ns/key    selection and lists, a key and kv head\n"
-            "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
-            "          in turn with the case, as a share of the case's; on a device half of the\n"
-            "          time of a copy\n"
-            "of fwd    lists: their share of a forward call over the same selection (d128, run\n"
-            "          in turn with the case); t is how many queries share a list\n",
+    .more =
+        "Cases are causal, batch 1, with one head unless /h32g8 (query and kv heads) follows;\n"
+        "d head_dim, n length, w window. A selected forward counts its selection too. row is\n"
+        "one query, whose selection is not counted, and tiny is one of a few keys. backward is\n"
+        "of a forward call and its selection that are there.\n"
+        "\n"
+        "ms        median of at least 5 runs\n"
+        "spread    (90th percentile - 10th percentile) / median\n"
+        "GFLOP/s   useful ones: 4 * head_dim for each query, head and key that it keeps; backward\n"
+        "          2.5 times as many\n"
+        "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
+        "          instruction set and on as many threads, run in turn with the case\n"
+        "ns/key    selection and lists, a key and kv head\n"
+        "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
+        "          in turn with the case, as a share of the case's; on a device half of the\n"
+        "          time of a copy\n"
+        "of fwd    lists: their share of a forward call over the same selection (d128, run\n"
+        "          in turn with the case); t is how many queries share a list\n",
     .operand = "FILTER",
     .operand_offset = offsetof(bench_options, filter),
     .row_count = sizeof rows / sizeof rows[0],

@@ -10,6 +10,8 @@ typedef enum bench_operation {
     BENCH_SCORE,
     BENCH_ATTENTION, /* score, selection and forward in one call */
     BENCH_LISTS,     /* tile lists of a selection that is there */
+    BENCH_BACKWARD,  /* of a forward call and its selection that are there */
+    BENCH_SCORE_BACKWARD,
 } bench_operation;
 
 typedef enum score_order {
@@ -40,7 +42,7 @@ typedef struct bench_place {
     int threads;        /* of the CPU */
 } bench_place;
 
-enum { BENCH_NAME = 80 };
+enum { BENCH_NAME = 112 };
 
 /* The cases of a device are not those of the CPU. */
 int64_t bench_case_count(int32_t device);

@@ -15,6 +15,9 @@
 #define LISTS(order, kv_len, window, q_heads, kv_heads)                                            \
     {BENCH_LISTS, FDMA_FLOAT32, order, 128, kv_len, window, q_heads, kv_heads, 0}
 #define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0}
+#define BACKWARD(dtype, head_dim, kv_len, window)                                                  \
+    {BENCH_BACKWARD, dtype, ORDER_IID, head_dim, kv_len, window, 1, 1, 0}
+#define SCORE_BACKWARD(dtype) {BENCH_SCORE_BACKWARD, dtype, ORDER_IID, 128, 16384, 0, 8, 8, 0}
 
 static const bench_case cases[] = {
     DENSE(FDMA_FLOAT32, 128, 1024),
@@ -66,6 +69,21 @@ static const bench_case cases[] = {
     SCORE(FDMA_BFLOAT16, 8),
     SCORE(FDMA_BFLOAT16, 32),
     {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8, 0},
+    BACKWARD(FDMA_FLOAT32, 128, 4096, 0),
+    BACKWARD(FDMA_BFLOAT16, 128, 4096, 0),
+    BACKWARD(FDMA_FLOAT32, 64, 4096, 0),
+    BACKWARD(FDMA_FLOAT32, 128, 8192, 2048),
+    BACKWARD(FDMA_FLOAT16, 128, 8192, 2048),
+    BACKWARD(FDMA_BFLOAT16, 128, 8192, 2048),
+    BACKWARD(FDMA_FLOAT32, 128, 32768, 2048),
+    BACKWARD(FDMA_BFLOAT16, 128, 32768, 2048),
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_RISING, 128, 8192, 2048, 1, 1, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_EQUAL, 128, 8192, 2048, 1, 1, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_SAWTOOTH, 128, 8192, 2048, 1, 1, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    SCORE_BACKWARD(FDMA_FLOAT32),
+    SCORE_BACKWARD(FDMA_BFLOAT16),
 };
 
 #define DEVICE_SELECT(order, kv_len, window, heads)                                                \
@@ -134,7 +152,7 @@ int bench_case_reads(const bench_case *row) {
 }
 
 static const char *form_of(const bench_case *row) {
-    if (row->operation != BENCH_FORWARD)
+    if (row->operation != BENCH_FORWARD && row->operation != BENCH_BACKWARD)
         return "";
     if (row->q_len == 1)
         return row->kv_len > TINY_KEYS ? "/row" : "/tiny";
@@ -142,7 +160,8 @@ static const char *form_of(const bench_case *row) {
 }
 
 void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
-    static const char *const operations[] = {"forward", "select", "score", "attention", "lists"};
+    static const char *const operations[] = {"forward", "select",   "score",         "attention",
+                                             "lists",   "backward", "score_backward"};
     static const char *const orders[] = {"iid",   "drift",    "rising", "falling",
                                          "equal", "sawtooth", "nan"};
     char form[32] = "";
@@ -161,7 +180,7 @@ void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
         snprintf(window, sizeof window, "/w%" PRId64, row->window);
     if (row->q_heads > 1)
         snprintf(heads, sizeof heads, "/h%" PRId64 "g%" PRId64, row->q_heads, row->kv_heads);
-    snprintf(name, BENCH_NAME, "%.10s%.31s/n%" PRId64 "%.20s%.14s", operations[row->operation],
+    snprintf(name, BENCH_NAME, "%.14s%.31s/n%" PRId64 "%.20s%.14s", operations[row->operation],
              form, row->kv_len, window, heads);
 }
 
@@ -176,6 +195,10 @@ double bench_case_flops(const bench_case *row) {
     case BENCH_FORWARD:
     case BENCH_ATTENTION:
         return 4 * (double)row->head_dim * (double)row->q_heads * pairs;
+    case BENCH_BACKWARD: // five products for forward's two
+        return 10 * (double)row->head_dim * (double)row->q_heads * pairs;
+    case BENCH_SCORE_BACKWARD: // dt again, ddt_proj, dv
+        return 6 * heads * heads * (double)row->head_dim * len;
     case BENCH_SCORE:
         return 2 * heads * heads * (double)row->head_dim * len;
     default:

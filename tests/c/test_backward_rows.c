@@ -146,10 +146,17 @@ static fdma_tensor last_sequence(fdma_tensor tensor) {
 
 static backward_problem last_of_batch(const backward_problem *y) {
     backward_problem alone = *y;
-    fdma_tensor *const tensors[] = {
-        &alone.x.q,         &alone.x.k,         &alone.x.v, &alone.x.bias, &alone.x.key_valid,
-        &alone.forward.out, &alone.forward.lse, &alone.dout, &alone.dlse,
-        &alone.x.selection.expiry, &alone.x.selection.slot};
+    fdma_tensor *const tensors[] = {&alone.x.q,
+                                    &alone.x.k,
+                                    &alone.x.v,
+                                    &alone.x.bias,
+                                    &alone.x.key_valid,
+                                    &alone.forward.out,
+                                    &alone.forward.lse,
+                                    &alone.dout,
+                                    &alone.dlse,
+                                    &alone.x.selection.expiry,
+                                    &alone.x.selection.slot};
     for (int n = 0; n < TEST_COUNT(tensors); n++)
         *tensors[n] = last_sequence(*tensors[n]);
     alone.x.batch = 1;

@@ -8,9 +8,10 @@
 #define CPU_ROWS(name, missing, refuses)                                                           \
     {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score, false},        \
         {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select, false}, \
-        {name, operation_lists, missing, fdma_refuses_wide, lists_workspace, run_lists, false}, {  \
-        name, operation_forward, missing, refuses, forward_workspace, run_forward, false           \
-    }, {name, operation_backward, missing, refuses, backward_workspace, run_backward, false}
+        {name, operation_lists, missing, fdma_refuses_wide, lists_workspace, run_lists, false},    \
+        {name, operation_forward, missing, refuses, forward_workspace, run_forward, false}, {      \
+        name, operation_backward, missing, refuses, backward_workspace, run_backward, false        \
+    }
 
 extern const kernel_table fdma_cpu_avx512;
 extern const kernel_table fdma_cpu_amx;

@@ -26,8 +26,8 @@ INLINE void find_probabilities(const backward_work *work, int32_t first, int blo
             const vf p = exp2_of(vf_mul(vf_sub(s[key][m], lse), vf_set(log2e)));
             vf_store(tile->p + (first + key) * block_lanes + m * vf_width, p);
             if (terms == 2)
-                vf_store_terms(
-                    tile->p_words + (first + key) * lane_words + m * vf_width / terms, p);
+                vf_store_terms(tile->p_words + (first + key) * lane_words + m * vf_width / terms,
+                               p);
         }
     }
 }
@@ -78,8 +78,8 @@ INLINE void find_steps(const backward_work *work, int32_t first, int block, int 
             if (capped)
                 s[key][m] = vf_mul(s[key][m], vf_load(tile->slope + at));
             if (terms == 2)
-                vf_store_terms(
-                    tile->ds_words + (first + key) * lane_words + m * vf_width / terms, s[key][m]);
+                vf_store_terms(tile->ds_words + (first + key) * lane_words + m * vf_width / terms,
+                               s[key][m]);
             if (key % terms == terms - 1)
                 vf_store(tile->logits.weights + (first + key) / terms * block_lanes + m * vf_width,
                          vf_join(s[key - terms + 1][m], s[key][m]));
@@ -99,8 +99,8 @@ static void skip_probabilities(const backward_work *work, int32_t first) {
 }
 
 /* Probabilities of a block's listed keys; `runs`: which of them have some. */
-static __attribute__((noinline)) void find_block_probabilities(const backward_work *work,
-                                                               int block, key_runs *runs) {
+static __attribute__((noinline)) void find_block_probabilities(const backward_work *work, int block,
+                                                               key_runs *runs) {
     const key_list *const list = work->logits.list;
     const int32_t middle = block * block_lanes + half_vectors * vf_width;
     int32_t scored = 0;

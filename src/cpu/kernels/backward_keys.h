@@ -15,7 +15,7 @@ typedef struct key_table {
     int32_t *spare;   /* [count]: rows without a key */
     int32_t *live;    /* [count]: keys with a row, in ascending order */
     int64_t spare_count, live_count;
-    int64_t next;  /* the first key that has not been looked at */
+    int64_t next; /* the first key that has not been looked at */
 } key_table;
 
 /* Queries of a tile stand at no more than `lanes` + 1 positions. */
@@ -98,8 +98,8 @@ static void put_no_key(const fdma_problem *problem, const tile_place *place, int
 }
 
 /* Ends the keys that expired before this tile. */
-static void retire_keys(const fdma_problem *problem, const tile_place *place,
-                        const int32_t *expiry, key_table *table) {
+static void retire_keys(const fdma_problem *problem, const tile_place *place, const int32_t *expiry,
+                        key_table *table) {
     int64_t left = 0;
     for (int64_t n = 0; n < table->live_count; n++) {
         const int32_t j = table->live[n];

@@ -11,7 +11,9 @@ enum {
     row_strip = block_lanes,
     row_strip_length = lane_words * row_strip,
     /* Tiles are smaller than forward's, as they hold four times as much. */
-    backward_blocks = tile_blocks > 8 ? tile_blocks / 3 : tile_blocks > 4 ? tile_blocks / 2 : 4,
+    backward_blocks = tile_blocks > 8 ? tile_blocks / 3
+    : tile_blocks > 4                 ? tile_blocks / 2
+                                      : 4,
 };
 
 typedef struct backward_tile {
@@ -19,12 +21,12 @@ typedef struct backward_tile {
     tile_state shares; /* of dout and v: the gradient of the probabilities */
     float *q_rows;     /* [blocks][strips][lane_words][row_strip]: words of lanes */
     float *dout_rows;
-    float *p;        /* [key_block][block_lanes]: probabilities */
-    float *p_words;  /* [key_block][lane_words]: the same in words of lanes; p where terms is 1 */
-    float *ds_words; /* [key_block][lane_words]: dS; logits.weights where terms is 1 */
-    float *slope;    /* [key_block][block_lanes]: of the softcap */
-    float *lse;      /* [lanes]; inf in those that are left out */
-    float *carried;  /* [lanes]: <dout, out> - dlse */
+    float *p;          /* [key_block][block_lanes]: probabilities */
+    float *p_words;    /* [key_block][lane_words]: the same in words of lanes; p where terms is 1 */
+    float *ds_words;   /* [key_block][lane_words]: dS; logits.weights where terms is 1 */
+    float *slope;      /* [key_block][block_lanes]: of the softcap */
+    float *lse;        /* [lanes]; inf in those that are left out */
+    float *carried;    /* [lanes]: <dout, out> - dlse */
     uint8_t *left_out; /* [lanes]: no row, or an empty one */
 } backward_tile;
 

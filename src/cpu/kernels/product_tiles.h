@@ -169,7 +169,8 @@ static inline void add_lanes(float *const *sums, int64_t d, const float *words, 
         for (int key = 0; key < lane_keys; key++)
             for (int x = 0; x < 2; x++) {
                 float *const at = sums[key] + d + (m + x) * amx_lanes;
-                vf_store(at, vf_add(vf_load(at), vf_load(stored + key * block_lanes + x * amx_lanes)));
+                vf_store(at,
+                         vf_add(vf_load(at), vf_load(stored + key * block_lanes + x * amx_lanes)));
             }
     }
 }
