@@ -13,6 +13,11 @@ __device__ static inline float to_float(float x) { return x; }
 __device__ static inline float to_float(__half x) { return __half2float(x); }
 __device__ static inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+template <typename T> __device__ T from_float(float x);
+template <> __device__ inline float from_float(float x) { return x; }
+template <> __device__ inline __half from_float(float x) { return __float2half_rn(x); }
+template <> __device__ inline __nv_bfloat16 from_float(float x) { return __float2bfloat16_rn(x); }
+
 template <typename T> __device__ T from_float_toward_zero(float x);
 template <> __device__ inline __half from_float_toward_zero(float x) { return __float2half_rz(x); }
 template <> __device__ inline __nv_bfloat16 from_float_toward_zero(float x) {
