@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
         shared.work.walk.entries = min(shared.work.walk.entries, from + splits.keys);
     }
     list_positions<config::rows>(shared.position, plan, place);
-    load_queries<config, 1, config::threads>((char *)shared.q, plan, place, aligned);
+    load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, place, aligned);
     cp_async_commit_group();
     __syncthreads();
     start_rows(rows);

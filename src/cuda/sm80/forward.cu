@@ -28,49 +28,6 @@ template <typename config> struct tile_memory {
     tile_work work;
 };
 
-/* Starts copying rows of k or v of a block of keys; zeros where there is no key, so that what is
- * not read multiplies as 0. */
-template <typename config>
-__device__ static inline void load_block(char *to, const int32_t *keys, const row_source &source,
-                                         int32_t kv_len) {
-    using layout = row_layout<config::head_dim>;
-    constexpr int copiers = layout::copiers, step = config::threads / copiers;
-    static_assert(step % 8 == 0, "a lane's rows are turned alike");
-    const uint32_t thread = opaque(threadIdx.x);
-    const int first = thread / copiers, lane = thread % copiers;
-    if (!source.aligned) {
-#pragma unroll 1
-        for (int n = first; n < config::keys; n += step) {
-            const bool there = is_key(keys[n], kv_len);
-            copy_row_slowly<config::head_dim>(to, n, row_at(source, there ? keys[n] : 0),
-                                              source.chunks, there);
-        }
-        return;
-    }
-    const row_source from = source; // whose fields are not read again after each copy
-    const uint32_t at = shared_address(to) + layout::offset(first, lane);
-    int32_t key[config::keys / step];
-#pragma unroll
-    for (int n = 0; n < config::keys / step; n++)
-        key[n] = keys[first + n * step];
-#pragma unroll
-    for (int n = 0; n < config::keys / step; n++) {
-        const bool there = is_key(key[n], kv_len);
-        const char *const row = row_at(from, there ? key[n] : 0) + lane * chunk_bytes;
-#pragma unroll
-        for (int x = 0; x < layout::chunks; x += copiers)
-            cp_async_16(at + n * step * layout::row_bytes + x * chunk_bytes, row + x * chunk_bytes,
-                        there && x + lane < from.chunks ? chunk_bytes : 0);
-    }
-}
-
-/* The entry of block n that this thread lists. */
-template <typename config>
-__device__ static inline int32_t own_entry(const key_walk &walk, int32_t n) {
-    const int32_t column = threadIdx.x;
-    return column < config::keys ? entry_at(walk, n * config::keys + column) : -1;
-}
-
 template <typename config>
 __device__ static inline void list_block(tile_memory<config> &shared, int32_t n, int32_t entry) {
     const uint32_t column = opaque(threadIdx.x);
@@ -178,7 +135,8 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     if (threadIdx.x == 0)
         shared.work = start_work(plan, place, config::rows, aligned);
     list_positions<config::rows>(shared.position, plan, place);
-    load_queries<config, config::warps, config::threads>((char *)shared.q, plan, place, aligned);
+    load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, place,
+                                                         aligned);
     __syncthreads();
     list_block(shared, 0, own_entry<config>(shared.work.walk, 0));
     list_block(shared, 1, own_entry<config>(shared.work.walk, 1));

@@ -53,10 +53,12 @@ __device__ static inline void list_positions(int32_t *position, const forward_pl
         position[r] = position_of(plan, place, place.first + r);
 }
 
-/* q of `tiles` warps' rows; lanes of one row side by side in `threads` threads. */
+/* q, or another tensor of its shape, of `tiles` warps' rows; lanes of one row side by side in
+ * `threads` threads. */
 template <typename shape, int tiles, int threads>
-__device__ static inline void load_queries(char *to, const forward_plan &plan,
-                                           const row_place &place, bool aligned) {
+__device__ static inline void load_queries(char *to, const head_view &view,
+                                           const forward_plan &plan, const row_place &place,
+                                           bool aligned) {
     using layout = row_layout<shape::head_dim>;
     constexpr int warp_rows = shape::row_tiles * mma_rows;
 #pragma unroll 1
@@ -65,8 +67,8 @@ __device__ static inline void load_queries(char *to, const forward_plan &plan,
         const int32_t row =
             place.first + r / warp_rows * warp_rows + row_order<shape>(r % warp_rows);
         const bool there = row < place.total;
-        const int64_t offset = there ? row_offset(plan.q, plan, place, row) : 0;
-        const char *const from = (const char *)plan.q.data + 2 * offset;
+        const int64_t offset = there ? row_offset(view, plan, place, row) : 0;
+        const char *const from = (const char *)view.data + 2 * offset;
         if (aligned)
             copy_row<shape::head_dim>(to, r, from, plan.head_dim / chunk_channels, there);
         else

@@ -33,7 +33,8 @@ template <int head_dim> struct row_layout {
 };
 
 /* The address that a lane gives ldmatrix for its row of the first 16, `chunk` 0 or 1; those of
- * later rows and chunks follow from it by constants. */
+ * later rows and chunks follow from it by constants. `chunk` 2 or 3: of multiples of 4 chunks
+ * later. */
 template <int head_dim> struct lane_address {
     using layout = row_layout<head_dim>;
     uint32_t row, turn;
@@ -58,9 +59,10 @@ template <int head_dim> struct lane_address {
 
 /* For a matrix of 16 rows x 16 channels as four of 8 x 8: down first, then right; or right first.
  */
-template <int head_dim> __device__ static inline lane_address<head_dim> down_first(const void *at) {
+template <int head_dim>
+__device__ static inline lane_address<head_dim> down_first(const void *at, int first_chunk = 0) {
     const int lane = threadIdx.x % warp_lanes;
-    return lane_address<head_dim>(at, lane % 16, lane / 16);
+    return lane_address<head_dim>(at, lane % 16, lane / 16 + first_chunk);
 }
 
 template <int head_dim>
@@ -96,12 +98,14 @@ __device__ static inline void multiply_keys(float (&s)[shape::row_tiles][shape::
     }
 }
 
-/* out += P V; accumulators of two column tiles are the left factor of 16 keys. */
-template <typename shape>
-__device__ static inline void add_values(float (&out)[shape::row_tiles][shape::head_dim / 8][4],
+/* out += P V; accumulators of two column tiles are the left factor of 16 keys. Where out has only
+ * a part of v's column tiles, they are pairs with equal gaps between, from v's own column on. */
+template <typename shape, int columns>
+__device__ static inline void add_values(float (&out)[shape::row_tiles][columns][4],
                                          const float (&p)[shape::row_tiles][shape::keys / 8][4],
                                          const lane_address<shape::head_dim> &v) {
     using type = element_type<typename shape::element>;
+    constexpr int spread = shape::head_dim / chunk_channels / columns;
 #pragma unroll
     for (int n = 0; n < shape::keys / 8; n += 2) {
         uint32_t weights[shape::row_tiles][4];
@@ -112,9 +116,9 @@ __device__ static inline void add_values(float (&out)[shape::row_tiles][shape::h
                 weights[t][x] =
                     type::pack(p[t][n + x / 2][x % 2 * 2], p[t][n + x / 2][x % 2 * 2 + 1]);
 #pragma unroll
-        for (int d = 0; d < shape::head_dim / 8; d += 2) {
+        for (int d = 0; d < columns; d += 2) {
             uint32_t values[4];
-            ldmatrix_x4_trans(values, v.at(n * 8, d));
+            ldmatrix_x4_trans(values, v.at(n * 8, d * spread));
 #pragma unroll
             for (int t = 0; t < shape::row_tiles; t++) {
                 mma_m16n8k16<typename shape::element>(out[t][d], weights[t], values[0], values[1]);

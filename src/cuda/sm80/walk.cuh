@@ -78,4 +78,47 @@ __device__ static inline void fetch_fact(key_facts<keys> &facts, int column, con
     }
 }
 
+/* Starts copying rows of k or v of a block of keys; zeros where there is no key, so that what is
+ * not read multiplies as 0. */
+template <typename config>
+__device__ static inline void load_block(char *to, const int32_t *keys, const row_source &source,
+                                         int32_t kv_len) {
+    using layout = row_layout<config::head_dim>;
+    constexpr int copiers = layout::copiers, step = config::threads / copiers;
+    static_assert(step % 8 == 0, "a lane's rows are turned alike");
+    const uint32_t thread = opaque(threadIdx.x);
+    const int first = thread / copiers, lane = thread % copiers;
+    if (!source.aligned) {
+#pragma unroll 1
+        for (int n = first; n < config::keys; n += step) {
+            const bool there = is_key(keys[n], kv_len);
+            copy_row_slowly<config::head_dim>(to, n, row_at(source, there ? keys[n] : 0),
+                                              source.chunks, there);
+        }
+        return;
+    }
+    const row_source from = source; // whose fields are not read again after each copy
+    const uint32_t at = shared_address(to) + layout::offset(first, lane);
+    int32_t key[config::keys / step];
+#pragma unroll
+    for (int n = 0; n < config::keys / step; n++)
+        key[n] = keys[first + n * step];
+#pragma unroll
+    for (int n = 0; n < config::keys / step; n++) {
+        const bool there = is_key(key[n], kv_len);
+        const char *const row = row_at(from, there ? key[n] : 0) + lane * chunk_bytes;
+#pragma unroll
+        for (int x = 0; x < layout::chunks; x += copiers)
+            cp_async_16(at + n * step * layout::row_bytes + x * chunk_bytes, row + x * chunk_bytes,
+                        there && x + lane < from.chunks ? chunk_bytes : 0);
+    }
+}
+
+/* The entry of block n that this thread lists. */
+template <typename config>
+__device__ static inline int32_t own_entry(const key_walk &walk, int32_t n) {
+    const int32_t column = threadIdx.x;
+    return column < config::keys ? entry_at(walk, n * config::keys + column) : -1;
+}
+
 #endif
