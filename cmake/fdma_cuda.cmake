@@ -87,6 +87,8 @@ endforeach()
 foreach(head_dim 64 96 128 192 256)
   fdma_add_cuda(fdma_cuda_sm80_d${head_dim} src/cuda/sm80/forward.cu
                 "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
+  fdma_add_cuda(fdma_cuda_sm80_backward_d${head_dim} src/cuda/sm80/backward.cu
+                "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
 endforeach()
 
 # Clusters came with 9.0, and wgmma is of 9.0 alone. Where no code for a row is built, the row stays

@@ -36,6 +36,11 @@ const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
     X(fdma_cuda_sm80_d96)                                                                          \
     X(fdma_cuda_sm80_d128)                                                                         \
     X(fdma_cuda_sm80_d192)                                                                         \
-    X(fdma_cuda_sm80_d256)
+    X(fdma_cuda_sm80_d256)                                                                         \
+    X(fdma_cuda_sm80_backward_d64)                                                                 \
+    X(fdma_cuda_sm80_backward_d96)                                                                 \
+    X(fdma_cuda_sm80_backward_d128)                                                                \
+    X(fdma_cuda_sm80_backward_d192)                                                                \
+    X(fdma_cuda_sm80_backward_d256)
 
 #endif
