@@ -149,33 +149,51 @@ template <int pending> __device__ static inline void wgmma_wait_group(void) {
 }
 
 /* D = A B + D (accumulate 0: D = A B), a warpgroup together. A [64 x 16] and B [16 x n] in shared
- * memory, both with 16 contiguous along k; or A in registers, and B contiguous along n. */
+ * memory, both with 16 contiguous along k unless transposed; or A in registers, and B contiguous
+ * along n. */
 
-template <typename element, int accumulate>
+template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
+__device__ static inline void wgmma_m64n32k16(float (&d)[16], uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.%21.%21 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+                 " %10, %11, %12, %13, %14, %15}, "
+                 "%16, %17, %18, 1, 1, %19, %20;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+                   "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+                   "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                 : "l"(a), "l"(b), "n"(accumulate), "n"(transpose_a), "n"(transpose_b),
+                   "C"(element_type<element>::ptx));
+}
+
+template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
 __device__ static inline void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.%35.%35 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.%37.%37 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+                 " %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                 " %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
                  " %30, %31}, "
-                 "%32, %33, %34, 1, 1, 0, 0;"
+                 "%32, %33, %34, 1, 1, %35, %36;"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
                    "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
                    "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
                    "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
                    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
                    "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "n"(accumulate), "C"(element_type<element>::ptx));
+                 : "l"(a), "l"(b), "n"(accumulate), "n"(transpose_a), "n"(transpose_b),
+                   "C"(element_type<element>::ptx));
 }
 
-template <typename element, int accumulate>
+template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
 __device__ static inline void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.%67.%67 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
-                 " %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
-                 " %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "
-                 " %58, %59, %60, %61, %62, %63}, "
-                 "%64, %65, %66, 1, 1, 0, 0;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.%69.%69 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+                 " %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                 " %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+                 " %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
+                 " %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+                 " %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+                 " %60, %61, %62, %63}, "
+                 "%64, %65, %66, 1, 1, %67, %68;"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
                    "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
                    "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
@@ -187,7 +205,8 @@ __device__ static inline void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint6
                    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
                    "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
                    "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "l"(a), "l"(b), "n"(accumulate), "C"(element_type<element>::ptx));
+                 : "l"(a), "l"(b), "n"(accumulate), "n"(transpose_a), "n"(transpose_b),
+                   "C"(element_type<element>::ptx));
 }
 
 template <typename element>
@@ -399,6 +418,51 @@ __device__ static inline void ldmatrix_x4(uint4 &to, uint32_t shared) {
                  : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
                  : "r"(shared)
                  : "memory");
+}
+
+/* Four matrices of 8 x 8 elements to shared memory; lane 8 m + r has the address of row r of matrix
+ * m. */
+__device__ static inline void stmatrix_x4(uint32_t shared, const uint32_t (&from)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+                 "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+                 : "memory");
+}
+
+/* Whether the predicate holds for any of `threads` threads that meet at a barrier. */
+__device__ static inline bool bar_red_or(uint32_t barrier, uint32_t threads, bool predicate) {
+    uint32_t any;
+    asm volatile("{\n"
+                 ".reg .pred mine, any;\n"
+                 "setp.ne.u32 mine, %3, 0;\n"
+                 "bar.red.or.pred any, %1, %2, mine;\n"
+                 "selp.u32 %0, 1, 0, any;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"(barrier), "r"(threads), "r"((uint32_t)predicate)
+                 : "memory");
+    return any != 0;
+}
+
+/* Adds to four, or two, consecutive numbers in device memory; nothing comes back. */
+__device__ static inline void red_add_v4(float *address, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x),
+                 "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
+
+__device__ static inline void red_add_v2(float *address, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y)
+                 : "memory");
+}
+
+__device__ static inline uint32_t ld_acquire_gpu(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ static inline void st_release_gpu(uint32_t *address, uint32_t value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 #endif

@@ -31,12 +31,15 @@ __device__ static inline uint64_t describe_matrix(uint32_t address, uint32_t pan
            (uint64_t)(swizzle_rows * line_bytes >> 4) << 32 | swizzle_128 << 62;
 }
 
-template <typename element, int accumulate, int accumulators>
+template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0,
+          int accumulators>
 __device__ static inline void multiply(float (&d)[accumulators], uint64_t a, uint64_t b) {
-    if constexpr (accumulators == 32)
-        wgmma_m64n64k16<element, accumulate>(d, a, b);
+    if constexpr (accumulators == 16)
+        wgmma_m64n32k16<element, accumulate, transpose_a, transpose_b>(d, a, b);
+    else if constexpr (accumulators == 32)
+        wgmma_m64n64k16<element, accumulate, transpose_a, transpose_b>(d, a, b);
     else
-        wgmma_m64n128k16<element, accumulate>(d, a, b);
+        wgmma_m64n128k16<element, accumulate, transpose_a, transpose_b>(d, a, b);
 }
 
 template <typename element, int accumulators>
@@ -73,6 +76,20 @@ begin_ab(float (&out)[accumulators], const uint32_t (&weights)[key_rows / step_k
 #pragma unroll
     for (int j = 0; j < steps; j++)
         multiply<element>(out, weights[j], b + (j * step_k * line_bytes >> 4));
+}
+
+/* D = A^T B, begun: a [16 * steps rows][64], b [16 * steps rows of b_rows][2 * accumulators
+ * channels]. */
+template <typename element, int b_rows, int steps, int accumulators>
+__device__ static inline void begin_atb(float (&d)[accumulators], uint32_t a_address,
+                                        uint32_t b_address) {
+    const uint64_t a = describe_matrix(a_address, 0);
+    const uint64_t b = describe_matrix(b_address, b_rows * line_bytes);
+    multiply<element, 0, 1, 1>(d, a, b);
+#pragma unroll
+    for (int j = 1; j < steps; j++)
+        multiply<element, 1, 1, 1>(d, a + (j * step_k * line_bytes >> 4),
+                                   b + (j * step_k * line_bytes >> 4));
 }
 
 #endif

@@ -4,6 +4,7 @@
 #ifndef FDMA_CUDA_SM90_FORWARD_CONSUMER_CUH
 #define FDMA_CUDA_SM90_FORWARD_CONSUMER_CUH
 
+#include "cuda/device/quad.cuh"
 #include "cuda/sm90/forward_softmax.cuh"
 #include "cuda/sm90/forward_tile.cuh"
 
@@ -263,23 +264,6 @@ template <class config> struct consumer {
         }
     }
 };
-
-/* words[i] of lane l of a quad becomes words[l] of lane i. */
-__device__ static inline void transpose_quad(uint32_t (&words)[4]) {
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-        const bool upper = (threadIdx.x & bit) != 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if ((i & bit) != 0)
-                continue;
-            const uint32_t sent = upper ? words[i] : words[i | bit];
-            const uint32_t got = __shfl_xor_sync(~0u, sent, bit);
-            words[i] = upper ? got : words[i];
-            words[i | bit] = upper ? words[i | bit] : got;
-        }
-    }
-}
 
 /* Divides by the sums and writes out and lse. Empty rows are 0, not 0 * NaN. */
 template <class config>

@@ -1,0 +1,299 @@
+/* The consumers of sm90's backward kernel: warpgroups of 64 slots each. Of a step they make
+ *   S' = K Q', dP' = V dO', P = 2^(S - lse), dS = P (dP - delta), dv += P' dO, dk += dS' Q
+ * with keys as rows, so that P and dS go from registers into the products that follow; and, from
+ * all slots' dS in shared memory, half the channels each of dq = dS K.
+ * Source: FlashAttention-3, arXiv:2407.08608, for the order of products. */
+#ifndef FDMA_CUDA_SM90_BACKWARD_CONSUMER_CUH
+#define FDMA_CUDA_SM90_BACKWARD_CONSUMER_CUH
+
+#include "cuda/sm90/backward_rows.cuh"
+
+template <class config> struct backward_consumer {
+    using element = typename config::element;
+    static constexpr int held = config::q_rows / 2; // of a step's 64 x 64
+    static constexpr int sums_held = config::channels / 2;
+    static constexpr int barrier = 2; // of both; 3 and 4 of each
+
+    using pairs = uint32_t[config::q_rows / step_k][4]; // as wgmma takes them
+
+    backward_memory<config> *memory;
+    float softcap_scale;
+    ring_place<config::stages> step;
+    int32_t index;  // of the consumer
+    int32_t parity; // of steps, for ds
+    uint32_t *owed; // the ticket that is to be handed on, now that sums are on their way
+    uint32_t owed_turn;
+    int32_t from[2], expiry[2]; // positions at which this thread's rows are kept
+    float bias[2], dbias[2];
+    float dk[sums_held], dv[sums_held];
+
+    __device__ inline int32_t first_row(void) const {
+        return index * config::warpgroup_slots + threadIdx.x % warpgroup_threads / 32 * 16;
+    }
+
+    __device__ inline void release(uint64_t *barrier) {
+        if (threadIdx.x % 32 == 0)
+            mbarrier_arrive(barrier);
+    }
+
+    __device__ inline void wait_step(void) {
+        wait(&memory->step_full[step.index], step.parity);
+        fence_proxy_async(); // cp.async writes as threads do, wgmma reads as TMA does
+    }
+
+    /* Rows of k or v times a step's rows of q or dout, begun. */
+    __device__ inline void begin_product(float (&d)[held], const uint8_t *keys,
+                                         const uint8_t *queries) {
+        wgmma_fence();
+        begin_abt<element, config::channels, config::slots, config::q_rows>(
+            d, opaque(shared_address(keys) + index * config::warpgroup_slots * line_bytes),
+            shared_address(queries));
+        wgmma_commit_group();
+    }
+
+    /* Of this lane's columns. */
+    __device__ inline const float2 *columns_of(const float *row) const {
+        return (const float2 *)row + threadIdx.x % 4;
+    }
+
+    /* Weights where a query keeps its key, else 0. */
+    __device__ inline void cut(int32_t first, float (&p)[held]) const {
+        const int32_t last = first + config::q_rows - 1;
+        const bool is_cut = max(from[0], from[1]) > first || min(expiry[0], expiry[1]) <= last;
+        if (!__any_sync(~0u, is_cut))
+            return;
+        const int32_t own = first + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < held; i++) {
+            const int32_t position = own + i / 4 * 8 + i % 2, row = i / 2 % 2;
+            p[i] = from[row] <= position && position < expiry[row] ? p[i] : 0;
+        }
+    }
+
+    __device__ static inline void pack(const float (&x)[held], pairs &packed) {
+#pragma unroll
+        for (int i = 0; i < held; i += 2)
+            packed[i / 8][i / 2 % 4] = element_type<element>::pack(x[i], x[i + 1]);
+    }
+
+    /* Scores to weights. With softcap to weights times its slope, `packed` without. */
+    __device__ inline void weigh(const backward_plan &plan, int32_t stage, float (&s)[held],
+                                 pairs &packed) const {
+        const float2 *const lse = columns_of(memory->lse[stage]);
+        const int32_t first = memory->notes[stage].first;
+        const float unit = plan.forward.scale * log2_e;
+        if constexpr (config::has_softcap) {
+            weigh_softly(plan, first, lse, s, packed);
+        } else {
+#pragma unroll
+            for (int i = 0; i < held; i += 4) {
+                const float2 column = lse[i];
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    s[i + k] = ex2_approx(
+                        fmaf(s[i + k], unit, bias[k / 2] - (k % 2 ? column.y : column.x)));
+            }
+            cut(first, s);
+            pack(s, packed);
+        }
+    }
+
+    __device__ inline void weigh_softly(const backward_plan &plan, int32_t first, const float2 *lse,
+                                        float (&s)[held], pairs &packed) const {
+        const int32_t own = first + threadIdx.x % 4 * 2;
+        const float unit = plan.forward.softcap * log2_e;
+#pragma unroll
+        for (int i = 0; i < held; i += 2) {
+            const float2 column = lse[i / 4 * 4];
+            const int32_t row = i / 2 % 2, position = own + i / 4 * 8;
+            float p[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float t = tanh_of(s[i + k] * softcap_scale);
+                const float logit = fmaf(t, unit, bias[row] - (k ? column.y : column.x));
+                const bool is_kept = from[row] <= position + k && position + k < expiry[row];
+                p[k] = is_kept ? ex2_approx(logit) : 0;
+                s[i + k] = p[k] * (1 - t * t);
+            }
+            packed[i / 8][i / 2 % 4] = element_type<element>::pack(p[0], p[1]);
+        }
+    }
+
+    /* Weights to the gradients of scores, and their sums to that of bias. */
+    __device__ inline void differentiate(int32_t stage, const float (&dp)[held],
+                                         const pairs &weights, float (&s)[held], pairs &packed) {
+        const float2 *const delta = columns_of(memory->delta[stage]);
+#pragma unroll
+        for (int i = 0; i < held; i += 2) {
+            const float2 column = delta[i / 4 * 4];
+            const float low = dp[i] - column.x, high = dp[i + 1] - column.y;
+            if constexpr (config::has_softcap) { // there are no registers for weights and slopes
+                const float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
+                dbias[i / 2 % 2] += p.x * low + p.y * high;
+            }
+            s[i] *= low;
+            s[i + 1] *= high;
+            if constexpr (!config::has_softcap)
+                dbias[i / 2 % 2] += s[i] + s[i + 1];
+        }
+        pack(s, packed);
+    }
+
+    /* For both consumers to read. */
+    __device__ inline void store_ds(const pairs &packed) {
+        const int lane = threadIdx.x % 32;
+        const uint32_t to =
+            shared_address(memory->ds[parity]) + swizzled(first_row() + lane % 16, lane / 16);
+#pragma unroll
+        for (int j = 0; j < config::q_rows / step_k; j++)
+            stmatrix_x4(to ^ j * 2 * chunk_bytes, packed[j]);
+        fence_proxy_async();
+        bar_sync(barrier, config::consumers * warpgroup_threads);
+    }
+
+    /* This consumer's channels of dq, begun. */
+    __device__ inline void begin_dq(float (&dq)[config::dq_held]) {
+        const int channel = index * (config::channels / config::consumers);
+        const uint32_t keys = shared_address(memory->k) +
+                              channel / panel_channels * config::slots * line_bytes +
+                              channel % panel_channels * 2;
+        wgmma_fence();
+        begin_atb<element, config::slots, config::slots / step_k>(
+            dq, shared_address(memory->ds[parity]), opaque(keys));
+        wgmma_commit_group();
+    }
+
+    template <int rows>
+    __device__ inline void begin_sums(float (&sums)[sums_held], const pairs &weights,
+                                      const uint8_t (&queries)[rows]) {
+        wgmma_fence();
+        begin_ab<element, config::q_rows, config::q_rows / step_k>(sums, weights,
+                                                                   shared_address(queries));
+        wgmma_commit_group();
+    }
+
+    __device__ inline void hand_on_ticket(void) {
+        if (owed == NULL)
+            return;
+        __threadfence(); // sums of a step ago: they have long arrived
+        bar_sync(barrier + 1 + index, warpgroup_threads);
+        if (threadIdx.x % warpgroup_threads == 0)
+            st_release_gpu(owed, owed_turn + 1);
+        owed = NULL;
+    }
+
+    __device__ inline void await_turn(uint32_t *ticket, uint32_t turn) {
+        hand_on_ticket();
+        if (threadIdx.x % warpgroup_threads == 0)
+            while (ld_acquire_gpu(ticket) != turn) {
+            }
+        bar_sync(barrier + 1 + index, warpgroup_threads);
+        owed = ticket;
+        owed_turn = turn;
+    }
+
+    __device__ inline void add_dq(const backward_pass &pass, int32_t stage,
+                                  const float (&dq)[config::dq_held]) {
+        const step_note note = memory->notes[stage];
+        const int64_t part = (int64_t)note.tile * config::consumers + index;
+        float *const to = pass.dq + part * config::dq_held * warpgroup_threads +
+                          threadIdx.x % warpgroup_threads * 4;
+        if (pass.tickets != NULL)
+            await_turn(&pass.tickets[part], note.turn);
+#pragma unroll
+        for (int i = 0; i < config::dq_held; i += 4)
+            red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+    }
+
+    /* The steps of a segment. */
+    __device__ inline void run_segment(const backward_plan &plan, const backward_pass &pass) {
+        bool is_last = false;
+        while (!is_last) {
+            float s[held], dp[held], dq[config::dq_held];
+            pairs weights, ds;
+            const int32_t stage = step.index;
+            wait_step();
+            begin_product(s, memory->k, memory->q[stage]);
+            begin_product(dp, memory->v, memory->dout[stage]);
+            is_last = memory->notes[stage].is_last;
+            wgmma_wait_group<1>();
+            weigh(plan, stage, s, weights);
+            wgmma_wait_group<0>();
+            begin_sums(dv, weights, memory->dout[stage]);
+            differentiate(stage, dp, weights, s, ds);
+            store_ds(ds);
+            begin_dq(dq);
+            begin_sums(dk, ds, memory->q[stage]);
+            wgmma_wait_group<1>();
+            add_dq(pass, stage, dq);
+            wgmma_wait_group<0>();
+            release(&memory->step_empty[stage]);
+            parity ^= 1;
+            step.advance();
+        }
+    }
+
+    /* Takes over the next segment's slots, and writes the gradients of keys that leave; false:
+     * there is none. */
+    __device__ inline bool take_slots(const backward_plan &plan, const backward_pass &pass,
+                                      int32_t segment) {
+        const int32_t row = first_row() + threadIdx.x % 32 / 4;
+        slot_record leaving[2];
+        bool changes[2];
+        wait(&memory->slots_full, segment & 1);
+        const bool is_over = memory->is_over;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const slot_record next = memory->slots[segment % 2][row + 8 * i];
+            leaving[i] = segment == 0 ? slot_record{-1, 0, 0, 0}
+                                      : memory->slots[(segment + 1) % 2][row + 8 * i];
+            changes[i] = segment == 0 || next.key != leaving[i].key;
+            from[i] = plan.forward.causal && (pass.is_diagonal || !plan.is_rolling) ? next.key
+                                                                                    : INT32_MIN;
+            expiry[i] = next.expiry;
+            bias[i] = next.bias;
+        }
+        __syncwarp(); // all lanes have read
+        if (segment > 0)
+            release(&memory->keys_empty);
+        if (__any_sync(~0u, changes[0] || changes[1]))
+            write_leaving(plan, pass, leaving, changes);
+        return !is_over;
+    }
+
+    __device__ inline void write_leaving(const backward_plan &plan, const backward_pass &pass,
+                                         const slot_record (&leaving)[2],
+                                         const bool (&changes)[2]) {
+        const int32_t row = first_row() + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const key_row to = {leaving[i].key, leaving[i].border, row + 8 * i,
+                                changes[i] && leaving[i].key >= 0};
+            if (__any_sync(~0u, to.is_written)) {
+                write_sums<element>(plan, pass, item_of<config>(plan, pass), to, i, dk, dv);
+                write_dbias(plan, pass, item_of<config>(plan, pass), to, quad_sum(dbias[i]));
+            }
+            dbias[i] = changes[i] ? 0 : dbias[i];
+#pragma unroll
+            for (int c = 0; c < sums_held; c++) {
+                if (c / 2 % 2 != i)
+                    continue;
+                dk[c] = changes[i] ? 0 : dk[c];
+                dv[c] = changes[i] ? 0 : dv[c];
+            }
+        }
+    }
+
+    __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
+        parity = 0;
+        owed = NULL;
+        for (int32_t segment = 0; take_slots(plan, pass, segment); segment++) {
+            wait(&memory->keys_full, segment & 1);
+            fence_proxy_async();
+            run_segment(plan, pass);
+        }
+        hand_on_ticket();
+    }
+};
+
+#endif
