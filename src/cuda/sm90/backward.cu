@@ -27,14 +27,15 @@ __global__ void __launch_bounds__(config::threads, 1)
     backward_memory<config> *const memory = (backward_memory<config> *)bytes;
     // the same for all threads of a warp, which the compiler cannot know
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         init_barriers(memory);
+        memory->item = item_of<config>(plan, pass);
+    }
     __syncthreads();
     if (warpgroup == 0) {
         setmaxnreg_dec<config::producer_registers>();
         backward_producer<config> self;
         self.memory = memory;
-        self.item = item_of<config>(plan, pass);
         self.run(plan, pass);
     } else {
         setmaxnreg_inc<config::consumer_registers>();

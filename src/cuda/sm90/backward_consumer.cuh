@@ -21,15 +21,17 @@ template <class config> struct backward_consumer {
     ring_place<config::stages> step;
     int32_t index;  // of the consumer
     int32_t parity; // of steps, for ds
-    uint32_t *owed; // the ticket that is to be handed on, now that sums are on their way
-    uint32_t owed_turn;
-    int32_t from[2], expiry[2]; // positions at which this thread's rows are kept
-    float bias[2], dbias[2];
+    int32_t owed; // the ticket that is to be handed on, now that sums are on their way; -1: none
+    int32_t segment;
+    float dbias[2]; // of this thread's rows
     float dk[sums_held], dv[sums_held];
 
     __device__ inline int32_t first_row(void) const {
         return index * config::warpgroup_slots + threadIdx.x % warpgroup_threads / 32 * 16;
     }
+
+    /* The first of this thread's rows; the other is the eighth after it. */
+    __device__ inline int32_t own_row(void) const { return first_row() + threadIdx.x % 32 / 4; }
 
     __device__ inline void release(uint64_t *barrier) {
         if (threadIdx.x % 32 == 0)
@@ -56,17 +58,24 @@ template <class config> struct backward_consumer {
         return (const float2 *)row + threadIdx.x % 4;
     }
 
+    /* The positions at which a slot's key is kept. */
+    __device__ static inline int2 span_of(const backward_plan &plan, const backward_pass &pass,
+                                          const slot_record &slot) {
+        const bool arrives = plan.forward.causal && (pass.is_diagonal || !plan.is_rolling);
+        return make_int2(arrives ? slot.key : INT32_MIN, slot.expiry);
+    }
+
     /* Weights where a query keeps its key, else 0. */
-    __device__ inline void cut(int32_t first, float (&p)[held]) const {
+    __device__ static inline void cut(int32_t first, const int2 (&span)[2], float (&p)[held]) {
         const int32_t last = first + config::q_rows - 1;
-        const bool is_cut = max(from[0], from[1]) > first || min(expiry[0], expiry[1]) <= last;
+        const bool is_cut = max(span[0].x, span[1].x) > first || min(span[0].y, span[1].y) <= last;
         if (!__any_sync(~0u, is_cut))
             return;
         const int32_t own = first + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int i = 0; i < held; i++) {
             const int32_t position = own + i / 4 * 8 + i % 2, row = i / 2 % 2;
-            p[i] = from[row] <= position && position < expiry[row] ? p[i] : 0;
+            p[i] = span[row].x <= position && position < span[row].y ? p[i] : 0;
         }
     }
 
@@ -77,13 +86,17 @@ template <class config> struct backward_consumer {
     }
 
     /* Scores to weights. With softcap to weights times its slope, `packed` without. */
-    __device__ inline void weigh(const backward_plan &plan, int32_t stage, float (&s)[held],
-                                 pairs &packed) const {
+    __device__ inline void weigh(const backward_plan &plan, const backward_pass &pass,
+                                 int32_t stage, float (&s)[held], pairs &packed) const {
         const float2 *const lse = columns_of(memory->lse[stage]);
         const int32_t first = memory->notes[stage].first;
+        const slot_record *const slots = &memory->slots[segment % 2][own_row()];
+        const slot_record rows[2] = {slots[0], slots[8]};
+        const int2 span[2] = {span_of(plan, pass, rows[0]), span_of(plan, pass, rows[1])};
+        const float bias[2] = {rows[0].bias, rows[1].bias};
         const float unit = plan.forward.scale * log2_e;
         if constexpr (config::has_softcap) {
-            weigh_softly(plan, first, lse, s, packed);
+            weigh_softly(plan, first, span, bias, lse, s, packed);
         } else {
 #pragma unroll
             for (int i = 0; i < held; i += 4) {
@@ -93,13 +106,15 @@ template <class config> struct backward_consumer {
                     s[i + k] = ex2_approx(
                         fmaf(s[i + k], unit, bias[k / 2] - (k % 2 ? column.y : column.x)));
             }
-            cut(first, s);
+            cut(first, span, s);
             pack(s, packed);
         }
     }
 
-    __device__ inline void weigh_softly(const backward_plan &plan, int32_t first, const float2 *lse,
-                                        float (&s)[held], pairs &packed) const {
+    __device__ inline void weigh_softly(const backward_plan &plan, int32_t first,
+                                        const int2 (&span)[2], const float (&bias)[2],
+                                        const float2 *lse, float (&s)[held],
+                                        pairs &packed) const {
         const int32_t own = first + threadIdx.x % 4 * 2;
         const float unit = plan.forward.softcap * log2_e;
 #pragma unroll
@@ -111,7 +126,7 @@ template <class config> struct backward_consumer {
             for (int k = 0; k < 2; k++) {
                 const float t = tanh_of(s[i + k] * softcap_scale);
                 const float logit = fmaf(t, unit, bias[row] - (k ? column.y : column.x));
-                const bool is_kept = from[row] <= position + k && position + k < expiry[row];
+                const bool is_kept = span[row].x <= position + k && position + k < span[row].y;
                 p[k] = is_kept ? ex2_approx(logit) : 0;
                 s[i + k] = p[k] * (1 - t * t);
             }
@@ -172,41 +187,43 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    __device__ inline void hand_on_ticket(void) {
-        if (owed == NULL)
+    __device__ inline void hand_on_ticket(const backward_pass &pass) {
+        if (owed < 0)
             return;
         __threadfence(); // sums of a step ago: they have long arrived
         bar_sync(barrier + 1 + index, warpgroup_threads);
         if (threadIdx.x % warpgroup_threads == 0)
-            st_release_gpu(owed, owed_turn + 1);
-        owed = NULL;
+            st_release_gpu(&pass.tickets[owed], memory->owed_turn[index] + 1);
+        owed = -1;
     }
 
-    __device__ inline void await_turn(uint32_t *ticket, uint32_t turn) {
-        hand_on_ticket();
-        if (threadIdx.x % warpgroup_threads == 0)
-            while (ld_acquire_gpu(ticket) != turn) {
+    __device__ inline void await_turn(const backward_pass &pass, int32_t ticket, uint32_t turn) {
+        hand_on_ticket(pass);
+        if (threadIdx.x % warpgroup_threads == 0) {
+            memory->owed_turn[index] = turn;
+            while (ld_acquire_gpu(&pass.tickets[ticket]) != turn) {
             }
+        }
         bar_sync(barrier + 1 + index, warpgroup_threads);
         owed = ticket;
-        owed_turn = turn;
     }
 
     __device__ inline void add_dq(const backward_pass &pass, int32_t stage,
                                   const float (&dq)[config::dq_held]) {
         const step_note note = memory->notes[stage];
-        const int64_t part = (int64_t)note.tile * config::consumers + index;
-        float *const to = pass.dq + part * config::dq_held * warpgroup_threads +
+        const int32_t part = note.tile * config::consumers + index;
+        float *const to = pass.dq + (int64_t)part * (config::dq_held * warpgroup_threads) +
                           threadIdx.x % warpgroup_threads * 4;
         if (pass.tickets != NULL)
-            await_turn(&pass.tickets[part], note.turn);
+            await_turn(pass, part, note.turn);
 #pragma unroll
         for (int i = 0; i < config::dq_held; i += 4)
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 
-    /* The steps of a segment. */
+    /* The steps of a segment. What dk gets of one is still being multiplied when the next begins. */
     __device__ inline void run_segment(const backward_plan &plan, const backward_pass &pass) {
+        int32_t before = -1; // the stage of the last step
         bool is_last = false;
         while (!is_last) {
             float s[held], dp[held], dq[config::dq_held];
@@ -214,10 +231,18 @@ template <class config> struct backward_consumer {
             const int32_t stage = step.index;
             wait_step();
             begin_product(s, memory->k, memory->q[stage]);
-            begin_product(dp, memory->v, memory->dout[stage]);
+            if (!config::has_softcap) { // with it there are no registers for it yet
+                begin_product(dp, memory->v, memory->dout[stage]);
+                wgmma_wait_group<1>();
+            } else {
+                wgmma_wait_group<0>();
+            }
+            if (before >= 0)
+                release(&memory->step_empty[before]);
             is_last = memory->notes[stage].is_last;
-            wgmma_wait_group<1>();
-            weigh(plan, stage, s, weights);
+            weigh(plan, pass, stage, s, weights);
+            if (config::has_softcap)
+                begin_product(dp, memory->v, memory->dout[stage]);
             wgmma_wait_group<0>();
             begin_sums(dv, weights, memory->dout[stage]);
             differentiate(stage, dp, weights, s, ds);
@@ -226,18 +251,18 @@ template <class config> struct backward_consumer {
             begin_sums(dk, ds, memory->q[stage]);
             wgmma_wait_group<1>();
             add_dq(pass, stage, dq);
-            wgmma_wait_group<0>();
-            release(&memory->step_empty[stage]);
             parity ^= 1;
+            before = stage;
             step.advance();
         }
+        wgmma_wait_group<0>();
+        release(&memory->step_empty[before]);
     }
 
     /* Takes over the next segment's slots, and writes the gradients of keys that leave; false:
      * there is none. */
-    __device__ inline bool take_slots(const backward_plan &plan, const backward_pass &pass,
-                                      int32_t segment) {
-        const int32_t row = first_row() + threadIdx.x % 32 / 4;
+    __device__ inline bool take_slots(const backward_plan &plan, const backward_pass &pass) {
+        const int32_t row = own_row();
         slot_record leaving[2];
         bool changes[2];
         wait(&memory->slots_full, segment & 1);
@@ -248,10 +273,6 @@ template <class config> struct backward_consumer {
             leaving[i] = segment == 0 ? slot_record{-1, 0, 0, 0}
                                       : memory->slots[(segment + 1) % 2][row + 8 * i];
             changes[i] = segment == 0 || next.key != leaving[i].key;
-            from[i] = plan.forward.causal && (pass.is_diagonal || !plan.is_rolling) ? next.key
-                                                                                    : INT32_MIN;
-            expiry[i] = next.expiry;
-            bias[i] = next.bias;
         }
         __syncwarp(); // all lanes have read
         if (segment > 0)
@@ -264,14 +285,13 @@ template <class config> struct backward_consumer {
     __device__ inline void write_leaving(const backward_plan &plan, const backward_pass &pass,
                                          const slot_record (&leaving)[2],
                                          const bool (&changes)[2]) {
-        const int32_t row = first_row() + threadIdx.x % 32 / 4;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const key_row to = {leaving[i].key, leaving[i].border, row + 8 * i,
+            const key_row to = {leaving[i].key, leaving[i].border, own_row() + 8 * i,
                                 changes[i] && leaving[i].key >= 0};
             if (__any_sync(~0u, to.is_written)) {
-                write_sums<element>(plan, pass, item_of<config>(plan, pass), to, i, dk, dv);
-                write_dbias(plan, pass, item_of<config>(plan, pass), to, quad_sum(dbias[i]));
+                write_sums<element>(plan, pass, memory->item, to, i, dk, dv);
+                write_dbias(plan, pass, memory->item, to, quad_sum(dbias[i]));
             }
             dbias[i] = changes[i] ? 0 : dbias[i];
 #pragma unroll
@@ -286,13 +306,13 @@ template <class config> struct backward_consumer {
 
     __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
         parity = 0;
-        owed = NULL;
-        for (int32_t segment = 0; take_slots(plan, pass, segment); segment++) {
+        owed = -1;
+        for (segment = 0; take_slots(plan, pass); segment++) {
             wait(&memory->keys_full, segment & 1);
             fence_proxy_async();
             run_segment(plan, pass);
         }
-        hand_on_ticket();
+        hand_on_ticket(pass);
     }
 };
 

@@ -11,7 +11,6 @@ template <class config> struct backward_producer {
     static constexpr int barrier = 1; // of the producer's warps
 
     backward_memory<config> *memory;
-    backward_item item;
     ring_place<config::stages> step;
     int32_t segment; // of the keys in shared memory, or about to come there
     int32_t key;     // of this thread's slot
@@ -24,9 +23,9 @@ template <class config> struct backward_producer {
     __device__ inline int32_t key_at(const backward_plan &plan, const backward_pass &pass,
                                      int32_t epoch) const {
         const int32_t slot = own_slot();
-        if (epoch >= item.end)
+        if (epoch >= memory->item.end)
             return beyond;
-        return slot < config::slots ? find_key(plan, pass, item.head, epoch, item.first_slot + slot)
+        return slot < config::slots ? find_key(plan, pass, memory->item.head, epoch, memory->item.first_slot + slot)
                                     : -1;
     }
 
@@ -38,12 +37,12 @@ template <class config> struct backward_producer {
             const key_record record =
                 forward.records == NULL
                     ? key_record{INT32_MAX, 0}
-                    : forward.records[(int64_t)item.head * forward.kv_len + key];
+                    : forward.records[(int64_t)memory->item.head * forward.kv_len + key];
             own.expiry = record.expiry;
             own.bias = record.bias;
             if (plan.parts > 1 && !pass.is_diagonal)
                 own.border =
-                    border_of(plan, item.head, item.part, item.first_slot + own_slot(), key);
+                    border_of(plan, memory->item.head, memory->item.part, memory->item.first_slot + own_slot(), key);
         }
         if (own_slot() < config::slots)
             memory->slots[segment % 2][own_slot()] = own;
@@ -60,7 +59,7 @@ template <class config> struct backward_producer {
         for (int n = threadIdx.x % 32; n < 2 * chunks; n += 32) {
             const int chunk = n % chunks, inside = chunk % line_lanes;
             const head_view &view = n < chunks ? forward.k : forward.v;
-            const int64_t row = item.b * view.batch + item.g * view.head + max(key, 0) * view.row;
+            const int64_t row = memory->item.b * view.batch + memory->item.g * view.head + max(key, 0) * view.row;
             const bool is_there = key >= 0 && chunk * (chunk_bytes / 2) < forward.head_dim;
             const uint32_t panel = chunk / line_lanes * config::slots * line_bytes;
             cp_async_16((n < chunks ? k : v) + panel + swizzled(slot, inside),
@@ -87,7 +86,7 @@ template <class config> struct backward_producer {
         const int32_t warp = threadIdx.x / 32;
         const int32_t query = tile * config::q_rows + warp * warp_rows + threadIdx.x % warp_rows;
         const char *const rows =
-            (const char *)view.data + 2 * (item.b * view.batch + h * view.head);
+            (const char *)view.data + 2 * (memory->item.b * view.batch + h * view.head);
         gather_rows<config::q_rows, config::panels, warp_rows>(
             shared_address(block), warp * warp_rows, rows, (uint32_t)(2 * view.row),
             query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
@@ -97,7 +96,7 @@ template <class config> struct backward_producer {
     __device__ inline void load_step(const backward_plan &plan, const backward_pass &pass,
                                      int32_t h, int32_t tile, uint32_t turn, bool is_last) {
         const int32_t stage = step.index, n = threadIdx.x % config::q_rows;
-        const int64_t row = item.b * plan.forward.q_heads + h;
+        const int64_t row = memory->item.b * plan.forward.q_heads + h;
         const int64_t at = row * plan.rows + tile * config::q_rows + n;
         const forward_plan &forward = plan.forward;
         wait(&memory->step_empty[stage], step.parity ^ 1);
@@ -125,11 +124,11 @@ template <class config> struct backward_producer {
                                        int32_t epoch) const {
         if (pass.tickets == NULL)
             return 0;
-        const int32_t visible = min(visible_slots(plan, item.head, epoch), plan.slots);
+        const int32_t visible = min(visible_slots(plan, memory->item.head, epoch), plan.slots);
         const int32_t active = (visible + config::slots - 1) / config::slots;
         if (pass.is_diagonal)
-            return active + item.block;
-        return plan.is_rolling ? item.block : active - 1 - item.block;
+            return active + memory->item.block;
+        return plan.is_rolling ? memory->item.block : active - 1 - memory->item.block;
     }
 
     /* The steps of an epoch; true: after it some slot has another key, or nothing follows. */
@@ -144,7 +143,7 @@ template <class config> struct backward_producer {
         for (int32_t n = 0; n < steps; n++) {
             if (n == steps - 1)
                 changes = bar_red_or(barrier, warpgroup_threads, next != key);
-            load_step(plan, pass, item.g * group + n / each, first + n % each, turn, changes);
+            load_step(plan, pass, memory->item.g * group + n / each, first + n % each, turn, changes);
         }
         return changes;
     }
@@ -153,16 +152,16 @@ template <class config> struct backward_producer {
         segment = 0;
         ahead = 0;
         is_new = true;
-        if (!pass.is_diagonal)
-            item.epoch = first_epoch(plan, item);
-        key = key_at(plan, pass, item.epoch);
+        int32_t epoch =
+            pass.is_diagonal ? memory->item.epoch : first_epoch(plan, memory->item);
+        key = key_at(plan, pass, epoch);
         publish(plan, pass);
-        if (item.epoch >= item.end)
+        if (epoch >= memory->item.end)
             return;
         load_keys(plan);
-        for (int32_t epoch = item.epoch; epoch < item.end; epoch++) {
+        for (; epoch < memory->item.end; epoch++) {
             const int32_t next =
-                plan.is_rolling || epoch + 1 == item.end ? key_at(plan, pass, epoch + 1) : key;
+                plan.is_rolling || epoch + 1 == memory->item.end ? key_at(plan, pass, epoch + 1) : key;
             const bool changes = load_epoch(plan, pass, epoch, next);
             if (is_pending)
                 load_keys(plan);

@@ -29,8 +29,8 @@ template <typename element_, int most_channels, bool softcap> struct backward_co
     static constexpr int dq_held = q_rows * channels / consumers / warpgroup_threads;
     static constexpr int stages = channels > 64 ? 3 : 4; // steps in flight
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
-    static constexpr int producer_registers = 40;
-    static constexpr int consumer_registers = 232;
+    static constexpr int producer_registers = 56;
+    static constexpr int consumer_registers = 224;
 };
 
 /* What a launch of the kernel is for: the keys that live at an epoch's first position, or, in a
@@ -77,7 +77,9 @@ template <class config> struct backward_memory {
     alignas(16) float delta[config::stages][config::q_rows];
     step_note notes[config::stages];
     slot_record slots[2][config::slots]; // of this segment and the next
-    bool is_over;                        // there is no next segment
+    backward_item item;
+    uint32_t owed_turn[config::consumers];
+    bool is_over; // there is no next segment
     uint64_t step_full[config::stages], step_empty[config::stages];
     uint64_t slots_full, keys_full, keys_empty;
     static constexpr int most_bytes = 227 * 1024; // of a block's shared memory on 9.0
