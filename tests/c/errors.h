@@ -41,4 +41,24 @@ static inline void check_untouched(fdma_tensor tensor) {
     CHECK_BYTES(tensor.data, want, bytes_of(tensor));
 }
 
+enum { output_limit = 5 };
+
+/* Outputs of a call, to be found untouched. */
+typedef struct outputs {
+    fdma_tensor tensor[output_limit];
+    int count;
+} outputs;
+
+static inline void fill_outputs(const outputs *to) {
+    for (int i = 0; i < to->count; i++) {
+        fill_untouched(to->tensor[i]);
+    }
+}
+
+static inline void check_outputs(const outputs *to) {
+    for (int i = 0; i < to->count; i++) {
+        check_untouched(to->tensor[i]);
+    }
+}
+
 #endif /* ERRORS_H */

@@ -4,6 +4,18 @@
 
 #include "core/plan.h"
 
+static const char *const operations[] = {"score",    "select",         "lists", "forward",
+                                         "backward", "score_backward", "merge", "merge_backward"};
+
+static int is_operation(const char *name) {
+    for (int o = 0; o < TEST_COUNT(operations); o++) {
+        if (strcmp(name, operations[o]) == 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
 static void every_kernel_is_described(void) {
     const int32_t count = fdma_kernel_count();
     CHECK(count > 0);
@@ -11,8 +23,7 @@ static void every_kernel_is_described(void) {
         fdma_kernel_info info = {.size = sizeof info};
         CHECK_OK(fdma_describe_kernel(i, &info));
         CHECK(strcmp(info.name, fdma_kernel_name(i)) == 0);
-        CHECK(strcmp(info.operation, "score") == 0 || strcmp(info.operation, "select") == 0 ||
-              strcmp(info.operation, "lists") == 0 || strcmp(info.operation, "forward") == 0);
+        CHECK(is_operation(info.operation));
         CHECK(info.missing == NULL || strlen(info.missing) > 0);
         for (int32_t other = 0; other < i; other++) { /* no row twice */
             fdma_kernel_info earlier = {.size = sizeof earlier};
@@ -26,7 +37,6 @@ static void every_kernel_is_described(void) {
 /* These two run anywhere, and do everything. */
 static void plain_kernels_are_always_there(void) {
     static const char *const names[] = {"cpu/scalar", "reference"};
-    static const char *const operations[] = {"score", "select", "lists", "forward"};
     for (int o = 0; o < TEST_COUNT(operations); o++) {
         const kernel_list kernels = kernels_of(operations[o]);
         for (int n = 0; n < TEST_COUNT(names); n++) {
