@@ -1,0 +1,221 @@
+/* test_backward_rows.c - every CPU kernel's gradients against the reference's, over random shapes
+ * and options; and that neither the number of threads nor the neighbours in the batch show. */
+#include "problem.h"
+
+typedef struct gradients {
+    fdma_tensor dq, dk, dv, dbias;
+} gradients;
+
+/* A problem with all that backward wants beside it. */
+typedef struct backward_problem {
+    problem x;
+    attended forward;
+    fdma_tensor dout, dlse;
+    int has_dbias, accumulate;
+} backward_problem;
+
+static const char *const gradient_names[] = {"dq", "dk", "dv", "dbias"};
+
+static fdma_tensor gradient_at(const gradients *all, int n) {
+    const fdma_tensor tensors[] = {all->dq, all->dk, all->dv, all->dbias};
+    return tensors[n];
+}
+
+static fdma_tensor new_gradient(const backward_problem *y, fdma_tensor like) {
+    uint64_t state = 99;
+    fdma_tensor tensor = new_output(like.dtype, like.shape[0], like.shape[1], like.shape[2],
+                                    like.rank > 3 ? like.shape[3] : -1);
+    if (y->accumulate)
+        fill_random(tensor, &state, 1);
+    return tensor;
+}
+
+static gradients run_gradients(const backward_problem *y, const char *kernel, int32_t threads) {
+    const problem *const x = &y->x;
+    gradients got = {
+        .dq = new_gradient(y, x->q),
+        .dk = new_gradient(y, x->k),
+        .dv = new_gradient(y, x->v),
+    };
+    if (y->has_dbias)
+        got.dbias = new_output(FDMA_FLOAT32, x->batch, x->kv_heads, x->kv_len, -1);
+    fdma_backward_args args = {
+        .size = sizeof args,
+        .dout = y->dout,
+        .dlse = y->dlse,
+        .out = y->forward.out,
+        .lse = y->forward.lse,
+        .q = x->q,
+        .k = x->k,
+        .v = x->v,
+        .bias = x->bias,
+        .key_valid = x->key_valid,
+        .dq = got.dq,
+        .dk = got.dk,
+        .dv = got.dv,
+        .dbias = got.dbias,
+        .selection = x->window >= 0 ? &x->selection : NULL,
+        .window = x->window >= 0 ? x->window : 0,
+        .scale = x->scale,
+        .softcap = x->softcap,
+        .causal = x->causal,
+        .accumulate = y->accumulate,
+        .exec = {.kernel = kernel, .threads = threads},
+    };
+    size_t bytes = 0;
+    CHECK_OK(fdma_backward_workspace(&args, &bytes));
+    exec_alloc(&args.exec, bytes);
+    CHECK_OK(fdma_backward(&args));
+    return got;
+}
+
+static int64_t pick(uint64_t *state, const int64_t *from, int count) {
+    return from[random_below(state, count)];
+}
+
+static backward_problem random_problem(uint64_t *state, fdma_dtype dtype) {
+    static const int64_t lengths[] = {1, 2, 7, 33, 64, 130, 257, 300, 511};
+    static const int64_t dims[] = {8, 16, 24, 40, 64, 72, 96, 128, 136};
+    static const int64_t groups[] = {1, 1, 2, 3, 4, 8};
+    backward_problem y = {.accumulate = random_below(state, 4) == 0,
+                          .has_dbias = random_below(state, 4) != 0};
+    problem *const x = &y.x;
+    x->dtype = dtype;
+    x->batch = 1 + random_below(state, 2);
+    x->kv_heads = 1 + random_below(state, 2);
+    x->q_heads = x->kv_heads * pick(state, groups, TEST_COUNT(groups));
+    x->head_dim = pick(state, dims, TEST_COUNT(dims));
+    x->kv_len = pick(state, lengths, TEST_COUNT(lengths));
+    x->q_len = random_below(state, 3) ? x->kv_len : 1 + random_below(state, x->kv_len);
+    x->causal = random_below(state, 4) != 0;
+    x->scope = x->causal && random_below(state, 3) ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    x->window = random_below(state, 3) ? 1 + random_below(state, x->kv_len + 5) : -1;
+    x->softcap = random_below(state, 4) ? 0 : 1.5;
+    problem_fill(x, random_bits(state));
+    if (random_below(state, 3) == 0) {
+        x->key_valid = new_tensor(FDMA_UINT8, x->batch, x->kv_len, -1, -1);
+        for (int64_t j = 0; j < count_of(x->key_valid); j++)
+            ((uint8_t *)x->key_valid.data)[j] = random_below(state, 5) != 0;
+    }
+    problem_select(x);
+    if (random_below(state, 5) == 0)
+        x->bias = (fdma_tensor){0};
+    y.forward = problem_attend(x, "reference", 1);
+    y.dout = copy_tensor(x->q);
+    fill_random(y.dout, state, 1);
+    if (random_below(state, 2)) {
+        y.dlse = copy_tensor(y.forward.lse);
+        fill_random(y.dlse, state, 1);
+    }
+    return y;
+}
+
+/* Within a share of the largest gradient: float32 rounds sums of at most some thousand terms in
+ * another order; 16-bit kernels round probabilities and their gradients, and out and lse have been
+ * rounded alike for both. */
+static void check_gradients(const backward_problem *y, const gradients *got,
+                            const gradients *want) {
+    const double share =
+        y->x.dtype == FDMA_FLOAT32 ? 256 * (double)FLT_EPSILON : 4 * step_of(y->x.dtype);
+    for (int n = 0; n < 3 + y->has_dbias; n++) {
+        const fdma_tensor a = gradient_at(got, n), b = gradient_at(want, n);
+        double most = 0, worst = 0;
+        for (int64_t i = 0; i < count_of(b); i++)
+            most = fmax(most, fabs(load_double(b.data, b.dtype, i)));
+        for (int64_t i = 0; i < count_of(b); i++) {
+            const double error =
+                fabs(load_double(a.data, a.dtype, i) - load_double(b.data, b.dtype, i));
+            worst = error <= worst ? worst : error; /* NaN stays */
+        }
+        if (!CHECK(worst <= share * fmax(most, 1)))
+            printf("    %s: error %g of %g\n", gradient_names[n], worst, most);
+    }
+}
+
+static int64_t batch_bytes(fdma_tensor tensor) {
+    return (int64_t)bytes_of(tensor) / (tensor.shape[0] > 0 ? tensor.shape[0] : 1);
+}
+
+static fdma_tensor last_sequence(fdma_tensor tensor) {
+    if (tensor.rank == 0)
+        return tensor;
+    tensor.data = (char *)tensor.data + (tensor.shape[0] - 1) * batch_bytes(tensor);
+    tensor.shape[0] = 1;
+    return tensor;
+}
+
+static backward_problem last_of_batch(const backward_problem *y) {
+    backward_problem alone = *y;
+    fdma_tensor *const tensors[] = {&alone.x.q,
+                                    &alone.x.k,
+                                    &alone.x.v,
+                                    &alone.x.bias,
+                                    &alone.x.key_valid,
+                                    &alone.forward.out,
+                                    &alone.forward.lse,
+                                    &alone.dout,
+                                    &alone.dlse,
+                                    &alone.x.selection.expiry,
+                                    &alone.x.selection.slot};
+    for (int n = 0; n < TEST_COUNT(tensors); n++)
+        *tensors[n] = last_sequence(*tensors[n]);
+    alone.x.batch = 1;
+    return alone;
+}
+
+static void check_same(const gradients *got, const gradients *want) {
+    for (int n = 0; n < 4; n++) {
+        const fdma_tensor a = gradient_at(got, n), b = gradient_at(want, n);
+        if (b.rank != 0)
+            CHECK_BYTES(a.data, b.data, bytes_of(b));
+    }
+}
+
+static void check_one(const backward_problem *y, const char *kernel, const gradients *want) {
+    const gradients got = run_gradients(y, kernel, 1);
+    check_gradients(y, &got, want);
+    const gradients more = run_gradients(y, kernel, 3);
+    check_same(&more, &got);
+    if (y->accumulate)
+        return; /* what it is added to differs */
+    const backward_problem alone = last_of_batch(y);
+    const gradients last = run_gradients(&alone, kernel, 2);
+    const gradients part = {last_sequence(got.dq), last_sequence(got.dk), last_sequence(got.dv),
+                            last_sequence(got.dbias)};
+    check_same(&last, &part);
+}
+
+static int takes(const char *kernel, fdma_dtype dtype) {
+    return kernel_takes("backward", kernel, dtype) && strcmp(kernel, "reference") != 0;
+}
+
+static void gradients_are_the_references(void) {
+    enum { rounds = 60 };
+    const kernel_list kernels = kernels_of("backward");
+    uint64_t state = 5;
+    const char *const only = getenv("FDMA_TEST_KERNEL");
+    for (int round = 0; round < rounds; round++) {
+        const fdma_dtype dtype = problem_dtypes[round % problem_dtype_count];
+        const backward_problem y = random_problem(&state, dtype);
+        const gradients want = run_gradients(&y, "reference", 1);
+        for (int n = 0; n < kernels.count; n++) {
+            const problem *const x = &y.x;
+            if (!takes(kernels.name[n], dtype) || (only && strcmp(only, kernels.name[n]) != 0))
+                continue;
+            test_context("round %d %s %s b%d h%d g%d d%d q%d kv%d w%d causal %d scope %d cap %g "
+                         "dbias %d add %d",
+                         round, kernels.name[n], dtype_name(dtype), (int)x->batch, (int)x->q_heads,
+                         (int)x->kv_heads, (int)x->head_dim, (int)x->q_len, (int)x->kv_len,
+                         (int)x->window, x->causal, (int)x->scope, x->softcap, y.has_dbias,
+                         y.accumulate);
+            check_one(&y, kernels.name[n], &want);
+        }
+        test_free_all();
+    }
+}
+
+static const test_entry tests[] = {
+    TEST(gradients_are_the_references),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }
