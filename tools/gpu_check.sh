@@ -103,7 +103,7 @@ arch=$(capability)
 step configure 60 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON \
     "-DFDMA_CUDA_ARCHITECTURES=$arch" &&
     step build 240 cmake --build "$build" -j "$(nproc)" --target fdma_shared fdma_tool test_cuda \
-        test_cuda_select test_cuda_calls
+        test_cuda_select test_cuda_calls test_cuda_segments test_cuda_workspace
 [ "$failed" = 0 ] || { echo "gpu_check: not built, see $log" && exit 1; }
 
 FDMA_LIBRARY=$PWD/$build/libfdma.so
@@ -113,7 +113,7 @@ export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
 
 step info 20 "$build/fdma" info
 step check 90 "$build/fdma" check --device cuda
-for test in test_cuda test_cuda_select test_cuda_calls; do
+for test in test_cuda test_cuda_select test_cuda_calls test_cuda_segments test_cuda_workspace; do
     step "$test" 120 "$build/tests/$test"
 done
 step test_cuda.py 150 python3 -m pytest tests/python/test_cuda.py -q -p no:cacheprovider
