@@ -31,6 +31,12 @@ __device__ static inline uint64_t describe_matrix(uint32_t address, uint32_t pan
            (uint64_t)(swizzle_rows * line_bytes >> 4) << 32 | swizzle_128 << 62;
 }
 
+/* A matrix [16][columns] in shared memory without a swizzle, whose rows 8 to 15 are those before
+ * them again: eight columns of eight rows are 128 bytes, `octet_bytes` after those before them. */
+__device__ static inline uint64_t describe_octets(uint32_t address, uint32_t octet_bytes) {
+    return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(octet_bytes >> 4) << 32;
+}
+
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0,
           int accumulators>
 __device__ static inline void multiply(float (&d)[accumulators], uint64_t a, uint64_t b) {

@@ -21,6 +21,14 @@ template <class config> __device__ static void init_barriers(forward_memory<conf
     fence_mbarrier_init();
 }
 
+/* What wgmma multiplies by 0 behind a block's last biases. */
+template <class config> __device__ static void clear_notes(forward_memory<config> *memory) {
+    const uint32_t words = sizeof memory->notes / sizeof(uint32_t);
+    for (uint32_t i = threadIdx.x; i < words; i += config::threads)
+        ((uint32_t *)memory->notes)[i] = 0;
+    fence_proxy_async();
+}
+
 template <class config>
 __global__ void __launch_bounds__(config::threads, 1)
     attend(const __grid_constant__ forward_plan plan, const tile_order order,
@@ -29,6 +37,7 @@ __global__ void __launch_bounds__(config::threads, 1)
     forward_memory<config> *const memory = (forward_memory<config> *)bytes;
     // the same for all threads of a warp, which the compiler cannot know
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
+    clear_notes(memory);
     if (threadIdx.x == 0)
         init_barriers(memory);
     __syncthreads();
@@ -109,6 +118,7 @@ static bool is_near(const fdma_problem *problem) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
+    const double least_scale = 1e-6;
     enum { few_queries = 16, smallest = 64, most_tiles = INT32_MAX / 2 };
     const int64_t rows = problem->q_len * problem->group;
     const char *const reason = fdma_cuda_refuses_plan(problem);
@@ -126,6 +136,8 @@ static const char *refuses(const fdma_problem *problem) {
         return "more than 2^30 rows of a kv head, or 2^30 tiles of them";
     if (!is_near(problem))
         return "rows more than 2^31 elements apart";
+    if (problem->scale < least_scale)
+        return "a scale that a bias divided by it may overflow with";
     // few keys too: rows that take a call over for its alignment must want no more workspace
     if (problem->q_len <= few_queries)
         return "few queries, which are better split over keys";

@@ -13,9 +13,6 @@ template <class config> struct consumer {
     using element = typename config::element;
     static constexpr int scores_held = config::key_rows / 2, out_held = config::channels / 2;
 
-    // beside 256 channels there are no registers for more than one way to add a bias
-    static constexpr bool always_adds = config::channels > 128;
-
     using block_weights = uint32_t[config::key_rows / step_k][4]; // pairs, as wgmma takes them
 
     forward_memory<config> *memory;
@@ -42,14 +39,30 @@ template <class config> struct consumer {
             mbarrier_arrive(barrier);
     }
 
-    /* Scores of the keys in a buffer, begun. */
-    template <int held> __device__ inline void begin_scores(float (&scores)[held], int keys) {
+    /* Scores of the keys in a buffer, begun. Without softcap they are logits / scale: the products
+     * and, as 16 channels more, the bias. */
+    template <int held>
+    __device__ inline void begin_scores(const forward_plan &plan, float (&scores)[held], int keys) {
         const uint32_t first_row = index * config::warpgroup_rows;
+        const uint32_t ones[4] = {ones_of_bias(), ones_of_bias(), 0, 0};
+        wait(&memory->notes_full[notes.index], notes.parity);
         wgmma_fence();
         begin_abt<element, config::channels, config::rows, config::key_rows>(
             scores, opaque(shared_address(memory->q) + first_row * line_bytes),
             shared_address(memory->kv[keys]));
+        if (!config::has_softcap && plan.records != NULL)
+            multiply<__nv_bfloat16>(
+                scores, ones,
+                describe_octets(shared_address(memory->notes[notes.index].octet),
+                                sizeof(bias_octet)));
         wgmma_commit_group();
+    }
+
+    /* This lane's two of the 16 channels of a row that is 1 in those of a bias's parts. */
+    __device__ static inline uint32_t ones_of_bias(void) {
+        const int channel = threadIdx.x % 4 * 2;
+        return element_type<__nv_bfloat16>::pack(channel < bias_parts ? 1 : 0,
+                                                 channel + 1 < bias_parts ? 1 : 0);
     }
 
     /* out += weights * the values in a buffer, begun. */
@@ -60,13 +73,7 @@ template <class config> struct consumer {
         wgmma_commit_group();
     }
 
-    /* Of this lane's columns of the block. */
-    __device__ inline const float4 *bias_of(const block_notes<config> *note) const {
-        return (const float4 *)note->bias + threadIdx.x % 4;
-    }
-
-    /* -inf where a row does not keep a key, in the groups that hold a key that some row does not
-     * keep. */
+    /* -inf where a row does not keep a key, in the 16 keys of which some row does not keep all. */
     template <int held>
     __device__ inline void mask(const block_notes<config> *note, float (&scores)[held]) {
         const uint32_t cuts = *(const uint32_t *)note->cuts;
@@ -74,7 +81,8 @@ template <class config> struct consumer {
             return;
 #pragma unroll
         for (int i = 0; i < held; i += 8) {
-            if ((cuts >> i / (scores_held / warpgroup_warps) * 8 & 0xff) == 0)
+            const int keys = 2 * i, group = keys / config::group_keys;
+            if ((cuts >> (group * 8 + keys % config::group_keys / 16) & 1) == 0)
                 continue;
             const int4 four = *(const int4 *)&note->spans[2 * i + threadIdx.x % 4 * 4];
             const int32_t spans[4] = {four.x, four.y, four.z, four.w};
@@ -87,27 +95,21 @@ template <class config> struct consumer {
         }
     }
 
-    /* Scores to logits, for raise(). */
+    /* Scores to logits, as exponents of 2, where there is a softcap. */
     template <int held>
-    __device__ inline void add_bias(const block_notes<config> *note, float unit,
-                                    float (&scores)[held]) {
+    __device__ inline void soften(const forward_plan &plan, const block_notes<config> *note,
+                                  float (&scores)[held]) {
+        const float cap = plan.softcap * log2_e;
 #pragma unroll
         for (int i = 0; i < held; i += 8) {
-            const float4 b = bias_of(note)[i / 2];
+            const float4 b = *(const float4 *)&note->bias[2 * i + threadIdx.x % 4 * 4];
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const float low = k < 4 ? b.x : b.z, high = k < 4 ? b.y : b.w;
-                scores[i + k] = fmaf(scores[i + k], unit, k % 2 == 0 ? low : high);
+                scores[i + k] =
+                    fmaf(cap, tanh_of(scores[i + k] * softcap_scale), k % 2 == 0 ? low : high);
             }
         }
-    }
-
-    /* Scores to what softcap makes of logits, before their bias. */
-    template <int held>
-    __device__ inline void soften(const forward_plan &plan, float (&scores)[held]) {
-#pragma unroll
-        for (int i = 0; i < held; i++)
-            scores[i] = plan.softcap * tanh_of(scores[i] * softcap_scale);
     }
 
     /* `next`: weights of the block whose scores these are. True where its logits exceed the rows'
@@ -116,34 +118,17 @@ template <class config> struct consumer {
     __device__ inline bool weigh(const forward_plan &plan, bool is_first, float (&scores)[held],
                                  uint32_t (&next)[held / 8][4], float (&rescale)[2]) {
         const block_notes<config> *const note = &memory->notes[notes.index];
-        bool has_bias = plan.records != NULL; // that is still to be added
-        float unit = config::has_softcap ? log2_e : plan.scale * log2_e;
-        wait(&memory->notes_full[notes.index], notes.parity);
+        const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
-            soften(plan, scores);
-        // bias, then cut: -inf + inf is NaN
-        if (has_bias && (always_adds || *(const uint32_t *)note->cuts != 0)) {
-            add_bias(note, unit, scores);
-            unit = 1;
-            has_bias = false;
-        }
-        mask(note, scores);
-        bool done = false;
-        if (!always_adds && !is_first && has_bias)
-            done = softmax.weigh<element, true, true>(scores, unit, bias_of(note), next);
-        else if (!is_first)
-            done = softmax.weigh<element, false, true>(scores, unit, NULL, next);
-        if (!always_adds && !done && has_bias) {
-            add_bias(note, unit, scores);
-            unit = 1;
-        }
-        __syncwarp(); // all lanes have read the notes
+            soften(plan, note, scores);
+        mask(note, scores); // after the bias: -inf + inf is NaN
+        __syncwarp();       // all lanes have read the notes
         release(&memory->notes_empty[notes.index]);
         notes.advance();
-        if (done)
+        if (!is_first && softmax.weigh<element, true>(scores, unit, next))
             return false;
         softmax.raise(scores, unit, rescale);
-        softmax.weigh<element, false, false>(scores, unit, NULL, next);
+        softmax.weigh<element, false>(scores, unit, next);
         return true;
     }
 
@@ -190,7 +175,7 @@ template <class config> struct consumer {
         float scores[scores_held], rescale[2];
         block_weights next;
         wait_rows();
-        begin_scores(scores, kv.index);
+        begin_scores(plan, scores, kv.index);
         wgmma_wait_group<0>();
         release_scored(kv.index, is_last);
         kv.advance();
@@ -210,7 +195,7 @@ template <class config> struct consumer {
         wait_rows();
         kv.advance();
         bar_sync(1 + index, 2 * warpgroup_threads); // this one's turn
-        begin_scores(scores, keys);
+        begin_scores(plan, scores, keys);
         begin_out(values);
         bar_arrive(2 - index, 2 * warpgroup_threads); // the other's turn
         wgmma_wait_group<1>();

@@ -45,6 +45,23 @@ __device__ static key_source keys_of(const forward_plan &plan, const row_tile &t
     return keys;
 }
 
+/* Of a key that no row of the tile keeps: its bias keeps it out, at no cost, where an expiry would
+ * need a cut. */
+__device__ static inline key_record no_record(void) { return {INT32_MAX, -INFINITY}; }
+
+/* What is not finite is thrice the largest number instead, which their sum makes inf. NaN is inf
+ * then: as the bias of a key that is kept, either makes NaN. */
+__device__ static inline void write_bias(bias_octet *octet, int32_t place, float bias) {
+    const bool is_finite = fabsf(bias) <= FLT_MAX;
+    float rest = is_finite ? bias : bias < 0 ? -FLT_MAX : FLT_MAX;
+#pragma unroll
+    for (int part = 0; part < bias_parts; part++) {
+        const __nv_bfloat16 upper = from_float_toward_zero<__nv_bfloat16>(rest);
+        octet->parts[part][place] = upper;
+        rest -= is_finite ? to_float(upper) : 0;
+    }
+}
+
 /* What a lane knows of the key that it looks after in a block. */
 struct own_key {
     int32_t key; // no_key: there is none to read
@@ -70,9 +87,9 @@ template <class config> struct producer {
     }
 
     __device__ inline key_record fetch_record(const key_source &keys, int32_t key) const {
-        if (key == no_key)
-            return {INT32_MIN, 0};
-        return keys.records == NULL ? key_record{INT32_MAX, 0} : keys.records[key];
+        if (keys.records == NULL)
+            return {key == no_key ? INT32_MIN : INT32_MAX, 0};
+        return key == no_key ? no_record() : keys.records[key];
     }
 
     /* Rows of k or of v into the next buffer. */
@@ -86,11 +103,10 @@ template <class config> struct producer {
         kv.advance();
     }
 
-    /* A key that all rows of the tile have outlived is not read. Its bias keeps it out, at no cost,
-     * where an absent key needs a cut. */
+    /* A key that all rows of the tile have outlived is not read. */
     __device__ static inline void bury(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
-            *own = {no_key, {INT32_MAX, -INFINITY}};
+            *own = {no_key, no_record()};
     }
 
     /* A key's positions are cut to the tile's, and those past it are `never`. */
@@ -107,12 +123,17 @@ template <class config> struct producer {
         wait(&memory->notes_empty[notes.index], notes.parity ^ 1);
         block_notes<config> *const note = &memory->notes[notes.index];
         const int32_t place = note_place(own_row);
-        note->bias[place] = own.record.bias;
+        if constexpr (config::has_softcap)
+            note->bias[place] = own.record.bias;
+        else
+            write_bias(&note->octet[own_row / octet_keys], own_row % octet_keys,
+                       own.record.bias * (1 / (plan.scale * log2_e)));
         note->spans[place] = span_of(plan, tile, own);
         const bool arrives = plan.causal && own.key > tile.first;
-        const bool is_cut = __any_sync(~0u, arrives || own.record.expiry <= tile.last);
+        const uint32_t cut = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)
-            note->cuts[warp] = is_cut;
+            note->cuts[warp] = (cut & 0xffff) != 0 | (cut >> 16 != 0) << 1;
+        fence_proxy_async(); // wgmma reads biases
         __syncwarp();
         if (threadIdx.x % 32 == 0)
             mbarrier_arrive(&memory->notes_full[notes.index]);

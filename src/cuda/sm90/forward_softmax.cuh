@@ -13,14 +13,14 @@ static constexpr float most_sum = 512;
 __device__ static inline float base_of(float max) { return max == -INFINITY ? 0 : max; }
 
 /* Two rows of a thread: the maximum that their weights stand against, and this thread's part of the
- * sum of 2^(logit - greatest). Logits are unit * scores + bias; scores stand as wgmma and mma leave
- * them: [8 columns][row][2 of them]. NaN stays out of maxima, as it shows in the sum. */
+ * sum of 2^(logit - greatest). Logits are unit * scores; scores stand as wgmma and mma leave them:
+ * [8 columns][row][2 of them]. NaN stays out of maxima, as it shows in the sum. */
 struct row_softmax {
     float greatest[2] = {-INFINITY, -INFINITY};
     float sum[2] = {0, 0};
 
-    /* Raises the maxima to those of the logits unit * scores where these are greater; `rescale` is
-     * what earlier weights are worth then. */
+    /* Raises the maxima to those of the logits where these are greater; `rescale` is what earlier
+     * weights are worth then. */
     template <int held>
     __device__ inline void raise(const float (&scores)[held], float unit, float (&rescale)[2]) {
 #pragma unroll
@@ -42,28 +42,19 @@ struct row_softmax {
 
     /* weights = 2^(logit - greatest), in pairs, added to the sum. If `checked`: false, and nothing
      * is added, where the warp has to raise its maxima first. A maximum that is too low shows in
-     * the sums, so that none need be looked for. bias[4 n]: of this thread's columns of the n-th
-     * 16. */
-    template <typename element, bool has_bias, bool checked, int held>
-    __device__ inline bool weigh(const float (&scores)[held], float unit, const float4 *bias,
+     * the sums, so that none need be looked for. */
+    template <typename element, bool checked, int held>
+    __device__ inline bool weigh(const float (&scores)[held], float unit,
                                  uint32_t (&weights)[held / 8][4]) {
         const float base[2] = {base_of(greatest[0]), base_of(greatest[1])};
         float part[2][2] = {{0, 0}, {0, 0}}; // of each row two: half the latency
 #pragma unroll
         for (int i = 0; i < held; i += 8) {
-            const float4 b = has_bias ? bias[i / 2] : make_float4(0, 0, 0, 0);
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int row = k % 2;
-                const float bias_low = k < 2 ? b.x : b.z, bias_high = k < 2 ? b.y : b.w;
-                float low = scores[i + 2 * k], high = scores[i + 2 * k + 1];
-                if constexpr (has_bias) {
-                    low = ex2_approx(fmaf(low, unit, bias_low) - base[row]);
-                    high = ex2_approx(fmaf(high, unit, bias_high) - base[row]);
-                } else {
-                    low = ex2_approx(fmaf(low, unit, -base[row]));
-                    high = ex2_approx(fmaf(high, unit, -base[row]));
-                }
+                const float low = ex2_approx(fmaf(scores[i + 2 * k], unit, -base[row]));
+                const float high = ex2_approx(fmaf(scores[i + 2 * k + 1], unit, -base[row]));
                 part[row][0] += low;
                 part[row][1] += high;
                 weights[i / 8][k] = element_type<element>::pack(low, high);

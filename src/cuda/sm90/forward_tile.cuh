@@ -5,6 +5,7 @@
 #include "cuda/device/gather.cuh"
 #include "cuda/device/plan.cuh"
 #include "cuda/device/ring.cuh"
+#include "cuda/device/softmax.cuh"
 
 static constexpr int warpgroup_threads = 128;
 static constexpr int warpgroup_warps = 4;
@@ -42,11 +43,26 @@ struct key_span {
 
 static constexpr int16_t never = INT16_MAX;
 
-/* What a tile's rows need to know of a block of keys, in the order of note_place(). */
+static constexpr int octet_keys = 8; // of a core matrix of wgmma, 16 bytes
+static constexpr int bias_parts = 3; // of 8 bits: a float32
+
+/* Biases of eight keys as a matrix that is multiplied by ones: bfloat16 numbers, the sum of whose
+ * `parts` is bias / scale. wgmma wants 16 rows; the rest, of which it takes none, are the octets
+ * that follow, so that nothing here may be inf or NaN, as 0 * inf is not 0. */
+struct bias_octet {
+    __nv_bfloat16 parts[bias_parts][octet_keys];
+};
+
+/* What a tile's rows need to know of a block of keys. */
 template <class config> struct alignas(16) block_notes {
-    float bias[config::key_rows]; // times log2(e)
-    key_span spans[config::key_rows];
-    uint8_t cuts[warpgroup_warps]; // whether some row does not keep all of a group of keys
+    static constexpr int octets = config::key_rows / octet_keys;
+    union {
+        bias_octet octet[octets + 2]; // the last ones are 0
+        float bias[config::key_rows]; // if softcap: times log2(e), in the order of note_place()
+    };
+    key_span spans[config::key_rows]; // in the order of note_place()
+    // of each warp of the producer, a bit for 16 keys: whether some row does not keep all of them
+    uint8_t cuts[warpgroup_warps];
 };
 
 /* Of 16 columns the four that a thread's accumulators are of stand side by side: 2 q, 2 q + 1,
