@@ -31,7 +31,8 @@ __device__ static inline void griddepcontrol_wait() {
 #endif
 }
 
-/* Lets the kernel behind in the stream start, if it was launched with after_dependency. */
+/* Lets the kernel behind in the stream start, if it was launched with after_dependency. To call
+ * after griddepcontrol_wait(), so that all but this kernel has ended before that one starts. */
 __device__ static inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

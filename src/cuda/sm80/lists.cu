@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(record_threads)
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (j >= plan.kv_len || head >= plan.batch * plan.kv_heads)
         return;
     const head_source of = source_of(plan, source, head);
@@ -132,6 +133,7 @@ __global__ void __launch_bounds__(roll_threads)
     const int32_t *const list = plan.list + head * plan.list_head;
     __shared__ int32_t kept;
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (threadIdx.x == 0)
         kept = 0;
     __syncthreads();
@@ -251,6 +253,7 @@ __global__ void __launch_bounds__(roll_threads)
     const int32_t position = first_position(plan, first);
     load_entering(plan, source, of, position, end - first, &state);
     griddepcontrol_wait(); // for the scattered lists
+    griddepcontrol_launch_dependents();
     load_table(plan, source, of, lists + first * plan.list_tile, position, &state);
     for (int32_t t = first; t < end; t++) {
         const int32_t *const entering = state.entering + (t - first) * list_queries;

@@ -219,6 +219,7 @@ __global__ void __launch_bounds__(32 * config::most_warps, 1)
     ring.slots = other + panel_bytes + threadIdx.x / 32 * params.stages * config::slot_bytes;
     enter_round(ring, params, 0);
     griddepcontrol_wait(); // for the weights
+    griddepcontrol_launch_dependents();
     copy_panel<config>(panel, params, 0, 0);
     if (has_keys(params))
         fill_ring(ring, params);

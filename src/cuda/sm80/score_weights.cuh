@@ -75,8 +75,8 @@ template <typename T>
 __global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_params params) {
     const int g = blockIdx.x;
     const int channel = (blockIdx.y * arrange_threads + threadIdx.x) * chunk_channels;
+    griddepcontrol_wait(); // for the scales
     griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
     if (channel >= params.channels)
         return;
     const float scale = params.scales != NULL ? params.scales[g] : 1;

@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(config::threads, 1)
     if (threadIdx.x == 0)
         init_barriers(memory);
     __syncthreads();
+    griddepcontrol_wait(); // for the lists
     if (warpgroup == 0) {
         setmaxnreg_dec<config::producer_registers>();
         producer<config> self;
@@ -86,6 +87,7 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
     shape.grid = dim3((unsigned)(tiles < blocks ? tiles : blocks));
     shape.block = dim3(config::threads);
     shape.shared_bytes = sizeof(memory);
+    shape.after_dependency = true;
     const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
     if (tiles == 0)
         return FDMA_OK;

@@ -284,6 +284,8 @@ __global__ void __launch_bounds__(threads, 1)
     barrier_cluster_arrive();
     if (threadIdx.x < most_blocks / 2)
         shared.kept_here[threadIdx.x] = 0;
+    griddepcontrol_wait(); // for the scores
+    griddepcontrol_launch_dependents();
     sort_keys(shared, at, segment, call.kv_len, position);
     if (call.causal)
         select_causal(shared, at, segment, call, position);
@@ -371,6 +373,7 @@ static fdma_status run_with(const fdma_problem *problem, const segment_plan &pla
     launch_shape shape = {dim3(segments * plan.blocks), dim3(threads)};
     shape.shared_bytes = sizeof(select_memory<config>);
     shape.cluster = plan.blocks;
+    shape.after_dependency = true;
     if (plan.blocks > portable_blocks)
         FDMA_TRY(check_cuda(
             "select",
