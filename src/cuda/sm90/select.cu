@@ -19,21 +19,19 @@
 
 /* ---- kept keys, numbered by position and by place ---- */
 
-/* Of each flag of a thread's keys, how many are set before it in the block; the block's sum. */
+/* How many flags of keys are set in the block before this warp's. */
 template <class config>
-__device__ static void number_flags(select_memory<config> &shared, uint32_t flags,
-                                    uint32_t (&number)[config::items]) {
-    uint32_t sum = 0, total;
-#pragma unroll
-    for (int r = 0; r < config::items; r++) {
-        const uint32_t set = __ballot_sync(all_lanes, flags >> r & 1);
-        number[r] = sum + __popc(set & lanemask_lt());
-        sum += __popc(set);
-    }
-    const uint32_t base = sum_lower_warps<warps>(shared.scratch, sum, &total);
-#pragma unroll
-    for (int r = 0; r < config::items; r++)
-        number[r] += base;
+__device__ static uint32_t count_lower_flags(select_memory<config> &shared, uint32_t flags) {
+    uint32_t total;
+    return sum_lower_warps<warps>(shared.scratch, __reduce_add_sync(all_lanes, __popc(flags)),
+                                  &total);
+}
+
+/* How many flags are set before that of key r, if `number` counts those before the warp's r-th. */
+__device__ static uint32_t number_flag(uint32_t flags, int r, uint32_t *number) {
+    const uint32_t set = __ballot_sync(all_lanes, flags >> r & 1), before = *number;
+    *number += __popc(set);
+    return before + __popc(set & lanemask_lt());
 }
 
 /* Tells every block how many keys of each block by place this block by position keeps. */
@@ -47,14 +45,15 @@ __device__ static void share_kept(select_memory<config> &shared, const cluster_p
         counts += (uint64_t)(kept >> r & 1)
                   << 4 * (shared.verdict[own_index<config>(at, r)].x / config::keys);
 #pragma unroll
-    for (uint32_t n = 0; n < most_blocks / 2; n++, counts >>= 8) {
+    for (uint32_t n = 0; n < config::most_blocks / 2; n++, counts >>= 8) {
         const uint32_t pair = (uint32_t)(counts & 15) | (uint32_t)(counts >> 4 & 15) << 16;
         const uint32_t sum = __reduce_add_sync(all_lanes, pair);
         if (at.lane == n && sum > 0)
             atomicAdd(&shared.kept_here[n], sum);
     }
     __syncthreads();
-    const uint32_t to = threadIdx.x / (most_blocks / 2), of = threadIdx.x % (most_blocks / 2);
+    const uint32_t to = threadIdx.x / (config::most_blocks / 2),
+                   of = threadIdx.x % (config::most_blocks / 2);
     if (to < at.blocks)
         store_at(to, &shared.kept_at[at.rank][of], shared.kept_here[of]);
 }
@@ -63,8 +62,8 @@ __device__ static void share_kept(select_memory<config> &shared, const cluster_p
 template <class config>
 __device__ static void sum_kept(select_memory<config> &shared, const cluster_place &at) {
     uint32_t before = 0, lower = 0, all = 0;
-    for (uint32_t n = at.lane; n < at.blocks * most_blocks; n += warp_lanes) {
-        const uint32_t by_position = n / most_blocks, by_place = n % most_blocks;
+    for (uint32_t n = at.lane; n < at.blocks * config::most_blocks; n += warp_lanes) {
+        const uint32_t by_position = n / config::most_blocks, by_place = n % config::most_blocks;
         const uint32_t pair = shared.kept_at[by_position][by_place / 2];
         const uint32_t count = by_place % 2 ? pair >> 16 : pair & 0xffff;
         before += by_position < at.rank ? count : 0;
@@ -79,10 +78,9 @@ __device__ static void sum_kept(select_memory<config> &shared, const cluster_pla
 /* What a block has to write, in the registers of its threads: nothing is written to global memory
  * before the last barrier, which would wait for it. */
 template <class config> struct select_result {
-    uint32_t kept;                  // bit r: key r by position is ever kept
-    uint32_t number[config::items]; // by position: how many kept keys are before it
-    uint32_t expiry[config::items]; // by place, of kept keys
-    uint32_t slot[config::items];   // by kept number
+    uint32_t kept;                // bit r: key r by position is ever kept
+    uint32_t number;              // by position: how many kept keys are before this warp's
+    uint32_t slot[config::items]; // by kept number
 };
 
 /* A kept key's number goes to its place, its position to its number. */
@@ -91,17 +89,18 @@ __device__ static void number_kept(select_memory<config> &shared, const cluster_
                                    select_result<config> &result) {
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        shared.number[own_index<config>(at, r)] = UINT32_MAX;
+        shared.number[own_index<config>(at, r)] = never_kept;
     result.kept = judge_positions(shared, at);
-    number_flags(shared, result.kept, result.number);
+    result.number = count_lower_flags(shared, result.kept);
     share_kept(shared, at, result.kept);
     sync_cluster();
     if (at.warp == 0)
         sum_kept(shared, at);
     __syncthreads();
+    uint32_t number = result.number += shared.kept_before;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t mine = result.number[r] += shared.kept_before;
+        const uint32_t mine = number_flag(result.kept, r, &number);
         if (!(result.kept >> r & 1))
             continue;
         const uint32_t index = own_index<config>(at, r), place = shared.verdict[index].x;
@@ -112,27 +111,25 @@ __device__ static void number_kept(select_memory<config> &shared, const cluster_
 }
 
 /* By place: the i-th worst kept key is evicted by the kept key window + i, which is told whose slot
- * it takes. */
+ * it takes. Numbers become expiries. */
 template <class config>
 __device__ static void match_kept(select_memory<config> &shared, const cluster_place &at,
-                                  const select_call &call, select_result<config> &result) {
-    uint32_t own[config::items], number[config::items], kept = 0;
+                                  const select_call &call) {
+    uint32_t kept = 0;
+#pragma unroll
+    for (int r = 0; r < config::items; r++)
+        kept |= (uint32_t)(shared.number[own_index<config>(at, r)] != never_kept) << r;
+    uint32_t number = shared.lower_kept + count_lower_flags(shared, kept);
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        own[r] = shared.number[own_index<config>(at, r)];
-        kept |= (uint32_t)(own[r] != UINT32_MAX) << r;
-    }
-    number_flags(shared, kept, number);
-#pragma unroll
-    for (int r = 0; r < config::items; r++) {
-        const uint32_t evictor = shared.lower_kept + number[r] + call.window;
+        uint32_t *const own = &shared.number[own_index<config>(at, r)];
+        const uint32_t evictor = number_flag(kept, r, &number) + call.window;
         const bool keeps = kept >> r & 1, evicted = keeps && evictor < shared.kept_all;
         const uint32_t rank = evictor / config::keys, index = evictor % config::keys;
-        result.expiry[r] = keeps ? call.kv_len : never_kept;
-        if (evicted) {
-            result.expiry[r] = load_at(rank, &shared.kept[index]);
-            store_at(rank, &shared.parent[index], own[r]);
-        }
+        if (evicted)
+            store_at(rank, &shared.parent[index], *own);
+        if (keeps)
+            *own = evicted ? load_at(rank, &shared.kept[index]) : call.kv_len;
     }
 }
 
@@ -201,15 +198,17 @@ __device__ static void follow_slots(select_memory<config> &shared, const cluster
 template <class config>
 __device__ static void write_global(const cluster_place &at, const select_segment &segment,
                                     const select_call &call, const select_result<config> &result) {
+    uint32_t number = result.number;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
+        const uint32_t mine = number_flag(result.kept, r, &number);
         const uint32_t j = at.rank * config::keys + own_index<config>(at, r);
         const bool keeps = result.kept >> r & 1;
         if (j >= call.kv_len)
             continue;
         segment.expiry[j] = (int32_t)(keeps ? call.kv_len : j);
         if (segment.slot)
-            segment.slot[j] = keeps ? (int32_t)result.number[r] : -1;
+            segment.slot[j] = keeps ? (int32_t)mine : -1;
     }
 }
 
@@ -217,9 +216,8 @@ __device__ static void write_global(const cluster_place &at, const select_segmen
 template <class config>
 __device__ static void write_causal(const select_memory<config> &shared, const cluster_place &at,
                                     const select_segment &segment, const select_call &call,
-                                    const uint32_t (&position)[config::items],
                                     const select_result<config> &result) {
-#pragma unroll
+#pragma unroll 1 // registers do not suffice for more
     for (int r = 0; r < config::items; r++) {
         const uint32_t index = own_index<config>(at, r), j = at.rank * config::keys + index;
         if (j < call.kv_len && !(result.kept >> r & 1)) {
@@ -227,8 +225,12 @@ __device__ static void write_causal(const select_memory<config> &shared, const c
             if (segment.slot)
                 segment.slot[j] = -1;
         }
-        if (result.expiry[r] != never_kept)
-            segment.expiry[position[r]] = (int32_t)result.expiry[r];
+    }
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        const uint32_t index = own_index<config>(at, r), j = at.rank * config::keys + index;
+        if (shared.number[index] != never_kept)
+            segment.expiry[shared.position[index]] = (int32_t)shared.number[index];
         if (segment.slot && j < shared.kept_all)
             segment.slot[shared.kept[index]] = (int32_t)result.slot[r];
     }
@@ -244,14 +246,17 @@ __device__ static void select_causal(select_memory<config> &shared, const cluste
     find_borders(shared, at, position, call.window);
     judge_places(shared, at, position, call.window);
     sync_cluster();
+#pragma unroll
+    for (int r = 0; r < config::items; r++) // out of registers, now that borders are done with
+        shared.position[own_index<config>(at, r)] = position[r];
     number_kept(shared, at, result);
     sync_cluster();
-    match_kept(shared, at, call, result);
+    match_kept(shared, at, call);
     sync_cluster();
-    if (segment.slot)
+    if (call.first.slot)
         follow_slots(shared, at, call.window, result);
     barrier_cluster_arrive();
-    write_causal(shared, at, segment, call, position, result);
+    write_causal(shared, at, segment_of(call, opaque(blockIdx.x) / at.blocks), call, result);
     barrier_cluster_wait(); // the others may still read what is here
 }
 
@@ -265,7 +270,7 @@ __device__ static void select_global(select_memory<config> &shared, const cluste
     sync_cluster();
     number_kept(shared, at, result);
     barrier_cluster_arrive();
-    write_global(at, segment, call, result);
+    write_global(at, segment_of(call, opaque(blockIdx.x) / at.blocks), call, result);
     barrier_cluster_wait();
 }
 
@@ -282,7 +287,7 @@ __global__ void __launch_bounds__(threads, 1)
     const select_segment segment = segment_of(call, blockIdx.x / blocks);
     uint32_t position[config::items];
     barrier_cluster_arrive();
-    if (threadIdx.x < most_blocks / 2)
+    if (threadIdx.x < config::most_blocks / 2)
         shared.kept_here[threadIdx.x] = 0;
     griddepcontrol_wait(); // for the scores
     griddepcontrol_launch_dependents();
@@ -295,7 +300,10 @@ __global__ void __launch_bounds__(threads, 1)
 
 /* ---- the row ---- */
 
-enum { most_items = 8, portable_blocks = 8, cluster_group = 16 };
+enum { most_items = 11, most_blocks = 16, portable_blocks = 8, cluster_group = 16 };
+
+/* A block of most keys has room for the counts of few others. */
+template <int items> using config_of = segment_config < items, items<most_items ? most_blocks : 4>;
 
 static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
@@ -315,7 +323,7 @@ typedef struct segment_plan {
 
 /* Fewer keys a thread are faster, as long as all clusters run at once. */
 static segment_plan plan_segments(const fdma_problem *problem) {
-    static const int choices[] = {1, 2, 3, 4, 6, most_items};
+    static const int choices[] = {1, 2, 3, 4, 6, 8, most_items};
     const cuda_facts *const facts = fdma_cuda_facts(problem->exec.device);
     const int64_t most = facts->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
     segment_plan best = {};
@@ -323,7 +331,7 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++) {
         const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choices[i]);
         const int64_t blocks = wanted > 1 ? wanted : 1; // also where there are no keys
-        if (blocks > most)
+        if (blocks > (choices[i] < most_items ? most : 4))
             continue;
         const int64_t waves =
             divide_up(problem->batch * problem->kv_heads, clusters_at_once(facts, blocks));
@@ -350,7 +358,7 @@ static const char *refuses(const fdma_problem *problem) {
     if (problem->dtype != FDMA_FLOAT32)
         return "float64 scores, supported: float32";
     const cuda_facts *const facts = fdma_cuda_facts(problem->exec.device);
-    if (sizeof(select_memory<segment_config<most_items>>) > (size_t)facts->shared_bytes)
+    if (sizeof(select_memory<config_of<most_items>>) > (size_t)facts->shared_bytes)
         return "a device of less shared memory than its tables take";
     const segment_plan plan = plan_segments(problem);
     if (plan.items == 0)
@@ -367,7 +375,7 @@ static size_t workspace(const fdma_problem *problem) {
 
 template <int items>
 static fdma_status run_with(const fdma_problem *problem, const segment_plan &plan) {
-    typedef segment_config<items> config;
+    typedef config_of<items> config;
     const auto kernel = select_segments<config>;
     const uint32_t segments = (uint32_t)(problem->batch * problem->kv_heads);
     launch_shape shape = {dim3(segments * plan.blocks), dim3(threads)};
@@ -393,6 +401,8 @@ static fdma_status run_plan(const fdma_problem *problem, const segment_plan &pla
         return run_with<4>(problem, plan);
     case 6:
         return run_with<6>(problem, plan);
+    case 8:
+        return run_with<8>(problem, plan);
     default:
         return run_with<most_items>(problem, plan);
     }

@@ -7,35 +7,37 @@
 /* ---- borders: border d is the end of chunk d of positions ---- */
 
 /* A word is left out after the borders that a lane sums. */
-__device__ static inline uint32_t column_of(uint32_t d) { return d + d / lane_borders; }
+template <class config> __device__ static inline uint32_t column_of(uint32_t d) {
+    return d + d / config::lane_borders;
+}
 
 /* A warp's row: how many of its keys are before each border. */
 template <class config>
 __device__ static void count_before(select_memory<config> &shared, const cluster_place &at,
                                     const uint32_t (&position)[config::items]) {
     uint32_t *const row = shared.border[at.warp];
-    for (uint32_t word = at.lane; word < column_of(at.borders); word += warp_lanes)
+    for (uint32_t word = at.lane; word < column_of<config>(at.borders); word += warp_lanes)
         row[word] = 0;
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < config::items; r++)
         if (!(position[r] & absent))
-            atomicAdd(&row[column_of(position[r] / config::chunk)], 1);
+            atomicAdd(&row[column_of<config>(position[r] / config::chunk)], 1);
     __syncwarp();
-    uint32_t *const mine = row + at.lane * (lane_borders + 1); // past the borders: anything
+    uint32_t *const mine = row + at.lane * (config::lane_borders + 1); // past the borders: anything
     uint32_t sum = 0;
 #pragma unroll
-    for (int d = 0; d < lane_borders; d++)
+    for (int d = 0; d < config::lane_borders; d++)
         sum += mine[d];
     sum = sum_lower_lanes(sum);
 #pragma unroll
-    for (int d = 0; d < lane_borders; d++)
+    for (int d = 0; d < config::lane_borders; d++)
         mine[d] = sum += mine[d];
 }
 
 /* Of border `threadIdx.x`: sums over the later warps. */
 template <class config> __device__ static void sum_border(select_memory<config> &shared) {
-    const uint32_t column = column_of(threadIdx.x);
+    const uint32_t column = column_of<config>(threadIdx.x);
     uint32_t sum = 0;
 #pragma unroll
     for (int w = warps - 1; w >= 0; w--)
@@ -62,7 +64,7 @@ __device__ static uint32_t find_floor(select_memory<config> &shared, const clust
     const uint32_t d = threadIdx.x;
     uint32_t sum = 0, owner = at.blocks, sought = 0;
 #pragma unroll
-    for (uint32_t rank = most_blocks; rank-- > 0;) {
+    for (uint32_t rank = config::most_blocks; rank-- > 0;) {
         const uint32_t reached = sum + (rank < at.blocks ? shared.count[rank][d] : 0);
         if (rank == at.rank)
             shared.above[d] = sum;
@@ -73,7 +75,7 @@ __device__ static uint32_t find_floor(select_memory<config> &shared, const clust
         sum = reached;
     }
     if (owner == at.rank)
-        shared.own_floor[d] = at.rank * warps + find_warp(shared, column_of(d), sought) + 1;
+        shared.own_floor[d] = at.rank * warps + find_warp(shared, column_of<config>(d), sought) + 1;
     return owner;
 }
 
@@ -115,7 +117,8 @@ count_higher(const select_memory<config> &shared, const cluster_place &at,
     count = __reduce_add_sync(all_lanes, count);
     if (q == 0)
         return 0;
-    const uint32_t later = at.warp + 1 < warps ? shared.border[at.warp + 1][column_of(q - 1)] : 0;
+    const uint32_t later =
+        at.warp + 1 < warps ? shared.border[at.warp + 1][column_of<config>(q - 1)] : 0;
     return count + later + shared.above[q - 1];
 }
 
@@ -162,24 +165,23 @@ __device__ static void judge_global(select_memory<config> &shared, const cluster
 template <class config>
 __device__ static uint32_t judge_positions(const select_memory<config> &shared,
                                            const cluster_place &at) {
-    uint2 verdict[config::items];
-    uint32_t kept = 0;
+    uint32_t place[config::items], kept = 0;
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        verdict[r] = shared.verdict[own_index<config>(at, r)];
+        place[r] = shared.verdict[own_index<config>(at, r)].x;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t others = verdict[r].y;
+        const uint32_t others = shared.verdict[own_index<config>(at, r)].y;
         bool keeps = others >= config::chunk;
         for (uint32_t left = __ballot_sync(all_lanes, others > 0 && !keeps); left;
              left &= left - 1) {
             const int lane = __ffs(left) - 1;
-            const uint32_t place = __shfl_sync(all_lanes, verdict[r].x, lane);
+            const uint32_t its_place = __shfl_sync(all_lanes, place[r], lane);
             uint32_t count = 0;
 #pragma unroll
             for (int other = 0; other < config::items; other++)
                 count += other * warp_lanes + at.lane < (uint32_t)(r * warp_lanes + lane) &&
-                         verdict[other].x > place;
+                         place[other] > its_place;
             count = __reduce_add_sync(all_lanes, count);
             keeps = lane == (int)at.lane ? count < others : keeps;
         }

@@ -7,15 +7,17 @@
 enum {
     threads = 1024,
     warps = threads / warp_lanes,
-    most_blocks = 16, // of a cluster; more than 8 are not portable
-    most_borders = warps * most_blocks,
-    lane_borders = most_borders / warp_lanes,     // that a lane sums
-    row_words = most_borders + warp_lanes + 1,    // odd: a column is free of bank conflicts
     half_rows = sizeof(uint4) / sizeof(uint16_t), // counts in what a lane sends at once
 };
 
-template <int items_> struct segment_config {
-    static constexpr int items = items_; // keys of a thread
+/* items: keys of a thread; most_blocks: of a cluster. */
+template <int items_, int most_blocks_> struct segment_config {
+    static constexpr int items = items_;
+    static constexpr int most_blocks = most_blocks_;
+    static constexpr int most_borders = warps * most_blocks;
+    static constexpr int lane_borders = most_borders / warp_lanes; // that a lane sums
+    static constexpr int counts = most_borders > digits ? most_borders : digits;
+    static constexpr int row_words = most_borders + warp_lanes + 1; // odd: no bank conflicts
     static constexpr uint32_t chunk = warp_lanes * items;
     static constexpr uint32_t keys = threads * items; // of a block
 };
@@ -34,22 +36,26 @@ template <class config> struct alignas(16) select_memory {
             uint32_t digit_count[warps][digits];
             uint2 sorted[config::keys]; // by digit, on their way to other blocks
         };
-        uint32_t border[warps][row_words]; // keys of this warp and the later ones that are before
-                                           // the end of chunk d of positions, see column_of()
+        uint32_t border[warps]
+                       [config::row_words]; // keys of this warp and the later ones that are before
+                                            // the end of chunk d of positions, see column_of()
         struct {
-            uint32_t number[config::keys]; // by place: how many kept keys are at lower positions
-            uint32_t kept[config::keys];   // by kept number: its position
+            uint32_t
+                number[config::keys]; // by place: how many kept keys are at lower positions; expiry
+            uint32_t kept[config::keys];     // by kept number: its position
+            uint32_t position[config::keys]; // by place
         };
     };
-    alignas(16) uint16_t own_count[most_borders]; // keys of a digit, or before a border: here,
-    alignas(16) uint16_t count[most_blocks][most_borders]; // and of each block
-    uint32_t start[digits];                                // of a digit in this block,
-    uint32_t to[digits];                                   // and what leads from there to its place
-    uint32_t floor[most_borders + 1];                      // see find_borders()
-    uint32_t own_floor[most_borders];                      // those of this block, a border earlier
-    uint32_t above[most_borders];                   // keys of later blocks that are before a border
-    uint32_t kept_at[most_blocks][most_blocks / 2]; // kept keys, by block of position and of place
-    uint32_t kept_here[most_blocks / 2];            // in pairs of 16 bits
+    alignas(16) uint16_t own_count[config::counts]; // keys of a digit, or before a border: here,
+    alignas(16) uint16_t count[config::most_blocks][config::counts]; // and of each block
+    uint32_t start[digits];                                          // of a digit in this block,
+    uint32_t to[digits];                      // and what leads from there to its place
+    uint32_t floor[config::most_borders + 1]; // see find_borders()
+    uint32_t own_floor[config::most_borders]; // those of this block, a border earlier
+    uint32_t above[config::most_borders];     // keys of later blocks that are before a border
+    uint32_t kept_at[config::most_blocks]
+                    [config::most_blocks / 2];   // kept keys, by block of position and of place
+    uint32_t kept_here[config::most_blocks / 2]; // in pairs of 16 bits
     uint32_t scratch[warps];
     uint32_t kept_before, lower_kept, kept_all;
 };

@@ -64,7 +64,7 @@ __device__ static void send_keys(select_memory<config> &shared, const cluster_pl
     uint32_t all = 0, earlier = 0;
     if (digit < digits) {
 #pragma unroll
-        for (uint32_t rank = 0; rank < most_blocks; rank++) {
+        for (uint32_t rank = 0; rank < config::most_blocks; rank++) {
             const uint32_t count = rank < at.blocks ? shared.count[rank][digit] : 0;
             earlier += rank < at.rank ? count : 0;
             all += count;
