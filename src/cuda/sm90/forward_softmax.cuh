@@ -6,8 +6,8 @@
 #include "cuda/device/softmax.cuh"
 
 /* What a thread's weights of a row may sum up to in one block of keys before the row's maximum is
- * raised: sums are almost never rescaled, and weights stay far below what float16 holds. */
-static constexpr float most_sum = 512;
+ * raised: sums are almost never rescaled, and no weight is more than float16 holds. */
+static constexpr float most_sum = 32768;
 
 /* What is subtracted from the logits of a row: -inf - -inf is NaN. */
 __device__ static inline float base_of(float max) { return max == -INFINITY ? 0 : max; }
