@@ -62,9 +62,11 @@ __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
-/* As many heads together as have the keys of one position, or all of them if dense, in L2. */
+/* As many heads together as have the keys of one position, or all of them if dense, in their part
+ * of L2. Tiles of a selection are alike; dense ones keep all multiprocessors busy only if there are
+ * many heads. */
 template <class config> static tile_order order_of(const forward_plan *plan) {
-    const int64_t l2_bytes = 32 << 20; // of 50 MB
+    const int64_t l2_bytes = (plan->list_tile > 0 ? 10 : 32) << 20; // of 50 MB
     const int64_t keys = plan->list_tile > 0  ? plan->list_tile
                          : plan->list != NULL ? plan->list_head
                                               : plan->kv_len;

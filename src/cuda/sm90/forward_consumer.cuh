@@ -244,8 +244,8 @@ template <class config> struct consumer {
             } else {
                 attend_last<config::key_rows>();
             }
-            // beside 256 channels there are no registers to keep a tile in: it is found anew
-            finish_tile(plan, config::channels > 128 ? opaque(note.index) : note.index);
+            // there are no registers to keep a tile in: it is found anew
+            finish_tile(plan, opaque(note.index));
         }
     }
 };

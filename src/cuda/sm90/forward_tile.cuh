@@ -111,18 +111,21 @@ struct tile_order {
     int32_t together; // heads
 };
 
-/* Tile `index` in this order, below tiles * heads. */
+/* Tile `index` in this order, below tiles * heads. From position to position the heads come in
+ * another order: to one block of threads would else always fall the same, and they differ in what
+ * their softmax costs. */
 template <class config>
 __device__ static inline row_tile tile_at(const forward_plan &plan, const tile_order &order,
                                           int32_t index) {
     const int32_t first_head = index / (order.tiles * order.together) * order.together;
     const int32_t place = index - first_head * order.tiles;
     const int32_t together = min(order.together, order.heads - first_head);
-    const int32_t head = first_head + place % together;
+    const int32_t turn = place / together;
+    const int32_t head = first_head + (place + turn + turn / together) % together;
     row_tile tile;
     tile.b = head / plan.kv_heads;
     tile.g = head % plan.kv_heads;
-    tile.first_row = (order.tiles - 1 - place / together) * config::rows;
+    tile.first_row = (order.tiles - 1 - turn) * config::rows;
     tile.end_row = min(tile.first_row + config::rows, plan.q_len * plan.group);
     tile.query = tile.first_row / plan.group;
     tile.first = row_position(plan, tile.query);
