@@ -7,16 +7,17 @@
 #include "cuda/sm90/forward_producer.cuh"
 
 template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
+    const int consumer_threads = config::consumers * warpgroup_threads;
     const int warps = config::consumers * warpgroup_warps;
     mbarrier_init(&memory->q_full, warpgroup_threads + 1); // and the tile itself
-    mbarrier_init(&memory->q_empty, warps);
+    mbarrier_init(&memory->q_empty, consumer_threads);
     for (int i = 0; i < config::buffers; i++) {
         mbarrier_init(&memory->kv_full[i], warpgroup_threads);
         mbarrier_init(&memory->kv_empty[i], warps);
     }
     for (int i = 0; i < config::notes; i++) {
-        mbarrier_init(&memory->notes_full[i], warpgroup_warps);
-        mbarrier_init(&memory->notes_empty[i], warps);
+        mbarrier_init(&memory->notes_full[i], warpgroup_threads);
+        mbarrier_init(&memory->notes_empty[i], consumer_threads);
     }
     fence_mbarrier_init();
 }

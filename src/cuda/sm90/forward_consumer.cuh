@@ -122,8 +122,7 @@ template <class config> struct consumer {
         if constexpr (config::has_softcap)
             soften(plan, note, scores);
         mask(note, scores); // after the bias: -inf + inf is NaN
-        __syncwarp();       // all lanes have read the notes
-        release(&memory->notes_empty[notes.index]);
+        mbarrier_arrive(&memory->notes_empty[notes.index]);
         notes.advance();
         if (!is_first && softmax.weigh<element, true>(scores, unit, next))
             return false;
@@ -168,7 +167,7 @@ template <class config> struct consumer {
     __device__ inline void release_scored(int keys, bool is_last) {
         release(&memory->kv_empty[keys]);
         if (is_last)
-            release(&memory->q_empty);
+            mbarrier_arrive(&memory->q_empty);
     }
 
     __device__ inline void attend_first(const forward_plan &plan, bool is_last) {
@@ -228,7 +227,6 @@ template <class config> struct consumer {
             fence_proxy_async();
             q.advance();
             const tile_notes note = memory->tile;
-            __syncwarp(); // all lanes have read it, before one of them releases q
             if (note.index < 0)
                 return;
             begin_tile(plan, note.index);

@@ -134,9 +134,7 @@ template <class config> struct producer {
         if (threadIdx.x % 32 == 0)
             note->cuts[warp] = (cut & 0xffff) != 0 | (cut >> 16 != 0) << 1;
         fence_proxy_async(); // wgmma reads biases
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(&memory->notes_full[notes.index]);
+        mbarrier_arrive(&memory->notes_full[notes.index]);
         notes.advance();
     }
 
