@@ -19,7 +19,7 @@ typedef struct kernel_list {
 
 /* Whether a kernel that runs here takes tensors of this type: one query and one key of 8 channels.
  * Those of score, select and lists take all. */
-static inline int kernel_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
+static inline int operation_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
     static double row[8], written[4][8];
     const int64_t shape[4] = {1, 1, 1, 8};
     const fdma_tensor one = fdma_dense_tensor(row, dtype, 4, shape);
@@ -62,6 +62,10 @@ static inline int kernel_takes(const char *operation, const char *kernel, fdma_d
     return status == FDMA_OK;
 }
 
+static inline int kernel_takes(const char *kernel, fdma_dtype dtype) {
+    return operation_takes("forward", kernel, dtype);
+}
+
 /* Those for `dtype`. */
 static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
     kernel_list list = {.count = 0};
@@ -73,7 +77,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
         }
         if (info.missing != NULL) {
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
-        } else if (kernel_takes(operation, info.name, dtype)) {
+        } else if (operation_takes(operation, info.name, dtype)) {
             list.name[list.count++] = info.name;
         }
     }
