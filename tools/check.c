@@ -74,7 +74,7 @@ static void judge_row(check_row *row, const check_problem *problem, case_takers 
         return;
     }
     takers->asked[operation - check_operations]++;
-    check_verdict verdict = {.excess = (double)INFINITY};
+    check_verdict verdict = {.excess = (double)INFINITY, .tensor = ""};
     const fdma_status status = operation->judge(problem, row->info.name, &verdict);
     if (status == FDMA_UNSUPPORTED) {
         row->refused[problem->dtype]++;
@@ -97,7 +97,7 @@ static void judge_row(check_row *row, const check_problem *problem, case_takers 
         if (status != FDMA_OK) {
             printf("%s: %s\n", fdma_status_name(status), fdma_last_error());
         } else {
-            printf("error is %.3g times the tolerance\n", verdict.excess);
+            printf("error of %s is %.3g times the tolerance\n", verdict.tensor, verdict.excess);
         }
     }
 }

@@ -92,6 +92,7 @@ typedef struct check_part_outputs {
 typedef struct check_verdict {
     double excess; /* error / tolerance: passes at 1 and below; infinite where nothing helps */
     int64_t compared;
+    const char *tensor; /* the one that it is of */
 } check_verdict;
 
 /* Every check_* that returns a status has its line in fdma_last_error(). */
@@ -151,8 +152,8 @@ enum { check_operation_count = 8 };
 extern const check_operation check_operations[check_operation_count];
 
 /* check_compare.c */
-check_verdict check_compare(const check_result *result, fdma_tensor actual);
-check_verdict check_compare_exact(fdma_tensor actual, fdma_tensor want);
+check_verdict check_compare(const char *tensor, const check_result *result, fdma_tensor actual);
+check_verdict check_compare_exact(const char *tensor, fdma_tensor actual, fdma_tensor want);
 
 /* check_tensor.c: zeroed tensors out of an arena that check_free_all() empties. */
 void *check_alloc(int64_t count, size_t size);

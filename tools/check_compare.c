@@ -9,7 +9,7 @@ static int is_same_special(double actual, double want) {
     return isnan(want) ? isnan(actual) : actual == want;
 }
 
-check_verdict check_compare(const check_result *result, fdma_tensor actual) {
+check_verdict check_compare(const char *tensor, const check_result *result, fdma_tensor actual) {
     const double *got = check_widen(actual);
     double largest = 0, error = 0, plain_error = 0;
     int misplaced = element_count(&actual) != result->count;
@@ -31,15 +31,17 @@ check_verdict check_compare(const check_result *result, fdma_tensor actual) {
     return (check_verdict){
         .excess = judged ? error / tolerance : INFINITY,
         .compared = result->count,
+        .tensor = tensor,
     };
 }
 
-check_verdict check_compare_exact(fdma_tensor actual, fdma_tensor want) {
+check_verdict check_compare_exact(const char *tensor, fdma_tensor actual, fdma_tensor want) {
     const double *a = check_widen(actual), *b = check_widen(want);
     const int64_t count = element_count(&actual);
     int differ = count != element_count(&want);
     for (int64_t i = 0; i < count && !differ; i++) {
         differ = !(a[i] == b[i]);
     }
-    return (check_verdict){.excess = differ ? (double)INFINITY : 0, .compared = count};
+    return (check_verdict){
+        .excess = differ ? (double)INFINITY : 0, .compared = count, .tensor = tensor};
 }

@@ -11,6 +11,7 @@ static check_verdict worse(check_verdict x, check_verdict y) {
     return (check_verdict){
         .excess = x.excess >= y.excess ? x.excess : y.excess,
         .compared = x.compared + y.compared,
+        .tensor = x.excess >= y.excess ? x.tensor : y.tensor,
     };
 }
 
@@ -29,7 +30,7 @@ static check_verdict judge_bias(const check_problem *problem, fdma_tensor score,
         }
     }
     const check_result result = {.count = count, .oracle = oracle, .plain = plain};
-    return check_compare(&result, bias);
+    return check_compare("bias", &result, bias);
 }
 
 static fdma_status judge_score(const check_problem *problem, const char *kernel,
@@ -39,7 +40,7 @@ static fdma_status judge_score(const check_problem *problem, const char *kernel,
     const fdma_tensor bias =
         biased ? check_tensor(FDMA_FLOAT32, 3, problem->score.shape) : (fdma_tensor){0};
     const fdma_status status = check_run_score(problem, kernel, score, bias);
-    *verdict = check_compare(&problem->z, score);
+    *verdict = check_compare("score", &problem->z, score);
     if (biased) {
         *verdict = worse(*verdict, judge_bias(problem, score, bias));
     }
@@ -54,8 +55,8 @@ static fdma_status judge_select(const check_problem *problem, const char *kernel
         .slot = check_tensor(FDMA_INT32, 3, problem->score.shape),
     };
     const fdma_status status = check_run_select(problem, kernel, &selection);
-    *verdict = worse(check_compare_exact(selection.expiry, problem->selection.expiry),
-                     check_compare_exact(selection.slot, problem->selection.slot));
+    *verdict = worse(check_compare_exact("expiry", selection.expiry, problem->selection.expiry),
+                     check_compare_exact("slot", selection.slot, problem->selection.slot));
     return status;
 }
 
@@ -78,8 +79,8 @@ static fdma_status judge_lists(const check_problem *problem, const char *kernel,
         if (status == FDMA_OK) {
             status = check_run_lists(problem, kernel, tile_lens[t], list, count);
         }
-        *verdict = worse(*verdict, worse(check_compare_exact(list, want_list),
-                                         check_compare_exact(count, want_count)));
+        *verdict = worse(*verdict, worse(check_compare_exact("list", list, want_list),
+                                         check_compare_exact("count", count, want_count)));
     }
     return status;
 }
@@ -91,7 +92,8 @@ static fdma_status judge_forward(const check_problem *problem, const char *kerne
     const fdma_tensor lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
     const fdma_tensor out = check_layout_tensor(problem->dtype, test->layout, problem->q.shape);
     const fdma_status status = check_run_forward(problem, kernel, out, lse);
-    *verdict = worse(check_compare(&problem->out, out), check_compare(&problem->lse, lse));
+    *verdict =
+        worse(check_compare("out", &problem->out, out), check_compare("lse", &problem->lse, lse));
     return status;
 }
 
@@ -115,9 +117,10 @@ static fdma_status judge_form(const check_problem *problem, const char *kernel, 
         spoilt_rows(problem, problem->q), spoilt_rows(problem, problem->k),
         spoilt_rows(problem, problem->v), spoilt_like(problem->bias)};
     const fdma_status status = check_run_backward(problem, kernel, deterministic, &to);
-    *verdict =
-        worse(worse(check_compare(&problem->dq, to.dq), check_compare(&problem->dk, to.dk)),
-              worse(check_compare(&problem->dv, to.dv), check_compare(&problem->dbias, to.dbias)));
+    *verdict = worse(
+        worse(check_compare("dq", &problem->dq, to.dq), check_compare("dk", &problem->dk, to.dk)),
+        worse(check_compare("dv", &problem->dv, to.dv),
+              check_compare("dbias", &problem->dbias, to.dbias)));
     return status;
 }
 
@@ -143,9 +146,9 @@ static fdma_status judge_score_backward(const check_problem *problem, const char
         check_store(to.dv, i, held[i]);
     }
     const fdma_status status = check_run_score_backward(problem, kernel, &to);
-    *verdict = worse(
-        check_compare(&problem->added_dv, to.dv),
-        worse(check_compare(&problem->ddt_proj, to.ddt_proj), check_compare(&problem->da, to.da)));
+    *verdict = worse(check_compare("dv", &problem->added_dv, to.dv),
+                     worse(check_compare("ddt_proj", &problem->ddt_proj, to.ddt_proj),
+                           check_compare("da", &problem->da, to.da)));
     return status;
 }
 
@@ -154,8 +157,8 @@ static fdma_status judge_merge(const check_problem *problem, const char *kernel,
     const fdma_tensor out = spoilt_rows(problem, problem->q);
     const fdma_tensor lse = spoilt_like(problem->given_lse);
     const fdma_status status = check_run_merge(problem, kernel, out, lse);
-    *verdict =
-        worse(check_compare(&problem->merged_out, out), check_compare(&problem->merged_lse, lse));
+    *verdict = worse(check_compare("out", &problem->merged_out, out),
+                     check_compare("lse", &problem->merged_lse, lse));
     return status;
 }
 
@@ -169,8 +172,10 @@ static fdma_status judge_merge_backward(const check_problem *problem, const char
     const fdma_status status = check_run_merge_backward(problem, kernel, &to);
     *verdict = (check_verdict){0};
     for (int n = 0; n < 2; n++) {
-        *verdict = worse(*verdict, worse(check_compare(&problem->part_dout[n], to.dout[n]),
-                                         check_compare(&problem->part_dlse[n], to.dlse[n])));
+        *verdict = worse(
+            *verdict,
+            worse(check_compare(n ? "dout_b" : "dout_a", &problem->part_dout[n], to.dout[n]),
+                  check_compare(n ? "dlse_b" : "dlse_a", &problem->part_dlse[n], to.dlse[n])));
     }
     return status;
 }
