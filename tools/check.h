@@ -46,9 +46,14 @@ typedef struct check_case {
 /* A result three ways, contiguous, in the order of its tensor's indices. */
 typedef struct check_result {
     int64_t count;
-    double *oracle; /* the reference in float64 */
-    double *plain;  /* a plain evaluation in the dtype of the case */
+    double *oracle;  /* the reference in float64 */
+    double *plain;   /* a plain evaluation in the dtype of the case */
+    double *scatter; /* NULL, or what the plain error may be in another order of its sum */
 } check_result;
+
+/* Sums of few elements: a plain one may be right by accident, where errors of its terms cancel. Its
+ * scatter is the sum of the magnitudes of the errors that so many parts of its terms have. */
+enum { check_parts = 8 };
 
 /* Everything that is made once for a case and a dtype. Absent tensors have rank 0. */
 typedef struct check_problem {

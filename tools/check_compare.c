@@ -25,6 +25,7 @@ check_verdict check_compare(const char *tensor, const check_result *result, fdma
             plain_error = INFINITY; /* which no result may hide behind */
         }
         plain_error = fmax(plain_error, fabs(result->plain[i] - want));
+        plain_error = fmax(plain_error, result->scatter != NULL ? result->scatter[i] : 0);
     }
     const double tolerance = 2 * plain_error + check_step(actual.dtype, largest);
     const int judged = !misplaced && tolerance < INFINITY;

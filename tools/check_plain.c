@@ -27,6 +27,14 @@ float plain_dot(const float *x, const float *y, int64_t count) {
     return sum;
 }
 
+double plain_wide_dot(const float *x, const float *y, int64_t count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) {
+        sum += (double)x[i] * (double)y[i];
+    }
+    return sum;
+}
+
 void check_plain_score(check_problem *problem) {
     const check_case *test = problem->test;
     const int64_t row = test->kv_heads * test->head_dim;

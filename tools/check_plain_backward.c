@@ -15,6 +15,7 @@ typedef struct plain_backward {
     float *dq;         /* [head_dim] of the row */
     float *dk, *dv;    /* as k and v */
     float *dbias;      /* [batch, kv_heads, kv_len] */
+    double *error;     /* [batch, kv_heads, kv_len, check_parts] of the terms of dbias */
 } plain_backward;
 
 /* From the end: D and the products that it is taken from cancel, and sums of the same order would
@@ -33,6 +34,20 @@ static void add_scaled(float *to, float factor, const float *from, int64_t count
     }
 }
 
+/* The gradient of a logit without any rounding. */
+static double exact_dlogit(const plain_backward *to, const plain_row *row, int64_t j) {
+    const plain_inputs *in = &to->in;
+    const check_case *test = in->problem->test;
+    const int64_t dim = test->head_dim, at = plain_key_row(in, row, j);
+    double logit = plain_wide_dot(in->q + row->q, in->k + at, dim) / sqrt((double)dim);
+    logit = test->softcap > 0 ? test->softcap * tanh(logit / test->softcap) : logit;
+    logit += in->bias != NULL ? (double)in->bias[plain_key(in, row, j)] : 0;
+    const double carried = plain_wide_dot(to->dout + row->q, to->out + row->q, dim) -
+                           (to->dlse != NULL ? (double)to->dlse[row->lse] : 0);
+    const double dweight = plain_wide_dot(to->dout + row->q, in->v + at, dim);
+    return exp(logit - (double)to->lse[row->lse]) * (dweight - carried);
+}
+
 static void add_key(const plain_backward *to, const plain_row *row, int64_t j, float carried) {
     const plain_inputs *in = &to->in;
     const fdma_dtype dtype = in->problem->dtype;
@@ -43,7 +58,10 @@ static void add_key(const plain_backward *to, const plain_row *row, int64_t j, f
     const float dweight = check_round(dtype, plain_dot(dout, in->v + at, dim));
     const float dlogit = check_round(dtype, weight * (dweight - carried));
     const float step = check_round(dtype, check_round(dtype, dlogit * logit.slope) * scale);
-    to->dbias[plain_key(in, row, j)] += dlogit;
+    const int64_t key = plain_key(in, row, j);
+    to->dbias[key] += dlogit;
+    to->error[key * check_parts + row->lse % check_parts] +=
+        (double)dlogit - exact_dlogit(to, row, j);
     add_scaled(to->dv + at, weight, dout, dim);
     add_scaled(to->dk + at, step, in->q + row->q, dim);
     add_scaled(to->dq, step, in->k + at, dim);
@@ -75,6 +93,13 @@ static void put(const check_result *result, const float *values, fdma_dtype dtyp
     }
 }
 
+static void put_scatter(check_result *result, const double *error) {
+    result->scatter = check_alloc(result->count, sizeof *result->scatter);
+    for (int64_t i = 0; i < result->count * check_parts; i++) {
+        result->scatter[i / check_parts] += fabs(error[i]);
+    }
+}
+
 void check_plain_backward(check_problem *problem) {
     plain_backward to = {
         .in = plain_open(problem),
@@ -86,11 +111,13 @@ void check_plain_backward(check_problem *problem) {
         .dk = check_alloc(problem->dk.count, sizeof(float)),
         .dv = check_alloc(problem->dv.count, sizeof(float)),
         .dbias = check_alloc(problem->z.count, sizeof(float)),
+        .error = check_alloc(problem->z.count * check_parts, sizeof(double)),
     };
     plain_for_each_row(&to.in, add_row);
     put(&problem->dk, to.dk, problem->dtype);
     put(&problem->dv, to.dv, problem->dtype);
     put(&problem->dbias, to.dbias, FDMA_FLOAT32);
+    put_scatter(&problem->dbias, to.error);
 }
 
 /* ---- score_backward ---- */
@@ -99,8 +126,19 @@ typedef struct plain_score {
     const check_problem *problem;
     const float *v, *dt_proj, *a, *dbias;
     float *ddt_proj, *da;
-    float *dv; /* [kv_heads * head_dim] of the key */
+    float *dv;     /* [kv_heads * head_dim] of the key */
+    double *error; /* [kv_heads, check_parts] of the terms of da */
 } plain_score;
+
+/* A key's part in da without any rounding. */
+static double exact_da(const plain_score *to, const float *v, int64_t g, float dbias) {
+    const check_case *test = to->problem->test;
+    const int64_t width = test->kv_heads * test->head_dim;
+    const double dt = plain_wide_dot(v, to->dt_proj + g * width, width);
+    const double softplus = fmax(dt, 0) + log1p(exp(-fabs(dt)));
+    const int is_exp = test->bias_form == FDMA_BIAS_EXP;
+    return (double)dbias * (is_exp ? exp((double)to->a[g] * softplus) : 1) * softplus;
+}
 
 /* What one kv head gives to the gradients of a key's values, and gets from them. */
 static void add_score(const plain_score *to, int64_t key, int64_t g, float dbias) {
@@ -112,6 +150,8 @@ static void add_score(const plain_score *to, int64_t key, int64_t g, float dbias
     const float dz = test->bias_form == FDMA_BIAS_EXP ? dbias * expf(to->a[g] * softplus) : dbias;
     const float ddt = check_round(to->problem->dtype, dz * to->a[g] / (1 + expf(-dt)));
     to->da[g] += dz * softplus;
+    to->error[g * check_parts + key % check_parts] +=
+        (double)(dz * softplus) - exact_da(to, v, g, dbias);
     add_scaled(to->ddt_proj + g * width, ddt, v, width);
     add_scaled(to->dv, ddt, weights, width);
 }
@@ -128,6 +168,7 @@ void check_plain_score_backward(check_problem *problem) {
         .ddt_proj = check_alloc(heads * width, sizeof(float)),
         .da = check_alloc(heads, sizeof(float)),
         .dv = check_alloc(width, sizeof(float)),
+        .error = check_alloc(heads * check_parts, sizeof(double)),
     };
     const float *held = plain_narrow(problem->held_dv);
     for (int64_t key = 0; key < test->batch * kv_len; key++) {
@@ -148,6 +189,7 @@ void check_plain_score_backward(check_problem *problem) {
     }
     put(&problem->ddt_proj, to.ddt_proj, problem->dtype);
     put(&problem->da, to.da, problem->dtype);
+    put_scatter(&problem->da, to.error);
 }
 
 /* ---- merge and its gradients ---- */
