@@ -1,0 +1,350 @@
+/* gradient_properties.h - what every backward kernel must do, of the CPU and of a device, each
+ * property for one problem. */
+#ifndef GRADIENT_PROPERTIES_H
+#define GRADIENT_PROPERTIES_H
+
+#include "gradient.h"
+#include "unread.h"
+
+/* How a call is made whose tensors the CPU has; set by the program. The deterministic form is what
+ * must be bit-equal: a problem says which one it asks for. */
+static struct {
+    fdma_status (*run)(fdma_backward_args *args);
+    fdma_status (*ask)(fdma_backward_args *args, size_t *bytes);
+    int32_t most_threads;
+    unsigned char fill; /* of workspace */
+} gradient_backend;
+
+static inline gradients run_gradients(const gradient_problem *p, const char *kernel,
+                                      int32_t threads) {
+    fdma_backward_args args = gradient_args(p, kernel);
+    args.exec.threads = threads;
+    CHECK_OK(gradient_backend.run(&args));
+    return gradient_outputs(&args);
+}
+
+static inline int gradient_backend_takes(const gradient_problem *p, const char *kernel) {
+    fdma_backward_args args = gradient_args(p, kernel);
+    size_t bytes;
+    const fdma_status status = gradient_backend.ask(&args, &bytes);
+    CHECK(status == FDMA_OK || (status == FDMA_UNSUPPORTED && is_device_kernel(kernel)));
+    return status == FDMA_OK;
+}
+
+static inline void check_right(const gradient_problem *p, const char *kernel) {
+    check_expected(p, run_gradients(p, kernel, 1));
+}
+
+/* Whatever lies in outputs and workspace, and however many share the work. */
+static inline void check_repeats(const gradient_problem *p, const char *kernel) {
+    static const unsigned char fills[] = {0x00, 0x7f, 0xff};
+    const gradients want = run_gradients(p, kernel, 1);
+    for (int run = 0; run < TEST_COUNT(fills); run++) {
+        fdma_backward_args args = gradient_args(p, kernel);
+        const fdma_tensor outputs[] = {args.dq, args.dk, args.dv, args.dbias};
+        for (int i = 0; i < TEST_COUNT(outputs); i++) {
+            memset(outputs[i].data, fills[run], bytes_of(outputs[i]));
+        }
+        gradient_backend.fill = fills[run];
+        CHECK_OK(gradient_backend.run(&args));
+        check_same_gradients(gradient_outputs(&args), want);
+    }
+    for (int32_t threads = 2; threads <= gradient_backend.most_threads; threads++) {
+        check_same_gradients(run_gradients(p, kernel, threads), want);
+    }
+}
+
+static inline fdma_tensor last_sequence(fdma_tensor tensor) {
+    if (tensor.rank > 0) {
+        tensor.data = (char *)tensor.data +
+                      (size_t)((tensor.shape[0] - 1) * tensor.stride[0]) * dtype_size(tensor.dtype);
+        tensor.shape[0] = 1;
+    }
+    return tensor;
+}
+
+static inline void check_alone(const gradient_problem *p, const char *kernel) {
+    if (p->x.batch < 2) {
+        return;
+    }
+    gradient_problem alone = *p;
+    fdma_tensor *const tensors[] = {&alone.x.q,
+                                    &alone.x.k,
+                                    &alone.x.v,
+                                    &alone.x.bias,
+                                    &alone.x.key_valid,
+                                    &alone.x.selection.expiry,
+                                    &alone.x.selection.slot,
+                                    &alone.out,
+                                    &alone.lse,
+                                    &alone.dout,
+                                    &alone.dlse};
+    alone.x.batch = 1;
+    for (int i = 0; i < TEST_COUNT(tensors); i++) {
+        *tensors[i] = last_sequence(*tensors[i]);
+    }
+    const gradients all = run_gradients(p, kernel, 2);
+    const gradients want = {last_sequence(all.dq), last_sequence(all.dk), last_sequence(all.dv),
+                            last_sequence(all.dbias)};
+    check_same_gradients(run_gradients(&alone, kernel, 2), want);
+}
+
+/* ---- accumulate ---- */
+
+/* held + gradient, which each are off by a rounding where that is by itself. */
+static inline void check_added(fdma_tensor sum, fdma_tensor held, fdma_tensor alone) {
+    const double step = step_of(sum.dtype);
+    for (int64_t i = 0; i < count_of(sum); i++) {
+        const double x = load_double(held.data, held.dtype, i);
+        const double y = load_double(alone.data, alone.dtype, i);
+        CHECK_NEAR(load_double(sum.data, sum.dtype, i), x + y,
+                   step * (fabs(x + y) + fabs(y)) + 2 * gradient_floor(sum.dtype));
+    }
+}
+
+static inline void check_accumulated(const gradient_problem *p, const char *kernel) {
+    uint64_t state = 3;
+    const gradients alone = run_gradients(p, kernel, 1);
+    fdma_backward_args args = gradient_args(p, kernel);
+    fdma_tensor held[3] = {args.dq, args.dk, args.dv};
+    for (int i = 0; i < 3; i++) {
+        fill_random(held[i], &state, 1);
+        held[i] = copy_tensor(held[i]);
+    }
+    args.accumulate = 1;
+    CHECK_OK(gradient_backend.run(&args));
+    check_added(args.dq, held[0], alone.dq);
+    check_added(args.dk, held[1], alone.dk);
+    check_added(args.dv, held[2], alone.dv);
+    CHECK(same_tensor(args.dbias, alone.dbias)); /* never added to */
+}
+
+/* ---- outputs that are not asked for, inputs that are not there ---- */
+
+static inline void check_optional(const gradient_problem *p, const char *kernel) {
+    const gradients want = run_gradients(p, kernel, 1);
+    fdma_backward_args args = gradient_args(p, kernel);
+    args.dbias = (fdma_tensor){0};
+    CHECK_OK(gradient_backend.run(&args));
+    CHECK(same_tensor(args.dq, want.dq) && same_tensor(args.dk, want.dk));
+    CHECK(same_tensor(args.dv, want.dv));
+
+    /* Without bias it still has a gradient. */
+    gradient_problem without = *p;
+    without.x.bias = (fdma_tensor){0};
+    const attended done = gradient_forward(&without.x);
+    without.out = done.out;
+    without.lse = done.lse;
+    fdma_backward_args plain = gradient_args(&without, kernel);
+    plain.dbias = new_output(FDMA_FLOAT32, p->x.batch, p->x.kv_heads, p->x.kv_len, -1);
+    CHECK_OK(gradient_backend.run(&plain));
+    check_expected(&without, gradient_outputs(&plain));
+}
+
+/* ---- strides ---- */
+
+/* The same elements of a rank 4 tensor as [batch, heads, len, head_dim] in memory. */
+static inline fdma_tensor swapped_rows(fdma_tensor tensor) {
+    const int64_t len = tensor.shape[1], heads = tensor.shape[2], dim = tensor.shape[3];
+    const size_t row = (size_t)dim * dtype_size(tensor.dtype);
+    fdma_tensor swapped = copy_tensor(tensor);
+    for (int64_t at = 0; at < tensor.shape[0] * len * heads; at++) {
+        const int64_t b = at / len / heads, j = at / heads % len, g = at % heads;
+        memcpy((char *)swapped.data + (size_t)((b * heads + g) * len + j) * row,
+               (char *)tensor.data + (size_t)at * row, row);
+    }
+    swapped.stride[1] = dim;
+    swapped.stride[2] = len * dim;
+    return swapped;
+}
+
+/* Room for the same elements with others between them: rows of the last axis `gap` apart more than
+ * they are long. */
+static inline fdma_tensor with_gaps(fdma_tensor tensor, int64_t gap) {
+    const int last = tensor.rank - 1;
+    if (tensor.rank == 0) {
+        return tensor;
+    }
+    const int64_t row = tensor.shape[last] + gap;
+    int64_t count = row;
+    for (int axis = last - 1; axis >= 0; axis--) {
+        tensor.stride[axis] = count;
+        count *= tensor.shape[axis];
+    }
+    const size_t bytes = (size_t)count * dtype_size(tensor.dtype);
+    tensor.data = test_alloc_guarded(bytes);
+    memset(tensor.data, test_guard_byte, bytes);
+    return tensor;
+}
+
+static inline void copy_row(fdma_tensor to, fdma_tensor from, int64_t row) {
+    const int last = to.rank - 1;
+    int64_t at_to = 0, at_from = 0, left = row;
+    for (int axis = last - 1; axis >= 0; axis--) {
+        at_to += left % to.shape[axis] * to.stride[axis];
+        at_from += left % to.shape[axis] * from.stride[axis];
+        left /= to.shape[axis];
+    }
+    const size_t size = dtype_size(to.dtype);
+    memcpy((char *)to.data + (size_t)at_to * size, (char *)from.data + (size_t)at_from * size,
+           (size_t)to.shape[last] * size);
+}
+
+static inline int64_t rows_of(fdma_tensor tensor) {
+    return count_of(tensor) > 0 ? count_of(tensor) / tensor.shape[tensor.rank - 1] : 0;
+}
+
+static inline fdma_tensor gapped(fdma_tensor tensor, int64_t gap) {
+    const fdma_tensor to = with_gaps(tensor, gap);
+    for (int64_t row = 0; row < rows_of(tensor); row++) {
+        copy_row(to, tensor, row);
+    }
+    return to;
+}
+
+static inline void check_gapped(fdma_tensor actual, fdma_tensor want, int64_t gap) {
+    const fdma_tensor copy = copy_tensor(want);
+    for (int64_t row = 0; row < rows_of(want); row++) {
+        copy_row(copy, actual, row);
+    }
+    CHECK_BYTES(copy.data, want.data, bytes_of(want));
+    /* What lies between the rows is as it was. */
+    const size_t size = dtype_size(want.dtype);
+    const int64_t length = want.rank > 0 ? want.shape[want.rank - 1] : 0;
+    for (int64_t at = 0; at < rows_of(want) * (length + gap) * (int64_t)size; at++) {
+        if (at / (int64_t)size % (length + gap) >= length) {
+            CHECK(((unsigned char *)actual.data)[at] == test_guard_byte);
+        }
+    }
+}
+
+static inline void check_layouts(const gradient_problem *p, const char *kernel) {
+    enum { gap = 24 }; /* elements: 16-byte rows stay aligned */
+    const gradients want = run_gradients(p, kernel, 1);
+    gradient_problem other = *p;
+    fdma_tensor *const swapped[] = {&other.x.q, &other.x.k, &other.x.v, &other.out, &other.dout};
+    for (int i = 0; i < TEST_COUNT(swapped); i++) {
+        *swapped[i] = swapped_rows(*swapped[i]);
+    }
+    check_same_gradients(run_gradients(&other, kernel, 1), want);
+
+    fdma_tensor *const spread[] = {
+        &other.x.bias,           &other.x.key_valid, &other.x.selection.expiry,
+        &other.x.selection.slot, &other.lse,         &other.dlse};
+    for (int i = 0; i < TEST_COUNT(spread); i++) {
+        *spread[i] = gapped(*spread[i], 3);
+    }
+    fdma_backward_args args = gradient_args(&other, kernel);
+    args.dq = with_gaps(args.dq, gap);
+    args.dk = with_gaps(args.dk, gap);
+    args.dv = with_gaps(args.dv, gap);
+    args.dbias = with_gaps(args.dbias, 5);
+    CHECK_OK(gradient_backend.run(&args));
+    check_gapped(args.dq, want.dq, gap);
+    check_gapped(args.dk, want.dk, gap);
+    check_gapped(args.dv, want.dv, gap);
+    check_gapped(args.dbias, want.dbias, 5);
+}
+
+/* ---- keys that none keeps ---- */
+
+static inline void check_zero(fdma_tensor tensor, int64_t first, int64_t count) {
+    for (int64_t i = first; i < first + count; i++) {
+        CHECK(load_double(tensor.data, tensor.dtype, i) == 0);
+    }
+}
+
+static inline void check_unread_zero(const problem *x, gradients got) {
+    for (int64_t key = 0; key < x->batch * x->kv_heads * x->kv_len; key++) {
+        const int64_t j = key % x->kv_len, g = key / x->kv_len % x->kv_heads;
+        const int64_t b = key / x->kv_len / x->kv_heads;
+        const int64_t row = ((b * x->kv_len + j) * x->kv_heads + g) * x->head_dim;
+        if (!is_read(x, b, g, j)) {
+            check_zero(got.dk, row, x->head_dim);
+            check_zero(got.dv, row, x->head_dim);
+            check_zero(got.dbias, key, 1);
+        }
+    }
+}
+
+static inline void check_unread(const unread_shape *n, const char *kernel, fdma_dtype dtype) {
+    static const float poisons[] = {NAN, INFINITY, -INFINITY};
+    problem x = unread_problem(n, dtype);
+    gradient_problem p = gradient_of(&x, 1);
+    p.deterministic = 1;
+    if (!gradient_backend_takes(&p, kernel)) {
+        return;
+    }
+    const gradients clean = run_gradients(&p, kernel, 1);
+    check_unread_zero(&x, clean);
+    for (int64_t i = 0; i < count_of(clean.dq); i++) {
+        CHECK(isfinite(load_double(clean.dq.data, dtype, i)));
+    }
+    for (int i = 0; i < TEST_COUNT(poisons); i++) {
+        CHECK(poison_unread(&x, poisons[i]) > 0); /* else nothing is shown */
+        check_same_gradients(run_gradients(&p, kernel, 2), clean);
+    }
+}
+
+/* The same poison in a key that is read shows. */
+static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
+    problem x = unread_problem(&unread_shapes[0], dtype);
+    gradient_problem p = gradient_of(&x, 1);
+    p.deterministic = 1;
+    const gradients clean = run_gradients(&p, kernel, 1);
+    int64_t j = 0;
+    while (j < x.kv_len && !is_read(&x, 0, 0, j)) {
+        j++;
+    }
+    if (CHECK(j < x.kv_len)) {
+        spoil_key(x.v, 0, j, 0, NAN);
+        CHECK(!same_tensor(run_gradients(&p, kernel, 1).dq, clean.dq));
+    }
+}
+
+/* ---- rows that are NaN ---- */
+
+/* Does query i of the first sequence keep any key? */
+static inline int keeps_any(const problem *x, int64_t g, int64_t i) {
+    for (int64_t j = 0; j < x->kv_len; j++) {
+        if (problem_keeps(x, 0, g, i, j)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* A row whose lse is NaN has no finite gradient, and gives none to the keys that it keeps; to others
+ * it is as if it were not there. */
+static inline void check_nan_row(const gradient_problem *p, const char *kernel) {
+    const problem *x = &p->x;
+    const int64_t i = 2 * x->q_len / 3, h = x->q_heads - 1, g = x->kv_heads - 1, dim = x->head_dim;
+    if (x->batch > 1 || x->q_len == 0 || !keeps_any(x, g, i)) {
+        return;
+    }
+    const gradients clean = run_gradients(p, kernel, 1);
+    gradient_problem spoilt = *p;
+    spoilt.lse = copy_tensor(p->lse);
+    spoilt.out = copy_tensor(p->out);
+    ((float *)spoilt.lse.data)[h * x->q_len + i] = NAN;
+    for (int64_t d = 0; d < dim; d++) {
+        store_float(spoilt.out.data, x->dtype, (i * x->q_heads + h) * dim + d, NAN);
+    }
+    const gradients got = run_gradients(&spoilt, kernel, 1);
+    for (int64_t j = 0; j < x->kv_len; j++) {
+        const int kept = problem_keeps(x, 0, g, i, j);
+        for (int64_t d = 0; d < dim; d++) {
+            const int64_t at = (j * x->kv_heads + g) * dim + d;
+            CHECK(isnan(load_double(got.dk.data, x->dtype, at)) == kept);
+            CHECK(isnan(load_double(got.dv.data, x->dtype, at)) == kept);
+        }
+        CHECK(isnan(((const float *)got.dbias.data)[g * x->kv_len + j]) == kept);
+    }
+    for (int64_t at = 0; at < x->q_len * x->q_heads * dim; at++) {
+        const int same = at / dim != i * x->q_heads + h;
+        const double now = load_double(got.dq.data, x->dtype, at);
+        CHECK(same ? now == load_double(clean.dq.data, x->dtype, at) : isnan(now));
+    }
+}
+
+#endif /* GRADIENT_PROPERTIES_H */
