@@ -205,6 +205,28 @@ static inline fdma_status device_run_attention(fdma_attention_args *args) {
     return fdma_attention(args);
 }
 
+static inline fdma_status device_run_backward(fdma_backward_args *args) {
+    size_t bytes = 0;
+    args->exec.device = device_number;
+    const fdma_status status = fdma_backward_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    device_exec(&args->exec, bytes);
+    return fdma_backward(args);
+}
+
+static inline fdma_status device_run_score_backward(fdma_score_backward_args *args) {
+    size_t bytes = 0;
+    args->exec.device = device_number;
+    const fdma_status status = fdma_score_backward_workspace(args, &bytes);
+    if (status != FDMA_OK) {
+        return status;
+    }
+    device_exec(&args->exec, bytes);
+    return fdma_score_backward(args);
+}
+
 /* A problem with its tensors and its selection on the device. */
 static inline problem device_problem(const problem *x) {
     problem copy = *x;
