@@ -12,7 +12,7 @@
 #include <string.h>
 
 enum {
-    max_blocks = 16,
+    max_blocks = 24,
     max_elements = 1 << 14, /* of a tensor that gets memory */
     max_struct = 4200,      /* bytes: beyond what any argument struct may have */
 };
@@ -47,6 +47,11 @@ typedef struct call {
         fdma_lists_args lists;
         fdma_forward_args forward;
         fdma_attention_args attention;
+        fdma_backward_args backward;
+        fdma_score_backward_args score_backward;
+        fdma_attention_backward_args attention_backward;
+        fdma_merge_args merge;
+        fdma_merge_backward_args merge_backward;
     } args;
 } call;
 
@@ -229,10 +234,12 @@ static fdma_tensor make_queries(call *to, bool output) {
     return make(to, output, to->dtype, 4, shape);
 }
 
-static fdma_tensor make_keys(call *to) {
+static fdma_tensor make_key_rows(call *to, bool output) {
     const int64_t shape[] = {to->batch, to->kv_len, to->kv_heads, to->head_dim};
-    return make(to, false, to->dtype, 4, shape);
+    return make(to, output, to->dtype, 4, shape);
 }
+
+static fdma_tensor make_keys(call *to) { return make_key_rows(to, false); }
 
 static fdma_tensor make_per_key(call *to, bool output, fdma_dtype dtype) {
     const int64_t shape[] = {to->batch, to->kv_heads, to->kv_len};
@@ -249,10 +256,16 @@ static fdma_tensor maybe_valid(call *to) {
     return make_optional(to, false, FDMA_UINT8, 2, shape);
 }
 
-static fdma_tensor maybe_lse(call *to) {
+static fdma_tensor make_lse(call *to, bool output) {
     const int64_t shape[] = {to->batch, to->q_heads, to->q_len};
-    return make_optional(to, true, FDMA_FLOAT32, 3, shape);
+    return make(to, output, FDMA_FLOAT32, 3, shape);
 }
+
+static fdma_tensor maybe_per_row(call *to, bool output) {
+    return take_up_to(&to->in, 1) ? make_lse(to, output) : (fdma_tensor){0};
+}
+
+static fdma_tensor maybe_lse(call *to) { return maybe_per_row(to, true); }
 
 static void make_selection(call *to, bool output, int64_t window, fdma_scope scope) {
     to->selection = (fdma_selection){.size = sizeof to->selection};

@@ -1,5 +1,5 @@
-/* Random arguments for score, select, lists, forward and attention. Most calls are nearly right, so
- * that the checks are passed and kernels run. What must hold whatever the bytes: a call whose
+/* Random arguments for every call that has tensors. Most calls are nearly right, so that the checks
+ * are passed and kernels run. What must hold whatever the bytes: a call whose
  * workspace query failed, whose workspace is too small or whose tensors lack data is refused; a
  * refusal has one line of text and has written nothing; a success has written to its outputs alone,
  * and what it lists are keys. */
@@ -165,11 +165,137 @@ static void make_attention(call *to) {
         elements(&args->q) * (1 + keys) + elements(&args->v) * (keys + (double)args->v.shape[2]);
 }
 
+static void make_backward(call *to) {
+    fdma_backward_args *const args = &to->args.backward;
+    *args = (fdma_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->deterministic = (int32_t)take_up_to(&to->in, 1);
+    args->accumulate = (int32_t)take_up_to(&to->in, 1);
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    args->reserved = make_reserved(&to->in);
+    args->dout = make_queries(to, false);
+    args->dlse = maybe_per_row(to, false);
+    args->out = make_queries(to, false);
+    args->lse = make_lse(to, false);
+    args->q = make_queries(to, false);
+    args->k = make_keys(to);
+    args->v = make_keys(to);
+    args->bias = maybe_per_key(to, false);
+    args->key_valid = maybe_valid(to);
+    args->dq = make_queries(to, true);
+    args->dk = make_key_rows(to, true);
+    args->dv = make_key_rows(to, true);
+    args->dbias = maybe_per_key(to, true);
+    if (take_up_to(&to->in, 1)) {
+        const int64_t window = make_window(to);
+        make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
+        args->selection = &to->selection;
+        args->window = take_up_to(&to->in, 1) ? window : 0;
+    }
+    to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]);
+}
+
+static void make_score_backward(call *to) {
+    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
+    fdma_score_backward_args *const args = &to->args.score_backward;
+    *args = (fdma_score_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 1);
+    args->accumulate = (int32_t)take_up_to(&to->in, 1);
+    args->dbias = make_per_key(to, false, FDMA_FLOAT32);
+    args->v = make_keys(to);
+    args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
+    args->a = make(to, false, to->dtype, 1, proj_shape);
+    args->key_valid = maybe_valid(to);
+    if (take_up_to(&to->in, 1))
+        args->dv = make_key_rows(to, true);
+    args->ddt_proj = make(to, true, to->dtype, 2, proj_shape);
+    args->da = make(to, true, to->dtype, 1, proj_shape);
+    to->work = 3 * elements(&args->v) * (double)args->v.shape[2];
+}
+
+static void make_whole_tensors(call *to, fdma_attention_backward_args *args) {
+    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
+    const bool learns = args->bias_form != FDMA_BIAS_NONE || seldom(&to->in);
+    args->dout = make_queries(to, false);
+    args->dlse = maybe_per_row(to, false);
+    args->out = make_queries(to, false);
+    args->lse = make_lse(to, false);
+    args->q = make_queries(to, false);
+    args->k = make_keys(to);
+    args->v = make_keys(to);
+    args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
+    args->a = make(to, false, to->dtype, 1, proj_shape);
+    args->key_valid = maybe_valid(to);
+    args->dq = make_queries(to, true);
+    args->dk = make_key_rows(to, true);
+    args->dv = make_key_rows(to, true);
+    if (learns) {
+        args->bias = maybe_per_key(to, false);
+        args->ddt_proj = make(to, true, to->dtype, 2, proj_shape);
+        args->da = make(to, true, to->dtype, 1, proj_shape);
+    }
+}
+
+static void make_attention_backward(call *to) {
+    fdma_attention_backward_args *const args = &to->args.attention_backward;
+    *args = (fdma_attention_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->deterministic = (int32_t)take_up_to(&to->in, 1);
+    args->accumulate = (int32_t)take_up_to(&to->in, 1);
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    make_whole_tensors(to, args);
+    const int64_t window = make_window(to);
+    make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
+    if (!seldom(&to->in))
+        args->selection = &to->selection;
+    args->window = take_up_to(&to->in, 1) ? window : 0;
+    to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]) +
+               4 * elements(&args->v) * (double)args->v.shape[2];
+}
+
+static void make_merge(call *to) {
+    fdma_merge_args *const args = &to->args.merge;
+    *args = (fdma_merge_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->out_a = make_queries(to, false);
+    args->lse_a = make_lse(to, false);
+    args->out_b = make_queries(to, false);
+    args->lse_b = make_lse(to, false);
+    args->out = make_queries(to, true);
+    args->lse = maybe_lse(to);
+    to->work = elements(&args->out);
+}
+
+static void make_merge_backward(call *to) {
+    fdma_merge_backward_args *const args = &to->args.merge_backward;
+    *args = (fdma_merge_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->dout = make_queries(to, false);
+    args->dlse = maybe_per_row(to, false);
+    args->out_a = make_queries(to, false);
+    args->lse_a = make_lse(to, false);
+    args->out_b = make_queries(to, false);
+    args->lse_b = make_lse(to, false);
+    args->dout_a = make_queries(to, true);
+    args->dlse_a = make_lse(to, true);
+    args->dout_b = make_queries(to, true);
+    args->dlse_b = make_lse(to, true);
+    to->work = elements(&args->dout);
+}
+
 static fdma_status run_score(const void *args) { return fdma_score(args); }
 static fdma_status run_select(const void *args) { return fdma_select(args); }
 static fdma_status run_lists(const void *args) { return fdma_lists(args); }
 static fdma_status run_forward(const void *args) { return fdma_forward(args); }
 static fdma_status run_attention(const void *args) { return fdma_attention(args); }
+static fdma_status run_backward(const void *args) { return fdma_backward(args); }
+static fdma_status run_score_backward(const void *args) { return fdma_score_backward(args); }
+static fdma_status run_attention_backward(const void *args) {
+    return fdma_attention_backward(args);
+}
+static fdma_status run_merge(const void *args) { return fdma_merge(args); }
+static fdma_status run_merge_backward(const void *args) { return fdma_merge_backward(args); }
 static fdma_status ask_score(const void *args, size_t *n) { return fdma_score_workspace(args, n); }
 static fdma_status ask_select(const void *args, size_t *n) {
     return fdma_select_workspace(args, n);
@@ -180,6 +306,19 @@ static fdma_status ask_forward(const void *args, size_t *n) {
 }
 static fdma_status ask_attention(const void *args, size_t *n) {
     return fdma_attention_workspace(args, n);
+}
+static fdma_status ask_backward(const void *args, size_t *n) {
+    return fdma_backward_workspace(args, n);
+}
+static fdma_status ask_score_backward(const void *args, size_t *n) {
+    return fdma_score_backward_workspace(args, n);
+}
+static fdma_status ask_attention_backward(const void *args, size_t *n) {
+    return fdma_attention_backward_workspace(args, n);
+}
+static fdma_status ask_merge(const void *args, size_t *n) { return fdma_merge_workspace(args, n); }
+static fdma_status ask_merge_backward(const void *args, size_t *n) {
+    return fdma_merge_backward_workspace(args, n);
 }
 
 static const struct operation {
@@ -196,6 +335,15 @@ static const struct operation {
     {sizeof(fdma_attention_args), offsetof(fdma_attention_args, exec), make_attention,
      ask_attention, run_attention},
     {sizeof(fdma_lists_args), offsetof(fdma_lists_args, exec), make_lists, ask_lists, run_lists},
+    {sizeof(fdma_backward_args), offsetof(fdma_backward_args, exec), make_backward, ask_backward,
+     run_backward},
+    {sizeof(fdma_score_backward_args), offsetof(fdma_score_backward_args, exec),
+     make_score_backward, ask_score_backward, run_score_backward},
+    {sizeof(fdma_attention_backward_args), offsetof(fdma_attention_backward_args, exec),
+     make_attention_backward, ask_attention_backward, run_attention_backward},
+    {sizeof(fdma_merge_args), offsetof(fdma_merge_args, exec), make_merge, ask_merge, run_merge},
+    {sizeof(fdma_merge_backward_args), offsetof(fdma_merge_backward_args, exec),
+     make_merge_backward, ask_merge_backward, run_merge_backward},
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 
