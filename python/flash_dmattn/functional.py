@@ -31,6 +31,8 @@ from . import (
     ops,
 )
 
+Tensors = tuple[torch.Tensor, ...]
+
 
 class Selection(NamedTuple):
     """Which queries keep which keys: what select() returns and attention() takes.
@@ -64,23 +66,19 @@ def _logit_scale(softmax_scale: float | None) -> float:
     return softmax_scale
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`tensors` in the dtype that autocast computes matrix products in, where it is on."""
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
+def _autocast(rows: Tensors, weights: Tensors = ()) -> Tensors:
+    """`rows` in autocast's dtype where it is on. `weights` in float32 stay as they are, for kernels
+    take them beside any rows."""
+    device = rows[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return (*rows, *weights)
     dtype = torch.get_autocast_dtype(device)
-    takes = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(tensor.to(dtype) if tensor.dtype in takes else tensor for tensor in tensors)
-
-
-def _autocast_weights(
-    value: torch.Tensor, dt_proj: torch.Tensor, a_coef: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """As _autocast(), but weights in float32 stay as they are: kernels take them beside any."""
-    wide = torch.float32
-    weights = [one if one.dtype == wide else _autocast(one)[0] for one in (dt_proj, a_coef)]
-    return (*_autocast(value), *weights)
+    narrow = (torch.float16, torch.bfloat16)
+    wide = (torch.float32, *narrow)  # and float64 stays as it is
+    return (
+        *(row.to(dtype) if row.dtype in wide else row for row in rows),
+        *(weight.to(dtype) if weight.dtype in narrow else weight for weight in weights),
+    )
 
 
 def score(
@@ -111,7 +109,7 @@ def score(
 
     Source: arXiv:2508.02124, section 3.
     """
-    tensors = _autocast_weights(value, dt_proj, a_coef)
+    tensors = _autocast((value,), (dt_proj, a_coef))
     scores, bias = ops.score_op(*tensors, bias_form, key_valid, backend)
     return scores, None if bias_form == "none" else bias
 
@@ -184,7 +182,7 @@ def attention(
     """
     expiry, slot, window, scope = selection if selection else (None, None, 0, "causal")
     return ops.attention_op(
-        *_autocast(query, key, value),
+        *_autocast((query, key, value)),
         bias,
         expiry,
         slot,
@@ -244,8 +242,7 @@ def attend(
     backend: str | None = None,
 ) -> torch.Tensor:
     """flash_dma_attention() with every option that there is: out alone."""
-    query, key = _autocast(query, key)
-    tensors = (query, key, *_autocast_weights(value, dt_proj, a_coef))
+    tensors = _autocast((query, key, value), (dt_proj, a_coef))
     scale = _logit_scale(softmax_scale)
     options = (key_valid, window, scope, bias_form, causal, scale, softcap, backend)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
