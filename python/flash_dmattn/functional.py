@@ -13,7 +13,8 @@ ValueError for arguments that contradict each other, NotImplementedError for wha
 All but select() are differentiable, once: a derivative of a gradient raises NotImplementedError.
 Keys that no query keeps have gradients of exactly 0, and which keys are kept has none. On the CPU
 gradients are the same bits from run to run; on a device attention's are so where `deterministic` or
-torch.use_deterministic_algorithms(True) asks for it.
+torch.use_deterministic_algorithms(True) asks for it. `backend` computes them too or, where a kernel
+that was named has none, another one of its family.
 
 Under torch.autocast query, key and value are taken in autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.
