@@ -237,6 +237,18 @@ def test_one_compiled_graph(
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
+def test_graphs_that_the_compiler_makes(deterministic: None) -> None:
+    """mode="reduce-overhead": forward and backward are captured, and replayed from then on."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tensors = [torch.randn_like(tensor).requires_grad_() for tensor in make_fused()]
+        torch.compiler.cudagraph_mark_step_begin()
+        for one, other in zip(grads(compiled, tensors), grads(fused, tensors)):
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant: bool, deterministic: None) -> None:
     tensors = make_fused()

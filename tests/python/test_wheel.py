@@ -54,8 +54,11 @@ def test_contents(wheel: Path) -> None:
             "__init__.py",
             "_call.py",
             "_library.py",
+            "autograd.py",
             "functional.py",
+            "gradients.py",
             "libfdma.so",
+            "nn.py",
             "ops.py",
             "py.typed",
         )
