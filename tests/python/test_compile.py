@@ -178,8 +178,8 @@ def test_inductor() -> None:
     assert torch.equal(compiled(*tensors), fused(*tensors))
 
 
-def gradients(function: Callable[..., torch.Tensor]) -> Arguments:
-    tensors = [tensor.clone().requires_grad_() for tensor in make_tensors()]
+def gradients(function: Callable[..., torch.Tensor], length: int = 12) -> Arguments:
+    tensors = [tensor.clone().requires_grad_() for tensor in make_tensors(length)]
     out = function(*tensors)
     assert out.requires_grad
     return torch.autograd.grad(out.square().sum(), tensors)
@@ -195,3 +195,16 @@ def test_one_training_graph(function: Callable[..., torch.Tensor], backend: str)
     limits = {} if exact else {"rtol": 1e-4, "atol": 1e-5}  # inductor's exp() is another
     for one, other in zip(gradients(compiled), gradients(function)):
         torch.testing.assert_close(one, other, **(limits or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("function", [fused, stepwise])
+def test_one_training_graph_for_all_lengths(function: Callable[..., torch.Tensor]) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for length in (12, 31, 7):
+        for one, other in zip(gradients(compiled, length), gradients(function, length)):
+            assert torch.equal(one, other)
+        frames.append(counter.frame_count)
+    assert frames[0] > 0 and len(set(frames)) == 1, "compiled anew for another length"
