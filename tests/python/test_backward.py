@@ -142,7 +142,8 @@ def fused(*tensors: torch.Tensor, window: int = 5, causal: bool = True) -> torch
 def stepwise(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: torch.Tensor
 ) -> Tensors:
-    score, bias = flash_dmattn.score(value, *rest, bias_form="linear")
+    """The score itself is a result too, with a gradient of its own."""
+    score, bias = flash_dmattn.score(value, *rest)
     selection = flash_dmattn.select(score, 4)
     out, lse = flash_dmattn.attention(
         query, key, value, bias=bias, selection=selection, causal=True, softcap=2.0
