@@ -12,18 +12,27 @@ typedef struct backward_work {
     float *dk[key_block], *dv[key_block], *dbias[key_block]; /* sums of the listed keys */
 } backward_work;
 
-/* P = e^(logits - lse) of a group of keys. */
+/* P = e^(logits - lse) of a group of keys; 0 where a row does not keep one, whatever its lse. */
 INLINE void find_probabilities(const backward_work *work, int32_t first, int block,
                                coverage covered, int from) {
     const backward_tile *const tile = work->tile;
+    const key_list *const list = work->logits.list;
     score_block s;
-    find_logits(s, from, &work->logits, first, block, covered);
+    find_logits(s, from, &work->logits, first, block, covers_all);
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         const vf lse = vf_load(tile->lse + block * block_lanes + m * vf_width);
         UNROLL
+        for (int key = 0; key < score_keys; key++)
+            s[key][m] = vf_sub(s[key][m], lse);
+    }
+    if (covered != covers_all)
+        cut_lanes(s, from, list->first_lane + first, list->end_lane + first, block * block_lanes);
+    UNROLL
+    for (int m = from; m < tile_vectors; m++) {
+        UNROLL
         for (int key = 0; key < score_keys; key++) {
-            const vf p = exp2_of(vf_mul(vf_sub(s[key][m], lse), vf_set(log2e)));
+            const vf p = exp2_of(vf_mul(s[key][m], vf_set(log2e)));
             vf_store(tile->p + (first + key) * block_lanes + m * vf_width, p);
             if (terms == 2)
                 vf_store_terms(tile->p_words + (first + key) * lane_words + m * vf_width / terms,
@@ -44,39 +53,55 @@ static __attribute__((noinline)) void find_slopes(const backward_work *work, int
     }
 }
 
-/* dS = P (dP - D) of a group of keys, times the softcap's slope. */
-INLINE void find_steps(const backward_work *work, int32_t first, int block, int from) {
+/* Sums over lanes of what logits are given, for dbias. */
+INLINE void add_dbias(const backward_work *work, score_block s, int32_t first, int from) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        vf sum = s[key][from];
+        UNROLL
+        for (int m = from + 1; m < tile_vectors; m++)
+            sum = vf_add(sum, s[key][m]);
+        vf_store(work->dbias[first + key], vf_add(vf_load(work->dbias[first + key]), sum));
+    }
+}
+
+/* dS = P (dP - D) of a group of keys, and in place of it what the softcap leaves of it. */
+INLINE void find_steps(score_block s, const backward_work *work, int32_t first, int block,
+                       coverage covered, int from) {
     const backward_tile *const tile = work->tile;
-    const bool capped = work->logits.cap > 0;
-    score_block s;
-    score_group(s, from, &tile->shares, work->logits.dim, first, block, NULL, 0);
+    const int64_t at = first * block_lanes;
+    score_group(s, from, &tile->shares, work->logits.dim, first, block,
+                tile->carried + block * block_lanes, NULL, 0);
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
-        const vf carried = vf_load(tile->carried + block * block_lanes + m * vf_width);
         UNROLL
         for (int key = 0; key < score_keys; key++) {
-            const int64_t at = (first + key) * block_lanes + m * vf_width;
-            s[key][m] = vf_mul(vf_load(tile->p + at), vf_sub(s[key][m], carried));
+            const vf p = vf_load(tile->p + at + key * block_lanes + m * vf_width);
+            const vf step = vf_mul(p, s[key][m]);
+            // where a row does not keep a key, whose own gradients may be NaN
+            s[key][m] =
+                covered == covers_all ? step : vf_pick_greater(vf_set(FLT_MIN), p, vf_set(0), step);
         }
     }
-    if (work->has_dbias) {
-        vf sums[score_keys];
+    if (work->has_dbias)
+        add_dbias(work, s, first, from);
+    if (work->logits.cap > 0) {
         UNROLL
-        for (int key = 0; key < score_keys; key++) {
-            sums[key] = vf_load(work->dbias[first + key]);
+        for (int m = from; m < tile_vectors; m++) {
             UNROLL
-            for (int m = from; m < tile_vectors; m++)
-                sums[key] = vf_add(sums[key], s[key][m]);
-            vf_store(work->dbias[first + key], sums[key]);
+            for (int key = 0; key < score_keys; key++)
+                s[key][m] =
+                    vf_mul(s[key][m], vf_load(tile->slope + at + key * block_lanes + m * vf_width));
         }
     }
+}
+
+/* Stores the steps of a group in words of keys and, where these differ, of lanes. */
+INLINE void store_steps(score_block s, const backward_tile *tile, int32_t first, int from) {
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         UNROLL
         for (int key = 0; key < score_keys; key++) {
-            const int64_t at = (first + key) * block_lanes + m * vf_width;
-            if (capped)
-                s[key][m] = vf_mul(s[key][m], vf_load(tile->slope + at));
             if (terms == 2)
                 vf_store_terms(tile->ds_words + (first + key) * lane_words + m * vf_width / terms,
                                s[key][m]);
@@ -85,6 +110,13 @@ INLINE void find_steps(const backward_work *work, int32_t first, int block, int 
                          vf_join(s[key - terms + 1][m], s[key][m]));
         }
     }
+}
+
+INLINE void take_step(const backward_work *work, int32_t first, int block, coverage covered,
+                      int from) {
+    score_block s;
+    find_steps(s, work, first, block, covered, from);
+    store_steps(s, work->tile, first, from);
 }
 
 /* Products that take steps of keys take groups without probabilities along. */
@@ -133,10 +165,11 @@ static __attribute__((noinline)) void find_block_steps(const backward_work *work
         for (int32_t first = run->first; first < run->end; first += score_keys) {
             if (first % key_step == 0)
                 score_step(shares, work->logits.dim, first, block);
+            const coverage covered = cover_block(work->logits.list, first, block);
             if (run->is_late)
-                find_steps(work, first, block, half_vectors);
+                take_step(work, first, block, covered, half_vectors);
             else
-                find_steps(work, first, block, 0);
+                take_step(work, first, block, covered, 0);
         }
     }
 }

@@ -67,16 +67,22 @@ static float at_lane(const fdma_problem *problem, const fdma_tensor *tensor,
                                          row / problem->group];
 }
 
-static float product_of_rows(const void *x, const void *y, fdma_dtype dtype, int64_t dim) {
-    vf sum = vf_set(0);
+/* <x, y> of two rows in double precision: in a row whose weight is all on one key, what this is
+ * taken from cancels to the last bits. Four sums hide the latency of an addition. */
+static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, int64_t dim) {
+    double sum[4] = {0};
     for (int64_t d = 0; d < dim; d += vf_width) {
         const int64_t count = channels_at(d, dim);
-        sum = vf_fma(load_channels(x, dtype, d, count), load_channels(y, dtype, d, count), sum);
+        float left[vf_width], right[vf_width];
+        vf_store(left, load_channels(x, dtype, d, count));
+        vf_store(right, load_channels(y, dtype, d, count));
+        for (int64_t n = 0; n < count; n++)
+            sum[n % 4] += (double)left[n] * (double)right[n];
     }
-    return vf_sum(sum);
+    return sum[0] + sum[1] + (sum[2] + sum[3]);
 }
 
-/* lse and <dout, out> - dlse of every row; rows that kept nothing take no part. */
+/* lse and dlse - <dout, out> of every row; rows that kept nothing take no part. */
 static void load_row_sums(const fdma_problem *problem, const tile_place *place,
                           const backward_tile *tile) {
     for (int64_t lane = 0; lane < used_lanes(place); lane++) {
@@ -93,7 +99,8 @@ static void load_row_sums(const fdma_problem *problem, const tile_place *place,
             row_at(&problem->out, row_offset(problem, &problem->out, place, lane));
         const float dlse =
             is_present(&problem->dlse) ? at_lane(problem, &problem->dlse, place, lane) : 0;
-        tile->carried[lane] = product_of_rows(dout, out, problem->dtype, problem->head_dim) - dlse;
+        const double product = product_of_rows(dout, out, problem->dtype, problem->head_dim);
+        tile->carried[lane] = (float)((double)dlse - product);
     }
 }
 

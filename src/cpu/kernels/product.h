@@ -34,10 +34,12 @@ INLINE void score_step(const tile_state *tile, int64_t dim, int32_t first, int b
     (void)tile, (void)dim, (void)first, (void)block;
 }
 
-/* S^T = K Q^T of the group that begins at `first`. On the way it asks for the rows `ahead` (or
- * NULL), a cache line of each at a time, to be in the L2 cache when needed. */
+/* S^T = K Q^T of the group that begins at `first`, upon what lanes `start` with (NULL: 0). On the
+ * way it asks for the rows `ahead` (or NULL), a cache line of each at a time, to be in the L2 cache
+ * when needed. */
 INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
-                        int block, const void *const *ahead, int64_t word_size) {
+                        int block, const float *start, const void *const *ahead,
+                        int64_t word_size) {
     const float *q = tile->q + block * (dim / terms) * block_lanes;
     const float *row[score_keys];
     UNROLL
@@ -45,7 +47,7 @@ INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t
         row[key] = tile->k_rows + (first + key) * padded_row(dim);
         UNROLL
         for (int m = from; m < tile_vectors; m++)
-            s[key][m] = vf_set(0);
+            s[key][m] = start ? vf_load(start + m * vf_width) : vf_set(0);
     }
     for (int64_t w = 0; w < dim / terms;) {
         if (ahead)

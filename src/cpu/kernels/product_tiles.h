@@ -102,7 +102,8 @@ static inline void score_step(const tile_state *tile, int64_t dim, int32_t first
 }
 
 INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
-                        int block, const void *const *ahead, int64_t word_size) {
+                        int block, const float *start, const void *const *ahead,
+                        int64_t word_size) {
     const float *const scores = tile->scores + first % key_step * block_lanes;
     (void)block;
     for (int64_t byte = 0; ahead && byte < dim / terms * word_size; byte += 64)
@@ -112,6 +113,8 @@ INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t
         UNROLL
         for (int m = from; m < tile_vectors; m++)
             s[key][m] = vf_load(scores + key * block_lanes + m * vf_width);
+        for (int m = from; start && m < tile_vectors; m++)
+            s[key][m] = vf_add(s[key][m], vf_load(start + m * vf_width));
     }
 }
 
