@@ -235,9 +235,9 @@ static bool is_wide(const fdma_tensor *tensor) {
 
 /* The CPU kernels compute in float32. */
 const char *fdma_refuses_wide(const fdma_problem *problem) {
-    const fdma_tensor *const tensors[] = {&problem->q,   &problem->v,     &problem->bias,
-                                          &problem->lse, &problem->score, &problem->dt_proj,
-                                          &problem->a,   &problem->dlse,  &problem->dbias};
+#define ADDRESS(name, member) &problem->member,
+    const fdma_tensor *const tensors[] = {FDMA_PROBLEM_TENSORS(ADDRESS)};
+#undef ADDRESS
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
         if (is_wide(tensors[i]))
             return "float64 tensors, supported: float32, float16, bfloat16";

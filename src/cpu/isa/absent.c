@@ -5,8 +5,12 @@
 #define ABSENT_ROWS(name, missing)                                                                 \
     {name, operation_score, missing, NULL, NULL, NULL, false},                                     \
         {name, operation_select, missing, NULL, NULL, NULL, false},                                \
-        {name, operation_lists, missing, NULL, NULL, NULL, false}, {                               \
-        name, operation_forward, missing, NULL, NULL, NULL, false                                  \
+        {name, operation_lists, missing, NULL, NULL, NULL, false},                                 \
+        {name, operation_forward, missing, NULL, NULL, NULL, false},                               \
+        {name, operation_backward, missing, NULL, NULL, NULL, false},                              \
+        {name, operation_score_backward, missing, NULL, NULL, NULL, false},                        \
+        {name, operation_merge, missing, NULL, NULL, NULL, false}, {                               \
+        name, operation_merge_backward, missing, NULL, NULL, NULL, false                           \
     }
 
 #if !defined(FDMA_HAVE_AVX2)

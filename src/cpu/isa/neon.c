@@ -8,7 +8,9 @@
 #include "cpu/kernels/backward.h"
 #include "cpu/kernels/forward.h"
 #include "cpu/kernels/lists.h"
+#include "cpu/kernels/merge.h"
 #include "cpu/kernels/score.h"
+#include "cpu/kernels/score_backward.h"
 #include "cpu/kernels/select.h"
 
 static const kernel_row rows[] = {CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_slow)};

@@ -1,0 +1,271 @@
+/* The gradients of scores: of each key in v, of all keys in dt_proj and a. A few keys at a time
+ * share what is read of the weights and of their gradients; these are summed chunk by chunk, and
+ * the chunks, which depend on kv_len alone, in their order. */
+#ifndef FDMA_CPU_KERNELS_SCORE_BACKWARD_H
+#define FDMA_CPU_KERNELS_SCORE_BACKWARD_H
+
+#include "core/element.h"
+#include "cpu/kernels/tile.h"
+#include "cpu/parallel.h"
+
+enum {
+    gradient_keys = 4,          /* at a time */
+    most_gradient_chunks = 16,  /* of a sequence */
+    least_gradient_chunk = 256, /* keys */
+    gradient_flops = 20000,     /* that a thread does in a microsecond, about */
+};
+
+typedef struct gradient_context {
+    const fdma_problem *problem;
+    int64_t row;    /* kv_heads * head_dim */
+    int64_t width;  /* the same, up to whole vectors */
+    int64_t chunk;  /* keys */
+    int64_t chunks; /* of every sequence */
+    float *weights; /* [kv_heads][width], zeros past the end */
+    float *a;       /* [kv_heads] */
+    float *sums;    /* [chunks][kv_heads][width + vf_width]: of ddt_proj, and of da */
+    float *scratch; /* of thread 0; the others' follow at scratch_size */
+    int64_t scratch_size;
+} gradient_context;
+
+/* Some keys, side by side. */
+typedef struct gradient_batch {
+    const gradient_context *context;
+    int64_t b;
+    int count;
+    int64_t key[gradient_keys];
+    float *v;    /* [gradient_keys][width] */
+    float *dv;   /* the same */
+    float *sums; /* [kv_heads][width + vf_width], of the chunk */
+} gradient_batch;
+
+static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t j) {
+    const fdma_tensor *const dbias = &problem->dbias;
+    return ((const float *)dbias->data)[b * dbias->stride[0] + g * dbias->stride[1] + j];
+}
+
+static int64_t gradient_row(const gradient_context *context) { return context->width + vf_width; }
+
+static float weight_product(const float *v, const float *weights, int64_t width) {
+    vf sum = vf_set(0);
+    for (int64_t x = 0; x < width; x += vf_width)
+        sum = vf_fma(vf_load(v + x), vf_load(weights + x), sum);
+    return vf_sum(sum);
+}
+
+/* The gradient of dt; that of a is added to its sum. */
+static float gradient_of_dt(const gradient_batch *batch, int64_t g, float dt, float dbias) {
+    const gradient_context *const context = batch->context;
+    const float a = context->a[g], power = expf(-fabsf(dt));
+    const float softplus = fmaxf(dt, 0) + log1pf(power);
+    const bool is_exp = context->problem->bias_form == FDMA_BIAS_EXP;
+    const float dz = is_exp ? dbias * expf(a * softplus) : dbias;
+    const float slope = (dt < 0 ? power : 1) / (1 + power);
+    batch->sums[g * gradient_row(context) + context->width] += dz * softplus;
+    return dz * a * slope;
+}
+
+/* `keys` of the batch from `first` on, of which each has a gradient of head g's score. */
+INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys,
+                     const float *ddt) {
+    const int64_t width = batch->context->width;
+    const float *const weights = batch->context->weights + g * width;
+    const float *const v = batch->v + first * width;
+    float *const sums = batch->sums + g * gradient_row(batch->context);
+    float *const dv = batch->dv + first * width;
+    for (int64_t x = 0; x < width; x += vf_width) {
+        const vf weight = vf_load(weights + x);
+        vf sum = vf_load(sums + x);
+        UNROLL
+        for (int key = 0; key < keys; key++) {
+            const vf gradient = vf_set(ddt[first + key]);
+            float *const at = dv + key * width + x;
+            sum = vf_fma(gradient, vf_load(v + key * width + x), sum);
+            vf_store(at, vf_fma(gradient, weight, vf_load(at)));
+        }
+        vf_store(sums + x, sum);
+    }
+}
+
+/* What one head's scores of the batch give; a key whose dbias is 0 has no part in it. */
+static void work_on_head(const gradient_batch *batch, int64_t g) {
+    const int64_t width = batch->context->width;
+    float ddt[gradient_keys];
+    bool some[gradient_keys] = {false};
+    int count = 0;
+    for (int key = 0; key < batch->count; key++) {
+        const float dbias = dbias_of(batch->context->problem, batch->b, g, batch->key[key]);
+        some[key] = dbias != 0;
+        if (!some[key])
+            continue;
+        const float dt =
+            weight_product(batch->v + key * width, batch->context->weights + g * width, width);
+        ddt[key] = gradient_of_dt(batch, g, dt, dbias);
+        count++;
+    }
+    if (count == gradient_keys) {
+        add_head(batch, g, 0, gradient_keys, ddt);
+        return;
+    }
+    for (int key = 0; key < batch->count; key++)
+        if (some[key])
+            add_head(batch, g, key, 1, ddt);
+}
+
+static void *value_row(const fdma_tensor *tensor, int64_t b, int64_t j, int64_t g) {
+    return row_at(tensor, b * tensor->stride[0] + j * tensor->stride[1] + g * tensor->stride[2]);
+}
+
+static void load_batch(const gradient_batch *batch) {
+    const fdma_problem *const problem = batch->context->problem;
+    const int64_t width = batch->context->width, dim = problem->head_dim;
+    memset(batch->dv, 0, sizeof(float) * (size_t)(gradient_keys * width));
+    memset(batch->v, 0, sizeof(float) * (size_t)(gradient_keys * width));
+    for (int key = 0; key < batch->count; key++)
+        for (int64_t g = 0; g < problem->kv_heads; g++)
+            load_row(batch->v + key * width + g * dim,
+                     value_row(&problem->v, batch->b, batch->key[key], g), problem->dtype, dim);
+}
+
+static void add_dv(const gradient_batch *batch) {
+    const fdma_problem *const problem = batch->context->problem;
+    const int64_t width = batch->context->width, dim = problem->head_dim;
+    for (int key = 0; key < batch->count; key++)
+        for (int64_t g = 0; g < problem->kv_heads; g++) {
+            void *const to = value_row(&problem->dv, batch->b, batch->key[key], g);
+            for (int64_t d = 0; d < dim; d += vf_width) {
+                const int64_t count = channels_at(d, dim);
+                const vf sum = vf_load_first(batch->dv + key * width + g * dim + d, count);
+                const vf held = load_channels(to, problem->dtype, d, count);
+                store_channels(to, problem->dtype, d, vf_add(held, sum), count);
+            }
+        }
+}
+
+static void work_on_batch(gradient_batch *batch) {
+    if (batch->count == 0)
+        return;
+    load_batch(batch);
+    for (int64_t g = 0; g < batch->context->problem->kv_heads; g++)
+        work_on_head(batch, g);
+    if (is_present(&batch->context->problem->dv))
+        add_dv(batch);
+    batch->count = 0;
+}
+
+/* Whether anything reaches a key. */
+static bool has_gradient(const fdma_problem *problem, int64_t b, int64_t j) {
+    bool any = false;
+    for (int64_t g = 0; g < problem->kv_heads; g++)
+        any |= dbias_of(problem, b, g, j) != 0;
+    return any && is_valid_key(problem, b, j);
+}
+
+/* The keys of one chunk in every sequence. */
+static void add_chunk(const void *data, int64_t index, int32_t thread) {
+    const gradient_context *const context = data;
+    const fdma_problem *const problem = context->problem;
+    const int64_t first = index * context->chunk, last = first + context->chunk;
+    const int64_t end = last < problem->kv_len ? last : problem->kv_len;
+    const int64_t size = problem->kv_heads * gradient_row(context);
+    const uint32_t rounding = keep_subnormals();
+    gradient_batch batch = {
+        .context = context,
+        .v = context->scratch + thread * context->scratch_size,
+        .sums = context->sums + index * size,
+    };
+    batch.dv = batch.v + gradient_keys * context->width;
+    memset(batch.sums, 0, sizeof(float) * (size_t)size);
+    for (batch.b = 0; batch.b < problem->batch; batch.b++) {
+        for (int64_t j = first; j < end; j++) {
+            if (!has_gradient(problem, batch.b, j))
+                continue;
+            batch.key[batch.count++] = j;
+            if (batch.count == gradient_keys)
+                work_on_batch(&batch);
+        }
+        work_on_batch(&batch);
+    }
+    restore_rounding(rounding);
+}
+
+static void pack_score_weights(const gradient_context *context) {
+    const fdma_problem *const problem = context->problem;
+    const fdma_tensor *const from = &problem->dt_proj;
+    memset(context->weights, 0, sizeof(float) * (size_t)(problem->kv_heads * context->width));
+    for (int64_t g = 0; g < problem->kv_heads; g++) {
+        context->a[g] = (float)fdma_load(&problem->a, g);
+        load_row(context->weights + g * context->width, row_at(from, g * from->stride[0]),
+                 from->dtype, context->row);
+    }
+}
+
+/* Writes a gradient, or adds it to what is there. */
+static void put_gradient(const fdma_problem *problem, const fdma_tensor *tensor, int64_t at,
+                         double sum) {
+    fdma_store(tensor, at, problem->accumulate ? fdma_load(tensor, at) + sum : sum);
+}
+
+static void write_weight_gradients(const gradient_context *context) {
+    const fdma_problem *const problem = context->problem;
+    const int64_t row = gradient_row(context), size = problem->kv_heads * row;
+    for (int64_t chunk = 1; chunk < context->chunks; chunk++)
+        for (int64_t x = 0; x < size; x++)
+            context->sums[x] += context->sums[chunk * size + x];
+    for (int64_t g = 0; g < problem->kv_heads; g++) {
+        const float *const sums = context->sums + g * row;
+        for (int64_t c = 0; c < context->row; c++)
+            put_gradient(problem, &problem->ddt_proj, g * problem->ddt_proj.stride[0] + c,
+                         context->chunks > 0 ? (double)sums[c] : 0);
+        put_gradient(problem, &problem->da, g,
+                     context->chunks > 0 ? (double)sums[context->width] : 0);
+    }
+}
+
+static int32_t gradient_threads(const gradient_context *context) {
+    const fdma_problem *const problem = context->problem;
+    const double flops =
+        6.0 * (double)(problem->batch * problem->kv_len * problem->kv_heads) * (double)context->row;
+    return fdma_worthwhile_threads(problem->exec.threads, context->chunks,
+                                   (int64_t)fmin(flops / gradient_flops, 1e15));
+}
+
+static fdma_arena lay_out_gradients(const fdma_problem *problem, gradient_context *context) {
+    const int64_t share = (problem->kv_len + most_gradient_chunks - 1) / most_gradient_chunks;
+    const int64_t chunk = share < least_gradient_chunk ? least_gradient_chunk : share;
+    const int64_t row = problem->kv_heads * problem->head_dim;
+    fdma_arena arena = fdma_arena_of(problem);
+    *context = (gradient_context){
+        .problem = problem,
+        .row = row,
+        .width = (row + vf_width - 1) / vf_width * vf_width,
+        .chunk = chunk,
+        .chunks = (problem->kv_len + chunk - 1) / chunk,
+    };
+    const size_t heads = (size_t)problem->kv_heads, width = (size_t)context->width;
+    const size_t sums = heads * (size_t)gradient_row(context);
+    context->scratch_size = 2 * gradient_keys * context->width;
+    context->weights = fdma_arena_take(&arena, heads * width * sizeof(float));
+    context->a = fdma_arena_take(&arena, heads * sizeof(float));
+    context->sums = fdma_arena_take(&arena, (size_t)context->chunks * sums * sizeof(float));
+    context->scratch = fdma_arena_take(&arena, (size_t)gradient_threads(context) *
+                                                   (size_t)context->scratch_size * sizeof(float));
+    return arena;
+}
+
+static size_t score_backward_workspace(const fdma_problem *problem) {
+    gradient_context context;
+    const fdma_arena arena = lay_out_gradients(problem, &context);
+    return fdma_arena_size(&arena);
+}
+
+static fdma_status run_score_backward(const fdma_problem *problem) {
+    gradient_context context;
+    lay_out_gradients(problem, &context);
+    pack_score_weights(&context);
+    fdma_parallel_for(gradient_threads(&context), context.chunks, add_chunk, &context);
+    write_weight_gradients(&context);
+    return FDMA_OK;
+}
+
+#endif
