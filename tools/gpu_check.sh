@@ -97,13 +97,14 @@ tables() {
     wc -l "$out/tables.md"
 }
 
+tests="test_cuda test_cuda_select test_cuda_calls test_cuda_segments test_cuda_workspace
+    test_cuda_backward"
 begin=$(seconds)
 arch=$(capability)
 [ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }
 step configure 60 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON \
     "-DFDMA_CUDA_ARCHITECTURES=$arch" &&
-    step build 240 cmake --build "$build" -j "$(nproc)" --target fdma_shared fdma_tool test_cuda \
-        test_cuda_select test_cuda_calls test_cuda_segments test_cuda_workspace
+    step build 300 cmake --build "$build" -j "$(nproc)" --target fdma_shared fdma_tool $tests
 [ "$failed" = 0 ] || { echo "gpu_check: not built, see $log" && exit 1; }
 
 FDMA_LIBRARY=$PWD/$build/libfdma.so
@@ -112,11 +113,12 @@ export FDMA_LIBRARY PYTHONPATH
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
 
 step info 20 "$build/fdma" info
-step check 90 "$build/fdma" check --device cuda
-for test in test_cuda test_cuda_select test_cuda_calls test_cuda_segments test_cuda_workspace; do
+step check 150 "$build/fdma" check --device cuda
+for test in $tests; do
     step "$test" 120 "$build/tests/$test"
 done
-step test_cuda.py 150 python3 -m pytest tests/python/test_cuda.py -q -p no:cacheprovider
+step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_cuda_backward.py \
+    -q -p no:cacheprovider
 
 if ! command -v compute-sanitizer >/dev/null; then
     skip sanitizer "compute-sanitizer is not here"
@@ -132,13 +134,14 @@ else
             --print-limit 5 --report-api-errors no "$build/tests/test_cuda_calls"
         sanitize racecheck-scores 45 racecheck scores/s --kernel cuda/sm80
         sanitize racecheck-sm90 45 racecheck scores/s --kernel cuda/sm90
+        sanitize racecheck-sm90-more 60 racecheck window/1 --kernel cuda/sm90
     fi
 fi
 
 if [ "$length" = quick ]; then
     step peers 60 python3 bench/peers.py --device cuda --quick --json "$out/peers-cuda.json"
 else
-    step peers 170 python3 bench/peers.py --device cuda --json "$out/peers-cuda.json"
+    step peers 240 python3 bench/peers.py --device cuda --json "$out/peers-cuda.json"
     step bench 100 "$build/fdma" bench --device cuda --json "$out/cuda.json" && stamp "$out/cuda.json"
 fi
 if python3 -c 'import matplotlib' 2>/dev/null; then
