@@ -262,7 +262,7 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     plan.rows = (int32_t)round_up(problem->q_len, list_queries);
     plan.sum_dim = shape.sum_dim;
     const int32_t lists = forward->lists > 0 ? forward->lists : 1;
-    plan.parts = plan.is_rolling ? count_parts(problem, shape, lists) : 1;
+    plan.parts = plan.is_rolling && plan.slots > 0 ? count_parts(problem, shape, lists) : 1;
     plan.part_lists = (lists + plan.parts - 1) / plan.parts;
     plan.parts = (lists + plan.part_lists - 1) / plan.part_lists;
     plan.row_lse = take_floats(arena, heads * plan.rows);
