@@ -80,7 +80,7 @@ endforeach()
 # What a program needs that links libfdma.a without CMake.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
-foreach(operation score select lists list_rows gradients)
+foreach(operation score select lists list_rows gradients score_backward merge)
   fdma_add_cuda(fdma_cuda_sm80_${operation} src/cuda/sm80/${operation}.cu
                 "${FDMA_CUDA_ARCHITECTURES}")
 endforeach()

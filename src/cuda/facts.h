@@ -43,6 +43,8 @@ const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
     X(fdma_cuda_sm80_backward_d96)                                                                 \
     X(fdma_cuda_sm80_backward_d128)                                                                \
     X(fdma_cuda_sm80_backward_d192)                                                                \
-    X(fdma_cuda_sm80_backward_d256)
+    X(fdma_cuda_sm80_backward_d256)                                                                \
+    X(fdma_cuda_sm80_score_backward)                                                               \
+    X(fdma_cuda_sm80_merge)
 
 #endif

@@ -87,10 +87,6 @@ __device__ static inline int64_t carry_row(const backward_plan &plan, int64_t he
     return (head * (plan.parts - 1) + border - 1) * plan.slots + slot;
 }
 
-static inline bool is_aligned(const head_view &view) {
-    return is_aligned(view.data, view.batch | view.row | view.head);
-}
-
 /* NULL, or what no plan can hold. */
 const char *fdma_cuda_refuses_backward(const fdma_problem *problem);
 

@@ -24,6 +24,14 @@ struct head_view {
     int64_t batch, row, head;
 };
 
+static inline head_view view_of(const fdma_tensor *tensor) {
+    return {tensor->data, tensor->stride[0], tensor->stride[1], tensor->stride[2]};
+}
+
+static inline bool is_aligned(const head_view &view) {
+    return is_aligned(view.data, view.batch | view.row | view.head);
+}
+
 /* List t of (b, g) holds what the queries from t * list_queries on keep: first the keys that are
  * visible to all of them (count.x of them, in the order of their slots), then, ascending, those
  * that arrive inside (up to count.y). Three forms:

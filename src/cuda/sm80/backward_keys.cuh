@@ -65,7 +65,7 @@ __device__ static inline void load_rows(key_memory<config> &shared, const backwa
     if (there && plan.forward.records != nullptr)
         record = plan.forward.records[work.head * kv_len + keys[n]];
     shared.expiry[n] = record.expiry;
-    shared.bias[n] = there ? record.bias : -INFINITY; // no weight where there is no key
+    shared.bias[n] = there ? record.bias : -INFINITY; // sums of no key are not used
 }
 
 /* Starts copying a step's rows of q, dout, lse and delta; zeros past the end. */
@@ -135,35 +135,6 @@ __device__ static inline key_rows find_rows(const key_memory<config> &shared, in
     return rows;
 }
 
-__device__ static inline bool is_kept(const key_rows &rows, int slot, int32_t position,
-                                      bool causal) {
-    return position < rows.expiry[slot] && (!causal || rows.key[slot] <= position);
-}
-
-/* Logits; those of queries that do not keep the key become -inf. position: of column 0. */
-template <typename config>
-__device__ static inline void find_logits(float (&s)[1][config::keys / 8][4], const key_rows &rows,
-                                          float scale, int32_t position, bool causal) {
-    constexpr int columns = config::keys;
-    const int32_t last = position + columns - 1, lane = threadIdx.x % warp_lanes;
-    const bool cut = rows.expiry[0] <= last || rows.expiry[1] <= last ||
-                     (causal && (rows.key[0] > position || rows.key[1] > position));
-#pragma unroll
-    for (int n = 0; n < columns / 8; n++)
-#pragma unroll
-        for (int x = 0; x < 4; x++)
-            s[0][n][x] = fmaf(s[0][n][x], scale, rows.bias[x / 2]);
-    if (!__any_sync(~0u, cut))
-        return;
-#pragma unroll
-    for (int n = 0; n < columns / 8; n++)
-#pragma unroll
-        for (int x = 0; x < 4; x++) {
-            const int32_t p = position + n * 8 + lane % 4 * 2 + x % 2;
-            s[0][n][x] = is_kept(rows, x / 2, p, causal) ? s[0][n][x] : -INFINITY;
-        }
-}
-
 /* What a column brings: its query's lse and delta. */
 struct column_facts {
     float2 lse, delta;
@@ -183,23 +154,59 @@ __device__ static inline void weigh(float &s, float &dp, const column_facts &fac
     dp = s * (dp - (x % 2 == 0 ? facts.delta.x : facts.delta.y));
 }
 
+__device__ static inline bool is_kept(const key_rows &rows, int slot, int32_t position,
+                                      bool causal) {
+    return position < rows.expiry[slot] && (!causal || rows.key[slot] <= position);
+}
+
+/* No weight and no gradient where a query does not keep the key; not by logits of -inf: a query of
+ * NaN would still reach it. position: of column 0. */
+template <typename config>
+__device__ static inline void cut_weights(float (&s)[1][config::keys / 8][4],
+                                          float (&dp)[1][config::keys / 8][4], const key_rows &rows,
+                                          int32_t position, bool causal) {
+    const int32_t last = position + config::keys - 1, lane = threadIdx.x % warp_lanes;
+    const bool cut = rows.expiry[0] <= last || rows.expiry[1] <= last ||
+                     (causal && (rows.key[0] > position || rows.key[1] > position));
+    if (!__any_sync(~0u, cut))
+        return;
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++)
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const int32_t p = position + n * 8 + lane % 4 * 2 + x % 2;
+            const bool kept = is_kept(rows, x / 2, p, causal);
+            s[0][n][x] = kept ? s[0][n][x] : 0;
+            dp[0][n][x] = kept ? dp[0][n][x] : 0;
+        }
+}
+
+/* s becomes weights, dp the gradients of logits. */
 template <typename config>
 __device__ static inline void weigh_step(const key_memory<config> &shared, int buffer,
+                                         const key_rows &rows, int32_t position,
                                          float (&s)[1][config::keys / 8][4],
                                          float (&dp)[1][config::keys / 8][4], float (&part)[2]) {
+    const float scale = shared.work.form.scale;
 #pragma unroll
     for (int n = 0; n < config::keys / 8; n++) {
         const column_facts facts = facts_of(shared, buffer, n);
 #pragma unroll
         for (int x = 0; x < 4; x++) {
+            s[0][n][x] = fmaf(s[0][n][x], scale, rows.bias[x / 2]);
             weigh(s[0][n][x], dp[0][n][x], facts, x);
-            part[x / 2] += dp[0][n][x];
         }
     }
+    cut_weights<config>(s, dp, rows, position, shared.work.causal);
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++)
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            part[x / 2] += dp[0][n][x];
 }
 
-/* With softcap: logits, cut, weights and slopes element by element, so that no second copy of the
- * products is kept. */
+/* The same with softcap, element by element, so that no second copy of the products is kept; dp
+ * becomes the gradient of what softcap is of. */
 template <typename config>
 __device__ static inline void weigh_capped(const key_memory<config> &shared, int buffer,
                                            const key_rows &rows, int32_t position,
@@ -214,11 +221,12 @@ __device__ static inline void weigh_capped(const key_memory<config> &shared, int
         for (int x = 0; x < 4; x++) {
             const float t = tanh_of(s[0][n][x] * form.share);
             const int32_t p = position + n * 8 + threadIdx.x % 4 * 2 + x % 2;
-            s[0][n][x] =
-                is_kept(rows, x / 2, p, causal) ? fmaf(t, form.scale, rows.bias[x / 2]) : -INFINITY;
+            const bool kept = is_kept(rows, x / 2, p, causal);
+            s[0][n][x] = fmaf(t, form.scale, rows.bias[x / 2]);
             weigh(s[0][n][x], dp[0][n][x], facts, x);
-            part[x / 2] += dp[0][n][x];
-            dp[0][n][x] *= 1 - t * t;
+            part[x / 2] += kept ? dp[0][n][x] : 0;
+            s[0][n][x] = kept ? s[0][n][x] : 0;
+            dp[0][n][x] = kept ? dp[0][n][x] * (1 - t * t) : 0;
         }
     }
 }
@@ -229,14 +237,11 @@ __device__ static inline void find_weights(const key_memory<config> &shared, int
                                            const key_rows &rows, int32_t position,
                                            float (&s)[1][config::keys / 8][4],
                                            float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
-    const key_work &work = shared.work;
     float part[2] = {}; // errors grow with the number of steps, not of queries
-    if (work.form.share == 0) {
-        find_logits<config>(s, rows, work.form.scale, position, work.causal);
-        weigh_step(shared, buffer, s, dp, part);
-    } else {
+    if (shared.work.form.share == 0)
+        weigh_step(shared, buffer, rows, position, s, dp, part);
+    else
         weigh_capped(shared, buffer, rows, position, s, dp, part);
-    }
     dbias[0] += part[0];
     dbias[1] += part[1];
 }
@@ -388,8 +393,9 @@ __device__ static inline void sum_steps(key_memory<config> &shared, const backwa
         clear_empty(shared, buffer);
         add_step(shared, plan, sums, buffer, turn);
         const int32_t next = next_step(shared, plan, buffer).epoch;
-        if (next > epoch && (shared.work.changes || next == end)) {
-            turn ^= change_keys(shared, plan, sums, turn, upcoming, aligned);
+        if (next > epoch) {
+            if (shared.work.changes || next == end)
+                turn ^= change_keys(shared, plan, sums, turn, upcoming, aligned);
             upcoming = own_key(shared, plan, next + 1);
         }
         epoch = next;

@@ -149,10 +149,6 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     write_out(shared, rows, plan);
 }
 
-static bool is_aligned(const head_view &view) {
-    return is_aligned(view.data, view.batch | view.row | view.head);
-}
-
 /* What a block gets of shared memory on the devices that have least: 8.6, 8.9, 12.0. */
 static constexpr size_t least_shared_bytes = 99 * 1024;
 

@@ -3,51 +3,10 @@
  *
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #include "cuda/device/backward.cuh"
-#include "cuda/device/element.cuh"
+#include "cuda/device/chunk.cuh"
 #include "cuda/device/softmax.cuh"
 
-static constexpr int row_threads = 256;
-static constexpr int row_lanes = 8; // side by side in a row of channels
-static constexpr int block_rows = row_threads / row_lanes;
-static constexpr int chunk = 8; // channels that a lane takes at once: 16 bytes
 static constexpr int carry_threads = 128;
-
-/* Eight elements of a row. */
-template <typename element>
-__device__ static inline void load_chunk(float (&to)[chunk], const element *from, bool aligned) {
-    alignas(16) element raw[chunk];
-    if (aligned)
-        *(uint4 *)raw = *(const uint4 *)from;
-    else
-#pragma unroll
-        for (int x = 0; x < chunk; x++)
-            raw[x] = from[x];
-#pragma unroll
-    for (int x = 0; x < chunk; x++)
-        to[x] = to_float(raw[x]);
-}
-
-template <typename element>
-__device__ static inline void store_chunk(element *to, const float (&from)[chunk], bool aligned) {
-    alignas(16) element raw[chunk];
-#pragma unroll
-    for (int x = 0; x < chunk; x++)
-        raw[x] = from_float<element>(from[x]);
-    if (aligned)
-        *(uint4 *)to = *(const uint4 *)raw;
-    else
-#pragma unroll
-        for (int x = 0; x < chunk; x++)
-            to[x] = raw[x];
-}
-
-/* A row's first element, of head `head` of all sequences' heads, and its length in chunks. */
-template <typename element>
-__device__ static inline element *row_of(const head_view &view, int64_t head, int32_t heads,
-                                         int64_t row) {
-    return (element *)view.data + head / heads * view.batch + row * view.row +
-           head % heads * view.head;
-}
 
 /* lse and delta of rows, row_lanes lanes a row. */
 template <typename element>
@@ -76,8 +35,7 @@ __global__ void __launch_bounds__(row_threads)
                 delta = fmaf(x[n], y[n], delta);
         }
     }
-    for (int step = row_lanes / 2; step > 0; step /= 2)
-        delta += __shfl_xor_sync(~0u, delta, step);
+    delta = row_sum(delta);
     if (lane != 0)
         return;
     if (!empty && plan.dlse != nullptr)
@@ -202,10 +160,6 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-static head_view view_of(const fdma_tensor *tensor) {
-    return {tensor->data, tensor->stride[0], tensor->stride[1], tensor->stride[2]};
-}
-
 static int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 /* Parts of time: what fills a large device with blocks, of one sequence, so that results do not
@@ -282,11 +236,6 @@ static fdma_status clear_floats(const fdma_problem *problem, float *at, int64_t 
         return FDMA_OK;
     return check_cuda("backward", cudaMemsetAsync(at, 0, (size_t)count * sizeof *at,
                                                   (cudaStream_t)problem->exec.stream));
-}
-
-/* A launch of row_lanes lanes a row over rows of all heads. */
-static launch_shape over_rows(int64_t rows, int64_t heads) {
-    return {grid_of((rows + block_rows - 1) / block_rows, heads), dim3(row_threads)};
 }
 
 static fdma_status clear_workspace(const fdma_problem *problem, const backward_plan *plan) {

@@ -275,10 +275,6 @@ static bool is_listed(const fdma_problem *problem) {
 
 static bool is_global(const fdma_problem *problem) { return problem->scope == FDMA_SCOPE_GLOBAL; }
 
-static head_view view_of(const fdma_tensor *tensor) {
-    return {tensor->data, tensor->stride[0], tensor->stride[1], tensor->stride[2]};
-}
-
 static void describe_problem(const fdma_problem *problem, forward_plan *plan) {
     plan->q = view_of(&problem->q);
     plan->k = view_of(&problem->k);
