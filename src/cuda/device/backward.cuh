@@ -7,8 +7,8 @@
  *
  * Time is cut in epochs, one for each list (list_queries positions). The slot pass takes the keys
  * that live at an epoch's first position, slot by slot: list entries below count.x. The diagonal
- * pass comes before it and takes those that arrive inside: entries from count.x to count.y. So a key
- * has at most two contributions, which are added to what dk, dv and dbias hold, in this order.
+ * pass takes those that arrive inside: entries from count.x to count.y. So a key has at most two
+ * contributions, which are added to what dk, dv and dbias hold, in the order of the launches.
  *
  * Where slots are few, epochs are dealt to parts, and blocks of slots run once for each part. A key
  * that lives at the first position of a part, a border, then has sums in more than one. They go to
@@ -53,8 +53,8 @@ struct backward_plan {
     bool accumulate, deterministic;
 };
 
-/* Entries of list t of a (b, g) that live at its first position (x), and all of them (y), whatever a
- * corrupt selection says. Of rolling plans. */
+/* Entries of list t of a (b, g) that live at its first position (x), and all of them (y), whatever
+ * a corrupt selection says. Of rolling plans. */
 __device__ static inline int2 list_counts(const backward_plan &plan, int64_t head, int32_t t) {
     const int2 count = plan.forward.count[head * plan.forward.lists + t];
     const int32_t all = (int32_t)min((int64_t)max(count.y, 0), plan.forward.list_tile);

@@ -1,6 +1,6 @@
-/* The pass that makes dk, dv and dbias: a block's rows are keys, whose k and v stay in shared memory
- * and whose sums stay in registers; queries stream past. Where a slot's key changes, its sums are
- * written and the next key's begin. */
+/* The pass that makes dk, dv and dbias: a block's rows are keys, whose k and v stay in shared
+ * memory and whose sums stay in registers; queries stream past. Where a slot's key changes, its
+ * sums are written and the next key's begin. */
 #ifndef FDMA_CUDA_SM80_BACKWARD_KEYS_CUH
 #define FDMA_CUDA_SM80_BACKWARD_KEYS_CUH
 

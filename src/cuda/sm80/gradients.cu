@@ -1,5 +1,5 @@
-/* What stands around the passes of a backward call (device/backward.cuh), on any device from compute
- * capability 8.0: the workspace, facts of rows, zeros, carries, dq out of float32 sums.
+/* What stands around the passes of a backward call (device/backward.cuh), on any device from
+ * compute capability 8.0: the workspace, facts of rows, zeros, carries, dq out of float32 sums.
  *
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #include "cuda/device/backward.cuh"

@@ -1,10 +1,10 @@
 /* The gradients of fdma_score() on any device from compute capability 8.0: dbias -> ddt -> dv,
  * ddt_proj and da. Keys without a gradient are not read.
  *
- * Where a block has all channels and heads it reads v once: find_gradients() and then add_tile() on
- * each tile. Otherwise one kernel writes ddt to the workspace, and another takes it from there. What
- * a split of keys adds to ddt_proj and da is added up in the order of splits, whose number follows
- * from kv_len and the channels alone. Source: docs/algorithm.md, backward. */
+ * Where a block has all channels and heads it reads v once: find_gradients() and then add_tile()
+ * on each tile. Otherwise one kernel writes ddt to the workspace, and another takes it from there.
+ * What a split of keys adds to ddt_proj and da is added up in the order of splits, whose number
+ * follows from kv_len and the channels alone. Source: docs/algorithm.md, backward. */
 #include "cuda/sm80/score_gradients.cuh"
 
 static constexpr int finish_threads = 256;
