@@ -71,13 +71,15 @@ __device__ static inline int32_t row_key(const backward_plan &plan, const key_wo
     return forward.list[work.head * forward.list_head + epoch * forward.list_tile + slot];
 }
 
-/* The first query that may see a key from list entry first_slot on: entries ascend. */
+/* The first query that may see a key from list entry first_slot on: entries ascend. Some query,
+ * whatever a corrupt selection says. */
 __device__ static inline int32_t first_query(const backward_plan &plan, const key_work &work) {
     if (!work.causal || work.first_slot >= work.end_slot)
         return 0;
     const int32_t entry = row_key(plan, work, work.epoch, 0);
     const int32_t key = entry < 0 ? ~entry : entry;
-    return max(key - (plan.forward.kv_len - plan.forward.q_len), 0);
+    const int32_t query = key - (plan.forward.kv_len - plan.forward.q_len);
+    return min(max(query, 0), plan.forward.q_len - 1);
 }
 
 /* Block n of a diagonal pass: the n % tiles th rows of those that arrive in epoch n / tiles. */
