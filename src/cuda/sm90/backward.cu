@@ -16,6 +16,8 @@ template <class config> __device__ static void init_barriers(backward_memory<con
     mbarrier_init(&memory->slots_full, warpgroup_threads);
     mbarrier_init(&memory->keys_full, warpgroup_threads);
     mbarrier_init(&memory->keys_empty, warps);
+    for (int i = 0; i < config::consumers; i++)
+        memory->owed[i] = -1;
     fence_mbarrier_init();
 }
 

@@ -21,7 +21,7 @@ template <class config> struct backward_consumer {
     ring_place<config::stages> step;
     int32_t index;  // of the consumer
     int32_t parity; // of steps, for ds
-    int32_t owed; // the ticket that is to be handed on, now that sums are on their way; -1: none
+    int32_t owed;   // the ticket that is to be handed on, now that sums are on their way; -1: none
     int32_t segment;
     float dbias[2]; // of this thread's rows
     float dk[sums_held], dv[sums_held];
@@ -90,7 +90,7 @@ template <class config> struct backward_consumer {
                                  int32_t stage, float (&s)[held], pairs &packed) const {
         const float2 *const lse = columns_of(memory->lse[stage]);
         const int32_t first = memory->notes[stage].first;
-        const slot_record *const slots = &memory->slots[segment % 2][own_row()];
+        const slot_record *const slots = &memory->slots[segment % kept_segments][own_row()];
         const slot_record rows[2] = {slots[0], slots[8]};
         const int2 span[2] = {span_of(plan, pass, rows[0]), span_of(plan, pass, rows[1])};
         const float bias[2] = {rows[0].bias, rows[1].bias};
@@ -113,8 +113,7 @@ template <class config> struct backward_consumer {
 
     __device__ inline void weigh_softly(const backward_plan &plan, int32_t first,
                                         const int2 (&span)[2], const float (&bias)[2],
-                                        const float2 *lse, float (&s)[held],
-                                        pairs &packed) const {
+                                        const float2 *lse, float (&s)[held], pairs &packed) const {
         const int32_t own = first + threadIdx.x % 4 * 2;
         const float unit = plan.forward.softcap * log2_e;
 #pragma unroll
@@ -178,34 +177,42 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    template <int rows>
-    __device__ inline void begin_sums(float (&sums)[sums_held], const pairs &weights,
-                                      const uint8_t (&queries)[rows]) {
+    /* dv += weights * a step's dout, begun. */
+    __device__ inline void begin_dv(const pairs &weights, int32_t stage) {
         wgmma_fence();
-        begin_ab<element, config::q_rows, config::q_rows / step_k>(sums, weights,
-                                                                   shared_address(queries));
+        begin_ab<element, config::q_rows, config::q_rows / step_k>(
+            dv, weights, shared_address(memory->dout[stage]));
+        wgmma_commit_group();
+    }
+
+    /* dk += dS * a step's q, begun; from shared memory, as it goes on under the next step. */
+    __device__ inline void begin_dk(int32_t stage) {
+        const uint32_t ds =
+            shared_address(memory->ds[parity]) + index * config::warpgroup_slots * line_bytes;
+        wgmma_fence();
+        begin_ab<element, config::q_rows, config::q_rows / step_k>(
+            dk, opaque(ds), shared_address(memory->q[stage]));
         wgmma_commit_group();
     }
 
     __device__ inline void hand_on_ticket(const backward_pass &pass) {
-        if (owed < 0)
+        if (memory->owed[index] < 0)
             return;
         __threadfence(); // sums of a step ago: they have long arrived
         bar_sync(barrier + 1 + index, warpgroup_threads);
         if (threadIdx.x % warpgroup_threads == 0)
-            st_release_gpu(&pass.tickets[owed], memory->owed_turn[index] + 1);
-        owed = -1;
+            st_release_gpu(&pass.tickets[memory->owed[index]], memory->owed_turn[index] + 1);
     }
 
     __device__ inline void await_turn(const backward_pass &pass, int32_t ticket, uint32_t turn) {
         hand_on_ticket(pass);
         if (threadIdx.x % warpgroup_threads == 0) {
-            memory->owed_turn[index] = turn;
             while (ld_acquire_gpu(&pass.tickets[ticket]) != turn) {
             }
+            memory->owed[index] = ticket;
+            memory->owed_turn[index] = turn;
         }
         bar_sync(barrier + 1 + index, warpgroup_threads);
-        owed = ticket;
     }
 
     __device__ inline void add_dq(const backward_pass &pass, int32_t stage,
@@ -221,98 +228,95 @@ template <class config> struct backward_consumer {
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 
-    /* The steps of a segment. What dk gets of one is still being multiplied when the next begins. */
-    __device__ inline void run_segment(const backward_plan &plan, const backward_pass &pass) {
-        int32_t before = -1; // the stage of the last step
-        bool is_last = false;
-        while (!is_last) {
-            float s[held], dp[held], dq[config::dq_held];
-            pairs weights, ds;
-            const int32_t stage = step.index;
-            wait_step();
-            begin_product(s, memory->k, memory->q[stage]);
-            if (!config::has_softcap) { // with it there are no registers for it yet
-                begin_product(dp, memory->v, memory->dout[stage]);
-                wgmma_wait_group<1>();
-            } else {
-                wgmma_wait_group<0>();
-            }
-            if (before >= 0)
-                release(&memory->step_empty[before]);
-            is_last = memory->notes[stage].is_last;
-            weigh(plan, pass, stage, s, weights);
-            if (config::has_softcap)
-                begin_product(dp, memory->v, memory->dout[stage]);
-            wgmma_wait_group<0>();
-            begin_sums(dv, weights, memory->dout[stage]);
-            differentiate(stage, dp, weights, s, ds);
-            store_ds(ds);
-            begin_dq(dq);
-            begin_sums(dk, ds, memory->q[stage]);
+    /* A step; true: the last of its segment. What dk gets of it is multiplied on, under the next
+     * step's first products. */
+    template <bool is_first>
+    __device__ inline bool run_step(const backward_plan &plan, const backward_pass &pass) {
+        float s[held], dp[held], dq[config::dq_held];
+        pairs weights, ds;
+        const int32_t stage = step.index;
+        wait_step();
+        begin_product(s, memory->k, memory->q[stage]);
+        if (!config::has_softcap) { // with it there are no registers for it yet
+            begin_product(dp, memory->v, memory->dout[stage]);
             wgmma_wait_group<1>();
-            add_dq(pass, stage, dq);
-            parity ^= 1;
-            before = stage;
-            step.advance();
+        } else {
+            wgmma_wait_group<0>();
         }
+        if (!is_first)
+            release(&memory->step_empty[stage == 0 ? config::stages - 1 : stage - 1]);
+        const bool is_last = memory->notes[stage].is_last;
+        weigh(plan, pass, stage, s, weights);
+        if (config::has_softcap)
+            begin_product(dp, memory->v, memory->dout[stage]);
         wgmma_wait_group<0>();
-        release(&memory->step_empty[before]);
+        begin_dv(weights, stage);
+        differentiate(stage, dp, weights, s, ds);
+        store_ds(ds);
+        begin_dq(dq);
+        begin_dk(stage);
+        wgmma_wait_group<1>();
+        add_dq(pass, stage, dq);
+        parity ^= 1;
+        step.advance();
+        return is_last;
+    }
+
+    __device__ inline void run_segment(const backward_plan &plan, const backward_pass &pass) {
+        bool is_last = run_step<true>(plan, pass);
+        while (!is_last)
+            is_last = run_step<false>(plan, pass);
+        wgmma_wait_group<0>();
+        release(&memory->step_empty[step.index == 0 ? config::stages - 1 : step.index - 1]);
     }
 
     /* Takes over the next segment's slots, and writes the gradients of keys that leave; false:
      * there is none. */
     __device__ inline bool take_slots(const backward_plan &plan, const backward_pass &pass) {
-        const int32_t row = own_row();
-        slot_record leaving[2];
-        bool changes[2];
         wait(&memory->slots_full, segment & 1);
         const bool is_over = memory->is_over;
+        __syncwarp(); // all lanes have read it
+        release(&memory->keys_empty);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const slot_record next = memory->slots[segment % 2][row + 8 * i];
-            leaving[i] = segment == 0 ? slot_record{-1, 0, 0, 0}
-                                      : memory->slots[(segment + 1) % 2][row + 8 * i];
-            changes[i] = segment == 0 || next.key != leaving[i].key;
-        }
-        __syncwarp(); // all lanes have read
-        if (segment > 0)
-            release(&memory->keys_empty);
-        if (__any_sync(~0u, changes[0] || changes[1]))
-            write_leaving(plan, pass, leaving, changes);
+        for (int i = 0; i < 2; i++)
+            change_row(plan, pass, i);
         return !is_over;
     }
 
-    __device__ inline void write_leaving(const backward_plan &plan, const backward_pass &pass,
-                                         const slot_record (&leaving)[2],
-                                         const bool (&changes)[2]) {
+    /* Of row i of this thread. */
+    __device__ inline void change_row(const backward_plan &plan, const backward_pass &pass, int i) {
+        const int32_t slot = own_row() + 8 * i;
+        const int32_t next = memory->slots[segment % kept_segments][slot].key;
+        const slot_record leaving = segment == 0
+                                        ? slot_record{-1, 0, 0, 0}
+                                        : memory->slots[(segment - 1) % kept_segments][slot];
+        const bool changes = segment == 0 || next != leaving.key;
+        if (!__any_sync(~0u, changes))
+            return;
+        const key_row row = {leaving.key, leaving.border, slot, changes && leaving.key >= 0};
+        if (__any_sync(~0u, row.is_written)) {
+            write_sums<element>(plan, pass, memory->item, row, i, dk, dv);
+            write_dbias(plan, pass, memory->item, row, quad_sum(dbias[i]));
+        }
+        dbias[i] = changes ? 0 : dbias[i];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const key_row to = {leaving[i].key, leaving[i].border, own_row() + 8 * i,
-                                changes[i] && leaving[i].key >= 0};
-            if (__any_sync(~0u, to.is_written)) {
-                write_sums<element>(plan, pass, memory->item, to, i, dk, dv);
-                write_dbias(plan, pass, memory->item, to, quad_sum(dbias[i]));
-            }
-            dbias[i] = changes[i] ? 0 : dbias[i];
-#pragma unroll
-            for (int c = 0; c < sums_held; c++) {
-                if (c / 2 % 2 != i)
-                    continue;
-                dk[c] = changes[i] ? 0 : dk[c];
-                dv[c] = changes[i] ? 0 : dv[c];
-            }
+        for (int c = 2 * i; c < sums_held; c += 4) {
+            dk[c] = changes ? 0 : dk[c];
+            dk[c + 1] = changes ? 0 : dk[c + 1];
+            dv[c] = changes ? 0 : dv[c];
+            dv[c + 1] = changes ? 0 : dv[c + 1];
         }
     }
 
     __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
         parity = 0;
-        owed = -1;
         for (segment = 0; take_slots(plan, pass); segment++) {
             wait(&memory->keys_full, segment & 1);
             fence_proxy_async();
             run_segment(plan, pass);
         }
-        hand_on_ticket(pass);
+        if (pass.tickets != NULL)
+            hand_on_ticket(pass);
     }
 };
 

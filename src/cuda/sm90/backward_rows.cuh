@@ -28,7 +28,7 @@ struct key_row {
 
 __device__ static inline int64_t carry_row_of(const backward_plan &plan, const backward_item &item,
                                               const key_row &row) {
-    return carry_row(plan, item.head, row.border, item.first_slot + row.slot);
+    return carry_row(plan, item.head, opaque(row.border), item.first_slot + row.slot);
 }
 
 /* Row i of a thread's sums, times factor, to a row of 16-bit elements; a warp together. */
@@ -38,7 +38,8 @@ __device__ static inline void write_row(element *to, int32_t head_dim, bool is_w
     constexpr int span = 32; // channels that a quad writes at once: 8 a lane
 #pragma unroll
     for (int c = 0; c < 2 * held; c += span) {
-        const int channel = c + 8 * (threadIdx.x % 4);
+        // opaque: what is compared once would be kept, in more predicates than there are
+        const int channel = opaque(c + 8 * (threadIdx.x % 4));
         uint32_t words[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -65,7 +66,7 @@ __device__ static inline void carry_sums(float *to, int32_t head_dim, int i, flo
                                          const float (&sums)[held]) {
 #pragma unroll
     for (int c = 0; c < held; c += 4) {
-        const int channel = 2 * c + 2 * (threadIdx.x % 4), at = c + 2 * i;
+        const int channel = opaque(2 * c + 2 * (threadIdx.x % 4)), at = c + 2 * i;
         if (channel < head_dim)
             red_add_v2(to + channel, sums[at] * factor, sums[at + 1] * factor);
     }

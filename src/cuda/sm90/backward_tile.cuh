@@ -29,8 +29,8 @@ template <typename element_, int most_channels, bool softcap> struct backward_co
     static constexpr int dq_held = q_rows * channels / consumers / warpgroup_threads;
     static constexpr int stages = channels > 64 ? 3 : 4; // steps in flight
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
-    static constexpr int producer_registers = 56;
-    static constexpr int consumer_registers = 224;
+    static constexpr int producer_registers = channels > 64 ? 40 : 104;
+    static constexpr int consumer_registers = channels > 64 ? 232 : 200;
 };
 
 /* What a launch of the kernel is for: the keys that live at an epoch's first position, or, in a
@@ -67,6 +67,9 @@ struct alignas(16) step_note {
     bool is_last;  // of its segment
 };
 
+// whose slots are known: the one before, which is being written, this one and the next
+static constexpr int kept_segments = 3;
+
 template <class config> struct backward_memory {
     alignas(1024) uint8_t k[config::slots * config::row_bytes];
     alignas(1024) uint8_t v[config::slots * config::row_bytes];
@@ -76,8 +79,10 @@ template <class config> struct backward_memory {
     alignas(16) float lse[config::stages][config::q_rows];
     alignas(16) float delta[config::stages][config::q_rows];
     step_note notes[config::stages];
-    slot_record slots[2][config::slots]; // of this segment and the next
+    slot_record slots[kept_segments][config::slots];
     backward_item item;
+    // of each consumer, a ticket that is to be handed on, now that its sums are on their way
+    int32_t owed[config::consumers];
     uint32_t owed_turn[config::consumers];
     bool is_over; // there is no next segment
     uint64_t step_full[config::stages], step_empty[config::stages];
@@ -104,10 +109,10 @@ __device__ static inline int32_t find_key(const backward_plan &plan, const backw
     }
     if (plan.is_rolling)
         return key_of(forward, key_in_slot(plan, head, epoch, slot));
-    if (forward.count != NULL &&
-        slot >= forward.count[(int64_t)head * forward.lists + forward.lists - 1].y)
-        return -1;
-    if (slot >= plan.slots || (forward.list == NULL && slot >= forward.kv_len))
+    const int32_t slots = forward.count == NULL
+                              ? forward.kv_len
+                              : forward.count[(int64_t)head * forward.lists + forward.lists - 1].y;
+    if (slot >= min(slots, plan.slots))
         return -1;
     return key_of(forward,
                   forward.list == NULL ? slot : forward.list[head * forward.list_head + slot]);
