@@ -33,6 +33,9 @@ __global__ void __launch_bounds__(config::threads, 1)
         init_barriers(memory);
         memory->item = item_of<config>(plan, pass);
     }
+    for (int i = threadIdx.x; i < (int)sizeof memory->zeros; i += config::threads)
+        memory->zeros[i] = 0;
+    fence_proxy_async();
     __syncthreads();
     if (warpgroup == 0) {
         setmaxnreg_dec<config::producer_registers>();

@@ -18,10 +18,8 @@ template <class config> struct backward_consumer {
 
     backward_memory<config> *memory;
     float softcap_scale;
-    ring_place<config::stages> step;
-    int32_t index;  // of the consumer
-    int32_t parity; // of steps, for ds
-    int32_t owed;   // the ticket that is to be handed on, now that sums are on their way; -1: none
+    int32_t index; // of the consumer
+    int32_t step;  // of all segments
     int32_t segment;
     float dbias[2]; // of this thread's rows
     float dk[sums_held], dv[sums_held];
@@ -39,7 +37,7 @@ template <class config> struct backward_consumer {
     }
 
     __device__ inline void wait_step(void) {
-        wait(&memory->step_full[step.index], step.parity);
+        wait(&memory->step_full[step % config::stages], step / config::stages % 2);
         fence_proxy_async(); // cp.async writes as threads do, wgmma reads as TMA does
     }
 
@@ -65,13 +63,18 @@ template <class config> struct backward_consumer {
         return make_int2(arrives ? slot.key : INT32_MIN, slot.expiry);
     }
 
-    /* Weights where a query keeps its key, else 0. */
-    __device__ static inline void cut(int32_t first, const int2 (&span)[2], float (&p)[held]) {
-        const int32_t last = first + config::q_rows - 1;
-        const bool is_cut = max(span[0].x, span[1].x) > first || min(span[0].y, span[1].y) <= last;
-        if (!__any_sync(~0u, is_cut))
-            return;
-        const int32_t own = first + threadIdx.x % 4 * 2;
+    /* Weights, in pairs, where a query keeps its key, else 0. */
+    __device__ static inline void cut_pairs(int32_t own, const int2 (&span)[2], pairs &packed) {
+#pragma unroll
+        for (int i = 0; i < held; i += 2) {
+            const int32_t position = own + i / 4 * 8, row = i / 2 % 2;
+            const bool low = span[row].x <= position && position < span[row].y;
+            const bool high = span[row].x <= position + 1 && position + 1 < span[row].y;
+            packed[i / 8][i / 2 % 4] &= (low ? 0xffffu : 0) | (high ? 0xffff0000u : 0);
+        }
+    }
+
+    __device__ static inline void cut(int32_t own, const int2 (&span)[2], float (&p)[held]) {
 #pragma unroll
         for (int i = 0; i < held; i++) {
             const int32_t position = own + i / 4 * 8 + i % 2, row = i / 2 % 2;
@@ -85,19 +88,29 @@ template <class config> struct backward_consumer {
             packed[i / 8][i / 2 % 4] = element_type<element>::pack(x[i], x[i + 1]);
     }
 
-    /* Scores to weights. With softcap to weights times its slope, `packed` without. */
+    /* Scores to weights. With softcap their slopes times weights go to `sloped`, and the scores
+     * are needed no more: there are no registers for all of them. */
     __device__ inline void weigh(const backward_plan &plan, const backward_pass &pass,
-                                 int32_t stage, float (&s)[held], pairs &packed) const {
+                                 int32_t stage, float (&s)[held], pairs &weights,
+                                 pairs &sloped) const {
         const float2 *const lse = columns_of(memory->lse[stage]);
-        const int32_t first = memory->notes[stage].first;
-        const slot_record *const slots = &memory->slots[segment % kept_segments][own_row()];
+        const step_note note = memory->notes[stage];
+        const slot_record *const slots = &memory->slots[note.slots][own_row()];
         const slot_record rows[2] = {slots[0], slots[8]};
         const int2 span[2] = {span_of(plan, pass, rows[0]), span_of(plan, pass, rows[1])};
         const float bias[2] = {rows[0].bias, rows[1].bias};
-        const float unit = plan.forward.scale * log2_e;
+        const int32_t last = note.first + config::q_rows - 1;
+        const int32_t own = note.first + threadIdx.x % 4 * 2;
+        const bool is_cut =
+            max(span[0].x, span[1].x) > note.first || min(span[0].y, span[1].y) <= last;
         if constexpr (config::has_softcap) {
-            weigh_softly(plan, first, span, bias, lse, s, packed);
+            weigh_softly(plan, bias, lse, s, weights, sloped);
+            if (__any_sync(~0u, is_cut)) {
+                cut_pairs(own, span, weights);
+                cut_pairs(own, span, sloped);
+            }
         } else {
+            const float unit = plan.forward.scale * log2_e;
 #pragma unroll
             for (int i = 0; i < held; i += 4) {
                 const float2 column = lse[i];
@@ -106,58 +119,60 @@ template <class config> struct backward_consumer {
                     s[i + k] = ex2_approx(
                         fmaf(s[i + k], unit, bias[k / 2] - (k % 2 ? column.y : column.x)));
             }
-            cut(first, span, s);
-            pack(s, packed);
+            if (__any_sync(~0u, is_cut))
+                cut(own, span, s);
+            pack(s, weights);
         }
     }
 
-    __device__ inline void weigh_softly(const backward_plan &plan, int32_t first,
-                                        const int2 (&span)[2], const float (&bias)[2],
-                                        const float2 *lse, float (&s)[held], pairs &packed) const {
-        const int32_t own = first + threadIdx.x % 4 * 2;
+    __device__ inline void weigh_softly(const backward_plan &plan, const float (&bias)[2],
+                                        const float2 *lse, const float (&s)[held], pairs &weights,
+                                        pairs &sloped) const {
         const float unit = plan.forward.softcap * log2_e;
 #pragma unroll
         for (int i = 0; i < held; i += 2) {
             const float2 column = lse[i / 4 * 4];
-            const int32_t row = i / 2 % 2, position = own + i / 4 * 8;
-            float p[2];
+            float p[2], slope[2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 const float t = tanh_of(s[i + k] * softcap_scale);
-                const float logit = fmaf(t, unit, bias[row] - (k ? column.y : column.x));
-                const bool is_kept = span[row].x <= position + k && position + k < span[row].y;
-                p[k] = is_kept ? ex2_approx(logit) : 0;
-                s[i + k] = p[k] * (1 - t * t);
+                p[k] = ex2_approx(fmaf(t, unit, bias[i / 2 % 2] - (k ? column.y : column.x)));
+                slope[k] = 1 - t * t;
             }
-            packed[i / 8][i / 2 % 4] = element_type<element>::pack(p[0], p[1]);
+            weights[i / 8][i / 2 % 4] = element_type<element>::pack(p[0], p[1]);
+            sloped[i / 8][i / 2 % 4] =
+                element_type<element>::pack(p[0] * slope[0], p[1] * slope[1]);
         }
     }
 
     /* Weights to the gradients of scores, and their sums to that of bias. */
     __device__ inline void differentiate(int32_t stage, const float (&dp)[held],
-                                         const pairs &weights, float (&s)[held], pairs &packed) {
+                                         const pairs &weights, const pairs &sloped,
+                                         const float (&p)[held], pairs &ds) {
         const float2 *const delta = columns_of(memory->delta[stage]);
 #pragma unroll
         for (int i = 0; i < held; i += 2) {
             const float2 column = delta[i / 4 * 4];
             const float low = dp[i] - column.x, high = dp[i + 1] - column.y;
-            if constexpr (config::has_softcap) { // there are no registers for weights and slopes
-                const float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
-                dbias[i / 2 % 2] += p.x * low + p.y * high;
+            float2 both;
+            if constexpr (config::has_softcap) {
+                const float2 weight = unpack<element>(weights[i / 8][i / 2 % 4]);
+                const float2 slope = unpack<element>(sloped[i / 8][i / 2 % 4]);
+                dbias[i / 2 % 2] += weight.x * low + weight.y * high;
+                both = make_float2(slope.x * low, slope.y * high);
+            } else {
+                both = make_float2(p[i] * low, p[i + 1] * high);
+                dbias[i / 2 % 2] += both.x + both.y;
             }
-            s[i] *= low;
-            s[i + 1] *= high;
-            if constexpr (!config::has_softcap)
-                dbias[i / 2 % 2] += s[i] + s[i + 1];
+            ds[i / 8][i / 2 % 4] = element_type<element>::pack(both.x, both.y);
         }
-        pack(s, packed);
     }
 
     /* For both consumers to read. */
     __device__ inline void store_ds(const pairs &packed) {
         const int lane = threadIdx.x % 32;
         const uint32_t to =
-            shared_address(memory->ds[parity]) + swizzled(first_row() + lane % 16, lane / 16);
+            shared_address(memory->ds[step % 2]) + swizzled(first_row() + lane % 16, lane / 16);
 #pragma unroll
         for (int j = 0; j < config::q_rows / step_k; j++)
             stmatrix_x4(to ^ j * 2 * chunk_bytes, packed[j]);
@@ -173,7 +188,7 @@ template <class config> struct backward_consumer {
                               channel % panel_channels * 2;
         wgmma_fence();
         begin_atb<element, config::slots, config::slots / step_k>(
-            dq, shared_address(memory->ds[parity]), opaque(keys));
+            dq, shared_address(memory->ds[step % 2]), opaque(keys));
         wgmma_commit_group();
     }
 
@@ -188,7 +203,7 @@ template <class config> struct backward_consumer {
     /* dk += dS * a step's q, begun; from shared memory, as it goes on under the next step. */
     __device__ inline void begin_dk(int32_t stage) {
         const uint32_t ds =
-            shared_address(memory->ds[parity]) + index * config::warpgroup_slots * line_bytes;
+            shared_address(memory->ds[step % 2]) + index * config::warpgroup_slots * line_bytes;
         wgmma_fence();
         begin_ab<element, config::q_rows, config::q_rows / step_k>(
             dk, opaque(ds), shared_address(memory->q[stage]));
@@ -220,7 +235,7 @@ template <class config> struct backward_consumer {
         const step_note note = memory->notes[stage];
         const int32_t part = note.tile * config::consumers + index;
         float *const to = pass.dq + (int64_t)part * (config::dq_held * warpgroup_threads) +
-                          threadIdx.x % warpgroup_threads * 4;
+                          opaque(threadIdx.x) % warpgroup_threads * 4;
         if (pass.tickets != NULL)
             await_turn(pass, part, note.turn);
 #pragma unroll
@@ -228,46 +243,50 @@ template <class config> struct backward_consumer {
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 
-    /* A step; true: the last of its segment. What dk gets of it is multiplied on, under the next
-     * step's first products. */
-    template <bool is_first>
-    __device__ inline bool run_step(const backward_plan &plan, const backward_pass &pass) {
-        float s[held], dp[held], dq[config::dq_held];
-        pairs weights, ds;
-        const int32_t stage = step.index;
-        wait_step();
-        begin_product(s, memory->k, memory->q[stage]);
-        if (!config::has_softcap) { // with it there are no registers for it yet
-            begin_product(dp, memory->v, memory->dout[stage]);
-            wgmma_wait_group<1>();
-        } else {
-            wgmma_wait_group<0>();
-        }
-        if (!is_first)
-            release(&memory->step_empty[stage == 0 ? config::stages - 1 : stage - 1]);
-        const bool is_last = memory->notes[stage].is_last;
-        weigh(plan, pass, stage, s, weights);
-        if (config::has_softcap)
-            begin_product(dp, memory->v, memory->dout[stage]);
-        wgmma_wait_group<0>();
-        begin_dv(weights, stage);
-        differentiate(stage, dp, weights, s, ds);
-        store_ds(ds);
-        begin_dq(dq);
-        begin_dk(stage);
-        wgmma_wait_group<1>();
-        add_dq(pass, stage, dq);
-        parity ^= 1;
-        step.advance();
-        return is_last;
+    /* Nothing, added to dk: so that a product runs wherever a step begins, as ptxas wants it. */
+    __device__ inline void begin_nothing(void) {
+        const uint32_t none[4] = {0, 0, 0, 0};
+        wgmma_fence();
+        multiply<element>(dk, none, describe_matrix(shared_address(memory->zeros), 0));
+        wgmma_commit_group();
     }
 
+    /* The steps of a segment. What dk gets of one is multiplied under the next one's first
+     * products. */
     __device__ inline void run_segment(const backward_plan &plan, const backward_pass &pass) {
-        bool is_last = run_step<true>(plan, pass);
-        while (!is_last)
-            is_last = run_step<false>(plan, pass);
+        const int32_t first = step;
+        bool is_last = false;
+        begin_nothing();
+        while (!is_last) {
+            float s[held], dp[held], dq[config::dq_held];
+            pairs weights, sloped, ds;
+            const int32_t stage = step % config::stages;
+            wait_step();
+            begin_product(s, memory->k, memory->q[stage]);
+            if (!config::has_softcap) { // with it there are no registers for it yet
+                begin_product(dp, memory->v, memory->dout[stage]);
+                wgmma_wait_group<1>();
+            } else {
+                wgmma_wait_group<0>();
+            }
+            if (step != first)
+                release(&memory->step_empty[(step - 1) % config::stages]);
+            is_last = memory->notes[stage].is_last;
+            weigh(plan, pass, stage, s, weights, sloped);
+            if (config::has_softcap)
+                begin_product(dp, memory->v, memory->dout[stage]);
+            wgmma_wait_group<0>();
+            begin_dv(weights, stage);
+            differentiate(stage, dp, weights, sloped, s, ds);
+            store_ds(ds);
+            begin_dq(dq);
+            begin_dk(stage);
+            wgmma_wait_group<1>();
+            add_dq(pass, stage, dq);
+            step++;
+        }
         wgmma_wait_group<0>();
-        release(&memory->step_empty[step.index == 0 ? config::stages - 1 : step.index - 1]);
+        release(&memory->step_empty[(step - 1) % config::stages]);
     }
 
     /* Takes over the next segment's slots, and writes the gradients of keys that leave; false:
@@ -296,7 +315,7 @@ template <class config> struct backward_consumer {
         const key_row row = {leaving.key, leaving.border, slot, changes && leaving.key >= 0};
         if (__any_sync(~0u, row.is_written)) {
             write_sums<element>(plan, pass, memory->item, row, i, dk, dv);
-            write_dbias(plan, pass, memory->item, row, quad_sum(dbias[i]));
+            write_rest(plan, pass, memory->item, row, i, quad_sum(dbias[i]), dk, dv);
         }
         dbias[i] = changes ? 0 : dbias[i];
 #pragma unroll
@@ -309,7 +328,7 @@ template <class config> struct backward_consumer {
     }
 
     __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
-        parity = 0;
+        step = 0;
         for (segment = 0; take_slots(plan, pass); segment++) {
             wait(&memory->keys_full, segment & 1);
             fence_proxy_async();

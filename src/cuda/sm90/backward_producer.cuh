@@ -80,9 +80,10 @@ template <class config> struct backward_producer {
 
     /* The keys of a segment that are new, where the old ones are needed no more. */
     __device__ inline void load_keys(const backward_plan &plan) {
-        wait(&memory->keys_empty, segment & 1);
-        const int32_t key = key_of_segment(segment);
-        const bool is_new = segment == 0 || key != key_of_segment(segment - 1);
+        const int32_t current = opaque(segment);
+        wait(&memory->keys_empty, current & 1);
+        const int32_t key = key_of_segment(current);
+        const bool is_new = current == 0 || key != key_of_segment(current - 1);
         uint32_t left = __ballot_sync(~0u, is_new && own_slot() < config::slots);
         for (; left != 0; left &= left - 1) {
             const int lane = __ffs(left) - 1;
@@ -106,7 +107,7 @@ template <class config> struct backward_producer {
 
     /* 64 queries of head h, their dout, lse and delta. */
     __device__ inline void load_step(const backward_plan &plan, const backward_pass &pass,
-                                     int32_t h, int32_t tile, bool is_last) {
+                                     int32_t h, int32_t tile, bool is_last, bool ends_epoch) {
         const int32_t stage = step.index, n = threadIdx.x % config::q_rows;
         wait(&memory->step_empty[stage], step.parity ^ 1);
         load_rows(plan, plan.forward.q, h, tile, shared_address(memory->q[stage]));
@@ -122,12 +123,12 @@ template <class config> struct backward_producer {
                                       ? 0
                                       : turn_of(plan, pass, tile * config::q_rows / list_queries);
             memory->notes[stage] = {row * pass.tiles + tile, plan.forward.causal ? first : 0, turn,
-                                    is_last};
+                                    (int16_t)(segment % kept_segments), is_last};
             mbarrier_arrive(&memory->step_full[stage]);
         }
         cp_async_mbarrier_arrive_noinc(&memory->step_full[stage]);
         step.advance();
-        if (ahead != nothing_waits && ++ahead == config::stages - 1)
+        if (ahead != nothing_waits && (++ahead == config::stages - 1 || ends_epoch))
             load_keys(plan);
     }
 
@@ -144,44 +145,40 @@ template <class config> struct backward_producer {
 
     /* The steps of an epoch; true: after it some slot has another key, or nothing follows. */
     __device__ inline bool load_epoch(const backward_plan &plan, const backward_pass &pass,
-                                      int32_t epoch, int32_t next) {
+                                      int32_t epoch) {
         constexpr int tiles = list_queries / config::q_rows;
+        const int32_t group = plan.forward.group;
         bool changes = false;
 #pragma unroll 1
-        for (int32_t n = 0; n < plan.forward.group; n++)
-#pragma unroll 1
-            for (int32_t tile = epoch * tiles; tile < epoch * tiles + tiles; tile++) {
-                if (tile * config::q_rows >= plan.forward.q_len)
-                    break;
-                const bool ends = tile == epoch * tiles + tiles - 1 ||
-                                  (tile + 1) * config::q_rows >= plan.forward.q_len;
-                if (ends && n == plan.forward.group - 1)
-                    changes =
-                        bar_red_or(barrier, warpgroup_threads, next != key_of_segment(segment));
-                load_step(plan, pass, memory->item.g * plan.forward.group + n, tile, changes);
-            }
+        for (int32_t n = 0; n < group * tiles; n++) {
+            const int32_t tile = opaque(epoch) * tiles + n % tiles;
+            if (tile * config::q_rows >= plan.forward.q_len)
+                continue;
+            const bool is_tail = (tile + 1) * config::q_rows >= plan.forward.q_len;
+            const bool ends = n / tiles == group - 1 && (n % tiles == tiles - 1 || is_tail);
+            if (ends)
+                changes = bar_red_or(barrier, warpgroup_threads,
+                                     memory->next[own_slot()] != key_of_segment(opaque(segment)));
+            load_step(plan, pass, memory->item.g * group + n / tiles, tile, changes, ends);
+        }
         return changes;
     }
 
     __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
-        segment = 0;
-        ahead = nothing_waits;
         int32_t epoch = pass.is_diagonal ? memory->item.epoch : first_epoch(plan, memory->item);
-        publish(plan, pass, key_at(plan, pass, epoch));
-        if (epoch >= memory->item.end)
-            return;
-        load_keys(plan);
-        for (; epoch < memory->item.end; epoch++) {
-            const bool is_fixed = !plan.is_rolling && epoch + 1 < memory->item.end;
+        segment = -1;
+        ahead = nothing_waits;
+        for (epoch--;; epoch++) { // from before the first
+            const bool is_fixed = segment >= 0 && !plan.is_rolling && epoch + 1 < memory->item.end;
             const int32_t next = is_fixed ? key_of_segment(segment) : key_at(plan, pass, epoch + 1);
-            const bool changes = load_epoch(plan, pass, epoch, next);
-            if (ahead != nothing_waits)
-                load_keys(plan);
-            if (!changes)
+            memory->next[own_slot()] = next;
+            if (segment >= 0 && !load_epoch(plan, pass, epoch))
                 continue;
             segment++;
-            ahead = 0;
-            publish(plan, pass, next);
+            publish(plan, pass, memory->next[own_slot()]);
+            if (epoch + 1 >= memory->item.end)
+                return;
+            ahead = segment == 0 ? config::stages - 2 : 0; // the first keys after one step
         }
     }
 };

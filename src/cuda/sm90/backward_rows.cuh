@@ -26,11 +26,6 @@ struct key_row {
     bool is_written;
 };
 
-__device__ static inline int64_t carry_row_of(const backward_plan &plan, const backward_item &item,
-                                              const key_row &row) {
-    return carry_row(plan, item.head, opaque(row.border), item.first_slot + row.slot);
-}
-
 /* Row i of a thread's sums, times factor, to a row of 16-bit elements; a warp together. */
 template <typename element, int held>
 __device__ static inline void write_row(element *to, int32_t head_dim, bool is_written, bool adds,
@@ -78,7 +73,7 @@ __device__ static inline element *row_at(const head_view &view, const backward_i
     return (element *)view.data + item.b * view.batch + item.g * view.head + max(key, 0) * view.row;
 }
 
-/* Row i of a thread's dk and dv. */
+/* Row i of a thread's dk and dv, where no border takes them. */
 template <typename element, int held>
 __device__ static inline void write_sums(const backward_plan &plan, const backward_pass &pass,
                                          const backward_item &item, const key_row &row, int i,
@@ -89,23 +84,29 @@ __device__ static inline void write_sums(const backward_plan &plan, const backwa
     write_row(row_at<element>(plan.dk, item, row.key), head_dim, is_own, adds, i,
               plan.forward.scale, dk);
     write_row(row_at<element>(plan.dv, item, row.key), head_dim, is_own, adds, i, 1, dv);
-    if (row.is_written && row.border > 0) {
-        const int64_t at = carry_row_of(plan, item, row) * head_dim;
-        carry_sums(plan.carry.dk + at, head_dim, i, plan.forward.scale, dk);
-        carry_sums(plan.carry.dv + at, head_dim, i, 1, dv);
-    }
 }
 
-__device__ static inline void write_dbias(const backward_plan &plan, const backward_pass &pass,
-                                          const backward_item &item, const key_row &row,
-                                          float sum) {
-    if (plan.dbias == NULL || !row.is_written || threadIdx.x % 4 != 0)
+/* Its dbias, and to a border what it takes. */
+template <int held>
+__device__ static inline void write_rest(const backward_plan &plan, const backward_pass &pass,
+                                         const backward_item &item, const key_row &row, int i,
+                                         float dbias, const float (&dk)[held],
+                                         const float (&dv)[held]) {
+    const bool is_first = threadIdx.x % 4 == 0; // of the quad
+    if (!row.is_written)
         return;
-    float *const to = plan.dbias + item.b * plan.dbias_batch + item.g * plan.dbias_head + row.key;
-    if (row.border > 0)
-        atomicAdd(&plan.carry.dbias[carry_row_of(plan, item, row)], sum);
-    else
-        *to = pass.is_diagonal ? *to + sum : sum;
+    if (row.border > 0) {
+        const int32_t head_dim = plan.forward.head_dim;
+        const int64_t at = carry_row(plan, item.head, row.border, item.first_slot + row.slot);
+        if (is_first)
+            atomicAdd(&plan.carry.dbias[at], dbias);
+        carry_sums(plan.carry.dk + at * head_dim, head_dim, i, plan.forward.scale, dk);
+        carry_sums(plan.carry.dv + at * head_dim, head_dim, i, 1, dv);
+    } else if (plan.dbias != NULL && is_first) {
+        float *const to =
+            plan.dbias + item.b * plan.dbias_batch + item.g * plan.dbias_head + row.key;
+        *to = pass.is_diagonal ? *to + dbias : dbias;
+    }
 }
 
 #endif

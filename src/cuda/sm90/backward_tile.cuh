@@ -64,6 +64,7 @@ struct alignas(16) step_note {
     int32_t tile;  // of all heads'
     int32_t first; // position of its first query; 0 where not causal
     uint32_t turn; // of this block to add to dq
+    int16_t slots; // where its segment's are kept
     bool is_last;  // of its segment
 };
 
@@ -76,10 +77,12 @@ template <class config> struct backward_memory {
     alignas(1024) uint8_t ds[2][config::slots * line_bytes]; // [slot][query]
     alignas(1024) uint8_t q[config::stages][config::q_rows * config::row_bytes];
     alignas(1024) uint8_t dout[config::stages][config::q_rows * config::row_bytes];
+    alignas(1024) uint8_t zeros[step_k * line_bytes];
     alignas(16) float lse[config::stages][config::q_rows];
     alignas(16) float delta[config::stages][config::q_rows];
     step_note notes[config::stages];
     slot_record slots[kept_segments][config::slots];
+    int32_t next[warpgroup_threads]; // the producer's threads' keys of the next epoch
     backward_item item;
     // of each consumer, a ticket that is to be handed on, now that its sums are on their way
     int32_t owed[config::consumers];
