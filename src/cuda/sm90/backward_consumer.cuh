@@ -131,6 +131,8 @@ template <class config> struct backward_consumer {
         const float unit = plan.forward.softcap * log2_e;
 #pragma unroll
         for (int i = 0; i < held; i += 2) {
+            if (i % 8 == 0)
+                __syncwarp(); // not all of lse at once: there are no registers for it
             const float2 column = lse[i / 4 * 4];
             float p[2], slope[2];
 #pragma unroll
@@ -150,6 +152,7 @@ template <class config> struct backward_consumer {
                                          const pairs &weights, const pairs &sloped,
                                          const float (&p)[held], pairs &ds) {
         const float2 *const delta = columns_of(memory->delta[stage]);
+        float sums[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < held; i += 2) {
             const float2 column = delta[i / 4 * 4];
@@ -158,14 +161,46 @@ template <class config> struct backward_consumer {
             if constexpr (config::has_softcap) {
                 const float2 weight = unpack<element>(weights[i / 8][i / 2 % 4]);
                 const float2 slope = unpack<element>(sloped[i / 8][i / 2 % 4]);
-                dbias[i / 2 % 2] += weight.x * low + weight.y * high;
+                sums[i / 2 % 2] += weight.x * low + weight.y * high;
                 both = make_float2(slope.x * low, slope.y * high);
             } else {
                 both = make_float2(p[i] * low, p[i + 1] * high);
-                dbias[i / 2 % 2] += both.x + both.y;
+                sums[i / 2 % 2] += both.x + both.y;
             }
             ds[i / 8][i / 2 % 4] = element_type<element>::pack(both.x, both.y);
         }
+        add_dbias(sums);
+    }
+
+    /* With softcap there are no registers for a segment's sums. */
+    __device__ inline void add_dbias(const float (&sums)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if constexpr (config::has_softcap) {
+                const float sum = quad_sum(sums[i]);
+                if (threadIdx.x % 4 == 0)
+                    memory->dbias[own_row() + 8 * i] += sum;
+            } else {
+                dbias[i] += sums[i];
+            }
+        }
+    }
+
+    /* What row i's segments have summed, of the quad's first lane; and from 0 on where it
+     * changes. */
+    __device__ inline float take_dbias(int i, bool changes) {
+        float sum = 0;
+        if constexpr (config::has_softcap) {
+            float *const place = &memory->dbias[own_row() + 8 * i];
+            if (threadIdx.x % 4 == 0 && changes) {
+                sum = *place;
+                *place = 0;
+            }
+        } else {
+            sum = quad_sum(dbias[i]);
+            dbias[i] = changes ? 0 : dbias[i];
+        }
+        return sum;
     }
 
     /* For both consumers to read. */
@@ -312,12 +347,12 @@ template <class config> struct backward_consumer {
         const bool changes = segment == 0 || next != leaving.key;
         if (!__any_sync(~0u, changes))
             return;
+        const float dbias = take_dbias(i, changes);
         const key_row row = {leaving.key, leaving.border, slot, changes && leaving.key >= 0};
         if (__any_sync(~0u, row.is_written)) {
             write_sums<element>(plan, pass, memory->item, row, i, dk, dv);
-            write_rest(plan, pass, memory->item, row, i, quad_sum(dbias[i]), dk, dv);
+            write_rest(plan, pass, memory->item, row, i, dbias, dk, dv);
         }
-        dbias[i] = changes ? 0 : dbias[i];
 #pragma unroll
         for (int c = 2 * i; c < sums_held; c += 4) {
             dk[c] = changes ? 0 : dk[c];

@@ -82,6 +82,7 @@ template <class config> struct backward_memory {
     alignas(16) float delta[config::stages][config::q_rows];
     step_note notes[config::stages];
     slot_record slots[kept_segments][config::slots];
+    float dbias[config::slots];      // with softcap
     int32_t next[warpgroup_threads]; // the producer's threads' keys of the next epoch
     backward_item item;
     // of each consumer, a ticket that is to be handed on, now that its sums are on their way
