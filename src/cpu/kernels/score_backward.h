@@ -23,7 +23,8 @@ typedef struct gradient_context {
     int64_t chunks; /* of every sequence */
     float *weights; /* [kv_heads][width], zeros past the end */
     float *a;       /* [kv_heads] */
-    float *sums;    /* [chunks][kv_heads][width + vf_width]: of ddt_proj, and of da */
+    float *sums;    /* [chunks][kv_heads][width]: of ddt_proj */
+    double *da;     /* [chunks][kv_heads] */
     float *scratch; /* of thread 0; the others' follow at scratch_size */
     int64_t scratch_size;
 } gradient_context;
@@ -36,7 +37,8 @@ typedef struct gradient_batch {
     int64_t key[gradient_keys];
     float *v;    /* [gradient_keys][width] */
     float *dv;   /* the same */
-    float *sums; /* [kv_heads][width + vf_width], of the chunk */
+    float *sums; /* [kv_heads][width], of the chunk */
+    double *da;  /* [kv_heads] */
 } gradient_batch;
 
 static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t j) {
@@ -44,25 +46,28 @@ static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t
     return ((const float *)dbias->data)[b * dbias->stride[0] + g * dbias->stride[1] + j];
 }
 
-static int64_t gradient_row(const gradient_context *context) { return context->width + vf_width; }
-
-static float weight_product(const float *v, const float *weights, int64_t width) {
-    vf sum = vf_set(0);
-    for (int64_t x = 0; x < width; x += vf_width)
-        sum = vf_fma(vf_load(v + x), vf_load(weights + x), sum);
-    return vf_sum(sum);
+/* In double precision: of a few keys, da is one number that hangs on every bit of their dt. */
+static double weight_product(const float *v, const float *weights, int64_t row) {
+    enum { sums = 8 }; // rows are multiples of 8 channels
+    double sum[sums] = {0};
+    for (int64_t x = 0; x < row; x += sums) {
+        UNROLL
+        for (int n = 0; n < sums; n++)
+            sum[n] += (double)v[x + n] * (double)weights[x + n];
+    }
+    return (sum[0] + sum[4]) + (sum[1] + sum[5]) + (sum[2] + sum[6]) + (sum[3] + sum[7]);
 }
 
-/* The gradient of dt; that of a is added to its sum. */
-static float gradient_of_dt(const gradient_batch *batch, int64_t g, float dt, float dbias) {
+/* The gradient of dt; that of a is added to its sum, a number in which rounding errors of all keys
+ * would meet. */
+static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, float dbias) {
     const gradient_context *const context = batch->context;
-    const float a = context->a[g], power = expf(-fabsf(dt));
-    const float softplus = fmaxf(dt, 0) + log1pf(power);
+    const double a = (double)context->a[g], power = exp(-fabs(dt));
+    const double softplus = fmax(dt, 0) + log1p(power);
     const bool is_exp = context->problem->bias_form == FDMA_BIAS_EXP;
-    const float dz = is_exp ? dbias * expf(a * softplus) : dbias;
-    const float slope = (dt < 0 ? power : 1) / (1 + power);
-    batch->sums[g * gradient_row(context) + context->width] += dz * softplus;
-    return dz * a * slope;
+    const double dz = is_exp ? (double)dbias * exp(a * softplus) : (double)dbias;
+    batch->da[g] += dz * softplus;
+    return (float)(dz * a * (dt < 0 ? power : 1) / (1 + power));
 }
 
 /* `keys` of the batch from `first` on, of which each has a gradient of head g's score. */
@@ -71,7 +76,7 @@ INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys
     const int64_t width = batch->context->width;
     const float *const weights = batch->context->weights + g * width;
     const float *const v = batch->v + first * width;
-    float *const sums = batch->sums + g * gradient_row(batch->context);
+    float *const sums = batch->sums + g * width;
     float *const dv = batch->dv + first * width;
     for (int64_t x = 0; x < width; x += vf_width) {
         const vf weight = vf_load(weights + x);
@@ -98,8 +103,8 @@ static void work_on_head(const gradient_batch *batch, int64_t g) {
         some[key] = dbias != 0;
         if (!some[key])
             continue;
-        const float dt =
-            weight_product(batch->v + key * width, batch->context->weights + g * width, width);
+        const double dt = weight_product(batch->v + key * width,
+                                         batch->context->weights + g * width, batch->context->row);
         ddt[key] = gradient_of_dt(batch, g, dt, dbias);
         count++;
     }
@@ -167,15 +172,17 @@ static void add_chunk(const void *data, int64_t index, int32_t thread) {
     const fdma_problem *const problem = context->problem;
     const int64_t first = index * context->chunk, last = first + context->chunk;
     const int64_t end = last < problem->kv_len ? last : problem->kv_len;
-    const int64_t size = problem->kv_heads * gradient_row(context);
+    const int64_t size = problem->kv_heads * context->width;
     const uint32_t rounding = keep_subnormals();
     gradient_batch batch = {
         .context = context,
         .v = context->scratch + thread * context->scratch_size,
         .sums = context->sums + index * size,
+        .da = context->da + index * problem->kv_heads,
     };
     batch.dv = batch.v + gradient_keys * context->width;
     memset(batch.sums, 0, sizeof(float) * (size_t)size);
+    memset(batch.da, 0, sizeof(double) * (size_t)problem->kv_heads);
     for (batch.b = 0; batch.b < problem->batch; batch.b++) {
         for (int64_t j = first; j < end; j++) {
             if (!has_gradient(problem, batch.b, j))
@@ -206,19 +213,22 @@ static void put_gradient(const fdma_problem *problem, const fdma_tensor *tensor,
     fdma_store(tensor, at, problem->accumulate ? fdma_load(tensor, at) + sum : sum);
 }
 
+/* Adds the sums of the other chunks to the first's. */
 static void write_weight_gradients(const gradient_context *context) {
     const fdma_problem *const problem = context->problem;
-    const int64_t row = gradient_row(context), size = problem->kv_heads * row;
-    for (int64_t chunk = 1; chunk < context->chunks; chunk++)
-        for (int64_t x = 0; x < size; x++)
-            context->sums[x] += context->sums[chunk * size + x];
-    for (int64_t g = 0; g < problem->kv_heads; g++) {
-        const float *const sums = context->sums + g * row;
-        for (int64_t c = 0; c < context->row; c++)
-            put_gradient(problem, &problem->ddt_proj, g * problem->ddt_proj.stride[0] + c,
-                         context->chunks > 0 ? (double)sums[c] : 0);
-        put_gradient(problem, &problem->da, g,
-                     context->chunks > 0 ? (double)sums[context->width] : 0);
+    const fdma_tensor *const ddt_proj = &problem->ddt_proj;
+    const int64_t heads = problem->kv_heads, size = heads * context->width;
+    for (int64_t g = 0; g < heads; g++) {
+        double da = 0;
+        for (int64_t chunk = 0; chunk < context->chunks; chunk++)
+            da += context->da[chunk * heads + g];
+        put_gradient(problem, &problem->da, g, da);
+        for (int64_t c = 0; c < context->row; c++) {
+            double sum = 0;
+            for (int64_t chunk = 0; chunk < context->chunks; chunk++)
+                sum += (double)context->sums[chunk * size + g * context->width + c];
+            put_gradient(problem, ddt_proj, g * ddt_proj->stride[0] + c, sum);
+        }
     }
 }
 
@@ -243,11 +253,12 @@ static fdma_arena lay_out_gradients(const fdma_problem *problem, gradient_contex
         .chunks = (problem->kv_len + chunk - 1) / chunk,
     };
     const size_t heads = (size_t)problem->kv_heads, width = (size_t)context->width;
-    const size_t sums = heads * (size_t)gradient_row(context);
+    const size_t chunks = (size_t)context->chunks;
     context->scratch_size = 2 * gradient_keys * context->width;
     context->weights = fdma_arena_take(&arena, heads * width * sizeof(float));
     context->a = fdma_arena_take(&arena, heads * sizeof(float));
-    context->sums = fdma_arena_take(&arena, (size_t)context->chunks * sums * sizeof(float));
+    context->sums = fdma_arena_take(&arena, chunks * heads * width * sizeof(float));
+    context->da = fdma_arena_take(&arena, chunks * heads * sizeof(double));
     context->scratch = fdma_arena_take(&arena, (size_t)gradient_threads(context) *
                                                    (size_t)context->scratch_size * sizeof(float));
     return arena;
