@@ -139,6 +139,13 @@ __device__ static inline void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
+/* 8 bytes, of which the first `bytes` are read; the rest is 0. */
+__device__ static inline void cp_async_8(uint32_t shared, const void *global, uint32_t bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
+                 "r"(bytes)
+                 : "memory");
+}
+
 __device__ static inline void cp_async_commit_group(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -26,9 +26,6 @@ template <typename type, int of_shares> struct gradient_config {
 template <typename type> using query_config = gradient_config<type, 1>;
 template <typename type> using key_config = gradient_config<type, (FDMA_HEAD_DIM > 128 ? 2 : 1)>;
 
-/* What a block gets of shared memory on the devices that have least: 8.6, 8.9, 12.0. */
-static constexpr size_t least_shared_bytes = 99 * 1024;
-
 template <typename element> struct gradient_row {
     element *data;
     bool aligned; // to 4 bytes and more

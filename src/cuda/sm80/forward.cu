@@ -149,9 +149,6 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     write_out(shared, rows, plan);
 }
 
-/* What a block gets of shared memory on the devices that have least: 8.6, 8.9, 12.0. */
-static constexpr size_t least_shared_bytes = 99 * 1024;
-
 static int32_t tiles_of(int32_t rows, int32_t tile) { return (rows + tile - 1) / tile; }
 
 /* The first of the two launches for few queries. */

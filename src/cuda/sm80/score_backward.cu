@@ -7,53 +7,99 @@
  * follows from kv_len and the channels alone. Source: docs/algorithm.md, backward. */
 #include "cuda/sm80/score_gradients.cuh"
 
-static constexpr int finish_threads = 256;
-static constexpr int few_heads = 8, many_heads = 32; // whose sums a thread holds
+static constexpr int finish_columns = 32, finish_parts = 8; // of splits, a thread each
+static constexpr int few_heads = 8, many_heads = 32;        // whose sums a thread holds
 
-/* ddt by head and key, of the heads of a launch. */
-template <int heads> struct split_memory {
-    key_list list;
-    tile_gradients tile;
-    alignas(16) float ddt[heads][tile_keys];
-};
+/* Writes a tile's ddt to the workspace, of the heads from g on. */
+__device__ static inline void put_gradients(const tile_gradients &tile,
+                                            const gradient_params &params, const key_list &list,
+                                            int32_t b, int32_t g, int32_t n) {
+    const int h = threadIdx.x / tile_keys, t = threadIdx.x % tile_keys, at = n * tile_keys + t;
+    if (h < dot_heads && g + h < params.kv_heads && at < list.count)
+        params.ddt[(b * params.kv_len + list.key[at]) * params.kv_heads + g + h] = tile.ddt[h][t];
+}
+
+/* ddt of the listed keys, of dot_heads kv heads from g on; returns what they add to da. A step is a
+ * block of channels of a tile. */
+template <typename element>
+__device__ static inline float take_list(tile_slot *ring, tile_gradients *tile,
+                                         const gradient_params &params, const key_list &list,
+                                         int32_t b, int32_t g) {
+    const int32_t blocks = (params.channels + block_channels - 1) / block_channels;
+    const int32_t steps = (list.count + tile_keys - 1) / tile_keys * blocks;
+    const int32_t own_c = threadIdx.x * thread_channels;
+    float da = 0, low[half_sums] = {}, high[half_sums] = {}; // heads
+    for (int32_t step = 1 - stages; step < steps; step++) {
+        const int32_t ahead = step + stages - 1, n = step / blocks;
+        if (ahead < steps)
+            copy_tile<element>(ring + ahead % stages, params, list, b, ahead / blocks,
+                               own_c + ahead % blocks * block_channels, false);
+        cp_async_commit_group();
+        if (step < 0)
+            continue;
+        cp_async_wait_group<stages - 1>();
+        const int32_t c = own_c + step % blocks * block_channels;
+        add_dots<element>(low, ring[step % stages], params, g, c);
+        add_dots<element>(high, ring[step % stages], params, g + half_heads, c);
+        if ((step + 1) % blocks != 0)
+            continue;
+        put_dots(tile, low, 0);
+        put_dots(tile, high, 1);
+        __syncthreads();
+        find_gradient<element>(tile, params, list, g, n);
+        __syncthreads();
+        add_coefficients(da, *tile);
+        put_gradients(*tile, params, list, b, g, n);
+#pragma unroll
+        for (int x = 0; x < half_sums; x++)
+            low[x] = high[x] = 0;
+    }
+    return da;
+}
 
 /* ddt of all keys that have a gradient, of dot_heads kv heads, and what they add to da. */
 template <typename element>
 __global__ void __launch_bounds__(split_threads, 1) find_ddt(const gradient_params params) {
+    tile_slot *const ring = &shared_memory<tile_slot>();
     __shared__ key_list list;
     __shared__ tile_gradients tile;
     const split_place place = find_split(params);
     const int32_t g = blockIdx.y * dot_heads;
-    const int32_t n = threadIdx.x / tile_keys, t = threadIdx.x % tile_keys;
     float da = 0;
     for (int64_t first = place.first; first < place.end; first += split_threads) {
-        list_keys(&list, params, place.b, first, place.end);
-        for (int32_t at = 0; at < list.count; at += tile_keys) {
-            const int64_t *const keys = list.key + at;
-            const int32_t count = min(list.count - at, tile_keys);
-            find_gradients<element>(&tile, params, place.b, g, keys, count);
-            add_coefficients(da, &tile);
-            if (n < dot_heads && g + n < params.kv_heads && t < count)
-                params.ddt[(place.b * params.kv_len + keys[t]) * params.kv_heads + g + n] =
-                    tile.ddt[n][t];
-            __syncthreads();
-        }
+        list_keys(&list, params, place.b, g, first, place.end);
+        da += take_list<element>(ring, &tile, params, list, place.b, g);
     }
-    if (threadIdx.x < dot_heads && g + threadIdx.x < params.kv_heads)
-        params.a_sums[(int64_t)place.split * params.kv_heads + g + threadIdx.x] = da;
+    put_coefficients(params, place.split, g, da);
 }
 
-/* A tile's ddt out of the workspace, of the heads from g on. */
+/* A tile's ddt out of the workspace, of `heads` heads from g on. */
 template <int heads>
-__device__ static inline void load_gradients(split_memory<heads> *shared,
-                                             const gradient_params &params, int32_t b, int32_t g,
-                                             const int64_t *keys, int32_t count) {
+__device__ static inline void load_gradients(float (*ddt)[tile_keys], const gradient_params &params,
+                                             const key_list &list, int32_t b, int32_t g,
+                                             int32_t n) {
     for (int x = threadIdx.x; x < heads * tile_keys; x += split_threads) {
-        const int t = x / heads, n = x % heads;
-        const bool there = t < count && g + n < params.kv_heads;
-        shared->ddt[n][t] =
-            there ? params.ddt[(b * params.kv_len + keys[t]) * params.kv_heads + g + n] : 0;
+        const int t = x / heads, h = x % heads, at = n * tile_keys + t;
+        const bool there = at < list.count && g + h < params.kv_heads;
+        ddt[h][t] =
+            there ? params.ddt[(b * params.kv_len + list.key[at]) * params.kv_heads + g + h] : 0;
     }
+    __syncthreads();
+}
+
+/* ddt of a tile whose channels and heads are all this block's. */
+template <typename element>
+__device__ static inline void find_gradients(tile_gradients *tile, const tile_slot &slot,
+                                             const gradient_params &params, const key_list &list,
+                                             int32_t n) {
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        float sums[half_sums] = {};
+        add_dots<element>(sums, slot, params, half * half_heads, threadIdx.x * thread_channels);
+        put_dots(tile, sums, half);
+    }
+    __syncthreads();
+    find_gradient<element>(tile, params, list, 0, n);
     __syncthreads();
 }
 
@@ -64,33 +110,27 @@ __device__ static inline void add_product(float4 &sum, float x, float4 y) {
     sum.w = fmaf(x, y.w, sum.w);
 }
 
+/* Writes old + x to dv. */
 template <typename element>
-__device__ static inline void add_four(element *to, float4 x, bool aligned) {
-    const float4 old = load_four((const element *)to, aligned);
-    alignas(8)
-        const element sum[4] = {from_float<element>(old.x + x.x), from_float<element>(old.y + x.y),
-                                from_float<element>(old.z + x.z), from_float<element>(old.w + x.w)};
+__device__ static inline void put_four(element *to, uint2 old, float4 x, bool aligned) {
+    using type = element_type<element>;
+    const float4 y = unpack_four<element>(old);
+    const uint2 sum =
+        make_uint2(type::pack(x.x + y.x, x.y + y.y), type::pack(x.z + y.z, x.w + y.w));
     if (aligned)
-        *(uint2 *)to = *(const uint2 *)sum;
+        *(uint2 *)to = sum;
     else
-        for (int i = 0; i < 4; i++)
-            to[i] = sum[i];
+        for (int n = 0; n < thread_channels; n++)
+            to[n] = ((const element *)&sum)[n];
 }
 
 /* A tile against this thread's channels, from c on: dv of its keys, and its share of ddt_proj. */
 template <typename element, int heads>
 __device__ static inline void add_tile(float4 (&sums)[heads], const float (*ddt)[tile_keys],
-                                       const gradient_params &params, int32_t b, int32_t g,
-                                       int32_t c, const int64_t *keys, int32_t count) {
-    const element *const v =
-        (const element *)params.v + b * params.v_batch + channel_offset(params, c, params.v_head);
-    element *const dv =
-        (element *)params.dv + b * params.dv_batch + channel_offset(params, c, params.dv_head);
-    float4 values[tile_keys], add[tile_keys] = {};
-#pragma unroll
-    for (int t = 0; t < tile_keys; t++)
-        values[t] = t < count ? load_four(v + keys[t] * params.v_row, params.v_aligned)
-                              : make_float4(0, 0, 0, 0);
+                                       const tile_slot &slot, const gradient_params &params,
+                                       const key_list &list, int32_t b, int32_t g, int32_t c,
+                                       int32_t tile) {
+    float4 add[tile_keys] = {};
 #pragma unroll
     for (int n = 0; n < heads; n++) {
         if (g + n >= params.kv_heads)
@@ -99,50 +139,80 @@ __device__ static inline void add_tile(float4 (&sums)[heads], const float (*ddt)
 #pragma unroll
         for (int t = 0; t < tile_keys; t++) {
             const float x = ddt[n][t];
-            if (x == 0) // all lanes; v may be NaN
+            if (x == 0) // for all lanes; v may be NaN
                 continue;
-            add_product(sums[n], x, values[t]);
+            add_product(sums[n], x, unpack_four<element>(slot.v[t][threadIdx.x]));
             add_product(add[t], x, weights);
         }
     }
     if (params.dv == nullptr)
         return;
+    element *const dv =
+        (element *)params.dv + b * params.dv_batch + channel_offset(params, c, params.dv_head);
 #pragma unroll
     for (int t = 0; t < tile_keys; t++)
-        if (t < count)
-            add_four(dv + keys[t] * params.dv_row, add[t], params.dv_aligned);
+        if (tile * tile_keys + t < list.count)
+            put_four(dv + list.key[tile * tile_keys + t] * params.dv_row, slot.dv[t][threadIdx.x],
+                     add[t], params.dv_aligned);
+}
+
+/* ddt by head and key. */
+template <int heads> struct split_memory {
+    key_list list;
+    tile_gradients tile;
+    alignas(16) float ddt[heads][tile_keys];
+};
+
+/* The listed keys against a thread's channels; returns what they add to da, where it is fused. */
+template <typename element, int heads>
+__device__ static inline float add_list(float4 (&sums)[heads], tile_slot *ring,
+                                        split_memory<heads> *shared, const gradient_params &params,
+                                        int32_t b, int32_t g, int32_t c) {
+    const key_list &list = shared->list;
+    const int32_t tiles = (list.count + tile_keys - 1) / tile_keys;
+    const bool is_fused = heads == few_heads && params.is_fused;
+    float da = 0;
+    for (int32_t n = 1 - stages; n < tiles; n++) {
+        const int32_t ahead = n + stages - 1;
+        if (ahead < tiles)
+            copy_tile<element>(ring + ahead % stages, params, list, b, ahead, c,
+                               params.dv != nullptr);
+        cp_async_commit_group();
+        if (n < 0)
+            continue;
+        cp_async_wait_group<stages - 1>();
+        const tile_slot &slot = ring[n % stages];
+        if (is_fused) {
+            find_gradients<element>(&shared->tile, slot, params, list, n);
+            add_coefficients(da, shared->tile);
+        } else {
+            load_gradients<heads>(shared->ddt, params, list, b, g, n);
+        }
+        if (c < params.channels)
+            add_tile<element>(sums, is_fused ? shared->tile.ddt : shared->ddt, slot, params, list,
+                              b, g, c, n);
+        __syncthreads();
+    }
+    return da;
 }
 
 /* dv of a split's keys, what they add to ddt_proj, and, where it is fused, to da: of `heads` kv
  * heads from g on and a block of channels. */
 template <typename element, int heads>
-__global__ void __launch_bounds__(split_threads, 1)
+__global__ void __launch_bounds__(split_threads, heads == few_heads ? 2 : 1)
     add_keys(const gradient_params params, const int32_t g) {
+    tile_slot *const ring = &shared_memory<tile_slot>();
     __shared__ split_memory<heads> shared;
     const split_place place = find_split(params);
     const int32_t c = blockIdx.y * block_channels + threadIdx.x * thread_channels;
-    const bool is_fused = heads == few_heads && params.is_fused;
-    const float (*const ddt)[tile_keys] = is_fused ? shared.tile.ddt : shared.ddt;
     float4 sums[heads] = {};
     float da = 0;
     for (int64_t first = place.first; first < place.end; first += split_threads) {
-        list_keys(&shared.list, params, place.b, first, place.end);
-        for (int32_t at = 0; at < shared.list.count; at += tile_keys) {
-            const int64_t *const keys = shared.list.key + at;
-            const int32_t count = min(shared.list.count - at, tile_keys);
-            if (is_fused) {
-                find_gradients<element>(&shared.tile, params, place.b, g, keys, count);
-                add_coefficients(da, &shared.tile);
-            } else {
-                load_gradients(&shared, params, place.b, g, keys, count);
-            }
-            if (c < params.channels)
-                add_tile<element>(sums, ddt, params, place.b, g, c, keys, count);
-            __syncthreads();
-        }
+        list_keys(&shared.list, params, place.b, g, first, place.end);
+        da += add_list<element>(sums, ring, &shared, params, place.b, g, c);
     }
-    if (is_fused && threadIdx.x < dot_heads && g + threadIdx.x < params.kv_heads)
-        params.a_sums[(int64_t)place.split * params.kv_heads + g + threadIdx.x] = da;
+    if (heads == few_heads && params.is_fused)
+        put_coefficients(params, place.split, g, da);
     if (c >= params.channels)
         return;
     float *const to =
@@ -162,29 +232,47 @@ __device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide
         ((element *)to)[at] = from_float<element>(add ? to_float(((element *)to)[at]) + sum : sum);
 }
 
-/* Adds up `count` numbers that lie `stride` apart. */
+/* Adds up `count` numbers that lie `stride` apart, a part of them in each row of threads; the first
+ * row has all. */
 __device__ static inline float add_up(const float *from, int64_t count, int64_t stride) {
+    __shared__ float parts[finish_parts][finish_columns];
+    const int64_t each = (count + finish_parts - 1) / finish_parts, first = threadIdx.y * each;
+    const int64_t end = min(first + each, count);
     float sum = 0;
 #pragma unroll 8
-    for (int64_t n = 0; n < count; n++)
+    for (int64_t n = first; n < end; n++)
         sum += from[n * stride];
+    __syncthreads();
+    parts[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    for (int n = 1; n < finish_parts && threadIdx.y == 0; n++)
+        sum += parts[n][threadIdx.x];
     return sum;
 }
 
-/* A thread a channel of kv head blockIdx.y; the first one takes the head's coefficient too. */
+/* A column of threads a channel of kv head blockIdx.y, or in the last block its coefficient. */
 template <typename element>
-__global__ void __launch_bounds__(finish_threads) finish_sums(const gradient_params params) {
+__global__ void __launch_bounds__(finish_columns *finish_parts)
+    finish_sums(const gradient_params params) {
     const int64_t splits = (int64_t)params.batch * params.splits;
-    const int32_t c = blockIdx.x * finish_threads + threadIdx.x, g = blockIdx.y;
-    const int64_t each = (int64_t)params.kv_heads * params.channels;
-    if (c < params.channels)
-        put_sum<element>(params.ddt_proj, g * params.ddt_row + c,
-                         add_up(params.dt_sums + (int64_t)g * params.channels + c, splits, each),
-                         params.wide_dt_proj, params.accumulate);
-    if (c == 0)
-        put_sum<element>(params.da, g, add_up(params.a_sums + g, splits, params.kv_heads),
-                         params.wide_a, params.accumulate);
+    const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;
+    const bool is_coefficient = blockIdx.x + 1 == gridDim.x;
+    const bool there = is_coefficient ? threadIdx.x == 0 : c < params.channels;
+    const float *const from =
+        is_coefficient ? params.a_sums + g : params.dt_sums + (int64_t)g * params.channels + c;
+    const int64_t stride = (int64_t)params.kv_heads * (is_coefficient ? 1 : params.channels);
+    const float sum = add_up(from, there ? splits : 0, stride);
+    if (!there || threadIdx.y > 0)
+        return;
+    if (is_coefficient)
+        put_sum<element>(params.da, g, sum, params.wide_a, params.accumulate);
+    else
+        put_sum<element>(params.ddt_proj, g * params.ddt_row + c, sum, params.wide_dt_proj,
+                         params.accumulate);
 }
+
+static constexpr size_t ring_bytes = stages * sizeof(tile_slot);
+static_assert(ring_bytes + sizeof(split_memory<many_heads>) <= least_shared_bytes, "fits anywhere");
 
 /* Splits of a sequence: enough blocks for a large device, whose sums take 16 MB at most. */
 static void plan_splits(gradient_params *params) {
@@ -260,7 +348,7 @@ template <typename element, int heads>
 static fdma_status launch_keys(const fdma_problem *problem, const gradient_params &params) {
     const unsigned blocks = (unsigned)params.batch * params.splits;
     const unsigned blocks_y = (params.channels + block_channels - 1) / block_channels;
-    const launch_shape keys = {dim3(blocks, blocks_y), dim3(split_threads)};
+    const launch_shape keys = {dim3(blocks, blocks_y), dim3(split_threads), ring_bytes};
     for (int32_t g = 0; g < params.kv_heads; g += (int32_t)heads)
         FDMA_TRY(launch("score_backward", add_keys<element, heads>, keys, problem, params, g));
     return FDMA_OK;
@@ -270,17 +358,17 @@ template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
     const unsigned blocks = (unsigned)params.batch * params.splits;
     const unsigned heads = (unsigned)params.kv_heads;
+    const unsigned columns = (params.channels + finish_columns - 1) / finish_columns;
     const launch_shape dots = {dim3(blocks, (heads + dot_heads - 1) / dot_heads),
-                               dim3(split_threads)};
-    const launch_shape finish = {
-        dim3((params.channels + finish_threads - 1) / finish_threads, heads), dim3(finish_threads)};
+                               dim3(split_threads), ring_bytes};
     if (blocks > 0 && !params.is_fused)
         FDMA_TRY(launch("score_backward", find_ddt<element>, dots, problem, params));
     if (blocks > 0 && params.kv_heads <= few_heads)
         FDMA_TRY((launch_keys<element, few_heads>(problem, params)));
     else if (blocks > 0)
         FDMA_TRY((launch_keys<element, many_heads>(problem, params)));
-    return launch("score_backward", finish_sums<element>, finish, problem, params);
+    return launch("score_backward", finish_sums<element>,
+                  {dim3(columns + 1, heads), dim3(finish_columns, finish_parts)}, problem, params);
 }
 
 static fdma_status run(const fdma_problem *problem) {

@@ -6,16 +6,18 @@
 #ifndef FDMA_CUDA_SM80_SCORE_GRADIENTS_CUH
 #define FDMA_CUDA_SM80_SCORE_GRADIENTS_CUH
 
-#include "cuda/device/element.cuh"
 #include "cuda/device/host.cuh"
+#include "cuda/device/ptx.cuh"
 
 static constexpr int split_threads = 256;
 static constexpr int split_warps = split_threads / 32;
-static constexpr int thread_channels = 4;
+static constexpr int thread_channels = 4; // of 16 bits: 8 bytes
 static constexpr int block_channels = split_threads * thread_channels;
-static constexpr int tile_keys = 8; // a warp's sums of a tile are tile_keys * dot_heads
-static constexpr int dot_heads = 8; // whose dt a block computes at once
-static constexpr int tile_sums = tile_keys * dot_heads;
+static constexpr int tile_keys = 8;
+static constexpr int dot_heads = 8;  // whose dt a block computes at once
+static constexpr int half_heads = 4; // whose dt a thread's registers hold
+static constexpr int half_sums = half_heads * tile_keys;
+static constexpr int stages = 2; // of tiles: one is under way to shared memory
 
 struct gradient_params {
     const float *dbias;
@@ -35,18 +37,25 @@ struct gradient_params {
     bool is_fused; // one block has all channels and heads: ddt stays in shared memory
 };
 
-/* Keys with a gradient, of split_threads of a split. */
+/* Keys with a gradient, of split_threads of a split, and dbias of dot_heads kv heads. */
 struct key_list {
     int32_t count;
     int32_t of_warp[split_warps];
     int64_t key[split_threads];
+    float dbias[dot_heads][split_threads];
 };
 
 /* Of a tile: what is summed up for da, and ddt, by head and key; 0 where there is no gradient. */
 struct tile_gradients {
-    alignas(16) float of_warp[split_warps][tile_sums];
+    float of_warp[split_warps][dot_heads * tile_keys];
     alignas(16) float ddt[dot_heads][tile_keys];
     float da[dot_heads][tile_keys];
+};
+
+/* A thread's four channels of a tile's keys, of v and of dv; no other thread reads them. */
+struct tile_slot {
+    uint2 v[tile_keys][split_threads];
+    uint2 dv[tile_keys][split_threads];
 };
 
 /* Where a block's split is. */
@@ -66,20 +75,30 @@ __device__ static inline float dbias_of(const gradient_params &params, int32_t b
     return params.dbias[b * params.dbias_batch + g * params.dbias_head + j];
 }
 
-__device__ static inline bool has_gradient(const gradient_params &params, int32_t b, int64_t j) {
-    if (params.key_valid != nullptr && params.key_valid[b * params.valid_batch + j] == 0)
-        return false;
-    for (int32_t g = 0; g < params.kv_heads; g++)
-        if (dbias_of(params, b, g, j) != 0) // NaN is a gradient
-            return true;
-    return false;
+__device__ static inline bool is_valid(const gradient_params &params, int32_t b, int64_t j) {
+    return params.key_valid == nullptr || params.key_valid[b * params.valid_batch + j] != 0;
+}
+
+/* dbias of a key, of the heads from g on; whether any head's, of all, is not 0. */
+__device__ static inline bool load_dbias(float (&dbias)[dot_heads], const gradient_params &params,
+                                         int32_t b, int32_t g, int64_t j) {
+    bool any = false; // NaN is a gradient
+    for (int32_t n = 0; n < params.kv_heads; n++)
+        any |= (n < g || n >= g + dot_heads) && dbias_of(params, b, n, j) != 0;
+#pragma unroll
+    for (int n = 0; n < dot_heads; n++) {
+        dbias[n] = g + n < params.kv_heads ? dbias_of(params, b, g + n, j) : 0;
+        any |= dbias[n] != 0;
+    }
+    return any;
 }
 
 /* Lists, ascending, the keys from `first` on, up to split_threads of them, that have a gradient. */
 __device__ static inline void list_keys(key_list *list, const gradient_params &params, int32_t b,
-                                        int64_t first, int64_t end) {
+                                        int32_t g, int64_t first, int64_t end) {
     const int64_t j = first + threadIdx.x;
-    const bool mine = j < end && has_gradient(params, b, j);
+    float dbias[dot_heads] = {};
+    const bool mine = j < end && is_valid(params, b, j) && load_dbias(dbias, params, b, g, j);
     const unsigned mask = __ballot_sync(~0u, mine);
     const int warp = threadIdx.x / 32;
     int32_t before = __popc(mask & ((1u << threadIdx.x % 32) - 1)), all = 0;
@@ -91,8 +110,12 @@ __device__ static inline void list_keys(key_list *list, const gradient_params &p
         before += w < warp ? list->of_warp[w] : 0;
         all += list->of_warp[w];
     }
-    if (mine)
+    if (mine) {
         list->key[before] = j;
+#pragma unroll
+        for (int n = 0; n < dot_heads; n++)
+            list->dbias[n][before] = dbias[n];
+    }
     if (threadIdx.x == 0)
         list->count = all;
     __syncthreads();
@@ -128,24 +151,63 @@ __device__ static inline int64_t channel_offset(const gradient_params &params, i
     return channel / params.head_dim * head_stride + channel % params.head_dim;
 }
 
+/* Four elements as they are; `there`: or zeros. */
+template <typename element>
+__device__ static inline void copy_four(uint2 *to, const element *from, bool there, bool aligned) {
+    if (aligned) {
+        cp_async_8(shared_address(to), from, there ? sizeof *to : 0);
+        return;
+    }
+    alignas(8) element raw[thread_channels] = {};
+    for (int x = 0; x < thread_channels && there; x++)
+        raw[x] = from[x];
+    *to = *(const uint2 *)raw;
+}
+
+template <typename element> __device__ static inline float4 unpack_four(uint2 four) {
+    const element *const raw = (const element *)&four;
+    return make_float4(to_float(raw[0]), to_float(raw[1]), to_float(raw[2]), to_float(raw[3]));
+}
+
+/* Starts copying tile n of the listed keys, this thread's channels from c on; dv where it is
+ * wanted. */
+template <typename element>
+__device__ static inline void copy_tile(tile_slot *slot, const gradient_params &params,
+                                        const key_list &list, int32_t b, int32_t n, int32_t c,
+                                        bool with_dv) {
+    const element *const v =
+        (const element *)params.v + b * params.v_batch + channel_offset(params, c, params.v_head);
+    const element *const dv = (const element *)params.dv + b * params.dv_batch +
+                              channel_offset(params, c, params.dv_head);
+#pragma unroll
+    for (int t = 0; t < tile_keys; t++) {
+        const bool there = n * tile_keys + t < list.count && c < params.channels;
+        const int64_t key = there ? list.key[n * tile_keys + t] : 0;
+        copy_four(&slot->v[t][threadIdx.x], there ? v + key * params.v_row : v, there,
+                  params.v_aligned);
+        if (with_dv)
+            copy_four(&slot->dv[t][threadIdx.x], there ? dv + key * params.dv_row : dv, there,
+                      params.dv_aligned);
+    }
+}
+
 __device__ static inline float dot(float4 x, float4 y, float sum) {
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
 /* Lanes `step` apart share out the sums that they have left, and add up what both have. */
-template <int step> __device__ static inline void share_sums(float (&sums)[tile_sums]) {
-    constexpr int half = step * tile_sums / 32;
+template <int step> __device__ static inline void share_sums(float (&sums)[half_sums]) {
     const bool upper = threadIdx.x & step;
 #pragma unroll
-    for (int i = 0; i < half; i++) {
-        const float low = sums[i], high = sums[i + half];
+    for (int i = 0; i < step; i++) {
+        const float low = sums[i], high = sums[i + step];
         sums[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, step);
     }
 }
 
-/* Adds up over the lanes of a warp: lane l comes to have sums 2 l and 2 l + 1 in the first two. */
-__device__ static inline void scatter_sums(float (&sums)[tile_sums]) {
-    static_assert(tile_sums == 64, "two sums a lane in the end");
+/* Adds up over the lanes of a warp: lane l comes to have sum l in the first one. */
+__device__ static inline void scatter_sums(float (&sums)[half_sums]) {
+    static_assert(half_sums == 32, "a sum a lane");
     share_sums<16>(sums);
     share_sums<8>(sums);
     share_sums<4>(sums);
@@ -153,75 +215,66 @@ __device__ static inline void scatter_sums(float (&sums)[tile_sums]) {
     share_sums<1>(sums);
 }
 
-/* dt of a tile's keys, of the heads from g on, by warp: sums of the channels of its threads. */
+/* Products of a thread's channels from c on, of half_heads heads from g on, [head][key]. */
 template <typename element>
-__device__ static inline void dot_tile(tile_gradients *tile, const gradient_params &params,
-                                       int32_t b, int32_t g, const int64_t *keys, int32_t count) {
-    float sums[tile_sums] = {}; // [head][key]
-    for (int32_t c = threadIdx.x * thread_channels; c < params.channels; c += block_channels) {
-        const element *const v = (const element *)params.v + b * params.v_batch +
-                                 channel_offset(params, c, params.v_head);
-        float4 values[tile_keys];
+__device__ static inline void add_dots(float (&sums)[half_sums], const tile_slot &slot,
+                                       const gradient_params &params, int32_t g, int32_t c) {
+    if (c >= params.channels)
+        return;
+#pragma unroll
+    for (int n = 0; n < half_heads; n++) {
+        if (g + n >= params.kv_heads)
+            continue;
+        const float4 weights = load_weights<element>(params, g + n, c);
 #pragma unroll
         for (int t = 0; t < tile_keys; t++)
-            values[t] = t < count ? load_four(v + keys[t] * params.v_row, params.v_aligned)
-                                  : make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int n = 0; n < dot_heads; n++) {
-            if (g + n >= params.kv_heads)
-                continue;
-            const float4 weights = load_weights<element>(params, g + n, c);
-#pragma unroll
-            for (int t = 0; t < tile_keys; t++)
-                sums[n * tile_keys + t] = dot(values[t], weights, sums[n * tile_keys + t]);
-        }
+            sums[n * tile_keys + t] =
+                dot(unpack_four<element>(slot.v[t][threadIdx.x]), weights, sums[n * tile_keys + t]);
     }
-    scatter_sums(sums);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    *(float2 *)&tile->of_warp[warp][lane * 2] = make_float2(sums[0], sums[1]);
 }
 
-/* A thread a key and head: from dt to the gradients of dt and a. */
+/* Half `half` of a tile's sums over the threads of a warp. */
+__device__ static inline void put_dots(tile_gradients *tile, float (&sums)[half_sums], int half) {
+    scatter_sums(sums);
+    tile->of_warp[threadIdx.x / 32][half * half_sums + threadIdx.x % 32] = sums[0];
+}
+
+/* A thread a key and head: from dt to the gradients of dt and a; of tile n, heads from g on. */
 template <typename element>
 __device__ static inline void find_gradient(tile_gradients *tile, const gradient_params &params,
-                                            int32_t b, int32_t g, const int64_t *keys,
-                                            int32_t count) {
-    const int n = threadIdx.x / tile_keys, t = threadIdx.x % tile_keys;
-    const bool there = n < dot_heads && g + n < params.kv_heads && t < count;
-    const float dbias = there ? dbias_of(params, b, g + n, keys[t]) : 0;
-    if (n >= dot_heads)
+                                            const key_list &list, int32_t g, int32_t n) {
+    const int h = threadIdx.x / tile_keys, t = threadIdx.x % tile_keys;
+    const bool there = h < dot_heads && n * tile_keys + t < list.count;
+    if (h >= dot_heads)
         return;
-    tile->ddt[n][t] = tile->da[n][t] = 0;
+    const float dbias = there ? list.dbias[h][n * tile_keys + t] : 0;
+    tile->ddt[h][t] = tile->da[h][t] = 0;
     if (dbias == 0)
         return;
     float dt = 0;
     for (int warp = 0; warp < split_warps; warp++)
         dt += tile->of_warp[warp][threadIdx.x];
-    const float a = params.wide_a ? ((const float *)params.a)[g + n]
-                                  : to_float(((const element *)params.a)[g + n]);
+    const float a = params.wide_a ? ((const float *)params.a)[g + h]
+                                  : to_float(((const element *)params.a)[g + h]);
     const float plus = isnan(dt) ? dt : fmaxf(dt, 0) + log1pf(expf(-fabsf(dt))); // softplus
     const float dz = params.is_exp ? dbias * expf(a * plus) : dbias;
-    tile->da[n][t] = dz * plus;
-    tile->ddt[n][t] = dz * a / (1 + expf(-dt));
+    tile->da[h][t] = dz * plus;
+    tile->ddt[h][t] = dz * a / (1 + expf(-dt));
 }
 
-/* ddt and da of a tile, in shared memory. */
-template <typename element>
-__device__ static inline void find_gradients(tile_gradients *tile, const gradient_params &params,
-                                             int32_t b, int32_t g, const int64_t *keys,
-                                             int32_t count) {
-    dot_tile<element>(tile, params, b, g, keys, count);
-    __syncthreads();
-    find_gradient<element>(tile, params, b, g, keys, count);
-    __syncthreads();
-}
-
-/* Adds a tile to thread n's sum of da, of head n. */
-__device__ static inline void add_coefficients(float &sum, const tile_gradients *tile) {
+/* Adds a tile to thread h's sum of da, of head h. */
+__device__ static inline void add_coefficients(float &sum, const tile_gradients &tile) {
     if (threadIdx.x < dot_heads)
 #pragma unroll
         for (int t = 0; t < tile_keys; t++)
-            sum += tile->da[threadIdx.x][t];
+            sum += tile.da[threadIdx.x][t];
+}
+
+/* Writes what a split adds to da, of the heads from g on. */
+__device__ static inline void put_coefficients(const gradient_params &params, int32_t split,
+                                               int32_t g, float sum) {
+    if (threadIdx.x < dot_heads && g + (int32_t)threadIdx.x < params.kv_heads)
+        params.a_sums[(int64_t)split * params.kv_heads + g + threadIdx.x] = sum;
 }
 
 #endif
