@@ -23,9 +23,10 @@ __global__ void __launch_bounds__(row_threads)
         there ? forward.lse[b * forward.lse_batch + h * forward.lse_head + i] : -INFINITY;
     const bool empty = lse == -INFINITY; // NaN is not
     float delta = 0;
-    if (!empty) {
+    if (there) { // before it is known whether the row is empty, which takes as long
         const element *const dout = row_of<element>(plan.dout, head, forward.q_heads, i);
         const element *const out = row_of<element>(forward.out, head, forward.q_heads, i);
+#pragma unroll 2
         for (int32_t d = lane * chunk; d < forward.head_dim; d += row_lanes * chunk) {
             float x[chunk], y[chunk];
             load_chunk(x, dout + d, aligned);
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(row_threads)
     if (!empty && plan.dlse != nullptr)
         delta -= plan.dlse[b * plan.dlse_batch + h * plan.dlse_head + i];
     plan.row_lse[head * plan.rows + i] = empty ? INFINITY : lse * log2_e;
-    plan.row_delta[head * plan.rows + i] = delta;
+    plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
 }
 
 /* Zeros in dk and dv, where they do not accumulate, and in dbias; row_lanes lanes a key. */
