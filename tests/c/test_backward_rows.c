@@ -1,6 +1,6 @@
 /* test_backward_rows.c - every CPU kernel's gradients against the reference's, over random shapes
  * and options; and that neither the number of threads nor the neighbours in the batch show. */
-#include "problem.h"
+#include "unread.h"
 
 typedef struct gradients {
     fdma_tensor dq, dk, dv, dbias;
@@ -214,7 +214,66 @@ static void gradients_are_the_references(void) {
     }
 }
 
+/* NaN and infinities in keys that no query keeps reach no gradient; their own are 0. */
+static void unread_keys_do_not_show(void) {
+    static const float poisons[] = {NAN, INFINITY};
+    const kernel_list kernels = kernels_of("backward");
+    for (int n = 0; n < kernels.count * problem_dtype_count; n++) {
+        const fdma_dtype dtype = problem_dtypes[n / kernels.count];
+        const char *const kernel = kernels.name[n % kernels.count];
+        for (int s = 0; s < TEST_COUNT(unread_shapes) && takes(kernel, dtype); s++) {
+            uint64_t state = 3;
+            test_context("%s %s, shape %d", kernel, dtype_name(dtype), s);
+            backward_problem y = {.x = unread_problem(&unread_shapes[s], dtype), .has_dbias = 1};
+            y.forward = problem_attend(&y.x, kernel, 1);
+            y.dout = copy_tensor(y.x.q);
+            fill_random(y.dout, &state, 1);
+            const gradients clean = run_gradients(&y, kernel, 1);
+            for (int p = 0; p < TEST_COUNT(poisons); p++) {
+                CHECK(poison_unread(&y.x, poisons[p]) > 0);
+                const gradients got = run_gradients(&y, kernel, 1);
+                check_same(&got, &clean);
+            }
+            for (int64_t i = 0; i < count_of(clean.dbias); i++) {
+                const int64_t j = i % y.x.kv_len, g = i / y.x.kv_len % y.x.kv_heads;
+                const int64_t b = i / y.x.kv_len / y.x.kv_heads;
+                if (!is_read(&y.x, b, g, j))
+                    CHECK(((const float *)clean.dbias.data)[i] == 0);
+            }
+            test_free_all();
+        }
+    }
+}
+
+/* A damaged selection gives wrong numbers; the guards and the sanitizers see to the rest. */
+static void damaged_selections_do_no_harm(void) {
+    const kernel_list kernels = kernels_of("backward");
+    uint64_t state = 11;
+    for (int n = 0; n < kernels.count; n++) {
+        const fdma_dtype dtype =
+            takes(kernels.name[n], FDMA_FLOAT32) ? FDMA_FLOAT32 : FDMA_BFLOAT16;
+        if (!takes(kernels.name[n], dtype))
+            continue;
+        test_context("%s", kernels.name[n]);
+        backward_problem y = {.x = unread_problem(&unread_shapes[12], dtype), .has_dbias = 1};
+        y.forward = problem_attend(&y.x, kernels.name[n], 1);
+        y.dout = copy_tensor(y.x.q);
+        for (int round = 0; round < 4; round++) {
+            static const int32_t wild[] = {INT32_MIN, INT32_MAX, -1, 0, 300, 899, 900, 901};
+            for (int64_t i = 0; i < count_of(y.x.selection.expiry); i++)
+                ((int32_t *)y.x.selection.expiry.data)[i] =
+                    round % 2 ? (int32_t)random_below(&state, 1000)
+                              : wild[random_below(&state, TEST_COUNT(wild))];
+            run_gradients(&y, kernels.name[n], 2);
+        }
+        CHECK(1);
+        test_free_all();
+    }
+}
+
 static const test_entry tests[] = {
+    TEST(unread_keys_do_not_show),
+    TEST(damaged_selections_do_no_harm),
     TEST(gradients_are_the_references),
 };
 

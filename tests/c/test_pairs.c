@@ -49,6 +49,25 @@ static void halves_are_rounded_and_told_apart(void) {
     }
 }
 
+/* Side by side, and nothing beyond them. */
+static void terms_are_rounded(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 8;
+    for (int round = 0; round < rounds; round++) {
+        float from[lanes], words[lanes];
+        fill_any(from, &state);
+        for (int i = 0; i < lanes; i++) {
+            words[i] = 1;
+        }
+        x->store_terms(words, from);
+        for (int i = 0; i < x->width / 2; i++) {
+            check_bits("vf_store_terms", i, words[i],
+                       rounded(from[2 * i + 1]) << 16 | rounded(from[2 * i]));
+        }
+        CHECK(words[x->width / 2] == 1);
+    }
+}
+
 /* Rows are multiples of 8 channels: vectors of more may end with fewer, or be past the end. */
 static void rows_are_paired(void) {
     const pair_vocabulary *x = pairs;
@@ -133,10 +152,8 @@ static void dots_of_special_numbers(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(halves_are_rounded_and_told_apart),
-    TEST(rows_are_paired),
-    TEST(dots_are_sums_of_products),
-    TEST(dots_of_special_numbers),
+    TEST(halves_are_rounded_and_told_apart), TEST(terms_are_rounded),       TEST(rows_are_paired),
+    TEST(dots_are_sums_of_products),         TEST(dots_of_special_numbers),
 };
 
 int main(void) {

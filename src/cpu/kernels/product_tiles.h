@@ -30,8 +30,8 @@ static inline void begin_products(void) {
 
 static inline void end_products(void) { _tile_release(); }
 
-/* Rows of the listed keys as the left side of a product: in each strip, for each step of keys, a row
- * of words for every channel. */
+/* Rows of the listed keys as the left side of a product: in each strip, for each step of keys, a
+ * row of words for every channel. */
 static void load_values(const fdma_problem *problem, float *values, const void *const *sources,
                         int32_t count) {
     for (int32_t n = 0; n < whole_steps(count); n += key_step)

@@ -42,7 +42,8 @@ static inline vf vf_join(vf even, vf odd) {
 
 /* Stores vf_width terms side by side: vf_width / 2 words of lanes. */
 static inline void vf_store_terms(float *p, vf x) {
-    vst1_u16((uint16_t *)p, vget_low_u16(vreinterpretq_u16_bf16(vcvtq_low_bf16_f32(x))));
+    const uint16x4_t halves = vget_low_u16(vreinterpretq_u16_bf16(vcvtq_low_bf16_f32(x)));
+    memcpy(p, &halves, sizeof halves);
 }
 
 static inline vf vf_even(vf word) {

@@ -24,7 +24,7 @@ static inline vf vf_join(vf even, vf odd) {
     return even;
 }
 
-/* Stores vf_width terms side by side, where words of lanes are made of them. */
+/* Stores vf_width terms side by side: words of lanes. */
 static inline void vf_store_terms(float *p, vf x) { vf_store(p, x); }
 
 static inline vf vf_even(vf word) { return word; }

@@ -16,6 +16,12 @@ static void word_join(float *to, const float *even, const float *odd) {
     restore_rounding(old);
 }
 
+static void word_store_terms(float *to, const float *x) {
+    const uint32_t old = flush_subnormals();
+    vf_store_terms(to, vf_load(x));
+    restore_rounding(old);
+}
+
 static void word_even(float *to, const float *word) { vf_store(to, vf_even(vf_load(word))); }
 
 static void word_odd(float *to, const float *word) { vf_store(to, vf_odd(vf_load(word))); }
@@ -31,6 +37,7 @@ static void word_dot(float *to, const float *word, const float *x, const float *
         .width = vf_width,                                                                         \
         .load_pairs = word_load_pairs,                                                             \
         .join = word_join,                                                                         \
+        .store_terms = word_store_terms,                                                           \
         .even = word_even,                                                                         \
         .odd = word_odd,                                                                           \
         .dot = word_dot,                                                                           \

@@ -44,6 +44,7 @@ typedef struct pair_vocabulary {
     int width;
     void (*load_pairs)(float *to, const uint16_t *even, const uint16_t *odd, int64_t count);
     void (*join)(float *to, const float *even, const float *odd);
+    void (*store_terms)(float *to, const float *x); /* width / 2 elements of to */
     void (*even)(float *to, const float *word);
     void (*odd)(float *to, const float *word);
     void (*dot)(float *to, const float *word, const float *x, const float *sum);
