@@ -71,7 +71,7 @@ def _autocast(rows: Tensors, weights: Tensors = ()) -> Tensors:
     """`rows` in autocast's dtype where it is on. `weights` in float32 stay as they are, for kernels
     take them beside any rows."""
     device = rows[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device not in ops.DEVICES or not torch.is_autocast_enabled(device):
         return (*rows, *weights)
     dtype = torch.get_autocast_dtype(device)
     narrow = (torch.float16, torch.bfloat16)

@@ -133,13 +133,30 @@ typedef struct named_pointer {
     const void *pointer;
 } named_pointer;
 
+/* In a thread that has not used the device yet, such as PyTorch's for gradients, the driver knows no
+ * pointers: setting the device gives the thread a context. */
+static cudaError_t ask_with_context(const void *pointer, int32_t device,
+                                    struct cudaPointerAttributes *facts) {
+    int before = device - 1;
+    cudaError_t status = cudaGetDevice(&before);
+    if (status == cudaSuccess)
+        status = cudaSetDevice(device - 1);
+    if (status == cudaSuccess)
+        status = cudaPointerGetAttributes(facts, pointer);
+    if (status == cudaSuccess && before != device - 1)
+        status = cudaSetDevice(before);
+    return status;
+}
+
 /* Where the driver knows a pointer, it must be one of this device; what it does not know (memory of
  * systems that share all of it) is the caller's word. */
 static fdma_status check_pointer(named_pointer given, int32_t device) {
     struct cudaPointerAttributes facts;
     if (given.pointer == NULL)
         return FDMA_OK;
-    const cudaError_t status = cudaPointerGetAttributes(&facts, given.pointer);
+    cudaError_t status = cudaPointerGetAttributes(&facts, given.pointer);
+    if (status == cudaSuccess && facts.type == cudaMemoryTypeUnregistered)
+        status = ask_with_context(given.pointer, device, &facts);
     if (status != cudaSuccess)
         return fail_driver(given.name, status);
     FDMA_REQUIRE(facts.type != cudaMemoryTypeUnregistered && facts.devicePointer != NULL,

@@ -19,6 +19,7 @@ from gradient_cases import (
     plain_gradients,
     sdpa_gradients,
 )
+from test_cuda import run_program
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +39,26 @@ Layer = flash_dmattn.DynamicMaskAttention
 
 def test_there_is_a_kernel() -> None:
     assert KERNELS
+
+
+FRESH_THREADS = """
+import threading
+import torch, flash_dmattn
+x = torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16)
+found = []
+thread = threading.Thread(target=lambda: found.append(flash_dmattn.attention(x, x, x)[0]))
+thread.start()
+thread.join()
+assert torch.equal(found[0], flash_dmattn.attention(x, x, x)[0])
+x.requires_grad_()
+flash_dmattn.attention(x, x, x)[0].sum().backward()
+assert x.grad.isfinite().all()
+"""
+
+
+def test_threads_that_have_not_used_the_device() -> None:
+    """One of ours, and PyTorch's for gradients: their first CUDA call is the library's."""
+    run_program(FRESH_THREADS)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
