@@ -319,8 +319,11 @@ def test_a_layer_under_autocast(dtype: torch.dtype) -> None:
         assert all(one.grad.dtype == torch.float32 for one in layer.parameters())
         optimizer.step()
     assert losses[-1] < losses[0]
+    with torch.autocast("cuda", dtype):
+        out = layer(x)
     narrow = copy.deepcopy(layer).to(dtype)
-    torch.testing.assert_close(narrow(x.to(dtype)), out, rtol=0.1, atol=0.1)
+    found = narrow(x.to(dtype))  # of scores that differ a little, so that some keys do
+    assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 
 def test_memory_is_linear() -> None:
