@@ -36,7 +36,7 @@ from tqdm import tqdm
 BYTES = 256
 HEAD_DIM = 64
 GROUP = 2  # query heads of a kv head
-PEAK_RATE, LAST_RATE, WARM_UP = 2e-3, 0.1, 20  # AdamW's; a share of it; steps
+PEAK_RATE, LAST_RATE, WARM_UP = 1e-3, 0.1, 20  # AdamW's; a share of it; steps
 EVERY, HELD_OUT_ROWS = 20, 8  # steps between evaluations, of so many pieces of held-out text
 
 
