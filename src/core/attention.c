@@ -67,9 +67,9 @@ static void fill_steps(const fdma_attention_args *args, attention_steps *steps) 
 
 size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena) {
     if (arena->base != NULL && arena->used > 0) {
-        uint8_t *const rest = arena->base + arena->used;
-        const size_t taken = (size_t)(rest - (uint8_t *)exec->workspace);
-        exec->workspace = rest;
+        const uintptr_t rest = (uintptr_t)arena->base + arena->used; // see fdma_arena_take()
+        const size_t taken = (size_t)(rest - (uintptr_t)exec->workspace);
+        exec->workspace = (void *)rest;
         exec->workspace_size = exec->workspace_size > taken ? exec->workspace_size - taken : 0;
     }
     return fdma_arena_size(arena);

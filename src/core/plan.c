@@ -110,7 +110,8 @@ fdma_arena fdma_arena_of(const fdma_problem *problem) {
 }
 
 void *fdma_arena_take(fdma_arena *arena, size_t bytes) {
-    void *const piece = arena->base ? arena->base + arena->used : NULL;
+    // of sizes that are refused later it may lie beyond all memory: no pointer may be counted there
+    void *const piece = arena->base ? (void *)((uintptr_t)arena->base + arena->used) : NULL;
     arena->used += (bytes + arena_alignment - 1) & ~(size_t)(arena_alignment - 1);
     return piece;
 }
