@@ -1,6 +1,6 @@
-/* check_gradients.c - what gradients and merging are given in a case, and what the reference makes of
- * it in float64. Out and lse are the oracle's, rounded as a caller has them: every row is judged by
- * the same inputs, whichever kernel went forward. */
+/* check_gradients.c - what gradients and merging are given in a case, and what the reference makes
+ * of it in float64. Out and lse are the oracle's, rounded as a caller has them: every row is judged
+ * by the same inputs, whichever kernel went forward. */
 #include "arrays.h"
 #include "check.h"
 #include "random.h"

@@ -44,18 +44,18 @@ static inline void check_untouched(fdma_tensor tensor) {
 enum { output_limit = 5 };
 
 /* Outputs of a call, to be found untouched. */
-typedef struct outputs {
+typedef struct call_outputs {
     fdma_tensor tensor[output_limit];
     int count;
-} outputs;
+} call_outputs;
 
-static inline void fill_outputs(const outputs *to) {
+static inline void fill_outputs(const call_outputs *to) {
     for (int i = 0; i < to->count; i++) {
         fill_untouched(to->tensor[i]);
     }
 }
 
-static inline void check_outputs(const outputs *to) {
+static inline void check_outputs(const call_outputs *to) {
     for (int i = 0; i < to->count; i++) {
         check_untouched(to->tensor[i]);
     }

@@ -122,8 +122,8 @@ static inline gradient_element dot_rows(fdma_tensor x, int64_t at_x, fdma_tensor
     return sum;
 }
 
-/* A kept key's part in the gradients of a row; `carried` is the row's D. The slope of the softcap is
- * a difference too: errors are relative to 1. */
+/* A kept key's part in the gradients of a row; `carried` is the row's D. The softcap's slope is a
+ * difference too: errors are relative to 1. */
 static inline void expect_key(const gradient_problem *p, const expected_gradients *to, int64_t q,
                               int64_t k, int64_t key, double lse, gradient_element carried) {
     const problem *x = &p->x;

@@ -314,8 +314,8 @@ static inline int keeps_any(const problem *x, int64_t g, int64_t i) {
     return 0;
 }
 
-/* A row whose lse is NaN has no finite gradient, and gives none to the keys that it keeps; to others
- * it is as if it were not there. */
+/* A row whose lse is NaN has no finite gradient, and gives none to the keys that it keeps; others
+ * are as if it were not there. */
 static inline void check_nan_row(const gradient_problem *p, const char *kernel) {
     const problem *x = &p->x;
     const int64_t i = 2 * x->q_len / 3, h = x->q_heads - 1, g = x->kv_heads - 1, dim = x->head_dim;

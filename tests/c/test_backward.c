@@ -1,5 +1,5 @@
-/* test_backward.c - the reference's gradients against finite differences of its forward, in float64:
- * of fdma_backward(), fdma_score_backward() and fdma_attention_backward(). */
+/* test_backward.c - the reference's gradients against finite differences of its forward, in
+ * float64: of fdma_backward(), fdma_score_backward() and fdma_attention_backward(). */
 #include "differences.h"
 #include "gradient.h"
 

@@ -1,5 +1,5 @@
-/* test_errors_backward.c - bad arguments of fdma_backward(): the status, what the message names, and
- * that nothing is written. */
+/* test_errors_backward.c - bad arguments of fdma_backward(): the status, what the message names,
+ * and that nothing is written. */
 #include "errors.h"
 
 typedef struct backward_call {
@@ -259,7 +259,7 @@ static void backward_rejects(void) {
         backward_call call;
         make_call(&call);
         CHECK_OK(fdma_backward(&call.args));
-        const outputs to = {{call.args.dq, call.args.dk, call.args.dv, call.args.dbias}, 4};
+        const call_outputs to = {{call.args.dq, call.args.dk, call.args.dv, call.args.dbias}, 4};
         fill_outputs(&to);
         backward_cases[i].spoil(&call);
         check_status(fdma_backward(&call.args), want);
@@ -281,7 +281,7 @@ static void backward_wants_its_workspace(void) {
         backward_call call;
         make_call(&call);
         call.args.exec.kernel = kernels.name[kernel];
-        const outputs to = {{call.args.dq, call.args.dk, call.args.dv, call.args.dbias}, 4};
+        const call_outputs to = {{call.args.dq, call.args.dk, call.args.dv, call.args.dbias}, 4};
         fill_outputs(&to);
         size_t bytes = 0;
         CHECK_OK(fdma_backward_workspace(&call.args, &bytes));

@@ -113,7 +113,7 @@ static void score_backward_rejects(void) {
         test_context("score_backward: %s", score_backward_cases[i].name);
         fdma_score_backward_args args = right_score_backward();
         CHECK_OK(fdma_score_backward(&args));
-        const outputs to = {{args.dv, args.ddt_proj, args.da}, 3};
+        const call_outputs to = {{args.dv, args.ddt_proj, args.da}, 3};
         fill_outputs(&to);
         score_backward_cases[i].spoil(&args);
         check_status(fdma_score_backward(&args), want);
@@ -281,7 +281,7 @@ static void attention_backward_rejects(void) {
         fdma_selection selection;
         fdma_attention_backward_args args = right_attention_backward(&selection);
         CHECK_OK(fdma_attention_backward(&args));
-        const outputs to = {{args.dq, args.dk, args.dv, args.ddt_proj, args.da}, 5};
+        const call_outputs to = {{args.dq, args.dk, args.dv, args.ddt_proj, args.da}, 5};
         fill_outputs(&to);
         attention_backward_cases[i].spoil(&args);
         check_status(fdma_attention_backward(&args), want);
@@ -300,7 +300,7 @@ static void calls_want_their_workspace(void) {
     fdma_attention_backward_args whole = right_attention_backward(&selection);
     CHECK_OK(fdma_attention_backward_workspace(&whole, &bytes));
     CHECK(bytes > 0);
-    const outputs to = {{whole.dq, whole.dk, whole.dv, whole.ddt_proj, whole.da}, 5};
+    const call_outputs to = {{whole.dq, whole.dk, whole.dv, whole.ddt_proj, whole.da}, 5};
     fill_outputs(&to);
     whole.exec.workspace_size = bytes - 1;
     CHECK_INT(fdma_attention_backward(&whole), FDMA_WORKSPACE_TOO_SMALL);
@@ -310,7 +310,7 @@ static void calls_want_their_workspace(void) {
 
     fdma_score_backward_args score = right_score_backward();
     CHECK_OK(fdma_score_backward_workspace(&score, &bytes));
-    const outputs of_score = {{score.dv, score.ddt_proj, score.da}, 3};
+    const call_outputs of_score = {{score.dv, score.ddt_proj, score.da}, 3};
     fill_outputs(&of_score);
     if (bytes > 0) {
         score.exec.workspace_size = bytes - 1;

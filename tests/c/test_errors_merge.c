@@ -1,5 +1,5 @@
-/* test_errors_merge.c - bad arguments of fdma_merge() and fdma_merge_backward(): the status, what the
- * message names, and that nothing is written. */
+/* test_errors_merge.c - bad arguments of fdma_merge() and fdma_merge_backward(): the status, what
+ * the message names, and that nothing is written. */
 #include "errors.h"
 
 /* ---- merge ---- */
@@ -76,7 +76,7 @@ static void merge_rejects(void) {
         test_context("merge: %s", merge_cases[i].name);
         fdma_merge_args args = right_merge();
         CHECK_OK(fdma_merge(&args));
-        const outputs to = {{args.out, args.lse}, 2};
+        const call_outputs to = {{args.out, args.lse}, 2};
         fill_outputs(&to);
         merge_cases[i].spoil(&args);
         check_status(fdma_merge(&args), want);
@@ -176,7 +176,7 @@ static void merge_backward_rejects(void) {
         test_context("merge_backward: %s", merge_backward_cases[i].name);
         fdma_merge_backward_args args = right_merge_backward();
         CHECK_OK(fdma_merge_backward(&args));
-        const outputs to = {{args.dout_a, args.dlse_a, args.dout_b, args.dlse_b}, 4};
+        const call_outputs to = {{args.dout_a, args.dlse_a, args.dout_b, args.dlse_b}, 4};
         fill_outputs(&to);
         merge_backward_cases[i].spoil(&args);
         check_status(fdma_merge_backward(&args), want);
