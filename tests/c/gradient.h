@@ -26,9 +26,10 @@ typedef struct expected_gradients {
     gradient_element *dq, *dk, *dv, *dbias;
 } expected_gradients;
 
-/* Out and lse of a problem, by the reference in the problem's type. */
+/* Out and lse of a problem in its type, by whatever kernel takes it: gradients are judged by what
+ * they are given. */
 static inline attended gradient_forward(const problem *x) {
-    fdma_forward_args args = problem_args(x, "reference");
+    fdma_forward_args args = problem_args(x, NULL);
     if (x->dtype == FDMA_FLOAT64) {
         args.lse = new_output(FDMA_FLOAT64, x->batch, x->q_heads, x->q_len, -1);
     }
