@@ -216,10 +216,59 @@ static void unread_keys_do_not_show(void) {
     }
 }
 
+/* ---- biases ---- */
+
+/* Every seventh key has one beside which products vanish, of either sign. */
+static void fill_large_biases(const problem *x) {
+    float *const bias = x->bias.data;
+    for (int64_t at = 0; at < count_of(x->bias); at += 7) {
+        bias[at] = (at % 2 == 0 ? 1e30F : -1e30F) * (1 + (float)(at % x->kv_len) / 1000);
+    }
+}
+
+static problem biased_problem(int64_t head_dim, fdma_dtype dtype, double scale, int large) {
+    problem x = {.batch = 1,
+                 .q_len = 200,
+                 .kv_len = 300,
+                 .q_heads = 4,
+                 .kv_heads = 2,
+                 .head_dim = head_dim,
+                 .window = 90,
+                 .scope = FDMA_SCOPE_CAUSAL,
+                 .causal = 1,
+                 .dtype = dtype,
+                 .scale = scale};
+    problem_fill(&x, 3);
+    problem_select(&x);
+    if (large) {
+        fill_large_biases(&x);
+    }
+    return x;
+}
+
+/* Whatever the scale: bias / scale need not be a float32. */
+static void biases_of_any_size_count(void) {
+    static const int64_t head_dims[] = {64, 128, 256};
+    static const double scales[] = {0, 1e-39, 3};
+    for (int i = 0; i < TEST_COUNT(head_dims) * TEST_COUNT(scales) * device_dtype_count * 2; i++) {
+        const fdma_dtype dtype = device_dtypes[i / 2 % device_dtype_count];
+        const int shape = i / 2 / device_dtype_count;
+        const problem x = biased_problem(head_dims[shape / TEST_COUNT(scales)], dtype,
+                                         scales[shape % TEST_COUNT(scales)], i % 2);
+        const problem on_device = device_problem(&x);
+        test_context("head_dim %d, %s, scale %g, large %d", (int)x.head_dim, dtype_name(dtype),
+                     x.scale, i % 2);
+        check_close_results(&x, device_attend(&on_device, NULL),
+                            problem_attend(&x, "reference", 1));
+        device_free_both();
+    }
+}
+
 static const test_entry tests[] = {
     TEST(every_operation_has_rows),   TEST(results_repeat_and_stay_inside),
     TEST(each_sequence_is_alone),     TEST(rows_without_keys_are_empty),
     TEST(two_hundred_runs_are_equal), TEST(unread_keys_do_not_show),
+    TEST(biases_of_any_size_count),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

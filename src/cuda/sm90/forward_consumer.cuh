@@ -126,8 +126,11 @@ template <class config> struct consumer {
         notes.advance();
         if (!is_first && softmax.weigh<element, true>(scores, unit, next))
             return false;
-        softmax.raise(scores, unit, rescale);
-        softmax.weigh<element, false>(scores, unit, next);
+#pragma unroll
+        for (int i = 0; i < held; i++)
+            scores[i] = __fmul_rn(scores[i], unit); // not fused with what follows
+        softmax.raise(scores, rescale);
+        softmax.weigh<element, false>(scores, 1, next);
         return true;
     }
 

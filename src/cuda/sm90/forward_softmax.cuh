@@ -9,6 +9,10 @@
  * raised: sums are almost never rescaled, and no weight is more than float16 holds. */
 static constexpr float most_sum = 32768;
 
+/* Where float32 ceases to have fractions. Beyond it what rounding takes from a product may be more
+ * than a weight's exponent holds: it must be rounded before a maximum is subtracted. */
+static constexpr float most_maximum = 1 << 24;
+
 /* What is subtracted from the logits of a row: -inf - -inf is NaN. */
 __device__ static inline float base_of(float max) { return max == -INFINITY ? 0 : max; }
 
@@ -19,20 +23,19 @@ struct row_softmax {
     float greatest[2] = {-INFINITY, -INFINITY};
     float sum[2] = {0, 0};
 
-    /* Raises the maxima to those of the logits where these are greater; `rescale` is what earlier
+    /* Raises the maxima to those of the logits, where these are greater; `rescale` is what earlier
      * weights are worth then. */
     template <int held>
-    __device__ inline void raise(const float (&scores)[held], float unit, float (&rescale)[2]) {
+    __device__ inline void raise(const float (&logits)[held], float (&rescale)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
             float part[4]; // a quarter of the latency
 #pragma unroll
             for (int i = 0; i < held / 2; i++) {
-                const float score = scores[i / 2 * 4 + 2 * row + i % 2];
-                part[i % 4] = i < 4 ? score : fmaxf(part[i % 4], score);
+                const float logit = logits[i / 2 * 4 + 2 * row + i % 2];
+                part[i % 4] = i < 4 ? logit : fmaxf(part[i % 4], logit);
             }
-            const float most =
-                unit * quad_max(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])));
+            const float most = quad_max(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])));
             const bool exceeds = most > greatest[row];
             rescale[row] = exceeds ? ex2_approx(greatest[row] - most) : 1;
             greatest[row] = exceeds ? most : greatest[row];
@@ -62,7 +65,8 @@ struct row_softmax {
         }
         const float both[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
         const bool is_low =
-            fmaxf(both[0], both[1]) > most_sum || fminf(greatest[0], greatest[1]) == -INFINITY;
+            fmaxf(both[0], both[1]) > most_sum ||
+            !(fmaxf(fabsf(greatest[0]), fabsf(greatest[1])) < most_maximum); // nor -inf
         if (checked && __any_sync(~0u, is_low))
             return false;
         sum[0] += both[0];

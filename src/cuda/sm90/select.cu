@@ -302,8 +302,10 @@ __global__ void __launch_bounds__(threads, 1)
 
 enum { most_items = 11, most_blocks = 16, portable_blocks = 8, cluster_group = 16 };
 
-/* A block of most keys has room for the counts of few others. */
-template <int items> using config_of = segment_config < items, items<most_items ? most_blocks : 4>;
+/* Of a cluster: a block of most keys has no room for the counts of more. */
+static constexpr int blocks_beside(int items) { return items < most_items ? most_blocks : 4; }
+
+template <int items> using config_of = segment_config<items, blocks_beside(items)>;
 
 static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
@@ -331,7 +333,7 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++) {
         const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choices[i]);
         const int64_t blocks = wanted > 1 ? wanted : 1; // also where there are no keys
-        if (blocks > (choices[i] < most_items ? most : 4))
+        if (blocks > most || blocks > blocks_beside(choices[i]))
             continue;
         const int64_t waves =
             divide_up(problem->batch * problem->kv_heads, clusters_at_once(facts, blocks));

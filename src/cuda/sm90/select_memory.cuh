@@ -36,26 +36,27 @@ template <class config> struct alignas(16) select_memory {
             uint32_t digit_count[warps][digits];
             uint2 sorted[config::keys]; // by digit, on their way to other blocks
         };
-        uint32_t border[warps]
-                       [config::row_words]; // keys of this warp and the later ones that are before
-                                            // the end of chunk d of positions, see column_of()
+        // keys of this warp and the later ones that are before the end of chunk d of positions, see
+        // column_of()
+        uint32_t border[warps][config::row_words];
         struct {
-            uint32_t
-                number[config::keys]; // by place: how many kept keys are at lower positions; expiry
+            // by place: how many kept keys are at lower positions; in the end the expiry
+            uint32_t number[config::keys];
             uint32_t kept[config::keys];     // by kept number: its position
             uint32_t position[config::keys]; // by place
         };
     };
-    alignas(16) uint16_t own_count[config::counts]; // keys of a digit, or before a border: here,
-    alignas(16) uint16_t count[config::most_blocks][config::counts]; // and of each block
-    uint32_t start[digits];                                          // of a digit in this block,
-    uint32_t to[digits];                      // and what leads from there to its place
+    // keys of a digit, or before a border: here, and of each block
+    alignas(16) uint16_t own_count[config::counts];
+    alignas(16) uint16_t count[config::most_blocks][config::counts];
+    uint32_t start[digits]; // of a digit in this block, and what leads from there to its place
+    uint32_t to[digits];
     uint32_t floor[config::most_borders + 1]; // see find_borders()
     uint32_t own_floor[config::most_borders]; // those of this block, a border earlier
     uint32_t above[config::most_borders];     // keys of later blocks that are before a border
-    uint32_t kept_at[config::most_blocks]
-                    [config::most_blocks / 2];   // kept keys, by block of position and of place
-    uint32_t kept_here[config::most_blocks / 2]; // in pairs of 16 bits
+    // kept keys, by block of position and of place, in pairs of 16 bits
+    uint32_t kept_at[config::most_blocks][config::most_blocks / 2];
+    uint32_t kept_here[config::most_blocks / 2];
     uint32_t scratch[warps];
     uint32_t kept_before, lower_kept, kept_all;
 };
