@@ -134,29 +134,34 @@ typedef struct named_pointer {
 } named_pointer;
 
 /* In a thread that has not used the device yet, such as PyTorch's for gradients, the driver knows no
- * pointers: setting the device gives the thread a context. */
-static cudaError_t ask_with_context(const void *pointer, int32_t device,
+ * pointers: a question about the call's stream, which a capture allows, gives it a context. */
+static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
                                     struct cudaPointerAttributes *facts) {
-    int before = device - 1;
+    enum cudaStreamCaptureStatus capture;
+    int before = exec->device - 1;
     cudaError_t status = cudaGetDevice(&before);
     if (status == cudaSuccess)
-        status = cudaSetDevice(device - 1);
+        status = cudaSetDevice(exec->device - 1);
+    if (status == cudaSuccess &&
+        cudaStreamIsCapturing((cudaStream_t)exec->stream, &capture) != cudaSuccess)
+        cudaGetLastError(); // of the default stream while another captures: no matter
     if (status == cudaSuccess)
         status = cudaPointerGetAttributes(facts, pointer);
-    if (status == cudaSuccess && before != device - 1)
-        status = cudaSetDevice(before);
+    if (before != exec->device - 1)
+        cudaSetDevice(before);
     return status;
 }
 
 /* Where the driver knows a pointer, it must be one of this device; what it does not know (memory of
  * systems that share all of it) is the caller's word. */
-static fdma_status check_pointer(named_pointer given, int32_t device) {
+static fdma_status check_pointer(named_pointer given, const fdma_exec *exec) {
+    const int32_t device = exec->device;
     struct cudaPointerAttributes facts;
     if (given.pointer == NULL)
         return FDMA_OK;
     cudaError_t status = cudaPointerGetAttributes(&facts, given.pointer);
     if (status == cudaSuccess && facts.type == cudaMemoryTypeUnregistered)
-        status = ask_with_context(given.pointer, device, &facts);
+        status = ask_with_context(given.pointer, exec, &facts);
     if (status != cudaSuccess)
         return fail_driver(given.name, status);
     FDMA_REQUIRE(facts.type != cudaMemoryTypeUnregistered && facts.devicePointer != NULL,
@@ -175,7 +180,7 @@ static fdma_status check_pointers(const fdma_problem *problem) {
     };
 #undef DATA
     for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)
-        FDMA_TRY(check_pointer(pointers[i], problem->exec.device));
+        FDMA_TRY(check_pointer(pointers[i], &problem->exec));
     return FDMA_OK;
 }
 
