@@ -16,7 +16,7 @@ __device__ static inline void put_gradients(const tile_gradients &tile,
                                             int32_t b, int32_t g, int32_t n) {
     const int h = threadIdx.x / tile_keys, t = threadIdx.x % tile_keys, at = n * tile_keys + t;
     if (h < dot_heads && g + h < params.kv_heads && at < list.count)
-        params.ddt[(b * params.kv_len + list.key[at]) * params.kv_heads + g + h] = tile.ddt[h][t];
+        params.ddt[(b * params.kv_len + list.key[at]) * params.kv_heads + g + h] = tile.ddt[t][h];
 }
 
 /* ddt of the listed keys, of dot_heads kv heads from g on; returns what they add to da. A step is a
@@ -75,13 +75,13 @@ __global__ void __launch_bounds__(split_threads, 1) find_ddt(const gradient_para
 
 /* A tile's ddt out of the workspace, of `heads` heads from g on. */
 template <int heads>
-__device__ static inline void load_gradients(float (*ddt)[tile_keys], const gradient_params &params,
+__device__ static inline void load_gradients(float (*ddt)[heads], const gradient_params &params,
                                              const key_list &list, int32_t b, int32_t g,
                                              int32_t n) {
     for (int x = threadIdx.x; x < heads * tile_keys; x += split_threads) {
         const int t = x / heads, h = x % heads, at = n * tile_keys + t;
         const bool there = at < list.count && g + h < params.kv_heads;
-        ddt[h][t] =
+        ddt[t][h] =
             there ? params.ddt[(b * params.kv_len + list.key[at]) * params.kv_heads + g + h] : 0;
     }
     __syncthreads();
@@ -124,43 +124,58 @@ __device__ static inline void put_four(element *to, uint2 old, float4 x, bool al
             to[n] = ((const element *)&sum)[n];
 }
 
+/* What a key adds to the sums of eight heads, and these to its dv. */
+__device__ static inline void add_key(float4 *sums, float4 &dv, const float *ddt, float4 v,
+                                      const float4 (&weights)[few_heads]) {
+    float x[few_heads];
+    *(float4 *)&x[0] = *(const float4 *)&ddt[0];
+    *(float4 *)&x[4] = *(const float4 *)&ddt[4];
+    const bool finite = fabsf(v.x + v.y + v.z + v.w) < INFINITY;
+#pragma unroll
+    for (int n = 0; n < few_heads; n++) {
+        add_product(dv, x[n], weights[n]);
+        if (finite || x[n] != 0) // 0 * NaN is NaN
+            add_product(sums[n], x[n], v);
+    }
+}
+
 /* A tile against this thread's channels, from c on: dv of its keys, and its share of ddt_proj. */
 template <typename element, int heads>
-__device__ static inline void add_tile(float4 (&sums)[heads], const float (*ddt)[tile_keys],
+__device__ static inline void add_tile(float4 (&sums)[heads], const float (*ddt)[heads],
                                        const tile_slot &slot, const gradient_params &params,
                                        const key_list &list, int32_t b, int32_t g, int32_t c,
                                        int32_t tile) {
-    float4 add[tile_keys] = {};
-#pragma unroll
-    for (int n = 0; n < heads; n++) {
-        if (g + n >= params.kv_heads)
-            continue;
-        const float4 weights = load_weights<element>(params, g + n, c);
-#pragma unroll
-        for (int t = 0; t < tile_keys; t++) {
-            const float x = ddt[n][t];
-            if (x == 0) // for all lanes; v may be NaN
-                continue;
-            add_product(sums[n], x, unpack_four<element>(slot.v[t][threadIdx.x]));
-            add_product(add[t], x, weights);
-        }
-    }
-    if (params.dv == nullptr)
-        return;
+    constexpr int together = 2; // keys that weights are loaded for
     element *const dv =
         (element *)params.dv + b * params.dv_batch + channel_offset(params, c, params.dv_head);
+    const int32_t count = min(list.count - tile * tile_keys, tile_keys);
+    float4 weights[few_heads];
+    load_heads<element>(weights, params, g, c);
+#pragma unroll 1
+    for (int t = 0; t < count; t += together) {
+        float4 add[together] = {};
 #pragma unroll
-    for (int t = 0; t < tile_keys; t++)
-        if (tile * tile_keys + t < list.count)
-            put_four(dv + list.key[tile * tile_keys + t] * params.dv_row, slot.dv[t][threadIdx.x],
-                     add[t], params.dv_aligned);
+        for (int n = 0; n < heads; n += few_heads) {
+            if (heads > few_heads)
+                load_heads<element>(weights, params, g + n, c);
+#pragma unroll
+            for (int x = 0; x < together; x++)
+                add_key(sums + n, add[x], ddt[t + x] + n,
+                        unpack_four<element>(slot.v[t + x][threadIdx.x]), weights);
+        }
+#pragma unroll
+        for (int x = 0; x < together; x++)
+            if (params.dv != nullptr && t + x < count)
+                put_four(dv + list.key[tile * tile_keys + t + x] * params.dv_row,
+                         slot.dv[t + x][threadIdx.x], add[x], params.dv_aligned);
+    }
 }
 
-/* ddt by head and key. */
+/* ddt by key and head. */
 template <int heads> struct split_memory {
     key_list list;
     tile_gradients tile;
-    alignas(16) float ddt[heads][tile_keys];
+    alignas(16) float ddt[tile_keys][heads];
 };
 
 /* The listed keys against a thread's channels; returns what they add to da, where it is fused. */
@@ -171,6 +186,8 @@ __device__ static inline float add_list(float4 (&sums)[heads], tile_slot *ring,
     const key_list &list = shared->list;
     const int32_t tiles = (list.count + tile_keys - 1) / tile_keys;
     const bool is_fused = heads == few_heads && params.is_fused;
+    const float (*const ddt)[heads] =
+        is_fused ? (const float (*)[heads])shared->tile.ddt : shared->ddt;
     float da = 0;
     for (int32_t n = 1 - stages; n < tiles; n++) {
         const int32_t ahead = n + stages - 1;
@@ -189,8 +206,7 @@ __device__ static inline float add_list(float4 (&sums)[heads], tile_slot *ring,
             load_gradients<heads>(shared->ddt, params, list, b, g, n);
         }
         if (c < params.channels)
-            add_tile<element>(sums, is_fused ? shared->tile.ddt : shared->ddt, slot, params, list,
-                              b, g, c, n);
+            add_tile<element>(sums, ddt, slot, params, list, b, g, c, n);
         __syncthreads();
     }
     return da;
@@ -274,11 +290,14 @@ __global__ void __launch_bounds__(finish_columns *finish_parts)
 static constexpr size_t ring_bytes = stages * sizeof(tile_slot);
 static_assert(ring_bytes + sizeof(split_memory<many_heads>) <= least_shared_bytes, "fits anywhere");
 
-/* Splits of a sequence: enough blocks for a large device, whose sums take 16 MB at most. */
+/* Splits of a sequence: enough blocks for a large device, whose sums take no more than an eighth of
+ * v, or 16 MB. */
 static void plan_splits(gradient_params *params) {
-    const int64_t most_splits = 256, least_keys = 64, most_sums = 4 << 20;
+    const int64_t most_splits = 256, least_keys = 64, least_sums = 4 << 20;
     const int64_t each = (int64_t)params->kv_heads * params->channels;
-    const int64_t fit = each > 0 && most_sums / each > 1 ? most_sums / each : 1;
+    const int64_t share = params->kv_len * params->channels / 16;
+    const int64_t sums = share > least_sums ? share : least_sums;
+    const int64_t fit = each > 0 && sums / each > 1 ? sums / each : 1;
     int64_t splits = (params->kv_len + least_keys - 1) / least_keys;
     splits = splits < most_splits ? splits : most_splits;
     splits = splits < fit ? splits : fit;

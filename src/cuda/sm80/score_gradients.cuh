@@ -45,11 +45,11 @@ struct key_list {
     float dbias[dot_heads][split_threads];
 };
 
-/* Of a tile: what is summed up for da, and ddt, by head and key; 0 where there is no gradient. */
+/* Of a tile: ddt, and what is summed up for da, by key and head; 0 where there is no gradient. */
 struct tile_gradients {
     float of_warp[split_warps][dot_heads * tile_keys];
-    alignas(16) float ddt[dot_heads][tile_keys];
-    float da[dot_heads][tile_keys];
+    alignas(16) float ddt[tile_keys][dot_heads];
+    float da[tile_keys][dot_heads];
 };
 
 /* A thread's four channels of a tile's keys, of v and of dv; no other thread reads them. */
@@ -179,7 +179,7 @@ __device__ static inline void copy_tile(tile_slot *slot, const gradient_params &
         (const element *)params.v + b * params.v_batch + channel_offset(params, c, params.v_head);
     const element *const dv = (const element *)params.dv + b * params.dv_batch +
                               channel_offset(params, c, params.dv_head);
-#pragma unroll
+#pragma unroll 2
     for (int t = 0; t < tile_keys; t++) {
         const bool there = n * tile_keys + t < list.count && c < params.channels;
         const int64_t key = there ? list.key[n * tile_keys + t] : 0;
@@ -215,21 +215,29 @@ __device__ static inline void scatter_sums(float (&sums)[half_sums]) {
     share_sums<1>(sums);
 }
 
+/* Weights of `heads` heads from g on; 0 for those that are not there. */
+template <typename element, int heads>
+__device__ static inline void load_heads(float4 (&weights)[heads], const gradient_params &params,
+                                         int32_t g, int32_t c) {
+#pragma unroll
+    for (int n = 0; n < heads; n++)
+        weights[n] = g + n < params.kv_heads && c < params.channels
+                         ? load_weights<element>(params, g + n, c)
+                         : make_float4(0, 0, 0, 0);
+}
+
 /* Products of a thread's channels from c on, of half_heads heads from g on, [head][key]. */
 template <typename element>
 __device__ static inline void add_dots(float (&sums)[half_sums], const tile_slot &slot,
                                        const gradient_params &params, int32_t g, int32_t c) {
-    if (c >= params.channels)
-        return;
+    float4 weights[half_heads];
+    load_heads<element>(weights, params, g, c);
 #pragma unroll
-    for (int n = 0; n < half_heads; n++) {
-        if (g + n >= params.kv_heads)
-            continue;
-        const float4 weights = load_weights<element>(params, g + n, c);
+    for (int t = 0; t < tile_keys; t++) {
+        const float4 v = unpack_four<element>(slot.v[t][threadIdx.x]);
 #pragma unroll
-        for (int t = 0; t < tile_keys; t++)
-            sums[n * tile_keys + t] =
-                dot(unpack_four<element>(slot.v[t][threadIdx.x]), weights, sums[n * tile_keys + t]);
+        for (int n = 0; n < half_heads; n++)
+            sums[n * tile_keys + t] = dot(v, weights[n], sums[n * tile_keys + t]);
     }
 }
 
@@ -248,7 +256,7 @@ __device__ static inline void find_gradient(tile_gradients *tile, const gradient
     if (h >= dot_heads)
         return;
     const float dbias = there ? list.dbias[h][n * tile_keys + t] : 0;
-    tile->ddt[h][t] = tile->da[h][t] = 0;
+    tile->ddt[t][h] = tile->da[t][h] = 0;
     if (dbias == 0)
         return;
     float dt = 0;
@@ -258,8 +266,8 @@ __device__ static inline void find_gradient(tile_gradients *tile, const gradient
                                   : to_float(((const element *)params.a)[g + h]);
     const float plus = isnan(dt) ? dt : fmaxf(dt, 0) + log1pf(expf(-fabsf(dt))); // softplus
     const float dz = params.is_exp ? dbias * expf(a * plus) : dbias;
-    tile->da[h][t] = dz * plus;
-    tile->ddt[h][t] = dz * a / (1 + expf(-dt));
+    tile->da[t][h] = dz * plus;
+    tile->ddt[t][h] = dz * a / (1 + expf(-dt));
 }
 
 /* Adds a tile to thread h's sum of da, of head h. */
@@ -267,7 +275,7 @@ __device__ static inline void add_coefficients(float &sum, const tile_gradients 
     if (threadIdx.x < dot_heads)
 #pragma unroll
         for (int t = 0; t < tile_keys; t++)
-            sum += tile.da[threadIdx.x][t];
+            sum += tile.da[t][threadIdx.x];
 }
 
 /* Writes what a split adds to da, of the heads from g on. */
