@@ -100,7 +100,7 @@ foreach(head_dim 64 128 256)
   fdma_add_cuda(fdma_cuda_sm90_d${head_dim} src/cuda/sm90/forward.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})
 endforeach()
-foreach(head_dim 64 128)
+foreach(head_dim 64 128 256)
   fdma_add_cuda(fdma_cuda_sm90_backward_d${head_dim} src/cuda/sm90/backward.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})
 endforeach()

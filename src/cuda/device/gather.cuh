@@ -12,13 +12,13 @@ static constexpr uint32_t no_row = UINT32_MAX;
 
 /* Begins to copy rows of `panels` panels to `block`, which has `rows` of them: this warp takes the
  * warp_rows from first_row on. Lane l says that row first_row + l % warp_rows is the source's row
- * own_row, at source + own_row * unit; no_row: it is 0. Channels from head_dim on are 0. */
-template <int rows, int panels, int warp_rows>
+ * own_row, at source + own_row * unit; no_row: it is 0. Channels from head_dim on are 0. batch:
+ * shuffles at once, one of which takes as long as six copies. */
+template <int rows, int panels, int warp_rows, int batch = 4>
 __device__ static inline void gather_rows(uint32_t block, int first_row, const char *source,
                                           uint32_t unit, uint32_t own_row, int head_dim) {
     static_assert(warp_rows % swizzle_rows == 0, "rows of a warp begin where the swizzle does");
     constexpr int steps = warp_rows / step_rows;
-    constexpr int batch = 4; // shuffles at once: one takes as long as six copies
     const int lane = threadIdx.x % 32, chunk = lane % line_lanes, row = lane / line_lanes;
     const uint32_t to = block + first_row * line_bytes;
     const uint32_t even = to + swizzled(row, chunk), odd = to + swizzled(row + step_rows, chunk);

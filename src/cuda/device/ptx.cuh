@@ -311,14 +311,15 @@ __device__ static inline void red_add_v2(float *address, float x, float y) {
                  : "memory");
 }
 
+/* Orders what this thread did in device memory before what it, or who waits for it, does next. */
+__device__ static inline void fence_acq_rel_gpu(void) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 __device__ static inline uint32_t ld_acquire_gpu(const uint32_t *address) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
-}
-
-__device__ static inline void st_release_gpu(uint32_t *address, uint32_t value) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 #endif

@@ -1,7 +1,8 @@
-/* Gradients on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
- * passes: first the keys that live at an epoch's first position, slot by slot, then those that
- * arrive inside an epoch. In a block of threads one warpgroup brings keys and queries
- * (backward_producer) and two multiply (backward_consumer). */
+/* Gradients on Hopper (compute capability 9.0 alone), for head_dim up to
+ * FDMA_HEAD_DIM, in two passes: first the keys that live at an epoch's first
+ * position, slot by slot, then those that arrive inside an epoch. In a block of
+ * threads one warpgroup brings keys and queries (backward_producer) and two
+ * multiply (backward_consumer). */
 #include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/backward_producer.cuh"
 
@@ -13,6 +14,8 @@ template <class config> __device__ static void init_barriers(backward_memory<con
         mbarrier_init(&memory->step_full[i], warpgroup_threads + 1); // and its note
         mbarrier_init(&memory->step_empty[i], warps);
     }
+    for (int i = 0; i < 2; i++)
+        mbarrier_init(&memory->ds_full[i], config::consumers);
     mbarrier_init(&memory->slots_full, warpgroup_threads);
     mbarrier_init(&memory->keys_full, warpgroup_threads);
     mbarrier_init(&memory->keys_empty, warps);
@@ -33,9 +36,8 @@ __global__ void __launch_bounds__(config::threads, 1)
         init_barriers(memory);
         memory->item = item_of<config>(plan, pass);
     }
-    for (int i = threadIdx.x; i < (int)sizeof memory->zeros; i += config::threads)
-        memory->zeros[i] = 0;
-    fence_proxy_async();
+    for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
+        memory->dbias[0][0][i] = 0;
     __syncthreads();
     if (warpgroup == 0) {
         setmaxnreg_dec<config::producer_registers>();
@@ -52,7 +54,8 @@ __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
-/* dq of its sums, which lie as accumulators held them: a block of threads a tile of 64 queries. */
+/* dq of its sums, which lie as accumulators held them: a block of threads a
+ * tile of 64 queries. */
 template <class config>
 __global__ void __launch_bounds__(warpgroup_threads)
     finish_dq(const __grid_constant__ backward_plan plan,
@@ -197,7 +200,8 @@ static bool is_aligned(const fdma_tensor *tensor) {
     return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
 }
 
-/* What a gather adds to where a head's rows begin is a product of two uint32_t. */
+/* What a gather adds to where a head's rows begin is a product of two uint32_t.
+ */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
 static const char *refuses(const fdma_problem *problem) {

@@ -1,5 +1,6 @@
-/* The producer of sm90's backward kernel: a warpgroup that brings queries step by step, and keys
- * where slots change them. Each thread watches over one slot. */
+/* The producer of sm90's backward kernel: a warpgroup that brings queries step
+ * by step, and keys where slots change them. Each thread watches over one slot.
+ */
 #ifndef FDMA_CUDA_SM90_BACKWARD_PRODUCER_CUH
 #define FDMA_CUDA_SM90_BACKWARD_PRODUCER_CUH
 
@@ -7,15 +8,17 @@
 
 static constexpr int32_t beyond = -2; // what follows a stretch's last epoch: no key, and no slot
 
-/* Few registers are left beside the consumers': what can be found again is not kept. */
+/* Few registers are left beside the consumers': what can be found again is not
+ * kept. */
 template <class config> struct backward_producer {
     static constexpr int barrier = 1; // of the producer's warps
     static constexpr int32_t nothing_waits = -1;
 
     backward_memory<config> *memory;
-    ring_place<config::stages> step;
+    int32_t step;    // of all segments
     int32_t segment; // of the keys in shared memory, or about to come there
-    int32_t ahead;   // steps loaded while a segment's keys wait for room; or nothing_waits
+    int32_t ahead;   // steps loaded while a segment's keys wait for room; or
+                     // nothing_waits
 
     __device__ inline int32_t own_slot(void) const { return threadIdx.x % warpgroup_threads; }
 
@@ -78,7 +81,8 @@ template <class config> struct backward_producer {
         }
     }
 
-    /* The keys of a segment that are new, where the old ones are needed no more. */
+    /* The keys of a segment that are new, where the old ones are needed no more.
+   */
     __device__ inline void load_keys(const backward_plan &plan) {
         const int32_t current = opaque(segment);
         wait(&memory->keys_empty, current & 1);
@@ -100,7 +104,7 @@ template <class config> struct backward_producer {
         const int32_t query = tile * config::q_rows + warp * warp_rows + threadIdx.x % warp_rows;
         const char *const rows =
             (const char *)view.data + 2 * (memory->item.b * view.batch + h * view.head);
-        gather_rows<config::q_rows, config::panels, warp_rows>(
+        gather_rows<config::q_rows, config::panels, warp_rows, 2>(
             block, warp * warp_rows, rows, (uint32_t)(2 * view.row),
             query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
     }
@@ -108,8 +112,8 @@ template <class config> struct backward_producer {
     /* 64 queries of head h, their dout, lse and delta. */
     __device__ inline void load_step(const backward_plan &plan, const backward_pass &pass,
                                      int32_t h, int32_t tile, bool is_last, bool ends_epoch) {
-        const int32_t stage = step.index, n = threadIdx.x % config::q_rows;
-        wait(&memory->step_empty[stage], step.parity ^ 1);
+        const int32_t stage = step % config::stages, n = threadIdx.x % config::q_rows;
+        wait(&memory->step_empty[stage], step / config::stages % 2 ^ 1);
         load_rows(plan, plan.forward.q, h, tile, shared_address(memory->q[stage]));
         load_rows(plan, plan.dout, h, tile, shared_address(memory->dout[stage]));
         const int32_t row = memory->item.b * plan.forward.q_heads + h;
@@ -127,7 +131,7 @@ template <class config> struct backward_producer {
             mbarrier_arrive(&memory->step_full[stage]);
         }
         cp_async_mbarrier_arrive_noinc(&memory->step_full[stage]);
-        step.advance();
+        step++;
         if (ahead != nothing_waits && (++ahead == config::stages - 1 || ends_epoch))
             load_keys(plan);
     }
@@ -143,7 +147,8 @@ template <class config> struct backward_producer {
         return pass.is_diagonal ? active + item.block : active - 1 - item.block;
     }
 
-    /* The steps of an epoch; true: after it some slot has another key, or nothing follows. */
+    /* The steps of an epoch; true: after it some slot has another key, or nothing
+   * follows. */
     __device__ inline bool load_epoch(const backward_plan &plan, const backward_pass &pass,
                                       int32_t epoch) {
         constexpr int tiles = list_queries / config::q_rows;
@@ -165,7 +170,8 @@ template <class config> struct backward_producer {
     }
 
     __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
-        int32_t epoch = pass.is_diagonal ? memory->item.epoch : first_epoch(plan, memory->item);
+        int32_t epoch = first_epoch(plan, pass, memory->item);
+        step = 0;
         segment = -1;
         ahead = nothing_waits;
         for (epoch--;; epoch++) { // from before the first
