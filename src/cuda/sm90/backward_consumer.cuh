@@ -83,8 +83,9 @@ template <class config> struct backward_consumer {
     }
 
     /* Scores to weights; with softcap also to weights times its slope. Only in
-   * pairs: there are no registers for more. */
-    __device__ inline void weigh(const backward_plan &plan, const backward_pass &pass,
+   * pairs: there are no registers for more. True: the
+     * warp has cut some. */
+    __device__ inline bool weigh(const backward_plan &plan, const backward_pass &pass,
                                  int32_t stage, const float (&s)[held], pairs &weights,
                                  pairs &sloped) const {
         const float2 *const lse = columns_of(memory->lse[stage]);
@@ -100,11 +101,13 @@ template <class config> struct backward_consumer {
             weigh_softly(plan, bias, lse, s, weights, sloped);
         else
             weigh_plainly(plan, bias, lse, s, weights);
-        if (__any_sync(~0u, is_cut)) {
+        const bool cuts = __any_sync(~0u, is_cut);
+        if (cuts) {
             cut_pairs(own, span, weights);
             if (config::has_softcap)
                 cut_pairs(own, span, sloped);
         }
+        return cuts;
     }
 
     __device__ inline void weigh_plainly(const backward_plan &plan, const float (&bias)[2],
@@ -143,7 +146,9 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* Weights to the gradients of scores, and their sums to that of bias. */
+    /* Weights to the gradients of scores, and their sums to that of bias. cuts: what is cut stays 0
+     * whatever it is multiplied with, NaN too. */
+    template <bool cuts>
     __device__ inline void differentiate(int32_t stage, const float (&dp)[held],
                                          const pairs &weights, const pairs &sloped, pairs &ds) {
         const float2 *const delta = columns_of(memory->delta[stage]);
@@ -153,11 +158,13 @@ template <class config> struct backward_consumer {
             const float2 column = delta[i / 4 * 4];
             const float low = dp[i] - column.x, high = dp[i + 1] - column.y;
             const float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
-            float2 both = make_float2(p.x * low, p.y * high);
+            float2 both =
+                make_float2(cuts && p.x == 0 ? 0 : p.x * low, cuts && p.y == 0 ? 0 : p.y * high);
             sums[i / 2 % 2] += both.x + both.y;
             if constexpr (config::has_softcap) {
                 const float2 slope = unpack<element>(sloped[i / 8][i / 2 % 4]);
-                both = make_float2(slope.x * low, slope.y * high);
+                both = make_float2(cuts && p.x == 0 ? 0 : slope.x * low,
+                                   cuts && p.y == 0 ? 0 : slope.y * high);
             }
             ds[i / 8][i / 2 % 4] = element_type<element>::pack(both.x, both.y);
         }
@@ -296,13 +303,16 @@ template <class config> struct backward_consumer {
         wait_step();
         begin_product(s, memory->k, memory->q[step % config::stages]);
         wgmma_wait_group<0>();
-        weigh(plan, pass, step % config::stages, s, weights, sloped);
+        bool cuts = weigh(plan, pass, step % config::stages, s, weights, sloped);
         for (;;) {
             const int32_t stage = step % config::stages;
             begin_product(dp, memory->v, memory->dout[stage]);
             begin_dv(weights, stage);
             wgmma_wait_group<0>();
-            differentiate(stage, dp, weights, sloped, ds);
+            if (cuts || config::has_softcap) // whose other path has no registers
+                differentiate<true>(stage, dp, weights, sloped, ds);
+            else
+                differentiate<false>(stage, dp, weights, sloped, ds);
             store_ds(ds);
             begin_sums(dk, ds_block(), memory->q[stage]);
             const bool is_last = memory->notes[stage].is_last;
@@ -320,7 +330,7 @@ template <class config> struct backward_consumer {
                 wgmma_wait_group<0>();
                 add_dq(pass, stage, dq);
             }
-            weigh(plan, pass, step % config::stages, s, weights, sloped);
+            cuts = weigh(plan, pass, step % config::stages, s, weights, sloped);
             if (!config::has_softcap) {
                 wgmma_wait_group<0>();
                 add_dq(pass, stage, dq);
@@ -347,10 +357,13 @@ template <class config> struct backward_consumer {
             begin_product(dp, memory->v, memory->dout[stage]);
             wgmma_wait_group<1>();
             is_last = memory->notes[stage].is_last;
-            weigh(plan, pass, stage, s, weights, sloped);
+            const bool cuts = weigh(plan, pass, stage, s, weights, sloped);
             store_pairs(memory->weights, weights);
             wgmma_wait_group<0>();
-            differentiate(stage, dp, weights, sloped, ds);
+            if (cuts || config::has_softcap) // whose other path has no registers
+                differentiate<true>(stage, dp, weights, sloped, ds);
+            else
+                differentiate<false>(stage, dp, weights, sloped, ds);
             store_ds(ds);
             wait_ds();
             multiply_wide(pass, stage);
