@@ -1,8 +1,7 @@
-/* Gradients on Hopper (compute capability 9.0 alone), for head_dim up to
- * FDMA_HEAD_DIM, in two passes: first the keys that live at an epoch's first
- * position, slot by slot, then those that arrive inside an epoch. In a block of
- * threads one warpgroup brings keys and queries (backward_producer) and two
- * multiply (backward_consumer). */
+/* Gradients on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
+ * passes: first the keys that live at an epoch's first position, slot by slot, then those that
+ * arrive inside an epoch. In a block of threads one warpgroup brings keys and queries
+ * (backward_producer) and two multiply (backward_consumer). */
 #include "cuda/sm90/backward_consumer.cuh"
 #include "cuda/sm90/backward_producer.cuh"
 
@@ -54,8 +53,7 @@ __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
-/* dq of its sums, which lie as accumulators held them: a block of threads a
- * tile of 64 queries. */
+/* dq of its sums, which lie as accumulators held them: a block of threads a tile of 64 queries. */
 template <class config>
 __global__ void __launch_bounds__(warpgroup_threads)
     finish_dq(const __grid_constant__ backward_plan plan,
@@ -200,8 +198,7 @@ static bool is_aligned(const fdma_tensor *tensor) {
     return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
 }
 
-/* What a gather adds to where a head's rows begin is a product of two uint32_t.
- */
+/* What a gather adds to where a head's rows begin is a product of two uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
 static const char *refuses(const fdma_problem *problem) {

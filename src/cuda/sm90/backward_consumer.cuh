@@ -1,9 +1,8 @@
-/* The consumers of sm90's backward kernel: warpgroups of 64 slots each. Of a
- * step they make S' = K Q', dP' = V dO', P = 2^(S - lse), dS = P (dP - delta),
- * dv += P' dO, dk += dS' Q with keys as rows, so that P and dS go from
- * registers into the products that follow; and, from all slots' dS in shared
- * memory, half the channels each of dq = dS K. Source: FlashAttention-3,
- * arXiv:2407.08608, for the order of products. */
+/* The consumers of sm90's backward kernel: warpgroups of 64 slots each. Of a step they make
+ *   S' = K Q', dP' = V dO', P = 2^(S - lse), dS = P (dP - delta), dv += P' dO, dk += dS' Q
+ * with keys as rows, so that P goes from registers into the product that follows; and, from all
+ * slots' dS in shared memory, half the channels each of dq = dS K.
+ * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #ifndef FDMA_CUDA_SM90_BACKWARD_CONSUMER_CUH
 #define FDMA_CUDA_SM90_BACKWARD_CONSUMER_CUH
 
@@ -82,9 +81,8 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* Scores to weights; with softcap also to weights times its slope. Only in
-   * pairs: there are no registers for more. True: the
-     * warp has cut some. */
+    /* Scores to weights; with softcap also to weights times its slope. Only in pairs: there are no
+     * registers for more. True: the warp has cut some. */
     __device__ inline bool weigh(const backward_plan &plan, const backward_pass &pass,
                                  int32_t stage, const float (&s)[held], pairs &weights,
                                  pairs &sloped) const {
@@ -184,8 +182,8 @@ template <class config> struct backward_consumer {
         }
     }
 
-    /* What row i has up to this segment, of the quad's first lane; and from 0 on
-   * where it changes. */
+    /* What row i has up to this segment, of the quad's first lane; and from 0 on where it
+     * changes. */
     __device__ inline float take_dbias(int i, bool changes) {
         if constexpr (config::shares_dbias) {
             const int32_t row = own_row() + 8 * i, past = (segment + 1) % 2;
@@ -248,8 +246,7 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    /* dk += dS * a step's q, or dv += weights * its dout, begun; from shared
-   * memory. */
+    /* dk += dS * a step's q, or dv += weights * its dout, begun; from shared memory. */
     __device__ inline void begin_sums(float (&sums)[sums_held], const uint8_t *block,
                                       const uint8_t *queries) {
         const int panel = config::is_wide ? index * config::own_channels / panel_channels : 0;
@@ -295,8 +292,8 @@ template <class config> struct backward_consumer {
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 
-    /* The steps of a segment. dq of one, which wants both consumers' dS, is
-   * multiplied under the next one's scores, so that they need not keep step. */
+    /* The steps of a segment. dq of one, which wants both consumers' dS, is multiplied under the
+     * next one's scores, so that they need not keep step. */
     __device__ inline void run_segment(const backward_plan &plan, const backward_pass &pass) {
         float s[held], dp[held], dq[config::dq_held];
         pairs weights, sloped, ds;
@@ -387,8 +384,8 @@ template <class config> struct backward_consumer {
         wgmma_wait_group<0>();
     }
 
-    /* Takes over the next segment's slots, and writes the gradients of keys that
-   * leave; false: there is none. */
+    /* Takes over the next segment's slots, and writes the gradients of keys that leave; false:
+     * there is none. */
     __device__ inline bool take_slots(const backward_plan &plan, const backward_pass &pass) {
         wait(&memory->slots_full, segment & 1);
         const bool is_over = memory->is_over;

@@ -1,6 +1,5 @@
-/* The producer of sm90's backward kernel: a warpgroup that brings queries step
- * by step, and keys where slots change them. Each thread watches over one slot.
- */
+/* The producer of sm90's backward kernel: a warpgroup that brings queries step by step, and keys
+ * where slots change them. Each thread watches over one slot. */
 #ifndef FDMA_CUDA_SM90_BACKWARD_PRODUCER_CUH
 #define FDMA_CUDA_SM90_BACKWARD_PRODUCER_CUH
 
@@ -8,8 +7,7 @@
 
 static constexpr int32_t beyond = -2; // what follows a stretch's last epoch: no key, and no slot
 
-/* Few registers are left beside the consumers': what can be found again is not
- * kept. */
+/* Few registers are left beside the consumers': what can be found again is not kept. */
 template <class config> struct backward_producer {
     static constexpr int barrier = 1; // of the producer's warps
     static constexpr int32_t nothing_waits = -1;
@@ -81,8 +79,7 @@ template <class config> struct backward_producer {
         }
     }
 
-    /* The keys of a segment that are new, where the old ones are needed no more.
-   */
+    /* The keys of a segment that are new, where the old ones are needed no more. */
     __device__ inline void load_keys(const backward_plan &plan) {
         const int32_t current = opaque(segment);
         wait(&memory->keys_empty, current & 1);
@@ -147,8 +144,7 @@ template <class config> struct backward_producer {
         return pass.is_diagonal ? active + item.block : active - 1 - item.block;
     }
 
-    /* The steps of an epoch; true: after it some slot has another key, or nothing
-   * follows. */
+    /* The steps of an epoch; true: after it some slot has another key, or nothing follows. */
     __device__ inline bool load_epoch(const backward_plan &plan, const backward_pass &pass,
                                       int32_t epoch) {
         constexpr int tiles = list_queries / config::q_rows;

@@ -1,11 +1,9 @@
-/* What the parties of sm90's backward kernel share: its shapes, its work, its
- * shared memory.
+/* What the parties of sm90's backward kernel share: its shapes, its work, its shared memory.
  *
- * A block of threads has a block of slots for a stretch of epochs: k and v of
- * the slots' keys lie in shared memory, dk and dv in the consumers' registers,
- * and the queries stream past, a step at a time. Where a slot's key changes, at
- * the border of two epochs, a segment ends: the gradients of the keys that
- * leave are written, and others take their rows. */
+ * A block of threads has a block of slots for a stretch of epochs: k and v of the slots' keys lie
+ * in shared memory, dk and dv in the consumers' registers, and the queries stream past, a step at a
+ * time. Where a slot's key changes, at the border of two epochs, a segment ends: the gradients of
+ * the keys that leave are written, and others take their rows. */
 #ifndef FDMA_CUDA_SM90_BACKWARD_TILE_CUH
 #define FDMA_CUDA_SM90_BACKWARD_TILE_CUH
 
@@ -17,10 +15,9 @@ static constexpr int warpgroup_threads = 128;
 static constexpr int warpgroup_warps = 4;
 static constexpr int step_rows_of_q = 64; // queries, of one head, of a step
 
-/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape
- * that is built. Consumers share a block's slots; beside 256 channels, where
- * registers hold the sums of half a key only, they share a step's queries and
- * the channels instead. */
+/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
+ * Consumers share a block's slots; beside 256 channels, where registers hold the sums of half a key
+ * only, they share a step's queries and the channels instead. */
 template <typename element_, int most_channels, bool softcap> struct backward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap;
@@ -46,14 +43,12 @@ template <typename element_, int most_channels, bool softcap> struct backward_co
     static constexpr bool shares_dbias = has_softcap || is_wide;
 };
 
-/* What a launch of the kernel is for: the keys that live at an epoch's first
- * position, or, in a pass after it, those that arrive inside. */
+/* What a launch of the kernel is for: the keys that live at an epoch's first position, or, in a
+ * pass after it, those that arrive inside. */
 struct backward_pass {
     bool is_diagonal;
-    float *dq;         // [batch * q_heads][tiles] tiles of 64 queries as accumulators
-                       // hold them
-    uint32_t *tickets; // of each tile and consumer: whose turn it is to add;
-                       // NULL: anybody's
+    float *dq;         // [batch * q_heads][tiles] of 64 queries as accumulators hold them
+    uint32_t *tickets; // of each tile and consumer, whose turn it is to add; NULL: anybody's
     int32_t tiles;     // of a head
     int32_t blocks;    // of slots
 };
@@ -83,8 +78,7 @@ struct alignas(16) step_note {
     bool is_last;  // of its segment
 };
 
-// whose slots are known: the one before, which is being written, this one and
-// the next
+// whose slots are known: the one before, which is being written, this one and the next
 static constexpr int kept_segments = 3;
 
 template <class config> struct backward_memory {
@@ -102,8 +96,7 @@ template <class config> struct backward_memory {
     float dbias[2][config::consumers][config::slots], dbias_before[config::slots];
     int32_t next[warpgroup_threads]; // the producer's threads' keys of the next epoch
     backward_item item;
-    // of each consumer, a ticket that is to be handed on, now that its sums are
-    // on their way
+    // of each consumer, a ticket that is to be handed on, now that its sums are on their way
     int32_t owed[config::consumers];
     uint32_t owed_turn[config::consumers];
     bool is_over; // there is no next segment
@@ -118,8 +111,7 @@ __device__ static inline int32_t key_of(const forward_plan &plan, int32_t entry)
     return is_key(entry, plan.kv_len) ? entry : -1;
 }
 
-/* The key in slot `slot` of an epoch, or the slot-th key that arrives inside
- * it; -1: none. */
+/* The key in slot `slot` of an epoch, or the slot-th key that arrives inside it; -1: none. */
 __device__ static inline int32_t find_key(const backward_plan &plan, const backward_pass &pass,
                                           int32_t head, int32_t epoch, int32_t slot) {
     const forward_plan &forward = plan.forward;
@@ -156,8 +148,7 @@ __device__ static inline int32_t visible_slots(const backward_plan &plan, int32_
     return max(0, queries + forward.kv_len - forward.q_len);
 }
 
-/* The first of an item's epochs in which some query sees one of its slots; a
- * warp together. */
+/* The first of an item's epochs in which some query sees one of its slots; a warp together. */
 __device__ static inline int32_t first_epoch(const backward_plan &plan, const backward_pass &pass,
                                              const backward_item &item) {
     if (pass.is_diagonal) {
@@ -178,8 +169,8 @@ __device__ static inline int32_t epochs_of(const backward_plan &plan) {
     return plan.rows / list_queries;
 }
 
-/* Blocks of one head stand together, as they read the same queries; and so that
- * a block that has to wait for another one's sums comes after it. */
+/* Blocks of one head stand together, as they read the same queries; and so that a block that has to
+ * wait for another one's sums comes after it. */
 template <class config>
 __device__ static inline backward_item item_of(const backward_plan &plan,
                                                const backward_pass &pass) {
