@@ -89,8 +89,12 @@ void check_store(fdma_tensor tensor, int64_t index, double value) {
 
 void check_fill(fdma_tensor tensor, double value) {
     const int64_t count = element_count(&tensor);
-    for (int64_t i = 0; i < count; i++) {
-        check_store(tensor, i, value);
+    const int64_t row = count > 0 ? tensor.shape[tensor.rank - 1] : 1;
+    for (int64_t i = 0; i < count; i += row) {
+        const int64_t at = element_offset(&tensor, i);
+        for (int64_t d = 0; d < row; d++) {
+            store_element(tensor.data, tensor.dtype, at + d, value);
+        }
     }
 }
 
