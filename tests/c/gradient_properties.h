@@ -347,4 +347,40 @@ static inline void check_nan_row(const gradient_problem *p, const char *kernel) 
     }
 }
 
+/* ---- selections that make no sense ---- */
+
+static inline void corrupt_selection(fdma_tensor tensor, int how, uint64_t *state) {
+    int32_t *const data = tensor.data;
+    const int64_t len = tensor.shape[2];
+    for (int64_t i = 0; i < count_of(tensor); i++) {
+        const int32_t values[] = {
+            (int32_t)(uint32_t)random_bits(state),
+            (int32_t)random_below(state, len + 20) - 10, /* in and just outside of the sequence */
+            (int32_t)len,                                /* all keys alive, whatever the window */
+            INT32_MIN,
+            INT32_MAX,
+            0,
+        };
+        data[i] = values[how];
+    }
+}
+
+/* Wrong numbers, no access outside (guards and sanitizers say), no harm to the calls that follow. */
+static inline void check_corrupt(const gradient_problem *p, const char *kernel) {
+    uint64_t state = 77;
+    if (p->x.window < 0) {
+        return;
+    }
+    const gradients want = run_gradients(p, kernel, 1);
+    gradient_problem corrupt = *p;
+    corrupt.x.selection.expiry = copy_tensor(p->x.selection.expiry);
+    corrupt.x.selection.slot = copy_tensor(p->x.selection.slot);
+    for (int how = 0; how < 36; how++) {
+        corrupt_selection(corrupt.x.selection.expiry, how / 6, &state);
+        corrupt_selection(corrupt.x.selection.slot, how % 6, &state);
+        run_gradients(&corrupt, kernel, 2);
+    }
+    check_same_gradients(run_gradients(p, kernel, 1), want);
+}
+
 #endif /* GRADIENT_PROPERTIES_H */

@@ -63,10 +63,11 @@ static fdma_status ask_there(fdma_backward_args *args, size_t *bytes) {
 
 typedef void (*property)(const gradient_problem *p, const char *kernel);
 
-static void for_each_shape(property holds, int deterministic) {
+/* `stride`: of shapes that are taken, where a property is slow. */
+static void for_some_shapes(property holds, int deterministic, int stride) {
     const kernel_list kernels = device_kernels("backward");
     int taken[kernel_limit] = {0};
-    for (int i = 0; i < TEST_COUNT(gradient_shapes) * device_dtype_count; i++) {
+    for (int i = 0; i < TEST_COUNT(gradient_shapes) * device_dtype_count; i += stride) {
         const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
         const gradient_shape *n = &gradient_shapes[i / device_dtype_count];
         const problem x = gradient_shape_problem(n, dtype);
@@ -87,6 +88,10 @@ static void for_each_shape(property holds, int deterministic) {
     }
 }
 
+static void for_each_shape(property holds, int deterministic) {
+    for_some_shapes(holds, deterministic, 1);
+}
+
 static void every_gradient_has_rows(void) {
     CHECK(device_kernels("backward").count > 0);
     CHECK(device_kernels("score_backward").count > 0);
@@ -102,6 +107,24 @@ static void gradients_accumulate(void) { for_each_shape(check_accumulated, 1); }
 static void bias_and_its_gradient_are_optional(void) { for_each_shape(check_optional, 1); }
 static void memory_order_does_not_matter(void) { for_each_shape(check_layouts, 1); }
 static void nan_rows_stay_with_their_keys(void) { for_each_shape(check_nan_row, 1); }
+
+/* The fast form has no bits to hold it to. */
+static void check_corrupt_fast(const gradient_problem *p, const char *kernel) {
+    uint64_t state = 78;
+    gradient_problem wrong = *p;
+    wrong.x.selection.expiry = copy_tensor(p->x.selection.expiry);
+    wrong.x.selection.slot = copy_tensor(p->x.selection.slot);
+    for (int how = 0; how < 36 && p->x.window >= 0; how++) {
+        corrupt_selection(wrong.x.selection.expiry, how / 6, &state);
+        corrupt_selection(wrong.x.selection.slot, how % 6, &state);
+        run_gradients(&wrong, kernel, 1);
+    }
+}
+
+static void corrupt_selections_stay_inside(void) {
+    for_some_shapes(check_corrupt, 1, 9);
+    for_some_shapes(check_corrupt_fast, 0, 7);
+}
 
 /* ---- keys that none keeps ---- */
 
@@ -262,6 +285,7 @@ static const test_entry tests[] = {
     TEST(nan_rows_stay_with_their_keys),
     TEST(unread_keys_do_not_show),
     TEST(unread_keys_do_not_show_in_the_fast_form),
+    TEST(corrupt_selections_stay_inside),
     TEST(two_hundred_runs_are_equal),
     TEST(gradients_of_scores_repeat),
 };
