@@ -18,14 +18,15 @@ typedef struct plain_backward {
     double *error;     /* [batch, kv_heads, kv_len, check_parts] of the terms of dbias */
 } plain_backward;
 
-/* From the end: D and the products that it is taken from cancel, and sums of the same order would
- * do so to the last bit, by accident, where a row has one key. */
-static float dot_from_end(const float *x, const float *y, int64_t count) {
+/* The sum of a tensor of products, which is rounded itself; from the end: what D is taken from is
+ * about the same, and sums of the same order would cancel to the last bit, by accident, where a row
+ * has one key. */
+static float sum_products(fdma_dtype dtype, const float *x, const float *y, int64_t count) {
     float sum = 0;
     for (int64_t i = count - 1; i >= 0; i--) {
-        sum += x[i] * y[i];
+        sum += check_round(dtype, x[i] * y[i]);
     }
-    return sum;
+    return check_round(dtype, sum);
 }
 
 static void add_scaled(float *to, float factor, const float *from, int64_t count) {
@@ -72,7 +73,7 @@ static void add_row(plain_inputs *in, const plain_row *row) {
     const check_problem *problem = in->problem;
     const int64_t dim = problem->test->head_dim;
     const float *dout = to->dout + row->q;
-    const float carried = check_round(problem->dtype, dot_from_end(dout, to->out + row->q, dim)) -
+    const float carried = sum_products(problem->dtype, dout, to->out + row->q, dim) -
                           (to->dlse != NULL ? to->dlse[row->lse] : 0);
     for (int64_t d = 0; d < dim; d++) {
         to->dq[d] = 0;

@@ -101,12 +101,12 @@ static void every_gradient_has_rows(void) {
 
 static void gradients_are_right(void) { for_each_shape(check_right, 0); }
 static void deterministic_gradients_are_right(void) { for_each_shape(check_right, 1); }
-static void runs_are_equal(void) { for_each_shape(check_repeats, 1); }
+static void runs_are_equal(void) { for_some_shapes(check_repeats, 1, 3); }
 static void each_sequence_is_alone(void) { for_each_shape(check_alone, 1); }
-static void gradients_accumulate(void) { for_each_shape(check_accumulated, 1); }
-static void bias_and_its_gradient_are_optional(void) { for_each_shape(check_optional, 1); }
-static void memory_order_does_not_matter(void) { for_each_shape(check_layouts, 1); }
-static void nan_rows_stay_with_their_keys(void) { for_each_shape(check_nan_row, 1); }
+static void gradients_accumulate(void) { for_some_shapes(check_accumulated, 1, 5); }
+static void bias_and_its_gradient_are_optional(void) { for_some_shapes(check_optional, 1, 5); }
+static void memory_order_does_not_matter(void) { for_some_shapes(check_layouts, 1, 3); }
+static void nan_rows_stay_with_their_keys(void) { for_some_shapes(check_nan_row, 1, 3); }
 
 /* The fast form has no bits to hold it to. */
 static void check_corrupt_fast(const gradient_problem *p, const char *kernel) {
@@ -122,8 +122,8 @@ static void check_corrupt_fast(const gradient_problem *p, const char *kernel) {
 }
 
 static void corrupt_selections_stay_inside(void) {
-    for_some_shapes(check_corrupt, 1, 9);
-    for_some_shapes(check_corrupt_fast, 0, 7);
+    for_some_shapes(check_corrupt, 1, 17);
+    for_some_shapes(check_corrupt_fast, 0, 19);
 }
 
 /* ---- keys that none keeps ---- */
