@@ -6,10 +6,13 @@
 #define FDMA_CPU_KERNELS_BACKWARD_H
 
 #include "cpu/kernels/backward_block.h"
+#include "cpu/kernels/backward_stretch.h"
 
 typedef struct backward_context {
     const fdma_problem *problem;
-    uint8_t *scratch; /* of thread 0; the others' follow at scratch_size */
+    stretch *stretches; /* [batch * kv_heads][count] */
+    int64_t count;      /* of one (b, g) */
+    uint8_t *scratch;   /* of thread 0; the others' follow at scratch_size */
     size_t scratch_size;
     int64_t lanes; /* of a tile */
     int64_t tiles; /* of one (b, g) */
@@ -24,11 +27,18 @@ typedef struct backward_scratch {
     int32_t *dying;
 } backward_scratch;
 
-static backward_scratch take_backward_scratch(fdma_arena *arena, const fdma_problem *problem,
-                                              int64_t lanes) {
+static int64_t context_rows(const backward_context *context) {
+    return table_rows(context->problem, context->lanes, context->count > 1);
+}
+
+static backward_scratch take_backward_scratch(fdma_arena *arena, const backward_context *context) {
+    const fdma_problem *const problem = context->problem;
+    const int64_t rows = context_rows(context);
     backward_scratch scratch;
-    scratch.tile = take_backward_tile(arena, problem, lanes);
-    scratch.table = take_key_table(arena, problem, lanes);
+    scratch.tile = take_backward_tile(arena, problem, context->lanes);
+    scratch.table = take_key_table(arena, problem, rows);
+    if (context->count == 1)
+        scratch.table.sums = fdma_arena_take(arena, sums_bytes(problem, rows));
     scratch.list = fdma_arena_take(arena, sizeof *scratch.list);
     scratch.next = fdma_arena_take(arena, sizeof *scratch.next);
     scratch.dying = fdma_arena_take(arena, sizeof *scratch.dying * most_lanes);
@@ -88,24 +98,68 @@ static void work_on_tile(const fdma_problem *problem, const tile_place *place,
     write_dq(problem, place, tile);
 }
 
-/* All tiles of one (b, g), the first queries first. */
-static void sweep_head(const void *context, int64_t head, int32_t thread) {
+/* The tiles of one stretch, the first queries first. */
+static void sweep_tiles(const backward_context *backward, backward_scratch *scratch,
+                        const tile_place *head, int64_t index, stretch *one) {
+    const fdma_problem *const problem = backward->problem;
+    const int64_t tiles = backward->tiles, count = backward->count, lanes = backward->lanes;
+    const int64_t end = first_tile(tiles, count, index + 1);
+    tile_place place = *head;
+    clear_tile(&scratch->tile.logits, head, tile_dim(problem));
+    begin_table(&scratch->table);
+    for (int64_t n = first_tile(tiles, count, index); n < end; n++) {
+        place = place_tile(problem, head->b, head->g, lanes, n);
+        if (one && n == first_tile(tiles, count, index))
+            begin_stretch(problem, &place, &scratch->table, one);
+        work_on_tile(problem, &place, scratch);
+    }
+    if (end < tiles) {
+        place = place_tile(problem, head->b, head->g, lanes, end);
+        end_stretch(problem, &place, &scratch->table, one);
+        return;
+    }
+    end_table(problem, &place, &scratch->table);
+    if (one)
+        one->counts[1] = 0;
+}
+
+static tile_place place_of_head(const fdma_problem *problem, int64_t head) {
+    return (tile_place){.b = head / problem->kv_heads, .g = head % problem->kv_heads};
+}
+
+/* One stretch of one (b, g). The last ones, which see the most keys, come first. */
+static void sweep_stretch(const void *context, int64_t task, int32_t thread) {
+    const backward_context *const backward = context;
+    const fdma_problem *const problem = backward->problem;
+    const int64_t heads = problem->batch * problem->kv_heads, count = backward->count;
+    const int64_t head = task % heads, index = count - 1 - task / heads;
+    const uint32_t rounding = flush_subnormals();
+    fdma_arena arena = {.base = backward->scratch + (size_t)thread * backward->scratch_size};
+    backward_scratch scratch = take_backward_scratch(&arena, backward);
+    stretch *const one = count > 1 ? backward->stretches + head * count + index : NULL;
+    const tile_place place = place_of_head(problem, head);
+    if (one)
+        scratch.table.sums = one->sums;
+    begin_products();
+    sweep_tiles(backward, &scratch, &place, index, one);
+    end_products();
+    restore_rounding(rounding);
+}
+
+/* Adds up what the stretches of one (b, g) have left. */
+static void join_stretches(const void *context, int64_t head, int32_t thread) {
     const backward_context *const backward = context;
     const fdma_problem *const problem = backward->problem;
     const uint32_t rounding = flush_subnormals();
-    fdma_arena arena = {.base = backward->scratch + (size_t)thread * backward->scratch_size};
-    backward_scratch scratch = take_backward_scratch(&arena, problem, backward->lanes);
-    const tile_place nowhere = {.b = head / problem->kv_heads, .g = head % problem->kv_heads};
-    tile_place place = nowhere;
-    clear_tile(&scratch.tile.logits, &nowhere, tile_dim(problem));
-    begin_table(&scratch.table);
-    begin_products();
-    for (int64_t index = 0; index < backward->tiles; index++) {
-        place = place_tile(problem, nowhere.b, nowhere.g, backward->lanes, index);
-        work_on_tile(problem, &place, &scratch);
+    fdma_arena none = {0};
+    const tile_place place = place_of_head(problem, head);
+    const key_table table = take_key_table(&none, problem, context_rows(backward));
+    const stretch *const all = backward->stretches + head * backward->count;
+    (void)thread;
+    for (int64_t n = 1; n < backward->count; n++) {
+        carry_sums(problem, &place, &table, &all[n - 1], &all[n]);
+        put_carried(problem, &place, &table, &all[n]);
     }
-    end_products();
-    end_table(problem, &place, &scratch.table);
     restore_rounding(rounding);
 }
 
@@ -114,16 +168,33 @@ static int64_t backward_lanes(const fdma_problem *problem) {
     return lanes < most ? lanes : most;
 }
 
+static int64_t backward_tasks(const backward_context *context) {
+    return context->problem->batch * context->problem->kv_heads * context->count;
+}
+
+/* Tables of all stretches; the list of them, where there is a workspace, is in it. */
+static void take_stretches(fdma_arena *arena, backward_context *context) {
+    const int64_t count = context->count > 1 ? backward_tasks(context) : 0;
+    context->stretches = fdma_arena_take(arena, (size_t)count * sizeof *context->stretches);
+    for (int64_t n = 0; n < count; n++) {
+        const stretch one = take_stretch(arena, context->problem, context_rows(context));
+        if (context->stretches)
+            context->stretches[n] = one;
+    }
+}
+
 static fdma_arena lay_out_backward(const fdma_problem *problem, backward_context *context) {
-    const int64_t tasks = problem->batch * problem->kv_heads;
     const int64_t microseconds = forward_microseconds(problem);
     fdma_arena one = {0};
     context->problem = problem;
     context->lanes = backward_lanes(problem);
     context->tiles = tiles_of(problem, context->lanes);
-    context->threads = fdma_worthwhile_threads(problem->exec.threads, tasks, 2 * microseconds);
-    take_backward_scratch(&one, problem, context->lanes);
+    context->count = count_stretches(problem, context->lanes);
+    context->threads =
+        fdma_worthwhile_threads(problem->exec.threads, backward_tasks(context), 2 * microseconds);
+    take_backward_scratch(&one, context);
     fdma_arena arena = fdma_arena_of(problem);
+    take_stretches(&arena, context);
     context->scratch_size = one.used;
     context->scratch = fdma_arena_take(&arena, one.used * (size_t)context->threads);
     return arena;
@@ -138,7 +209,10 @@ static size_t backward_workspace(const fdma_problem *problem) {
 static fdma_status run_backward(const fdma_problem *problem) {
     backward_context context;
     lay_out_backward(problem, &context);
-    fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, sweep_head, &context);
+    fdma_parallel_for(context.threads, backward_tasks(&context), sweep_stretch, &context);
+    if (context.count > 1)
+        fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, join_stretches,
+                          &context);
     return FDMA_OK;
 }
 

@@ -15,27 +15,34 @@ typedef struct key_table {
     int32_t *spare;   /* [count]: rows without a key */
     int32_t *live;    /* [count]: keys with a row, in ascending order */
     int64_t spare_count, live_count;
-    int64_t next; /* the first key that has not been looked at */
+    int64_t next;      /* the first key that has not been looked at */
+    int64_t first_key; /* keys before it have gradients from before the sweep: their rows stay */
 } key_table;
 
-/* Queries of a tile stand at no more than `lanes` + 1 positions. */
-static int64_t table_rows(const fdma_problem *problem, int64_t lanes) {
-    const int64_t most = problem->window + lanes + 1;
-    return !problem->selected || most > problem->kv_len ? problem->kv_len : most;
+/* Rows of a table: keys of one window, of as many again that were there before a sweep, and of the
+ * positions of a tile, which are no more than `lanes` + 1. */
+static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_stretch) {
+    const int64_t most = (is_stretch ? 2 : 1) * problem->window + lanes + 1;
+    const bool all = !problem->selected || problem->window > problem->kv_len;
+    return all || most > problem->kv_len ? problem->kv_len : most;
 }
 
-static key_table take_key_table(fdma_arena *arena, const fdma_problem *problem, int64_t lanes) {
-    const int64_t width = (tile_dim(problem) + vf_width - 1) / vf_width * vf_width;
-    key_table table = {
-        .count = table_rows(problem, lanes),
-        .width = width,
-        .row_size = 2 * width + vf_width,
-    };
-    const size_t rows = (size_t)table.count;
-    table.sums = fdma_arena_take(arena, (rows + 1) * (size_t)table.row_size * sizeof(float));
+static int64_t table_width(const fdma_problem *problem) {
+    return (tile_dim(problem) + vf_width - 1) / vf_width * vf_width;
+}
+
+static size_t sums_bytes(const fdma_problem *problem, int64_t rows) {
+    const int64_t row_size = 2 * table_width(problem) + vf_width;
+    return (size_t)((rows + 1) * row_size) * sizeof(float);
+}
+
+/* All but its sums. */
+static key_table take_key_table(fdma_arena *arena, const fdma_problem *problem, int64_t rows) {
+    key_table table = {.count = rows, .width = table_width(problem)};
+    table.row_size = 2 * table.width + vf_width;
     table.row_of = fdma_arena_take(arena, (size_t)problem->kv_len * sizeof(int32_t));
-    table.spare = fdma_arena_take(arena, rows * sizeof(int32_t));
-    table.live = fdma_arena_take(arena, rows * sizeof(int32_t));
+    table.spare = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
+    table.live = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
     return table;
 }
 
@@ -51,7 +58,7 @@ static void begin_table(key_table *table) {
     table->spare_count = table->count;
     for (int64_t n = 0; n < table->count; n++)
         table->spare[n] = (int32_t)(table->count - 1 - n);
-    table->live_count = table->next = 0;
+    table->live_count = table->next = table->first_key = 0;
     clear_sums_of(table, table->count);
 }
 
@@ -77,12 +84,17 @@ static void put_dbias(const fdma_problem *problem, const tile_place *place, int6
 }
 
 /* The gradients of a key that no later query keeps. */
-static void put_key(const fdma_problem *problem, const tile_place *place, const key_table *table,
-                    int64_t j) {
-    const float *const sums = sums_of(table, table->row_of[j]);
+static void put_sums(const fdma_problem *problem, const tile_place *place, const key_table *table,
+                     int64_t j, const float *sums) {
     put_key_row(problem, &problem->dk, place, j, sums, (float)problem->scale);
     put_key_row(problem, &problem->dv, place, j, sums + table->width, 1);
     put_dbias(problem, place, j, vf_sum(vf_load(sums + 2 * table->width)));
+}
+
+static void put_key(const fdma_problem *problem, const tile_place *place, const key_table *table,
+                    int64_t j) {
+    if (j >= table->first_key)
+        put_sums(problem, place, table, j, sums_of(table, table->row_of[j]));
 }
 
 /* Those of a key that no query keeps. */
@@ -97,18 +109,19 @@ static void put_no_key(const fdma_problem *problem, const tile_place *place, int
     }
 }
 
-/* Ends the keys that expired before this tile. */
+/* Ends the keys that no query at `position` or later keeps. */
 static void retire_keys(const fdma_problem *problem, const tile_place *place, const int32_t *expiry,
-                        key_table *table) {
+                        int32_t position, key_table *table) {
     int64_t left = 0;
     for (int64_t n = 0; n < table->live_count; n++) {
         const int32_t j = table->live[n];
-        if (!expiry || expiry[j] > place->first_position) {
+        if (!expiry || expiry[j] > position) {
             table->live[left++] = j;
             continue;
         }
         put_key(problem, place, table, j);
-        table->spare[table->spare_count++] = table->row_of[j];
+        if (j >= table->first_key)
+            table->spare[table->spare_count++] = table->row_of[j];
     }
     table->live_count = left;
 }
@@ -121,7 +134,8 @@ static void admit_keys(const fdma_problem *problem, const tile_place *place, con
         const bool kept = outlives(expiry, valid, place->first_position, j);
         table->row_of[j] = (int32_t)table->count;
         if (!kept || table->spare_count == 0) {
-            put_no_key(problem, place, j);
+            if (j >= table->first_key)
+                put_no_key(problem, place, j);
             continue;
         }
         table->row_of[j] = table->spare[--table->spare_count];
@@ -135,7 +149,7 @@ static key_walk turn_table(const fdma_problem *problem, const tile_place *place,
                            int32_t *dying) {
     const snapshots none = {.step = 1};
     key_walk walk = start_walk(problem, &none, place, dying);
-    retire_keys(problem, place, walk.expiry, table);
+    retire_keys(problem, place, walk.expiry, place->first_position, table);
     admit_keys(problem, place, walk.expiry, walk.valid, place->first_position, table);
     walk.live = table->live;
     walk.live_count = table->live_count;

@@ -19,12 +19,14 @@ typedef struct amx_config {
     uint8_t rows[16];
 } amx_config;
 
+/* Constant, as gcc takes only the first bytes of a variable to be read, and leaves out the rest. */
 static inline void begin_products(void) {
-    amx_config config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = amx_bytes;
-        config.rows[tile] = amx_rows;
-    }
+    enum { r = amx_rows, b = amx_bytes };
+    static const amx_config config = {
+        .palette = 1,
+        .row_bytes = {b, b, b, b, b, b, b, b},
+        .rows = {r, r, r, r, r, r, r, r},
+    };
     _tile_loadconfig(&config);
 }
 
