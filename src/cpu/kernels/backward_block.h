@@ -12,6 +12,9 @@ typedef struct backward_work {
     float *dk[key_block], *dv[key_block], *dbias[key_block]; /* sums of the listed keys */
 } backward_work;
 
+/* e^x. Logits far below lse want it exact; what will be rounded to a shorter type does not. */
+INLINE vf weight_of(vf x) { return terms == 1 ? exp_of(x) : exp2_of(vf_mul(x, vf_set(log2e))); }
+
 /* P = e^(logits - lse) of a group of keys; 0 where a row does not keep one, whatever its lse. */
 INLINE void find_probabilities(const backward_work *work, int32_t first, int block,
                                coverage covered, int from) {
@@ -32,7 +35,7 @@ INLINE void find_probabilities(const backward_work *work, int32_t first, int blo
     for (int m = from; m < tile_vectors; m++) {
         UNROLL
         for (int key = 0; key < score_keys; key++) {
-            const vf p = exp2_of(vf_mul(s[key][m], vf_set(log2e)));
+            const vf p = weight_of(s[key][m]);
             vf_store(tile->p + (first + key) * block_lanes + m * vf_width, p);
             if (terms == 2)
                 vf_store_terms(tile->p_words + (first + key) * lane_words + m * vf_width / terms,
