@@ -133,8 +133,13 @@ typedef struct named_pointer {
     const void *pointer;
 } named_pointer;
 
-/* In a thread that has not used the device yet, such as PyTorch's for gradients, the driver knows no
- * pointers: a question about the call's stream, which a capture allows, gives it a context. */
+static bool is_of_device(const struct cudaPointerAttributes *facts) {
+    return facts->type != cudaMemoryTypeUnregistered && facts->devicePointer != NULL;
+}
+
+/* In a thread that has not used the device yet, such as PyTorch's for gradients, no pointer is of
+ * any device: setting it, or else a question about the stream, which a capture allows, gives the
+ * thread a context. */
 static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
                                     struct cudaPointerAttributes *facts) {
     enum cudaStreamCaptureStatus capture;
@@ -160,13 +165,12 @@ static fdma_status check_pointer(named_pointer given, const fdma_exec *exec) {
     if (given.pointer == NULL)
         return FDMA_OK;
     cudaError_t status = cudaPointerGetAttributes(&facts, given.pointer);
-    if (status == cudaSuccess && facts.type == cudaMemoryTypeUnregistered)
+    if (status == cudaSuccess && !is_of_device(&facts))
         status = ask_with_context(given.pointer, exec, &facts);
     if (status != cudaSuccess)
         return fail_driver(given.name, status);
-    FDMA_REQUIRE(facts.type != cudaMemoryTypeUnregistered && facts.devicePointer != NULL,
-                 FDMA_INVALID_ARGUMENT, "%s: is memory of the CPU, want memory of exec.device, %d",
-                 given.name, device);
+    FDMA_REQUIRE(is_of_device(&facts), FDMA_INVALID_ARGUMENT,
+                 "%s: is memory of the CPU, want memory of exec.device, %d", given.name, device);
     FDMA_REQUIRE(facts.type != cudaMemoryTypeDevice || facts.device == device - 1,
                  FDMA_INVALID_ARGUMENT, "%s: is memory of device %d, want that of exec.device, %d",
                  given.name, facts.device + 1, device);
