@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(config::threads, 1)
         memory->item = item_of<config>(plan, pass);
     }
     for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
-        memory->dbias[0][0][i] = 0;
+        ((float *)memory->dbias)[i] = 0;
     __syncthreads();
     if (warpgroup == 0) {
         setmaxnreg_dec<config::producer_registers>();

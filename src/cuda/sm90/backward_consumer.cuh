@@ -257,12 +257,11 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
+    /* Of the step before, if there is one. */
     __device__ inline void hand_on_ticket(const backward_pass &pass) {
-        if (memory->owed[index] < 0)
-            return;
-        fence_acq_rel_gpu(); // sums of a step ago: they have long arrived
+        fence_acq_rel_gpu(); // its sums have long arrived
         bar_sync(barrier + 1 + index, warpgroup_threads);
-        if (threadIdx.x % warpgroup_threads == 0)
+        if (threadIdx.x % warpgroup_threads == 0 && memory->owed[index] >= 0)
             st_relaxed_gpu(&pass.tickets[memory->owed[index]], memory->owed_turn[index] + 1);
     }
 
@@ -366,8 +365,7 @@ template <class config> struct backward_consumer {
             multiply_wide(pass, stage);
             release(&memory->step_empty[stage]);
             step++;
-            bar_sync(barrier,
-                     config::consumers * warpgroup_threads); // both have read them
+            bar_sync(barrier, config::consumers * warpgroup_threads); // both have read them
         }
     }
 

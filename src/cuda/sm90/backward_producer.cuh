@@ -15,8 +15,7 @@ template <class config> struct backward_producer {
     backward_memory<config> *memory;
     int32_t step;    // of all segments
     int32_t segment; // of the keys in shared memory, or about to come there
-    int32_t ahead;   // steps loaded while a segment's keys wait for room; or
-                     // nothing_waits
+    int32_t ahead;   // steps loaded while a segment's keys wait for room; or nothing_waits
 
     __device__ inline int32_t own_slot(void) const { return threadIdx.x % warpgroup_threads; }
 
