@@ -411,25 +411,32 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     return args, cases
 
 
-def run(args: argparse.Namespace, cases: list[Case]) -> None:
-    """Errors: Disagreement, OSError."""
-    machine = find_machine(args.device)
-    print(", ".join(f"{field} {value}" for field, value in machine.items() if value), end="\n\n")
-    rows = []
+def collect(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, Any]]) -> None:
+    """Adds to `rows` what is measured, and prints it. Errors: Disagreement."""
     if args.device == "cuda":
         peers_cuda.print_head()
         for row in peers_cuda.measure(cases, args.rounds):
             rows.append(row)
             peers_cuda.print_row(row)
-        held = [row["met"] for row in rows if row["goal"]]
+        held = [row["met"] for row in rows if row["met"] is not None]
         print(f"{sum(held)} of {len(held)} goals reached")
     else:
         print_head()
         for row in measure(args, cases):
             rows.append(row)
             print_row(row)
-    if args.json:
-        write_whole(args.json, [machine, *rows])
+
+
+def run(args: argparse.Namespace, cases: list[Case]) -> None:
+    """Errors: Disagreement, OSError."""
+    machine = find_machine(args.device)
+    print(", ".join(f"{field} {value}" for field, value in machine.items() if value), end="\n\n")
+    rows: list[dict[str, Any]] = []
+    try:
+        collect(args, cases, rows)
+    finally:  # what is measured is kept, whatever comes after it
+        if args.json and rows:
+            write_whole(args.json, [machine, *rows])
     if args.picture:
         import peers_picture  # wants matplotlib
 
