@@ -1,5 +1,5 @@
-/* Where there are few heads, the tiles of each are cut into stretches of time, which threads work on
- * side by side. A key that is kept across a border gets sums in each of its stretches; they are
+/* Where there are few heads, the tiles of each are cut into stretches of time, which threads work
+ * on side by side. A key that is kept across a border gets sums in each of its stretches; they are
  * added up at the end, in the order of time. Stretches depend on the problem's shape without its
  * batch, so that results depend on nothing else. */
 #ifndef FDMA_CPU_KERNELS_BACKWARD_STRETCH_H
