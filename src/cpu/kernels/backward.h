@@ -78,7 +78,9 @@ static void visit_keys(const fdma_problem *problem, const tile_place *place,
 static void work_on_tile(const fdma_problem *problem, const tile_place *place,
                          backward_scratch *scratch) {
     backward_tile *const tile = &scratch->tile;
+    uint8_t is_used[key_block / key_step * backward_blocks];
     backward_work work = {
+        .is_used = is_used,
         .logits =
             {
                 .tile = &tile->logits,

@@ -10,7 +10,13 @@ typedef struct backward_work {
     const backward_tile *tile;
     bool has_dbias;
     float *dk[key_block], *dv[key_block], *dbias[key_block]; /* sums of the listed keys */
+    uint8_t *is_used; /* [key_block / key_step][backward_blocks]: blocks that keep some of a step */
 } backward_work;
+
+/* A key's words of the lanes of a block. */
+INLINE float *words_at(float *words, int32_t key, int block) {
+    return words + key * held_words + (by_steps ? block * lane_words : 0);
+}
 
 /* e^x. Logits far below lse want it exact; what will be rounded to a shorter type does not. */
 INLINE vf weight_of(vf x) { return terms == 1 ? exp_of(x) : exp2_of(vf_mul(x, vf_set(log2e))); }
@@ -38,7 +44,7 @@ INLINE void find_probabilities(const backward_work *work, int32_t first, int blo
             const vf p = weight_of(s[key][m]);
             vf_store(tile->p + (first + key) * block_lanes + m * vf_width, p);
             if (terms == 2)
-                vf_store_terms(tile->p_words + (first + key) * lane_words + m * vf_width / terms,
+                vf_store_terms(words_at(tile->p_words, first + key, block) + m * vf_width / terms,
                                p);
         }
     }
@@ -100,13 +106,14 @@ INLINE void find_steps(score_block s, const backward_work *work, int32_t first, 
 }
 
 /* Stores the steps of a group in words of keys and, where these differ, of lanes. */
-INLINE void store_steps(score_block s, const backward_tile *tile, int32_t first, int from) {
+INLINE void store_steps(score_block s, const backward_tile *tile, int32_t first, int block,
+                        int from) {
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         UNROLL
         for (int key = 0; key < score_keys; key++) {
             if (terms == 2)
-                vf_store_terms(tile->ds_words + (first + key) * lane_words + m * vf_width / terms,
+                vf_store_terms(words_at(tile->ds_words, first + key, block) + m * vf_width / terms,
                                s[key][m]);
             if (key % terms == terms - 1)
                 vf_store(tile->logits.weights + (first + key) / terms * block_lanes + m * vf_width,
@@ -119,17 +126,19 @@ INLINE void take_step(const backward_work *work, int32_t first, int block, cover
                       int from) {
     score_block s;
     find_steps(s, work, first, block, covered, from);
-    store_steps(s, work->tile, first, from);
+    store_steps(s, work->tile, first, block, from);
 }
 
 /* Products that take steps of keys take groups without probabilities along. */
-static void skip_probabilities(const backward_work *work, int32_t first) {
-    const size_t each = sizeof(float) * score_keys;
+static void skip_probabilities(const backward_work *work, int32_t first, int block) {
+    const backward_tile *const tile = work->tile;
     skip_group(&work->logits, first);
-    if (by_steps) {
-        memset(work->tile->p + first * block_lanes, 0, each * block_lanes);
-        memset(work->tile->p_words + first * lane_words, 0, each * lane_words);
-        memset(work->tile->ds_words + first * lane_words, 0, each * lane_words);
+    if (!by_steps)
+        return;
+    memset(tile->p + first * block_lanes, 0, sizeof(float) * score_keys * block_lanes);
+    for (int32_t key = first; key < first + score_keys; key++) {
+        memset(words_at(tile->p_words, key, block), 0, sizeof(float) * lane_words);
+        memset(words_at(tile->ds_words, key, block), 0, sizeof(float) * lane_words);
     }
 }
 
@@ -144,7 +153,7 @@ static __attribute__((noinline)) void find_block_probabilities(const backward_wo
         const bool is_late = half_vectors > 0 && list->first_lane[first] >= middle;
         const coverage covered = cover_block(list, first, block);
         if (covered == covers_none) {
-            skip_probabilities(work, first);
+            skip_probabilities(work, first, block);
             continue;
         }
         if (first >= scored) {
@@ -158,6 +167,7 @@ static __attribute__((noinline)) void find_block_probabilities(const backward_wo
         if (work->logits.cap > 0)
             find_slopes(work, first);
         add_group(runs, first, is_late);
+        work->is_used[first / key_step * backward_blocks + block] = 1;
     }
 }
 
@@ -182,7 +192,7 @@ INLINE void add_run_strip(float *const *sums, const key_run *run, const float *w
                           const float *rows, int64_t d, int vectors) {
     const int begin = run->is_late ? half_vectors * vf_width / terms : 0;
     for (int32_t first = run->first; first < run->end; first += lane_keys)
-        add_lanes(sums + first, d, words + first * lane_words, lane_words, rows, vectors, begin,
+        add_lanes(sums + first, d, words + first * held_words, held_words, rows, vectors, begin,
                   lane_words);
 }
 
@@ -203,17 +213,39 @@ static __attribute__((noinline)) void add_block_lanes(float *const *sums, const 
         }
 }
 
+/* The same for all blocks of a tile at a time. */
+static __attribute__((noinline)) void add_all_lanes(const backward_work *work, float *const *sums,
+                                                    const float *words, const float *rows,
+                                                    int64_t width) {
+    const int64_t block_length = block_rows(work->logits.dim);
+    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length) {
+        const int64_t left = (width - d) / vf_width;
+        const int vectors = left < tile_vectors ? (int)left : (int)tile_vectors;
+        for (int32_t first = 0; first < whole_steps(work->logits.list->count); first += key_step)
+            add_tile_lanes(sums + first, d, words + first * held_words, held_words, rows,
+                           block_length, vectors, work->logits.blocks,
+                           work->is_used + first / key_step * backward_blocks);
+    }
+}
+
 /* All that a list of keys adds to a tile, and the tile to its keys. */
 static void work_on_keys(const backward_work *work, int64_t width) {
     const backward_tile *const tile = work->tile;
     const int64_t rows = block_rows(work->logits.dim);
     key_runs runs;
+    memset(work->is_used, 0, key_block / key_step * backward_blocks);
     for (int block = 0; block < work->logits.blocks; block++) {
         find_block_probabilities(work, block, &runs);
-        add_block_lanes(work->dv, &runs, tile->p_words, tile->dout_rows + block * rows, width);
+        if (!by_steps)
+            add_block_lanes(work->dv, &runs, tile->p_words, tile->dout_rows + block * rows, width);
         find_block_steps(work, block, &runs);
         add_runs(&work->logits, block, &runs);
-        add_block_lanes(work->dk, &runs, tile->ds_words, tile->q_rows + block * rows, width);
+        if (!by_steps)
+            add_block_lanes(work->dk, &runs, tile->ds_words, tile->q_rows + block * rows, width);
+    }
+    if (by_steps) {
+        add_all_lanes(work, work->dv, tile->p_words, tile->dout_rows, width);
+        add_all_lanes(work, work->dk, tile->ds_words, tile->q_rows, width);
     }
 }
 

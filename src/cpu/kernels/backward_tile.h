@@ -16,14 +16,18 @@ enum {
                                       : 4,
 };
 
+/* Words of lanes that are held of a key: products that take steps of keys sum over all lanes of a
+ * tile at a time, others over those of one block. */
+enum { held_words = by_steps ? backward_blocks * lane_words : lane_words };
+
 typedef struct backward_tile {
     tile_state logits; /* of q and k; out: dq; weights: dS, in words of keys */
     tile_state shares; /* of dout and v: the gradient of the probabilities */
     float *q_rows;     /* [blocks][strips][lane_words][row_strip]: words of lanes */
     float *dout_rows;
     float *p;          /* [key_block][block_lanes]: probabilities */
-    float *p_words;    /* [key_block][lane_words]: the same in words of lanes; p where terms is 1 */
-    float *ds_words;   /* [key_block][lane_words]: dS; logits.weights where terms is 1 */
+    float *p_words;    /* [key_block][held_words]: the same in words of lanes; p where terms is 1 */
+    float *ds_words;   /* [key_block][held_words]: dS; logits.weights where terms is 1 */
     float *slope;      /* [key_block][block_lanes]: of the softcap */
     float *lse;        /* [lanes]; inf in those that are left out */
     float *carried;    /* [lanes]: <dout, out> - dlse */
@@ -41,6 +45,7 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     const size_t rows = (size_t)(lanes / block_lanes * block_rows(dim)) * sizeof(float);
     const size_t lane_floats = (size_t)lanes * sizeof(float);
     const size_t scores = sizeof(float) * key_block * block_lanes;
+    const size_t words = sizeof(float) * key_block * held_words;
     backward_tile tile;
     tile.logits = take_tile(arena, problem, lanes);
     tile.shares = tile.logits;
@@ -50,8 +55,8 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     tile.q_rows = fdma_arena_take(arena, rows);
     tile.dout_rows = fdma_arena_take(arena, rows);
     tile.p = fdma_arena_take(arena, scores);
-    tile.p_words = terms == 1 ? tile.p : fdma_arena_take(arena, scores / terms);
-    tile.ds_words = terms == 1 ? tile.logits.weights : fdma_arena_take(arena, scores / terms);
+    tile.p_words = terms == 1 ? tile.p : fdma_arena_take(arena, words);
+    tile.ds_words = terms == 1 ? tile.logits.weights : fdma_arena_take(arena, words);
     tile.slope = fdma_arena_take(arena, problem->softcap > 0 ? scores : 0);
     tile.lse = fdma_arena_take(arena, lane_floats);
     tile.carried = fdma_arena_take(arena, lane_floats);

@@ -153,4 +153,12 @@ INLINE void add_lanes(float *const *sums, int64_t d, const float *words, int64_t
     }
 }
 
+/* Sums over the lanes of one block are added at once. */
+static inline void add_tile_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                                  const float *rows, int64_t block_length, int vectors, int blocks,
+                                  const uint8_t *is_used) {
+    (void)sums, (void)d, (void)words, (void)length, (void)rows, (void)block_length;
+    (void)vectors, (void)blocks, (void)is_used;
+}
+
 #endif

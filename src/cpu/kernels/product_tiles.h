@@ -149,35 +149,49 @@ static inline void add_all_values(const tile_state *tile, int64_t dim, int block
                       tile->values + d / strip_channels * strip_length, tile->weights + lane, end);
 }
 
-enum { lane_keys = 2 * amx_rows }; /* keys that add_lanes takes at a time */
-
-/* sums += words of lanes times rows, for two rows of tiles of keys and some pairs of vectors of
- * channels: the third product, of the backward pass. */
-static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
-                             const float *rows, int vectors, int first, int end) {
+/* sums += words of lanes times rows, for a step of keys and some pairs of vectors of channels: the
+ * third product, of the backward pass. It goes over a tile's blocks of lanes, as what it takes to
+ * add up is much for the lanes of one. Words of a key lie `length` after another's, rows of a block
+ * `block_length` after another's; blocks that are not used have words of 0. */
+static inline void add_tile_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                                  const float *rows, int64_t block_length, int vectors, int blocks,
+                                  const uint8_t *is_used) {
     const int64_t lane_bytes = block_lanes * 4, length_bytes = length * 4;
-    float stored[lane_keys * block_lanes];
+    float stored[key_step * block_lanes];
     for (int m = 0; m < vectors; m += 2) {
-        const float *const channels = rows + m * amx_lanes;
         clear_sums();
-        for (int w = first; w < end; w += amx_words) {
+        for (int w = 0; w < blocks * (block_lanes / terms); w += amx_words) {
+            const int block = w / (block_lanes / terms), line = w % (block_lanes / terms);
+            const float *const channels =
+                rows + block * block_length + line * block_lanes + m * amx_lanes;
+            if (!is_used[block])
+                continue;
             _tile_loadd(4, words + w, length_bytes);
             _tile_loadd(5, words + amx_rows * length + w, length_bytes);
-            _tile_loadd(6, channels + w * block_lanes, lane_bytes);
-            _tile_loadd(7, channels + w * block_lanes + amx_lanes, lane_bytes);
+            _tile_loadd(6, channels, lane_bytes);
+            _tile_loadd(7, channels + amx_lanes, lane_bytes);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
         store_sums(stored);
-        for (int key = 0; key < lane_keys; key++)
+        for (int key = 0; key < key_step; key++)
             for (int x = 0; x < 2; x++) {
                 float *const at = sums[key] + d + (m + x) * amx_lanes;
-                vf_store(at,
-                         vf_add(vf_load(at), vf_load(stored + key * block_lanes + x * amx_lanes)));
+                const vf more = vf_load(stored + key * block_lanes + x * amx_lanes);
+                vf_store(at, vf_add(vf_load(at), more));
             }
     }
+}
+
+/* That of one block is not by itself. */
+enum { lane_keys = key_step };
+
+static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                             const float *rows, int vectors, int first, int end) {
+    (void)sums, (void)d, (void)words, (void)length, (void)rows, (void)vectors, (void)first;
+    (void)end;
 }
 
 #endif
