@@ -79,8 +79,8 @@ INLINE void find_steps(score_block s, const backward_work *work, int32_t first, 
                        coverage covered, int from) {
     const backward_tile *const tile = work->tile;
     const int64_t at = first * block_lanes;
-    score_group(s, from, &tile->shares, work->logits.dim, first, block,
-                tile->carried + block * block_lanes, NULL, 0);
+    score_group_from(s, from, &tile->shares, work->logits.dim, first, block,
+                     tile->carried + block * block_lanes);
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         UNROLL

@@ -57,7 +57,7 @@ INLINE void find_logits(score_block s, int from, const tile_work *work, int32_t 
                         coverage covered) {
     const tile_state *const tile = work->tile;
     const key_list *const list = work->list;
-    score_group(s, from, tile, work->dim, first, block, NULL, rows_ahead(work, first, block),
+    score_group(s, from, tile, work->dim, first, block, rows_ahead(work, first, block),
                 work->next->word_size);
     if (work->cap > 0)
         cap_scores(s, from, tile->capped, work->scale, work->cap);

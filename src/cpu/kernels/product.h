@@ -9,6 +9,8 @@
 /* Scores, logits, weights of a group of keys, in registers. */
 typedef vf score_block[score_keys][tile_vectors];
 
+enum { short_sum = 32 }; /* words */
+
 /* Around the products of a tile. */
 static inline void begin_products(void) {}
 
@@ -34,25 +36,14 @@ INLINE void score_step(const tile_state *tile, int64_t dim, int32_t first, int b
     (void)tile, (void)dim, (void)first, (void)block;
 }
 
-/* S^T = K Q^T of the group that begins at `first`, upon what lanes `start` with (NULL: 0). On the
- * way it asks for the rows `ahead` (or NULL), a cache line of each at a time, to be in the L2 cache
- * when needed. */
-INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
-                        int block, const float *start, const void *const *ahead,
-                        int64_t word_size) {
-    const float *q = tile->q + block * (dim / terms) * block_lanes;
-    const float *row[score_keys];
-    UNROLL
-    for (int key = 0; key < score_keys; key++) {
-        row[key] = tile->k_rows + (first + key) * padded_row(dim);
-        UNROLL
-        for (int m = from; m < tile_vectors; m++)
-            s[key][m] = start ? vf_load(start + m * vf_width) : vf_set(0);
-    }
-    for (int64_t w = 0; w < dim / terms;) {
+/* s += K Q^T of a group of keys, over words `w` to `end`. On the way it asks for the rows `ahead`
+ * (or NULL), a cache line of each at a time, to be in the L2 cache when needed. */
+INLINE void add_scores(score_block s, int from, const float *const *row, const float *q, int64_t w,
+                       int64_t end, const void *const *ahead, int64_t word_size) {
+    for (q += w * block_lanes; w < end;) {
         if (ahead)
             prefetch_rows(ahead, score_keys, w * word_size);
-        for (const int64_t end = w + 4; w < end; w++, q += block_lanes) {
+        for (const int64_t stop = w + 4; w < stop; w++, q += block_lanes) {
             vf lanes[tile_vectors];
             UNROLL
             for (int m = from; m < tile_vectors; m++)
@@ -64,6 +55,53 @@ INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t
                 for (int m = from; m < tile_vectors; m++)
                     s[key][m] = vf_dot(word, lanes[m], s[key][m]);
             }
+        }
+    }
+}
+
+/* Every key of a group begins with `start`, a number a lane, or 0 if NULL. */
+INLINE void start_scores(score_block s, int from, const float *start) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = start ? vf_load(start + m * vf_width) : vf_set(0);
+    }
+}
+
+INLINE void find_group(const float **row, const tile_state *tile, int64_t dim, int32_t first) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++)
+        row[key] = tile->k_rows + (first + key) * padded_row(dim);
+}
+
+/* S^T = K Q^T of the group that begins at `first`. */
+INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
+                        int block, const void *const *ahead, int64_t word_size) {
+    const float *row[score_keys];
+    find_group(row, tile, dim, first);
+    start_scores(s, from, NULL);
+    add_scores(s, from, row, tile->q + block * (dim / terms) * block_lanes, 0, dim / terms, ahead,
+               word_size);
+}
+
+/* The same upon what lanes start with. Short sums are added to that, as rounding errors are those
+ * of the larger: what is left is small where a row has most of its weight on one key. */
+INLINE void score_group_from(score_block s, int from, const tile_state *tile, int64_t dim,
+                             int32_t first, int block, const float *start) {
+    const float *row[score_keys];
+    find_group(row, tile, dim, first);
+    start_scores(s, from, start);
+    for (int64_t w = 0; w < dim / terms; w += short_sum) {
+        const int64_t end = w + short_sum < dim / terms ? w + short_sum : dim / terms;
+        score_block part;
+        start_scores(part, from, NULL);
+        add_scores(part, from, row, tile->q + block * (dim / terms) * block_lanes, w, end, NULL, 0);
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
+            UNROLL
+            for (int m = from; m < tile_vectors; m++)
+                s[key][m] = vf_add(s[key][m], part[key][m]);
         }
     }
 }

@@ -104,8 +104,7 @@ static inline void score_step(const tile_state *tile, int64_t dim, int32_t first
 }
 
 INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
-                        int block, const float *start, const void *const *ahead,
-                        int64_t word_size) {
+                        int block, const void *const *ahead, int64_t word_size) {
     const float *const scores = tile->scores + first % key_step * block_lanes;
     (void)block;
     for (int64_t byte = 0; ahead && byte < dim / terms * word_size; byte += 64)
@@ -115,7 +114,17 @@ INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t
         UNROLL
         for (int m = from; m < tile_vectors; m++)
             s[key][m] = vf_load(scores + key * block_lanes + m * vf_width);
-        for (int m = from; start && m < tile_vectors; m++)
+    }
+}
+
+/* The same upon what lanes start with. */
+INLINE void score_group_from(score_block s, int from, const tile_state *tile, int64_t dim,
+                             int32_t first, int block, const float *start) {
+    score_group(s, from, tile, dim, first, block, NULL, 0);
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
             s[key][m] = vf_add(s[key][m], vf_load(start + m * vf_width));
     }
 }
