@@ -149,9 +149,10 @@ static inline double load_double(const void *data, fdma_dtype dtype, int64_t at)
         return (double)bits_to_float((uint32_t)bits << 16);
     }
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const uint32_t normal = (uint32_t)(exponent + 127 - 15) << 23 | (uint32_t)fraction << 13;
     const double magnitude = exponent == 31 ? (fraction ? (double)NAN : (double)INFINITY)
-                             : exponent     ? ldexp(1024 + fraction, exponent - 25)
-                                            : ldexp(fraction, -24);
+                             : exponent     ? (double)bits_to_float(normal)
+                                            : fraction * 0x1p-24;
     return bits >> 15 ? -magnitude : magnitude;
 }
 
