@@ -224,8 +224,10 @@ static void make_whole_tensors(call *to, fdma_attention_backward_args *args) {
     args->q = make_queries(to, false);
     args->k = make_keys(to);
     args->v = make_keys(to);
-    args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
-    args->a = make(to, false, to->dtype, 1, proj_shape);
+    if (args->bias_form != FDMA_BIAS_NONE) { /* else nobody looks at them */
+        args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
+        args->a = make(to, false, to->dtype, 1, proj_shape);
+    }
     args->key_valid = maybe_valid(to);
     args->dq = make_queries(to, true);
     args->dk = make_key_rows(to, true);
