@@ -559,8 +559,8 @@ typedef struct fdma_kernel_info {
  *  Errors     FDMA_INVALID_ARGUMENT an index out of range, size not set */
 FDMA_API fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info);
 
-/*! fdma_score_kernel() and the like - which kernel would run these arguments. Data and workspace may
- *  still be NULL.
+/*! fdma_score_kernel() and the like - which kernel would run these arguments. Data and workspace
+ *  may still be NULL.
  *  Ownership  *name is a constant
  *  Errors     as the call itself */
 FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name);

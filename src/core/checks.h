@@ -1,4 +1,4 @@
-/* The checks that operations share, each in the order: struct, sizes, options, tensors, overlaps. */
+/* The checks that operations share, in the order: struct, sizes, options, tensors, overlaps. */
 #ifndef FDMA_CORE_CHECKS_H
 #define FDMA_CORE_CHECKS_H
 

@@ -370,7 +370,7 @@ static inline void corrupt_selection(fdma_tensor tensor, int how, uint64_t *stat
     }
 }
 
-/* Wrong numbers, no access outside (guards and sanitizers say), no harm to the calls that follow. */
+/* Wrong numbers, no access outside (guards and sanitizers say), no harm to what follows. */
 static inline void check_corrupt(const gradient_problem *p, const char *kernel) {
     uint64_t state = 77;
     if (p->x.window < 0) {

@@ -1,5 +1,5 @@
-/* test_cuda_gradient_calls.c - calls of gradients on a CUDA device: what they refuse, the fused call
- * against its steps, and graphs. */
+/* test_cuda_gradient_calls.c - calls of gradients on a CUDA device: what they refuse, the fused
+ * call against its steps, and graphs. */
 #include "device.h"
 #include "errors.h"
 #include "gradient.h"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 FUNCTION_LINES = 60
 FILE_LINES = 500
+MANUAL, MANUAL_LINES = "include/fdma.h", 700  # one header for all calls
 COLUMNS = 100
 TOPS = (".ci", "bench", "cmake", "examples", "include", "python", "src", "tests", "tools")
 C_SUFFIXES = (".c", ".h", ".cu", ".cuh")
@@ -81,8 +82,9 @@ def check_text(path: str, text: str) -> tuple[int, list[str]]:
     """The number of functions seen, and a line for each thing that is too long."""
     found = []
     lines = len(text.splitlines())
-    if lines > FILE_LINES:
-        found.append(f"{path}: {lines} lines, at most {FILE_LINES}")
+    most = MANUAL_LINES if path == MANUAL else FILE_LINES
+    if lines > most:
+        found.append(f"{path}: {lines} lines, at most {most}")
     suffix = Path(path).suffix
     for number, line in enumerate(text.splitlines() if suffix in C_SUFFIXES else (), 1):
         if len(line) > COLUMNS:
