@@ -2,8 +2,8 @@
  * differences.
  *
  * The layer: q, k, v = x Wq, x Wk, x Wv; scores of the keys from v, dt_proj and a; attention of
- * each query over its `window` best keys. Loss: half the squared distance of out from a target. The step
- * is one of gradient descent, after which the loss must be smaller.
+ * each query over its `window` best keys. Loss: half the squared distance of out from a target. The
+ * step is one of gradient descent, after which the loss must be smaller.
  *
  *     cc -std=c11 -Iinclude examples/train_step.c -Lbuild -lfdma -lm -o train_step
  *
