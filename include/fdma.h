@@ -470,7 +470,7 @@ typedef struct fdma_attention_backward_args {
  *  Shapes     beside each field
  *  Units      as the three calls
  *  Ownership  borrows everything; bias and dbias live in the workspace
- *  Edge       as the three calls
+ *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj and a are not looked at
  *  Errors     as the three calls; FDMA_INVALID_ARGUMENT no selection
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_attention_backward(const fdma_attention_backward_args *args);
