@@ -101,10 +101,12 @@ neon_runs() { # whether there are a compiler, a C library and an emulator for 64
         qemu-aarch64 -L /usr/aarch64-linux-gnu "$logs/neon_runs"
 }
 
-# The emulated CPU has all there is; then one has NEON and nothing beyond ARMv8.0.
+# The emulated CPU has all there is; then one has NEON and nothing beyond ARMv8.0. Properties of
+# gradients over many shapes would take a quarter of an hour: fdma check has those rows too.
 neon_tests() {
     build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
-        c_tests build/gates/neon &&
+        ctest --test-dir build/gates/neon --output-on-failure --no-tests=error -j "$jobs" \
+            -E 'test_backward_(rows|shapes)$' &&
         QEMU_CPU=cortex-a72 ctest --test-dir build/gates/neon --output-on-failure \
             --no-tests=error -j "$jobs" -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
