@@ -10,9 +10,10 @@
 
 typedef struct backward_context {
     const fdma_problem *problem;
-    stretch *stretches; /* [batch * kv_heads][count] */
-    int64_t count;      /* of one (b, g) */
-    uint8_t *scratch;   /* of thread 0; the others' follow at scratch_size */
+    uint8_t *stretches; /* [batch * kv_heads][count], each of stretch_size bytes */
+    size_t stretch_size;
+    int64_t count;    /* of one (b, g) */
+    uint8_t *scratch; /* of thread 0; the others' follow at scratch_size */
     size_t scratch_size;
     int64_t lanes; /* of a tile */
     int64_t tiles; /* of one (b, g) */
@@ -129,6 +130,12 @@ static tile_place place_of_head(const fdma_problem *problem, int64_t head) {
     return (tile_place){.b = head / problem->kv_heads, .g = head % problem->kv_heads};
 }
 
+static stretch stretch_at(const backward_context *backward, int64_t head, int64_t index) {
+    const size_t before = (size_t)(head * backward->count + index) * backward->stretch_size;
+    fdma_arena arena = {.base = backward->stretches + before};
+    return take_stretch(&arena, backward->problem, context_rows(backward));
+}
+
 /* One stretch of one (b, g). The last ones, which see the most keys, come first. */
 static void sweep_stretch(const void *context, int64_t task, int32_t thread) {
     const backward_context *const backward = context;
@@ -138,7 +145,10 @@ static void sweep_stretch(const void *context, int64_t task, int32_t thread) {
     const uint32_t rounding = flush_subnormals();
     fdma_arena arena = {.base = backward->scratch + (size_t)thread * backward->scratch_size};
     backward_scratch scratch = take_backward_scratch(&arena, backward);
-    stretch *const one = count > 1 ? backward->stretches + head * count + index : NULL;
+    stretch own = {0};
+    stretch *const one = count > 1 ? &own : NULL;
+    if (one)
+        own = stretch_at(backward, head, index);
     const tile_place place = place_of_head(problem, head);
     if (one)
         scratch.table.sums = one->sums;
@@ -156,11 +166,11 @@ static void join_stretches(const void *context, int64_t head, int32_t thread) {
     fdma_arena none = {0};
     const tile_place place = place_of_head(problem, head);
     const key_table table = take_key_table(&none, problem, context_rows(backward));
-    const stretch *const all = backward->stretches + head * backward->count;
     (void)thread;
     for (int64_t n = 1; n < backward->count; n++) {
-        carry_sums(problem, &place, &table, &all[n - 1], &all[n]);
-        put_carried(problem, &place, &table, &all[n]);
+        const stretch from = stretch_at(backward, head, n - 1), to = stretch_at(backward, head, n);
+        carry_sums(problem, &place, &table, &from, &to);
+        put_carried(problem, &place, &table, &to);
     }
     restore_rounding(rounding);
 }
@@ -174,15 +184,13 @@ static int64_t backward_tasks(const backward_context *context) {
     return context->problem->batch * context->problem->kv_heads * context->count;
 }
 
-/* Tables of all stretches; the list of them, where there is a workspace, is in it. */
+/* Tables of all stretches. */
 static void take_stretches(fdma_arena *arena, backward_context *context) {
     const int64_t count = context->count > 1 ? backward_tasks(context) : 0;
-    context->stretches = fdma_arena_take(arena, (size_t)count * sizeof *context->stretches);
-    for (int64_t n = 0; n < count; n++) {
-        const stretch one = take_stretch(arena, context->problem, context_rows(context));
-        if (context->stretches)
-            context->stretches[n] = one;
-    }
+    fdma_arena one = {0};
+    take_stretch(&one, context->problem, context_rows(context));
+    context->stretch_size = one.used;
+    context->stretches = fdma_arena_take(arena, (size_t)count * one.used);
 }
 
 static fdma_arena lay_out_backward(const fdma_problem *problem, backward_context *context) {
