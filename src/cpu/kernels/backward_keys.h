@@ -22,9 +22,10 @@ typedef struct key_table {
 /* Rows of a table: keys of one window, of as many again that were there before a sweep, and of the
  * positions of a tile, which are no more than `lanes` + 1. */
 static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_stretch) {
+    if (!problem->selected || problem->window > problem->kv_len)
+        return problem->kv_len; // a window may be of any size
     const int64_t most = (is_stretch ? 2 : 1) * problem->window + lanes + 1;
-    const bool all = !problem->selected || problem->window > problem->kv_len;
-    return all || most > problem->kv_len ? problem->kv_len : most;
+    return most > problem->kv_len ? problem->kv_len : most;
 }
 
 static int64_t table_width(const fdma_problem *problem) {
