@@ -59,7 +59,7 @@ static const command_line command = {
         "of peak   their share of a loop of multiply-adds in registers, of the kernel's\n"
         "          instruction set and on as many threads, run in turn with the case\n"
         "ns/key    selection and lists, a key and kv head\n"
-        "of read   time of a plain read of k and v (score: of v), of the kept keys' size, run\n"
+        "of read   time of a plain read of k and v (scores: of v), of the kept keys' size, run\n"
         "          in turn with the case, as a share of the case's; on a device half of the\n"
         "          time of a copy\n"
         "of fwd    lists: their share of a forward call over the same selection (d128, run\n"

@@ -90,6 +90,10 @@ static const bench_case cases[] = {
     {BENCH_SELECT, 0, order, 0, kv_len, window, heads, heads, 0}
 #define DEVICE_FORWARD(order, head_dim, kv_len, window, q_heads, kv_heads)                         \
     {BENCH_FORWARD, FDMA_BFLOAT16, order, head_dim, kv_len, window, q_heads, kv_heads, 0}
+#define DEVICE_BACKWARD(head_dim, kv_len, window, q_heads, kv_heads)                               \
+    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, window, q_heads, kv_heads, 0}
+#define DEVICE_SCORE_BACKWARD(head_dim, kv_len, heads)                                             \
+    {BENCH_SCORE_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, 0, heads, heads, 0}
 #define DEVICE_ATTENTION(kv_len)                                                                   \
     {BENCH_ATTENTION, FDMA_BFLOAT16, ORDER_IID, 128, kv_len, 2048, 32, 8, 0}
 
@@ -128,6 +132,13 @@ static const bench_case device_cases[] = {
     DEVICE_ATTENTION(32768),
     DEVICE_ATTENTION(131072),
     DEVICE_ATTENTION(1048576),
+    DEVICE_BACKWARD(128, 32768, 2048, 32, 8),
+    DEVICE_BACKWARD(128, 16384, 2048, 32, 32),
+    DEVICE_BACKWARD(64, 32768, 1024, 2, 1),
+    DEVICE_SCORE_BACKWARD(128, 32768, 8),
+    DEVICE_SCORE_BACKWARD(128, 131072, 8),
+    DEVICE_SCORE_BACKWARD(128, 16384, 32),
+    DEVICE_SCORE_BACKWARD(64, 32768, 1),
 };
 
 int64_t bench_case_count(int32_t device) {
@@ -148,7 +159,8 @@ int64_t bench_case_tile(const bench_case *row) {
 }
 
 int bench_case_reads(const bench_case *row) {
-    return row->operation == BENCH_SCORE || (row->q_len == 1 && row->kv_len > TINY_KEYS);
+    return row->operation == BENCH_SCORE || row->operation == BENCH_SCORE_BACKWARD ||
+           (row->q_len == 1 && row->kv_len > TINY_KEYS);
 }
 
 static const char *form_of(const bench_case *row) {

@@ -96,8 +96,9 @@ __device__ static void load_facts(score_facts<config> &facts, const score_params
 #pragma unroll
     for (int i = 0; i < facts.head_groups; i++) {
         const int g = min(head + i * 32 + lane, params.kv_heads - 1);
-        facts.a[i] =
-            params.wide_a ? ((const float *)params.a)[g] : to_float(((const element *)params.a)[g]);
+        facts.a[i] = params.a == NULL ? 1
+                     : params.wide_a  ? ((const float *)params.a)[g]
+                                      : to_float(((const element *)params.a)[g]);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -112,7 +113,7 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
     float dot = params.scales != NULL ? sum * params.scales[g] : sum;
     if (isnan(dot) && params.parts > 1 && valid)
         dot = dot_plainly<T>(params, b, j, g);
-    const float z = valid ? a * softplus(dot) : -INFINITY;
+    const float z = params.a == NULL ? dot : valid ? a * softplus(dot) : -INFINITY;
     if (params.score != NULL)
         params.score[b * params.score_batch + g * params.score_head + j] = z;
     if (params.bias != NULL)
@@ -371,11 +372,26 @@ static fdma_status run_type(const fdma_problem *problem, const score_params &par
     return launch_score<many_heads<T>>(problem, params);
 }
 
-static fdma_status run(const fdma_problem *problem) {
-    fdma_arena arena = fdma_arena_of(problem);
-    const score_params params = plan_score(problem, &arena);
+fdma_status fdma_cuda_run_products(const fdma_problem *problem, const score_params &params) {
     return problem->dtype == FDMA_BFLOAT16 ? run_type<__nv_bfloat16>(problem, params)
                                            : run_type<__half>(problem, params);
+}
+
+score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena) {
+    score_params params = plan_score(problem, arena);
+    params.a = NULL;
+    params.key_valid = NULL;
+    params.bias = NULL;
+    params.score_head = params.kv_len;
+    params.score_batch = params.kv_heads * params.score_head;
+    params.score = (float *)fdma_arena_take(arena, (size_t)(params.batch * params.score_batch) *
+                                                       sizeof(float));
+    return params;
+}
+
+static fdma_status run(const fdma_problem *problem) {
+    fdma_arena arena = fdma_arena_of(problem);
+    return fdma_cuda_run_products(problem, plan_score(problem, &arena));
 }
 
 static const char *refuses(const fdma_problem *problem) {

@@ -1,242 +1,164 @@
 /* The gradients of fdma_score() on any device from compute capability 8.0: dbias -> ddt -> dv,
- * ddt_proj and da. Keys without a gradient are not read.
+ * ddt_proj and da. Keys without a gradient get none, and what they hold reaches nothing.
  *
- * Where a block has all channels and heads it reads v once: find_gradients() and then add_tile()
- * on each tile. Otherwise one kernel writes ddt to the workspace, and another takes it from there.
- * What a split of keys adds to ddt_proj and da is added up in the order of splits, whose number
- * follows from kv_len and the channels alone. Source: docs/algorithm.md, backward. */
-#include "cuda/sm80/score_gradients.cuh"
+ * The products that fdma_score() begins with are made again, to the workspace, and from them ddt.
+ * Then a block takes a split of a sequence's keys: it lists those with a gradient, some at a time,
+ * and its warps take the list tile by tile, each some channels, reading v and dv once. What a split
+ * adds to ddt_proj and da is added up in the order of splits, whose number follows from kv_len and
+ * the channels alone. Source: docs/algorithm.md, backward. */
+#include "cuda/sm80/score_products.cuh"
 
 static constexpr int finish_columns = 32, finish_parts = 8; // of splits, a thread each
-static constexpr int few_heads = 8, many_heads = 32;        // whose sums a thread holds
 
-/* Writes a tile's ddt to the workspace, of the heads from g on. */
-__device__ static inline void put_gradients(const tile_gradients &tile,
-                                            const gradient_params &params, const key_list &list,
-                                            int32_t b, int32_t g, int32_t n) {
-    const int h = threadIdx.x / tile_keys, t = threadIdx.x % tile_keys, at = n * tile_keys + t;
-    if (h < dot_heads && g + h < params.kv_heads && at < list.count)
-        params.ddt[(b * params.kv_len + list.key[at]) * params.kv_heads + g + h] = tile.ddt[t][h];
-}
+/* For up to 8, and for more kv heads at a time. Of a float32 dt_proj two parts take part: as precise
+ * as ddt. */
+template <typename element, int parts> using few_heads = product_config<element, parts, 1, 64, 3>;
+template <typename element, int parts> using many_heads = product_config<element, parts, 4, 32, 4>;
 
-/* ddt of the listed keys, of dot_heads kv heads from g on; returns what they add to da. A step is a
- * block of channels of a tile. */
-template <typename element>
-__device__ static inline float take_list(tile_slot *ring, tile_gradients *tile,
-                                         const gradient_params &params, const key_list &list,
-                                         int32_t b, int32_t g) {
-    const int32_t blocks = (params.channels + block_channels - 1) / block_channels;
-    const int32_t steps = (list.count + tile_keys - 1) / tile_keys * blocks;
-    const int32_t own_c = threadIdx.x * thread_channels;
-    float da = 0, low[half_sums] = {}, high[half_sums] = {}; // heads
-    for (int32_t step = 1 - stages; step < steps; step++) {
-        const int32_t ahead = step + stages - 1, n = step / blocks;
-        if (ahead < steps)
-            copy_tile<element>(ring + ahead % stages, params, list, b, ahead / blocks,
-                               own_c + ahead % blocks * block_channels, false);
-        cp_async_commit_group();
-        if (step < 0)
-            continue;
-        cp_async_wait_group<stages - 1>();
-        const int32_t c = own_c + step % blocks * block_channels;
-        add_dots<element>(low, ring[step % stages], params, g, c);
-        add_dots<element>(high, ring[step % stages], params, g + half_heads, c);
-        if ((step + 1) % blocks != 0)
-            continue;
-        put_dots(tile, low, 0);
-        put_dots(tile, high, 1);
-        __syncthreads();
-        find_gradient<element>(tile, params, list, g, n);
-        __syncthreads();
-        add_coefficients(da, *tile);
-        put_gradients(*tile, params, list, b, g, n);
-#pragma unroll
-        for (int x = 0; x < half_sums; x++)
-            low[x] = high[x] = 0;
-    }
-    return da;
-}
-
-/* ddt of all keys that have a gradient, of dot_heads kv heads, and what they add to da. */
-template <typename element>
-__global__ void __launch_bounds__(split_threads, 1) find_ddt(const gradient_params params) {
-    tile_slot *const ring = &shared_memory<tile_slot>();
-    __shared__ key_list list;
-    __shared__ tile_gradients tile;
-    const split_place place = find_split(params);
-    const int32_t g = blockIdx.y * dot_heads;
-    float da = 0;
-    for (int64_t first = place.first; first < place.end; first += split_threads) {
-        list_keys(&list, params, place.b, g, first, place.end);
-        da += take_list<element>(ring, &tile, params, list, place.b, g);
-    }
-    put_coefficients(params, place.split, g, da);
-}
-
-/* A tile's ddt out of the workspace, of `heads` heads from g on. */
-template <int heads>
-__device__ static inline void load_gradients(float (*ddt)[heads], const gradient_params &params,
-                                             const key_list &list, int32_t b, int32_t g,
-                                             int32_t n) {
-    for (int x = threadIdx.x; x < heads * tile_keys; x += split_threads) {
-        const int t = x / heads, h = x % heads, at = n * tile_keys + t;
-        const bool there = at < list.count && g + h < params.kv_heads;
-        ddt[t][h] =
-            there ? params.ddt[(b * params.kv_len + list.key[at]) * params.kv_heads + g + h] : 0;
-    }
-    __syncthreads();
-}
-
-/* ddt of a tile whose channels and heads are all this block's. */
-template <typename element>
-__device__ static inline void find_gradients(tile_gradients *tile, const tile_slot &slot,
-                                             const gradient_params &params, const key_list &list,
-                                             int32_t n) {
-#pragma unroll 1
-    for (int half = 0; half < 2; half++) {
-        float sums[half_sums] = {};
-        add_dots<element>(sums, slot, params, half * half_heads, threadIdx.x * thread_channels);
-        put_dots(tile, sums, half);
-    }
-    __syncthreads();
-    find_gradient<element>(tile, params, list, 0, n);
-    __syncthreads();
-}
-
-__device__ static inline void add_product(float4 &sum, float x, float4 y) {
-    sum.x = fmaf(x, y.x, sum.x);
-    sum.y = fmaf(x, y.y, sum.y);
-    sum.z = fmaf(x, y.z, sum.z);
-    sum.w = fmaf(x, y.w, sum.w);
-}
-
-/* Writes old + x to dv. */
-template <typename element>
-__device__ static inline void put_four(element *to, uint2 old, float4 x, bool aligned) {
-    using type = element_type<element>;
-    const float4 y = unpack_four<element>(old);
-    const uint2 sum =
-        make_uint2(type::pack(x.x + y.x, x.y + y.y), type::pack(x.z + y.z, x.w + y.w));
-    if (aligned)
-        *(uint2 *)to = sum;
-    else
-        for (int n = 0; n < thread_channels; n++)
-            to[n] = ((const element *)&sum)[n];
-}
-
-/* What a key adds to the sums of eight heads, and these to its dv. */
-__device__ static inline void add_key(float4 *sums, float4 &dv, const float *ddt, float4 v,
-                                      const float4 (&weights)[few_heads]) {
-    float x[few_heads];
-    *(float4 *)&x[0] = *(const float4 *)&ddt[0];
-    *(float4 *)&x[4] = *(const float4 *)&ddt[4];
-    const bool finite = fabsf(v.x + v.y + v.z + v.w) < INFINITY;
-#pragma unroll
-    for (int n = 0; n < few_heads; n++) {
-        add_product(dv, x[n], weights[n]);
-        if (finite || x[n] != 0) // 0 * NaN is NaN
-            add_product(sums[n], x[n], v);
-    }
-}
-
-/* A tile against this thread's channels, from c on: dv of its keys, and its share of ddt_proj. */
-template <typename element, int heads>
-__device__ static inline void add_tile(float4 (&sums)[heads], const float (*ddt)[heads],
-                                       const tile_slot &slot, const gradient_params &params,
-                                       const key_list &list, int32_t b, int32_t g, int32_t c,
-                                       int32_t tile) {
-    constexpr int together = 2; // keys that weights are loaded for
-    element *const dv =
-        (element *)params.dv + b * params.dv_batch + channel_offset(params, c, params.dv_head);
-    const int32_t count = min(list.count - tile * tile_keys, tile_keys);
-    float4 weights[few_heads];
-    load_heads<element>(weights, params, g, c);
-#pragma unroll 1
-    for (int t = 0; t < count; t += together) {
-        float4 add[together] = {};
-#pragma unroll
-        for (int n = 0; n < heads; n += few_heads) {
-            if (heads > few_heads)
-                load_heads<element>(weights, params, g + n, c);
-#pragma unroll
-            for (int x = 0; x < together; x++)
-                add_key(sums + n, add[x], ddt[t + x] + n,
-                        unpack_four<element>(slot.v[t + x][threadIdx.x]), weights);
-        }
-#pragma unroll
-        for (int x = 0; x < together; x++)
-            if (params.dv != nullptr && t + x < count)
-                put_four(dv + list.key[tile * tile_keys + t + x] * params.dv_row,
-                         slot.dv[t + x][threadIdx.x], add[x], params.dv_aligned);
-    }
-}
-
-/* ddt by key and head. */
-template <int heads> struct split_memory {
-    key_list list;
-    tile_gradients tile;
-    alignas(16) float ddt[tile_keys][heads];
+template <typename config> struct split_memory {
+    key_list<config::heads> list;
+    float scales[config::heads];
+    union {
+        tile_slot<config> ring[split_warps][config::stages];
+        warp_sums<config> sums[split_warps][32];
+    };
 };
 
-/* The listed keys against a thread's channels; returns what they add to da, where it is fused. */
-template <typename element, int heads>
-__device__ static inline float add_list(float4 (&sums)[heads], tile_slot *ring,
-                                        split_memory<heads> *shared, const gradient_params &params,
-                                        int32_t b, int32_t g, int32_t c) {
-    const key_list &list = shared->list;
+/* The listed keys against a warp's channels: every params.key_warps-th tile from `tile` on. */
+template <typename config>
+__device__ static inline void take_list(warp_sums<config> &sums, split_memory<config> *shared,
+                                        const gradient_params &params, const warp_channels &at,
+                                        int32_t g, int32_t tile) {
+    constexpr int stages = config::stages;
+    const key_list<config::heads> &list = shared->list;
+    tile_slot<config> *const ring = shared->ring[threadIdx.x / 32];
     const int32_t tiles = (list.count + tile_keys - 1) / tile_keys;
-    const bool is_fused = heads == few_heads && params.is_fused;
-    const float (*const ddt)[heads] =
-        is_fused ? (const float (*)[heads])shared->tile.ddt : shared->ddt;
-    float da = 0;
-    for (int32_t n = 1 - stages; n < tiles; n++) {
-        const int32_t ahead = n + stages - 1;
-        if (ahead < tiles)
-            copy_tile<element>(ring + ahead % stages, params, list, b, ahead, c,
-                               params.dv != nullptr);
+    int filled = 0, free = 0;
+    warp_weights<config> weights;
+    if (tile >= tiles)
+        return;
+    for (int ahead = 0; ahead < stages - 1; ahead++, free++) {
+        if (tile + ahead * params.key_warps < tiles)
+            copy_tile(ring + free, params, list, at, tile + ahead * params.key_warps);
         cp_async_commit_group();
-        if (n < 0)
-            continue;
-        cp_async_wait_group<stages - 1>();
-        const tile_slot &slot = ring[n % stages];
-        if (is_fused) {
-            find_gradients<element>(&shared->tile, slot, params, list, n);
-            add_coefficients(da, shared->tile);
-        } else {
-            load_gradients<heads>(shared->ddt, params, list, b, g, n);
-        }
-        if (c < params.channels)
-            add_tile<element>(sums, ddt, slot, params, list, b, g, c, n);
-        __syncthreads();
     }
-    return da;
+    load_weights(weights, params, g, at.first);
+    for (; tile < tiles; tile += params.key_warps) {
+        const int32_t next = tile + (stages - 1) * params.key_warps;
+        __syncwarp(); // the slot is read
+        if (next < tiles)
+            copy_tile(ring + free, params, list, at, next);
+        cp_async_commit_group();
+        cp_async_wait_group<stages - 1>();
+        __syncwarp();
+        if (params.dv != nullptr)
+            add_to_dv(ring[filled], weights, params, list, shared->scales, at, tile);
+        add_to_sums(sums, ring[filled], list, tile);
+        free = filled;
+        filled = filled + 1 < stages ? filled + 1 : 0;
+    }
+    __syncwarp();
 }
 
-/* dv of a split's keys, what they add to ddt_proj, and, where it is fused, to da: of `heads` kv
- * heads from g on and a block of channels. */
-template <typename element, int heads>
-__global__ void __launch_bounds__(split_threads, heads == few_heads ? 2 : 1)
-    add_keys(const gradient_params params, const int32_t g) {
-    tile_slot *const ring = &shared_memory<tile_slot>();
-    __shared__ split_memory<heads> shared;
-    const split_place place = find_split(params);
-    const int32_t c = blockIdx.y * block_channels + threadIdx.x * thread_channels;
-    float4 sums[heads] = {};
-    float da = 0;
-    for (int64_t first = place.first; first < place.end; first += split_threads) {
-        list_keys(&shared.list, params, place.b, g, first, place.end);
-        da += add_list<element>(sums, ring, &shared, params, place.b, g, c);
-    }
-    if (heads == few_heads && params.is_fused)
-        put_coefficients(params, place.split, g, da);
-    if (c >= params.channels)
-        return;
-    float *const to =
-        params.dt_sums + ((int64_t)place.split * params.kv_heads + g) * params.channels + c;
+/* Adds up the sums of warps that have the same channels, in the first of them. */
+template <typename config>
+__device__ static inline void join_sums(warp_sums<config> &sums, split_memory<config> *shared,
+                                        int key_warps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncthreads(); // the rings are read
+    if (warp % key_warps != 0)
+        shared->sums[warp][lane] = sums;
+    __syncthreads();
+    for (int other = warp + 1; warp % key_warps == 0 && other < warp + key_warps; other++)
 #pragma unroll
-    for (int n = 0; n < heads; n++)
-        if (g + n < params.kv_heads)
-            *(float4 *)(to + (int64_t)n * params.channels) = sums[n];
+        for (int tile = 0; tile < config::head_tiles; tile++)
+#pragma unroll
+            for (int n = 0; n < config::channel_tiles; n++) {
+                const float2 more = shared->sums[other][lane].of[tile][n];
+                sums.of[tile][n].x += more.x;
+                sums.of[tile][n].y += more.y;
+            }
+}
+
+/* Writes what a split adds to ddt_proj; whether all of that is numbers. */
+template <typename config>
+__device__ static inline bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
+                                       float *to, int32_t g, int32_t first) {
+    const int lane = threadIdx.x % 32;
+    bool are_numbers = true;
+#pragma unroll
+    for (int tile = 0; tile < config::head_tiles; tile++)
+#pragma unroll
+        for (int n = 0; n < config::channel_tiles; n++) {
+            const int32_t head = g + tile * tile_heads + lane / 4, c = first + n * 8 + lane % 4 * 2;
+            const float2 sum = sums.of[tile][n];
+            if (head < params.kv_heads && c < params.channels) {
+                *(float2 *)(to + (int64_t)head * params.channels + c) = sum;
+                are_numbers &= !isnan(sum.x) && !isnan(sum.y);
+            }
+        }
+    return are_numbers;
+}
+
+/* The sum of a split for one head and channel, key by key. */
+template <typename element>
+__device__ static float sum_plainly(const gradient_params &params, const split_place &place,
+                                    int32_t g, int32_t c) {
+    const element *const v = (const element *)params.score.v + place.b * params.score.v_batch +
+                             channel_offset(params, c, params.score.v_head);
+    const float *const ddt = ddt_of(params, place.b, g);
+    float sum = 0;
+    for (int64_t j = place.first; j < place.end; j++)
+        if (ddt[j] != 0)
+            sum += ddt[j] * to_float(v[j * params.score.v_row]);
+    return sum;
+}
+
+/* Sums that are not numbers again: in a product, a key that only other heads give a gradient counts
+ * as 0 * v, which may be NaN. */
+template <typename config>
+__device__ static __noinline__ void mend_sums(const gradient_params &params, float *to, int32_t g,
+                                              int32_t first) {
+    const split_place place = find_split(params);
+    const int end_of_heads = min(config::heads, params.kv_heads - g);
+    const int end_of_channels = min(config::channels, params.channels - first);
+    __syncwarp();
+#pragma unroll 1
+    for (int head = g; head < g + end_of_heads; head++)
+#pragma unroll 1
+        for (int c = first + threadIdx.x % 32; c < first + end_of_channels; c += 32) {
+            float *const sum = to + (int64_t)head * params.channels + c;
+            if (isnan(*sum))
+                *sum = sum_plainly<typename config::element>(params, place, head, c);
+        }
+}
+
+/* dv of a split's keys, and what they add to ddt_proj, of the kv heads from g on and a block of
+ * channels. */
+template <typename config>
+__global__ void __launch_bounds__(split_threads, 2)
+    add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
+    split_memory<config> *const shared = &shared_memory<split_memory<config>>();
+    const split_place place = find_split(params);
+    const int warp = threadIdx.x / 32, channel_warps = split_warps / params.key_warps;
+    const int32_t first = (blockIdx.y * channel_warps + warp / params.key_warps) * config::channels;
+    const warp_channels at = find_channels<config>(params, place.b, first);
+    warp_sums<config> sums = {};
+    griddepcontrol_wait(); // for ddt and the weights
+    griddepcontrol_launch_dependents();
+    if (threadIdx.x < config::heads)
+        shared->scales[threadIdx.x] =
+            params.score.scales != nullptr && g + (int32_t)threadIdx.x < params.kv_heads
+                ? params.score.scales[g + threadIdx.x]
+                : 1;
+    for (int64_t j = place.first; j < place.end; j += split_threads) {
+        list_keys(&shared->list, params, place.b, g, j, place.end);
+        take_list(sums, shared, params, at, g, warp % params.key_warps);
+    }
+    join_sums(sums, shared, params.key_warps);
+    float *const to = params.dt_sums + (int64_t)place.split * params.kv_heads * params.channels;
+    if (warp % params.key_warps == 0 && !__all_sync(~0u, put_sums(sums, params, to, g, first)))
+        mend_sums<config>(params, to, g, first);
 }
 
 /* Writes a sum as v's type or float32, or adds it to what is there. */
@@ -273,6 +195,8 @@ __global__ void __launch_bounds__(finish_columns *finish_parts)
     const int64_t splits = (int64_t)params.batch * params.splits;
     const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;
     const bool is_coefficient = blockIdx.x + 1 == gridDim.x;
+    griddepcontrol_wait(); // for the sums
+    griddepcontrol_launch_dependents();
     const bool there = is_coefficient ? threadIdx.x == 0 : c < params.channels;
     const float *const from =
         is_coefficient ? params.a_sums + g : params.dt_sums + (int64_t)g * params.channels + c;
@@ -281,14 +205,11 @@ __global__ void __launch_bounds__(finish_columns *finish_parts)
     if (!there || threadIdx.y > 0)
         return;
     if (is_coefficient)
-        put_sum<element>(params.da, g, sum, params.wide_a, params.accumulate);
+        put_sum<element>(params.da, g, sum, params.score.wide_a, params.accumulate);
     else
-        put_sum<element>(params.ddt_proj, g * params.ddt_row + c, sum, params.wide_dt_proj,
+        put_sum<element>(params.ddt_proj, g * params.ddt_row + c, sum, params.score.wide_dt_proj,
                          params.accumulate);
 }
-
-static constexpr size_t ring_bytes = stages * sizeof(tile_slot);
-static_assert(ring_bytes + sizeof(split_memory<many_heads>) <= least_shared_bytes, "fits anywhere");
 
 /* Splits of a sequence: enough blocks for a large device, whose sums take no more than an eighth of
  * v, or 16 MB. */
@@ -306,38 +227,25 @@ static void plan_splits(gradient_params *params) {
     params->splits = (int32_t)splits;
 }
 
-static void describe_tensors(const fdma_problem *problem, gradient_params *params) {
-    const fdma_tensor *const v = &problem->v, *const dv = &problem->dv;
-    const fdma_tensor *const dt_proj = &problem->dt_proj;
-    params->dbias = (const float *)problem->dbias.data;
-    params->dbias_batch = problem->dbias.stride[0];
-    params->dbias_head = problem->dbias.stride[1];
-    params->v = v->data;
-    params->v_batch = v->stride[0];
-    params->v_row = v->stride[1];
-    params->v_head = v->stride[2];
-    params->dv = dv->data;
-    params->dv_batch = dv->stride[0];
-    params->dv_row = dv->stride[1];
-    params->dv_head = dv->stride[2];
-    params->dt_proj = dt_proj->data;
-    params->dt_row = dt_proj->stride[0];
-    params->a = problem->a.data;
-    params->ddt_proj = problem->ddt_proj.data;
-    params->ddt_row = problem->ddt_proj.stride[0];
-    params->da = problem->da.data;
-    params->key_valid = (const uint8_t *)problem->key_valid.data;
-    params->valid_batch = problem->key_valid.stride[0];
-    params->wide_dt_proj = dt_proj->dtype == FDMA_FLOAT32;
-    params->wide_a = problem->a.dtype == FDMA_FLOAT32;
-    params->v_aligned = is_aligned(v->data, v->stride[0] | v->stride[1] | v->stride[2]);
-    params->dv_aligned = is_aligned(dv->data, dv->stride[0] | dv->stride[1] | dv->stride[2]);
-    params->dt_aligned = is_aligned(dt_proj->data, dt_proj->stride[0]);
-}
-
 static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
+    const fdma_tensor *const dv = &problem->dv;
     gradient_params params = {};
-    describe_tensors(problem, &params);
+    params.score = fdma_cuda_plan_products(problem, arena);
+    params.ddt = params.score.score;
+    params.a = problem->a.data;
+    params.dbias = (const float *)problem->dbias.data;
+    params.dbias_batch = problem->dbias.stride[0];
+    params.dbias_head = problem->dbias.stride[1];
+    params.dv = dv->data;
+    params.dv_batch = dv->stride[0];
+    params.dv_row = dv->stride[1];
+    params.dv_head = dv->stride[2];
+    params.dv_aligned = is_aligned(dv->data, dv->stride[0] | dv->stride[1] | dv->stride[2]);
+    params.ddt_proj = problem->ddt_proj.data;
+    params.ddt_row = problem->ddt_proj.stride[0];
+    params.da = problem->da.data;
+    params.key_valid = (const uint8_t *)problem->key_valid.data;
+    params.valid_batch = problem->key_valid.stride[0];
     params.kv_len = problem->kv_len;
     params.batch = (int32_t)problem->batch;
     params.kv_heads = (int32_t)problem->kv_heads;
@@ -345,15 +253,11 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     params.channels = params.kv_heads * params.head_dim;
     params.is_exp = problem->bias_form == FDMA_BIAS_EXP;
     params.accumulate = problem->accumulate;
-    params.is_fused = params.kv_heads <= few_heads && params.channels <= block_channels;
     plan_splits(&params);
     const int64_t splits = (int64_t)params.batch * params.splits * params.kv_heads;
     params.dt_sums =
         (float *)fdma_arena_take(arena, (size_t)(splits * params.channels) * sizeof(float));
     params.a_sums = (float *)fdma_arena_take(arena, (size_t)splits * sizeof(float));
-    if (!params.is_fused)
-        params.ddt = (float *)fdma_arena_take(
-            arena, (size_t)(problem->batch * problem->kv_len * problem->kv_heads) * sizeof(float));
     return params;
 }
 
@@ -363,31 +267,52 @@ static size_t workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
-template <typename element, int heads>
-static fdma_status launch_keys(const fdma_problem *problem, const gradient_params &params) {
-    const unsigned blocks = (unsigned)params.batch * params.splits;
-    const unsigned blocks_y = (params.channels + block_channels - 1) / block_channels;
-    const launch_shape keys = {dim3(blocks, blocks_y), dim3(split_threads), ring_bytes};
-    for (int32_t g = 0; g < params.kv_heads; g += (int32_t)heads)
-        FDMA_TRY(launch("score_backward", add_keys<element, heads>, keys, problem, params, g));
+/* As many warps of a block have channels of their own as there are channels for. */
+template <typename config>
+static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
+    static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "fits anywhere");
+    launch_shape keys;
+    params.key_warps = split_warps;
+    while (params.key_warps > 1 &&
+           split_warps / params.key_warps * config::channels < params.channels)
+        params.key_warps /= 2;
+    const int block_channels = split_warps / params.key_warps * config::channels;
+    keys.grid = dim3((unsigned)params.batch * params.splits,
+                     (unsigned)((params.channels + block_channels - 1) / block_channels));
+    keys.block = dim3(split_threads);
+    keys.shared_bytes = sizeof(split_memory<config>);
+    keys.after_dependency = true;
+    for (int32_t g = 0; g < params.kv_heads; g += config::heads)
+        FDMA_TRY(launch("score_backward", add_keys<config>, keys, problem, params, g));
     return FDMA_OK;
+}
+
+template <typename element, int parts>
+static fdma_status launch_parts(const fdma_problem *problem, const gradient_params &params) {
+    if (params.kv_heads <= few_heads<element, parts>::heads)
+        return launch_keys<few_heads<element, parts>>(problem, params);
+    return launch_keys<many_heads<element, parts>>(problem, params);
 }
 
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
-    const unsigned blocks = (unsigned)params.batch * params.splits;
-    const unsigned heads = (unsigned)params.kv_heads;
     const unsigned columns = (params.channels + finish_columns - 1) / finish_columns;
-    const launch_shape dots = {dim3(blocks, (heads + dot_heads - 1) / dot_heads),
-                               dim3(split_threads), ring_bytes};
-    if (blocks > 0 && !params.is_fused)
-        FDMA_TRY(launch("score_backward", find_ddt<element>, dots, problem, params));
-    if (blocks > 0 && params.kv_heads <= few_heads)
-        FDMA_TRY((launch_keys<element, few_heads>(problem, params)));
-    else if (blocks > 0)
-        FDMA_TRY((launch_keys<element, many_heads>(problem, params)));
-    return launch("score_backward", finish_sums<element>,
-                  {dim3(columns + 1, heads), dim3(finish_columns, finish_parts)}, problem, params);
+    launch_shape find, finish;
+    find.grid = dim3((unsigned)params.batch * params.splits, (unsigned)params.kv_heads);
+    find.block = dim3(find_threads);
+    find.after_dependency = true;
+    finish.grid = dim3(columns + 1, (unsigned)params.kv_heads);
+    finish.block = dim3(finish_columns, finish_parts);
+    if (params.batch > 0 && params.kv_len > 0) {
+        FDMA_TRY(fdma_cuda_run_products(problem, params.score));
+        FDMA_TRY(launch("score_backward", find_gradients<element>, find, problem, params));
+        if (params.score.parts == 1)
+            FDMA_TRY((launch_parts<element, 1>(problem, params)));
+        else
+            FDMA_TRY((launch_parts<element, 2>(problem, params)));
+        finish.after_dependency = true;
+    }
+    return launch("score_backward", finish_sums<element>, finish, problem, params);
 }
 
 static fdma_status run(const fdma_problem *problem) {

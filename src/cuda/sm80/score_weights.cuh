@@ -1,38 +1,13 @@
-/* What score kernels work from, and dt_proj as their weights: in v's type, aligned to 16 bytes.
- * Where dt_proj is not that itself, arrange_weights() writes it to the workspace, and a float32 one
- * as a sum of three numbers. */
+/* dt_proj as the weights of score kernels: where it is not of v's type, aligned to 16 bytes,
+ * arrange_weights() writes it to the workspace, and a float32 one as a sum of three numbers. */
 #ifndef FDMA_CUDA_SM80_SCORE_WEIGHTS_CUH
 #define FDMA_CUDA_SM80_SCORE_WEIGHTS_CUH
 
 #include "cuda/device/element.cuh"
-#include "cuda/device/host.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/sm80/score.cuh"
 
-static constexpr int chunk_channels = 8; // of 16 bytes
 static constexpr int arrange_threads = 256;
-
-struct score_params {
-    const void *v, *dt_proj, *a;
-    int64_t v_batch, v_row, v_head, dt_row; // strides in elements
-    const uint8_t *key_valid;
-    int64_t valid_batch;
-    float *score, *bias;
-    int64_t score_batch, score_head, bias_batch, bias_head;
-    const void *weights; // [parts][kv_heads][channels] in v's type: dt_proj or in the workspace
-    int64_t weight_row, weight_part;
-    float *scales; // what the weights of each kv head were divided by; NULL: 1
-    int64_t batch, kv_len;
-    int32_t kv_heads, head_dim, channels, parts;
-    int32_t key_tiles, sequence_tiles; // tiles of keys: all, of a sequence
-    int32_t key_warps;                 // warps of a block that take keys
-    int32_t head_blocks;               // blocks of kv heads, which a tile goes through in turn
-    int32_t panels, panel_steps;       // the weights in shared memory: one panel, or two at a time
-    int32_t stages;                    // slots of a warp's ring
-    bool is_resident;                  // the only panel holds all weights
-    fdma_bias_form bias_form;
-    bool wide_dt_proj, wide_a; // float32, beside v's type
-    bool is_aligned;           // v may be loaded 16 bytes at a time
-};
 
 template <typename T>
 __device__ static float load_weight(const score_params &params, int g, int channel) {
