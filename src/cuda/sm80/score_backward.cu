@@ -1,63 +1,110 @@
 /* The gradients of fdma_score() on any device from compute capability 8.0: dbias -> ddt -> dv,
  * ddt_proj and da. Keys without a gradient get none, and what they hold reaches nothing.
  *
- * The products that fdma_score() begins with are made again, to the workspace, and from them ddt.
- * Then a block takes a split of a sequence's keys: it lists those with a gradient, some at a time,
- * and its warps take the list tile by tile, each some channels, reading v and dv once. What a split
- * adds to ddt_proj and da is added up in the order of splits, whose number follows from kv_len and
- * the channels alone. Source: docs/algorithm.md, backward. */
+ * The products that fdma_score() begins with are made again, to the workspace, and ddt of them.
+ * Then a block takes a split of a sequence's keys, tile by tile, a warp some channels, and reads v
+ * and dv once. What a split adds to ddt_proj and da is added up in the order of splits, whose
+ * number follows from kv_len and the channels alone. Source: docs/algorithm.md, backward. */
 #include "cuda/sm80/score_products.cuh"
 
 static constexpr int finish_columns = 32, finish_parts = 8; // of splits, a thread each
 
 /* For up to 8, and for more kv heads at a time. Of a float32 dt_proj two parts take part: as precise
  * as ddt. */
-template <typename element, int parts> using few_heads = product_config<element, parts, 1, 64, 3>;
-template <typename element, int parts> using many_heads = product_config<element, parts, 4, 32, 4>;
+template <typename element, int parts> using few_heads = product_config<element, parts, 1, 2, 2, 8>;
+template <typename element, int parts>
+using many_heads = product_config<element, parts, 4, 1, 3, 4>;
 
 template <typename config> struct split_memory {
-    key_list<config::heads> list;
-    float scales[config::heads];
+    uint32_t masks[3][config::chunk_tiles];
+    typename config::operands operands[2][config::chunk_tiles];
     union {
         tile_slot<config> ring[split_warps][config::stages];
         warp_sums<config> sums[split_warps][32];
     };
 };
 
-/* The listed keys against a warp's channels: every params.key_warps-th tile from `tile` on. */
+/* Starts a block's copies of some tiles' operands, or masks. */
+template <typename item>
+__device__ static inline void copy_items(item *to, const void *from, int64_t first, int count) {
+    const char *const bytes = (const char *)from + first * (int64_t)sizeof(item);
+    for (int x = threadIdx.x * 16; x < count * (int)sizeof(item); x += split_threads * 16)
+        cp_async_16(shared_address(to) + x, bytes + x, 16);
+}
+
+/* Of chunk n of a split, if there is one. */
 template <typename config>
-__device__ static inline void take_list(warp_sums<config> &sums, split_memory<config> *shared,
-                                        const gradient_params &params, const warp_channels &at,
-                                        int32_t g, int32_t tile) {
-    constexpr int stages = config::stages;
-    const key_list<config::heads> &list = shared->list;
+__device__ static inline void copy_operands(split_memory<config> *shared,
+                                            const gradient_params &params, int32_t g, int32_t n) {
+    constexpr int count = config::chunk_tiles;
+    const split_place place = find_split(params);
+    const int64_t first = first_tile(params, g / config::heads, place.b) + place.tile + n * count;
+    if (n * count < split_length(params, place))
+        copy_items(shared->operands[n % 2], params.operands, first, count);
+}
+
+template <typename config>
+__device__ static inline void copy_masks(split_memory<config> *shared,
+                                         const gradient_params &params, int32_t g, int32_t n) {
+    constexpr int count = config::chunk_tiles;
+    const split_place place = find_split(params);
+    const int64_t first = first_tile(params, g / config::heads, place.b) + place.tile + n * count;
+    if (n * count < split_length(params, place))
+        copy_items(shared->masks[n % 3], params.masks, first, count);
+}
+
+/* A split's tiles against a warp's channels. Operands come in chunks, one ahead, and masks two
+ * ahead, since the rings run ahead too. */
+template <typename config>
+__device__ static inline void take_split(warp_sums<config> &sums, split_memory<config> *shared,
+                                         const gradient_params &params, int32_t g, int32_t first) {
+    constexpr int stages = config::stages, chunk_tiles = config::chunk_tiles;
+    const int32_t tiles = split_length(params, find_split(params));
+    const lane_chunks<config> at = find_chunks<config>(params, first);
     tile_slot<config> *const ring = shared->ring[threadIdx.x / 32];
-    const int32_t tiles = (list.count + tile_keys - 1) / tile_keys;
-    int filled = 0, free = 0;
     warp_weights<config> weights;
-    if (tile >= tiles)
-        return;
-    for (int ahead = 0; ahead < stages - 1; ahead++, free++) {
-        if (tile + ahead * params.key_warps < tiles)
-            copy_tile(ring + free, params, list, at, tile + ahead * params.key_warps);
-        cp_async_commit_group();
-    }
-    load_weights(weights, params, g, at.first);
-    for (; tile < tiles; tile += params.key_warps) {
-        const int32_t next = tile + (stages - 1) * params.key_warps;
-        __syncwarp(); // the slot is read
+    copy_masks(shared, params, g, 0);
+    copy_masks(shared, params, g, 1);
+    copy_operands(shared, params, g, 0);
+    cp_async_commit_group();
+    load_weights(weights, params, g, first);
+    cp_async_wait_group<0>();
+    __syncthreads();
+    int32_t next = threadIdx.x / 32 % params.key_warps;
+    int filled = 0, free = 0;
+#pragma unroll 1
+    for (; free < stages - 1; free++, next += params.key_warps) {
         if (next < tiles)
-            copy_tile(ring + free, params, list, at, next);
+            copy_tile(ring + free, params, at, next,
+                      shared->masks[next / chunk_tiles][next % chunk_tiles]);
         cp_async_commit_group();
-        cp_async_wait_group<stages - 1>();
-        __syncwarp();
-        if (params.dv != nullptr)
-            add_to_dv(ring[filled], weights, params, list, shared->scales, at, tile);
-        add_to_sums(sums, ring[filled], list, tile);
-        free = filled;
-        filled = filled + 1 < stages ? filled + 1 : 0;
     }
-    __syncwarp();
+    for (int32_t chunk = 0; chunk * chunk_tiles < tiles; chunk++) {
+        if (params.key_warps * stages > chunk_tiles) // else older copies are done
+            cp_async_wait_group<0>();
+        __syncthreads();
+        copy_operands(shared, params, g, chunk + 1);
+        copy_masks(shared, params, g, chunk + 2);
+        for (int t = threadIdx.x / 32 % params.key_warps; t < chunk_tiles; t += params.key_warps) {
+            __syncwarp(); // the slot is read
+            if (next < tiles)
+                copy_tile(ring + free, params, at, next,
+                          shared->masks[next / chunk_tiles % 3][next % chunk_tiles]);
+            next += params.key_warps;
+            cp_async_commit_group();
+            cp_async_wait_group<stages - 1>();
+            __syncwarp();
+            const uint32_t mask = shared->masks[chunk % 3][t];
+            const typename config::operands &operands = shared->operands[chunk % 2][t];
+            if (mask != 0 && params.dv != nullptr)
+                add_to_dv(ring[filled], weights, params, operands, at, chunk * chunk_tiles + t,
+                          mask);
+            if (mask != 0)
+                add_to_sums(sums, ring[filled], operands);
+            free = filled;
+            filled = filled + 1 < stages ? filled + 1 : 0;
+        }
+    }
 }
 
 /* Adds up the sums of warps that have the same channels, in the first of them. */
@@ -102,13 +149,14 @@ __device__ static inline bool put_sums(const warp_sums<config> &sums, const grad
 
 /* The sum of a split for one head and channel, key by key. */
 template <typename element>
-__device__ static float sum_plainly(const gradient_params &params, const split_place &place,
-                                    int32_t g, int32_t c) {
+__device__ static float sum_plainly(const gradient_params &params, int32_t g, int32_t c) {
+    const split_place place = find_split(params);
     const element *const v = (const element *)params.score.v + place.b * params.score.v_batch +
                              channel_offset(params, c, params.score.v_head);
     const float *const ddt = ddt_of(params, place.b, g);
+    const int32_t end = min((place.tile + params.split_tiles) * tile_keys, params.kv_len);
     float sum = 0;
-    for (int64_t j = place.first; j < place.end; j++)
+    for (int32_t j = place.tile * tile_keys; j < end; j++)
         if (ddt[j] != 0)
             sum += ddt[j] * to_float(v[j * params.score.v_row]);
     return sum;
@@ -119,7 +167,6 @@ __device__ static float sum_plainly(const gradient_params &params, const split_p
 template <typename config>
 __device__ static __noinline__ void mend_sums(const gradient_params &params, float *to, int32_t g,
                                               int32_t first) {
-    const split_place place = find_split(params);
     const int end_of_heads = min(config::heads, params.kv_heads - g);
     const int end_of_channels = min(config::channels, params.channels - first);
     __syncwarp();
@@ -129,34 +176,24 @@ __device__ static __noinline__ void mend_sums(const gradient_params &params, flo
         for (int c = first + threadIdx.x % 32; c < first + end_of_channels; c += 32) {
             float *const sum = to + (int64_t)head * params.channels + c;
             if (isnan(*sum))
-                *sum = sum_plainly<typename config::element>(params, place, head, c);
+                *sum = sum_plainly<typename config::element>(params, head, c);
         }
 }
 
 /* dv of a split's keys, and what they add to ddt_proj, of the kv heads from g on and a block of
  * channels. */
 template <typename config>
-__global__ void __launch_bounds__(split_threads, 2)
+__global__ void __launch_bounds__(split_threads, config::parts == 1 ? 3 : 2)
     add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
     split_memory<config> *const shared = &shared_memory<split_memory<config>>();
-    const split_place place = find_split(params);
     const int warp = threadIdx.x / 32, channel_warps = split_warps / params.key_warps;
     const int32_t first = (blockIdx.y * channel_warps + warp / params.key_warps) * config::channels;
-    const warp_channels at = find_channels<config>(params, place.b, first);
     warp_sums<config> sums = {};
-    griddepcontrol_wait(); // for ddt and the weights
+    griddepcontrol_wait(); // for the operands and the weights
     griddepcontrol_launch_dependents();
-    if (threadIdx.x < config::heads)
-        shared->scales[threadIdx.x] =
-            params.score.scales != nullptr && g + (int32_t)threadIdx.x < params.kv_heads
-                ? params.score.scales[g + threadIdx.x]
-                : 1;
-    for (int64_t j = place.first; j < place.end; j += split_threads) {
-        list_keys(&shared->list, params, place.b, g, j, place.end);
-        take_list(sums, shared, params, at, g, warp % params.key_warps);
-    }
+    take_split(sums, shared, params, g, first);
     join_sums(sums, shared, params.key_warps);
-    float *const to = params.dt_sums + (int64_t)place.split * params.kv_heads * params.channels;
+    float *const to = params.dt_sums + (int64_t)blockIdx.x * params.kv_heads * params.channels;
     if (warp % params.key_warps == 0 && !__all_sync(~0u, put_sums(sums, params, to, g, first)))
         mend_sums<config>(params, to, g, first);
 }
@@ -170,17 +207,9 @@ __device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide
         ((element *)to)[at] = from_float<element>(add ? to_float(((element *)to)[at]) + sum : sum);
 }
 
-/* Adds up `count` numbers that lie `stride` apart, a part of them in each row of threads; the first
- * row has all. */
-__device__ static inline float add_up(const float *from, int64_t count, int64_t stride) {
+/* Adds up the numbers of every column of threads; the first row has the sums. */
+__device__ static inline float sum_columns(float sum) {
     __shared__ float parts[finish_parts][finish_columns];
-    const int64_t each = (count + finish_parts - 1) / finish_parts, first = threadIdx.y * each;
-    const int64_t end = min(first + each, count);
-    float sum = 0;
-#pragma unroll 8
-    for (int64_t n = first; n < end; n++)
-        sum += from[n * stride];
-    __syncthreads();
     parts[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     for (int n = 1; n < finish_parts && threadIdx.y == 0; n++)
@@ -188,43 +217,69 @@ __device__ static inline float add_up(const float *from, int64_t count, int64_t 
     return sum;
 }
 
-/* A column of threads a channel of kv head blockIdx.y, or in the last block its coefficient. */
+/* Adds up part `part` of `parts` of `count` numbers that lie `stride` apart. */
+__device__ static inline float sum_part(const float *from, int64_t count, int64_t stride, int part,
+                                        int parts) {
+    const int64_t each = (count + parts - 1) / parts, end = min((part + 1) * each, count);
+    float sum = 0;
+#pragma unroll 8
+    for (int64_t n = part * each; n < end; n++)
+        sum += from[n * stride];
+    return sum;
+}
+
+/* The sums of kv head blockIdx.y, a column of threads a channel; in the last block its coefficient.
+ */
 template <typename element>
 __global__ void __launch_bounds__(finish_columns *finish_parts)
-    finish_sums(const gradient_params params) {
-    const int64_t splits = (int64_t)params.batch * params.splits;
+    finish_sums(const __grid_constant__ gradient_params params) {
+    const score_params &score = params.score;
     const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;
-    const bool is_coefficient = blockIdx.x + 1 == gridDim.x;
-    griddepcontrol_wait(); // for the sums
+    griddepcontrol_wait(); // for what is added up
     griddepcontrol_launch_dependents();
-    const bool there = is_coefficient ? threadIdx.x == 0 : c < params.channels;
-    const float *const from =
-        is_coefficient ? params.a_sums + g : params.dt_sums + (int64_t)g * params.channels + c;
-    const int64_t stride = (int64_t)params.kv_heads * (is_coefficient ? 1 : params.channels);
-    const float sum = add_up(from, there ? splits : 0, stride);
-    if (!there || threadIdx.y > 0)
+    if (blockIdx.x + 1 == gridDim.x) {
+        const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
+        const int part = threadIdx.y * finish_columns + threadIdx.x;
+        float sum = sum_columns(sum_part(params.a_sums + g, rounds, params.kv_heads, part,
+                                         finish_columns * finish_parts));
+        if (threadIdx.y == 0)
+            sum = sum_lanes(sum);
+        if (part == 0)
+            put_sum<element>(params.da, g, sum, score.wide_a, params.accumulate);
         return;
-    if (is_coefficient)
-        put_sum<element>(params.da, g, sum, params.score.wide_a, params.accumulate);
-    else
-        put_sum<element>(params.ddt_proj, g * params.ddt_row + c, sum, params.score.wide_dt_proj,
+    }
+    const float *const from = params.dt_sums + (int64_t)g * params.channels + c;
+    const int64_t splits = (int64_t)params.batch * params.splits;
+    const float sum = sum_columns(
+        c < params.channels ? sum_part(from, splits, (int64_t)params.kv_heads * params.channels,
+                                       threadIdx.y, finish_parts)
+                            : 0);
+    if (threadIdx.y == 0 && c < params.channels)
+        put_sum<element>(params.ddt_proj, g * params.ddt_row + c, sum, score.wide_dt_proj,
                          params.accumulate);
 }
 
-/* Splits of a sequence: enough blocks for a large device, whose sums take no more than an eighth of
- * v, or 16 MB. */
+/* Of how many kv heads a block takes the gradients, in tiles. */
+static int32_t count_head_tiles(const gradient_params *params) {
+    return params->kv_heads <= tile_heads ? 1 : 4;
+}
+
+/* Splits of a sequence: as many as fill a large device with blocks, whose sums take no more than an
+ * eighth of v, or 16 MB. */
 static void plan_splits(gradient_params *params) {
-    const int64_t most_splits = 256, least_keys = 64, least_sums = 4 << 20;
+    const int64_t few = 512, many = 384, least_sums = 4 << 20;
+    const int64_t wanted = count_head_tiles(params) == 1 ? few * 256 : many * 128; // channels
     const int64_t each = (int64_t)params->kv_heads * params->channels;
-    const int64_t share = params->kv_len * params->channels / 16;
+    const int64_t share = (int64_t)params->kv_len * params->channels / 16;
     const int64_t sums = share > least_sums ? share : least_sums;
     const int64_t fit = each > 0 && sums / each > 1 ? sums / each : 1;
-    int64_t splits = (params->kv_len + least_keys - 1) / least_keys;
-    splits = splits < most_splits ? splits : most_splits;
-    splits = splits < fit ? splits : fit;
-    splits = splits > 0 ? splits : 1;
-    params->split_keys = (params->kv_len + splits - 1) / splits;
-    params->splits = (int32_t)splits;
+    const int64_t fill = params->channels < wanted ? wanted / params->channels : 1;
+    const int32_t rounds = (params->kv_len + round_keys - 1) / round_keys;
+    const int32_t most = (int32_t)(fit < fill ? fit : fill);
+    const int32_t split_rounds = rounds > most ? (rounds + most - 1) / most : 1;
+    params->tiles = rounds * round_tiles;
+    params->split_tiles = split_rounds * round_tiles;
+    params->splits = (rounds + split_rounds - 1) / split_rounds;
 }
 
 static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
@@ -246,7 +301,7 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     params.da = problem->da.data;
     params.key_valid = (const uint8_t *)problem->key_valid.data;
     params.valid_batch = problem->key_valid.stride[0];
-    params.kv_len = problem->kv_len;
+    params.kv_len = (int32_t)problem->kv_len;
     params.batch = (int32_t)problem->batch;
     params.kv_heads = (int32_t)problem->kv_heads;
     params.head_dim = (int32_t)problem->head_dim;
@@ -254,10 +309,18 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     params.is_exp = problem->bias_form == FDMA_BIAS_EXP;
     params.accumulate = problem->accumulate;
     plan_splits(&params);
+    const int32_t head_tiles = count_head_tiles(&params), heads = head_tiles * tile_heads;
+    const int64_t tiles =
+        (int64_t)((params.kv_heads + heads - 1) / heads) * params.batch * params.tiles;
+    const size_t tile_bytes = head_tiles == 1 ? sizeof(tile_operands<1>) : sizeof(tile_operands<4>);
+    params.operands = fdma_arena_take(arena, (size_t)tiles * tile_bytes);
+    params.masks = (uint32_t *)fdma_arena_take(arena, (size_t)tiles * sizeof *params.masks);
     const int64_t splits = (int64_t)params.batch * params.splits * params.kv_heads;
     params.dt_sums =
         (float *)fdma_arena_take(arena, (size_t)(splits * params.channels) * sizeof(float));
-    params.a_sums = (float *)fdma_arena_take(arena, (size_t)splits * sizeof(float));
+    const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
+    params.a_sums =
+        (float *)fdma_arena_take(arena, (size_t)(rounds * params.kv_heads) * sizeof(float));
     return params;
 }
 
@@ -287,32 +350,44 @@ static fdma_status launch_keys(const fdma_problem *problem, gradient_params para
     return FDMA_OK;
 }
 
-template <typename element, int parts>
-static fdma_status launch_parts(const fdma_problem *problem, const gradient_params &params) {
-    if (params.kv_heads <= few_heads<element, parts>::heads)
-        return launch_keys<few_heads<element, parts>>(problem, params);
-    return launch_keys<many_heads<element, parts>>(problem, params);
+template <typename element, int head_tiles>
+static fdma_status launch_gradients(const fdma_problem *problem, const gradient_params &params) {
+    const int heads = head_tiles * tile_heads;
+    launch_shape find;
+    find.grid = dim3((unsigned)params.batch * (params.tiles / round_tiles),
+                     (unsigned)((params.kv_heads + heads - 1) / heads));
+    find.block = dim3(find_threads);
+    find.after_dependency = true;
+    return launch("score_backward", find_gradients<element, head_tiles>, find, problem, params);
+}
+
+template <typename element>
+static fdma_status launch_finish(const fdma_problem *problem, const gradient_params &params,
+                                 bool after_dependency) {
+    launch_shape finish;
+    finish.grid = dim3((unsigned)((params.channels + finish_columns - 1) / finish_columns + 1),
+                       (unsigned)params.kv_heads);
+    finish.block = dim3(finish_columns, finish_parts);
+    finish.after_dependency = after_dependency;
+    return launch("score_backward", finish_sums<element>, finish, problem, params);
 }
 
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
-    const unsigned columns = (params.channels + finish_columns - 1) / finish_columns;
-    launch_shape find, finish;
-    find.grid = dim3((unsigned)params.batch * params.splits, (unsigned)params.kv_heads);
-    find.block = dim3(find_threads);
-    find.after_dependency = true;
-    finish.grid = dim3(columns + 1, (unsigned)params.kv_heads);
-    finish.block = dim3(finish_columns, finish_parts);
-    if (params.batch > 0 && params.kv_len > 0) {
-        FDMA_TRY(fdma_cuda_run_products(problem, params.score));
-        FDMA_TRY(launch("score_backward", find_gradients<element>, find, problem, params));
-        if (params.score.parts == 1)
-            FDMA_TRY((launch_parts<element, 1>(problem, params)));
-        else
-            FDMA_TRY((launch_parts<element, 2>(problem, params)));
-        finish.after_dependency = true;
+    const bool is_wide = params.score.parts > 1;
+    if (params.batch == 0 || params.kv_len == 0)
+        return launch_finish<element>(problem, params, false);
+    FDMA_TRY(fdma_cuda_run_products(problem, params.score));
+    if (count_head_tiles(&params) == 1) {
+        FDMA_TRY((launch_gradients<element, 1>(problem, params)));
+        FDMA_TRY((is_wide ? launch_keys<few_heads<element, 2>>(problem, params)
+                          : launch_keys<few_heads<element, 1>>(problem, params)));
+    } else {
+        FDMA_TRY((launch_gradients<element, 4>(problem, params)));
+        FDMA_TRY((is_wide ? launch_keys<many_heads<element, 2>>(problem, params)
+                          : launch_keys<many_heads<element, 1>>(problem, params)));
     }
-    return launch("score_backward", finish_sums<element>, finish, problem, params);
+    return launch_finish<element>(problem, params, true);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -325,14 +400,18 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    enum { most_blocks = 1 << 30, most_channels = 1 << 20, most_heads = 65535 };
+    const int64_t most_keys = INT32_MAX - 1023, most_sequences = 1 << 22, most_tiles = 1 << 30;
+    const int64_t most_channels = 1 << 20, most_heads = 65535;
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
         return "float32 tensors on CUDA: cast v to bfloat16 or float16";
     if (problem->dbias.dtype == FDMA_FLOAT64)
         return "float64 dbias, supported: float32";
-    if (problem->batch > most_blocks / 256 || problem->kv_heads > most_heads ||
+    if (problem->batch > most_sequences || problem->kv_heads > most_heads ||
         problem->kv_heads * problem->head_dim > most_channels)
         return "more than 2^22 sequences, 2^16 heads or 2^20 channels a key";
+    if (problem->kv_len > most_keys ||
+        problem->batch * (problem->kv_len / tile_keys + round_tiles) > most_tiles)
+        return "more than 2^31 - 1024 keys of a sequence, or 2^30 tiles of 16 keys";
     return fdma_refuses_before_sm80(problem);
 }
 
