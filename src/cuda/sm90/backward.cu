@@ -152,6 +152,15 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_plan *pl
     return launch("backward", differentiate<config>, shape, problem, *plan, *pass, softcap_scale);
 }
 
+/* Epochs that a block of threads takes of the diagonal pass, where most of an epoch is a wait: each
+ * one's keys come while the one before is multiplied. As many as leave a device enough blocks. */
+static int32_t find_span(const fdma_problem *problem, const backward_plan *plan, int32_t blocks) {
+    const int64_t device_blocks = 4 * fdma_cuda_facts(problem->exec.device)->multiprocessors;
+    const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
+    const int64_t span = heads * blocks * plan->forward.lists / device_blocks;
+    return (int32_t)(span > 1 ? span : 1);
+}
+
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     backward_pass pass;
@@ -166,7 +175,9 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     if (plan.is_rolling) {
         pass.is_diagonal = true;
         pass.blocks = (list_queries - 1 + config::slots - 1) / config::slots;
-        FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.forward.lists));
+        pass.span = find_span(problem, &plan, pass.blocks);
+        FDMA_TRY(run_pass<config>(problem, &plan, &pass,
+                                  (plan.forward.lists + pass.span - 1) / pass.span));
     }
     launch_shape shape;
     shape.grid = dim3((unsigned)tiles);

@@ -47,6 +47,7 @@ template <typename element_, int most_channels, bool softcap> struct backward_co
  * pass after it, those that arrive inside. */
 struct backward_pass {
     bool is_diagonal;
+    int32_t span;      // epochs that a block of threads takes one after the other, if it is
     float *dq;         // [batch * q_heads][tiles] of 64 queries as accumulators hold them
     uint32_t *tickets; // of each tile and consumer, whose turn it is to add; NULL: anybody's
     int32_t tiles;     // of a head
@@ -148,17 +149,23 @@ __device__ static inline int32_t visible_slots(const backward_plan &plan, int32_
     return max(0, queries + forward.kv_len - forward.q_len);
 }
 
+/* Keys that arrive inside an epoch. */
+__device__ static inline int32_t count_arrivals(const backward_plan &plan, int32_t head,
+                                                int32_t epoch) {
+    const int2 count = list_counts(plan, head, epoch);
+    return count.y - count.x;
+}
+
 /* The first of an item's epochs in which some query sees one of its slots; a warp together. */
 __device__ static inline int32_t first_epoch(const backward_plan &plan, const backward_pass &pass,
                                              const backward_item &item) {
-    if (pass.is_diagonal) {
-        const int2 count = list_counts(plan, item.head, item.epoch);
-        return count.y - count.x > item.first_slot ? item.epoch : item.end;
-    }
     for (int32_t base = item.epoch; base < item.end; base += 32) {
         const int32_t epoch = base + threadIdx.x % 32;
-        const uint32_t mask = __ballot_sync(
-            ~0u, epoch < item.end && visible_slots(plan, item.head, epoch) > item.first_slot);
+        int32_t slots = 0;
+        if (epoch < item.end)
+            slots = pass.is_diagonal ? count_arrivals(plan, item.head, epoch)
+                                     : visible_slots(plan, item.head, epoch);
+        const uint32_t mask = __ballot_sync(~0u, slots > item.first_slot);
         if (mask != 0)
             return base + __ffs(mask) - 1;
     }
@@ -186,8 +193,8 @@ __device__ static inline backward_item item_of(const backward_plan &plan,
     item.g = item.head % plan.forward.kv_heads;
     item.part = group / heads;
     if (pass.is_diagonal) {
-        item.epoch = item.part;
-        item.end = item.epoch + 1;
+        item.epoch = item.part * pass.span;
+        item.end = min(item.epoch + pass.span, epochs_of(plan));
         item.part = 0;
     } else {
         item.epoch = item.part * plan.part_lists;
