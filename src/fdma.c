@@ -28,14 +28,6 @@ static fdma_status workspace_of(const fdma_problem *problem, size_t *bytes) {
     return FDMA_OK;
 }
 
-static fdma_status kernel_of(const fdma_problem *problem, const char **name) {
-    const kernel_row *row;
-    FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT, "name: is NULL");
-    FDMA_TRY(fdma_pick_row(backends, problem, &row));
-    *name = row->name;
-    return FDMA_OK;
-}
-
 static fdma_status check_workspace(size_t given, size_t wanted) {
     FDMA_REQUIRE(given >= wanted, FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu", given, wanted);
@@ -69,50 +61,42 @@ static fdma_status run(const fdma_problem *problem) {
     return row->on_device ? fdma_run_cuda(row, problem) : row->run(problem);
 }
 
-static fdma_status check_place(const fdma_problem *problem, check_depth depth) {
+static fdma_status prepare(problem_check *check, const void *args, check_depth depth,
+                           fdma_problem *problem) {
+    FDMA_TRY(check(args, depth, problem));
     return problem->exec.device != 0 ? fdma_check_cuda(problem, depth) : FDMA_OK;
 }
 
-static fdma_status check_score(const fdma_score_args *args, check_depth depth,
-                               fdma_problem *problem) {
-    FDMA_TRY(fdma_check_score(args, depth, problem));
-    return check_place(problem, depth);
-}
-
-static fdma_status check_select(const fdma_select_args *args, check_depth depth,
-                                fdma_problem *problem) {
-    FDMA_TRY(fdma_check_select(args, depth, problem));
-    return check_place(problem, depth);
-}
-
-static fdma_status check_forward(const fdma_forward_args *args, check_depth depth,
-                                 fdma_problem *problem) {
-    FDMA_TRY(fdma_check_forward(args, depth, problem));
-    return check_place(problem, depth);
-}
-
-static fdma_status check_lists(const fdma_lists_args *args, check_depth depth,
-                               fdma_problem *problem) {
-    FDMA_TRY(fdma_check_lists(args, depth, problem));
-    return check_place(problem, depth);
-}
-
-fdma_status fdma_score(const fdma_score_args *args) {
+static fdma_status call(problem_check *check, const void *args) {
     fdma_problem problem;
-    FDMA_TRY(check_score(args, check_all, &problem));
+    FDMA_TRY(prepare(check, args, check_all, &problem));
     return run(&problem);
 }
 
-fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes) {
+static fdma_status ask_workspace(problem_check *check, const void *args, size_t *bytes) {
     fdma_problem problem;
-    FDMA_TRY(check_score(args, check_shapes, &problem));
+    FDMA_TRY(prepare(check, args, check_shapes, &problem));
     return workspace_of(&problem, bytes);
 }
 
-fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name) {
+static fdma_status ask_kernel(problem_check *check, const void *args, const char **name) {
     fdma_problem problem;
-    FDMA_TRY(check_score(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
+    const kernel_row *row;
+    FDMA_TRY(prepare(check, args, check_shapes, &problem));
+    FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT, "name: is NULL");
+    FDMA_TRY(fdma_pick_row(backends, &problem, &row));
+    *name = row->name;
+    return FDMA_OK;
+}
+
+fdma_status fdma_score(const fdma_score_args *args) { return call(fdma_check_score, args); }
+
+fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes) {
+    return ask_workspace(fdma_check_score, args, bytes);
+}
+
+fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name) {
+    return ask_kernel(fdma_check_score, args, name);
 }
 
 static void record_selection(fdma_selection *selection, const fdma_problem *problem) {
@@ -123,154 +107,84 @@ static void record_selection(fdma_selection *selection, const fdma_problem *prob
 
 fdma_status fdma_select(const fdma_select_args *args) {
     fdma_problem problem;
-    FDMA_TRY(check_select(args, check_all, &problem));
+    FDMA_TRY(prepare(fdma_check_select, args, check_all, &problem));
     FDMA_TRY(run(&problem));
     record_selection(args->selection, &problem);
     return FDMA_OK;
 }
 
 fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes) {
-    fdma_problem problem;
-    FDMA_TRY(check_select(args, check_shapes, &problem));
-    return workspace_of(&problem, bytes);
+    return ask_workspace(fdma_check_select, args, bytes);
 }
 
 fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name) {
-    fdma_problem problem;
-    FDMA_TRY(check_select(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
+    return ask_kernel(fdma_check_select, args, name);
 }
 
-fdma_status fdma_lists(const fdma_lists_args *args) {
-    fdma_problem problem;
-    FDMA_TRY(check_lists(args, check_all, &problem));
-    return run(&problem);
-}
+fdma_status fdma_lists(const fdma_lists_args *args) { return call(fdma_check_lists, args); }
 
 fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes) {
-    fdma_problem problem;
-    FDMA_TRY(check_lists(args, check_shapes, &problem));
-    return workspace_of(&problem, bytes);
+    return ask_workspace(fdma_check_lists, args, bytes);
 }
 
 fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name) {
-    fdma_problem problem;
-    FDMA_TRY(check_lists(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
+    return ask_kernel(fdma_check_lists, args, name);
 }
 
-fdma_status fdma_forward(const fdma_forward_args *args) {
-    fdma_problem problem;
-    FDMA_TRY(check_forward(args, check_all, &problem));
-    return run(&problem);
-}
+fdma_status fdma_forward(const fdma_forward_args *args) { return call(fdma_check_forward, args); }
 
 fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes) {
-    fdma_problem problem;
-    FDMA_TRY(check_forward(args, check_shapes, &problem));
-    return workspace_of(&problem, bytes);
+    return ask_workspace(fdma_check_forward, args, bytes);
 }
 
 fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name) {
-    fdma_problem problem;
-    FDMA_TRY(check_forward(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
-}
-
-static fdma_status check_backward(const fdma_backward_args *args, check_depth depth,
-                                  fdma_problem *problem) {
-    FDMA_TRY(fdma_check_backward(args, depth, problem));
-    return check_place(problem, depth);
+    return ask_kernel(fdma_check_forward, args, name);
 }
 
 fdma_status fdma_backward(const fdma_backward_args *args) {
-    fdma_problem problem;
-    FDMA_TRY(check_backward(args, check_all, &problem));
-    return run(&problem);
+    return call(fdma_check_backward, args);
 }
 
 fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes) {
-    fdma_problem problem;
-    FDMA_TRY(check_backward(args, check_shapes, &problem));
-    return workspace_of(&problem, bytes);
+    return ask_workspace(fdma_check_backward, args, bytes);
 }
 
 fdma_status fdma_backward_kernel(const fdma_backward_args *args, const char **name) {
-    fdma_problem problem;
-    FDMA_TRY(check_backward(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
-}
-
-static fdma_status check_score_backward(const fdma_score_backward_args *args, check_depth depth,
-                                        fdma_problem *problem) {
-    FDMA_TRY(fdma_check_score_backward(args, depth, problem));
-    return check_place(problem, depth);
+    return ask_kernel(fdma_check_backward, args, name);
 }
 
 fdma_status fdma_score_backward(const fdma_score_backward_args *args) {
-    fdma_problem problem;
-    FDMA_TRY(check_score_backward(args, check_all, &problem));
-    return run(&problem);
+    return call(fdma_check_score_backward, args);
 }
 
 fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args, size_t *bytes) {
-    fdma_problem problem;
-    FDMA_TRY(check_score_backward(args, check_shapes, &problem));
-    return workspace_of(&problem, bytes);
+    return ask_workspace(fdma_check_score_backward, args, bytes);
 }
 
 fdma_status fdma_score_backward_kernel(const fdma_score_backward_args *args, const char **name) {
-    fdma_problem problem;
-    FDMA_TRY(check_score_backward(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
+    return ask_kernel(fdma_check_score_backward, args, name);
 }
 
-static fdma_status check_merge(const fdma_merge_args *args, check_depth depth,
-                               fdma_problem *problem) {
-    FDMA_TRY(fdma_check_merge(args, depth, problem));
-    return check_place(problem, depth);
-}
-
-fdma_status fdma_merge(const fdma_merge_args *args) {
-    fdma_problem problem;
-    FDMA_TRY(check_merge(args, check_all, &problem));
-    return run(&problem);
-}
+fdma_status fdma_merge(const fdma_merge_args *args) { return call(fdma_check_merge, args); }
 
 fdma_status fdma_merge_workspace(const fdma_merge_args *args, size_t *bytes) {
-    fdma_problem problem;
-    FDMA_TRY(check_merge(args, check_shapes, &problem));
-    return workspace_of(&problem, bytes);
+    return ask_workspace(fdma_check_merge, args, bytes);
 }
 
 fdma_status fdma_merge_kernel(const fdma_merge_args *args, const char **name) {
-    fdma_problem problem;
-    FDMA_TRY(check_merge(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
-}
-
-static fdma_status check_merge_backward(const fdma_merge_backward_args *args, check_depth depth,
-                                        fdma_problem *problem) {
-    FDMA_TRY(fdma_check_merge_backward(args, depth, problem));
-    return check_place(problem, depth);
+    return ask_kernel(fdma_check_merge, args, name);
 }
 
 fdma_status fdma_merge_backward(const fdma_merge_backward_args *args) {
-    fdma_problem problem;
-    FDMA_TRY(check_merge_backward(args, check_all, &problem));
-    return run(&problem);
+    return call(fdma_check_merge_backward, args);
 }
 
 fdma_status fdma_merge_backward_workspace(const fdma_merge_backward_args *args, size_t *bytes) {
-    fdma_problem problem;
-    FDMA_TRY(check_merge_backward(args, check_shapes, &problem));
-    return workspace_of(&problem, bytes);
+    return ask_workspace(fdma_check_merge_backward, args, bytes);
 }
 
 fdma_status fdma_merge_backward_kernel(const fdma_merge_backward_args *args, const char **name) {
-    fdma_problem problem;
-    FDMA_TRY(check_merge_backward(args, check_shapes, &problem));
-    return kernel_of(&problem, name);
+    return ask_kernel(fdma_check_merge_backward, args, name);
 }
 
 typedef struct attention_problems {
@@ -279,9 +193,9 @@ typedef struct attention_problems {
 
 static fdma_status check_steps(const attention_steps *steps, check_depth depth,
                                attention_problems *problems) {
-    FDMA_TRY(check_score(&steps->score, depth, &problems->score));
-    FDMA_TRY(check_select(&steps->select, depth, &problems->select));
-    return check_forward(&steps->forward, depth, &problems->forward);
+    FDMA_TRY(prepare(fdma_check_score, &steps->score, depth, &problems->score));
+    FDMA_TRY(prepare(fdma_check_select, &steps->select, depth, &problems->select));
+    return prepare(fdma_check_forward, &steps->forward, depth, &problems->forward);
 }
 
 /* What steps hand on, and the most that one of them wants. */
@@ -336,12 +250,12 @@ typedef struct backward_problems {
 
 static fdma_status check_backward_steps(const backward_steps *steps, check_depth depth,
                                         backward_problems *problems) {
-    FDMA_TRY(check_backward(&steps->backward, depth, &problems->backward));
+    FDMA_TRY(prepare(fdma_check_backward, &steps->backward, depth, &problems->backward));
     if (steps->needs_score)
-        FDMA_TRY(check_score(&steps->score, depth, &problems->score));
-    return steps->learns
-               ? check_score_backward(&steps->score_backward, depth, &problems->score_backward)
-               : FDMA_OK;
+        FDMA_TRY(prepare(fdma_check_score, &steps->score, depth, &problems->score));
+    return steps->learns ? prepare(fdma_check_score_backward, &steps->score_backward, depth,
+                                   &problems->score_backward)
+                         : FDMA_OK;
 }
 
 static fdma_status backward_bytes(const backward_steps *steps, const backward_problems *problems,

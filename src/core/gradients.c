@@ -28,8 +28,7 @@ static fdma_status check_backward_tensors(const fdma_backward_args *args, fdma_p
     return fdma_check_rules(problem, rules, COUNT(rules), depth);
 }
 
-fdma_status fdma_check_backward(const fdma_backward_args *caller, check_depth depth,
-                                fdma_problem *problem) {
+fdma_status fdma_check_backward(const void *caller, check_depth depth, fdma_problem *problem) {
     fdma_backward_args args;
     FDMA_TRY(fdma_copy_args("fdma_backward_args", caller, FIRST_SIZE(fdma_backward_args), &args,
                             sizeof args));
@@ -92,7 +91,7 @@ static fdma_status check_score_backward_tensors(const fdma_score_backward_args *
     return fdma_check_rules(problem, rules, COUNT(rules), depth);
 }
 
-fdma_status fdma_check_score_backward(const fdma_score_backward_args *caller, check_depth depth,
+fdma_status fdma_check_score_backward(const void *caller, check_depth depth,
                                       fdma_problem *problem) {
     fdma_score_backward_args args;
     FDMA_TRY(fdma_copy_args("fdma_score_backward_args", caller,
@@ -140,8 +139,7 @@ static fdma_problem merge_problem(fdma_operation operation, const fdma_tensor *o
     };
 }
 
-fdma_status fdma_check_merge(const fdma_merge_args *caller, check_depth depth,
-                             fdma_problem *problem) {
+fdma_status fdma_check_merge(const void *caller, check_depth depth, fdma_problem *problem) {
     fdma_merge_args args;
     FDMA_TRY(
         fdma_copy_args("fdma_merge_args", caller, FIRST_SIZE(fdma_merge_args), &args, sizeof args));
@@ -167,7 +165,7 @@ fdma_status fdma_check_merge(const fdma_merge_args *caller, check_depth depth,
     return fdma_check_rules(problem, rules, COUNT(rules), depth);
 }
 
-fdma_status fdma_check_merge_backward(const fdma_merge_backward_args *caller, check_depth depth,
+fdma_status fdma_check_merge_backward(const void *caller, check_depth depth,
                                       fdma_problem *problem) {
     fdma_merge_backward_args args;
     FDMA_TRY(fdma_copy_args("fdma_merge_backward_args", caller,

@@ -5,8 +5,7 @@
 #include "core/checks.h"
 #include "core/error.h"
 
-fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth,
-                             fdma_problem *problem) {
+fdma_status fdma_check_score(const void *caller, check_depth depth, fdma_problem *problem) {
     fdma_score_args args;
     FDMA_TRY(
         fdma_copy_args("fdma_score_args", caller, FIRST_SIZE(fdma_score_args), &args, sizeof args));
@@ -47,8 +46,7 @@ fdma_status fdma_check_score(const fdma_score_args *caller, check_depth depth,
     return fdma_check_rules(problem, rules, COUNT(rules), depth);
 }
 
-fdma_status fdma_check_select(const fdma_select_args *caller, check_depth depth,
-                              fdma_problem *problem) {
+fdma_status fdma_check_select(const void *caller, check_depth depth, fdma_problem *problem) {
     fdma_select_args args;
     fdma_selection selection;
     FDMA_TRY(fdma_copy_args("fdma_select_args", caller, FIRST_SIZE(fdma_select_args), &args,
@@ -107,8 +105,7 @@ static int64_t most_listed(const fdma_problem *problem) {
     return kept + arriving < len ? kept + arriving : len;
 }
 
-fdma_status fdma_check_lists(const fdma_lists_args *caller, check_depth depth,
-                             fdma_problem *problem) {
+fdma_status fdma_check_lists(const void *caller, check_depth depth, fdma_problem *problem) {
     fdma_lists_args args;
     fdma_selection selection;
     FDMA_TRY(
@@ -171,8 +168,7 @@ static fdma_status check_forward_tensors(const fdma_forward_args *args, fdma_pro
     return fdma_check_rules(problem, rules, COUNT(rules), depth);
 }
 
-fdma_status fdma_check_forward(const fdma_forward_args *caller, check_depth depth,
-                               fdma_problem *problem) {
+fdma_status fdma_check_forward(const void *caller, check_depth depth, fdma_problem *problem) {
     fdma_forward_args args;
     FDMA_TRY(fdma_copy_args("fdma_forward_args", caller, FIRST_SIZE(fdma_forward_args), &args,
                             sizeof args));

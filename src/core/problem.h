@@ -78,19 +78,12 @@ typedef struct fdma_problem {
 /* Whether data and workspace are there yet (a call) or not (a workspace query). */
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
-fdma_status fdma_check_score(const fdma_score_args *args, check_depth depth, fdma_problem *problem);
-fdma_status fdma_check_select(const fdma_select_args *args, check_depth depth,
-                              fdma_problem *problem);
-fdma_status fdma_check_lists(const fdma_lists_args *args, check_depth depth, fdma_problem *problem);
-fdma_status fdma_check_forward(const fdma_forward_args *args, check_depth depth,
-                               fdma_problem *problem);
-fdma_status fdma_check_backward(const fdma_backward_args *args, check_depth depth,
-                                fdma_problem *problem);
-fdma_status fdma_check_score_backward(const fdma_score_backward_args *args, check_depth depth,
-                                      fdma_problem *problem);
-fdma_status fdma_check_merge(const fdma_merge_args *args, check_depth depth, fdma_problem *problem);
-fdma_status fdma_check_merge_backward(const fdma_merge_backward_args *args, check_depth depth,
-                                      fdma_problem *problem);
+/* From `args`, the operation's public argument struct, to a problem. */
+typedef fdma_status problem_check(const void *args, check_depth depth, fdma_problem *problem);
+
+problem_check fdma_check_score, fdma_check_select, fdma_check_lists, fdma_check_forward;
+problem_check fdma_check_backward, fdma_check_score_backward;
+problem_check fdma_check_merge, fdma_check_merge_backward;
 
 /* Copies a caller's struct of `args`' own size into `known_size` bytes: missing fields become zero;
  * fields that this library does not know must be zero. `first_size`: the oldest version's. */
