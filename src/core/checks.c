@@ -77,7 +77,6 @@ fdma_status fdma_check_rules(fdma_problem *problem, const tensor_rule *rules, si
     return FDMA_OK;
 }
 
-/* A selection is only good for the keys, the window and the scope it was made for. */
 fdma_status fdma_check_selection(const fdma_selection *selection, const fdma_problem *problem,
                                  int64_t window) {
     const int64_t kv_len = problem->kv_len;
@@ -120,6 +119,15 @@ static fdma_status check_options(const attention_options *args, const fdma_probl
 }
 
 fdma_status fdma_settle_attention(const attention_options *options, fdma_problem *problem) {
+    FDMA_TRY(fdma_check_form("q", &problem->q, 4, takes_floats));
+    FDMA_TRY(fdma_check_form("k", &problem->k, 4, takes_floats));
+    problem->dtype = problem->q.dtype;
+    problem->batch = problem->q.shape[0];
+    problem->q_len = problem->q.shape[1];
+    problem->kv_len = problem->k.shape[1];
+    problem->q_heads = problem->q.shape[2];
+    problem->kv_heads = problem->k.shape[2];
+    problem->head_dim = problem->q.shape[3];
     FDMA_TRY(check_options(options, problem));
     problem->group = problem->q_heads / problem->kv_heads;
     problem->scale = options->scale != 0 ? options->scale : 1 / sqrt((double)problem->head_dim);

@@ -29,7 +29,8 @@ typedef struct attention_options {
     int32_t reserved;
 } attention_options;
 
-/* Checks sizes and options of an attention, and puts options and selection into `problem`. */
+/* Of a problem with its tensors and `causal`: checks q, k and the options, and puts the sizes, the
+ * options and the selection into it. */
 fdma_status fdma_settle_attention(const attention_options *options, fdma_problem *problem);
 
 #endif

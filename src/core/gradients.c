@@ -33,17 +33,8 @@ fdma_status fdma_check_backward(const void *caller, check_depth depth, fdma_prob
     FDMA_TRY(fdma_copy_args("fdma_backward_args", caller, FIRST_SIZE(fdma_backward_args), &args,
                             sizeof args));
     FDMA_TRY(fdma_check_exec(&args.exec, depth));
-    FDMA_TRY(fdma_check_form("q", &args.q, 4, takes_floats));
-    FDMA_TRY(fdma_check_form("k", &args.k, 4, takes_floats));
     *problem = (fdma_problem){
         .operation = operation_backward,
-        .dtype = args.q.dtype,
-        .batch = args.q.shape[0],
-        .q_len = args.q.shape[1],
-        .kv_len = args.k.shape[1],
-        .q_heads = args.q.shape[2],
-        .kv_heads = args.k.shape[2],
-        .head_dim = args.q.shape[3],
         .dout = args.dout,
         .dlse = args.dlse,
         .out = args.out,
