@@ -1,13 +1,11 @@
 /* Cuts a fused call into score, select and forward. */
 #include "core/attention.h"
 
+#include "core/checks.h"
 #include "core/error.h"
 
-#include <string.h>
-
-#define FIRST_SIZE (offsetof(fdma_attention_args, exec) + sizeof(fdma_exec))
-
-fdma_tensor fdma_take_key_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dtype dtype) {
+/* A [batch, kv_heads, kv_len] array in the workspace. */
+static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dtype dtype) {
     const int64_t shape[] = {v->shape[0], v->shape[2], v->shape[1]};
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, 3, shape);
     size_t bytes = fdma_dtype_size(dtype);
@@ -19,18 +17,21 @@ fdma_tensor fdma_take_key_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_d
     return tensor;
 }
 
+fdma_tensor fdma_take_key_floats(fdma_arena *arena, const fdma_tensor *v) {
+    return take_key_tensor(arena, v, v->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32);
+}
+
 static void place_tensors(const fdma_attention_args *args, fdma_arena *arena,
                           attention_steps *steps) {
-    const fdma_dtype wide = args->v.dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
     steps->score.score =
-        is_present(&args->score) ? args->score : fdma_take_key_tensor(arena, &args->v, wide);
+        is_present(&args->score) ? args->score : fdma_take_key_floats(arena, &args->v);
     steps->score.bias = args->bias;
     if (args->bias_form != FDMA_BIAS_NONE && !is_present(&args->bias))
-        steps->score.bias = fdma_take_key_tensor(arena, &args->v, wide);
+        steps->score.bias = fdma_take_key_floats(arena, &args->v);
     if (!is_present(&steps->selection.expiry))
-        steps->selection.expiry = fdma_take_key_tensor(arena, &args->v, FDMA_INT32);
+        steps->selection.expiry = take_key_tensor(arena, &args->v, FDMA_INT32);
     if (!is_present(&steps->selection.slot))
-        steps->selection.slot = fdma_take_key_tensor(arena, &args->v, FDMA_INT32);
+        steps->selection.slot = take_key_tensor(arena, &args->v, FDMA_INT32);
 }
 
 static void fill_steps(const fdma_attention_args *args, attention_steps *steps) {
@@ -77,10 +78,10 @@ size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena) {
 
 fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_steps *steps) {
     fdma_attention_args args;
-    FDMA_TRY(fdma_copy_args("fdma_attention_args", caller, FIRST_SIZE, &args, sizeof args));
+    FDMA_TRY(fdma_copy_args("fdma_attention_args", caller, FIRST_SIZE(fdma_attention_args), &args,
+                            sizeof args));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
-    FDMA_REQUIRE(args.reserved == 0, FDMA_INVALID_ARGUMENT, "reserved: is %d, want 0",
-                 args.reserved);
+    FDMA_TRY(fdma_check_reserved(args.reserved));
     FDMA_REQUIRE(args.causal || args.scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
                  "scope: is %d, want FDMA_SCOPE_GLOBAL where causal is 0", (int)args.scope);
     *steps = (attention_steps){.wanted = args.selection};
@@ -114,5 +115,5 @@ fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args,
         {.name = "expiry", .tensor = &steps->selection.expiry, .output = true},
         {.name = "slot", .tensor = &steps->selection.slot, .output = true},
     };
-    return fdma_check_overlaps(rules, sizeof rules / sizeof rules[0]);
+    return fdma_check_overlaps(rules, COUNT(rules));
 }

@@ -17,8 +17,8 @@ typedef struct attention_steps {
  * handed to each of them. `steps` must stay where it is: the steps point to its selection. */
 fdma_status fdma_split_attention(const fdma_attention_args *args, attention_steps *steps);
 
-/* A [batch, kv_heads, kv_len] array in the workspace. */
-fdma_tensor fdma_take_key_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dtype dtype);
+/* A [batch, kv_heads, kv_len] array in the workspace: float32, or float64 as `v`. */
+fdma_tensor fdma_take_key_floats(fdma_arena *arena, const fdma_tensor *v);
 
 /* Takes off `exec`'s workspace what the arena has used; returns the bytes to ask for it. */
 size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena);

@@ -4,12 +4,6 @@
 #include "core/error.h"
 #include "core/plan.h"
 
-/* What runs between the steps: float32 for each key and kv head. */
-static fdma_tensor take_key_floats(fdma_arena *arena, const fdma_tensor *v) {
-    const fdma_dtype wide = v->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
-    return fdma_take_key_tensor(arena, v, wide);
-}
-
 static void fill_score_steps(const fdma_attention_backward_args *args, backward_steps *steps) {
     steps->score = (fdma_score_args){
         .size = sizeof steps->score,
@@ -90,9 +84,9 @@ fdma_status fdma_split_attention_backward(const fdma_attention_backward_args *ca
     const fdma_problem place = {.exec = args.exec};
     fdma_arena arena = fdma_arena_of(&place);
     if (steps->needs_score)
-        steps->bias = take_key_floats(&arena, &args.v);
+        steps->bias = fdma_take_key_floats(&arena, &args.v);
     if (learns)
-        steps->dbias = take_key_floats(&arena, &args.v);
+        steps->dbias = fdma_take_key_floats(&arena, &args.v);
     fill_score_steps(&args, steps);
     fill_backward_step(&args, steps);
     fdma_exec exec = args.exec;
