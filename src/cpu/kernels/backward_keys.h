@@ -67,8 +67,7 @@ static void begin_table(key_table *table) {
 static void put_key_row(const fdma_problem *problem, const fdma_tensor *tensor,
                         const tile_place *place, int64_t j, const float *sums, float factor) {
     const int64_t dim = problem->head_dim;
-    void *const to = row_at(tensor, place->b * tensor->stride[0] + j * tensor->stride[1] +
-                                        place->g * tensor->stride[2]);
+    void *const to = head_row(tensor, place->b, j, place->g);
     for (int64_t d = 0; d < dim; d += vf_width) {
         const int64_t count = channels_at(d, dim);
         vf x = vf_mul(vf_load(sums + d), vf_set(factor));
@@ -103,11 +102,8 @@ static void put_no_key(const fdma_problem *problem, const tile_place *place, int
     const fdma_tensor *const tensors[] = {&problem->dk, &problem->dv};
     const size_t bytes = (size_t)problem->head_dim * fdma_dtype_size(problem->dtype);
     put_dbias(problem, place, j, 0);
-    for (int n = 0; n < 2 && !problem->accumulate; n++) {
-        const fdma_tensor *const x = tensors[n];
-        memset(row_at(x, place->b * x->stride[0] + j * x->stride[1] + place->g * x->stride[2]), 0,
-               bytes);
-    }
+    for (int n = 0; n < 2 && !problem->accumulate; n++)
+        memset(head_row(tensors[n], place->b, j, place->g), 0, bytes);
 }
 
 /* Ends the keys that no query at `position` or later keeps. */

@@ -27,8 +27,7 @@ static merge_place merge_place_at(const fdma_problem *problem, int64_t index) {
 }
 
 static void *channels_at_row(const fdma_tensor *tensor, const merge_place *row) {
-    return row_at(tensor, row->b * tensor->stride[0] + row->i * tensor->stride[1] +
-                              row->h * tensor->stride[2]);
+    return head_row(tensor, row->b, row->i, row->h);
 }
 
 static float *float_at_row(const fdma_tensor *tensor, const merge_place *row) {

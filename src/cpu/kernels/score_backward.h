@@ -117,10 +117,6 @@ static void work_on_head(const gradient_batch *batch, int64_t g) {
             add_head(batch, g, key, 1, ddt);
 }
 
-static void *value_row(const fdma_tensor *tensor, int64_t b, int64_t j, int64_t g) {
-    return row_at(tensor, b * tensor->stride[0] + j * tensor->stride[1] + g * tensor->stride[2]);
-}
-
 static void load_batch(const gradient_batch *batch) {
     const fdma_problem *const problem = batch->context->problem;
     const int64_t width = batch->context->width, dim = problem->head_dim;
@@ -129,7 +125,7 @@ static void load_batch(const gradient_batch *batch) {
     for (int key = 0; key < batch->count; key++)
         for (int64_t g = 0; g < problem->kv_heads; g++)
             load_row(batch->v + key * width + g * dim,
-                     value_row(&problem->v, batch->b, batch->key[key], g), problem->dtype, dim);
+                     head_row(&problem->v, batch->b, batch->key[key], g), problem->dtype, dim);
 }
 
 static void add_dv(const gradient_batch *batch) {
@@ -137,7 +133,7 @@ static void add_dv(const gradient_batch *batch) {
     const int64_t width = batch->context->width, dim = problem->head_dim;
     for (int key = 0; key < batch->count; key++)
         for (int64_t g = 0; g < problem->kv_heads; g++) {
-            void *const to = value_row(&problem->dv, batch->b, batch->key[key], g);
+            void *const to = head_row(&problem->dv, batch->b, batch->key[key], g);
             for (int64_t d = 0; d < dim; d += vf_width) {
                 const int64_t count = channels_at(d, dim);
                 const vf sum = vf_load_first(batch->dv + key * width + g * dim + d, count);

@@ -128,6 +128,11 @@ static void *row_at(const fdma_tensor *tensor, int64_t offset) {
     return (uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
 }
 
+/* The channels at [b, n, head] of a tensor shaped as q or as k. */
+static void *head_row(const fdma_tensor *tensor, int64_t b, int64_t n, int64_t head) {
+    return row_at(tensor, b * tensor->stride[0] + n * tensor->stride[1] + head * tensor->stride[2]);
+}
+
 /* `count` channels, at most vf_width, of a row in any dtype. */
 static inline vf load_channels(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
     if (dtype == FDMA_FLOAT32)
