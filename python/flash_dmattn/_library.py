@@ -297,43 +297,37 @@ class Kernel(NamedTuple):
     missing: str | None
 
 
+# The argument struct of each call; each has a query for its workspace.
+CALLS: dict[str, type[Sized]] = {
+    "fdma_score": ScoreArgs,
+    "fdma_select": SelectArgs,
+    "fdma_lists": ListsArgs,
+    "fdma_forward": ForwardArgs,
+    "fdma_attention": AttentionArgs,
+    "fdma_backward": BackwardArgs,
+    "fdma_score_backward": ScoreBackwardArgs,
+    "fdma_attention_backward": AttentionBackwardArgs,
+    "fdma_merge": MergeArgs,
+    "fdma_merge_backward": MergeBackwardArgs,
+}
+FUSED = ("fdma_attention", "fdma_attention_backward")  # of several kernels: no query for one
+
 # Arguments of each function; all but those of RESULTS return an fdma_status.
 FUNCTIONS: dict[str, list[Any]] = {
     "fdma_last_error": [],
     "fdma_status_name": [c_int],
     "fdma_version": [],
     "fdma_dense_tensor": [c_void_p, c_int, c_int32, POINTER(c_int64)],
-    "fdma_score": [POINTER(ScoreArgs)],
-    "fdma_score_workspace": [POINTER(ScoreArgs), POINTER(c_size_t)],
-    "fdma_select": [POINTER(SelectArgs)],
-    "fdma_select_workspace": [POINTER(SelectArgs), POINTER(c_size_t)],
-    "fdma_lists": [POINTER(ListsArgs)],
-    "fdma_lists_workspace": [POINTER(ListsArgs), POINTER(c_size_t)],
-    "fdma_forward": [POINTER(ForwardArgs)],
-    "fdma_forward_workspace": [POINTER(ForwardArgs), POINTER(c_size_t)],
-    "fdma_attention": [POINTER(AttentionArgs)],
-    "fdma_attention_workspace": [POINTER(AttentionArgs), POINTER(c_size_t)],
-    "fdma_backward": [POINTER(BackwardArgs)],
-    "fdma_backward_workspace": [POINTER(BackwardArgs), POINTER(c_size_t)],
-    "fdma_score_backward": [POINTER(ScoreBackwardArgs)],
-    "fdma_score_backward_workspace": [POINTER(ScoreBackwardArgs), POINTER(c_size_t)],
-    "fdma_attention_backward": [POINTER(AttentionBackwardArgs)],
-    "fdma_attention_backward_workspace": [POINTER(AttentionBackwardArgs), POINTER(c_size_t)],
-    "fdma_merge": [POINTER(MergeArgs)],
-    "fdma_merge_workspace": [POINTER(MergeArgs), POINTER(c_size_t)],
-    "fdma_merge_backward": [POINTER(MergeBackwardArgs)],
-    "fdma_merge_backward_workspace": [POINTER(MergeBackwardArgs), POINTER(c_size_t)],
+    **{name: [POINTER(args)] for name, args in CALLS.items()},
+    **{f"{name}_workspace": [POINTER(args), POINTER(c_size_t)] for name, args in CALLS.items()},
+    **{
+        f"{name}_kernel": [POINTER(args), POINTER(c_char_p)]
+        for name, args in CALLS.items()
+        if name not in FUSED
+    },
     "fdma_kernel_count": [],
     "fdma_kernel_name": [c_int32],
     "fdma_describe_kernel": [c_int32, POINTER(KernelInfo)],
-    "fdma_score_kernel": [POINTER(ScoreArgs), POINTER(c_char_p)],
-    "fdma_select_kernel": [POINTER(SelectArgs), POINTER(c_char_p)],
-    "fdma_lists_kernel": [POINTER(ListsArgs), POINTER(c_char_p)],
-    "fdma_forward_kernel": [POINTER(ForwardArgs), POINTER(c_char_p)],
-    "fdma_backward_kernel": [POINTER(BackwardArgs), POINTER(c_char_p)],
-    "fdma_score_backward_kernel": [POINTER(ScoreBackwardArgs), POINTER(c_char_p)],
-    "fdma_merge_kernel": [POINTER(MergeArgs), POINTER(c_char_p)],
-    "fdma_merge_backward_kernel": [POINTER(MergeBackwardArgs), POINTER(c_char_p)],
     "fdma_device_count": [],
     "fdma_describe_device": [c_int32, POINTER(DeviceInfo)],
 }
