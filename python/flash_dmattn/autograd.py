@@ -31,6 +31,22 @@ def wanted(ctx: Any, *found: tuple[int, MaybeTensor]) -> Gradients:  # noqa: ANN
     return tuple(result)
 
 
+def find(
+    operation: torch.library.CustomOpDef,
+    ctx: Any,  # noqa: ANN401
+    dout: MaybeTensor,
+    dlse: MaybeTensor,
+    *options: Any,  # noqa: ANN401
+) -> Gradients:
+    """What `operation` makes of dout, dlse, the tensors kept, the first of out's shape, and
+    `options`; nothing where neither out nor lse has a gradient."""
+    if dout is None and dlse is None:
+        return ()
+    kept = ctx.saved_tensors
+    dout = torch.zeros_like(kept[0]) if dout is None else dout
+    return operation(dout, dlse, *kept, *options, ctx.backend)
+
+
 def keep_score(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
     value, dt_proj, a, bias_form, key_valid, backend = inputs
     keep(ctx, value, dt_proj, a, key_valid)
@@ -63,17 +79,8 @@ def keep_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # n
 
 
 def attention_backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> Gradients:  # noqa: ANN401
-    if dout is None and dlse is None:
-        return wanted(ctx)
-    kept = ctx.saved_tensors
-    found = gradients.attention_backward_op(
-        torch.zeros_like(kept[0]) if dout is None else dout,
-        dlse,
-        *kept,
-        *ctx.options,
-        ctx.needs_input_grad[3],
-        ctx.backend,
-    )
+    options = (*ctx.options, ctx.needs_input_grad[3])
+    found = find(gradients.attention_backward_op, ctx, dout, dlse, *options)
     return wanted(ctx, *enumerate(found))
 
 
@@ -96,17 +103,9 @@ def fused_backward(
     dlse: MaybeTensor,
     *rest: MaybeTensor,
 ) -> Gradients:
-    if dout is None and dlse is None:
-        return wanted(ctx)
-    kept = ctx.saved_tensors
-    found = gradients.flash_dma_attention_backward_op(
-        torch.zeros_like(kept[0]) if dout is None else dout,
-        dlse,
-        *kept,
-        *ctx.options,
-        False,
-        ctx.backend,
-    )
+    operation = gradients.flash_dma_attention_backward_op
+    deterministic = False  # the fused form has no word for it; see is_deterministic()
+    found = find(operation, ctx, dout, dlse, *ctx.options, deterministic)
     return wanted(ctx, *enumerate(found if ctx.learns else found[:3]))
 
 
@@ -120,12 +119,7 @@ def keep_merge(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa:
 
 
 def merge_backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> Gradients:  # noqa: ANN401
-    if dout is None and dlse is None:
-        return wanted(ctx)
-    parts = ctx.saved_tensors
-    dout = torch.zeros_like(parts[0]) if dout is None else dout
-    found = gradients.merge_backward_op(dout, dlse, *parts, ctx.backend)
-    return wanted(ctx, *enumerate(found))
+    return wanted(ctx, *enumerate(find(gradients.merge_backward_op, ctx, dout, dlse)))
 
 
 ops.merge_op.register_autograd(merge_backward, setup_context=keep_merge)

@@ -5,7 +5,6 @@ of its outputs and one C call.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from . import _library, ops
 from ._call import Draft, MaybeTensor, Operation, Outputs, call
-from .ops import DEVICES, Pair, choice, wide
+from .ops import DEVICES, Pair, choice, give_selection, wide
 
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -62,15 +61,6 @@ def new_merge_gradients(out: torch.Tensor) -> Four:
     return (*ops.new_attention(out), *ops.new_attention(out))
 
 
-def selection_of(expiry: MaybeTensor, window: int, scope: str) -> _library.Selection:
-    """What forward was given; its tensors are filled in by the call."""
-    selection = _library.Selection()
-    if expiry is not None:
-        selection.window, selection.kv_len = window, expiry.size(-1)
-        selection.scope = choice("scope", scope, _library.SCOPES)
-    return selection
-
-
 def draft_backward(
     dout: torch.Tensor,
     dlse: MaybeTensor,
@@ -94,10 +84,7 @@ def draft_backward(
     args = _library.BackwardArgs(
         scale=scale, softcap=softcap, causal=causal, deterministic=deterministic
     )
-    selection = selection_of(expiry, window, scope)
-    if expiry is not None:
-        args.window = window
-        args.selection = ctypes.pointer(selection)
+    selection = give_selection(args, expiry, window, scope)
     dq, dk, dv = new_attention_gradients(query, key, value)
     dbias = new_bias_gradient(key, wants_dbias)
     name = "dbias" if wants_dbias else ""
@@ -140,16 +127,14 @@ def draft_attention_backward(
     softcap: float,
     deterministic: bool,
 ) -> Draft:
-    selection = selection_of(expiry, window, scope)
     args = _library.AttentionBackwardArgs(
-        selection=ctypes.pointer(selection),
-        window=window,
         scale=scale,
         softcap=softcap,
         bias_form=choice("bias_form", bias_form, _library.BIAS_FORMS),
         causal=causal,
         deterministic=deterministic,
     )
+    selection = give_selection(args, expiry, window, scope)
     room = (
         *new_attention_gradients(query, key, value),
         *new_weight_gradients(dt_proj, a, bias_form),

@@ -67,6 +67,19 @@ def new_outputs(query: torch.Tensor, value: torch.Tensor, bias_form: str) -> Out
     return (*new_attention(query), score, bias, *new_selection(score, score.shape))
 
 
+def give_selection(
+    args: _library.Sized, expiry: MaybeTensor, window: int, scope: str
+) -> _library.Selection:
+    """What `args` points to where there is an `expiry`; the call fills in its tensors."""
+    selection = _library.Selection()
+    if expiry is not None:
+        selection.window = args.window = window
+        selection.kv_len = expiry.size(-1)
+        selection.scope = choice("scope", scope, _library.SCOPES)
+        args.selection = ctypes.pointer(selection)
+    return selection
+
+
 def draft_score(
     value: torch.Tensor, dt_proj: torch.Tensor, a: torch.Tensor, key_valid: MaybeTensor, form: str
 ) -> Draft:
@@ -102,12 +115,7 @@ def draft_forward(
 ) -> Draft:
     out, lse = new_attention(query)
     args = _library.ForwardArgs(scale=scale, softcap=softcap, causal=causal)
-    selection = _library.Selection()
-    if expiry is not None:
-        selection.window = args.window = window
-        selection.kv_len = expiry.size(-1)
-        selection.scope = choice("scope", scope, _library.SCOPES)
-        args.selection = ctypes.pointer(selection)
+    selection = give_selection(args, expiry, window, scope)
     return Draft(args, selection, (("out", out), ("lse", lse)))
 
 
