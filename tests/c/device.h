@@ -153,10 +153,7 @@ static inline void device_exec(fdma_exec *exec, size_t bytes) {
 static inline fdma_status device_run_score(fdma_score_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;
-    const fdma_status status = fdma_score_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_score_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_score(args);
 }
@@ -164,10 +161,7 @@ static inline fdma_status device_run_score(fdma_score_args *args) {
 static inline fdma_status device_run_select(fdma_select_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;
-    const fdma_status status = fdma_select_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_select_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_select(args);
 }
@@ -175,10 +169,7 @@ static inline fdma_status device_run_select(fdma_select_args *args) {
 static inline fdma_status device_run_lists(fdma_lists_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;
-    const fdma_status status = fdma_lists_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_lists_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_lists(args);
 }
@@ -186,10 +177,7 @@ static inline fdma_status device_run_lists(fdma_lists_args *args) {
 static inline fdma_status device_run_forward(fdma_forward_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;
-    const fdma_status status = fdma_forward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_forward_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_forward(args);
 }
@@ -197,10 +185,7 @@ static inline fdma_status device_run_forward(fdma_forward_args *args) {
 static inline fdma_status device_run_attention(fdma_attention_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;
-    const fdma_status status = fdma_attention_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_attention_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_attention(args);
 }
@@ -208,10 +193,7 @@ static inline fdma_status device_run_attention(fdma_attention_args *args) {
 static inline fdma_status device_run_backward(fdma_backward_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;
-    const fdma_status status = fdma_backward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_backward_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_backward(args);
 }
@@ -219,10 +201,7 @@ static inline fdma_status device_run_backward(fdma_backward_args *args) {
 static inline fdma_status device_run_score_backward(fdma_score_backward_args *args) {
     size_t bytes = 0;
     args->exec.device = device_number;
-    const fdma_status status = fdma_score_backward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_score_backward_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_score_backward(args);
 }

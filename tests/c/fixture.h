@@ -6,6 +6,8 @@
 #include "fdma.h"
 #include "test.h"
 
+#include "core/error.h"
+
 enum { kernel_limit = 32 };
 
 /* Kernels of a device have tests of their own: see device.h. */
@@ -229,100 +231,70 @@ static inline void exec_alloc(fdma_exec *exec, size_t bytes) {
 
 static inline fdma_status run_score(fdma_score_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_score_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_score_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_score(args);
 }
 
 static inline fdma_status run_select(fdma_select_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_select_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_select_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_select(args);
 }
 
 static inline fdma_status run_lists(fdma_lists_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_lists_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_lists_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_lists(args);
 }
 
 static inline fdma_status run_forward(fdma_forward_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_forward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_forward_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_forward(args);
 }
 
 static inline fdma_status run_attention(fdma_attention_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_attention_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_attention_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_attention(args);
 }
 
 static inline fdma_status run_backward(fdma_backward_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_backward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_backward_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_backward(args);
 }
 
 static inline fdma_status run_score_backward(fdma_score_backward_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_score_backward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_score_backward_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_score_backward(args);
 }
 
 static inline fdma_status run_attention_backward(fdma_attention_backward_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_attention_backward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_attention_backward_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_attention_backward(args);
 }
 
 static inline fdma_status run_merge(fdma_merge_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_merge_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_merge_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_merge(args);
 }
 
 static inline fdma_status run_merge_backward(fdma_merge_backward_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_merge_backward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_merge_backward_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     return fdma_merge_backward(args);
 }
