@@ -28,18 +28,23 @@ static inline void check_query(fdma_status status, const expectation *want) {
     }
 }
 
+/* What the two queries of a call wrote: where they fail they leave alone what was there. */
+typedef struct query_answers {
+    size_t bytes;
+    const char *name;
+} query_answers;
+
+static const query_answers unanswered = {99, "unanswered"};
+
+static inline void check_answers(const query_answers *found, const expectation *want) {
+    if (!want->data_only) {
+        CHECK_INT(found->bytes, unanswered.bytes);
+        CHECK(found->name == unanswered.name);
+    }
+}
+
 /* Outputs are filled with this before a call that must not write them. */
 static const unsigned char untouched_byte = 0x5a;
-
-static inline void fill_untouched(fdma_tensor tensor) {
-    memset(tensor.data, untouched_byte, bytes_of(tensor));
-}
-
-static inline void check_untouched(fdma_tensor tensor) {
-    unsigned char *want = test_alloc(bytes_of(tensor));
-    memset(want, untouched_byte, bytes_of(tensor));
-    CHECK_BYTES(tensor.data, want, bytes_of(tensor));
-}
 
 enum { output_limit = 5 };
 
@@ -51,14 +56,29 @@ typedef struct call_outputs {
 
 static inline void fill_outputs(const call_outputs *to) {
     for (int i = 0; i < to->count; i++) {
-        fill_untouched(to->tensor[i]);
+        memset(to->tensor[i].data, untouched_byte, bytes_of(to->tensor[i]));
     }
 }
 
 static inline void check_outputs(const call_outputs *to) {
     for (int i = 0; i < to->count; i++) {
-        check_untouched(to->tensor[i]);
+        const size_t bytes = bytes_of(to->tensor[i]);
+        unsigned char *want = test_alloc(bytes);
+        memset(want, untouched_byte, bytes);
+        CHECK_BYTES(to->tensor[i].data, want, bytes);
     }
+}
+
+/* Of float32 scores [2, 2, 10] that all tie, for window 3: each query keeps the latest keys. */
+static inline void make_selection(fdma_selection *selection) {
+    *selection = (fdma_selection){.size = sizeof *selection,
+                                  .expiry = new_tensor(FDMA_INT32, 2, 2, 10, -1),
+                                  .slot = new_tensor(FDMA_INT32, 2, 2, 10, -1)};
+    fdma_select_args args = {.size = sizeof args,
+                             .score = new_tensor(FDMA_FLOAT32, 2, 2, 10, -1),
+                             .selection = selection,
+                             .window = 3};
+    CHECK_OK(run_select(&args));
 }
 
 #endif /* ERRORS_H */

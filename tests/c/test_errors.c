@@ -82,18 +82,15 @@ static void score_rejects(void) {
         test_context("score: %s", score_cases[i].name);
         fdma_score_args args = right_score();
         CHECK_OK(fdma_score(&args));
-        fill_untouched(args.score);
-        fill_untouched(args.bias);
-        const fdma_tensor score = args.score, bias = args.bias;
+        const call_outputs to = {{args.score, args.bias}, 2};
+        fill_outputs(&to);
         score_cases[i].spoil(&args);
+        query_answers found = unanswered;
         check_status(fdma_score(&args), want);
-        size_t bytes = 99;
-        const char *name = "untouched";
-        check_query(fdma_score_workspace(&args, &bytes), want);
-        CHECK(want->data_only || bytes == 99);
-        check_query(fdma_score_kernel(&args, &name), want);
-        check_untouched(score);
-        check_untouched(bias);
+        check_query(fdma_score_workspace(&args, &found.bytes), want);
+        check_query(fdma_score_kernel(&args, &found.name), want);
+        check_answers(&found, want);
+        check_outputs(&to);
         test_free_all();
     }
 }
@@ -182,19 +179,16 @@ static void select_rejects(void) {
         fdma_selection selection;
         fdma_select_args args = right_select(&selection);
         CHECK_OK(fdma_select(&args));
-        const fdma_selection right = selection;
-        fill_untouched(right.expiry);
-        fill_untouched(right.slot);
+        const call_outputs to = {{selection.expiry, selection.slot}, 2};
+        fill_outputs(&to);
         select_cases[i].spoil(&args);
         const fdma_selection before = selection;
+        query_answers found = unanswered;
         check_status(fdma_select(&args), want);
-        size_t bytes = 99;
-        const char *name = "untouched";
-        check_query(fdma_select_workspace(&args, &bytes), want);
-        CHECK(want->data_only || bytes == 99);
-        check_query(fdma_select_kernel(&args, &name), want);
-        check_untouched(right.expiry);
-        check_untouched(right.slot);
+        check_query(fdma_select_workspace(&args, &found.bytes), want);
+        check_query(fdma_select_kernel(&args, &found.name), want);
+        check_answers(&found, want);
+        check_outputs(&to);
         CHECK_BYTES(&selection, &before, sizeof before);
         test_free_all();
     }
@@ -328,18 +322,15 @@ static void lists_rejects(void) {
         CHECK_OK(fdma_lists(&args));
         const fdma_selection right = selection;
         const fdma_tensor inputs[] = {copy_tensor(right.expiry), copy_tensor(right.slot)};
-        const fdma_tensor list = args.list, count = args.count;
-        fill_untouched(list);
-        fill_untouched(count);
+        const call_outputs to = {{args.list, args.count}, 2};
+        fill_outputs(&to);
         lists_cases[i].spoil(&args);
+        query_answers found = unanswered;
         check_status(fdma_lists(&args), want);
-        size_t bytes = 99;
-        const char *name = "untouched";
-        check_query(fdma_lists_workspace(&args, &bytes), want);
-        CHECK(want->data_only || bytes == 99);
-        check_query(fdma_lists_kernel(&args, &name), want);
-        check_untouched(list);
-        check_untouched(count);
+        check_query(fdma_lists_workspace(&args, &found.bytes), want);
+        check_query(fdma_lists_kernel(&args, &found.name), want);
+        check_answers(&found, want);
+        check_outputs(&to);
         CHECK(same_tensor(right.expiry, inputs[0]) && same_tensor(right.slot, inputs[1]));
         test_free_all();
     }

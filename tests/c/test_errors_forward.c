@@ -9,20 +9,8 @@ typedef struct forward_call {
     fdma_selection selection;
 } forward_call;
 
-static void make_selection(fdma_selection *selection, fdma_scope scope) {
-    *selection = (fdma_selection){.size = sizeof *selection,
-                                  .expiry = new_tensor(FDMA_INT32, 2, 2, 10, -1),
-                                  .slot = new_tensor(FDMA_INT32, 2, 2, 10, -1)};
-    fdma_select_args args = {.size = sizeof args,
-                             .score = new_tensor(FDMA_FLOAT32, 2, 2, 10, -1),
-                             .selection = selection,
-                             .window = 3,
-                             .scope = scope};
-    CHECK_OK(run_select(&args));
-}
-
 static void make_call(forward_call *x) {
-    make_selection(&x->selection, FDMA_SCOPE_CAUSAL);
+    make_selection(&x->selection);
     x->args = (fdma_forward_args){
         .size = sizeof x->args,
         .q = new_tensor(FDMA_FLOAT32, 2, 7, 4, 16),
@@ -190,18 +178,15 @@ static void forward_rejects(void) {
         forward_call call;
         make_call(&call);
         CHECK_OK(fdma_forward(&call.args));
-        const fdma_tensor out = call.args.out, lse = call.args.lse;
-        fill_untouched(out);
-        fill_untouched(lse);
+        const call_outputs to = {{call.args.out, call.args.lse}, 2};
+        fill_outputs(&to);
         forward_cases[i].spoil(&call);
+        query_answers found = unanswered;
         check_status(fdma_forward(&call.args), want);
-        size_t bytes = 99;
-        const char *name = "untouched";
-        check_query(fdma_forward_workspace(&call.args, &bytes), want);
-        CHECK(want->data_only || bytes == 99);
-        check_query(fdma_forward_kernel(&call.args, &name), want);
-        check_untouched(out);
-        check_untouched(lse);
+        check_query(fdma_forward_workspace(&call.args, &found.bytes), want);
+        check_query(fdma_forward_kernel(&call.args, &found.name), want);
+        check_answers(&found, want);
+        check_outputs(&to);
         test_free_all();
     }
 }
@@ -289,20 +274,16 @@ static void attention_rejects(void) {
         fdma_selection selection;
         fdma_attention_args args = right_attention(&selection);
         CHECK_OK(fdma_attention(&args));
-        const fdma_tensor outputs[] = {args.out, args.lse, args.score, selection.expiry};
-        for (int k = 0; k < TEST_COUNT(outputs); k++) {
-            fill_untouched(outputs[k]);
-        }
+        const call_outputs to = {{args.out, args.lse, args.score, selection.expiry}, 4};
+        fill_outputs(&to);
         const fdma_tensor q = args.q;
         const fdma_tensor q_before = copy_tensor(q);
         attention_cases[i].spoil(&args);
+        query_answers found = unanswered;
         check_status(fdma_attention(&args), want);
-        size_t bytes = 99;
-        check_query(fdma_attention_workspace(&args, &bytes), want);
-        CHECK(want->data_only || bytes == 99);
-        for (int k = 0; k < TEST_COUNT(outputs); k++) {
-            check_untouched(outputs[k]);
-        }
+        check_query(fdma_attention_workspace(&args, &found.bytes), want);
+        check_answers(&found, want);
+        check_outputs(&to);
         CHECK(same_tensor(q, q_before));
         test_free_all();
     }
