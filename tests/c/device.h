@@ -142,6 +142,16 @@ static inline fdma_tensor device_read(fdma_tensor tensor) {
     return copy;
 }
 
+/* An output must still be full of guard bytes. */
+static inline void device_check_unwritten(fdma_tensor tensor) {
+    const fdma_tensor found = device_read(tensor);
+    for (size_t at = 0; at < bytes_of(found); at++) {
+        if (!CHECK_INT(((const unsigned char *)found.data)[at], test_guard_byte)) {
+            return;
+        }
+    }
+}
+
 static inline void device_exec(fdma_exec *exec, size_t bytes) {
     exec->workspace = device_alloc(bytes);
     exec->workspace_size = bytes;
@@ -204,6 +214,40 @@ static inline fdma_status device_run_score_backward(fdma_score_backward_args *ar
     FDMA_TRY(fdma_score_backward_workspace(args, &bytes));
     device_exec(&args->exec, bytes);
     return fdma_score_backward(args);
+}
+
+/* The calls between these two become a graph. */
+
+static inline void device_begin_capture(fdma_exec *exec, cudaStream_t stream) {
+    exec->stream = stream;
+    device_must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
+}
+
+static inline cudaGraphExec_t device_end_capture(fdma_exec *exec) {
+    cudaGraph_t graph;
+    cudaGraphExec_t replayed;
+    device_must(cudaStreamEndCapture(exec->stream, &graph), "end capture");
+    device_must(cudaGraphInstantiate(&replayed, graph, 0), "instantiate");
+    device_must(cudaGraphDestroy(graph), "destroy");
+    exec->stream = NULL;
+    return replayed;
+}
+
+/* On the host, with its selection. */
+static inline problem device_small_problem(fdma_dtype dtype) {
+    problem x = {.batch = 2,
+                 .q_len = 300,
+                 .kv_len = 700,
+                 .q_heads = 8,
+                 .kv_heads = 2,
+                 .head_dim = 64,
+                 .window = 50,
+                 .scope = FDMA_SCOPE_CAUSAL,
+                 .causal = 1,
+                 .dtype = dtype};
+    problem_fill(&x, 5);
+    problem_select(&x);
+    return x;
 }
 
 /* A problem with its tensors and its selection on the device. */

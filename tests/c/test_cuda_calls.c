@@ -3,22 +3,6 @@
 #include "device.h"
 #include "errors.h"
 
-static problem small_problem(fdma_dtype dtype) {
-    problem x = {.batch = 2,
-                 .q_len = 300,
-                 .kv_len = 700,
-                 .q_heads = 8,
-                 .kv_heads = 2,
-                 .head_dim = 64,
-                 .window = 50,
-                 .scope = FDMA_SCOPE_CAUSAL,
-                 .causal = 1,
-                 .dtype = dtype};
-    problem_fill(&x, 5);
-    problem_select(&x);
-    return x;
-}
-
 /* ---- what is refused ---- */
 
 /* A forward call on the device, whole. */
@@ -28,7 +12,7 @@ typedef struct forward_call {
 } forward_call;
 
 static forward_call new_call(void) {
-    const problem x = small_problem(FDMA_BFLOAT16);
+    const problem x = device_small_problem(FDMA_BFLOAT16);
     forward_call call = {.on_device = device_problem(&x)};
     call.args = device_args(&call.on_device, NULL);
     call.args.selection = NULL; /* of a copy that is gone when this returns */
@@ -47,19 +31,10 @@ static void give_workspace(forward_call *call) {
     device_exec(&call->args.exec, bytes);
 }
 
-static void check_unwritten(fdma_tensor tensor) {
-    const fdma_tensor found = device_read(tensor);
-    for (size_t at = 0; at < bytes_of(found); at++) {
-        if (!CHECK_INT(((const unsigned char *)found.data)[at], test_guard_byte)) {
-            return;
-        }
-    }
-}
-
 static void check_refused(forward_call *call, const expectation *want) {
     check_status(attend(call), want);
     device_wait();
-    check_unwritten(call->args.out);
+    device_check_unwritten(call->args.out);
 }
 
 /* Where each tensor's address stands in a call. */
@@ -92,7 +67,7 @@ static void check_elsewhere(void *there, int which, const expectation *want) {
     check_status(attend(&call), want);
     *address_of(&call, which) = own;
     device_wait();
-    check_unwritten(call.args.out);
+    device_check_unwritten(call.args.out);
     device_free_both();
 }
 
@@ -183,7 +158,7 @@ static void types_without_a_kernel_are_refused(void) {
 
 /* After everything that was refused, and beside calls on the device. */
 static void the_cpu_works_on(void) {
-    const problem x = small_problem(FDMA_FLOAT32);
+    const problem x = device_small_problem(FDMA_FLOAT32);
     forward_call call = new_call();
     give_workspace(&call);
     CHECK_OK(attend(&call));
@@ -248,22 +223,9 @@ static void clear_results(const fdma_attention_args *args) {
     }
 }
 
-static cudaGraphExec_t capture(fdma_attention_args *args, cudaStream_t stream) {
-    cudaGraph_t graph;
-    cudaGraphExec_t replayed;
-    args->exec.stream = stream;
-    device_must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
-    CHECK_OK(fdma_attention(args));
-    device_must(cudaStreamEndCapture(stream, &graph), "end capture");
-    device_must(cudaGraphInstantiate(&replayed, graph, 0), "instantiate");
-    device_must(cudaGraphDestroy(graph), "destroy");
-    args->exec.stream = NULL;
-    return replayed;
-}
-
 /* Captured once, replayed on other numbers. */
 static void graphs_replay_a_whole_call(void) {
-    const problem x = small_problem(FDMA_BFLOAT16), on_device = device_problem(&x);
+    const problem x = device_small_problem(FDMA_BFLOAT16), on_device = device_problem(&x);
     fdma_selection selection;
     fdma_attention_args args = new_attention(&on_device, &selection);
     uint64_t state = 31;
@@ -271,7 +233,9 @@ static void graphs_replay_a_whole_call(void) {
     CHECK_OK(device_run_attention(&args));
     device_wait();
     device_must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
-    const cudaGraphExec_t replayed = capture(&args, stream);
+    device_begin_capture(&args.exec, stream);
+    CHECK_OK(fdma_attention(&args));
+    const cudaGraphExec_t replayed = device_end_capture(&args.exec);
     for (int round = 0; round < 3; round++) {
         test_context("round %d", round);
         fill_random(x.q, &state, 2);
@@ -351,7 +315,7 @@ static void corrupt_selections_stay_inside(void) {
     const kernel_list kernels = device_kernels("forward");
     for (int i = 0; i < kernels.count * device_dtype_count; i++) {
         const char *const kernel = kernels.name[i / device_dtype_count];
-        const problem x = small_problem(device_dtypes[i % device_dtype_count]);
+        const problem x = device_small_problem(device_dtypes[i % device_dtype_count]);
         if (device_takes(&x, kernel)) {
             const problem on_device = device_problem(&x);
             check_corrupt(&x, &on_device, kernel);

@@ -4,22 +4,6 @@
 #include "errors.h"
 #include "gradient.h"
 
-static problem small_problem(fdma_dtype dtype) {
-    problem x = {.batch = 2,
-                 .q_len = 300,
-                 .kv_len = 700,
-                 .q_heads = 8,
-                 .kv_heads = 2,
-                 .head_dim = 64,
-                 .window = 50,
-                 .scope = FDMA_SCOPE_CAUSAL,
-                 .causal = 1,
-                 .dtype = dtype};
-    problem_fill(&x, 5);
-    problem_select(&x);
-    return x;
-}
-
 /* A fused call on the device, whole; it must stay where it is made. */
 typedef struct whole_call {
     fdma_selection selection;
@@ -27,7 +11,7 @@ typedef struct whole_call {
 } whole_call;
 
 static void make_call(whole_call *call, fdma_dtype dtype) {
-    const problem x = small_problem(dtype);
+    const problem x = device_small_problem(dtype);
     const gradient_problem p = gradient_of(&x, 1);
     const int64_t heads = x.kv_heads;
     const fdma_tensor dt_proj = new_tensor(dtype, heads, heads * x.head_dim, -1, -1);
@@ -153,19 +137,6 @@ static void the_fused_call_is_its_steps(void) {
 
 /* ---- graphs ---- */
 
-static cudaGraphExec_t capture(fdma_attention_backward_args *args, cudaStream_t stream) {
-    cudaGraph_t graph;
-    cudaGraphExec_t replayed;
-    args->exec.stream = stream;
-    device_must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
-    CHECK_OK(fdma_attention_backward(args));
-    device_must(cudaStreamEndCapture(stream, &graph), "end capture");
-    device_must(cudaGraphInstantiate(&replayed, graph, 0), "instantiate");
-    device_must(cudaGraphDestroy(graph), "destroy");
-    args->exec.stream = NULL;
-    return replayed;
-}
-
 /* Captured once, replayed on other numbers. */
 static void graphs_replay_gradients(void) {
     whole_call call;
@@ -176,7 +147,9 @@ static void graphs_replay_gradients(void) {
     CHECK_OK(fdma_attention_backward(&call.args));
     device_wait();
     device_must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
-    const cudaGraphExec_t replayed = capture(&call.args, stream);
+    device_begin_capture(&call.args.exec, stream);
+    CHECK_OK(fdma_attention_backward(&call.args));
+    const cudaGraphExec_t replayed = device_end_capture(&call.args.exec);
     for (int round = 0; round < 3; round++) {
         fdma_tensor want[output_count], found[output_count];
         const fdma_tensor dout = device_read(call.args.dout);
@@ -201,16 +174,12 @@ static void graphs_replay_gradients(void) {
 /* ---- what is refused ---- */
 
 static void check_refused(whole_call *call, const expectation *want) {
-    fdma_tensor found[output_count];
+    fdma_tensor outputs[output_count];
     check_status(fdma_attention_backward(&call->args), want);
-    read_outputs(&call->args, found);
+    device_wait();
+    list_outputs(&call->args, outputs);
     for (int i = 0; i < output_count; i++) {
-        const unsigned char *bytes = found[i].data;
-        for (size_t at = 0; at < bytes_of(found[i]); at++) {
-            if (!CHECK_INT(bytes[at], test_guard_byte)) {
-                break;
-            }
-        }
+        device_check_unwritten(outputs[i]);
     }
 }
 
@@ -255,7 +224,7 @@ static void selections_without_slots_are_refused(void) {
 }
 
 static void float32_is_refused(void) {
-    const problem x = small_problem(FDMA_FLOAT32);
+    const problem x = device_small_problem(FDMA_FLOAT32);
     const gradient_problem p = gradient_of(&x, 0);
     fdma_backward_args args = gradient_args(&p, NULL);
     size_t bytes = 99;
