@@ -55,28 +55,4 @@ static inline void check_written(fdma_tensor tensor) {
     }
 }
 
-/* The last sequence of a tensor's batch. */
-static inline fdma_tensor last_of(fdma_tensor tensor) {
-    tensor.data = (char *)tensor.data +
-                  (size_t)((tensor.shape[0] - 1) * tensor.stride[0]) * dtype_size(tensor.dtype);
-    tensor.shape[0] = 1;
-    return tensor;
-}
-
-/* The last sequence of a problem, by itself. */
-static inline problem last_problem(const problem *x) {
-    problem last = *x;
-    last.batch = 1;
-    last.q = last_of(x->q);
-    last.k = last_of(x->k);
-    last.v = last_of(x->v);
-    last.bias = last_of(x->bias);
-    last.key_valid = last_of(x->key_valid);
-    if (x->window >= 0) {
-        last.selection.expiry = last_of(x->selection.expiry);
-        last.selection.slot = last_of(x->selection.slot);
-    }
-    return last;
-}
-
 #endif /* CASES_H */

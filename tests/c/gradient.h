@@ -102,6 +102,22 @@ static inline void check_same_gradients(gradients actual, gradients want) {
     CHECK_BYTES(actual.dbias.data, want.dbias.data, bytes_of(want.dbias));
 }
 
+/* The last sequence of a problem's batch, by itself. */
+static inline gradient_problem last_gradient_problem(const gradient_problem *p) {
+    return (gradient_problem){
+        .x = last_problem(&p->x),
+        .out = last_of(p->out),
+        .lse = last_of(p->lse),
+        .dout = last_of(p->dout),
+        .dlse = last_of(p->dlse),
+        .deterministic = p->deterministic,
+    };
+}
+
+static inline gradients last_gradients(gradients all) {
+    return (gradients){last_of(all.dq), last_of(all.dk), last_of(all.dv), last_of(all.dbias)};
+}
+
 static inline gradient_element *new_elements(int64_t count) {
     return test_alloc((size_t)count * sizeof(gradient_element));
 }

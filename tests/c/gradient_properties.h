@@ -54,38 +54,12 @@ static inline void check_repeats(const gradient_problem *p, const char *kernel) 
     }
 }
 
-static inline fdma_tensor last_sequence(fdma_tensor tensor) {
-    if (tensor.rank > 0) {
-        tensor.data = (char *)tensor.data +
-                      (size_t)((tensor.shape[0] - 1) * tensor.stride[0]) * dtype_size(tensor.dtype);
-        tensor.shape[0] = 1;
-    }
-    return tensor;
-}
-
 static inline void check_alone(const gradient_problem *p, const char *kernel) {
     if (p->x.batch < 2) {
         return;
     }
-    gradient_problem alone = *p;
-    fdma_tensor *const tensors[] = {&alone.x.q,
-                                    &alone.x.k,
-                                    &alone.x.v,
-                                    &alone.x.bias,
-                                    &alone.x.key_valid,
-                                    &alone.x.selection.expiry,
-                                    &alone.x.selection.slot,
-                                    &alone.out,
-                                    &alone.lse,
-                                    &alone.dout,
-                                    &alone.dlse};
-    alone.x.batch = 1;
-    for (int i = 0; i < TEST_COUNT(tensors); i++) {
-        *tensors[i] = last_sequence(*tensors[i]);
-    }
-    const gradients all = run_gradients(p, kernel, 2);
-    const gradients want = {last_sequence(all.dq), last_sequence(all.dk), last_sequence(all.dv),
-                            last_sequence(all.dbias)};
+    const gradient_problem alone = last_gradient_problem(p);
+    const gradients want = last_gradients(run_gradients(p, kernel, 2));
     check_same_gradients(run_gradients(&alone, kernel, 2), want);
 }
 
@@ -354,37 +328,23 @@ static inline void check_nan_row(const gradient_problem *p, const char *kernel) 
 
 /* ---- selections that make no sense ---- */
 
-static inline void corrupt_selection(fdma_tensor tensor, int how, uint64_t *state) {
-    int32_t *const data = tensor.data;
-    const int64_t len = tensor.shape[2];
-    for (int64_t i = 0; i < count_of(tensor); i++) {
-        const int32_t values[] = {
-            (int32_t)(uint32_t)random_bits(state),
-            (int32_t)random_below(state, len + 20) - 10, /* in and just outside of the sequence */
-            (int32_t)len,                                /* all keys alive, whatever the window */
-            INT32_MIN,
-            INT32_MAX,
-            0,
-        };
-        data[i] = values[how];
+/* Wrong numbers, and no access outside: guards and sanitizers say. */
+static inline void run_corrupt(const gradient_problem *p, const char *kernel) {
+    uint64_t state = 77;
+    gradient_problem wrong = *p;
+    wrong.x.selection.expiry = copy_tensor(p->x.selection.expiry);
+    wrong.x.selection.slot = copy_tensor(p->x.selection.slot);
+    for (int how = 0; how < corruption_count * corruption_count && p->x.window >= 0; how++) {
+        corrupt(wrong.x.selection.expiry, (corruption)(how / corruption_count), &state);
+        corrupt(wrong.x.selection.slot, (corruption)(how % corruption_count), &state);
+        run_gradients(&wrong, kernel, 2);
     }
 }
 
-/* Wrong numbers, no access outside (guards and sanitizers say), no harm to what follows. */
+/* No harm to what follows either. */
 static inline void check_corrupt(const gradient_problem *p, const char *kernel) {
-    uint64_t state = 77;
-    if (p->x.window < 0) {
-        return;
-    }
     const gradients want = run_gradients(p, kernel, 1);
-    gradient_problem corrupt = *p;
-    corrupt.x.selection.expiry = copy_tensor(p->x.selection.expiry);
-    corrupt.x.selection.slot = copy_tensor(p->x.selection.slot);
-    for (int how = 0; how < 36; how++) {
-        corrupt_selection(corrupt.x.selection.expiry, how / 6, &state);
-        corrupt_selection(corrupt.x.selection.slot, how % 6, &state);
-        run_gradients(&corrupt, kernel, 2);
-    }
+    run_corrupt(p, kernel);
     check_same_gradients(run_gradients(p, kernel, 1), want);
 }
 

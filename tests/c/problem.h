@@ -144,4 +144,55 @@ static inline void spoil_key(fdma_tensor tensor, int64_t b, int64_t j, int64_t g
     }
 }
 
+/* The last sequence of a tensor's batch; what is absent stays so. */
+static inline fdma_tensor last_of(fdma_tensor tensor) {
+    if (tensor.rank > 0) {
+        tensor.data = (char *)tensor.data +
+                      (size_t)((tensor.shape[0] - 1) * tensor.stride[0]) * dtype_size(tensor.dtype);
+        tensor.shape[0] = 1;
+    }
+    return tensor;
+}
+
+/* The last sequence of a problem, by itself. */
+static inline problem last_problem(const problem *x) {
+    problem last = *x;
+    last.batch = 1;
+    last.q = last_of(x->q);
+    last.k = last_of(x->k);
+    last.v = last_of(x->v);
+    last.bias = last_of(x->bias);
+    last.key_valid = last_of(x->key_valid);
+    last.selection.expiry = last_of(x->selection.expiry);
+    last.selection.slot = last_of(x->selection.slot);
+    return last;
+}
+
+/* What a selection that makes no sense is full of. */
+typedef enum corruption {
+    any_bits,
+    near_keys, /* in and just outside of the sequence */
+    all_alive, /* far more keys than the window says */
+    all_lowest,
+    all_highest,
+    all_zero,
+    corruption_count,
+} corruption;
+
+static inline void corrupt(fdma_tensor tensor, corruption how, uint64_t *state) {
+    int32_t *const data = tensor.data;
+    const int64_t len = tensor.shape[2];
+    for (int64_t i = 0; i < count_of(tensor); i++) {
+        const int32_t values[corruption_count] = {
+            (int32_t)(uint32_t)random_bits(state),
+            (int32_t)random_below(state, len + 20) - 10,
+            (int32_t)len,
+            INT32_MIN,
+            INT32_MAX,
+            0,
+        };
+        data[i] = values[how];
+    }
+}
+
 #endif /* PROBLEM_H */

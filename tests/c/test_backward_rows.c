@@ -1,16 +1,10 @@
 /* test_backward_rows.c - every CPU kernel's gradients against the reference's, over random shapes
  * and options; and that neither the number of threads nor the neighbours in the batch show. */
+#include "gradient.h"
 #include "unread.h"
 
-typedef struct gradients {
-    fdma_tensor dq, dk, dv, dbias;
-} gradients;
-
-/* A problem with all that backward wants beside it. */
 typedef struct backward_problem {
-    problem x;
-    attended forward;
-    fdma_tensor dout, dlse;
+    gradient_problem p;
     int has_dbias, accumulate;
 } backward_problem;
 
@@ -21,56 +15,32 @@ static fdma_tensor gradient_at(const gradients *all, int n) {
     return tensors[n];
 }
 
-static fdma_tensor new_gradient(const backward_problem *y, fdma_tensor like) {
-    uint64_t state = 99;
-    fdma_tensor tensor = new_output(like.dtype, like.shape[0], like.shape[1], like.shape[2],
-                                    like.rank > 3 ? like.shape[3] : -1);
-    if (y->accumulate)
-        fill_random(tensor, &state, 1);
-    return tensor;
-}
-
 static gradients run_gradients(const backward_problem *y, const char *kernel, int32_t threads) {
-    const problem *const x = &y->x;
-    gradients got = {
-        .dq = new_gradient(y, x->q),
-        .dk = new_gradient(y, x->k),
-        .dv = new_gradient(y, x->v),
-    };
-    if (y->has_dbias)
-        got.dbias = new_output(FDMA_FLOAT32, x->batch, x->kv_heads, x->kv_len, -1);
-    fdma_backward_args args = {
-        .size = sizeof args,
-        .dout = y->dout,
-        .dlse = y->dlse,
-        .out = y->forward.out,
-        .lse = y->forward.lse,
-        .q = x->q,
-        .k = x->k,
-        .v = x->v,
-        .bias = x->bias,
-        .key_valid = x->key_valid,
-        .dq = got.dq,
-        .dk = got.dk,
-        .dv = got.dv,
-        .dbias = got.dbias,
-        .selection = x->window >= 0 ? &x->selection : NULL,
-        .window = x->window >= 0 ? x->window : 0,
-        .scale = x->scale,
-        .softcap = x->softcap,
-        .causal = x->causal,
-        .accumulate = y->accumulate,
-        .exec = {.kernel = kernel, .threads = threads},
-    };
-    size_t bytes = 0;
-    CHECK_OK(fdma_backward_workspace(&args, &bytes));
-    exec_alloc(&args.exec, bytes);
-    CHECK_OK(fdma_backward(&args));
-    return got;
+    const problem *const x = &y->p.x;
+    fdma_backward_args args = gradient_args(&y->p, kernel);
+    const fdma_tensor added_to[] = {args.dq, args.dk, args.dv};
+    uint64_t state = 99;
+    for (int n = 0; n < TEST_COUNT(added_to) && y->accumulate; n++)
+        fill_random(added_to[n], &state, 1);
+    args.dbias = y->has_dbias ? new_output(FDMA_FLOAT32, x->batch, x->kv_heads, x->kv_len, -1)
+                              : (fdma_tensor){0};
+    args.accumulate = y->accumulate;
+    args.exec.threads = threads;
+    CHECK_OK(run_backward(&args));
+    return gradient_outputs(&args);
 }
 
 static int64_t pick(uint64_t *state, const int64_t *from, int count) {
     return from[random_below(state, count)];
+}
+
+/* Out and lse by `kernel`, and their dout. */
+static void give_forward(gradient_problem *p, const char *kernel, uint64_t *state) {
+    const attended done = problem_attend(&p->x, kernel, 1);
+    p->out = done.out;
+    p->lse = done.lse;
+    p->dout = copy_tensor(p->x.q);
+    fill_random(p->dout, state, 1);
 }
 
 static backward_problem random_problem(uint64_t *state, fdma_dtype dtype) {
@@ -79,7 +49,7 @@ static backward_problem random_problem(uint64_t *state, fdma_dtype dtype) {
     static const int64_t groups[] = {1, 1, 2, 3, 4, 8};
     backward_problem y = {.accumulate = random_below(state, 4) == 0,
                           .has_dbias = random_below(state, 4) != 0};
-    problem *const x = &y.x;
+    problem *const x = &y.p.x;
     x->dtype = dtype;
     x->batch = 1 + random_below(state, 2);
     x->kv_heads = 1 + random_below(state, 2);
@@ -100,12 +70,10 @@ static backward_problem random_problem(uint64_t *state, fdma_dtype dtype) {
     problem_select(x);
     if (random_below(state, 5) == 0)
         x->bias = (fdma_tensor){0};
-    y.forward = problem_attend(x, "reference", 1);
-    y.dout = copy_tensor(x->q);
-    fill_random(y.dout, state, 1);
+    give_forward(&y.p, "reference", state);
     if (random_below(state, 2)) {
-        y.dlse = copy_tensor(y.forward.lse);
-        fill_random(y.dlse, state, 1);
+        y.p.dlse = copy_tensor(y.p.lse);
+        fill_random(y.p.dlse, state, 1);
     }
     return y;
 }
@@ -116,7 +84,7 @@ static backward_problem random_problem(uint64_t *state, fdma_dtype dtype) {
 static void check_gradients(const backward_problem *y, const gradients *got,
                             const gradients *want) {
     const double share =
-        y->x.dtype == FDMA_FLOAT32 ? 256 * (double)FLT_EPSILON : 4 * step_of(y->x.dtype);
+        y->p.x.dtype == FDMA_FLOAT32 ? 256 * (double)FLT_EPSILON : 4 * step_of(y->p.x.dtype);
     for (int n = 0; n < 3 + y->has_dbias; n++) {
         const fdma_tensor a = gradient_at(got, n), b = gradient_at(want, n);
         double most = 0, worst = 0;
@@ -132,57 +100,15 @@ static void check_gradients(const backward_problem *y, const gradients *got,
     }
 }
 
-static int64_t batch_bytes(fdma_tensor tensor) {
-    return (int64_t)bytes_of(tensor) / (tensor.shape[0] > 0 ? tensor.shape[0] : 1);
-}
-
-static fdma_tensor last_sequence(fdma_tensor tensor) {
-    if (tensor.rank == 0)
-        return tensor;
-    tensor.data = (char *)tensor.data + (tensor.shape[0] - 1) * batch_bytes(tensor);
-    tensor.shape[0] = 1;
-    return tensor;
-}
-
-static backward_problem last_of_batch(const backward_problem *y) {
-    backward_problem alone = *y;
-    fdma_tensor *const tensors[] = {&alone.x.q,
-                                    &alone.x.k,
-                                    &alone.x.v,
-                                    &alone.x.bias,
-                                    &alone.x.key_valid,
-                                    &alone.forward.out,
-                                    &alone.forward.lse,
-                                    &alone.dout,
-                                    &alone.dlse,
-                                    &alone.x.selection.expiry,
-                                    &alone.x.selection.slot};
-    for (int n = 0; n < TEST_COUNT(tensors); n++)
-        *tensors[n] = last_sequence(*tensors[n]);
-    alone.x.batch = 1;
-    return alone;
-}
-
-static void check_same(const gradients *got, const gradients *want) {
-    for (int n = 0; n < 4; n++) {
-        const fdma_tensor a = gradient_at(got, n), b = gradient_at(want, n);
-        if (b.rank != 0)
-            CHECK_BYTES(a.data, b.data, bytes_of(b));
-    }
-}
-
 static void check_one(const backward_problem *y, const char *kernel, const gradients *want) {
     const gradients got = run_gradients(y, kernel, 1);
     check_gradients(y, &got, want);
     const gradients more = run_gradients(y, kernel, 3);
-    check_same(&more, &got);
+    check_same_gradients(more, got);
     if (y->accumulate)
         return; /* what it is added to differs */
-    const backward_problem alone = last_of_batch(y);
-    const gradients last = run_gradients(&alone, kernel, 2);
-    const gradients part = {last_sequence(got.dq), last_sequence(got.dk), last_sequence(got.dv),
-                            last_sequence(got.dbias)};
-    check_same(&last, &part);
+    const backward_problem alone = {.p = last_gradient_problem(&y->p), .has_dbias = y->has_dbias};
+    check_same_gradients(run_gradients(&alone, kernel, 2), last_gradients(got));
 }
 
 static int takes(const char *kernel, fdma_dtype dtype) {
@@ -199,7 +125,7 @@ static void gradients_are_the_references(void) {
         const backward_problem y = random_problem(&state, dtype);
         const gradients want = run_gradients(&y, "reference", 1);
         for (int n = 0; n < kernels.count; n++) {
-            const problem *const x = &y.x;
+            const problem *const x = &y.p.x;
             if (!takes(kernels.name[n], dtype) || (only && strcmp(only, kernels.name[n]) != 0))
                 continue;
             test_context("round %d %s %s b%d h%d g%d d%d q%d kv%d w%d causal %d scope %d cap %g "
@@ -226,20 +152,17 @@ static void unread_keys_do_not_show(void) {
         for (int s = 0; s < TEST_COUNT(unread_shapes) && takes(kernel, dtype); s++) {
             uint64_t state = 3;
             test_context("%s %s, shape %d", kernel, dtype_name(dtype), s);
-            backward_problem y = {.x = unread_problem(&unread_shapes[s], dtype), .has_dbias = 1};
-            y.forward = problem_attend(&y.x, kernel, 1);
-            y.dout = copy_tensor(y.x.q);
-            fill_random(y.dout, &state, 1);
+            backward_problem y = {.p.x = unread_problem(&unread_shapes[s], dtype), .has_dbias = 1};
+            give_forward(&y.p, kernel, &state);
             const gradients clean = run_gradients(&y, kernel, 1);
             for (int p = 0; p < TEST_COUNT(poisons); p++) {
-                CHECK(poison_unread(&y.x, poisons[p]) > 0);
-                const gradients got = run_gradients(&y, kernel, 1);
-                check_same(&got, &clean);
+                CHECK(poison_unread(&y.p.x, poisons[p]) > 0);
+                check_same_gradients(run_gradients(&y, kernel, 1), clean);
             }
             for (int64_t i = 0; i < count_of(clean.dbias); i++) {
-                const int64_t j = i % y.x.kv_len, g = i / y.x.kv_len % y.x.kv_heads;
-                const int64_t b = i / y.x.kv_len / y.x.kv_heads;
-                if (!is_read(&y.x, b, g, j))
+                const int64_t j = i % y.p.x.kv_len, g = i / y.p.x.kv_len % y.p.x.kv_heads;
+                const int64_t b = i / y.p.x.kv_len / y.p.x.kv_heads;
+                if (!is_read(&y.p.x, b, g, j))
                     CHECK(((const float *)clean.dbias.data)[i] == 0);
             }
             test_free_all();
@@ -257,13 +180,12 @@ static void damaged_selections_do_no_harm(void) {
         if (!takes(kernels.name[n], dtype))
             continue;
         test_context("%s", kernels.name[n]);
-        backward_problem y = {.x = unread_problem(&unread_shapes[12], dtype), .has_dbias = 1};
-        y.forward = problem_attend(&y.x, kernels.name[n], 1);
-        y.dout = copy_tensor(y.x.q);
+        backward_problem y = {.p.x = unread_problem(&unread_shapes[12], dtype), .has_dbias = 1};
+        give_forward(&y.p, kernels.name[n], &state);
         for (int round = 0; round < 4; round++) {
             static const int32_t wild[] = {INT32_MIN, INT32_MAX, -1, 0, 300, 899, 900, 901};
-            for (int64_t i = 0; i < count_of(y.x.selection.expiry); i++)
-                ((int32_t *)y.x.selection.expiry.data)[i] =
+            for (int64_t i = 0; i < count_of(y.p.x.selection.expiry); i++)
+                ((int32_t *)y.p.x.selection.expiry.data)[i] =
                     round % 2 ? (int32_t)random_below(&state, 1000)
                               : wild[random_below(&state, TEST_COUNT(wild))];
             run_gradients(&y, kernels.name[n], 2);

@@ -5,10 +5,7 @@
 
 static fdma_status run_here(fdma_backward_args *args) {
     size_t bytes = 0;
-    const fdma_status status = fdma_backward_workspace(args, &bytes);
-    if (status != FDMA_OK) {
-        return status;
-    }
+    FDMA_TRY(fdma_backward_workspace(args, &bytes));
     exec_alloc(&args->exec, bytes);
     memset(args->exec.workspace, gradient_backend.fill, bytes);
     return fdma_backward(args);

@@ -262,32 +262,6 @@ static void graphs_replay_a_whole_call(void) {
 
 /* ---- corrupt selections ---- */
 
-typedef enum corruption {
-    any_bits,
-    near_keys, /* in and just outside of the sequence */
-    all_alive, /* far more keys than the window says */
-    all_lowest,
-    all_highest,
-    all_zero,
-    corruption_count,
-} corruption;
-
-static void corrupt(fdma_tensor tensor, corruption how, uint64_t *state) {
-    int32_t *const data = tensor.data;
-    const int64_t len = tensor.shape[2];
-    for (int64_t i = 0; i < count_of(tensor); i++) {
-        const int32_t values[corruption_count] = {
-            (int32_t)(uint32_t)random_bits(state),
-            (int32_t)random_below(state, len + 20) - 10,
-            (int32_t)len,
-            INT32_MIN,
-            INT32_MAX,
-            0,
-        };
-        data[i] = values[how];
-    }
-}
-
 /* No fault, nothing written outside (the guards say), and no harm to the calls that follow. */
 static void check_corrupt(const problem *x, const problem *on_device, const char *kernel) {
     const attended want = device_attend(on_device, kernel);
