@@ -461,7 +461,7 @@ typedef struct fdma_attention_backward_args {
     fdma_bias_form bias_form;
     int32_t causal;
     int32_t deterministic;
-    int32_t accumulate;
+    int32_t accumulate; /* nonzero: all five gradients are added to what they hold */
     fdma_exec exec;
 } fdma_attention_backward_args;
 
@@ -469,9 +469,10 @@ typedef struct fdma_attention_backward_args {
  *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward()
  *  Shapes     beside each field
  *  Units      as the three calls
- *  Ownership  borrows everything; bias and dbias live in the workspace
+ *  Ownership  borrows everything; dbias, and a bias that is not given, live in the workspace
  *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj and a are not looked at
- *  Errors     as the three calls; FDMA_INVALID_ARGUMENT no selection
+ *  Errors     as the three calls; FDMA_INVALID_ARGUMENT no selection, FDMA_BIAS_NONE with bias,
+ *             ddt_proj or da
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_attention_backward(const fdma_attention_backward_args *args);
 
@@ -493,8 +494,8 @@ typedef struct fdma_merge_args {
 } fdma_merge_args;
 
 /*! fdma_merge() - attention over two disjoint sets of keys, from that over each of them.
- *  Formula    lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a - lse) out_a + exp(lse_b - lse)
- *             out_b
+ *  Formula    lse = log(exp(lse_a) + exp(lse_b))
+ *             out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
  *  Shapes     beside each field; out_a, out_b and out of one dtype
  *  Units      lse in nats
  *  Ownership  borrows everything; wants no workspace

@@ -20,7 +20,7 @@ typedef struct kernel_list {
 } kernel_list;
 
 /* Whether a kernel that runs here takes tensors of this type: one query and one key of 8 channels.
- * Those of score, select and lists take all. */
+ * Only of forward, backward and merge it is asked. */
 static inline int operation_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
     static double row[8], written[4][8];
     const int64_t shape[4] = {1, 1, 1, 8};
