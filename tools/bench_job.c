@@ -246,6 +246,7 @@ static void describe_job(const bench_case *row, bench_job *job) {
         .exec = exec,
     };
 }
+
 void fill_job(const bench_case *row, bench_job *job) {
     fill_tensors(row, job);
     describe_job(row, job);

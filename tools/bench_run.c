@@ -21,32 +21,9 @@ static void give_workspace(bench_job *job, size_t bytes) {
     }
 }
 
-/* The attention that lists are held against is whatever would be dispatched. */
-static fdma_status plan_lists(bench_job *job, size_t *bytes) {
-    size_t forward_bytes = 0;
-    job->forward_args.exec.kernel = NULL;
-    fdma_status status = fdma_lists_kernel(&job->lists_args, &job->kernel);
-    status = status ? status : fdma_lists_workspace(&job->lists_args, bytes);
-    status = status ? status : fdma_forward_workspace(&job->forward_args, &forward_bytes);
-    *bytes = forward_bytes > *bytes ? forward_bytes : *bytes;
-    return status;
-}
-
-/* The forward call whose gradients are taken is whatever would be dispatched. */
-static fdma_status plan_backward(bench_job *job, size_t *bytes) {
-    size_t forward_bytes = 0;
-    job->forward_args.exec.kernel = NULL;
-    fdma_status status = fdma_backward_kernel(&job->backward_args, &job->kernel);
-    status = status ? status : fdma_backward_workspace(&job->backward_args, bytes);
-    status = status ? status : fdma_forward_workspace(&job->forward_args, &forward_bytes);
-    *bytes = forward_bytes > *bytes ? forward_bytes : *bytes;
-    return status;
-}
-
 /* Finds the kernel and the workspace. */
 static fdma_status plan_job(const bench_case *row, bench_job *job) {
-    size_t bytes = 0;
-    size_t select_bytes = 0;
+    size_t bytes = 0, select_bytes = 0, forward_bytes = 0;
     fdma_status status = FDMA_OK;
     switch (row->operation) {
     case BENCH_SCORE:
@@ -66,10 +43,12 @@ static fdma_status plan_job(const bench_case *row, bench_job *job) {
         status = status ? status : fdma_attention_workspace(&job->attention_args, &bytes);
         break;
     case BENCH_LISTS:
-        status = plan_lists(job, &bytes);
+        status = fdma_lists_kernel(&job->lists_args, &job->kernel);
+        status = status ? status : fdma_lists_workspace(&job->lists_args, &bytes);
         break;
     case BENCH_BACKWARD:
-        status = plan_backward(job, &bytes);
+        status = fdma_backward_kernel(&job->backward_args, &job->kernel);
+        status = status ? status : fdma_backward_workspace(&job->backward_args, &bytes);
         break;
     case BENCH_SCORE_BACKWARD:
         status = fdma_score_backward_kernel(&job->score_backward_args, &job->kernel);
@@ -78,9 +57,15 @@ static fdma_status plan_job(const bench_case *row, bench_job *job) {
     }
     if (!status && row->window > 0 && row->operation != BENCH_SELECT)
         status = fdma_select_workspace(&job->select_args, &select_bytes);
+    if (!status && (row->operation == BENCH_LISTS || row->operation == BENCH_BACKWARD)) {
+        // what lists are held against, or what gradients are of: whatever would be dispatched
+        job->forward_args.exec.kernel = NULL;
+        status = fdma_forward_workspace(&job->forward_args, &forward_bytes);
+    }
     if (status)
         return status;
     bytes = select_bytes > bytes ? select_bytes : bytes;
+    bytes = forward_bytes > bytes ? forward_bytes : bytes;
     give_workspace(job, bytes);
     return FDMA_OK;
 }
