@@ -79,11 +79,79 @@ static void check_unread_shapes(const char *kernel, fdma_dtype dtype) {
 static void unread_keys_do_not_show(void) { for_each_kernel(check_unread_shapes); }
 static void read_keys_show(void) { for_each_kernel(check_read_shows); }
 
+/* ---- what the fused call, and in it that of scores, adds to ---- */
+
+enum { whole_outputs = 5 };
+
+typedef struct whole_gradients {
+    fdma_tensor to[whole_outputs]; /* dq, dk, dv, ddt_proj, da */
+} whole_gradients;
+
+/* Into outputs that hold random numbers; `held`: these, NULL where they do not count. */
+static whole_gradients run_whole(const gradient_problem *p, const char *kernel,
+                                 whole_gradients *held) {
+    const problem *x = &p->x;
+    const int64_t heads = x->kv_heads, width = heads * x->head_dim;
+    const fdma_tensor dt_proj = new_tensor(x->dtype, heads, width, -1, -1);
+    const fdma_tensor a = new_tensor(FDMA_FLOAT32, heads, -1, -1, -1);
+    const whole_gradients got = {{copy_tensor(x->q), copy_tensor(x->k), copy_tensor(x->v),
+                                  copy_tensor(dt_proj), copy_tensor(a)}};
+    uint64_t state = 6;
+    fill_random(dt_proj, &state, 0.2F);
+    fill_random(a, &state, 1);
+    for (int i = 0; i < whole_outputs; i++) {
+        fill_random(got.to[i], &state, 1);
+        if (held != NULL) {
+            held->to[i] = copy_tensor(got.to[i]);
+        }
+    }
+    fdma_attention_backward_args args = {
+        .size = sizeof args,
+        .dout = p->dout,
+        .dlse = p->dlse,
+        .out = p->out,
+        .lse = p->lse,
+        .q = x->q,
+        .k = x->k,
+        .v = x->v,
+        .dt_proj = dt_proj,
+        .a = a,
+        .bias = x->bias,
+        .dq = got.to[0],
+        .dk = got.to[1],
+        .dv = got.to[2],
+        .ddt_proj = got.to[3],
+        .da = got.to[4],
+        .selection = &x->selection,
+        .window = x->window,
+        .bias_form = FDMA_BIAS_LINEAR,
+        .causal = x->causal,
+        .accumulate = held != NULL,
+        .exec = {.kernel = kernel, .threads = 2},
+    };
+    CHECK_OK(run_attention_backward(&args));
+    return got;
+}
+
+static void check_whole_accumulated(const char *kernel, fdma_dtype dtype) {
+    const problem x = unread_problem(&unread_shapes[0], dtype);
+    const gradient_problem p = gradient_of(&x, 1);
+    whole_gradients held;
+    const whole_gradients alone = run_whole(&p, kernel, NULL);
+    const whole_gradients sum = run_whole(&p, kernel, &held);
+    for (int i = 0; i < whole_outputs; i++) {
+        check_added(sum.to[i], held.to[i], alone.to[i]);
+    }
+}
+
+static void the_fused_call_accumulates(void) { for_each_kernel(check_whole_accumulated); }
+
 static const test_entry tests[] = {
     TEST(gradients_are_right),
     TEST(runs_and_threads_are_equal),
     TEST(each_sequence_is_alone),
     TEST(gradients_accumulate),
+    TEST(the_fused_call_accumulates),
     TEST(bias_and_its_gradient_are_optional),
     TEST(memory_order_does_not_matter),
     TEST(unread_keys_do_not_show),
