@@ -101,18 +101,19 @@ static void work_on_tile(const fdma_problem *problem, const tile_place *place,
     write_dq(problem, place, tile);
 }
 
-/* The tiles of one stretch, the first queries first. */
+/* The tiles of one stretch, in the order of time; `one`: what it leaves, NULL where it is all. */
 static void sweep_tiles(const backward_context *backward, backward_scratch *scratch,
                         const tile_place *head, int64_t index, stretch *one) {
     const fdma_problem *const problem = backward->problem;
-    const int64_t tiles = backward->tiles, count = backward->count, lanes = backward->lanes;
-    const int64_t end = first_tile(tiles, count, index + 1);
+    const int64_t tiles = backward->tiles, lanes = backward->lanes;
+    const int64_t begin = first_tile(tiles, backward->count, index);
+    const int64_t end = first_tile(tiles, backward->count, index + 1);
     tile_place place = *head;
     clear_tile(&scratch->tile.logits, head, tile_dim(problem));
     begin_table(&scratch->table);
-    for (int64_t n = first_tile(tiles, count, index); n < end; n++) {
+    for (int64_t n = begin; n < end; n++) {
         place = place_tile(problem, head->b, head->g, lanes, n);
-        if (one && n == first_tile(tiles, count, index))
+        if (one && n == begin)
             begin_stretch(problem, &place, &scratch->table, one);
         work_on_tile(problem, &place, scratch);
     }
@@ -145,15 +146,14 @@ static void sweep_stretch(const void *context, int64_t task, int32_t thread) {
     const uint32_t rounding = flush_subnormals();
     fdma_arena arena = {.base = backward->scratch + (size_t)thread * backward->scratch_size};
     backward_scratch scratch = take_backward_scratch(&arena, backward);
-    stretch own = {0};
-    stretch *const one = count > 1 ? &own : NULL;
-    if (one)
-        own = stretch_at(backward, head, index);
     const tile_place place = place_of_head(problem, head);
-    if (one)
-        scratch.table.sums = one->sums;
+    stretch own = {0};
+    if (count > 1) {
+        own = stretch_at(backward, head, index);
+        scratch.table.sums = own.sums;
+    }
     begin_products();
-    sweep_tiles(backward, &scratch, &place, index, one);
+    sweep_tiles(backward, &scratch, &place, index, count > 1 ? &own : NULL);
     end_products();
     restore_rounding(rounding);
 }
@@ -194,14 +194,13 @@ static void take_stretches(fdma_arena *arena, backward_context *context) {
 }
 
 static fdma_arena lay_out_backward(const fdma_problem *problem, backward_context *context) {
-    const int64_t microseconds = forward_microseconds(problem);
     fdma_arena one = {0};
     context->problem = problem;
     context->lanes = backward_lanes(problem);
     context->tiles = tiles_of(problem, context->lanes);
     context->count = count_stretches(problem, context->lanes);
-    context->threads =
-        fdma_worthwhile_threads(problem->exec.threads, backward_tasks(context), 2 * microseconds);
+    context->threads = fdma_worthwhile_threads(problem->exec.threads, backward_tasks(context),
+                                               2 * forward_microseconds(problem));
     take_backward_scratch(&one, context);
     fdma_arena arena = fdma_arena_of(problem);
     take_stretches(&arena, context);
