@@ -62,22 +62,18 @@ fdma_status fdma_check_backward(const void *caller, check_depth depth, fdma_prob
 static fdma_status check_score_backward_tensors(const fdma_score_backward_args *args,
                                                 fdma_problem *problem, check_depth depth) {
     const int64_t batch = problem->batch, len = problem->kv_len, heads = problem->kv_heads;
-    const int64_t dim = problem->head_dim;
+    const int64_t dim = problem->head_dim, width = heads * dim;
     const unsigned same = 1u << problem->dtype, weights = same | takes_float32;
+    const unsigned as_dt_proj = 1u << args->dt_proj.dtype, as_a = 1u << args->a.dtype;
     const tensor_rule rules[] = {
         {"dbias", &args->dbias, takes_wide_floats, 3, {batch, heads, len}, .output = false},
         {"v", &args->v, same, 4, {batch, len, heads, dim}, .output = false},
-        {"dt_proj", &args->dt_proj, weights, 2, {heads, heads * dim}, .output = false},
+        {"dt_proj", &args->dt_proj, weights, 2, {heads, width}, .output = false},
         {"a", &args->a, weights, 1, {heads}, .output = false},
         {"key_valid", &args->key_valid, takes_uint8, 2, {batch, len}, .optional = true},
         {"dv", &args->dv, same, 4, {batch, len, heads, dim}, true, true},
-        {"ddt_proj",
-         &args->ddt_proj,
-         1u << args->dt_proj.dtype,
-         2,
-         {heads, heads * dim},
-         .output = true},
-        {"da", &args->da, 1u << args->a.dtype, 1, {heads}, .output = true},
+        {"ddt_proj", &args->ddt_proj, as_dt_proj, 2, {heads, width}, .output = true},
+        {"da", &args->da, as_a, 1, {heads}, .output = true},
     };
     return fdma_check_rules(problem, rules, COUNT(rules), depth);
 }
