@@ -109,9 +109,9 @@ fdma_status fdma_reference_backward(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Of one (b, j, g): dt, and the gradients of z and dt. */
+/* Of one (b, j, g): softplus(dt), and the gradients of z and dt. */
 typedef struct score_gradient {
-    double dt, dz, ddt;
+    double softplus, dz, ddt;
 } score_gradient;
 
 static score_gradient gradient_of(const fdma_problem *problem, int64_t b, int64_t j, int64_t g,
@@ -122,9 +122,9 @@ static score_gradient gradient_of(const fdma_problem *problem, int64_t b, int64_
     for (int64_t other = 0; other < problem->kv_heads; other++)
         dt += dot(v, offset_of(v, b, j, other), weights, g * weights->stride[0] + other * dim, dim);
     const double a = fdma_load(&problem->a, g);
-    const double z = a * (fmax(dt, 0) + log1p(exp(-fabs(dt))));
-    const double dz = problem->bias_form == FDMA_BIAS_EXP ? dbias * exp(z) : dbias;
-    return (score_gradient){.dt = dt, .dz = dz, .ddt = dz * a / (1 + exp(-dt))};
+    const double softplus = fmax(dt, 0) + log1p(exp(-fabs(dt)));
+    const double dz = problem->bias_form == FDMA_BIAS_EXP ? dbias * exp(a * softplus) : dbias;
+    return (score_gradient){.softplus = softplus, .dz = dz, .ddt = dz * a / (1 + exp(-dt))};
 }
 
 /* What all keys add to ddt_proj [kv_heads, kv_heads * head_dim] and da [kv_heads]; with dv as it
@@ -160,7 +160,7 @@ static bool add_key(const fdma_problem *problem, int64_t b, int64_t j, const sco
             continue;
         any = true;
         const score_gradient at = gradient_of(problem, b, j, g, dbias);
-        sums->da[g] += at.dz * (fmax(at.dt, 0) + log1p(exp(-fabs(at.dt))));
+        sums->da[g] += at.dz * at.softplus;
         for (int64_t c = 0; c < width; c++) {
             const int64_t from = offset_of(v, b, j, c / dim) + c % dim;
             sums->ddt_proj[g * width + c] += at.ddt * fdma_load(v, from);
