@@ -157,8 +157,8 @@ INLINE void add_all_values(const tile_state *tile, int64_t dim, int block, int f
 enum { lane_keys = score_keys }; /* keys that add_lanes takes at a time */
 
 /* sums += words of lanes times rows, for a group of keys and some vectors of channels: the third
- * product, of the backward pass. The words of
- * a key lie `length` after another's; rows hold as many channels as a block has lanes. */
+ * product, of the backward pass. The words of a key lie `length` after another's; rows hold as many
+ * channels as a block has lanes. */
 INLINE void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
                       const float *rows, int vectors, int first, int end) {
     vf o[score_keys][tile_vectors];
