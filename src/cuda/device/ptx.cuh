@@ -1,4 +1,4 @@
-/* One wrapper per PTX instruction, named after it. Inline assembly lives here alone.
+/* One wrapper per PTX instruction, named after it. Inline assembly lives here and in ptx_wgmma.cuh.
  * Source: PTX ISA 9.0. */
 #ifndef FDMA_CUDA_DEVICE_PTX_CUH
 #define FDMA_CUDA_DEVICE_PTX_CUH
