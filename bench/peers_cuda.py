@@ -32,7 +32,7 @@ from peers_cuda_inputs import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-WAIT_CYCLES = 600_000  # some 0.3 ms: longer than the host takes for a call
+WAIT_CYCLES = 3_000_000  # some 1.5 ms: longer than the host takes for a call
 QUICK_LENGTH = 32768  # the longest with --quick
 CALLS = 50  # between two looks at the clock: fewer than fill the queue of a stream
 

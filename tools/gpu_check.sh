@@ -98,7 +98,7 @@ tables() {
 }
 
 tests="test_cuda test_cuda_select test_cuda_calls test_cuda_segments test_cuda_workspace
-    test_cuda_backward"
+    test_cuda_backward test_cuda_gradient_calls test_cuda_score_backward"
 begin=$(seconds)
 arch=$(capability)
 [ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }
@@ -126,9 +126,7 @@ elif ! timeout 30 compute-sanitizer --tool memcheck "$build/fdma" info >>"$log" 
     skip sanitizer "compute-sanitizer does not run on this machine"
 else
     sanitize memcheck-window 45 memcheck window/
-    # of score_backward a load of 16 bytes holds, unused, a number that another thread writes: to
-    # racecheck a race. So attention and its gradients alone
-    sanitize racecheck-sm80 45 racecheck window/1 --kernel cuda/sm80/d64
+    sanitize racecheck-sm80 45 racecheck window/1 --kernel cuda/sm80
     if [ "$length" = full ]; then
         sanitize memcheck-padding 60 memcheck padding
         sanitize memcheck-row 60 memcheck row/

@@ -1,0 +1,268 @@
+/* test_cuda_score_backward.c - the gradients of scores on a CUDA device against the reference in
+ * float64: kv heads in one block and in several, a float32 dt_proj beside 16-bit values, rows that
+ * are not aligned, what is added to, keys without a gradient, and numbers that are none. */
+#include "device.h"
+
+typedef struct score_case {
+    fdma_dtype dtype;
+    int64_t batch, kv_len, heads, head_dim;
+    int is_wide;   /* dt_proj and a in float32 */
+    int is_padded; /* rows of v and dv one element longer than they need be */
+    fdma_bias_form form;
+} score_case;
+
+/* Tensors of a case on the host, outputs as they are before the call. */
+typedef struct score_problem {
+    score_case shape;
+    fdma_tensor dbias, v, dt_proj, a, key_valid, dv, ddt_proj, da;
+} score_problem;
+
+static const score_case cases[] = {
+    {FDMA_BFLOAT16, 1, 1, 1, 8, 0, 0, FDMA_BIAS_LINEAR},
+    {FDMA_BFLOAT16, 2, 130, 1, 64, 1, 0, FDMA_BIAS_LINEAR},
+    {FDMA_FLOAT16, 2, 700, 2, 64, 0, 0, FDMA_BIAS_EXP},
+    {FDMA_FLOAT16, 1, 257, 3, 24, 1, 1, FDMA_BIAS_LINEAR},
+    {FDMA_BFLOAT16, 1, 300, 8, 128, 0, 0, FDMA_BIAS_LINEAR},
+    {FDMA_FLOAT16, 1, 129, 8, 64, 1, 0, FDMA_BIAS_LINEAR},
+    {FDMA_BFLOAT16, 2, 128, 9, 8, 0, 1, FDMA_BIAS_LINEAR},
+    {FDMA_BFLOAT16, 1, 200, 32, 16, 1, 0, FDMA_BIAS_EXP},
+    {FDMA_FLOAT16, 1, 140, 32, 16, 0, 0, FDMA_BIAS_LINEAR},
+    {FDMA_FLOAT16, 2, 100, 33, 8, 1, 0, FDMA_BIAS_LINEAR},
+    {FDMA_BFLOAT16, 1, 90, 70, 8, 0, 0, FDMA_BIAS_LINEAR},
+};
+
+static float *dbias_at(const score_problem *p, int64_t b, int64_t g, int64_t j) {
+    return (float *)p->dbias.data + (b * p->shape.heads + g) * p->shape.kv_len + j;
+}
+
+static int has_gradient(const score_problem *p, int64_t b, int64_t j) {
+    int any = 0;
+    for (int64_t g = 0; g < p->shape.heads; g++) {
+        any |= *dbias_at(p, b, g, j) != 0;
+    }
+    return any && ((const uint8_t *)p->key_valid.data)[b * p->shape.kv_len + j];
+}
+
+/* [batch, kv_len, heads, head_dim] of random numbers. */
+static fdma_tensor values_of(const score_case *shape, uint64_t *state) {
+    const int64_t row = shape->heads * shape->head_dim + (shape->is_padded ? 1 : 0);
+    fdma_tensor whole = new_tensor(shape->dtype, shape->batch, shape->kv_len, row, -1);
+    fill_random(whole, state, 1);
+    const int64_t sizes[] = {shape->batch, shape->kv_len, shape->heads, shape->head_dim};
+    fdma_tensor v = fdma_dense_tensor(whole.data, shape->dtype, 4, sizes);
+    v.stride[0] = shape->kv_len * row;
+    v.stride[1] = row;
+    return v;
+}
+
+static score_problem make_problem(const score_case *shape) {
+    const int64_t heads = shape->heads, width = heads * shape->head_dim;
+    const fdma_dtype weights = shape->is_wide ? FDMA_FLOAT32 : shape->dtype;
+    uint64_t state = 11;
+    score_problem p = {
+        .shape = *shape,
+        .dbias = new_tensor(FDMA_FLOAT32, shape->batch, heads, shape->kv_len, -1),
+        .v = values_of(shape, &state),
+        .dt_proj = new_tensor(weights, heads, width, -1, -1),
+        .a = new_tensor(weights, heads, -1, -1, -1),
+        .key_valid = new_tensor(FDMA_UINT8, shape->batch, shape->kv_len, -1, -1),
+        .dv = values_of(shape, &state),
+        .ddt_proj = new_tensor(weights, heads, width, -1, -1),
+        .da = new_tensor(weights, heads, -1, -1, -1),
+    };
+    fill_random(p.dbias, &state, 1);
+    fill_random(p.dt_proj, &state, 0.3F);
+    fill_random(p.a, &state, 1);
+    fill_random(p.ddt_proj, &state, 1);
+    fill_random(p.da, &state, 1);
+    for (int64_t n = 0; n < shape->batch * shape->kv_len; n++) {
+        const int64_t b = n / shape->kv_len, j = n % shape->kv_len;
+        ((uint8_t *)p.key_valid.data)[n] = random_below(&state, 10) != 0 || shape->kv_len == 1;
+        const int64_t kind = shape->kv_len == 1 ? 0 : random_below(&state, 4);
+        for (int64_t g = 0; g < heads; g++) { /* of all heads, of some, of none */
+            if (kind == 3 || (kind == 2 && random_below(&state, 2) == 0)) {
+                *dbias_at(&p, b, g, j) = 0;
+            }
+        }
+    }
+    return p;
+}
+
+static fdma_score_backward_args args_of(const score_problem *p, int accumulate) {
+    return (fdma_score_backward_args){
+        .size = sizeof(fdma_score_backward_args),
+        .dbias = p->dbias,
+        .v = p->v,
+        .dt_proj = p->dt_proj,
+        .a = p->a,
+        .key_valid = p->key_valid,
+        .dv = p->dv,
+        .ddt_proj = p->ddt_proj,
+        .da = p->da,
+        .bias_form = p->shape.form,
+        .accumulate = accumulate,
+    };
+}
+
+/* A dense copy in float64. */
+static fdma_tensor widen(fdma_tensor x) {
+    const fdma_tensor wide = fdma_dense_tensor(NULL, FDMA_FLOAT64, x.rank, x.shape);
+    fdma_tensor copy = wide;
+    copy.data = test_alloc(bytes_of(wide));
+    for (int64_t i = 0; i < count_of(x); i++) {
+        int64_t at = 0, rest = i;
+        for (int d = x.rank; d-- > 0; rest /= x.shape[d]) {
+            at += rest % x.shape[d] * x.stride[d];
+        }
+        ((double *)copy.data)[i] = load_double(x.data, x.dtype, at);
+    }
+    return copy;
+}
+
+static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
+    fdma_score_backward_args args = args_of(p, accumulate);
+    args.dbias = widen(args.dbias);
+    args.v = widen(args.v);
+    args.dt_proj = widen(args.dt_proj);
+    args.a = widen(args.a);
+    args.dv = widen(args.dv);
+    args.ddt_proj = widen(args.ddt_proj);
+    args.da = widen(args.da);
+    args.exec.kernel = "reference";
+    CHECK_OK(run_score_backward(&args));
+    return args;
+}
+
+static fdma_score_backward_args run_device(const score_problem *p, int accumulate) {
+    fdma_score_backward_args args = args_of(p, accumulate);
+    args.dbias = device_tensor(args.dbias);
+    args.v = device_tensor(args.v);
+    args.dt_proj = device_tensor(args.dt_proj);
+    args.a = device_tensor(args.a);
+    args.key_valid = device_tensor(args.key_valid);
+    args.dv = device_tensor(args.dv);
+    args.ddt_proj = device_tensor(args.ddt_proj);
+    args.da = device_tensor(args.da);
+    CHECK_OK(device_run_score_backward(&args));
+    device_wait();
+    args.dv = device_read(args.dv);
+    args.ddt_proj = device_read(args.ddt_proj);
+    args.da = device_read(args.da);
+    return args;
+}
+
+/* As precise as the type, and as ddt in two parts of 8 bits, beside the largest. */
+static void check_near(fdma_tensor actual, fdma_tensor want) {
+    const fdma_tensor got = widen(actual);
+    const double *const x = got.data, *const y = want.data;
+    double largest = 0;
+    for (int64_t i = 0; i < count_of(want); i++) {
+        largest = isfinite(y[i]) ? fmax(largest, fabs(y[i])) : largest;
+    }
+    const double parts = 0x1p-14;
+    for (int64_t i = 0; i < count_of(want); i++) {
+        if (isfinite(y[i])) {
+            CHECK_NEAR(x[i], y[i], step_of(actual.dtype) * fabs(y[i]) + parts * largest);
+        } else {
+            CHECK(isnan(y[i]) ? isnan(x[i]) : x[i] == y[i]);
+        }
+    }
+}
+
+static void check_case(const score_problem *p, int accumulate) {
+    const fdma_score_backward_args want = run_reference(p, accumulate);
+    const fdma_score_backward_args got = run_device(p, accumulate);
+    check_near(got.dv, want.dv);
+    check_near(got.ddt_proj, want.ddt_proj);
+    check_near(got.da, want.da);
+    device_free_both();
+}
+
+static void for_each_case(void (*check)(score_problem *p)) {
+    for (int n = 0; n < TEST_COUNT(cases); n++) {
+        score_problem p = make_problem(&cases[n]);
+        test_context("case %d", n);
+        check(&p);
+    }
+}
+
+static void check_overwritten(score_problem *p) { check_case(p, 0); }
+static void check_accumulated(score_problem *p) { check_case(p, 1); }
+
+static void gradients_are_the_references(void) { for_each_case(check_overwritten); }
+static void gradients_accumulate(void) { for_each_case(check_accumulated); }
+
+/* All channels of a key in all heads. */
+static void set_key(const score_problem *p, int64_t b, int64_t j, float value) {
+    const int64_t row = b * p->v.stride[0] + j * p->v.stride[1];
+    for (int64_t c = 0; c < p->shape.heads * p->shape.head_dim; c++) {
+        store_float(p->v.data, p->v.dtype, row + c, value);
+    }
+}
+
+/* NaN in keys that have no gradient changes no bit. */
+static void check_unread(score_problem *p) {
+    const fdma_score_backward_args want = run_device(p, 0);
+    int spoilt = 0;
+    for (int64_t b = 0; b < p->shape.batch; b++) {
+        for (int64_t j = 0; j < p->shape.kv_len; j++) {
+            if (!has_gradient(p, b, j)) {
+                set_key(p, b, j, NAN);
+                spoilt++;
+            }
+        }
+    }
+    CHECK(spoilt > 0 || p->shape.kv_len == 1);
+    const fdma_score_backward_args got = run_device(p, 0);
+    CHECK_BYTES(widen(got.dv).data, widen(want.dv).data, bytes_of(widen(want.dv)));
+    CHECK_BYTES(got.ddt_proj.data, want.ddt_proj.data, bytes_of(want.ddt_proj));
+    CHECK_BYTES(got.da.data, want.da.data, bytes_of(want.da));
+    device_free_both();
+}
+
+static void unread_keys_do_not_show(void) { for_each_case(check_unread); }
+
+/* An infinite value of a key with a gradient of one head reaches that head's sums alone, and an
+ * infinite gradient stays one, though it takes part as two numbers. */
+static void infinities_stay_with_their_heads(void) {
+    for (int is_wide = 0; is_wide < 2; is_wide++) {
+        const score_case shape = {FDMA_BFLOAT16, 1, 40, 3, 16, is_wide, 0, FDMA_BIAS_LINEAR};
+        score_problem p = make_problem(&shape);
+        const int64_t key = 17;
+        test_context("wide %d", is_wide);
+        ((uint8_t *)p.key_valid.data)[key] = 1;
+        for (int64_t g = 0; g < shape.heads; g++) {
+            *dbias_at(&p, 0, g, key) = g == 1 ? 0.5F : 0;
+        }
+        store_float(p.dt_proj.data, p.dt_proj.dtype, p.dt_proj.stride[0] + 5, 0.25F); /* dt > 0 */
+        store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, INFINITY);
+        check_case(&p, 0);
+        store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, 0.5F);
+        *dbias_at(&p, 0, 1, key) = INFINITY;
+        check_case(&p, 0);
+    }
+}
+
+/* The same numbers again and again. */
+static void runs_are_equal(void) {
+    const score_problem p = make_problem(&cases[4]);
+    const fdma_score_backward_args want = run_device(&p, 0);
+    for (int n = 0; n < 20; n++) {
+        const fdma_score_backward_args got = run_device(&p, 0);
+        CHECK_BYTES(got.dv.data, want.dv.data, bytes_of(want.dv));
+        CHECK_BYTES(got.ddt_proj.data, want.ddt_proj.data, bytes_of(want.ddt_proj));
+        CHECK_BYTES(got.da.data, want.da.data, bytes_of(want.da));
+        device_free_all();
+    }
+    device_free_both();
+}
+
+static const test_entry tests[] = {
+    TEST(gradients_are_the_references),
+    TEST(gradients_accumulate),
+    TEST(unread_keys_do_not_show),
+    TEST(infinities_stay_with_their_heads),
+    TEST(runs_are_equal),
+};
+
+int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }
