@@ -47,6 +47,9 @@ static bool has_work(const fdma_problem *problem) {
         return any_query || any_key;
     case operation_score_backward: // with no keys, the weights have
         return true;
+    case operation_merge:
+    case operation_merge_backward:
+        return any_query && problem->q_heads > 0;
     default:
         return any_query;
     }

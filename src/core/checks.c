@@ -57,14 +57,14 @@ fdma_status fdma_check_reserved(int32_t reserved) {
     return FDMA_OK;
 }
 
-/* The stride of an axis of length 1 is never needed, and may be anything. */
+/* The stride of an axis of length 0 or 1 is never needed, and may be anything. */
 static void settle_strides(fdma_problem *problem) {
 #define ADDRESS(name, member) &problem->member,
     fdma_tensor *const tensors[] = {FDMA_PROBLEM_TENSORS(ADDRESS)};
 #undef ADDRESS
     for (size_t t = 0; t < COUNT(tensors); t++)
         for (int axis = 0; is_present(tensors[t]) && axis < tensors[t]->rank - 1; axis++)
-            if (tensors[t]->shape[axis] == 1)
+            if (tensors[t]->shape[axis] <= 1)
                 tensors[t]->stride[axis] = 0;
 }
 

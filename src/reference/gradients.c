@@ -96,12 +96,13 @@ fdma_status fdma_reference_backward(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const key_sums sums = take_sums(problem, &arena);
     const size_t keys = (size_t)problem->kv_len, dim = (size_t)problem->head_dim;
+    const int64_t group = problem->q_len > 0 ? problem->group : 0; // without queries it may be vast
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t g = 0; g < problem->kv_heads; g++) {
             memset(sums.dk, 0, keys * dim * sizeof *sums.dk);
             memset(sums.dv, 0, keys * dim * sizeof *sums.dv);
             memset(sums.dbias, 0, keys * sizeof *sums.dbias);
-            for (int64_t h = g * problem->group; h < (g + 1) * problem->group; h++)
+            for (int64_t h = g * group; h < (g + 1) * group; h++)
                 for (int64_t i = 0; i < problem->q_len; i++)
                     add_row(problem, b, i, h, &sums);
             put_keys(problem, b, g, &sums);
@@ -177,7 +178,8 @@ fdma_status fdma_reference_score_backward(const fdma_problem *problem) {
     const int64_t heads = problem->kv_heads, dim = problem->head_dim, width = heads * dim;
     memset(sums.ddt_proj, 0, (size_t)(heads * width) * sizeof *sums.ddt_proj);
     memset(sums.da, 0, (size_t)heads * sizeof *sums.da);
-    for (int64_t b = 0; b < problem->batch; b++)
+    const int64_t batch = problem->kv_len > 0 ? problem->batch : 0; // without keys it may be vast
+    for (int64_t b = 0; b < batch; b++)
         for (int64_t j = 0; j < problem->kv_len; j++)
             if (add_key(problem, b, j, &sums) && is_present(dv))
                 for (int64_t c = 0; c < width; c++)
