@@ -37,15 +37,16 @@ static byte_range range_modulo(const fdma_tensor *tensor, int64_t period) {
 
 static bool are_apart(byte_range a, byte_range b) { return a.end <= b.first || b.end <= a.first; }
 
-/* Both ranges repeat every `period` bytes: apart if they are so within one period and the next. */
+/* Both ranges repeat every `period` bytes: apart if they are so within one period and the last. */
 static bool are_apart_modulo(const fdma_tensor *a, const fdma_tensor *b, int64_t period) {
     const byte_range range_a = range_modulo(a, period);
     const byte_range range_b = range_modulo(b, period);
     if (range_a.end - range_a.first > period || range_b.end - range_b.first > period)
         return false;
-    const byte_range next_a = {range_a.first + period, range_a.end + period};
-    const byte_range next_b = {range_b.first + period, range_b.end + period};
-    return are_apart(range_a, range_b) && are_apart(next_a, range_b) && are_apart(range_a, next_b);
+    // a period back: one ahead might lie past INT64_MAX
+    const byte_range last_a = {range_a.first - period, range_a.end - period};
+    const byte_range last_b = {range_b.first - period, range_b.end - period};
+    return are_apart(range_a, range_b) && are_apart(last_a, range_b) && are_apart(range_a, last_b);
 }
 
 static bool share_elements(const fdma_tensor *a, const fdma_tensor *b) {

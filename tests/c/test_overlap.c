@@ -136,11 +136,27 @@ static void outputs_on_themselves_are_refused(void) {
     check_refused(&args, "out", "out");
 }
 
+/* Strides of which two are beyond int64. Nothing is read: there is no workspace. */
+static void far_apart_is_apart(void) {
+    float *data = test_alloc(1024 * sizeof *data);
+    const packed_buffer packed = new_packed(4);
+    fdma_forward_args args = packed_args(packed, 3);
+    args.out.data = data;
+    args.out.stride[0] = (INT64_C(1) << 60) + (INT64_C(1) << 59);
+    args.out.stride[1] = heads * head_dim;
+    args.q = args.out;
+    args.q.data = data + length * heads * head_dim;
+    args.q.stride[0] = INT64_C(1) << 60;
+    CHECK_INT(fdma_forward(&args), FDMA_WORKSPACE_TOO_SMALL);
+    args.q.data = data + length * heads * head_dim - 1;
+    check_refused(&args, "out", "q");
+}
+
 static const test_entry tests[] = {
     TEST(packed_slices_are_accepted),        TEST(outputs_on_inputs_are_refused),
     TEST(one_shared_element_is_refused),     TEST(shifted_slices_are_refused),
     TEST(outputs_on_each_other_are_refused), TEST(outputs_on_bias_and_padding_are_refused),
-    TEST(outputs_on_themselves_are_refused),
+    TEST(outputs_on_themselves_are_refused), TEST(far_apart_is_apart),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }
