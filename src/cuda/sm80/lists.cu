@@ -307,6 +307,14 @@ static int64_t list_size(const fdma_problem *problem) {
     return problem->window + inside - 1;
 }
 
+/* Lists have a window's keys for every epoch of queries: no check of one tensor bounds that. */
+static bool has_vast_lists(const fdma_problem *problem) {
+    const double most_entries = (double)(INT64_C(1) << 46);
+    const double lists =
+        (double)(problem->batch * problem->kv_heads) * (double)(problem->q_len / list_queries + 1);
+    return is_listed(problem) && lists * (double)list_size(problem) > most_entries;
+}
+
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem) {
     enum { most_rows = INT32_MAX - 1024 }; // so that a tile past the end has positions
     if (problem->dtype == FDMA_FLOAT32)
@@ -320,6 +328,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem) {
         return "more than 2^31 queries, keys or heads";
     if (is_listed(problem) && !is_present(&problem->slot))
         return "a selection without slots";
+    if (has_vast_lists(problem))
+        return "more than 2^46 keys in lists";
     return NULL;
 }
 
