@@ -35,6 +35,12 @@ double plain_wide_dot(const float *x, const float *y, int64_t count) {
     return sum;
 }
 
+void plain_add_scaled(float *to, float factor, const float *from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        to[i] += factor * from[i];
+    }
+}
+
 void check_plain_score(check_problem *problem) {
     const check_case *test = problem->test;
     const int64_t row = test->kv_heads * test->head_dim;
@@ -133,6 +139,7 @@ typedef struct plain_attention {
     plain_inputs in;     /* the first: what plain_for_each_row() hands on */
     float *logits;       /* [kv_len], then probabilities; only those of kept keys count */
     unsigned char *kept; /* [kv_len] */
+    float *out;          /* [head_dim] */
 } plain_attention;
 
 /* Logits of one query become probabilities, rounded to the dtype; the row's lse. */
@@ -172,13 +179,15 @@ static void attend_row(plain_inputs *in, const plain_row *row) {
     }
     problem->lse.plain[row->lse] = (double)softmax(to);
     for (int64_t d = 0; d < head_dim; d++) {
-        float sum = 0;
-        for (int64_t j = 0; j < kv_len; j++) {
-            if (to->kept[j]) {
-                sum += to->logits[j] * in->v[plain_key_row(in, row, j) + d];
-            }
+        to->out[d] = 0;
+    }
+    for (int64_t j = 0; j < kv_len; j++) {
+        if (to->kept[j]) {
+            plain_add_scaled(to->out, to->logits[j], in->v + plain_key_row(in, row, j), head_dim);
         }
-        problem->out.plain[row->q + d] = (double)check_round(problem->dtype, sum);
+    }
+    for (int64_t d = 0; d < head_dim; d++) {
+        problem->out.plain[row->q + d] = (double)check_round(problem->dtype, to->out[d]);
     }
 }
 
@@ -187,6 +196,7 @@ void check_plain_forward(check_problem *problem) {
         .in = plain_open(problem),
         .logits = check_alloc(problem->test->kv_len, sizeof(float)),
         .kept = check_alloc(problem->test->kv_len, 1),
+        .out = check_alloc(problem->test->head_dim, sizeof(float)),
     };
     plain_for_each_row(&to.in, attend_row);
 }

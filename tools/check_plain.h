@@ -26,6 +26,7 @@ typedef struct plain_logit {
 float *plain_narrow(fdma_tensor tensor);
 float plain_dot(const float *x, const float *y, int64_t count);
 double plain_wide_dot(const float *x, const float *y, int64_t count);
+void plain_add_scaled(float *to, float factor, const float *from, int64_t count);
 
 plain_inputs plain_open(const check_problem *problem);
 void plain_for_each_row(plain_inputs *in, void (*run)(plain_inputs *, const plain_row *));

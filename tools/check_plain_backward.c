@@ -16,6 +16,7 @@ typedef struct plain_backward {
     float *dk, *dv;    /* as k and v */
     float *dbias;      /* [batch, kv_heads, kv_len] */
     double *error;     /* [batch, kv_heads, kv_len, check_parts] of the terms of dbias */
+    double carried;    /* exact_carried() of the row */
 } plain_backward;
 
 /* The sum of a tensor of products, which is rounded itself; from the end: what D is taken from is
@@ -29,13 +30,12 @@ static float sum_products(fdma_dtype dtype, const float *x, const float *y, int6
     return check_round(dtype, sum);
 }
 
-static void add_scaled(float *to, float factor, const float *from, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        to[i] += factor * from[i];
-    }
+/* <dout, out> - dlse of a row, and below the gradient of a logit, without any rounding. */
+static double exact_carried(const plain_backward *to, const plain_row *row) {
+    return plain_wide_dot(to->dout + row->q, to->out + row->q, to->in.problem->test->head_dim) -
+           (to->dlse != NULL ? (double)to->dlse[row->lse] : 0);
 }
 
-/* The gradient of a logit without any rounding. */
 static double exact_dlogit(const plain_backward *to, const plain_row *row, int64_t j) {
     const plain_inputs *in = &to->in;
     const check_case *test = in->problem->test;
@@ -43,10 +43,8 @@ static double exact_dlogit(const plain_backward *to, const plain_row *row, int64
     double logit = plain_wide_dot(in->q + row->q, in->k + at, dim) / sqrt((double)dim);
     logit = test->softcap > 0 ? test->softcap * tanh(logit / test->softcap) : logit;
     logit += in->bias != NULL ? (double)in->bias[plain_key(in, row, j)] : 0;
-    const double carried = plain_wide_dot(to->dout + row->q, to->out + row->q, dim) -
-                           (to->dlse != NULL ? (double)to->dlse[row->lse] : 0);
     const double dweight = plain_wide_dot(to->dout + row->q, in->v + at, dim);
-    return exp(logit - (double)to->lse[row->lse]) * (dweight - carried);
+    return exp(logit - (double)to->lse[row->lse]) * (dweight - to->carried);
 }
 
 static void add_key(const plain_backward *to, const plain_row *row, int64_t j, float carried) {
@@ -63,18 +61,19 @@ static void add_key(const plain_backward *to, const plain_row *row, int64_t j, f
     to->dbias[key] += dlogit;
     to->error[key * check_parts + row->lse % check_parts] +=
         (double)dlogit - exact_dlogit(to, row, j);
-    add_scaled(to->dv + at, weight, dout, dim);
-    add_scaled(to->dk + at, step, in->q + row->q, dim);
-    add_scaled(to->dq, step, in->k + at, dim);
+    plain_add_scaled(to->dv + at, weight, dout, dim);
+    plain_add_scaled(to->dk + at, step, in->q + row->q, dim);
+    plain_add_scaled(to->dq, step, in->k + at, dim);
 }
 
 static void add_row(plain_inputs *in, const plain_row *row) {
-    const plain_backward *to = (const plain_backward *)in;
+    plain_backward *to = (plain_backward *)in;
     const check_problem *problem = in->problem;
     const int64_t dim = problem->test->head_dim;
     const float *dout = to->dout + row->q;
     const float carried = sum_products(problem->dtype, dout, to->out + row->q, dim) -
                           (to->dlse != NULL ? to->dlse[row->lse] : 0);
+    to->carried = exact_carried(to, row);
     for (int64_t d = 0; d < dim; d++) {
         to->dq[d] = 0;
     }
@@ -153,8 +152,8 @@ static void add_score(const plain_score *to, int64_t key, int64_t g, float dbias
     to->da[g] += dz * softplus;
     to->error[g * check_parts + key % check_parts] +=
         (double)(dz * softplus) - exact_da(to, v, g, dbias);
-    add_scaled(to->ddt_proj + g * width, ddt, v, width);
-    add_scaled(to->dv, ddt, weights, width);
+    plain_add_scaled(to->ddt_proj + g * width, ddt, v, width);
+    plain_add_scaled(to->dv, ddt, weights, width);
 }
 
 void check_plain_score_backward(check_problem *problem) {

@@ -183,36 +183,53 @@ static double weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int6
     return sum;
 }
 
+/* What a row's sums are made of: doubles. */
+typedef struct row_scratch {
+    double *weights; /* [kv_len] */
+    double *out;     /* [head_dim] */
+} row_scratch;
+
+static row_scratch take_row(const fdma_problem *problem, fdma_arena *arena) {
+    return (row_scratch){
+        .weights = fdma_arena_take(arena, (size_t)problem->kv_len * sizeof(double)),
+        .out = fdma_arena_take(arena, (size_t)problem->head_dim * sizeof(double)),
+    };
+}
+
 static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
-                       double *weights) {
+                       const row_scratch *row) {
     const int64_t g = h / problem->group, p = query_position(problem, i);
     double max;
-    const double sum = weigh_keys(problem, b, i, h, weights, &max);
-    for (int64_t d = 0; d < problem->head_dim; d++) {
-        double out = isnan(sum) ? sum : 0;
-        for (int64_t j = 0; j < problem->kv_len && sum > 0; j++)
-            if (is_kept(problem, b, g, j, p))
-                out +=
-                    weights[j] / sum * fdma_load(&problem->v, offset_of(&problem->v, b, j, g) + d);
-        fdma_store(&problem->out, offset_of(&problem->out, b, i, h) + d, out);
+    const double sum = weigh_keys(problem, b, i, h, row->weights, &max);
+    for (int64_t d = 0; d < problem->head_dim; d++)
+        row->out[d] = isnan(sum) ? sum : 0;
+    for (int64_t j = 0; j < problem->kv_len && sum > 0; j++) {
+        if (!is_kept(problem, b, g, j, p))
+            continue;
+        const double share = row->weights[j] / sum;
+        const int64_t v = offset_of(&problem->v, b, j, g);
+        for (int64_t d = 0; d < problem->head_dim; d++)
+            row->out[d] += share * fdma_load(&problem->v, v + d);
     }
+    for (int64_t d = 0; d < problem->head_dim; d++)
+        fdma_store(&problem->out, offset_of(&problem->out, b, i, h) + d, row->out[d]);
     if (is_present(&problem->lse))
         fdma_store(&problem->lse, offset_of(&problem->lse, b, h, i), max + log(sum));
 }
 
 static size_t forward_workspace(const fdma_problem *problem) {
     fdma_arena arena = {0};
-    fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof(double));
+    take_row(problem, &arena);
     return fdma_arena_size(&arena);
 }
 
 static fdma_status run_forward(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
-    double *const weights = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof *weights);
+    const row_scratch row = take_row(problem, &arena);
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t h = 0; h < problem->q_heads; h++)
             for (int64_t i = 0; i < problem->q_len; i++)
-                attend_row(problem, b, i, h, weights);
+                attend_row(problem, b, i, h, &row);
     return FDMA_OK;
 }
 
