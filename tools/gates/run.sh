@@ -148,7 +148,7 @@ else
     echo "skip  valgrind: it is not here, and tools/setup.sh could not install it"
 fi
 if neon_runs 2>/dev/null; then
-    echo "      running the C tests on an emulated CPU with NEON (3 to 5 minutes)"
+    echo "      running the C tests on an emulated CPU with NEON (about 7 minutes)"
     gate neon neon_tests
 else
     echo "skip  neon: no gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user here"
