@@ -151,18 +151,20 @@ static fdma_score_backward_args run_device(const score_problem *p, int accumulat
     return args;
 }
 
-/* As precise as the type, and as ddt in two parts of 8 bits, beside the largest. */
-static void check_near(fdma_tensor actual, fdma_tensor want) {
+/* As precise as the type, and as ddt in two parts of 8 bits, beside the largest; what is rounded
+ * on the way too, as often as it says. */
+static void check_near(fdma_tensor actual, fdma_tensor want, int64_t roundings) {
     const fdma_tensor got = widen(actual);
     const double *const x = got.data, *const y = want.data;
     double largest = 0;
     for (int64_t i = 0; i < count_of(want); i++) {
         largest = isfinite(y[i]) ? fmax(largest, fabs(y[i])) : largest;
     }
-    const double parts = 0x1p-14;
+    const double step = step_of(actual.dtype);
+    const double rounded = (0x1p-14 + step * (double)roundings) * largest;
     for (int64_t i = 0; i < count_of(want); i++) {
         if (isfinite(y[i])) {
-            CHECK_NEAR(x[i], y[i], step_of(actual.dtype) * fabs(y[i]) + parts * largest);
+            CHECK_NEAR(x[i], y[i], step * fabs(y[i]) + rounded);
         } else {
             CHECK(isnan(y[i]) ? isnan(x[i]) : x[i] == y[i]);
         }
@@ -172,9 +174,9 @@ static void check_near(fdma_tensor actual, fdma_tensor want) {
 static void check_case(const score_problem *p, int accumulate) {
     const fdma_score_backward_args want = run_reference(p, accumulate);
     const fdma_score_backward_args got = run_device(p, accumulate);
-    check_near(got.dv, want.dv);
-    check_near(got.ddt_proj, want.ddt_proj);
-    check_near(got.da, want.da);
+    check_near(got.dv, want.dv, (p->shape.heads - 1) / 32); /* once for 32 heads */
+    check_near(got.ddt_proj, want.ddt_proj, 0);
+    check_near(got.da, want.da, 0);
     device_free_both();
 }
 
@@ -225,20 +227,18 @@ static void unread_keys_do_not_show(void) { for_each_case(check_unread); }
 /* An infinite value of a key with a gradient of one head reaches that head's sums alone, and an
  * infinite gradient stays one, though it takes part as two numbers. */
 static void infinities_stay_with_their_heads(void) {
-    for (int is_wide = 0; is_wide < 2; is_wide++) {
+    for (int n = 0; n < 4; n++) {
+        const int is_wide = n % 2, of_values = n / 2;
         const score_case shape = {FDMA_BFLOAT16, 1, 40, 3, 16, is_wide, 0, FDMA_BIAS_LINEAR};
         score_problem p = make_problem(&shape);
         const int64_t key = 17;
-        test_context("wide %d", is_wide);
+        test_context("wide %d, values %d", is_wide, of_values);
         ((uint8_t *)p.key_valid.data)[key] = 1;
         for (int64_t g = 0; g < shape.heads; g++) {
-            *dbias_at(&p, 0, g, key) = g == 1 ? 0.5F : 0;
+            *dbias_at(&p, 0, g, key) = g != 1 ? 0 : of_values ? 0.5F : INFINITY;
         }
         store_float(p.dt_proj.data, p.dt_proj.dtype, p.dt_proj.stride[0] + 5, 0.25F); /* dt > 0 */
-        store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, INFINITY);
-        check_case(&p, 0);
-        store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, 0.5F);
-        *dbias_at(&p, 0, 1, key) = INFINITY;
+        store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, of_values ? INFINITY : 0.5F);
         check_case(&p, 0);
     }
 }
