@@ -183,7 +183,7 @@ __device__ static __noinline__ void mend_sums(const gradient_params &params, flo
 /* dv of a split's keys, and what they add to ddt_proj, of the kv heads from g on and a block of
  * channels. */
 template <typename config>
-__global__ void __launch_bounds__(split_threads, config::parts == 1 ? 3 : 2)
+__global__ void __launch_bounds__(split_threads, 2)
     add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
     split_memory<config> *const shared = &shared_memory<split_memory<config>>();
     const int warp = threadIdx.x / 32, channel_warps = split_warps / params.key_warps;

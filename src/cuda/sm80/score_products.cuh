@@ -163,6 +163,18 @@ __device__ static inline void put_chunk(element *to, uint4 old, const float (&su
             to[x] = ((const element *)&chunk)[x];
 }
 
+/* Two elements, 0 for those that are not finite. */
+template <typename element> __device__ static inline uint32_t finite_pair(uint32_t pair) {
+    const uint32_t exponents = is_bfloat16<element>() ? 0x7f807f80 : 0x7c007c00;
+    return pair & ~__vcmpeq2(pair & exponents, exponents);
+}
+
+/* Operands of the later parts of dt_proj: inf times a later part that is 0 would be NaN. */
+template <typename element> __device__ static inline uint4 finite_operand(uint4 x) {
+    return make_uint4(finite_pair<element>(x.x), finite_pair<element>(x.y),
+                      finite_pair<element>(x.z), finite_pair<element>(x.w));
+}
+
 /* Adds ddt times dt_proj to dv of tile n of a split, of the keys of its mask. */
 template <typename config>
 __device__ static inline void
@@ -176,14 +188,17 @@ add_to_dv(const tile_slot<config> &slot, const warp_weights<config> &weights,
         float sums[quad_tiles][4] = {};
 #pragma unroll
         for (int tile = 0; tile < config::head_tiles; tile++) {
-            const uint4 ddt = operands.keys[tile][lane];
+            uint4 ddt = operands.keys[tile][lane];
 #pragma unroll
-            for (int part = 0; part < config::parts; part++)
+            for (int part = 0; part < config::parts; part++) {
+                if (part == 1)
+                    ddt = finite_operand<element>(ddt);
 #pragma unroll
                 for (int x = 0; x < quad_tiles; x++) {
                     const uint32_t pair = weights.pair[part][tile][quad * quad_tiles + x];
                     mma_m16n8k16(sums[x], ddt, make_uint2(pair, pair), element());
                 }
+            }
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
