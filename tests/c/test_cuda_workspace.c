@@ -1,6 +1,6 @@
 /* test_cuda_workspace.c - workspace on a CUDA device that was asked for before there was data is
  * enough wherever the data then lies: rows that want 16 bytes' alignment leave the call to others,
- * or copy. */
+ * or copy. And how much of it gradients want. */
 #include "device.h"
 
 /* A copy on the device that begins `elements` into its memory. */
@@ -133,9 +133,70 @@ static void forward_of_shifted_data(void) {
     }
 }
 
+/* ---- gradients ---- */
+
+static fdma_tensor bare_tensor(fdma_dtype dtype, int64_t heads) {
+    const int64_t shape[] = {1, 131072, heads, 128};
+    return fdma_dense_tensor(NULL, dtype, 4, shape);
+}
+
+static fdma_tensor bare_numbers(fdma_dtype dtype, int64_t heads) {
+    const int64_t shape[] = {1, heads, 131072};
+    return fdma_dense_tensor(NULL, dtype, 3, shape);
+}
+
+/* Beside inputs, outputs and gradients: four bytes for an element of dq, and 30 % of k and v. */
+static void gradients_want_little_memory(void) {
+    enum { q_heads = 32, kv_heads = 8 };
+    const int64_t weights[] = {kv_heads, kv_heads * 128};
+    for (int type = 0; type < device_dtype_count; type++) {
+        const fdma_dtype dtype = device_dtypes[type];
+        const fdma_tensor q = bare_tensor(dtype, q_heads), k = bare_tensor(dtype, kv_heads);
+        const fdma_tensor dt_proj = fdma_dense_tensor(NULL, dtype, 2, weights);
+        const fdma_tensor a = fdma_dense_tensor(NULL, dtype, 1, weights);
+        const fdma_selection selection = {
+            .size = sizeof selection,
+            .expiry = bare_numbers(FDMA_INT32, kv_heads),
+            .slot = bare_numbers(FDMA_INT32, kv_heads),
+            .window = 2048,
+            .kv_len = 131072,
+            .scope = FDMA_SCOPE_CAUSAL,
+        };
+        const fdma_attention_backward_args args = {
+            .size = sizeof args,
+            .dout = q,
+            .out = q,
+            .lse = bare_numbers(FDMA_FLOAT32, q_heads),
+            .q = q,
+            .k = k,
+            .v = k,
+            .dt_proj = dt_proj,
+            .a = a,
+            .bias = bare_numbers(FDMA_FLOAT32, kv_heads),
+            .dq = q,
+            .dk = k,
+            .dv = k,
+            .ddt_proj = dt_proj,
+            .da = a,
+            .selection = &selection,
+            .window = 2048,
+            .bias_form = FDMA_BIAS_LINEAR,
+            .causal = 1,
+            .exec = {.device = device_number},
+        };
+        size_t bytes = 0;
+        test_context("%s", dtype_name(dtype));
+        CHECK_OK(fdma_attention_backward_workspace(&args, &bytes));
+        const double sums = 4 * (double)count_of(q), keys = 2 * (double)bytes_of(k);
+        CHECK((double)bytes > sums);
+        CHECK((double)bytes <= sums + 0.3 * keys);
+    }
+}
+
 static const test_entry tests[] = {
     TEST(scores_of_shifted_data),
     TEST(forward_of_shifted_data),
+    TEST(gradients_want_little_memory),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }
