@@ -364,16 +364,26 @@ def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
         raise Disagreement("; ".join(wrong))
 
 
+FIGURES = {
+    "of_dense": "of dense",
+    "of_read": "of read",
+    "of_iid": "of iid",
+    "of_fast": "of fast",
+    "of_shorter": "of shorter",
+    "ratio": "as fast",
+}
+
+
 def print_row(row: dict[str, Any]) -> None:
-    cells = [f"{row['case']:40} {row['peer']:13} {row['ms']:10.4f} {row['spread']:7.3f}"]
+    cells = [f"{row['case']:46} {row['peer']:18} {row['ms']:10.4f} {row['spread']:7.3f}"]
     tflops = row["useful_gflops"] / 1e3 if row["useful_gflops"] else None
-    for value in (tflops, row["of_dense"], row["of_read"], row["of_iid"], row["ratio"]):
-        cells.append(f"{value:9.3f}" if value is not None else " " * 9)
+    for value in (tflops, *(row[figure] for figure in FIGURES)):
+        cells.append(f"{value:10.3f}" if value is not None else " " * 10)
     if row["goal"]:
         cells.append(f" {'met   ' if row['met'] else 'MISSED'} {row['goal']}")
     print(" ".join(cells).rstrip(), flush=True)
 
 
 def print_head() -> None:
-    heads = ("TFLOP/s", "of dense", "of read", "of iid", "as fast")
-    print(f"{'case':40} {'peer':13} {'ms':>10} {'spread':>7} {' '.join(f'{h:>9}' for h in heads)}")
+    heads = " ".join(f"{head:>10}" for head in ("TFLOP/s", *FIGURES.values()))
+    print(f"{'case':46} {'peer':18} {'ms':>10} {'spread':>7} {heads}")
