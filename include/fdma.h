@@ -425,8 +425,8 @@ typedef struct fdma_score_backward_args {
  *             dv[b,j,g',d] += sum over g of ddt[b,j,g] dt_proj[g, g' * head_dim + d]
  *  Shapes     beside each field; dtypes as in fdma_score()
  *  Ownership  borrows everything; wants fdma_score_backward_workspace() bytes
- *  Edge       where dbias is exactly 0, or the key not valid, v is not read and dv left alone; sums
- *             are bit-equal from run to run
+ *  Edge       where dbias is exactly 0, or the key not valid, v reaches nothing and dv is left
+ *             alone; sums are bit-equal from run to run
  *  Errors     as fdma_score(); FDMA_INVALID_ARGUMENT a gradient that shares elements with another
  *             tensor, FDMA_BIAS_NONE
  *  Source     docs/algorithm.md, backward */

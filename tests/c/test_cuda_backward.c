@@ -112,6 +112,55 @@ static void corrupt_selections_stay_inside(void) {
     for_some_shapes(run_corrupt, 0, 19); /* the fast form has no bits to hold it to */
 }
 
+/* ---- more epochs than a device has room for at once ---- */
+
+/* A block of threads takes several lists' arriving keys then, of a sequence by itself one's; in
+ * between, lists in which none arrives. */
+static const gradient_shape crowd_shapes[] = {
+    {"saw", 44, 390, 390, 8, 8, 64, 20, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_SAW, 0},
+    {"falling", 44, 390, 390, 8, 8, 64, 150, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_FALLING, 0},
+    {"wide", 22, 390, 390, 8, 8, 256, 90, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_RISING, 0},
+};
+
+static void many_epochs_are_each_alone(void) {
+    const kernel_list kernels = device_kernels("backward");
+    for (int i = 0; i < TEST_COUNT(crowd_shapes) * kernels.count; i++) {
+        const gradient_shape *n = &crowd_shapes[i / kernels.count];
+        const char *kernel = kernels.name[i % kernels.count];
+        const problem x = gradient_shape_problem(n, FDMA_BFLOAT16);
+        gradient_problem p = gradient_of(&x, 1);
+        p.deterministic = 1;
+        test_context("%s, %s", kernel, n->name);
+        if (gradient_backend_takes(&p, kernel)) {
+            check_alone(&p, kernel);
+        }
+        test_free_all();
+    }
+}
+
+/* Of a selection in which all keys leave at once, later lists have fewer keys than those before,
+ * which no selection of this library has: blocks that wait for one another must still end. */
+static void keys_that_all_leave_stop_nothing(void) {
+    const gradient_shape n = {"leave",           8, 1024, 1024,      32, 32, 8, 200,
+                              FDMA_SCOPE_CAUSAL, 1, 0,    ORDER_IID, 0};
+    const kernel_list kernels = device_kernels("backward");
+    const problem x = gradient_shape_problem(&n, FDMA_BFLOAT16);
+    gradient_problem p = gradient_of(&x, 0);
+    int32_t *const expiry = p.x.selection.expiry.data;
+    for (int64_t i = 0; i < count_of(p.x.selection.expiry); i++) {
+        expiry[i] = expiry[i] < 896 ? expiry[i] : 896;
+    }
+    for (p.deterministic = 0; p.deterministic < 2; p.deterministic++) {
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
+            test_context("%s", kernels.name[kernel]);
+            if (gradient_backend_takes(&p, kernels.name[kernel])) {
+                run_gradients(&p, kernels.name[kernel], 1);
+            }
+        }
+    }
+    test_free_all();
+}
+
 /* ---- keys that none keeps ---- */
 
 static void unread_keys_do_not_show(void) {
@@ -272,6 +321,8 @@ static const test_entry tests[] = {
     TEST(unread_keys_do_not_show),
     TEST(unread_keys_do_not_show_in_the_fast_form),
     TEST(corrupt_selections_stay_inside),
+    TEST(many_epochs_are_each_alone),
+    TEST(keys_that_all_leave_stop_nothing),
     TEST(two_hundred_runs_are_equal),
     TEST(gradients_of_scores_repeat),
 };

@@ -7,7 +7,7 @@ typedef struct score_case {
     fdma_dtype dtype;
     int64_t batch, kv_len, heads, head_dim;
     int is_wide;   /* dt_proj and a in float32 */
-    int is_padded; /* rows of v and dv one element longer than they need be */
+    int is_padded; /* rows one element longer than they need be: 1 of v, 2 of dv, 3 of both */
     fdma_bias_form form;
 } score_case;
 
@@ -21,14 +21,17 @@ static const score_case cases[] = {
     {FDMA_BFLOAT16, 1, 1, 1, 8, 0, 0, FDMA_BIAS_LINEAR},
     {FDMA_BFLOAT16, 2, 130, 1, 64, 1, 0, FDMA_BIAS_LINEAR},
     {FDMA_FLOAT16, 2, 700, 2, 64, 0, 0, FDMA_BIAS_EXP},
-    {FDMA_FLOAT16, 1, 257, 3, 24, 1, 1, FDMA_BIAS_LINEAR},
+    {FDMA_FLOAT16, 1, 257, 3, 24, 1, 3, FDMA_BIAS_LINEAR},
     {FDMA_BFLOAT16, 1, 300, 8, 128, 0, 0, FDMA_BIAS_LINEAR},
     {FDMA_FLOAT16, 1, 129, 8, 64, 1, 0, FDMA_BIAS_LINEAR},
     {FDMA_BFLOAT16, 2, 128, 9, 8, 0, 1, FDMA_BIAS_LINEAR},
     {FDMA_BFLOAT16, 1, 200, 32, 16, 1, 0, FDMA_BIAS_EXP},
     {FDMA_FLOAT16, 1, 140, 32, 16, 0, 0, FDMA_BIAS_LINEAR},
     {FDMA_FLOAT16, 2, 100, 33, 8, 1, 0, FDMA_BIAS_LINEAR},
-    {FDMA_BFLOAT16, 1, 90, 70, 8, 0, 0, FDMA_BIAS_LINEAR},
+    {FDMA_BFLOAT16, 1, 90, 70, 8, 0, 2, FDMA_BIAS_LINEAR},
+    /* more keys than a block takes at once */
+    {FDMA_BFLOAT16, 1, 8400, 8, 256, 0, 0, FDMA_BIAS_LINEAR},
+    {FDMA_FLOAT16, 1, 700, 33, 256, 1, 0, FDMA_BIAS_LINEAR},
 };
 
 static float *dbias_at(const score_problem *p, int64_t b, int64_t g, int64_t j) {
@@ -44,8 +47,8 @@ static int has_gradient(const score_problem *p, int64_t b, int64_t j) {
 }
 
 /* [batch, kv_len, heads, head_dim] of random numbers. */
-static fdma_tensor values_of(const score_case *shape, uint64_t *state) {
-    const int64_t row = shape->heads * shape->head_dim + (shape->is_padded ? 1 : 0);
+static fdma_tensor values_of(const score_case *shape, int is_padded, uint64_t *state) {
+    const int64_t row = shape->heads * shape->head_dim + (is_padded ? 1 : 0);
     fdma_tensor whole = new_tensor(shape->dtype, shape->batch, shape->kv_len, row, -1);
     fill_random(whole, state, 1);
     const int64_t sizes[] = {shape->batch, shape->kv_len, shape->heads, shape->head_dim};
@@ -62,11 +65,11 @@ static score_problem make_problem(const score_case *shape) {
     score_problem p = {
         .shape = *shape,
         .dbias = new_tensor(FDMA_FLOAT32, shape->batch, heads, shape->kv_len, -1),
-        .v = values_of(shape, &state),
+        .v = values_of(shape, shape->is_padded & 1, &state),
         .dt_proj = new_tensor(weights, heads, width, -1, -1),
         .a = new_tensor(weights, heads, -1, -1, -1),
         .key_valid = new_tensor(FDMA_UINT8, shape->batch, shape->kv_len, -1, -1),
-        .dv = values_of(shape, &state),
+        .dv = values_of(shape, shape->is_padded & 2, &state),
         .ddt_proj = new_tensor(weights, heads, width, -1, -1),
         .da = new_tensor(weights, heads, -1, -1, -1),
     };
@@ -224,28 +227,43 @@ static void check_unread(score_problem *p) {
 
 static void unread_keys_do_not_show(void) { for_each_case(check_unread); }
 
-/* An infinite value of a key with a gradient of one head reaches that head's sums alone, and an
- * infinite gradient stays one, though it takes part as two numbers. */
+/* An infinite value of a key with a gradient of one head reaches that head's sums alone, also where
+ * the gradient in front of dt_proj is 0; and an infinite gradient stays one, though it takes part
+ * as two numbers. */
 static void infinities_stay_with_their_heads(void) {
-    for (int n = 0; n < 4; n++) {
-        const int is_wide = n % 2, of_values = n / 2;
-        const score_case shape = {FDMA_BFLOAT16, 1, 40, 3, 16, is_wide, 0, FDMA_BIAS_LINEAR};
+    static const float values[] = {0.5F, INFINITY, -INFINITY};
+    for (int n = 0; n < 4 * TEST_COUNT(values); n++) {
+        const int is_wide = n % 2, of_values = n / 4;
+        const fdma_dtype dtype = n / 2 % 2 ? FDMA_FLOAT16 : FDMA_BFLOAT16;
+        const score_case shape = {dtype, 1, 40, 3, 16, is_wide, 0, FDMA_BIAS_LINEAR};
         score_problem p = make_problem(&shape);
         const int64_t key = 17;
-        test_context("wide %d, values %d", is_wide, of_values);
+        test_context("%s, wide %d, values %d", dtype_name(dtype), is_wide, of_values);
         ((uint8_t *)p.key_valid.data)[key] = 1;
         for (int64_t g = 0; g < shape.heads; g++) {
             *dbias_at(&p, 0, g, key) = g != 1 ? 0 : of_values ? 0.5F : INFINITY;
         }
-        store_float(p.dt_proj.data, p.dt_proj.dtype, p.dt_proj.stride[0] + 5, 0.25F); /* dt > 0 */
-        store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, of_values ? INFINITY : 0.5F);
+        store_float(p.dt_proj.data, p.dt_proj.dtype, p.dt_proj.stride[0] + 5, 0.25F);
+        store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, values[of_values]);
         check_case(&p, 0);
     }
 }
 
+/* dv is optional: the other gradients are the same without it. */
+static void check_without_dv(score_problem *p) {
+    const fdma_score_backward_args want = run_device(p, 0);
+    p->dv = (fdma_tensor){0};
+    const fdma_score_backward_args got = run_device(p, 0);
+    CHECK_BYTES(got.ddt_proj.data, want.ddt_proj.data, bytes_of(want.ddt_proj));
+    CHECK_BYTES(got.da.data, want.da.data, bytes_of(want.da));
+    device_free_both();
+}
+
+static void gradients_of_values_are_optional(void) { for_each_case(check_without_dv); }
+
 /* The same numbers again and again. */
 static void runs_are_equal(void) {
-    const score_problem p = make_problem(&cases[4]);
+    const score_problem p = make_problem(&cases[9]);
     const fdma_score_backward_args want = run_device(&p, 0);
     for (int n = 0; n < 20; n++) {
         const fdma_score_backward_args got = run_device(&p, 0);
@@ -258,11 +276,9 @@ static void runs_are_equal(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(gradients_are_the_references),
-    TEST(gradients_accumulate),
-    TEST(unread_keys_do_not_show),
-    TEST(infinities_stay_with_their_heads),
-    TEST(runs_are_equal),
+    TEST(gradients_are_the_references),     TEST(gradients_accumulate),
+    TEST(unread_keys_do_not_show),          TEST(infinities_stay_with_their_heads),
+    TEST(gradients_of_values_are_optional), TEST(runs_are_equal),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

@@ -30,8 +30,8 @@ struct score_params {
     bool is_aligned;           // v may be loaded 16 bytes at a time
 };
 
-/* The products of v and dt_proj alone: params.score is [batch][kv_heads][kv_len] in the arena, and
- * so are the weights, which others may use after this. */
+/* The products of v and dt_proj alone: params.score is [batch][kv_heads][kv_len] in the arena; it
+ * and params.weights may be used after this. */
 score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena);
 fdma_status fdma_cuda_run_products(const fdma_problem *problem, const score_params &params);
 

@@ -3,14 +3,17 @@
  *
  * The products that fdma_score() begins with are made again, to the workspace, and ddt of them.
  * Then a block takes a split of a sequence's keys, tile by tile, a warp some channels, and reads v
- * and dv once. What a split adds to ddt_proj and da is added up in the order of splits, whose
- * number follows from kv_len and the channels alone. Source: docs/algorithm.md, backward. */
+ * and dv once for every 32 kv heads. What a split adds to ddt_proj is added up in the order of
+ * splits, whose number follows from kv_len, kv_heads and head_dim alone; da likewise.
+ * Source: docs/algorithm.md, backward. */
 #include "cuda/sm80/score_products.cuh"
+
+#include <assert.h>
 
 static constexpr int finish_columns = 32, finish_parts = 8; // of splits, a thread each
 
-/* For up to 8, and for more kv heads at a time. Of a float32 dt_proj two parts take part: as precise
- * as ddt. */
+/* For up to 8 kv heads, and for 32 of more at a time. Of a float32 dt_proj two parts take part: as
+ * precise as ddt. */
 template <typename element, int parts> using few_heads = product_config<element, parts, 1, 2, 2, 8>;
 template <typename element, int parts>
 using many_heads = product_config<element, parts, 4, 1, 3, 4>;
@@ -80,9 +83,7 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
         cp_async_commit_group();
     }
     for (int32_t chunk = 0; chunk * chunk_tiles < tiles; chunk++) {
-        if (params.key_warps * stages > chunk_tiles) // else older copies are done
-            cp_async_wait_group<0>();
-        __syncthreads();
+        __syncthreads(); // and older copies are done: each warp has waited for its tiles'
         copy_operands(shared, params, g, chunk + 1);
         copy_masks(shared, params, g, chunk + 2);
         for (int t = threadIdx.x / 32 % params.key_warps; t < chunk_tiles; t += params.key_warps) {
@@ -154,10 +155,10 @@ __device__ static float sum_plainly(const gradient_params &params, int32_t g, in
     const element *const v = (const element *)params.score.v + place.b * params.score.v_batch +
                              channel_offset(params, c, params.score.v_head);
     const float *const ddt = ddt_of(params, place.b, g);
-    const int32_t end = min((place.tile + params.split_tiles) * tile_keys, params.kv_len);
+    const int32_t end = min((place.tile + split_length(params, place)) * tile_keys, params.kv_len);
     float sum = 0;
     for (int32_t j = place.tile * tile_keys; j < end; j++)
-        if (ddt[j] != 0)
+        if (is_term(ddt[j]))
             sum += ddt[j] * to_float(v[j * params.score.v_row]);
     return sum;
 }
@@ -267,8 +268,10 @@ static int32_t count_head_tiles(const gradient_params *params) {
 /* Splits of a sequence: as many as fill a large device with blocks, whose sums take no more than an
  * eighth of v, or 16 MB. */
 static void plan_splits(gradient_params *params) {
-    const int64_t few = 512, many = 384, least_sums = 4 << 20;
-    const int64_t wanted = count_head_tiles(params) == 1 ? few * 256 : many * 128; // channels
+    const int64_t few = 512, many = 384, least_sums = 4 << 20; // blocks, numbers
+    const int64_t wanted = count_head_tiles(params) == 1
+                               ? few * few_heads<__half, 1>::block_channels
+                               : many * many_heads<__half, 1>::block_channels;
     const int64_t each = (int64_t)params->kv_heads * params->channels;
     const int64_t share = (int64_t)params->kv_len * params->channels / 16;
     const int64_t sums = share > least_sums ? share : least_sums;
@@ -339,6 +342,8 @@ static fdma_status launch_keys(const fdma_problem *problem, gradient_params para
     while (params.key_warps > 1 &&
            split_warps / params.key_warps * config::channels < params.channels)
         params.key_warps /= 2;
+    // so that a chunk's copies are done, and its masks there, when it begins
+    assert(params.key_warps * config::stages <= config::chunk_tiles);
     const int block_channels = split_warps / params.key_warps * config::channels;
     keys.grid = dim3((unsigned)params.batch * params.splits,
                      (unsigned)((params.channels + block_channels - 1) / block_channels));
@@ -408,7 +413,7 @@ static const char *refuses(const fdma_problem *problem) {
         return "float64 dbias, supported: float32";
     if (problem->batch > most_sequences || problem->kv_heads > most_heads ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^22 sequences, 2^16 heads or 2^20 channels a key";
+        return "more than 2^22 sequences, 65535 heads or 2^20 channels a key";
     if (problem->kv_len > most_keys ||
         problem->batch * (problem->kv_len / tile_keys + round_tiles) > most_tiles)
         return "more than 2^31 - 1024 keys of a sequence, or 2^30 tiles of 16 keys";

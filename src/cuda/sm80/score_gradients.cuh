@@ -1,5 +1,5 @@
-/* What kernels of score_backward work from, and the gradients in front of dt_proj: from dbias and dt
- * to ddt, arranged as the tensor cores want it.
+/* What kernels of score_backward work from, and the gradients in front of dt_proj: from dbias and
+ * dt to ddt, arranged as the tensor cores want it.
  *
  * ddt takes part in products as the sum of two numbers of v's type, so that a product over 8 kv
  * heads is one over 16 of the tensor cores, and a product for 8 kv heads one of 16 rows. */
@@ -8,6 +8,7 @@
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/softmax.cuh"
 #include "cuda/sm80/score.cuh"
 
 static constexpr int find_threads = 256;
@@ -31,8 +32,9 @@ struct gradient_params {
     float *dt_sums;  // [batch * splits][kv_heads][channels]
     float *a_sums;   // [batch * rounds][kv_heads]
     int32_t batch, kv_len, kv_heads, head_dim, channels;
-    int32_t tiles, splits, split_tiles; // of a sequence, all multiples of round_tiles
-    int32_t key_warps;                  // of a block, that have the same channels
+    int32_t tiles, split_tiles; // of a sequence, of a split: multiples of round_tiles
+    int32_t splits;             // of a sequence
+    int32_t key_warps;          // of a block, that have the same channels
     bool dv_aligned, is_exp, accumulate;
 };
 
@@ -74,10 +76,13 @@ __device__ static inline bool is_valid(const gradient_params &params, int32_t b,
     return params.key_valid == nullptr || params.key_valid[b * params.valid_batch + j] != 0;
 }
 
-/* What a key's dbias of one kv head makes of the gradients of dt and of a. */
+/* What a key's dbias of one kv head makes of the gradients of dt and of a. Where dbias is not 0, a
+ * ddt that is is -0: a term all the same, since 0 * inf is NaN. */
 struct key_gradient {
     float ddt, da;
 };
+
+__device__ static inline bool is_term(float ddt) { return __float_as_uint(ddt) != 0; }
 
 template <typename element>
 __device__ static inline key_gradient find_gradient(const gradient_params &params, int32_t g,
@@ -88,7 +93,8 @@ __device__ static inline key_gradient find_gradient(const gradient_params &param
                                         : to_float(((const element *)params.a)[g]);
     const float plus = isnan(dt) ? dt : fmaxf(dt, 0) + log1pf(expf(-fabsf(dt))); // softplus
     const float dz = params.is_exp ? dbias * expf(a * plus) : dbias;
-    return {dz * a / (1 + expf(-dt)), dz * plus};
+    const float ddt = dz * a / (1 + expf(-dt));
+    return {ddt == 0 ? -0.0f : ddt, dz * plus};
 }
 
 /* The power of two that brings `most` to where float16 is densest, and the one back. */
@@ -98,7 +104,7 @@ struct power {
 
 template <typename element> __device__ static inline power find_power(float most) {
     const int exponent = __float_as_int(most) >> 23;
-    if (is_bfloat16<element>() || exponent == 255) // which can do without
+    if (is_bfloat16<element>() || exponent == 255) // which can do without; inf and NaN have none
         return {1, 1};
     const int bounded = max(exponent, 15);
     return {__int_as_float((268 - bounded) << 23), __int_as_float((bounded - 14) << 23)};
@@ -112,12 +118,6 @@ __device__ static inline void split_pair(uint32_t &upper, uint32_t &lower, float
     upper = *(const uint32_t *)pair;
     lower = element_type<element>::pack(isinf(x) ? 0 : x - to_float(pair[0]),
                                         isinf(y) ? 0 : y - to_float(pair[1]));
-}
-
-/* The largest of what the lanes of a quad have. */
-__device__ static inline float most_of_quad(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
 /* ddt of a round by key and head, in rows such that a warp's reads are in different banks; what
@@ -148,7 +148,7 @@ __device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
             pair[tile].y *= from.scales[head + 1];
             most = fmaxf(most, fmaxf(fabsf(pair[tile].x), fabsf(pair[tile].y)));
         }
-        const power factor = find_power<element>(most_of_quad(most));
+        const power factor = find_power<element>(quad_max(most));
         to->back_of_key[key] = factor.back;
 #pragma unroll
         for (int tile = 0; tile < head_tiles; tile++)
@@ -176,7 +176,7 @@ __device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
             x[i] = from.ddt[first + lane % 4 * 2 + i / 2 * 8 + i % 2][head];
             most = fmaxf(most, fabsf(x[i]));
         }
-        const power factor = find_power<element>(most_of_quad(most));
+        const power factor = find_power<element>(quad_max(most));
         to->back_of_head[head] = factor.back;
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -194,7 +194,7 @@ __device__ static inline uint32_t find_mask(const round_gradients<head_tiles> &f
     bool any = false;
 #pragma unroll
     for (int head = lane / tile_keys; head < from.heads; head += 2)
-        any |= row[head] != 0; // NaN is one
+        any |= is_term(row[head]);
     const uint32_t both = __ballot_sync(~0u, any);
     return (both | both >> tile_keys) & 0xffff;
 }

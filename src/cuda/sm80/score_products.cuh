@@ -19,6 +19,7 @@ struct product_config {
     static constexpr int quads = quads_; // of a warp
     static constexpr int channel_tiles = quads * quad_tiles;
     static constexpr int channels = channel_tiles * 8;
+    static constexpr int block_channels = split_warps * channels; // where there are so many
     static constexpr int row_chunks = channels / chunk_channels;
     static constexpr int stages = stages_;           // of a warp's ring
     static constexpr int chunk_tiles = chunk_tiles_; // whose operands a block copies at once

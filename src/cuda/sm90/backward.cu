@@ -126,13 +126,20 @@ static fdma_status clear_sums(const fdma_problem *problem, const backward_plan *
                               const backward_pass *pass) {
     const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
     const size_t bytes = tiles * config::q_rows * config::channels * sizeof *pass->dq;
-    const cudaStream_t stream = (cudaStream_t)problem->exec.stream;
-    FDMA_TRY(check_cuda("backward", cudaMemsetAsync(pass->dq, 0, bytes, stream)));
+    return check_cuda("backward",
+                      cudaMemsetAsync(pass->dq, 0, bytes, (cudaStream_t)problem->exec.stream));
+}
+
+/* Before each pass, which counts its turns from 0. */
+template <class config>
+static fdma_status clear_tickets(const fdma_problem *problem, const backward_plan *plan,
+                                 const backward_pass *pass) {
+    const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
+    const size_t bytes = tiles * config::consumers * sizeof *pass->tickets;
     if (pass->tickets == NULL)
         return FDMA_OK;
     return check_cuda("backward",
-                      cudaMemsetAsync(pass->tickets, 0,
-                                      tiles * config::consumers * sizeof *pass->tickets, stream));
+                      cudaMemsetAsync(pass->tickets, 0, bytes, (cudaStream_t)problem->exec.stream));
 }
 
 template <class config>
@@ -149,13 +156,16 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_plan *pl
         plan->forward.softcap == 0 ? 0 : plan->forward.scale / plan->forward.softcap;
     if (shape.grid.x == 0)
         return FDMA_OK;
+    FDMA_TRY(clear_tickets<config>(problem, plan, pass));
     return launch("backward", differentiate<config>, shape, problem, *plan, *pass, softcap_scale);
 }
 
 /* Epochs that a block of threads takes of the diagonal pass, where most of an epoch is a wait: each
- * one's keys come while the one before is multiplied. As many as leave a device enough blocks. */
+ * one's queries come while the one before is multiplied, its keys while that one's gradients are
+ * written. As many as leave the device turns enough to even out. */
 static int32_t find_span(const fdma_problem *problem, const backward_plan *plan, int32_t blocks) {
-    const int64_t device_blocks = 4 * fdma_cuda_facts(problem->exec.device)->multiprocessors;
+    const int64_t turns = 4; // of its multiprocessors
+    const int64_t device_blocks = turns * fdma_cuda_facts(problem->exec.device)->multiprocessors;
     const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
     const int64_t span = heads * blocks * plan->forward.lists / device_blocks;
     return (int32_t)(span > 1 ? span : 1);

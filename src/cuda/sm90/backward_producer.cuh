@@ -132,7 +132,9 @@ template <class config> struct backward_producer {
             load_keys(plan);
     }
 
-    /* Which of the blocks that add to an epoch's dq this one is. */
+    /* Which of the blocks of a pass that add to an epoch's dq this one is. Where lists roll, one
+     * that has begun by an epoch has those before it begun too, whatever a selection says. (Said
+     * for each pass by itself: said once, it takes a register too many.) */
     __device__ inline uint32_t turn_of(const backward_plan &plan, const backward_pass &pass,
                                        int32_t epoch) const {
         const backward_item &item = memory->item;
@@ -140,7 +142,7 @@ template <class config> struct backward_producer {
             return item.block;
         const int32_t visible = min(visible_slots(plan, item.head, epoch), plan.slots);
         const int32_t active = (visible + config::slots - 1) / config::slots;
-        return pass.is_diagonal ? active + item.block : active - 1 - item.block;
+        return pass.is_diagonal ? item.block : active - 1 - item.block;
     }
 
     /* The steps of an epoch; true: after it some slot has another key, or nothing follows. */
