@@ -226,6 +226,7 @@ def test_bad_states() -> None:
 
 # Each process has half of the batch; gradients are the mean of both.
 DISTRIBUTED = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -241,7 +242,9 @@ x = torch.load(f"{folder}/x.pt")[rank : rank + 1]
 model = DistributedDataParallel(layer)  # hears of gradients as long as it lives
 model(x).square().sum().backward()
 torch.save([one.grad for one in layer.parameters()], f"{folder}/gradients-{rank}.pt")
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # a thread of gloo that still has a tensor would abort an interpreter that ends
 """
 
 
