@@ -122,30 +122,28 @@ static fdma_tensor widen(fdma_tensor x) {
     return copy;
 }
 
-static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
+/* A case's arguments, of copies. */
+static fdma_score_backward_args copied_args(const score_problem *p, int accumulate,
+                                            fdma_tensor (*copy)(fdma_tensor)) {
     fdma_score_backward_args args = args_of(p, accumulate);
-    args.dbias = widen(args.dbias);
-    args.v = widen(args.v);
-    args.dt_proj = widen(args.dt_proj);
-    args.a = widen(args.a);
-    args.dv = widen(args.dv);
-    args.ddt_proj = widen(args.ddt_proj);
-    args.da = widen(args.da);
+    fdma_tensor *const tensors[] = {&args.dbias, &args.v,        &args.dt_proj, &args.a,
+                                    &args.dv,    &args.ddt_proj, &args.da};
+    for (int i = 0; i < TEST_COUNT(tensors); i++) {
+        *tensors[i] = copy(*tensors[i]);
+    }
+    return args;
+}
+
+static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
+    fdma_score_backward_args args = copied_args(p, accumulate, widen);
     args.exec.kernel = "reference";
     CHECK_OK(run_score_backward(&args));
     return args;
 }
 
 static fdma_score_backward_args run_device(const score_problem *p, int accumulate) {
-    fdma_score_backward_args args = args_of(p, accumulate);
-    args.dbias = device_tensor(args.dbias);
-    args.v = device_tensor(args.v);
-    args.dt_proj = device_tensor(args.dt_proj);
-    args.a = device_tensor(args.a);
+    fdma_score_backward_args args = copied_args(p, accumulate, device_tensor);
     args.key_valid = device_tensor(args.key_valid);
-    args.dv = device_tensor(args.dv);
-    args.ddt_proj = device_tensor(args.ddt_proj);
-    args.da = device_tensor(args.da);
     CHECK_OK(device_run_score_backward(&args));
     device_wait();
     args.dv = device_read(args.dv);

@@ -76,10 +76,6 @@ __device__ static __noinline__ float dot_plainly(const score_params &params, int
     return sum;
 }
 
-__device__ static float softplus(float x) {
-    return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
-}
-
 /* What turns sums into scores, loaded long before: of heads lane and 32 + lane of a block, and of
  * keys lane / 4 and 8 + lane / 4 of a tile. */
 template <typename config> struct score_facts {

@@ -30,6 +30,10 @@ struct score_params {
     bool is_aligned;           // v may be loaded 16 bytes at a time
 };
 
+__device__ static inline float softplus(float x) {
+    return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
+}
+
 /* The products of v and dt_proj alone: params.score is [batch][kv_heads][kv_len] in the arena; it
  * and params.weights may be used after this. */
 score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena);

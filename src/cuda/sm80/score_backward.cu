@@ -27,33 +27,30 @@ template <typename config> struct split_memory {
     };
 };
 
-/* Starts a block's copies of some tiles' operands, or masks. */
-template <typename item>
-__device__ static inline void copy_items(item *to, const void *from, int64_t first, int count) {
-    const char *const bytes = (const char *)from + first * (int64_t)sizeof(item);
-    for (int x = threadIdx.x * 16; x < count * (int)sizeof(item); x += split_threads * 16)
-        cp_async_16(shared_address(to) + x, bytes + x, 16);
-}
-
-/* Of chunk n of a split, if there is one. */
-template <typename config>
-__device__ static inline void copy_operands(split_memory<config> *shared,
+/* Starts a block's copies of chunk n of a split, if there is one, of what `from` has of a tile. */
+template <typename config, typename item>
+__device__ static inline void copy_chunk_of(item *to, const void *from,
                                             const gradient_params &params, int32_t g, int32_t n) {
     constexpr int count = config::chunk_tiles;
     const split_place place = find_split(params);
     const int64_t first = first_tile(params, g / config::heads, place.b) + place.tile + n * count;
-    if (n * count < split_length(params, place))
-        copy_items(shared->operands[n % 2], params.operands, first, count);
+    const char *const bytes = (const char *)from + first * (int64_t)sizeof(item);
+    if (n * count >= split_length(params, place))
+        return;
+    for (int x = threadIdx.x * 16; x < count * (int)sizeof(item); x += split_threads * 16)
+        cp_async_16(shared_address(to) + x, bytes + x, 16);
+}
+
+template <typename config>
+__device__ static inline void copy_operands(split_memory<config> *shared,
+                                            const gradient_params &params, int32_t g, int32_t n) {
+    copy_chunk_of<config>(shared->operands[n % 2], params.operands, params, g, n);
 }
 
 template <typename config>
 __device__ static inline void copy_masks(split_memory<config> *shared,
                                          const gradient_params &params, int32_t g, int32_t n) {
-    constexpr int count = config::chunk_tiles;
-    const split_place place = find_split(params);
-    const int64_t first = first_tile(params, g / config::heads, place.b) + place.tile + n * count;
-    if (n * count < split_length(params, place))
-        copy_items(shared->masks[n % 3], params.masks, first, count);
+    copy_chunk_of<config>(shared->masks[n % 3], params.masks, params, g, n);
 }
 
 /* A split's tiles against a warp's channels. Operands come in chunks, one ahead, and masks two

@@ -91,7 +91,7 @@ __device__ static inline key_gradient find_gradient(const gradient_params &param
         return {};
     const float a = params.score.wide_a ? ((const float *)params.a)[g]
                                         : to_float(((const element *)params.a)[g]);
-    const float plus = isnan(dt) ? dt : fmaxf(dt, 0) + log1pf(expf(-fabsf(dt))); // softplus
+    const float plus = softplus(dt);
     const float dz = params.is_exp ? dbias * expf(a * plus) : dbias;
     const float ddt = dz * a / (1 + expf(-dt));
     return {ddt == 0 ? -0.0f : ddt, dz * plus};
