@@ -165,12 +165,11 @@ static int bench_one(const bench_options *options, const bench_case *row, const 
 
 /* The case on every kernel of this machine but the reference, which would take hours. */
 static int bench_every_kernel(const bench_options *options, const bench_case *row, FILE *json) {
-    static const char *const operations[] = {"forward", "select", "score", "forward", "lists"};
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {
         fdma_kernel_info kernel = {.size = sizeof kernel};
         if (fdma_describe_kernel(index, &kernel) || kernel.missing ||
             !runs_on(kernel.name, options->device) ||
-            strcmp(kernel.operation, operations[row->operation]) != 0 ||
+            strcmp(kernel.operation, bench_case_operation(row)) != 0 ||
             strcmp(kernel.name, "reference") == 0)
             continue;
         const int code = bench_one(options, row, kernel.name, json);

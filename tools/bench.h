@@ -51,6 +51,9 @@ const bench_case *bench_case_at(int32_t device, int64_t index);
 /*! bench_case_name() - such as "forward/selected/f32/d128/n16384/w2048". */
 void bench_case_name(const bench_case *row, char name[BENCH_NAME]);
 
+/*! bench_case_operation() - what a kernel must do to take it: fdma_kernel_info.operation. */
+const char *bench_case_operation(const bench_case *row);
+
 /*! bench_case_queries() - its q_len. */
 int64_t bench_case_queries(const bench_case *row);
 

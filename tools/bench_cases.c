@@ -171,9 +171,21 @@ static const char *form_of(const bench_case *row) {
     return row->window > 0 ? "/selected" : "/dense";
 }
 
+static const char *const operations[] = {
+    [BENCH_FORWARD] = "forward",
+    [BENCH_SELECT] = "select",
+    [BENCH_SCORE] = "score",
+    [BENCH_ATTENTION] = "attention",
+    [BENCH_LISTS] = "lists",
+    [BENCH_BACKWARD] = "backward",
+    [BENCH_SCORE_BACKWARD] = "score_backward",
+};
+
+const char *bench_case_operation(const bench_case *row) {
+    return operations[row->operation == BENCH_ATTENTION ? BENCH_FORWARD : row->operation];
+}
+
 void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
-    static const char *const operations[] = {"forward", "select",   "score",         "attention",
-                                             "lists",   "backward", "score_backward"};
     static const char *const orders[] = {"iid",   "drift",    "rising", "falling",
                                          "equal", "sawtooth", "nan"};
     char form[32] = "";

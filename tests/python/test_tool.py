@@ -371,6 +371,20 @@ def test_bench_select(tmp_path: Path) -> None:
         assert row["ns_per_key"] * 131072 == pytest.approx(row["ms"] * 1e6, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "backward/dense/f32/d64/n4096",
+        "score_backward/f32/d128/n16384/h8g8",
+    ],
+)
+def test_bench_of_every_kernel(tmp_path: Path, name: str) -> None:
+    _, *rows = bench_lines(tmp_path, f"{name[:-1]}?", "--all")
+    kernels = [row["kernel"] for row in rows]
+    assert "cpu/scalar" in kernels and "reference" not in kernels
+    assert all(row["case"] == name and row["ms"] > 0 for row in rows)
+
+
 def test_bench_lists(tmp_path: Path) -> None:
     _, row = bench_lines(tmp_path, "lists/iid/t512/n16384/w1024")
     assert row["useful_gflops"] is None and row["of_peak"] is None
