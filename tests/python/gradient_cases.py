@@ -179,7 +179,7 @@ def formula_gradients(
     return (*(x.transpose(1, 2) for x in by_len), dbias)
 
 
-ORDERS = 4  # where there are many rows; of few, more
+ORDERS, MANY_ORDERS = 4, 16  # where there are many numbers, and few
 
 
 def order_of(seed: int, head_dim: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def plain_gradients(
     that sum is <dout, out>.)"""
     found = []
     out, lse = (result.cpu() for result in results)
-    for seed in range(ORDERS if lse.numel() > 64 else 16):
+    for seed in range(ORDERS if lse.numel() > 64 else MANY_ORDERS):
         order = order_of(seed, given.query.shape[3])
         names = ("query", "key", "value", "dout")
         shuffled = given._replace(**{one: getattr(given, one)[..., order] for one in names})
@@ -218,10 +218,10 @@ def fused_by_sdpa(
 
 
 def plain_fused(tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor) -> list[Tensors]:
-    """fused_by_sdpa() in the tensors' dtype, channels in several orders."""
+    """fused_by_sdpa() in the tensors' dtype, channels in many orders: da is one number a head."""
     head_dim = dout.shape[3]
     found = []
-    for seed in range(ORDERS):
+    for seed in range(MANY_ORDERS):
         order = order_of(seed, head_dim)
         back = order.argsort()
         *rows, weights, a = tensors
