@@ -12,13 +12,17 @@ enum {
     gradient_keys = 4,          /* at a time */
     most_gradient_chunks = 16,  /* of a sequence */
     least_gradient_chunk = 256, /* keys */
+    line_floats = 16,           /* of a cache line; whole vectors */
     gradient_flops = 20000,     /* that a thread does in a microsecond, about */
 };
+
+_Static_assert(line_floats % vf_width == 0, "whole vectors");
 
 typedef struct gradient_context {
     const fdma_problem *problem;
     int64_t row;    /* kv_heads * head_dim */
-    int64_t width;  /* the same, up to whole vectors */
+    int64_t width;  /* more than that by up to a cache line: never 4 KB, where loads from a row
+                       would wait for stores to the one before */
     int64_t chunk;  /* keys */
     int64_t chunks; /* of every sequence */
     float *weights; /* [kv_heads][width], zeros past the end */
@@ -46,16 +50,24 @@ static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t
     return ((const float *)dbias->data)[b * dbias->stride[0] + g * dbias->stride[1] + j];
 }
 
-/* In double precision: of a few keys, da is one number that hangs on every bit of their dt. */
-static double weight_product(const float *v, const float *weights, int64_t row) {
+/* dt of `keys` keys. In double precision: of a few keys, da is one number that hangs on every bit of
+ * theirs. */
+INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weights, int64_t row,
+                    int keys) {
     enum { sums = 8 }; // rows are multiples of 8 channels
-    double sum[sums] = {0};
+    double sum[gradient_keys][sums] = {{0}};
     for (int64_t x = 0; x < row; x += sums) {
         UNROLL
-        for (int n = 0; n < sums; n++)
-            sum[n] += (double)v[x + n] * (double)weights[x + n];
+        for (int key = 0; key < keys; key++) {
+            UNROLL
+            for (int n = 0; n < sums; n++)
+                sum[key][n] += (double)v[key * width + x + n] * (double)weights[x + n];
+        }
     }
-    return (sum[0] + sum[4]) + (sum[1] + sum[5]) + (sum[2] + sum[6]) + (sum[3] + sum[7]);
+    for (int key = 0; key < keys; key++) {
+        const double *const s = sum[key];
+        dt[key] = (s[0] + s[4]) + (s[1] + s[5]) + (s[2] + s[6]) + (s[3] + s[7]);
+    }
 }
 
 /* The gradient of dt; that of a is added to its sum, a number in which rounding errors of all keys
@@ -83,7 +95,7 @@ INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys
         vf sum = vf_load(sums + x);
         UNROLL
         for (int key = 0; key < keys; key++) {
-            const vf gradient = vf_set(ddt[first + key]);
+            const vf gradient = vf_set(ddt[key]);
             float *const at = dv + key * width + x;
             sum = vf_fma(gradient, vf_load(v + key * width + x), sum);
             vf_store(at, vf_fma(gradient, weight, vf_load(at)));
@@ -92,29 +104,34 @@ INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys
     }
 }
 
+/* `keys` of the batch from `first` on, each of which has a part in head g. */
+INLINE void differentiate_head(const gradient_batch *batch, int64_t g, int first, int keys,
+                               const float *dbias) {
+    const int64_t width = batch->context->width;
+    double dt[gradient_keys];
+    float ddt[gradient_keys];
+    find_dt(dt, batch->v + first * width, width, batch->context->weights + g * width,
+            batch->context->row, keys);
+    for (int key = 0; key < keys; key++)
+        ddt[key] = gradient_of_dt(batch, g, dt[key], dbias[first + key]);
+    add_head(batch, g, first, keys, ddt);
+}
+
 /* What one head's scores of the batch give; a key whose dbias is 0 has no part in it. */
 static void work_on_head(const gradient_batch *batch, int64_t g) {
-    const int64_t width = batch->context->width;
-    float ddt[gradient_keys];
-    bool some[gradient_keys] = {false};
+    float dbias[gradient_keys];
     int count = 0;
     for (int key = 0; key < batch->count; key++) {
-        const float dbias = dbias_of(batch->context->problem, batch->b, g, batch->key[key]);
-        some[key] = dbias != 0;
-        if (!some[key])
-            continue;
-        const double dt = weight_product(batch->v + key * width,
-                                         batch->context->weights + g * width, batch->context->row);
-        ddt[key] = gradient_of_dt(batch, g, dt, dbias);
-        count++;
+        dbias[key] = dbias_of(batch->context->problem, batch->b, g, batch->key[key]);
+        count += dbias[key] != 0;
     }
     if (count == gradient_keys) {
-        add_head(batch, g, 0, gradient_keys, ddt);
+        differentiate_head(batch, g, 0, gradient_keys, dbias);
         return;
     }
     for (int key = 0; key < batch->count; key++)
-        if (some[key])
-            add_head(batch, g, key, 1, ddt);
+        if (dbias[key] != 0)
+            differentiate_head(batch, g, key, 1, dbias);
 }
 
 static void load_batch(const gradient_batch *batch) {
@@ -244,7 +261,7 @@ static fdma_arena lay_out_gradients(const fdma_problem *problem, gradient_contex
     *context = (gradient_context){
         .problem = problem,
         .row = row,
-        .width = (row + vf_width - 1) / vf_width * vf_width,
+        .width = (row / line_floats + 1) * line_floats,
         .chunk = chunk,
         .chunks = (problem->kv_len + chunk - 1) / chunk,
     };
