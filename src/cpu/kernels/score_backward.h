@@ -50,8 +50,8 @@ static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t
     return ((const float *)dbias->data)[b * dbias->stride[0] + g * dbias->stride[1] + j];
 }
 
-/* dt of `keys` keys. In double precision: of a few keys, da is one number that hangs on every bit of
- * theirs. */
+/* dt of `keys` keys. In double precision: of a few keys, da is one number that hangs on every bit
+ * of theirs. */
 INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weights, int64_t row,
                     int keys) {
     enum { sums = 8 }; // rows are multiples of 8 channels
