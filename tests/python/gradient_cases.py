@@ -179,14 +179,6 @@ def formula_gradients(
     return (*(x.transpose(1, 2) for x in by_len), dbias)
 
 
-ORDERS, MANY_ORDERS = 4, 16  # where there are many numbers, and few
-
-
-def order_of(seed: int, head_dim: int) -> torch.Tensor:
-    """An order of channels. Sums in any order are as good, and one alone may err by luck little."""
-    return torch.randperm(head_dim, generator=torch.Generator().manual_seed(seed))
-
-
 def plain_gradients(
     name: str, given: Input, results: Tensors, dlse: torch.Tensor | None = None
 ) -> list[Tensors]:
@@ -196,8 +188,7 @@ def plain_gradients(
     that sum is <dout, out>.)"""
     found = []
     out, lse = (result.cpu() for result in results)
-    for seed in range(ORDERS if lse.numel() > 64 else MANY_ORDERS):
-        order = order_of(seed, given.query.shape[3])
+    for order in oracle.orders_of(given.query.shape[3], lse.numel()):
         names = ("query", "key", "value", "dout")
         shuffled = given._replace(**{one: getattr(given, one)[..., order] for one in names})
         *rows, dbias = formula_gradients(
@@ -221,8 +212,7 @@ def plain_fused(tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor) -> lis
     """fused_by_sdpa() in the tensors' dtype, channels in many orders: da is one number a head."""
     head_dim = dout.shape[3]
     found = []
-    for seed in range(MANY_ORDERS):
-        order = order_of(seed, head_dim)
+    for order in oracle.orders_of(head_dim, tensors[4].numel()):
         back = order.argsort()
         *rows, weights, a = tensors
         by_head = weights.unflatten(1, (-1, head_dim))

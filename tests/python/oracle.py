@@ -134,6 +134,15 @@ def assert_within(actual: torch.Tensor, exact: torch.Tensor, *plain: torch.Tenso
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
+def orders_of(channels: int, numbers: int) -> list[torch.Tensor]:
+    """Orders of channels for plain evaluations of so many numbers. Sums in any order are as good,
+    but one alone may err by luck little, and how PyTorch sums depends on the CPU: few numbers want
+    many.
+    """
+    seeds = range(16 if numbers <= 64 else 4)
+    return [torch.randperm(channels, generator=torch.Generator().manual_seed(s)) for s in seeds]
+
+
 def assert_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -143,18 +152,12 @@ def assert_attention(
     mask: torch.Tensor,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """out and lse obey assert_within(); lse, a float32 number, by evaluations in float32.
-
-    A single plain evaluation may err by nothing, by luck, and how PyTorch sums depends on the CPU:
-    several sum over the channels in different orders, many where there are few numbers.
-    """
+    """out and lse obey assert_within(); lse, a float32 number, by evaluations in float32."""
     exact = evaluate(query, key, value, mask, torch.float64, **options)
-    generator = torch.Generator().manual_seed(0)
-    orders = 16 if lse.numel() <= 64 else 4
-    shuffles = [torch.randperm(query.shape[3], generator=generator) for _ in range(orders)]
+    orders = orders_of(query.shape[3], lse.numel())
 
     def plain(dtype: torch.dtype) -> list[Result]:
-        pairs = [(query[..., order], key[..., order]) for order in shuffles]
+        pairs = [(query[..., order], key[..., order]) for order in orders]
         return [evaluate(q, k, value, mask, plain_dtype(dtype), **options) for q, k in pairs]
 
     assert out.dtype == query.dtype

@@ -21,8 +21,8 @@ _Static_assert(line_floats % vf_width == 0, "whole vectors");
 typedef struct gradient_context {
     const fdma_problem *problem;
     int64_t row;    /* kv_heads * head_dim */
-    int64_t width;  /* more than that by up to a cache line: never 4 KB, where loads from a row
-                       would wait for stores to the one before */
+    int64_t width;  /* the same, up to an odd number of cache lines: rows a multiple of 4 KB apart
+                       would make loads from one wait for stores to another */
     int64_t chunk;  /* keys */
     int64_t chunks; /* of every sequence */
     float *weights; /* [kv_heads][width], zeros past the end */
@@ -50,8 +50,8 @@ static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t
     return ((const float *)dbias->data)[b * dbias->stride[0] + g * dbias->stride[1] + j];
 }
 
-/* dt of `keys` keys. In double precision: of a few keys, da is one number that hangs on every bit
- * of theirs. */
+/* dt of `keys` keys, of which v is [keys][width]. In double precision: of a few keys, da is one
+ * number that hangs on every bit of theirs. */
 INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weights, int64_t row,
                     int keys) {
     enum { sums = 8 }; // rows are multiples of 8 channels
@@ -257,11 +257,12 @@ static fdma_arena lay_out_gradients(const fdma_problem *problem, gradient_contex
     const int64_t share = (problem->kv_len + most_gradient_chunks - 1) / most_gradient_chunks;
     const int64_t chunk = share < least_gradient_chunk ? least_gradient_chunk : share;
     const int64_t row = problem->kv_heads * problem->head_dim;
+    const int64_t lines = ((row + line_floats - 1) / line_floats) | 1;
     fdma_arena arena = fdma_arena_of(problem);
     *context = (gradient_context){
         .problem = problem,
         .row = row,
-        .width = (row / line_floats + 1) * line_floats,
+        .width = lines * line_floats,
         .chunk = chunk,
         .chunks = (problem->kv_len + chunk - 1) / chunk,
     };
