@@ -80,14 +80,15 @@ endforeach()
 # What a program needs that links libfdma.a without CMake.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
-foreach(operation score select lists list_rows gradients score_backward merge)
-  fdma_add_cuda(fdma_cuda_sm80_${operation} src/cuda/sm80/${operation}.cu
-                "${FDMA_CUDA_ARCHITECTURES}")
+foreach(source score/score score/score_backward select/sm80/select lists/lists merge/merge
+               plan/lists plan/backward)
+  string(MAKE_C_IDENTIFIER ${source} name)
+  fdma_add_cuda(fdma_cuda_${name} src/cuda/${source}.cu "${FDMA_CUDA_ARCHITECTURES}")
 endforeach()
 foreach(head_dim 64 96 128 192 256)
-  fdma_add_cuda(fdma_cuda_sm80_d${head_dim} src/cuda/sm80/forward.cu
+  fdma_add_cuda(fdma_cuda_forward_sm80_d${head_dim} src/cuda/forward/sm80/forward.cu
                 "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
-  fdma_add_cuda(fdma_cuda_sm80_backward_d${head_dim} src/cuda/sm80/backward.cu
+  fdma_add_cuda(fdma_cuda_backward_sm80_d${head_dim} src/cuda/backward/sm80/backward.cu
                 "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
 endforeach()
 
@@ -95,12 +96,12 @@ endforeach()
 # in the table, and lacks its device.
 set(cluster_code "${FDMA_CUDA_ARCHITECTURES}")
 list(FILTER cluster_code EXCLUDE REGEX "^[78]")
-fdma_add_cuda(fdma_cuda_sm90_select src/cuda/sm90/select.cu "${cluster_code}")
+fdma_add_cuda(fdma_cuda_select_sm90 src/cuda/select/sm90/select.cu "${cluster_code}")
 foreach(head_dim 64 128 256)
-  fdma_add_cuda(fdma_cuda_sm90_d${head_dim} src/cuda/sm90/forward.cu "90a"
+  fdma_add_cuda(fdma_cuda_forward_sm90_d${head_dim} src/cuda/forward/sm90/forward.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})
 endforeach()
 foreach(head_dim 64 128 256)
-  fdma_add_cuda(fdma_cuda_sm90_backward_d${head_dim} src/cuda/sm90/backward.cu "90a"
+  fdma_add_cuda(fdma_cuda_backward_sm90_d${head_dim} src/cuda/backward/sm90/backward.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})
 endforeach()

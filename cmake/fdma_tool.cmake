@@ -1,6 +1,6 @@
 # The fdma command: one source a subcommand, and what they share.
 
-file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c)
+file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c tools/*/*.c)
 if(NOT tool_sources)
   return()
 endif()

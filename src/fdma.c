@@ -21,7 +21,7 @@ const char *fdma_version(void) {
 }
 
 static fdma_status workspace_of(const fdma_problem *problem, size_t *bytes) {
-    const kernel_row *row;
+    const fdma_kernel *row;
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT, "bytes: is NULL");
     FDMA_TRY(fdma_pick_row(backends, problem, &row));
     *bytes = row->workspace(problem);
@@ -56,7 +56,7 @@ static bool has_work(const fdma_problem *problem) {
 }
 
 static fdma_status run(const fdma_problem *problem) {
-    const kernel_row *row;
+    const fdma_kernel *row;
     FDMA_TRY(fdma_pick_row(backends, problem, &row));
     FDMA_TRY(check_workspace(problem->exec.workspace_size, row->workspace(problem)));
     if (!has_work(problem))
@@ -84,7 +84,7 @@ static fdma_status ask_workspace(problem_check *check, const void *args, size_t 
 
 static fdma_status ask_kernel(problem_check *check, const void *args, const char **name) {
     fdma_problem problem;
-    const kernel_row *row;
+    const fdma_kernel *row;
     FDMA_TRY(prepare(check, args, check_shapes, &problem));
     FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT, "name: is NULL");
     FDMA_TRY(fdma_pick_row(backends, &problem, &row));
@@ -306,12 +306,12 @@ int32_t fdma_kernel_count(void) {
 }
 
 const char *fdma_kernel_name(int32_t index) {
-    const kernel_row *const row = fdma_row_at(backends, index);
+    const fdma_kernel *const row = fdma_row_at(backends, index);
     return row ? row->name : NULL;
 }
 
 fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
-    const kernel_row *const row = fdma_row_at(backends, index);
+    const fdma_kernel *const row = fdma_row_at(backends, index);
     FDMA_REQUIRE(info != NULL, FDMA_INVALID_ARGUMENT, "fdma_kernel_info: is NULL");
     FDMA_REQUIRE(info->size >= sizeof *info, FDMA_INVALID_ARGUMENT,
                  "fdma_kernel_info: size is %zu, want %zu", info->size, sizeof *info);

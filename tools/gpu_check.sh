@@ -84,14 +84,14 @@ sanitize() { # sanitize NAME SECONDS TOOL FILTER OPTION...: fdma check on the ca
 
 # The hash of the kernels, and FDMA_COMMIT where it is given, into the first line of FILE.
 stamp() { # stamp FILE
-    hash=$(python3 bench/kernels_hash.py) || return 1
+    hash=$(python3 benchmarks/kernels_hash.py) || return 1
     sed -i "1s/^{/{\"kernels\": \"$hash\", /" "$1"
     [ -z "${FDMA_COMMIT:-}" ] || sed -i "1s/\"commit\": [^,}]*/\"commit\": \"$FDMA_COMMIT\"/" "$1"
 }
 
 tables() {
     for file in "$@"; do
-        [ -s "$file" ] && { python3 tools/bench_table.py "$file" || return 1; }
+        [ -s "$file" ] && { python3 benchmarks/table.py "$file" || return 1; }
         echo
     done >"$out/tables.md"
     wc -l "$out/tables.md"
@@ -139,13 +139,13 @@ else
 fi
 
 if [ "$length" = quick ]; then
-    step peers 60 python3 bench/peers.py --device cuda --quick --json "$out/peers-cuda.json"
+    step peers 60 python3 benchmarks/peers.py --device cuda --quick --json "$out/peers-cuda.json"
 else
-    step peers 240 python3 bench/peers.py --device cuda --json "$out/peers-cuda.json"
+    step peers 240 python3 benchmarks/peers.py --device cuda --json "$out/peers-cuda.json"
     step bench 100 "$build/fdma" bench --device cuda --json "$out/cuda.json" && stamp "$out/cuda.json"
 fi
 if python3 -c 'import matplotlib' 2>/dev/null; then
-    step picture 30 python3 bench/peers_picture.py "$out/peers-cuda.json" --out "$out/peers-cuda.svg"
+    step picture 30 python3 benchmarks/peers_picture.py "$out/peers-cuda.json" --out "$out/peers-cuda.svg"
 else
     skip picture "matplotlib is not here"
 fi

@@ -135,8 +135,8 @@ fdma_status fdma_check_merge(const void *caller, check_depth depth, fdma_problem
     *problem = merge_problem(operation_merge, &args.out, &args.exec);
     problem->out = args.out;
     problem->lse = args.lse;
-    problem->part[0] = (fdma_part){.out = args.out_a, .lse = args.lse_a};
-    problem->part[1] = (fdma_part){.out = args.out_b, .lse = args.lse_b};
+    problem->part[0] = (fdma_partial){.out = args.out_a, .lse = args.lse_a};
+    problem->part[1] = (fdma_partial){.out = args.out_b, .lse = args.lse_b};
     FDMA_TRY(fdma_check_head_dim(problem->head_dim));
     const int64_t batch = problem->batch, len = problem->q_len, heads = problem->q_heads;
     const int64_t dim = problem->head_dim;
@@ -162,8 +162,8 @@ fdma_status fdma_check_merge_backward(const void *caller, check_depth depth,
     *problem = merge_problem(operation_merge_backward, &args.dout, &args.exec);
     problem->dout = args.dout;
     problem->dlse = args.dlse;
-    problem->part[0] = (fdma_part){args.out_a, args.lse_a, args.dout_a, args.dlse_a};
-    problem->part[1] = (fdma_part){args.out_b, args.lse_b, args.dout_b, args.dlse_b};
+    problem->part[0] = (fdma_partial){args.out_a, args.lse_a, args.dout_a, args.dlse_a};
+    problem->part[1] = (fdma_partial){args.out_b, args.lse_b, args.dout_b, args.dlse_b};
     FDMA_TRY(fdma_check_head_dim(problem->head_dim));
     const int64_t batch = problem->batch, len = problem->q_len, heads = problem->q_heads;
     const int64_t dim = problem->head_dim;

@@ -16,7 +16,7 @@ const char *fdma_operation_name(fdma_operation operation) {
     return names[operation];
 }
 
-const kernel_row *fdma_row_at(const kernel_backend *backends, int32_t index) {
+const fdma_kernel *fdma_row_at(const kernel_backend *backends, int32_t index) {
     if (index < 0)
         return NULL;
     for (; *backends != NULL; backends++) {
@@ -37,12 +37,12 @@ static bool begins_with(const char *path, const char *beginning) {
 
 /* A forced name stands for every row below it; rows without variants serve every variant's name,
  * so that one name can force a whole fdma_attention(). */
-static bool is_meant(const kernel_row *row, const char *name) {
+static bool is_meant(const fdma_kernel *row, const char *name) {
     return begins_with(row->name, name) || begins_with(name, row->name);
 }
 
 static bool is_known(const kernel_backend *backends, const char *name) {
-    const kernel_row *row;
+    const fdma_kernel *row;
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++)
         if (begins_with(row->name, name))
             return true;
@@ -53,7 +53,7 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
     char names[400] = "";
     size_t used = 0;
     const char *previous = "";
-    const kernel_row *row;
+    const fdma_kernel *row;
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
         if (strcmp(row->name, previous) == 0)
             continue;
@@ -69,7 +69,7 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
 }
 
 /* Why `row`, the last that was meant, does not do it; NULL: no row was meant. */
-static fdma_status fail_pick(const kernel_row *row, const fdma_problem *problem) {
+static fdma_status fail_pick(const fdma_kernel *row, const fdma_problem *problem) {
     const bool is_lists = problem->operation == operation_lists;
     const char *const verb = is_lists ? "list" : fdma_operation_name(problem->operation);
     const char *const name = problem->exec.kernel ? problem->exec.kernel : "any";
@@ -84,10 +84,10 @@ static fdma_status fail_pick(const kernel_row *row, const fdma_problem *problem)
 }
 
 fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
-                          const kernel_row **picked) {
+                          const fdma_kernel **picked) {
     const char *const name = problem->exec.kernel;
     const bool on_device = problem->exec.device != 0;
-    const kernel_row *row, *last = NULL;
+    const fdma_kernel *row, *last = NULL;
     if (name != NULL && !is_known(backends, name))
         return fail_unknown(backends, name);
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {

@@ -5,7 +5,7 @@
 #include "core/problem.h"
 
 /* One kernel of one operation. `run` may trust the problem and its workspace. */
-typedef struct kernel_row {
+typedef struct fdma_kernel {
     const char *name; /* a path: backend, point of the build matrix, variant */
     fdma_operation operation;
     const char *(*missing)(void); /* NULL, or the machine feature that is not there */
@@ -13,11 +13,11 @@ typedef struct kernel_row {
     size_t (*workspace)(const fdma_problem *problem);
     fdma_status (*run)(const fdma_problem *problem);
     bool on_device; /* its tensors are on exec.device, not the CPU */
-} kernel_row;
+} fdma_kernel;
 
 /* Rows of one point of the build matrix, fastest first. */
 typedef struct kernel_table {
-    const kernel_row *rows;
+    const fdma_kernel *rows;
     int32_t count;
 } kernel_table;
 
@@ -30,10 +30,10 @@ typedef const kernel_table *const *kernel_backend;
 /* The first row, in the backends' order, that does this problem on this machine under the name that
  * the caller forced, if any. */
 fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
-                          const kernel_row **row);
+                          const fdma_kernel **row);
 
 /* Row `index` of all backends in their order; NULL past the end. */
-const kernel_row *fdma_row_at(const kernel_backend *backends, int32_t index);
+const fdma_kernel *fdma_row_at(const kernel_backend *backends, int32_t index);
 
 /* Takes pieces off the caller's workspace; with base NULL it only counts. */
 typedef struct fdma_arena {

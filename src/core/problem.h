@@ -16,9 +16,9 @@ typedef enum fdma_operation {
 } fdma_operation;
 
 /* Attention over some of the keys, and its gradients. */
-typedef struct fdma_part {
+typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
-} fdma_part;
+} fdma_partial;
 
 /* Tensors that an operation does not have are absent (rank 0); sizes likewise 0. */
 typedef struct fdma_problem {
@@ -28,7 +28,7 @@ typedef struct fdma_problem {
     int64_t group; /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
-    fdma_part part[2]; /* what fdma_merge() merges */
+    fdma_partial part[2]; /* what fdma_merge() merges */
     int64_t window;
     int64_t tile_len;
     double scale;   /* never 0 */

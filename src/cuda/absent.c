@@ -19,7 +19,7 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
                      problem->exec.device);
 }
 
-fdma_status fdma_run_cuda(const kernel_row *row, const fdma_problem *problem) {
+fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem) {
     (void)row;
     return fdma_check_cuda(problem, check_all);
 }

@@ -2,7 +2,7 @@
 #include "cuda/cuda.h"
 
 #include "core/error.h"
-#include "cuda/facts.h"
+#include "cuda/devices.h"
 
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -21,12 +21,12 @@ enum { most_devices = 64 };
 static struct machine {
     cudaError_t status;
     int32_t count;
-    cuda_facts devices[most_devices];
+    cuda_device devices[most_devices];
 } machine;
 
 static pthread_once_t machine_once = PTHREAD_ONCE_INIT;
 
-static cudaError_t ask_device(int32_t index, cuda_facts *facts) {
+static cudaError_t ask_device(int32_t index, cuda_device *facts) {
     const struct {
         enum cudaDeviceAttr attribute;
         int32_t *value;
@@ -60,7 +60,7 @@ static const struct machine *this_machine(void) {
 
 int32_t fdma_cuda_count(void) { return this_machine()->count; }
 
-const cuda_facts *fdma_cuda_facts(int32_t device) { return &this_machine()->devices[device - 1]; }
+const cuda_device *fdma_cuda_device(int32_t device) { return &this_machine()->devices[device - 1]; }
 
 static bool has_capability(int32_t least, int32_t most) {
     const struct machine *const here = this_machine();
@@ -71,7 +71,7 @@ static bool has_capability(int32_t least, int32_t most) {
 }
 
 static bool is_capable(const fdma_problem *problem, int32_t least, int32_t most) {
-    const int32_t capability = fdma_cuda_facts(problem->exec.device)->capability;
+    const int32_t capability = fdma_cuda_device(problem->exec.device)->capability;
     return capability >= least && capability <= most;
 }
 
@@ -120,10 +120,10 @@ fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info) {
     const cudaError_t status = cudaGetDeviceProperties(&properties, device - 1);
     if (status != cudaSuccess)
         return fail_driver("device", status);
-    const int32_t capability = fdma_cuda_facts(device)->capability;
+    const int32_t capability = fdma_cuda_device(device)->capability;
     snprintf(info->name, sizeof info->name, "%.*s", (int)sizeof info->name - 1, properties.name);
     snprintf(info->features, sizeof info->features, "sm_%d", capability);
-    info->cores = fdma_cuda_facts(device)->multiprocessors;
+    info->cores = fdma_cuda_device(device)->multiprocessors;
     info->reserved = 0;
     return FDMA_OK;
 }
@@ -193,7 +193,7 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     return depth == check_all ? check_pointers(problem) : FDMA_OK;
 }
 
-fdma_status fdma_run_cuda(const kernel_row *row, const fdma_problem *problem) {
+fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem) {
     const int device = problem->exec.device - 1;
     int before = device;
     cudaError_t status = cudaGetDevice(&before);

@@ -16,6 +16,6 @@ fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
 /* Runs a row of this backend with the problem's device current, and the caller's again after. */
-fdma_status fdma_run_cuda(const kernel_row *row, const fdma_problem *problem);
+fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem);
 
 #endif

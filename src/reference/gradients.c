@@ -242,7 +242,7 @@ static void split_gradient(const fdma_problem *problem, int64_t b, int64_t i, in
     const fdma_tensor *const dout = &problem->dout, *const dlse = &problem->dlse;
     const int64_t row = offset_of(dout, b, i, h);
     for (int n = 0; n < 2; n++) {
-        const fdma_part *const part = &problem->part[n];
+        const fdma_partial *const part = &problem->part[n];
         double sum = is_present(dlse) ? fdma_load(dlse, offset_of(dlse, b, h, i)) : 0;
         for (int64_t d = 0; d < problem->head_dim; d++) {
             const double gradient = fdma_load(dout, row + d), share = shares.of[n];

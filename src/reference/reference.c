@@ -245,7 +245,7 @@ static size_t no_workspace(const fdma_problem *problem) {
     return 0;
 }
 
-static const kernel_row rows[] = {
+static const fdma_kernel rows[] = {
     {"reference", operation_score, nothing_missing, refuses_nothing, no_workspace, run_score,
      false},
     {"reference", operation_select, nothing_missing, refuses_nothing, select_workspace, run_select,

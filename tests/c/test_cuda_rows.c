@@ -96,7 +96,7 @@ static fdma_problem problem_of(fdma_operation operation, const sizes *n, place a
                                            : score_problem(n, at);
 }
 
-static void check_row(const kernel_row *row, const sizes *n, int deterministic) {
+static void check_row(const fdma_kernel *row, const sizes *n, int deterministic) {
     static _Alignas(256) char line[512];
     static const int64_t gaps[] = {0, 8, 3};
     static const int64_t shifts[] = {2, 16, 128};
@@ -116,7 +116,7 @@ static void workspaces_do_not_depend_on_addresses(void) {
     int backward = 0, score = 0;
     for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
         for (int32_t i = 0; i < (*table)->count; i++) {
-            const kernel_row *row = &(*table)->rows[i];
+            const fdma_kernel *row = &(*table)->rows[i];
             if (row->operation != operation_backward &&
                 row->operation != operation_score_backward) {
                 continue;

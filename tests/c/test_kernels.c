@@ -196,7 +196,7 @@ static const char *takes_one_query(const fdma_problem *problem) {
     return problem->q_len == 1 ? NULL : "many queries";
 }
 
-static const kernel_row made_up[] = {
+static const fdma_kernel made_up[] = {
     {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL, false},
     {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL, false},
     {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL, false},
@@ -228,7 +228,7 @@ static void rows_are_chosen_by_what_runs_here(void) {
         const fdma_problem problem = {.operation = operation_forward,
                                       .q_len = choices[i].q_len,
                                       .exec = {.kernel = choices[i].kernel}};
-        const kernel_row *row = NULL;
+        const fdma_kernel *row = NULL;
         const fdma_status status = fdma_pick_row(made_up_backends, &problem, &row);
         test_context("choice %d", i);
         if (choices[i].picked != NULL) {

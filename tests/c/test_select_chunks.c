@@ -1,6 +1,6 @@
 /* test_select_chunks.c - selection with its keys cut into chunks of any size, far below what a call
  * cuts: bit for bit what the reference selects, and what one chunk does. Then calls that cut. */
-#include "cpu/kernels/select_chunks.h"
+#include "cpu/select/chunks.h"
 #include "fixture.h"
 #include "reference/reference.h"
 
@@ -88,7 +88,7 @@ static fdma_problem new_problem(int64_t batch, int64_t kv_heads, int64_t kv_len,
 
 static void select_reference(fdma_problem *problem) {
     const kernel_backend backend[] = {fdma_reference_tables, NULL};
-    const kernel_row *row;
+    const fdma_kernel *row;
     for (int32_t i = 0; (row = fdma_row_at(backend, i)) != NULL; i++) {
         if (row->operation == operation_select) {
             exec_alloc(&problem->exec, row->workspace(problem));

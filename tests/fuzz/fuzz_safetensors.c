@@ -2,7 +2,7 @@
  * and whatever it refuses it explains in one line. */
 #include "fuzz.h"
 
-#include "safetensors.h"
+#include "common/safetensors.h"
 
 #include <stdlib.h>
 #include <string.h>

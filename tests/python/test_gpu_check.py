@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from kernels_hash import kernels_hash  # noqa: E402
 
-RESULTS = sorted((ROOT / "bench" / "results").glob("*cuda*.json"))
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*cuda*.json"))
 
 
 def run(*arguments: str | Path, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""bench/peers.py on tiny lengths: its rows, its picture, its table, and that it finds mistakes."""
+"""benchmarks/peers.py on tiny lengths: its rows, its picture, its table, and that it finds mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import peers  # noqa: E402
 
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one tiny run left figures.json, picture.svg and, in printed, its output."""
     folder = tmp_path_factory.mktemp("peers")
     files = ["--json", folder / "figures.json", "--picture", folder / "picture.svg"]
-    done = run(ROOT / "bench" / "peers.py", *TINY, "--threads", "1", *files)
+    done = run(ROOT / "benchmarks" / "peers.py", *TINY, "--threads", "1", *files)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (folder / "printed").write_text(done.stdout)
@@ -129,7 +129,7 @@ def test_picture(folder: Path) -> None:
 
 
 def test_table(folder: Path, lines: list[dict[str, Any]]) -> None:
-    done = run(ROOT / "tools" / "bench_table.py", folder / "figures.json")
+    done = run(ROOT / "benchmarks" / "table.py", folder / "figures.json")
     assert done.returncode == 0, done.stderr
     head, _, *table = done.stdout.splitlines()
     assert lines[0]["machine"] in head and f"PyTorch {torch.__version__}" in head

@@ -1,4 +1,4 @@
-"""What bench/peers_cuda.py computes apart from running on a device: cases, figures, checks, table
+"""What benchmarks/peers_cuda.py computes apart from running on a device: cases, figures, checks, table
 and picture. Its inputs are stood for by tensors of the CPU."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import peers_common  # noqa: E402
 import peers_cuda  # noqa: E402
@@ -133,14 +133,14 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 4
     assert json.loads(path.read_text().splitlines()[1])["met"] is True
 
-    table = [sys.executable, str(ROOT / "tools" / "bench_table.py"), str(path)]
+    table = [sys.executable, str(ROOT / "benchmarks" / "table.py"), str(path)]
     done = subprocess.run(table, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "A GPU" in done.stdout and "src/cuda 0123" in done.stdout
     assert "| >= 0.7 of dense (aim 1) | yes |" in done.stdout
 
     picture = tmp_path / "figures.svg"
-    draw = [sys.executable, str(ROOT / "bench" / "peers_picture.py"), str(path), "--out"]
+    draw = [sys.executable, str(ROOT / "benchmarks" / "peers_picture.py"), str(path), "--out"]
     done = subprocess.run([*draw, str(picture)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert picture.read_text().rstrip().endswith("</svg>")

@@ -19,7 +19,7 @@ FUNCTION_LINES = 60
 FILE_LINES = 500
 MANUAL, MANUAL_LINES = "include/fdma.h", 700  # one header for all calls
 COLUMNS = 100
-TOPS = (".ci", "bench", "cmake", "examples", "include", "python", "src", "tests", "tools")
+TOPS = (".ci", "benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
 C_SUFFIXES = (".c", ".h", ".cu", ".cuh")
 SUFFIXES = (*C_SUFFIXES, ".py", ".sh", ".cmake")
 

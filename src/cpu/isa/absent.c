@@ -21,7 +21,7 @@ static const char *missing_x86(void) { return "x86-64"; }
 static const char *missing_arm(void) { return "aarch64"; }
 #endif
 
-static const kernel_row rows[] = {
+static const fdma_kernel rows[] = {
 #if !defined(FDMA_HAVE_AVX2)
     ABSENT_ROWS("cpu/avx512", missing_x86),     ABSENT_ROWS("cpu/amx", missing_x86),
     ABSENT_ROWS("cpu/avx512bf16", missing_x86), ABSENT_ROWS("cpu/avx2", missing_x86),

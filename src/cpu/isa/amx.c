@@ -3,17 +3,17 @@
 #include "cpu/simd/avx512.h"
 #include "cpu/simd/bf16_pairs.h"
 
+#include "cpu/common/product_tiles.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels/product_tiles.h"
 
-#include "cpu/kernels/backward.h"
-#include "cpu/kernels/forward.h"
-#include "cpu/kernels/lists.h"
-#include "cpu/kernels/merge.h"
-#include "cpu/kernels/score.h"
-#include "cpu/kernels/score_backward.h"
-#include "cpu/kernels/select.h"
+#include "cpu/backward/backward.h"
+#include "cpu/forward/forward.h"
+#include "cpu/lists/lists.h"
+#include "cpu/merge/merge.h"
+#include "cpu/score/score.h"
+#include "cpu/score/score_backward.h"
+#include "cpu/select/select.h"
 
-static const kernel_row rows[] = {CPU_ROWS("cpu/amx", fdma_missing_amx, fdma_refuses_singles)};
+static const fdma_kernel rows[] = {CPU_ROWS("cpu/amx", fdma_missing_amx, fdma_refuses_singles)};
 
 const kernel_table fdma_cpu_amx = {rows, sizeof rows / sizeof rows[0]};

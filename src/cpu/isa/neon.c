@@ -2,17 +2,17 @@
 #include "cpu/simd/neon.h"
 #include "cpu/simd/singles.h"
 
+#include "cpu/common/product.h"
 #include "cpu/isa/isa.h"
-#include "cpu/kernels/product.h"
 
-#include "cpu/kernels/backward.h"
-#include "cpu/kernels/forward.h"
-#include "cpu/kernels/lists.h"
-#include "cpu/kernels/merge.h"
-#include "cpu/kernels/score.h"
-#include "cpu/kernels/score_backward.h"
-#include "cpu/kernels/select.h"
+#include "cpu/backward/backward.h"
+#include "cpu/forward/forward.h"
+#include "cpu/lists/lists.h"
+#include "cpu/merge/merge.h"
+#include "cpu/score/score.h"
+#include "cpu/score/score_backward.h"
+#include "cpu/select/select.h"
 
-static const kernel_row rows[] = {CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_slow)};
+static const fdma_kernel rows[] = {CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_slow)};
 
 const kernel_table fdma_cpu_neon = {rows, sizeof rows / sizeof rows[0]};

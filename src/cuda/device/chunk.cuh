@@ -4,7 +4,7 @@
 #define FDMA_CUDA_DEVICE_CHUNK_CUH
 
 #include "cuda/device/element.cuh"
-#include "cuda/device/plan.cuh"
+#include "cuda/device/head_view.cuh"
 
 static constexpr int row_threads = 256;
 static constexpr int row_lanes = 8;

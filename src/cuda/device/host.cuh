@@ -5,7 +5,7 @@
 extern "C" {
 #include "core/error.h"
 #include "core/plan.h"
-#include "cuda/facts.h"
+#include "cuda/devices.h"
 }
 
 #include <cuda_runtime.h>
@@ -51,7 +51,7 @@ static fdma_status launch(const char *what, void (*kernel)(Params...), const lau
         cluster->val.clusterDim.y = 1;
         cluster->val.clusterDim.z = 1;
     }
-    const cuda_facts *const facts = fdma_cuda_facts(problem->exec.device);
+    const cuda_device *const facts = fdma_cuda_device(problem->exec.device);
     if (shape.after_dependency && facts->capability >= 90) {
         cudaLaunchAttribute *const overlap = &attributes[config.numAttrs++];
         overlap->id = cudaLaunchAttributeProgrammaticStreamSerialization;

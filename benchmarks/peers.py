@@ -1,0 +1,457 @@
+#!/usr/bin/env python3
+"""Compare flash_dmattn with PyTorch's scaled_dot_product_attention (SDPA) in one process.
+
+Both read the same tensors: causal, batch 1, one head, head_dim 128. In each round every peer of a
+case runs once, so that what slows the machine slows them all. Run it, from the repository's root,
+with flash_dmattn installed (or PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so):
+
+    python benchmarks/peers.py --device cpu --json FILE --picture docs/figures/peers-cpu.svg
+
+Before a case is timed its outputs are checked, see check_outputs(). Exit status: 0 done; 1 outputs
+disagree or a file could not be written; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, NoReturn
+
+import flash_dmattn
+import peers_cuda
+import peers_training
+import torch
+from peers_common import (
+    QUICK,
+    USUAL,
+    Disagreement,
+    Rounds,
+    find_machine,
+    quantiles,
+    require_close,
+    write_whole,
+)
+from torch.nn.functional import scaled_dot_product_attention
+
+HEAD_DIM = 128
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+LENGTHS = [1024, 2048, 4096, 8192, 16384]
+WINDOW = 2048
+BLOCK = 256  # queries that share a bound on their errors,
+SAMPLES = 16  # computed from so many of them
+
+MORE = """
+Cases: forward/dense (causal, all keys), forward/selected (the window best keys of each query) and
+training/selected (forward and the gradients of q, k and v).
+Peers:
+  fdma         flash_dmattn; a selected case counts its selection
+  sdpa         scaled_dot_product_attention(is_causal=True): all keys, in selected cases too
+  sdpa-masked  scaled_dot_product_attention under the boolean mask of the selection, already built
+  mask         building that mask from flash_dmattn's selection, which is counted
+Columns:
+  ms             median of the rounds
+  spread         (90th percentile - 10th percentile) / median
+  GFLOP/s        useful ones: 4 * head_dim (training: 3.5 times that) for each query and key that it
+                 keeps; all keys for sdpa
+  times as fast  as this peer fdma is: the ratio of their times in the same round, median
+{cuda}
+FILTER is a part of cases' names or, where it has * or ?, a pattern for all of it.
+"""
+
+
+QUICK_LENGTHS = [1024, 2048, 4096]
+TRAINING_LENGTHS = [8192]
+QUICK_TRAINING_LENGTHS = [4096]
+
+
+class Case(NamedTuple):
+    dtype: str
+    length: int  # q_len and kv_len
+    window: int  # 0: dense
+    training: bool = False  # forward and backward
+
+    def name(self) -> str:
+        kind = "training" if self.training else "forward"
+        form, end = ("selected", f"/w{self.window}") if self.window else ("dense", "")
+        return f"{kind}/{form}/{self.dtype}/d{HEAD_DIM}/n{self.length}{end}"
+
+    def flops(self, window: int) -> float:
+        """Useful ones where each query keeps `window` keys; 0: all."""
+        full = min(window or self.length, self.length)
+        pairs = full * (full + 1) // 2 + (self.length - full) * full
+        return (3.5 if self.training else 1) * 4.0 * HEAD_DIM * pairs
+
+
+class Inputs:
+    """The tensors of a case: query, key, value [1, 1, length, head_dim] as SDPA takes them, views
+    of the same memory as flash_dmattn takes them, score [1, 1, length] without equal numbers."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(case.length)
+        shape = (3, 1, 1, case.length, HEAD_DIM)
+        self.window = case.window
+        self.sdpa = torch.randn(shape, generator=generator).to(DTYPES[case.dtype]).unbind()
+        self.fdma = [tensor.transpose(1, 2) for tensor in self.sdpa]
+        self.score = torch.randperm(case.length, generator=generator).float()[None, None]
+        self.mask = build_mask(self) if case.window else None
+        if case.training:
+            self.dout = torch.randn(shape[1:], generator=generator).to(DTYPES[case.dtype])
+            self.sdpa = tuple(tensor.clone().requires_grad_() for tensor in self.sdpa)
+
+
+def fdma_dense(inputs: Inputs) -> torch.Tensor:
+    return flash_dmattn.attention(*inputs.fdma, causal=True)[0].transpose(1, 2)
+
+
+def fdma_selected(inputs: Inputs) -> torch.Tensor:
+    selection = flash_dmattn.select(inputs.score, inputs.window)
+    out, _ = flash_dmattn.attention(*inputs.fdma, selection=selection, causal=True)
+    return out.transpose(1, 2)
+
+
+def sdpa_dense(inputs: Inputs) -> torch.Tensor:
+    return scaled_dot_product_attention(*inputs.sdpa, is_causal=True)
+
+
+def sdpa_masked(inputs: Inputs) -> torch.Tensor:
+    return scaled_dot_product_attention(*inputs.sdpa, attn_mask=inputs.mask)
+
+
+def build_mask(inputs: Inputs) -> torch.Tensor:
+    """bool [1, 1, length, length]. From expiry: the cheapest way that there is to it."""
+    expiry = flash_dmattn.select(inputs.score, inputs.window).expiry
+    key = torch.arange(expiry.shape[-1], dtype=torch.int32)
+    position = key[:, None]
+    return (key <= position) & (position < expiry[:, :, None])
+
+
+class Peer(NamedTuple):
+    name: str
+    run: Callable[[Inputs], Any]
+    keys: str  # which each query attends over: "all", "kept", or "none" where that is not the job
+
+
+# What each device can run, flash_dmattn first. Another device brings its own rows.
+PEERS = {
+    "cpu": {
+        "dense": (Peer("fdma", fdma_dense, "all"), Peer("sdpa", sdpa_dense, "all")),
+        "selected": (
+            Peer("fdma", fdma_selected, "kept"),
+            Peer("sdpa", sdpa_dense, "all"),
+            Peer("sdpa-masked", sdpa_masked, "kept"),
+            Peer("mask", build_mask, "none"),
+        ),
+        "training": tuple(
+            Peer(name, functools.partial(peers_training.step, name), "kept")
+            for name in peers_training.FORWARDS
+        ),
+    },
+}
+
+
+DEVICES = ("cpu", "cuda")
+
+
+def peers_of(device: str, case: Case) -> tuple[Peer, ...]:
+    if case.training:
+        return PEERS[device]["training"]
+    return PEERS[device]["selected" if case.window else "dense"]
+
+
+class Block(NamedTuple):
+    """What outputs are held against: some queries of BLOCK neighbouring ones."""
+
+    rows: slice
+    sample: torch.Tensor  # their positions
+    exact: torch.Tensor  # out [samples, head_dim] float64
+    allowed: float  # how far an output may be from that
+
+
+def evaluate(
+    inputs: Inputs, rows: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """out [rows, head_dim] with every step in `dtype`. kept: bool [rows, some first keys]."""
+    query, key, value = (tensor[0, 0, : kept.shape[1]].to(dtype) for tensor in inputs.sdpa)
+    logits = (query[rows] @ key.T) * HEAD_DIM**-0.5
+    return torch.softmax(logits.masked_fill(~kept, -torch.inf), 1) @ value
+
+
+def keys_kept(inputs: Inputs, rows: torch.Tensor, window: int) -> torch.Tensor:
+    """bool [rows, keys up to the last row], by sorting; window 0: all that causality leaves."""
+    key = torch.arange(int(rows[-1]) + 1)
+    visible = key <= rows[:, None]
+    if not 0 < window < len(key):
+        return visible
+    scores = inputs.score[0, 0, : len(key)].expand_as(visible).masked_fill(~visible, -torch.inf)
+    best = torch.zeros_like(visible).scatter(1, scores.topk(window).indices, True)
+    return best & visible
+
+
+def allowance(
+    inputs: Inputs,
+    sample: torch.Tensor,
+    kept: torch.Tensor,
+    exact: torch.Tensor,
+    dtype: torch.dtype,
+) -> float:
+    """How far an output in `dtype` may be from `exact`: twice as far as that of a plain evaluation,
+    plus one rounding step of the largest output."""
+    plain = evaluate(inputs, sample, kept, dtype)
+    error = (plain.double() - exact).abs().max().item()
+    return 2 * error + torch.finfo(dtype).eps * exact.abs().max().item()
+
+
+def reference_blocks(inputs: Inputs, window: int) -> list[Block]:
+    """What is allowed is found block by block, because outputs shrink with more keys."""
+    blocks = []
+    length, dtype = inputs.sdpa[0].shape[2], inputs.sdpa[0].dtype
+    for start in range(0, length, BLOCK):
+        end = min(start + BLOCK, length)
+        sample = torch.linspace(start, end - 1, min(SAMPLES, end - start)).round().long()
+        kept = keys_kept(inputs, sample, window)
+        exact = evaluate(inputs, sample, kept, torch.float64)
+        blocks.append(
+            Block(slice(start, end), sample, exact, allowance(inputs, sample, kept, exact, dtype))
+        )
+    return blocks
+
+
+def check_outputs(
+    case: Case, peers: tuple[Peer, ...], inputs: Inputs, references: dict[str, list[Block]]
+) -> None:
+    """Every peer's output is within what is allowed of the sampled queries, and, at all queries,
+    within twice that of fdma's where both attend over the same keys. Errors: Disagreement."""
+    if case.training:
+        peers_training.check_gradients(inputs, keys_kept, case.name())
+        return
+    first = peers[0]
+    ours = first.run(inputs)[0, 0]
+    for peer in peers:
+        if peer.keys == "none":
+            continue
+        out = ours if peer is first else peer.run(inputs)[0, 0]
+        for block in references[peer.keys]:
+            what = f"{case.name()}: queries {block.rows.start} to {block.rows.stop - 1} of"
+            samples = f"{what} {peer.name} and of float64"
+            require_close(out[block.sample], block.exact, block.allowed, samples)
+            if peer.keys == first.keys and peer is not first:
+                both = f"{what} {peer.name} and of {first.name}"
+                require_close(out[block.rows], ours[block.rows], 2 * block.allowed, both)
+
+
+def alternate(peers: tuple[Peer, ...], inputs: Inputs, rounds: Rounds) -> list[list[float]]:
+    """Milliseconds of each peer, round by round."""
+    times: list[list[float]] = [[] for _ in peers]
+    end = time.perf_counter() + rounds.seconds
+    while len(times[0]) < rounds.least or (
+        len(times[0]) < rounds.most and time.perf_counter() < end
+    ):
+        for peer, own in zip(peers, times):
+            before = time.perf_counter()
+            peer.run(inputs)
+            own.append(1e3 * (time.perf_counter() - before))
+    return times
+
+
+def make_row(
+    case: Case, peer: Peer, threads: int, times: list[float], ours: list[float]
+) -> dict[str, Any]:
+    low, median, high = quantiles(times)
+    window = {"all": 0, "kept": case.window}.get(peer.keys)
+    return {
+        "case": case.name(),
+        "peer": peer.name,
+        "threads": threads,
+        "ms": median,
+        "spread": (high - low) / median,
+        "useful_gflops": None if window is None else case.flops(window) / (median * 1e6),
+        "ratio": None if times is ours else quantiles([a / b for a, b in zip(times, ours)])[1],
+    }
+
+
+def measure(args: argparse.Namespace, cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """The rows of each case, on each number of threads. Errors: Disagreement."""
+    for case in cases:
+        inputs = Inputs(case)
+        peers = peers_of(args.device, case)
+        windows = {"all": 0, "kept": case.window}
+        references = {
+            keys: reference_blocks(inputs, windows[keys])
+            for keys in {peer.keys for peer in peers} - {"none"}
+            if not case.training
+        }
+        for threads in args.threads:
+            torch.set_num_threads(threads)  # flash_dmattn follows it
+            check_outputs(case, peers, inputs, references)  # warms up, too
+            times = alternate(peers, inputs, args.rounds)
+            for peer, own in zip(peers, times):
+                yield make_row(case, peer, threads, own, times[0])
+
+
+def print_row(row: dict[str, Any]) -> None:
+    formats = {"useful_gflops": "10.1f", "ratio": "13.2f"}
+    cells = [
+        format(row[field], form) if row[field] is not None else " " * int(form.split(".")[0])
+        for field, form in formats.items()
+    ]
+    line = (
+        f"{row['case']:40} {row['peer']:12} {row['threads']:7} {row['ms']:10.3f}"
+        f" {row['spread']:8.3f} {' '.join(cells)}"
+    )
+    print(line.rstrip(), flush=True)
+
+
+def print_head() -> None:
+    print(
+        f"{'case':40} {'peer':12} {'threads':>7} {'ms':>10} {'spread':>8} {'GFLOP/s':>10}"
+        f" {'times as fast':>13}"
+    )
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) < 2**24:  # scores are float32
+        raise argparse.ArgumentTypeError(f"is {text!r}, want a number from 1 to 16777215")
+    return int(text)
+
+
+def whole_numbers(text: str) -> list[int]:
+    return [whole_number(part) for part in text.split(",")]
+
+
+def output(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"is {text!r}, want a file in a folder that exists")
+    return path
+
+
+def picture(text: str) -> Path:
+    path = output(text)
+    if path.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"is {text!r}, want a name that ends in .svg or .png")
+    return path
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="peers.py",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=MORE.format(cuda=peers_cuda.MORE.strip()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("filter", nargs="?", metavar="FILTER", help="which cases (default: all)")
+    add("--device", default="cpu", help="where to run: cpu or cuda (default: cpu)")
+    add("--json", type=output, metavar="FILE", help="also write the figures, one object a line")
+    add("--picture", type=picture, metavar="FILE", help="draw time against length (.svg, .png)")
+    add("--threads", type=whole_number, nargs="+", metavar="N", help="default: 1 2")
+    add("--lengths", type=whole_numbers, metavar="N,...", help="default: 1024 to 16384, doubling")
+    add("--window", type=whole_number, default=WINDOW, metavar="N", help="default: %(default)s")
+    add("--rounds", type=whole_number, metavar="N", help="exactly N rounds a case")
+    add("--quick", action="store_true", help="few rounds, and lengths up to 4096")
+    return parser
+
+
+def select_cases(args: argparse.Namespace) -> list[Case] | list[peers_cuda.Case]:
+    if args.device == "cuda":
+        return named(peers_cuda.all_cases(args.quick), args.filter)
+    lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
+    cases = [
+        Case(dtype, length, window)
+        for window in (0, args.window)
+        for dtype in DTYPES
+        for length in lengths
+    ]
+    longer = args.lengths or (QUICK_TRAINING_LENGTHS if args.quick else TRAINING_LENGTHS)
+    cases += [Case(dtype, length, args.window, True) for dtype in DTYPES for length in longer]
+    return named(cases, args.filter)
+
+
+def named(cases: list[Any], wanted: str | None) -> list[Any]:
+    """Those that FILTER means."""
+    wanted = wanted or ""
+    if any(mark in wanted for mark in "*?["):
+        return [case for case in cases if fnmatch(case.name(), wanted)]
+    return [case for case in cases if wanted in case.name()]
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.device not in flash_dmattn.get_available_backends():
+        parser.error(
+            f"--device {args.device}: there is no {args.device.upper()} backend in this build"
+        )
+    if args.device not in DEVICES:
+        parser.error(f"--device is {args.device!r}, want one of {', '.join(DEVICES)}")
+    cores = os.cpu_count() or 1
+    args.threads = args.threads or [threads for threads in (1, 2) if threads <= cores]
+    if max(args.threads) > cores:
+        parser.error(f"--threads is {max(args.threads)}, and this machine has {cores} cores")
+    args.rounds = (
+        Rounds(args.rounds, args.rounds, 0) if args.rounds else QUICK if args.quick else USUAL
+    )
+    if not (cases := select_cases(args)):
+        parser.error(f"no case matches {args.filter!r}")
+    if args.picture and not find_spec("matplotlib"):
+        parser.error("--picture wants matplotlib, which is not installed")
+    return args, cases
+
+
+def collect(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, Any]]) -> None:
+    """Adds to `rows` what is measured, and prints it. Errors: Disagreement."""
+    if args.device == "cuda":
+        peers_cuda.print_head()
+        for row in peers_cuda.measure(cases, args.rounds):
+            rows.append(row)
+            peers_cuda.print_row(row)
+        held = [row["met"] for row in rows if row["met"] is not None]
+        print(f"{sum(held)} of {len(held)} goals reached")
+    else:
+        print_head()
+        for row in measure(args, cases):
+            rows.append(row)
+            print_row(row)
+
+
+def run(args: argparse.Namespace, cases: list[Case]) -> None:
+    """Errors: Disagreement, OSError."""
+    machine = find_machine(args.device)
+    print(", ".join(f"{field} {value}" for field, value in machine.items() if value), end="\n\n")
+    rows: list[dict[str, Any]] = []
+    try:
+        collect(args, cases, rows)
+    finally:  # what is measured is kept, whatever comes after it
+        if args.json and rows:
+            write_whole(args.json, [machine, *rows])
+    if args.picture:
+        import peers_picture  # wants matplotlib
+
+        peers_picture.draw(machine, rows, args.picture)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, cases = parse(argv)
+    try:
+        run(args, cases)
+    except (Disagreement, OSError) as error:
+        print(f"peers.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

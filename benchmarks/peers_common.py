@@ -1,0 +1,79 @@
+"""What benchmarks/peers.py does on every device: rounds, quantiles, the machine, files."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from flash_dmattn import _library
+from kernels_hash import kernels_hash
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Rounds(NamedTuple):
+    """How often a case is run: until `seconds` are over, but at least and at most so often."""
+
+    least: int
+    most: int
+    seconds: float
+
+
+USUAL = Rounds(5, 100, 3.0)
+QUICK = Rounds(3, 20, 0.3)
+
+
+class Disagreement(Exception):
+    """Outputs that are further apart than rounding explains."""
+
+
+def require_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float, what: str) -> None:
+    error = (found.double() - wanted).abs().max().item()
+    if not error <= allowed:  # so that NaN fails
+        raise Disagreement(f"{what} differ by {error:.3g}, allowed {allowed:.3g}")
+
+
+def quantiles(values: list[float]) -> list[float]:
+    """The first decile, the median and the last decile."""
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+
+
+def commit() -> str | None:
+    """Of the tree; FDMA_COMMIT says it where there is no git."""
+    if given := os.environ.get("FDMA_COMMIT"):
+        return given
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return done.stdout.strip() or None
+
+
+def find_machine(device: str) -> dict[str, Any]:
+    info = _library.DeviceInfo()
+    index = 1 if device == "cuda" else 0
+    _library.check(_library.library.fdma_describe_device(index, ctypes.byref(info)))
+    facts = {
+        "machine": info.name.decode(),
+        "cores": info.cores,
+        "device": device,
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit(),
+    }
+    return {**facts, "kernels": kernels_hash()} if device == "cuda" else facts
+
+
+def write_whole(path: Path, lines: list[dict[str, Any]]) -> None:
+    """All of it or nothing: a reader never sees half a file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    part.replace(path)

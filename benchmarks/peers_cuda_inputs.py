@@ -1,0 +1,133 @@
+"""The cases of a CUDA device that benchmarks/peers.py measures: their sizes, goals and tensors.
+
+bfloat16, causal, batch 1. All peers of a case read the same tensors, in memory [1, length, heads,
+head_dim].
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable, NamedTuple
+
+import flash_dmattn
+import torch
+
+SAMPLES = 32  # queries whose outputs are held against float64, or whose outputs have gradients
+SAW = 4096  # keys of a tooth
+ORDERS = ("rising", "falling", "equal", "sawtooth")
+LONGEST_DENSE = 131072  # dense attention takes a quarter of a second there, and grows by squares
+PASSES = {"backward": 2.5, "selected-backward": 2.5, "dense-backward": 2.5, "training": 3.5}
+HIGHER = ("of_dense", "of_read")  # figures of which more is better
+
+
+class Goal(NamedTuple):
+    """What a row must reach in one of its figures, and what would be better still."""
+
+    figure: str
+    bar: float
+    aim: float
+
+    def words(self) -> str:
+        sign = ">=" if self.figure in HIGHER else "<="
+        unit = self.figure.replace("_", " ")
+        return f"{sign} {self.bar:.3g} {unit} (aim {self.aim:.3g})"
+
+    def met(self, value: float) -> bool:
+        return value >= self.bar if self.figure in HIGHER else value <= self.bar
+
+
+class Case(NamedTuple):
+    kind: str
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    length: int  # keys, and queries where the kind does not say other
+    window: int  # 0: dense
+    goals: dict[str, Goal]  # by peer
+    mask: bool = False  # small enough for SDPA under a mask
+
+    def name(self) -> str:
+        parts = [self.kind]
+        if self.kind == "select":
+            parts.append(f"g{self.kv_heads}")
+        else:
+            parts += ["bf16", f"h{self.q_heads}g{self.kv_heads}", f"d{self.head_dim}"]
+        parts.append(f"n{self.length}")
+        return "/".join(parts + ([f"w{self.window}"] if self.window else []))
+
+    def flops(self, window: int) -> float:
+        """Useful ones where each query keeps `window` keys; 0: all."""
+        full = min(window or self.length, self.length)
+        pairs = full * (full + 1) // 2 + (self.length - full) * full
+        if self.kind == "one-query":
+            pairs = full
+        return PASSES.get(self.kind, 1) * 4.0 * self.head_dim * self.q_heads * pairs
+
+
+class Inputs:
+    """The tensors of a case; what its kind does not need is not there."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(case.length)
+        self.case = case
+        heads, length, dim = case.kv_heads, case.length, case.head_dim
+        new = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        orders = ORDERS if case.kind in ("select", "selected", "selected-backward") else ()
+        self.scores = {order: self.make_scores(order) for order in ("iid", *orders)}
+        if case.kind == "select":
+            return
+        self.value = new(1, length, heads, dim)
+        self.dt_proj = new(heads, heads * dim) / math.sqrt(heads * dim)
+        self.a_coef = torch.randn(heads, device="cuda")
+        self.spare = torch.empty_like(self.value)
+        self.key = torch.randn_like(self.value)
+        self.query = new(1, 1 if case.kind == "one-query" else length, case.q_heads, dim)
+        if case.kind in PASSES:
+            self.dout = torch.randn_like(self.query)
+            self.outs: dict[str, torch.Tensor] = {}  # forward's, by peer, with their graphs
+            for leaf in (self.query, self.key, self.value, self.dt_proj, self.a_coef):
+                leaf.requires_grad_()
+        self.fdma = (self.query, self.key, self.value)
+        self.sdpa = tuple(tensor.transpose(1, 2) for tensor in self.fdma)
+        if case.mask:
+            group = case.q_heads // case.kv_heads
+            self.mask = build_mask(self)
+            self.expanded = [tensor.repeat_interleave(group, 1) for tensor in self.sdpa[1:]]
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def make_scores(self, order: str) -> torch.Tensor:
+        """[1, kv_heads, length] float32."""
+        shape = (1, self.case.kv_heads, self.case.length)
+        place = torch.arange(self.case.length, device="cuda", dtype=torch.float32)
+        ordered = {"rising": place, "falling": -place, "equal": 0 * place, "sawtooth": place % SAW}
+        if order in ordered:
+            return ordered[order].expand(shape).contiguous()
+        return torch.randn(shape, device="cuda")
+
+
+class Peer(NamedTuple):
+    name: str
+    run: Callable[[Inputs], Any]
+    keys: str = ""  # which each query keeps: "all", an order's; "": there is no output to check
+
+
+def build_mask(inputs: Inputs) -> torch.Tensor:
+    """bool [1, q_heads, length, length]. From expiry: the cheapest way that there is to it."""
+    case = inputs.case
+    expiry = flash_dmattn.select(inputs.scores["iid"], case.window).expiry
+    key = torch.arange(case.length, dtype=torch.int32, device="cuda")
+    kept = (key <= key[:, None]) & (key[:, None] < expiry[:, :, None])
+    return kept.repeat_interleave(case.q_heads // case.kv_heads, 1)
+
+
+def best_keys(score: torch.Tensor, rows: torch.Tensor, window: int) -> torch.Tensor:
+    """bool [rows, length] of one kv head's score [length]; the later of equals first."""
+    key = torch.arange(len(score), device=score.device)
+    visible = key <= rows[:, None]
+    if not 0 < window < len(score):
+        return visible
+    backwards = score.expand_as(visible).masked_fill(~visible, -torch.inf).flip(1)
+    order = backwards.sort(dim=1, descending=True, stable=True).indices[:, :window]
+    kept = torch.zeros_like(visible).scatter(1, len(score) - 1 - order, True)
+    return kept & visible

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, a panel for each dtype; of a CUDA
+device milliseconds against length, and useful FLOP/s as a share of dense attention's.
+
+peers.py --picture draws what it measured; this draws a JSON file that it wrote, by itself:
+
+    pip install matplotlib
+    python benchmarks/peers_picture.py benchmarks/results/peers-cpu.json --out docs/figures/peers-cpu.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib import pyplot
+
+TITLES = {"f32": "float32", "bf16": "bfloat16"}
+CASE = re.compile(r"forward/(?P<form>\w+)/(?P<dtype>\w+)/d\d+/n(?P<length>\d+)(/w(?P<window>\d+))?")
+
+
+class Line(NamedTuple):
+    form: str
+    peer: str
+    label: str
+    colour: str  # of Okabe and Ito's, which differ without colour vision
+    marker: str
+
+
+LINES = (
+    Line("selected", "sdpa-masked", "SDPA, masked", "#E69F00", "^"),
+    Line("dense", "sdpa", "SDPA, dense", "#CC79A7", "s"),
+    Line("dense", "fdma", "flash_dmattn, dense", "#56B4E9", "o"),
+    Line("selected", "fdma", "flash_dmattn, selected", "#0072B2", "D"),
+)
+
+
+def points(rows: list[dict[str, Any]], line: Line, dtype: str) -> list[tuple[int, float]]:
+    """Length and milliseconds, by length."""
+    found = []
+    for row in rows:
+        case = CASE.fullmatch(row["case"])
+        if case and (case["form"], case["dtype"], row["peer"]) == (line.form, dtype, line.peer):
+            found.append((int(case["length"]), row["ms"]))
+    return sorted(found)
+
+
+def draw_panel(axes: pyplot.Axes, rows: list[dict[str, Any]], dtype: str) -> None:
+    lengths = set()
+    for line in LINES:
+        drawn = points(rows, line, dtype)
+        lengths.update(length for length, _ in drawn)
+        axes.plot(
+            [length for length, _ in drawn],
+            [ms for _, ms in drawn],
+            color=line.colour,
+            marker=line.marker,
+            markersize=5,
+            label=line.label,
+        )
+    axes.set_title(TITLES[dtype])
+    axes.set_xlabel("length (q_len = kv_len)")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(lengths), [str(length) for length in sorted(lengths)])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def caption(machine: dict[str, Any], rows: list[dict[str, Any]], threads: int) -> str:
+    """What was measured, and on what."""
+    windows = {case["window"] for row in rows if (case := CASE.fullmatch(row["case"]))} - {None}
+    where = [
+        machine["machine"],
+        "1 thread" if threads == 1 else f"{threads} threads",
+        f"PyTorch {machine['torch']}",
+    ]
+    what = ["causal, one head, head_dim 128", *(f"window {window}" for window in sorted(windows))]
+    counted = "selection counted, making the mask not"
+    return f"{', '.join(where)}\n{', '.join(what)}; {counted}"
+
+
+CUDA_CASE = re.compile(r"(?P<kind>\w+)/bf16/h32g8/d128/n(?P<length>\d+)(/w(?P<window>\d+))?")
+CUDA_LINES = (
+    Line("attention", "masked", "SDPA, masked", "#E69F00", "^"),
+    Line("attention", "flash", "FlashAttention-2, dense", "#009E73", "v"),
+    Line("attention", "cudnn", "cuDNN, dense", "#CC79A7", "s"),
+    Line("attention", "fdma", "flash_dmattn, selected", "#0072B2", "D"),
+)
+
+
+def draw_times(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
+    for line in CUDA_LINES:
+        drawn = []
+        for row in rows:
+            case = CUDA_CASE.fullmatch(row["case"])
+            if case and (case["kind"], row["peer"]) == (line.form, line.peer):
+                drawn.append((int(case["length"]), row["ms"]))
+        lengths, times = zip(*sorted(drawn)) if drawn else ((), ())
+        axes.plot(
+            lengths, times, color=line.colour, marker=line.marker, markersize=5, label=line.label
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("length (q_len = kv_len); 32 heads, 8 kv heads, head_dim 128, window 2048")
+    axes.set_ylabel("milliseconds")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.legend(frameon=False)
+
+
+def draw_shares(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
+    shown = [row for row in rows if row["peer"].startswith("fdma") and row["of_dense"] is not None]
+    names = [
+        row["case"].replace("/bf16", "") + row["peer"].removeprefix("fdma").replace("-", ", ")
+        for row in shown
+    ]
+    places = range(len(shown))
+    axes.barh(places, [row["of_dense"] for row in shown], color="#0072B2")
+    for place, row in zip(places, shown):
+        if row["goal"] and "of dense" in row["goal"]:
+            bar = float(row["goal"].split()[1])
+            axes.plot([bar, bar], [place - 0.4, place + 0.4], color="#D55E00", linewidth=2)
+    axes.set_yticks(places, names, fontsize="x-small")
+    axes.invert_yaxis()
+    axes.axvline(1, color="0.5", linewidth=0.8)
+    axes.set_xlabel("useful FLOP/s, share of dense attention's (sm80: FlashAttention-2's)")
+
+
+def draw_cuda(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
+    draw_times(left, rows)
+    draw_shares(right, rows)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    words = f"{machine['machine']}, PyTorch {machine['torch']}, bfloat16, causal, selection counted"
+    figure.supxlabel(words, fontsize="small", color="0.35")
+    save(figure, out)
+
+
+def save(figure: pyplot.Figure, out: Path) -> None:
+    bare = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata: the same bytes
+    figure.savefig(out, metadata=bare if out.suffix == ".svg" else None)
+
+
+def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
+    """On the CPU the rows of the fewest threads."""
+    matplotlib.use("svg" if out.suffix == ".svg" else "agg")
+    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # ids that do not change from run to run
+    if machine["device"] == "cuda":
+        draw_cuda(machine, rows, out)
+        return
+    threads = min(row["threads"] for row in rows)
+    rows = [row for row in rows if row["threads"] == threads]
+    dtypes = [dtype for dtype in TITLES if any(f"/{dtype}/" in row["case"] for row in rows)]
+    figure, panels = pyplot.subplots(
+        1, len(dtypes), figsize=(9, 4.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, dtype in zip(panels[0], dtypes):
+        draw_panel(axes, rows, dtype)
+    panels[0][0].set_ylabel("milliseconds")
+    lines = panels[0][0].get_lines()
+    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
+    figure.supxlabel(caption(machine, rows, threads), fontsize="small", color="0.35")
+    save(figure, out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("json", type=Path, help="what peers.py --json wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]
+    draw(machine, rows, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+/* Elementary functions of vectors. */
+#ifndef FDMA_CPU_COMMON_MATH_H
+#define FDMA_CPU_COMMON_MATH_H
+
+#include "core/problem.h"
+
+/* 2^x; relative error 1e-7, and exact where x is whole. Minimax polynomial of degree 5 on [0,
+ * 1). */
+static inline vf exp2_of(vf x) {
+    const vf f = vf_fraction(x);
+    vf p = vf_fma(f, vf_set(0x1.e97516p-10f), vf_set(0x1.27784ep-7f));
+    p = vf_fma(p, f, vf_set(0x1.c91ce8p-5f));
+    p = vf_fma(p, f, vf_set(0x1.ebdb56p-3f));
+    p = vf_fma(p, f, vf_set(0x1.62e4bap-1f));
+    p = vf_fma(p, f, vf_set(1));
+    return vf_scale2(p, x);
+}
+
+/* tanh(x): an odd polynomial below 0.625 (Cephes' coefficients), by exponentials above. */
+static inline vf tanh_of(vf x) {
+    const vf size = vf_abs(x), square = vf_mul(x, x);
+    vf p = vf_fma(square, vf_set(-5.70498872745e-3f), vf_set(2.06390887954e-2f));
+    p = vf_fma(p, square, vf_set(-5.37397155531e-2f));
+    p = vf_fma(p, square, vf_set(1.33314422036e-1f));
+    p = vf_fma(p, square, vf_set(-3.33332819422e-1f));
+    const vf low = vf_fma(vf_mul(p, square), x, x);
+    const vf power = exp2_of(vf_mul(size, vf_set(-2 * 1.4426950408889634f)));
+    const vf high = vf_div(vf_sub(vf_set(1), power), vf_add(vf_set(1), power));
+    return vf_pick_greater(size, vf_set(0.625f), vf_copy_sign(high, x), low);
+}
+
+/* A softcap beyond all logits does nothing, one far below them makes them all 0: within these the
+ * products with it and its inverse are ordinary numbers. */
+static inline float softcap_of(const fdma_problem *problem) {
+    const double least = 1e-30, most = 1e30, cap = problem->softcap;
+    return (float)(cap == 0 ? 0 : cap < least ? least : cap > most ? most : cap);
+}
+
+/* What logits are multiplied by before tanh. */
+static inline float share_of(float scale, float cap) {
+    const double share = (double)scale / (double)cap;
+    return (float)(share < 1e30 ? share : 1e30);
+}
+
+/* e^x; relative error 1e-7 for every x above -87, 0 below: what rounding x * log2(e) lost is made
+ * good to first order. Minimax polynomial of degree 6 for 2^f on [0, 1). */
+static inline vf exp_of(vf x) {
+    const vf log2e = vf_set(0x1.715476p+0f), rest = vf_set(0x1.4ae0cp-26f);
+    const vf y = vf_mul(x, log2e);
+    const vf lost = vf_fma(x, rest, vf_fma(x, log2e, vf_sub(vf_set(0), y)));
+    // inf - inf is NaN
+    const vf finite = vf_pick_greater(vf_set(1e30f), vf_abs(x), lost, vf_set(0));
+    const vf f = vf_fraction(y);
+    vf p = vf_fma(f, vf_set(0x1.c54186p-13f), vf_set(0x1.46d646p-10f));
+    p = vf_fma(p, f, vf_set(0x1.3d0b92p-7f));
+    p = vf_fma(p, f, vf_set(0x1.c68912p-5f));
+    p = vf_fma(p, f, vf_set(0x1.ebfd58p-3f));
+    p = vf_fma(p, f, vf_set(0x1.62e42cp-1f));
+    p = vf_fma(p, f, vf_set(1));
+    return vf_scale2(vf_fma(vf_mul(p, finite), vf_set(0x1.62e43p-1f), p), y);
+}
+
+/* log(1 + t) for t in [0, 1]; relative error 1e-7. t times a minimax polynomial of degree 9. */
+static inline vf log1p_of(vf t) {
+    vf p = vf_fma(t, vf_set(-0x1.a9336cp-9f), vf_set(0x1.453f12p-6f));
+    p = vf_fma(p, t, vf_set(-0x1.d29ccep-5f));
+    p = vf_fma(p, t, vf_set(0x1.b25362p-4f));
+    p = vf_fma(p, t, vf_set(-0x1.397562p-3f));
+    p = vf_fma(p, t, vf_set(0x1.92f696p-3f));
+    p = vf_fma(p, t, vf_set(-0x1.ff0f88p-3f));
+    p = vf_fma(p, t, vf_set(0x1.554c8p-2f));
+    p = vf_fma(p, t, vf_set(-0x1.ffffbep-2f));
+    p = vf_fma(p, t, vf_set(1));
+    return vf_mul(p, t);
+}
+
+/* log(1 + e^x) */
+static inline vf softplus_of(vf x) {
+    return vf_add(vf_max(vf_set(0), x), log1p_of(exp_of(vf_sub(vf_set(0), vf_abs(x)))));
+}
+
+#endif

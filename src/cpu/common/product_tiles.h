@@ -1,0 +1,206 @@
+/* The two products of a tile on AMX, whose instructions multiply tiles of 16 rows by 16 words of
+ * two bfloat16. Two by two of them hold the sums. Rows are keys or channels, columns lanes. */
+#ifndef FDMA_CPU_COMMON_PRODUCT_TILES_H
+#define FDMA_CPU_COMMON_PRODUCT_TILES_H
+
+#include "cpu/common/keys.h"
+
+enum { amx_rows = 16, amx_words = 16, amx_lanes = 16, amx_bytes = 64 };
+
+_Static_assert((int)terms == 2 && (int)vf_width == (int)amx_lanes, "AMX multiplies pairs");
+_Static_assert((int)key_step == (int)terms * (int)amx_words, "a step of keys is one row of words");
+
+/* Scores, logits, weights of a group of keys, in registers. */
+typedef vf score_block[score_keys][tile_vectors];
+
+typedef struct amx_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} amx_config;
+
+/* Constant, as gcc takes only the first bytes of a variable to be read, and leaves out the rest. */
+static inline void begin_products(void) {
+    enum { r = amx_rows, b = amx_bytes };
+    static const amx_config config = {
+        .palette = 1,
+        .row_bytes = {b, b, b, b, b, b, b, b},
+        .rows = {r, r, r, r, r, r, r, r},
+    };
+    _tile_loadconfig(&config);
+}
+
+static inline void end_products(void) { _tile_release(); }
+
+/* Rows of the listed keys as the left side of a product: in each strip, for each step of keys, a
+ * row of words for every channel. */
+static void load_values(const fdma_problem *problem, float *values, const void *const *sources,
+                        int32_t count) {
+    for (int32_t n = 0; n < whole_steps(count); n += key_step)
+        for (int64_t d = 0; d < tile_dim(problem); d += vf_width) {
+            const int64_t some = channels_at(d, problem->head_dim);
+            float *const to =
+                values + d / strip_channels * strip_length + n / terms * strip_channels;
+            vf words[amx_words];
+            UNROLL
+            for (int w = 0; w < amx_words; w++)
+                words[w] = vf_load_pairs(sources[n + 2 * w], sources[n + 2 * w + 1], d, some);
+            vf_transpose(words);
+            UNROLL
+            for (int channel = 0; channel < amx_rows; channel++)
+                vf_store(to + channel * amx_words, words[channel]);
+        }
+}
+
+static inline void clear_sums(void) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+static inline void store_sums(float *to) {
+    const int64_t lane_bytes = block_lanes * 4;
+    float *const late = to + amx_rows * block_lanes;
+    _tile_stored(0, to, lane_bytes);
+    _tile_stored(1, to + amx_lanes, lane_bytes);
+    _tile_stored(2, late, lane_bytes);
+    _tile_stored(3, late + amx_lanes, lane_bytes);
+}
+
+static inline void load_sums(const float *from) {
+    const int64_t lane_bytes = block_lanes * 4;
+    const float *const late = from + amx_rows * block_lanes;
+    _tile_loadd(0, from, lane_bytes);
+    _tile_loadd(1, from + amx_lanes, lane_bytes);
+    _tile_loadd(2, late, lane_bytes);
+    _tile_loadd(3, late + amx_lanes, lane_bytes);
+}
+
+/* S^T = K Q^T of a step of keys and two vectors of lanes. */
+static inline void score_tiles(float *scores, const float *k, const float *q, int64_t dim) {
+    const int64_t row = padded_row(dim), row_bytes = row * 4, lane_bytes = block_lanes * 4;
+    clear_sums();
+    for (int64_t w = 0; w < dim / terms; w += amx_words) {
+        _tile_loadd(4, k + w, row_bytes);
+        _tile_loadd(5, k + amx_rows * row + w, row_bytes);
+        _tile_loadd(6, q + w * block_lanes, lane_bytes);
+        _tile_loadd(7, q + w * block_lanes + amx_lanes, lane_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    store_sums(scores);
+}
+
+/* Scores of the step of keys that begins at `first`, for one block of lanes. To do this in pieces
+ * between the softmaxes of the step before takes 9 % longer. */
+static inline void score_step(const tile_state *tile, int64_t dim, int32_t first, int block) {
+    const float *const k = tile->k_rows + first * padded_row(dim);
+    const float *const q = tile->q + block * (dim / terms) * block_lanes;
+    for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
+        score_tiles(tile->scores + lane, k, q + lane, dim);
+}
+
+INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
+                        int block, const void *const *ahead, int64_t word_size) {
+    const float *const scores = tile->scores + first % key_step * block_lanes;
+    (void)block;
+    for (int64_t byte = 0; ahead && byte < dim / terms * word_size; byte += 64)
+        prefetch_rows(ahead, score_keys, byte);
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_load(scores + key * block_lanes + m * vf_width);
+    }
+}
+
+/* The same upon what lanes start with. */
+INLINE void score_group_from(score_block s, int from, const tile_state *tile, int64_t dim,
+                             int32_t first, int block, const float *start) {
+    score_group(s, from, tile, dim, first, block, NULL, 0);
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_add(s[key][m], vf_load(start + m * vf_width));
+    }
+}
+
+/* O^T += V^T P^T for two strips of channels and two vectors of lanes. */
+static inline void add_tiles(float *out, const float *values, const float *weights, int32_t words) {
+    const int64_t lane_bytes = block_lanes * 4;
+    load_sums(out);
+    for (int32_t w = 0; w < words; w += amx_words) {
+        _tile_loadd(4, values + w * strip_channels, amx_bytes);
+        _tile_loadd(6, weights + w * block_lanes, lane_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + w * block_lanes + amx_lanes, lane_bytes);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, values + strip_length + w * strip_channels, amx_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    store_sums(out);
+}
+
+/* The same for all channels of a block of lanes, over words 0 to `end`; those up to the end of its
+ * step weigh nothing. */
+static inline void add_all_values(const tile_state *tile, int64_t dim, int block, int from,
+                                  int32_t first, int32_t end) {
+    float *const out = tile->out + block * dim * block_lanes;
+    (void)from, (void)first; // as no half of a block is left out
+    for (int64_t d = 0; d < dim; d += 2 * amx_rows)
+        for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
+            add_tiles(out + d * block_lanes + lane,
+                      tile->values + d / strip_channels * strip_length, tile->weights + lane, end);
+}
+
+/* sums += words of lanes times rows, for a step of keys and some pairs of vectors of channels: the
+ * third product, of the backward pass. It goes over a tile's blocks of lanes, as what it takes to
+ * add up is much for the lanes of one. Words of a key lie `length` after another's, rows of a block
+ * `block_length` after another's; blocks that are not used have words of 0. */
+static inline void add_tile_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                                  const float *rows, int64_t block_length, int vectors, int blocks,
+                                  const uint8_t *is_used) {
+    const int64_t lane_bytes = block_lanes * 4, length_bytes = length * 4;
+    float stored[key_step * block_lanes];
+    for (int m = 0; m < vectors; m += 2) {
+        clear_sums();
+        for (int w = 0; w < blocks * (block_lanes / terms); w += amx_words) {
+            const int block = w / (block_lanes / terms), line = w % (block_lanes / terms);
+            const float *const channels =
+                rows + block * block_length + line * block_lanes + m * amx_lanes;
+            if (!is_used[block])
+                continue;
+            _tile_loadd(4, words + w, length_bytes);
+            _tile_loadd(5, words + amx_rows * length + w, length_bytes);
+            _tile_loadd(6, channels, lane_bytes);
+            _tile_loadd(7, channels + amx_lanes, lane_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        store_sums(stored);
+        for (int key = 0; key < key_step; key++)
+            for (int x = 0; x < 2; x++) {
+                float *const at = sums[key] + d + (m + x) * amx_lanes;
+                const vf more = vf_load(stored + key * block_lanes + x * amx_lanes);
+                vf_store(at, vf_add(vf_load(at), more));
+            }
+    }
+}
+
+/* That of one block is not by itself. */
+enum { lane_keys = key_step };
+
+static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                             const float *rows, int vectors, int first, int end) {
+    (void)sums, (void)d, (void)words, (void)length, (void)rows, (void)vectors, (void)first;
+    (void)end;
+}
+
+#endif

@@ -1,0 +1,128 @@
+/* The online softmax of a tile, with the running maximum raised only past a margin. */
+#ifndef FDMA_CPU_COMMON_SOFTMAX_H
+#define FDMA_CPU_COMMON_SOFTMAX_H
+
+#include "cpu/common/math.h"
+
+static const float log2e = 1.4426950408889634f;
+
+/* A lane's weights in a group of keys may add up to this before its maximum is raised, so that out
+ * is almost never rescaled. */
+static const float most_weight = 2048;
+
+/* scale * s + bias: q is not scaled beforehand, which would round every channel once more. */
+INLINE void scale_and_bias(score_block s, int from, float scale, const float *bias) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        const vf b = vf_set(bias[key]);
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_fma(s[key][m], vf_set(scale), b);
+    }
+}
+
+/* Softcap, through memory: rare enough to stay out of the registers. */
+static __attribute__((noinline)) void cap_stored(float *scores, float scale, float cap) {
+    for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width) {
+        const vf share = vf_mul(vf_load(scores + x), vf_set(share_of(scale, cap)));
+        vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(share)));
+    }
+}
+
+INLINE void cap_scores(score_block s, int from, float *stored, float scale, float cap) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            vf_store(stored + key * block_lanes + m * vf_width, s[key][m]);
+    }
+    cap_stored(stored, scale, cap);
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_load(stored + key * block_lanes + m * vf_width);
+    }
+}
+
+/* -inf where a row does not keep the key; lane: the block's first. */
+INLINE void cut_lanes(score_block s, int from, const int32_t *first_lane, const int32_t *end_lane,
+                      int32_t lane) {
+    UNROLL
+    for (int key = 0; key < score_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_keep(s[key][m], first_lane[key] - lane - m * vf_width,
+                                end_lane[key] - lane - m * vf_width);
+    }
+}
+
+/* Logits become weights: P = e^(S - max), stored in words of keys, and added to `total`. */
+INLINE void weigh(score_block s, int from, const float *max, float *weights, vf *total) {
+    UNROLL
+    for (int m = from; m < tile_vectors; m++) {
+        const vf top = vf_load(max + m * vf_width);
+        total[m] = vf_set(0);
+        UNROLL
+        for (int key = 0; key < score_keys; key++) {
+            s[key][m] = exp2_of(vf_mul(vf_sub(s[key][m], top), vf_set(log2e)));
+            total[m] = vf_add(total[m], s[key][m]);
+            if (key % terms == terms - 1)
+                vf_store(weights + key / terms * block_lanes + m * vf_width,
+                         vf_join(s[key - terms + 1][m], s[key][m]));
+        }
+    }
+}
+
+/* That the maximum has been outgrown shows in the sum: the usual case looks for no maximum. */
+INLINE bool has_outgrown(const vf *total, int from) {
+    bool outgrown = false;
+    UNROLL
+    for (int m = from; m < tile_vectors; m++)
+        outgrown |= vf_any_greater(total[m], vf_set(most_weight));
+    return outgrown;
+}
+
+INLINE void add_total(float *sum, int from, const vf *total) {
+    UNROLL
+    for (int m = from; m < tile_vectors; m++)
+        vf_store(sum + m * vf_width, vf_add(vf_load(sum + m * vf_width), total[m]));
+}
+
+static void scale_at(float *at, vf factor) { vf_store(at, vf_mul(vf_load(at), factor)); }
+
+static void scale_out(float *out, int64_t dim, const vf *factor) {
+    for (int64_t d = 0; d < dim; d++)
+        for (int m = 0; m < tile_vectors; m++)
+            scale_at(out + d * block_lanes + m * vf_width, factor[m]);
+}
+
+static void scale_weights(float *weights, int32_t words, const vf *factor) {
+    for (int32_t n = 0; n < words; n++)
+        for (int m = 0; m < tile_vectors; m++) {
+            float *const at = weights + n * block_lanes + m * vf_width;
+            const vf word = vf_load(at);
+            vf_store(at,
+                     vf_join(vf_mul(vf_even(word), factor[m]), vf_mul(vf_odd(word), factor[m])));
+        }
+}
+
+/* Raises the maximum of a block's lanes to `top` where that is greater, and rescales what has been
+ * summed under the old one: out, sums, and the first `weighed` keys' weights. */
+static void raise_max(const tile_state *tile, int64_t dim, int block, const vf *top,
+                      int32_t weighed) {
+    vf factor[tile_vectors];
+    for (int m = 0; m < tile_vectors; m++) {
+        const int64_t lane = block * block_lanes + m * vf_width;
+        const vf old = vf_load(tile->max + lane);
+        const vf raised = vf_max(top[m], old);
+        factor[m] = exp2_of(vf_mul(vf_sub(old, raised), vf_set(log2e)));
+        vf_store(tile->max + lane, raised);
+        scale_at(tile->sum + lane, factor[m]);
+        scale_at(tile->part + m * vf_width, factor[m]);
+    }
+    scale_out(tile->out + block * dim * block_lanes, dim, factor);
+    scale_weights(tile->weights, weighed / terms, factor);
+}
+
+#endif

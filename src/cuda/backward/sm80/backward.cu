@@ -1,0 +1,101 @@
+/* Backward for one head_dim (FDMA_HEAD_DIM) and those below it, on any device of compute capability
+ * 8.0 and later, by mma.sync. Two passes, each with the products that it needs: one makes dq as
+ * forward makes out, one makes dk, dv and dbias, slot by slot. Neither reduces through memory, so
+ * that results are always bit-equal from run to run.
+ *
+ * On the way: fdma_cuda_begin_backward() -> sum_queries(), sum_keys() for arrivals, then for slots
+ * -> fdma_cuda_end_backward(). Source: arXiv:2205.14135, algorithm 4. */
+#include "cuda/backward/sm80/keys.cuh"
+#include "cuda/backward/sm80/queries.cuh"
+
+static constexpr int32_t slot_rows = 64;
+static constexpr int32_t most_parts = 16;
+
+template <typename element>
+static fdma_status sum_for_keys(const fdma_problem *problem, const backward_plan &plan,
+                                bool aligned) {
+    using config = key_config<element>;
+    static_assert(sizeof(key_memory<config>) <= least_shared_bytes, "keys fit everywhere");
+    static_assert(config::rows == slot_rows, "a block of slots is a block's rows");
+    const int64_t heads = (int64_t)plan.forward.batch * plan.forward.kv_heads;
+    const int64_t blocks = (int64_t)plan.slots / config::rows * plan.parts;
+    launch_shape shape;
+    shape.block = dim3(config::threads);
+    shape.shared_bytes = sizeof(key_memory<config>);
+    if (plan.is_rolling) {
+        shape.grid = grid_of((int64_t)plan.forward.lists * (list_queries / config::rows), heads);
+        FDMA_TRY(
+            launch("backward", sum_keys<config>, shape, problem, plan, pass_diagonal, aligned));
+    }
+    if (blocks == 0)
+        return FDMA_OK;
+    shape.grid = grid_of(blocks, heads);
+    return launch("backward", sum_keys<config>, shape, problem, plan, pass_slots, aligned);
+}
+
+template <typename element>
+static fdma_status sum_for_queries(const fdma_problem *problem, const backward_plan &plan,
+                                   bool aligned) {
+    using config = query_config<element>;
+    static_assert(sizeof(query_memory<config>) <= least_shared_bytes, "queries fit everywhere");
+    const int32_t rows = plan.forward.q_len * plan.forward.group;
+    const int32_t tiles = (rows + config::rows - 1) / config::rows;
+    const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
+    return launch("backward", sum_queries<config>,
+                  {dim3(heads * tiles), dim3(config::threads), sizeof(query_memory<config>)},
+                  problem, plan, tiles, aligned);
+}
+
+template <typename element>
+static fdma_status sum_gradients(const fdma_problem *problem, const backward_plan &plan) {
+    const forward_plan &forward = plan.forward;
+    const bool aligned = is_aligned(forward.q) && is_aligned(forward.k) && is_aligned(forward.v) &&
+                         is_aligned(plan.dout) && is_aligned(plan.dq) && is_aligned(plan.dk) &&
+                         is_aligned(plan.dv);
+    if (forward.batch == 0 || forward.q_heads == 0 || forward.q_len == 0)
+        return FDMA_OK;
+    FDMA_TRY(sum_for_queries<element>(problem, plan, aligned));
+    return sum_for_keys<element>(problem, plan, aligned);
+}
+
+static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
+    return fdma_cuda_plan_backward(problem, arena, {slot_rows, most_parts, 0});
+}
+
+static const char *refuses(const fdma_problem *problem) {
+    const char *const reason = fdma_cuda_refuses_backward(problem);
+    if (reason != NULL)
+        return reason;
+    const int64_t rows = problem->q_len * problem->group;
+    if (rows > INT32_MAX / 2 || problem->batch * problem->kv_heads > INT32_MAX / (rows / 64 + 1))
+        return "more than 2^31 tiles of queries";
+    return problem->head_dim > FDMA_HEAD_DIM ? "a larger head_dim than its own" : NULL;
+}
+
+static size_t workspace(const fdma_problem *problem) {
+    fdma_arena arena = {};
+    lay_out(problem, &arena);
+    return fdma_arena_size(&arena);
+}
+
+static fdma_status run(const fdma_problem *problem) {
+    fdma_arena arena = fdma_arena_of(problem);
+    const backward_plan plan = lay_out(problem, &arena);
+    FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
+    if (problem->dtype == FDMA_FLOAT16)
+        FDMA_TRY(sum_gradients<__half>(problem, plan));
+    else
+        FDMA_TRY(sum_gradients<__nv_bfloat16>(problem, plan));
+    return fdma_cuda_end_backward(problem, &plan);
+}
+
+/* cuda/sm80/d128, fdma_cuda_sm80_backward_d128 */
+#define TEXT(x) #x
+#define NAME(head_dim) "cuda/sm80/d" TEXT(head_dim)
+#define JOIN(x, y) x##y
+#define TABLE(head_dim) JOIN(fdma_cuda_sm80_backward_d, head_dim)
+
+static const fdma_kernel rows[] = {
+    {NAME(FDMA_HEAD_DIM), operation_backward, fdma_missing_sm80, refuses, workspace, run, true}};
+
+extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};

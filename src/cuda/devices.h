@@ -1,0 +1,51 @@
+/* The points of CUDA's build matrix, and the facts of this machine's devices. */
+#ifndef FDMA_CUDA_DEVICES_H
+#define FDMA_CUDA_DEVICES_H
+
+#include "core/plan.h"
+
+typedef struct cuda_device {
+    int32_t capability; /* 90 for 9.0 */
+    int32_t multiprocessors;
+    int32_t shared_bytes; /* most shared memory of one block */
+} cuda_device;
+
+/* Of exec.device `device`, which is there. */
+const cuda_device *fdma_cuda_device(int32_t device);
+
+/* For rows of a point: NULL, or what no device of this machine has. */
+const char *fdma_missing_sm80(void);
+const char *fdma_missing_sm90(void);  /* 9.0 and later: clusters, distributed shared memory */
+const char *fdma_missing_sm90a(void); /* 9.0 alone: wgmma */
+
+/* NULL, or why the problem's device is not one of the point. */
+const char *fdma_refuses_before_sm80(const fdma_problem *problem);
+const char *fdma_refuses_before_sm90(const fdma_problem *problem);
+const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
+
+/* Every point's table, the fastest first. */
+#define FDMA_CUDA_TABLES(X)                                                                        \
+    X(fdma_cuda_sm80_score)                                                                        \
+    X(fdma_cuda_sm90_select)                                                                       \
+    X(fdma_cuda_sm80_select)                                                                       \
+    X(fdma_cuda_sm80_lists)                                                                        \
+    X(fdma_cuda_sm90_d64)                                                                          \
+    X(fdma_cuda_sm90_d128)                                                                         \
+    X(fdma_cuda_sm90_d256)                                                                         \
+    X(fdma_cuda_sm90_backward_d64)                                                                 \
+    X(fdma_cuda_sm90_backward_d128)                                                                \
+    X(fdma_cuda_sm90_backward_d256)                                                                \
+    X(fdma_cuda_sm80_d64)                                                                          \
+    X(fdma_cuda_sm80_d96)                                                                          \
+    X(fdma_cuda_sm80_d128)                                                                         \
+    X(fdma_cuda_sm80_d192)                                                                         \
+    X(fdma_cuda_sm80_d256)                                                                         \
+    X(fdma_cuda_sm80_backward_d64)                                                                 \
+    X(fdma_cuda_sm80_backward_d96)                                                                 \
+    X(fdma_cuda_sm80_backward_d128)                                                                \
+    X(fdma_cuda_sm80_backward_d192)                                                                \
+    X(fdma_cuda_sm80_backward_d256)                                                                \
+    X(fdma_cuda_sm80_score_backward)                                                               \
+    X(fdma_cuda_sm80_merge)
+
+#endif

@@ -1,0 +1,173 @@
+/* Forward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM: a persistent
+ * block of threads on each multiprocessor, in which one warpgroup gathers k and v
+ * (forward_producer) and two multiply (forward_consumer). Dense attention is the same with the list
+ * 0, 1, 2, ...
+ * Source: FlashAttention-3, arXiv:2407.08608, for the roles and their overlap. */
+#include "cuda/forward/sm90/consumer.cuh"
+#include "cuda/forward/sm90/producer.cuh"
+
+template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
+    const int consumer_threads = config::consumers * warpgroup_threads;
+    const int warps = config::consumers * warpgroup_warps;
+    mbarrier_init(&memory->q_full, warpgroup_threads + 1); // and the tile itself
+    mbarrier_init(&memory->q_empty, consumer_threads);
+    for (int i = 0; i < config::buffers; i++) {
+        mbarrier_init(&memory->kv_full[i], warpgroup_threads);
+        mbarrier_init(&memory->kv_empty[i], warps);
+    }
+    for (int i = 0; i < config::notes; i++) {
+        mbarrier_init(&memory->notes_full[i], warpgroup_threads);
+        mbarrier_init(&memory->notes_empty[i], consumer_threads);
+    }
+    fence_mbarrier_init();
+}
+
+/* What wgmma multiplies by 0 behind a block's last biases. */
+template <class config> __device__ static void clear_notes(forward_memory<config> *memory) {
+    const uint32_t words = sizeof memory->notes / sizeof(uint32_t);
+    for (uint32_t i = threadIdx.x; i < words; i += config::threads)
+        ((uint32_t *)memory->notes)[i] = 0;
+    fence_proxy_async();
+}
+
+template <class config>
+__global__ void __launch_bounds__(config::threads, 1)
+    attend(const __grid_constant__ forward_plan plan, const tile_order order,
+           const float softcap_scale) {
+    extern __shared__ __align__(1024) uint8_t bytes[];
+    forward_memory<config> *const memory = (forward_memory<config> *)bytes;
+    // the same for all threads of a warp, which the compiler cannot know
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
+    clear_notes(memory);
+    if (threadIdx.x == 0)
+        init_barriers(memory);
+    __syncthreads();
+    griddepcontrol_wait(); // for the lists
+    if (warpgroup == 0) {
+        setmaxnreg_dec<config::producer_registers>();
+        producer<config> self;
+        self.memory = memory;
+        self.order = order;
+        self.warp = threadIdx.x / 32;
+        self.own_row = self.warp * config::group_keys + threadIdx.x % config::group_keys;
+        self.run(plan);
+    } else {
+        setmaxnreg_inc<config::consumer_registers>();
+        consumer<config> self;
+        self.memory = memory;
+        self.order = order;
+        self.softcap_scale = softcap_scale;
+        // found anew: from before setmaxnreg it would come back through memory
+        self.index = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0) - 1;
+        self.run(plan);
+    }
+}
+
+/* As many heads together as have the keys of one position, or all of them if dense, in their part
+ * of L2. Tiles of a selection are alike; dense ones keep all multiprocessors busy only if there are
+ * many heads. */
+template <class config> static tile_order order_of(const forward_plan *plan) {
+    const int64_t l2_bytes = (plan->list_tile > 0 ? 10 : 32) << 20; // of 50 MB
+    const int64_t keys = plan->list_tile > 0  ? plan->list_tile
+                         : plan->list != NULL ? plan->list_head
+                                              : plan->kv_len;
+    const int64_t fitting = l2_bytes / (2 * config::row_bytes * (keys + 1));
+    tile_order order;
+    order.tiles = (plan->q_len * plan->group + config::rows - 1) / config::rows;
+    order.heads = plan->batch * plan->kv_heads;
+    order.together = (int32_t)(fitting < 1 ? 1 : fitting < order.heads ? fitting : order.heads);
+    return order;
+}
+
+template <class config>
+static fdma_status attend_with(const fdma_problem *problem, const forward_plan *plan) {
+    using memory = forward_memory<config>;
+    static_assert(sizeof(memory) <= memory::most_bytes, "fewer buffers or notes");
+    const tile_order order = order_of<config>(plan);
+    const int64_t tiles = (int64_t)order.tiles * order.heads;
+    const int64_t blocks = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    launch_shape shape;
+    shape.grid = dim3((unsigned)(tiles < blocks ? tiles : blocks));
+    shape.block = dim3(config::threads);
+    shape.shared_bytes = sizeof(memory);
+    shape.after_dependency = true;
+    const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
+    if (tiles == 0)
+        return FDMA_OK;
+    return launch("forward", attend<config>, shape, problem, *plan, order, softcap_scale);
+}
+
+template <typename element>
+static fdma_status attend_elements(const fdma_problem *problem, const forward_plan *plan) {
+    if (plan->softcap != 0)
+        return attend_with<forward_config<element, FDMA_HEAD_DIM, true>>(problem, plan);
+    return attend_with<forward_config<element, FDMA_HEAD_DIM, false>>(problem, plan);
+}
+
+static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *plan) {
+    if (problem->dtype == FDMA_FLOAT16)
+        return attend_elements<__half>(problem, plan);
+    return attend_elements<__nv_bfloat16>(problem, plan);
+}
+
+static bool is_aligned(const fdma_tensor *tensor) {
+    return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
+}
+
+/* What a gather adds to where a kv head's rows begin is a product of two uint32_t. */
+static bool is_near(const fdma_problem *problem) {
+    const int64_t q_last =
+        (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
+    return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
+           q_last / (chunk_bytes / 2) < (int64_t)no_row;
+}
+
+static const char *refuses(const fdma_problem *problem) {
+    const double least_scale = 1e-6;
+    enum { few_queries = 16, smallest = 64, most_tiles = INT32_MAX / 2 };
+    const int64_t rows = problem->q_len * problem->group;
+    const char *const reason = fdma_cuda_refuses_plan(problem);
+    if (reason != NULL)
+        return reason;
+    if (problem->head_dim > FDMA_HEAD_DIM)
+        return "a larger head_dim than its own";
+    if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
+        return "a head_dim that a smaller shape takes";
+    if (!is_aligned(&problem->q) || !is_aligned(&problem->k) || !is_aligned(&problem->v) ||
+        !is_aligned(&problem->out))
+        return "rows that do not begin at multiples of 16 bytes";
+    if (rows > INT32_MAX / 2 ||
+        problem->batch * problem->kv_heads > most_tiles / (rows / smallest + 1))
+        return "more than 2^30 rows of a kv head, or 2^30 tiles of them";
+    if (!is_near(problem))
+        return "rows more than 2^31 elements apart";
+    if (problem->scale < least_scale)
+        return "a scale that a bias divided by it may overflow with";
+    // few keys too: rows that take a call over for its alignment must want no more workspace
+    if (problem->q_len <= few_queries)
+        return "few queries, which are better split over keys";
+    return fdma_refuses_but_sm90a(problem);
+}
+
+static size_t workspace(const fdma_problem *problem) {
+    fdma_arena arena = {};
+    fdma_cuda_plan_forward(problem, &arena);
+    return fdma_arena_size(&arena);
+}
+
+static fdma_status run(const fdma_problem *problem) {
+    fdma_arena arena = fdma_arena_of(problem);
+    const forward_plan plan = fdma_cuda_plan_forward(problem, &arena);
+    FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
+    return attend_plan(problem, &plan);
+}
+
+#define TEXT(x) #x
+#define NAME(head_dim) "cuda/sm90/d" TEXT(head_dim)
+#define JOIN(x, y) x##y
+#define TABLE(head_dim) JOIN(fdma_cuda_sm90_d, head_dim)
+
+static const fdma_kernel rows[] = {
+    {NAME(FDMA_HEAD_DIM), operation_forward, fdma_missing_sm90a, refuses, workspace, run, true}};
+
+extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};

@@ -1,0 +1,217 @@
+/* fdma_lists() on any device from compute capability 8.0: every key writes itself into the lists at
+ * whose first position it lives, at its slot; then a block a list leaves out what the selection
+ * does not confirm, and appends the keys that arrive inside. */
+#include "cuda/device/host.cuh"
+
+static constexpr int scatter_threads = 256;
+static constexpr int finish_threads = 128;
+
+struct list_params {
+    const int32_t *expiry, *slot;
+    int64_t expiry_batch, expiry_head, slot_batch, slot_head;
+    int32_t *list, *count;
+    int64_t list_batch, list_head, list_tile, count_batch, count_head, count_tile;
+    int64_t kv_len, q_len, tile_len, tiles, kv_heads, heads;
+    int64_t slots; // that a selection may use
+    bool causal, is_global;
+};
+
+/* The part of a selection and its lists that belongs to one (b, g). */
+struct head_lists {
+    const int32_t *expiry, *slot;
+    int32_t *list, *count;
+};
+
+/* The positions of a tile's first and last query; not causal: all keys are visible. */
+struct tile_positions {
+    int64_t first, last;
+};
+
+__device__ static head_lists lists_of(const list_params &params, int64_t head) {
+    const int64_t b = head / params.kv_heads, g = head % params.kv_heads;
+    head_lists of;
+    of.expiry = params.expiry + b * params.expiry_batch + g * params.expiry_head;
+    of.slot = params.slot + b * params.slot_batch + g * params.slot_head;
+    of.list = params.list + b * params.list_batch + g * params.list_head;
+    of.count = params.count + b * params.count_batch + g * params.count_head;
+    return of;
+}
+
+__device__ static tile_positions positions_of(const list_params &params, int64_t tile) {
+    if (!params.causal)
+        return {params.kv_len - 1, params.kv_len - 1};
+    const int64_t query = tile * params.tile_len;
+    const int64_t count = min(params.tile_len, params.q_len - query);
+    const int64_t first = query + params.kv_len - params.q_len;
+    return {first, first + count - 1};
+}
+
+/* Whether key j stands in the part of a list that is in the order of slots. A global selection's
+ * slots ascend with j, so that its arrivals stand there too. */
+__device__ static bool is_placed(const list_params &params, const head_lists &of, tile_positions at,
+                                 int64_t j) {
+    const int64_t expiry = of.expiry[j];
+    if (params.is_global)
+        return expiry == params.kv_len && j <= at.last;
+    return j <= at.first && at.first < expiry;
+}
+
+/* Slots that may be in use at a position: no more than there are keys up to it. */
+__device__ static int64_t most_slots(const list_params &params, tile_positions at) {
+    const int64_t keys = (params.is_global ? at.last : at.first) + 1;
+    return max((int64_t)0, min(params.slots, keys));
+}
+
+/* A thread a key. */
+__global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
+    const int64_t head = head_of_block();
+    const int64_t j = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;
+    if (j >= params.kv_len || head >= params.heads)
+        return;
+    const head_lists of = lists_of(params, head);
+    const int64_t slot = of.slot[j];
+    const int64_t origin = params.kv_len - params.q_len;
+    const int64_t reach = j - origin - (params.is_global ? params.tile_len - 1 : 0);
+    int64_t tile =
+        !params.causal || reach <= 0 ? 0 : (reach + params.tile_len - 1) / params.tile_len;
+    for (; tile < params.tiles; tile++) {
+        const tile_positions at = positions_of(params, tile);
+        if (!params.is_global && at.first >= of.expiry[j])
+            break;
+        if (slot >= 0 && slot < most_slots(params, at) && is_placed(params, of, at, j))
+            of.list[tile * params.list_tile + slot] = (int32_t)j;
+    }
+}
+
+/* Adds up over the threads of a block; `before`: what those before this one have. */
+__device__ static int add_up(bool mine, int *before) {
+    __shared__ int of_warp[finish_threads / 32];
+    const unsigned mask = __ballot_sync(~0u, mine);
+    const int warp = threadIdx.x / 32;
+    int all = 0;
+    __syncthreads(); // the last call has read
+    if (threadIdx.x % 32 == 0)
+        of_warp[warp] = __popc(mask);
+    __syncthreads();
+    *before = __popc(mask & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < finish_threads / 32; w++) {
+        *before += w < warp ? of_warp[w] : 0;
+        all += of_warp[w];
+    }
+    return all;
+}
+
+/* Whether entry s of a list is the key that the selection has at that slot. */
+__device__ static bool is_confirmed(const list_params &params, const head_lists &of,
+                                    tile_positions at, int64_t j, int64_t s) {
+    return j >= 0 && j < params.kv_len && of.slot[j] == s && is_placed(params, of, at, j);
+}
+
+/* Counts the slots in use at the first position and, for a global selection, at the last; then
+ * makes key 0 of what a corrupt selection leaves in between. */
+__device__ static void confirm_slots(const list_params &params, const head_lists &of,
+                                     tile_positions at, int32_t *list, int32_t (&in_use)[2]) {
+    const int64_t slots = most_slots(params, at);
+    for (int64_t s = threadIdx.x; s < slots; s += finish_threads)
+        if (is_confirmed(params, of, at, list[s], s)) {
+            if (list[s] <= at.first)
+                atomicMax(&in_use[0], (int32_t)s + 1);
+            atomicMax(&in_use[1], (int32_t)s + 1);
+        }
+    __syncthreads();
+    for (int64_t s = threadIdx.x; s < in_use[1]; s += finish_threads)
+        if (!is_confirmed(params, of, at, list[s], s))
+            list[s] = 0;
+}
+
+/* A block a list. */
+__global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
+    __shared__ int32_t in_use[2];
+    const int64_t head = head_of_block(), tile = blockIdx.x;
+    if (head >= params.heads)
+        return;
+    const head_lists of = lists_of(params, head);
+    const tile_positions at = positions_of(params, tile);
+    int32_t *const list = of.list + tile * params.list_tile;
+    int32_t *const count = of.count + tile * params.count_tile;
+    if (threadIdx.x < 2)
+        in_use[threadIdx.x] = 0;
+    __syncthreads();
+    confirm_slots(params, of, at, list, in_use);
+    __syncthreads();
+    int64_t total = in_use[1];
+    const int64_t first = max(at.first + 1, (int64_t)0);
+    for (int64_t next = first; !params.is_global && next <= at.last; next += finish_threads) {
+        const int64_t j = next + threadIdx.x;
+        const bool arrives = j <= at.last && of.expiry[j] > j && of.slot[j] >= 0;
+        int before;
+        const int all = add_up(arrives, &before);
+        if (arrives)
+            list[total + before] = (int32_t)j;
+        total += all;
+    }
+    if (threadIdx.x == 0) {
+        count[0] = in_use[0];
+        count[1] = (int32_t)total;
+    }
+}
+
+static list_params describe_lists(const fdma_problem *problem) {
+    list_params params;
+    params.expiry = (const int32_t *)problem->expiry.data;
+    params.slot = (const int32_t *)problem->slot.data;
+    params.expiry_batch = problem->expiry.stride[0];
+    params.expiry_head = problem->expiry.stride[1];
+    params.slot_batch = problem->slot.stride[0];
+    params.slot_head = problem->slot.stride[1];
+    params.list = (int32_t *)problem->list.data;
+    params.count = (int32_t *)problem->count.data;
+    params.list_batch = problem->list.stride[0];
+    params.list_head = problem->list.stride[1];
+    params.list_tile = problem->list.stride[2];
+    params.count_batch = problem->count.stride[0];
+    params.count_head = problem->count.stride[1];
+    params.count_tile = problem->count.stride[2];
+    params.kv_len = problem->kv_len;
+    params.q_len = problem->q_len;
+    params.tile_len = problem->tile_len;
+    params.tiles = count_tiles(problem);
+    params.kv_heads = problem->kv_heads;
+    params.heads = problem->batch * problem->kv_heads;
+    params.slots = problem->window < problem->kv_len ? problem->window : problem->kv_len;
+    params.causal = problem->causal;
+    params.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
+    return params;
+}
+
+static size_t workspace(const fdma_problem *problem) {
+    (void)problem;
+    return 0;
+}
+
+static fdma_status run(const fdma_problem *problem) {
+    const list_params params = describe_lists(problem);
+    launch_shape scatter, finish;
+    if (params.tiles == 0 || params.heads == 0)
+        return FDMA_OK;
+    scatter.grid = grid_of((params.kv_len + scatter_threads - 1) / scatter_threads, params.heads);
+    scatter.block = dim3(scatter_threads);
+    finish.grid = grid_of(params.tiles, params.heads);
+    finish.block = dim3(finish_threads);
+    if (params.kv_len > 0)
+        FDMA_TRY(launch("lists", scatter_keys, scatter, problem, params));
+    return launch("lists", finish_lists, finish, problem, params);
+}
+
+static const char *refuses(const fdma_problem *problem) {
+    enum { most_heads = INT32_MAX }; // of a grid
+    if (problem->batch * problem->kv_heads > most_heads || count_tiles(problem) > most_heads)
+        return "more than 2^31 lists";
+    return fdma_refuses_before_sm80(problem);
+}
+
+static const fdma_kernel rows[] = {
+    {"cuda/sm80", operation_lists, fdma_missing_sm80, refuses, workspace, run, true},
+};
+
+extern "C" const kernel_table fdma_cuda_sm80_lists = {rows, sizeof rows / sizeof rows[0]};

@@ -1,0 +1,424 @@
+/* The gradients of fdma_score() on any device from compute capability 8.0: dbias -> ddt -> dv,
+ * ddt_proj and da. Keys without a gradient get none, and what they hold reaches nothing.
+ *
+ * The products that fdma_score() begins with are made again, to the workspace, and ddt of them.
+ * Then a block takes a split of a sequence's keys, tile by tile, a warp some channels, and reads v
+ * and dv once for every 32 kv heads. What a split adds to ddt_proj is added up in the order of
+ * splits, whose number follows from kv_len, kv_heads and head_dim alone; da likewise.
+ * Source: docs/algorithm.md, backward. */
+#include "cuda/score/score_products.cuh"
+
+#include <assert.h>
+
+static constexpr int finish_columns = 32, finish_parts = 8; // of splits, a thread each
+
+/* For up to 8 kv heads, and for 32 of more at a time. Of a float32 dt_proj two parts take part: as
+ * precise as ddt. */
+template <typename element, int parts> using few_heads = product_config<element, parts, 1, 2, 2, 8>;
+template <typename element, int parts>
+using many_heads = product_config<element, parts, 4, 1, 3, 4>;
+
+template <typename config> struct split_memory {
+    uint32_t masks[3][config::chunk_tiles];
+    typename config::operands operands[2][config::chunk_tiles];
+    union {
+        tile_slot<config> ring[split_warps][config::stages];
+        warp_sums<config> sums[split_warps][32];
+    };
+};
+
+/* Starts a block's copies of chunk n of a split, if there is one, of what `from` has of a tile. */
+template <typename config, typename item>
+__device__ static inline void copy_chunk_of(item *to, const void *from,
+                                            const gradient_params &params, int32_t g, int32_t n) {
+    constexpr int count = config::chunk_tiles;
+    const split_place place = find_split(params);
+    const int64_t first = first_tile(params, g / config::heads, place.b) + place.tile + n * count;
+    const char *const bytes = (const char *)from + first * (int64_t)sizeof(item);
+    if (n * count >= split_length(params, place))
+        return;
+    for (int x = threadIdx.x * 16; x < count * (int)sizeof(item); x += split_threads * 16)
+        cp_async_16(shared_address(to) + x, bytes + x, 16);
+}
+
+template <typename config>
+__device__ static inline void copy_operands(split_memory<config> *shared,
+                                            const gradient_params &params, int32_t g, int32_t n) {
+    copy_chunk_of<config>(shared->operands[n % 2], params.operands, params, g, n);
+}
+
+template <typename config>
+__device__ static inline void copy_masks(split_memory<config> *shared,
+                                         const gradient_params &params, int32_t g, int32_t n) {
+    copy_chunk_of<config>(shared->masks[n % 3], params.masks, params, g, n);
+}
+
+/* A split's tiles against a warp's channels. Operands come in chunks, one ahead, and masks two
+ * ahead, since the rings run ahead too. */
+template <typename config>
+__device__ static inline void take_split(warp_sums<config> &sums, split_memory<config> *shared,
+                                         const gradient_params &params, int32_t g, int32_t first) {
+    constexpr int stages = config::stages, chunk_tiles = config::chunk_tiles;
+    const int32_t tiles = split_length(params, find_split(params));
+    const lane_chunks<config> at = find_chunks<config>(params, first);
+    tile_slot<config> *const ring = shared->ring[threadIdx.x / 32];
+    warp_weights<config> weights;
+    copy_masks(shared, params, g, 0);
+    copy_masks(shared, params, g, 1);
+    copy_operands(shared, params, g, 0);
+    cp_async_commit_group();
+    load_weights(weights, params, g, first);
+    cp_async_wait_group<0>();
+    __syncthreads();
+    int32_t next = threadIdx.x / 32 % params.key_warps;
+    int filled = 0, free = 0;
+#pragma unroll 1
+    for (; free < stages - 1; free++, next += params.key_warps) {
+        if (next < tiles)
+            copy_tile(ring + free, params, at, next,
+                      shared->masks[next / chunk_tiles][next % chunk_tiles]);
+        cp_async_commit_group();
+    }
+    for (int32_t chunk = 0; chunk * chunk_tiles < tiles; chunk++) {
+        __syncthreads(); // and older copies are done: each warp has waited for its tiles'
+        copy_operands(shared, params, g, chunk + 1);
+        copy_masks(shared, params, g, chunk + 2);
+        for (int t = threadIdx.x / 32 % params.key_warps; t < chunk_tiles; t += params.key_warps) {
+            __syncwarp(); // the slot is read
+            if (next < tiles)
+                copy_tile(ring + free, params, at, next,
+                          shared->masks[next / chunk_tiles % 3][next % chunk_tiles]);
+            next += params.key_warps;
+            cp_async_commit_group();
+            cp_async_wait_group<stages - 1>();
+            __syncwarp();
+            const uint32_t mask = shared->masks[chunk % 3][t];
+            const typename config::operands &operands = shared->operands[chunk % 2][t];
+            if (mask != 0 && params.dv != nullptr)
+                add_to_dv(ring[filled], weights, params, operands, at, chunk * chunk_tiles + t,
+                          mask);
+            if (mask != 0)
+                add_to_sums(sums, ring[filled], operands);
+            free = filled;
+            filled = filled + 1 < stages ? filled + 1 : 0;
+        }
+    }
+}
+
+/* Adds up the sums of warps that have the same channels, in the first of them. */
+template <typename config>
+__device__ static inline void join_sums(warp_sums<config> &sums, split_memory<config> *shared,
+                                        int key_warps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncthreads(); // the rings are read
+    if (warp % key_warps != 0)
+        shared->sums[warp][lane] = sums;
+    __syncthreads();
+    for (int other = warp + 1; warp % key_warps == 0 && other < warp + key_warps; other++)
+#pragma unroll
+        for (int tile = 0; tile < config::head_tiles; tile++)
+#pragma unroll
+            for (int n = 0; n < config::channel_tiles; n++) {
+                const float2 more = shared->sums[other][lane].of[tile][n];
+                sums.of[tile][n].x += more.x;
+                sums.of[tile][n].y += more.y;
+            }
+}
+
+/* Writes what a split adds to ddt_proj; whether all of that is numbers. */
+template <typename config>
+__device__ static inline bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
+                                       float *to, int32_t g, int32_t first) {
+    const int lane = threadIdx.x % 32;
+    bool are_numbers = true;
+#pragma unroll
+    for (int tile = 0; tile < config::head_tiles; tile++)
+#pragma unroll
+        for (int n = 0; n < config::channel_tiles; n++) {
+            const int32_t head = g + tile * tile_heads + lane / 4, c = first + n * 8 + lane % 4 * 2;
+            const float2 sum = sums.of[tile][n];
+            if (head < params.kv_heads && c < params.channels) {
+                *(float2 *)(to + (int64_t)head * params.channels + c) = sum;
+                are_numbers &= !isnan(sum.x) && !isnan(sum.y);
+            }
+        }
+    return are_numbers;
+}
+
+/* The sum of a split for one head and channel, key by key. */
+template <typename element>
+__device__ static float sum_plainly(const gradient_params &params, int32_t g, int32_t c) {
+    const split_place place = find_split(params);
+    const element *const v = (const element *)params.score.v + place.b * params.score.v_batch +
+                             channel_offset(params, c, params.score.v_head);
+    const float *const ddt = ddt_of(params, place.b, g);
+    const int32_t end = min((place.tile + split_length(params, place)) * tile_keys, params.kv_len);
+    float sum = 0;
+    for (int32_t j = place.tile * tile_keys; j < end; j++)
+        if (is_term(ddt[j]))
+            sum += ddt[j] * to_float(v[j * params.score.v_row]);
+    return sum;
+}
+
+/* Sums that are not numbers again: in a product, a key that only other heads give a gradient counts
+ * as 0 * v, which may be NaN. */
+template <typename config>
+__device__ static __noinline__ void mend_sums(const gradient_params &params, float *to, int32_t g,
+                                              int32_t first) {
+    const int end_of_heads = min(config::heads, params.kv_heads - g);
+    const int end_of_channels = min(config::channels, params.channels - first);
+    __syncwarp();
+#pragma unroll 1
+    for (int head = g; head < g + end_of_heads; head++)
+#pragma unroll 1
+        for (int c = first + threadIdx.x % 32; c < first + end_of_channels; c += 32) {
+            float *const sum = to + (int64_t)head * params.channels + c;
+            if (isnan(*sum))
+                *sum = sum_plainly<typename config::element>(params, head, c);
+        }
+}
+
+/* dv of a split's keys, and what they add to ddt_proj, of the kv heads from g on and a block of
+ * channels. */
+template <typename config>
+__global__ void __launch_bounds__(split_threads, 2)
+    add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
+    split_memory<config> *const shared = &shared_memory<split_memory<config>>();
+    const int warp = threadIdx.x / 32, channel_warps = split_warps / params.key_warps;
+    const int32_t first = (blockIdx.y * channel_warps + warp / params.key_warps) * config::channels;
+    warp_sums<config> sums = {};
+    griddepcontrol_wait(); // for the operands and the weights
+    griddepcontrol_launch_dependents();
+    take_split(sums, shared, params, g, first);
+    join_sums(sums, shared, params.key_warps);
+    float *const to = params.dt_sums + (int64_t)blockIdx.x * params.kv_heads * params.channels;
+    if (warp % params.key_warps == 0 && !__all_sync(~0u, put_sums(sums, params, to, g, first)))
+        mend_sums<config>(params, to, g, first);
+}
+
+/* Writes a sum as v's type or float32, or adds it to what is there. */
+template <typename element>
+__device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide, bool add) {
+    if (wide)
+        ((float *)to)[at] = add ? ((float *)to)[at] + sum : sum;
+    else
+        ((element *)to)[at] = from_float<element>(add ? to_float(((element *)to)[at]) + sum : sum);
+}
+
+/* Adds up the numbers of every column of threads; the first row has the sums. */
+__device__ static inline float sum_columns(float sum) {
+    __shared__ float parts[finish_parts][finish_columns];
+    parts[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    for (int n = 1; n < finish_parts && threadIdx.y == 0; n++)
+        sum += parts[n][threadIdx.x];
+    return sum;
+}
+
+/* Adds up part `part` of `parts` of `count` numbers that lie `stride` apart. */
+__device__ static inline float sum_part(const float *from, int64_t count, int64_t stride, int part,
+                                        int parts) {
+    const int64_t each = (count + parts - 1) / parts, end = min((part + 1) * each, count);
+    float sum = 0;
+#pragma unroll 8
+    for (int64_t n = part * each; n < end; n++)
+        sum += from[n * stride];
+    return sum;
+}
+
+/* The sums of kv head blockIdx.y, a column of threads a channel; in the last block its coefficient.
+ */
+template <typename element>
+__global__ void __launch_bounds__(finish_columns *finish_parts)
+    finish_sums(const __grid_constant__ gradient_params params) {
+    const score_params &score = params.score;
+    const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;
+    griddepcontrol_wait(); // for what is added up
+    griddepcontrol_launch_dependents();
+    if (blockIdx.x + 1 == gridDim.x) {
+        const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
+        const int part = threadIdx.y * finish_columns + threadIdx.x;
+        float sum = sum_columns(sum_part(params.a_sums + g, rounds, params.kv_heads, part,
+                                         finish_columns * finish_parts));
+        if (threadIdx.y == 0)
+            sum = sum_lanes(sum);
+        if (part == 0)
+            put_sum<element>(params.da, g, sum, score.wide_a, params.accumulate);
+        return;
+    }
+    const float *const from = params.dt_sums + (int64_t)g * params.channels + c;
+    const int64_t splits = (int64_t)params.batch * params.splits;
+    const float sum = sum_columns(
+        c < params.channels ? sum_part(from, splits, (int64_t)params.kv_heads * params.channels,
+                                       threadIdx.y, finish_parts)
+                            : 0);
+    if (threadIdx.y == 0 && c < params.channels)
+        put_sum<element>(params.ddt_proj, g * params.ddt_row + c, sum, score.wide_dt_proj,
+                         params.accumulate);
+}
+
+/* Of how many kv heads a block takes the gradients, in tiles. */
+static int32_t count_head_tiles(const gradient_params *params) {
+    return params->kv_heads <= tile_heads ? 1 : 4;
+}
+
+/* Splits of a sequence: as many as fill a large device with blocks, whose sums take no more than an
+ * eighth of v, or 16 MB. */
+static void plan_splits(gradient_params *params) {
+    const int64_t few = 512, many = 384, least_sums = 4 << 20; // blocks, numbers
+    const int64_t wanted = count_head_tiles(params) == 1
+                               ? few * few_heads<__half, 1>::block_channels
+                               : many * many_heads<__half, 1>::block_channels;
+    const int64_t each = (int64_t)params->kv_heads * params->channels;
+    const int64_t share = (int64_t)params->kv_len * params->channels / 16;
+    const int64_t sums = share > least_sums ? share : least_sums;
+    const int64_t fit = each > 0 && sums / each > 1 ? sums / each : 1;
+    const int64_t fill = params->channels < wanted ? wanted / params->channels : 1;
+    const int32_t rounds = (params->kv_len + round_keys - 1) / round_keys;
+    const int32_t most = (int32_t)(fit < fill ? fit : fill);
+    const int32_t split_rounds = rounds > most ? (rounds + most - 1) / most : 1;
+    params->tiles = rounds * round_tiles;
+    params->split_tiles = split_rounds * round_tiles;
+    params->splits = (rounds + split_rounds - 1) / split_rounds;
+}
+
+static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
+    const fdma_tensor *const dv = &problem->dv;
+    gradient_params params = {};
+    params.score = fdma_cuda_plan_products(problem, arena);
+    params.ddt = params.score.score;
+    params.a = problem->a.data;
+    params.dbias = (const float *)problem->dbias.data;
+    params.dbias_batch = problem->dbias.stride[0];
+    params.dbias_head = problem->dbias.stride[1];
+    params.dv = dv->data;
+    params.dv_batch = dv->stride[0];
+    params.dv_row = dv->stride[1];
+    params.dv_head = dv->stride[2];
+    params.dv_aligned = is_aligned(dv->data, dv->stride[0] | dv->stride[1] | dv->stride[2]);
+    params.ddt_proj = problem->ddt_proj.data;
+    params.ddt_row = problem->ddt_proj.stride[0];
+    params.da = problem->da.data;
+    params.key_valid = (const uint8_t *)problem->key_valid.data;
+    params.valid_batch = problem->key_valid.stride[0];
+    params.kv_len = (int32_t)problem->kv_len;
+    params.batch = (int32_t)problem->batch;
+    params.kv_heads = (int32_t)problem->kv_heads;
+    params.head_dim = (int32_t)problem->head_dim;
+    params.channels = params.kv_heads * params.head_dim;
+    params.is_exp = problem->bias_form == FDMA_BIAS_EXP;
+    params.accumulate = problem->accumulate;
+    plan_splits(&params);
+    const int32_t head_tiles = count_head_tiles(&params), heads = head_tiles * tile_heads;
+    const int64_t tiles =
+        (int64_t)((params.kv_heads + heads - 1) / heads) * params.batch * params.tiles;
+    const size_t tile_bytes = head_tiles == 1 ? sizeof(tile_operands<1>) : sizeof(tile_operands<4>);
+    params.operands = fdma_arena_take(arena, (size_t)tiles * tile_bytes);
+    params.masks = (uint32_t *)fdma_arena_take(arena, (size_t)tiles * sizeof *params.masks);
+    const int64_t splits = (int64_t)params.batch * params.splits * params.kv_heads;
+    params.dt_sums =
+        (float *)fdma_arena_take(arena, (size_t)(splits * params.channels) * sizeof(float));
+    const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
+    params.a_sums =
+        (float *)fdma_arena_take(arena, (size_t)(rounds * params.kv_heads) * sizeof(float));
+    return params;
+}
+
+static size_t workspace(const fdma_problem *problem) {
+    fdma_arena arena = {};
+    plan_gradients(problem, &arena);
+    return fdma_arena_size(&arena);
+}
+
+/* As many warps of a block have channels of their own as there are channels for. */
+template <typename config>
+static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
+    static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "fits anywhere");
+    launch_shape keys;
+    params.key_warps = split_warps;
+    while (params.key_warps > 1 &&
+           split_warps / params.key_warps * config::channels < params.channels)
+        params.key_warps /= 2;
+    // so that a chunk's copies are done, and its masks there, when it begins
+    assert(params.key_warps * config::stages <= config::chunk_tiles);
+    const int block_channels = split_warps / params.key_warps * config::channels;
+    keys.grid = dim3((unsigned)params.batch * params.splits,
+                     (unsigned)((params.channels + block_channels - 1) / block_channels));
+    keys.block = dim3(split_threads);
+    keys.shared_bytes = sizeof(split_memory<config>);
+    keys.after_dependency = true;
+    for (int32_t g = 0; g < params.kv_heads; g += config::heads)
+        FDMA_TRY(launch("score_backward", add_keys<config>, keys, problem, params, g));
+    return FDMA_OK;
+}
+
+template <typename element, int head_tiles>
+static fdma_status launch_gradients(const fdma_problem *problem, const gradient_params &params) {
+    const int heads = head_tiles * tile_heads;
+    launch_shape find;
+    find.grid = dim3((unsigned)params.batch * (params.tiles / round_tiles),
+                     (unsigned)((params.kv_heads + heads - 1) / heads));
+    find.block = dim3(find_threads);
+    find.after_dependency = true;
+    return launch("score_backward", find_gradients<element, head_tiles>, find, problem, params);
+}
+
+template <typename element>
+static fdma_status launch_finish(const fdma_problem *problem, const gradient_params &params,
+                                 bool after_dependency) {
+    launch_shape finish;
+    finish.grid = dim3((unsigned)((params.channels + finish_columns - 1) / finish_columns + 1),
+                       (unsigned)params.kv_heads);
+    finish.block = dim3(finish_columns, finish_parts);
+    finish.after_dependency = after_dependency;
+    return launch("score_backward", finish_sums<element>, finish, problem, params);
+}
+
+template <typename element>
+static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
+    const bool is_wide = params.score.parts > 1;
+    if (params.batch == 0 || params.kv_len == 0)
+        return launch_finish<element>(problem, params, false);
+    FDMA_TRY(fdma_cuda_run_products(problem, params.score));
+    if (count_head_tiles(&params) == 1) {
+        FDMA_TRY((launch_gradients<element, 1>(problem, params)));
+        FDMA_TRY((is_wide ? launch_keys<few_heads<element, 2>>(problem, params)
+                          : launch_keys<few_heads<element, 1>>(problem, params)));
+    } else {
+        FDMA_TRY((launch_gradients<element, 4>(problem, params)));
+        FDMA_TRY((is_wide ? launch_keys<many_heads<element, 2>>(problem, params)
+                          : launch_keys<many_heads<element, 1>>(problem, params)));
+    }
+    return launch_finish<element>(problem, params, true);
+}
+
+static fdma_status run(const fdma_problem *problem) {
+    fdma_arena arena = fdma_arena_of(problem);
+    const gradient_params params = plan_gradients(problem, &arena);
+    if (params.channels == 0)
+        return FDMA_OK;
+    return problem->dtype == FDMA_BFLOAT16 ? run_type<__nv_bfloat16>(problem, params)
+                                           : run_type<__half>(problem, params);
+}
+
+static const char *refuses(const fdma_problem *problem) {
+    const int64_t most_keys = INT32_MAX - 1023, most_sequences = 1 << 22, most_tiles = 1 << 30;
+    const int64_t most_channels = 1 << 20, most_heads = 65535;
+    if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
+        return "float32 tensors on CUDA: cast v to bfloat16 or float16";
+    if (problem->dbias.dtype == FDMA_FLOAT64)
+        return "float64 dbias, supported: float32";
+    if (problem->batch > most_sequences || problem->kv_heads > most_heads ||
+        problem->kv_heads * problem->head_dim > most_channels)
+        return "more than 2^22 sequences, 65535 heads or 2^20 channels a key";
+    if (problem->kv_len > most_keys ||
+        problem->batch * (problem->kv_len / tile_keys + round_tiles) > most_tiles)
+        return "more than 2^31 - 1024 keys of a sequence, or 2^30 tiles of 16 keys";
+    return fdma_refuses_before_sm80(problem);
+}
+
+static const fdma_kernel rows[] = {
+    {"cuda/sm80", operation_score_backward, fdma_missing_sm80, refuses, workspace, run, true},
+};
+
+extern "C" const kernel_table fdma_cuda_sm80_score_backward = {rows, sizeof rows / sizeof rows[0]};

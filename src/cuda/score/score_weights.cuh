@@ -1,0 +1,81 @@
+/* dt_proj as the weights of score kernels: where it is not of v's type, aligned to 16 bytes,
+ * arrange_weights() writes it to the workspace, and a float32 one as a sum of three numbers. */
+#ifndef FDMA_CUDA_SCORE_SCORE_WEIGHTS_CUH
+#define FDMA_CUDA_SCORE_SCORE_WEIGHTS_CUH
+
+#include "cuda/device/element.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/score/score.cuh"
+
+static constexpr int arrange_threads = 256;
+
+template <typename T>
+__device__ static float load_weight(const score_params &params, int g, int channel) {
+    const int64_t at = g * params.dt_row + channel;
+    return params.wide_dt_proj ? ((const float *)params.dt_proj)[at]
+                               : to_float(((const T *)params.dt_proj)[at]);
+}
+
+/* Block g finds the power of two that brings kv head g's largest weight to 2^14, where float16 is
+ * densest, and which bfloat16, with float32's exponents, can do without. */
+template <typename T>
+__global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
+    __shared__ float most_of_warp[arrange_threads / 32];
+    const int g = blockIdx.x;
+    float most = 0;
+    for (int channel = threadIdx.x; channel < params.channels; channel += arrange_threads)
+        most = fmaxf(most, fabsf(load_weight<T>(params, g, channel)));
+    for (int lane = 16; lane > 0; lane /= 2)
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, lane));
+    if (threadIdx.x % 32 == 0)
+        most_of_warp[threadIdx.x / 32] = most;
+    __syncthreads();
+    if (threadIdx.x > 0)
+        return;
+    for (int warp = 0; warp < arrange_threads / 32; warp++)
+        most = fmaxf(most, most_of_warp[warp]);
+    const bool is_scaled = most > 0 && most < INFINITY;
+    params.scales[g] = is_scaled ? exp2f(fmaxf(floorf(log2f(most)) - 14, -126)) : 1;
+}
+
+/* Part `part` of x: each takes the upper bits of what those before it left over. */
+template <typename T> __device__ static T take_part(float x, int part) {
+    for (int before = 0; before < part; before++)
+        x -= to_float(from_float_toward_zero<T>(x));
+    return from_float_toward_zero<T>(x);
+}
+
+/* A thread writes a chunk of kv head blockIdx.x's weights, in all parts. */
+template <typename T>
+__global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_params params) {
+    const int g = blockIdx.x;
+    const int channel = (blockIdx.y * arrange_threads + threadIdx.x) * chunk_channels;
+    griddepcontrol_wait(); // for the scales
+    griddepcontrol_launch_dependents();
+    if (channel >= params.channels)
+        return;
+    const float scale = params.scales != NULL ? params.scales[g] : 1;
+    for (int part = 0; part < params.parts; part++) {
+        alignas(16) T elements[chunk_channels];
+        for (int i = 0; i < chunk_channels; i++)
+            elements[i] = take_part<T>(load_weight<T>(params, g, channel + i) / scale, part);
+        T *const to = (T *)params.weights + part * params.weight_part + g * params.weight_row;
+        *(uint4 *)(to + channel) = *(const uint4 *)elements;
+    }
+}
+
+template <typename T>
+static fdma_status launch_arrange(const fdma_problem *problem, const score_params &params) {
+    launch_shape scales, arrange;
+    const int chunks = params.channels / chunk_channels;
+    scales.grid = dim3((unsigned)params.kv_heads);
+    scales.block = arrange.block = dim3(arrange_threads);
+    arrange.grid = dim3((unsigned)params.kv_heads,
+                        (unsigned)((chunks + arrange_threads - 1) / arrange_threads));
+    arrange.after_dependency = params.scales != NULL;
+    if (params.scales != NULL)
+        FDMA_TRY(launch("score", find_scales<T>, scales, problem, params));
+    return launch("score", arrange_weights<T>, arrange, problem, params);
+}
+
+#endif

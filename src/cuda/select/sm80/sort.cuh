@@ -1,0 +1,187 @@
+/* Radix sort of many segments at once, each as long as it likes: one pass over memory for each
+ * digit of eight bits.
+ *
+ * A tile finds where its keys of a digit go without waiting for a scan of all tiles: it publishes
+ * its own counts, then looks back over the tiles before it until one has published a sum (Merrill,
+ * Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016; Adinets, Merrill,
+ * "Onesweep", arXiv:2206.01784). Tiles are numbered as they start, so that those before it run. */
+#ifndef FDMA_CUDA_SELECT_SM80_SORT_CUH
+#define FDMA_CUDA_SELECT_SM80_SORT_CUH
+
+#include "cuda/select/select.cuh"
+
+enum {
+    sort_threads = 512,
+    sort_warps = sort_threads / warp_lanes,
+    sort_items = 8, // keys of a thread
+    sort_tile = sort_threads * sort_items,
+    passes = key_bits / digit_bits,
+};
+
+/* Counts of a tile as others see them: not there yet (0), its own, or the sum with all before. */
+enum : uint32_t { own_count = 1U << 30, sum_count = 1U << 31, count_bits = own_count - 1 };
+
+struct sort_space {
+    uint2 *key, *other;    // [segments][kv_len]: {order, position}; sorted, they are in `key`,
+                           // their orders being done with (UINT32_MAX)
+    uint32_t *digit_total; // [segments][passes][digits]; zero at first, as are the next two
+    uint32_t *tile_count;  // [passes][segments][tiles][digits]
+    uint32_t *ticket;      // [passes]
+    uint32_t segments, tiles;
+};
+
+struct sort_memory {
+    uint2 key[sort_tile];
+    uint32_t digit_count[sort_warps][digits];
+    uint32_t start[digits]; // of a digit in the tile
+    uint32_t to[digits];    // what leads from there to its place in the segment
+    uint32_t scratch[sort_warps];
+    uint32_t ticket;
+};
+
+struct total_memory {
+    uint32_t count[passes][digits];
+};
+
+/* Counts all digits of a tile into its segment's. */
+__global__ void __launch_bounds__(sort_threads)
+    count_totals(const select_call call, const sort_space space) {
+    total_memory &shared = shared_memory<total_memory>();
+    const uint32_t segment = blockIdx.x / space.tiles, tile = blockIdx.x % space.tiles;
+    const select_segment here = segment_of(call, segment);
+    uint32_t *const count = &shared.count[0][0];
+    for (uint32_t n = threadIdx.x; n < passes * digits; n += sort_threads)
+        count[n] = 0;
+    __syncthreads();
+    for (int r = 0; r < sort_items; r++) {
+        const uint32_t j = tile * sort_tile + r * sort_threads + threadIdx.x;
+        if (j >= call.kv_len)
+            break;
+        const uint2 key = load_key(here, j, call.kv_len);
+        for (int pass = 0; pass < passes; pass++)
+            atomicAdd(&shared.count[pass][digit_of(key.x, pass * digit_bits)], 1);
+    }
+    __syncthreads();
+    uint32_t *const total = space.digit_total + (size_t)segment * passes * digits;
+    for (uint32_t n = threadIdx.x; n < passes * digits; n += sort_threads)
+        if (count[n] > 0)
+            atomicAdd(&total[n], count[n]);
+}
+
+/* What another tile published, as soon as it has. */
+__device__ static inline uint32_t wait_for(const uint32_t *count) {
+    uint32_t seen = ld_relaxed_gpu(count);
+#ifdef NDEBUG
+    while (seen == 0)
+        seen = ld_relaxed_gpu(count);
+#else
+    const long long two_seconds = 1LL << 32, begin = clock64();
+    for (; seen == 0; seen = ld_relaxed_gpu(count))
+        if (clock64() - begin > two_seconds)
+            __trap();
+#endif
+    return seen;
+}
+
+/* How many keys of this digit earlier tiles of the segment have. `mine`: where this tile publishes,
+ * a tile's words being next to each other. */
+__device__ static inline uint32_t look_back(uint32_t *mine, uint32_t count, uint32_t tile) {
+    uint32_t before = 0;
+    if (tile > 0)
+        st_relaxed_gpu(mine, count | own_count);
+    const uint32_t *other = mine;
+    for (uint32_t t = tile; t-- > 0;) {
+        other -= digits;
+        const uint32_t seen = wait_for(other);
+        before += seen & count_bits;
+        if (seen & sum_count)
+            break;
+    }
+    st_relaxed_gpu(mine, (before + count) | sum_count);
+    return before;
+}
+
+/* Of digit `threadIdx.x`: where it starts in the tile, and what leads from there to its place. */
+__device__ static inline void find_places(sort_memory &shared, const sort_space &space,
+                                          uint32_t segment, uint32_t tile, int pass) {
+    const uint32_t digit = threadIdx.x, last = warp_lanes - 1;
+    uint32_t count = 0, before = 0, total = 0, sum;
+    if (digit < digits) {
+#pragma unroll
+        for (int w = 0; w < sort_warps; w++) {
+            const uint32_t here = shared.digit_count[w][digit];
+            shared.digit_count[w][digit] = count;
+            count += here;
+        }
+        const size_t row = ((size_t)pass * space.segments + segment) * space.tiles + tile;
+        before = look_back(space.tile_count + row * digits + digit, count, tile);
+        total = space.digit_total[((size_t)segment * passes + pass) * digits + digit];
+    }
+    uint32_t start = sum_lower_lanes(count), base = sum_lower_lanes(total);
+    const uint32_t all_starts = __shfl_sync(all_lanes, start + count, last);
+    const uint32_t all_bases = __shfl_sync(all_lanes, base + total, last);
+    start += sum_lower_warps<sort_warps>(shared.scratch, all_starts, &sum);
+    base += sum_lower_warps<sort_warps>(shared.scratch, all_bases, &sum);
+    if (digit < digits) {
+        shared.start[digit] = start;
+        shared.to[digit] = base + before - start;
+    }
+    __syncthreads();
+}
+
+/* One pass: the first reads scores, every other what the one before it wrote. */
+__global__ void __launch_bounds__(sort_threads, 2)
+    sort_by_digit(const select_call call, const sort_space space, int pass) {
+    sort_memory &shared = shared_memory<sort_memory>();
+    if (threadIdx.x == 0)
+        shared.ticket = atomicAdd(&space.ticket[pass], 1);
+    __syncthreads();
+    const uint32_t segment = shared.ticket / space.tiles, tile = shared.ticket % space.tiles;
+    const uint32_t first = tile * sort_tile, left = call.kv_len - first;
+    const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    const uint2 *const from =
+        (pass % 2 ? space.other : space.key) + (size_t)segment * call.kv_len + first;
+    uint2 *const to = (pass % 2 ? space.key : space.other) + (size_t)segment * call.kv_len;
+    const select_segment here = segment_of(call, segment);
+    const int shift = pass * digit_bits;
+    uint2 key[sort_items];
+    uint32_t order[sort_items], before[sort_items];
+#pragma unroll
+    for (int r = 0; r < sort_items; r++) {
+        const uint32_t index = warp * (warp_lanes * sort_items) + r * warp_lanes + lane;
+        key[r] = make_uint2(UINT32_MAX, 0); // past the end: after all others of the tile
+        if (index < left)
+            key[r] = pass == 0 ? load_key(here, first + index, call.kv_len) : from[index];
+        order[r] = key[r].x;
+    }
+    count_digits(shared.digit_count[warp], order, shift, before);
+    __syncthreads();
+    find_places(shared, space, segment, tile, pass);
+#pragma unroll
+    for (int r = 0; r < sort_items; r++) {
+        const uint32_t digit = digit_of(key[r].x, shift);
+        shared.key[shared.start[digit] + shared.digit_count[warp][digit] + before[r]] = key[r];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < sort_items; r++) {
+        const uint32_t n = r * sort_threads + threadIdx.x;
+        const uint2 sorted = shared.key[n];
+        const uint32_t place = shared.to[digit_of(sorted.x, shift)] + n;
+        if (n < left)
+            to[place] = pass + 1 < passes ? sorted : make_uint2(UINT32_MAX, sorted.y);
+    }
+}
+
+static inline fdma_status sort_segments(const fdma_problem *problem, const select_call &call,
+                                        const sort_space &space) {
+    launch_shape shape = {dim3(space.segments * space.tiles), dim3(sort_threads)};
+    shape.shared_bytes = sizeof(total_memory);
+    FDMA_TRY(launch("select", count_totals, shape, problem, call, space));
+    shape.shared_bytes = sizeof(sort_memory);
+    for (int pass = 0; pass < passes; pass++)
+        FDMA_TRY(launch("select", sort_by_digit, shape, problem, call, space, pass));
+    return FDMA_OK;
+}
+
+#endif

@@ -1,0 +1,76 @@
+/* See draw.h. A cell stands for a rectangle of (query, key) pairs; its shade for how many of them
+ * are kept. */
+#include "attend/draw.h"
+
+#include <inttypes.h>
+
+// without causal masking all lines are alike: a few show that
+enum { COLUMNS = 72, CAUSAL_LINES = 20, ALIKE_LINES = 5, LABEL = 7 };
+
+static const struct {
+    double above; /* share of the cell's pairs that are kept */
+    const char *glyph;
+} shades[] = {{0.75, "█"}, {0.5, "▓"}, {0.25, "▒"}, {0.0, "░"}};
+
+int64_t live_queries(const fdma_selection *selection, int64_t j, int32_t expiry, int64_t q_len,
+                     int causal, int64_t first, int64_t count) {
+    if (expiry <= j)
+        return 0;
+    if (!causal)
+        return count;
+    const int64_t offset = selection->kv_len - q_len; // of positions against queries
+    const int64_t begin = j > first + offset ? j : first + offset;
+    const int64_t last = first + count + offset;
+    const int64_t end = expiry < last ? expiry : last;
+    return end > begin ? end - begin : 0;
+}
+
+static const char *shade_of(double share) {
+    for (size_t s = 0; s < sizeof shades / sizeof shades[0]; s++) {
+        if (share > shades[s].above)
+            return shades[s].glyph;
+    }
+    return " ";
+}
+
+static void draw_line(FILE *stream, const fdma_selection *selection, int64_t q_len, int causal,
+                      int64_t first, int64_t count) {
+    const int32_t *expiry = selection->expiry.data;
+    const int64_t kv_len = selection->kv_len;
+    const int64_t columns = kv_len < COLUMNS ? kv_len : COLUMNS;
+    fprintf(stream, "%*" PRId64 " ", LABEL - 1, first);
+    for (int64_t c = 0; c < columns; c++) {
+        const int64_t begin = c * kv_len / columns;
+        const int64_t end = (c + 1) * kv_len / columns;
+        int64_t kept = 0;
+        for (int64_t j = begin; j < end; j++)
+            kept += live_queries(selection, j, expiry[j], q_len, causal, first, count);
+        fputs(shade_of((double)kept / ((double)(end - begin) * (double)count)), stream);
+    }
+    fputc('\n', stream);
+}
+
+static void draw_key_axis(FILE *stream, int64_t kv_len) {
+    char last[24];
+    const int64_t columns = kv_len < COLUMNS ? kv_len : COLUMNS;
+    const int used = snprintf(last, sizeof last, "%" PRId64, kv_len - 1);
+    if (columns > used + 1)
+        fprintf(stream, "%*s%-*d%s\n", LABEL, "", (int)columns - used, 0, last);
+}
+
+void draw_selection(FILE *stream, const fdma_selection *selection, int64_t q_len, int causal) {
+    const int64_t kv_len = selection->kv_len;
+    const int64_t most = causal ? CAUSAL_LINES : ALIKE_LINES;
+    const int64_t lines = q_len < most ? q_len : most;
+    const int64_t columns = kv_len < COLUMNS ? kv_len : COLUMNS;
+    draw_key_axis(stream, kv_len);
+    for (int64_t line = 0; line < lines; line++) {
+        const int64_t first = line * q_len / lines;
+        const int64_t end = (line + 1) * q_len / lines;
+        draw_line(stream, selection, q_len, causal, first, end - first);
+    }
+    fprintf(stream, "%*sa cell: %.3g queries x %.3g keys\n", LABEL, "",
+            (double)q_len / (double)lines, (double)kv_len / (double)columns);
+    fprintf(stream, "%*sits shade: how many of its pairs are kept: ", LABEL, "");
+    fputs("░ some ▒ > 1/4 ▓ > 1/2 █ > 3/4\n", stream);
+}

@@ -1,0 +1,231 @@
+/* What `fdma bench` runs; names are made from the rows. */
+#include "bench/bench.h"
+#include "common/arrays.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+#define DENSE(dtype, head_dim, kv_len)                                                             \
+    {BENCH_FORWARD, dtype, ORDER_IID, head_dim, kv_len, 0, 1, 1, 0}
+#define SELECTED(dtype, kv_len, window)                                                            \
+    {BENCH_FORWARD, dtype, ORDER_IID, 128, kv_len, window, 1, 1, 0}
+#define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1, 0}
+#define ROW(dtype, window, q_heads)                                                                \
+    {BENCH_FORWARD, dtype, ORDER_IID, 128, 131072, window, q_heads, 8, 1}
+#define LISTS(order, kv_len, window, q_heads, kv_heads)                                            \
+    {BENCH_LISTS, FDMA_FLOAT32, order, 128, kv_len, window, q_heads, kv_heads, 0}
+#define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0}
+#define BACKWARD(dtype, head_dim, kv_len, window)                                                  \
+    {BENCH_BACKWARD, dtype, ORDER_IID, head_dim, kv_len, window, 1, 1, 0}
+#define SCORE_BACKWARD(dtype) {BENCH_SCORE_BACKWARD, dtype, ORDER_IID, 128, 16384, 0, 8, 8, 0}
+
+static const bench_case cases[] = {
+    DENSE(FDMA_FLOAT32, 128, 1024),
+    DENSE(FDMA_FLOAT32, 128, 4096),
+    DENSE(FDMA_FLOAT32, 128, 8192),
+    DENSE(FDMA_FLOAT16, 128, 1024),
+    DENSE(FDMA_FLOAT16, 128, 4096),
+    DENSE(FDMA_FLOAT16, 128, 8192),
+    DENSE(FDMA_BFLOAT16, 128, 1024),
+    DENSE(FDMA_BFLOAT16, 128, 4096),
+    DENSE(FDMA_BFLOAT16, 128, 8192),
+    DENSE(FDMA_FLOAT32, 64, 4096),
+    DENSE(FDMA_FLOAT32, 256, 4096),
+    DENSE(FDMA_BFLOAT16, 64, 4096),
+    DENSE(FDMA_BFLOAT16, 256, 4096),
+    SELECTED(FDMA_FLOAT32, 16384, 1024),
+    SELECTED(FDMA_FLOAT32, 16384, 2048),
+    SELECTED(FDMA_FLOAT32, 65536, 2048),
+    SELECTED(FDMA_FLOAT16, 16384, 1024),
+    SELECTED(FDMA_FLOAT16, 16384, 2048),
+    SELECTED(FDMA_BFLOAT16, 16384, 1024),
+    SELECTED(FDMA_BFLOAT16, 16384, 2048),
+    SELECTED(FDMA_BFLOAT16, 65536, 2048),
+    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    ROW(FDMA_FLOAT32, 0, 8),
+    ROW(FDMA_FLOAT32, 0, 32),
+    ROW(FDMA_FLOAT32, 2048, 8),
+    ROW(FDMA_FLOAT16, 0, 8),
+    ROW(FDMA_BFLOAT16, 0, 8),
+    ROW(FDMA_BFLOAT16, 0, 32),
+    ROW(FDMA_BFLOAT16, 2048, 8),
+    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 64, 16, 0, 1, 1, 1},
+    SELECT(ORDER_IID),
+    SELECT(ORDER_DRIFT),
+    SELECT(ORDER_RISING),
+    SELECT(ORDER_FALLING),
+    SELECT(ORDER_EQUAL),
+    SELECT(ORDER_SAWTOOTH),
+    SELECT(ORDER_NAN),
+    LISTS(ORDER_IID, 16384, 1024, 1, 1),
+    LISTS(ORDER_IID, 16384, 2048, 1, 1),
+    LISTS(ORDER_IID, 65536, 2048, 1, 1),
+    LISTS(ORDER_RISING, 16384, 2048, 1, 1),
+    LISTS(ORDER_IID, 8192, 2048, 32, 8),
+    SCORE(FDMA_FLOAT32, 8),
+    SCORE(FDMA_FLOAT32, 32),
+    SCORE(FDMA_FLOAT16, 8),
+    SCORE(FDMA_BFLOAT16, 8),
+    SCORE(FDMA_BFLOAT16, 32),
+    {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8, 0},
+    BACKWARD(FDMA_FLOAT32, 128, 4096, 0),
+    BACKWARD(FDMA_BFLOAT16, 128, 4096, 0),
+    BACKWARD(FDMA_FLOAT32, 64, 4096, 0),
+    BACKWARD(FDMA_FLOAT32, 128, 8192, 2048),
+    BACKWARD(FDMA_FLOAT16, 128, 8192, 2048),
+    BACKWARD(FDMA_BFLOAT16, 128, 8192, 2048),
+    BACKWARD(FDMA_FLOAT32, 128, 32768, 2048),
+    BACKWARD(FDMA_BFLOAT16, 128, 32768, 2048),
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_RISING, 128, 8192, 2048, 1, 1, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_EQUAL, 128, 8192, 2048, 1, 1, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_SAWTOOTH, 128, 8192, 2048, 1, 1, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    SCORE_BACKWARD(FDMA_FLOAT32),
+    SCORE_BACKWARD(FDMA_BFLOAT16),
+};
+
+#define DEVICE_SELECT(order, kv_len, window, heads)                                                \
+    {BENCH_SELECT, 0, order, 0, kv_len, window, heads, heads, 0}
+#define DEVICE_FORWARD(order, head_dim, kv_len, window, q_heads, kv_heads)                         \
+    {BENCH_FORWARD, FDMA_BFLOAT16, order, head_dim, kv_len, window, q_heads, kv_heads, 0}
+#define DEVICE_BACKWARD(head_dim, kv_len, window, q_heads, kv_heads)                               \
+    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, window, q_heads, kv_heads, 0}
+#define DEVICE_SCORE_BACKWARD(head_dim, kv_len, heads)                                             \
+    {BENCH_SCORE_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, 0, heads, heads, 0}
+#define DEVICE_ATTENTION(kv_len)                                                                   \
+    {BENCH_ATTENTION, FDMA_BFLOAT16, ORDER_IID, 128, kv_len, 2048, 32, 8, 0}
+
+static const bench_case device_cases[] = {
+    DEVICE_SELECT(ORDER_IID, 32768, 1024, 1),
+    DEVICE_SELECT(ORDER_IID, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_RISING, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_FALLING, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_EQUAL, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_SAWTOOTH, 32768, 2048, 8),
+    DEVICE_SELECT(ORDER_IID, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_RISING, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_EQUAL, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_SAWTOOTH, 131072, 2048, 8),
+    DEVICE_SELECT(ORDER_IID, 1048576, 2048, 8),
+    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 2048, 32, 8, 0},
+    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 2048, 32, 8, 0},
+    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 8, 8, 0},
+    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 32, 32, 0},
+    ROW(FDMA_BFLOAT16, 0, 32),
+    ROW(FDMA_BFLOAT16, 2048, 32),
+    {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 64, 16, 0, 1, 1, 1},
+    DEVICE_FORWARD(ORDER_IID, 128, 8192, 0, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 32768, 0, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 8192, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_RISING, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_EQUAL, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_SAWTOOTH, 128, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 131072, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 128, 32768, 2048, 32, 32),
+    DEVICE_FORWARD(ORDER_IID, 64, 32768, 2048, 32, 8),
+    DEVICE_FORWARD(ORDER_IID, 256, 32768, 2048, 16, 4),
+    DEVICE_FORWARD(ORDER_IID, 64, 32768, 1024, 2, 1),
+    DEVICE_ATTENTION(8192),
+    DEVICE_ATTENTION(32768),
+    DEVICE_ATTENTION(131072),
+    DEVICE_ATTENTION(1048576),
+    DEVICE_BACKWARD(128, 32768, 2048, 32, 8),
+    DEVICE_BACKWARD(128, 16384, 2048, 32, 32),
+    DEVICE_BACKWARD(64, 32768, 1024, 2, 1),
+    DEVICE_SCORE_BACKWARD(128, 32768, 8),
+    DEVICE_SCORE_BACKWARD(128, 131072, 8),
+    DEVICE_SCORE_BACKWARD(128, 16384, 32),
+    DEVICE_SCORE_BACKWARD(64, 32768, 1),
+};
+
+int64_t bench_case_count(int32_t device) {
+    return device ? sizeof device_cases / sizeof device_cases[0] : sizeof cases / sizeof cases[0];
+}
+
+const bench_case *bench_case_at(int32_t device, int64_t index) {
+    return device ? &device_cases[index] : &cases[index];
+}
+
+enum { TINY_KEYS = 64 };
+
+int64_t bench_case_queries(const bench_case *row) { return row->q_len ? row->q_len : row->kv_len; }
+
+int64_t bench_case_tile(const bench_case *row) {
+    enum { TILE_ROWS = 512 };
+    return TILE_ROWS * row->kv_heads / row->q_heads;
+}
+
+int bench_case_reads(const bench_case *row) {
+    return row->operation == BENCH_SCORE || row->operation == BENCH_SCORE_BACKWARD ||
+           (row->q_len == 1 && row->kv_len > TINY_KEYS);
+}
+
+static const char *form_of(const bench_case *row) {
+    if (row->operation != BENCH_FORWARD && row->operation != BENCH_BACKWARD)
+        return "";
+    if (row->q_len == 1)
+        return row->kv_len > TINY_KEYS ? "/row" : "/tiny";
+    return row->window > 0 ? "/selected" : "/dense";
+}
+
+static const char *const operations[] = {
+    [BENCH_FORWARD] = "forward",
+    [BENCH_SELECT] = "select",
+    [BENCH_SCORE] = "score",
+    [BENCH_ATTENTION] = "attention",
+    [BENCH_LISTS] = "lists",
+    [BENCH_BACKWARD] = "backward",
+    [BENCH_SCORE_BACKWARD] = "score_backward",
+};
+
+const char *bench_case_operation(const bench_case *row) {
+    return operations[row->operation == BENCH_ATTENTION ? BENCH_FORWARD : row->operation];
+}
+
+void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
+    static const char *const orders[] = {"iid",   "drift",    "rising", "falling",
+                                         "equal", "sawtooth", "nan"};
+    char form[32] = "";
+    char heads[64] = "";
+    char window[32] = "";
+    if (row->operation == BENCH_SELECT)
+        snprintf(form, sizeof form, "/%s", orders[row->order]);
+    else if (row->operation == BENCH_LISTS)
+        snprintf(form, sizeof form, "/%s/t%" PRId64, orders[row->order], bench_case_tile(row));
+    else
+        snprintf(form, sizeof form, "%s%s%s/%s/d%" PRId64, form_of(row),
+                 row->order != ORDER_IID ? "/" : "",
+                 row->order != ORDER_IID ? orders[row->order] : "", dtype_name(row->dtype),
+                 row->head_dim);
+    if (row->window > 0)
+        snprintf(window, sizeof window, "/w%" PRId64, row->window);
+    if (row->q_heads > 1)
+        snprintf(heads, sizeof heads, "/h%" PRId64 "g%" PRId64, row->q_heads, row->kv_heads);
+    snprintf(name, BENCH_NAME, "%.14s%.31s/n%" PRId64 "%.20s%.14s", operations[row->operation],
+             form, row->kv_len, window, heads);
+}
+
+/* Attention: 4 * head_dim * q_heads * sum over queries of the keys that they keep. */
+double bench_case_flops(const bench_case *row) {
+    const double len = (double)row->kv_len;
+    const double window = row->window > 0 && row->window < row->kv_len ? (double)row->window : len;
+    const double pairs =
+        row->q_len == 1 ? window : window * (window + 1) / 2 + (len - window) * window;
+    const double heads = (double)row->kv_heads;
+    switch (row->operation) {
+    case BENCH_FORWARD:
+    case BENCH_ATTENTION:
+        return 4 * (double)row->head_dim * (double)row->q_heads * pairs;
+    case BENCH_BACKWARD: // five products for forward's two
+        return 10 * (double)row->head_dim * (double)row->q_heads * pairs;
+    case BENCH_SCORE_BACKWARD: // dt again, ddt_proj, dv
+        return 6 * heads * heads * (double)row->head_dim * len;
+    case BENCH_SCORE:
+        return 2 * heads * heads * (double)row->head_dim * len;
+    default:
+        return 0;
+    }
+}

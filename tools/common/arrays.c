@@ -1,0 +1,150 @@
+/* Owned arrays; see arrays.h. */
+#include "common/arrays.h"
+
+#include "commands.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const struct {
+    const char *name;
+    fdma_dtype dtype;
+    size_t bytes;
+} dtypes[] = {
+    {"f32", FDMA_FLOAT32, 4}, {"f16", FDMA_FLOAT16, 2}, {"bf16", FDMA_BFLOAT16, 2},
+    {"f64", FDMA_FLOAT64, 8}, {"i32", FDMA_INT32, 4},   {"u8", FDMA_UINT8, 1},
+};
+
+const char *dtype_name(fdma_dtype dtype) {
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+        if (dtypes[d].dtype == dtype)
+            return dtypes[d].name;
+    }
+    return "?";
+}
+
+size_t dtype_bytes(fdma_dtype dtype) {
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+        if (dtypes[d].dtype == dtype)
+            return dtypes[d].bytes;
+    }
+    return 0;
+}
+
+int64_t element_count(const fdma_tensor *tensor) {
+    int64_t count = tensor->rank > 0;
+    for (int axis = 0; axis < tensor->rank; axis++)
+        count *= tensor->shape[axis];
+    return count;
+}
+
+void *allocate(size_t bytes) {
+    enum { ALIGNMENT = 64 };
+    const size_t rounded = (bytes + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
+    void *memory = rounded > bytes ? aligned_alloc(ALIGNMENT, rounded) : NULL;
+    if (!memory) {
+        fprintf(stderr, "fdma: no memory for %zu bytes\n", bytes);
+        exit(EXIT_FAILED);
+    }
+    return memset(memory, 0, rounded);
+}
+
+fdma_tensor allocate_array(fdma_dtype dtype, int32_t rank, const int64_t *shape) {
+    fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
+    tensor.data = allocate((size_t)element_count(&tensor) * dtype_bytes(dtype));
+    return tensor;
+}
+
+static double float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return (double)value;
+}
+
+/* By bits and products: ldexp() takes ten times as long. */
+static double from_half(uint16_t half) {
+    const uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
+    double magnitude;
+    if (exponent == 31)
+        magnitude = fraction ? (double)NAN : (double)INFINITY;
+    else if (exponent == 0)
+        magnitude = fraction * 0x1p-24;
+    else
+        magnitude = float_of((exponent + 112) << 23 | fraction << 13);
+    return half >> 15 ? -magnitude : magnitude;
+}
+
+/* rint() rounds to nearest, ties to even; a carry runs on from the fraction into the exponent. */
+static uint16_t to_half(double value) {
+    const uint16_t sign = signbit(value) ? 0x8000 : 0;
+    const double magnitude = fabs(value);
+    if (isnan(value))
+        return sign | 0x7e00;
+    if (magnitude >= 65520) // halfway between the largest finite half and the next power of two
+        return sign | 0x7c00;
+    if (magnitude < 0x1p-14)
+        return (uint16_t)(sign | (int)rint(magnitude * 0x1p24));
+    int exponent;
+    const double fraction = frexp(magnitude, &exponent); // in [0.5, 1)
+    return (uint16_t)(sign | ((exponent + 13) * 1024 + (int)rint(fraction * 2048)));
+}
+
+static double from_bfloat(uint16_t upper) { return float_of((uint32_t)upper << 16); }
+
+/* The float32 in between is rounded to odd, so that rounding twice is rounding once. */
+static uint16_t to_bfloat(double value) {
+    float single = (float)value;
+    uint32_t bits;
+    memcpy(&bits, &single, sizeof bits);
+    if (isnan(value))
+        return (uint16_t)(bits >> 16 | 0x40);
+    if (isfinite(single) && (double)single != value) {
+        if (fabs((double)single) > fabs(value))
+            bits--;
+        bits |= 1;
+    }
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+double load_element(const void *data, fdma_dtype dtype, int64_t index) {
+    switch (dtype) {
+    case FDMA_FLOAT64:
+        return ((const double *)data)[index];
+    case FDMA_FLOAT32:
+        return (double)((const float *)data)[index];
+    case FDMA_FLOAT16:
+        return from_half(((const uint16_t *)data)[index]);
+    default:
+        return from_bfloat(((const uint16_t *)data)[index]);
+    }
+}
+
+void store_element(void *data, fdma_dtype dtype, int64_t index, double value) {
+    switch (dtype) {
+    case FDMA_FLOAT64:
+        ((double *)data)[index] = value;
+        break;
+    case FDMA_FLOAT32:
+        ((float *)data)[index] = (float)value;
+        break;
+    case FDMA_FLOAT16:
+        ((uint16_t *)data)[index] = to_half(value);
+        break;
+    default:
+        ((uint16_t *)data)[index] = to_bfloat(value);
+    }
+}
+
+fdma_tensor convert_array(const fdma_tensor *source, fdma_dtype dtype) {
+    const fdma_tensor copy = allocate_array(dtype, source->rank, source->shape);
+    const int64_t count = element_count(source);
+    if (dtype == source->dtype) {
+        memcpy(copy.data, source->data, (size_t)count * dtype_bytes(dtype));
+        return copy;
+    }
+    for (int64_t index = 0; index < count; index++)
+        store_element(copy.data, dtype, index, load_element(source->data, source->dtype, index));
+    return copy;
+}

@@ -1,0 +1,15 @@
+/* Numbers that are the same on every machine. */
+#ifndef FDMA_TOOLS_COMMON_RANDOM_H
+#define FDMA_TOOLS_COMMON_RANDOM_H
+
+#include <stdint.h>
+
+/*! random_bits() - the next 64 bits; any `state` is a seed.
+ *  Source  Steele, Lea, Flood: Fast splittable pseudorandom number generators (SplitMix64) */
+uint64_t random_bits(uint64_t *state);
+
+/*! random_normal() - mean 0, variance 1.
+ *  Source  Box, Muller: A note on the generation of random normal deviates */
+double random_normal(uint64_t *state);
+
+#endif /* FDMA_TOOLS_COMMON_RANDOM_H */

@@ -1,0 +1,341 @@
+/* The header of a safetensors file, checked. cJSON turns text into a tree; everything that it lets
+ * pass (depth, repeated keys, fractions, text after the end) is checked here. */
+#include "common/safetensors.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct complaint {
+    char *text;
+    size_t size;
+} complaint;
+
+__attribute__((format(printf, 2, 3))) static int refuse(complaint message, const char *format,
+                                                        ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(message.text, message.size, format, values);
+    va_end(values);
+    for (char *c = message.text; message.size && *c; c++) {
+        if ((unsigned char)*c < ' ' || *c == '\x7f') // names come from the file: keep it one line
+            *c = '?';
+    }
+    return -1;
+}
+
+#ifdef FDMA_HAVE_CJSON
+
+#include <cjson/cJSON.h>
+
+enum {
+    PREFIX_BYTES = 8,
+    HEADER_LIMIT = 100000000,
+    VALUE_LIMIT = 4000000, // cJSON takes some 80 bytes for each value of two bytes
+    DEPTH_LIMIT = 4,       // the format needs 3: file, tensor, shape
+};
+
+static const struct {
+    const char *name;
+    uint64_t bits;
+} dtypes[] = {
+    {"F64", 64}, {"F32", 32},    {"F16", 16},    {"BF16", 16},   {"I64", 64},
+    {"I32", 32}, {"I16", 16},    {"I8", 8},      {"U64", 64},    {"U32", 32},
+    {"U16", 16}, {"U8", 8},      {"BOOL", 8},    {"F8_E5M2", 8}, {"F8_E4M3", 8},
+    {"C64", 64}, {"F8_E8M0", 8}, {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"F4", 4},
+};
+
+static uint64_t read_little_endian(const uint8_t *bytes) {
+    uint64_t value = 0;
+    for (int b = PREFIX_BYTES - 1; b >= 0; b--)
+        value = value << 8 | bytes[b];
+    return value;
+}
+
+/* What a tree would not show any more: NUL in names, depth, and how much memory the tree takes. */
+static int check_text(const char *text, size_t count, complaint message) {
+    int in_string = 0;
+    int depth = 0;
+    size_t values = 0;
+    for (size_t at = 0; at < count; at++) {
+        const char c = text[at];
+        if (c == '\0' || (in_string && count - at >= 6 && memcmp(text + at, "\\u0000", 6) == 0))
+            return refuse(message, "header: NUL character at byte %zu", at + PREFIX_BYTES);
+        if (in_string) {
+            at += c == '\\';
+            in_string = c != '"';
+            continue;
+        }
+        in_string = c == '"';
+        depth += (c == '{' || c == '[') - (c == '}' || c == ']');
+        values += c == ',';
+        if (depth > DEPTH_LIMIT)
+            return refuse(message, "header: nested deeper than %d at byte %zu", DEPTH_LIMIT,
+                          at + PREFIX_BYTES);
+        if (values > VALUE_LIMIT)
+            return refuse(message, "header: more than %d values", VALUE_LIMIT);
+    }
+    return 0;
+}
+
+/* A JSON number is a double: integers above 2^53 have no exact meaning. */
+static int read_size(const cJSON *number, uint64_t *size) {
+    const double limit = 9007199254740992.0;
+    if (!cJSON_IsNumber(number) || !(number->valuedouble >= 0 && number->valuedouble <= limit))
+        return -1;
+    *size = (uint64_t)number->valuedouble;
+    return (double)*size == number->valuedouble ? 0 : -1;
+}
+
+static int read_shape(const cJSON *shape, safetensors_entry *entry, uint64_t *elements,
+                      complaint message) {
+    if (!cJSON_IsArray(shape))
+        return refuse(message, "tensor '%.64s': shape is missing or no array", entry->name);
+    *elements = 1;
+    int empty = 0;
+    const cJSON *axis;
+    cJSON_ArrayForEach(axis, shape) {
+        uint64_t length;
+        if (read_size(axis, &length))
+            return refuse(message, "tensor '%.64s': shape[%" PRId64 "] is no integer in [0, 2^53]",
+                          entry->name, entry->rank);
+        empty = empty || length == 0;
+        if (length > 0 && *elements > INT64_MAX / length)
+            return refuse(message, "tensor '%.64s': shape has more than 2^63 elements",
+                          entry->name);
+        *elements *= length > 0 ? length : 1;
+        if (entry->rank < SAFETENSORS_RANK)
+            entry->shape[entry->rank] = (int64_t)length;
+        entry->rank++;
+    }
+    if (empty)
+        *elements = 0;
+    return 0;
+}
+
+static int read_dtype(const cJSON *dtype, safetensors_entry *entry, uint64_t *bits,
+                      complaint message) {
+    if (!cJSON_IsString(dtype))
+        return refuse(message, "tensor '%.64s': dtype is missing or no string", entry->name);
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+        if (strcmp(dtypes[d].name, dtype->valuestring) == 0) {
+            entry->dtype = dtypes[d].name;
+            *bits = dtypes[d].bits;
+            return 0;
+        }
+    }
+    return refuse(message, "tensor '%.64s': unknown dtype '%.32s'", entry->name,
+                  dtype->valuestring);
+}
+
+static int read_offsets(const cJSON *offsets, uint64_t data_bytes, safetensors_entry *entry,
+                        complaint message) {
+    uint64_t end;
+    if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 ||
+        read_size(offsets->child, &entry->begin) || read_size(offsets->child->next, &end))
+        return refuse(message, "tensor '%.64s': data_offsets is not two integers in [0, 2^53]",
+                      entry->name);
+    if (entry->begin > end || end > data_bytes)
+        return refuse(message,
+                      "tensor '%.64s': data_offsets [%" PRIu64 ", %" PRIu64 "] do not fit into the"
+                      " file's %" PRIu64 " bytes of data",
+                      entry->name, entry->begin, end, data_bytes);
+    entry->bytes = end - entry->begin;
+    return 0;
+}
+
+/* The three fields of a tensor, each of them once and none besides. */
+static int find_fields(const cJSON *tensor, const cJSON *fields[3], complaint message) {
+    static const char *const names[3] = {"dtype", "shape", "data_offsets"};
+    if (!cJSON_IsObject(tensor))
+        return refuse(message, "tensor '%.64s': not an object", tensor->string);
+    const cJSON *field;
+    cJSON_ArrayForEach(field, tensor) {
+        int f = 0;
+        while (f < 3 && strcmp(names[f], field->string) != 0)
+            f++;
+        if (f == 3)
+            return refuse(message, "tensor '%.64s': unknown field '%.32s'", tensor->string,
+                          field->string);
+        if (fields[f])
+            return refuse(message, "tensor '%.64s': %s stands twice", tensor->string, names[f]);
+        fields[f] = field;
+    }
+    return 0;
+}
+
+static int read_entry(const cJSON *tensor, uint64_t data_bytes, safetensors_entry *entry,
+                      complaint message) {
+    const cJSON *fields[3] = {NULL, NULL, NULL};
+    uint64_t bits = 8;
+    uint64_t elements = 0;
+    entry->name = tensor->string;
+    if (find_fields(tensor, fields, message) || read_dtype(fields[0], entry, &bits, message) ||
+        read_shape(fields[1], entry, &elements, message) ||
+        read_offsets(fields[2], data_bytes, entry, message))
+        return -1;
+    if (elements > UINT64_MAX / bits || elements * bits % 8 != 0 ||
+        elements * bits / 8 != entry->bytes)
+        return refuse(message,
+                      "tensor '%.64s': %" PRIu64 " bytes of data do not fit its shape, %" PRIu64
+                      " elements of %s",
+                      entry->name, entry->bytes, elements, entry->dtype);
+    return 0;
+}
+
+static int check_metadata(const cJSON *metadata, complaint message) {
+    if (!cJSON_IsObject(metadata))
+        return refuse(message, "__metadata__: not an object");
+    const cJSON *text;
+    cJSON_ArrayForEach(text, metadata) {
+        if (!cJSON_IsString(text))
+            return refuse(message, "__metadata__: '%.64s' is no string", text->string);
+    }
+    return 0;
+}
+
+static int by_name(const void *left, const void *right) {
+    const cJSON *const *a = left;
+    const cJSON *const *b = right;
+    return strcmp((*a)->string, (*b)->string);
+}
+
+/* Names are compared after sorting: a hostile header may hold a million of them. */
+static int check_names(const cJSON *tree, size_t count, complaint message) {
+    const cJSON **sorted = malloc((count + 1) * sizeof(*sorted));
+    if (!sorted)
+        return refuse(message, "header: no memory for %zu names", count);
+    size_t filled = 0;
+    const cJSON *member;
+    cJSON_ArrayForEach(member, tree) sorted[filled++] = member;
+    qsort(sorted, filled, sizeof(*sorted), by_name);
+    int status = 0;
+    for (size_t n = 1; n < filled && status == 0; n++) {
+        if (strcmp(sorted[n - 1]->string, sorted[n]->string) == 0)
+            status = refuse(message, "header: '%.64s' stands twice", sorted[n]->string);
+    }
+    free(sorted);
+    return status;
+}
+
+static int by_offset(const void *left, const void *right) {
+    const safetensors_entry *a = left;
+    const safetensors_entry *b = right;
+    if (a->begin != b->begin)
+        return a->begin < b->begin ? -1 : 1;
+    return (a->bytes > b->bytes) - (a->bytes < b->bytes);
+}
+
+/* The format wants every byte of data to belong to exactly one tensor. */
+static int check_cover(const safetensors *file, uint64_t data_bytes, complaint message) {
+    uint64_t covered = 0;
+    for (size_t e = 0; e < file->entry_count; e++) {
+        const safetensors_entry *entry = &file->entries[e];
+        if (entry->begin < covered)
+            return refuse(message, "tensor '%.64s': overlaps '%.64s' at byte %" PRIu64 " of data",
+                          entry->name, file->entries[e - 1].name, entry->begin);
+        if (entry->begin > covered)
+            return refuse(message,
+                          "tensor '%.64s': the %" PRIu64 " bytes before it belong to no"
+                          " tensor",
+                          entry->name, entry->begin - covered);
+        covered += entry->bytes;
+    }
+    if (covered != data_bytes)
+        return refuse(message, "data: the last %" PRIu64 " bytes belong to no tensor",
+                      data_bytes - covered);
+    return 0;
+}
+
+static int read_tree(safetensors *file, uint64_t data_begin, complaint message) {
+    const size_t members = (size_t)cJSON_GetArraySize(file->header);
+    const uint64_t data_bytes = file->count - data_begin;
+    if (check_names(file->header, members, message))
+        return -1;
+    file->entries = calloc(members + 1, sizeof(*file->entries));
+    if (!file->entries)
+        return refuse(message, "header: no memory for %zu tensors", members);
+    const cJSON *member;
+    cJSON_ArrayForEach(member, file->header) {
+        const int is_metadata = strcmp(member->string, "__metadata__") == 0;
+        safetensors_entry *entry = &file->entries[file->entry_count];
+        if (is_metadata ? check_metadata(member, message)
+                        : read_entry(member, data_bytes, entry, message))
+            return -1;
+        file->entry_count += !is_metadata;
+    }
+    qsort(file->entries, file->entry_count, sizeof(*file->entries), by_offset);
+    if (check_cover(file, data_bytes, message))
+        return -1;
+    for (size_t e = 0; e < file->entry_count; e++)
+        file->entries[e].begin += data_begin;
+    return 0;
+}
+
+static int parse_text(const char *text, size_t length, safetensors *file, complaint message) {
+    if (length == 0 || text[0] != '{')
+        return refuse(message, "header: does not begin with '{'");
+    if (check_text(text, length, message))
+        return -1;
+    const char *end = text;
+    file->header = cJSON_ParseWithLengthOpts(text, length, &end, 0);
+    if (!file->header)
+        return refuse(message, "header: not JSON near byte %td", end - text + PREFIX_BYTES);
+    while (end < text + length && *end == ' ')
+        end++;
+    if (end != text + length)
+        return refuse(message, "header: text after its end at byte %td", end - text + PREFIX_BYTES);
+    return read_tree(file, PREFIX_BYTES + length, message);
+}
+
+int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, char *message,
+                      size_t message_size) {
+    const complaint line = {message, message_size};
+    *file = (safetensors){.bytes = bytes, .count = count};
+    if (count < PREFIX_BYTES)
+        return refuse(line, "%zu bytes are too short for a safetensors file", count);
+    const uint64_t length = read_little_endian(bytes);
+    if (length > HEADER_LIMIT)
+        return refuse(line, "header: length %" PRIu64 " is above the limit of %d bytes", length,
+                      HEADER_LIMIT);
+    if (length > count - PREFIX_BYTES)
+        return refuse(line,
+                      "header: length %" PRIu64 " is past the end of the file (%zu"
+                      " bytes)",
+                      length, count);
+    if (parse_text((const char *)bytes + PREFIX_BYTES, (size_t)length, file, line)) {
+        safetensors_free(file);
+        return -1;
+    }
+    return 0;
+}
+
+void safetensors_free(safetensors *file) {
+    cJSON_Delete(file->header);
+    free(file->entries);
+    *file = (safetensors){0};
+}
+
+#else
+
+int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, char *message,
+                      size_t message_size) {
+    (void)bytes;
+    (void)count;
+    *file = (safetensors){0};
+    return refuse((complaint){message, message_size},
+                  "file reading is off: fdma was built without cJSON (libcjson-dev)");
+}
+
+void safetensors_free(safetensors *file) { *file = (safetensors){0}; }
+
+#endif
+
+const safetensors_entry *safetensors_find(const safetensors *file, const char *name) {
+    for (size_t e = 0; e < file->entry_count; e++) {
+        if (strcmp(file->entries[e].name, name) == 0)
+            return &file->entries[e];
+    }
+    return NULL;
+}

@@ -1,0 +1,58 @@
+/* Reading and writing of safetensors files: 8 bytes of header length (little-endian), a header in
+ * JSON, the tensors' bytes. Nothing in a file is trusted: whatever does not fit together is refused
+ * by one line that says what and where.
+ * Source: the format section of the safetensors library's documentation */
+#ifndef FDMA_TOOLS_COMMON_SAFETENSORS_H
+#define FDMA_TOOLS_COMMON_SAFETENSORS_H
+
+#include "fdma.h"
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+enum { SAFETENSORS_RANK = 8, SAFETENSORS_MESSAGE = 256 };
+
+typedef struct safetensors_entry {
+    const char *name;
+    const char *dtype;               /* as the file has it, such as "BF16": one of the known ones */
+    int64_t shape[SAFETENSORS_RANK]; /* the first axes only, where rank is larger */
+    int64_t rank;
+    uint64_t begin; /* first byte, counted from the start of the file */
+    uint64_t bytes;
+} safetensors_entry;
+
+typedef struct safetensors {
+    const uint8_t *bytes; /* the whole file, borrowed */
+    size_t count;
+    safetensors_entry *entries; /* in the order of their bytes */
+    size_t entry_count;
+    struct cJSON *header; /* owns the names */
+} safetensors;
+
+/*! safetensors_parse() - reads the header of a whole file in memory.
+ *  Every entry has a known dtype and bytes inside the file that fit its shape; entries neither
+ *  overlap nor leave holes; names are distinct. Nothing else is read of the tensors' bytes.
+ *  Ownership  borrows `bytes` until safetensors_free(); allocates the entries
+ *  Returns 0; or -1 with one line in `message` (which is cut to message_size) and nothing to free
+ */
+int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, char *message,
+                      size_t message_size);
+
+/*! safetensors_free() - frees what safetensors_parse() allocated; harmless on a zeroed struct. */
+void safetensors_free(safetensors *file);
+
+/*! safetensors_find() - the entry of that name, or NULL. */
+const safetensors_entry *safetensors_find(const safetensors *file, const char *name);
+
+/*! safetensors_open(), safetensors_close() - the same for a regular file on disk, which is mapped.
+ *  Returns as safetensors_parse(). */
+int safetensors_open(const char *path, safetensors *file, char *message, size_t message_size);
+void safetensors_close(safetensors *file);
+
+/*! safetensors_write() - writes `count` contiguous tensors, of floating point or int32.
+ *  Returns 0, or -1 with errno set where the stream took less. */
+int safetensors_write(FILE *stream, size_t count, const char *const *names,
+                      const fdma_tensor *tensors);
+
+#endif /* FDMA_TOOLS_COMMON_SAFETENSORS_H */
