@@ -5,7 +5,7 @@ device milliseconds against length, and useful FLOP/s as a share of dense attent
 peers.py --picture draws what it measured; this draws a JSON file that it wrote, by itself:
 
     pip install matplotlib
-    python benchmarks/peers_picture.py benchmarks/results/peers-cpu.json --out docs/figures/peers-cpu.svg
+    python benchmarks/peers_picture.py FILE.json --out FILE.svg
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""benchmarks/peers.py on tiny lengths: its rows, its picture, its table, and that it finds mistakes."""
+"""benchmarks/peers.py on tiny lengths: its rows, picture and table, and that it finds mistakes."""
 
 from __future__ import annotations
 

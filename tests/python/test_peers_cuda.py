@@ -1,5 +1,5 @@
-"""What benchmarks/peers_cuda.py computes apart from running on a device: cases, figures, checks, table
-and picture. Its inputs are stood for by tensors of the CPU."""
+"""The parts of benchmarks/peers_cuda.py that need no device: cases, figures, checks, table and
+picture. CPU tensors stand in for its inputs."""
 
 from __future__ import annotations
 
