@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, a panel for each dtype; of a CUDA
-device milliseconds against length, and useful FLOP/s as a share of dense attention's.
+"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, a panel for each dtype. For a
+CUDA device: milliseconds against length, and useful FLOP/s relative to dense attention.
 
 peers.py --picture draws what it measured; this draws a JSON file that it wrote, by itself:
 
