@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, a panel for each dtype. For a
+"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, a panel for each dtype. Of a
 CUDA device: milliseconds against length, and useful FLOP/s relative to dense attention.
 
 peers.py --picture draws what it measured; this draws a JSON file that it wrote, by itself:
