@@ -223,7 +223,7 @@ static void score_chunk(const void *context, int64_t index, int32_t thread) {
         dot_batch(score, &scratch, b, first + x, first + count, scratch.dots + x);
     for (int64_t g = 0; g < score->problem->kv_heads; g++)
         write_scores(score, b, g, first, count, scratch.dots + g * chunk_keys);
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 static void pack_weights(const score_context *score) {

@@ -2,7 +2,7 @@
 #ifndef FDMA_CPU_SIMD_AVX512_H
 #define FDMA_CPU_SIMD_AVX512_H
 
-#include "cpu/simd/x86_modes.h"
+#include "cpu/simd/modes.h"
 
 #include <immintrin.h>
 #include <stdbool.h>
@@ -11,6 +11,8 @@
 typedef __m512 vf;
 
 enum { vf_width = 16 };
+
+static inline uint32_t flush_subnormals(void) { return set_modes(default_modes | flush_to_zero); }
 
 static inline vf vf_set(float x) { return _mm512_set1_ps(x); }
 
