@@ -37,7 +37,9 @@ static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
 }
 
 static inline void vf_store_first_f16(uint16_t *p, vf x, int64_t count) {
-    _mm256_mask_storeu_epi16(p, vf_first(count), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    const __mmask16 first = vf_first(count);
+    const __m256i halves = _mm512_maskz_cvtps_ph(first, x, _MM_FROUND_TO_NEAREST_INT);
+    _mm256_mask_storeu_epi16(p, first, halves);
 }
 
 static inline vf vf_load_first_bf16(const uint16_t *p, int64_t count) {
