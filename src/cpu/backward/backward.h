@@ -155,7 +155,7 @@ static void sweep_stretch(const void *context, int64_t task, int32_t thread) {
     begin_products();
     sweep_tiles(backward, &scratch, &place, index, count > 1 ? &own : NULL);
     end_products();
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 /* Adds up what the stretches of one (b, g) have left. */
@@ -172,7 +172,7 @@ static void join_stretches(const void *context, int64_t head, int32_t thread) {
         carry_sums(problem, &place, &table, &from, &to);
         put_carried(problem, &place, &table, &to);
     }
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 static int64_t backward_lanes(const fdma_problem *problem) {

@@ -3,6 +3,7 @@
 #define FDMA_CPU_COMMON_MATH_H
 
 #include "core/problem.h"
+#include "cpu/simd/simd.h"
 
 /* 2^x; relative error 1e-7, and exact where x is whole. Minimax polynomial of degree 5 on [0,
  * 1). */

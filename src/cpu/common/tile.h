@@ -6,6 +6,7 @@
 
 #include "core/plan.h"
 #include "cpu/common/unroll.h"
+#include "cpu/simd/simd.h"
 
 #include <float.h>
 #include <math.h>

@@ -265,7 +265,7 @@ static void attend_chunk(const void *context, int64_t index, int32_t thread) {
         list_row_keys(&task, &lists[1 - now]);
         attend_list(&task, &lists[now], &lists[lists[1 - now].count > 0 ? 1 - now : now]);
     }
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 /* The chunks of a row become one, the first, of which the sum is returned. */
@@ -312,7 +312,7 @@ static void merge_head(const void *context, int64_t head, int32_t thread) {
         line[row / problem->group] =
             sum == 0 ? -INFINITY : (float)((double)*merged.max + log((double)sum));
     }
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 static int32_t row_threads(const row_context *rows) {

@@ -243,7 +243,7 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     if (is_present(&problem->lse))
         write_lse(problem, &place, &tile);
     end_products();
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 static void snapshot_head(const void *context, int64_t head, int32_t thread) {

@@ -1,6 +1,5 @@
 /* The CPU kernels in the vocabulary of avx2. */
-#include "cpu/simd/avx2.h"
-#include "cpu/simd/singles.h"
+#define FDMA_POINT_AVX2
 
 #include "cpu/common/product.h"
 #include "cpu/isa/isa.h"

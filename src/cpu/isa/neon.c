@@ -1,6 +1,5 @@
 /* The CPU kernels in the vocabulary of neon. */
-#include "cpu/simd/neon.h"
-#include "cpu/simd/singles.h"
+#define FDMA_POINT_NEON
 
 #include "cpu/common/product.h"
 #include "cpu/isa/isa.h"

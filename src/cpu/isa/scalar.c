@@ -1,7 +1,4 @@
 /* The CPU kernels in the vocabulary of scalar. */
-#include "cpu/simd/scalar.h"
-#include "cpu/simd/singles.h"
-
 #include "cpu/common/product.h"
 #include "cpu/isa/isa.h"
 
