@@ -23,12 +23,24 @@ const char *fdma_refuses_before_sm80(const fdma_problem *problem);
 const char *fdma_refuses_before_sm90(const fdma_problem *problem);
 const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
 
-/* Every point's table, the fastest first. */
+/* In a file that is compiled once for each head_dim: the names of its kernel, such as
+ * "cuda/sm80/d128", and of its table, such as fdma_cuda_sm80_d128. */
+#define FDMA_TEXT(x) #x
+#define FDMA_JOIN(x, y) x##y
+#define FDMA_POINT_NAME(prefix, head_dim) prefix FDMA_TEXT(head_dim)
+#define FDMA_POINT_TABLE(prefix, head_dim) FDMA_JOIN(prefix, head_dim)
+
+/* Every point's table, in the order of preference within an operation. */
 #define FDMA_CUDA_TABLES(X)                                                                        \
     X(fdma_cuda_sm80_score)                                                                        \
     X(fdma_cuda_sm90_select)                                                                       \
     X(fdma_cuda_sm80_select)                                                                       \
     X(fdma_cuda_sm80_lists)                                                                        \
+    X(fdma_cuda_sm80_decode_d64)                                                                   \
+    X(fdma_cuda_sm80_decode_d96)                                                                   \
+    X(fdma_cuda_sm80_decode_d128)                                                                  \
+    X(fdma_cuda_sm80_decode_d192)                                                                  \
+    X(fdma_cuda_sm80_decode_d256)                                                                  \
     X(fdma_cuda_sm90_d64)                                                                          \
     X(fdma_cuda_sm90_d128)                                                                         \
     X(fdma_cuda_sm90_d256)                                                                         \
