@@ -1,4 +1,4 @@
-/* The points of CUDA's build matrix, and the facts of this machine's devices. */
+/* The points of the CUDA build matrix, and what kernels ask of the devices of this machine. */
 #ifndef FDMA_CUDA_DEVICES_H
 #define FDMA_CUDA_DEVICES_H
 
@@ -7,18 +7,18 @@
 typedef struct cuda_device {
     int32_t capability; /* 90 for 9.0 */
     int32_t multiprocessors;
-    int32_t shared_bytes; /* most shared memory of one block */
+    int32_t shared_bytes; /* shared memory that one thread block can have */
 } cuda_device;
 
-/* Of exec.device `device`, which is there. */
+/* The device that exec.device `device` names. It exists. */
 const cuda_device *fdma_cuda_device(int32_t device);
 
-/* For rows of a point: NULL, or what no device of this machine has. */
+/* `missing` of the kernels of a point: what no device of this machine has, or NULL. */
 const char *fdma_missing_sm80(void);
-const char *fdma_missing_sm90(void);  /* 9.0 and later: clusters, distributed shared memory */
+const char *fdma_missing_sm90(void);  /* 9.0 and later: clusters */
 const char *fdma_missing_sm90a(void); /* 9.0 alone: wgmma */
 
-/* NULL, or why the problem's device is not one of the point. */
+/* Why the kernels of a point refuse the device of a problem, or NULL. */
 const char *fdma_refuses_before_sm80(const fdma_problem *problem);
 const char *fdma_refuses_before_sm90(const fdma_problem *problem);
 const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
