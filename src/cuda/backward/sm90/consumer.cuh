@@ -244,8 +244,8 @@ template <class config> struct backward_consumer {
                               channel / panel_channels * config::slots * line_bytes +
                               channel % panel_channels * 2;
         wgmma_fence();
-        begin_atb<element, config::slots, config::slots / step_k>(dq, shared_address(ds_block(step)),
-                                                                  opaque(keys));
+        begin_atb<element, config::slots, config::slots / step_k>(
+            dq, shared_address(ds_block(step)), opaque(keys));
         wgmma_commit_group();
     }
 
