@@ -259,6 +259,14 @@ const char *fdma_refuses_slow(const fdma_problem *problem) {
     return fdma_refuses_wide(problem);
 }
 
+/* Decode keeps the sums of all rows of a kv head side by side: for more rows, tiles are faster. */
+const char *fdma_refuses_decode(const fdma_problem *problem) {
+    enum { most_rows = 16 };
+    return problem->q_len * problem->group > most_rows
+               ? "more than 16 rows (queries times q_heads / kv_heads) of a kv head"
+               : fdma_refuses_wide(problem);
+}
+
 fdma_status fdma_describe_cpu(fdma_device_info *info) {
     list_features(info->features, sizeof info->features);
     name_cpu(info->name, sizeof info->name);

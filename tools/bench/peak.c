@@ -298,7 +298,9 @@ double measure_read(const peak_loop *peak, const void *bytes, size_t count) {
 int prepare_peak(const char *kernel, int threads, peak_loop *peak) {
     enum { FIRST_ROUNDS = 100000, WANTED_MS = 20 };
     for (size_t l = 0; l < sizeof loops / sizeof loops[0]; l++) {
-        if (strcmp(loops[l].kernel, kernel) != 0)
+        const size_t length = strlen(loops[l].kernel);
+        if (strncmp(loops[l].kernel, kernel, length) != 0 ||
+            (kernel[length] != '/' && kernel[length] != '\0'))
             continue;
         *peak = (peak_loop){loops[l].run, loops[l].read, loops[l].flops, FIRST_ROUNDS, threads};
         measure_peak(peak); // the clock and the threads come up

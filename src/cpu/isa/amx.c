@@ -1,10 +1,10 @@
 /* The CPU kernels in the vocabulary of avx512, with products of bfloat16 tiles. */
 #define FDMA_POINT_AMX
 
-#include "cpu/common/product_tiles.h"
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"

@@ -1,10 +1,10 @@
 /* The CPU kernels in the vocabulary of avx512, with products of bfloat16 pairs. */
 #define FDMA_POINT_AVX512BF16
 
-#include "cpu/common/product.h"
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"
