@@ -9,14 +9,15 @@ int32_t fdma_cuda_count(void) { return 0; }
 
 fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info) {
     (void)info;
-    return fdma_fail(FDMA_UNSUPPORTED, "device: is %d, this library is built for the CPU, 0",
-                     device);
+    return fdma_fail(FDMA_UNSUPPORTED, "device: is %s, but this library is built for the CPU alone",
+                     fdma_device_text(device).text);
 }
 
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     (void)depth;
-    return fdma_fail(FDMA_UNSUPPORTED, "exec.device: is %d, this library is built for the CPU, 0",
-                     problem->exec.device);
+    return fdma_fail(FDMA_UNSUPPORTED,
+                     "exec.device: is %s, but this library is built for the CPU alone",
+                     fdma_device_text(problem->exec.device).text);
 }
 
 fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {

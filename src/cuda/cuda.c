@@ -108,10 +108,10 @@ static fdma_status check_there(const char *name, int32_t device) {
     const struct machine *const here = this_machine();
     if (here->status != cudaSuccess && here->status != cudaErrorNoDevice)
         return fail_driver(name, here->status);
-    FDMA_REQUIRE(here->count > 0, FDMA_CUDA_ERROR, "%s: is %d, %s", name, device,
-                 cudaGetErrorString(cudaErrorNoDevice));
-    FDMA_REQUIRE(device <= here->count, FDMA_INVALID_ARGUMENT, "%s: is %d, want 0 to %d", name,
-                 device, here->count);
+    FDMA_REQUIRE(here->count > 0, FDMA_CUDA_ERROR, "%s: is %s, %s", name,
+                 fdma_device_text(device).text, cudaGetErrorString(cudaErrorNoDevice));
+    FDMA_REQUIRE(device <= here->count, FDMA_INVALID_ARGUMENT, "%s: is %s, the last here is %s",
+                 name, fdma_device_text(device).text, fdma_device_text(here->count).text);
     return FDMA_OK;
 }
 
@@ -171,10 +171,12 @@ static fdma_status check_pointer(named_pointer given, const fdma_exec *exec) {
     if (status != cudaSuccess)
         return fail_driver(given.name, status);
     FDMA_REQUIRE(is_of_device(&found), FDMA_INVALID_ARGUMENT,
-                 "%s: is memory of the CPU, want memory of exec.device %d", given.name, device);
+                 "%s: is memory of the CPU, want memory of exec.device, %s", given.name,
+                 fdma_device_text(device).text);
     FDMA_REQUIRE(found.type != cudaMemoryTypeDevice || found.device == device - 1,
-                 FDMA_INVALID_ARGUMENT, "%s: is memory of device %d, want memory of exec.device %d",
-                 given.name, found.device + 1, device);
+                 FDMA_INVALID_ARGUMENT, "%s: is memory of %s, want memory of exec.device, %s",
+                 given.name, fdma_device_text(FDMA_CUDA(found.device)).text,
+                 fdma_device_text(device).text);
     return FDMA_OK;
 }
 

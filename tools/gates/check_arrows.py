@@ -70,7 +70,7 @@ ALLOWED = {
     "reference row": ("public", "core"),
     "reference": ("public", "core", "reference row"),
     "cpu row": ("public", "core"),
-    "cpu threads": ("public", "core"),
+    "cpu threads": ("public", "core", "cpu simd"),
     "cpu simd": ("public", "core"),
     "cpu common": CPU_KERNEL,
     "cpu score": CPU_KERNEL,
