@@ -6,8 +6,7 @@
 
 #include "core/integers.h"
 #include "cuda/device/host.cuh"
-
-static constexpr int vec_channels = 8; // of a vector of 16 bytes, which a lane loads at once
+#include "cuda/device/vec.cuh"
 
 struct score_params {
     const void *v, *dt_proj, *a;            // a NULL: scores are the bare products
