@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(row_threads)
         there ? forward.lse[b * forward.lse_batch + h * forward.lse_head + i] : -INFINITY;
     const bool empty = lse == -INFINITY; // a row of NaN is not
     float delta = 0;
-    if (there) { // not only if !empty: that would wait for lse first
+    if (there) { // even if it is empty: to wait for lse first would take longer
         const element *const dout = row_of<element>(plan.dout, head, forward.q_heads, i);
         const element *const out = row_of<element>(forward.out, head, forward.q_heads, i);
 #pragma unroll 2
@@ -172,7 +172,7 @@ static int32_t count_partitions(const fdma_problem *problem, const backward_shap
     enum { wanted_blocks = 128, long_len = 65536 };
     const int64_t window = problem->window > 0 ? problem->window : 1;
     const int64_t blocks = problem->kv_heads * divide_up(window, shape.block_slots);
-    // boundary sums may have as many bytes as k and v; those of a long sequence 1/32 as many
+    // boundary sums have at most as many bytes as k and v, those of a long sequence 1/32 as many
     const int64_t least_windows = problem->kv_len < long_len ? 2 : 64; // of a partition
     int64_t partitions = divide_up(wanted_blocks, blocks);
     const int64_t most = 1 + problem->kv_len / (least_windows * window);

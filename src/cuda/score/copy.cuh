@@ -52,7 +52,7 @@ template <typename config> struct key_ring {
     int filled, free;                     // the stages to read next and to fill next
     const typename config::element *from; // the vector of the first key
     uint32_t valid;                       // bit i: key i exists and is valid
-    int channel, d;                       // the vector's first: of all heads, of its head
+    int channel, d;                       // of the vector: counted over all heads, and in its head
     int round, step;
 };
 
