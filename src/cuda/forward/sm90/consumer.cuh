@@ -236,7 +236,7 @@ template <class config> struct consumer {
 
     __device__ inline void run(const forward_plan &plan) {
         if (index == 1)
-            release_tensor_cores(); // consumer 0 begins
+            bar_arrive(1, 2 * warpgroup_threads); // gives the tensor cores to consumer 0 first
         for (;;) {
             wait(&memory->q_ready, q.parity);
             fence_proxy_async();
