@@ -444,7 +444,7 @@ template <class config> struct backward_consumer {
         const float dbias = take_dbias(i, changes);
         if (!__any_sync(~0u, changes))
             return;
-        const gradient_row row = {leaving.key, leaving.border, slot,
+        const gradient_row row = {leaving.key, leaving.boundary, slot,
                                   config::is_wide ? index * config::own_channels : 0,
                                   changes && leaving.key >= 0};
         if (__any_sync(~0u, row.is_written)) {

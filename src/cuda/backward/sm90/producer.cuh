@@ -50,9 +50,9 @@ template <class config> struct backward_producer {
                     : forward.records[(int64_t)work.head * forward.kv_len + key];
             own.expiry = record.expiry;
             own.bias = record.bias;
-            if (plan.parts > 1 && !pass.is_diagonal)
-                own.border =
-                    border_of(plan, work.head, work.partition, work.first_slot + own_slot(), key);
+            if (plan.partitions > 1 && !pass.is_diagonal)
+                own.boundary =
+                    boundary_of(plan, work.head, work.partition, work.first_slot + own_slot(), key);
         }
         if (own_slot() < config::slots)
             memory->slots[generation % slots_buffers][own_slot()] = own;

@@ -21,7 +21,7 @@ template <typename element> __device__ static inline uint32_t add_pairs(uint32_t
 
 /* The dk or dv of one slot, which the lanes of a quad hold together. */
 struct gradient_row {
-    int32_t key, border;
+    int32_t key, boundary;
     int32_t slot;    // in the slot block
     int32_t channel; // the first of the quad's channels
     bool is_written;
@@ -86,14 +86,14 @@ __device__ static inline element *row_at(const head_view &view, const backward_w
            max(row.key, 0) * view.row + row.channel;
 }
 
-/* Writes row i of a thread's dk and dv, unless a border takes them. */
+/* Writes row i of a thread's dk and dv, unless a boundary takes them. */
 template <typename element, int registers>
 __device__ static inline void write_sums(const backward_plan &plan, const backward_pass &pass,
                                          const backward_work &work, const gradient_row &row, int i,
                                          const float (&dk)[registers],
                                          const float (&dv)[registers]) {
     const int32_t channels = plan.forward.head_dim - row.channel;
-    const bool is_own = row.is_written && row.border == 0;
+    const bool is_own = row.is_written && row.boundary == 0;
     const bool adds = is_own && (plan.accumulate || pass.is_diagonal);
     element *const to_dk = row_at<element>(plan.dk, work, row);
     element *const to_dv = row_at<element>(plan.dv, work, row);
@@ -105,7 +105,7 @@ __device__ static inline void write_sums(const backward_plan &plan, const backwa
     write_row(to_dv, channels, is_own, i, 1, dv, old_dv);
 }
 
-/* Writes the row's dbias, and adds what a border takes. */
+/* Writes the row's dbias, and adds what a boundary takes. */
 template <int registers>
 __device__ static inline void write_rest(const backward_plan &plan, const backward_pass &pass,
                                          const backward_work &work, const gradient_row &row, int i,
@@ -115,14 +115,14 @@ __device__ static inline void write_rest(const backward_plan &plan, const backwa
     const bool is_first = threadIdx.x % 4 == 0 && row.channel == 0;
     if (!row.is_written)
         return;
-    if (row.border > 0) {
+    if (row.boundary > 0) {
         const int32_t head_dim = plan.forward.head_dim;
-        const int64_t at = carry_row(plan, work.head, row.border, work.first_slot + row.slot);
+        const int64_t at = boundary_row(plan, work.head, row.boundary, work.first_slot + row.slot);
         if (is_first)
-            atomicAdd(&plan.carry.dbias[at], dbias);
+            atomicAdd(&plan.boundary.dbias[at], dbias);
         const int64_t to = at * head_dim + row.channel;
-        add_sums(plan.carry.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
-        add_sums(plan.carry.dv + to, head_dim - row.channel, i, 1, dv);
+        add_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
+        add_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
     } else if (plan.dbias != NULL && is_first) {
         float *const to =
             plan.dbias + work.b * plan.dbias_batch + work.g * plan.dbias_head + row.key;

@@ -70,7 +70,7 @@ struct alignas(16) slot_record {
     int32_t key; // -1: none
     int32_t expiry;
     float bias;     // times log2(e)
-    int32_t border; // whose carry takes its sums; 0: none
+    int32_t boundary; // that takes its sums, see boundary_of(); 0: none
 };
 
 /* What the producer tells the consumers of a step. */
@@ -202,9 +202,9 @@ __device__ static inline backward_work find_work(const backward_plan &plan,
         work.end = min(work.query_block + pass.query_blocks, count_query_blocks(plan));
         work.partition = 0;
     } else {
-        work.query_block = work.partition * plan.part_lists;
-        work.end = plan.parts > 1
-                       ? min(work.query_block + plan.part_lists, count_query_blocks(plan))
+        work.query_block = work.partition * plan.partition_lists;
+        work.end = plan.partitions > 1
+                       ? min(work.query_block + plan.partition_lists, count_query_blocks(plan))
                        : count_query_blocks(plan);
     }
     return work;
