@@ -10,16 +10,12 @@
 
 #include "cuda/device/head_view.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/vec.cuh"
 
-/* A vector is 16 bytes: what a lane copies at once, and one row of an 8 x 8 matrix of ldmatrix. */
-enum {
-    warp_lanes = 32,
-    vec_bytes = 16,
-    vec_channels = 8,
-    mma_rows = 16,
-};
+enum { warp_lanes = 32, mma_rows = 16 };
 
-/* Rows in shared memory. The vectors of a row are permuted by its number, so that the same vector
+/* Rows in shared memory. A vector is what a lane copies at once, and one row of an 8 x 8 matrix of
+ * ldmatrix. The vectors of a row are permuted by its number, so that the same vector
  * of 8 consecutive rows lies in different banks. */
 template <int head_dim> struct row_layout {
     static constexpr int row_bytes = head_dim * 2;
