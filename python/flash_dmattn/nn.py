@@ -177,6 +177,5 @@ class DynamicMaskAttention(nn.Module):
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
-        scope = "causal" if self.causal else "global"
         weights = (self.dt_proj.weight, self.A)
-        return functional.attend(query, key, value, *weights, self.window, scope=scope, **options)
+        return functional.flash_dma_attention(query, key, value, *weights, self.window, **options)

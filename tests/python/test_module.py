@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
 from flash_dmattn.nn import rotate
@@ -54,9 +54,9 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
     if layer.window is not None:
         z = layer.A * softplus(layer.dt_proj(value.flatten(2)))
         bias = z.exp().transpose(1, 2)
-        kept = oracle.kept_keys(z.detach().transpose(1, 2), layer.window, scope, key_valid)
-    mask = oracle.visible_keys(x.shape[1], x.shape[1], layer.causal, kept, key_valid)
-    out, _ = oracle.evaluate(query, key, value, mask, x.dtype, bias=bias, softcap=layer.softcap)
+        kept = evaluate.kept_keys(z.detach().transpose(1, 2), layer.window, scope, key_valid)
+    mask = evaluate.visible_keys(x.shape[1], x.shape[1], layer.causal, kept, key_valid)
+    out, _ = evaluate.attention(query, key, value, mask, x.dtype, bias=bias, softcap=layer.softcap)
     return layer.o_proj(out.flatten(2))
 
 
@@ -220,7 +220,7 @@ def test_bad_states() -> None:
         layer(make_states()[0])
     with pytest.raises(ValueError, match="x: axis 2 has 40 elements, want 48"):
         layer(make_states()[:, :, :40])
-    with pytest.raises(ValueError, match="key_valid: axis 1 has 39 elements, want 40"):
+    with pytest.raises(ValueError, match="key_valid: axis 1 has 39 elements, key has 40"):
         layer(make_states(), key_valid=torch.ones(2, 39).bool())
 
 
