@@ -96,7 +96,7 @@ def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
         if tensor.dim() != len(shape):
             shown = SHOWN.get(name, name)
             raise ValueError(
-                f"{shown}: rank is {tensor.dim()}, want {len(shape)}: {describe_shape(name)}"
+                f"{shown}: rank is {tensor.dim()}, want {len(shape)}; {describe_shape(name)}"
             )
         for dimension, size in zip(shape, tensor.shape):
             sizes.setdefault(dimension, size)
@@ -121,8 +121,9 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
             else:
                 owner = f"{owners.setdefault(dimension, shown)} has {want}"
             if size != want:
+                count = f"{size} element{'' if size == 1 else 's'}"
                 raise ValueError(
-                    f"{shown}: axis {axis} has {size} elements, {owner}; {describe_shape(name)}"
+                    f"{shown}: axis {axis} has {count}, {owner}; {describe_shape(name)}"
                 )
 
 
@@ -168,10 +169,13 @@ def choose(name: str, value: str) -> int:
     return choices[value]
 
 
-def translate(message: str, names: tuple[str, ...]) -> str:
-    """A message of the C library with the names that Python's arguments have: it begins with the
-    name of a field and a colon."""
+def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) -> str:
+    """A message of the C library, which begins with the name of a field or of a dimension and a
+    colon, with the names of Python's arguments; for a dimension, with the tensor that has it."""
     field, colon, rest = message.partition(": ")
-    shown = {field_of(name): SHOWN.get(name, name) for name in names}
+    shown = {field_of(name): SHOWN.get(name, name) for name in (*tensors, *options)}
     shown["exec.kernel"] = "backend"
-    return shown.get(field, field) + colon + rest
+    owner = next((name for name in tensors if field in shape_of(name)), None)
+    if owner is not None and field not in shown:
+        rest = f"{rest}; {describe_shape(owner)}"
+    return shown.get(field, field) + colon + rest.replace("causal is 0", "causal is False")

@@ -50,7 +50,7 @@ def check(status: int, operation: Operation) -> None:
         try:
             _library.check(status)
         except Exception as error:
-            message = _arguments.translate(str(error), (*operation.tensors, *operation.options))
+            message = _arguments.translate(str(error), operation.tensors, operation.options)
             raise type(error)(message) from None
 
 
@@ -60,9 +60,11 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     Raises:
         NotImplementedError: its dtype is none of the C library's.
     """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if name == "key_valid" and tensor.dtype not in (torch.bool, torch.uint8):
+        raise NotImplementedError(f"key_valid: dtype is {dtype}, supported: bool or uint8")
     if tensor.dtype not in DTYPES:
         shown = _arguments.SHOWN.get(name, name)
-        dtype = str(tensor.dtype).removeprefix("torch.")
         raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel takes")
     absent = (0,) * (4 - tensor.dim())
     return _library.Tensor(

@@ -76,13 +76,18 @@ def get_available_backends() -> list[str]:
     return list(dict.fromkeys(name.split("/")[0] for name in usable))
 
 
-def _window(name: str, value: int) -> int:
-    """`value` if it is an integer of 64 bits."""
+def check_window(name: str, value: int) -> int:
+    """`value` as an int, checked."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
-    if type(value) is int and value >= 1 << 63:
-        raise ValueError(f"{name}: is {value}, want less than 2**63; kv_len or more keeps all keys")
-    return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+    if isinstance(value, torch.SymInt):  # of a graph that is being traced
+        return value
+    value = operator.index(value)
+    if value < 1:
+        raise ValueError(f"{name}: is {value}, want 1 or more; kv_len or more keeps all keys")
+    if value >= 1 << 63:
+        raise ValueError(f"{name}: is {value}, want less than 2**63")
+    return value
 
 
 def _scale(softmax_scale: float | None) -> float:
@@ -107,9 +112,11 @@ def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
             )
 
 
-def _autocast(rows: Tensors, weights: Tensors = ()) -> Tensors:
+def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
     """`rows` in autocast's dtype where autocast is on. `weights` in float32 stay as they are,
-    because kernels take them beside rows of any dtype."""
+    because kernels take them beside rows of any dtype. `name` is that of rows[0]."""
+    if not isinstance(rows[0], torch.Tensor):
+        raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
     device = rows[0].device.type
     if device not in ops.DEVICES or not torch.is_autocast_enabled(device):
         return (*rows, *weights)
@@ -162,7 +169,7 @@ def score(
     Source: arXiv:2508.02124, section 3.
     """
     _refuse_tangents("score", value, dt_proj, a_coef)
-    tensors = _autocast((value,), (dt_proj, a_coef))
+    tensors = _autocast("value", (value,), (dt_proj, a_coef))
     scores, bias = ops.SCORE.op(*tensors, key_valid, bias_form, backend)
     return scores, None if bias_form == "none" else bias
 
@@ -204,7 +211,7 @@ def select(
 
     Source: arXiv:2508.02124, section 3.
     """
-    window = _window("window", window)
+    window = check_window("window", window)
     expiry, slot = ops.SELECT.op(score, key_valid, window, scope, backend)
     return Selection(expiry, slot, window, scope)
 
@@ -259,9 +266,13 @@ def attention(
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
     _refuse_tangents("attention", query, key, value, bias)
-    expiry, slot, window, scope = selection if selection else (None, None, 0, "causal")
+    expiry, slot, window, scope = None, None, 0, "causal"
+    if selection is not None:
+        if not isinstance(selection, Selection):
+            raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
+        expiry, slot, window, scope = selection
     return ops.ATTENTION.op(
-        *_autocast((query, key, value)),
+        *_autocast("query", (query, key, value)),
         bias,
         key_valid,
         expiry,
@@ -392,10 +403,12 @@ def flash_dma_attention(
             "return_attn_probs: is True, want False: the probabilities are never stored"
         )
     _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef)
-    tensors = _autocast((query, key, value), (dt_proj, a_coef))
+    tensors = _autocast("query", (query, key, value), (dt_proj, a_coef))
     if scope is None:
         scope = "causal" if causal else "global"
-    window, scale = _window("keep_window_size", keep_window_size), _scale(softmax_scale)
+    elif scope == "causal" and not causal:
+        raise ValueError("scope: is 'causal', want 'global' where causal is False")
+    window, scale = check_window("keep_window_size", keep_window_size), _scale(softmax_scale)
     options = (key_valid, window, scope, bias_form, causal, scale, softcap)
     records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not records and not return_lse:
