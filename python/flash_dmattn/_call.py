@@ -196,6 +196,19 @@ def check_devices(tensors: dict[str, MaybeTensor]) -> None:
         )
 
 
+def check_backend(backend: str | None) -> None:
+    """Raises:
+    NotImplementedError: no kernel has this name, or a name of which this is the beginning.
+    """
+    names = [kernel.name for kernel in _library.kernels()] if backend is not None else []
+    if names and not any(f"{name}/".startswith(f"{backend}/") for name in names):
+        usable = ", ".join(map(repr, _library.backends()))
+        raise NotImplementedError(
+            f"backend: no kernel is named {backend!r}, want one of {usable}, "
+            "or the name of a kernel that `fdma info` lists"
+        )
+
+
 def prepare(
     key: tuple[Any, ...],
     operation: Operation,
@@ -254,6 +267,7 @@ def call(
     whole_key = tuple(key)
     prepared = memory.prepared.get(whole_key)
     if prepared is None:
+        check_backend(backend)
         kernel = None if backend is None else backend.encode()
         exec_fields = {"kernel": kernel, "device": index + 1, "threads": threads}
         prepared = prepare(whole_key, operation, tensors, options, exec_fields)

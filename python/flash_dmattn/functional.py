@@ -72,8 +72,7 @@ def get_available_backends() -> list[str]:
         >>> "reference" in flash_dmattn.get_available_backends()
         True
     """
-    usable = [kernel.name for kernel in _library.kernels() if kernel.missing is None]
-    return list(dict.fromkeys(name.split("/")[0] for name in usable))
+    return _library.backends()
 
 
 def check_window(name: str, value: int) -> int:

@@ -87,12 +87,12 @@ class Operator:
 
 @functools.cache
 def backend_for(backend: str | None, *operations: str) -> str | None:
-    """The kernel that was asked for or, where it lacks one of `operations`, those of its family:
-    forward may have more kernels than backward."""
+    """The kernel that was asked for, or the longest prefix of its name that kernels of all
+    `operations` have: forward has kernels of its own, such as cpu/avx2/decode."""
     for operation in operations if backend else ():
         names = [kernel.name for kernel in _library.kernels() if kernel.operation == operation]
-        if not any(name == backend or name.startswith(f"{backend}/") for name in names):
-            return backend.split("/")[0]
+        while "/" in backend and not any(f"{name}/".startswith(f"{backend}/") for name in names):
+            backend = backend.rpartition("/")[0]
     return backend
 
 

@@ -187,14 +187,16 @@ def takes(kernel: str, dtype: torch.dtype) -> bool:
 
 
 def kernels_of(operation: str, backends: tuple[str, ...] = ("cpu", "reference")) -> list[str]:
-    """The kernels of an operation that this machine can run, the preferred one first."""
-    return [
-        kernel.name
+    """Names of kernels of an operation that this machine can run, the preferred one first: without
+    the third component, where it says which rows a kernel of forward is for."""
+    names = [
+        re.sub("/(tile|decode)$", "", kernel.name)
         for kernel in _library.kernels()
         if kernel.operation == operation
         and kernel.missing is None
         and kernel.name.split("/")[0] in backends
     ]
+    return list(dict.fromkeys(names))
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -387,6 +387,7 @@ def test_backends_without_a_backward_leave_it_to_their_family() -> None:
     assert ops.backend_for(None, "backward") is None
     assert ops.backend_for("reference", "backward", "score_backward") == "reference"
     assert ops.backend_for("cpu/none", "backward") == "cpu"
+    assert ops.backend_for("cpu/scalar/decode", "backward", "score_backward") == "cpu/scalar"
     assert ops.backend_for(KERNELS[0], "backward") == KERNELS[0]
 
 

@@ -9,7 +9,7 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _library
+from cases import kernels_of
 
 KV_LEN = 97
 WINDOWS = [1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
@@ -17,8 +17,7 @@ WINDOWS = [1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
 
 def usable_kernels() -> list[str]:
     """The names that can select on this machine's CPU, in full."""
-    rows = [row for row in _library.kernels() if row.missing is None]
-    return list(dict.fromkeys(row.name for row in rows if not row.name.startswith("cuda/")))
+    return kernels_of("select")
 
 
 def random_scores(generator: torch.Generator) -> torch.Tensor:
