@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const scope_words[] = {"causal", "global", NULL};     // fdma_scope
+static const char *const scope_words[] = {"causal", "global", NULL}; // from FDMA_SCOPE_CAUSAL on
 static const char *const bias_words[] = {"exp", "linear", "none", NULL}; // fdma_bias_form
 static const char *const dtype_words[] = {"f32", "f16", "bf16", NULL};   // fdma_dtype - 1
 
@@ -132,6 +132,8 @@ int attend_main(int argc, char **argv) {
         return read;
     if (options.scope < 0)
         options.scope = options.causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    else
+        options.scope += FDMA_SCOPE_CAUSAL; // the words begin with that one
     if (options.scope == FDMA_SCOPE_CAUSAL && !options.causal) {
         fprintf(stderr, "fdma attend: --scope causal wants --causal\n");
         return EXIT_USAGE;

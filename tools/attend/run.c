@@ -68,7 +68,6 @@ static void describe_calls(const attend_options *options, const attend_inputs *i
     calls->selected.out = results->out;
     calls->selected.lse = results->lse;
     calls->selected.selection = &results->selection;
-    calls->selected.window = options->window;
 }
 
 /* Shapes only: what the calls refuse is refused before memory is taken. */

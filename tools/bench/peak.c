@@ -4,6 +4,8 @@
 
 #include "common/timing.h"
 
+#include <pthread.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -241,41 +243,64 @@ static const struct {
     {"cpu/scalar", baseline_round, baseline_read, 12 * 4 * 2},
 };
 
-double measure_peak(const peak_loop *peak) {
-    static volatile float sink; // somebody wants the sums
-    float total = 0;
+/* The work of one thread: the loop, or if `bytes` is not NULL the reading of its share of them. */
+typedef struct peak_share {
+    const peak_loop *peak;
+    const char *bytes;
+    size_t count;
+} peak_share;
+
+static void *run_share(void *data) {
+    static _Thread_local volatile float sum_sink; // so that no result is unused
+    static _Thread_local volatile uint64_t bits_sink;
+    const peak_share *const share = data;
+    if (share->bytes == NULL)
+        sum_sink = share->peak->run(share->peak->rounds);
+    else
+        bits_sink = share->peak->read(share->bytes, share->count);
+    (void)sum_sink, (void)bits_sink;
+    return NULL;
+}
+
+/* Milliseconds that all threads take together. A thread that cannot be created makes the caller do
+ * its share. */
+static double time_threads(const peak_loop *peak, const void *bytes, size_t count) {
+    enum { MOST_THREADS = 1024 };
+    pthread_t threads[MOST_THREADS];
+    bool started[MOST_THREADS];
+    peak_share shares[MOST_THREADS];
+    const int used = peak->threads < MOST_THREADS ? peak->threads : MOST_THREADS;
+    const size_t each = count / (size_t)used;
     const double start = now_ms();
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(peak->threads) schedule(static, 1) reduction(+ : total)
-#endif
-    for (int thread = 0; thread < peak->threads; thread++)
-        total += peak->run(peak->rounds);
-    const double ms = now_ms() - start;
-    sink = total;
-    (void)sink;
+    for (int t = 0; t < used; t++) {
+        const char *const from = bytes == NULL ? NULL : (const char *)bytes + (size_t)t * each;
+        shares[t] = (peak_share){peak, from, each};
+        started[t] = t > 0 && pthread_create(&threads[t], NULL, run_share, &shares[t]) == 0;
+    }
+    for (int t = 0; t < used; t++)
+        if (!started[t])
+            run_share(&shares[t]);
+    for (int t = 0; t < used; t++)
+        if (started[t])
+            pthread_join(threads[t], NULL);
+    return now_ms() - start;
+}
+
+double measure_peak(const peak_loop *peak) {
+    const double ms = time_threads(peak, NULL, 0);
     return peak->flops * (double)peak->rounds * peak->threads / (ms * 1e6);
 }
 
 double measure_read(const peak_loop *peak, const void *bytes, size_t count) {
-    static volatile uint64_t sink; // somebody wants the bytes
-    const size_t part = count / (size_t)peak->threads;
-    uint64_t total = 0;
-    const double start = now_ms();
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(peak->threads) schedule(static, 1) reduction(^ : total)
-#endif
-    for (int thread = 0; thread < peak->threads; thread++)
-        total ^= peak->read((const char *)bytes + (size_t)thread * part, part);
-    const double ms = now_ms() - start;
-    sink = total;
-    (void)sink;
-    return ms;
+    return time_threads(peak, bytes, count);
 }
 
 int prepare_peak(const char *kernel, int threads, peak_loop *peak) {
     enum { FIRST_ROUNDS = 100000, WANTED_MS = 20 };
     for (size_t l = 0; l < sizeof loops / sizeof loops[0]; l++) {
-        if (strcmp(loops[l].kernel, kernel) != 0)
+        const size_t length = strlen(loops[l].kernel);
+        if (strncmp(loops[l].kernel, kernel, length) != 0 ||
+            (kernel[length] != '/' && kernel[length] != '\0'))
             continue;
         *peak = (peak_loop){loops[l].run, loops[l].read, loops[l].flops, FIRST_ROUNDS, threads};
         measure_peak(peak); // the clock and the threads come up
