@@ -356,6 +356,24 @@ def test_gradients_that_nobody_wants_are_not_made() -> None:
         assert not fused(*tensors).requires_grad
 
 
+def test_one_gradient_of_attention_alone() -> None:
+    generator = torch.Generator().manual_seed(11)
+    query, key, value = torch.randn(3, 1, 30, 2, 16, generator=generator)
+    bias = torch.randn(1, 2, 30, generator=generator)
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        out, _ = flash_dmattn.attention(*given[:3], bias=given[3], causal=True)
+        return out.cos().sum()
+
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value, bias)]
+    every = torch.autograd.grad(loss(*leaves), leaves)
+    for place, leaf in enumerate(leaves):
+        others = [one.detach() for one in leaves]
+        others[place] = leaf
+        (alone,) = torch.autograd.grad(loss(*others), [leaf])
+        assert torch.equal(alone, every[place])
+
+
 def test_layouts_of_gradients() -> None:
     """One that is expanded, as sum() makes it, and one whose last axis is strided."""
     tensors = make_fused(20)
