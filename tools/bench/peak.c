@@ -1,5 +1,6 @@
-/* See peak.h. Each loop keeps as many independent sums as hide the latency of its instruction (4
- * cycles, 2 a cycle) and as fit into the registers. Sums tend to 1: no overflow, no denormals. */
+/* See bench/peak.h. Each loop keeps as many independent sums as are needed to hide the latency of its
+ * instruction (4 cycles, 2 per cycle) and fit the registers. The sums approach 1, without overflow
+ * and denormals. */
 #include "bench/peak.h"
 
 #include "common/timing.h"
@@ -13,10 +14,10 @@
 #include <arm_neon.h>
 #endif
 
-static volatile const float shrink = 0.75F; // read at run time, so that nothing is precomputed
+static volatile const float shrink = 0.75F; // volatile: the compiler must not know the sums
 static volatile const float shift = 0.25F;
 
-/* Four lanes, which every 64-bit machine has, multiplied and added as the compiler will. */
+/* Four lanes, which every 64-bit machine has; the compiler chooses the instructions. */
 typedef float lanes4 __attribute__((vector_size(16)));
 
 static float baseline_round(int64_t rounds) {
@@ -36,7 +37,7 @@ static float baseline_round(int64_t rounds) {
     return total[0] + total[1] + total[2] + total[3];
 }
 
-/* Bytes are read a few cache lines a step; what is left over at the end is not worth reading. */
+/* Bytes read in one step, a few cache lines. What remains at the end is too little to matter. */
 enum { READ_STEP = 512 };
 
 static uint64_t baseline_read(const void *bytes, size_t count) {
@@ -122,7 +123,8 @@ __attribute__((target("avx512f"))) static float avx512_round(int64_t rounds) {
     return _mm512_cvtss_f32(total);
 }
 
-/* Products of tiles: 16 x 16 sums of 32 multiply-adds. The library has asked for their use. */
+/* Products of tiles: 16 x 16 sums of 32 multiply-adds. The library has asked the kernel of the
+ * operating system for permission. */
 __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int64_t rounds) {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -146,8 +148,8 @@ __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int6
     return sums[0];
 }
 
-/* Dot products of pairs: 32 multiply-adds an instruction. Its sums grow until they are so large
- * that another term is rounded away. */
+/* Dot products of pairs: 32 multiply-adds per instruction. Sums grow until further terms are rounded
+ * away. */
 __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int64_t rounds) {
     enum { SUMS = 16 };
     const __m512bh left = _mm512_cvtne2ps_pbh(_mm512_set1_ps(shrink), _mm512_set1_ps(shrink));
@@ -170,11 +172,11 @@ __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int6
 #if defined(__clang__)
 #define UNROLL
 #else
-#define UNROLL _Pragma("GCC unroll 16") // or gcc stores every sum in every round
+#define UNROLL _Pragma("GCC unroll 16") // without it gcc stores every sum in every round
 #endif
 
-/* Some of these CPUs start 4 a cycle. The instruction adds to what it overwrites: the sums grow, as
- * those of dot products do. */
+/* Some of these CPUs start 4 instructions per cycle. The instruction adds to its destination, so that
+ * sums grow as those of dot products do. */
 static float neon_round(int64_t rounds) {
     enum { SUMS = 16 };
     const float32x4_t factor = vdupq_n_f32(shrink);
@@ -195,8 +197,8 @@ static float neon_round(int64_t rounds) {
     return vaddvq_f32(total);
 }
 
-#if !defined(__clang__) // older ones have no words for it but where every function may use it
-/* Dot products of pairs: 8 multiply-adds an instruction. */
+#if !defined(__clang__) // older versions declare these functions for whole files only
+/* Dot products of pairs: 8 multiply-adds per instruction. */
 __attribute__((target("arch=armv8.2-a+bf16"))) static float neonbf16_round(int64_t rounds) {
     enum { SUMS = 16 };
     const bfloat16x4_t left = vcvt_bf16_f32(vdupq_n_f32(shrink));
@@ -242,7 +244,7 @@ static const struct {
 };
 
 double measure_peak(const peak_loop *peak) {
-    static volatile float sink; // somebody wants the sums
+    static volatile float sink; // the sums must be computed
     float total = 0;
     const double start = now_ms();
 #ifdef _OPENMP
@@ -257,15 +259,15 @@ double measure_peak(const peak_loop *peak) {
 }
 
 double measure_read(const peak_loop *peak, const void *bytes, size_t count) {
-    static volatile uint64_t sink; // somebody wants the bytes
-    const size_t part = count / (size_t)peak->threads;
+    static volatile uint64_t sink; // the bytes must be read
+    const size_t range = count / (size_t)peak->threads;
     uint64_t total = 0;
     const double start = now_ms();
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(peak->threads) schedule(static, 1) reduction(^ : total)
 #endif
     for (int thread = 0; thread < peak->threads; thread++)
-        total ^= peak->read((const char *)bytes + (size_t)thread * part, part);
+        total ^= peak->read((const char *)bytes + (size_t)thread * range, range);
     const double ms = now_ms() - start;
     sink = total;
     (void)sink;
@@ -278,7 +280,7 @@ int prepare_peak(const char *kernel, int threads, peak_loop *peak) {
         if (strcmp(loops[l].kernel, kernel) != 0)
             continue;
         *peak = (peak_loop){loops[l].run, loops[l].read, loops[l].flops, FIRST_ROUNDS, threads};
-        measure_peak(peak); // the clock and the threads come up
+        measure_peak(peak); // warms up the clock and starts the threads
         const double gflops = measure_peak(peak);
         peak->rounds = (int64_t)(gflops / threads * 1e6 * WANTED_MS / peak->flops) + 1;
         return 0;

@@ -1,4 +1,4 @@
-/* `fdma info`: what there is, and what would be chosen. */
+/* `fdma info`: what would run, the machine, and all kernels. */
 #include "fdma.h"
 
 #include "commands.h"
@@ -6,31 +6,87 @@
 #include "common/device.h"
 #include "common/options.h"
 
+#include <stdbool.h>
 #include <stdio.h>
+#include <string.h>
 
 static const command_line command = {
     .name = "fdma info",
-    .about = "Prints the library's version, this machine's features, the kernels in order of\n"
-             "preference, and which of them would run each type.",
+    .about = "Prints which kernels forward and backward would run, this machine's features, and\n"
+             "all kernels in the order in which they are tried.",
+    .more = "Kernels that would run are those of a causal call with 8 heads of 128 channels and\n"
+            "1024 queries and keys; they are marked with the dtype in the list of all kernels.\n",
 };
 
-static void print_device(void) {
-    fdma_device_info device = {.size = sizeof device};
-    printf("fdma       %s\n", fdma_version());
-    if (fdma_describe_device(0, &device)) {
+static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
+
+enum { dtype_count = sizeof dtypes / sizeof dtypes[0] };
+
+/* The kernels that would run on a device; NULL if none takes the dtype. */
+typedef struct device_choice {
+    const char *forward[dtype_count], *backward[dtype_count];
+} device_choice;
+
+static device_choice choose_kernels(int32_t device) {
+    static const int64_t heads[] = {1, 1024, 8, 128}, rows[] = {1, 8, 1024};
+    const fdma_tensor lse = fdma_dense_tensor(NULL, FDMA_FLOAT32, 3, rows);
+    device_choice choice = {{NULL}, {NULL}};
+    for (int d = 0; d < dtype_count; d++) {
+        const fdma_tensor x = fdma_dense_tensor(NULL, dtypes[d], 4, heads);
+        const fdma_forward_args forward = {
+            .size = sizeof forward,
+            .q = x,
+            .k = x,
+            .v = x,
+            .out = x,
+            .causal = 1,
+            .exec = {.device = device},
+        };
+        const fdma_backward_args backward = {
+            .size = sizeof backward,
+            .dout = x,
+            .out = x,
+            .lse = lse,
+            .q = x,
+            .k = x,
+            .v = x,
+            .dq = x,
+            .dk = x,
+            .dv = x,
+            .causal = 1,
+            .exec = {.device = device},
+        };
+        if (fdma_forward_kernel(&forward, &choice.forward[d]) != FDMA_OK)
+            choice.forward[d] = NULL;
+        if (fdma_backward_kernel(&backward, &choice.backward[d]) != FDMA_OK)
+            choice.backward[d] = NULL;
+    }
+    return choice;
+}
+
+static const char *name_or_none(const char *kernel) { return kernel != NULL ? kernel : "none"; }
+
+static void print_choice(int32_t device, const device_choice *choice) {
+    char where[32] = "cpu";
+    if (device > 0)
+        snprintf(where, sizeof where, "cuda %d", device);
+    printf("\nruns on %-7s %-20s %s\n", where, "forward", "backward");
+    for (int d = 0; d < dtype_count; d++)
+        printf("  %-13s %-20s %s\n", dtype_name(dtypes[d]), name_or_none(choice->forward[d]),
+               name_or_none(choice->backward[d]));
+}
+
+static void print_cpu(void) {
+    fdma_device_info cpu = {.size = sizeof cpu};
+    if (fdma_describe_device(0, &cpu) != FDMA_OK) {
         printf("cpu        %s\n", fdma_last_error());
         return;
     }
-    printf("cpu        %s, %d cores\n", device.name, device.cores);
-    printf("features   %s\n", device.features[0] ? device.features : "none that kernels ask for");
-#ifdef FDMA_HAVE_CJSON
-    printf("files      safetensors\n");
-#else
-    printf("files      none: built without cJSON (libcjson-dev)\n");
-#endif
+    printf("cpu        %s, %d cores\n", cpu.name, cpu.cores);
+    printf("features   %s\n", cpu.features[0] != '\0' ? cpu.features : "none that kernels use");
 }
 
-/* The devices beside the CPU, or why there are none. */
+/* The CUDA devices, with the numbers that --device takes, or why there are none. */
 static void print_devices(void) {
     for (int32_t d = 1; d < fdma_device_count(); d++) {
         fdma_device_info device = {.size = sizeof device};
@@ -44,53 +100,57 @@ static void print_devices(void) {
         printf("cuda       none: %s\n", why_no_device());
 }
 
-static void print_kernels(void) {
-    printf("\n%-20s %-10s %s\n", "kernel", "operation", "here");
-    for (int32_t index = 0; index < fdma_kernel_count(); index++) {
-        fdma_kernel_info kernel = {.size = sizeof kernel};
-        if (fdma_describe_kernel(index, &kernel) == FDMA_OK)
-            printf("%-20s %-10s %s%s\n", kernel.name, kernel.operation,
-                   kernel.missing ? "no: lacks " : "yes", kernel.missing ? kernel.missing : "");
+static void print_marks(const char *const chosen[dtype_count], const char *kernel) {
+    for (int d = 0; d < dtype_count; d++) {
+        if (chosen[d] != NULL && strcmp(chosen[d], kernel) == 0)
+            printf(" %s", dtype_name(dtypes[d]));
     }
 }
 
-/* Which kernel runs a plain problem: 8 heads of 128, 1024 keys. */
-static void print_choice(fdma_dtype dtype, int32_t device) {
-    static const int64_t heads[] = {1, 1024, 8, 128};
-    const fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, 4, heads);
-    const fdma_forward_args args = {
-        .size = sizeof args,
-        .q = tensor,
-        .k = tensor,
-        .v = tensor,
-        .out = tensor,
-        .causal = 1,
-        .exec = {.device = device},
-    };
-    const char *name;
-    if (fdma_forward_kernel(&args, &name))
-        name = fdma_last_error();
-    printf("%-10s %s\n", dtype_name(dtype), name);
+static void print_kernel(const fdma_kernel_info *kernel, const device_choice *choice) {
+    printf("%-20s %-14s ", kernel->name, kernel->operation);
+    if (kernel->missing != NULL) {
+        printf("no: lacks %s\n", kernel->missing);
+        return;
+    }
+    printf("yes");
+    if (strcmp(kernel->operation, "forward") == 0)
+        print_marks(choice->forward, kernel->name);
+    else if (strcmp(kernel->operation, "backward") == 0)
+        print_marks(choice->backward, kernel->name);
+    printf("\n");
 }
 
-static void print_choices(int32_t device) {
-    static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
-    if (device)
-        printf("\nforward    on device %d would run on\n", device);
-    else
-        printf("\n%-10s %s\n", "forward", "would run on");
-    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++)
-        print_choice(dtypes[d], device);
+/* CUDA devices are alike in what they run, or nearly: marks are those of the first. */
+static void print_kernels(const device_choice choices[2]) {
+    printf("\n%-20s %-14s %s\n", "kernel", "operation", "available, and what runs on it");
+    for (int32_t index = 0; index < fdma_kernel_count(); index++) {
+        fdma_kernel_info kernel = {.size = sizeof kernel};
+        if (fdma_describe_kernel(index, &kernel) == FDMA_OK)
+            print_kernel(&kernel, &choices[runs_on(kernel.name, 0) ? 0 : 1]);
+    }
 }
 
 int info_main(int argc, char **argv) {
     const int read = read_options(&command, argc, argv, NULL);
     if (read != OPTIONS_READ)
         return read;
-    print_device();
+    device_choice choices[2] = {{{NULL}, {NULL}}, {{NULL}, {NULL}}};
+    printf("fdma       %s\n", fdma_version());
+    for (int32_t device = 0; device < fdma_device_count(); device++) {
+        const device_choice choice = choose_kernels(device);
+        if (device < 2)
+            choices[device] = choice;
+        print_choice(device, &choice);
+    }
+    printf("\n");
+    print_cpu();
     print_devices();
-    print_kernels();
-    for (int32_t device = 0; device < fdma_device_count(); device++)
-        print_choices(device);
+#ifdef FDMA_HAVE_CJSON
+    printf("files      safetensors\n");
+#else
+    printf("files      none: fdma is built without cJSON (libcjson-dev)\n");
+#endif
+    print_kernels(choices);
     return EXIT_DONE;
 }
