@@ -60,7 +60,8 @@ static const command_line command = {
         "kv_heads * head_dim] and a [kv_heads], all floating point; other tensors are ignored.\n"
         "\n"
         "Dense and selected attention run in turn, up to 25 times. For long inputs only some\n"
-        "queries are compared with the reference; the report says how many. If FILE of --out is the file or\n"
+        "queries are compared with the reference; the report says how many. If FILE of --out is "
+        "the file or\n"
         "pipe that standard output goes to, the report goes to standard error.\n",
     .operand = "FILE.safetensors",
     .operand_offset = offsetof(attend_options, file),
