@@ -1,19 +1,23 @@
-# `make help` lists the targets. CMakeLists.txt has the build; this file has the ways to use it.
+# Shortcuts for CMake, set-up, tests and gates; `make help` lists them. CMakeLists.txt has the build.
 
 PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
 # The CUDA backend: AUTO (where nvcc is found), ON or OFF.
 CUDA ?= AUTO
+# Compute capabilities to build CUDA code for. By default those of the GPUs here or, without a GPU,
+# one, so that `make test` compiles the kernels in little time. ARCHITECTURES= builds for all.
+ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+	tr -d . | sort -nu | paste -sd ';'),90)
 EXAMPLE := examples/data/minilm.safetensors
 
 .PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
 .NOTPARALLEL: # apt-get and pip run once at a time
 
-build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: for the CPU alone)
-	@cmake --preset release -DFDMA_CUDA=$(CUDA) >/dev/null
+build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without GPUs)
+	@cmake --preset release -DFDMA_CUDA=$(CUDA) "-DFDMA_CUDA_ARCHITECTURES=$(ARCHITECTURES)" >/dev/null
 	@cmake --build --preset release -j $(JOBS)
 
-setup: ## install what the build needs and this machine lacks
+setup: ## install what the build needs and this machine does not have
 	@tools/setup.sh
 
 setup-tests:
@@ -27,7 +31,7 @@ demo: ## build, then attend over the keys of a real model
 	@$(MAKE) --no-print-directory setup
 	@echo "== build: library and command"
 	@cmake --preset release $(if $(wildcard build/build.ninja),,-DFDMA_CUDA=OFF) >/dev/null
-	@cmake --build --preset release -j $(JOBS) --target fdma_tool
+	@cmake --build --preset release -j $(JOBS) --target fdma_installed
 	@echo "== bidirectional, as the model does: build/fdma attend $(EXAMPLE) --window 64"
 	@build/fdma attend $(EXAMPLE) --window 64
 	@echo "== causal: build/fdma attend $(EXAMPLE) --window 64 --causal"
@@ -42,13 +46,13 @@ test: setup-tests build ## run every test, those in C and those in Python
 		OMP_WAIT_POLICY=passive $(PYTHON) -m pytest tests/python -q || status=1; \
 	exit $$status
 
-gates: setup-gates build ## run what guards the code's form: warnings, sanitizers, valgrind, NEON, arrows, sizes, fuzzers
+gates: setup-gates build ## check form: words, includes, sizes, symbols, warnings, sanitizers, valgrind, NEON, CUDA, fuzzers
 	@tools/gates/run.sh
 
 format: setup-tests ## format all C and Python
 	@tools/gates/format.sh --fix
 
-bench: build ## measure; BENCH takes the command's options, such as BENCH="forward/dense --threads 1"
+bench: build ## run the benchmarks; BENCH holds options, such as BENCH="forward/dense --threads 1"
 	@build/fdma bench $(BENCH)
 
 clean: ## remove everything that was built

@@ -1,9 +1,14 @@
-# The CUDA backend: on where nvcc is found, unless FDMA_CUDA says otherwise. One object of
-# src/cuda per point of the build matrix: an architecture, an operation, for forward a head_dim.
+# The CUDA backend, built where nvcc is found unless FDMA_CUDA says otherwise. Each source of
+# src/cuda is compiled once, or once for each head_dim, into an object with code for every
+# architecture.
 
+include(fdma_architectures)
+
+# sm_90a, whose instructions the tuned kernels use, came with CUDA 12.0.
+set(fdma_least_cuda 12.0)
 set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found), ON or OFF")
-set(FDMA_CUDA_ARCHITECTURES "80;90;100;120" CACHE STRING
-    "compute capabilities to hold code for; the last also as PTX")
+set(FDMA_CUDA_ARCHITECTURES "" CACHE STRING
+    "compute capabilities to hold code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")
 set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(fdma_has_cuda OFF)
@@ -23,13 +28,22 @@ if(NOT fdma_has_cuda)
   return()
 endif()
 
-set(CMAKE_CUDA_ARCHITECTURES OFF) # targets below say theirs themselves
+set(CMAKE_CUDA_ARCHITECTURES OFF) # each target below names its own
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
-set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "") # the C++ library: nothing of it is used
+if(CUDAToolkit_VERSION VERSION_LESS fdma_least_cuda)
+  message(FATAL_ERROR "the CUDA backend needs CUDA ${fdma_least_cuda} or later, this is "
+                      "${CUDAToolkit_VERSION}: install a later one, or configure with -DFDMA_CUDA=OFF")
+endif()
+if(NOT FDMA_CUDA_ARCHITECTURES)
+  fdma_known_architectures(known "${CMAKE_CUDA_COMPILER}")
+  fdma_choose_architectures(FDMA_CUDA_ARCHITECTURES ${known})
+endif()
+message(STATUS "CUDA backend: CUDA ${CUDAToolkit_VERSION}, architectures ${FDMA_CUDA_ARCHITECTURES}")
+set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "") # the C++ library is not used
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)       # named below
 
 target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
@@ -74,10 +88,11 @@ endfunction()
 
 foreach(kind fdma_shared fdma_static)
   target_link_libraries(${kind} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
-  set_target_properties(${kind} PROPERTIES LINKER_LANGUAGE C)
+  # Made before CUDA was enabled; without this the Makefile generators refuse them.
+  set_target_properties(${kind} PROPERTIES LINKER_LANGUAGE C CUDA_ARCHITECTURES OFF)
 endforeach()
 
-# What a program needs that links libfdma.a without CMake.
+# What a program that links libfdma.a without CMake needs.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
 foreach(source score/score score/score_backward select/sm80/select lists/lists merge/merge
@@ -92,10 +107,13 @@ foreach(head_dim 64 96 128 192 256)
                 "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
 endforeach()
 
-# Clusters came with 9.0, and wgmma is of 9.0 alone. Where no code for a row is built, the row stays
-# in the table, and lacks its device.
+# Clusters came with 9.0; wgmma is an instruction of 9.0 alone. A kernel without code for a device
+# stays in the table and reports that it lacks its device.
 set(cluster_code "${FDMA_CUDA_ARCHITECTURES}")
 list(FILTER cluster_code EXCLUDE REGEX "^[78]")
+if(NOT cluster_code) # nvcc without an architecture would compile for one of its own choice
+  set(cluster_code 90)
+endif()
 fdma_add_cuda(fdma_cuda_select_sm90 src/cuda/select/sm90/select.cu "${cluster_code}")
 foreach(head_dim 64 128 256)
   fdma_add_cuda(fdma_cuda_forward_sm90_d${head_dim} src/cuda/forward/sm90/forward.cu "90a"

@@ -1,4 +1,4 @@
-# What `cmake --install` installs. A Python wheel takes the library alone, beside its package.
+# What `cmake --install` installs. A Python wheel holds only the library, beside its package.
 
 if(SKBUILD)
   install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)
@@ -7,10 +7,14 @@ endif()
 
 include(CMakePackageConfigHelpers)
 
+# Everything that `cmake --install` needs built.
+add_custom_target(fdma_installed DEPENDS fdma_shared fdma_static)
+
 install(FILES include/fdma.h DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(TARGETS fdma_shared EXPORT fdma LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 install(TARGETS fdma_static ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 if(TARGET fdma_tool)
+  add_dependencies(fdma_installed fdma_tool)
   install(TARGETS fdma_tool RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endif()
 
@@ -24,7 +28,7 @@ install(FILES "${PROJECT_BINARY_DIR}/fdma-config.cmake"
               "${PROJECT_BINARY_DIR}/fdma-config-version.cmake"
         DESTINATION "${package_dir}")
 
-# Relative to the .pc file itself, so that an installed tree may be moved.
+# Paths are relative to the .pc file, so that an installed tree can be moved.
 file(RELATIVE_PATH pc_to_prefix "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 string(REGEX REPLACE "/$" "" pc_to_prefix "${pc_to_prefix}")
 configure_file(cmake/fdma.pc.in "${PROJECT_BINARY_DIR}/fdma.pc" @ONLY)

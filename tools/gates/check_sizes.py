@@ -9,66 +9,27 @@ from __future__ import annotations
 
 import argparse
 import ast
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import c_source
 
 FUNCTION_LINES = 60
 FILE_LINES = 500
 MANUAL, MANUAL_LINES = "include/fdma.h", 700  # one header for all calls
 COLUMNS = 100
 TOPS = (".ci", "benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
-C_SUFFIXES = (".c", ".h", ".cu", ".cuh")
-SUFFIXES = (*C_SUFFIXES, ".py", ".sh", ".cmake")
+SUFFIXES = (*c_source.SUFFIXES, ".py", ".sh", ".cmake")
 
 Function = tuple[str, int, int]  # name, first line, last line
 
-# Comments, strings and characters, and preprocessor lines with their continuations.
-NOT_CODE = re.compile(
-    r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|^[ \t]*#(?:\\\n|[^\n])*',
-    re.DOTALL | re.MULTILINE,
-)
-
-
-def blank(match: re.Match[str]) -> str:
-    """Leaves the line breaks, so that line numbers stay true, and a mark where a string was."""
-    return ("''" if match[0][0] in "\"'" else "") + "\n" * match[0].count("\n")
-
 
 def c_functions(text: str) -> Iterator[Function]:
-    code = NOT_CODE.sub(blank, text)
-    depth = 0
-    start = 0  # of the declaration at the outermost level
-    signature = ""
-    for brace in re.finditer(r"[{};]", code):
-        if brace[0] == "{":
-            if depth == 0:
-                signature = code[start : brace.start()].strip()
-                if signature == "extern ''":
-                    start = brace.end()
-                    continue
-            depth += 1
-            continue
-        if brace[0] == "}" and depth > 0:
-            depth -= 1
-            if depth == 0 and (name := function_name(signature)):
-                first = start + len(code[start:]) - len(code[start:].lstrip())
-                yield name, code.count("\n", 0, first) + 1, code.count("\n", 0, brace.end()) + 1
-                start = brace.end()
-        if brace[0] == ";" and depth == 0:
-            start = brace.end()
-    if depth != 0:
-        raise ValueError("braces do not balance")
-
-
-def function_name(signature: str) -> str | None:
-    """None for what has braces but is no function: a type, or a variable and its initialiser."""
-    bare = re.sub(r"__attribute__\s*\(\(.*?\)\)", "", signature, flags=re.DOTALL)
-    if "=" in bare or not (match := re.search(r"(\w+)\s*\(", bare)):
-        return None
-    return match[1]
+    for function in c_source.functions(text):
+        if function.body is not None:
+            yield function.name, function.first, function.last
 
 
 def python_functions(text: str) -> Iterator[Function]:
@@ -86,12 +47,12 @@ def check_text(path: str, text: str) -> tuple[int, list[str]]:
     if lines > most:
         found.append(f"{path}: {lines} lines, at most {most}")
     suffix = Path(path).suffix
-    for number, line in enumerate(text.splitlines() if suffix in C_SUFFIXES else (), 1):
+    for number, line in enumerate(text.splitlines() if suffix in c_source.SUFFIXES else (), 1):
         if len(line) > COLUMNS:
             found.append(f"{path}:{number}: {len(line)} columns, at most {COLUMNS}")
     functions: list[Function] = []
     try:
-        if suffix in C_SUFFIXES:
+        if suffix in c_source.SUFFIXES:
             functions = list(c_functions(text))
         elif suffix == ".py":
             functions = list(python_functions(text))

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs the gates: what guards the form of the code. A line a gate, all of them whatever fails, the
-# exit status 1 if any did. Each gate's full output is in build/gates/NAME.log.
+# Runs every gate, and prints a line for each. The exit status is 1 if any failed. The output of
+# each gate is in build/gates/NAME.log.
 #   run.sh [FUZZ_SECONDS]    how long each fuzzer runs; 30 by default
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -12,7 +12,7 @@ passed=0
 failed=0
 mkdir -p "$logs"
 
-reason() { # reason LOG: the line that says most
+reason() { # reason LOG: the last line that names a fault
     grep -iE 'error|fail|crash|[1-9][0-9]* (against|too|differences|mistakes)' "$1" |
         grep -v 'Errors while running CTest' | tail -n 1 | sed 's/^[[:space:]]*//' | cut -c 1-160
 }
@@ -40,7 +40,7 @@ c_tests() { # c_tests DIRECTORY
     ctest --test-dir "$1" --output-on-failure --no-tests=error -j "$jobs"
 }
 
-# Every vocabulary has its file in tests/c/vocabulary, and words.h there uses every word.
+# Each vocabulary has a file in tests/c/vocabulary, and words.h there uses every word.
 words_tested() {
     words=0
     missing=0
@@ -50,7 +50,7 @@ words_tested() {
         missing=1
     done
     for word in $(sed -n 's/^static inline [^(]*[ *]\([a-z0-9_]*\)(.*/\1/p' src/cpu/simd/scalar.h); do
-        # what all do not have is a helper of some
+        # a function that some ISA lacks is a helper, not a word
         for isa in avx2 avx512; do
             grep -qw "$word" "src/cpu/simd/$isa.h" src/cpu/simd/x86_modes.h || continue 2
         done
@@ -72,7 +72,7 @@ sanitized_tests() {
         OMP_NUM_THREADS=2 c_tests build/asan
 }
 
-# test_fresh is made for it; test_kernels finds a CPU without AVX-512, which valgrind does not have.
+# test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
 valgrind_tests() {
     for test in kernels vocabulary fresh select attention; do
         echo "test_$test"
@@ -92,6 +92,28 @@ header_alone() {
     for compiler in g++ clang++; do
         "$compiler" -std=c++11 -pedantic -Wall -Wextra -Werror -fsyntax-only -x c++ \
             include/fdma.h || return 1
+    done
+}
+
+# `cmake --install` after the target that `make demo` builds.
+install_after_demo() {
+    cmake -S . -B build/gates/demo -G Ninja -DFDMA_CUDA=OFF -DFDMA_BUILD_TESTS=OFF &&
+        cmake --build build/gates/demo -j "$jobs" \
+            --target "$(sed -n '/^demo:/,/^$/s/.*--target \([a-z_]*\)$/\1/p' Makefile)" &&
+        cmake --install build/gates/demo --prefix build/gates/demo/installed
+}
+
+# Builds that would return wrong results stop with an #error: 32-bit ones and -ffast-math.
+refused_builds() {
+    for flag in -m32 -ffast-math; do
+        if gcc -std=c11 -Iinclude -Isrc "$flag" -fsyntax-only src/fdma.c 2>"$logs/refused"; then
+            echo "fails: src/fdma.c compiles with $flag"
+            return 1
+        fi
+        grep '#error' "$logs/refused" && continue
+        echo "fails: without an #error of ours for $flag:"
+        cat "$logs/refused"
+        return 1
     done
 }
 
@@ -130,12 +152,20 @@ fuzz() { # fuzz NAME: from the kept inputs, into a scratch corpus; a crash leave
 gate format tools/gates/format.sh
 gate arrows_find_plants "$python" tools/gates/check_arrows.py --self-test
 gate arrows "$python" tools/gates/check_arrows.py
+gate calls_find_plants "$python" tools/gates/check_calls.py --self-test
+gate calls "$python" tools/gates/check_calls.py
+gate words_find_plants "$python" tools/gates/check_words.py --self-test
+gate words "$python" tools/gates/check_words.py
+gate commits_find_plants "$python" tools/gates/check_commits.py --self-test
+gate commits "$python" tools/gates/check_commits.py
 gate sizes_find_plants "$python" tools/gates/check_sizes.py --self-test
 gate sizes "$python" tools/gates/check_sizes.py
 gate symbols_find_plants "$python" tools/gates/check_symbols.py --self-test
 gate symbols "$python" tools/gates/check_symbols.py build/libfdma.so
-gate words words_tested
+gate vocabulary words_tested
 gate header header_alone
+gate refused refused_builds
+gate demo_installs install_after_demo
 echo "      compiling with gcc and clang, and running the C tests of clang's build"
 gate gcc build gcc -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release
 gate clang clang_tests

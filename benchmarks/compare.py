@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Time two builds of the `fdma` command against each other, case by case, in alternation.
+
+    python benchmarks/compare.py OLD/fdma NEW/fdma [FILTER] [--rounds N] [--tolerance T]
+                                 [--device D] [--threads N] [--kernel NAME] [--json FILE]
+
+Each round runs a case once with either command, in turn, so that a change of the machine's load
+meets both. A case's ratio is the least time of the new build over the least time of the old one;
+the median of the rounds' ratios stands beside it. The exit status is 1 if a case's two ratios
+both exceed 1 + tolerance, or if the two commands do not time the same cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, float]:
+    """Milliseconds of every case that `command` times for `pattern`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        subprocess.run(
+            [command, "bench", pattern, *options, "--json", str(path)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {f"{row['case']} {row['kernel']}": row["ms"] for row in rows if "case" in row}
+
+
+def compare(
+    old: str, new: str, pattern: str, rounds: int, options: Sequence[str]
+) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
+    """The (old, new) times of each round by case, and the cases that only one command has."""
+    times: dict[str, list[tuple[float, float]]] = {}
+    unmatched: set[str] = set()
+    for index in range(rounds):
+        order = (old, new) if index % 2 == 0 else (new, old)
+        figures = {command: run_bench(command, pattern, options) for command in order}
+        unmatched |= figures[old].keys() ^ figures[new].keys()
+        for case in figures[old].keys() & figures[new].keys():
+            times.setdefault(case, []).append((figures[old][case], figures[new][case]))
+    return times, unmatched
+
+
+def ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """New over old: of the least times, and the median of the rounds'."""
+    least = min(new for _, new in pairs) / min(old for old, _ in pairs)
+    return least, statistics.median(new / old for old, new in pairs)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", help="the fdma command of the build to compare with")
+    parser.add_argument("new", help="the fdma command of the build to judge")
+    parser.add_argument("filter", nargs="?", default="*", help="cases, as fdma bench takes them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: 3 %% slower passes")
+    parser.add_argument("--device", help="passed on to fdma bench")
+    parser.add_argument("--threads", help="passed on to fdma bench")
+    parser.add_argument("--kernel", help="passed on to fdma bench")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}, want 1 or more")
+    return options
+
+
+def main() -> int:
+    args = parse()
+    passed_on = [
+        word
+        for name in ("device", "threads", "kernel")
+        if (value := getattr(args, name)) is not None
+        for word in (f"--{name}", value)
+    ]
+    times, unmatched = compare(
+        str(Path(args.old).resolve()),
+        str(Path(args.new).resolve()),
+        args.filter,
+        args.rounds,
+        passed_on,
+    )
+    slower = 0
+    rows = []
+    print(f"{'case and kernel':60} {'old ms':>10} {'new ms':>10} {'least':>7} {'median':>7}")
+    for case, pairs in sorted(times.items()):
+        least, median = ratios(pairs)
+        is_slower = min(least, median) > 1 + args.tolerance
+        slower += is_slower
+        old_ms, new_ms = min(old for old, _ in pairs), min(new for _, new in pairs)
+        mark = "  slower" if is_slower else ""
+        print(f"{case:60} {old_ms:10.4g} {new_ms:10.4g} {least:7.3f} {median:7.3f}{mark}")
+        rows.append(
+            {"case": case, "old_ms": old_ms, "new_ms": new_ms, "least": least, "median": median}
+        )
+    for case in sorted(unmatched):
+        print(f"{case:60} timed by one command only")
+    if args.json is not None:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{len(times)} cases, {slower} slower by more than {args.tolerance:.0%}")
+    return 1 if slower or unmatched or not times else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Check the messages of new commits: "area: what", and a body where the reason is speed.
+
+    check_commits.py [--self-test] [BASE]
+
+New are the commits since BASE, by default those that origin's main branch lacks; without an origin
+there is nothing to check. Merges are exempt. A subject has at most 100 characters and names one
+topic; a commit whose area is perf gives its measurement in the body.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SUBJECT_CHARACTERS = 100
+SUBJECT = re.compile(r"^(?P<areas>[\w./-]+(, [\w./-]+)*): \S")
+
+
+def complaints(message: str) -> list[str]:
+    """What is wrong with one commit's message."""
+    subject, _, body = message.partition("\n")
+    if len(subject) > SUBJECT_CHARACTERS:
+        return [f"the subject has {len(subject)} characters, at most {SUBJECT_CHARACTERS}"]
+    match = SUBJECT.match(subject)
+    if not match:
+        return ['the subject is not of the form "area: what"']
+    found = []
+    if subject.endswith("."):
+        found.append("the subject ends with a full stop")
+    if "; " in subject:
+        found.append("the subject names several topics: make a commit of each")
+    if "perf" in match["areas"].split(", ") and not re.search(r"\d", body):
+        found.append("its area is perf and its body has no measurement")
+    return found
+
+
+def git(*arguments: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
+
+
+def default_base() -> str | None:
+    return next((name for name in ("origin/main", "origin/HEAD") if git("rev-parse", name)), None)
+
+
+def check(base: str) -> tuple[int, list[str]]:
+    """The number of commits since `base`, and a line for each thing that is wrong."""
+    listed = git("log", "--no-merges", "--format=%h%x00%B%x01", f"{base}..HEAD")
+    if listed is None:
+        return 0, [f"fails: git knows no commit {base}"]
+    commits = [entry.strip().split("\0") for entry in listed.split("\1") if entry.strip()]
+    found = [
+        f"{name} fails: {problem}: {message.splitlines()[0]}"
+        for name, message in commits
+        for problem in complaints(message)
+    ]
+    return len(commits), found
+
+
+SOUND = (
+    "cpu: select splits long sequences\n",
+    "cpu, tests: decode has a kernel of its own\n\nIt can be forced by name.\n",
+    "perf: cpu/avx512 raises maxima by sums\n\nforward/dense/f32/d128/n4096: 23.1 to 21.5 ms\n",
+    "README: what make test prints\n",
+)
+PLANTS = (
+    "fix things\n",
+    "cpu: " + "a" * SUBJECT_CHARACTERS + "\n",
+    "cpu:no space\n",
+    "cpu: one thing; docs: another\n",
+    "cpu: one thing.\n",
+    "perf: faster\n",
+    "perf: faster\n\nIt really is.\n",
+)
+
+
+def self_test() -> list[str]:
+    wrong = [f"refused without reason: {text!r}" for text in SOUND if complaints(text)]
+    return wrong + [f"did not see {text!r}" for text in PLANTS if not complaints(text)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--self-test", action="store_true", help="check messages with faults")
+    parser.add_argument("base", nargs="?", default=default_base(), metavar="BASE")
+    options = parser.parse_args()
+    if options.self_test:
+        wrong = self_test()
+        print(*wrong, sep="\n", end="\n" if wrong else "")
+        print(f"{len(PLANTS)} planted messages, {len(wrong)} mistakes")
+        return 1 if wrong else 0
+    if options.base is None:
+        print("no origin and no BASE: no commit is new")
+        return 0
+    count, found = check(options.base)
+    print(*found, sep="\n", end="\n" if found else "")
+    print(f"{count} commits since {options.base}, {len(found)} faults")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
