@@ -44,7 +44,7 @@ def test_real_input(dtype: str, mode: list[str]) -> None:
         assert report["difference_selected"] <= report["output_step"]
 
 
-def test_whole_window_carries_all() -> None:
+def test_whole_window_has_all_the_mass() -> None:
     report = attend_json(EXAMPLE, "--window", "512", "--causal", "--dtype", "f32")
     assert report["mass_mean"] == pytest.approx(1, abs=1e-5)
     assert report["mass_worst"] == pytest.approx(1, abs=1e-5)

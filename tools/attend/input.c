@@ -25,8 +25,9 @@ static int refuse(const char *path, const char *message) {
     return EXIT_USAGE;
 }
 
-/* Copies a tensor out of the file, where it need not be aligned, and converts it to `dtype`; 0 keeps
- * the file's. Returns 0; or another number with a message, and leaves `tensor` absent. */
+/* Copies a tensor out of the file, where it need not be aligned, and converts it to `dtype`, or
+ * keeps the file's if that is 0. Returns 0; or another number, with a message, and leaves `tensor`
+ * absent. */
 static int read_tensor(const safetensors *file, const char *name, int64_t rank, fdma_dtype dtype,
                        fdma_tensor *tensor, char *message) {
     const safetensors_entry *entry = safetensors_find(file, name);

@@ -9,8 +9,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* This many random elements are repeated, because a gigabyte of them would take a minute. The number
- * is prime, so that no row is equal to another. */
+/* This many random elements are repeated, because a gigabyte of them would take a minute. The
+ * number is prime, so that no row is equal to another. */
 enum { DISTINCT = 1048573 };
 
 static fdma_tensor allocate_there(const bench_job *job, fdma_dtype dtype, int32_t rank,

@@ -1,6 +1,6 @@
-/* See bench/peak.h. Each loop keeps as many independent sums as are needed to hide the latency of its
- * instruction (4 cycles, 2 per cycle) and fit the registers. The sums approach 1, without overflow
- * and denormals. */
+/* See bench/peak.h. Each loop keeps as many independent sums as hide the latency of its instruction
+ * (4 cycles, 2 per cycle) and fit the registers. The sums approach 1: there are no overflows and no
+ * denormals. */
 #include "bench/peak.h"
 
 #include "common/timing.h"
@@ -148,8 +148,8 @@ __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int6
     return sums[0];
 }
 
-/* Dot products of pairs: 32 multiply-adds per instruction. Sums grow until further terms are rounded
- * away. */
+/* Dot products of pairs: 32 multiply-adds per instruction. Sums grow until further terms are
+ * rounded away. */
 __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int64_t rounds) {
     enum { SUMS = 16 };
     const __m512bh left = _mm512_cvtne2ps_pbh(_mm512_set1_ps(shrink), _mm512_set1_ps(shrink));
@@ -175,8 +175,8 @@ __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int6
 #define UNROLL _Pragma("GCC unroll 16") // without it gcc stores every sum in every round
 #endif
 
-/* Some of these CPUs start 4 instructions per cycle. The instruction adds to its destination, so that
- * sums grow as those of dot products do. */
+/* Some of these CPUs start 4 per cycle. The instruction adds to its destination, so that sums grow as
+ * those of dot products do. */
 static float neon_round(int64_t rounds) {
     enum { SUMS = 16 };
     const float32x4_t factor = vdupq_n_f32(shrink);

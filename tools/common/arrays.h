@@ -18,8 +18,8 @@ void *allocate(size_t bytes);
 /*! allocate_array() - a contiguous tensor in memory of its own. Free `data` with free(). */
 fdma_tensor allocate_array(fdma_dtype dtype, int32_t rank, const int64_t *shape);
 
-/*! convert_array() - a copy in another floating dtype, rounded to nearest, ties to even. `source` is
- *  contiguous, and aligned to its elements. */
+/*! convert_array() - a copy in another floating dtype, rounded to nearest, ties to even. `source`
+ *  is contiguous, and aligned to its elements. */
 fdma_tensor convert_array(const fdma_tensor *source, fdma_dtype dtype);
 
 /*! load_element(), store_element() - element `index` of an array; floating dtypes are rounded to

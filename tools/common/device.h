@@ -26,8 +26,8 @@ void device_free(int32_t device, void *memory);
 /*! device_copy() - copies between host memory and the device, or within either, and waits. */
 void device_copy(int32_t device, void *to, const void *from, size_t bytes);
 
-/*! device_copy_of() - a copy on the device, with the same shape and strides; the tensor itself if it
- *  is absent or the device is the CPU. */
+/*! device_copy_of() - a copy on the device, with the same shape and strides; the tensor itself if
+ *  it is absent or the device is the CPU. */
 fdma_tensor device_copy_of(int32_t device, const fdma_tensor *tensor);
 
 /*! device_fetch() - copies the elements of device_copy_of(host) back to `host`. */
@@ -39,8 +39,8 @@ void device_release(int32_t device, const fdma_tensor *copy);
 /*! device_wait() - waits until all calls so far are done. */
 void device_wait(int32_t device);
 
-/*! start_clock(), stop_clock() - milliseconds of the calls in between: by events on a device, by the
- *  clock on the CPU. One measurement at a time. */
+/*! start_clock(), stop_clock() - milliseconds of the calls in between: by events on a device, by
+ *  the clock on the CPU. One measurement at a time. */
 void start_clock(int32_t device);
 double stop_clock(int32_t device);
 

@@ -13,8 +13,8 @@ typedef struct output_file {
 } output_file;
 
 /*! open_output() - opens a temporary file beside `path`, or `path` itself if that is a device or a
- *  pipe. One output at a time. A program that ends early, also by SIGINT, SIGTERM or SIGHUP, removes
- *  the temporary file.
+ *  pipe. One output at a time. A program that ends early, also by SIGINT, SIGTERM or SIGHUP,
+ *  removes the temporary file.
  *  Returns 0, or -1 with errno set */
 int open_output(const char *path, output_file *output);
 

@@ -34,7 +34,7 @@ typedef struct safetensors {
  *  Every entry has a known dtype and bytes inside the file that fit its shape; entries neither
  *  overlap nor leave gaps; names are distinct. The tensors' bytes are not read.
  *  Ownership  borrows `bytes` until safetensors_free(); allocates the entries
- *  Returns 0; or -1 with one line in `message`, which is cut to message_size, and nothing to free */
+ *  Returns 0; or -1 with one line in `message`, cut to message_size, and nothing to free */
 int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, char *message,
                       size_t message_size);
 
