@@ -175,8 +175,8 @@ __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int6
 #define UNROLL _Pragma("GCC unroll 16") // without it gcc stores every sum in every round
 #endif
 
-/* Some of these CPUs start 4 per cycle. The instruction adds to its destination, so that sums grow as
- * those of dot products do. */
+/* Some of these CPUs start 4 per cycle. The instruction adds to its destination, so that sums grow
+ * as those of dot products do. */
 static float neon_round(int64_t rounds) {
     enum { SUMS = 16 };
     const float32x4_t factor = vdupq_n_f32(shrink);
