@@ -12,10 +12,7 @@ set_target_properties(fdma_tool PROPERTIES
   BUILD_RPATH "$ORIGIN"
   INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
 target_include_directories(fdma_tool PRIVATE tools tests)
-target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags m)
-if(OpenMP_C_FOUND)
-  target_link_libraries(fdma_tool PRIVATE OpenMP::OpenMP_C)
-endif()
+target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags Threads::Threads m)
 
 if(fdma_has_cuda)
   target_link_libraries(fdma_tool PRIVATE CUDA::cudart_static)

@@ -72,17 +72,16 @@ static parameter new_parameter(const char *name, int64_t rows, int64_t columns, 
 }
 
 static fdma_tensor heads_of(float *data, int64_t heads) {
-    return fdma_dense_tensor(data, FDMA_FLOAT32, 4, (int64_t[]){1, len, heads, head_dim});
+    return fdma_tensor_4d(data, FDMA_FLOAT32, 1, len, heads, head_dim);
 }
 
 static fdma_tensor rows_of(void *data, fdma_dtype dtype, int64_t heads) {
-    return fdma_dense_tensor(data, dtype, 3, (int64_t[]){1, heads, len});
+    return fdma_tensor_3d(data, dtype, 1, heads, len);
 }
 
 static fdma_tensor tensor_of(float *data, const parameter *shape) {
-    const int64_t sizes[] = {shape->rows, shape->columns};
-    return shape->rows == 1 ? fdma_dense_tensor(data, FDMA_FLOAT32, 1, sizes + 1)
-                            : fdma_dense_tensor(data, FDMA_FLOAT32, 2, sizes);
+    return shape->rows == 1 ? fdma_tensor_1d(data, FDMA_FLOAT32, shape->columns)
+                            : fdma_tensor_2d(data, FDMA_FLOAT32, shape->rows, shape->columns);
 }
 
 static layer new_layer(void) {

@@ -38,7 +38,7 @@
  * nothing before all arguments are checked. On a device it does not wait: its tensors and workspace
  * belong to it until `stream` has passed it. On the CPU it is done when it returns.
  *
- * Devices. exec.device 0 is the CPU; n + 1 is CUDA device n, of compute capability 8.0 or later.
+ * Devices. exec.device is FDMA_CPU or FDMA_CUDA(n), a device of compute capability 8.0 or later.
  * All tensors and the workspace are then memory of that device, and the call puts its work on
  * `stream` and returns: it waits for nothing and reads nothing back, so that a CUDA graph can
  * capture it. On a device q, k, v, out and their gradients are float16 or bfloat16 (cast float32:
@@ -60,7 +60,7 @@
 #include <stdint.h>
 
 #define FDMA_VERSION_MAJOR 0
-#define FDMA_VERSION_MINOR 1
+#define FDMA_VERSION_MINOR 2
 #define FDMA_VERSION_PATCH 0
 
 #if defined(_WIN32)
@@ -125,7 +125,20 @@ typedef struct fdma_tensor {
 FDMA_API fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank,
                                        const int64_t *shape);
 
+/*! fdma_tensor_1d() to fdma_tensor_4d() - fdma_dense_tensor() with the shape as arguments:
+ *  fdma_tensor_4d(q, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim). */
+FDMA_API fdma_tensor fdma_tensor_1d(void *data, fdma_dtype dtype, int64_t n0);
+FDMA_API fdma_tensor fdma_tensor_2d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1);
+FDMA_API fdma_tensor fdma_tensor_3d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1,
+                                    int64_t n2);
+FDMA_API fdma_tensor fdma_tensor_4d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1,
+                                    int64_t n2, int64_t n3);
+
 /* How and where a call runs */
+
+/* Values of fdma_exec.device. */
+#define FDMA_CPU 0
+#define FDMA_CUDA(n) ((n) + 1)
 
 /*! fdma_exec - how and where a call runs. Zeros are good defaults; most calls want workspace. */
 typedef struct fdma_exec {
@@ -134,7 +147,7 @@ typedef struct fdma_exec {
     void *stream;          /* device only: a cudaStream_t */
     const char *kernel;    /* NULL: the fastest that applies; else a kernel's name, or the beginning
                               of it up to a '/' ("cpu", "cpu/avx2"); see fdma_kernel_name() */
-    int32_t device;        /* 0: the CPU; n + 1: CUDA device n. Says where all tensors are */
+    int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
     int32_t threads;       /* CPU only: at most so many; 0: as OpenMP would (OMP_NUM_THREADS) */
     uint64_t reserved[2];  /* zero */
 } fdma_exec;
@@ -156,6 +169,7 @@ typedef struct fdma_score_args {
     fdma_tensor score;        /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor bias;         /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_bias_form bias_form; /* FDMA_BIAS_NONE: `bias` must be absent */
+    int32_t reserved;         /* zero */
     fdma_exec exec;
 } fdma_score_args;
 
@@ -181,9 +195,13 @@ FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *b
 /* Select */
 
 typedef enum fdma_scope {
-    FDMA_SCOPE_CAUSAL = 0, /* each query ranks the keys up to its own position */
-    FDMA_SCOPE_GLOBAL = 1, /* one ranking of all valid keys, shared by all queries */
+    FDMA_SCOPE_DEFAULT = 0, /* fdma_attention(): causal scope if `causal`, else global scope;
+                               fdma_select(): causal scope */
+    FDMA_SCOPE_CAUSAL = 1,  /* each query ranks the keys up to its own position */
+    FDMA_SCOPE_GLOBAL = 2,  /* one ranking of all valid keys, shared by all queries */
 } fdma_scope;
+
+#define FDMA_WINDOW_ALL INT64_MAX /* a window that keeps every key */
 
 /*! fdma_selection - which queries keep which keys: from fdma_select() to fdma_forward().
  *  A key that a causal prefix has once evicted never returns, so one number per key says it all:
@@ -200,7 +218,7 @@ typedef struct fdma_selection {
     fdma_tensor slot;   /* optional on the CPU, but for fdma_lists() */
     int64_t window;     /* what the selection was made for */
     int64_t kv_len;
-    fdma_scope scope;
+    fdma_scope scope; /* FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL */
     int32_t reserved; /* zero */
 } fdma_selection;
 
@@ -209,7 +227,7 @@ typedef struct fdma_select_args {
     fdma_tensor score;         /* [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_selection *selection; /* output */
-    int64_t window;            /* keys that a query keeps; 0: none; >= kv_len: all */
+    int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
     fdma_scope scope;
     int32_t reserved; /* zero */
     fdma_exec exec;
@@ -223,7 +241,7 @@ typedef struct fdma_select_args {
  *  Ownership  borrows everything; wants fdma_select_workspace() bytes: O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
  *             all of them; global scope: slots count the kept keys in ascending j
- *  Errors     FDMA_INVALID_ARGUMENT shapes, a negative window; FDMA_WORKSPACE_TOO_SMALL
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, a window below 1; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 
@@ -283,7 +301,6 @@ typedef struct fdma_forward_args {
     fdma_tensor out;                 /* output [batch, q_len, q_heads, head_dim] */
     fdma_tensor lse;                 /* output, optional [batch, q_heads, q_len] float32 */
     const fdma_selection *selection; /* NULL: dense, every visible key */
-    int64_t window;                  /* 0, or the window that `selection` must have been made for */
     double scale;                    /* multiplies logits; 0: 1 / sqrt(head_dim) */
     double softcap;                  /* c > 0: logits become c * tanh(logit / c); 0: off */
     int32_t causal;   /* nonzero: a query sees only keys at positions up to its own */
@@ -306,7 +323,7 @@ typedef struct fdma_forward_args {
  *             valid or never kept are never read
  *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, an output that shares elements with another
  *             tensor, a negative, infinite or NaN scale or softcap, a scale beyond float32, a
- *             selection made for another length, window or scope; FDMA_UNSUPPORTED dtypes,
+ *             selection made for another length or scope; FDMA_UNSUPPORTED dtypes,
  *             head_dim, an unknown or unusable kernel name; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
@@ -329,8 +346,8 @@ typedef struct fdma_attention_args {
     fdma_tensor score;         /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor bias;          /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_selection *selection; /* output, optional; its slot is optional too */
-    int64_t window;            /* keys that a query keeps; 0: none; >= kv_len: all */
-    fdma_scope scope;          /* FDMA_SCOPE_GLOBAL where not causal */
+    int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
+    fdma_scope scope;          /* FDMA_SCOPE_CAUSAL only where `causal` */
     fdma_bias_form bias_form;
     double scale; /* as in fdma_forward_args */
     double softcap;
@@ -371,7 +388,6 @@ typedef struct fdma_backward_args {
     fdma_tensor dv;                  /* output, shaped as v */
     fdma_tensor dbias;               /* output, optional [batch, kv_heads, kv_len] float32 */
     const fdma_selection *selection; /* what forward was given; NULL: dense */
-    int64_t window;                  /* 0, or the window that `selection` must have been made for */
     double scale;                    /* as in fdma_forward_args */
     double softcap;
     int32_t causal;
@@ -455,8 +471,7 @@ typedef struct fdma_attention_backward_args {
     fdma_tensor ddt_proj;            /* output, as dt_proj; absent with FDMA_BIAS_NONE */
     fdma_tensor da;                  /* output, as a; absent with FDMA_BIAS_NONE */
     const fdma_selection *selection; /* fdma_attention()'s */
-    int64_t window;                  /* as in fdma_backward_args */
-    double scale;
+    double scale;                    /* as in fdma_attention_args */
     double softcap;
     fdma_bias_form bias_form;
     int32_t causal;
@@ -575,7 +590,29 @@ FDMA_API fdma_status fdma_merge_kernel(const fdma_merge_args *args, const char *
 FDMA_API fdma_status fdma_merge_backward_kernel(const fdma_merge_backward_args *args,
                                                 const char **name);
 
-/*! fdma_device_count() - how many values of fdma_exec.device are usable: 1 for the CPU alone. */
+typedef struct fdma_attention_kernels {
+    size_t size;       /* sizeof(fdma_attention_kernels), set by the caller */
+    const char *score; /* the kernel of each step */
+    const char *select;
+    const char *forward;
+} fdma_attention_kernels;
+
+typedef struct fdma_attention_backward_kernels {
+    size_t size;       /* sizeof(fdma_attention_backward_kernels), set by the caller */
+    const char *score; /* NULL: the bias is not computed again */
+    const char *backward;
+    const char *score_backward; /* NULL: with FDMA_BIAS_NONE nothing is learned */
+} fdma_attention_backward_kernels;
+
+/*! fdma_attention_kernel(), fdma_attention_backward_kernel() - which kernels would run the steps of
+ *  a fused call; as fdma_score_kernel(). */
+FDMA_API fdma_status fdma_attention_kernel(const fdma_attention_args *args,
+                                           fdma_attention_kernels *names);
+FDMA_API fdma_status fdma_attention_backward_kernel(const fdma_attention_backward_args *args,
+                                                    fdma_attention_backward_kernels *names);
+
+/*! fdma_device_count() - how many devices are usable: 1 for the CPU alone; else the CPU and
+ *  FDMA_CUDA(0) to FDMA_CUDA(count - 2). */
 FDMA_API int32_t fdma_device_count(void);
 
 typedef struct fdma_device_info {

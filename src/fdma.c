@@ -9,6 +9,8 @@
 #include "cuda/cuda.h"
 #include "reference/reference.h"
 
+#include <string.h>
+
 #define TEXT_OF(number) #number
 #define VERSION_OF(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
 
@@ -67,7 +69,7 @@ static fdma_status run(const fdma_problem *problem) {
 static fdma_status prepare(problem_check *check, const void *args, check_depth depth,
                            fdma_problem *problem) {
     FDMA_TRY(check(args, depth, problem));
-    return problem->exec.device != 0 ? fdma_check_cuda(problem, depth) : FDMA_OK;
+    return problem->exec.device != FDMA_CPU ? fdma_check_cuda(problem, depth) : FDMA_OK;
 }
 
 static fdma_status call(problem_check *check, const void *args) {
@@ -82,14 +84,18 @@ static fdma_status ask_workspace(problem_check *check, const void *args, size_t 
     return workspace_of(&problem, bytes);
 }
 
-static fdma_status ask_kernel(problem_check *check, const void *args, const char **name) {
-    fdma_problem problem;
+static fdma_status kernel_of(const fdma_problem *problem, const char **name) {
     const fdma_kernel *row;
-    FDMA_TRY(prepare(check, args, check_shapes, &problem));
-    FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT, "name: is NULL");
-    FDMA_TRY(fdma_pick_row(backends, &problem, &row));
+    FDMA_TRY(fdma_pick_row(backends, problem, &row));
     *name = row->name;
     return FDMA_OK;
+}
+
+static fdma_status ask_kernel(problem_check *check, const void *args, const char **name) {
+    fdma_problem problem;
+    FDMA_TRY(prepare(check, args, check_shapes, &problem));
+    FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT, "name: is NULL");
+    return kernel_of(&problem, name);
 }
 
 fdma_status fdma_score(const fdma_score_args *args) { return call(fdma_check_score, args); }
@@ -201,6 +207,16 @@ static fdma_status check_steps(const attention_steps *steps, check_depth depth,
     return prepare(fdma_check_forward, &steps->forward, depth, &problems->forward);
 }
 
+/* A struct that answers are written to begins with its size. */
+static fdma_status check_names(const char *name, const void *names, size_t known) {
+    size_t size;
+    FDMA_REQUIRE(names != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL", name);
+    memcpy(&size, names, sizeof size);
+    FDMA_REQUIRE(size >= known, FDMA_INVALID_ARGUMENT, "%s: size is %zu, want %zu", name, size,
+                 known);
+    return FDMA_OK;
+}
+
 /* What steps hand on, and the most that one of them wants. */
 static fdma_status steps_bytes(size_t scratch, const fdma_problem *const *steps, size_t count,
                                size_t *bytes) {
@@ -227,6 +243,21 @@ fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *by
     FDMA_TRY(fdma_split_attention(args, &steps));
     FDMA_TRY(check_steps(&steps, check_shapes, &problems));
     return attention_bytes(&steps, &problems, bytes);
+}
+
+fdma_status fdma_attention_kernel(const fdma_attention_args *args, fdma_attention_kernels *names) {
+    attention_steps steps;
+    attention_problems problems;
+    fdma_attention_kernels found = {.size = sizeof found};
+    FDMA_TRY(check_names("fdma_attention_kernels", names, sizeof *names));
+    FDMA_TRY(fdma_split_attention(args, &steps));
+    FDMA_TRY(check_steps(&steps, check_shapes, &problems));
+    FDMA_TRY(kernel_of(&problems.score, &found.score));
+    FDMA_TRY(kernel_of(&problems.select, &found.select));
+    FDMA_TRY(kernel_of(&problems.forward, &found.forward));
+    found.size = names->size;
+    *names = found;
+    return FDMA_OK;
 }
 
 fdma_status fdma_attention(const fdma_attention_args *args) {
@@ -282,6 +313,24 @@ fdma_status fdma_attention_backward_workspace(const fdma_attention_backward_args
     return backward_bytes(&steps, &problems, bytes);
 }
 
+fdma_status fdma_attention_backward_kernel(const fdma_attention_backward_args *args,
+                                           fdma_attention_backward_kernels *names) {
+    backward_steps steps;
+    backward_problems problems;
+    fdma_attention_backward_kernels found = {.size = sizeof found};
+    FDMA_TRY(check_names("fdma_attention_backward_kernels", names, sizeof *names));
+    FDMA_TRY(fdma_split_attention_backward(args, &steps));
+    FDMA_TRY(check_backward_steps(&steps, check_shapes, &problems));
+    if (steps.needs_score)
+        FDMA_TRY(kernel_of(&problems.score, &found.score));
+    FDMA_TRY(kernel_of(&problems.backward, &found.backward));
+    if (steps.learns)
+        FDMA_TRY(kernel_of(&problems.score_backward, &found.score_backward));
+    found.size = names->size;
+    *names = found;
+    return FDMA_OK;
+}
+
 fdma_status fdma_attention_backward(const fdma_attention_backward_args *args) {
     backward_steps steps;
     backward_problems problems;
@@ -312,9 +361,7 @@ const char *fdma_kernel_name(int32_t index) {
 
 fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
     const fdma_kernel *const row = fdma_row_at(backends, index);
-    FDMA_REQUIRE(info != NULL, FDMA_INVALID_ARGUMENT, "fdma_kernel_info: is NULL");
-    FDMA_REQUIRE(info->size >= sizeof *info, FDMA_INVALID_ARGUMENT,
-                 "fdma_kernel_info: size is %zu, want %zu", info->size, sizeof *info);
+    FDMA_TRY(check_names("fdma_kernel_info", info, sizeof *info));
     FDMA_REQUIRE(row != NULL, FDMA_INVALID_ARGUMENT, "index: is %d, want 0 to %d", index,
                  fdma_kernel_count() - 1);
     info->name = row->name;
@@ -326,10 +373,11 @@ fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
 int32_t fdma_device_count(void) { return 1 + fdma_cuda_count(); }
 
 fdma_status fdma_describe_device(int32_t device, fdma_device_info *info) {
-    FDMA_REQUIRE(info != NULL, FDMA_INVALID_ARGUMENT, "fdma_device_info: is NULL");
-    FDMA_REQUIRE(info->size >= sizeof *info, FDMA_INVALID_ARGUMENT,
-                 "fdma_device_info: size is %zu, want %zu", info->size, sizeof *info);
-    FDMA_REQUIRE(device >= 0 && device < fdma_device_count(), FDMA_INVALID_ARGUMENT,
-                 "device: is %d, want 0 to %d", device, fdma_device_count() - 1);
-    return device == 0 ? fdma_describe_cpu(info) : fdma_describe_cuda(device, info);
+    FDMA_TRY(check_names("fdma_device_info", info, sizeof *info));
+    const int32_t last = fdma_device_count() - 1;
+    FDMA_REQUIRE(device >= 0, FDMA_INVALID_ARGUMENT, "device: is %d, want FDMA_CPU or FDMA_CUDA(n)",
+                 device);
+    FDMA_REQUIRE(device <= last, FDMA_INVALID_ARGUMENT, "device: is %s, the last here is %s",
+                 fdma_device_text(device).text, fdma_device_text(last).text);
+    return device == FDMA_CPU ? fdma_describe_cpu(info) : fdma_describe_cuda(device, info);
 }

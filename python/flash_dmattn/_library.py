@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL, CUDA_ERROR = range(5)
 FLOAT32, FLOAT16, BFLOAT16, FLOAT64, INT32, UINT8 = range(1, 7)
 BIAS_FORMS = {"exp": 0, "linear": 1, "none": 2}
-SCOPES = {"causal": 0, "global": 1}
+SCOPE_DEFAULT = 0
+SCOPES = {"causal": 1, "global": 2}
 
 ERRORS: dict[int, type[Exception]] = {
     INVALID_ARGUMENT: ValueError,
@@ -76,6 +77,7 @@ class ScoreArgs(Sized):
         ("score", Tensor),
         ("bias", Tensor),
         ("bias_form", c_int),
+        ("reserved", c_int32),
         ("exec", Exec),
     ]
 
@@ -130,7 +132,6 @@ class ForwardArgs(Sized):
         ("out", Tensor),
         ("lse", Tensor),
         ("selection", POINTER(Selection)),
-        ("window", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("causal", c_int32),
@@ -181,7 +182,6 @@ class BackwardArgs(Sized):
         ("dv", Tensor),
         ("dbias", Tensor),
         ("selection", POINTER(Selection)),
-        ("window", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("causal", c_int32),
@@ -229,7 +229,6 @@ class AttentionBackwardArgs(Sized):
         ("ddt_proj", Tensor),
         ("da", Tensor),
         ("selection", POINTER(Selection)),
-        ("window", c_int64),
         ("scale", c_double),
         ("softcap", c_double),
         ("bias_form", c_int),
@@ -279,6 +278,24 @@ class KernelInfo(Sized):
     ]
 
 
+class AttentionKernels(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("score", c_char_p),
+        ("select", c_char_p),
+        ("forward", c_char_p),
+    ]
+
+
+class AttentionBackwardKernels(Sized):
+    _fields_ = [
+        ("size", c_size_t),
+        ("score", c_char_p),
+        ("backward", c_char_p),
+        ("score_backward", c_char_p),
+    ]
+
+
 class DeviceInfo(Sized):
     _fields_ = [
         ("size", c_size_t),
@@ -310,7 +327,12 @@ CALLS: dict[str, type[Sized]] = {
     "fdma_merge": MergeArgs,
     "fdma_merge_backward": MergeBackwardArgs,
 }
-FUSED = ("fdma_attention", "fdma_attention_backward")  # of several kernels: no query for one
+# What a call answers with when it is asked for its kernels: several names for a fused one.
+KERNEL_NAMES: dict[str, Any] = {
+    **dict.fromkeys(CALLS, c_char_p),
+    "fdma_attention": AttentionKernels,
+    "fdma_attention_backward": AttentionBackwardKernels,
+}
 
 # Arguments of each function; all but those of RESULTS return an fdma_status.
 FUNCTIONS: dict[str, list[Any]] = {
@@ -318,12 +340,12 @@ FUNCTIONS: dict[str, list[Any]] = {
     "fdma_status_name": [c_int],
     "fdma_version": [],
     "fdma_dense_tensor": [c_void_p, c_int, c_int32, POINTER(c_int64)],
+    **{f"fdma_tensor_{n}d": [c_void_p, c_int, *[c_int64] * n] for n in range(1, 5)},
     **{name: [POINTER(args)] for name, args in CALLS.items()},
     **{f"{name}_workspace": [POINTER(args), POINTER(c_size_t)] for name, args in CALLS.items()},
     **{
-        f"{name}_kernel": [POINTER(args), POINTER(c_char_p)]
+        f"{name}_kernel": [POINTER(args), POINTER(KERNEL_NAMES[name])]
         for name, args in CALLS.items()
-        if name not in FUSED
     },
     "fdma_kernel_count": [],
     "fdma_kernel_name": [c_int32],
@@ -336,6 +358,7 @@ RESULTS: dict[str, Any] = {
     "fdma_status_name": c_char_p,
     "fdma_version": c_char_p,
     "fdma_dense_tensor": Tensor,
+    **{f"fdma_tensor_{n}d": Tensor for n in range(1, 5)},
     "fdma_kernel_count": c_int32,
     "fdma_kernel_name": c_char_p,
     "fdma_device_count": c_int32,

@@ -130,7 +130,7 @@ def select(
 
     Args:
         score: [batch, kv_heads, kv_len] float32 (float64: the backend "reference").
-        window: keys that a query keeps; 0 keeps none, kv_len or more keeps all.
+        window: keys that a query keeps, 1 or more; kv_len or more keeps all.
         scope: "causal", each query ranks the keys up to its own position, or "global", one ranking
             of all keys.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding: never kept.
@@ -271,7 +271,7 @@ def flash_dma_attention(
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         dt_proj: [kv_heads, kv_heads * head_dim], of query's dtype or float32.
         a_coef: [kv_heads], of query's dtype or float32.
-        keep_window_size: keys that a query keeps; 0 keeps none, kv_len or more keeps all.
+        keep_window_size: keys that a query keeps, 1 or more; kv_len or more keeps all.
         dropout_p: 0; anything else in [0, 1) raises NotImplementedError.
         causal: True: each query ranks and sees the keys up to its own position. False: all keys are
             ranked once, and every query sees the best of them.

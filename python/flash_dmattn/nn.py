@@ -101,7 +101,7 @@ class DynamicMaskAttention(nn.Module):
         dim = hidden // heads if head_dim is None else head_dim
         fits = dim % 8 == 0 and 8 <= dim <= WIDEST
         require(fits, f"head_dim: is {dim}, want a multiple of 8 from 8 to {WIDEST}")
-        require(window is None or window >= 0, f"window: is {window}, want 0 or more, or None")
+        require(window is None or window >= 1, f"window: is {window}, want 1 or more, or None")
         self.hidden, self.heads, self.kv_heads, self.head_dim = hidden, heads, kv_heads, dim
         self.window, self.causal, self.rope_base = window, causal, rope_base
         self.softmax_scale, self.softcap = softmax_scale, softcap

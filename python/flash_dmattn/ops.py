@@ -73,7 +73,7 @@ def give_selection(
     """What `args` points to where there is an `expiry`; the call fills in its tensors."""
     selection = _library.Selection()
     if expiry is not None:
-        selection.window = args.window = window
+        selection.window = window
         selection.kv_len = expiry.size(-1)
         selection.scope = choice("scope", scope, _library.SCOPES)
         args.selection = ctypes.pointer(selection)
@@ -150,7 +150,8 @@ def draft_attention(
 def draft_output(*arguments: Any) -> Draft:  # noqa: ANN401
     """What is not asked for lives in the workspace."""
     draft = draft_attention(*arguments)
-    return draft._replace(outputs=draft.outputs[:1])
+    draft.args.selection = None
+    return draft._replace(selection=None, outputs=draft.outputs[:1])
 
 
 def draft_merge(out: torch.Tensor, *rest: torch.Tensor) -> Draft:

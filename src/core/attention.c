@@ -28,13 +28,13 @@ static void place_tensors(const fdma_attention_args *args, fdma_arena *arena,
     steps->score.bias = args->bias;
     if (args->bias_form != FDMA_BIAS_NONE && !is_present(&args->bias))
         steps->score.bias = fdma_take_key_floats(arena, &args->v);
-    if (!is_present(&steps->selection.expiry))
+    if (args->selection == NULL) // a selection that is given has an expiry of its own
         steps->selection.expiry = take_key_tensor(arena, &args->v, FDMA_INT32);
     if (!is_present(&steps->selection.slot))
         steps->selection.slot = take_key_tensor(arena, &args->v, FDMA_INT32);
 }
 
-static void fill_steps(const fdma_attention_args *args, attention_steps *steps) {
+static void fill_steps(const fdma_attention_args *args, fdma_scope scope, attention_steps *steps) {
     steps->score.size = sizeof steps->score;
     steps->score.v = args->v;
     steps->score.dt_proj = args->dt_proj;
@@ -46,7 +46,7 @@ static void fill_steps(const fdma_attention_args *args, attention_steps *steps) 
     steps->select.key_valid = args->key_valid;
     steps->select.selection = &steps->selection;
     steps->select.window = args->window;
-    steps->select.scope = args->scope;
+    steps->select.scope = scope;
     steps->forward = (fdma_forward_args){
         .size = sizeof steps->forward,
         .q = args->q,
@@ -62,7 +62,7 @@ static void fill_steps(const fdma_attention_args *args, attention_steps *steps) 
         .causal = args->causal,
     };
     steps->selection.window = args->window;
-    steps->selection.scope = args->scope;
+    steps->selection.scope = scope;
     steps->selection.kv_len = args->v.shape[1];
 }
 
@@ -78,12 +78,14 @@ size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena) {
 
 fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_steps *steps) {
     fdma_attention_args args;
+    fdma_scope scope;
     FDMA_TRY(fdma_copy_args("fdma_attention_args", caller, FIRST_SIZE(fdma_attention_args), &args,
                             sizeof args));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
-    FDMA_TRY(fdma_check_reserved(args.reserved));
-    FDMA_REQUIRE(args.causal || args.scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
-                 "scope: is %d, want FDMA_SCOPE_GLOBAL where causal is 0", (int)args.scope);
+    FDMA_TRY(fdma_check_reserved("reserved", args.reserved));
+    FDMA_TRY(fdma_settle_scope(args.scope, args.causal != 0, &scope));
+    FDMA_REQUIRE(args.causal || scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
+                 "scope: is FDMA_SCOPE_CAUSAL, want FDMA_SCOPE_GLOBAL where causal is 0");
     *steps = (attention_steps){.wanted = args.selection};
     steps->selection.size = sizeof steps->selection;
     if (args.selection != NULL)
@@ -92,7 +94,7 @@ fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_st
     const fdma_problem place = {.exec = args.exec};
     fdma_arena arena = fdma_arena_of(&place);
     place_tensors(&args, &arena, steps);
-    fill_steps(&args, steps);
+    fill_steps(&args, scope, steps);
     fdma_exec exec = args.exec;
     steps->scratch = fdma_share_workspace(&exec, &arena);
     steps->score.exec = steps->select.exec = steps->forward.exec = exec;

@@ -46,7 +46,6 @@ static void fill_backward_step(const fdma_attention_backward_args *args, backwar
         .dv = args->dv,
         .dbias = steps->dbias,
         .selection = args->selection,
-        .window = args->window,
         .scale = args->scale,
         .softcap = args->softcap,
         .causal = args->causal,

@@ -27,8 +27,8 @@ fdma_status fdma_copy_args(const char *name, const void *args, size_t first_size
 fdma_status fdma_check_exec(const fdma_exec *exec, check_depth depth) {
     FDMA_REQUIRE(exec->threads >= 0, FDMA_INVALID_ARGUMENT, "exec.threads: is %d, want 0 or more",
                  exec->threads);
-    FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT, "exec.device: is %d, want 0 or more",
-                 exec->device);
+    FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT,
+                 "exec.device: is %d, want FDMA_CPU or FDMA_CUDA(n)", exec->device);
     FDMA_REQUIRE(exec->reserved[0] == 0 && exec->reserved[1] == 0, FDMA_INVALID_ARGUMENT,
                  "exec.reserved: is set, want 0");
     FDMA_REQUIRE(depth == check_shapes || exec->workspace_size == 0 || exec->workspace != NULL,
@@ -52,8 +52,15 @@ fdma_status fdma_check_head_dim(int64_t head_dim) {
     return FDMA_OK;
 }
 
-fdma_status fdma_check_reserved(int32_t reserved) {
-    FDMA_REQUIRE(reserved == 0, FDMA_INVALID_ARGUMENT, "reserved: is %d, want 0", reserved);
+fdma_status fdma_check_reserved(const char *name, int32_t reserved) {
+    FDMA_REQUIRE(reserved == 0, FDMA_INVALID_ARGUMENT, "%s: is %d, want 0", name, reserved);
+    return FDMA_OK;
+}
+
+fdma_status fdma_settle_scope(fdma_scope given, bool causal, fdma_scope *scope) {
+    FDMA_REQUIRE((unsigned)given <= FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
+                 "scope: is %d, want one of fdma_scope", (int)given);
+    *scope = given != FDMA_SCOPE_DEFAULT ? given : causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
     return FDMA_OK;
 }
 
@@ -77,20 +84,18 @@ fdma_status fdma_check_rules(fdma_problem *problem, const tensor_rule *rules, si
     return FDMA_OK;
 }
 
-fdma_status fdma_check_selection(const fdma_selection *selection, const fdma_problem *problem,
-                                 int64_t window) {
+fdma_status fdma_check_selection(const fdma_selection *selection, const fdma_problem *problem) {
     const int64_t kv_len = problem->kv_len;
-    FDMA_TRY(fdma_check_reserved(selection->reserved));
+    FDMA_TRY(fdma_check_reserved("selection.reserved", selection->reserved));
     FDMA_REQUIRE(selection->kv_len == kv_len, FDMA_INVALID_ARGUMENT,
                  "selection: was made for kv_len %lld, want %lld", (long long)selection->kv_len,
                  (long long)kv_len);
-    FDMA_REQUIRE(selection->window >= 0, FDMA_INVALID_ARGUMENT,
-                 "selection: its window is %lld, want 0 or more", (long long)selection->window);
-    FDMA_REQUIRE(window == 0 || window == selection->window, FDMA_INVALID_ARGUMENT,
-                 "selection: was made for window %lld, want %lld", (long long)selection->window,
-                 (long long)window);
-    FDMA_REQUIRE((unsigned)selection->scope <= FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
-                 "selection: its scope is %d, want one of fdma_scope", (int)selection->scope);
+    FDMA_REQUIRE(selection->window >= 1, FDMA_INVALID_ARGUMENT,
+                 "selection: its window is %lld, want 1 or more", (long long)selection->window);
+    FDMA_REQUIRE(selection->scope == FDMA_SCOPE_CAUSAL || selection->scope == FDMA_SCOPE_GLOBAL,
+                 FDMA_INVALID_ARGUMENT,
+                 "selection: its scope is %d, want FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL",
+                 (int)selection->scope);
     FDMA_REQUIRE(problem->causal || selection->scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
                  "selection: its scope is causal, want global where causal is 0");
     FDMA_REQUIRE(selection->scope == FDMA_SCOPE_GLOBAL || problem->q_len <= kv_len,
@@ -113,9 +118,7 @@ static fdma_status check_options(const attention_options *args, const fdma_probl
                  (double)FLT_MAX);
     FDMA_REQUIRE(args->softcap >= 0 && args->softcap < INFINITY, FDMA_INVALID_ARGUMENT,
                  "softcap: is %g, want a finite number, 0 or more", args->softcap);
-    FDMA_REQUIRE(args->window == 0 || args->selection != NULL, FDMA_INVALID_ARGUMENT,
-                 "window: is %lld, want 0 where selection is NULL", (long long)args->window);
-    return fdma_check_reserved(args->reserved);
+    return fdma_check_reserved("reserved", args->reserved);
 }
 
 fdma_status fdma_settle_attention(const attention_options *options, fdma_problem *problem) {
@@ -138,7 +141,7 @@ fdma_status fdma_settle_attention(const attention_options *options, fdma_problem
     fdma_selection selection;
     FDMA_TRY(fdma_copy_args("selection", options->selection, sizeof selection, &selection,
                             sizeof selection));
-    FDMA_TRY(fdma_check_selection(&selection, problem, options->window));
+    FDMA_TRY(fdma_check_selection(&selection, problem));
     problem->expiry = selection.expiry;
     problem->slot = selection.slot;
     problem->window = selection.window;

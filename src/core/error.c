@@ -14,6 +14,29 @@ fdma_status fdma_fail(fdma_status status, const char *format, ...) {
     return status;
 }
 
+quoted_text fdma_quote(const char *given) {
+    enum { longest = 64 };
+    quoted_text quoted;
+    char *end = quoted.text;
+    for (int i = 0; given[i] != '\0'; i++) {
+        const unsigned char c = (unsigned char)given[i];
+        if (i == longest) {
+            end += sprintf(end, "...");
+            break;
+        }
+        end += sprintf(end, c >= ' ' && c <= '~' && c != '\\' ? "%c" : "\\x%02x", c);
+    }
+    *end = '\0';
+    return quoted;
+}
+
+device_text fdma_device_text(int32_t device) {
+    device_text result = {"the CPU"};
+    if (device != FDMA_CPU)
+        snprintf(result.text, sizeof result.text, "FDMA_CUDA(%d)", device - FDMA_CUDA(0));
+    return result;
+}
+
 const char *fdma_last_error(void) { return message; }
 
 const char *fdma_status_name(fdma_status status) {

@@ -8,6 +8,21 @@
 __attribute__((format(printf, 2, 3))) fdma_status fdma_fail(fdma_status status, const char *format,
                                                             ...);
 
+/* Text that the caller gave, for a message: at most 64 characters of it, and what is not printable
+ * ASCII as \\xNN, so that it can neither steer a terminal nor break an encoding. */
+typedef struct quoted_text {
+    char text[4 * 64 + 4];
+} quoted_text;
+
+quoted_text fdma_quote(const char *given);
+
+/* A value of exec.device as a reader would write it: "the CPU", "FDMA_CUDA(1)". */
+typedef struct device_text {
+    char text[24];
+} device_text;
+
+device_text fdma_device_text(int32_t device);
+
 #define FDMA_REQUIRE(condition, status, ...)                                                       \
     do {                                                                                           \
         if (!(condition))                                                                          \

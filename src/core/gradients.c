@@ -53,8 +53,7 @@ fdma_status fdma_check_backward(const void *caller, check_depth depth, fdma_prob
         .accumulate = args.accumulate != 0,
         .exec = args.exec,
     };
-    const attention_options options = {args.selection, args.window, args.scale, args.softcap,
-                                       args.reserved};
+    const attention_options options = {args.selection, args.scale, args.softcap, args.reserved};
     FDMA_TRY(fdma_settle_attention(&options, problem));
     return check_backward_tensors(&args, problem, depth);
 }

@@ -1,4 +1,4 @@
-/* The choice of a kernel row, and the workspace arena. */
+/* The choice of a kernel, and the workspace arena. */
 #include "core/plan.h"
 
 #include "core/error.h"
@@ -35,10 +35,29 @@ static bool begins_with(const char *path, const char *beginning) {
     return strncmp(path, beginning, length) == 0 && (path[length] == '/' || path[length] == '\0');
 }
 
-/* A forced name stands for every row below it; rows without variants serve every variant's name,
- * so that one name can force a whole fdma_attention(). */
-static bool is_meant(const fdma_kernel *row, const char *name) {
-    return begins_with(row->name, name) || begins_with(name, row->name);
+/* Which kernels of an operation a forced name selects. */
+typedef enum name_match {
+    match_below, /* those that it names or is a path prefix of */
+    match_above, /* those whose names are path prefixes of it */
+} name_match;
+
+/* "cpu/avx512/decode" selects a kernel of forward by match_below and, because score has no kernel
+ * of that name, score's "cpu/avx512" by match_above: one name can force a whole fused call. */
+static bool is_selected(const fdma_kernel *kernel, const fdma_problem *problem, name_match match) {
+    const char *const forced = problem->exec.kernel;
+    if (kernel->operation != problem->operation ||
+        kernel->on_device != (problem->exec.device != FDMA_CPU))
+        return false;
+    return forced == NULL || (match == match_below ? begins_with(kernel->name, forced)
+                                                   : begins_with(forced, kernel->name));
+}
+
+static name_match match_of(const kernel_backend *backends, const fdma_problem *problem) {
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++)
+        if (is_selected(kernel, problem, match_below))
+            return match_below;
+    return match_above;
 }
 
 static bool is_known(const kernel_backend *backends, const char *name) {
@@ -64,43 +83,98 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
         used += (size_t)wrote;
         previous = row->name;
     }
-    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %.64s, there are %s", name,
-                     names);
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, there are %s",
+                     fdma_quote(name).text, names);
 }
 
-/* Why `row`, the last that was meant, does not do it; NULL: no row was meant. */
-static fdma_status fail_pick(const fdma_kernel *row, const fdma_problem *problem) {
-    const bool is_lists = problem->operation == operation_lists;
-    const char *const verb = is_lists ? "list" : fdma_operation_name(problem->operation);
-    const char *const name = problem->exec.kernel ? problem->exec.kernel : "any";
-    FDMA_REQUIRE(row != NULL, FDMA_UNSUPPORTED,
-                 "exec.kernel: is %.64s, which does not %s on exec.device %d", name, verb,
-                 problem->exec.device);
-    const char *const missing = row->missing();
-    FDMA_REQUIRE(missing == NULL, FDMA_UNSUPPORTED,
-                 "exec.kernel: %s needs %s, which this machine lacks", row->name, missing);
-    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: %s does not %s with %s", row->name, verb,
-                     row->refuses(problem));
+/* The distinct reasons why kernels do not take a call. */
+typedef struct refusal_list {
+    char text[320]; /* "cuda/sm90/d64 does not support A; cuda/sm80/d64 does not support B" */
+    size_t used;
+    const char *first; /* reason */
+    bool several;
+} refusal_list;
+
+static void add_refusal(refusal_list *list, const char *name, const char *verb,
+                        const char *reason) {
+    if (strstr(list->text, reason) != NULL)
+        return;
+    const int wrote = snprintf(list->text + list->used, sizeof list->text - list->used,
+                               "%s%s %s %s", list->used > 0 ? "; " : "", name, verb, reason);
+    const size_t left = sizeof list->text - list->used - 1;
+    list->used += wrote < 0 ? 0 : (size_t)wrote < left ? (size_t)wrote : left;
+    list->several = list->first != NULL;
+    list->first = list->first != NULL ? list->first : reason;
+}
+
+/* Whether any selected kernel runs on this machine: the others are then of no interest. */
+static bool is_any_usable(const kernel_backend *backends, const fdma_problem *problem,
+                          name_match match) {
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++)
+        if (is_selected(kernel, problem, match) && kernel->missing() == NULL)
+            return true;
+    return false;
+}
+
+/* "forward (bfloat16, head_dim 64) on FDMA_CUDA(0)" */
+typedef struct call_text {
+    char text[112];
+} call_text;
+
+static call_text describe_call(const fdma_problem *problem) {
+    call_text call;
+    char head_dim[40] = "";
+    if (problem->head_dim > 0)
+        snprintf(head_dim, sizeof head_dim, ", head_dim %lld", (long long)problem->head_dim);
+    snprintf(call.text, sizeof call.text, "%s (%s%s) on %s",
+             fdma_operation_name(problem->operation), fdma_dtype_name(problem->dtype), head_dim,
+             fdma_device_text(problem->exec.device).text);
+    return call;
+}
+
+/* What the library lacks for this call; exec.kernel is named where the caller has set it. */
+static fdma_status fail_choice(const kernel_backend *backends, const fdma_problem *problem,
+                               name_match match) {
+    const bool usable = is_any_usable(backends, problem, match);
+    const char *const verb = usable ? "does not support" : "needs";
+    const char *const end = usable ? "" : ", which this machine lacks";
+    const call_text call = describe_call(problem);
+    const char *const forced = problem->exec.kernel;
+    char subject[300] = "the library";
+    refusal_list list = {.used = 0};
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++) {
+        if (!is_selected(kernel, problem, match) || (usable && kernel->missing() != NULL))
+            continue;
+        add_refusal(&list, kernel->name, verb,
+                    usable ? kernel->refuses(problem) : kernel->missing());
+    }
+    if (forced != NULL)
+        snprintf(subject, sizeof subject, "exec.kernel %s", fdma_quote(forced).text);
+    FDMA_REQUIRE(list.first != NULL, FDMA_UNSUPPORTED, "%s: %s has no such kernel", call.text,
+                 subject);
+    if (list.several)
+        return fdma_fail(FDMA_UNSUPPORTED, "%s: %s%s%s%s", call.text, forced ? subject : "",
+                         forced ? ": " : "", list.text, end);
+    return fdma_fail(FDMA_UNSUPPORTED, "%s: %s %s %s%s", call.text, subject, verb, list.first, end);
 }
 
 fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
                           const fdma_kernel **picked) {
-    const char *const name = problem->exec.kernel;
-    const bool on_device = problem->exec.device != 0;
-    const fdma_kernel *row, *last = NULL;
-    if (name != NULL && !is_known(backends, name))
-        return fail_unknown(backends, name);
-    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
-        if (row->operation != problem->operation || row->on_device != on_device ||
-            (name && !is_meant(row, name)))
-            continue;
-        last = row;
-        if (row->missing() == NULL && row->refuses(problem) == NULL) {
-            *picked = row;
+    const char *const forced = problem->exec.kernel;
+    if (forced != NULL && !is_known(backends, forced))
+        return fail_unknown(backends, forced);
+    const name_match match = match_of(backends, problem);
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++) {
+        if (is_selected(kernel, problem, match) && kernel->missing() == NULL &&
+            kernel->refuses(problem) == NULL) {
+            *picked = kernel;
             return FDMA_OK;
         }
     }
-    return fail_pick(last, problem);
+    return fail_choice(backends, problem, match);
 }
 
 fdma_arena fdma_arena_of(const fdma_problem *problem) {

@@ -10,6 +10,7 @@ fdma_status fdma_check_score(const void *caller, check_depth depth, fdma_problem
     FDMA_TRY(
         fdma_copy_args("fdma_score_args", caller, FIRST_SIZE(fdma_score_args), &args, sizeof args));
     FDMA_TRY(fdma_check_exec(&args.exec, depth));
+    FDMA_TRY(fdma_check_reserved("reserved", args.reserved));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
     *problem = (fdma_problem){
         .operation = operation_score,
@@ -54,7 +55,8 @@ fdma_status fdma_check_select(const void *caller, check_depth depth, fdma_proble
     FDMA_TRY(fdma_copy_args("selection", args.selection, sizeof selection, &selection,
                             sizeof selection));
     FDMA_TRY(fdma_check_exec(&args.exec, depth));
-    FDMA_TRY(fdma_check_reserved(args.reserved));
+    FDMA_TRY(fdma_check_reserved("reserved", args.reserved));
+    FDMA_TRY(fdma_check_reserved("selection.reserved", selection.reserved));
     FDMA_TRY(fdma_check_form("score", &args.score, 3, takes_wide_floats));
     *problem = (fdma_problem){
         .operation = operation_select,
@@ -67,16 +69,15 @@ fdma_status fdma_check_select(const void *caller, check_depth depth, fdma_proble
         .expiry = selection.expiry,
         .slot = selection.slot,
         .window = args.window,
-        .scope = args.scope,
         .selected = true,
         .exec = args.exec,
     };
     const int64_t batch = problem->batch, heads = problem->kv_heads, len = problem->kv_len;
     FDMA_TRY(fdma_check_sizes(problem));
-    FDMA_REQUIRE(args.window >= 0, FDMA_INVALID_ARGUMENT, "window: is %lld, want 0 or more",
+    FDMA_REQUIRE(args.window >= 1, FDMA_INVALID_ARGUMENT,
+                 "window: is %lld, want 1 or more, or FDMA_WINDOW_ALL for all keys",
                  (long long)args.window);
-    FDMA_REQUIRE((unsigned)args.scope <= FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
-                 "scope: is %d, want one of fdma_scope", (int)args.scope);
+    FDMA_TRY(fdma_settle_scope(args.scope, true, &problem->scope));
     const tensor_rule rules[] = {
         {"score", &args.score, takes_wide_floats, 3, {batch, heads, len}, .output = false},
         {"key_valid", &args.key_valid, takes_uint8, 2, {batch, len}, .optional = true},
@@ -93,8 +94,8 @@ static fdma_status check_lists_options(const fdma_lists_args *args, const fdma_s
                  (long long)args->q_len);
     FDMA_REQUIRE(args->tile_len >= 1, FDMA_INVALID_ARGUMENT, "tile_len: is %lld, want 1 or more",
                  (long long)args->tile_len);
-    FDMA_TRY(fdma_check_reserved(args->reserved));
-    return fdma_check_selection(selection, problem, 0);
+    FDMA_TRY(fdma_check_reserved("reserved", args->reserved));
+    return fdma_check_selection(selection, problem);
 }
 
 /* The most keys that a tile can visit: what its first position keeps, and what arrives after. */
@@ -185,8 +186,7 @@ fdma_status fdma_check_forward(const void *caller, check_depth depth, fdma_probl
         .causal = args.causal != 0,
         .exec = args.exec,
     };
-    const attention_options options = {args.selection, args.window, args.scale, args.softcap,
-                                       args.reserved};
+    const attention_options options = {args.selection, args.scale, args.softcap, args.reserved};
     FDMA_TRY(fdma_settle_attention(&options, problem));
     return check_forward_tensors(&args, problem, depth);
 }

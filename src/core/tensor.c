@@ -43,6 +43,23 @@ fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank, const 
     return tensor;
 }
 
+fdma_tensor fdma_tensor_1d(void *data, fdma_dtype dtype, int64_t n0) {
+    return fdma_dense_tensor(data, dtype, 1, (const int64_t[]){n0});
+}
+
+fdma_tensor fdma_tensor_2d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1) {
+    return fdma_dense_tensor(data, dtype, 2, (const int64_t[]){n0, n1});
+}
+
+fdma_tensor fdma_tensor_3d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1, int64_t n2) {
+    return fdma_dense_tensor(data, dtype, 3, (const int64_t[]){n0, n1, n2});
+}
+
+fdma_tensor fdma_tensor_4d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1, int64_t n2,
+                           int64_t n3) {
+    return fdma_dense_tensor(data, dtype, 4, (const int64_t[]){n0, n1, n2, n3});
+}
+
 /* "float32, float16 or bfloat16" */
 static const char *list_dtypes(unsigned dtypes, char *text, size_t size) {
     size_t used = 0;

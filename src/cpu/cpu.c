@@ -1,12 +1,12 @@
 /* CPU features, and the rows that they allow. */
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE // syscall(), sched_getaffinity()
+#define _GNU_SOURCE // syscall()
 #endif
 #include "cpu/cpu.h"
 
 #include "cpu/isa/isa.h"
+#include "cpu/parallel.h"
 
-#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -245,8 +245,8 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
 }
 
 const char *fdma_refuses_singles(const fdma_problem *problem) {
-    return problem->dtype != FDMA_BFLOAT16 ? "other types than bfloat16"
-                                           : fdma_refuses_wide(problem);
+    const char *const reason = fdma_refuses_wide(problem);
+    return reason == NULL && problem->dtype != FDMA_BFLOAT16 ? "types other than bfloat16" : reason;
 }
 
 /* Takes all that float32 holds, but leaves to others what they do faster, unless forced by more
@@ -259,20 +259,18 @@ const char *fdma_refuses_slow(const fdma_problem *problem) {
     return fdma_refuses_wide(problem);
 }
 
-/* CPUs that this process may run on. */
-static int32_t count_cores(void) {
-#if defined(__linux__)
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        return CPU_COUNT(&set);
-#endif
-    return (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+/* Decode keeps the sums of all rows of a kv head side by side: for more rows, tiles are faster. */
+const char *fdma_refuses_decode(const fdma_problem *problem) {
+    enum { most_rows = 16 };
+    return problem->q_len * problem->group > most_rows
+               ? "more than 16 rows (queries times q_heads / kv_heads) of a kv head"
+               : fdma_refuses_wide(problem);
 }
 
 fdma_status fdma_describe_cpu(fdma_device_info *info) {
     list_features(info->features, sizeof info->features);
     name_cpu(info->name, sizeof info->name);
-    info->cores = count_cores();
+    info->cores = fdma_usable_cpus();
     info->reserved = 0;
     return FDMA_OK;
 }

@@ -1,37 +1,257 @@
-/* The only code that knows of OpenMP. */
+/* A pool of threads that sleep while there is nothing to do.
+ *
+ * A call posts a job and works on it at once; workers that wake up in time join it. Tasks are taken
+ * from a counter, so that a call waits only for tasks that have been started: a worker that the
+ * system has not scheduled yet costs nothing. Several calls share the workers. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE // sched_getaffinity()
+#endif
 #include "cpu/parallel.h"
 
-#ifdef _OPENMP
-#include <omp.h>
+#include "core/integers.h"
+#include "cpu/simd/modes.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#if defined(__linux__)
+#include <sched.h>
 #endif
 
-int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
-#ifdef _OPENMP
-    const int64_t wanted = asked > 0 ? asked : omp_get_max_threads();
-#else
-    const int64_t wanted = 1;
-    (void)asked;
+int32_t fdma_usable_cpus(void) {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        return CPU_COUNT(&set);
 #endif
-    const int64_t useful = tasks < 1 ? 1 : tasks;
-    return (int32_t)(wanted < useful ? wanted : useful);
+    return (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
 }
+
+/* One call of fdma_parallel_for(). */
+typedef struct parallel_job {
+    parallel_task task;
+    const void *context;
+    int64_t count;
+    _Atomic int64_t next;       // the first task that no thread has taken
+    _Atomic int32_t working;    // workers that have joined and not left
+    int32_t joined, threads;    // threads that ever joined, the caller too; at most
+    struct parallel_job *later; // the next job of the pool
+} parallel_job;
+
+static void run_tasks(parallel_job *job, int32_t thread) {
+    const uint32_t modes = keep_subnormals();
+    int64_t index;
+    while ((index = atomic_fetch_add(&job->next, 1)) < job->count)
+        job->task(job->context, index, thread);
+    restore_modes(modes);
+}
+
+#if defined(FDMA_HAVE_THREADS)
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+enum {
+    most_threads = 1024,
+    spin_ns = 50000, // that a thread looks for news before it sleeps: waking it takes as long
+};
+
+typedef struct thread_pool {
+    pthread_mutex_t mutex; // of all that is not atomic, here and in jobs
+    pthread_cond_t posted; // a job was posted
+    pthread_cond_t left;   // the last worker left a job
+    parallel_job *jobs;    // in the order in which they were posted
+    _Atomic uint32_t posts;
+    int32_t wanted;   // workers that all jobs would use
+    int32_t workers;  // in the pool,
+    int32_t idle;     // of which so many have no job,
+    int32_t sleeping; // and so many of those sleep
+} thread_pool;
+
+static thread_pool pool;
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Waits for some cycles; false from `end` on. */
+static bool spin_before(int64_t end) {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+    return now_ns() < end;
+}
+
+static parallel_job *find_job(void) {
+    parallel_job *job = pool.jobs;
+    while (job != NULL && (job->joined == job->threads || job->next >= job->count))
+        job = job->later;
+    return job;
+}
+
+/* Called and left with the mutex locked, as wait_for_post(). */
+static void join_job(parallel_job *job) {
+    const int32_t thread = job->joined++;
+    job->working++;
+    pool.idle--;
+    pthread_mutex_unlock(&pool.mutex);
+    run_tasks(job, thread);
+    pthread_mutex_lock(&pool.mutex);
+    pool.idle++;
+    job->working--; // its caller may return now: the job is gone
+    pthread_cond_broadcast(&pool.left);
+}
+
+static void wait_for_post(int64_t spin_end) {
+    const uint32_t posts = pool.posts;
+    pthread_mutex_unlock(&pool.mutex);
+    while (pool.posts == posts && spin_before(spin_end))
+        continue;
+    pthread_mutex_lock(&pool.mutex);
+    if (pool.posts != posts)
+        return;
+    pool.sleeping++;
+    pthread_cond_wait(&pool.posted, &pool.mutex);
+    pool.sleeping--;
+}
+
+static void *work(void *unused) {
+    int64_t spin_end = 0; // later after work alone: jobs of others are no reason to stay awake
+    (void)unused;
+    pthread_mutex_lock(&pool.mutex);
+    for (;;) {
+        parallel_job *const job = find_job();
+        if (job == NULL) {
+            wait_for_post(spin_end);
+            continue;
+        }
+        join_job(job);
+        spin_end = now_ns() + spin_ns;
+    }
+    return NULL;
+}
+
+/* Workers handle no signals of the program. If the system has no more threads to give, those that
+ * there are do the work. */
+static void add_workers(void) {
+    sigset_t all, old;
+    if (pool.workers >= min(pool.wanted, most_threads - 1))
+        return;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    while (pool.workers < min(pool.wanted, most_threads - 1)) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, work, NULL) != 0)
+            break;
+        pthread_detach(thread);
+        pool.workers++;
+        pool.idle++;
+    }
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+}
+
+/* In a new process, and in a child after fork(), which has none of its parent's threads. */
+static void empty_pool(void) {
+    pool = (thread_pool){
+        .mutex = PTHREAD_MUTEX_INITIALIZER,
+        .posted = PTHREAD_COND_INITIALIZER,
+        .left = PTHREAD_COND_INITIALIZER,
+    };
+}
+
+static pthread_once_t started = PTHREAD_ONCE_INIT;
+static int32_t default_threads;
+
+static void start_pool(void) {
+    const char *const variable = getenv("OMP_NUM_THREADS"); // a list begins with its first number
+    const long wanted = variable != NULL ? strtol(variable, NULL, 10) : 0;
+    default_threads = (int32_t)min(wanted > 0 ? wanted : fdma_usable_cpus(), most_threads);
+    empty_pool();
+    pthread_atfork(NULL, NULL, empty_pool);
+}
+
+static void post_job(parallel_job *job) {
+    pthread_once(&started, start_pool);
+    pthread_mutex_lock(&pool.mutex);
+    parallel_job **last = &pool.jobs;
+    while (*last != NULL)
+        last = &(*last)->later;
+    *last = job;
+    pool.posts++;
+    pool.wanted += job->threads - 1;
+    add_workers();
+    const int32_t sleeping = pool.sleeping, awake = pool.idle - sleeping;
+    const int64_t wake = min(job->threads - 1 - awake, sleeping);
+    pthread_mutex_unlock(&pool.mutex);
+    if (wake == sleeping)
+        pthread_cond_broadcast(&pool.posted);
+    for (int64_t n = 0; n < wake && wake < sleeping; n++)
+        pthread_cond_signal(&pool.posted);
+}
+
+/* Returns when no worker is left that could look at the job. */
+static void close_job(parallel_job *job) {
+    pthread_mutex_lock(&pool.mutex);
+    parallel_job **at = &pool.jobs;
+    while (*at != job)
+        at = &(*at)->later;
+    *at = job->later;
+    pool.wanted -= job->threads - 1;
+    pthread_mutex_unlock(&pool.mutex);
+    const int64_t spin_end = now_ns() + spin_ns;
+    while (job->working > 0 && spin_before(spin_end))
+        continue;
+    if (job->working == 0)
+        return;
+    pthread_mutex_lock(&pool.mutex);
+    while (job->working > 0)
+        pthread_cond_wait(&pool.left, &pool.mutex);
+    pthread_mutex_unlock(&pool.mutex);
+}
+
+int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
+    pthread_once(&started, start_pool);
+    const int64_t wanted = min(asked > 0 ? asked : default_threads, most_threads);
+    return (int32_t)min(wanted, max(tasks, 1));
+}
+
+#else
+
+int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
+    (void)asked, (void)tasks;
+    return 1;
+}
+
+static void post_job(parallel_job *job) { (void)job; }
+
+static void close_job(parallel_job *job) { (void)job; }
+
+#endif
 
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds) {
     enum { least_share = 100 }; // microseconds: waking a thread and waiting for it take up to 10
-    const int64_t most = 1 + microseconds / least_share;
-    return fdma_thread_count(asked, tasks < most ? tasks : most);
+    return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_share));
 }
 
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context) {
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-        for (int64_t index = 0; index < count; index++)
-            task(context, index, omp_get_thread_num());
-        return;
-    }
-#endif
-    (void)threads;
-    for (int64_t index = 0; index < count; index++)
-        task(context, index, 0);
+    parallel_job job = {
+        .task = task,
+        .context = context,
+        .count = count,
+        .joined = 1,
+        .threads = (int32_t)min(threads, count),
+    };
+    const bool shared = job.threads > 1;
+    if (shared)
+        post_job(&job);
+    run_tasks(&job, 0);
+    if (shared)
+        close_job(&job);
 }

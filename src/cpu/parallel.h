@@ -1,4 +1,4 @@
-/* Threads. Everything else on the CPU is free of them. */
+/* Threads. No other file of the CPU backend starts one or waits for one. */
 #ifndef FDMA_CPU_PARALLEL_H
 #define FDMA_CPU_PARALLEL_H
 
@@ -7,14 +7,20 @@
 /* Does task `index` with the scratch memory of `thread`. */
 typedef void (*parallel_task)(const void *context, int64_t index, int32_t thread);
 
-/* How many threads a call uses that asked for `asked` (0: OpenMP's own number) and has `tasks`. */
+/* CPUs that this process may run on. */
+int32_t fdma_usable_cpus(void);
+
+/* The number of threads for `tasks` tasks when exec.threads is `asked`. 0 asks for OMP_NUM_THREADS
+ * if the environment sets it, else for the CPUs that this process may use. */
 int32_t fdma_thread_count(int32_t asked, int64_t tasks);
 
-/* The same for tasks that take about `microseconds` on one thread: no more threads than are worth
- * waking. */
+/* The same for tasks that take about `microseconds` altogether on one thread: fewer threads if each
+ * would have too little to do to be worth waking. */
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds);
 
-/* Runs tasks 0 to count - 1, handed out in that order, on at most `threads` threads. */
+/* Runs tasks 0 to count - 1, handed out in that order, on at most `threads` threads, of which the
+ * caller is one. Tasks round to nearest, without floating-point traps and with subnormal numbers,
+ * whatever the caller's modes are. */
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context);
 
 #endif

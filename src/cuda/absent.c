@@ -1,4 +1,4 @@
-/* The CUDA backend of a library that is built without it. */
+/* Stands in for the CUDA backend in a library that is built without it: no kernels, no devices. */
 #include "cuda/cuda.h"
 
 #include "core/error.h"
@@ -9,17 +9,18 @@ int32_t fdma_cuda_count(void) { return 0; }
 
 fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info) {
     (void)info;
-    return fdma_fail(FDMA_UNSUPPORTED, "device: is %d, this library is built for the CPU, 0",
-                     device);
+    return fdma_fail(FDMA_UNSUPPORTED, "device: is %s, but this library is built for the CPU alone",
+                     fdma_device_text(device).text);
 }
 
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     (void)depth;
-    return fdma_fail(FDMA_UNSUPPORTED, "exec.device: is %d, this library is built for the CPU, 0",
-                     problem->exec.device);
+    return fdma_fail(FDMA_UNSUPPORTED,
+                     "exec.device: is %s, but this library is built for the CPU alone",
+                     fdma_device_text(problem->exec.device).text);
 }
 
-fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem) {
-    (void)row;
+fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {
+    (void)kernel;
     return fdma_check_cuda(problem, check_all);
 }

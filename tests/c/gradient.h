@@ -74,7 +74,6 @@ static inline fdma_backward_args gradient_args(const gradient_problem *p, const 
         .dv = new_output(x->dtype, x->batch, x->kv_len, x->kv_heads, x->head_dim),
         .dbias = dbias,
         .selection = x->window >= 0 ? &x->selection : NULL,
-        .window = x->window >= 0 ? x->window : 0,
         .scale = x->scale,
         .softcap = x->softcap,
         .causal = x->causal,

@@ -39,7 +39,6 @@ static const gradient_shape gradient_shapes[] = {
     {"window 1, ties", 1, 70, 70, 2, 1, 128, 1, PREFIX, 0, ORDER_TIED, 0},
     {"window kv_len - 1", 1, 131, 131, 4, 2, 64, 130, PREFIX, 0, ORDER_IID, 0},
     {"window kv_len", 1, 131, 131, 4, 2, 64, 131, PREFIX, 0, ORDER_IID, 0},
-    {"window 0", 1, 40, 40, 2, 1, 64, 0, PREFIX, 0, ORDER_IID, 0},
     {"later", 2, 60, 300, 4, 2, 64, 50, PREFIX, 0, ORDER_IID, 0},
     {"one query", 2, 1, 200, 8, 2, 128, 50, PREFIX, 0, ORDER_IID, 0},
     {"one query, dense", 1, 1, 133, 4, 4, 64, -1, PREFIX, 0, ORDER_IID, 0},

@@ -73,7 +73,6 @@ static inline fdma_forward_args problem_args(const problem *x, const char *kerne
         .out = new_output(x->dtype, x->batch, x->q_len, x->q_heads, x->head_dim),
         .lse = new_output(FDMA_FLOAT32, x->batch, x->q_heads, x->q_len, -1),
         .selection = x->window >= 0 ? &x->selection : NULL,
-        .window = x->window >= 0 ? x->window : 0,
         .scale = x->scale,
         .softcap = x->softcap,
         .causal = x->causal,

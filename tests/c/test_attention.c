@@ -17,8 +17,17 @@ static const sizes cases[] = {
     {1, 33, 90, 3, 1, 64, 90, 1, FDMA_SCOPE_CAUSAL, 0},
     {2, 41, 70, 4, 4, 16, 20, 0, FDMA_SCOPE_GLOBAL, 1},
     {1, 50, 50, 2, 1, 40, 9, 1, FDMA_SCOPE_GLOBAL, 1},
-    {2, 50, 50, 2, 1, 24, 0, 1, FDMA_SCOPE_CAUSAL, 1},
+    {2, 50, 50, 2, 1, 24, 1, 1, FDMA_SCOPE_CAUSAL, 1},
+    {1, 40, 60, 2, 1, 16, 9, 1, FDMA_SCOPE_DEFAULT, 0},
+    {1, 40, 60, 2, 1, 16, 9, 0, FDMA_SCOPE_DEFAULT, 0},
 };
+
+/* What the default stands for. */
+static fdma_scope scope_of(const sizes *n) {
+    if (n->scope != FDMA_SCOPE_DEFAULT)
+        return n->scope;
+    return n->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+}
 
 static fdma_tensor new_scores(const sizes *n) {
     return new_output(FDMA_FLOAT32, n->batch, n->kv_heads, n->kv_len, -1);
@@ -91,7 +100,7 @@ static void three_steps(const fdma_attention_args *args, const sizes *n,
                                .key_valid = args->key_valid,
                                .selection = &selection,
                                .window = args->window,
-                               .scope = args->scope,
+                               .scope = scope_of(n),
                                .exec = score.exec};
     fdma_forward_args forward = {.size = sizeof forward,
                                  .q = args->q,
@@ -102,7 +111,6 @@ static void three_steps(const fdma_attention_args *args, const sizes *n,
                                  .out = steps->out,
                                  .lse = steps->lse,
                                  .selection = &selection,
-                                 .window = args->window,
                                  .scale = args->scale,
                                  .softcap = args->softcap,
                                  .causal = args->causal,
@@ -135,7 +143,7 @@ static void compare_with_steps(const sizes *n, fdma_dtype dtype, fdma_bias_form 
     check_equal(selection.slot, steps.selection->slot);
     CHECK_INT(selection.window, n->window);
     CHECK_INT(selection.kv_len, n->kv_len);
-    CHECK_INT(selection.scope, n->scope);
+    CHECK_INT(selection.scope, scope_of(n));
 
     fdma_attention_args bare = new_args(n, dtype, form, kernel);
     bare.lse = (fdma_tensor){0};

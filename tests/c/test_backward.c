@@ -243,7 +243,6 @@ static fdma_attention_backward_args whole_args(const whole_loss *w) {
         .ddt_proj = new_output(FDMA_FLOAT64, heads, width, -1, -1),
         .da = new_output(FDMA_FLOAT64, heads, -1, -1, -1),
         .selection = &x->selection,
-        .window = x->window,
         .scale = x->scale,
         .softcap = x->softcap,
         .bias_form = w->s.form,

@@ -40,7 +40,6 @@ static void make_call(whole_call *call, fdma_dtype dtype) {
         .ddt_proj = device_output(dt_proj),
         .da = device_output(a),
         .selection = &call->selection,
-        .window = x.window,
         .bias_form = FDMA_BIAS_LINEAR,
         .causal = 1,
         .deterministic = 1,
@@ -96,7 +95,6 @@ static fdma_backward_args backward_step(const fdma_attention_backward_args *whol
         .dv = device_output(whole->dv),
         .dbias = device_output(whole->bias),
         .selection = whole->selection,
-        .window = whole->window,
         .causal = whole->causal,
         .deterministic = whole->deterministic,
     };

@@ -81,7 +81,7 @@ static void check_as_cpu(const fdma_select_args *on_cpu, const char *kernel, int
 
 static void check_cases(const char *kernel, int with_slots) {
     for (int index = 0; index < TEST_COUNT(cases); index++) {
-        for (int scope = 0; scope <= 1; scope++) {
+        for (int scope = FDMA_SCOPE_CAUSAL; scope <= FDMA_SCOPE_GLOBAL; scope++) {
             fdma_selection selection;
             test_context("%s: case %d, scope %d, slots %d", kernel ? kernel : "any", index, scope,
                          with_slots);

@@ -179,7 +179,6 @@ static void gradients_want_little_memory(void) {
             .ddt_proj = dt_proj,
             .da = a,
             .selection = &selection,
-            .window = 2048,
             .bias_form = FDMA_BIAS_LINEAR,
             .causal = 1,
             .exec = {.device = device_number},

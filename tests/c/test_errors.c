@@ -113,6 +113,8 @@ static void select_size(fdma_select_args *x) { x->size = 8; }
 static void select_null(fdma_select_args *x) { x->selection = NULL; }
 static void select_selection_size(fdma_select_args *x) { x->selection->size = 0; }
 static void select_window(fdma_select_args *x) { x->window = -3; }
+static void select_window_zero(fdma_select_args *x) { x->window = 0; }
+static void select_selection_reserved(fdma_select_args *x) { x->selection->reserved = 5; }
 static void select_scope(fdma_select_args *x) { x->scope = (fdma_scope)9; }
 static void select_score_absent(fdma_select_args *x) { x->score = (fdma_tensor){0}; }
 static void select_score_null(fdma_select_args *x) { x->score.data = NULL; }
@@ -149,6 +151,12 @@ static const struct {
     {"no selection", select_null, {FDMA_INVALID_ARGUMENT, {"selection"}, 0}},
     {"selection of size 0", select_selection_size, {FDMA_INVALID_ARGUMENT, {"size"}, 0}},
     {"negative window", select_window, {FDMA_INVALID_ARGUMENT, {"window", "-3"}, 0}},
+    {"window 0",
+     select_window_zero,
+     {FDMA_INVALID_ARGUMENT, {"window", "is 0", "FDMA_WINDOW_ALL"}, 0}},
+    {"reserved of selection",
+     select_selection_reserved,
+     {FDMA_INVALID_ARGUMENT, {"selection.reserved", "5"}, 0}},
     {"scope 9", select_scope, {FDMA_INVALID_ARGUMENT, {"scope", "9"}, 0}},
     {"no score", select_score_absent, {FDMA_INVALID_ARGUMENT, {"score"}, 0}},
     {"score NULL", select_score_null, {FDMA_INVALID_ARGUMENT, {"score"}, 1}},

@@ -24,7 +24,6 @@ static void make_call(backward_call *x) {
         .dv = new_output(FDMA_FLOAT32, 2, 10, 2, 16),
         .dbias = new_output(FDMA_FLOAT32, 2, 2, 10, -1),
         .selection = &x->selection,
-        .window = 3,
         .causal = 1,
     };
     exec_alloc(&x->args.exec, 8 << 20);
@@ -101,11 +100,9 @@ static void scale_too_large(backward_call *x) { x->args.scale = 1e39; }
 static void scale_nan(backward_call *x) { x->args.scale = (double)NAN; }
 static void softcap_negative(backward_call *x) { x->args.softcap = -2; }
 static void softcap_nan(backward_call *x) { x->args.softcap = (double)NAN; }
-static void window_negative(backward_call *x) { x->args.window = -1; }
-static void window_other(backward_call *x) { x->args.window = 4; }
-static void window_without(backward_call *x) { x->args.selection = NULL; }
 static void selection_length(backward_call *x) { x->selection.kv_len = 11; }
-static void selection_window(backward_call *x) { x->selection.window = -1; }
+static void selection_window(backward_call *x) { x->selection.window = 0; }
+static void selection_no_scope(backward_call *x) { x->selection.scope = FDMA_SCOPE_DEFAULT; }
 static void selection_shape(backward_call *x) { x->selection.expiry.shape[2] = 9; }
 static void selection_heads(backward_call *x) { x->selection.slot.shape[1] = 4; }
 static void selection_size(backward_call *x) { x->selection.size = 1; }
@@ -205,15 +202,15 @@ static const struct {
     {"scale NaN", scale_nan, {FDMA_INVALID_ARGUMENT, {"scale", "nan"}, 0}},
     {"softcap -2", softcap_negative, {FDMA_INVALID_ARGUMENT, {"softcap", "-2"}, 0}},
     {"softcap NaN", softcap_nan, {FDMA_INVALID_ARGUMENT, {"softcap", "nan"}, 0}},
-    {"window -1", window_negative, {FDMA_INVALID_ARGUMENT, {"window", "-1"}, 0}},
-    {"a selection for another window",
-     window_other,
-     {FDMA_INVALID_ARGUMENT, {"window", "3", "4"}, 0}},
-    {"window, no selection", window_without, {FDMA_INVALID_ARGUMENT, {"window", "selection"}, 0}},
     {"a selection for another length",
      selection_length,
      {FDMA_INVALID_ARGUMENT, {"selection", "11", "10"}, 0}},
-    {"window of selection", selection_window, {FDMA_INVALID_ARGUMENT, {"selection", "-1"}, 0}},
+    {"window of selection",
+     selection_window,
+     {FDMA_INVALID_ARGUMENT, {"selection", "window is 0"}, 0}},
+    {"scope not recorded",
+     selection_no_scope,
+     {FDMA_INVALID_ARGUMENT, {"selection", "scope is 0"}, 0}},
     {"shape of expiry", selection_shape, {FDMA_INVALID_ARGUMENT, {"expiry", "9", "10"}, 0}},
     {"heads of slot", selection_heads, {FDMA_INVALID_ARGUMENT, {"slot", "4", "2"}, 0}},
     {"size of selection", selection_size, {FDMA_INVALID_ARGUMENT, {"size"}, 0}},

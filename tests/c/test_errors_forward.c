@@ -20,7 +20,6 @@ static void make_call(forward_call *x) {
         .out = new_output(FDMA_FLOAT32, 2, 7, 4, 16),
         .lse = new_output(FDMA_FLOAT32, 2, 4, 7, -1),
         .selection = &x->selection,
-        .window = 3,
         .causal = 1,
     };
     exec_alloc(&x->args.exec, 8 << 20);
@@ -83,11 +82,9 @@ static void scale_too_large(forward_call *x) { x->args.scale = 1e39; }
 static void scale_nan(forward_call *x) { x->args.scale = (double)NAN; }
 static void softcap_negative(forward_call *x) { x->args.softcap = -2; }
 static void softcap_nan(forward_call *x) { x->args.softcap = (double)NAN; }
-static void window_negative(forward_call *x) { x->args.window = -1; }
-static void window_other(forward_call *x) { x->args.window = 4; }
-static void window_without(forward_call *x) { x->args.selection = NULL; }
 static void selection_length(forward_call *x) { x->selection.kv_len = 11; }
-static void selection_window(forward_call *x) { x->selection.window = -1; }
+static void selection_window(forward_call *x) { x->selection.window = 0; }
+static void selection_no_scope(forward_call *x) { x->selection.scope = FDMA_SCOPE_DEFAULT; }
 static void selection_shape(forward_call *x) { x->selection.expiry.shape[2] = 9; }
 static void selection_heads(forward_call *x) { x->selection.slot.shape[1] = 4; }
 static void selection_size(forward_call *x) { x->selection.size = 1; }
@@ -150,11 +147,13 @@ static const struct {
     {"scale NaN", scale_nan, {FDMA_INVALID_ARGUMENT, {"scale", "nan"}, 0}},
     {"softcap -2", softcap_negative, {FDMA_INVALID_ARGUMENT, {"softcap", "-2"}, 0}},
     {"softcap NaN", softcap_nan, {FDMA_INVALID_ARGUMENT, {"softcap", "nan"}, 0}},
-    {"window -1", window_negative, {FDMA_INVALID_ARGUMENT, {"window", "-1"}, 0}},
-    {"another window", window_other, {FDMA_INVALID_ARGUMENT, {"window", "3", "4"}, 0}},
-    {"window, no selection", window_without, {FDMA_INVALID_ARGUMENT, {"window", "selection"}, 0}},
     {"another length", selection_length, {FDMA_INVALID_ARGUMENT, {"selection", "11", "10"}, 0}},
-    {"window of selection", selection_window, {FDMA_INVALID_ARGUMENT, {"selection", "-1"}, 0}},
+    {"window of selection",
+     selection_window,
+     {FDMA_INVALID_ARGUMENT, {"selection", "window is 0"}, 0}},
+    {"scope not recorded",
+     selection_no_scope,
+     {FDMA_INVALID_ARGUMENT, {"selection", "scope is 0"}, 0}},
     {"shape of expiry", selection_shape, {FDMA_INVALID_ARGUMENT, {"expiry", "9", "10"}, 0}},
     {"heads of slot", selection_heads, {FDMA_INVALID_ARGUMENT, {"slot", "4", "2"}, 0}},
     {"size of selection", selection_size, {FDMA_INVALID_ARGUMENT, {"size"}, 0}},
@@ -220,7 +219,12 @@ static void whole_v_null(fdma_attention_args *x) { x->v.data = NULL; }
 static void whole_no_a(fdma_attention_args *x) { x->a = (fdma_tensor){0}; }
 static void whole_proj(fdma_attention_args *x) { x->dt_proj.shape[1] = 16; }
 static void whole_window(fdma_attention_args *x) { x->window = -8; }
-static void whole_scope(fdma_attention_args *x) { x->causal = 0; }
+static void whole_scope(fdma_attention_args *x) {
+    x->scope = FDMA_SCOPE_CAUSAL;
+    x->causal = 0;
+}
+static void whole_scope_unknown(fdma_attention_args *x) { x->scope = (fdma_scope)3; }
+static void whole_window_zero(fdma_attention_args *x) { x->window = 0; }
 static void whole_q_heads(fdma_attention_args *x) {
     x->q.shape[2] = x->out.shape[2] = x->lse.shape[1] = 3;
 }
@@ -230,6 +234,7 @@ static void whole_bias(fdma_attention_args *x) {
     x->bias_form = FDMA_BIAS_NONE;
     x->bias = new_output(FDMA_FLOAT32, 2, 2, 10, -1);
 }
+static void whole_no_expiry(fdma_attention_args *x) { x->selection->expiry = (fdma_tensor){0}; }
 static void whole_expiry(fdma_attention_args *x) { x->selection->expiry.shape[2] = 8; }
 static void whole_k_dtype(fdma_attention_args *x) { x->k.dtype = FDMA_BFLOAT16; }
 static void whole_reserved(fdma_attention_args *x) { x->reserved = 2; }
@@ -252,7 +257,10 @@ static const struct {
     {"no a", whole_no_a, {FDMA_INVALID_ARGUMENT, {"a"}, 0}},
     {"dt_proj too narrow", whole_proj, {FDMA_INVALID_ARGUMENT, {"dt_proj", "16", "32"}, 0}},
     {"window -8", whole_window, {FDMA_INVALID_ARGUMENT, {"window", "-8"}, 0}},
+    {"window 0", whole_window_zero, {FDMA_INVALID_ARGUMENT, {"window", "FDMA_WINDOW_ALL"}, 0}},
     {"not causal, causal scope", whole_scope, {FDMA_INVALID_ARGUMENT, {"scope", "causal"}, 0}},
+    {"scope 3", whole_scope_unknown, {FDMA_INVALID_ARGUMENT, {"scope", "3"}, 0}},
+    {"selection without expiry", whole_no_expiry, {FDMA_INVALID_ARGUMENT, {"expiry"}, 0}},
     {"3 query heads", whole_q_heads, {FDMA_INVALID_ARGUMENT, {"q_heads", "3", "2"}, 0}},
     {"scale -1", whole_scale, {FDMA_INVALID_ARGUMENT, {"scale", "-1"}, 0}},
     {"bias_form 5", whole_form, {FDMA_INVALID_ARGUMENT, {"bias_form", "5"}, 0}},

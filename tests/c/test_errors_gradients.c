@@ -147,7 +147,6 @@ static fdma_attention_backward_args right_attention_backward(fdma_selection *sel
         .ddt_proj = new_output(FDMA_FLOAT16, 2, 32, -1, -1),
         .da = new_output(FDMA_FLOAT32, 2, -1, -1, -1),
         .selection = selection,
-        .window = 3,
         .causal = 1,
     };
     exec_alloc(&args.exec, 8 << 20);
@@ -179,8 +178,6 @@ static void whole_ddt_proj_null(fdma_attention_backward_args *x) { x->ddt_proj.d
 static void whole_da_null(fdma_attention_backward_args *x) { x->da.data = NULL; }
 static void whole_out_shape(fdma_attention_backward_args *x) { x->out.shape[1] = 9; }
 static void whole_lse_shape(fdma_attention_backward_args *x) { x->lse.shape[1] = 2; }
-static void whole_window(fdma_attention_backward_args *x) { x->window = 4; }
-static void whole_window_negative(fdma_attention_backward_args *x) { x->window = -4; }
 static void whole_scope(fdma_attention_backward_args *x) { x->causal = 0; }
 static void whole_scale(fdma_attention_backward_args *x) { x->scale = -1; }
 static void whole_softcap(fdma_attention_backward_args *x) { x->softcap = (double)INFINITY; }
@@ -239,10 +236,6 @@ static const struct {
     {"da NULL", whole_da_null, {FDMA_INVALID_ARGUMENT, {"da"}, 1}},
     {"length of out", whole_out_shape, {FDMA_INVALID_ARGUMENT, {"out", "9", "10"}, 0}},
     {"heads of lse", whole_lse_shape, {FDMA_INVALID_ARGUMENT, {"lse", "2", "4"}, 0}},
-    {"a selection for another window",
-     whole_window,
-     {FDMA_INVALID_ARGUMENT, {"window", "3", "4"}, 0}},
-    {"window -4", whole_window_negative, {FDMA_INVALID_ARGUMENT, {"window", "-4"}, 0}},
     {"not causal, causal scope", whole_scope, {FDMA_INVALID_ARGUMENT, {"scope"}, 0}},
     {"scale -1", whole_scale, {FDMA_INVALID_ARGUMENT, {"scale", "-1"}, 0}},
     {"softcap inf", whole_softcap, {FDMA_INVALID_ARGUMENT, {"softcap", "inf"}, 0}},

@@ -158,6 +158,7 @@ static void call_lists(const problem *x, const char *kernel, int fill, fdma_tens
         selection = (fdma_selection){.size = sizeof selection,
                                      .expiry = new_tensor(FDMA_INT32, 1, x->kv_heads, 0, -1),
                                      .slot = new_tensor(FDMA_INT32, 1, x->kv_heads, 0, -1),
+                                     .window = 1,
                                      .scope = FDMA_SCOPE_GLOBAL};
     }
     const int64_t tiles = (x->q_len + tile_len - 1) / tile_len, width = selection.kv_len;

@@ -84,6 +84,7 @@ static void check_picked(const char *forced, const char *want) {
     selection.slot = new_output(FDMA_INT32, 1, 1, 9, -1);
     selection.window = 2;
     selection.kv_len = 9;
+    selection.scope = FDMA_SCOPE_CAUSAL;
     fdma_lists_args lists = {.size = sizeof lists,
                              .selection = &selection,
                              .list = new_output(FDMA_INT32, 1, 1, 3, 4),
@@ -196,12 +197,20 @@ static const char *takes_one_query(const fdma_problem *problem) {
     return problem->q_len == 1 ? NULL : "many queries";
 }
 
+static const char *takes_no_singles(const fdma_problem *problem) {
+    return problem->dtype == FDMA_FLOAT32 ? "float32 tensors; cast them to bfloat16" : NULL;
+}
+
 static const fdma_kernel made_up[] = {
     {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL, false},
     {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL, false},
     {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL, false},
     {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL, false},
     {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL, false},
+    {"cuda/sm1/d8", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true},
+    {"cuda/sm1/d9", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true},
+    {"cuda/sm1/d8", operation_merge, lacks_nothing, takes_no_singles, NULL, NULL, true},
+    {"cuda/sm1/d9", operation_merge, lacks_nothing, takes_one_query, NULL, NULL, true},
 };
 static const kernel_table made_up_table = {made_up, TEST_COUNT(made_up)};
 static const kernel_table *const made_up_tables[] = {&made_up_table, NULL};
@@ -209,36 +218,63 @@ static const kernel_backend made_up_backends[] = {made_up_tables, NULL};
 
 static const struct {
     const char *kernel; /* forced */
+    fdma_operation operation;
     int64_t q_len;
-    const char *picked;   /* NULL: FDMA_UNSUPPORTED */
-    const char *words[2]; /* then in the message */
+    const char *picked;  /* NULL: FDMA_UNSUPPORTED */
+    const char *message; /* then the whole of it */
 } choices[] = {
-    {NULL, 1, "cpu/any/one", {NULL, NULL}},
-    {NULL, 2, "cpu/any", {NULL, NULL}},
-    {"cpu", 2, "cpu/any", {NULL, NULL}},
-    {"cpu/any/one", 1, "cpu/any/one", {NULL, NULL}},
-    {"cpu/any/one", 2, "cpu/any", {NULL, NULL}},
-    {"cpu/sse9", 2, NULL, {"cpu/sse9", "avx9"}},
-    {"cpu/sse9/one", 1, NULL, {"cpu/sse9", "avx9"}},
-    {"cpu/sse", 1, NULL, {"cpu/sse", "cpu/sse9"}},
+    {NULL, operation_forward, 1, "cpu/any/one", NULL},
+    {NULL, operation_forward, 2, "cpu/any", NULL},
+    {"cpu", operation_forward, 2, "cpu/any", NULL},
+    {"cpu/any", operation_forward, 1, "cpu/any/one", NULL},
+    {"cpu/any/one", operation_forward, 1, "cpu/any/one", NULL},
+    {"cpu/any/one", operation_score, 2, "cpu/any", NULL},
+    {"cpu/any/one", operation_forward, 2, NULL,
+     "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/any/one does not support many "
+     "queries"},
+    {"cpu/sse9", operation_forward, 2, NULL,
+     "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 needs avx9, which this "
+     "machine lacks"},
+    {"cpu/sse9", operation_score, 2, NULL,
+     "score (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 has no such kernel"},
+    {"cpu/sse", operation_forward, 1, NULL,
+     "exec.kernel: no kernel is named cpu/sse, there are cpu/sse9/one, cpu/sse9, cpu/any/one, "
+     "cpu/any, cuda/sm1/d8, cuda/sm1/d9, cuda/sm1/d8, cuda/sm1/d9"},
+    {"\x1b[31m\xff\n", operation_forward, 1, NULL,
+     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, there are cpu/sse9/one, cpu/sse9, "
+     "cpu/any/one, cpu/any, cuda/sm1/d8, cuda/sm1/d9, cuda/sm1/d8, cuda/sm1/d9"},
+    {NULL, operation_backward, 2, NULL,
+     "backward (float32, head_dim 8) on FDMA_CUDA(2): the library does not support float32 "
+     "tensors; cast them to bfloat16"},
+    {NULL, operation_merge, 2, NULL,
+     "merge (float32, head_dim 8) on FDMA_CUDA(2): cuda/sm1/d8 does not support float32 tensors; "
+     "cast them to bfloat16; cuda/sm1/d9 does not support many queries"},
+    {"cuda/sm1/d9", operation_backward, 2, NULL,
+     "backward (float32, head_dim 8) on FDMA_CUDA(2): exec.kernel cuda/sm1/d9 does not support "
+     "float32 tensors; cast them to bfloat16"},
 };
 
-static void rows_are_chosen_by_what_runs_here(void) {
+static void kernels_are_chosen_by_what_runs_here(void) {
     for (int i = 0; i < TEST_COUNT(choices); i++) {
-        const fdma_problem problem = {.operation = operation_forward,
-                                      .q_len = choices[i].q_len,
-                                      .exec = {.kernel = choices[i].kernel}};
-        const fdma_kernel *row = NULL;
-        const fdma_status status = fdma_pick_row(made_up_backends, &problem, &row);
+        const fdma_operation operation = choices[i].operation;
+        const bool on_device = operation == operation_backward || operation == operation_merge;
+        const fdma_problem problem = {
+            .operation = operation,
+            .dtype = FDMA_FLOAT32,
+            .head_dim = 8,
+            .q_len = choices[i].q_len,
+            .exec = {.kernel = choices[i].kernel, .device = on_device ? FDMA_CUDA(2) : FDMA_CPU}};
+        const fdma_kernel *kernel = NULL;
+        const fdma_status status = fdma_pick_row(made_up_backends, &problem, &kernel);
         test_context("choice %d", i);
         if (choices[i].picked != NULL) {
             CHECK_INT(status, FDMA_OK);
-            CHECK(row != NULL && strcmp(row->name, choices[i].picked) == 0);
+            CHECK(kernel != NULL && strcmp(kernel->name, choices[i].picked) == 0);
         } else {
             CHECK_INT(status, FDMA_UNSUPPORTED);
-            CHECK(row == NULL);
-            CHECK_WORD(fdma_last_error(), choices[i].words[0]);
-            CHECK_WORD(fdma_last_error(), choices[i].words[1]);
+            CHECK(kernel == NULL);
+            test_context("choice %d: %s", i, fdma_last_error());
+            CHECK(strcmp(fdma_last_error(), choices[i].message) == 0);
         }
     }
 }
@@ -322,6 +358,79 @@ static void absent_devices_are_refused(void) {
     CHECK_OK(run_forward(&args));
 }
 
+static void fused_calls_name_their_kernels(void) {
+    fdma_selection selection = {.size = sizeof selection,
+                                .expiry = new_output(FDMA_INT32, 1, 1, 9, -1),
+                                .window = 2,
+                                .kv_len = 9,
+                                .scope = FDMA_SCOPE_CAUSAL};
+    const fdma_tensor x = new_tensor(FDMA_FLOAT32, 1, 9, 1, 8);
+    const fdma_tensor dt_proj = new_tensor(FDMA_FLOAT32, 1, 8, -1, -1);
+    const fdma_tensor a = new_tensor(FDMA_FLOAT32, 1, -1, -1, -1);
+    fdma_attention_args args = {.size = sizeof args,
+                                .q = x,
+                                .k = x,
+                                .v = x,
+                                .dt_proj = dt_proj,
+                                .a = a,
+                                .out = x,
+                                .window = 2,
+                                .exec = {.kernel = "cpu/scalar"}};
+    fdma_attention_kernels names = {.size = sizeof names};
+    CHECK_OK(fdma_attention_kernel(&args, &names));
+    CHECK(strcmp(names.score, "cpu/scalar") == 0);
+    CHECK(strcmp(names.select, "cpu/scalar") == 0);
+    CHECK(strcmp(names.forward, "cpu/scalar") == 0);
+    CHECK_INT(names.size, sizeof names);
+    names.size--;
+    CHECK_INT(fdma_attention_kernel(&args, &names), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_attention_kernel(&args, NULL), FDMA_INVALID_ARGUMENT);
+
+    fdma_attention_backward_args back = {.size = sizeof back,
+                                         .dout = x,
+                                         .out = x,
+                                         .lse = new_tensor(FDMA_FLOAT32, 1, 1, 9, -1),
+                                         .q = x,
+                                         .k = x,
+                                         .v = x,
+                                         .dt_proj = dt_proj,
+                                         .a = a,
+                                         .dq = x,
+                                         .dk = x,
+                                         .dv = x,
+                                         .ddt_proj = dt_proj,
+                                         .da = a,
+                                         .selection = &selection,
+                                         .causal = 1,
+                                         .exec = {.kernel = "reference"}};
+    fdma_attention_backward_kernels steps = {.size = sizeof steps};
+    CHECK_OK(fdma_attention_backward_kernel(&back, &steps));
+    CHECK(strcmp(steps.score, "reference") == 0);
+    CHECK(strcmp(steps.backward, "reference") == 0);
+    CHECK(strcmp(steps.score_backward, "reference") == 0);
+    back.bias = new_tensor(FDMA_FLOAT32, 1, 1, 9, -1);
+    CHECK_OK(fdma_attention_backward_kernel(&back, &steps));
+    CHECK(steps.score == NULL && steps.score_backward != NULL);
+    back.bias = back.dt_proj = back.a = back.ddt_proj = back.da = (fdma_tensor){0};
+    back.bias_form = FDMA_BIAS_NONE;
+    CHECK_OK(fdma_attention_backward_kernel(&back, &steps));
+    CHECK(steps.score == NULL && steps.backward != NULL && steps.score_backward == NULL);
+}
+
+static void check_same_view(fdma_tensor tensor, int32_t rank) {
+    static const int64_t shape[] = {2, 3, 4, 5};
+    const fdma_tensor want = fdma_dense_tensor(tensor.data, FDMA_INT32, rank, shape);
+    CHECK_BYTES(&tensor, &want, sizeof want);
+}
+
+static void constructors_are_dense(void) {
+    int32_t data[120];
+    check_same_view(fdma_tensor_1d(data, FDMA_INT32, 2), 1);
+    check_same_view(fdma_tensor_2d(data, FDMA_INT32, 2, 3), 2);
+    check_same_view(fdma_tensor_3d(data, FDMA_INT32, 2, 3, 4), 3);
+    check_same_view(fdma_tensor_4d(data, FDMA_INT32, 2, 3, 4, 5), 4);
+}
+
 static void dense_tensors_are_dense(void) {
     float data[24];
     const int64_t shape[] = {2, 3, 4};
@@ -348,12 +457,14 @@ static const test_entry tests[] = {
     TEST(unknown_names_are_refused),
     TEST(foreign_kernels_are_refused),
     TEST(missing_features_are_named),
-    TEST(rows_are_chosen_by_what_runs_here),
+    TEST(kernels_are_chosen_by_what_runs_here),
     TEST(features_and_kernels_agree),
     TEST(only_the_reference_takes_float64),
     TEST(the_library_says_what_it_is),
     TEST(devices_are_described),
     TEST(absent_devices_are_refused),
+    TEST(fused_calls_name_their_kernels),
+    TEST(constructors_are_dense),
     TEST(dense_tensors_are_dense),
 };
 

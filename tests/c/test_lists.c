@@ -198,7 +198,7 @@ static void check_case(const lists_case *test, const kernel_list *kernels) {
 /* One length with every window, number of queries and tile, and the kinds of scores in turn. */
 static void check_length(const kernel_list *kernels, const sight *how, int64_t n, int padded,
                          uint64_t *state) {
-    const int64_t windows[] = {0, 1, 2, n / 3, n - 1, n, n + 5, INT64_MAX};
+    const int64_t windows[] = {1, 2, n / 3 + 1, n > 1 ? n - 1 : 1, n, n + 5, FDMA_WINDOW_ALL};
     const int64_t queries[] = {n, 1, n / 2, how->scope == FDMA_SCOPE_GLOBAL ? n + 7 : n - 1};
     static const int64_t tile_lens[] = {1, 3, 128, INT64_MAX};
     const int count = TEST_COUNT(windows) * TEST_COUNT(queries) * TEST_COUNT(tile_lens);
@@ -336,7 +336,7 @@ static void corrupt_selections_list_keys(void) {
                            .kv_heads = 2,
                            .q_len = 1 + random_below(&state, n),
                            .kv_len = n,
-                           .window = random_below(&state, n + 9),
+                           .window = 1 + random_below(&state, n + 9),
                            .tile_len = 1 + random_below(&state, i % 3 ? 9 : n + 9),
                            .sight = &sights[i % TEST_COUNT(sights)]};
         test.q_len += test.sight->scope == FDMA_SCOPE_GLOBAL ? random_below(&state, n) : 0;
@@ -360,8 +360,7 @@ static void nothing_to_list(void) {
     static const int64_t sizes[][4] = {/* batch, q_len, kv_len, window */
                                        {1, 0, 9, 4},
                                        {0, 5, 9, 4},
-                                       {2, 5, 0, 4},
-                                       {2, 5, 9, 0}};
+                                       {2, 5, 0, 4}};
     const kernel_list kernels = kernels_of("lists");
     for (int s = 0; s < TEST_COUNT(sizes); s++) {
         lists_case test = {.batch = sizes[s][0],

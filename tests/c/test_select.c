@@ -210,7 +210,9 @@ static fdma_selection select_with(const select_case *test, const char *kernel, i
     CHECK_OK(run_select(&args));
     CHECK_INT(selection.window, test->window);
     CHECK_INT(selection.kv_len, test->kv_len);
-    CHECK_INT(selection.scope, test->scope);
+    // the default is causal scope
+    CHECK_INT(selection.scope,
+              test->scope == FDMA_SCOPE_GLOBAL ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL);
     return selection;
 }
 
@@ -278,7 +280,8 @@ static void compare_lengths(fdma_scope scope, int padded) {
     for (int o = 0; o < TEST_COUNT(orders); o++) {
         for (int l = 0; l < TEST_COUNT(lengths); l++) {
             const int64_t n = lengths[l];
-            const int64_t windows[] = {0, 1, 2, n / 3, n - 1, n, n + 5, INT64_MAX};
+            const int64_t windows[] = {1, 2,     n / 3 + 1,      n > 1 ? n - 1 : 1,
+                                       n, n + 5, FDMA_WINDOW_ALL};
             for (int w = 0; w < TEST_COUNT(windows); w++) {
                 select_case test = {.name = orders[o].name,
                                     .batch = padded ? 3 : 1,
@@ -327,7 +330,12 @@ static void slots_hold_one_key_at_a_time(void) {
     uint64_t state = 3;
     for (int i = 0; i < kernels.count; i++) {
         test_context("%s", kernels.name[i]);
-        select_case test = {.name = "iid", .batch = 1, .kv_heads = 1, .kv_len = 400, .window = 37};
+        select_case test = {.name = "iid",
+                            .batch = 1,
+                            .kv_heads = 1,
+                            .kv_len = 400,
+                            .window = 37,
+                            .scope = FDMA_SCOPE_CAUSAL};
         fill_scores(&test, iid, &state);
         const fdma_selection got = select_with(&test, kernels.name[i], 0);
         const int32_t *expiry = got.expiry.data, *slot = got.slot.data;
@@ -350,7 +358,12 @@ static void slots_hold_one_key_at_a_time(void) {
 static void strided_tensors(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 4;
-    select_case test = {.name = "strided", .batch = 2, .kv_heads = 3, .kv_len = 50, .window = 9};
+    select_case test = {.name = "strided",
+                        .batch = 2,
+                        .kv_heads = 3,
+                        .kv_len = 50,
+                        .window = 9,
+                        .scope = FDMA_SCOPE_CAUSAL};
     fill_scores(&test, few_values, &state);
     fdma_tensor wide = new_tensor(FDMA_FLOAT32, 2, 3, 50 + 13, -1);
     for (int64_t i = 0; i < count_of(test.score); i++) {
@@ -383,7 +396,7 @@ static void strided_tensors(void) {
 static void without_slots(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 5;
-    for (int scope = 0; scope <= 1; scope++) {
+    for (int scope = FDMA_SCOPE_CAUSAL; scope <= FDMA_SCOPE_GLOBAL; scope++) {
         select_case test = {.name = "no slots",
                             .batch = 1,
                             .kv_heads = 1,
@@ -411,7 +424,12 @@ static void without_slots(void) {
 static void invalid_scores_do_not_matter(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;
-    select_case test = {.name = "padding", .batch = 3, .kv_heads = 1, .kv_len = 90, .window = 20};
+    select_case test = {.name = "padding",
+                        .batch = 3,
+                        .kv_heads = 1,
+                        .kv_len = 90,
+                        .window = 20,
+                        .scope = FDMA_SCOPE_CAUSAL};
     fill_scores(&test, iid, &state);
     fill_padding(&test, &state);
     const fdma_selection want = brute_force(&test);

@@ -178,7 +178,15 @@ static void check_all_empty(problem *x, const char *kernel) {
     }
 }
 
-static void window_zero_keeps_nothing(void) { check_on_all_kernels(check_all_empty, 0); }
+static void check_none_kept(problem *x, const char *kernel) {
+    for (int32_t j = 0; j < (int32_t)x->kv_len; j++) {
+        ((int32_t *)x->selection.expiry.data)[j] = j;
+        ((int32_t *)x->selection.slot.data)[j] = -1;
+    }
+    check_all_empty(x, kernel);
+}
+
+static void a_selection_may_keep_nothing(void) { check_on_all_kernels(check_none_kept, 1); }
 
 static void check_all_invalid(problem *x, const char *kernel) {
     x->key_valid = new_tensor(FDMA_UINT8, 1, x->kv_len, -1, -1);
@@ -272,7 +280,7 @@ static const test_entry tests[] = {
     TEST(nan_queries_stay_alone),
     TEST(minus_infinity_weighs_nothing),
     TEST(minus_infinity_weighs_nothing_dense),
-    TEST(window_zero_keeps_nothing),
+    TEST(a_selection_may_keep_nothing),
     TEST(padding_alone_keeps_nothing),
     TEST(padding_alone_keeps_nothing_dense),
     TEST(queries_before_the_first_key),

@@ -133,6 +133,7 @@ static size_t bytes_with_window(const char *kernel, int64_t window) {
         .slot = fdma_dense_tensor(NULL, FDMA_INT32, 3, key_shape),
         .window = window,
         .kv_len = kv_len,
+        .scope = FDMA_SCOPE_CAUSAL,
     };
     const fdma_backward_args args = {
         .size = sizeof args,

@@ -116,7 +116,7 @@ static void check_stores(const vocabulary *x, fdma_dtype dtype, const float *fro
         const uint32_t old = flush ? x->flush_subnormals() : 0;
         (half ? x->store_f16 : x->store_bf16)(to, from, x->width);
         if (flush) {
-            x->restore_rounding(old);
+            x->restore_modes(old);
         }
         for (int i = 0; i < x->width; i++) {
             const int lost = flush && fabsf(from[i]) < FLT_MIN;
@@ -420,17 +420,17 @@ static void check_flushed(const vocabulary *x) {
         const uint32_t old = x->flush_subnormals();
         x->mul(half, small, factor);
         x->mul(scaled, tiny, up);
-        x->restore_rounding(old);
+        x->restore_modes(old);
         for (int i = 0; i < x->width; i++) {
             CHECK(half[i] == 0 || half[i] == 0x1p-127F);
             CHECK(scaled[i] == 0 || scaled[i] == 0x1p-110F);
         }
         x->mul(to, small, factor);
         for (int i = 0; i < x->width; i++) {
-            check_lane("restore_rounding", i, to[i], 0x1p-127F);
+            check_lane("restore_modes", i, to[i], 0x1p-127F);
         }
         x->mul(to, tiny, up);
-        check_lane("restore_rounding", 0, to[0], 0x1p-110F);
+        check_lane("restore_modes", 0, to[0], 0x1p-110F);
     }
 }
 
@@ -451,7 +451,7 @@ static void check_modes(const vocabulary *x) {
         const uint32_t old = modes[mode]();
         x->div(quotient, one, third);
         x->mul(half, small, factor);
-        x->restore_rounding(old);
+        x->restore_modes(old);
         x->div(to, one, third);
         fesetround(FE_TONEAREST);
         check_lane("quotient after", 0, to[0], before[0]);

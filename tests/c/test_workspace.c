@@ -31,7 +31,8 @@ static void paper_make(paper_call *x, int64_t kv_heads, int64_t length, int32_t 
                                     .expiry = paper(FDMA_INT32, 3, 1, kv_heads, length, 0),
                                     .slot = paper(FDMA_INT32, 3, 1, kv_heads, length, 0),
                                     .window = 2048,
-                                    .kv_len = length};
+                                    .kv_len = length,
+                                    .scope = FDMA_SCOPE_CAUSAL};
     x->select = (fdma_select_args){.size = sizeof x->select,
                                    .score = scores,
                                    .selection = &x->selection,
@@ -203,6 +204,7 @@ static void the_query_tells_the_truth(void) {
             CHECK_OK(fdma_select_workspace(&x.select, &bytes[1]));
             x.selection.window = 9;
             x.selection.kv_len = 50;
+            x.selection.scope = FDMA_SCOPE_CAUSAL;
             CHECK_OK(fdma_forward_workspace(&x.forward, &bytes[2]));
             CHECK_OK(fdma_attention_workspace(&x.attention, &bytes[3]));
             CHECK_OK(fdma_lists_workspace(&x.lists, &bytes[4]));

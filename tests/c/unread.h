@@ -21,7 +21,7 @@ static const unread_shape unread_shapes[] = {
     {1, 1, 260, 8, 2, 64, 17, FDMA_SCOPE_CAUSAL, 1, 0},
     {1, 1, 131, 1, 1, 256, 9, FDMA_SCOPE_GLOBAL, 0, 1},
     {1, 5, 70, 5, 1, 72, 1, FDMA_SCOPE_CAUSAL, 1, 0},
-    {1, 40, 90, 4, 2, 16, 0, FDMA_SCOPE_CAUSAL, 1, 0},
+    {1, 40, 90, 4, 2, 16, 2, FDMA_SCOPE_CAUSAL, 1, 0},
     {2, 190, 230, 4, 2, 40, -1, FDMA_SCOPE_CAUSAL, 1, 1},
     {1, 65, 120, 3, 3, 24, -1, FDMA_SCOPE_GLOBAL, 0, 1},
     {1, 1, 200, 8, 2, 128, -1, FDMA_SCOPE_CAUSAL, 1, 1},

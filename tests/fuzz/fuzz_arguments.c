@@ -42,7 +42,7 @@ static double make_number(source *in) {
 static int64_t make_window(call *to) {
     if (seldom(&to->in))
         return strange_number(&to->in);
-    return take_up_to(&to->in, 24);
+    return 1 + take_up_to(&to->in, 23);
 }
 
 static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }
@@ -72,7 +72,7 @@ static void make_score(call *to) {
 static void make_select(call *to) {
     fdma_select_args *const args = &to->args.select;
     *args = (fdma_select_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    args->scope = (fdma_scope)take_up_to(&to->in, 2);
+    args->scope = (fdma_scope)take_up_to(&to->in, 3);
     args->window = make_window(to);
     args->reserved = make_reserved(&to->in);
     args->score = make_per_key(to, false, FDMA_FLOAT32);
@@ -97,13 +97,13 @@ static void make_lists(call *to) {
     args->tile_len = seldom(&to->in) ? strange_number(&to->in) : 1 + take_up_to(&to->in, 9);
     const int64_t window = make_window(to);
     make_selection(to, false, window,
-                   args->causal ? (fdma_scope)take_up_to(&to->in, 1) : FDMA_SCOPE_GLOBAL);
+                   args->causal ? (fdma_scope)(1 + take_up_to(&to->in, 1)) : FDMA_SCOPE_GLOBAL);
     if (to->selection.slot.rank == 0 && !seldom(&to->in))
         to->selection.slot = make_per_key(to, false, FDMA_INT32);
     if (!seldom(&to->in))
         args->selection = &to->selection;
     const int64_t most = (int64_t)((uint64_t)window + (uint64_t)args->tile_len - 1);
-    const int64_t width = window >= 0 && most < to->kv_len ? most : to->kv_len;
+    const int64_t width = window >= 1 && most < to->kv_len ? most : to->kv_len;
     const int64_t tiles = tiles_of(args->q_len, args->tile_len);
     const int64_t list_shape[] = {to->batch, to->kv_heads, tiles, width};
     const int64_t count_shape[] = {to->batch, to->kv_heads, tiles, 2};
@@ -130,7 +130,6 @@ static void make_forward(call *to) {
         const int64_t window = make_window(to);
         make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
         args->selection = &to->selection;
-        args->window = take_up_to(&to->in, 1) ? window : 0;
     }
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
@@ -140,7 +139,7 @@ static void make_attention(call *to) {
     fdma_attention_args *const args = &to->args.attention;
     *args = (fdma_attention_args){.size = sizeof *args, .exec = make_exec(&to->in)};
     args->causal = (int32_t)take_up_to(&to->in, 1);
-    args->scope = args->causal ? (fdma_scope)take_up_to(&to->in, 2) : FDMA_SCOPE_GLOBAL;
+    args->scope = (fdma_scope)take_up_to(&to->in, 3);
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, 3);
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
@@ -191,7 +190,6 @@ static void make_backward(call *to) {
         const int64_t window = make_window(to);
         make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
         args->selection = &to->selection;
-        args->window = take_up_to(&to->in, 1) ? window : 0;
     }
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
@@ -253,7 +251,6 @@ static void make_attention_backward(call *to) {
     make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
     if (!seldom(&to->in))
         args->selection = &to->selection;
-    args->window = take_up_to(&to->in, 1) ? window : 0;
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]) +
                4 * elements(&args->v) * (double)args->v.shape[2];
 }

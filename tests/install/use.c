@@ -11,13 +11,12 @@ int main(void) {
         v[d] = (float)d;
         v[8 + d] = (float)d + 3;
     }
-    const int64_t query[] = {1, 1, 1, 8}, keys[] = {1, 2, 1, 8};
     fdma_forward_args args = {
         .size = sizeof args,
-        .q = fdma_dense_tensor(q, FDMA_FLOAT32, 4, query),
-        .k = fdma_dense_tensor(k, FDMA_FLOAT32, 4, keys),
-        .v = fdma_dense_tensor(v, FDMA_FLOAT32, 4, keys),
-        .out = fdma_dense_tensor(out, FDMA_FLOAT32, 4, query),
+        .q = fdma_tensor_4d(q, FDMA_FLOAT32, 1, 1, 1, 8),
+        .k = fdma_tensor_4d(k, FDMA_FLOAT32, 1, 2, 1, 8),
+        .v = fdma_tensor_4d(v, FDMA_FLOAT32, 1, 2, 1, 8),
+        .out = fdma_tensor_4d(out, FDMA_FLOAT32, 1, 1, 1, 8),
     };
     if (fdma_forward_workspace(&args, &bytes) != FDMA_OK)
         puts(fdma_last_error());

@@ -35,7 +35,6 @@ CASES = {
     "over tiles": Case(300, 300, 40, head_dim=32),
     "later queries": Case(50, 150, 30),
     "one query": Case(1, 90, 20, batch=8),
-    "window 0": Case(9, 9, 0),
     "window 1": Case(41, 41, 1),
     "window of all but one": Case(70, 70, 69),
     "window of all": Case(70, 70, 70),

@@ -163,12 +163,6 @@ def test_conversion_rounds_to_even(tmp_path: Path, dtype: str, kind: torch.dtype
     assert torch.equal(out, torch.from_numpy(values).to(kind))
 
 
-def test_empty_window(example: Path) -> None:
-    report = attend_json(example, "--window", "0", "--causal")
-    assert report["keys_per_query"] == report["keys_ever_kept"] == report["mass_mean"] == 0
-    assert report["difference_selected"] == 0
-
-
 def test_nan_in_the_input(tmp_path: Path) -> None:
     """NaN is a value: the row with NaN in its q is NaN, in the kernel and in the reference."""
     inputs = make_inputs()

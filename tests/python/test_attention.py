@@ -75,7 +75,6 @@ CASES = {
     "selected over tiles": Case(211, 211, 4, 2, 128, 48),
     "selected, later queries": Case(50, 150, 2, 1, 64, 30),
     "window 1": Case(41, 41, 2, 1, 24, 1),
-    "window 0": Case(9, 9, 2, 1, 16, 0),
     "window of all": Case(37, 37, 2, 1, 16, 37),
     "window beyond all": Case(37, 37, 2, 1, 16, 1 << 40),
     "global": Case(30, 90, 2, 2, 32, 25, False, "global"),

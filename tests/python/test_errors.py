@@ -89,7 +89,7 @@ def test_a_selection_for_something_else() -> None:
         attend(selection=flash_dmattn.select(torch.randn(1, 2, 5), 3), causal=True)
     with pytest.raises(ValueError, match="expiry: axis 1 has 1 elements, want 2"):
         attend(selection=flash_dmattn.select(torch.randn(1, 1, 6), 3), causal=True)
-    with pytest.raises(ValueError, match="its window is -3, want 0 or more"):
+    with pytest.raises(ValueError, match="its window is -3, want 1 or more"):
         attend(selection=right._replace(window=-3), causal=True)
     with pytest.raises(ValueError, match="scope: is 'local', want one of 'causal', 'global'"):
         attend(selection=right._replace(scope="local"), causal=True)
@@ -103,8 +103,8 @@ def test_more_queries_than_keys_under_causal_scope() -> None:
         attend(query=randn(1, 7, 4, 16), selection=selection, causal=True)
 
 
-def test_a_window_that_the_selection_was_not_made_for() -> None:
-    """What the front end never does: a window beside the selection that says another."""
+def test_a_selection_made_by_hand() -> None:
+    """What the front end never does: a selection without its scope, and no workspace."""
     q = torch.zeros(1, 1, 1, 8)
     expiry = torch.ones(1, 1, 1, dtype=torch.int32)
 
@@ -120,12 +120,11 @@ def test_a_window_that_the_selection_was_not_made_for() -> None:
         v=rows,
         out=view(torch.zeros_like(q), _library.FLOAT32),
         selection=ctypes.pointer(selection),
-        window=4,
         causal=1,
     )
-    with pytest.raises(ValueError, match="selection: was made for window 3, want 4"):
+    with pytest.raises(ValueError, match="selection: its scope is 0, want FDMA_SCOPE_CAUSAL"):
         _library.check(_library.library.fdma_forward(ctypes.byref(args)))
-    args.window = 3
+    selection.scope = _library.SCOPES["causal"]
     with pytest.raises(RuntimeError, match=r"workspace_size: is 0 bytes, want \d+"):
         _library.check(_library.library.fdma_forward(ctypes.byref(args)))
     args.out = rows
@@ -135,7 +134,7 @@ def test_a_window_that_the_selection_was_not_made_for() -> None:
 
 def test_select() -> None:
     score = torch.randn(1, 2, 6)
-    with pytest.raises(ValueError, match="window: is -1, want 0 or more"):
+    with pytest.raises(ValueError, match="window: is -1, want 1 or more"):
         flash_dmattn.select(score, -1)
     with pytest.raises(ValueError, match="score: rank is 2, want 3"):
         flash_dmattn.select(score[0], 1)
@@ -183,7 +182,7 @@ FUSED_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout_p": -0.1}, ValueError, "dropout_p: is -0.1, want"),
     ({"dropout_p": math.nan}, ValueError, "dropout_p: is nan, want"),
     ({"return_attn_probs": True}, NotImplementedError, "return_attn_probs: "),
-    ({"keep_window_size": -1}, ValueError, "window: is -1, want 0 or more"),
+    ({"keep_window_size": 0}, ValueError, "window: is 0, want 1 or more"),
     ({"softmax_scale": -1.0}, ValueError, "scale: is -1, want"),
     ({"dt_proj": randn(2, 16)}, ValueError, "dt_proj: axis 1 has 16 elements, want 32"),
     ({"key": randn(1, 6, 3, 16)}, ValueError, r"(q_heads|k|dt_proj|a): "),

@@ -71,7 +71,7 @@ def score_tensors(draw: Draw, batch: int, kv_heads: int, kv_len: int) -> torch.T
 def test_select(data: st.DataObject) -> None:
     batch, kv_heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     kv_len = data.draw(st.integers(0, 40))
-    window = data.draw(st.integers(0, 45))
+    window = data.draw(st.integers(1, 45))
     scope = data.draw(st.sampled_from(["causal", "global"]))
     score = data.draw(score_tensors(batch, kv_heads, kv_len))
     key_valid = data.draw(key_masks(batch, kv_len))
@@ -102,7 +102,7 @@ def test_attention(data: st.DataObject) -> None:
     causal = data.draw(st.booleans())
     scopes = ["global", "causal"] if causal and q_len <= kv_len else ["global"]
     scope = data.draw(st.sampled_from(scopes))
-    window = data.draw(st.one_of(st.none(), st.integers(0, 75)))
+    window = data.draw(st.one_of(st.none(), st.integers(1, 75)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     key_valid = data.draw(key_masks(batch, kv_len))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

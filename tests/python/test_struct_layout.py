@@ -25,6 +25,8 @@ STRUCTS = {
     "fdma_merge_args": _library.MergeArgs,
     "fdma_merge_backward_args": _library.MergeBackwardArgs,
     "fdma_kernel_info": _library.KernelInfo,
+    "fdma_attention_kernels": _library.AttentionKernels,
+    "fdma_attention_backward_kernels": _library.AttentionBackwardKernels,
     "fdma_device_info": _library.DeviceInfo,
 }
 ENUMERATORS = {
@@ -42,6 +44,7 @@ ENUMERATORS = {
     "FDMA_BIAS_EXP": _library.BIAS_FORMS["exp"],
     "FDMA_BIAS_LINEAR": _library.BIAS_FORMS["linear"],
     "FDMA_BIAS_NONE": _library.BIAS_FORMS["none"],
+    "FDMA_SCOPE_DEFAULT": _library.SCOPE_DEFAULT,
     "FDMA_SCOPE_CAUSAL": _library.SCOPES["causal"],
     "FDMA_SCOPE_GLOBAL": _library.SCOPES["global"],
 }

@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const scope_words[] = {"causal", "global", NULL};     // fdma_scope
+static const char *const scope_words[] = {"causal", "global", NULL}; // from FDMA_SCOPE_CAUSAL on
 static const char *const bias_words[] = {"exp", "linear", "none", NULL}; // fdma_bias_form
 static const char *const dtype_words[] = {"f32", "f16", "bf16", NULL};   // fdma_dtype - 1
 
@@ -43,7 +43,7 @@ static const option option_table[] = {
      "where to run: cpu (default), cuda, or a number; the reference always\n"
      "runs on the CPU",
      NULL, offsetof(attend_options, where), OPTION_TEXT, false},
-    {"--threads", "N", "CPU threads, at most (default: OpenMP's number)", NULL,
+    {"--threads", "N", "CPU threads, at most (default: OMP_NUM_THREADS, or one per core)", NULL,
      offsetof(attend_options, threads), OPTION_COUNT, false},
     {"--out", "FILE", "write out and lse of the attention over the kept keys, as safetensors", NULL,
      offsetof(attend_options, out), OPTION_TEXT, false},
@@ -138,6 +138,8 @@ int attend_main(int argc, char **argv) {
         return read;
     if (options.scope < 0)
         options.scope = options.causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    else
+        options.scope += FDMA_SCOPE_CAUSAL; // the words begin with that one
     if (options.scope == FDMA_SCOPE_CAUSAL && !options.causal) {
         print_error("fdma attend: --scope causal wants --causal");
         return EXIT_USAGE;

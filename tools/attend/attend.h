@@ -19,7 +19,7 @@ typedef struct attend_options {
     double softcap;
     bool causal;
     bool json;
-    int scope;      /* index of the word; -1: follows `causal` */
+    int scope;      /* fdma_scope; while options are read an index of the words, -1: by `causal` */
     int bias;       /* fdma_bias_form */
     int dtype;      /* fdma_dtype - 1; -1: as in the file */
     int32_t device; /* fdma_exec.device */

@@ -5,6 +5,8 @@
 
 #include "common/timing.h"
 
+#include <pthread.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -123,8 +125,8 @@ __attribute__((target("avx512f"))) static float avx512_round(int64_t rounds) {
     return _mm512_cvtss_f32(total);
 }
 
-/* Products of tiles: 16 x 16 sums of 32 multiply-adds. The library has asked the kernel of the
- * operating system for permission. */
+/* Products of tiles: 16 x 16 sums of 32 multiply-adds. The library has asked the operating system
+ * for permission. */
 __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int64_t rounds) {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -243,44 +245,67 @@ static const struct {
     {"cpu/scalar", baseline_round, baseline_read, 12 * 4 * 2},
 };
 
-double measure_peak(const peak_loop *peak) {
-    static volatile float sink; // the sums must be computed
-    float total = 0;
+/* The work of one thread: the loop, or the reading of its bytes if they are not NULL. */
+typedef struct thread_work {
+    const peak_loop *peak;
+    const char *bytes;
+    size_t count;
+} thread_work;
+
+static void *run_work(void *data) {
+    static _Thread_local volatile float sum_sink; // every result is used
+    static _Thread_local volatile uint64_t bits_sink;
+    const thread_work *const work = data;
+    if (work->bytes == NULL)
+        sum_sink = work->peak->run(work->peak->rounds);
+    else
+        bits_sink = work->peak->read(work->bytes, work->count);
+    (void)sum_sink, (void)bits_sink;
+    return NULL;
+}
+
+/* Milliseconds until all threads are done. The caller does the work of thread 0, and of those that
+ * cannot be created. */
+static double time_threads(const peak_loop *peak, const void *bytes, size_t count) {
+    enum { MOST_THREADS = 1024 };
+    pthread_t threads[MOST_THREADS];
+    bool started[MOST_THREADS];
+    thread_work works[MOST_THREADS];
+    const int used = peak->threads < MOST_THREADS ? peak->threads : MOST_THREADS;
+    const size_t each = count / (size_t)used;
     const double start = now_ms();
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(peak->threads) schedule(static, 1) reduction(+ : total)
-#endif
-    for (int thread = 0; thread < peak->threads; thread++)
-        total += peak->run(peak->rounds);
-    const double ms = now_ms() - start;
-    sink = total;
-    (void)sink;
+    for (int t = 0; t < used; t++) {
+        const char *const from = bytes == NULL ? NULL : (const char *)bytes + (size_t)t * each;
+        works[t] = (thread_work){peak, from, each};
+        started[t] = t > 0 && pthread_create(&threads[t], NULL, run_work, &works[t]) == 0;
+    }
+    for (int t = 0; t < used; t++)
+        if (!started[t])
+            run_work(&works[t]);
+    for (int t = 0; t < used; t++)
+        if (started[t])
+            pthread_join(threads[t], NULL);
+    return now_ms() - start;
+}
+
+double measure_peak(const peak_loop *peak) {
+    const double ms = time_threads(peak, NULL, 0);
     return peak->flops * (double)peak->rounds * peak->threads / (ms * 1e6);
 }
 
 double measure_read(const peak_loop *peak, const void *bytes, size_t count) {
-    static volatile uint64_t sink; // the bytes must be read
-    const size_t range = count / (size_t)peak->threads;
-    uint64_t total = 0;
-    const double start = now_ms();
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(peak->threads) schedule(static, 1) reduction(^ : total)
-#endif
-    for (int thread = 0; thread < peak->threads; thread++)
-        total ^= peak->read((const char *)bytes + (size_t)thread * range, range);
-    const double ms = now_ms() - start;
-    sink = total;
-    (void)sink;
-    return ms;
+    return time_threads(peak, bytes, count);
 }
 
 int prepare_peak(const char *kernel, int threads, peak_loop *peak) {
     enum { FIRST_ROUNDS = 100000, WANTED_MS = 20 };
     for (size_t l = 0; l < sizeof loops / sizeof loops[0]; l++) {
-        if (strcmp(loops[l].kernel, kernel) != 0)
+        const size_t length = strlen(loops[l].kernel);
+        if (strncmp(loops[l].kernel, kernel, length) != 0 ||
+            (kernel[length] != '/' && kernel[length] != '\0'))
             continue;
         *peak = (peak_loop){loops[l].run, loops[l].read, loops[l].flops, FIRST_ROUNDS, threads};
-        measure_peak(peak); // warms up the clock and starts the threads
+        measure_peak(peak); // warms up the clock and the threads
         const double gflops = measure_peak(peak);
         peak->rounds = (int64_t)(gflops / threads * 1e6 * WANTED_MS / peak->flops) + 1;
         return 0;

@@ -134,7 +134,7 @@ neon_tests() {
 }
 
 build_fuzzers() {
-    build fuzz -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_OPENMP=OFF \
+    build fuzz -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_THREADS=OFF \
         -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;undefined"
 }
 

@@ -12,10 +12,10 @@
 
 static const command_line command = {
     .name = "fdma info",
-    .about = "Prints which kernels forward and backward would run, this machine's features, and\n"
+    .about = "Prints which kernels would run forward and backward, this machine's features, and\n"
              "all kernels in the order in which they are tried.",
-    .more = "Kernels that would run are those of a causal call with 8 heads of 128 channels and\n"
-            "1024 queries and keys; they are marked with the dtype in the list of all kernels.\n",
+    .more = "Kernels that would run are those of causal calls with 8 heads of 128 channels and\n"
+            "1024 keys; the list of all kernels marks them with the dtypes that they would run.\n",
 };
 
 static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
@@ -24,15 +24,18 @@ enum { dtype_count = sizeof dtypes / sizeof dtypes[0] };
 
 /* The kernels that would run on a device; NULL if none takes the dtype. */
 typedef struct device_choice {
-    const char *forward[dtype_count], *backward[dtype_count];
+    const char *forward[dtype_count], *decode[dtype_count], *backward[dtype_count];
 } device_choice;
 
+static const device_choice no_choice = {{NULL}, {NULL}, {NULL}};
+
 static device_choice choose_kernels(int32_t device) {
-    static const int64_t heads[] = {1, 1024, 8, 128}, rows[] = {1, 8, 1024};
-    const fdma_tensor lse = fdma_dense_tensor(NULL, FDMA_FLOAT32, 3, rows);
-    device_choice choice = {{NULL}, {NULL}};
+    enum { LENGTH = 1024, HEADS = 8, HEAD_DIM = 128 };
+    const fdma_tensor lse = fdma_tensor_3d(NULL, FDMA_FLOAT32, 1, HEADS, LENGTH);
+    device_choice choice = no_choice;
     for (int d = 0; d < dtype_count; d++) {
-        const fdma_tensor x = fdma_dense_tensor(NULL, dtypes[d], 4, heads);
+        const fdma_tensor x = fdma_tensor_4d(NULL, dtypes[d], 1, LENGTH, HEADS, HEAD_DIM);
+        const fdma_tensor query = fdma_tensor_4d(NULL, dtypes[d], 1, 1, HEADS, HEAD_DIM);
         const fdma_forward_args forward = {
             .size = sizeof forward,
             .q = x,
@@ -56,8 +59,12 @@ static device_choice choose_kernels(int32_t device) {
             .causal = 1,
             .exec = {.device = device},
         };
+        fdma_forward_args decode = forward;
+        decode.q = decode.out = query;
         if (fdma_forward_kernel(&forward, &choice.forward[d]) != FDMA_OK)
             choice.forward[d] = NULL;
+        if (fdma_forward_kernel(&decode, &choice.decode[d]) != FDMA_OK)
+            choice.decode[d] = NULL;
         if (fdma_backward_kernel(&backward, &choice.backward[d]) != FDMA_OK)
             choice.backward[d] = NULL;
     }
@@ -70,10 +77,10 @@ static void print_choice(int32_t device, const device_choice *choice) {
     char where[32] = "cpu";
     if (device > 0)
         snprintf(where, sizeof where, "cuda %d", device);
-    printf("\nruns on %-7s %-20s %s\n", where, "forward", "backward");
+    printf("\nruns on %-7s %-20s %-22s %s\n", where, "forward", "one query (decode)", "backward");
     for (int d = 0; d < dtype_count; d++)
-        printf("  %-13s %-20s %s\n", dtype_name(dtypes[d]), name_or_none(choice->forward[d]),
-               name_or_none(choice->backward[d]));
+        printf("  %-13s %-20s %-22s %s\n", dtype_name(dtypes[d]), name_or_none(choice->forward[d]),
+               name_or_none(choice->decode[d]), name_or_none(choice->backward[d]));
 }
 
 static void print_cpu(void) {
@@ -100,11 +107,8 @@ static void print_devices(void) {
         printf("cuda       none: %s\n", why_no_device());
 }
 
-static void print_marks(const char *const chosen[dtype_count], const char *kernel) {
-    for (int d = 0; d < dtype_count; d++) {
-        if (chosen[d] != NULL && strcmp(chosen[d], kernel) == 0)
-            printf(" %s", dtype_name(dtypes[d]));
-    }
+static bool is_chosen(const char *chosen, const char *kernel) {
+    return chosen != NULL && strcmp(chosen, kernel) == 0;
 }
 
 static void print_kernel(const fdma_kernel_info *kernel, const device_choice *choice) {
@@ -113,15 +117,19 @@ static void print_kernel(const fdma_kernel_info *kernel, const device_choice *ch
         printf("no: lacks %s\n", kernel->missing);
         return;
     }
+    const bool backward = strcmp(kernel->operation, "backward") == 0;
+    const bool forward = strcmp(kernel->operation, "forward") == 0;
     printf("yes");
-    if (strcmp(kernel->operation, "forward") == 0)
-        print_marks(choice->forward, kernel->name);
-    else if (strcmp(kernel->operation, "backward") == 0)
-        print_marks(choice->backward, kernel->name);
+    for (int d = 0; d < dtype_count; d++) {
+        if ((backward && is_chosen(choice->backward[d], kernel->name)) ||
+            (forward && (is_chosen(choice->forward[d], kernel->name) ||
+                         is_chosen(choice->decode[d], kernel->name))))
+            printf(" %s", dtype_name(dtypes[d]));
+    }
     printf("\n");
 }
 
-/* CUDA devices are alike in what they run, or nearly: marks are those of the first. */
+/* `choices` are those of the CPU and of the first CUDA device. */
 static void print_kernels(const device_choice choices[2]) {
     printf("\n%-20s %-14s %s\n", "kernel", "operation", "available, and what runs on it");
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {
@@ -135,7 +143,7 @@ int info_main(int argc, char **argv) {
     const int read = read_options(&command, argc, argv, NULL);
     if (read != OPTIONS_READ)
         return read;
-    device_choice choices[2] = {{{NULL}, {NULL}}, {{NULL}, {NULL}}};
+    device_choice choices[2] = {no_choice, no_choice};
     printf("fdma       %s\n", fdma_version());
     for (int32_t device = 0; device < fdma_device_count(); device++) {
         const device_choice choice = choose_kernels(device);

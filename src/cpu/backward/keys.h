@@ -1,35 +1,35 @@
-/* The keys that a sweep over the tiles of one (b, g) keeps sums for. A key has a row of sums from
- * the tile that its first query is in to the one that its last query is in; rows pass from key to
- * key as slots do, so that the sums of a window stay in the cache. */
+/* The keys that a sweep over the tiles of one (b, g) keeps sums for. A key has a row of sums from the
+ * tile of its first query to that of its last one; then the row passes on to another key, as slots
+ * do, so that the sums of a window stay in the cache. */
 #ifndef FDMA_CPU_BACKWARD_KEYS_H
 #define FDMA_CPU_BACKWARD_KEYS_H
 
 #include "cpu/backward/tile.h"
 
 typedef struct key_table {
-    int64_t count;    /* of rows; one more is for keys that find none, of unsound selections */
-    int64_t width;    /* head_dim, up to whole vectors */
-    int64_t row_size; /* floats: dk, not yet scaled, dv, and the lanes of dbias */
+    int64_t count;    /* of rows; one more is for keys that get none, of unsound selections */
+    int64_t width;    /* head_dim, rounded up to whole vectors */
+    int64_t row_size; /* floats: dk, not yet scaled; dv; and the lanes of dbias */
     float *sums;      /* [count + 1][row_size] */
     int32_t *row_of;  /* [kv_len]: of keys that have one */
     int32_t *spare;   /* [count]: rows without a key */
     int32_t *live;    /* [count]: keys with a row, in ascending order */
     int64_t spare_count, live_count;
-    int64_t next;      /* the first key that has not been looked at */
-    int64_t first_key; /* keys before it have gradients from before the sweep: their rows stay */
+    int64_t next; /* the first key that has not been looked at */
+    int64_t
+        first_key; /* keys before it were alive before the sweep, and keep their rows to its end */
 } key_table;
 
-/* Rows of a table: keys of one window, of as many again that were there before a sweep, and of the
- * positions of a tile, which are no more than `lanes` + 1. */
-static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_stretch) {
+/* The rows of a table: for the keys of one window, for as many again that were alive before the
+ * sweep of a partition, and for the positions of a tile, of which there are at most lanes + 1. */
+static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_partition) {
     if (!problem->selected || problem->window > problem->kv_len)
-        return problem->kv_len; // a window may be of any size
-    const int64_t most = (is_stretch ? 2 : 1) * problem->window + lanes + 1;
-    return most > problem->kv_len ? problem->kv_len : most;
+        return problem->kv_len; // a larger window might overflow below
+    return min((is_partition ? 2 : 1) * problem->window + lanes + 1, problem->kv_len);
 }
 
 static int64_t table_width(const fdma_problem *problem) {
-    return (tile_dim(problem) + vf_width - 1) / vf_width * vf_width;
+    return round_up(tile_dim(problem), vf_width);
 }
 
 static size_t sums_bytes(const fdma_problem *problem, int64_t rows) {
@@ -37,7 +37,7 @@ static size_t sums_bytes(const fdma_problem *problem, int64_t rows) {
     return (size_t)((rows + 1) * row_size) * sizeof(float);
 }
 
-/* All but its sums. */
+/* A table without its sums. */
 static key_table take_key_table(fdma_arena *arena, const fdma_problem *problem, int64_t rows) {
     key_table table = {.count = rows, .width = table_width(problem)};
     table.row_size = 2 * table.width + vf_width;
@@ -63,11 +63,11 @@ static void begin_table(key_table *table) {
     clear_sums_of(table, table->count);
 }
 
-/* Writes one key's row of dk or dv, or adds it to what is there. */
-static void put_key_row(const fdma_problem *problem, const fdma_tensor *tensor,
-                        const tile_place *place, int64_t j, const float *sums, float factor) {
+/* Writes the row of dk or dv of one key, or adds it to what is there. */
+static void write_key_row(const fdma_problem *problem, const fdma_tensor *tensor,
+                          const row_range *rows, int64_t j, const float *sums, float factor) {
     const int64_t dim = problem->head_dim;
-    void *const to = head_row(tensor, place->b, j, place->g);
+    void *const to = head_row(tensor, rows->b, j, rows->g);
     for (int64_t d = 0; d < dim; d += vf_width) {
         const int64_t count = channels_at(d, dim);
         vf x = vf_mul(vf_load(sums + d), vf_set(factor));
@@ -77,46 +77,47 @@ static void put_key_row(const fdma_problem *problem, const fdma_tensor *tensor,
     }
 }
 
-static void put_dbias(const fdma_problem *problem, const tile_place *place, int64_t j, float sum) {
+static void write_dbias(const fdma_problem *problem, const row_range *rows, int64_t j, float sum) {
     const fdma_tensor *const dbias = &problem->dbias;
     if (is_present(dbias))
-        ((float *)dbias->data)[place->b * dbias->stride[0] + place->g * dbias->stride[1] + j] = sum;
+        ((float *)dbias->data)[rows->b * dbias->stride[0] + rows->g * dbias->stride[1] + j] = sum;
 }
 
 /* The gradients of a key that no later query keeps. */
-static void put_sums(const fdma_problem *problem, const tile_place *place, const key_table *table,
-                     int64_t j, const float *sums) {
-    put_key_row(problem, &problem->dk, place, j, sums, (float)problem->scale);
-    put_key_row(problem, &problem->dv, place, j, sums + table->width, 1);
-    put_dbias(problem, place, j, vf_sum(vf_load(sums + 2 * table->width)));
+static void write_sums(const fdma_problem *problem, const row_range *rows, const key_table *table,
+                       int64_t j, const float *sums) {
+    write_key_row(problem, &problem->dk, rows, j, sums, (float)problem->scale);
+    write_key_row(problem, &problem->dv, rows, j, sums + table->width, 1);
+    write_dbias(problem, rows, j, vf_sum(vf_load(sums + 2 * table->width)));
 }
 
-static void put_key(const fdma_problem *problem, const tile_place *place, const key_table *table,
-                    int64_t j) {
+static void write_key(const fdma_problem *problem, const row_range *rows, const key_table *table,
+                      int64_t j) {
     if (j >= table->first_key)
-        put_sums(problem, place, table, j, sums_of(table, table->row_of[j]));
+        write_sums(problem, rows, table, j, sums_of(table, table->row_of[j]));
 }
 
-/* Those of a key that no query keeps. */
-static void put_no_key(const fdma_problem *problem, const tile_place *place, int64_t j) {
+/* The gradients of a key that no query keeps. */
+static void write_zeros(const fdma_problem *problem, const row_range *rows, int64_t j) {
     const fdma_tensor *const tensors[] = {&problem->dk, &problem->dv};
     const size_t bytes = (size_t)problem->head_dim * fdma_dtype_size(problem->dtype);
-    put_dbias(problem, place, j, 0);
+    write_dbias(problem, rows, j, 0);
     for (int n = 0; n < 2 && !problem->accumulate; n++)
-        memset(head_row(tensors[n], place->b, j, place->g), 0, bytes);
+        memset(head_row(tensors[n], rows->b, j, rows->g), 0, bytes);
 }
 
-/* Ends the keys that no query at `position` or later keeps. */
-static void retire_keys(const fdma_problem *problem, const tile_place *place, const int32_t *expiry,
+/* Writes the gradients of the keys that no query at `position` or later keeps, and frees their
+ * rows. */
+static void retire_keys(const fdma_problem *problem, const row_range *rows, const int32_t *expiry,
                         int32_t position, key_table *table) {
     int64_t left = 0;
     for (int64_t n = 0; n < table->live_count; n++) {
         const int32_t j = table->live[n];
-        if (!expiry || expiry[j] > position) {
+        if (expiry == NULL || expiry[j] > position) {
             table->live[left++] = j;
             continue;
         }
-        put_key(problem, place, table, j);
+        write_key(problem, rows, table, j);
         if (j >= table->first_key)
             table->spare[table->spare_count++] = table->row_of[j];
     }
@@ -124,15 +125,15 @@ static void retire_keys(const fdma_problem *problem, const tile_place *place, co
 }
 
 /* Gives rows to the keys up to `last` that a query at `first_position` or later keeps. */
-static void admit_keys(const fdma_problem *problem, const tile_place *place, const int32_t *expiry,
+static void admit_keys(const fdma_problem *problem, const row_range *rows, const int32_t *expiry,
                        const uint8_t *valid, int64_t last, key_table *table) {
     for (; table->next <= last; table->next++) {
         const int32_t j = (int32_t)table->next;
-        const bool kept = outlives(expiry, valid, place->first_position, j);
+        const bool kept = outlives(expiry, valid, rows->first_position, j);
         table->row_of[j] = (int32_t)table->count;
         if (!kept || table->spare_count == 0) {
             if (j >= table->first_key)
-                put_no_key(problem, place, j);
+                write_zeros(problem, rows, j);
             continue;
         }
         table->row_of[j] = table->spare[--table->spare_count];
@@ -141,28 +142,28 @@ static void admit_keys(const fdma_problem *problem, const tile_place *place, con
     }
 }
 
-/* Makes the table that of a tile, and starts the walk over the tile's keys. */
-static key_walk turn_table(const fdma_problem *problem, const tile_place *place, key_table *table,
-                           int32_t *dying) {
+/* Advances the table to a tile, and starts at the keys that the tile visits. */
+static key_cursor advance_table(const fdma_problem *problem, const row_range *rows,
+                                key_table *table, int32_t *expiring) {
     const snapshots none = {.step = 1};
-    key_walk walk = start_walk(problem, &none, place, dying);
-    retire_keys(problem, place, walk.expiry, place->first_position, table);
-    admit_keys(problem, place, walk.expiry, walk.valid, place->first_position, table);
-    walk.live = table->live;
-    walk.live_count = table->live_count;
-    while (walk.live_count > 0 && table->live[walk.live_count - 1] > place->first_position)
-        walk.live_count--; // it came within the tile before
-    walk.next = place->first_position + 1;
-    admit_keys(problem, place, walk.expiry, walk.valid, place->last_position, table);
-    return walk;
+    key_cursor cursor = start_keys(problem, &none, rows, expiring);
+    retire_keys(problem, rows, cursor.expiry, rows->first_position, table);
+    admit_keys(problem, rows, cursor.expiry, cursor.valid, rows->first_position, table);
+    cursor.live = table->live;
+    cursor.live_count = table->live_count;
+    while (cursor.live_count > 0 && table->live[cursor.live_count - 1] > rows->first_position)
+        cursor.live_count--; // it arrived within the tile before
+    cursor.next = rows->first_position + 1;
+    admit_keys(problem, rows, cursor.expiry, cursor.valid, rows->last_position, table);
+    return cursor;
 }
 
-/* Writes what is left at the end of the last tile. */
-static void end_table(const fdma_problem *problem, const tile_place *place, key_table *table) {
+/* Writes the gradients of all keys that are left after the last tile. */
+static void end_table(const fdma_problem *problem, const row_range *rows, key_table *table) {
     for (int64_t n = 0; n < table->live_count; n++)
-        put_key(problem, place, table, table->live[n]);
+        write_key(problem, rows, table, table->live[n]);
     for (; table->next < problem->kv_len; table->next++)
-        put_no_key(problem, place, table->next);
+        write_zeros(problem, rows, table->next);
 }
 
 #endif

@@ -3,9 +3,12 @@
 #define FDMA_CPU_COMMON_MATH_H
 
 #include "core/problem.h"
+#include "cpu/simd/simd.h"
 
-/* 2^x; relative error 1e-7, and exact where x is whole. Minimax polynomial of degree 5 on [0,
- * 1). */
+static const float log2e = 1.4426950408889634f;
+
+/* 2^x with relative error 1e-7, exact where x is an integer: a minimax polynomial of degree 5 on
+ * [0, 1). */
 static inline vf exp2_of(vf x) {
     const vf f = vf_fraction(x);
     vf p = vf_fma(f, vf_set(0x1.e97516p-10f), vf_set(0x1.27784ep-7f));
@@ -16,7 +19,7 @@ static inline vf exp2_of(vf x) {
     return vf_scale2(p, x);
 }
 
-/* tanh(x): an odd polynomial below 0.625 (Cephes' coefficients), by exponentials above. */
+/* tanh(x): an odd polynomial where |x| < 0.625 (coefficients of Cephes), exponentials elsewhere. */
 static inline vf tanh_of(vf x) {
     const vf size = vf_abs(x), square = vf_mul(x, x);
     vf p = vf_fma(square, vf_set(-5.70498872745e-3f), vf_set(2.06390887954e-2f));
@@ -29,25 +32,25 @@ static inline vf tanh_of(vf x) {
     return vf_pick_greater(size, vf_set(0.625f), vf_copy_sign(high, x), low);
 }
 
-/* A softcap beyond all logits does nothing, one far below them makes them all 0: within these the
- * products with it and its inverse are ordinary numbers. */
+/* The softcap, clamped so that products with it and with its inverse are finite and not subnormal.
+ * A cap above the clamp changes no logit; one below it makes every logit 0. 0 means no softcap. */
 static inline float softcap_of(const fdma_problem *problem) {
     const double least = 1e-30, most = 1e30, cap = problem->softcap;
     return (float)(cap == 0 ? 0 : cap < least ? least : cap > most ? most : cap);
 }
 
-/* What logits are multiplied by before tanh. */
+/* scale / cap: what products of q and k are multiplied by before tanh. */
 static inline float share_of(float scale, float cap) {
     const double share = (double)scale / (double)cap;
     return (float)(share < 1e30 ? share : 1e30);
 }
 
-/* e^x; relative error 1e-7 for every x above -87, 0 below: what rounding x * log2(e) lost is made
- * good to first order. Minimax polynomial of degree 6 for 2^f on [0, 1). */
+/* e^x with relative error 1e-7 for x > -87, and 0 below. The error of rounding x * log2(e) is
+ * corrected to first order. A minimax polynomial of degree 6 for 2^f on [0, 1). */
 static inline vf exp_of(vf x) {
-    const vf log2e = vf_set(0x1.715476p+0f), rest = vf_set(0x1.4ae0cp-26f);
-    const vf y = vf_mul(x, log2e);
-    const vf lost = vf_fma(x, rest, vf_fma(x, log2e, vf_sub(vf_set(0), y)));
+    const vf factor = vf_set(log2e), rest = vf_set(0x1.4ae0cp-26f); // rest: log2(e) - factor
+    const vf y = vf_mul(x, factor);
+    const vf lost = vf_fma(x, rest, vf_fma(x, factor, vf_sub(vf_set(0), y)));
     // inf - inf is NaN
     const vf finite = vf_pick_greater(vf_set(1e30f), vf_abs(x), lost, vf_set(0));
     const vf f = vf_fraction(y);
@@ -60,7 +63,7 @@ static inline vf exp_of(vf x) {
     return vf_scale2(vf_fma(vf_mul(p, finite), vf_set(0x1.62e43p-1f), p), y);
 }
 
-/* log(1 + t) for t in [0, 1]; relative error 1e-7. t times a minimax polynomial of degree 9. */
+/* log(1 + t) for t in [0, 1] with relative error 1e-7: t times a minimax polynomial of degree 9. */
 static inline vf log1p_of(vf t) {
     vf p = vf_fma(t, vf_set(-0x1.a9336cp-9f), vf_set(0x1.453f12p-6f));
     p = vf_fma(p, t, vf_set(-0x1.d29ccep-5f));

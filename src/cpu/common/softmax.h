@@ -1,16 +1,16 @@
-/* The online softmax of a tile, with the running maximum raised only past a margin. */
+/* The online softmax of a tile. The running maximum of a row is raised only when its weights have
+ * outgrown a margin. */
 #ifndef FDMA_CPU_COMMON_SOFTMAX_H
 #define FDMA_CPU_COMMON_SOFTMAX_H
 
 #include "cpu/common/math.h"
+#include "cpu/common/product.h"
 
-static const float log2e = 1.4426950408889634f;
-
-/* A lane's weights in a group of keys may add up to this before its maximum is raised, so that out
- * is almost never rescaled. */
+/* The weights of a lane in one group may add up to this before its maximum is raised, so that out is
+ * almost never rescaled. */
 static const float most_weight = 2048;
 
-/* scale * s + bias: q is not scaled beforehand, which would round every channel once more. */
+/* scale * s + bias. Scaling q instead would round every channel once more. */
 INLINE void scale_and_bias(score_block s, int from, float scale, const float *bias) {
     UNROLL
     for (int key = 0; key < score_keys; key++) {
@@ -21,7 +21,8 @@ INLINE void scale_and_bias(score_block s, int from, float scale, const float *bi
     }
 }
 
-/* Softcap, through memory: rare enough to stay out of the registers. */
+/* cap * tanh(scores * scale / cap), in memory: the softcap is rare, and its code is kept out of the
+ * loops that need all registers. */
 static __attribute__((noinline)) void cap_stored(float *scores, float scale, float cap) {
     for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width) {
         const vf share = vf_mul(vf_load(scores + x), vf_set(share_of(scale, cap)));
@@ -45,9 +46,20 @@ INLINE void cap_scores(score_block s, int from, float *stored, float scale, floa
     }
 }
 
-/* -inf where a row does not keep the key; lane: the block's first. */
-INLINE void cut_lanes(score_block s, int from, const int32_t *first_lane, const int32_t *end_lane,
-                      int32_t lane) {
+/* The logits of the group that begins at `first`, before any mask. */
+INLINE void find_logits(score_block s, int from, const tile_step *step, int32_t first, int block) {
+    const float cap = step->cap, scale = step->scale;
+    score_group(s, from, step, first, block);
+    if (cap > 0)
+        cap_scores(s, from, step->tile->capped, scale, cap);
+    scale_and_bias(s, from, cap > 0 ? 1 : scale, step->keys->bias + first);
+}
+
+/* Makes the logits of the group that begins at `first` -inf in lanes that do not keep the key. */
+INLINE void mask_lanes(score_block s, int from, const key_list *keys, int32_t first, int block) {
+    const int32_t *const first_lane = keys->first_lane + first;
+    const int32_t *const end_lane = keys->end_lane + first;
+    const int32_t lane = block * block_lanes;
     UNROLL
     for (int key = 0; key < score_keys; key++) {
         UNROLL
@@ -57,7 +69,8 @@ INLINE void cut_lanes(score_block s, int from, const int32_t *first_lane, const 
     }
 }
 
-/* Logits become weights: P = e^(S - max), stored in words of keys, and added to `total`. */
+/* Turns logits into weights, P = e^(S - max), stores them in words of keys, and sums them up in
+ * `total`. */
 INLINE void weigh(score_block s, int from, const float *max, float *weights, vf *total) {
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
@@ -74,7 +87,8 @@ INLINE void weigh(score_block s, int from, const float *max, float *weights, vf 
     }
 }
 
-/* That the maximum has been outgrown shows in the sum: the usual case looks for no maximum. */
+/* Whether weights have outgrown the maximum of some lane. Their sum shows it, so that the usual case
+ * computes no maximum. */
 INLINE bool has_outgrown(const vf *total, int from) {
     bool outgrown = false;
     UNROLL
@@ -107,10 +121,10 @@ static void scale_weights(float *weights, int32_t words, const vf *factor) {
         }
 }
 
-/* Raises the maximum of a block's lanes to `top` where that is greater, and rescales what has been
- * summed under the old one: out, sums, and the first `weighed` keys' weights. */
-static void raise_max(const tile_state *tile, int64_t dim, int block, const vf *top,
-                      int32_t weighed) {
+/* Raises the maximum of a block of lanes to `top` where that is greater, and rescales what has been
+ * summed under the old one: out, the sums, and the weights of the first `weighed` keys. */
+static void raise_max(const tile_step *step, int block, const vf *top, int32_t weighed) {
+    const tile_state *const tile = step->tile;
     vf factor[tile_vectors];
     for (int m = 0; m < tile_vectors; m++) {
         const int64_t lane = block * block_lanes + m * vf_width;
@@ -119,9 +133,10 @@ static void raise_max(const tile_state *tile, int64_t dim, int block, const vf *
         factor[m] = exp2_of(vf_mul(vf_sub(old, raised), vf_set(log2e)));
         vf_store(tile->max + lane, raised);
         scale_at(tile->sum + lane, factor[m]);
-        scale_at(tile->part + m * vf_width, factor[m]);
+        scale_at(tile->block_sum + m * vf_width, factor[m]);
     }
-    scale_out(tile->out + block * dim * block_lanes, dim, factor);
+    if (step->begun) // before, out holds nothing
+        scale_out(block_out(step, block), step->dim, factor);
     scale_weights(tile->weights, weighed / terms, factor);
 }
 

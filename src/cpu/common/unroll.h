@@ -1,5 +1,5 @@
-/* Arrays of vectors live in registers only if every index is a constant and no function gets their
- * address: loops over them are unrolled, and what works on them is inlined. */
+/* INLINE and UNROLL keep arrays of vectors in registers: the compiler does that only where every
+ * index is a constant after unrolling and no function that is called takes their address. */
 #ifndef FDMA_CPU_COMMON_UNROLL_H
 #define FDMA_CPU_COMMON_UNROLL_H
 

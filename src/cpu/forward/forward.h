@@ -1,230 +1,68 @@
-/* Forward: FlashAttention's loop over the keys that a tile visits, with queries in the lanes. Needs
- * product.h or product_tiles.h before it. Sources: arXiv:2205.14135; docs/algorithm.md. */
+/* Forward: the loop of FlashAttention over the key blocks that a tile visits, with queries in the
+ * lanes. Sources: arXiv:2205.14135; docs/algorithm.md. */
 #ifndef FDMA_CPU_FORWARD_FORWARD_H
 #define FDMA_CPU_FORWARD_FORWARD_H
 
-#include "cpu/common/softmax.h"
-#include "cpu/decode/decode.h"
+#include "cpu/forward/block.h"
 #include "cpu/parallel.h"
 
 typedef struct forward_context {
     const fdma_problem *problem;
     snapshots snapshots;
-    uint8_t *scratch; /* of thread 0; the others' follow at scratch_size */
+    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
     int64_t lanes; /* of a tile */
     int64_t tiles; /* of one (b, g) */
     int32_t threads;
 } forward_context;
 
-/* A tile at work on a block of keys. */
-typedef struct tile_work {
-    const tile_state *tile;
-    const key_list *list;
-    const key_list *next; /* its rows are asked for on the way */
-    int64_t dim;
-    float scale;
-    float cap;  /* 0: no softcap */
-    int blocks; /* of lanes, that have rows */
-    bool begun; /* whether any list has been worked on */
-} tile_work;
-
-/* Rows of the next list to ask for at work on this block, or NULL. */
-INLINE const void *const *rows_ahead(const tile_work *work, int32_t first, int block) {
-    return block == 0   ? work->next->k_source + first
-           : block == 1 ? work->next->v_source + first
-                        : NULL;
+/* Attends to one key block, a block of lanes at a time. */
+static void attend_keys(const tile_step *step) {
+#if defined(FDMA_POINT_AMX)
+    begin_products();
+#endif
+    for (int block = 0; block < step->blocks; block++)
+        attend_block(step, block);
+#if defined(FDMA_POINT_AMX)
+    end_products();
+#endif
 }
 
-/* Which lanes of a block keep keys of a group: none any of them, all of them all, or else some. */
-typedef enum coverage { covers_none, covers_some, covers_all } coverage;
-
-static coverage cover_block(const key_list *list, int32_t first, int block) {
-    const int32_t lane = block * block_lanes, end = lane + block_lanes;
-    bool any = false, all = true;
-    if (!list->cut[first / score_keys])
-        return covers_all;
-    for (int32_t n = first; n < first + score_keys; n++) {
-        const int32_t from = list->first_lane[n], to = list->end_lane[n];
-        any |= from < end && to > lane && from < to;
-        all &= from <= lane && to >= end;
-    }
-    return all ? covers_all : any ? covers_some : covers_none;
-}
-
-/* The logits of the group of keys that begins at `first`. */
-INLINE void find_logits(score_block s, int from, const tile_work *work, int32_t first, int block,
-                        coverage covered) {
-    const tile_state *const tile = work->tile;
-    const key_list *const list = work->list;
-    score_group(s, from, tile, work->dim, first, block, rows_ahead(work, first, block),
-                work->next->word_size);
-    if (work->cap > 0)
-        cap_scores(s, from, tile->capped, work->scale, work->cap);
-    scale_and_bias(s, from, work->cap > 0 ? 1 : work->scale, list->bias + first);
-    if (covered != covers_all)
-        cut_lanes(s, from, list->first_lane + first, list->end_lane + first, block * block_lanes);
-}
-
-/* Weighs a group again whose logits have outgrown the maximum, under a new one. */
-static __attribute__((noinline)) void raise_group(const tile_work *work, int32_t first, int block,
-                                                  coverage covered) {
-    const tile_state *const tile = work->tile;
-    vf top[tile_vectors], total[tile_vectors];
-    score_block s;
-    find_logits(s, 0, work, first, block, covered);
-    for (int m = 0; m < tile_vectors; m++) {
-        top[m] = s[0][m];
-        for (int key = 1; key < score_keys; key++)
-            top[m] = vf_max(top[m], s[key][m]);
-    }
-    raise_max(tile, work->begun ? work->dim : 0, block, top, first); // out is 0 before
-    weigh(s, 0, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
-          total);
-    add_total(tile->part, 0, total);
-}
-
-INLINE void weigh_group(const tile_work *work, int32_t first, int block, coverage covered,
-                        int from) {
-    const tile_state *const tile = work->tile;
-    vf total[tile_vectors];
-    score_block s;
-    find_logits(s, from, work, first, block, covered);
-    weigh(s, from, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
-          total);
-    if (has_outgrown(total, from))
-        raise_group(work, first, block, covered);
-    else
-        add_total(tile->part, from, total);
-}
-
-/* Listed keys, side by side, that a block of lanes has weights for: all of its lanes, or only the
- * upper half where the keys came too late for the others. */
-typedef struct key_run {
-    int32_t first, end;
-    bool is_late;
-} key_run;
-
-typedef struct key_runs {
-    key_run run[key_groups];
-    int32_t count;
-} key_runs;
-
-/* Whether the products take more keys at a time than are weighed. */
-enum { by_steps = (int)key_step > (int)score_keys };
-
-static void add_group(key_runs *runs, int32_t first, bool is_late) {
-    key_run *const last = runs->run + runs->count - 1;
-    if (runs->count > 0 && last->is_late == is_late && (by_steps || last->end == first))
-        last->end = first + score_keys;
-    else
-        runs->run[runs->count++] = (key_run){by_steps ? 0 : first, first + score_keys, is_late};
-}
-
-/* Products that take steps of keys take groups without weights along. */
-static void skip_group(const tile_work *work, int32_t first) {
-    if (by_steps)
-        memset(work->tile->weights + first / terms * block_lanes, 0,
-               sizeof(float) * score_keys / terms * block_lanes);
-}
-
-static __attribute__((noinline)) void weigh_block(const tile_work *work, int block,
-                                                  key_runs *runs) {
-    const key_list *const list = work->list;
-    const int32_t middle = block * block_lanes + half_vectors * vf_width;
-    int32_t scored = 0; /* keys that have scores, where steps of them get these at once */
-    runs->count = 0;
-    memset(work->tile->part, 0, sizeof(float) * block_lanes);
-    for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
-        const bool is_late = half_vectors > 0 && list->first_lane[first] >= middle;
-        const coverage covered = cover_block(list, first, block);
-        if (covered == covers_none) {
-            skip_group(work, first);
-            continue;
-        }
-        if (first >= scored) {
-            scored = first / key_step * key_step + key_step;
-            score_step(work->tile, work->dim, scored - key_step, block);
-        }
-        if (!work->begun && runs->count == 0)
-            raise_group(work, first, block, covered); // there is no maximum yet
-        else if (is_late)
-            weigh_group(work, first, block, covered, half_vectors);
-        else
-            weigh_group(work, first, block, covered, 0);
-        add_group(runs, first, is_late);
-    }
-}
-
-static __attribute__((noinline)) void add_runs(const tile_work *work, int block,
-                                               const key_runs *runs) {
-    for (const key_run *run = runs->run; run < runs->run + runs->count; run++) {
-        const int32_t first = run->first / terms, end = run->end / terms;
-        if (run->is_late)
-            add_all_values(work->tile, work->dim, block, half_vectors, first, end);
-        else if (end - first == key_block / terms) // a constant number of turns is 3 % faster
-            add_all_values(work->tile, work->dim, block, 0, 0, key_block / terms);
-        else
-            add_all_values(work->tile, work->dim, block, 0, first, end);
-    }
-}
-
-static void add_part(const tile_state *tile, int block) {
-    vf part[tile_vectors];
-    for (int m = 0; m < tile_vectors; m++)
-        part[m] = vf_load(tile->part + m * vf_width);
-    add_total(tile->sum + block * block_lanes, 0, part);
-}
-
-static void clear_out(const tile_work *work, int block) {
-    const int64_t entries = work->dim * block_lanes;
-    memset(work->tile->out + block * entries, 0, sizeof(float) * (size_t)entries);
-}
-
-static void attend_keys(const tile_work *work) {
-    key_runs runs;
-    for (int block = 0; block < work->blocks; block++) {
-        weigh_block(work, block, &runs);
-        add_part(work->tile, block);
-        if (!work->begun)
-            clear_out(work, block); // just before it is needed in the cache
-        add_runs(work, block, &runs);
-    }
-}
-
+/* Attends to all keys that a tile visits. The next key block is listed before this one is worked on,
+ * so that its rows can be prefetched. */
 static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
-                            const tile_place *place, const tile_state *tile, fdma_arena *arena) {
+                            const row_range *rows, const tile_state *tile, fdma_arena *arena) {
     key_list *list = fdma_arena_take(arena, sizeof *list);
     key_list *next = fdma_arena_take(arena, sizeof *next);
-    int32_t *const dying = fdma_arena_take(arena, sizeof *dying * most_lanes);
-    key_walk walk = start_walk(problem, all, place, dying);
-    tile_work work = {
+    int32_t *const expiring = fdma_arena_take(arena, sizeof *expiring * most_lanes);
+    key_cursor cursor = start_keys(problem, all, rows, expiring);
+    tile_step step = {
         .tile = tile,
         .dim = tile_dim(problem),
         .scale = (float)problem->scale,
         .cap = softcap_of(problem),
-        .blocks = (int)(used_lanes(place) / block_lanes),
+        .blocks = (int)(used_lanes(rows) / block_lanes),
     };
     list->count = 0;
     if (problem->kv_len > 0)
-        list_keys(problem, place, &walk, tile, list);
+        list_keys(problem, rows, &cursor, tile, list);
     while (list->count > 0) {
-        list_keys(problem, place, &walk, tile, next);
+        list_keys(problem, rows, &cursor, tile, next);
         load_keys(problem, tile->k_rows, list->k_source, list->count);
         load_values(problem, tile->values, list->v_source, list->count);
-        work.list = list;
-        work.next = next;
-        attend_keys(&work);
-        work.begun = true;
+        step.keys = list;
+        step.next = next;
+        attend_keys(&step);
+        step.begun = true;
         key_list *const done = list;
         list = next;
         next = done;
     }
-    for (int block = 0; block < work.blocks && !work.begun; block++)
-        clear_out(&work, block); // there was no key
+    for (int block = 0; block < step.blocks && !step.begun; block++)
+        clear_out(&step, block); // the tile visits no key
 }
 
-/* Tiles of the last queries come first: under causality they see the most keys. */
+/* Tiles of the last queries come first: under a causal mask they visit the most keys. */
 static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const forward_context *const forward = context;
     const fdma_problem *const problem = forward->problem;
@@ -233,17 +71,15 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const uint32_t rounding = flush_subnormals();
     fdma_arena arena = {.base = forward->scratch + (size_t)thread * forward->scratch_size};
     tile_state tile = take_tile(&arena, problem, forward->lanes);
-    const tile_place place = place_tile(problem, head / problem->kv_heads, head % problem->kv_heads,
+    const row_range rows = rows_of_tile(problem, head / problem->kv_heads, head % problem->kv_heads,
                                         forward->lanes, tile_index);
-    begin_products();
-    pack_queries(problem, &place, &tile);
-    clear_tile(&tile, &place, tile_dim(problem));
-    attend_all_keys(problem, &forward->snapshots, &place, &tile, &arena);
-    write_out(problem, &place, &tile);
+    pack_queries(problem, &rows, &tile);
+    clear_tile(&tile, &rows, tile_dim(problem));
+    attend_all_keys(problem, &forward->snapshots, &rows, &tile, &arena);
+    write_out(problem, &rows, &tile);
     if (is_present(&problem->lse))
-        write_lse(problem, &place, &tile);
-    end_products();
-    restore_rounding(rounding);
+        write_lse(problem, &rows, &tile);
+    restore_modes(rounding);
 }
 
 static void snapshot_head(const void *context, int64_t head, int32_t thread) {
@@ -256,18 +92,18 @@ static int64_t forward_tasks(const forward_context *context) {
     return context->problem->batch * context->problem->kv_heads * context->tiles;
 }
 
-/* On one thread, about; a kernel of wide vectors takes less. */
+/* A rough estimate of the time on one thread; wide vectors take less. */
 static int64_t forward_microseconds(const fdma_problem *problem) {
     const double flops_a_microsecond = 5e4;
-    const bool narrow = problem->selected && problem->window < problem->kv_len;
-    const int64_t keys = narrow ? problem->window : problem->kv_len;
+    const int64_t keys =
+        problem->selected ? min(problem->window, problem->kv_len) : problem->kv_len;
     const double rows = (double)(problem->batch * problem->q_len) * (double)problem->q_heads;
     const double flops = 4 * rows * (double)problem->head_dim * (double)keys;
     return (int64_t)fmin(flops / flops_a_microsecond, 1e15);
 }
 
-/* Carves the workspace; the arena's size is what it takes. */
-static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *context) {
+/* Divides the workspace; the size of the arena is what the call needs. */
+static fdma_arena plan_forward(const fdma_problem *problem, forward_context *context) {
     context->problem = problem;
     context->lanes = lanes_of_tiles(problem);
     context->tiles = tiles_of(problem, context->lanes);
@@ -287,17 +123,13 @@ static fdma_arena lay_out_forward(const fdma_problem *problem, forward_context *
 
 static size_t forward_workspace(const fdma_problem *problem) {
     forward_context context;
-    if (is_few_rows(problem))
-        return rows_workspace(problem);
-    const fdma_arena arena = lay_out_forward(problem, &context);
+    const fdma_arena arena = plan_forward(problem, &context);
     return fdma_arena_size(&arena);
 }
 
 static fdma_status run_forward(const fdma_problem *problem) {
     forward_context context;
-    if (is_few_rows(problem))
-        return run_rows(problem);
-    lay_out_forward(problem, &context);
+    plan_forward(problem, &context);
     if (context.snapshots.count > 0)
         fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, snapshot_head,
                           &context);

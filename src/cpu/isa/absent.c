@@ -6,7 +6,8 @@
     {name, operation_score, missing, NULL, NULL, NULL, false},                                     \
         {name, operation_select, missing, NULL, NULL, NULL, false},                                \
         {name, operation_lists, missing, NULL, NULL, NULL, false},                                 \
-        {name, operation_forward, missing, NULL, NULL, NULL, false},                               \
+        {name "/decode", operation_forward, missing, NULL, NULL, NULL, false},                     \
+        {name "/tile", operation_forward, missing, NULL, NULL, NULL, false},                       \
         {name, operation_backward, missing, NULL, NULL, NULL, false},                              \
         {name, operation_score_backward, missing, NULL, NULL, NULL, false},                        \
         {name, operation_merge, missing, NULL, NULL, NULL, false}, {                               \

@@ -1,12 +1,10 @@
 /* The CPU kernels in the vocabulary of avx512, with products of bfloat16 tiles. */
-#include "cpu/simd/amx_shape.h"
-#include "cpu/simd/avx512.h"
-#include "cpu/simd/bf16_pairs.h"
+#define FDMA_POINT_AMX
 
-#include "cpu/common/product_tiles.h"
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"

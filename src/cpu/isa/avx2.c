@@ -1,11 +1,10 @@
 /* The CPU kernels in the vocabulary of avx2. */
-#include "cpu/simd/avx2.h"
-#include "cpu/simd/singles.h"
+#define FDMA_POINT_AVX2
 
-#include "cpu/common/product.h"
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"

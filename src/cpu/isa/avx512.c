@@ -1,12 +1,10 @@
 /* The CPU kernels in the vocabulary of avx512. */
-#include "cpu/simd/avx512.h"
-#include "cpu/simd/avx512_shape.h"
-#include "cpu/simd/singles.h"
+#define FDMA_POINT_AVX512
 
-#include "cpu/common/product.h"
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"

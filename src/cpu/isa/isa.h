@@ -6,22 +6,24 @@
 
 /* The rows of a point, whose file has included the kernels; `refuses` is that of forward and
  * backward. */
-#define CPU_ROWS(name, missing, refuses)                                                           \
-    {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score, false},        \
-        {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select, false}, \
-        {name, operation_lists, missing, fdma_refuses_wide, lists_workspace, run_lists, false},    \
-        {name, operation_forward, missing, refuses, forward_workspace, run_forward, false},        \
-        {name, operation_backward, missing, refuses, backward_workspace, run_backward, false},     \
-        {name,                                                                                     \
-         operation_score_backward,                                                                 \
-         missing,                                                                                  \
-         fdma_refuses_wide,                                                                        \
-         score_backward_workspace,                                                                 \
-         run_score_backward,                                                                       \
-         false},                                                                                   \
-        {name, operation_merge, missing, fdma_refuses_wide, merge_workspace, run_merge, false}, {  \
-        name, operation_merge_backward, missing, fdma_refuses_wide, merge_workspace, run_merge,    \
-            false                                                                                  \
+#define CPU_ROWS(name, missing, refuses)                                                            \
+    {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score, false},         \
+        {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select, false},  \
+        {name, operation_lists, missing, fdma_refuses_wide, lists_workspace, run_lists, false},     \
+        {name "/decode",   operation_forward, missing, fdma_refuses_decode,                         \
+         decode_workspace, run_decode,        false},                                               \
+        {name "/tile", operation_forward, missing, refuses, forward_workspace, run_forward, false}, \
+        {name, operation_backward, missing, refuses, backward_workspace, run_backward, false},      \
+        {name,                                                                                      \
+         operation_score_backward,                                                                  \
+         missing,                                                                                   \
+         fdma_refuses_wide,                                                                         \
+         score_backward_workspace,                                                                  \
+         run_score_backward,                                                                        \
+         false},                                                                                    \
+        {name, operation_merge, missing, fdma_refuses_wide, merge_workspace, run_merge, false}, {   \
+        name, operation_merge_backward, missing, fdma_refuses_wide, merge_workspace, run_merge,     \
+            false                                                                                   \
     }
 
 extern const kernel_table fdma_cpu_avx512;
@@ -44,5 +46,6 @@ const char *fdma_missing_scalar(void);
 const char *fdma_refuses_wide(const fdma_problem *problem);
 const char *fdma_refuses_slow(const fdma_problem *problem);
 const char *fdma_refuses_singles(const fdma_problem *problem);
+const char *fdma_refuses_decode(const fdma_problem *problem);
 
 #endif

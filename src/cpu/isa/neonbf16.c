@@ -1,11 +1,10 @@
 /* The CPU kernels in the vocabulary of neon, with products of bfloat16 pairs. */
-#include "cpu/simd/neon.h"
-#include "cpu/simd/neon_bf16_pairs.h"
+#define FDMA_POINT_NEONBF16
 
-#include "cpu/common/product.h"
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"

@@ -1,11 +1,8 @@
 /* The CPU kernels in the vocabulary of scalar. */
-#include "cpu/simd/scalar.h"
-#include "cpu/simd/singles.h"
-
-#include "cpu/common/product.h"
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"

@@ -125,7 +125,7 @@ static void merge_some(const void *context, int64_t index, int32_t thread) {
         else
             split_one(problem, row);
     }
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 static size_t merge_workspace(const fdma_problem *problem) {

@@ -3,6 +3,7 @@
 #define FDMA_CPU_SCORE_SCORE_H
 
 #include "core/element.h"
+#include "core/integers.h"
 #include "cpu/common/math.h"
 #include "cpu/common/tile.h"
 #include "cpu/parallel.h"
@@ -38,8 +39,6 @@ typedef struct score_scratch {
     float *sums; /* [heads][batch_keys][vf_width] */
     float *dots; /* [heads][chunk_keys], then scores */
 } score_scratch;
-
-static int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 static score_scratch scratch_of(const score_context *score, int32_t thread) {
     float *const start = score->scratch + thread * score->scratch_size;
@@ -224,7 +223,7 @@ static void score_chunk(const void *context, int64_t index, int32_t thread) {
         dot_batch(score, &scratch, b, first + x, first + count, scratch.dots + x);
     for (int64_t g = 0; g < score->problem->kv_heads; g++)
         write_scores(score, b, g, first, count, scratch.dots + g * chunk_keys);
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 static void pack_weights(const score_context *score) {

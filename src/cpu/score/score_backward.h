@@ -206,7 +206,7 @@ static void add_chunk(const void *data, int64_t index, int32_t thread) {
         }
         work_on_batch(&batch);
     }
-    restore_rounding(rounding);
+    restore_modes(rounding);
 }
 
 static void pack_score_weights(const gradient_context *context) {

@@ -2,7 +2,7 @@
 #ifndef FDMA_CPU_SIMD_AVX2_H
 #define FDMA_CPU_SIMD_AVX2_H
 
-#include "cpu/simd/x86_modes.h"
+#include "cpu/simd/modes.h"
 
 #include <immintrin.h>
 #include <stdbool.h>
@@ -22,6 +22,8 @@ enum {
     value_channels = 4,
     dot_keys = 2,
 };
+
+static inline uint32_t flush_subnormals(void) { return set_modes(default_modes | flush_to_zero); }
 
 static inline vf vf_set(float x) { return _mm256_set1_ps(x); }
 

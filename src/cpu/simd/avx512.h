@@ -2,7 +2,7 @@
 #ifndef FDMA_CPU_SIMD_AVX512_H
 #define FDMA_CPU_SIMD_AVX512_H
 
-#include "cpu/simd/x86_modes.h"
+#include "cpu/simd/modes.h"
 
 #include <immintrin.h>
 #include <stdbool.h>
@@ -11,6 +11,8 @@
 typedef __m512 vf;
 
 enum { vf_width = 16 };
+
+static inline uint32_t flush_subnormals(void) { return set_modes(default_modes | flush_to_zero); }
 
 static inline vf vf_set(float x) { return _mm512_set1_ps(x); }
 
@@ -35,7 +37,9 @@ static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
 }
 
 static inline void vf_store_first_f16(uint16_t *p, vf x, int64_t count) {
-    _mm256_mask_storeu_epi16(p, vf_first(count), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    const __mmask16 first = vf_first(count);
+    const __m256i halves = _mm512_maskz_cvtps_ph(first, x, _MM_FROUND_TO_NEAREST_INT);
+    _mm256_mask_storeu_epi16(p, first, halves);
 }
 
 static inline vf vf_load_first_bf16(const uint16_t *p, int64_t count) {

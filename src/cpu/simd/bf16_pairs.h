@@ -3,6 +3,8 @@
 #ifndef FDMA_CPU_SIMD_BF16_PAIRS_H
 #define FDMA_CPU_SIMD_BF16_PAIRS_H
 
+#include "cpu/simd/avx512.h"
+
 enum { terms = 2 };
 
 typedef vf vf_word;

@@ -2,6 +2,8 @@
 #ifndef FDMA_CPU_SIMD_NEON_H
 #define FDMA_CPU_SIMD_NEON_H
 
+#include "cpu/simd/modes.h"
+
 #include <arm_neon.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -21,25 +23,7 @@ enum {
     dot_keys = 4,
 };
 
-/* Bits 22 to 25 of FPCR are RMode, FZ and DN; FZ is of inputs and results of float32, while
- * conversions from and to float16 still know its subnormals. */
-static inline uint32_t flush_subnormals(void) {
-    uint64_t old;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(old)::"memory");
-    __asm__ volatile("msr fpcr, %0" ::"r"(UINT64_C(1) << 24) : "memory");
-    return (uint32_t)old;
-}
-
-static inline uint32_t keep_subnormals(void) {
-    uint64_t old;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(old)::"memory");
-    __asm__ volatile("msr fpcr, %0" ::"r"(UINT64_C(0)) : "memory");
-    return (uint32_t)old;
-}
-
-static inline void restore_rounding(uint32_t old) {
-    __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)old) : "memory");
-}
+static inline uint32_t flush_subnormals(void) { return set_modes(default_modes | flush_to_zero); }
 
 static inline vf vf_set(float x) { return vdupq_n_f32(x); }
 

@@ -4,6 +4,8 @@
 #ifndef FDMA_CPU_SIMD_NEON_BF16_PAIRS_H
 #define FDMA_CPU_SIMD_NEON_BF16_PAIRS_H
 
+#include "cpu/simd/neon.h"
+
 #include <string.h>
 
 enum { terms = 2 };

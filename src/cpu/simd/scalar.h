@@ -2,6 +2,8 @@
 #ifndef FDMA_CPU_SIMD_SCALAR_H
 #define FDMA_CPU_SIMD_SCALAR_H
 
+#include "cpu/simd/modes.h"
+
 #include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -23,15 +25,10 @@ enum {
     dot_keys = 2,          /* keys x dot_heads sums of the scores */
 };
 
-/* Makes this thread round to the nearest whatever the caller's ways are, and take subnormal numbers
- * for 0 where the CPU can: arithmetic on them takes a hundred times as long. Returns what restores
- * its former ways. */
-static inline uint32_t flush_subnormals(void) { return 0; }
-
-/* The same, but subnormal numbers stay. */
-static inline uint32_t keep_subnormals(void) { return 0; }
-
-static inline void restore_rounding(uint32_t old) { (void)old; }
+/* Like keep_subnormals(), but float32 operations take subnormal numbers for 0: arithmetic on them
+ * takes a hundred times as long on some CPUs. Here they stay, because the conversions from and to
+ * float16 below compute with them. */
+static inline uint32_t flush_subnormals(void) { return keep_subnormals(); }
 
 static inline vf vf_set(float x) { return x; }
 

@@ -2,6 +2,8 @@
 #ifndef FDMA_CPU_SIMD_SINGLES_H
 #define FDMA_CPU_SIMD_SINGLES_H
 
+#include "cpu/simd/simd.h"
+
 enum { terms = 1 };
 
 /* A word that every lane is multiplied by. */

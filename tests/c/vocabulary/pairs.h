@@ -13,13 +13,13 @@ static void word_load_pairs(float *to, const uint16_t *even, const uint16_t *odd
 static void word_join(float *to, const float *even, const float *odd) {
     const uint32_t old = flush_subnormals();
     vf_store(to, vf_join(vf_load(even), vf_load(odd)));
-    restore_rounding(old);
+    restore_modes(old);
 }
 
 static void word_store_terms(float *to, const float *x) {
     const uint32_t old = flush_subnormals();
     vf_store_terms(to, vf_load(x));
-    restore_rounding(old);
+    restore_modes(old);
 }
 
 static void word_even(float *to, const float *word) { vf_store(to, vf_even(vf_load(word))); }
@@ -29,7 +29,7 @@ static void word_odd(float *to, const float *word) { vf_store(to, vf_odd(vf_load
 static void word_dot(float *to, const float *word, const float *x, const float *sum) {
     const uint32_t old = flush_subnormals();
     vf_store(to, vf_dot(vf_load_word(word), vf_load(x), vf_load(sum)));
-    restore_rounding(old);
+    restore_modes(old);
 }
 
 #define VOCABULARY_PAIRS                                                                           \

@@ -13,7 +13,7 @@ typedef struct vocabulary {
     int width;
     uint32_t (*flush_subnormals)(void);
     uint32_t (*keep_subnormals)(void);
-    void (*restore_rounding)(uint32_t old);
+    void (*restore_modes)(uint32_t old);
     void (*set)(float *to, float x);
     void (*copy)(float *to, const float *from); /* vf_load, vf_store */
     void (*copy_first)(float *to, const float *from, int64_t count);

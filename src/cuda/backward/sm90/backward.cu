@@ -181,7 +181,7 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
         return FDMA_OK;
     FDMA_TRY(clear_sums<config>(problem, &plan, &pass));
     pass.blocks = plan.slots / config::slots;
-    FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.parts));
+    FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.partitions));
     if (plan.is_rolling) {
         pass.is_diagonal = true;
         pass.blocks = (list_queries - 1 + config::slots - 1) / config::slots;

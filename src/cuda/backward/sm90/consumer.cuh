@@ -13,13 +13,14 @@ template <class config> struct backward_consumer {
     static constexpr int held = config::own_queries / 2; // of 64 slots
     static constexpr int sums_held = config::own_channels / 2;
     static constexpr int barrier = 2; // of both; 3 and 4 of each
+    // with softcap there are no registers to hold dq while the next step's weights are computed
+    static constexpr bool adds_dq_first = config::has_softcap;
 
     using pairs = uint32_t[config::own_queries / step_k][4]; // as wgmma takes them
 
     backward_memory<config> *memory;
     float softcap_scale;
     int32_t index; // of the consumer
-    int32_t step;  // of all segments
     int32_t segment;
     float dbias[2]; // of this thread's rows
     float dk[sums_held], dv[sums_held];
@@ -42,8 +43,10 @@ template <class config> struct backward_consumer {
             mbarrier_arrive(barrier);
     }
 
-    __device__ inline void wait_step(void) {
-        wait(&memory->step_full[step % config::stages], step / config::stages % 2);
+    static __device__ inline int32_t stage_of(int32_t step) { return step % config::stages; }
+
+    __device__ inline void wait_step(int32_t step) {
+        wait(&memory->step_full[stage_of(step)], step / config::stages % 2);
         fence_proxy_async(); // cp.async writes as threads do, wgmma reads as TMA
                              // does
     }
@@ -56,6 +59,14 @@ template <class config> struct backward_consumer {
             d, opaque(shared_address(keys) + first_slot() * line_bytes),
             shared_address(queries) + first_query() * line_bytes);
         wgmma_commit_group();
+    }
+
+    __device__ inline void issue_scores(float (&s)[held], int32_t step) {
+        begin_product(s, memory->k, memory->q[stage_of(step)]);
+    }
+
+    __device__ inline void issue_dp(float (&dp)[held], int32_t step) {
+        begin_product(dp, memory->v, memory->dout[stage_of(step)]);
     }
 
     /* Of this lane's columns. */
@@ -211,12 +222,12 @@ template <class config> struct backward_consumer {
             stmatrix_x4(to ^ j * 2 * chunk_bytes, packed[j]);
     }
 
-    __device__ inline const uint8_t *ds_block(void) const {
+    __device__ inline const uint8_t *ds_block(int32_t step) const {
         return memory->ds[step % config::ds_buffers];
     }
 
-    __device__ inline void store_ds(const pairs &packed) {
-        store_pairs(ds_block(), packed);
+    __device__ inline void store_ds(int32_t step, const pairs &packed) {
+        store_pairs(ds_block(step), packed);
         fence_proxy_async();
         bar_sync(barrier + 1 + index, warpgroup_threads);
         if (threadIdx.x % warpgroup_threads == 0)
@@ -224,25 +235,25 @@ template <class config> struct backward_consumer {
     }
 
     /* Until all slots' dS are there. */
-    __device__ inline void wait_ds(void) { wait(&memory->ds_full[step % 2], step / 2 % 2); }
+    __device__ inline void wait_ds(int32_t step) { wait(&memory->ds_full[step % 2], step / 2 % 2); }
 
     /* Some of this consumer's channels of dq, begun. */
-    __device__ inline void begin_dq(float (&dq)[config::dq_held], int part = 0) {
+    __device__ inline void issue_dq(float (&dq)[config::dq_held], int32_t step, int part = 0) {
         const int channel = index * config::dq_channels + part * config::dq_span;
         const uint32_t keys = shared_address(memory->k) +
                               channel / panel_channels * config::slots * line_bytes +
                               channel % panel_channels * 2;
         wgmma_fence();
-        begin_atb<element, config::slots, config::slots / step_k>(dq, shared_address(ds_block()),
-                                                                  opaque(keys));
+        begin_atb<element, config::slots, config::slots / step_k>(
+            dq, shared_address(ds_block(step)), opaque(keys));
         wgmma_commit_group();
     }
 
-    /* dv += weights * a step's dout, begun. */
-    __device__ inline void begin_dv(const pairs &weights, int32_t stage) {
+    /* dv += P dout, begun. */
+    __device__ inline void issue_dv(const pairs &weights, int32_t step) {
         wgmma_fence();
         begin_ab<element, config::q_rows, config::q_rows / step_k>(
-            dv, weights, shared_address(memory->dout[stage]));
+            dv, weights, shared_address(memory->dout[stage_of(step)]));
         wgmma_commit_group();
     }
 
@@ -255,6 +266,14 @@ template <class config> struct backward_consumer {
             sums, opaque(shared_address(block) + first_slot() * line_bytes),
             shared_address(queries) + panel * config::q_rows * line_bytes);
         wgmma_commit_group();
+    }
+
+    __device__ inline void issue_dk(int32_t step) {
+        begin_sums(dk, ds_block(step), memory->q[stage_of(step)]);
+    }
+
+    __device__ inline void issue_wide_dv(int32_t step) {
+        begin_sums(dv, memory->weights, memory->dout[stage_of(step)]);
     }
 
     /* Of the step before, if there is one. */
@@ -291,94 +310,95 @@ template <class config> struct backward_consumer {
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 
-    /* The steps of a segment. dq of one, which wants both consumers' dS, is multiplied under the
-     * next one's scores, so that they need not keep step. */
-    __device__ inline void run_segment(const backward_plan &plan, const backward_pass &pass) {
+    /* dS of a step, from its weights and dP. */
+    __device__ inline void differentiate(bool cuts, int32_t step, const float (&dp)[held],
+                                         const pairs &weights, const pairs &sloped, pairs &ds) {
+        if (cuts || config::has_softcap) // with softcap the path without cuts would spill
+            differentiate<true>(stage_of(step), dp, weights, sloped, ds);
+        else
+            differentiate<false>(stage_of(step), dp, weights, sloped, ds);
+    }
+
+    __device__ inline void finish_dq(const backward_pass &pass, int32_t step,
+                                     const float (&dq)[config::dq_held]) {
+        wgmma_wait_group<0>();
+        add_dq(pass, stage_of(step), dq);
+    }
+
+    /* The steps of a segment from `now` on; returns the step after its last. dq needs both
+     * consumers' dS. It is multiplied together with the next step's scores, so that neither
+     * consumer waits for the other. */
+    __device__ inline int32_t run_segment(const backward_plan &plan, const backward_pass &pass,
+                                          int32_t now) {
         float s[held], dp[held], dq[config::dq_held];
         pairs weights, sloped, ds;
-        wait_step();
-        begin_product(s, memory->k, memory->q[step % config::stages]);
+        wait_step(now);
+        issue_scores(s, now);
         wgmma_wait_group<0>();
-        bool cuts = weigh(plan, pass, step % config::stages, s, weights, sloped);
-        for (;;) {
-            const int32_t stage = step % config::stages;
-            begin_product(dp, memory->v, memory->dout[stage]);
-            begin_dv(weights, stage);
+        bool cuts = weigh(plan, pass, stage_of(now), s, weights, sloped);
+        for (;; now++) {
+            const int32_t next = now + 1;
+            issue_dp(dp, now);
+            issue_dv(weights, now);
             wgmma_wait_group<0>();
-            if (cuts || config::has_softcap) // whose other path has no registers
-                differentiate<true>(stage, dp, weights, sloped, ds);
-            else
-                differentiate<false>(stage, dp, weights, sloped, ds);
-            store_ds(ds);
-            begin_sums(dk, ds_block(), memory->q[stage]);
-            const bool is_last = memory->notes[stage].is_last;
-            if (is_last)
+            differentiate(cuts, now, dp, weights, sloped, ds);
+            store_ds(now, ds);
+            issue_dk(now);
+            if (memory->notes[stage_of(now)].is_last)
                 break;
-            step++;
-            wait_step();
-            begin_product(s, memory->k, memory->q[step % config::stages]);
-            step--;
-            wait_ds();
-            begin_dq(dq);
-            wgmma_wait_group<1>();
-            step++;
-            if (config::has_softcap) { // which leaves no registers for dq
-                wgmma_wait_group<0>();
-                add_dq(pass, stage, dq);
-            }
-            cuts = weigh(plan, pass, step % config::stages, s, weights, sloped);
-            if (!config::has_softcap) {
-                wgmma_wait_group<0>();
-                add_dq(pass, stage, dq);
-            }
-            release(&memory->step_empty[stage]);
+            wait_step(next);
+            issue_scores(s, next);
+            wait_ds(now);
+            issue_dq(dq, now);
+            wgmma_wait_group<1>(); // dk of this step and scores of the next; dq may go on
+            if (adds_dq_first)
+                finish_dq(pass, now, dq);
+            cuts = weigh(plan, pass, stage_of(next), s, weights, sloped);
+            if (!adds_dq_first)
+                finish_dq(pass, now, dq);
+            release(&memory->step_empty[stage_of(now)]);
         }
-        wait_ds();
-        begin_dq(dq);
-        wgmma_wait_group<0>();
-        add_dq(pass, step % config::stages, dq);
-        release(&memory->step_empty[step % config::stages]);
-        step++;
+        wait_ds(now);
+        issue_dq(dq, now);
+        finish_dq(pass, now, dq);
+        release(&memory->step_empty[stage_of(now)]);
+        return now + 1;
     }
 
-    /* The same where consumers share queries and channels: they keep step. */
-    __device__ inline void run_wide_segment(const backward_plan &plan, const backward_pass &pass) {
-        bool is_last = false;
-        while (!is_last) {
-            const int32_t stage = step % config::stages;
+    /* The same where the consumers share queries and channels: they keep step with each other. */
+    __device__ inline int32_t run_wide_segment(const backward_plan &plan, const backward_pass &pass,
+                                               int32_t now) {
+        for (bool is_last = false; !is_last; now++) {
             float s[held], dp[held];
             pairs weights, sloped, ds;
-            wait_step();
-            begin_product(s, memory->k, memory->q[stage]);
-            begin_product(dp, memory->v, memory->dout[stage]);
+            wait_step(now);
+            issue_scores(s, now);
+            issue_dp(dp, now);
             wgmma_wait_group<1>();
-            is_last = memory->notes[stage].is_last;
-            const bool cuts = weigh(plan, pass, stage, s, weights, sloped);
+            is_last = memory->notes[stage_of(now)].is_last;
+            const bool cuts = weigh(plan, pass, stage_of(now), s, weights, sloped);
             store_pairs(memory->weights, weights);
             wgmma_wait_group<0>();
-            if (cuts || config::has_softcap) // whose other path has no registers
-                differentiate<true>(stage, dp, weights, sloped, ds);
-            else
-                differentiate<false>(stage, dp, weights, sloped, ds);
-            store_ds(ds);
-            wait_ds();
-            multiply_wide(pass, stage);
-            release(&memory->step_empty[stage]);
-            step++;
-            bar_sync(barrier, config::consumers * warpgroup_threads); // both have read them
+            differentiate(cuts, now, dp, weights, sloped, ds);
+            store_ds(now, ds);
+            wait_ds(now);
+            multiply_wide(pass, now);
+            release(&memory->step_empty[stage_of(now)]);
+            bar_sync(barrier, config::consumers * warpgroup_threads); // both have read dS and P
         }
+        return now;
     }
 
-    __device__ inline void multiply_wide(const backward_pass &pass, int32_t stage) {
+    __device__ inline void multiply_wide(const backward_pass &pass, int32_t now) {
         float dq[config::dq_held];
-        begin_dq(dq);
-        begin_sums(dv, memory->weights, memory->dout[stage]);
+        issue_dq(dq, now);
+        issue_wide_dv(now);
         wgmma_wait_group<1>();
-        add_dq(pass, stage, dq);
-        begin_dq(dq, 1);
-        begin_sums(dk, ds_block(), memory->q[stage]);
+        add_dq(pass, stage_of(now), dq);
+        issue_dq(dq, now, 1);
+        issue_dk(now);
         wgmma_wait_group<1>();
-        add_dq(pass, stage, dq, 1);
+        add_dq(pass, stage_of(now), dq, 1);
         wgmma_wait_group<0>();
     }
 
@@ -423,14 +443,14 @@ template <class config> struct backward_consumer {
     }
 
     __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
-        step = 0;
+        int32_t step = 0; // of all segments
         for (segment = 0; take_slots(plan, pass); segment++) {
             wait(&memory->keys_full, segment & 1);
             fence_proxy_async();
             if constexpr (config::is_wide)
-                run_wide_segment(plan, pass);
+                step = run_wide_segment(plan, pass, step);
             else
-                run_segment(plan, pass);
+                step = run_segment(plan, pass, step);
         }
         if (pass.tickets != NULL)
             hand_on_ticket(pass);

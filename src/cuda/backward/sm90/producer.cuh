@@ -48,9 +48,9 @@ template <class config> struct backward_producer {
                     : forward.records[(int64_t)item.head * forward.kv_len + key];
             own.expiry = record.expiry;
             own.bias = record.bias;
-            if (plan.parts > 1 && !pass.is_diagonal)
+            if (plan.partitions > 1 && !pass.is_diagonal)
                 own.border =
-                    border_of(plan, item.head, item.part, item.first_slot + own_slot(), key);
+                    boundary_of(plan, item.head, item.part, item.first_slot + own_slot(), key);
         }
         if (own_slot() < config::slots)
             memory->slots[segment % kept_segments][own_slot()] = own;

@@ -114,12 +114,12 @@ __device__ static inline void write_rest(const backward_plan &plan, const backwa
         return;
     if (row.border > 0) {
         const int32_t head_dim = plan.forward.head_dim;
-        const int64_t at = carry_row(plan, item.head, row.border, item.first_slot + row.slot);
+        const int64_t at = boundary_row(plan, item.head, row.border, item.first_slot + row.slot);
         if (is_first)
-            atomicAdd(&plan.carry.dbias[at], dbias);
+            atomicAdd(&plan.boundary.dbias[at], dbias);
         const int64_t to = at * head_dim + row.channel;
-        carry_sums(plan.carry.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
-        carry_sums(plan.carry.dv + to, head_dim - row.channel, i, 1, dv);
+        carry_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
+        carry_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
     } else if (plan.dbias != NULL && is_first) {
         float *const to =
             plan.dbias + item.b * plan.dbias_batch + item.g * plan.dbias_head + row.key;

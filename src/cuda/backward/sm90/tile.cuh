@@ -197,9 +197,9 @@ __device__ static inline backward_item item_of(const backward_plan &plan,
         item.end = min(item.epoch + pass.span, epochs_of(plan));
         item.part = 0;
     } else {
-        item.epoch = item.part * plan.part_lists;
-        item.end =
-            plan.parts > 1 ? min(item.epoch + plan.part_lists, epochs_of(plan)) : epochs_of(plan);
+        item.epoch = item.part * plan.partition_lists;
+        item.end = plan.partitions > 1 ? min(item.epoch + plan.partition_lists, epochs_of(plan))
+                                       : epochs_of(plan);
     }
     return item;
 }

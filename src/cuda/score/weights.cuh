@@ -1,7 +1,7 @@
-/* dt_proj as the weights of score kernels: where it is not of v's type, aligned to 16 bytes,
- * arrange_weights() writes it to the workspace, and a float32 one as a sum of three numbers. */
-#ifndef FDMA_CUDA_SCORE_SCORE_WEIGHTS_CUH
-#define FDMA_CUDA_SCORE_SCORE_WEIGHTS_CUH
+/* Makes the weights of score kernels from dt_proj. Where dt_proj is not of v's type or not aligned
+ * to 16 bytes, arrange_weights() writes it to the workspace, a float32 weight as three limbs. */
+#ifndef FDMA_CUDA_SCORE_WEIGHTS_CUH
+#define FDMA_CUDA_SCORE_WEIGHTS_CUH
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/ptx.cuh"
@@ -16,8 +16,9 @@ __device__ static float load_weight(const score_params &params, int g, int chann
                                : to_float(((const T *)params.dt_proj)[at]);
 }
 
-/* Block g finds the power of two that brings kv head g's largest weight to 2^14, where float16 is
- * densest, and which bfloat16, with float32's exponents, can do without. */
+/* Thread block g finds the power of two by which the weights of kv head g are divided, so that the
+ * largest is near 2^14 and few limbs are subnormal in float16. bfloat16, with the exponents of
+ * float32, needs no scale. */
 template <typename T>
 __global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
     __shared__ float most_of_warp[arrange_threads / 32];
@@ -38,28 +39,28 @@ __global__ void __launch_bounds__(arrange_threads) find_scales(const score_param
     params.scales[g] = is_scaled ? exp2f(fmaxf(floorf(log2f(most)) - 14, -126)) : 1;
 }
 
-/* Part `part` of x: each takes the upper bits of what those before it left over. */
-template <typename T> __device__ static T take_part(float x, int part) {
-    for (int before = 0; before < part; before++)
+/* A limb of x. Each takes the upper bits of what those before it leave over. */
+template <typename T> __device__ static T limb_of(float x, int limb) {
+    for (int before = 0; before < limb; before++)
         x -= to_float(from_float_toward_zero<T>(x));
     return from_float_toward_zero<T>(x);
 }
 
-/* A thread writes a chunk of kv head blockIdx.x's weights, in all parts. */
+/* Each thread writes a vector of the weights of kv head blockIdx.x, all limbs of it. */
 template <typename T>
 __global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_params params) {
     const int g = blockIdx.x;
-    const int channel = (blockIdx.y * arrange_threads + threadIdx.x) * chunk_channels;
-    griddepcontrol_wait(); // for the scales
+    const int channel = (blockIdx.y * arrange_threads + threadIdx.x) * vec_channels;
+    griddepcontrol_wait(); // for find_scales()
     griddepcontrol_launch_dependents();
     if (channel >= params.channels)
         return;
     const float scale = params.scales != NULL ? params.scales[g] : 1;
-    for (int part = 0; part < params.parts; part++) {
-        alignas(16) T elements[chunk_channels];
-        for (int i = 0; i < chunk_channels; i++)
-            elements[i] = take_part<T>(load_weight<T>(params, g, channel + i) / scale, part);
-        T *const to = (T *)params.weights + part * params.weight_part + g * params.weight_row;
+    for (int limb = 0; limb < params.limbs; limb++) {
+        alignas(16) T elements[vec_channels];
+        for (int i = 0; i < vec_channels; i++)
+            elements[i] = limb_of<T>(load_weight<T>(params, g, channel + i) / scale, limb);
+        T *const to = (T *)params.weights + limb * params.weight_limb + g * params.weight_row;
         *(uint4 *)(to + channel) = *(const uint4 *)elements;
     }
 }
@@ -67,11 +68,10 @@ __global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_p
 template <typename T>
 static fdma_status launch_arrange(const fdma_problem *problem, const score_params &params) {
     launch_shape scales, arrange;
-    const int chunks = params.channels / chunk_channels;
+    const int vecs = params.channels / vec_channels;
     scales.grid = dim3((unsigned)params.kv_heads);
     scales.block = arrange.block = dim3(arrange_threads);
-    arrange.grid = dim3((unsigned)params.kv_heads,
-                        (unsigned)((chunks + arrange_threads - 1) / arrange_threads));
+    arrange.grid = dim3((unsigned)params.kv_heads, (unsigned)divide_up(vecs, arrange_threads));
     arrange.after_dependency = params.scales != NULL;
     if (params.scales != NULL)
         FDMA_TRY(launch("score", find_scales<T>, scales, problem, params));

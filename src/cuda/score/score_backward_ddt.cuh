@@ -1,10 +1,10 @@
-/* What kernels of score_backward work from, and the gradients in front of dt_proj: from dbias and
- * dt to ddt, arranged as the tensor cores want it.
+/* What the kernels of score_backward work from, and the first of them: from dbias and dt it makes
+ * ddt, the gradient of the products of v and dt_proj, as operands of the tensor cores.
  *
- * ddt takes part in products as the sum of two numbers of v's type, so that a product over 8 kv
- * heads is one over 16 of the tensor cores, and a product for 8 kv heads one of 16 rows. */
-#ifndef FDMA_CUDA_SCORE_SCORE_GRADIENTS_CUH
-#define FDMA_CUDA_SCORE_SCORE_GRADIENTS_CUH
+ * An operand has ddt as a sum of two limbs of v's type. So a product that sums over 8 kv heads
+ * takes the 16 columns of an mma, and one whose rows are 8 kv heads its 16 rows. */
+#ifndef FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
+#define FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/ptx.cuh"
@@ -14,52 +14,52 @@
 static constexpr int find_threads = 256;
 static constexpr int find_warps = find_threads / 32;
 static constexpr int tile_keys = 16;           // of a product
-static constexpr int tile_heads = 8;           // of a product, each in two parts
-static constexpr int round_tiles = find_warps; // whose gradients a block finds
+static constexpr int tile_heads = 8;           // of a product, each in two limbs
+static constexpr int round_tiles = find_warps; // of a round: the tiles of a thread block
 static constexpr int round_keys = round_tiles * tile_keys;
 
 struct gradient_params {
-    score_params score; // v, dt_proj as weights, and where their products are: dt
+    score_params score; // v, the weights, and their products: dt
     const void *a;
     const float *dbias;
     const uint8_t *key_valid;                                            // NULL: all
     void *dv, *ddt_proj, *da;                                            // dv NULL: not wanted
     int64_t dbias_batch, dbias_head, dv_batch, dv_row, dv_head, ddt_row; // strides in elements
     int64_t valid_batch;
-    float *ddt;      // [batch][kv_heads][kv_len], in the place of dt
+    float *ddt;      // [batch][kv_heads][kv_len], where dt was
     void *operands;  // tile_operands [blocks of kv heads][batch][tiles]
-    uint32_t *masks; // of tiles likewise: bit i: key i has a gradient
+    uint32_t *masks; // of the same tiles; bit i: key i has a gradient
     float *dt_sums;  // [batch * splits][kv_heads][channels]
     float *a_sums;   // [batch * rounds][kv_heads]
     int32_t batch, kv_len, kv_heads, head_dim, channels;
-    int32_t tiles, split_tiles; // of a sequence, of a split: multiples of round_tiles
+    int32_t tiles, split_tiles; // of a sequence, of a split; multiples of round_tiles
     int32_t splits;             // of a sequence
-    int32_t key_warps;          // of a block, that have the same channels
+    int32_t key_warps;          // warps of a thread block that have the same channels
     bool dv_aligned, is_exp, accumulate;
 };
 
-/* ddt of a tile as mma wants it, a chunk for each lane, and what the sums are to be multiplied
- * with. */
+/* ddt of a tile as operands of mma, a vector for each lane, and the factors that undo their
+ * scales. */
 template <int head_tiles> struct alignas(16) tile_operands {
     uint4 keys[head_tiles][32];  // with keys as rows
-    uint4 heads[head_tiles][32]; // with heads: the upper parts, then the lower ones
-    float back_of_key[tile_keys];
-    float back_of_head[head_tiles * tile_heads];
+    uint4 heads[head_tiles][32]; // with heads as rows: the upper limbs, then the lower ones
+    float key_unscale[tile_keys];
+    float head_unscale[head_tiles * tile_heads];
 };
 
-/* Where a block's split is. */
-struct split_place {
-    int32_t b, tile; // in its sequence
+/* The keys of a thread block. */
+struct split_range {
+    int32_t b, tile; // tile: the first, in its sequence
 };
 
-__device__ static inline split_place find_split(const gradient_params &params) {
-    const int32_t split = opaque(blockIdx.x); // computed where it is wanted: registers are few
+__device__ static inline split_range find_split(const gradient_params &params) {
+    const int32_t split = opaque(blockIdx.x); // not hoisted: registers are few
     return {split / params.splits, split % params.splits * params.split_tiles};
 }
 
-/* Its tiles. */
-__device__ static inline int32_t split_length(const gradient_params &params, split_place place) {
-    return min(params.split_tiles, params.tiles - place.tile);
+/* The tiles of a split. */
+__device__ static inline int32_t split_length(const gradient_params &params, split_range range) {
+    return min(params.split_tiles, params.tiles - range.tile);
 }
 
 /* The index of a sequence's first tile, for a block of kv heads. */
@@ -76,8 +76,8 @@ __device__ static inline bool is_valid(const gradient_params &params, int32_t b,
     return params.key_valid == nullptr || params.key_valid[b * params.valid_batch + j] != 0;
 }
 
-/* What a key's dbias of one kv head makes of the gradients of dt and of a. Where dbias is not 0, a
- * ddt that is is -0: a term all the same, since 0 * inf is NaN. */
+/* The gradients of dt and of a that come from one key and kv head. If dbias is not 0 but ddt is,
+ * ddt is stored as -0: it still is a term of the sums, since 0 * inf is NaN. */
 struct key_gradient {
     float ddt, da;
 };
@@ -97,22 +97,23 @@ __device__ static inline key_gradient find_gradient(const gradient_params &param
     return {ddt == 0 ? -0.0f : ddt, dz * plus};
 }
 
-/* The power of two that brings `most` to where float16 is densest, and the one back. */
-struct power {
-    float there, back;
+/* A power of two that scales numbers up to `most` to the upper range of float16, and its
+ * inverse. */
+struct power_scale {
+    float factor, inverse;
 };
 
-template <typename element> __device__ static inline power find_power(float most) {
+template <typename element> __device__ static inline power_scale find_power(float most) {
     const int exponent = __float_as_int(most) >> 23;
-    if (is_bfloat16<element>() || exponent == 255) // which can do without; inf and NaN have none
+    if (is_bfloat16<element>() || exponent == 255) // bfloat16 needs none; inf and NaN have none
         return {1, 1};
     const int bounded = max(exponent, 15);
     return {__int_as_float((268 - bounded) << 23), __int_as_float((bounded - 14) << 23)};
 }
 
-/* x and y as sums of two numbers each: the upper bits, and what they leave over. */
+/* x and y as two limbs each: the upper bits, and what they leave over. */
 template <typename element>
-__device__ static inline void split_pair(uint32_t &upper, uint32_t &lower, float x, float y) {
+__device__ static inline void split_limbs(uint32_t &upper, uint32_t &lower, float x, float y) {
     alignas(4)
         element pair[2] = {from_float_toward_zero<element>(x), from_float_toward_zero<element>(y)};
     upper = *(const uint32_t *)pair;
@@ -120,8 +121,8 @@ __device__ static inline void split_pair(uint32_t &upper, uint32_t &lower, float
                                         isinf(y) ? 0 : y - to_float(pair[1]));
 }
 
-/* ddt of a round by key and head, in rows such that a warp's reads are in different banks; what
- * each adds to da; and what the weights of each head were divided by. */
+/* ddt of a round by key and head, in rows padded so that a warp reads from different banks; what
+ * each key adds to da; and by what the weights of each head were divided. */
 template <int head_tiles> struct round_gradients {
     static constexpr int heads = head_tiles * tile_heads;
     alignas(16) float ddt[round_keys][heads + 4];
@@ -129,12 +130,12 @@ template <int head_tiles> struct round_gradients {
     float scales[heads];
 };
 
-/* A warp's tile with keys as rows: a lane has keys lane / 4 and that + 8. */
+/* Writes the operand with keys as rows. A lane has keys lane / 4 and lane / 4 + 8. */
 template <typename element, int head_tiles>
 __device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
                                            const round_gradients<head_tiles> &from) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * tile_keys;
-    uint32_t parts[head_tiles][4];
+    uint32_t limbs[head_tiles][4];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int key = half * 8 + lane / 4;
@@ -148,20 +149,20 @@ __device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
             pair[tile].y *= from.scales[head + 1];
             most = fmaxf(most, fmaxf(fabsf(pair[tile].x), fabsf(pair[tile].y)));
         }
-        const power factor = find_power<element>(quad_max(most));
-        to->back_of_key[key] = factor.back;
+        const power_scale scale = find_power<element>(quad_max(most));
+        to->key_unscale[key] = scale.inverse;
 #pragma unroll
         for (int tile = 0; tile < head_tiles; tile++)
-            split_pair<element>(parts[tile][half], parts[tile][2 + half],
-                                pair[tile].x * factor.there, pair[tile].y * factor.there);
+            split_limbs<element>(limbs[tile][half], limbs[tile][2 + half],
+                                 pair[tile].x * scale.factor, pair[tile].y * scale.factor);
     }
 #pragma unroll
     for (int tile = 0; tile < head_tiles; tile++)
         to->keys[tile][lane] =
-            make_uint4(parts[tile][0], parts[tile][1], parts[tile][2], parts[tile][3]);
+            make_uint4(limbs[tile][0], limbs[tile][1], limbs[tile][2], limbs[tile][3]);
 }
 
-/* With heads as rows: a lane has head lane / 4 of a tile of heads. */
+/* Writes the operand with heads as rows. A lane has head lane / 4 of a tile of heads. */
 template <typename element, int head_tiles>
 __device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
                                             const round_gradients<head_tiles> &from) {
@@ -170,19 +171,19 @@ __device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
     for (int tile = 0; tile < head_tiles; tile++) {
         const int head = tile * tile_heads + lane / 4;
         float x[4], most = 0;
-        uint32_t parts[4];
+        uint32_t limbs[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             x[i] = from.ddt[first + lane % 4 * 2 + i / 2 * 8 + i % 2][head];
             most = fmaxf(most, fabsf(x[i]));
         }
-        const power factor = find_power<element>(quad_max(most));
-        to->back_of_head[head] = factor.back;
+        const power_scale scale = find_power<element>(quad_max(most));
+        to->head_unscale[head] = scale.inverse;
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            split_pair<element>(parts[half * 2], parts[half * 2 + 1], x[half * 2] * factor.there,
-                                x[half * 2 + 1] * factor.there);
-        to->heads[tile][lane] = make_uint4(parts[0], parts[1], parts[2], parts[3]);
+            split_limbs<element>(limbs[half * 2], limbs[half * 2 + 1], x[half * 2] * scale.factor,
+                                 x[half * 2 + 1] * scale.factor);
+        to->heads[tile][lane] = make_uint4(limbs[0], limbs[1], limbs[2], limbs[3]);
     }
 }
 
@@ -199,12 +200,12 @@ __device__ static inline uint32_t find_mask(const round_gradients<head_tiles> &f
     return (both | both >> tile_keys) & 0xffff;
 }
 
-/* ddt of a thread's key, of every second of the kv heads from g on; 0 where dbias is. */
+/* Finds ddt of a thread's key, for every second kv head from g on; 0 where dbias is 0. */
 template <typename element, int head_tiles>
 __device__ static inline void take_key(round_gradients<head_tiles> *round,
                                        const gradient_params &params, int32_t b, int32_t g,
                                        int32_t j) {
-    constexpr int together = 4; // heads whose numbers are loaded at once
+    constexpr int together = 4; // heads that are loaded at once
     const int key = threadIdx.x % round_keys, first = threadIdx.x / round_keys;
     const bool is_key = j < params.kv_len, there = is_key && is_valid(params, b, j);
 #pragma unroll 1
@@ -239,7 +240,7 @@ __device__ static inline float sum_lanes(float x) {
     return x;
 }
 
-/* Writes what a round adds to da, a warp a head. */
+/* Writes what a round adds to da. A warp takes a head. */
 template <int head_tiles>
 __device__ static inline void put_coefficients(const round_gradients<head_tiles> &round,
                                                const gradient_params &params, int32_t g) {
@@ -253,8 +254,8 @@ __device__ static inline void put_coefficients(const round_gradients<head_tiles>
     }
 }
 
-/* A block a round of a sequence's keys and a block of kv heads: from dt to ddt, its operands, and
- * what they add to da. */
+/* From dt to ddt, its operands, and what they add to da. A thread block takes a round of a
+ * sequence's keys, and a block of kv heads. */
 template <typename element, int head_tiles>
 __global__ void __launch_bounds__(find_threads)
     find_gradients(const __grid_constant__ gradient_params params) {
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(find_threads)
     const int32_t g = blockIdx.y * round.heads, rounds = params.tiles / round_tiles;
     const int32_t b = blockIdx.x / rounds, tile = blockIdx.x % rounds * round_tiles;
     const int64_t mine = first_tile(params, blockIdx.y, b) + tile + threadIdx.x / 32;
-    griddepcontrol_wait(); // for dt, and the scales
+    griddepcontrol_wait(); // for score_keys() and find_scales()
     griddepcontrol_launch_dependents();
     if (threadIdx.x < round.heads)
         round.scales[threadIdx.x] =

@@ -1,17 +1,21 @@
-/* The two products of a tile on AMX, whose instructions multiply tiles of 16 rows by 16 words of
- * two bfloat16. Two by two of them hold the sums. Rows are keys or channels, columns lanes. */
-#ifndef FDMA_CPU_COMMON_PRODUCT_TILES_H
-#define FDMA_CPU_COMMON_PRODUCT_TILES_H
+/* The products of a tile on AMX, which multiplies tiles of 16 rows by 16 words of two bfloat16. Tile
+ * registers 0 to 3 hold the sums of 2 x 2 tiles, whose rows are keys or channels and whose columns
+ * are lanes. */
+#ifndef FDMA_CPU_COMMON_PRODUCT_AMX_H
+#define FDMA_CPU_COMMON_PRODUCT_AMX_H
 
-#include "cpu/common/keys.h"
+#include "cpu/common/step.h"
 
-enum { amx_rows = 16, amx_words = 16, amx_lanes = 16, amx_bytes = 64 };
+enum {
+    amx_rows = 16,
+    amx_words = 16,
+    amx_lanes = 16,
+    amx_bytes = 64,                  /* of a row */
+    summed_blocks = backward_blocks, /* blocks of lanes that one call of add_lanes() sums over */
+};
 
 _Static_assert((int)terms == 2 && (int)vf_width == (int)amx_lanes, "AMX multiplies pairs");
 _Static_assert((int)key_step == (int)terms * (int)amx_words, "a step of keys is one row of words");
-
-/* Scores, logits, weights of a group of keys, in registers. */
-typedef vf score_block[score_keys][tile_vectors];
 
 typedef struct amx_config {
     uint8_t palette, start_row, reserved[14];
@@ -19,7 +23,8 @@ typedef struct amx_config {
     uint8_t rows[16];
 } amx_config;
 
-/* Constant, as gcc takes only the first bytes of a variable to be read, and leaves out the rest. */
+/* The configuration is static: of a local variable, gcc assumes that only the first bytes are read
+ * and does not write the others. */
 static inline void begin_products(void) {
     enum { r = amx_rows, b = amx_bytes };
     static const amx_config config = {
@@ -32,8 +37,8 @@ static inline void begin_products(void) {
 
 static inline void end_products(void) { _tile_release(); }
 
-/* Rows of the listed keys as the left side of a product: in each strip, for each step of keys, a
- * row of words for every channel. */
+/* Arranges the rows of the listed keys as the left operand of the second product: in each strip, for
+ * each step of keys, one row of words for every channel. */
 static void load_values(const fdma_problem *problem, float *values, const void *const *sources,
                         int32_t count) {
     for (int32_t n = 0; n < whole_steps(count); n += key_step)
@@ -61,23 +66,23 @@ static inline void clear_sums(void) {
 
 static inline void store_sums(float *to) {
     const int64_t lane_bytes = block_lanes * 4;
-    float *const late = to + amx_rows * block_lanes;
+    float *const lower = to + amx_rows * block_lanes;
     _tile_stored(0, to, lane_bytes);
     _tile_stored(1, to + amx_lanes, lane_bytes);
-    _tile_stored(2, late, lane_bytes);
-    _tile_stored(3, late + amx_lanes, lane_bytes);
+    _tile_stored(2, lower, lane_bytes);
+    _tile_stored(3, lower + amx_lanes, lane_bytes);
 }
 
 static inline void load_sums(const float *from) {
     const int64_t lane_bytes = block_lanes * 4;
-    const float *const late = from + amx_rows * block_lanes;
+    const float *const lower = from + amx_rows * block_lanes;
     _tile_loadd(0, from, lane_bytes);
     _tile_loadd(1, from + amx_lanes, lane_bytes);
-    _tile_loadd(2, late, lane_bytes);
-    _tile_loadd(3, late + amx_lanes, lane_bytes);
+    _tile_loadd(2, lower, lane_bytes);
+    _tile_loadd(3, lower + amx_lanes, lane_bytes);
 }
 
-/* S^T = K Q^T of a step of keys and two vectors of lanes. */
+/* S = K Q^T of a step of keys and two vectors of lanes. */
 static inline void score_tiles(float *scores, const float *k, const float *q, int64_t dim) {
     const int64_t row = padded_row(dim), row_bytes = row * 4, lane_bytes = block_lanes * 4;
     clear_sums();
@@ -94,20 +99,21 @@ static inline void score_tiles(float *scores, const float *k, const float *q, in
     store_sums(scores);
 }
 
-/* Scores of the step of keys that begins at `first`, for one block of lanes. To do this in pieces
- * between the softmaxes of the step before takes 9 % longer. */
-static inline void score_step(const tile_state *tile, int64_t dim, int32_t first, int block) {
-    const float *const k = tile->k_rows + first * padded_row(dim);
-    const float *const q = tile->q + block * (dim / terms) * block_lanes;
+/* Writes the scores of the step of keys that begins at `first` to memory, for one block of lanes.
+ * Interleaving this with the softmax of the step before takes 9 % longer. */
+static inline void score_key_step(const tile_step *step, int32_t first, int block) {
+    const float *const k = step->tile->k_rows + first * padded_row(step->dim);
+    const float *const q = block_queries(step, block);
     for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
-        score_tiles(tile->scores + lane, k, q + lane, dim);
+        score_tiles(step->tile->scores + lane, k, q + lane, step->dim);
 }
 
-INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t dim, int32_t first,
-                        int block, const void *const *ahead, int64_t word_size) {
-    const float *const scores = tile->scores + first % key_step * block_lanes;
-    (void)block;
-    for (int64_t byte = 0; ahead && byte < dim / terms * word_size; byte += 64)
+/* Loads the scores of the group that begins at `first`, which score_key_step() has written. */
+INLINE void score_group(score_block s, int from, const tile_step *step, int32_t first, int block) {
+    const float *const scores = step->tile->scores + first % key_step * block_lanes;
+    const void *const *const ahead = rows_ahead(step, first, block);
+    for (int64_t byte = 0; ahead != NULL && byte < step->dim / terms * step->next->word_size;
+         byte += 64)
         prefetch_rows(ahead, score_keys, byte);
     UNROLL
     for (int key = 0; key < score_keys; key++) {
@@ -117,10 +123,10 @@ INLINE void score_group(score_block s, int from, const tile_state *tile, int64_t
     }
 }
 
-/* The same upon what lanes start with. */
-INLINE void score_group_from(score_block s, int from, const tile_state *tile, int64_t dim,
-                             int32_t first, int block, const float *start) {
-    score_group(s, from, tile, dim, first, block, NULL, 0);
+/* As score_group(), plus `start`, one number for each lane. */
+INLINE void score_group_from(score_block s, int from, const tile_step *step, int32_t first,
+                             int block, const float *start) {
+    score_group(s, from, step, first, block);
     UNROLL
     for (int key = 0; key < score_keys; key++) {
         UNROLL
@@ -129,7 +135,7 @@ INLINE void score_group_from(score_block s, int from, const tile_state *tile, in
     }
 }
 
-/* O^T += V^T P^T for two strips of channels and two vectors of lanes. */
+/* O += V P for two strips of channels and two vectors of lanes. */
 static inline void add_tiles(float *out, const float *values, const float *weights, int32_t words) {
     const int64_t lane_bytes = block_lanes * 4;
     load_sums(out);
@@ -146,25 +152,25 @@ static inline void add_tiles(float *out, const float *values, const float *weigh
     store_sums(out);
 }
 
-/* The same for all channels of a block of lanes, over words 0 to `end`; those up to the end of its
- * step weigh nothing. */
-static inline void add_all_values(const tile_state *tile, int64_t dim, int block, int from,
-                                  int32_t first, int32_t end) {
-    float *const out = tile->out + block * dim * block_lanes;
-    (void)from, (void)first; // as no half of a block is left out
-    for (int64_t d = 0; d < dim; d += 2 * amx_rows)
+/* O += V P for all channels of a block of lanes, over words 0 to `words` - 1 and those that fill the
+ * last step, whose weights are 0. */
+static inline void add_all_values(const tile_step *step, int block, int32_t words) {
+    const tile_state *const tile = step->tile;
+    float *const out = block_out(step, block);
+    for (int64_t d = 0; d < step->dim; d += 2 * amx_rows)
         for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
             add_tiles(out + d * block_lanes + lane,
-                      tile->values + d / strip_channels * strip_length, tile->weights + lane, end);
+                      tile->values + d / strip_channels * strip_length, tile->weights + lane,
+                      words);
 }
 
-/* sums += words of lanes times rows, for a step of keys and some pairs of vectors of channels: the
- * third product, of the backward pass. It goes over a tile's blocks of lanes, as what it takes to
- * add up is much for the lanes of one. Words of a key lie `length` after another's, rows of a block
- * `block_length` after another's; blocks that are not used have words of 0. */
-static inline void add_tile_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
-                                  const float *rows, int64_t block_length, int vectors, int blocks,
-                                  const uint8_t *is_used) {
+/* sums += words times rows, for a step of keys and some pairs of vectors of channels: the product of
+ * the backward pass that sums over lanes. It takes all blocks of a tile at once, because adding the
+ * result to memory costs much beside the product over one block. The words of two keys are `length`
+ * apart, the rows of two blocks `block_length`; blocks that keep none of the keys are left out. */
+static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
+                             const float *rows, int64_t block_length, int vectors, int blocks,
+                             const bool *keeps) {
     const int64_t lane_bytes = block_lanes * 4, length_bytes = length * 4;
     float stored[key_step * block_lanes];
     for (int m = 0; m < vectors; m += 2) {
@@ -173,7 +179,7 @@ static inline void add_tile_lanes(float *const *sums, int64_t d, const float *wo
             const int block = w / (block_lanes / terms), line = w % (block_lanes / terms);
             const float *const channels =
                 rows + block * block_length + line * block_lanes + m * amx_lanes;
-            if (!is_used[block])
+            if (!keeps[block])
                 continue;
             _tile_loadd(4, words + w, length_bytes);
             _tile_loadd(5, words + amx_rows * length + w, length_bytes);
@@ -192,15 +198,6 @@ static inline void add_tile_lanes(float *const *sums, int64_t d, const float *wo
                 vf_store(at, vf_add(vf_load(at), more));
             }
     }
-}
-
-/* That of one block is not by itself. */
-enum { lane_keys = key_step };
-
-static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
-                             const float *rows, int vectors, int first, int end) {
-    (void)sums, (void)d, (void)words, (void)length, (void)rows, (void)vectors, (void)first;
-    (void)end;
 }
 
 #endif

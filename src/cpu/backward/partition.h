@@ -1,0 +1,113 @@
+/* Where there are few heads, the tiles of each are divided into partitions, which threads work on
+ * independently. A key that is kept on both sides of a border gets sums in each of its partitions;
+ * they are added up at the end, in the order of positions. Partitions depend on the shape of the
+ * problem without its batch, and so the results depend neither on the threads nor on the batch. */
+#ifndef FDMA_CPU_BACKWARD_PARTITION_H
+#define FDMA_CPU_BACKWARD_PARTITION_H
+
+#include "cpu/backward/keys.h"
+
+enum {
+    wanted_tasks = 8,           /* of one sequence */
+    min_partition = 4,          /* tiles */
+    free_table_bytes = 1 << 24, /* that the tables of one (b, g) may take in any case */
+};
+
+/* What the sweep over a partition leaves behind. Keys are in ascending order. */
+typedef struct partition {
+    float *sums;            /* of its key table: row n is that of inherited[n] */
+    int32_t *inherited;     /* keys that queries before the partition keep, too */
+    int32_t *outliving;     /* keys that queries after the partition keep, too */
+    int32_t *outliving_row; /* of sums */
+    struct {
+        int64_t inherited, outliving;
+    } *count;
+} partition;
+
+static partition take_partition(fdma_arena *arena, const fdma_problem *problem, int64_t rows) {
+    partition one;
+    one.sums = fdma_arena_take(arena, sums_bytes(problem, rows));
+    one.inherited = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
+    one.outliving = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
+    one.outliving_row = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
+    one.count = fdma_arena_take(arena, sizeof *one.count);
+    return one;
+}
+
+/* All tables together take no more than free_table_bytes, 30 % of the bytes of k and v, and 4 bytes
+ * for each element of dq. */
+static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
+    const double dim = (double)problem->head_dim;
+    const double keys = 2 * (double)problem->kv_len * dim * (double)fdma_dtype_size(problem->dtype);
+    const double rows = (double)(problem->q_len * problem->group) * dim;
+    const double table = (double)sums_bytes(problem, table_rows(problem, lanes, true));
+    const double most = (free_table_bytes + 0.3 * keys + 4 * rows) / table;
+    int64_t count = 1;
+    while (2 * count * problem->kv_heads <= wanted_tasks && 2 * (double)count <= most &&
+           2 * count * min_partition <= tiles_of(problem, lanes))
+        count *= 2;
+    return count;
+}
+
+static int64_t first_tile(int64_t tiles, int64_t count, int64_t index) {
+    return tiles * index / count;
+}
+
+/* Gives rows to the keys that arrived before the first tile of a partition. */
+static void begin_partition(const fdma_problem *problem, const row_range *first, key_table *table,
+                            partition *one) {
+    const int32_t before = first->first > 0 ? row_position(problem, first->first - 1) : -1;
+    table->first_key = before + 1;
+    if (before >= 0)
+        admit_keys(problem, first, expiry_of_head(problem, first->b, first->g),
+                   valid_keys(problem, first->b), before, table);
+    one->count->inherited = table->live_count;
+    memcpy(one->inherited, table->live, (size_t)table->live_count * sizeof *one->inherited);
+}
+
+/* Records the keys that are still alive at the tile after the last one. */
+static void end_partition(const fdma_problem *problem, const row_range *next, key_table *table,
+                          partition *one) {
+    retire_keys(problem, next, expiry_of_head(problem, next->b, next->g), next->first_position,
+                table);
+    one->count->outliving = table->live_count;
+    for (int64_t n = 0; n < table->live_count; n++) {
+        one->outliving[n] = table->live[n];
+        one->outliving_row[n] = table->row_of[table->live[n]];
+    }
+}
+
+static void add_row(float *to, const float *from, int64_t count) {
+    for (int64_t x = 0; x < count; x += vf_width)
+        vf_store(to + x, vf_add(vf_load(from + x), vf_load(to + x)));
+}
+
+/* Adds the sums that earlier partitions have of the keys which the next one inherits. A key that
+ * outlives `from` but is not inherited by `to` comes from an unsound selection. */
+static void add_inherited(const fdma_problem *problem, const row_range *rows,
+                          const key_table *table, const partition *from, const partition *to) {
+    int64_t m = 0;
+    for (int64_t n = 0; n < from->count->outliving; n++) {
+        const float *const sums = from->sums + from->outliving_row[n] * table->row_size;
+        while (m < to->count->inherited && to->inherited[m] < from->outliving[n])
+            m++;
+        if (m < to->count->inherited && to->inherited[m] == from->outliving[n])
+            add_row(to->sums + m * table->row_size, sums, table->row_size);
+        else
+            write_sums(problem, rows, table, from->outliving[n], sums);
+    }
+}
+
+/* Writes the gradients of the inherited keys that no query after the partition keeps. */
+static void write_inherited(const fdma_problem *problem, const row_range *rows,
+                            const key_table *table, const partition *one) {
+    int64_t m = 0;
+    for (int64_t n = 0; n < one->count->inherited; n++) {
+        while (m < one->count->outliving && one->outliving[m] < one->inherited[n])
+            m++;
+        if (m == one->count->outliving || one->outliving[m] != one->inherited[n])
+            write_sums(problem, rows, table, one->inherited[n], one->sums + n * table->row_size);
+    }
+}
+
+#endif

@@ -1,0 +1,33 @@
+/* The vocabulary, the products and the tile shape of the point of the build matrix that is being
+ * compiled. Each file of src/cpu/isa names its point before it includes anything; a kernel header
+ * that is opened alone is read in the scalar vocabulary. */
+#ifndef FDMA_CPU_SIMD_SIMD_H
+#define FDMA_CPU_SIMD_SIMD_H
+
+#if defined(FDMA_POINT_AMX)
+#include "cpu/simd/amx_shape.h"
+#include "cpu/simd/avx512.h"
+#include "cpu/simd/bf16_pairs.h"
+#elif defined(FDMA_POINT_AVX512BF16)
+#include "cpu/simd/avx512.h"
+#include "cpu/simd/avx512_shape.h"
+#include "cpu/simd/bf16_pairs.h"
+#elif defined(FDMA_POINT_AVX512)
+#include "cpu/simd/avx512.h"
+#include "cpu/simd/avx512_shape.h"
+#include "cpu/simd/singles.h"
+#elif defined(FDMA_POINT_AVX2)
+#include "cpu/simd/avx2.h"
+#include "cpu/simd/singles.h"
+#elif defined(FDMA_POINT_NEONBF16)
+#include "cpu/simd/neon.h"
+#include "cpu/simd/neon_bf16_pairs.h"
+#elif defined(FDMA_POINT_NEON)
+#include "cpu/simd/neon.h"
+#include "cpu/simd/singles.h"
+#else
+#include "cpu/simd/scalar.h"
+#include "cpu/simd/singles.h"
+#endif
+
+#endif

@@ -1,0 +1,222 @@
+/* test_parallel.c - the threads that calls on the CPU run on. */
+#define _GNU_SOURCE /* sched_setaffinity */
+
+#include "test.h"
+
+#include "cpu/parallel.h"
+
+#include <fenv.h>
+#include <float.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { most_tasks = 1000, most_workers = 8 };
+
+typedef struct tally {
+    _Atomic int done[most_tasks];     /* how often each task was done */
+    _Atomic int busy[most_workers];   /* whether a thread number is in use */
+    _Atomic int clashes, wrong_modes; /* tasks that found something wrong */
+    int64_t work;                     /* of a task, in rounds of a loop */
+} tally;
+
+static void work_for(int64_t rounds) {
+    static _Thread_local volatile int64_t sink;
+    for (int64_t n = 0; n < rounds; n++) {
+        sink += n;
+    }
+}
+
+/* Rounds to nearest and keeps subnormal numbers; the division traps where traps are on. */
+static int has_default_modes(void) {
+    const volatile float one = 1, little = 0x1p-30F, least = FLT_MIN, zero = 0;
+    return one + little == 1 && one - little == 1 && least / 2 > 0 && one / zero == INFINITY;
+}
+
+static void count_task(const void *context, int64_t index, int32_t thread) {
+    tally *const t = (tally *)(uintptr_t)context;
+    t->clashes += atomic_exchange(&t->busy[thread], 1);
+    t->wrong_modes += !has_default_modes();
+    work_for(t->work);
+    t->done[index]++;
+    atomic_store(&t->busy[thread], 0);
+}
+
+/* Whether each of `count` tasks was done once, no two at a time with one thread number. */
+static int is_done_once(int32_t threads, int64_t count, int64_t work) {
+    tally t = {.work = work};
+    fdma_parallel_for(threads, count, count_task, &t);
+    int right = t.clashes == 0 && t.wrong_modes == 0;
+    for (int64_t n = 0; n < most_tasks; n++) {
+        right &= t.done[n] == (n < count);
+    }
+    return right;
+}
+
+static void tasks_are_done_once(void) {
+    static const int64_t counts[] = {0, 1, 2, 3, 17, most_tasks};
+    for (int32_t threads = 1; threads <= most_workers; threads++) {
+        for (int c = 0; c < TEST_COUNT(counts); c++) {
+            test_context("%d threads, %lld tasks", threads, (long long)counts[c]);
+            for (int round = 0; round < 20; round++) {
+                CHECK(is_done_once(threads, counts[c], round * 100));
+            }
+        }
+    }
+}
+
+/* Some threads leave while others join; the pool is asleep at some of the calls. */
+static void *call_again_and_again(void *unused) {
+    const struct timespec pause = {.tv_nsec = 200000};
+    intptr_t right = 1;
+    (void)unused;
+    for (int round = 0; round < 100; round++) {
+        right &= is_done_once(1 + round % most_workers, round % 40, round * 10);
+        if (round % 10 == 0) {
+            nanosleep(&pause, NULL);
+        }
+    }
+    return (void *)right;
+}
+
+static void callers_share_threads(void) {
+    enum { callers = 6 };
+    pthread_t threads[callers];
+    for (int n = 0; n < callers; n++) {
+        CHECK(pthread_create(&threads[n], NULL, call_again_and_again, NULL) == 0);
+    }
+    for (int n = 0; n < callers; n++) {
+        void *right = NULL;
+        CHECK(pthread_join(threads[n], &right) == 0 && right != NULL);
+    }
+}
+
+/* Threads of the parent do not exist in the child; its first call finds new ones. */
+static void children_have_threads(void) {
+    CHECK(is_done_once(most_workers, 100, 1000));
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        _exit(is_done_once(most_workers, 100, 1000) && is_done_once(2, 3, 0) ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(is_done_once(most_workers, 100, 1000));
+}
+
+static void modes_are_the_tasks_own(void) {
+    for (int32_t threads = 1; threads <= 4; threads++) {
+        fesetround(FE_UPWARD);
+#if defined(__GLIBC__)
+        feenableexcept(FE_DIVBYZERO | FE_INVALID);
+#endif
+        const int right = is_done_once(threads, 64, 1000), rounding = fegetround();
+        const volatile float one = 1, little = 0x1p-30F;
+        const volatile float sum = one + little; /* computed here and not later */
+#if defined(__GLIBC__)
+        CHECK_INT(fedisableexcept(FE_ALL_EXCEPT), FE_DIVBYZERO | FE_INVALID);
+#endif
+        fesetround(FE_TONEAREST);
+        CHECK(right && rounding == FE_UPWARD && sum > 1);
+    }
+}
+
+#if defined(__linux__)
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static int compare(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median_of_calls(int32_t threads) {
+    enum { calls = 101 };
+    double seconds[calls];
+    for (int n = 0; n < calls; n++) {
+        const double start = now();
+        CHECK(is_done_once(threads, 10, 50000));
+        seconds[n] = now() - start;
+    }
+    qsort(seconds, calls, sizeof *seconds, compare);
+    return seconds[calls / 2];
+}
+
+/* Threads that cannot run cost next to nothing: several on one CPU are hardly slower than one.
+ * Threads that wait for each other by spinning, as OpenMP's do, take 20 times as long. */
+static void waiting_leaves_the_cpu_alone(void) {
+    cpu_set_t before, one;
+    CPU_ZERO(&one);
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    CPU_SET((size_t)sched_getcpu(), &one);
+    CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+    const pid_t child = fork(); /* whose threads are created on that CPU */
+    if (child == 0) {
+        const double alone = median_of_calls(1), together = median_of_calls(4);
+        printf("    one thread %.0f us, four %.0f us\n", 1e6 * alone, 1e6 * together);
+        fflush(stdout);
+        _exit(together < 4 * alone ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(sched_setaffinity(0, sizeof before, &before) == 0);
+}
+#else
+static void waiting_leaves_the_cpu_alone(void) { puts("skipped: no sched_setaffinity()"); }
+#endif
+
+/* In a new process, because the default is found once. */
+static int32_t default_of_child(const char *variable) {
+    const pid_t child = fork();
+    if (child == 0) {
+        if (variable != NULL) {
+            setenv("OMP_NUM_THREADS", variable, 1);
+        } else {
+            unsetenv("OMP_NUM_THREADS");
+        }
+        _exit(fdma_thread_count(0, 100));
+    }
+    int status = -1;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+/* Comes first: this process must not have found its default yet. */
+static void default_follows_the_environment(void) {
+    const int32_t cpus = fdma_usable_cpus() < 100 ? fdma_usable_cpus() : 100;
+    const int has_threads = default_of_child("2") == 2;
+    CHECK_INT(default_of_child(NULL), has_threads ? cpus : 1);
+    CHECK_INT(default_of_child("3"), has_threads ? 3 : 1);
+    CHECK_INT(default_of_child("5,2"), has_threads ? 5 : 1);
+    CHECK_INT(default_of_child("0"), has_threads ? cpus : 1);
+    CHECK_INT(default_of_child("many"), has_threads ? cpus : 1);
+}
+
+static void counts_follow_what_was_asked(void) {
+    const int has_threads = fdma_thread_count(2, 2) == 2;
+    CHECK_INT(fdma_thread_count(7, 5), has_threads ? 5 : 1);
+    CHECK_INT(fdma_thread_count(7, 0), 1);
+    CHECK_INT(fdma_thread_count(INT32_MAX, INT64_MAX), has_threads ? 1024 : 1);
+    CHECK_INT(fdma_worthwhile_threads(7, 100, 250), has_threads ? 3 : 1);
+    CHECK_INT(fdma_worthwhile_threads(7, 100, 0), 1);
+}
+
+static const test_entry tests[] = {
+    TEST(default_follows_the_environment),
+    TEST(counts_follow_what_was_asked),
+    TEST(tasks_are_done_once),
+    TEST(callers_share_threads),
+    TEST(children_have_threads),
+    TEST(modes_are_the_tasks_own),
+    TEST(waiting_leaves_the_cpu_alone),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }
