@@ -1,5 +1,6 @@
-/* Compares the results of `fdma attend` with the kernel "reference" in float64, query by query. Under
- * causal masking the query at position p is the last query of the first p + 1 keys, its prefix. */
+/* Compares the results of `fdma attend` with the kernel "reference" in float64, query by query.
+ * Under causal masking the query at position p is the last one of the first p + 1 keys, its
+ * prefix. */
 #include "attend/attend.h"
 #include "commands.h"
 #include "common/arrays.h"
