@@ -101,6 +101,8 @@ foreach(source score/score score/score_backward select/sm80/select lists/lists m
   fdma_add_cuda(fdma_cuda_${name} src/cuda/${source}.cu "${FDMA_CUDA_ARCHITECTURES}")
 endforeach()
 foreach(head_dim 64 96 128 192 256)
+  fdma_add_cuda(fdma_cuda_decode_d${head_dim} src/cuda/decode/decode.cu
+                "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
   fdma_add_cuda(fdma_cuda_forward_sm80_d${head_dim} src/cuda/forward/sm80/forward.cu
                 "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
   fdma_add_cuda(fdma_cuda_backward_sm80_d${head_dim} src/cuda/backward/sm80/backward.cu

@@ -1,4 +1,4 @@
-/* The CUDA backend of a library that is built without it. */
+/* Stands in for the CUDA backend in a library that is built without it: no kernels, no devices. */
 #include "cuda/cuda.h"
 
 #include "core/error.h"
@@ -20,7 +20,7 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
                      fdma_device_text(problem->exec.device).text);
 }
 
-fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem) {
-    (void)row;
+fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {
+    (void)kernel;
     return fdma_check_cuda(problem, check_all);
 }

@@ -1,4 +1,4 @@
-/* The devices of this machine, and the rows that they allow. */
+/* The devices of this machine, which kernels they can run, and whose memory a pointer is. */
 #include "cuda/cuda.h"
 
 #include "core/error.h"
@@ -17,7 +17,8 @@ const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
 enum { most_devices = 64 };
 
-/* Asked for once: asking starts the driver, which takes a tenth of a second and forbids fork(). */
+/* Filled in by the first call that needs it, because asking starts the driver: that takes a tenth
+ * of a second, and the process must not fork() afterwards. */
 static struct machine {
     cudaError_t status;
     int32_t count;
@@ -26,13 +27,13 @@ static struct machine {
 
 static pthread_once_t machine_once = PTHREAD_ONCE_INIT;
 
-static cudaError_t ask_device(int32_t index, cuda_device *facts) {
+static cudaError_t ask_device(int32_t index, cuda_device *device) {
     const struct {
         enum cudaDeviceAttr attribute;
         int32_t *value;
     } wanted[] = {
-        {cudaDevAttrMultiProcessorCount, &facts->multiprocessors},
-        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &facts->shared_bytes},
+        {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
+        {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_bytes},
     };
     int major = 0, minor = 0;
     cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
@@ -40,7 +41,7 @@ static cudaError_t ask_device(int32_t index, cuda_device *facts) {
         status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
     for (size_t i = 0; i < sizeof wanted / sizeof wanted[0] && status == cudaSuccess; i++)
         status = cudaDeviceGetAttribute(wanted[i].value, wanted[i].attribute, index);
-    facts->capability = 10 * major + minor;
+    device->capability = 10 * major + minor;
     return status;
 }
 
@@ -133,15 +134,15 @@ typedef struct named_pointer {
     const void *pointer;
 } named_pointer;
 
-static bool is_of_device(const struct cudaPointerAttributes *facts) {
-    return facts->type != cudaMemoryTypeUnregistered && facts->devicePointer != NULL;
+static bool is_of_device(const struct cudaPointerAttributes *found) {
+    return found->type != cudaMemoryTypeUnregistered && found->devicePointer != NULL;
 }
 
-/* In a thread that has not used the device yet, such as PyTorch's for gradients, no pointer is of
- * any device: setting it, or else a question about the stream, which a capture allows, gives the
- * thread a context. */
+/* Asks about a pointer in a thread that has a context. In a thread that has not used the device
+ * yet, such as PyTorch's for gradients, the driver knows no pointer. Setting the device gives the
+ * thread a context; if it does not, a query of the stream does, which a capture allows. */
 static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
-                                    struct cudaPointerAttributes *facts) {
+                                    struct cudaPointerAttributes *found) {
     enum cudaStreamCaptureStatus capture;
     int before = exec->device - 1;
     cudaError_t status = cudaGetDevice(&before);
@@ -149,32 +150,32 @@ static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
         status = cudaSetDevice(exec->device - 1);
     if (status == cudaSuccess &&
         cudaStreamIsCapturing((cudaStream_t)exec->stream, &capture) != cudaSuccess)
-        cudaGetLastError(); // of the default stream while another captures: no matter
+        cudaGetLastError(); // the default stream may not be queried while another stream captures
     if (status == cudaSuccess)
-        status = cudaPointerGetAttributes(facts, pointer);
+        status = cudaPointerGetAttributes(found, pointer);
     if (before != exec->device - 1)
         cudaSetDevice(before);
     return status;
 }
 
-/* Where the driver knows a pointer, it must be one of this device; what it does not know (memory of
- * systems that share all of it) is the caller's word. */
+/* Checks that a pointer is memory of exec.device, or pinned or managed memory, which every device
+ * can access. */
 static fdma_status check_pointer(named_pointer given, const fdma_exec *exec) {
     const int32_t device = exec->device;
-    struct cudaPointerAttributes facts;
+    struct cudaPointerAttributes found;
     if (given.pointer == NULL)
         return FDMA_OK;
-    cudaError_t status = cudaPointerGetAttributes(&facts, given.pointer);
-    if (status == cudaSuccess && !is_of_device(&facts))
-        status = ask_with_context(given.pointer, exec, &facts);
+    cudaError_t status = cudaPointerGetAttributes(&found, given.pointer);
+    if (status == cudaSuccess && !is_of_device(&found))
+        status = ask_with_context(given.pointer, exec, &found);
     if (status != cudaSuccess)
         return fail_driver(given.name, status);
-    FDMA_REQUIRE(is_of_device(&facts), FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(is_of_device(&found), FDMA_INVALID_ARGUMENT,
                  "%s: is memory of the CPU, want memory of exec.device, %s", given.name,
                  fdma_device_text(device).text);
-    FDMA_REQUIRE(facts.type != cudaMemoryTypeDevice || facts.device == device - 1,
-                 FDMA_INVALID_ARGUMENT, "%s: is memory of %s, want that of exec.device, %s",
-                 given.name, fdma_device_text(FDMA_CUDA(facts.device)).text,
+    FDMA_REQUIRE(found.type != cudaMemoryTypeDevice || found.device == device - 1,
+                 FDMA_INVALID_ARGUMENT, "%s: is memory of %s, want memory of exec.device, %s",
+                 given.name, fdma_device_text(FDMA_CUDA(found.device)).text,
                  fdma_device_text(device).text);
     return FDMA_OK;
 }
@@ -195,7 +196,7 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     return depth == check_all ? check_pointers(problem) : FDMA_OK;
 }
 
-fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem) {
+fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {
     const int device = problem->exec.device - 1;
     int before = device;
     cudaError_t status = cudaGetDevice(&before);
@@ -203,7 +204,7 @@ fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem) {
         status = cudaSetDevice(device);
     if (status != cudaSuccess)
         return fail_driver("exec.device", status);
-    const fdma_status ran = row->run(problem);
+    const fdma_status ran = kernel->run(problem);
     if (before != device)
         cudaSetDevice(before);
     return ran;

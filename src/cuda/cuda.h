@@ -1,4 +1,5 @@
-/* The CUDA backend: its rows, its devices, and the way into them. */
+/* The CUDA backend as the library's entry points see it: its kernels, its devices, and running a
+ * kernel on one. */
 #ifndef FDMA_CUDA_CUDA_H
 #define FDMA_CUDA_CUDA_H
 
@@ -6,16 +7,17 @@
 
 extern const kernel_table *const fdma_cuda_tables[];
 
-/* CUDA devices; 0 also where there is no driver. */
+/* The number of CUDA devices; 0 also if there is no driver. */
 int32_t fdma_cuda_count(void);
 
-/* Of exec.device `device`, which is at least 1. */
+/* Describes the device with this exec.device number, which is at least 1. */
 fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
 
-/* That exec.device is there and, in a call, that its tensors and workspace are not elsewhere. */
+/* Checks that exec.device exists and, in a call, that the tensors and the workspace are in its
+ * memory. */
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
-/* Runs a row of this backend with the problem's device current, and the caller's again after. */
-fdma_status fdma_run_cuda(const fdma_kernel *row, const fdma_problem *problem);
+/* Runs a kernel of this backend with the problem's device set, and restores the caller's device. */
+fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem);
 
 #endif

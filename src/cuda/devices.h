@@ -1,4 +1,4 @@
-/* The points of CUDA's build matrix, and the facts of this machine's devices. */
+/* The points of the CUDA build matrix, and what kernels ask of the devices of this machine. */
 #ifndef FDMA_CUDA_DEVICES_H
 #define FDMA_CUDA_DEVICES_H
 
@@ -7,28 +7,40 @@
 typedef struct cuda_device {
     int32_t capability; /* 90 for 9.0 */
     int32_t multiprocessors;
-    int32_t shared_bytes; /* most shared memory of one block */
+    int32_t shared_bytes; /* shared memory that one thread block can have */
 } cuda_device;
 
-/* Of exec.device `device`, which is there. */
+/* The device with this exec.device number. It must exist. */
 const cuda_device *fdma_cuda_device(int32_t device);
 
-/* For rows of a point: NULL, or what no device of this machine has. */
+/* `missing` of the kernels of a point: what no device of this machine has, or NULL. */
 const char *fdma_missing_sm80(void);
-const char *fdma_missing_sm90(void);  /* 9.0 and later: clusters, distributed shared memory */
+const char *fdma_missing_sm90(void);  /* 9.0 and later: clusters */
 const char *fdma_missing_sm90a(void); /* 9.0 alone: wgmma */
 
-/* NULL, or why the problem's device is not one of the point. */
+/* Why the kernels of a point refuse the device of a problem, or NULL. */
 const char *fdma_refuses_before_sm80(const fdma_problem *problem);
 const char *fdma_refuses_before_sm90(const fdma_problem *problem);
 const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
 
-/* Every point's table, the fastest first. */
+/* In a file that is compiled once for each head_dim: the names of its kernel, such as
+ * "cuda/sm80/d128", and of its table, such as fdma_cuda_sm80_d128. */
+#define FDMA_TEXT(x) #x
+#define FDMA_JOIN(x, y) x##y
+#define FDMA_POINT_NAME(prefix, head_dim) prefix FDMA_TEXT(head_dim)
+#define FDMA_POINT_TABLE(prefix, head_dim) FDMA_JOIN(prefix, head_dim)
+
+/* The table of every point. Among kernels of one operation, the first that takes a call runs it. */
 #define FDMA_CUDA_TABLES(X)                                                                        \
     X(fdma_cuda_sm80_score)                                                                        \
     X(fdma_cuda_sm90_select)                                                                       \
     X(fdma_cuda_sm80_select)                                                                       \
     X(fdma_cuda_sm80_lists)                                                                        \
+    X(fdma_cuda_sm80_decode_d64)                                                                   \
+    X(fdma_cuda_sm80_decode_d96)                                                                   \
+    X(fdma_cuda_sm80_decode_d128)                                                                  \
+    X(fdma_cuda_sm80_decode_d192)                                                                  \
+    X(fdma_cuda_sm80_decode_d256)                                                                  \
     X(fdma_cuda_sm90_d64)                                                                          \
     X(fdma_cuda_sm90_d128)                                                                         \
     X(fdma_cuda_sm90_d256)                                                                         \

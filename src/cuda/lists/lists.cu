@@ -1,6 +1,9 @@
-/* fdma_lists() on any device from compute capability 8.0: every key writes itself into the lists at
- * whose first position it lives, at its slot; then a block a list leaves out what the selection
- * does not confirm, and appends the keys that arrive inside. */
+/* fdma_lists() on any device from compute capability 8.0. Every key writes itself, at its slot,
+ * into the lists at whose first position it is live. Then a thread block for each list removes the
+ * entries that the selection does not confirm, and appends the keys that arrive later.
+ *
+ * Source: docs/algorithm.md, slots. */
+#include "core/integers.h"
 #include "cuda/device/host.cuh"
 
 static constexpr int scatter_threads = 256;
@@ -16,13 +19,13 @@ struct list_params {
     bool causal, is_global;
 };
 
-/* The part of a selection and its lists that belongs to one (b, g). */
+/* The selection and the lists of one (b, g). */
 struct head_lists {
     const int32_t *expiry, *slot;
     int32_t *list, *count;
 };
 
-/* The positions of a tile's first and last query; not causal: all keys are visible. */
+/* The positions of a tile's first and last query. Where not causal, both are the last key's. */
 struct tile_positions {
     int64_t first, last;
 };
@@ -46,23 +49,23 @@ __device__ static tile_positions positions_of(const list_params &params, int64_t
     return {first, first + count - 1};
 }
 
-/* Whether key j stands in the part of a list that is in the order of slots. A global selection's
- * slots ascend with j, so that its arrivals stand there too. */
-__device__ static bool is_placed(const list_params &params, const head_lists &of, tile_positions at,
-                                 int64_t j) {
+/* Whether key j belongs to the entries of a list that are in the order of slots. In a global
+ * selection slots ascend with j, so that arriving keys are among them. */
+__device__ static bool is_in_slot_order(const list_params &params, const head_lists &of,
+                                        tile_positions at, int64_t j) {
     const int64_t expiry = of.expiry[j];
     if (params.is_global)
         return expiry == params.kv_len && j <= at.last;
     return j <= at.first && at.first < expiry;
 }
 
-/* Slots that may be in use at a position: no more than there are keys up to it. */
+/* Slots that may be in use at a tile's positions: no more than there are keys up to there. */
 __device__ static int64_t most_slots(const list_params &params, tile_positions at) {
     const int64_t keys = (params.is_global ? at.last : at.first) + 1;
     return max((int64_t)0, min(params.slots, keys));
 }
 
-/* A thread a key. */
+/* Each thread writes one key into its lists. */
 __global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;
@@ -72,24 +75,24 @@ __global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_param
     const int64_t slot = of.slot[j];
     const int64_t origin = params.kv_len - params.q_len;
     const int64_t reach = j - origin - (params.is_global ? params.tile_len - 1 : 0);
-    int64_t tile =
-        !params.causal || reach <= 0 ? 0 : (reach + params.tile_len - 1) / params.tile_len;
+    int64_t tile = !params.causal || reach <= 0 ? 0 : divide_up(reach, params.tile_len);
     for (; tile < params.tiles; tile++) {
         const tile_positions at = positions_of(params, tile);
         if (!params.is_global && at.first >= of.expiry[j])
             break;
-        if (slot >= 0 && slot < most_slots(params, at) && is_placed(params, of, at, j))
+        if (slot >= 0 && slot < most_slots(params, at) && is_in_slot_order(params, of, at, j))
             of.list[tile * params.list_tile + slot] = (int32_t)j;
     }
 }
 
-/* Adds up over the threads of a block; `before`: what those before this one have. */
+/* The number of threads of the block whose `mine` is true; `before`: how many of them come before
+ * this one. */
 __device__ static int add_up(bool mine, int *before) {
     __shared__ int of_warp[finish_threads / 32];
     const unsigned mask = __ballot_sync(~0u, mine);
     const int warp = threadIdx.x / 32;
     int all = 0;
-    __syncthreads(); // the last call has read
+    __syncthreads(); // every thread has read the counts of the call before
     if (threadIdx.x % 32 == 0)
         of_warp[warp] = __popc(mask);
     __syncthreads();
@@ -104,11 +107,11 @@ __device__ static int add_up(bool mine, int *before) {
 /* Whether entry s of a list is the key that the selection has at that slot. */
 __device__ static bool is_confirmed(const list_params &params, const head_lists &of,
                                     tile_positions at, int64_t j, int64_t s) {
-    return j >= 0 && j < params.kv_len && of.slot[j] == s && is_placed(params, of, at, j);
+    return j >= 0 && j < params.kv_len && of.slot[j] == s && is_in_slot_order(params, of, at, j);
 }
 
-/* Counts the slots in use at the first position and, for a global selection, at the last; then
- * makes key 0 of what a corrupt selection leaves in between. */
+/* Counts the slots in use at the first position and, in a global selection, at the last. Then
+ * writes key 0 into the slots between that no key has, as in a corrupt selection. */
 __device__ static void confirm_slots(const list_params &params, const head_lists &of,
                                      tile_positions at, int32_t *list, int32_t (&in_use)[2]) {
     const int64_t slots = most_slots(params, at);
@@ -124,7 +127,7 @@ __device__ static void confirm_slots(const list_params &params, const head_lists
             list[s] = 0;
 }
 
-/* A block a list. */
+/* Each thread block finishes one list. */
 __global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
     __shared__ int32_t in_use[2];
     const int64_t head = head_of_block(), tile = blockIdx.x;
@@ -184,17 +187,14 @@ static list_params describe_lists(const fdma_problem *problem) {
     return params;
 }
 
-static size_t workspace(const fdma_problem *problem) {
-    (void)problem;
-    return 0;
-}
+static size_t workspace(const fdma_problem *) { return 0; }
 
 static fdma_status run(const fdma_problem *problem) {
     const list_params params = describe_lists(problem);
     launch_shape scatter, finish;
     if (params.tiles == 0 || params.heads == 0)
         return FDMA_OK;
-    scatter.grid = grid_of((params.kv_len + scatter_threads - 1) / scatter_threads, params.heads);
+    scatter.grid = grid_of(divide_up(params.kv_len, scatter_threads), params.heads);
     scatter.block = dim3(scatter_threads);
     finish.grid = grid_of(params.tiles, params.heads);
     finish.block = dim3(finish_threads);
@@ -204,14 +204,14 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    enum { most_heads = INT32_MAX }; // of a grid
-    if (problem->batch * problem->kv_heads > most_heads || count_tiles(problem) > most_heads)
+    enum { most_blocks = INT32_MAX }; // of a grid
+    if (problem->batch * problem->kv_heads > most_blocks || count_tiles(problem) > most_blocks)
         return "more than 2^31 lists";
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel rows[] = {
+static const fdma_kernel kernels[] = {
     {"cuda/sm80", operation_lists, fdma_missing_sm80, refuses, workspace, run, true},
 };
 
-extern "C" const kernel_table fdma_cuda_sm80_lists = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table fdma_cuda_sm80_lists = {kernels, sizeof kernels / sizeof kernels[0]};

@@ -1,8 +1,9 @@
-/* Attention over two disjoint sets of keys as one, and the gradients of that, on any device from
- * compute capability 8.0: element by element, at the speed of memory.
+/* fdma_merge() and its gradients, on any device from compute capability 8.0: the partial results of
+ * attention over two disjoint sets of keys become one. Both kernels work element by element and run
+ * at the speed of memory.
  *
  * Source: arXiv:2205.14135, section 3.1; docs/algorithm.md, backward. */
-#include "cuda/device/chunk.cuh"
+#include "cuda/device/rows.cuh"
 
 /* [batch, heads, length] float32. */
 struct lse_view {
@@ -10,24 +11,24 @@ struct lse_view {
     int64_t batch, head;
 };
 
-struct merge_part {
+struct partial_view {
     head_view out, dout;
     lse_view lse, dlse;
 };
 
 struct merge_params {
-    merge_part part[2];
+    partial_view partial[2];
     head_view out, dout;
-    lse_view lse, dlse; // data NULL: not wanted, none
+    lse_view lse, dlse; // data NULL: lse is not wanted, there is no dlse
     int64_t heads, all_heads;
     int32_t q_len, head_dim;
-    bool aligned; // all tensors of rows
+    bool aligned; // all tensors of rank 4
 };
 
-/* Shares of the parts in their sum. */
-struct merge_shares {
+/* The lse of a merged row, and the weights of the two partial results in it. */
+struct merge_weights {
     float lse;
-    float of[2]; // 0: the part is empty, and not read
+    float of[2]; // 0: the partial result is empty, and is not read
 };
 
 __device__ static inline float *lse_at(const lse_view &view, const merge_params &params,
@@ -35,10 +36,10 @@ __device__ static inline float *lse_at(const lse_view &view, const merge_params 
     return view.data + head / params.heads * view.batch + head % params.heads * view.head + i;
 }
 
-__device__ static inline merge_shares find_shares(const merge_params &params, int64_t head,
-                                                  int64_t i) {
-    const float a = *lse_at(params.part[0].lse, params, head, i);
-    const float b = *lse_at(params.part[1].lse, params, head, i);
+__device__ static inline merge_weights find_weights(const merge_params &params, int64_t head,
+                                                    int64_t i) {
+    const float a = *lse_at(params.partial[0].lse, params, head, i);
+    const float b = *lse_at(params.partial[1].lse, params, head, i);
     const float most = fmaxf(a, b);
     if (isnan(a) || isnan(b))
         return {NAN, {NAN, NAN}};
@@ -48,25 +49,28 @@ __device__ static inline merge_shares find_shares(const merge_params &params, in
     return {most + logf(sum), {x / sum, y / sum}};
 }
 
-/* Eight channels of the merged row; those of an empty part are 0. */
+/* Eight channels of the merged row, and of the partial results; those of an empty one are 0. */
 template <typename element>
-__device__ static inline void merge_chunk(float (&merged)[chunk], float (&out)[2][chunk],
-                                          const merge_params &params, const merge_shares &shares,
-                                          int64_t head, int64_t i, int32_t d) {
+__device__ static inline void
+merge_channels(float (&merged)[vec_channels], float (&out)[2][vec_channels],
+               const merge_params &params, const merge_weights &weights, int64_t head, int64_t i,
+               int32_t d) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
-        for (int x = 0; x < chunk; x++)
+        for (int x = 0; x < vec_channels; x++)
             out[n][x] = 0;
-        if (shares.of[n] != 0)
-            load_chunk(out[n], row_of<const element>(params.part[n].out, head, params.heads, i) + d,
-                       params.aligned);
+        if (weights.of[n] != 0)
+            load_vec(out[n],
+                     row_of<const element>(params.partial[n].out, head, params.heads, i) + d,
+                     params.aligned);
     }
 #pragma unroll
-    for (int x = 0; x < chunk; x++)
-        merged[x] = fmaf(shares.of[0], out[0][x], shares.of[1] * out[1][x]);
+    for (int x = 0; x < vec_channels; x++)
+        merged[x] = fmaf(weights.of[0], out[0][x], weights.of[1] * out[1][x]);
 }
 
+/* Merges rows. row_lanes lanes take a row. */
 template <typename element>
 __global__ void __launch_bounds__(row_threads) merge_rows(const merge_params params) {
     const int64_t head = head_of_block();
@@ -74,57 +78,59 @@ __global__ void __launch_bounds__(row_threads) merge_rows(const merge_params par
     const int32_t lane = threadIdx.x % row_lanes;
     if (head >= params.all_heads || i >= params.q_len)
         return;
-    const merge_shares shares = find_shares(params, head, i);
-    for (int32_t d = lane * chunk; d < params.head_dim; d += row_lanes * chunk) {
-        float merged[chunk], out[2][chunk];
-        merge_chunk<element>(merged, out, params, shares, head, i, d);
-        store_chunk(row_of<element>(params.out, head, params.heads, i) + d, merged, params.aligned);
+    const merge_weights weights = find_weights(params, head, i);
+    for (int32_t d = lane * vec_channels; d < params.head_dim; d += row_lanes * vec_channels) {
+        float merged[vec_channels], out[2][vec_channels];
+        merge_channels<element>(merged, out, params, weights, head, i, d);
+        store_vec(row_of<element>(params.out, head, params.heads, i) + d, merged, params.aligned);
     }
     if (lane == 0 && params.lse.data != nullptr)
-        *lse_at(params.lse, params, head, i) = shares.lse;
+        *lse_at(params.lse, params, head, i) = weights.lse;
 }
 
-/* Eight channels of both parts' dout; adds to <dout, out of the part - merged>. */
+/* Writes eight channels of dout of both partial results. Adds to `sums` what these channels
+ * contribute to <dout, out - merged> of each. */
 template <typename element>
-__device__ static inline void split_chunk(float (&sums)[2], const merge_params &params,
-                                          const merge_shares &shares, int64_t head, int64_t i,
-                                          int32_t d) {
-    float dout[chunk], merged[chunk], out[2][chunk];
-    load_chunk(dout, row_of<const element>(params.dout, head, params.heads, i) + d, params.aligned);
-    merge_chunk<element>(merged, out, params, shares, head, i, d);
+__device__ static inline void differentiate_channels(float (&sums)[2], const merge_params &params,
+                                                     const merge_weights &weights, int64_t head,
+                                                     int64_t i, int32_t d) {
+    float dout[vec_channels], merged[vec_channels], out[2][vec_channels];
+    load_vec(dout, row_of<const element>(params.dout, head, params.heads, i) + d, params.aligned);
+    merge_channels<element>(merged, out, params, weights, head, i, d);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-        float to[chunk];
+        float to[vec_channels];
 #pragma unroll
-        for (int x = 0; x < chunk; x++) {
+        for (int x = 0; x < vec_channels; x++) {
             sums[n] = fmaf(dout[x], out[n][x] - merged[x], sums[n]);
-            to[x] = shares.of[n] != 0 ? shares.of[n] * dout[x] : 0;
+            to[x] = weights.of[n] != 0 ? weights.of[n] * dout[x] : 0;
         }
-        store_chunk(row_of<element>(params.part[n].dout, head, params.heads, i) + d, to,
-                    params.aligned);
+        store_vec(row_of<element>(params.partial[n].dout, head, params.heads, i) + d, to,
+                  params.aligned);
     }
 }
 
+/* The gradients of merge_rows(). */
 template <typename element>
-__global__ void __launch_bounds__(row_threads) split_rows(const merge_params params) {
+__global__ void __launch_bounds__(row_threads) differentiate_rows(const merge_params params) {
     const int64_t head = head_of_block();
     const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
     const bool there = head < params.all_heads && i < params.q_len;
-    merge_shares shares = {};
+    merge_weights weights = {};
     float sums[2] = {};
     if (there) {
-        shares = find_shares(params, head, i);
-        for (int32_t d = lane * chunk; d < params.head_dim; d += row_lanes * chunk)
-            split_chunk<element>(sums, params, shares, head, i, d);
+        weights = find_weights(params, head, i);
+        for (int32_t d = lane * vec_channels; d < params.head_dim; d += row_lanes * vec_channels)
+            differentiate_channels<element>(sums, params, weights, head, i, d);
     }
     const float all[2] = {row_sum(sums[0]), row_sum(sums[1])};
     if (!there || lane != 0)
         return;
     const float dlse = params.dlse.data != nullptr ? *lse_at(params.dlse, params, head, i) : 0;
     for (int n = 0; n < 2; n++)
-        *lse_at(params.part[n].dlse, params, head, i) =
-            shares.of[n] != 0 ? shares.of[n] * (dlse + all[n]) : 0;
+        *lse_at(params.partial[n].dlse, params, head, i) =
+            weights.of[n] != 0 ? weights.of[n] * (dlse + all[n]) : 0;
 }
 
 static lse_view lse_of(const fdma_tensor *tensor) {
@@ -132,7 +138,7 @@ static lse_view lse_of(const fdma_tensor *tensor) {
 }
 
 static merge_params describe(const fdma_problem *problem) {
-    const fdma_partial *const parts = problem->part;
+    const fdma_partial *const partials = problem->part;
     const bool is_backward = problem->operation == operation_merge_backward;
     merge_params params = {};
     params.out = view_of(&problem->out);
@@ -145,10 +151,10 @@ static merge_params describe(const fdma_problem *problem) {
     params.head_dim = (int32_t)problem->head_dim;
     params.aligned = is_aligned(is_backward ? params.dout : params.out);
     for (int n = 0; n < 2; n++) {
-        params.part[n] = {view_of(&parts[n].out), view_of(&parts[n].dout), lse_of(&parts[n].lse),
-                          lse_of(&parts[n].dlse)};
-        params.aligned = params.aligned && is_aligned(params.part[n].out) &&
-                         (!is_backward || is_aligned(params.part[n].dout));
+        params.partial[n] = {view_of(&partials[n].out), view_of(&partials[n].dout),
+                             lse_of(&partials[n].lse), lse_of(&partials[n].dlse)};
+        params.aligned = params.aligned && is_aligned(params.partial[n].out) &&
+                         (!is_backward || is_aligned(params.partial[n].dout));
     }
     return params;
 }
@@ -157,10 +163,10 @@ static merge_params describe(const fdma_problem *problem) {
 static bool is_double(const fdma_tensor *tensor) { return tensor->dtype == FDMA_FLOAT64; }
 
 static const char *refuses(const fdma_problem *problem) {
-    const fdma_partial *const parts = problem->part;
+    const fdma_partial *const partials = problem->part;
     if (problem->dtype == FDMA_FLOAT64 || is_double(&problem->lse) || is_double(&problem->dlse) ||
-        is_double(&parts[0].lse) || is_double(&parts[1].lse) || is_double(&parts[0].dlse) ||
-        is_double(&parts[1].dlse))
+        is_double(&partials[0].lse) || is_double(&partials[1].lse) ||
+        is_double(&partials[0].dlse) || is_double(&partials[1].dlse))
         return "float64 tensors, supported: float32, float16, bfloat16, and float32 lse";
     if (problem->q_len > INT32_MAX - 1024)
         return "more than 2^31 queries";
@@ -176,7 +182,7 @@ template <typename element> static fdma_status run_type(const fdma_problem *prob
         return FDMA_OK;
     if (problem->operation == operation_merge)
         return launch("merge", merge_rows<element>, shape, problem, params);
-    return launch("merge_backward", split_rows<element>, shape, problem, params);
+    return launch("merge_backward", differentiate_rows<element>, shape, problem, params);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -186,9 +192,9 @@ static fdma_status run(const fdma_problem *problem) {
                                           : run_type<__nv_bfloat16>(problem);
 }
 
-static const fdma_kernel rows[] = {
+static const fdma_kernel kernels[] = {
     {"cuda/sm80", operation_merge, fdma_missing_sm80, refuses, workspace, run, true},
     {"cuda/sm80", operation_merge_backward, fdma_missing_sm80, refuses, workspace, run, true},
 };
 
-extern "C" const kernel_table fdma_cuda_sm80_merge = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table fdma_cuda_sm80_merge = {kernels, sizeof kernels / sizeof kernels[0]};

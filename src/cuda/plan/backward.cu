@@ -1,17 +1,18 @@
-/* What stands around the passes of a backward call (device/backward.cuh), on any device from
- * compute capability 8.0: the workspace, facts of rows, zeros, carries, dq out of float32 sums.
+/* The prologue and the epilogue of a backward call (plan/backward.cuh), on any device from compute
+ * capability 8.0: the workspace, lse and delta of each row, zeros, sums across partitions, and dq
+ * from its sums in float32.
  *
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
-#include "cuda/device/chunk.cuh"
+#include "cuda/device/rows.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/backward.cuh"
 
-static constexpr int carry_threads = 128;
+static constexpr int boundary_threads = 128;
 
-/* lse and delta of rows, row_lanes lanes a row. */
+/* Writes row_lse and row_delta. row_lanes lanes take a row. */
 template <typename element>
 __global__ void __launch_bounds__(row_threads)
-    find_row_facts(const backward_plan plan, const bool aligned) {
+    find_row_stats(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block(), b = head / forward.q_heads, h = head % forward.q_heads;
     const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
@@ -21,18 +22,18 @@ __global__ void __launch_bounds__(row_threads)
     const bool there = i < forward.q_len;
     const float lse =
         there ? forward.lse[b * forward.lse_batch + h * forward.lse_head + i] : -INFINITY;
-    const bool empty = lse == -INFINITY; // NaN is not
+    const bool empty = lse == -INFINITY; // a row of NaN is not
     float delta = 0;
-    if (there) { // before it is known whether the row is empty, which takes as long
+    if (there) { // even if it is empty: to wait for lse first would take longer
         const element *const dout = row_of<element>(plan.dout, head, forward.q_heads, i);
         const element *const out = row_of<element>(forward.out, head, forward.q_heads, i);
 #pragma unroll 2
-        for (int32_t d = lane * chunk; d < forward.head_dim; d += row_lanes * chunk) {
-            float x[chunk], y[chunk];
-            load_chunk(x, dout + d, aligned);
-            load_chunk(y, out + d, aligned);
+        for (int32_t d = lane * vec_channels; d < forward.head_dim; d += row_lanes * vec_channels) {
+            float x[vec_channels], y[vec_channels];
+            load_vec(x, dout + d, aligned);
+            load_vec(y, out + d, aligned);
 #pragma unroll
-            for (int n = 0; n < chunk; n++)
+            for (int n = 0; n < vec_channels; n++)
                 delta = fmaf(x[n], y[n], delta);
         }
     }
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(row_threads)
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
 }
 
-/* Zeros in dk and dv, where they do not accumulate, and in dbias; row_lanes lanes a key. */
+/* Clears dbias and, unless they accumulate, dk and dv. row_lanes lanes take a key. */
 __global__ void __launch_bounds__(row_threads)
     clear_keys(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
@@ -59,19 +60,19 @@ __global__ void __launch_bounds__(row_threads)
                    head % forward.kv_heads * plan.dbias_head + j] = 0;
     if (plan.accumulate)
         return;
-    const float zeros[chunk] = {};
+    const float zeros[vec_channels] = {};
     __half *const dk = row_of<__half>(plan.dk, head, forward.kv_heads, j);
     __half *const dv = row_of<__half>(plan.dv, head, forward.kv_heads, j);
-    for (int32_t d = lane * chunk; d < forward.head_dim; d += row_lanes * chunk) {
-        store_chunk(dk + d, zeros, aligned);
-        store_chunk(dv + d, zeros, aligned);
+    for (int32_t d = lane * vec_channels; d < forward.head_dim; d += row_lanes * vec_channels) {
+        store_vec(dk + d, zeros, aligned);
+        store_vec(dv + d, zeros, aligned);
     }
 }
 
-/* dq of the sums in float32; row_lanes lanes a row. */
+/* Writes dq from its sums in float32. row_lanes lanes take a row. */
 template <typename element>
 __global__ void __launch_bounds__(row_threads)
-    round_queries(const backward_plan plan, const bool aligned) {
+    round_dq(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block();
     const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
@@ -79,69 +80,71 @@ __global__ void __launch_bounds__(row_threads)
         return;
     element *const dq = row_of<element>(plan.dq, head, forward.q_heads, i);
     const float *const from = plan.dq_sum + (head * plan.rows + i) * plan.sum_dim;
-    for (int32_t d = threadIdx.x % row_lanes * chunk; d < forward.head_dim;
-         d += row_lanes * chunk) {
-        float sum[chunk], old[chunk] = {};
+    for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
+         d += row_lanes * vec_channels) {
+        float sum[vec_channels], old[vec_channels] = {};
         *(float4 *)&sum[0] = *(const float4 *)&from[d];
         *(float4 *)&sum[4] = *(const float4 *)&from[d + 4];
         if (plan.accumulate)
-            load_chunk(old, dq + d, aligned);
+            load_vec(old, dq + d, aligned);
 #pragma unroll
-        for (int x = 0; x < chunk; x++)
+        for (int x = 0; x < vec_channels; x++)
             sum[x] = fmaf(sum[x], forward.scale, old[x]);
-        store_chunk(dq + d, sum, aligned);
+        store_vec(dq + d, sum, aligned);
     }
 }
 
-/* Adds eight channels of a key's carries. */
+/* Adds eight channels of a sum to a gradient, and clears the sum. */
 template <typename element>
-__device__ static inline void add_chunk(element *to, float (&sum)[chunk], bool aligned) {
-    float old[chunk];
-    load_chunk(old, to, aligned);
+__device__ static inline void add_channels(element *to, float (&sum)[vec_channels], bool aligned) {
+    float old[vec_channels];
+    load_vec(old, to, aligned);
 #pragma unroll
-    for (int x = 0; x < chunk; x++) {
+    for (int x = 0; x < vec_channels; x++) {
         old[x] += sum[x];
         sum[x] = 0;
     }
-    store_chunk(to, old, aligned);
+    store_vec(to, old, aligned);
 }
 
-/* Adds eight channels of `from` to a sum. */
-__device__ static inline void gather_chunk(float (&sum)[chunk], const float *from) {
+/* Adds eight channels to a sum. */
+__device__ static inline void sum_channels(float (&sum)[vec_channels], const float *from) {
 #pragma unroll
-    for (int x = 0; x < chunk; x++)
+    for (int x = 0; x < vec_channels; x++)
         sum[x] += from[x];
 }
 
-/* A warp a slot, a lane eight channels: adds up the carries of a key from border to border, and at
- * the last one where it lives adds them to its gradients. */
+/* Adds the boundary sums of each key, in order, and the total to the key's gradients. A warp takes
+ * a slot, a lane eight channels. */
 template <typename element>
-__global__ void __launch_bounds__(carry_threads)
-    add_carries(const backward_plan plan, const bool aligned) {
+__global__ void __launch_bounds__(boundary_threads)
+    add_boundaries(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block();
-    const int32_t slot = blockIdx.x * (carry_threads / 32) + threadIdx.x / 32;
-    const int32_t lane = threadIdx.x % 32, d = lane * chunk;
+    const int32_t slot = blockIdx.x * (boundary_threads / 32) + threadIdx.x / 32;
+    const int32_t lane = threadIdx.x % 32, d = lane * vec_channels;
     if (head >= (int64_t)forward.batch * forward.kv_heads || slot >= plan.slots)
         return;
-    float dk[chunk] = {}, dv[chunk] = {}, dbias = 0;
-    int32_t key = key_in_slot(plan, head, plan.part_lists, slot);
-    for (int32_t border = 1; border < plan.parts; border++) {
-        const bool is_last = border + 1 == plan.parts;
+    float dk[vec_channels] = {}, dv[vec_channels] = {}, dbias = 0;
+    int32_t key = key_in_slot(plan, head, plan.partition_lists, slot);
+    for (int32_t n = 1; n < plan.partitions; n++) {
+        const bool is_last = n + 1 == plan.partitions;
         const int32_t next =
-            is_last ? -1 : key_in_slot(plan, head, (border + 1) * plan.part_lists, slot);
-        const int64_t row = carry_row(plan, head, border, slot);
+            is_last ? -1 : key_in_slot(plan, head, (n + 1) * plan.partition_lists, slot);
+        const int64_t row = boundary_row(plan, head, n, slot);
         if (is_key(key, forward.kv_len)) {
             if (d < forward.head_dim) {
-                gather_chunk(dk, plan.carry.dk + row * forward.head_dim + d);
-                gather_chunk(dv, plan.carry.dv + row * forward.head_dim + d);
+                sum_channels(dk, plan.boundary.dk + row * forward.head_dim + d);
+                sum_channels(dv, plan.boundary.dv + row * forward.head_dim + d);
             }
-            dbias += plan.carry.dbias[row];
+            dbias += plan.boundary.dbias[row];
         }
         if (is_key(key, forward.kv_len) && next != key) {
             if (d < forward.head_dim) {
-                add_chunk(row_of<element>(plan.dk, head, forward.kv_heads, key) + d, dk, aligned);
-                add_chunk(row_of<element>(plan.dv, head, forward.kv_heads, key) + d, dv, aligned);
+                add_channels(row_of<element>(plan.dk, head, forward.kv_heads, key) + d, dk,
+                             aligned);
+                add_channels(row_of<element>(plan.dv, head, forward.kv_heads, key) + d, dv,
+                             aligned);
             }
             if (plan.dbias != nullptr && lane == 0)
                 plan.dbias[head / forward.kv_heads * plan.dbias_batch +
@@ -161,23 +164,21 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-static int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-
-/* Parts of time: what fills a large device with blocks, of one sequence, so that results do not
- * depend on the batch; as long as carries stay small beside k and v. */
-static int32_t count_parts(const fdma_problem *problem, const backward_shape &shape,
-                           int32_t lists) {
+/* How many partitions it takes for one sequence to fill a large device with thread blocks, as long
+ * as the boundary sums stay small beside k and v. The batch does not count, so that it does not
+ * change results. */
+static int32_t count_partitions(const fdma_problem *problem, const backward_shape &shape,
+                                int32_t lists) {
     enum { wanted_blocks = 128, long_len = 65536 };
     const int64_t window = problem->window > 0 ? problem->window : 1;
-    const int64_t blocks =
-        problem->kv_heads * (round_up(window, shape.block_slots) / shape.block_slots);
-    // bytes of carries in those of k and v: short sequences may have as many, long ones 1/32
-    const int64_t share = problem->kv_len < long_len ? 2 : 64;
-    int64_t parts = (wanted_blocks + blocks - 1) / blocks;
-    const int64_t most = 1 + problem->kv_len / (share * window);
-    parts = parts < most ? parts : most;
-    parts = parts < shape.most_parts ? parts : shape.most_parts;
-    return (int32_t)(parts < lists ? parts : lists);
+    const int64_t blocks = problem->kv_heads * divide_up(window, shape.block_slots);
+    // boundary sums have at most as many bytes as k and v, those of a long sequence 1/32 as many
+    const int64_t least_windows = problem->kv_len < long_len ? 2 : 64; // of a partition
+    int64_t partitions = divide_up(wanted_blocks, blocks);
+    const int64_t most = 1 + problem->kv_len / (least_windows * window);
+    partitions = partitions < most ? partitions : most;
+    partitions = partitions < shape.most_partitions ? partitions : shape.most_partitions;
+    return (int32_t)(partitions < lists ? partitions : lists);
 }
 
 static void describe_gradients(const fdma_problem *problem, backward_plan *plan) {
@@ -195,8 +196,10 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->deterministic = problem->deterministic;
 }
 
-static int64_t carry_rows(const backward_plan *plan) {
-    return (int64_t)plan->forward.batch * plan->forward.kv_heads * (plan->parts - 1) * plan->slots;
+/* Rows of the boundary sums. */
+static int64_t boundary_rows(const backward_plan *plan) {
+    return (int64_t)plan->forward.batch * plan->forward.kv_heads * (plan->partitions - 1) *
+           plan->slots;
 }
 
 static float *take_floats(fdma_arena *arena, int64_t count) {
@@ -217,17 +220,18 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     plan.rows = (int32_t)round_up(problem->q_len, list_queries);
     plan.sum_dim = shape.sum_dim;
     const int32_t lists = forward->lists > 0 ? forward->lists : 1;
-    plan.parts = plan.is_rolling && plan.slots > 0 ? count_parts(problem, shape, lists) : 1;
-    plan.part_lists = (lists + plan.parts - 1) / plan.parts;
-    plan.parts = (lists + plan.part_lists - 1) / plan.part_lists;
+    plan.partitions =
+        plan.is_rolling && plan.slots > 0 ? count_partitions(problem, shape, lists) : 1;
+    plan.partition_lists = (int32_t)divide_up(lists, plan.partitions);
+    plan.partitions = (int32_t)divide_up(lists, plan.partition_lists);
     plan.row_lse = take_floats(arena, heads * plan.rows);
     plan.row_delta = take_floats(arena, heads * plan.rows);
     if (shape.sum_dim > 0)
         plan.dq_sum = take_floats(arena, heads * plan.rows * shape.sum_dim);
-    if (plan.parts > 1) {
-        plan.carry.dk = take_floats(arena, carry_rows(&plan) * forward->head_dim);
-        plan.carry.dv = take_floats(arena, carry_rows(&plan) * forward->head_dim);
-        plan.carry.dbias = take_floats(arena, carry_rows(&plan));
+    if (plan.partitions > 1) {
+        plan.boundary.dk = take_floats(arena, boundary_rows(&plan) * forward->head_dim);
+        plan.boundary.dv = take_floats(arena, boundary_rows(&plan) * forward->head_dim);
+        plan.boundary.dbias = take_floats(arena, boundary_rows(&plan));
     }
     return plan;
 }
@@ -240,12 +244,12 @@ static fdma_status clear_floats(const fdma_problem *problem, float *at, int64_t 
 }
 
 static fdma_status clear_workspace(const fdma_problem *problem, const backward_plan *plan) {
-    const int64_t heads = problem->batch * problem->q_heads, carries = carry_rows(plan);
+    const int64_t heads = problem->batch * problem->q_heads, rows = boundary_rows(plan);
     const int64_t dim = problem->head_dim;
     FDMA_TRY(clear_floats(problem, plan->dq_sum, heads * plan->rows * plan->sum_dim));
-    FDMA_TRY(clear_floats(problem, plan->carry.dk, carries * dim));
-    FDMA_TRY(clear_floats(problem, plan->carry.dv, carries * dim));
-    return clear_floats(problem, plan->carry.dbias, carries);
+    FDMA_TRY(clear_floats(problem, plan->boundary.dk, rows * dim));
+    FDMA_TRY(clear_floats(problem, plan->boundary.dv, rows * dim));
+    return clear_floats(problem, plan->boundary.dbias, rows);
 }
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
@@ -259,7 +263,7 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
     const bool is_half = problem->dtype == FDMA_FLOAT16;
     FDMA_TRY(clear_workspace(problem, plan));
-    FDMA_TRY(launch("backward", is_half ? find_row_facts<__half> : find_row_facts<__nv_bfloat16>,
+    FDMA_TRY(launch("backward", is_half ? find_row_stats<__half> : find_row_stats<__nv_bfloat16>,
                     over_rows(plan->rows, heads), problem, *plan, aligned));
     return fdma_cuda_build_lists(problem, &plan->forward);
 }
@@ -270,14 +274,15 @@ fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_p
     const bool is_half = problem->dtype == FDMA_FLOAT16;
     if (plan->rows == 0 || heads == 0)
         return FDMA_OK;
-    if (plan->parts > 1) {
-        const int64_t blocks = (plan->slots + carry_threads / 32 - 1) / (carry_threads / 32);
-        FDMA_TRY(launch("backward", is_half ? add_carries<__half> : add_carries<__nv_bfloat16>,
-                        {grid_of(blocks, key_heads), dim3(carry_threads)}, problem, *plan,
+    if (plan->partitions > 1) {
+        const int64_t blocks = divide_up(plan->slots, boundary_threads / 32);
+        FDMA_TRY(launch("backward",
+                        is_half ? add_boundaries<__half> : add_boundaries<__nv_bfloat16>,
+                        {grid_of(blocks, key_heads), dim3(boundary_threads)}, problem, *plan,
                         is_aligned(plan->dk) && is_aligned(plan->dv)));
     }
     if (plan->dq_sum == NULL)
         return FDMA_OK;
-    return launch("backward", is_half ? round_queries<__half> : round_queries<__nv_bfloat16>,
+    return launch("backward", is_half ? round_dq<__half> : round_dq<__nv_bfloat16>,
                   over_rows(problem->q_len, heads), problem, *plan, is_aligned(plan->dq));
 }

@@ -1,103 +1,107 @@
-/* The lists and records that forward kernels walk (device/plan.cuh), from a selection.
+/* Builds the lists and records of a plan (plan/plan.cuh) from a selection, on any device from
+ * compute capability 8.0.
  *
- * Slots make a list a scatter: at a tile's first position every slot below their number holds one
- * live key. Each key writes itself into the lists of every `stretch`-th tile that it lives through;
- * a block then rolls such a list forward through the tiles in between, one change per position, in
- * shared memory. Source: docs/algorithm.md, slots. */
+ * Slots make a list a scatter, since every slot in use has one live key at any position. Each key
+ * writes itself into every `block_lists`-th list at whose first position it is live. A thread block
+ * then starts from such a list and rolls it through the lists up to the next one: at each position
+ * one key arrives, and takes over the slot of the key that it evicts.
+ *
+ * Source: docs/algorithm.md, slots. */
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/plan.cuh"
 
 static constexpr int record_threads = 256;
 static constexpr int roll_threads = 256;
-static constexpr int least_stretch = 4; // scattering costs more than rolling
-static constexpr int most_stretch = 16;
-static constexpr int wanted_blocks = 264;    // two for each multiprocessor of a large device
-static constexpr int most_table = 48 * 1024; // slots whose table fits shared memory
+static constexpr int least_block_lists = 4; // because scattering costs more than rolling
+static constexpr int most_block_lists = 16;
+static constexpr int wanted_blocks = 264;    // two on each multiprocessor of a large device
+static constexpr int most_table = 48 * 1024; // slots whose table fits in shared memory
 
-/* The selection, and how it is cut for scattering. */
-struct list_source {
+/* The selection, and how many lists a thread block builds. */
+struct selection_view {
     const int32_t *expiry, *slot; // NULL: dense
     const uint8_t *key_valid;     // NULL: all
     const float *bias;            // NULL: none
     int64_t expiry_batch, expiry_head, slot_batch, slot_head, valid_batch, bias_batch, bias_head;
-    int32_t slots;   // that a selection may use
-    int32_t stretch; // lists from one scattered list to the next
+    int32_t slots;       // that the selection may use
+    int32_t block_lists; // lists of a thread block, the first of which is scattered
     bool is_global;
 };
 
-/* The part of a source that belongs to one (b, g). */
-struct head_source {
+/* The selection of one (b, g). */
+struct head_selection {
     const int32_t *expiry, *slot;
     const uint8_t *key_valid;
     const float *bias;
 };
 
-__device__ static head_source source_of(const forward_plan &plan, const list_source &source,
-                                        int head) {
+__device__ static head_selection selection_of(const forward_plan &plan,
+                                              const selection_view &selection, int head) {
     const int64_t b = head / plan.kv_heads, g = head % plan.kv_heads;
-    head_source of = {};
-    if (source.expiry != NULL)
-        of.expiry = source.expiry + b * source.expiry_batch + g * source.expiry_head;
-    if (source.slot != NULL)
-        of.slot = source.slot + b * source.slot_batch + g * source.slot_head;
-    if (source.key_valid != NULL)
-        of.key_valid = source.key_valid + b * source.valid_batch;
-    if (source.bias != NULL)
-        of.bias = source.bias + b * source.bias_batch + g * source.bias_head;
+    head_selection of = {};
+    if (selection.expiry != NULL)
+        of.expiry = selection.expiry + b * selection.expiry_batch + g * selection.expiry_head;
+    if (selection.slot != NULL)
+        of.slot = selection.slot + b * selection.slot_batch + g * selection.slot_head;
+    if (selection.key_valid != NULL)
+        of.key_valid = selection.key_valid + b * selection.valid_batch;
+    if (selection.bias != NULL)
+        of.bias = selection.bias + b * selection.bias_batch + g * selection.bias_head;
     return of;
 }
 
-__device__ static bool is_valid(const head_source &source, int32_t j) {
-    return source.key_valid == NULL || source.key_valid[j] != 0;
+__device__ static bool is_valid(const head_selection &selection, int32_t j) {
+    return selection.key_valid == NULL || selection.key_valid[j] != 0;
 }
 
-/* The first position of list t; of causal plans. */
-__device__ static int32_t first_position(const forward_plan &plan, int32_t t) {
-    return t * list_queries + plan.kv_len - plan.q_len;
+/* The first position of list t, in a causal plan. */
+__device__ static int32_t list_position(const forward_plan &plan, int32_t t) {
+    return query_position(plan, t * list_queries);
 }
 
-/* The expiry by which rows compare: never kept is INT32_MIN. */
-__device__ static int32_t record_expiry(const forward_plan &plan, const head_source &source,
+/* The expiry of a key's record: INT32_MIN if it is never kept, INT32_MAX if it outlives all
+ * queries. */
+__device__ static int32_t record_expiry(const forward_plan &plan, const head_selection &selection,
                                         int32_t j) {
-    const int32_t expiry = source.expiry == NULL ? plan.kv_len : source.expiry[j];
+    const int32_t expiry = selection.expiry == NULL ? plan.kv_len : selection.expiry[j];
     const bool kept = plan.causal ? expiry > j : expiry == plan.kv_len;
-    if (!kept || !is_valid(source, j))
+    if (!kept || !is_valid(selection, j))
         return INT32_MIN;
     return expiry == plan.kv_len ? INT32_MAX : expiry;
 }
 
-/* Writes key j into every scattered list at whose first position it lives; a global selection has
+/* Writes key j into every scattered list at whose first position it is live. A global selection has
  * one list. */
-__device__ static void scatter_key(const forward_plan &plan, const list_source &source,
-                                   const head_source &of, int32_t *list, int32_t j) {
+__device__ static void scatter_key(const forward_plan &plan, const selection_view &selection,
+                                   const head_selection &of, int32_t *list, int32_t j) {
     const int32_t slot = of.slot[j], expiry = of.expiry[j];
-    if ((uint32_t)slot >= (uint32_t)source.slots)
+    if ((uint32_t)slot >= (uint32_t)selection.slots)
         return;
-    if (source.is_global) {
+    if (selection.is_global) {
         if (expiry == plan.kv_len)
             list[slot] = is_valid(of, j) ? j : ~j;
         return;
     }
-    const int32_t step = list_queries * source.stretch, origin = plan.kv_len - plan.q_len;
+    const int32_t step = list_queries * selection.block_lists, origin = plan.kv_len - plan.q_len;
     const int32_t first = j <= origin ? 0 : (j - origin + step - 1) / step;
-    for (int32_t n = first; n * source.stretch < plan.lists; n++) {
+    for (int32_t n = first; n * selection.block_lists < plan.lists; n++) {
         if (origin + (int64_t)n * step >= expiry)
             break;
-        list[n * source.stretch * plan.list_tile + slot] = j;
+        list[n * selection.block_lists * plan.list_tile + slot] = j;
     }
 }
 
-/* A thread a key: its record, its entry or entries. */
+/* Each thread writes the record of one key, and its entries in the scattered lists. */
 __global__ void __launch_bounds__(record_threads)
-    write_records(const forward_plan plan, const list_source source) {
+    write_records(const forward_plan plan, const selection_view selection) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (j >= plan.kv_len || head >= plan.batch * plan.kv_heads)
         return;
-    const head_source of = source_of(plan, source, head);
+    const head_selection of = selection_of(plan, selection, head);
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
     const float bias = of.bias == NULL ? 0 : of.bias[j] * log2_e;
     plan.records[(int64_t)head * plan.kv_len + j] = {expiry, bias};
@@ -107,10 +111,10 @@ __global__ void __launch_bounds__(record_threads)
     if (plan.count == NULL)
         list[j] = expiry == INT32_MIN ? ~(int32_t)j : (int32_t)j;
     else
-        scatter_key(plan, source, of, list, (int32_t)j);
+        scatter_key(plan, selection, of, list, (int32_t)j);
 }
 
-/* Entries of a global selection's list below or at `position`: absent ones keep their place. */
+/* Entries of a global selection's list up to `position`. Entries ascend; an absent key counts. */
 __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_t position) {
     int32_t low = 0, high = count;
     while (low < high) {
@@ -124,12 +128,12 @@ __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_
     return low;
 }
 
-/* Global selections: a block counts the kept keys of one (b, g), then the part that each tile
- * sees. */
+/* For a global selection, a thread block counts the kept keys of one (b, g), and then how many of
+ * them each query block sees. */
 __global__ void __launch_bounds__(roll_threads)
-    count_global(const forward_plan plan, const list_source source) {
+    count_global(const forward_plan plan, const selection_view selection) {
     const int head = blockIdx.x;
-    const head_source of = source_of(plan, source, head);
+    const head_selection of = selection_of(plan, selection, head);
     const int32_t *const list = plan.list + head * plan.list_head;
     __shared__ int32_t kept;
     griddepcontrol_wait();
@@ -137,78 +141,79 @@ __global__ void __launch_bounds__(roll_threads)
     if (threadIdx.x == 0)
         kept = 0;
     __syncthreads();
-    int32_t most = 0; // slots of kept keys are 0, 1, 2, ...
+    int32_t most = 0; // the slots of kept keys are 0, 1, 2, ...
     for (int32_t j = threadIdx.x; j < plan.kv_len; j += roll_threads)
-        if (of.expiry[j] == plan.kv_len && (uint32_t)of.slot[j] < (uint32_t)source.slots)
+        if (of.expiry[j] == plan.kv_len && (uint32_t)of.slot[j] < (uint32_t)selection.slots)
             most = max(most, of.slot[j] + 1);
     atomicMax(&kept, most);
     __syncthreads();
     for (int32_t t = threadIdx.x; t < plan.lists; t += roll_threads) {
-        const int64_t first = plan.causal ? first_position(plan, t) : INT32_MAX;
+        const int64_t first = plan.causal ? list_position(plan, t) : INT32_MAX;
         plan.count[(int64_t)head * plan.lists + t] = make_int2(
             count_up_to(list, kept, first), count_up_to(list, kept, first + list_queries - 1));
     }
 }
 
-/* A stretch of lists of one (b, g), as a block rolls through it. What it needs of the selection is
- * read at its beginning. */
-struct roll_state {
-    int32_t *table; // [slots]: the key that lives there; 16-byte aligned
-    int32_t live;   // slots in use
-    // of each warp; of this list and the next
-    int32_t arrivals[2][roll_threads / 32];
-    // the slot of each key after the first position; negative: it stays out
-    int32_t entering[most_stretch * list_queries];
+/* The state of a thread block that rolls through its lists. */
+struct roll_memory {
+    int32_t *table;                         // [slots]: the live key, or -1; aligned to 16 bytes
+    int32_t live;                           // slots in use
+    int32_t arrivals[2][roll_threads / 32]; // that each warp counts; two lists in turn
+    // the slot of each key after the first list's first position; negative: it is not kept
+    int32_t arriving[most_block_lists * list_queries];
 };
 
-/* Takes over a scattered list; whatever no key of this selection wrote there is left out. */
-__device__ static void load_table(const forward_plan &plan, const list_source &source,
-                                  const head_source &of, const int32_t *list, int32_t position,
-                                  roll_state *state) {
+/* Loads a scattered list. Entries that the selection does not confirm are left out, because they
+ * may never have been written. */
+__device__ static void load_table(const forward_plan &plan, const selection_view &selection,
+                                  const head_selection &of, const int32_t *list, int32_t position,
+                                  roll_memory *shared) {
     int32_t live = 0;
-    for (int32_t s = threadIdx.x; s < source.slots; s += roll_threads) {
+    for (int32_t s = threadIdx.x; s < selection.slots; s += roll_threads) {
         const int32_t j = list[s];
         const bool lives =
             is_key(j, plan.kv_len) && j <= position && of.slot[j] == s && of.expiry[j] > position;
-        state->table[s] = lives ? j : -1;
+        shared->table[s] = lives ? j : -1;
         live = lives ? s + 1 : live;
     }
     live = __reduce_max_sync(~0u, live);
     if (threadIdx.x % 32 == 0)
-        atomicMax(&state->live, live);
+        atomicMax(&shared->live, live);
 }
 
-__device__ static void load_entering(const forward_plan &plan, const list_source &source,
-                                     const head_source &of, int32_t position, int32_t lists,
-                                     roll_state *state) {
+/* Loads the slots of the keys that arrive during the block's lists. */
+__device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
+                                     const head_selection &of, int32_t position, int32_t lists,
+                                     roll_memory *shared) {
     for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
         const int32_t j = position + 1 + n;
-        const bool enters = j < plan.kv_len && of.expiry[j] > j;
-        const int32_t slot = enters ? of.slot[j] : -1;
-        state->entering[n] = slot < source.slots ? slot : -1;
+        const bool arrives = j < plan.kv_len && of.expiry[j] > j;
+        const int32_t slot = arrives ? of.slot[j] : -1;
+        shared->arriving[n] = slot < selection.slots ? slot : -1;
     }
 }
 
-/* Copies the table out; absent keys as ~j. */
-__device__ static void write_live(const head_source &of, int32_t *list, const roll_state *state) {
-    const int32_t whole = of.key_valid == NULL ? state->live / 4 * 4 : 0;
+/* Writes the live keys to a list, absent ones as ~j. */
+__device__ static void write_live(const head_selection &of, int32_t *list,
+                                  const roll_memory *shared) {
+    const int32_t whole = of.key_valid == NULL ? shared->live / 4 * 4 : 0;
     for (int32_t s = threadIdx.x * 4; s < whole; s += roll_threads * 4)
-        *(int4 *)&list[s] = *(const int4 *)&state->table[s];
-    for (int32_t s = whole + threadIdx.x; s < state->live; s += roll_threads) {
-        const int32_t j = state->table[s];
+        *(int4 *)&list[s] = *(const int4 *)&shared->table[s];
+    for (int32_t s = whole + threadIdx.x; s < shared->live; s += roll_threads) {
+        const int32_t j = shared->table[s];
         list[s] = j >= 0 && !is_valid(of, j) ? ~j : j;
     }
 }
 
-/* Appends, ascending, the keys that arrive after list t's first position; they are fewer than the
- * block's threads, and `entering` begins with them. */
-__device__ static void write_arrivals(const forward_plan &plan, const head_source &of, int32_t t,
-                                      const int32_t *entering, int32_t *list, int2 *count,
-                                      roll_state *state) {
-    const int32_t n = threadIdx.x, warp = n / 32, j = first_position(plan, t) + 1 + n;
-    const bool arrives = n < list_queries - 1 && entering[n] >= 0 && is_valid(of, j);
+/* Appends the keys that arrive after the first position of list t, ascending, and writes its
+ * counts. `arriving` is at the first of them. They are fewer than the threads. */
+__device__ static void write_arrivals(const forward_plan &plan, const head_selection &of, int32_t t,
+                                      const int32_t *arriving, int32_t *list, int2 *count,
+                                      roll_memory *shared) {
+    const int32_t n = threadIdx.x, warp = n / 32, j = list_position(plan, t) + 1 + n;
+    const bool arrives = n < list_queries - 1 && arriving[n] >= 0 && is_valid(of, j);
     const unsigned mask = __ballot_sync(~0u, arrives);
-    int32_t *const arrivals = state->arrivals[t % 2];
+    int32_t *const arrivals = shared->arrivals[t % 2];
     if (n % 32 == 0)
         arrivals[warp] = __popc(mask);
     __syncthreads();
@@ -217,58 +222,60 @@ __device__ static void write_arrivals(const forward_plan &plan, const head_sourc
         before += w < warp ? arrivals[w] : 0;
         all += arrivals[w];
     }
-    // whatever a selection says: at most its slots live, and fewer than list_queries keys arrive
+    // in bounds for any selection: at most `slots` are live, and fewer than list_queries arrive
     if (arrives)
-        list[state->live + before + __popc(mask & ((1u << n % 32) - 1))] = j;
+        list[shared->live + before + __popc(mask & ((1u << n % 32) - 1))] = j;
     if (n == 0)
-        *count = make_int2(state->live, state->live + all);
+        *count = make_int2(shared->live, shared->live + all);
 }
 
-/* Lets the keys that enter up to the next list's first position take over their slots; of two that
- * held one slot the later one holds it now. */
-__device__ static void roll_table(int32_t position, const int32_t *entering, roll_state *state) {
+/* Moves the table on to the next list's first position: the keys that arrive up to it take over
+ * their slots. If two of them take the same slot, the later one has it. */
+__device__ static void roll_table(int32_t position, const int32_t *arriving, roll_memory *shared) {
     const int32_t n = threadIdx.x;
-    if (n >= list_queries || entering[n] < 0)
+    if (n >= list_queries || arriving[n] < 0)
         return;
-    atomicMax(&state->table[entering[n]], position + 1 + n);
-    atomicMax(&state->live, entering[n] + 1);
+    atomicMax(&shared->table[arriving[n]], position + 1 + n);
+    atomicMax(&shared->live, arriving[n] + 1);
 }
 
+/* The lists of one thread block. */
 __global__ void __launch_bounds__(roll_threads)
-    roll_lists(const forward_plan plan, const list_source source) {
+    roll_lists(const forward_plan plan, const selection_view selection) {
     extern __shared__ int4 table[];
-    __shared__ roll_state state;
+    __shared__ roll_memory shared;
     const int64_t head = head_of_block();
-    const int32_t first = blockIdx.x * source.stretch;
-    const int32_t end = min(first + source.stretch, plan.lists);
+    const int32_t first = blockIdx.x * selection.block_lists;
+    const int32_t end = min(first + selection.block_lists, plan.lists);
     if (head >= plan.batch * plan.kv_heads)
         return;
-    const head_source of = source_of(plan, source, head);
+    const head_selection of = selection_of(plan, selection, head);
     int32_t *const lists = plan.list + head * plan.list_head;
     if (threadIdx.x == 0) {
-        state.table = source.stretch > 1 ? (int32_t *)table : lists + first * plan.list_tile;
-        state.live = 0;
+        shared.table =
+            selection.block_lists > 1 ? (int32_t *)table : lists + first * plan.list_tile;
+        shared.live = 0;
     }
     __syncthreads();
-    const int32_t position = first_position(plan, first);
-    load_entering(plan, source, of, position, end - first, &state);
+    const int32_t position = list_position(plan, first);
+    load_arriving(plan, selection, of, position, end - first, &shared);
     griddepcontrol_wait(); // for the scattered lists
     griddepcontrol_launch_dependents();
-    load_table(plan, source, of, lists + first * plan.list_tile, position, &state);
+    load_table(plan, selection, of, lists + first * plan.list_tile, position, &shared);
     for (int32_t t = first; t < end; t++) {
-        const int32_t *const entering = state.entering + (t - first) * list_queries;
+        const int32_t *const arriving = shared.arriving + (t - first) * list_queries;
         int32_t *const list = lists + t * plan.list_tile;
         __syncthreads();
-        write_live(of, list, &state);
-        write_arrivals(plan, of, t, entering, list, &plan.count[(int64_t)head * plan.lists + t],
-                       &state);
+        write_live(of, list, &shared);
+        write_arrivals(plan, of, t, arriving, list, &plan.count[(int64_t)head * plan.lists + t],
+                       &shared);
         __syncthreads();
         if (t + 1 < end)
-            roll_table(first_position(plan, t), entering, &state);
+            roll_table(list_position(plan, t), arriving, &shared);
     }
 }
 
-/* Whether lists leave keys out: otherwise entry j is key j, or absent. */
+/* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
 static bool is_listed(const fdma_problem *problem) {
     return problem->selected && problem->window < problem->kv_len;
 }
@@ -295,8 +302,6 @@ static void describe_problem(const fdma_problem *problem, forward_plan *plan) {
     plan->causal = problem->causal;
 }
 
-static int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-
 /* Entries of the longest list. */
 static int64_t list_size(const fdma_problem *problem) {
     if (!is_listed(problem))
@@ -307,7 +312,7 @@ static int64_t list_size(const fdma_problem *problem) {
     return problem->window + inside - 1;
 }
 
-/* Lists have a window's keys for every epoch of queries: no check of one tensor bounds that. */
+/* Lists have a window of keys for every query block. No check of a single tensor bounds that. */
 static bool has_vast_lists(const fdma_problem *problem) {
     const double most_entries = (double)(INT64_C(1) << 46);
     const double lists =
@@ -316,7 +321,9 @@ static bool has_vast_lists(const fdma_problem *problem) {
 }
 
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem) {
-    enum { most_rows = INT32_MAX - 1024 }; // so that a tile past the end has positions
+    enum {
+        most_rows = INT32_MAX - 1024
+    }; // so that the positions of a tile past the end do not overflow
     if (problem->dtype == FDMA_FLOAT32)
         return "float32 tensors: cast q, k and v to bfloat16 or float16";
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
@@ -338,17 +345,16 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     const bool plain = !problem->selected && !is_present(&problem->key_valid);
     forward_plan plan = {};
     describe_problem(problem, &plan);
-    plan.lists =
-        problem->causal ? (int32_t)(round_up(problem->q_len, list_queries) / list_queries) : 1;
+    plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
     if (!plain || is_present(&problem->bias))
         plan.records = (key_record *)fdma_arena_take(arena, (size_t)(heads * problem->kv_len) *
                                                                 sizeof *plan.records);
     if (plain)
         return plan;
-    const bool is_own = is_listed(problem) && !is_global(problem);
+    const bool is_rolling = is_listed(problem) && !is_global(problem);
     const int64_t size = round_up(list_size(problem), 4);
-    plan.list_tile = is_own ? size : 0;
-    plan.list_head = is_own ? size * plan.lists : size;
+    plan.list_tile = is_rolling ? size : 0;
+    plan.list_head = is_rolling ? size * plan.lists : size;
     plan.list =
         (int32_t *)fdma_arena_take(arena, (size_t)(heads * plan.list_head) * sizeof *plan.list);
     if (is_listed(problem))
@@ -356,50 +362,50 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     return plan;
 }
 
-static list_source describe_source(const fdma_problem *problem, const forward_plan *plan) {
-    list_source source = {};
+static selection_view describe_selection(const fdma_problem *problem, const forward_plan *plan) {
+    selection_view selection = {};
     const int64_t heads = problem->batch * problem->kv_heads;
-    const int64_t stretch = heads * plan->lists / wanted_blocks;
-    source.expiry = (const int32_t *)problem->expiry.data;
-    source.slot = (const int32_t *)problem->slot.data;
-    source.key_valid = (const uint8_t *)problem->key_valid.data;
-    source.bias = (const float *)problem->bias.data;
-    source.expiry_batch = problem->expiry.stride[0];
-    source.expiry_head = problem->expiry.stride[1];
-    source.slot_batch = problem->slot.stride[0];
-    source.slot_head = problem->slot.stride[1];
-    source.valid_batch = problem->key_valid.stride[0];
-    source.bias_batch = problem->bias.stride[0];
-    source.bias_head = problem->bias.stride[1];
-    source.slots = (int32_t)problem->window;
-    source.stretch = (int32_t)(stretch < least_stretch  ? least_stretch
-                               : stretch > most_stretch ? most_stretch
-                                                        : stretch);
+    const int64_t block_lists = heads * plan->lists / wanted_blocks;
+    selection.expiry = (const int32_t *)problem->expiry.data;
+    selection.slot = (const int32_t *)problem->slot.data;
+    selection.key_valid = (const uint8_t *)problem->key_valid.data;
+    selection.bias = (const float *)problem->bias.data;
+    selection.expiry_batch = problem->expiry.stride[0];
+    selection.expiry_head = problem->expiry.stride[1];
+    selection.slot_batch = problem->slot.stride[0];
+    selection.slot_head = problem->slot.stride[1];
+    selection.valid_batch = problem->key_valid.stride[0];
+    selection.bias_batch = problem->bias.stride[0];
+    selection.bias_head = problem->bias.stride[1];
+    selection.slots = (int32_t)problem->window;
+    selection.block_lists = (int32_t)(block_lists < least_block_lists  ? least_block_lists
+                                      : block_lists > most_block_lists ? most_block_lists
+                                                                       : block_lists);
     if (problem->window > most_table)
-        source.stretch = 1;
-    source.is_global = is_global(problem);
-    return source;
+        selection.block_lists = 1;
+    selection.is_global = is_global(problem);
+    return selection;
 }
 
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
     const int64_t heads = problem->batch * problem->kv_heads;
-    const list_source source = describe_source(problem, plan);
+    const selection_view selection = describe_selection(problem, plan);
     launch_shape records, lists;
     if (plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
-    records.grid = grid_of((problem->kv_len + record_threads - 1) / record_threads, heads);
+    records.grid = grid_of(divide_up(problem->kv_len, record_threads), heads);
     records.block = dim3(record_threads);
     records.after_dependency = true;
     lists.after_dependency = true;
-    FDMA_TRY(launch("forward", write_records, records, problem, *plan, source));
+    FDMA_TRY(launch("forward", write_records, records, problem, *plan, selection));
     if (plan->count == NULL)
         return FDMA_OK;
     lists.block = dim3(roll_threads);
-    if (source.is_global) {
+    if (selection.is_global) {
         lists.grid = dim3((unsigned)heads);
-        return launch("forward", count_global, lists, problem, *plan, source);
+        return launch("forward", count_global, lists, problem, *plan, selection);
     }
-    lists.grid = grid_of((plan->lists + source.stretch - 1) / source.stretch, heads);
-    lists.shared_bytes = source.stretch > 1 ? (size_t)source.slots * sizeof(int32_t) : 0;
-    return launch("forward", roll_lists, lists, problem, *plan, source);
+    lists.grid = grid_of(divide_up(plan->lists, selection.block_lists), heads);
+    lists.shared_bytes = selection.block_lists > 1 ? (size_t)selection.slots * sizeof(int32_t) : 0;
+    return launch("forward", roll_lists, lists, problem, *plan, selection);
 }

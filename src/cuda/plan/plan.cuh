@@ -1,36 +1,49 @@
-/* What a forward kernel works from, whatever its architecture: the tensors, and for each tile of
- * consecutive queries the list of keys that any of them keeps.
+/* The plan of a forward call: its tensors, and for each query block of 128 consecutive queries the
+ * list of keys that any of them keeps. Every kernel of forward, decode and backward works from it,
+ * whatever the architecture.
  *
- * On the way: fdma_select() -> expiry and slot -> fdma_cuda_plan_forward() lays this out in the
- * workspace, fdma_cuda_build_lists() fills it in on the stream -> a forward kernel walks lists. */
+ * From a selection to a result:
+ *
+ *   fdma_select()             expiry and slot of every key
+ *   fdma_cuda_plan_forward()  on the host: lays out records and lists in the workspace
+ *   fdma_cuda_build_lists()   on the stream: fills them in (plan/lists.cu)
+ *   a kernel                  takes tiles of rows, and for each tile visits the keys of its list:
+ *                               forward/sm90, forward/sm80   tiles of 64 or 128 rows
+ *                               decode                       up to 16 queries, keys in splits
+ *                               backward/sm90, backward/sm80 see plan/backward.cuh
+ *
+ * A row of attention is a (query, query head) pair. The rows of one kv head are numbered with the
+ * heads of its group side by side: row r is query r / group, head r % group. */
 #ifndef FDMA_CUDA_PLAN_PLAN_CUH
 #define FDMA_CUDA_PLAN_PLAN_CUH
 
+#include "core/integers.h"
 #include "cuda/device/head_view.cuh"
 
-/* Queries that share a list: a row tile's own first position may be later than the list's. */
+/* Queries of a query block, which share a list. The rows of one tile may be only some of them. */
 enum { list_queries = 128 };
 
-/* What a key brings to a logit. A row at position p keeps a listed key j if p < expiry and, where
- * causal, j <= p. Not causal: expiry is INT32_MAX or INT32_MIN. */
+/* What a kernel needs to know of a key beside k and v. A row at position p keeps a listed key j if
+ * p < expiry and, where causal, j <= p. Where not causal, expiry is INT32_MAX or INT32_MIN. */
 struct alignas(8) key_record {
     int32_t expiry;
-    float bias; // times log2(e): logits are exponents of 2
+    float bias; // times log2(e), because logits are exponents of 2
 };
 
-/* List t of (b, g) holds what the queries from t * list_queries on keep: first the keys that are
- * visible to all of them (count.x of them, in the order of their slots), then, ascending, those
- * that arrive inside (up to count.y). Three forms:
- *   list NULL                 the keys 0, 1, 2, ...: entry j is key j
- *   list given, count NULL    the same, but some entries are absent
- *   both given                a selection's */
+/* List t of (b, g) has the keys that the queries from t * list_queries on keep: first those live at
+ * the first query's position, in the order of their slots, then those that arrive at a later one,
+ * ascending. The first count.x entries are the former, the first count.y both. There are three
+ * forms:
+ *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
+ *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
+ *   list and count given      a selection's */
 struct forward_plan {
     head_view q, k, v, out;
     float *lse; // [batch, q_heads, q_len] with these strides; NULL: not wanted
     int64_t lse_batch, lse_head;
-    key_record *records; // [batch * kv_heads][kv_len]; NULL: every key is kept, no bias
+    key_record *records; // [batch * kv_heads][kv_len]; NULL: every key is kept, and has no bias
     int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
-    int64_t list_head, list_tile; // multiples of 4; list_tile 0: all tiles share a list
+    int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
     int2 *count;                  // [batch * kv_heads][lists]
     int32_t lists;                // of each (b, g); not causal: 1, for all queries
     int32_t batch, q_len, kv_len, q_heads, kv_heads, group, head_dim;
@@ -39,19 +52,37 @@ struct forward_plan {
     bool causal;
 };
 
-/* Whether an entry is a key to read. Absent are keys that key_valid leaves out, as ~j, and whatever
- * a corrupt selection leaves in a list. */
+/* Whether a list entry is a key to read. An absent key stands in a list as ~j, and a corrupt
+ * selection may leave any number there. */
 __device__ static inline bool is_key(int32_t entry, int32_t kv_len) {
     return (uint32_t)entry < (uint32_t)kv_len;
 }
 
-/* NULL, or what no plan can hold: of interest to every row's `refuses`. */
+/* p(i) = i + kv_len - q_len. */
+__device__ static inline int32_t query_position(const forward_plan &plan, int32_t query) {
+    return query + plan.kv_len - plan.q_len;
+}
+
+/* Entries of list t, whose counts are `count`, that some row up to position `last` may keep. Counts
+ * are clamped, since a corrupt selection may leave anything there. The keys that arrive are
+ * distinct and ascend, so at most one of them arrives at each position up to `last`. */
+__device__ static inline int32_t visible_entries(const forward_plan &plan, int2 count, int32_t t,
+                                                 int32_t last) {
+    const int64_t size = plan.list_tile > 0 ? plan.list_tile : plan.list_head;
+    const int32_t all = (int32_t)min((int64_t)max(count.y, 0), size);
+    const int32_t live = min(max(count.x, 0), all);
+    const int32_t seen = max(last - max(query_position(plan, t * list_queries), -1), 0);
+    return plan.causal ? live + min(all - live, seen) : all;
+}
+
+/* Why no plan can hold this problem, or NULL. Every kernel's refuses() asks it first. */
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem);
 
-/* Lays out a plan, its lists and records in the arena; with base NULL it only counts. */
+/* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
+ * counts bytes. */
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);
 
-/* Fills lists and records, on the problem's stream. */
+/* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
 
 #endif

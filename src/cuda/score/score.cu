@@ -1,55 +1,54 @@
-/* Score and bias of each key on any device from compute capability 8.0: v times dt_proj on the
- * tensor cores, reading v once, then softplus and the coefficient.
+/* fdma_score() on any device from compute capability 8.0: v times dt_proj on the tensor cores,
+ * reading v once, then softplus and the coefficient.
  *
- * A warp takes 16 keys and up to 64 kv heads at a time, channel by channel: v goes through a ring
- * of its own in shared memory, filled ahead across tiles, so that warps need not wait for others.
- * A block's warps share the weights: all of dt_proj stays in shared memory, or else goes through
- * it in panels, two at a time. A sum is over all channels in order, whoever takes the tile.
- * A float32 dt_proj becomes a sum of three numbers of v's type, in the workspace. */
-#include "cuda/score/score_copy.cuh"
+ * A warp takes 16 keys and up to 64 kv heads at a time. Its keys go through a ring of its own in
+ * shared memory, which it fills ahead across tiles, so that warps do not wait for one another. The
+ * warps of a thread block share the weights: either all of them stay in shared memory, or two
+ * panels of them alternate there. Sums go over all channels in order, whichever warp takes a tile.
+ * A float32 weight is a sum of three limbs of v's type (weights.cuh). */
+#include "cuda/score/copy.cuh"
 
 static constexpr int mma_channels = 16;
-static constexpr int sum_channels = 64; // that a tensor core, which truncates, adds up by itself
+static constexpr int sum_channels = 64; // summed by a tensor core, which truncates
 
-/* A warp's keys, of 16 channels from `chunk` on. */
-template <typename config> __device__ static void load_keys(uint4 &keys, uint32_t from, int chunk) {
+/* A warp's keys: 16 channels from `vec` on. */
+template <typename config> __device__ static void load_keys(uint4 &keys, uint32_t from, int vec) {
     const int lane = threadIdx.x % 32;
-    ldmatrix_x4(keys, from + chunk_offset<config>(lane % 16, chunk + lane / 16));
+    ldmatrix_x4(keys, from + vec_offset<config>(lane % 16, vec + lane / 16));
 }
 
-/* Weights of 16 channels from `chunk` on and all heads of a block, as mma wants them. */
+/* The weights of all heads of a block in 16 channels from `vec` on, as the right operand of mma. */
 template <typename config>
-__device__ static void load_weights(uint2 (&weights)[config::head_tiles], uint32_t from,
-                                    int chunk) {
+__device__ static void load_weights(uint2 (&weights)[config::head_tiles], uint32_t from, int vec) {
     const int lane = threadIdx.x % 32, row = lane % 8;
-    chunk += lane / 8 % 2;
+    vec += lane / 8 % 2;
     if (config::head_tiles == 1)
-        ldmatrix_x2(weights[0], from + chunk_offset<config>(row, chunk));
+        ldmatrix_x2(weights[0], from + vec_offset<config>(row, vec));
 #pragma unroll
     for (int n = 0; n + 1 < config::head_tiles; n += 2) {
         uint4 two;
-        ldmatrix_x4(two, from + chunk_offset<config>((n + lane / 16) * mma_heads + row, chunk));
+        ldmatrix_x4(two, from + vec_offset<config>((n + lane / 16) * mma_heads + row, vec));
         weights[n] = make_uint2(two.x, two.y);
         weights[n + 1] = make_uint2(two.z, two.w);
     }
 }
 
-/* The products of sum_channels, from `chunk` on, with all parts of the weights. */
+/* Adds the products of sum_channels channels from `vec` on, with all limbs of the weights. */
 template <typename config>
 __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t keys_from,
-                                uint32_t weights_from, int chunk, const score_params &params) {
-    constexpr int steps = sum_channels / mma_channels, mma_chunks = mma_channels / chunk_channels;
+                                uint32_t weights_from, int vec, const score_params &params) {
+    constexpr int steps = sum_channels / mma_channels, mma_vecs = mma_channels / vec_channels;
     uint4 keys[steps];
     float new_sums[config::head_tiles][4] = {};
 #pragma unroll
     for (int k = 0; k < steps; k++)
-        load_keys<config>(keys[k], keys_from, chunk + k * mma_chunks);
+        load_keys<config>(keys[k], keys_from, vec + k * mma_vecs);
 #pragma unroll 1
-    for (int part = 0; part < params.parts; part++) {
+    for (int limb = 0; limb < params.limbs; limb++) {
 #pragma unroll
         for (int k = 0; k < steps; k++) {
             uint2 weights[config::head_tiles];
-            load_weights<config>(weights, weights_from, chunk + k * mma_chunks);
+            load_weights<config>(weights, weights_from, vec + k * mma_vecs);
 #pragma unroll
             for (int n = 0; n < config::head_tiles; n++)
                 mma_m16n8k16(new_sums[n], keys[k], weights[n], typename config::element());
@@ -63,10 +62,11 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
             sums[n][i] += new_sums[n][i];
 }
 
-/* The dot product again, in order: splitting a weight turns inf * weight into NaN. */
+/* Computes a dot product again, channel by channel: with the limbs of a weight, of which one may be
+ * 0, inf * weight is NaN. */
 template <typename T>
-__device__ static __noinline__ float dot_plainly(const score_params &params, int64_t b, int64_t j,
-                                                 int g) {
+__device__ static __noinline__ float dot_sequentially(const score_params &params, int64_t b,
+                                                      int64_t j, int g) {
     const T *const row = (const T *)params.v + b * params.v_batch + j * params.v_row;
     float sum = 0;
     for (int other = 0; other < params.kv_heads; other++)
@@ -76,29 +76,31 @@ __device__ static __noinline__ float dot_plainly(const score_params &params, int
     return sum;
 }
 
-/* What turns sums into scores, loaded long before: of heads lane and 32 + lane of a block, and of
- * keys lane / 4 and 8 + lane / 4 of a tile. */
-template <typename config> struct score_facts {
+/* What the epilogue of a tile needs, loaded ahead: the coefficients of heads lane and 32 + lane of
+ * a block, and whether keys lane / 4 and 8 + lane / 4 of the tile are valid. */
+template <typename config> struct epilogue_inputs {
     static constexpr int head_groups = (config::heads + 31) / 32;
     float a[head_groups];
     bool valid[2];
 };
 
 template <typename config>
-__device__ static void load_facts(score_facts<config> &facts, const score_params &params,
-                                  const key_tile &tile, int head) {
+__device__ static void load_epilogue_inputs(epilogue_inputs<config> &inputs,
+                                            const score_params &params, const key_tile &tile,
+                                            int head) {
     using element = typename config::element;
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < facts.head_groups; i++) {
+    for (int i = 0; i < inputs.head_groups; i++) {
         const int g = min(head + i * 32 + lane, params.kv_heads - 1);
-        facts.a[i] = params.a == NULL ? 1
-                     : params.wide_a  ? ((const float *)params.a)[g]
-                                      : to_float(((const element *)params.a)[g]);
+        inputs.a[i] = params.a == NULL ? 1
+                      : params.wide_a  ? ((const float *)params.a)[g]
+                                       : to_float(((const element *)params.a)[g]);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        facts.valid[half] = tile.is_there && is_valid(params, tile.b, tile.j + lane / 4 + half * 8);
+        inputs.valid[half] =
+            tile.is_there && is_valid(params, tile.b, tile.j + lane / 4 + half * 8);
 }
 
 template <typename T>
@@ -107,8 +109,8 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
     if (j >= params.kv_len || g >= params.kv_heads)
         return;
     float dot = params.scales != NULL ? sum * params.scales[g] : sum;
-    if (isnan(dot) && params.parts > 1 && valid)
-        dot = dot_plainly<T>(params, b, j, g);
+    if (isnan(dot) && params.limbs > 1 && valid)
+        dot = dot_sequentially<T>(params, b, j, g);
     const float z = params.a == NULL ? dot : valid ? a * softplus(dot) : -INFINITY;
     if (params.score != NULL)
         params.score[b * params.score_batch + g * params.score_head + j] = z;
@@ -117,17 +119,18 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
             params.bias_form == FDMA_BIAS_EXP ? expf(z) : z;
 }
 
-/* A lane has keys lane / 4 and that + 8, of heads lane % 4 * 2 and that + 1 of each mma tile, which
- * come to sums[0] one after the other: the code stays small. */
+/* Writes the scores of a tile. A lane has keys lane / 4 and lane / 4 + 8, and heads lane % 4 * 2
+ * and the next of each mma tile. The mma tiles are moved to sums[0] one after the other, so that
+ * the loop is not unrolled. */
 template <typename config>
 __device__ static void write_scores(float (&sums)[config::head_tiles][4],
                                     const score_params &params, const key_tile &tile, int head,
-                                    const score_facts<config> &facts) {
+                                    const epilogue_inputs<config> &inputs) {
     const int lane = threadIdx.x % 32;
     const int64_t j = tile.j + lane / 4;
 #pragma unroll 1
     for (int n = 0; n < config::heads && head + n < params.kv_heads; n += mma_heads) {
-        const float a_of_lane = n < 32 ? facts.a[0] : facts.a[facts.head_groups - 1];
+        const float a_of_lane = n < 32 ? inputs.a[0] : inputs.a[inputs.head_groups - 1];
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int g = n + lane % 4 * 2 + odd;
@@ -136,7 +139,7 @@ __device__ static void write_scores(float (&sums)[config::head_tiles][4],
             for (int half = 0; half < 2; half++)
                 write_score<typename config::element>(params, tile.b, j + half * 8, head + g,
                                                       sums[0][half * 2 + odd], a,
-                                                      facts.valid[half]);
+                                                      inputs.valid[half]);
         }
 #pragma unroll
         for (int next = 1; next < config::head_tiles; next++)
@@ -146,7 +149,7 @@ __device__ static void write_scores(float (&sums)[config::head_tiles][4],
     }
 }
 
-/* Until at most `pending` of the latest copies are not done, or fewer. */
+/* Waits until at most `pending` of the latest groups of copies are under way. */
 __device__ static void wait_for_copies(int pending) {
     if (pending >= 6)
         cp_async_wait_group<6>();
@@ -160,7 +163,7 @@ __device__ static void wait_for_copies(int pending) {
         cp_async_wait_group<0>();
 }
 
-/* Starts the next copies of a warp, and adds the products of the oldest. */
+/* Starts the next copies of a warp, and adds the products of the oldest stage. */
 template <typename config>
 __device__ static void take_step(float (&sums)[config::head_tiles][4], key_ring<config> &ring,
                                  uint32_t weights, const score_params &params, int rounds) {
@@ -169,10 +172,10 @@ __device__ static void take_step(float (&sums)[config::head_tiles][4], key_ring<
     if (ring.round < rounds)
         copy_keys(ring, params);
     cp_async_commit_group();
-    const uint32_t keys = shared_address(ring.slots) + ring.filled * config::slot_bytes;
-#pragma unroll(config::head_tiles == 1 ? 2 : 1) // registers do not suffice for more
-    for (int chunk = 0; chunk < config::row_chunks; chunk += sum_channels / chunk_channels)
-        multiply<config>(sums, keys, weights, chunk, params);
+    const uint32_t keys = shared_address(ring.stages) + ring.filled * config::stage_bytes;
+#pragma unroll(config::head_tiles == 1 ? 2 : 1) // what the registers allow
+    for (int vec = 0; vec < config::row_vecs; vec += sum_channels / vec_channels)
+        multiply<config>(sums, keys, weights, vec, params);
     ring.free = ring.filled;
     ring.filled = ring.filled + 1 < params.stages ? ring.filled + 1 : 0;
 }
@@ -186,9 +189,9 @@ __device__ static void fill_ring(key_ring<config> &ring, const score_params &par
     ring.filled = 0;
 }
 
-/* Waits for panel `index` of the weights, and starts the copies of the one after it. */
+/* Waits for panel `index` of the weights, and starts copying the one after it. */
 template <typename config>
-__device__ static void turn_panel(char *next, const score_params &params, int round, int index,
+__device__ static void next_panel(char *next, const score_params &params, int round, int index,
                                   int rounds) {
     wait_for_copies(has_keys(params) ? params.stages - 2 : 0);
     __syncthreads();
@@ -203,19 +206,20 @@ __device__ static void turn_panel(char *next, const score_params &params, int ro
         cp_async_commit_group();
 }
 
+/* The tiles of a thread block, one for each of its warps at a time. */
 template <typename config>
 __global__ void __launch_bounds__(32 * config::most_warps, 1)
     score_keys(const __grid_constant__ score_params params) {
     extern __shared__ uint4 memory[];
     const int step_bytes = config::heads * config::row_bytes;
-    const int panel_bytes = params.parts * params.panel_steps * step_bytes;
+    const int panel_bytes = params.limbs * params.panel_steps * step_bytes;
     const int block_tiles = params.key_warps * gridDim.x;
     const int rounds = (params.key_tiles + block_tiles - 1) / block_tiles * params.head_blocks;
     char *panel = (char *)memory, *other = panel + (params.is_resident ? 0 : panel_bytes);
     key_ring<config> ring;
-    ring.slots = other + panel_bytes + threadIdx.x / 32 * params.stages * config::slot_bytes;
+    ring.stages = other + panel_bytes + threadIdx.x / 32 * params.stages * config::stage_bytes;
     enter_round(ring, params, 0);
-    griddepcontrol_wait(); // for the weights
+    griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();
     copy_panel<config>(panel, params, 0, 0);
     if (has_keys(params))
@@ -226,11 +230,11 @@ __global__ void __launch_bounds__(32 * config::most_warps, 1)
         const key_tile tile = find_tile(params, round);
         const int head = round % params.head_blocks * config::heads;
         float sums[config::head_tiles][4] = {};
-        score_facts<config> facts;
-        load_facts(facts, params, tile, head);
+        epilogue_inputs<config> inputs;
+        load_epilogue_inputs(inputs, params, tile, head);
         for (int index = 0; index < params.panels; index++) {
             if (!params.is_resident || round == 0)
-                turn_panel<config>(other, params, round, index, rounds);
+                next_panel<config>(other, params, round, index, rounds);
             for (int step = 0; has_keys(params) && step < params.panel_steps; step++)
                 take_step(sums, ring, shared_address(panel) + step * step_bytes, params, rounds);
             char *const last = panel;
@@ -238,7 +242,7 @@ __global__ void __launch_bounds__(32 * config::most_warps, 1)
             other = last;
         }
         if (tile.is_there)
-            write_scores(sums, params, tile, head, facts);
+            write_scores(sums, params, tile, head, inputs);
     }
 }
 
@@ -269,13 +273,13 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.wide_dt_proj = dt_proj->dtype == FDMA_FLOAT32;
     params.wide_a = problem->a.dtype == FDMA_FLOAT32;
     params.is_aligned = is_aligned(v->data, v->stride[0] | v->stride[1] | v->stride[2]);
-    params.parts = params.wide_dt_proj ? 3 : 1;
+    params.limbs = params.wide_dt_proj ? 3 : 1;
     params.weights = dt_proj->data;
     params.weight_row = params.dt_row;
-    params.weight_part = (int64_t)params.kv_heads * params.channels;
-    // taken in any case: whether it is needed shows only where there is data
+    params.weight_limb = (int64_t)params.kv_heads * params.channels;
+    // taken in any case: a caller who asks for the size has no data whose alignment could be seen
     void *const arranged =
-        fdma_arena_take(arena, (size_t)(params.parts * params.weight_part) * sizeof(uint16_t));
+        fdma_arena_take(arena, (size_t)(params.limbs * params.weight_limb) * sizeof(uint16_t));
     if (params.wide_dt_proj || !is_aligned(dt_proj->data, params.dt_row)) {
         params.weight_row = params.channels;
         params.weights = arranged;
@@ -293,29 +297,31 @@ static size_t workspace(const fdma_problem *problem) {
 }
 
 template <typename config> static int count_panel_bytes(const score_params &params, int steps) {
-    return params.parts * steps * config::heads * config::row_bytes;
+    return params.limbs * steps * config::heads * config::row_bytes;
 }
 
-/* Gives a third of shared memory to all weights, if that is enough, or else to two panels what
- * leaves most slots to the rings. A panel must not arrive later than the keys that want it, so a
- * ring runs ahead by one at most. False: the rings of so many warps do not fit. */
+/* Divides shared memory between weights and rings. All weights stay there if they fit a third of
+ * it; otherwise two panels do, of the size that leaves most stages to the rings. A ring runs ahead
+ * by one panel at most, so that a panel does not arrive later than the keys that are multiplied
+ * with it. Returns false if the rings of so many warps do not fit. */
 template <typename config> static bool plan_shared(score_params *params, int shared) {
     enum { most_stages = 8, most_panel_steps = 8 };
-    const int steps = (params->channels + config::step_channels - 1) / config::step_channels;
-    const int slots_bytes = params->key_warps * config::slot_bytes;
+    const int steps = (int)divide_up(params->channels, config::step_channels);
+    const int stages_bytes = params->key_warps * config::stage_bytes;
     params->is_resident = params->head_blocks == 1 && steps < shared / config::row_bytes &&
                           count_panel_bytes<config>(*params, steps) <= shared / 3;
     params->stages = 0;
     if (params->is_resident) {
-        const int fit = (shared - count_panel_bytes<config>(*params, steps)) / slots_bytes;
+        const int fit = (shared - count_panel_bytes<config>(*params, steps)) / stages_bytes;
         params->panels = 1;
         params->panel_steps = steps;
         params->stages = fit < most_stages ? fit : most_stages;
     }
     for (int most = most_panel_steps; !params->is_resident && most > 0; most /= 2) {
-        const int panels = (steps + most - 1) / most, panel_steps = (steps + panels - 1) / panels;
+        const int panels = (int)divide_up(steps, most);
+        const int panel_steps = (int)divide_up(steps, panels);
         const int fit =
-            (shared - 2 * count_panel_bytes<config>(*params, panel_steps)) / slots_bytes;
+            (shared - 2 * count_panel_bytes<config>(*params, panel_steps)) / stages_bytes;
         const int stages = fit < panel_steps + 1 ? fit : panel_steps + 1;
         if (stages <= params->stages)
             continue;
@@ -326,28 +332,28 @@ template <typename config> static bool plan_shared(score_params *params, int sha
     return params->stages >= 2;
 }
 
-/* Blocks of as many warps as keep every multiprocessor as busy as the busiest. */
+/* Launches one thread block on each multiprocessor, with no more warps than it takes to finish in
+ * the same number of rounds. */
 template <typename config>
 static fdma_status launch_score(const fdma_problem *problem, score_params params) {
-    const cuda_device *const facts = fdma_cuda_device(problem->exec.device);
+    const cuda_device *const device = fdma_cuda_device(problem->exec.device);
     const bool is_arranged = params.weights != params.dt_proj;
-    params.sequence_tiles = (int32_t)((params.kv_len + mma_keys - 1) / mma_keys);
+    params.sequence_tiles = (int32_t)divide_up(params.kv_len, mma_keys);
     params.key_tiles = (int32_t)params.batch * params.sequence_tiles;
-    params.head_blocks = (params.kv_heads + config::heads - 1) / config::heads;
-    const int each = (params.key_tiles + facts->multiprocessors - 1) / facts->multiprocessors;
-    const int turns = (each + config::most_warps - 1) / config::most_warps;
-    params.key_warps = (each + turns - 1) / turns;
-    while (!plan_shared<config>(&params, facts->shared_bytes))
+    params.head_blocks = (int32_t)divide_up(params.kv_heads, config::heads);
+    const int64_t each = divide_up(params.key_tiles, device->multiprocessors);
+    params.key_warps = (int32_t)divide_up(each, divide_up(each, config::most_warps));
+    while (!plan_shared<config>(&params, device->shared_bytes))
         params.key_warps /= 2;
     const int warps = params.is_resident ? params.key_warps : config::most_warps;
-    const int blocks = (params.key_tiles + params.key_warps - 1) / params.key_warps;
+    const int blocks = (int)divide_up(params.key_tiles, params.key_warps);
     const int panel_bytes = count_panel_bytes<config>(params, params.panel_steps);
     launch_shape score;
     score.grid =
-        dim3((unsigned)(blocks < facts->multiprocessors ? blocks : facts->multiprocessors));
+        dim3((unsigned)(blocks < device->multiprocessors ? blocks : device->multiprocessors));
     score.block = dim3(32 * (unsigned)warps);
     score.shared_bytes = (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
-                         (size_t)params.key_warps * params.stages * config::slot_bytes;
+                         (size_t)params.key_warps * params.stages * config::stage_bytes;
     score.after_dependency = is_arranged;
     if (is_arranged)
         FDMA_TRY(launch_arrange<typename config::element>(problem, params));
@@ -402,8 +408,8 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel rows[] = {
+static const fdma_kernel kernels[] = {
     {"cuda/sm80", operation_score, fdma_missing_sm80, refuses, workspace, run, true},
 };
 
-extern "C" const kernel_table fdma_cuda_sm80_score = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table fdma_cuda_sm80_score = {kernels, sizeof kernels / sizeof kernels[0]};

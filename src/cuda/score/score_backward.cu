@@ -1,41 +1,44 @@
-/* The gradients of fdma_score() on any device from compute capability 8.0: dbias -> ddt -> dv,
- * ddt_proj and da. Keys without a gradient get none, and what they hold reaches nothing.
+/* fdma_score_backward() on any device from compute capability 8.0: from dbias to dv, ddt_proj and
+ * da. A key whose dbias is 0 contributes nothing, whatever it holds.
  *
- * The products that fdma_score() begins with are made again, to the workspace, and ddt of them.
- * Then a block takes a split of a sequence's keys, tile by tile, a warp some channels, and reads v
- * and dv once for every 32 kv heads. What a split adds to ddt_proj is added up in the order of
- * splits, whose number follows from kv_len, kv_heads and head_dim alone; da likewise.
- * Source: docs/algorithm.md, backward. */
-#include "cuda/score/score_products.cuh"
+ *   fdma_cuda_run_products()  computes dt, the products that fdma_score() begins with, again
+ *   find_gradients()          makes ddt of them, and what each round of keys adds to da
+ *   add_keys()                takes a split of a sequence's keys, and reads v and dv once for every
+ *                             32 kv heads: adds to dv, and sums what the split adds to ddt_proj
+ *   finish_sums()             adds the sums of rounds and splits, in order
+ *
+ * The number of splits depends on kv_len, kv_heads and head_dim alone, so results do not depend on
+ * the batch. Source: docs/algorithm.md, backward. */
+#include "cuda/score/score_backward_products.cuh"
 
 #include <assert.h>
 
-static constexpr int finish_columns = 32, finish_parts = 8; // of splits, a thread each
+static constexpr int finish_columns = 32, finish_rows = 8; // threads of finish_sums()
 
-/* For up to 8 kv heads, and for 32 of more at a time. Of a float32 dt_proj two parts take part: as
- * precise as ddt. */
-template <typename element, int parts> using few_heads = product_config<element, parts, 1, 2, 2, 8>;
-template <typename element, int parts>
-using many_heads = product_config<element, parts, 4, 1, 3, 4>;
+/* For up to 8 kv heads, and for 32 at a time of more. Two limbs of a float32 dt_proj are used,
+ * which are as precise as ddt. */
+template <typename element, int limbs> using few_heads = product_config<element, limbs, 1, 2, 2, 8>;
+template <typename element, int limbs>
+using many_heads = product_config<element, limbs, 4, 1, 3, 4>;
 
 template <typename config> struct split_memory {
-    uint32_t masks[3][config::chunk_tiles];
-    typename config::operands operands[2][config::chunk_tiles];
+    uint32_t masks[3][config::step_tiles];
+    typename config::operands operands[2][config::step_tiles];
     union {
-        tile_slot<config> ring[split_warps][config::stages];
+        tile_stage<config> ring[split_warps][config::stages];
         warp_sums<config> sums[split_warps][32];
     };
 };
 
-/* Starts a block's copies of chunk n of a split, if there is one, of what `from` has of a tile. */
+/* Starts copying the items of step n of a split, if there is one. `from` has one for each tile. */
 template <typename config, typename item>
-__device__ static inline void copy_chunk_of(item *to, const void *from,
-                                            const gradient_params &params, int32_t g, int32_t n) {
-    constexpr int count = config::chunk_tiles;
-    const split_place place = find_split(params);
-    const int64_t first = first_tile(params, g / config::heads, place.b) + place.tile + n * count;
+__device__ static inline void copy_step(item *to, const void *from, const gradient_params &params,
+                                        int32_t g, int32_t n) {
+    constexpr int count = config::step_tiles;
+    const split_range range = find_split(params);
+    const int64_t first = first_tile(params, g / config::heads, range.b) + range.tile + n * count;
     const char *const bytes = (const char *)from + first * (int64_t)sizeof(item);
-    if (n * count >= split_length(params, place))
+    if (n * count >= split_length(params, range))
         return;
     for (int x = threadIdx.x * 16; x < count * (int)sizeof(item); x += split_threads * 16)
         cp_async_16(shared_address(to) + x, bytes + x, 16);
@@ -44,24 +47,24 @@ __device__ static inline void copy_chunk_of(item *to, const void *from,
 template <typename config>
 __device__ static inline void copy_operands(split_memory<config> *shared,
                                             const gradient_params &params, int32_t g, int32_t n) {
-    copy_chunk_of<config>(shared->operands[n % 2], params.operands, params, g, n);
+    copy_step<config>(shared->operands[n % 2], params.operands, params, g, n);
 }
 
 template <typename config>
 __device__ static inline void copy_masks(split_memory<config> *shared,
                                          const gradient_params &params, int32_t g, int32_t n) {
-    copy_chunk_of<config>(shared->masks[n % 3], params.masks, params, g, n);
+    copy_step<config>(shared->masks[n % 3], params.masks, params, g, n);
 }
 
-/* A split's tiles against a warp's channels. Operands come in chunks, one ahead, and masks two
- * ahead, since the rings run ahead too. */
+/* The tiles of a split against a warp's channels. Operands are loaded one step ahead. Masks are
+ * loaded two steps ahead, because the rings, which need them, run ahead too. */
 template <typename config>
 __device__ static inline void take_split(warp_sums<config> &sums, split_memory<config> *shared,
                                          const gradient_params &params, int32_t g, int32_t first) {
-    constexpr int stages = config::stages, chunk_tiles = config::chunk_tiles;
+    constexpr int stages = config::stages, step_tiles = config::step_tiles;
     const int32_t tiles = split_length(params, find_split(params));
-    const lane_chunks<config> at = find_chunks<config>(params, first);
-    tile_slot<config> *const ring = shared->ring[threadIdx.x / 32];
+    const lane_vecs<config> at = find_vecs<config>(params, first);
+    tile_stage<config> *const ring = shared->ring[threadIdx.x / 32];
     warp_weights<config> weights;
     copy_masks(shared, params, g, 0);
     copy_masks(shared, params, g, 1);
@@ -76,27 +79,26 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
     for (; free < stages - 1; free++, next += params.key_warps) {
         if (next < tiles)
             copy_tile(ring + free, params, at, next,
-                      shared->masks[next / chunk_tiles][next % chunk_tiles]);
+                      shared->masks[next / step_tiles][next % step_tiles]);
         cp_async_commit_group();
     }
-    for (int32_t chunk = 0; chunk * chunk_tiles < tiles; chunk++) {
-        __syncthreads(); // and older copies are done: each warp has waited for its tiles'
-        copy_operands(shared, params, g, chunk + 1);
-        copy_masks(shared, params, g, chunk + 2);
-        for (int t = threadIdx.x / 32 % params.key_warps; t < chunk_tiles; t += params.key_warps) {
-            __syncwarp(); // the slot is read
+    for (int32_t step = 0; step * step_tiles < tiles; step++) {
+        __syncthreads(); // each warp has waited for its own copies, so those of this step are done
+        copy_operands(shared, params, g, step + 1);
+        copy_masks(shared, params, g, step + 2);
+        for (int t = threadIdx.x / 32 % params.key_warps; t < step_tiles; t += params.key_warps) {
+            __syncwarp(); // every lane has read the stage
             if (next < tiles)
                 copy_tile(ring + free, params, at, next,
-                          shared->masks[next / chunk_tiles % 3][next % chunk_tiles]);
+                          shared->masks[next / step_tiles % 3][next % step_tiles]);
             next += params.key_warps;
             cp_async_commit_group();
             cp_async_wait_group<stages - 1>();
             __syncwarp();
-            const uint32_t mask = shared->masks[chunk % 3][t];
-            const typename config::operands &operands = shared->operands[chunk % 2][t];
+            const uint32_t mask = shared->masks[step % 3][t];
+            const typename config::operands &operands = shared->operands[step % 2][t];
             if (mask != 0 && params.dv != nullptr)
-                add_to_dv(ring[filled], weights, params, operands, at, chunk * chunk_tiles + t,
-                          mask);
+                add_to_dv(ring[filled], weights, params, operands, at, step * step_tiles + t, mask);
             if (mask != 0)
                 add_to_sums(sums, ring[filled], operands);
             free = filled;
@@ -105,12 +107,12 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
     }
 }
 
-/* Adds up the sums of warps that have the same channels, in the first of them. */
+/* Adds the sums of the warps that have the same channels, in the first of them. */
 template <typename config>
-__device__ static inline void join_sums(warp_sums<config> &sums, split_memory<config> *shared,
-                                        int key_warps) {
+__device__ static inline void reduce_warps(warp_sums<config> &sums, split_memory<config> *shared,
+                                           int key_warps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads(); // the rings are read
+    __syncthreads(); // every warp has read its ring, whose memory this takes
     if (warp % key_warps != 0)
         shared->sums[warp][lane] = sums;
     __syncthreads();
@@ -125,12 +127,12 @@ __device__ static inline void join_sums(warp_sums<config> &sums, split_memory<co
             }
 }
 
-/* Writes what a split adds to ddt_proj; whether all of that is numbers. */
+/* Writes what a split adds to ddt_proj. Returns whether none of it is NaN. */
 template <typename config>
 __device__ static inline bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
                                        float *to, int32_t g, int32_t first) {
     const int lane = threadIdx.x % 32;
-    bool are_numbers = true;
+    bool no_nan = true;
 #pragma unroll
     for (int tile = 0; tile < config::head_tiles; tile++)
 #pragma unroll
@@ -139,31 +141,31 @@ __device__ static inline bool put_sums(const warp_sums<config> &sums, const grad
             const float2 sum = sums.of[tile][n];
             if (head < params.kv_heads && c < params.channels) {
                 *(float2 *)(to + (int64_t)head * params.channels + c) = sum;
-                are_numbers &= !isnan(sum.x) && !isnan(sum.y);
+                no_nan &= !isnan(sum.x) && !isnan(sum.y);
             }
         }
-    return are_numbers;
+    return no_nan;
 }
 
-/* The sum of a split for one head and channel, key by key. */
+/* The sum of a split for one head and channel, computed key by key. */
 template <typename element>
-__device__ static float sum_plainly(const gradient_params &params, int32_t g, int32_t c) {
-    const split_place place = find_split(params);
-    const element *const v = (const element *)params.score.v + place.b * params.score.v_batch +
+__device__ static float sum_sequentially(const gradient_params &params, int32_t g, int32_t c) {
+    const split_range range = find_split(params);
+    const element *const v = (const element *)params.score.v + range.b * params.score.v_batch +
                              channel_offset(params, c, params.score.v_head);
-    const float *const ddt = ddt_of(params, place.b, g);
-    const int32_t end = min((place.tile + split_length(params, place)) * tile_keys, params.kv_len);
+    const float *const ddt = ddt_of(params, range.b, g);
+    const int32_t end = min((range.tile + split_length(params, range)) * tile_keys, params.kv_len);
     float sum = 0;
-    for (int32_t j = place.tile * tile_keys; j < end; j++)
+    for (int32_t j = range.tile * tile_keys; j < end; j++)
         if (is_term(ddt[j]))
             sum += ddt[j] * to_float(v[j * params.score.v_row]);
     return sum;
 }
 
-/* Sums that are not numbers again: in a product, a key that only other heads give a gradient counts
- * as 0 * v, which may be NaN. */
+/* Computes the sums that are NaN again. A product includes keys that have a gradient of other heads
+ * only: they count as 0 * v, which is NaN if v is not finite. */
 template <typename config>
-__device__ static __noinline__ void mend_sums(const gradient_params &params, float *to, int32_t g,
+__device__ static __noinline__ void redo_sums(const gradient_params &params, float *to, int32_t g,
                                               int32_t first) {
     const int end_of_heads = min(config::heads, params.kv_heads - g);
     const int end_of_channels = min(config::channels, params.channels - first);
@@ -174,12 +176,12 @@ __device__ static __noinline__ void mend_sums(const gradient_params &params, flo
         for (int c = first + threadIdx.x % 32; c < first + end_of_channels; c += 32) {
             float *const sum = to + (int64_t)head * params.channels + c;
             if (isnan(*sum))
-                *sum = sum_plainly<typename config::element>(params, head, c);
+                *sum = sum_sequentially<typename config::element>(params, head, c);
         }
 }
 
-/* dv of a split's keys, and what they add to ddt_proj, of the kv heads from g on and a block of
- * channels. */
+/* Adds to dv of a split's keys, and sums what they add to ddt_proj, for the kv heads from g on and
+ * a block of channels. */
 template <typename config>
 __global__ void __launch_bounds__(split_threads, 2)
     add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
@@ -187,16 +189,16 @@ __global__ void __launch_bounds__(split_threads, 2)
     const int warp = threadIdx.x / 32, channel_warps = split_warps / params.key_warps;
     const int32_t first = (blockIdx.y * channel_warps + warp / params.key_warps) * config::channels;
     warp_sums<config> sums = {};
-    griddepcontrol_wait(); // for the operands and the weights
+    griddepcontrol_wait(); // for find_gradients()
     griddepcontrol_launch_dependents();
     take_split(sums, shared, params, g, first);
-    join_sums(sums, shared, params.key_warps);
+    reduce_warps(sums, shared, params.key_warps);
     float *const to = params.dt_sums + (int64_t)blockIdx.x * params.kv_heads * params.channels;
     if (warp % params.key_warps == 0 && !__all_sync(~0u, put_sums(sums, params, to, g, first)))
-        mend_sums<config>(params, to, g, first);
+        redo_sums<config>(params, to, g, first);
 }
 
-/* Writes a sum as v's type or float32, or adds it to what is there. */
+/* Writes a sum, or adds it to what is there, in float32 (wide) or v's type. */
 template <typename element>
 __device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide, bool add) {
     if (wide)
@@ -205,81 +207,82 @@ __device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide
         ((element *)to)[at] = from_float<element>(add ? to_float(((element *)to)[at]) + sum : sum);
 }
 
-/* Adds up the numbers of every column of threads; the first row has the sums. */
+/* Adds the numbers of each column of threads. The first row of threads gets the sums. */
 __device__ static inline float sum_columns(float sum) {
-    __shared__ float parts[finish_parts][finish_columns];
-    parts[threadIdx.y][threadIdx.x] = sum;
+    __shared__ float sums[finish_rows][finish_columns];
+    sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    for (int n = 1; n < finish_parts && threadIdx.y == 0; n++)
-        sum += parts[n][threadIdx.x];
+    for (int n = 1; n < finish_rows && threadIdx.y == 0; n++)
+        sum += sums[n][threadIdx.x];
     return sum;
 }
 
-/* Adds up part `part` of `parts` of `count` numbers that lie `stride` apart. */
-__device__ static inline float sum_part(const float *from, int64_t count, int64_t stride, int part,
-                                        int parts) {
-    const int64_t each = (count + parts - 1) / parts, end = min((part + 1) * each, count);
+/* The sum of one of `slices` equal ranges of `count` numbers that lie `stride` apart. */
+__device__ static inline float sum_slice(const float *from, int64_t count, int64_t stride,
+                                         int slice, int slices) {
+    const int64_t each = divide_up(count, slices), end = min((slice + 1) * each, count);
     float sum = 0;
 #pragma unroll 8
-    for (int64_t n = part * each; n < end; n++)
+    for (int64_t n = slice * each; n < end; n++)
         sum += from[n * stride];
     return sum;
 }
 
-/* The sums of kv head blockIdx.y, a column of threads a channel; in the last block its coefficient.
- */
+/* Writes the gradients of dt_proj and a for kv head blockIdx.y. Each column of threads takes a
+ * channel of dt_proj; the last thread block takes a. */
 template <typename element>
-__global__ void __launch_bounds__(finish_columns *finish_parts)
+__global__ void __launch_bounds__(finish_columns *finish_rows)
     finish_sums(const __grid_constant__ gradient_params params) {
     const score_params &score = params.score;
     const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;
-    griddepcontrol_wait(); // for what is added up
+    griddepcontrol_wait(); // for add_keys()
     griddepcontrol_launch_dependents();
     if (blockIdx.x + 1 == gridDim.x) {
         const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
-        const int part = threadIdx.y * finish_columns + threadIdx.x;
-        float sum = sum_columns(sum_part(params.a_sums + g, rounds, params.kv_heads, part,
-                                         finish_columns * finish_parts));
+        const int slice = threadIdx.y * finish_columns + threadIdx.x;
+        float sum = sum_columns(sum_slice(params.a_sums + g, rounds, params.kv_heads, slice,
+                                          finish_columns * finish_rows));
         if (threadIdx.y == 0)
             sum = sum_lanes(sum);
-        if (part == 0)
+        if (slice == 0)
             put_sum<element>(params.da, g, sum, score.wide_a, params.accumulate);
         return;
     }
     const float *const from = params.dt_sums + (int64_t)g * params.channels + c;
     const int64_t splits = (int64_t)params.batch * params.splits;
     const float sum = sum_columns(
-        c < params.channels ? sum_part(from, splits, (int64_t)params.kv_heads * params.channels,
-                                       threadIdx.y, finish_parts)
+        c < params.channels ? sum_slice(from, splits, (int64_t)params.kv_heads * params.channels,
+                                        threadIdx.y, finish_rows)
                             : 0);
     if (threadIdx.y == 0 && c < params.channels)
         put_sum<element>(params.ddt_proj, g * params.ddt_row + c, sum, score.wide_dt_proj,
                          params.accumulate);
 }
 
-/* Of how many kv heads a block takes the gradients, in tiles. */
+/* Tiles of kv heads that a thread block takes. */
 static int32_t count_head_tiles(const gradient_params *params) {
     return params->kv_heads <= tile_heads ? 1 : 4;
 }
 
-/* Splits of a sequence: as many as fill a large device with blocks, whose sums take no more than an
- * eighth of v, or 16 MB. */
+/* Splits of a sequence: enough to fill a large device with thread blocks, as long as their sums
+ * take no more than an eighth of v, or 16 MB. */
 static void plan_splits(gradient_params *params) {
-    const int64_t few = 512, many = 384, least_sums = 4 << 20; // blocks, numbers
+    const int64_t few = 512, many = 384; // thread blocks that fill a device
+    const int64_t least_sums = 4 << 20;  // floats
     const int64_t wanted = count_head_tiles(params) == 1
                                ? few * few_heads<__half, 1>::block_channels
                                : many * many_heads<__half, 1>::block_channels;
     const int64_t each = (int64_t)params->kv_heads * params->channels;
-    const int64_t share = (int64_t)params->kv_len * params->channels / 16;
-    const int64_t sums = share > least_sums ? share : least_sums;
+    const int64_t v_sums = (int64_t)params->kv_len * params->channels / 16;
+    const int64_t sums = v_sums > least_sums ? v_sums : least_sums;
     const int64_t fit = each > 0 && sums / each > 1 ? sums / each : 1;
     const int64_t fill = params->channels < wanted ? wanted / params->channels : 1;
-    const int32_t rounds = (params->kv_len + round_keys - 1) / round_keys;
+    const int32_t rounds = (int32_t)divide_up(params->kv_len, round_keys);
     const int32_t most = (int32_t)(fit < fill ? fit : fill);
-    const int32_t split_rounds = rounds > most ? (rounds + most - 1) / most : 1;
+    const int32_t split_rounds = rounds > most ? (int32_t)divide_up(rounds, most) : 1;
     params->tiles = rounds * round_tiles;
     params->split_tiles = split_rounds * round_tiles;
-    params->splits = (rounds + split_rounds - 1) / split_rounds;
+    params->splits = (int32_t)divide_up(rounds, split_rounds);
 }
 
 static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
@@ -310,8 +313,7 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     params.accumulate = problem->accumulate;
     plan_splits(&params);
     const int32_t head_tiles = count_head_tiles(&params), heads = head_tiles * tile_heads;
-    const int64_t tiles =
-        (int64_t)((params.kv_heads + heads - 1) / heads) * params.batch * params.tiles;
+    const int64_t tiles = divide_up(params.kv_heads, heads) * params.batch * params.tiles;
     const size_t tile_bytes = head_tiles == 1 ? sizeof(tile_operands<1>) : sizeof(tile_operands<4>);
     params.operands = fdma_arena_take(arena, (size_t)tiles * tile_bytes);
     params.masks = (uint32_t *)fdma_arena_take(arena, (size_t)tiles * sizeof *params.masks);
@@ -330,20 +332,21 @@ static size_t workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
-/* As many warps of a block have channels of their own as there are channels for. */
+/* Gives each warp of a thread block channels of its own, as long as there are enough of them; warps
+ * that are left share channels and take tiles in turn. */
 template <typename config>
 static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
-    static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "fits anywhere");
+    static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "a split fits everywhere");
     launch_shape keys;
     params.key_warps = split_warps;
     while (params.key_warps > 1 &&
            split_warps / params.key_warps * config::channels < params.channels)
         params.key_warps /= 2;
-    // so that a chunk's copies are done, and its masks there, when it begins
-    assert(params.key_warps * config::stages <= config::chunk_tiles);
+    // so that the copies of a step are done, and its masks have arrived, when it begins
+    assert(params.key_warps * config::stages <= config::step_tiles);
     const int block_channels = split_warps / params.key_warps * config::channels;
     keys.grid = dim3((unsigned)params.batch * params.splits,
-                     (unsigned)((params.channels + block_channels - 1) / block_channels));
+                     (unsigned)divide_up(params.channels, block_channels));
     keys.block = dim3(split_threads);
     keys.shared_bytes = sizeof(split_memory<config>);
     keys.after_dependency = true;
@@ -357,7 +360,7 @@ static fdma_status launch_gradients(const fdma_problem *problem, const gradient_
     const int heads = head_tiles * tile_heads;
     launch_shape find;
     find.grid = dim3((unsigned)params.batch * (params.tiles / round_tiles),
-                     (unsigned)((params.kv_heads + heads - 1) / heads));
+                     (unsigned)divide_up(params.kv_heads, heads));
     find.block = dim3(find_threads);
     find.after_dependency = true;
     return launch("score_backward", find_gradients<element, head_tiles>, find, problem, params);
@@ -367,16 +370,16 @@ template <typename element>
 static fdma_status launch_finish(const fdma_problem *problem, const gradient_params &params,
                                  bool after_dependency) {
     launch_shape finish;
-    finish.grid = dim3((unsigned)((params.channels + finish_columns - 1) / finish_columns + 1),
-                       (unsigned)params.kv_heads);
-    finish.block = dim3(finish_columns, finish_parts);
+    finish.grid =
+        dim3((unsigned)divide_up(params.channels, finish_columns) + 1, (unsigned)params.kv_heads);
+    finish.block = dim3(finish_columns, finish_rows);
     finish.after_dependency = after_dependency;
     return launch("score_backward", finish_sums<element>, finish, problem, params);
 }
 
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
-    const bool is_wide = params.score.parts > 1;
+    const bool is_wide = params.score.limbs > 1;
     if (params.batch == 0 || params.kv_len == 0)
         return launch_finish<element>(problem, params, false);
     FDMA_TRY(fdma_cuda_run_products(problem, params.score));
@@ -417,8 +420,9 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel rows[] = {
+static const fdma_kernel kernels[] = {
     {"cuda/sm80", operation_score_backward, fdma_missing_sm80, refuses, workspace, run, true},
 };
 
-extern "C" const kernel_table fdma_cuda_sm80_score_backward = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table fdma_cuda_sm80_score_backward = {kernels,
+                                                               sizeof kernels / sizeof kernels[0]};

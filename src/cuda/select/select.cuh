@@ -1,23 +1,45 @@
-/* Selection, whatever its kernels: what they are called with, the order of keys, ranks by digits.
+/* Selection on the GPU: what its kernels are called with, the order of keys, and what both
+ * implementations share. sm80/select.cu takes any segment in several launches; sm90/select.cu takes
+ * a segment that fits a cluster of blocks in one.
  *
- * All valid keys of a segment, a (batch, kv head) pair, are sorted: `place` is a key's place in
- * that order, the worst first. A key of causal scope is ever kept if fewer than `window` earlier
- * keys have a higher place; of those that are,
- * - the i-th worst is evicted by the one that is `window` + i-th by position,
- * - the k-th by position takes slot k, or after the first `window` the slot of the one it evicts,
- * because the worst kept key only gets better. Padding and NaN: see order_of(). */
+ * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
+ * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into
+ * partitions of equal size. The figure in docs/algorithm.md ("On a GPU") draws the tables:
+ *
+ *     earlier_count[c][d]  keys of rank partition c and above that stand before the end of position
+ *                          partition d
+ *     threshold_rank[d]    rank of the worst key that is kept when position partition d begins;
+ *                          0 while the set is not full
+ *     kept_index           of a key that is ever kept: how many such keys stand before it
+ *
+ * The steps have the same names in both implementations:
+ *
+ *     sort_keys            radix sort: {order, position} of each key, by rank
+ *     count_earlier        fills earlier_count
+ *     find_thresholds      fills threshold_rank from it
+ *     decide_by_threshold  decides most keys by the two thresholds around their position; for each
+ *                          of the others, how many keys of its position partition may outrank it
+ *     decide_by_count      counts those
+ *     index_kept           kept_index of each kept key; its position by kept_index
+ *     match_evictions      the i-th worst kept key expires at the kept key window + i
+ *     find_heads           slots pass from an evicted key to its evictor: finds the first key of
+ *                          this chain that the same block handles
+ *     follow_heads         follows chains from block to block up to the slot
+ *
+ * Global scope needs no thresholds: the `window` best keys of the segment are kept, and a kept
+ * key's kept_index is its slot. */
 #ifndef FDMA_CUDA_SELECT_SELECT_CUH
 #define FDMA_CUDA_SELECT_SELECT_CUH
 
 #include "cuda/device/host.cuh"
 #include "cuda/device/ptx.cuh"
 
-/* One segment: pointers to its first key. */
+/* Pointers to the first key of one segment. */
 struct select_segment {
     const float *score;
-    const uint8_t *valid; // NULL: all are
+    const uint8_t *valid; // NULL: all keys are valid
     int32_t *expiry;
-    int32_t *slot; // NULL: nobody wants slots
+    int32_t *slot; // NULL: slots are not wanted
 };
 
 struct select_call {
@@ -26,7 +48,7 @@ struct select_call {
     int64_t expiry_batch, expiry_head, slot_batch, slot_head;
     uint32_t kv_heads, kv_len;
     uint32_t window; // at most kv_len
-    bool causal;     // scope; false too where the window is 0
+    bool causal;     // scope; also false if the window is 0
 };
 
 static inline select_call describe_select(const fdma_problem *problem) {
@@ -56,19 +78,19 @@ __device__ static inline select_segment segment_of(const select_call &call, uint
     select_segment here = call.first;
     here.score += b * call.score_batch + g * call.score_head;
     here.expiry += b * call.expiry_batch + g * call.expiry_head;
-    if (here.valid)
+    if (here.valid != NULL)
         here.valid += b * call.valid_batch;
-    if (here.slot)
+    if (here.slot != NULL)
         here.slot += b * call.slot_batch + g * call.slot_head;
     return here;
 }
 
-/* A key as it is sorted: its position, with this bit where there is none to keep. So that absent
- * keys are before no position. */
+/* This bit is set in the position of a key that is not valid or lies past the end, so that it
+ * stands before no position. */
 static constexpr uint32_t absent = 1U << 31;
 
-/* The score's place in the order of the reals: both zeros alike, NaN below all, no key below NaN.
- * In integers, because subnormal numbers count for what they are. */
+/* Maps a score to an integer of the same order: both zeros are equal, NaN is below every number,
+ * and 0 is left for absent keys. Integers, because float comparisons may flush subnormals. */
 __device__ static inline uint32_t order_of(float score) {
     const uint32_t bits = __float_as_uint(score), magnitude = bits & ~(1U << 31);
     const uint32_t infinity = 0x7f800000, order_nan = 1;
@@ -76,18 +98,19 @@ __device__ static inline uint32_t order_of(float score) {
         return order_nan;
     if (magnitude == 0)
         return 1U << 31;
-    return bits >> 31 ? ~bits : bits | 1U << 31;
+    return bits >> 31 != 0 ? ~bits : bits | 1U << 31;
 }
 
-/* Key j of a segment: {order, position}. */
+/* Key j of a segment as it is sorted: {order, position}. */
 __device__ static inline uint2 load_key(const select_segment &segment, uint32_t j,
                                         uint32_t kv_len) {
-    if (j >= kv_len || (segment.valid && !segment.valid[j]))
+    if (j >= kv_len || (segment.valid != NULL && segment.valid[j] == 0))
         return make_uint2(0, j | absent);
     return make_uint2(order_of(segment.score[j]), j);
 }
 
-/* What says how many earlier keys of its chunk may outrank a key that is kept. */
+/* The allowance {rank, allowed} of a key: it is kept if fewer than `allowed` of the keys that stand
+ * before it in its position partition outrank it. 0: never kept. */
 static constexpr uint32_t always_kept = UINT32_MAX;
 
 enum { warp_lanes = 32, digit_bits = 8, digits = 1 << digit_bits, key_bits = 32 };
@@ -98,7 +121,7 @@ __device__ static inline uint32_t digit_of(uint32_t order, int shift) {
     return order >> shift & (digits - 1);
 }
 
-/* The lanes whose digit, at this bit of the order and the next ones, is the same. */
+/* The lanes that have the same digit as this one. */
 __device__ static inline uint32_t match_digit(uint32_t order, int shift) {
     uint32_t same = all_lanes;
 #pragma unroll
@@ -107,8 +130,8 @@ __device__ static inline uint32_t match_digit(uint32_t order, int shift) {
     return same;
 }
 
-/* Counts the digits of a warp's keys, key `r` of lane l being the 32 r + l-th, into count[], and
- * how many keys of the same digit precede each. */
+/* Counts the digits of a warp's keys into count[]. before[r]: how many of the warp's keys with the
+ * same digit precede key r of this lane, which is the warp's key 32 r + lane. */
 template <int items>
 __device__ static inline void count_digits(uint32_t *count, const uint32_t (&order)[items],
                                            int shift, uint32_t (&before)[items]) {
@@ -123,17 +146,31 @@ __device__ static inline void count_digits(uint32_t *count, const uint32_t (&ord
 #pragma unroll
     for (int r = 0; r < items; r++) {
         const uint32_t same = before[r], lower = same & lanemask_lt();
-        uint32_t *const mine = &count[digit_of(order[r], shift)];
-        const uint32_t base = *mine;
+        uint32_t *const digit_count = &count[digit_of(order[r], shift)];
+        const uint32_t base = *digit_count;
         __syncwarp();
         if (lower == 0)
-            *mine = base + __popc(same);
+            *digit_count = base + __popc(same);
         __syncwarp();
         before[r] = base + __popc(lower);
     }
 }
 
-/* Sum over the lower lanes. */
+/* Replaces each warp's count of a digit by the sum over the lower warps; returns the sum of all. */
+template <int warps>
+__device__ static inline uint32_t sum_digit(uint32_t (&digit_count)[warps][digits],
+                                            uint32_t digit) {
+    uint32_t sum = 0;
+#pragma unroll
+    for (int w = 0; w < warps; w++) {
+        const uint32_t count = digit_count[w][digit];
+        digit_count[w][digit] = sum;
+        sum += count;
+    }
+    return sum;
+}
+
+/* The sum of `value` over the lower lanes. */
 __device__ static inline uint32_t sum_lower_lanes(uint32_t value) {
     const uint32_t lane = threadIdx.x % warp_lanes;
     uint32_t sum = value;
@@ -145,8 +182,8 @@ __device__ static inline uint32_t sum_lower_lanes(uint32_t value) {
     return sum - value;
 }
 
-/* Of each warp's count, the sum over the lower warps, and the sum of all; count[]: scratch, one
- * word a warp. All threads of the block. */
+/* The sum of `value`, one per warp, over the lower warps, and its total over all. count[] is
+ * scratch, one word per warp. All threads of the block call it. */
 template <int warps>
 __device__ static inline uint32_t sum_lower_warps(uint32_t *count, uint32_t value,
                                                   uint32_t *total) {
@@ -159,6 +196,48 @@ __device__ static inline uint32_t sum_lower_warps(uint32_t *count, uint32_t valu
     const uint32_t lower = __reduce_add_sync(all_lanes, lane < warp ? others : 0);
     __syncthreads();
     return lower;
+}
+
+/* Numbers the lanes whose `flag` is set from *next on, and advances *next past them. */
+__device__ static inline uint32_t number_flag(bool flag, uint32_t *next) {
+    const uint32_t lanes = __ballot_sync(all_lanes, flag), first = *next;
+    *next += __popc(lanes);
+    return first + __popc(lanes & lanemask_lt());
+}
+
+/* Key r of a thread is entry first + r * stride of next[], and follows entry head[r] of it. Moves
+ * head[r], and next[] with it, to the first entry of its chain, which follows itself. Each round
+ * halves the length of all chains. */
+template <int items>
+__device__ static inline void jump_to_heads(uint32_t *next, uint32_t (&head)[items], uint32_t first,
+                                            uint32_t stride) {
+    bool changed = true;
+    while (__syncthreads_or(changed)) {
+        changed = false;
+#pragma unroll
+        for (int r = 0; r < items; r++) {
+            const uint32_t farther = next[head[r]];
+            changed |= farther != head[r];
+            head[r] = farther;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < items; r++)
+            next[first + r * stride] = head[r];
+    }
+}
+
+/* Writes what is final once key j is known to be kept or not. In causal scope the expiry and slot
+ * of a kept key follow in later steps. */
+__device__ static inline void write_key(const select_segment &segment, uint32_t j, uint32_t expiry,
+                                        int32_t slot) {
+    segment.expiry[j] = (int32_t)expiry;
+    if (segment.slot != NULL)
+        segment.slot[j] = slot;
+}
+
+static inline const char *refuses_scores(const fdma_problem *problem) {
+    return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores, supported: float32";
 }
 
 #endif

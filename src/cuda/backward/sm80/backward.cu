@@ -1,24 +1,25 @@
-/* Backward for one head_dim (FDMA_HEAD_DIM) and those below it, on any device of compute capability
- * 8.0 and later, by mma.sync. Two passes, each with the products that it needs: one makes dq as
- * forward makes out, one makes dk, dv and dbias, slot by slot. Neither reduces through memory, so
- * that results are always bit-equal from run to run.
+/* Backward for head_dim up to FDMA_HEAD_DIM, on any device from compute capability 8.0, with
+ * mma.sync. One pass makes dq (dq.cuh) as forward makes out; the others make dk, dv and dbias
+ * (dkv.cuh), first for the keys that arrive inside a query block, then slot by slot. Each pass
+ * computes the weights again, and none reduces through memory, so that results are bit-equal
+ * from run to run. plan/backward.cuh says what comes before and after.
  *
- * On the way: fdma_cuda_begin_backward() -> sum_queries(), sum_keys() for arrivals, then for slots
- * -> fdma_cuda_end_backward(). Source: arXiv:2205.14135, algorithm 4. */
-#include "cuda/backward/sm80/keys.cuh"
-#include "cuda/backward/sm80/queries.cuh"
+ * Source: arXiv:2205.14135, algorithm 4. */
+#include "cuda/backward/sm80/dkv.cuh"
+#include "cuda/backward/sm80/dq.cuh"
 
-static constexpr int32_t slot_rows = 64;
-static constexpr int32_t most_parts = 16;
+static constexpr int32_t block_slots = 64; // of a slot block
+static constexpr int32_t most_partitions = 16;
 
 template <typename element>
 static fdma_status sum_for_keys(const fdma_problem *problem, const backward_plan &plan,
                                 bool aligned) {
     using config = key_config<element>;
-    static_assert(sizeof(key_memory<config>) <= least_shared_bytes, "keys fit everywhere");
-    static_assert(config::rows == slot_rows, "a block of slots is a block's rows");
+    static_assert(sizeof(key_memory<config>) <= least_shared_bytes,
+                  "a block of keys fits everywhere");
+    static_assert(config::rows == block_slots, "the rows of a thread block are a slot block");
     const int64_t heads = (int64_t)plan.forward.batch * plan.forward.kv_heads;
-    const int64_t blocks = (int64_t)plan.slots / config::rows * plan.parts;
+    const int64_t blocks = (int64_t)plan.slots / config::rows * plan.partitions;
     launch_shape shape;
     shape.block = dim3(config::threads);
     shape.shared_bytes = sizeof(key_memory<config>);
@@ -37,9 +38,10 @@ template <typename element>
 static fdma_status sum_for_queries(const fdma_problem *problem, const backward_plan &plan,
                                    bool aligned) {
     using config = query_config<element>;
-    static_assert(sizeof(query_memory<config>) <= least_shared_bytes, "queries fit everywhere");
+    static_assert(sizeof(query_memory<config>) <= least_shared_bytes,
+                  "a tile of queries fits everywhere");
     const int32_t rows = plan.forward.q_len * plan.forward.group;
-    const int32_t tiles = (rows + config::rows - 1) / config::rows;
+    const int32_t tiles = (int32_t)divide_up(rows, config::rows);
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
     return launch("backward", sum_queries<config>,
                   {dim3(heads * tiles), dim3(config::threads), sizeof(query_memory<config>)},
@@ -59,7 +61,7 @@ static fdma_status sum_gradients(const fdma_problem *problem, const backward_pla
 }
 
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    return fdma_cuda_plan_backward(problem, arena, {slot_rows, most_parts, 0});
+    return fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions, 0});
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -89,13 +91,9 @@ static fdma_status run(const fdma_problem *problem) {
     return fdma_cuda_end_backward(problem, &plan);
 }
 
-/* cuda/sm80/d128, fdma_cuda_sm80_backward_d128 */
-#define TEXT(x) #x
-#define NAME(head_dim) "cuda/sm80/d" TEXT(head_dim)
-#define JOIN(x, y) x##y
-#define TABLE(head_dim) JOIN(fdma_cuda_sm80_backward_d, head_dim)
+static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM),
+                                       operation_backward, fdma_missing_sm80, refuses, workspace,
+                                       run, true}};
 
-static const fdma_kernel rows[] = {
-    {NAME(FDMA_HEAD_DIM), operation_backward, fdma_missing_sm80, refuses, workspace, run, true}};
-
-extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm80_backward_d, FDMA_HEAD_DIM) = {
+    kernels, sizeof kernels / sizeof kernels[0]};

@@ -1,26 +1,26 @@
-/* What both passes of the backward share: 64 rows that stay (queries, or keys) against blocks of
- * columns that stream past (keys, or queries), and how gradients are written.
+/* What both passes of the backward share: 64 rows that stay in a thread block (queries or keys)
+ * against blocks of columns that are streamed past them (keys or queries), and writing gradients.
  *
  * Source: arXiv:2205.14135, algorithm 4. */
 #ifndef FDMA_CUDA_BACKWARD_SM80_TILE_CUH
 #define FDMA_CUDA_BACKWARD_SM80_TILE_CUH
 
-#include "cuda/forward/sm80/walk.cuh"
+#include "cuda/mma/keys.cuh"
 #include "cuda/plan/backward.cuh"
 
-/* A warp has 16 rows. Where dk and dv of 16 keys do not fit its registers, warps share rows: each
- * computes their weights and sums a part of the channels. */
-template <typename type, int of_shares> struct gradient_config {
+/* A warp has 16 rows. Where dk and dv of 16 keys do not fit its registers, column_warps warps have
+ * the same rows: each computes their weights, and sums some of the channels. */
+template <typename type, int column_warps_> struct gradient_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int row_tiles = 1;
     static constexpr int row_warps = 4;
     static constexpr int rows = row_warps * mma_rows;
     static constexpr int keys = head_dim <= 64 ? 64 : head_dim <= 192 ? 32 : 16; // columns
-    static constexpr int shares = of_shares;
-    static constexpr int share_columns = head_dim / chunk_channels / shares;
-    static constexpr int threads = shares * row_warps * warp_lanes;
-    static constexpr int blocks = head_dim <= 128 ? 2 : 1; // of a multiprocessor
+    static constexpr int column_warps = column_warps_;
+    static constexpr int warp_columns = head_dim / vec_channels / column_warps; // tiles of 8
+    static constexpr int threads = column_warps * row_warps * warp_lanes;
+    static constexpr int blocks = head_dim <= 128 ? 2 : 1; // on a multiprocessor
 };
 
 template <typename type> using query_config = gradient_config<type, 1>;
@@ -28,11 +28,11 @@ template <typename type> using key_config = gradient_config<type, (FDMA_HEAD_DIM
 
 template <typename element> struct gradient_row {
     element *data;
-    bool aligned; // to 4 bytes and more
+    bool aligned; // to 4 bytes or more
     bool add;     // to what is there
 };
 
-/* Two neighbouring channels of a gradient. */
+/* Writes or adds two neighbouring channels of a gradient. */
 template <typename element>
 __device__ static inline void put_pair(const gradient_row<element> &row, int channel, float x,
                                        float y) {
@@ -51,14 +51,15 @@ __device__ static inline void put_pair(const gradient_row<element> &row, int cha
     *(uint32_t *)at = type::pack(x, y);
 }
 
-/* The channels of a warp's column tiles, where every `shares`th pair of tiles is its: of tile d,
- * counted from its first one; and of a lane's pair. */
-template <int shares> __device__ static inline constexpr int tile_channel(int d) {
-    return (d / 2 * 2 * shares + d % 2) * 8;
+/* The first channel of a warp's column tile d, from the warp's first channel on. Pairs of column
+ * tiles are dealt to the column warps in turn. */
+template <int column_warps> __device__ static inline constexpr int tile_channel(int d) {
+    return (d / 2 * 2 * column_warps + d % 2) * 8;
 }
 
-template <int shares> __device__ static inline int channel_of(int d, int share) {
-    return tile_channel<shares>(d) + share * 16 + opaque(threadIdx.x) % 4 * 2;
+/* The first of this lane's two channels in column tile d of a column warp. */
+template <int column_warps> __device__ static inline int channel_of(int d, int column_warp) {
+    return tile_channel<column_warps>(d) + column_warp * 16 + opaque(threadIdx.x) % 4 * 2;
 }
 
 template <int columns> __device__ static inline void clear_sums(float (&sums)[1][columns][4]) {

@@ -1,112 +1,113 @@
-/* Forward for one head_dim (FDMA_HEAD_DIM) and those below it, on any device of compute capability
- * 8.0 and later: FlashAttention's tiling by mma.sync, over the keys of a list. A block of threads
- * takes a tile of rows: (query, head of the group) pairs of a kv head.
+/* Forward for head_dim up to FDMA_HEAD_DIM, on any device from compute capability 8.0:
+ * FlashAttention's tiling with mma.sync, over the keys of a tile list. A thread block takes one
+ * tile of rows of a kv head (mma/queries.cuh) and visits its list one key block at a time.
  *
- * On the way: fdma_cuda_build_lists() -> attend_tile(), or decode.cuh for few queries.
  * Source: arXiv:2205.14135; arXiv:2307.08691. */
-#include "cuda/decode/decode.cuh"
+#include "cuda/mma/keys.cuh"
 
 template <typename type> struct tile_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int warps = 4;
-    static constexpr int row_tiles = head_dim <= 128 ? 2 : 1; // what the registers hold
-    static constexpr int keys = 64;                           // of a block
-    static constexpr int blocks = head_dim <= 64 ? 3 : 2;     // of a multiprocessor
+    static constexpr int row_tiles = head_dim <= 128 ? 2 : 1; // of a warp: what the registers hold
+    static constexpr int keys = 64;                           // of a key block
+    static constexpr int blocks = head_dim <= 64 ? 3 : 2;     // on a multiprocessor
     static constexpr int threads = warps * warp_lanes;
     static constexpr int rows = warps * row_tiles * mma_rows;
 };
 
 template <typename config> struct tile_memory {
     using element = typename config::element;
-    alignas(128) element q[config::rows * config::head_dim]; // in the end out
+    alignas(128) element q[config::rows * config::head_dim]; // in the epilogue: out
     alignas(128) element k[config::keys * config::head_dim];
     alignas(128) element v[config::keys * config::head_dim];
-    key_facts<config::keys> facts[2];         // of this block and the next
-    alignas(16) int32_t key[3][config::keys]; // entries: of this block and the next two
+    key_records<config::keys> records[2];     // of this key block and the next
+    alignas(16) int32_t key[3][config::keys]; // list entries: of this key block and the next two
     int32_t position[config::rows];
-    tile_work work;
+    tile_inputs inputs;
 };
 
 template <typename config>
-__device__ static inline void list_block(tile_memory<config> &shared, int32_t n, int32_t entry) {
+__device__ static inline void store_entry(tile_memory<config> &shared, int32_t n, int32_t entry) {
     const uint32_t column = opaque(threadIdx.x);
     if (column < config::keys)
         shared.key[n % 3][column] = entry;
 }
 
-/* Starts copying k and facts of block n, which is listed. */
+/* Starts copying k and the records of key block n, whose entries are in shared memory. */
 template <typename config>
 __device__ static inline void load_keys(tile_memory<config> &shared, int32_t n) {
     const int32_t *const keys = shared.key[n % 3];
-    load_block<config>((char *)shared.k, keys, shared.work.k, shared.work.walk.kv_len);
+    copy_block<config>((char *)shared.k, keys, shared.inputs.k, shared.inputs.keys.kv_len);
     const uint32_t column = opaque(threadIdx.x);
     if (column < config::keys)
-        fetch_fact(shared.facts[n % 2], column, shared.work.walk, keys[column]);
+        copy_record(shared.records[n % 2], column, shared.inputs.keys, keys[column]);
     cp_async_commit_group();
 }
 
 template <typename config>
 __device__ static inline void load_values(tile_memory<config> &shared, int32_t n) {
-    load_block<config>((char *)shared.v, shared.key[n % 3], shared.work.v, shared.work.walk.kv_len);
+    copy_block<config>((char *)shared.v, shared.key[n % 3], shared.inputs.v,
+                       shared.inputs.keys.kv_len);
     cp_async_commit_group();
 }
 
-/* A warp's rows over all blocks: the values of a block arrive beside its first product, the keys of
- * the next one beside its softmax and second product. */
+/* A warp's rows against all key blocks. The values of a block arrive during its first product, the
+ * keys of the next block during this one's softmax and second product. */
 template <typename config>
-__device__ static inline void attend_blocks(tile_memory<config> &shared, warp_rows<config> &rows,
+__device__ static inline void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
                                             bool causal) {
     constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
-    const key_walk &walk = shared.work.walk;
+    const tile_list &keys = shared.inputs.keys;
     const int warp = threadIdx.x / warp_lanes;
     const auto q_at = down_first<head_dim>(shared.q + warp * warp_size * head_dim);
     const auto k_at = right_first<head_dim>(shared.k);
     const auto v_at = down_first<head_dim>(shared.v);
-    for (int32_t n = 0; n * config::keys < walk.entries; n++) {
-        const key_facts<config::keys> &facts = shared.facts[n % 2];
+    for (int32_t n = 0; n * config::keys < keys.entries; n++) {
+        const key_records<config::keys> &records = shared.records[n % 2];
         float s[config::row_tiles][config::keys / 8][4];
         cp_async_wait_group<0>();
-        __syncthreads(); // k is there, the last block's v is read
+        __syncthreads(); // k has arrived, and every warp has read the last block's v
         load_values(shared, n);
-        const int32_t upcoming = own_entry<config>(walk, n + 2);
-        multiply_keys<config>(s, q_at.afresh(), k_at);
+        const int32_t upcoming = own_entry<config>(keys, n + 2);
+        mma_abt<config>(s, q_at.unhoisted(), k_at); // S = Q K^T
         cp_async_wait_group<0>();
-        __syncthreads(); // v is there, k is read
-        list_block(shared, n + 2, upcoming);
-        if ((n + 1) * config::keys < walk.entries)
+        __syncthreads(); // v has arrived, and every warp has read k
+        store_entry(shared, n + 2, upcoming);
+        if ((n + 1) * config::keys < keys.entries)
             load_keys(shared, n + 1);
-        find_logits<config>(s, facts.bias, shared.work.form);
+        find_logits<config>(s, records.bias, shared.inputs.logits);
         const int32_t *const position =
             shared.position + opaque(threadIdx.x) / warp_lanes * warp_size;
-        cut_logits<config>(s, facts.expiry, shared.key[n % 3], position, causal);
-        weigh(s, rows);
-        add_values<config>(rows.out, s, v_at);
+        mask_logits<config>(s, records.expiry, shared.key[n % 3], position, causal);
+        weigh(s, state);                    // P = exp2(S - row_max)
+        mma_ab<config>(state.out, s, v_at); // O += P V
     }
 }
 
-/* Out of registers, by way of the warp's rows of q, to rows of whole chunks. */
+/* The epilogue. Rows go from registers to the warp's rows of q in shared memory, and from there to
+ * out a vector at a time. */
 template <typename config>
-__device__ static inline void write_out(tile_memory<config> &shared, const warp_rows<config> &rows,
+__device__ static inline void write_out(tile_memory<config> &shared, const row_state<config> &state,
                                         const forward_plan &plan) {
     using type = element_type<typename config::element>;
     using layout = row_layout<config::head_dim>;
-    const row_place &place = shared.work.place;
+    const row_range &range = shared.inputs.range;
     const int warp_row = (int)threadIdx.x / warp_lanes * config::row_tiles * mma_rows;
-    const int32_t first = place.first + warp_row, lane = threadIdx.x % warp_lanes;
-    char *const stage = (char *)(shared.q + warp_row * config::head_dim);
+    const int32_t first = range.first + warp_row, lane = threadIdx.x % warp_lanes;
+    char *const staged = (char *)(shared.q + warp_row * config::head_dim);
 #pragma unroll
-    for (int s = 0; s < warp_rows<config>::slots; s++) {
-        const float sum = quad_sum(rows.sum[s]), factor = sum == 0 ? 0 : 1 / sum;
-        const int32_t row = first + lane / 4 * warp_rows<config>::slots + s;
-        if (plan.lse != nullptr && lane % 4 == 0 && row < place.total)
-            plan.lse[lse_offset(plan, place, row)] = lse_of(rows.max[s], sum);
+    for (int r = 0; r < row_state<config>::rows; r++) {
+        const float sum = quad_sum(state.row_sum[r]), factor = sum == 0 ? 0 : 1 / sum;
+        const int32_t row = first + lane / 4 * row_state<config>::rows + r;
+        if (plan.lse != nullptr && lane % 4 == 0 && row < range.total)
+            plan.lse[lse_offset(plan, range, row)] = lse_of(state.row_max[r], sum);
 #pragma unroll
         for (int d = 0; d < config::head_dim / 8; d++) {
-            const float *const out = &rows.out[s / 2][d][s % 2 * 2];
-            // by choice: out may be NaN where no key is kept
-            const uint32_t both = sum == 0 ? 0 : type::pack(out[0] * factor, out[1] * factor);
-            *(uint32_t *)(stage + layout::offset(s * 8 + lane / 4, d) + lane % 4 * 4) = both;
+            const float *const out = &state.out[r / 2][d][r % 2 * 2];
+            // not out * 0: out may be NaN where no key is kept
+            const uint32_t pair = sum == 0 ? 0 : type::pack(out[0] * factor, out[1] * factor);
+            *(uint32_t *)(staged + layout::offset(r * 8 + lane / 4, d) + lane % 4 * 4) = pair;
         }
     }
     __syncwarp();
@@ -114,15 +115,15 @@ __device__ static inline void write_out(tile_memory<config> &shared, const warp_
     for (int r = lane / layout::copiers; r < config::row_tiles * mma_rows;
          r += warp_lanes / layout::copiers) {
         const int32_t row = first + row_order<config>(r);
-        if (row < place.total)
+        if (row < range.total)
             store_row<config::head_dim>(
-                (char *)plan.out.data + 2 * row_offset(plan.out, plan, place, row), stage, r,
-                plan.head_dim / chunk_channels, shared.work.k.aligned);
+                (char *)plan.out.data + 2 * row_offset(plan.out, plan, range, row), staged, r,
+                plan.head_dim / vec_channels, shared.inputs.k.aligned);
     }
 }
 
-/* Tiles of a kv head stand together, so that they find its keys in L2; the last ones, which see the
- * most keys, come first. */
+/* One tile. The tiles of a kv head are neighbours, so that they find its keys in the L2 cache. The
+ * last ones, which see the most keys, come first. */
 template <typename config>
 __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_tile(const __grid_constant__ forward_plan plan, const int32_t tiles,
@@ -130,63 +131,36 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     extern __shared__ __align__(128) char bytes[];
     tile_memory<config> &shared = *(tile_memory<config> *)bytes;
     const int32_t tile = tiles - 1 - (int32_t)(blockIdx.x % tiles);
-    const row_place place = place_of(plan, (int32_t)(blockIdx.x / tiles), tile * config::rows);
-    warp_rows<config> rows;
+    const row_range range = row_range_of(plan, (int32_t)(blockIdx.x / tiles), tile * config::rows);
+    row_state<config> state;
     if (threadIdx.x == 0)
-        shared.work = start_work(plan, place, config::rows, aligned);
-    list_positions<config::rows>(shared.position, plan, place);
-    load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, place,
+        shared.inputs = tile_inputs_of(plan, range, config::rows, aligned);
+    write_positions<config::rows>(shared.position, plan, range);
+    load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, range,
                                                          aligned);
     __syncthreads();
-    list_block(shared, 0, own_entry<config>(shared.work.walk, 0));
-    list_block(shared, 1, own_entry<config>(shared.work.walk, 1));
+    store_entry(shared, 0, own_entry<config>(shared.inputs.keys, 0));
+    store_entry(shared, 1, own_entry<config>(shared.inputs.keys, 1));
     __syncthreads();
     load_keys(shared, 0);
-    start_rows(rows);
-    attend_blocks(shared, rows, plan.causal);
-    cp_async_wait_group<0>(); // where no key is listed, q may still be under way
+    clear_rows(state);
+    attend_blocks(shared, state, plan.causal);
+    cp_async_wait_group<0>(); // if the list is empty, q may still be on its way
     __syncthreads();
-    write_out(shared, rows, plan);
+    write_out(shared, state, plan);
 }
 
-static int32_t tiles_of(int32_t rows, int32_t tile) { return (rows + tile - 1) / tile; }
-
-/* The first of the two launches for few queries. */
-template <typename few>
-static fdma_status attend_splits(const fdma_problem *problem, const forward_plan &plan,
-                                 const split_plan &splits, bool aligned) {
-    const int32_t tiles = tiles_of(plan.q_len * plan.group, few::rows);
-    const int32_t blocks = plan.batch * plan.kv_heads * splits.count * tiles;
-    return launch("forward", attend_split<few>,
-                  {dim3(blocks), dim3(few::threads), sizeof(few_memory<few>)}, problem, plan,
-                  splits, tiles, aligned);
-}
-
-/* Forward, over lists that are there. */
 template <typename element>
-static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
-                          const split_plan &splits) {
+static fdma_status attend(const fdma_problem *problem, const forward_plan &plan) {
     using config = tile_config<element>;
-    using one_tile = few_config<element, 1>;
-    using more_tiles = few_config<element, few_row_tiles>;
     static_assert(sizeof(tile_memory<config>) <= least_shared_bytes, "a tile fits everywhere");
-    static_assert(sizeof(few_memory<more_tiles>) <= least_shared_bytes, "a split fits everywhere");
     const bool aligned =
         is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
-    const int32_t rows = plan.q_len * plan.group, heads = plan.batch * plan.kv_heads;
-    if (splits.count == 0) {
-        const int32_t tiles = tiles_of(rows, config::rows);
-        return launch("forward", attend_tile<config>,
-                      {dim3(heads * tiles), dim3(config::threads), sizeof(tile_memory<config>)},
-                      problem, plan, tiles, aligned);
-    }
-    if (rows <= one_tile::rows)
-        FDMA_TRY(attend_splits<one_tile>(problem, plan, splits, aligned));
-    else
-        FDMA_TRY(attend_splits<more_tiles>(problem, plan, splits, aligned));
-    launch_shape merge = {dim3(heads * rows), dim3(merge_threads)};
-    merge.after_dependency = true;
-    return launch("forward", merge_splits<one_tile>, merge, problem, plan, splits);
+    const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
+    const int32_t heads = plan.batch * plan.kv_heads;
+    return launch("forward", attend_tile<config>,
+                  {dim3(heads * tiles), dim3(config::threads), sizeof(tile_memory<config>)},
+                  problem, plan, tiles, aligned);
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -194,50 +168,31 @@ static const char *refuses(const fdma_problem *problem) {
     if (reason != NULL)
         return reason;
     const int64_t rows = problem->q_len * problem->group;
-    const int64_t blocks =
-        (rows / mma_rows + 1) * (problem->q_len <= few_queries ? most_splits : 1);
-    if (rows > INT32_MAX / 2 || problem->batch * problem->kv_heads > INT32_MAX / blocks)
+    if (rows > INT32_MAX / 2 ||
+        problem->batch * problem->kv_heads > INT32_MAX / (rows / mma_rows + 1))
         return "more than 2^31 tiles of queries";
     if (problem->head_dim > FDMA_HEAD_DIM)
         return "a larger head_dim than its own";
     return fdma_refuses_before_sm80(problem);
 }
 
-/* What a call works from, all of it in the workspace. */
-struct forward_task {
-    forward_plan plan;
-    split_plan splits;
-};
-
-static forward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    forward_task task;
-    task.plan = fdma_cuda_plan_forward(problem, arena);
-    task.splits = plan_splits(&task.plan, arena);
-    return task;
-}
-
 static size_t workspace(const fdma_problem *problem) {
     fdma_arena arena = {};
-    lay_out(problem, &arena);
+    fdma_cuda_plan_forward(problem, &arena);
     return fdma_arena_size(&arena);
 }
 
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
-    const forward_task task = lay_out(problem, &arena);
-    FDMA_TRY(fdma_cuda_build_lists(problem, &task.plan));
-    if (problem->dtype == FDMA_FLOAT16)
-        return attend<__half>(problem, task.plan, task.splits);
-    return attend<__nv_bfloat16>(problem, task.plan, task.splits);
+    const forward_plan plan = fdma_cuda_plan_forward(problem, &arena);
+    FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
+    return problem->dtype == FDMA_FLOAT16 ? attend<__half>(problem, plan)
+                                          : attend<__nv_bfloat16>(problem, plan);
 }
 
-/* cuda/sm80/d128, fdma_cuda_sm80_d128 */
-#define TEXT(x) #x
-#define NAME(head_dim) "cuda/sm80/d" TEXT(head_dim)
-#define JOIN(x, y) x##y
-#define TABLE(head_dim) JOIN(fdma_cuda_sm80_d, head_dim)
+static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM),
+                                       operation_forward, fdma_missing_sm80, refuses, workspace,
+                                       run, true}};
 
-static const fdma_kernel rows[] = {
-    {NAME(FDMA_HEAD_DIM), operation_forward, fdma_missing_sm80, refuses, workspace, run, true}};
-
-extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM) = {
+    kernels, sizeof kernels / sizeof kernels[0]};

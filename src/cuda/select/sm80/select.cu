@@ -1,25 +1,14 @@
-/* Selection of segments of any length, on any device of compute capability 8.0 and later.
- *
- * Places and positions are cut into chunks, about as many as a chunk has keys, so that tables of
- * chunks by chunks are no larger than the keys.
- *
- *     sort_segments    {order, position} by place, see select_sort.cuh
- *     count_before     of each chunk of places, how many keys are before each chunk of positions
- *     find_floors      for each chunk of positions, the place of the worst key kept before it
- *     judge_places     between which floors is a key? Mostly that settles whether it is kept, else
- *                      how many keys of its chunk may outrank it
- *     judge_positions  counts those
- *     number_kept      the kept keys by position, and where they stand by place
- *     match_kept       the i-th worst expires at the window + i-th by position
- *     find_heads, follow_heads, write_slots    slots are handed down */
-#include "cuda/select/sm80/borders.cuh"
+/* Selection of segments of any length, on every device of compute capability 8.0 and later: one
+ * launch per step, a block of threads per partition. select.cuh names the steps. */
+#include "cuda/select/sm80/thresholds.cuh"
 
 /* ---- which keys are ever kept ---- */
 
-enum { few_lanes = 8 }; // that a warp still counts for one after the other
+enum { few_lanes = 8 }; // up to which a warp counts for one lane after the other
 
-/* For each lane, how many of the words `from` to `to` - 1 of a chunk are below `bound`: where many
- * lanes want to know, each for itself. Their ranges begin, or end, near each other. */
+/* For each lane that wants it, how many of the words `from` to `to` - 1 of a partition are below
+ * `bound`. Each lane counts for itself; most reads are of one word for all lanes, since their
+ * ranges begin, or end, near each other. */
 __device__ static uint32_t count_alone(const uint32_t *word, bool wanted, uint32_t from,
                                        uint32_t to, uint32_t bound) {
     const uint32_t least_from = __reduce_min_sync(all_lanes, wanted ? from : UINT32_MAX);
@@ -37,7 +26,7 @@ __device__ static uint32_t count_alone(const uint32_t *word, bool wanted, uint32
     return count;
 }
 
-/* The same; where few lanes want to know, all count for one after the other. */
+/* As count_alone(), but if few lanes want a count, all lanes count for one after the other. */
 __device__ static uint32_t count_below(const uint32_t *word, bool wanted, uint32_t from,
                                        uint32_t to, uint32_t bound) {
     const uint32_t lanes = __ballot_sync(all_lanes, wanted);
@@ -45,7 +34,7 @@ __device__ static uint32_t count_below(const uint32_t *word, bool wanted, uint32
     uint32_t count = 0;
     if (__popc(lanes) > few_lanes)
         return count_alone(word, wanted, from, to, bound);
-    for (uint32_t left = lanes; left; left &= left - 1) {
+    for (uint32_t left = lanes; left != 0; left &= left - 1) {
         const int lane = __ffs(left) - 1;
         const uint32_t end = __shfl_sync(all_lanes, to, lane);
         const uint32_t limit = __shfl_sync(all_lanes, bound, lane);
@@ -58,183 +47,174 @@ __device__ static uint32_t count_below(const uint32_t *word, bool wanted, uint32
     return count;
 }
 
-/* How many keys of its chunk may outrank a key that is kept. By all lanes of a warp. */
-__device__ static uint32_t judge_place(const chunk_memory &shared, const select_call &call,
-                                       const select_space &space, const chunk_place &at,
-                                       uint32_t place) {
-    const uint32_t *const floor = space.floor + at.counts + at.segment;
-    const uint32_t n = place - at.first, position = shared.word[n];
-    const bool present = !(position & absent);
-    const uint32_t q = present ? position >> space.shift : 0;
-    const uint32_t others = present && place >= floor[q + 1] ? always_kept : 0;
-    const bool unsure = present && others == 0 && place >= floor[q];
-    uint32_t higher = // keys that are before chunk q of positions
-        count_below(shared.word, unsure, n + 1, 1U << space.shift, q << space.shift);
+/* How many keys of its position partition may outrank the key of a rank if it is to be kept. All
+ * lanes of a warp call it; shared.word holds the positions of this rank partition. */
+__device__ static uint32_t find_allowed(const partition_memory &shared, const select_call &call,
+                                        const select_space &space, const partition_work &work,
+                                        uint32_t rank) {
+    const uint32_t *const threshold_rank = space.threshold_rank + work.counts + work.segment;
+    const uint32_t n = rank - work.first, position = shared.word[n];
+    const bool present = (position & absent) == 0;
+    const uint32_t d = present ? position >> space.shift : 0;
+    const uint32_t allowed = present && rank >= threshold_rank[d + 1] ? always_kept : 0;
+    const bool unsure = present && allowed == 0 && rank >= threshold_rank[d];
+    uint32_t higher = // keys of higher rank that stand before position partition d
+        count_below(shared.word, unsure, n + 1, 1U << space.shift, d << space.shift);
     if (!unsure)
-        return others;
-    if (q > 0 && at.chunk + 1 < space.chunks)
-        higher += space.border[(at.counts + at.chunk + 1) * space.chunks + q - 1];
+        return allowed;
+    if (d > 0 && work.partition + 1 < space.partitions)
+        higher +=
+            space.earlier_count[(work.counts + work.partition + 1) * space.partitions + d - 1];
     return call.window - higher;
 }
 
-/* The verdict on each key that may be kept goes to its position. Global scope keeps the best of
- * all, wherever they are. */
+/* Writes the allowance of each key that may be kept to its position. */
 __global__ void __launch_bounds__(threads)
-    judge_places(const select_call call, const select_space space) {
-    chunk_memory &shared = shared_memory<chunk_memory>();
-    const chunk_place at = find_chunk(call, space);
+    decide_by_threshold(const select_call call, const select_space space) {
+    partition_memory &shared = shared_memory<partition_memory>();
+    const partition_work work = find_work(call, space);
     const uint32_t size = 1U << space.shift;
     for (uint32_t n = threadIdx.x; n < size; n += threads)
         shared.word[n] =
-            at.first + n < call.kv_len ? space.sort.key[at.keys + at.first + n].y : absent;
+            work.first + n < call.kv_len ? space.sort.key[work.keys + work.first + n].y : absent;
     __syncthreads();
     for (uint32_t n = threadIdx.x; n < size; n += threads) {
-        const uint32_t place = at.first + n, position = shared.word[n];
-        const bool best = !(position & absent) && place >= call.kv_len - call.window;
-        const uint32_t others = call.causal ? judge_place(shared, call, space, at, place)
-                                : best      ? always_kept
-                                            : 0;
-        if (others > 0)
-            space.verdict[at.keys + position] = make_uint2(place, others);
+        const uint32_t rank = work.first + n, position = shared.word[n];
+        const bool best = (position & absent) == 0 && rank >= call.kv_len - call.window;
+        const uint32_t allowed = call.causal ? find_allowed(shared, call, space, work, rank)
+                                 : best      ? always_kept
+                                             : 0;
+        if (allowed > 0)
+            space.allowance[work.keys + position] = make_uint2(rank, allowed);
     }
 }
 
-/* Whether the key that is n-th of this chunk of positions is ever kept. By all lanes of a warp. */
-__device__ static bool judge_position(const chunk_memory &shared, uint32_t n, uint32_t others,
-                                      uint32_t size) {
-    const bool keeps = others >= size, unsure = others > 0 && !keeps;
+/* Whether key n of a position partition is ever kept. All lanes of a warp call it; shared.word has
+ * the ranks of the partition's keys. */
+__device__ static bool is_kept(const partition_memory &shared, uint32_t n, uint32_t allowed,
+                               uint32_t size) {
+    const bool keeps = allowed >= size, unsure = allowed > 0 && !keeps;
     const uint32_t lower = count_below(shared.word, unsure, 0, n, shared.word[n] + 1);
-    return keeps || (unsure && n - lower < others);
+    return keeps || (unsure && n - lower < allowed);
 }
 
-/* Counts a warp's kept keys by chunk of places, as a rule the same one for most. */
-__device__ static inline void count_places(uint32_t *count, bool keeps, uint32_t chunk) {
-    const uint32_t some = __ballot_sync(all_lanes, keeps);
-    if (some == 0)
+/* Counts a warp's kept keys by rank partition, which is usually the same for most of them. */
+__device__ static inline void count_by_rank(uint32_t *count, bool keeps, uint32_t partition) {
+    const uint32_t lanes = __ballot_sync(all_lanes, keeps);
+    if (lanes == 0)
         return;
-    const uint32_t first = __shfl_sync(all_lanes, chunk, __ffs(some) - 1);
-    const uint32_t same = __ballot_sync(all_lanes, keeps && chunk == first);
+    const uint32_t first = __shfl_sync(all_lanes, partition, __ffs(lanes) - 1);
+    const uint32_t same = __ballot_sync(all_lanes, keeps && partition == first);
     if (threadIdx.x % warp_lanes == 0)
         atomicAdd(&count[first], __popc(same));
-    if (keeps && chunk != first)
-        atomicAdd(&count[chunk], 1);
+    if (keeps && partition != first)
+        atomicAdd(&count[partition], 1);
 }
 
-/* From here on a verdict is 1 for a kept key, else 0. */
+/* Replaces `allowed` by 1 if the key is kept, else 0. */
 __global__ void __launch_bounds__(threads)
-    judge_positions(const select_call call, const select_space space) {
-    chunk_memory &shared = shared_memory<chunk_memory>();
-    const chunk_place at = find_chunk(call, space);
+    decide_by_count(const select_call call, const select_space space) {
+    partition_memory &shared = shared_memory<partition_memory>();
+    const partition_work work = find_work(call, space);
     const uint32_t size = 1U << space.shift;
-    uint2 *const verdict = space.verdict + at.keys + at.first;
+    uint2 *const allowance = space.allowance + work.keys + work.first;
     uint32_t sum = 0, total;
     for (uint32_t n = threadIdx.x; n < size; n += threads)
-        shared.word[n] = at.first + n < call.kv_len ? verdict[n].x : 0;
+        shared.word[n] = work.first + n < call.kv_len ? allowance[n].x : 0;
     __syncthreads();
     for (uint32_t n = threadIdx.x; n < size; n += threads) {
-        const bool inside = at.first + n < call.kv_len;
-        const uint32_t others = inside ? verdict[n].y : 0;
-        const bool keeps = judge_position(shared, n, others, size);
+        const bool inside = work.first + n < call.kv_len;
+        const uint32_t allowed = inside ? allowance[n].y : 0;
+        const bool keeps = is_kept(shared, n, allowed, size);
         if (inside)
-            verdict[n].y = keeps;
-        count_places(space.by_place + at.counts, keeps, shared.word[n] >> space.shift);
+            allowance[n].y = keeps;
+        count_by_rank(space.kept_by_rank + work.counts, keeps, shared.word[n] >> space.shift);
         sum += keeps;
     }
     sum_lower_warps<warps>(shared.scratch, __reduce_add_sync(all_lanes, sum), &total);
     if (threadIdx.x == 0)
-        space.by_position[at.counts + at.chunk] = total;
+        space.kept_by_position[work.counts + work.partition] = total;
 }
 
-/* ---- kept keys, numbered by position and by place ---- */
+/* ---- kept keys, by position and by rank ---- */
 
-/* What is to be written of a key by position. In global scope its number is its slot. */
-__device__ static inline void write_key(const select_call &call, const select_segment &segment,
-                                        uint32_t j, bool keeps, uint32_t number) {
-    if (keeps && call.causal)
-        return; // later
-    segment.expiry[j] = (int32_t)(keeps ? call.kv_len : j);
-    if (segment.slot)
-        segment.slot[j] = keeps ? (int32_t)number : -1;
-}
-
-/* By kept number: positions; by place: numbers, in `key` where the order was. */
+/* Writes kept_index by rank, into `key` where the order was, and the position by kept_index. */
 __global__ void __launch_bounds__(threads)
-    number_kept(const select_call call, const select_space space) {
-    chunk_memory &shared = shared_memory<chunk_memory>();
-    const chunk_place at = find_chunk(call, space);
-    const select_segment segment = segment_of(call, at.segment);
-    uint32_t number = sum_counts(shared.scratch, space.by_position + at.counts, at.chunk);
-    const uint32_t before = number;
+    index_kept(const select_call call, const select_space space) {
+    partition_memory &shared = shared_memory<partition_memory>();
+    const partition_work work = find_work(call, space);
+    const select_segment segment = segment_of(call, work.segment);
+    uint32_t next =
+        sum_counts(shared.scratch, space.kept_by_position + work.counts, work.partition);
+    const uint32_t before = next;
     uint32_t sum = 0, total;
-    const uint32_t first = at.first + at.warp * at.share;
-    for (uint32_t j = first + at.lane; j < first + at.share; j += warp_lanes)
-        sum += j < call.kv_len && space.verdict[at.keys + j].y;
+    const uint32_t first = work.first + work.warp * work.warp_keys;
+    for (uint32_t j = first + work.lane; j < first + work.warp_keys; j += warp_lanes)
+        sum += j < call.kv_len && space.allowance[work.keys + j].y != 0;
     sum = __reduce_add_sync(all_lanes, sum);
-    number += sum_lower_warps<warps>(shared.scratch, sum, &total);
-    if (threadIdx.x == 0 && at.chunk + 1 == space.chunks)
-        space.kept_all[at.segment] = before + total;
-    for (uint32_t j = first + at.lane; j < first + at.share; j += warp_lanes) {
+    next += sum_lower_warps<warps>(shared.scratch, sum, &total);
+    if (threadIdx.x == 0 && work.partition + 1 == space.partitions)
+        space.kept_total[work.segment] = before + total;
+    for (uint32_t j = first + work.lane; j < first + work.warp_keys; j += warp_lanes) {
         const bool inside = j < call.kv_len;
-        const uint2 verdict = inside ? space.verdict[at.keys + j] : make_uint2(0, 0);
-        const bool keeps = verdict.y != 0;
-        const uint32_t some = __ballot_sync(all_lanes, keeps);
-        const uint32_t mine = number + __popc(some & lanemask_lt());
-        number += __popc(some);
+        const uint2 allowance = inside ? space.allowance[work.keys + j] : make_uint2(0, 0);
+        const bool keeps = allowance.y != 0;
+        const uint32_t kept_index = number_flag(keeps, &next);
         if (!inside)
             continue;
-        write_key(call, segment, j, keeps, mine);
+        if (!keeps || !call.causal)
+            write_key(segment, j, keeps ? call.kv_len : j, keeps ? (int32_t)kept_index : -1);
         if (!keeps)
             continue;
-        space.sort.key[at.keys + verdict.x].x = mine;
-        space.kept[at.keys + mine] = j;
+        space.sort.key[work.keys + allowance.x].x = kept_index;
+        space.kept_position[work.keys + kept_index] = j;
     }
 }
 
-/* By place: the i-th worst kept key is evicted by the kept key window + i, which is told whose slot
- * it takes. */
+/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i, whose parent it
+ * becomes, since that key takes over its slot. */
 __global__ void __launch_bounds__(threads)
-    match_kept(const select_call call, const select_space space) {
-    chunk_memory &shared = shared_memory<chunk_memory>();
-    const chunk_place at = find_chunk(call, space);
-    const select_segment segment = segment_of(call, at.segment);
-    const uint2 *const key = space.sort.key + at.keys;
-    uint32_t rank = sum_counts(shared.scratch, space.by_place + at.counts, at.chunk);
+    match_evictions(const select_call call, const select_space space) {
+    partition_memory &shared = shared_memory<partition_memory>();
+    const partition_work work = find_work(call, space);
+    const select_segment segment = segment_of(call, work.segment);
+    const uint2 *const key = space.sort.key + work.keys;
+    uint32_t next = sum_counts(shared.scratch, space.kept_by_rank + work.counts, work.partition);
     uint32_t sum = 0, total;
-    const uint32_t first = at.first + at.warp * at.share;
-    for (uint32_t place = first + at.lane; place < first + at.share; place += warp_lanes)
-        sum += place < call.kv_len && key[place].x != UINT32_MAX;
+    const uint32_t first = work.first + work.warp * work.warp_keys;
+    for (uint32_t rank = first + work.lane; rank < first + work.warp_keys; rank += warp_lanes)
+        sum += rank < call.kv_len && key[rank].x != UINT32_MAX;
     sum = __reduce_add_sync(all_lanes, sum);
-    rank += sum_lower_warps<warps>(shared.scratch, sum, &total);
-    for (uint32_t place = first + at.lane; place < first + at.share; place += warp_lanes) {
-        const uint2 own = place < call.kv_len ? key[place] : make_uint2(UINT32_MAX, 0);
+    next += sum_lower_warps<warps>(shared.scratch, sum, &total);
+    for (uint32_t rank = first + work.lane; rank < first + work.warp_keys; rank += warp_lanes) {
+        const uint2 own = rank < call.kv_len ? key[rank] : make_uint2(UINT32_MAX, 0);
         const bool keeps = own.x != UINT32_MAX;
-        const uint32_t some = __ballot_sync(all_lanes, keeps);
-        const uint32_t evictor = rank + __popc(some & lanemask_lt()) + call.window;
-        const bool evicted = evictor < space.kept_all[at.segment];
-        rank += __popc(some);
+        const uint32_t evictor = number_flag(keeps, &next) + call.window;
+        const bool evicted = evictor < space.kept_total[work.segment];
         if (!keeps)
             continue;
-        segment.expiry[own.y] = (int32_t)(evicted ? space.kept[at.keys + evictor] : call.kv_len);
-        if (evicted && segment.slot)
-            space.parent[at.keys + evictor] = own.x;
+        segment.expiry[own.y] =
+            (int32_t)(evicted ? space.kept_position[work.keys + evictor] : call.kv_len);
+        if (evicted && segment.slot != NULL)
+            space.parent[work.keys + evictor] = own.x;
     }
 }
 
-/* ---- slots: a block has head_keys kept numbers of one segment ---- */
+/* ---- slots: a block handles head_keys consecutive kept keys of one segment ---- */
 
-struct head_place {
-    uint32_t segment, first, end;
+struct head_work {
+    uint32_t segment, first, end; // kept_index of its keys
     size_t keys;
 };
 
-__device__ static inline head_place find_head_block(const select_call &call,
-                                                    const select_space &space) {
-    head_place at;
-    at.segment = blockIdx.x % space.sort.segments; // all segments' first keys come first
-    at.first = blockIdx.x / space.sort.segments * head_keys;
-    at.end = min(at.first + head_keys, space.kept_all[at.segment]);
-    at.keys = (size_t)at.segment * call.kv_len;
-    return at;
+__device__ static inline head_work find_head_work(const select_call &call,
+                                                  const select_space &space) {
+    head_work work;
+    work.segment = blockIdx.x % space.sort.segments; // the first keys of all segments come first
+    work.first = blockIdx.x / space.sort.segments * head_keys;
+    work.end = min(work.first + head_keys, space.kept_total[work.segment]);
+    work.keys = (size_t)work.segment * call.kv_len;
+    return work;
 }
 
 struct head_memory {
@@ -242,57 +222,45 @@ struct head_memory {
 };
 
 /* head: the first kept key of the block that has the same slot. Its parent is in an earlier block,
- * or it is the slot's first: its parent is the slot. */
+ * or, if it is the first key of its slot, is the slot itself. */
 __global__ void __launch_bounds__(head_threads)
     find_heads(const select_call call, const select_space space) {
     head_memory &shared = shared_memory<head_memory>();
-    const head_place at = find_head_block(call, space);
-    uint32_t *const parent = space.parent + at.keys;
-    if (at.first >= at.end)
+    const head_work work = find_head_work(call, space);
+    uint32_t *const parent = space.parent + work.keys;
+    if (work.first >= work.end)
         return;
-    bool changed = true;
-    uint32_t head[head_items]; // past the end: its own
+    uint32_t head[head_items]; // entries past the end are their own heads
 #pragma unroll
     for (int r = 0; r < head_items; r++) {
-        const uint32_t index = r * head_threads + threadIdx.x, n = at.first + index;
-        if (n < call.window && n < at.end)
+        const uint32_t index = r * head_threads + threadIdx.x, n = work.first + index;
+        if (n < call.window && n < work.end)
             parent[n] = n;
-        const bool follows = n >= call.window && n < at.end && parent[n] >= at.first;
-        shared.head[index] = head[r] = follows ? parent[n] - at.first : index;
+        const bool follows = n >= call.window && n < work.end && parent[n] >= work.first;
+        shared.head[index] = head[r] = follows ? parent[n] - work.first : index;
     }
-    while (__syncthreads_or(changed)) {
-        changed = false;
-#pragma unroll
-        for (int r = 0; r < head_items; r++) {
-            const uint32_t next = shared.head[head[r]];
-            changed |= next != head[r];
-            head[r] = next;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int r = 0; r < head_items; r++)
-            shared.head[r * head_threads + threadIdx.x] = head[r];
-    }
+    jump_to_heads(shared.head, head, threadIdx.x, head_threads);
 #pragma unroll
     for (int r = 0; r < head_items; r++) {
-        const uint32_t n = at.first + r * head_threads + threadIdx.x;
-        if (n < at.end)
-            space.head[at.keys + n] = at.first + head[r];
+        const uint32_t n = work.first + r * head_threads + threadIdx.x;
+        if (n < work.end)
+            space.head[work.keys + n] = work.first + head[r];
     }
 }
 
-/* Heads go from head to head up to the slot, all of a thread at once. What they read may be on its
- * way there already: an earlier one of the same slot all the same, and a shorter way. */
+/* Each head goes from head to head up to its slot, all heads of a thread at once. A parent that it
+ * reads may already have been moved by another thread: then it is an earlier key of the same slot,
+ * or the slot, and the way is shorter. */
 __global__ void __launch_bounds__(head_threads)
     follow_heads(const select_call call, const select_space space) {
-    const head_place at = find_head_block(call, space);
-    const uint32_t *const head = space.head + at.keys;
-    uint32_t *const parent = space.parent + at.keys;
+    const head_work work = find_head_work(call, space);
+    const uint32_t *const head = space.head + work.keys;
+    uint32_t *const parent = space.parent + work.keys;
     uint32_t slot[head_items];
 #pragma unroll
     for (int r = 0; r < head_items; r++) {
-        const uint32_t n = at.first + r * head_threads + threadIdx.x;
-        const bool is_head = n < at.end && head[n] == n;
+        const uint32_t n = work.first + r * head_threads + threadIdx.x;
+        const bool is_head = n < work.end && head[n] == n;
         slot[r] = is_head ? parent[n] : 0;
     }
     for (bool found = false; !found;) {
@@ -304,7 +272,7 @@ __global__ void __launch_bounds__(head_threads)
 #pragma unroll
         for (int r = 0; r < head_items; r++) {
             if (next[r] != slot[r])
-                st_relaxed_gpu(&parent[at.first + r * head_threads + threadIdx.x], next[r]);
+                st_relaxed_gpu(&parent[work.first + r * head_threads + threadIdx.x], next[r]);
             slot[r] = next[r];
             found &= slot[r] < call.window;
         }
@@ -313,26 +281,27 @@ __global__ void __launch_bounds__(head_threads)
 
 __global__ void __launch_bounds__(head_threads)
     write_slots(const select_call call, const select_space space) {
-    const head_place at = find_head_block(call, space);
-    const select_segment segment = segment_of(call, at.segment);
-    for (uint32_t n = at.first + threadIdx.x; n < at.end; n += head_threads)
-        segment.slot[space.kept[at.keys + n]] =
-            (int32_t)space.parent[at.keys + space.head[at.keys + n]];
+    const head_work work = find_head_work(call, space);
+    const select_segment segment = segment_of(call, work.segment);
+    for (uint32_t n = work.first + threadIdx.x; n < work.end; n += head_threads)
+        segment.slot[space.kept_position[work.keys + n]] =
+            (int32_t)space.parent[work.keys + space.head[work.keys + n]];
 }
 
-/* ---- the row ---- */
+/* ---- the kernel of the table ---- */
 
 static const char *refuses(const fdma_problem *problem) {
-    if (problem->dtype != FDMA_FLOAT32)
-        return "float64 scores, supported: float32";
+    const char *const refused = refuses_scores(problem);
+    if (refused != NULL)
+        return refused;
     if (problem->kv_len > most_kv_len)
         return "more than 2^28 keys";
     return fdma_refuses_before_sm80(problem);
 }
 
-/* Chunks have no more keys than there are chunks, or the least. */
-static int chunk_shift(int64_t kv_len) {
-    int shift = least_chunk_shift;
+/* The least shift for which there are no more partitions than keys in one. */
+static int find_shift(int64_t kv_len) {
+    int shift = least_partition_shift;
     while ((int64_t)1 << 2 * shift < kv_len)
         shift++;
     return shift;
@@ -342,28 +311,28 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena, size
     select_space space = {};
     const size_t segments = (size_t)(problem->batch * problem->kv_heads);
     const size_t kv_len = (size_t)problem->kv_len, word = sizeof(uint32_t);
-    space.shift = chunk_shift(problem->kv_len);
-    space.chunks = (uint32_t)((kv_len + ((size_t)1 << space.shift) - 1) >> space.shift);
+    space.shift = find_shift(problem->kv_len);
+    space.partitions = (uint32_t)((kv_len + ((size_t)1 << space.shift) - 1) >> space.shift);
     space.sort.segments = (uint32_t)segments;
     space.sort.tiles = (uint32_t)((kv_len + sort_tile - 1) / sort_tile);
-    const size_t counts = segments * space.chunks, tiles = segments * space.sort.tiles;
-    // what must be zero at first
-    space.sort.ticket = (uint32_t *)fdma_arena_take(arena, passes * word);
+    const size_t counts = segments * space.partitions, tiles = segments * space.sort.tiles;
+    // these must be zero at first
+    space.sort.next_tile = (uint32_t *)fdma_arena_take(arena, passes * word);
     space.sort.digit_total = (uint32_t *)fdma_arena_take(arena, segments * passes * digits * word);
     space.sort.tile_count = (uint32_t *)fdma_arena_take(arena, tiles * passes * digits * word);
-    space.by_place = (uint32_t *)fdma_arena_take(arena, counts * word);
+    space.kept_by_rank = (uint32_t *)fdma_arena_take(arena, counts * word);
     *zeros = arena->used;
-    space.by_position = (uint32_t *)fdma_arena_take(arena, counts * word);
-    space.kept_all = (uint32_t *)fdma_arena_take(arena, segments * word);
-    space.floor = (uint32_t *)fdma_arena_take(arena, (counts + segments) * word);
-    space.border = (uint32_t *)fdma_arena_take(arena, counts * space.chunks * word);
-    space.kept = (uint32_t *)fdma_arena_take(arena, segments * kv_len * word);
+    space.kept_by_position = (uint32_t *)fdma_arena_take(arena, counts * word);
+    space.kept_total = (uint32_t *)fdma_arena_take(arena, segments * word);
+    space.threshold_rank = (uint32_t *)fdma_arena_take(arena, (counts + segments) * word);
+    space.earlier_count = (uint32_t *)fdma_arena_take(arena, counts * space.partitions * word);
+    space.kept_position = (uint32_t *)fdma_arena_take(arena, segments * kv_len * word);
     space.sort.key = (uint2 *)fdma_arena_take(arena, segments * kv_len * sizeof(uint2));
     space.sort.other = (uint2 *)fdma_arena_take(arena, segments * kv_len * sizeof(uint2));
-    // one after the other in the same memory
-    space.verdict = space.sort.other;
+    // these share memory, as each is used after the one before it
+    space.allowance = space.sort.other;
     space.parent = (uint32_t *)space.sort.other;
-    space.head = space.parent ? space.parent + segments * kv_len : NULL;
+    space.head = space.parent != NULL ? space.parent + segments * kv_len : NULL;
     return space;
 }
 
@@ -374,8 +343,8 @@ static size_t workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
-static fdma_status follow_slots(const fdma_problem *problem, const select_call &call,
-                                const select_space &space) {
+static fdma_status hand_down_slots(const fdma_problem *problem, const select_call &call,
+                                   const select_space &space) {
     const uint32_t blocks = (call.kv_len + head_keys - 1) / head_keys;
     launch_shape shape = {dim3(space.sort.segments * blocks), dim3(head_threads)};
     shape.shared_bytes = sizeof(head_memory);
@@ -392,35 +361,34 @@ static fdma_status run(const fdma_problem *problem) {
     const select_space space = lay_out(problem, &arena, &zeros);
     if (space.sort.segments == 0 || call.kv_len == 0)
         return FDMA_OK;
-    const uint32_t chunk_blocks = space.sort.segments * space.chunks;
     const uint32_t column_blocks =
-        space.sort.segments * ((space.chunks + warp_lanes - 1) / warp_lanes);
-    launch_shape by_chunk = {dim3(chunk_blocks), dim3(threads)};
+        space.sort.segments * ((space.partitions + warp_lanes - 1) / warp_lanes);
+    launch_shape by_partition = {dim3(space.sort.segments * space.partitions), dim3(threads)};
     launch_shape by_column = {dim3(column_blocks), dim3(column_threads)};
     const uint32_t size = 1U << space.shift;
-    const size_t verdict_bytes = (size_t)space.sort.segments * call.kv_len * sizeof(uint2);
-    by_chunk.shared_bytes =
-        sizeof(chunk_memory) + sizeof(uint32_t) * (size > space.chunks ? size : space.chunks);
+    const uint32_t words = size > space.partitions ? size : space.partitions;
+    const size_t allowance_bytes = (size_t)space.sort.segments * call.kv_len * sizeof(uint2);
+    by_partition.shared_bytes = sizeof(partition_memory) + sizeof(uint32_t) * words;
     by_column.shared_bytes = sizeof(column_memory);
     FDMA_TRY(check_cuda("select",
                         cudaMemsetAsync(arena.base, 0, zeros, (cudaStream_t)problem->exec.stream)));
-    FDMA_TRY(sort_segments(problem, call, space.sort));
-    FDMA_TRY(check_cuda("select", cudaMemsetAsync(space.verdict, 0, verdict_bytes,
+    FDMA_TRY(sort_keys(problem, call, space.sort));
+    FDMA_TRY(check_cuda("select", cudaMemsetAsync(space.allowance, 0, allowance_bytes,
                                                   (cudaStream_t)problem->exec.stream)));
     if (call.causal) {
-        FDMA_TRY(launch("select", count_before, by_chunk, problem, call, space));
-        FDMA_TRY(launch("select", find_floors, by_column, problem, call, space));
+        FDMA_TRY(launch("select", count_earlier, by_partition, problem, call, space));
+        FDMA_TRY(launch("select", find_thresholds, by_column, problem, call, space));
     }
-    FDMA_TRY(launch("select", judge_places, by_chunk, problem, call, space));
-    FDMA_TRY(launch("select", judge_positions, by_chunk, problem, call, space));
-    FDMA_TRY(launch("select", number_kept, by_chunk, problem, call, space));
+    FDMA_TRY(launch("select", decide_by_threshold, by_partition, problem, call, space));
+    FDMA_TRY(launch("select", decide_by_count, by_partition, problem, call, space));
+    FDMA_TRY(launch("select", index_kept, by_partition, problem, call, space));
     if (!call.causal)
         return FDMA_OK;
-    FDMA_TRY(launch("select", match_kept, by_chunk, problem, call, space));
-    return call.first.slot ? follow_slots(problem, call, space) : FDMA_OK;
+    FDMA_TRY(launch("select", match_evictions, by_partition, problem, call, space));
+    return call.first.slot == NULL ? FDMA_OK : hand_down_slots(problem, call, space);
 }
 
-static const fdma_kernel rows[] = {
+static const fdma_kernel kernels[] = {
     {"cuda/sm80", operation_select, fdma_missing_sm80, refuses, workspace, run, true}};
 
-extern "C" const kernel_table fdma_cuda_sm80_select = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table fdma_cuda_sm80_select = {kernels, sizeof kernels / sizeof kernels[0]};

@@ -1,10 +1,10 @@
-/* Radix sort of many segments at once, each as long as it likes: one pass over memory for each
- * digit of eight bits.
+/* sort_keys: radix sort of many segments of any length, one pass over memory per digit of 8 bits.
  *
- * A tile finds where its keys of a digit go without waiting for a scan of all tiles: it publishes
- * its own counts, then looks back over the tiles before it until one has published a sum (Merrill,
- * Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016; Adinets, Merrill,
- * "Onesweep", arXiv:2206.01784). Tiles are numbered as they start, so that those before it run. */
+ * A tile, the keys of one block, finds where its keys of a digit go without a scan over all tiles:
+ * it publishes its own counts, then looks back over the tiles before it until it finds one that has
+ * published a prefix sum (Merrill, Garland, "Single-pass parallel prefix scan with decoupled
+ * look-back", 2016; Adinets, Merrill, "Onesweep", arXiv:2206.01784). Tiles are numbered in the
+ * order in which their blocks start, so that a tile only waits for blocks that already run. */
 #ifndef FDMA_CUDA_SELECT_SM80_SORT_CUH
 #define FDMA_CUDA_SELECT_SM80_SORT_CUH
 
@@ -18,32 +18,33 @@ enum {
     passes = key_bits / digit_bits,
 };
 
-/* Counts of a tile as others see them: not there yet (0), its own, or the sum with all before. */
+/* What a published word holds: 0, nothing yet; own_count, the count of its tile; sum_count, the sum
+ * of its tile and all tiles before it. */
 enum : uint32_t { own_count = 1U << 30, sum_count = 1U << 31, count_bits = own_count - 1 };
 
 struct sort_space {
-    uint2 *key, *other;    // [segments][kv_len]: {order, position}; sorted, they are in `key`,
-                           // their orders being done with (UINT32_MAX)
+    uint2 *key, *other;    // [segments][kv_len]: {order, position}. The result is in `key`, by
+                           // rank, with UINT32_MAX in place of the orders
     uint32_t *digit_total; // [segments][passes][digits]; zero at first, as are the next two
     uint32_t *tile_count;  // [passes][segments][tiles][digits]
-    uint32_t *ticket;      // [passes]
+    uint32_t *next_tile;   // [passes]
     uint32_t segments, tiles;
 };
 
 struct sort_memory {
     uint2 key[sort_tile];
     uint32_t digit_count[sort_warps][digits];
-    uint32_t start[digits]; // of a digit in the tile
-    uint32_t to[digits];    // what leads from there to its place in the segment
+    uint32_t start[digits];  // where a digit's keys start in the sorted tile
+    uint32_t offset[digits]; // from an index in the sorted tile to one in the segment
     uint32_t scratch[sort_warps];
-    uint32_t ticket;
+    uint32_t tile;
 };
 
 struct total_memory {
     uint32_t count[passes][digits];
 };
 
-/* Counts all digits of a tile into its segment's. */
+/* Adds the counts of all digits of a tile to those of its segment. */
 __global__ void __launch_bounds__(sort_threads)
     count_totals(const select_call call, const sort_space space) {
     total_memory &shared = shared_memory<total_memory>();
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(sort_threads)
             atomicAdd(&total[n], count[n]);
 }
 
-/* What another tile published, as soon as it has. */
+/* Waits until another tile has published a word. A debug build traps after two seconds. */
 __device__ static inline uint32_t wait_for(const uint32_t *count) {
     uint32_t seen = ld_relaxed_gpu(count);
 #ifdef NDEBUG
@@ -83,36 +84,31 @@ __device__ static inline uint32_t wait_for(const uint32_t *count) {
     return seen;
 }
 
-/* How many keys of this digit earlier tiles of the segment have. `mine`: where this tile publishes,
- * a tile's words being next to each other. */
-__device__ static inline uint32_t look_back(uint32_t *mine, uint32_t count, uint32_t tile) {
+/* How many keys of this digit the earlier tiles of the segment have. own: where this tile publishes
+ * its count; the word of the tile before it is `digits` words earlier. */
+__device__ static inline uint32_t look_back(uint32_t *own, uint32_t count, uint32_t tile) {
     uint32_t before = 0;
     if (tile > 0)
-        st_relaxed_gpu(mine, count | own_count);
-    const uint32_t *other = mine;
+        st_relaxed_gpu(own, count | own_count);
+    const uint32_t *other = own;
     for (uint32_t t = tile; t-- > 0;) {
         other -= digits;
         const uint32_t seen = wait_for(other);
         before += seen & count_bits;
-        if (seen & sum_count)
+        if ((seen & sum_count) != 0)
             break;
     }
-    st_relaxed_gpu(mine, (before + count) | sum_count);
+    st_relaxed_gpu(own, (before + count) | sum_count);
     return before;
 }
 
-/* Of digit `threadIdx.x`: where it starts in the tile, and what leads from there to its place. */
-__device__ static inline void find_places(sort_memory &shared, const sort_space &space,
-                                          uint32_t segment, uint32_t tile, int pass) {
+/* Fills start and offset of digit `threadIdx.x`. */
+__device__ static inline void find_offsets(sort_memory &shared, const sort_space &space,
+                                           uint32_t segment, uint32_t tile, int pass) {
     const uint32_t digit = threadIdx.x, last = warp_lanes - 1;
     uint32_t count = 0, before = 0, total = 0, sum;
     if (digit < digits) {
-#pragma unroll
-        for (int w = 0; w < sort_warps; w++) {
-            const uint32_t here = shared.digit_count[w][digit];
-            shared.digit_count[w][digit] = count;
-            count += here;
-        }
+        count = sum_digit(shared.digit_count, digit);
         const size_t row = ((size_t)pass * space.segments + segment) * space.tiles + tile;
         before = look_back(space.tile_count + row * digits + digit, count, tile);
         total = space.digit_total[((size_t)segment * passes + pass) * digits + digit];
@@ -124,19 +120,19 @@ __device__ static inline void find_places(sort_memory &shared, const sort_space 
     base += sum_lower_warps<sort_warps>(shared.scratch, all_bases, &sum);
     if (digit < digits) {
         shared.start[digit] = start;
-        shared.to[digit] = base + before - start;
+        shared.offset[digit] = base + before - start;
     }
     __syncthreads();
 }
 
-/* One pass: the first reads scores, every other what the one before it wrote. */
+/* Sorts by one digit. The first pass reads scores, every other what the pass before it wrote. */
 __global__ void __launch_bounds__(sort_threads, 2)
     sort_by_digit(const select_call call, const sort_space space, int pass) {
     sort_memory &shared = shared_memory<sort_memory>();
     if (threadIdx.x == 0)
-        shared.ticket = atomicAdd(&space.ticket[pass], 1);
+        shared.tile = atomicAdd(&space.next_tile[pass], 1);
     __syncthreads();
-    const uint32_t segment = shared.ticket / space.tiles, tile = shared.ticket % space.tiles;
+    const uint32_t segment = shared.tile / space.tiles, tile = shared.tile % space.tiles;
     const uint32_t first = tile * sort_tile, left = call.kv_len - first;
     const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     const uint2 *const from =
@@ -149,14 +145,14 @@ __global__ void __launch_bounds__(sort_threads, 2)
 #pragma unroll
     for (int r = 0; r < sort_items; r++) {
         const uint32_t index = warp * (warp_lanes * sort_items) + r * warp_lanes + lane;
-        key[r] = make_uint2(UINT32_MAX, 0); // past the end: after all others of the tile
+        key[r] = make_uint2(UINT32_MAX, 0); // past the end: sorts after all keys of the tile
         if (index < left)
             key[r] = pass == 0 ? load_key(here, first + index, call.kv_len) : from[index];
         order[r] = key[r].x;
     }
     count_digits(shared.digit_count[warp], order, shift, before);
     __syncthreads();
-    find_places(shared, space, segment, tile, pass);
+    find_offsets(shared, space, segment, tile, pass);
 #pragma unroll
     for (int r = 0; r < sort_items; r++) {
         const uint32_t digit = digit_of(key[r].x, shift);
@@ -167,14 +163,14 @@ __global__ void __launch_bounds__(sort_threads, 2)
     for (int r = 0; r < sort_items; r++) {
         const uint32_t n = r * sort_threads + threadIdx.x;
         const uint2 sorted = shared.key[n];
-        const uint32_t place = shared.to[digit_of(sorted.x, shift)] + n;
+        const uint32_t index = shared.offset[digit_of(sorted.x, shift)] + n;
         if (n < left)
-            to[place] = pass + 1 < passes ? sorted : make_uint2(UINT32_MAX, sorted.y);
+            to[index] = pass + 1 < passes ? sorted : make_uint2(UINT32_MAX, sorted.y);
     }
 }
 
-static inline fdma_status sort_segments(const fdma_problem *problem, const select_call &call,
-                                        const sort_space &space) {
+static inline fdma_status sort_keys(const fdma_problem *problem, const select_call &call,
+                                    const sort_space &space) {
     launch_shape shape = {dim3(space.segments * space.tiles), dim3(sort_threads)};
     shape.shared_bytes = sizeof(total_memory);
     FDMA_TRY(launch("select", count_totals, shape, problem, call, space));

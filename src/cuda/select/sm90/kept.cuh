@@ -1,189 +1,194 @@
-/* Which keys are ever kept: from places and positions to a verdict on each. */
+/* Which keys are ever kept: the steps from count_earlier to decide_by_count. */
 #ifndef FDMA_CUDA_SELECT_SM90_KEPT_CUH
 #define FDMA_CUDA_SELECT_SM90_KEPT_CUH
 
 #include "cuda/select/sm90/memory.cuh"
 
-/* ---- borders: border d is the end of chunk d of positions ---- */
-
-/* A word is left out after the borders that a lane sums. */
+/* The column of position partition d in earlier_count. After the partitions that one lane sums, a
+ * word is left out, so that lanes use different banks. */
 template <class config> __device__ static inline uint32_t column_of(uint32_t d) {
-    return d + d / config::lane_borders;
+    return d + d / config::lane_partitions;
 }
 
-/* A warp's row: how many of its keys are before each border. */
+/* A warp's row: how many of its keys stand before the end of each position partition. */
 template <class config>
-__device__ static void count_before(select_memory<config> &shared, const cluster_place &at,
-                                    const uint32_t (&position)[config::items]) {
-    uint32_t *const row = shared.border[at.warp];
-    for (uint32_t word = at.lane; word < column_of<config>(at.borders); word += warp_lanes)
+__device__ static void count_row(select_memory<config> &shared, const cluster_work &work,
+                                 const uint32_t (&position)[config::items]) {
+    uint32_t *const row = shared.earlier_count[work.warp];
+    for (uint32_t word = work.lane; word < column_of<config>(work.partitions); word += warp_lanes)
         row[word] = 0;
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        if (!(position[r] & absent))
-            atomicAdd(&row[column_of<config>(position[r] / config::chunk)], 1);
+        if ((position[r] & absent) == 0)
+            atomicAdd(&row[column_of<config>(position[r] / config::warp_keys)], 1);
     __syncwarp();
-    uint32_t *const mine = row + at.lane * (config::lane_borders + 1); // past the borders: anything
+    // past the last partition the words hold anything
+    uint32_t *const own = row + work.lane * (config::lane_partitions + 1);
     uint32_t sum = 0;
 #pragma unroll
-    for (int d = 0; d < config::lane_borders; d++)
-        sum += mine[d];
+    for (int d = 0; d < config::lane_partitions; d++)
+        sum += own[d];
     sum = sum_lower_lanes(sum);
 #pragma unroll
-    for (int d = 0; d < config::lane_borders; d++)
-        mine[d] = sum += mine[d];
+    for (int d = 0; d < config::lane_partitions; d++)
+        own[d] = sum += own[d];
 }
 
-/* Of border `threadIdx.x`: sums over the later warps. */
-template <class config> __device__ static void sum_border(select_memory<config> &shared) {
+/* Adds to each row of column `threadIdx.x` the rows of the later warps. */
+template <class config> __device__ static void sum_column(select_memory<config> &shared) {
     const uint32_t column = column_of<config>(threadIdx.x);
     uint32_t sum = 0;
 #pragma unroll
     for (int w = warps - 1; w >= 0; w--)
-        shared.border[w][column] = sum += shared.border[w][column];
+        shared.earlier_count[w][column] = sum += shared.earlier_count[w][column];
     shared.own_count[threadIdx.x] = (uint16_t)sum;
 }
 
-/* Which warp has the `sought`-th key from this block's end among those before a border. */
+/* earlier_count of this block, and its first row for every block. */
+template <class config>
+__device__ static void count_earlier(select_memory<config> &shared, const cluster_work &work,
+                                     const uint32_t (&position)[config::items]) {
+    count_row(shared, work, position);
+    __syncthreads();
+    if (threadIdx.x < work.partitions)
+        sum_column(shared);
+    __syncthreads();
+    broadcast_counts(shared, work, work.partitions);
+    sync_cluster();
+}
+
+/* The warp that has the n-th key from the end of this block, of those that a column counts. */
 template <class config>
 __device__ static uint32_t find_warp(const select_memory<config> &shared, uint32_t column,
-                                     uint32_t sought) {
+                                     uint32_t n) {
     uint32_t w = 0;
 #pragma unroll
     for (uint32_t step = warps / 2; step > 0; step /= 2)
-        w += shared.border[w + step][column] >= sought ? step : 0;
+        w += shared.earlier_count[w + step][column] >= n ? step : 0;
     return w;
 }
 
-/* The block that has the floor of border `threadIdx.x`; none: there are fewer keys than the window
- * before it. If it is this one, also finds the floor. */
+/* The block that has the threshold at the end of position partition `threadIdx.x`, or work.blocks
+ * if fewer keys than the window stand before it. If it is this block, finds the threshold too. */
 template <class config>
-__device__ static uint32_t find_floor(select_memory<config> &shared, const cluster_place &at,
+__device__ static uint32_t find_owner(select_memory<config> &shared, const cluster_work &work,
                                       uint32_t window) {
     const uint32_t d = threadIdx.x;
-    uint32_t sum = 0, owner = at.blocks, sought = 0;
+    uint32_t sum = 0, owner = work.blocks, nth_last = 0;
 #pragma unroll
-    for (uint32_t rank = config::most_blocks; rank-- > 0;) {
-        const uint32_t reached = sum + (rank < at.blocks ? shared.count[rank][d] : 0);
-        if (rank == at.rank)
-            shared.above[d] = sum;
+    for (uint32_t block = config::most_blocks; block-- > 0;) {
+        const uint32_t reached = sum + (block < work.blocks ? shared.count[block][d] : 0);
+        if (block == work.block)
+            shared.earlier_above[d] = sum;
         if (sum < window && reached >= window) {
-            owner = rank;
-            sought = window - sum;
+            owner = block;
+            nth_last = window - sum;
         }
         sum = reached;
     }
-    if (owner == at.rank)
-        shared.own_floor[d] = at.rank * warps + find_warp(shared, column_of<config>(d), sought) + 1;
+    if (owner == work.block)
+        shared.own_threshold[d] =
+            work.block * warps + find_warp(shared, column_of<config>(d), nth_last) + 1;
     return owner;
 }
 
-/* The floor of chunk d of positions: one more than the chunk of places that has the worst of the
- * keys kept when it begins; 0: as yet every key is. */
 template <class config>
-__device__ static void find_borders(select_memory<config> &shared, const cluster_place &at,
-                                    const uint32_t (&position)[config::items], uint32_t window) {
+__device__ static void find_thresholds(select_memory<config> &shared, const cluster_work &work,
+                                       uint32_t window) {
     const uint32_t d = threadIdx.x;
-    uint32_t owner = at.blocks;
-    count_before(shared, at, position);
-    __syncthreads();
-    if (d < at.borders)
-        sum_border(shared);
-    __syncthreads();
-    share_counts(shared, at, at.borders);
+    uint32_t owner = work.blocks;
+    if (d < work.partitions)
+        owner = find_owner(shared, work, window);
     sync_cluster();
-    if (d < at.borders)
-        owner = find_floor(shared, at, window);
-    sync_cluster();
-    if (d < at.borders)
-        shared.floor[d + 1] = owner < at.blocks ? load_at(owner, &shared.own_floor[d]) : 0;
+    if (d < work.partitions)
+        shared.threshold_rank[d + 1] =
+            owner < work.blocks ? load_at(owner, &shared.own_threshold[d]) : 0;
     if (d == 0)
-        shared.floor[0] = 0;
+        shared.threshold_rank[0] = 0;
     __syncthreads();
 }
 
-/* ---- which keys are ever kept ---- */
-
-/* How many keys of higher place than item `index` of this warp are before chunk q. */
+/* How many keys of higher rank than key `index` of this warp stand before position partition d. */
 template <class config>
 __device__ static uint32_t
-count_higher(const select_memory<config> &shared, const cluster_place &at,
-             const uint32_t (&position)[config::items], uint32_t index, uint32_t q) {
+count_higher(const select_memory<config> &shared, const cluster_work &work,
+             const uint32_t (&position)[config::items], uint32_t index, uint32_t d) {
     uint32_t count = 0;
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        count += r * warp_lanes + at.lane > index && position[r] < q * config::chunk;
+        count += r * warp_lanes + work.lane > index && position[r] < d * config::warp_keys;
     count = __reduce_add_sync(all_lanes, count);
-    if (q == 0)
+    if (d == 0)
         return 0;
-    const uint32_t later =
-        at.warp + 1 < warps ? shared.border[at.warp + 1][column_of<config>(q - 1)] : 0;
-    return count + later + shared.above[q - 1];
+    const uint32_t above =
+        work.warp + 1 < warps ? shared.earlier_count[work.warp + 1][column_of<config>(d - 1)] : 0;
+    return count + above + shared.earlier_above[d - 1];
 }
 
-/* The verdict on each key that may be kept goes to the block of its position. */
+/* Sends the allowance of each key that may be kept to the block of its position. */
 template <class config>
-__device__ static void judge_places(select_memory<config> &shared, const cluster_place &at,
-                                    const uint32_t (&position)[config::items], uint32_t window) {
-    const uint32_t mine = at.rank * warps + at.warp + 1; // chunk, as floors are
+__device__ static void decide_by_threshold(select_memory<config> &shared, const cluster_work &work,
+                                           const uint32_t (&position)[config::items],
+                                           uint32_t window) {
+    const uint32_t own = work.block * warps + work.warp + 1; // in the units of threshold_rank
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t j = position[r] & ~absent, q = j / config::chunk;
+        const uint32_t j = position[r] & ~absent, d = j / config::warp_keys;
         const bool present = j == position[r];
-        uint32_t others = present && mine > shared.floor[q + 1] ? always_kept : 0;
-        const bool unsure = present && others == 0 && mine >= shared.floor[q];
-        for (uint32_t left = __ballot_sync(all_lanes, unsure); left; left &= left - 1) {
+        uint32_t allowed = present && own > shared.threshold_rank[d + 1] ? always_kept : 0;
+        const bool unsure = present && allowed == 0 && own >= shared.threshold_rank[d];
+        for (uint32_t left = __ballot_sync(all_lanes, unsure); left != 0; left &= left - 1) {
             const int lane = __ffs(left) - 1;
-            const uint32_t higher = count_higher(shared, at, position, r * warp_lanes + lane,
-                                                 __shfl_sync(all_lanes, q, lane));
-            if (lane == (int)at.lane)
-                others = higher < window ? window - higher : 0;
+            const uint32_t higher = count_higher(shared, work, position, r * warp_lanes + lane,
+                                                 __shfl_sync(all_lanes, d, lane));
+            if (lane == (int)work.lane)
+                allowed = higher < window ? window - higher : 0;
         }
-        const uint32_t place = at.rank * config::keys + own_index<config>(at, r);
-        if (others > 0)
-            store_at(j / config::keys, &shared.verdict[j % config::keys],
-                     make_uint2(place, others));
+        const uint32_t rank = work.block * config::keys + own_index<config>(work, r);
+        if (allowed > 0)
+            store_at(j / config::keys, &shared.allowance[j % config::keys],
+                     make_uint2(rank, allowed));
     }
 }
 
-/* Global scope: the best of all, wherever they are. */
+/* The same in global scope: the best keys of the segment. */
 template <class config>
-__device__ static void judge_global(select_memory<config> &shared, const cluster_place &at,
-                                    const uint32_t (&position)[config::items], uint32_t window) {
-    const uint32_t floor = at.blocks * config::keys - window;
+__device__ static void keep_best(select_memory<config> &shared, const cluster_work &work,
+                                 const uint32_t (&position)[config::items], uint32_t window) {
+    const uint32_t least = work.blocks * config::keys - window;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t place = at.rank * config::keys + own_index<config>(at, r);
-        if (!(position[r] & absent) && place >= floor)
-            store_at(position[r] / config::keys, &shared.verdict[position[r] % config::keys],
-                     make_uint2(place, always_kept));
+        const uint32_t rank = work.block * config::keys + own_index<config>(work, r);
+        if ((position[r] & absent) == 0 && rank >= least)
+            store_at(position[r] / config::keys, &shared.allowance[position[r] % config::keys],
+                     make_uint2(rank, always_kept));
     }
 }
 
-/* Bit r: whether key r, now by position, is ever kept. */
+/* Bit r: whether key r of this thread, now by position, is ever kept. */
 template <class config>
-__device__ static uint32_t judge_positions(const select_memory<config> &shared,
-                                           const cluster_place &at) {
-    uint32_t place[config::items], kept = 0;
+__device__ static uint32_t decide_by_count(const select_memory<config> &shared,
+                                           const cluster_work &work) {
+    uint32_t rank[config::items], kept = 0;
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        place[r] = shared.verdict[own_index<config>(at, r)].x;
+        rank[r] = shared.allowance[own_index<config>(work, r)].x;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t others = shared.verdict[own_index<config>(at, r)].y;
-        bool keeps = others >= config::chunk;
-        for (uint32_t left = __ballot_sync(all_lanes, others > 0 && !keeps); left;
+        const uint32_t allowed = shared.allowance[own_index<config>(work, r)].y;
+        bool keeps = allowed >= config::warp_keys;
+        for (uint32_t left = __ballot_sync(all_lanes, allowed > 0 && !keeps); left != 0;
              left &= left - 1) {
             const int lane = __ffs(left) - 1;
-            const uint32_t its_place = __shfl_sync(all_lanes, place[r], lane);
+            const uint32_t other_rank = __shfl_sync(all_lanes, rank[r], lane);
             uint32_t count = 0;
 #pragma unroll
             for (int other = 0; other < config::items; other++)
-                count += other * warp_lanes + at.lane < (uint32_t)(r * warp_lanes + lane) &&
-                         place[other] > its_place;
+                count += other * warp_lanes + work.lane < (uint32_t)(r * warp_lanes + lane) &&
+                         rank[other] > other_rank;
             count = __reduce_add_sync(all_lanes, count);
-            keeps = lane == (int)at.lane ? count < others : keeps;
+            keeps = lane == (int)work.lane ? count < allowed : keeps;
         }
         kept |= (uint32_t)keeps << r;
     }

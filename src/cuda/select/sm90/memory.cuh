@@ -1,4 +1,4 @@
-/* The shared memory of select.cu, and how blocks of a cluster write into each other's. */
+/* The shared memory of select.cu, and how the blocks of a cluster write into each other's. */
 #ifndef FDMA_CUDA_SELECT_SM90_MEMORY_CUH
 #define FDMA_CUDA_SELECT_SM90_MEMORY_CUH
 
@@ -7,65 +7,67 @@
 enum {
     threads = 1024,
     warps = threads / warp_lanes,
-    half_rows = sizeof(uint4) / sizeof(uint16_t), // counts in what a lane sends at once
+    vector_counts = sizeof(uint4) / sizeof(uint16_t), // counts that a lane sends at once
 };
 
-/* items: keys of a thread; most_blocks: of a cluster. */
+/* items: keys of a thread; most_blocks: of a cluster. A partition is the keys of a warp. */
 template <int items_, int most_blocks_> struct segment_config {
     static constexpr int items = items_;
     static constexpr int most_blocks = most_blocks_;
-    static constexpr int most_borders = warps * most_blocks;
-    static constexpr int lane_borders = most_borders / warp_lanes; // that a lane sums
-    static constexpr int counts = most_borders > digits ? most_borders : digits;
-    static constexpr int row_words = most_borders + warp_lanes + 1; // odd: no bank conflicts
-    static constexpr uint32_t chunk = warp_lanes * items;
+    static constexpr int most_partitions = warps * most_blocks;
+    static constexpr int lane_partitions = most_partitions / warp_lanes; // that a lane sums
+    static constexpr int counts = most_partitions > digits ? most_partitions : digits;
+    static constexpr int row_words = most_partitions + warp_lanes + 1; // odd: no bank conflicts
+    static constexpr uint32_t warp_keys = warp_lanes * items;
     static constexpr uint32_t keys = threads * items; // of a block
 };
 
 template <class config> struct alignas(16) select_memory {
     union {
-        uint2 key[config::keys];     // by place: {order, position}
-        uint2 verdict[config::keys]; // by position: {place, how many may outrank it}
+        uint2 key[config::keys];       // by rank: {order, position}
+        uint2 allowance[config::keys]; // by position: {rank, allowed}; see always_kept
         struct {
-            uint32_t parent[config::keys]; // by kept number: the evicted key's, in the end the slot
-            uint32_t head[config::keys];   // the first of the block that has the same slot
+            uint32_t parent[config::keys]; // by kept_index: that of the evicted key, then the slot
+            uint32_t head[config::keys];   // the first key of the block that has the same slot
         };
     };
     union {
         struct {
             uint32_t digit_count[warps][digits];
-            uint2 sorted[config::keys]; // by digit, on their way to other blocks
+            uint2 sorted[config::keys]; // this block's keys by digit, before they are sent
         };
-        // keys of this warp and the later ones that are before the end of chunk d of positions, see
-        // column_of()
-        uint32_t border[warps][config::row_words];
+        // counts the keys of this block only; earlier_above counts the blocks above. The columns
+        // are spread by column_of()
+        uint32_t earlier_count[warps][config::row_words];
         struct {
-            // by place: how many kept keys are at lower positions; in the end the expiry
-            uint32_t number[config::keys];
-            uint32_t kept[config::keys];     // by kept number: its position
-            uint32_t position[config::keys]; // by place
+            uint32_t kept_index[config::keys];    // by rank; at the end the expiry
+            uint32_t kept_position[config::keys]; // by kept_index
+            uint32_t position[config::keys];      // by rank
         };
     };
-    // keys of a digit, or before a border: here, and of each block
+    // keys of a digit, or before the end of a position partition: in this block, in every block
     alignas(16) uint16_t own_count[config::counts];
     alignas(16) uint16_t count[config::most_blocks][config::counts];
-    uint32_t start[digits]; // of a digit in this block, and what leads from there to its place
-    uint32_t to[digits];
-    uint32_t floor[config::most_borders + 1]; // see find_borders()
-    uint32_t own_floor[config::most_borders]; // those of this block, a border earlier
-    uint32_t above[config::most_borders];     // keys of later blocks that are before a border
-    // kept keys, by block of position and of place, in pairs of 16 bits
-    uint32_t kept_at[config::most_blocks][config::most_blocks / 2];
-    uint32_t kept_here[config::most_blocks / 2];
+    uint32_t start[digits];  // where a digit's keys start in the sorted block
+    uint32_t offset[digits]; // from an index in the sorted block to one in the segment
+    // in units of partitions, plus 1: the partition of the threshold; 0: the set is not full
+    uint32_t threshold_rank[config::most_partitions + 1];
+    uint32_t own_threshold[config::most_partitions]; // [d]: threshold_rank[d + 1], if in this block
+    uint32_t earlier_above[config::most_partitions]; // earlier_count of the blocks of higher ranks
+    // kept keys by block of position and block of rank, in pairs of 16 bits
+    uint32_t kept_by_block[config::most_blocks][config::most_blocks / 2];
+    uint32_t own_kept[config::most_blocks / 2];
     uint32_t scratch[warps];
-    uint32_t kept_before, lower_kept, kept_all;
+    // kept keys in blocks of lower positions, in blocks of lower ranks, in the segment
+    uint32_t kept_before, kept_below, kept_total;
 };
 
 static constexpr uint32_t never_kept = UINT32_MAX;
 
-/* Where a thread is. */
-struct cluster_place {
-    uint32_t rank, blocks, borders;
+/* Where a thread stands in its cluster. */
+struct cluster_work {
+    uint32_t block; // in the cluster
+    uint32_t blocks, partitions;
     uint32_t warp, lane;
 };
 
@@ -74,28 +76,30 @@ __device__ static inline void sync_cluster(void) {
     barrier_cluster_wait();
 }
 
+/* Writes to, or reads from, the same address in the shared memory of another block. */
 template <typename value_type>
-__device__ static inline void store_at(uint32_t rank, const void *shared, value_type value) {
-    st_shared_cluster(mapa(shared_address(shared), rank), value);
+__device__ static inline void store_at(uint32_t block, const void *shared, value_type value) {
+    st_shared_cluster(mapa(shared_address(shared), block), value);
 }
 
-__device__ static inline uint32_t load_at(uint32_t rank, const void *shared) {
-    return ld_shared_cluster(mapa(shared_address(shared), rank));
+__device__ static inline uint32_t load_at(uint32_t block, const void *shared) {
+    return ld_shared_cluster(mapa(shared_address(shared), block));
 }
 
+/* Index in its block of key r of a thread. */
 template <class config>
-__device__ static inline uint32_t own_index(const cluster_place &at, int r) {
-    return at.warp * config::chunk + r * warp_lanes + at.lane;
+__device__ static inline uint32_t own_index(const cluster_work &work, int r) {
+    return work.warp * config::warp_keys + r * warp_lanes + work.lane;
 }
 
-/* Tells every block this one's counts, a warp each. */
+/* Copies own_count to every block of the cluster, one warp per block. */
 template <class config>
-__device__ static void share_counts(select_memory<config> &shared, const cluster_place &at,
-                                    uint32_t counts) {
-    const uint32_t n = at.lane * half_rows;
-    for (uint32_t first = 0; first < counts; first += warp_lanes * half_rows)
-        if (at.warp < at.blocks && first + n < counts)
-            store_at(at.warp, &shared.count[at.rank][first + n],
+__device__ static void broadcast_counts(select_memory<config> &shared, const cluster_work &work,
+                                        uint32_t counts) {
+    const uint32_t n = work.lane * vector_counts;
+    for (uint32_t first = 0; first < counts; first += warp_lanes * vector_counts)
+        if (work.warp < work.blocks && first + n < counts)
+            store_at(work.warp, &shared.count[work.block][first + n],
                      *reinterpret_cast<const uint4 *>(&shared.own_count[first + n]));
 }
 

@@ -1,25 +1,16 @@
-/* Selection in one launch, a cluster of blocks for each segment, on compute capability 9.0 and
- * later. Longer segments than a cluster holds are sm80/select.cu's.
+/* Selection in one launch, a cluster of blocks per segment, on compute capability 9.0 and later.
+ * sm80/select.cu takes the segments that are longer than a cluster holds. select.cuh names the
+ * steps.
  *
- * A block owns as many places as positions, a warp of it a chunk of either; what belongs to another
- * block is written into its shared memory.
- *
- *     sort_keys        radix sort, four passes: {order, position} by place
- *     find_borders     for each chunk of positions, the place of the worst key kept before it
- *     judge_places     between which borders is a key? Mostly that settles whether it is kept, else
- *                      how many keys of its chunk may outrank it
- *     judge_positions  counts those
- *     number_kept      the kept keys by position, and where they stand by place
- *     match_kept       the i-th worst expires at the window + i-th by position
- *     follow_slots     slots are handed down: first inside a block, then from block to block
- *
- * Exact, and hardly dependent on the order in which scores come. */
+ * A block owns as many ranks as positions, and each of its warps a partition of either. What
+ * belongs to another block is written into its shared memory. The selection is exact, and its time
+ * hardly depends on the order in which scores come. */
 #include "cuda/select/sm90/kept.cuh"
 #include "cuda/select/sm90/sort.cuh"
 
-/* ---- kept keys, numbered by position and by place ---- */
+/* ---- kept keys, by position and by rank ---- */
 
-/* How many flags of keys are set in the block before this warp's. */
+/* How many flags the lower warps of the block have set. */
 template <class config>
 __device__ static uint32_t count_lower_flags(select_memory<config> &shared, uint32_t flags) {
     uint32_t total;
@@ -27,163 +18,146 @@ __device__ static uint32_t count_lower_flags(select_memory<config> &shared, uint
                                   &total);
 }
 
-/* How many flags are set before that of key r, if `number` counts those before the warp's r-th. */
-__device__ static uint32_t number_flag(uint32_t flags, int r, uint32_t *number) {
-    const uint32_t set = __ballot_sync(all_lanes, flags >> r & 1), before = *number;
-    *number += __popc(set);
-    return before + __popc(set & lanemask_lt());
-}
-
-/* Tells every block how many keys of each block by place this block by position keeps. */
+/* Sends to every block how many kept keys this block of positions has in each block of ranks. */
 template <class config>
-__device__ static void share_kept(select_memory<config> &shared, const cluster_place &at,
-                                  uint32_t kept) {
+__device__ static void broadcast_kept(select_memory<config> &shared, const cluster_work &work,
+                                      uint32_t kept) {
     static_assert(config::items < 16, "counts of a thread have four bits");
     uint64_t counts = 0;
 #pragma unroll
     for (int r = 0; r < config::items; r++)
         counts += (uint64_t)(kept >> r & 1)
-                  << 4 * (shared.verdict[own_index<config>(at, r)].x / config::keys);
+                  << 4 * (shared.allowance[own_index<config>(work, r)].x / config::keys);
 #pragma unroll
     for (uint32_t n = 0; n < config::most_blocks / 2; n++, counts >>= 8) {
         const uint32_t pair = (uint32_t)(counts & 15) | (uint32_t)(counts >> 4 & 15) << 16;
         const uint32_t sum = __reduce_add_sync(all_lanes, pair);
-        if (at.lane == n && sum > 0)
-            atomicAdd(&shared.kept_here[n], sum);
+        if (work.lane == n && sum > 0)
+            atomicAdd(&shared.own_kept[n], sum);
     }
     __syncthreads();
     const uint32_t to = threadIdx.x / (config::most_blocks / 2),
                    of = threadIdx.x % (config::most_blocks / 2);
-    if (to < at.blocks)
-        store_at(to, &shared.kept_at[at.rank][of], shared.kept_here[of]);
+    if (to < work.blocks)
+        store_at(to, &shared.kept_by_block[work.block][of], shared.own_kept[of]);
 }
 
-/* By one warp: what is kept at the positions and at the places of earlier blocks, and in all. */
+/* Sums kept_by_block over the blocks of lower positions, those of lower ranks, and all. By one
+ * warp. */
 template <class config>
-__device__ static void sum_kept(select_memory<config> &shared, const cluster_place &at) {
-    uint32_t before = 0, lower = 0, all = 0;
-    for (uint32_t n = at.lane; n < at.blocks * config::most_blocks; n += warp_lanes) {
-        const uint32_t by_position = n / config::most_blocks, by_place = n % config::most_blocks;
-        const uint32_t pair = shared.kept_at[by_position][by_place / 2];
-        const uint32_t count = by_place % 2 ? pair >> 16 : pair & 0xffff;
-        before += by_position < at.rank ? count : 0;
-        lower += by_place < at.rank ? count : 0;
-        all += count;
+__device__ static void sum_kept(select_memory<config> &shared, const cluster_work &work) {
+    uint32_t before = 0, below = 0, total = 0;
+    for (uint32_t n = work.lane; n < work.blocks * config::most_blocks; n += warp_lanes) {
+        const uint32_t by_position = n / config::most_blocks, by_rank = n % config::most_blocks;
+        const uint32_t pair = shared.kept_by_block[by_position][by_rank / 2];
+        const uint32_t count = by_rank % 2 != 0 ? pair >> 16 : pair & 0xffff;
+        before += by_position < work.block ? count : 0;
+        below += by_rank < work.block ? count : 0;
+        total += count;
     }
     shared.kept_before = __reduce_add_sync(all_lanes, before);
-    shared.lower_kept = __reduce_add_sync(all_lanes, lower);
-    shared.kept_all = __reduce_add_sync(all_lanes, all);
+    shared.kept_below = __reduce_add_sync(all_lanes, below);
+    shared.kept_total = __reduce_add_sync(all_lanes, total);
 }
 
-/* What a block has to write, in the registers of its threads: nothing is written to global memory
- * before the last barrier, which would wait for it. */
+/* What a block has to write, in the registers of its threads. Nothing is written to global memory
+ * before the last cluster barrier, which would wait for the writes. */
 template <class config> struct select_result {
     uint32_t kept;                // bit r: key r by position is ever kept
-    uint32_t number;              // by position: how many kept keys are before this warp's
-    uint32_t slot[config::items]; // by kept number
+    uint32_t next;                // kept_index of the first kept key of this warp, by position
+    uint32_t slot[config::items]; // by kept_index
 };
 
-/* A kept key's number goes to its place, its position to its number. */
+/* Calls decide_by_count, and sends kept_index to each kept key's rank, its position to its
+ * kept_index. */
 template <class config>
-__device__ static void number_kept(select_memory<config> &shared, const cluster_place &at,
-                                   select_result<config> &result) {
+__device__ static void index_kept(select_memory<config> &shared, const cluster_work &work,
+                                  select_result<config> &result) {
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        shared.number[own_index<config>(at, r)] = never_kept;
-    result.kept = judge_positions(shared, at);
-    result.number = count_lower_flags(shared, result.kept);
-    share_kept(shared, at, result.kept);
+        shared.kept_index[own_index<config>(work, r)] = never_kept;
+    result.kept = decide_by_count(shared, work);
+    result.next = count_lower_flags(shared, result.kept);
+    broadcast_kept(shared, work, result.kept);
     sync_cluster();
-    if (at.warp == 0)
-        sum_kept(shared, at);
+    if (work.warp == 0)
+        sum_kept(shared, work);
     __syncthreads();
-    uint32_t number = result.number += shared.kept_before;
+    uint32_t next = result.next += shared.kept_before;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t mine = number_flag(result.kept, r, &number);
-        if (!(result.kept >> r & 1))
+        const bool keeps = (result.kept >> r & 1) != 0;
+        const uint32_t kept_index = number_flag(keeps, &next);
+        if (!keeps)
             continue;
-        const uint32_t index = own_index<config>(at, r), place = shared.verdict[index].x;
-        store_at(place / config::keys, &shared.number[place % config::keys], mine);
-        store_at(mine / config::keys, &shared.kept[mine % config::keys],
-                 at.rank * config::keys + index);
+        const uint32_t index = own_index<config>(work, r), rank = shared.allowance[index].x;
+        store_at(rank / config::keys, &shared.kept_index[rank % config::keys], kept_index);
+        store_at(kept_index / config::keys, &shared.kept_position[kept_index % config::keys],
+                 work.block * config::keys + index);
     }
 }
 
-/* By place: the i-th worst kept key is evicted by the kept key window + i, which is told whose slot
- * it takes. Numbers become expiries. */
+/* By rank: the i-th worst kept key is evicted by the key of kept_index window + i, whose parent it
+ * becomes, since that key takes over its slot. kept_index is replaced by the expiry. */
 template <class config>
-__device__ static void match_kept(select_memory<config> &shared, const cluster_place &at,
-                                  const select_call &call) {
+__device__ static void match_evictions(select_memory<config> &shared, const cluster_work &work,
+                                       const select_call &call) {
     uint32_t kept = 0;
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        kept |= (uint32_t)(shared.number[own_index<config>(at, r)] != never_kept) << r;
-    uint32_t number = shared.lower_kept + count_lower_flags(shared, kept);
+        kept |= (uint32_t)(shared.kept_index[own_index<config>(work, r)] != never_kept) << r;
+    uint32_t next = shared.kept_below + count_lower_flags(shared, kept);
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        uint32_t *const own = &shared.number[own_index<config>(at, r)];
-        const uint32_t evictor = number_flag(kept, r, &number) + call.window;
-        const bool keeps = kept >> r & 1, evicted = keeps && evictor < shared.kept_all;
-        const uint32_t rank = evictor / config::keys, index = evictor % config::keys;
+        uint32_t *const own = &shared.kept_index[own_index<config>(work, r)];
+        const bool keeps = (kept >> r & 1) != 0;
+        const uint32_t evictor = number_flag(keeps, &next) + call.window;
+        const bool evicted = keeps && evictor < shared.kept_total;
+        const uint32_t block = evictor / config::keys, index = evictor % config::keys;
         if (evicted)
-            store_at(rank, &shared.parent[index], *own);
+            store_at(block, &shared.parent[index], *own);
         if (keeps)
-            *own = evicted ? load_at(rank, &shared.kept[index]) : call.kv_len;
+            *own = evicted ? load_at(block, &shared.kept_position[index]) : call.kv_len;
     }
 }
 
 /* ---- slots ---- */
 
-/* Of each kept key of this block, the first here that has the same slot: its own parent is in an
- * earlier block, or it is the slot's first: its parent is the slot. */
+/* head: the first kept key of this block that has the same slot. Its parent is in an earlier block,
+ * or, if it is the first key of its slot, is the slot itself. */
 template <class config>
-__device__ static void find_heads(select_memory<config> &shared, const cluster_place &at,
+__device__ static void find_heads(select_memory<config> &shared, const cluster_work &work,
                                   uint32_t window, uint32_t (&head)[config::items]) {
-    const uint32_t first = at.rank * config::keys;
-    bool changed = true;
+    const uint32_t first = work.block * config::keys;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t index = own_index<config>(at, r), number = first + index;
-        if (number < window || number >= shared.kept_all)
-            shared.parent[index] = number;
+        const uint32_t index = own_index<config>(work, r), kept_index = first + index;
+        if (kept_index < window || kept_index >= shared.kept_total)
+            shared.parent[index] = kept_index;
         const uint32_t parent = shared.parent[index];
-        head[r] = parent >= first && number >= window ? parent - first : index;
+        head[r] = parent >= first && kept_index >= window ? parent - first : index;
         shared.head[index] = head[r];
     }
-    while (__syncthreads_or(changed)) {
-        changed = false;
-#pragma unroll
-        for (int r = 0; r < config::items; r++) {
-            const uint32_t next = shared.head[head[r]];
-            changed |= next != head[r];
-            head[r] = next;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int r = 0; r < config::items; r++)
-            shared.head[own_index<config>(at, r)] = head[r];
-    }
+    jump_to_heads(shared.head, head, own_index<config>(work, 0), warp_lanes);
 }
 
-/* Heads go from head to head up to the slot. What they read may be on its way there already: an
- * earlier one of the same slot all the same, and a shorter way. */
+/* Each head goes from head to head up to its slot. A parent that it reads may already have been
+ * moved by another thread: then it is an earlier key of the same slot, or the slot, and the way is
+ * shorter. */
 template <class config>
-__device__ static void follow_slots(select_memory<config> &shared, const cluster_place &at,
-                                    uint32_t window, select_result<config> &result) {
-    uint32_t head[config::items];
-    find_heads(shared, at, window, head);
-    sync_cluster();
+__device__ static void follow_heads(select_memory<config> &shared, const cluster_work &work,
+                                    uint32_t window, const uint32_t (&head)[config::items],
+                                    select_result<config> &result) {
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t index = own_index<config>(at, r);
-        if (head[r] != index || at.rank * config::keys + index >= shared.kept_all)
+        const uint32_t index = own_index<config>(work, r);
+        if (head[r] != index || work.block * config::keys + index >= shared.kept_total)
             continue;
         uint32_t slot = shared.parent[index];
         while (slot >= window) {
-            const uint32_t rank = slot / config::keys;
-            const uint32_t first = load_at(rank, &shared.head[slot % config::keys]);
-            slot = load_at(rank, &shared.parent[first]);
+            const uint32_t block = slot / config::keys;
+            const uint32_t first = load_at(block, &shared.head[slot % config::keys]);
+            slot = load_at(block, &shared.parent[first]);
             *(volatile uint32_t *)&shared.parent[index] = slot;
         }
     }
@@ -196,81 +170,81 @@ __device__ static void follow_slots(select_memory<config> &shared, const cluster
 /* ---- results ---- */
 
 template <class config>
-__device__ static void write_global(const cluster_place &at, const select_segment &segment,
+__device__ static void write_global(const cluster_work &work, const select_segment &segment,
                                     const select_call &call, const select_result<config> &result) {
-    uint32_t number = result.number;
+    uint32_t next = result.next;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t mine = number_flag(result.kept, r, &number);
-        const uint32_t j = at.rank * config::keys + own_index<config>(at, r);
-        const bool keeps = result.kept >> r & 1;
-        if (j >= call.kv_len)
-            continue;
-        segment.expiry[j] = (int32_t)(keeps ? call.kv_len : j);
-        if (segment.slot)
-            segment.slot[j] = keeps ? (int32_t)mine : -1;
+        const bool keeps = (result.kept >> r & 1) != 0;
+        const uint32_t kept_index = number_flag(keeps, &next);
+        const uint32_t j = work.block * config::keys + own_index<config>(work, r);
+        if (j < call.kv_len)
+            write_key(segment, j, keeps ? call.kv_len : j, keeps ? (int32_t)kept_index : -1);
     }
 }
 
-/* What is never kept, by position; expiries of the others by place, their slots by number. */
+/* Keys that are never kept by position, expiries of the others by rank, their slots by
+ * kept_index. */
 template <class config>
-__device__ static void write_causal(const select_memory<config> &shared, const cluster_place &at,
+__device__ static void write_causal(const select_memory<config> &shared, const cluster_work &work,
                                     const select_segment &segment, const select_call &call,
                                     const select_result<config> &result) {
 #pragma unroll 1 // registers do not suffice for more
     for (int r = 0; r < config::items; r++) {
-        const uint32_t index = own_index<config>(at, r), j = at.rank * config::keys + index;
-        if (j < call.kv_len && !(result.kept >> r & 1)) {
-            segment.expiry[j] = (int32_t)j;
-            if (segment.slot)
-                segment.slot[j] = -1;
-        }
+        const uint32_t j = work.block * config::keys + own_index<config>(work, r);
+        if (j < call.kv_len && (result.kept >> r & 1) == 0)
+            write_key(segment, j, j, -1);
     }
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t index = own_index<config>(at, r), j = at.rank * config::keys + index;
-        if (shared.number[index] != never_kept)
-            segment.expiry[shared.position[index]] = (int32_t)shared.number[index];
-        if (segment.slot && j < shared.kept_all)
-            segment.slot[shared.kept[index]] = (int32_t)result.slot[r];
+        const uint32_t index = own_index<config>(work, r), n = work.block * config::keys + index;
+        if (shared.kept_index[index] != never_kept)
+            segment.expiry[shared.position[index]] = (int32_t)shared.kept_index[index];
+        if (segment.slot != NULL && n < shared.kept_total)
+            segment.slot[shared.kept_position[index]] = (int32_t)result.slot[r];
     }
 }
 
 /* ---- the kernel ---- */
 
 template <class config>
-__device__ static void select_causal(select_memory<config> &shared, const cluster_place &at,
-                                     const select_segment &segment, const select_call &call,
+__device__ static void select_causal(select_memory<config> &shared, const cluster_work &work,
+                                     const select_call &call,
                                      const uint32_t (&position)[config::items]) {
     select_result<config> result;
-    find_borders(shared, at, position, call.window);
-    judge_places(shared, at, position, call.window);
+    count_earlier(shared, work, position);
+    find_thresholds(shared, work, call.window);
+    decide_by_threshold(shared, work, position, call.window);
     sync_cluster();
 #pragma unroll
-    for (int r = 0; r < config::items; r++) // out of registers, now that borders are done with
-        shared.position[own_index<config>(at, r)] = position[r];
-    number_kept(shared, at, result);
+    for (int r = 0; r < config::items; r++) // in the memory of earlier_count, to free registers
+        shared.position[own_index<config>(work, r)] = position[r];
+    index_kept(shared, work, result);
     sync_cluster();
-    match_kept(shared, at, call);
+    match_evictions(shared, work, call);
     sync_cluster();
-    if (call.first.slot)
-        follow_slots(shared, at, call.window, result);
+    if (call.first.slot != NULL) {
+        uint32_t head[config::items];
+        find_heads(shared, work, call.window, head);
+        sync_cluster();
+        follow_heads(shared, work, call.window, head, result);
+    }
     barrier_cluster_arrive();
-    write_causal(shared, at, segment_of(call, opaque(blockIdx.x) / at.blocks), call, result);
-    barrier_cluster_wait(); // the others may still read what is here
+    write_causal(shared, work, segment_of(call, opaque(blockIdx.x) / work.blocks), call, result);
+    barrier_cluster_wait(); // until then other blocks may read this block's shared memory
 }
 
 template <class config>
-__device__ static void select_global(select_memory<config> &shared, const cluster_place &at,
-                                     const select_segment &segment, const select_call &call,
+__device__ static void select_global(select_memory<config> &shared, const cluster_work &work,
+                                     const select_call &call,
                                      const uint32_t (&position)[config::items]) {
     select_result<config> result;
-    sync_cluster(); // verdicts take the place of keys
-    judge_global(shared, at, position, call.window);
+    sync_cluster(); // allowances overwrite keys
+    keep_best(shared, work, position, call.window);
     sync_cluster();
-    number_kept(shared, at, result);
+    index_kept(shared, work, result);
     barrier_cluster_arrive();
-    write_global(at, segment_of(call, opaque(blockIdx.x) / at.blocks), call, result);
+    write_global(work, segment_of(call, opaque(blockIdx.x) / work.blocks), call, result);
     barrier_cluster_wait();
 }
 
@@ -278,41 +252,41 @@ template <class config>
 __global__ void __launch_bounds__(threads, 1)
     select_segments(const select_call call, uint32_t blocks) {
     select_memory<config> &shared = shared_memory<select_memory<config>>();
-    cluster_place at;
-    at.rank = cluster_ctarank();
-    at.blocks = blocks;
-    at.borders = at.blocks * warps;
-    at.warp = threadIdx.x / warp_lanes;
-    at.lane = threadIdx.x % warp_lanes;
+    cluster_work work;
+    work.block = cluster_ctarank();
+    work.blocks = blocks;
+    work.partitions = work.blocks * warps;
+    work.warp = threadIdx.x / warp_lanes;
+    work.lane = threadIdx.x % warp_lanes;
     const select_segment segment = segment_of(call, blockIdx.x / blocks);
     uint32_t position[config::items];
     barrier_cluster_arrive();
     if (threadIdx.x < config::most_blocks / 2)
-        shared.kept_here[threadIdx.x] = 0;
+        shared.own_kept[threadIdx.x] = 0;
     griddepcontrol_wait(); // for the scores
     griddepcontrol_launch_dependents();
-    sort_keys(shared, at, segment, call.kv_len, position);
+    sort_keys(shared, work, segment, call.kv_len, position);
     if (call.causal)
-        select_causal(shared, at, segment, call, position);
+        select_causal(shared, work, call, position);
     else
-        select_global(shared, at, segment, call, position);
+        select_global(shared, work, call, position);
 }
 
-/* ---- the row ---- */
+/* ---- the kernel of the table ---- */
 
 enum { most_items = 11, most_blocks = 16, portable_blocks = 8, cluster_group = 16 };
 
-/* Of a cluster: a block of most keys has no room for the counts of more. */
-static constexpr int blocks_beside(int items) { return items < most_items ? most_blocks : 4; }
+/* The most blocks of a cluster: with the most keys a block has no room for the counts of more. */
+static constexpr int most_blocks_of(int items) { return items < most_items ? most_blocks : 4; }
 
-template <int items> using config_of = segment_config<items, blocks_beside(items)>;
+template <int items> using config_of = segment_config<items, most_blocks_of(items)>;
 
 static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-/* Clusters of so many blocks that run at once, a block having a multiprocessor to itself. Groups of
- * 16 multiprocessors can form a cluster; one group or so has fewer. */
-static int64_t clusters_at_once(const cuda_device *facts, int64_t blocks) {
-    const int64_t groups = facts->multiprocessors / cluster_group;
+/* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster
+ * lies within a group of 16 multiprocessors; about one group of a device has fewer. */
+static int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
+    const int64_t groups = device->multiprocessors / cluster_group;
     const int64_t clusters = groups * (cluster_group / blocks) - (blocks > 1);
     return clusters > 1 ? clusters : 1;
 }
@@ -323,20 +297,20 @@ typedef struct segment_plan {
     int64_t time; // us, on an H200
 } segment_plan;
 
-/* Fewer keys a thread are faster, as long as all clusters run at once. */
+/* Fewer keys per thread are faster, as long as all clusters run at once. */
 static segment_plan plan_segments(const fdma_problem *problem) {
     static const int choices[] = {1, 2, 3, 4, 6, 8, most_items};
-    const cuda_device *const facts = fdma_cuda_device(problem->exec.device);
-    const int64_t most = facts->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
+    const cuda_device *const device = fdma_cuda_device(problem->exec.device);
+    const int64_t most = device->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
     segment_plan best = {};
     best.time = INT64_MAX;
     for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++) {
         const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choices[i]);
         const int64_t blocks = wanted > 1 ? wanted : 1; // also where there are no keys
-        if (blocks > most || blocks > blocks_beside(choices[i]))
+        if (blocks > most || blocks > most_blocks_of(choices[i]))
             continue;
         const int64_t waves =
-            divide_up(problem->batch * problem->kv_heads, clusters_at_once(facts, blocks));
+            divide_up(problem->batch * problem->kv_heads, clusters_at_once(device, blocks));
         const int64_t time = waves * (14 + 7 * choices[i] + blocks / 2);
         if (time >= best.time)
             continue;
@@ -347,26 +321,26 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     return best;
 }
 
-/* What sm80/select.cu takes, in us, on an H200. */
-static int64_t passes_time(const fdma_problem *problem) {
+/* The time of sm80/select.cu, in us, on an H200. */
+static int64_t sm80_time(const fdma_problem *problem) {
     enum { launches = 75, keys_per_us = 16384 };
     return launches + problem->batch * problem->kv_heads * problem->kv_len / keys_per_us;
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const refused = fdma_refuses_before_sm90(problem);
-    if (refused)
+    const char *refused = fdma_refuses_before_sm90(problem);
+    if (refused == NULL)
+        refused = refuses_scores(problem);
+    if (refused != NULL)
         return refused;
-    if (problem->dtype != FDMA_FLOAT32)
-        return "float64 scores, supported: float32";
-    const cuda_device *const facts = fdma_cuda_device(problem->exec.device);
-    if (sizeof(select_memory<config_of<most_items>>) > (size_t)facts->shared_bytes)
-        return "a device of less shared memory than its tables take";
+    const cuda_device *const device = fdma_cuda_device(problem->exec.device);
+    if (sizeof(select_memory<config_of<most_items>>) > (size_t)device->shared_bytes)
+        return "a device whose blocks have less shared memory than its tables take";
     const segment_plan plan = plan_segments(problem);
     if (plan.items == 0)
         return "more keys than a cluster of blocks holds";
-    if (problem->exec.kernel == NULL && plan.time > passes_time(problem))
-        return "more clusters than run at once";
+    if (problem->exec.kernel == NULL && plan.time > sm80_time(problem))
+        return "so many segments that cuda/sm80 is faster";
     return NULL;
 }
 
@@ -416,7 +390,7 @@ static fdma_status run(const fdma_problem *problem) {
     return run_plan(problem, plan_segments(problem));
 }
 
-static const fdma_kernel rows[] = {
+static const fdma_kernel kernels[] = {
     {"cuda/sm90", operation_select, fdma_missing_sm90, refuses, workspace, run, true}};
 
-extern "C" const kernel_table fdma_cuda_sm90_select = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table fdma_cuda_sm90_select = {kernels, sizeof kernels / sizeof kernels[0]};

@@ -1,10 +1,11 @@
-/* Radix sort of a segment's keys by the blocks of a cluster, four passes. */
+/* sort_keys: radix sort of a segment's keys by the blocks of a cluster, in four passes. */
 #ifndef FDMA_CUDA_SELECT_SM90_SORT_CUH
 #define FDMA_CUDA_SELECT_SM90_SORT_CUH
 
 #include "cuda/select/sm90/memory.cuh"
 
-/* Of each digit, the sum over the lower digits of what its thread brings. All threads call it. */
+/* The sum of `value`, one per digit in the thread of that number, over the lower digits. All
+ * threads of the block call it. */
 template <class config>
 __device__ static uint32_t sum_lower_digits(select_memory<config> &shared, uint32_t value) {
     enum { digit_warps = digits / warp_lanes };
@@ -22,88 +23,83 @@ __device__ static uint32_t sum_lower_digits(select_memory<config> &shared, uint3
     return sum;
 }
 
-/* Puts this block's keys in the order of a digit, and counts them. */
+/* Sorts this block's keys by a digit, and sends its counts to every block. */
 template <class config>
-__device__ static void sort_block(select_memory<config> &shared, const cluster_place &at,
+__device__ static void sort_block(select_memory<config> &shared, const cluster_work &work,
                                   int shift) {
     const uint32_t digit = threadIdx.x;
     uint32_t order[config::items], before[config::items], sum = 0;
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        order[r] = shared.key[own_index<config>(at, r)].x;
-    count_digits(shared.digit_count[at.warp], order, shift, before);
+        order[r] = shared.key[own_index<config>(work, r)].x;
+    count_digits(shared.digit_count[work.warp], order, shift, before);
     __syncthreads();
     if (digit < digits) {
-#pragma unroll
-        for (int w = 0; w < warps; w++) {
-            const uint32_t count = shared.digit_count[w][digit];
-            shared.digit_count[w][digit] = sum;
-            sum += count;
-        }
+        sum = sum_digit(shared.digit_count, digit);
         shared.own_count[digit] = (uint16_t)sum;
     }
     const uint32_t start = sum_lower_digits(shared, sum);
     if (digit < digits)
         shared.start[digit] = start;
-    share_counts(shared, at, digits);
+    broadcast_counts(shared, work, digits);
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
         const uint32_t own = digit_of(order[r], shift);
-        const uint32_t n = shared.start[own] + shared.digit_count[at.warp][own] + before[r];
-        shared.sorted[n] = make_uint2(order[r], shared.key[own_index<config>(at, r)].y);
+        const uint32_t n = shared.start[own] + shared.digit_count[work.warp][own] + before[r];
+        shared.sorted[n] = make_uint2(order[r], shared.key[own_index<config>(work, r)].y);
     }
 }
 
-/* Sends keys from this order to their places: keys of a digit are neighbours in both, and scattered
- * words are what other blocks' memory is slow at. */
+/* Sends the sorted keys to their blocks. Keys of one digit are neighbours here and there, because
+ * scattered writes to the memory of other blocks are slow. */
 template <class config>
-__device__ static void send_keys(select_memory<config> &shared, const cluster_place &at,
+__device__ static void send_keys(select_memory<config> &shared, const cluster_work &work,
                                  int shift) {
     const uint32_t digit = threadIdx.x;
     uint32_t all = 0, earlier = 0;
     if (digit < digits) {
 #pragma unroll
-        for (uint32_t rank = 0; rank < config::most_blocks; rank++) {
-            const uint32_t count = rank < at.blocks ? shared.count[rank][digit] : 0;
-            earlier += rank < at.rank ? count : 0;
+        for (uint32_t block = 0; block < config::most_blocks; block++) {
+            const uint32_t count = block < work.blocks ? shared.count[block][digit] : 0;
+            earlier += block < work.block ? count : 0;
             all += count;
         }
     }
     const uint32_t first = sum_lower_digits(shared, all) + earlier;
     if (digit < digits)
-        shared.to[digit] = first - shared.start[digit];
+        shared.offset[digit] = first - shared.start[digit];
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
         const uint32_t n = r * threads + threadIdx.x;
         const uint2 key = shared.sorted[n];
-        const uint32_t place = shared.to[digit_of(key.x, shift)] + n;
-        store_at(place / config::keys, &shared.key[place % config::keys], key);
+        const uint32_t index = shared.offset[digit_of(key.x, shift)] + n;
+        store_at(index / config::keys, &shared.key[index % config::keys], key);
     }
 }
 
-/* Ascending and stable: of equal keys the later one is the better. Keys' positions are left in
- * registers; there are no verdicts as yet. */
+/* Ascending and stable, so that of equal keys the later one has the higher rank. Returns positions
+ * in registers, by rank, and clears the memory of the keys for the allowances. */
 template <class config>
-__device__ static void sort_keys(select_memory<config> &shared, const cluster_place &at,
+__device__ static void sort_keys(select_memory<config> &shared, const cluster_work &work,
                                  const select_segment &segment, uint32_t kv_len,
                                  uint32_t (&position)[config::items]) {
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        const uint32_t index = own_index<config>(at, r);
-        shared.key[index] = load_key(segment, at.rank * config::keys + index, kv_len);
+        const uint32_t index = own_index<config>(work, r);
+        shared.key[index] = load_key(segment, work.block * config::keys + index, kv_len);
     }
-    barrier_cluster_wait(); // every block has begun: there is shared memory to write to
+    barrier_cluster_wait(); // every block has begun, so its shared memory can be written
     for (int shift = 0; shift < key_bits; shift += digit_bits) {
-        sort_block(shared, at, shift);
+        sort_block(shared, work, shift);
         sync_cluster();
-        send_keys(shared, at, shift);
+        send_keys(shared, work, shift);
         sync_cluster();
     }
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
-        uint2 *const own = &shared.key[own_index<config>(at, r)];
+        uint2 *const own = &shared.key[own_index<config>(work, r)];
         position[r] = own->y;
         *own = make_uint2(0, 0);
     }

@@ -1,0 +1,440 @@
+/* The passes that make dk, dv and dbias. The rows of a thread block are keys: k and v stay in
+ * shared memory and their sums in registers, while steps of queries are streamed past them. Where
+ * the key of a slot changes, its sums are written and those of the next key begin. */
+#ifndef FDMA_CUDA_BACKWARD_SM80_DKV_CUH
+#define FDMA_CUDA_BACKWARD_SM80_DKV_CUH
+
+#include "cuda/backward/sm80/steps.cuh"
+
+template <typename config> struct key_memory {
+    using element = typename config::element;
+    alignas(128) element k[config::rows * config::head_dim];
+    alignas(128) element v[config::rows * config::head_dim];
+    alignas(128) element q[2][config::keys * config::head_dim];
+    alignas(128) element dout[2][config::keys * config::head_dim];
+    alignas(16) float lse[2][config::keys], delta[2][config::keys];
+    int32_t key[2][config::rows]; // of this query block and, at its end, of the next
+    int32_t expiry[config::rows];
+    float bias[config::rows];
+    query_step step[2]; // of each stage
+    key_inputs inputs;
+};
+
+/* Sums of a warp's keys. A lane has rows lane / 4 and lane / 4 + 8. */
+template <typename config> struct key_sums {
+    float dk[1][config::warp_columns][4], dv[1][config::warp_columns][4];
+    float dbias[2]; // of this lane's columns
+};
+
+/* What the weights of a lane's two rows depend on. */
+struct key_rows {
+    float bias[2];
+    int32_t key[2], expiry[2];
+};
+
+/* Starts copying k and v of the rows whose key is not the one before, and loads their records. */
+template <typename config>
+__device__ static inline void load_rows(key_memory<config> &shared, const backward_plan &plan,
+                                        const int32_t *before, const int32_t *keys) {
+    using layout = row_layout<config::head_dim>;
+    const key_inputs &inputs = shared.inputs;
+    const int32_t kv_len = plan.forward.kv_len;
+    const uint32_t thread = opaque(threadIdx.x);
+#pragma unroll 1
+    for (int n = thread / layout::copiers; n < config::rows;
+         n += config::threads / layout::copiers) {
+        if (before != nullptr && before[n] == keys[n])
+            continue;
+        const bool there = is_key(keys[n], kv_len);
+        const char *const k = row_at(inputs.k, there ? keys[n] : 0);
+        const char *const v = row_at(inputs.v, there ? keys[n] : 0);
+        if (inputs.k.aligned) {
+            copy_row<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there, true);
+            copy_row<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there, true);
+        } else {
+            copy_row_unaligned<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there);
+            copy_row_unaligned<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there);
+        }
+    }
+    cp_async_commit_group();
+    const int32_t n = thread;
+    if (n >= config::rows)
+        return;
+    key_record record = {INT32_MAX, 0};
+    const bool there = is_key(keys[n], kv_len);
+    if (there && plan.forward.records != nullptr)
+        record = plan.forward.records[inputs.head * kv_len + keys[n]];
+    shared.expiry[n] = record.expiry;
+    shared.bias[n] = there ? record.bias : -INFINITY; // without a key, sums are not used
+}
+
+/* Starts copying the rows of q, dout, lse and delta of a step; q and dout are zero past the end. */
+template <typename config>
+__device__ static inline void load_step(key_memory<config> &shared, const backward_plan &plan,
+                                        const query_step &step, int stage) {
+    using layout = row_layout<config::head_dim>;
+    const key_inputs &inputs = shared.inputs;
+    const forward_plan &forward = plan.forward;
+    const uint32_t thread = opaque(threadIdx.x);
+#pragma unroll 1
+    for (int n = thread / layout::copiers; n < config::keys;
+         n += config::threads / layout::copiers) {
+        const bool there = step.query + n < forward.q_len;
+        const int32_t i = there ? step.query + n : 0;
+        const char *const q = row_at(inputs.q, i) + 2 * step.h * forward.q.head;
+        const char *const dout = row_at(inputs.dout, i) + 2 * step.h * plan.dout.head;
+        char *const to_q = (char *)shared.q[stage], *const to_dout = (char *)shared.dout[stage];
+        if (inputs.q.aligned) {
+            copy_row<config::head_dim>(to_q, n, q, inputs.q.vecs, there, true);
+            copy_row<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there, true);
+        } else {
+            copy_row_unaligned<config::head_dim>(to_q, n, q, inputs.q.vecs, there);
+            copy_row_unaligned<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there);
+        }
+    }
+    const int n = thread;
+    if (n < config::keys) {
+        const int64_t head =
+            (int64_t)inputs.b * forward.q_heads + inputs.g * forward.group + step.h;
+        const int64_t row = head * plan.rows + step.query + n;
+        cp_async_4(shared_address(&shared.lse[stage][n]), &plan.row_lse[row]);
+        cp_async_4(shared_address(&shared.delta[stage][n]), &plan.row_delta[row]);
+    }
+    cp_async_commit_group();
+}
+
+/* Clears q and dout of empty rows, which have no gradient whatever they hold: 0 * NaN is NaN. */
+template <typename config>
+__device__ static inline void clear_empty(key_memory<config> &shared, int stage) {
+    constexpr int row_words = config::head_dim / 2;
+    const float *const lse = shared.lse[stage];
+    bool some = false;
+#pragma unroll
+    for (int from = 0; from < config::keys; from += warp_lanes)
+        some |= lse[from + threadIdx.x % warp_lanes % config::keys] == INFINITY;
+    if (!__any_sync(~0u, some)) // the same in every warp
+        return;
+    for (int n = threadIdx.x; n < config::keys * row_words; n += config::threads)
+        if (lse[n / row_words] == INFINITY) {
+            ((uint32_t *)shared.q[stage])[n] = 0;
+            ((uint32_t *)shared.dout[stage])[n] = 0;
+        }
+    __syncthreads();
+}
+
+template <typename config>
+__device__ static inline key_rows load_key_rows(const key_memory<config> &shared, int current) {
+    const int warp = threadIdx.x / warp_lanes % config::row_warps;
+    key_rows rows;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+        const int n = warp * mma_rows + opaque(threadIdx.x) % warp_lanes / 4 + s * 8;
+        rows.bias[s] = shared.bias[n];
+        rows.key[s] = shared.key[current][n];
+        rows.expiry[s] = shared.expiry[n];
+    }
+    return rows;
+}
+
+/* lse and delta of a lane's two columns, which are queries. */
+struct column_stats {
+    float2 lse, delta;
+};
+
+template <typename config>
+__device__ static inline column_stats stats_of(const key_memory<config> &shared, int stage, int n) {
+    const int pair = n * 4 + threadIdx.x % 4;
+    return {((const float2 *)shared.lse[stage])[pair], ((const float2 *)shared.delta[stage])[pair]};
+}
+
+/* A logit becomes its weight, and dp its gradient. */
+__device__ static inline void weigh(float &s, float &dp, const column_stats &stats, int x) {
+    s = ex2_approx(s - (x % 2 == 0 ? stats.lse.x : stats.lse.y));
+    dp = s * (dp - (x % 2 == 0 ? stats.delta.x : stats.delta.y));
+}
+
+__device__ static inline bool is_kept(const key_rows &rows, int r, int32_t position, bool causal) {
+    return position < rows.expiry[r] && (!causal || rows.key[r] <= position);
+}
+
+/* Clears the weight and the gradient where a query does not keep the key. Logits of -inf would not
+ * do, because a query of NaN would still reach the key. `position` is of column 0. */
+template <typename config>
+__device__ static inline void mask_weights(float (&s)[1][config::keys / 8][4],
+                                           float (&dp)[1][config::keys / 8][4],
+                                           const key_rows &rows, int32_t position, bool causal) {
+    const int32_t last = position + config::keys - 1, lane = threadIdx.x % warp_lanes;
+    const bool masked = rows.expiry[0] <= last || rows.expiry[1] <= last ||
+                        (causal && (rows.key[0] > position || rows.key[1] > position));
+    if (!__any_sync(~0u, masked))
+        return;
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++)
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const int32_t p = position + n * 8 + lane % 4 * 2 + x % 2;
+            const bool kept = is_kept(rows, x / 2, p, causal);
+            s[0][n][x] = kept ? s[0][n][x] : 0;
+            dp[0][n][x] = kept ? dp[0][n][x] : 0;
+        }
+}
+
+/* s becomes weights, and dp the gradients of logits. */
+template <typename config>
+__device__ static inline void
+weigh_step(const key_memory<config> &shared, int stage, const key_rows &rows, int32_t position,
+           float (&s)[1][config::keys / 8][4], float (&dp)[1][config::keys / 8][4],
+           float (&step_dbias)[2]) {
+    const float scale = shared.inputs.logits.scale;
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++) {
+        const column_stats stats = stats_of(shared, stage, n);
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            s[0][n][x] = fmaf(s[0][n][x], scale, rows.bias[x / 2]);
+            weigh(s[0][n][x], dp[0][n][x], stats, x);
+        }
+    }
+    mask_weights<config>(s, dp, rows, position, shared.inputs.causal);
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++)
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            step_dbias[x / 2] += dp[0][n][x];
+}
+
+/* The same with softcap. It goes element by element, so that no second copy of the products is
+ * kept. dp becomes the gradient of the logit before softcap. */
+template <typename config>
+__device__ static inline void
+weigh_softcap(const key_memory<config> &shared, int stage, const key_rows &rows, int32_t position,
+              float (&s)[1][config::keys / 8][4], float (&dp)[1][config::keys / 8][4],
+              float (&step_dbias)[2]) {
+    const logit_params logits = shared.inputs.logits;
+    const bool causal = shared.inputs.causal;
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++) {
+        const column_stats stats = stats_of(shared, stage, n);
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const float t = tanh_of(s[0][n][x] * logits.softcap_scale);
+            const int32_t p = position + n * 8 + threadIdx.x % 4 * 2 + x % 2;
+            const bool kept = is_kept(rows, x / 2, p, causal);
+            s[0][n][x] = fmaf(t, logits.scale, rows.bias[x / 2]);
+            weigh(s[0][n][x], dp[0][n][x], stats, x);
+            step_dbias[x / 2] += kept ? dp[0][n][x] : 0;
+            s[0][n][x] = kept ? s[0][n][x] : 0;
+            dp[0][n][x] = kept ? dp[0][n][x] * (1 - t * t) : 0;
+        }
+    }
+}
+
+/* Products become weights, and gradients of <q, k> times scale. */
+template <typename config>
+__device__ static inline void find_weights(const key_memory<config> &shared, int stage,
+                                           const key_rows &rows, int32_t position,
+                                           float (&s)[1][config::keys / 8][4],
+                                           float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
+    float step_dbias[2] = {}; // errors grow with the number of steps, not of queries
+    if (shared.inputs.logits.softcap_scale == 0)
+        weigh_step(shared, stage, rows, position, s, dp, step_dbias);
+    else
+        weigh_softcap(shared, stage, rows, position, s, dp, step_dbias);
+    dbias[0] += step_dbias[0];
+    dbias[1] += step_dbias[1];
+}
+
+/* One step against the rows' keys in this query block. */
+template <typename config>
+__device__ static inline void add_step(key_memory<config> &shared, const backward_plan &plan,
+                                       key_sums<config> &sums, int stage, int current) {
+    constexpr int head_dim = config::head_dim;
+    const int warp = opaque(threadIdx.x) / warp_lanes;
+    const int first = warp % config::row_warps * mma_rows * head_dim;
+    const int column_warp = warp / config::row_warps;
+    float s[1][config::keys / 8][4], dp[1][config::keys / 8][4];
+    mma_abt<config>(s, down_first<head_dim>(shared.k + first).unhoisted(),
+                    right_first<head_dim>(shared.q[stage]).unhoisted());
+    mma_abt<config>(dp, down_first<head_dim>(shared.v + first).unhoisted(),
+                    right_first<head_dim>(shared.dout[stage]).unhoisted());
+    const int32_t position = query_position(plan.forward, shared.step[stage].query);
+    find_weights(shared, stage, load_key_rows(shared, current), position, s, dp, sums.dbias);
+    mma_ab<config>(sums.dv, s,
+                   down_first<head_dim>(shared.dout[stage], column_warp * 2).unhoisted());
+    mma_ab<config>(sums.dk, dp, down_first<head_dim>(shared.q[stage], column_warp * 2).unhoisted());
+}
+
+/* Adds row s of the sums times scale to what is at `to`: a gradient, which no other thread block
+ * changes meanwhile, or a boundary sum, to which two may add at once. */
+template <typename config, bool to_boundary>
+__device__ static inline void add_sums(void *to, bool aligned, int32_t head_dim,
+                                       const float (&sums)[1][config::warp_columns][4], int s,
+                                       int column_warp, float scale) {
+    using element = typename config::element;
+    const int first = channel_of<config::column_warps>(0, column_warp);
+#pragma unroll
+    for (int d = 0; d < config::warp_columns; d++) {
+        const int beyond = tile_channel<config::column_warps>(d);
+        const float x = sums[0][d][s * 2] * scale, y = sums[0][d][s * 2 + 1] * scale;
+        if (first + beyond >= head_dim)
+            continue;
+        if (to_boundary) {
+            atomicAdd((float *)to + first + beyond, x);
+            atomicAdd((float *)to + first + beyond + 1, y);
+        } else {
+            put_pair<element>({(element *)to + first, aligned, true}, beyond, x, y);
+        }
+    }
+}
+
+/* Writes and clears the sums of the rows whose next key is another one. */
+template <typename config>
+__device__ static inline void write_rows(const key_memory<config> &shared,
+                                         const backward_plan &plan, key_sums<config> &sums,
+                                         const int32_t *keys, const int32_t *next, bool aligned) {
+    using element = typename config::element;
+    const key_inputs &inputs = shared.inputs;
+    const uint32_t thread = opaque(threadIdx.x);
+    const int warp = thread / warp_lanes % config::row_warps;
+    const int column_warp = thread / warp_lanes / config::row_warps;
+    const bool is_first = column_warp == 0 && thread % 4 == 0; // of a row's lanes
+    const int32_t dim = plan.forward.head_dim;
+    const float scale = plan.forward.scale;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+        const int n = warp * mma_rows + thread % warp_lanes / 4 + s * 8;
+        const int32_t key = keys[n], slot = inputs.first_slot + n;
+        const float dbias = quad_sum(sums.dbias[s]);
+        const bool other = next[n] != key, there = other && is_key(key, plan.forward.kv_len);
+        const int32_t boundary = there && inputs.changes_keys
+                                     ? boundary_of(plan, inputs.head, inputs.partition, slot, key)
+                                     : 0;
+        if (boundary > 0) {
+            const int64_t row = boundary_row(plan, inputs.head, boundary, slot);
+            add_sums<config, true>(plan.boundary.dk + row * dim, true, dim, sums.dk, s, column_warp,
+                                   scale);
+            add_sums<config, true>(plan.boundary.dv + row * dim, true, dim, sums.dv, s, column_warp,
+                                   1);
+            if (is_first)
+                atomicAdd(plan.boundary.dbias + row, dbias);
+        } else if (there) {
+            element *const dk = row_at<element>(plan.dk, inputs, key);
+            add_sums<config, false>(dk, aligned, dim, sums.dk, s, column_warp, scale);
+            element *const dv = row_at<element>(plan.dv, inputs, key);
+            add_sums<config, false>(dv, aligned, dim, sums.dv, s, column_warp, 1);
+            if (is_first && plan.dbias != nullptr)
+                plan.dbias[inputs.b * plan.dbias_batch + inputs.g * plan.dbias_head + key] += dbias;
+        }
+#pragma unroll
+        for (int d = 0; d < config::warp_columns; d++)
+#pragma unroll
+            for (int x = s * 2; x < s * 2 + 2; x++) {
+                sums.dk[0][d][x] = other ? 0 : sums.dk[0][d][x];
+                sums.dv[0][d][x] = other ? 0 : sums.dv[0][d][x];
+            }
+        sums.dbias[s] = other ? 0 : sums.dbias[s];
+    }
+}
+
+/* At the end of a query block, moves on to the next one's keys. `upcoming` is that of row
+ * threadIdx.x, and no key after the last query block. Returns whether `current` must change. */
+template <typename config>
+__device__ static inline bool change_keys(key_memory<config> &shared, const backward_plan &plan,
+                                          key_sums<config> &sums, int current, int32_t upcoming,
+                                          bool aligned) {
+    const uint32_t n = opaque(threadIdx.x);
+    bool other = false;
+    if (n < config::rows) {
+        shared.key[current ^ 1][n] = upcoming;
+        other = upcoming != shared.key[current][n];
+    }
+    if (!__syncthreads_or(other))
+        return false;
+    write_rows(shared, plan, sums, shared.key[current], shared.key[current ^ 1], aligned);
+    load_rows(shared, plan, shared.key[current], shared.key[current ^ 1]);
+    return true; // the next step waits for these copies
+}
+
+/* The key of row threadIdx.x in a query block. */
+template <typename config>
+__device__ static inline int32_t own_key(const key_memory<config> &shared,
+                                         const backward_plan &plan, int32_t query_block) {
+    const uint32_t n = opaque(threadIdx.x);
+    return n < config::rows && query_block < shared.inputs.end_block
+               ? key_of_row(plan, shared.inputs, query_block, n)
+               : -1;
+}
+
+/* The step after that of a stage. Steps are kept in shared memory to save registers. */
+template <typename config>
+__device__ static inline query_step next_step(const key_memory<config> &shared,
+                                              const backward_plan &plan, int stage) {
+    return step_after(shared.step[stage], config::keys, plan.forward.group, plan.forward.q_len);
+}
+
+/* Starts loading the next step, if there is one, into the other stage. */
+template <typename config>
+__device__ static inline void load_next(key_memory<config> &shared, const backward_plan &plan,
+                                        int stage) {
+    const query_step next = next_step(shared, plan, stage);
+    if (threadIdx.x == 0)
+        shared.step[stage ^ 1] = next;
+    if (next.query_block < shared.inputs.end_block)
+        load_step(shared, plan, next, stage ^ 1);
+}
+
+/* All steps of a thread block. */
+template <typename config>
+__device__ static inline void sum_steps(key_memory<config> &shared, const backward_plan &plan,
+                                        key_sums<config> &sums, bool aligned) {
+    const int32_t end = shared.inputs.end_block;
+    int32_t query_block = shared.step[0].query_block,
+            upcoming = own_key(shared, plan, query_block + 1);
+    int stage = 0, current = 0;
+    load_step(shared, plan, shared.step[0], stage);
+    while (query_block < end) {
+        cp_async_wait_group<0>();
+        __syncthreads(); // this step has arrived, and every warp has read the one before
+        load_next(shared, plan, stage);
+        clear_empty(shared, stage);
+        add_step(shared, plan, sums, stage, current);
+        const int32_t next = next_step(shared, plan, stage).query_block;
+        if (next > query_block) {
+            if (shared.inputs.changes_keys || next == end)
+                current ^= change_keys(shared, plan, sums, current, upcoming, aligned);
+            upcoming = own_key(shared, plan, next + 1);
+        }
+        query_block = next;
+        stage ^= 1;
+    }
+}
+
+/* One block of rows of a pass. */
+template <typename config>
+__global__ void __launch_bounds__(config::threads, config::blocks)
+    sum_keys(const __grid_constant__ backward_plan plan, const key_pass pass, const bool aligned) {
+    extern __shared__ __align__(128) char bytes[];
+    key_memory<config> &shared = *(key_memory<config> *)bytes;
+    const int64_t head = head_of_block();
+    if (head >= (int64_t)plan.forward.batch * plan.forward.kv_heads)
+        return;
+    if (threadIdx.x == 0) {
+        shared.inputs = key_inputs_of(plan, pass, head, blockIdx.x, config::rows, aligned);
+        shared.step[0] = first_step(shared.inputs, config::keys);
+    }
+    __syncthreads();
+    if (shared.inputs.query_block >= shared.inputs.end_block)
+        return;
+    const int32_t key = own_key(shared, plan, shared.inputs.query_block);
+    if (threadIdx.x < config::rows)
+        shared.key[0][threadIdx.x] = key;
+    __syncthreads();
+    key_sums<config> sums;
+    clear_sums(sums.dk);
+    clear_sums(sums.dv);
+    sums.dbias[0] = sums.dbias[1] = 0;
+    load_rows(shared, plan, nullptr, shared.key[0]);
+    sum_steps(shared, plan, sums, aligned);
+}
+
+#endif

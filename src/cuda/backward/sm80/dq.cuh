@@ -1,0 +1,192 @@
+/* The pass that makes dq. A tile of query rows visits the keys of its list as it does in forward.
+ * Its sums have the order of the list, so they are bit-equal from run to run, and need no buffer in
+ * float32. */
+#ifndef FDMA_CUDA_BACKWARD_SM80_DQ_CUH
+#define FDMA_CUDA_BACKWARD_SM80_DQ_CUH
+
+#include "cuda/backward/sm80/tile.cuh"
+
+template <typename config> struct query_memory {
+    using element = typename config::element;
+    alignas(128) element q[config::rows * config::head_dim];
+    alignas(128) element dout[config::rows * config::head_dim];
+    alignas(128) element k[2][config::keys * config::head_dim];
+    alignas(128) element v[2][config::keys * config::head_dim];
+    key_records<config::keys> records[2];
+    alignas(16) int32_t key[3][config::keys]; // list entries: of this key block and the next two
+    int32_t position[config::rows];
+    tile_inputs inputs;
+};
+
+/* lse and delta of a lane's two rows: s is row lane / 4 * 2 + s of the warp's. */
+struct row_stats {
+    float lse[2], delta[2];
+};
+
+template <typename config>
+__device__ static inline row_stats load_row_stats(const backward_plan &plan,
+                                                  const row_range &range) {
+    const int lane = threadIdx.x % warp_lanes, warp = threadIdx.x / warp_lanes;
+    row_stats stats;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+        const int32_t row = range.first + warp * mma_rows + lane / 4 * 2 + s;
+        const int32_t i = row / plan.forward.group, of_group = row % plan.forward.group;
+        const int64_t h =
+            (int64_t)range.b * plan.forward.q_heads + range.g * plan.forward.group + of_group;
+        const bool there = row < range.total;
+        stats.lse[s] = there ? plan.row_lse[h * plan.rows + i] : INFINITY;
+        stats.delta[s] = there ? plan.row_delta[h * plan.rows + i] : 0;
+    }
+    return stats;
+}
+
+/* Starts copying key block n, whose entries are in shared memory. */
+template <typename config>
+__device__ static inline void load_keys(query_memory<config> &shared, int32_t n) {
+    const int32_t *const keys = shared.key[n % 3];
+    const tile_inputs &inputs = shared.inputs;
+    copy_block<config>((char *)shared.k[n % 2], keys, inputs.k, inputs.keys.kv_len);
+    copy_block<config>((char *)shared.v[n % 2], keys, inputs.v, inputs.keys.kv_len);
+    const uint32_t column = opaque(threadIdx.x);
+    if (column < config::keys)
+        copy_record(shared.records[n % 2], column, inputs.keys, keys[column]);
+    cp_async_commit_group();
+}
+
+/* dp becomes (dp - delta) times the slope of softcap, and s the tanh of softcap. */
+template <typename config>
+__device__ static inline void find_slopes(float (&s)[1][config::keys / 8][4],
+                                          float (&dp)[1][config::keys / 8][4],
+                                          const row_stats &stats, float softcap_scale) {
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++)
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            dp[0][n][x] -= stats.delta[x / 2];
+    if (softcap_scale == 0)
+        return;
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++)
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const float t = tanh_of(s[0][n][x] * softcap_scale);
+            s[0][n][x] = t;
+            dp[0][n][x] *= 1 - t * t;
+        }
+}
+
+/* dp becomes the gradient of scale * <q, k>. */
+template <typename config>
+__device__ static inline void
+find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::keys / 8][4],
+               float (&dp)[1][config::keys / 8][4], const row_stats &stats, bool causal) {
+    const key_records<config::keys> &keys = shared.records[n % 2];
+    const int32_t *const position = shared.position + opaque(threadIdx.x) / warp_lanes * mma_rows;
+    find_slopes<config>(s, dp, stats, shared.inputs.logits.softcap_scale);
+    find_logits<config>(s, keys.bias, {0, shared.inputs.logits.scale});
+    mask_logits<config>(s, keys.expiry, shared.key[n % 3], position, causal);
+#pragma unroll
+    for (int c = 0; c < config::keys / 8; c++)
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+            dp[0][c][x] *= ex2_approx(s[0][c][x] - stats.lse[x / 2]);
+}
+
+/* dq of a warp's rows over all key blocks. */
+template <typename config>
+__device__ static inline void sum_blocks(query_memory<config> &shared, const row_stats &stats,
+                                         float (&dq)[1][config::head_dim / 8][4], bool causal) {
+    constexpr int head_dim = config::head_dim;
+    const tile_list &keys = shared.inputs.keys;
+    const int first = threadIdx.x / warp_lanes * mma_rows * head_dim;
+    const auto q_at = down_first<head_dim>(shared.q + first);
+    const auto dout_at = down_first<head_dim>(shared.dout + first);
+    for (int32_t n = 0; n * config::keys < keys.entries; n++) {
+        float s[1][config::keys / 8][4], dp[1][config::keys / 8][4];
+        cp_async_wait_group<0>();
+        __syncthreads(); // block n has arrived, and every warp has read the one before
+        const int32_t upcoming = own_entry<config>(keys, n + 2);
+        if ((n + 1) * config::keys < keys.entries)
+            load_keys(shared, n + 1);
+        mma_abt<config>(s, q_at.unhoisted(), right_first<head_dim>(shared.k[n % 2]));
+        mma_abt<config>(dp, dout_at.unhoisted(), right_first<head_dim>(shared.v[n % 2]));
+        const uint32_t column = opaque(threadIdx.x);
+        if (column < config::keys)
+            shared.key[(n + 2) % 3][column] = upcoming;
+        find_gradients(shared, n, s, dp, stats, causal);
+        mma_ab<config>(dq, dp, down_first<head_dim>(shared.k[n % 2]));
+    }
+}
+
+template <typename config>
+__device__ static inline void write_dq(const float (&dq)[1][config::head_dim / 8][4],
+                                       const backward_plan &plan, const row_range &range,
+                                       const row_stats &stats, bool aligned) {
+    using element = typename config::element;
+    const int lane = threadIdx.x % warp_lanes, warp = threadIdx.x / warp_lanes;
+    const float scale = plan.forward.scale;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+        const int32_t row = range.first + warp * mma_rows + lane / 4 * 2 + s;
+        if (row >= range.total)
+            continue;
+        const bool empty = stats.lse[s] == INFINITY;
+        const gradient_row<element> to = {(element *)plan.dq.data +
+                                              row_offset(plan.dq, plan.forward, range, row),
+                                          aligned, plan.accumulate};
+#pragma unroll
+        for (int d = 0; d < config::head_dim / 8; d++) {
+            const int channel = channel_of<1>(d, 0);
+            // not dq * 0: the sums of an empty row may be NaN
+            if (channel < plan.forward.head_dim)
+                put_pair(to, channel, empty ? 0 : dq[0][d][s * 2] * scale,
+                         empty ? 0 : dq[0][d][s * 2 + 1] * scale);
+        }
+    }
+}
+
+/* Starts copying q and dout. */
+template <typename config>
+__device__ static inline void load_rows(query_memory<config> &shared, const backward_plan &plan,
+                                        const row_range &range, bool aligned) {
+    const forward_plan &forward = plan.forward;
+    load_queries<config, config::row_warps, config::threads>((char *)shared.q, forward.q, forward,
+                                                             range, aligned);
+    load_queries<config, config::row_warps, config::threads>((char *)shared.dout, plan.dout,
+                                                             forward, range, aligned);
+}
+
+/* One tile. The tiles of a kv head are neighbours, and the last ones come first, as in forward. */
+template <typename config>
+__global__ void __launch_bounds__(config::threads, config::blocks)
+    sum_queries(const __grid_constant__ backward_plan plan, const int32_t tiles,
+                const bool aligned) {
+    extern __shared__ __align__(128) char bytes[];
+    query_memory<config> &shared = *(query_memory<config> *)bytes;
+    const forward_plan &forward = plan.forward;
+    const int32_t tile = tiles - 1 - (int32_t)(blockIdx.x % tiles);
+    const row_range range =
+        row_range_of(forward, (int32_t)(blockIdx.x / tiles), tile * config::rows);
+    float dq[1][config::head_dim / 8][4];
+    if (threadIdx.x == 0)
+        shared.inputs = tile_inputs_of(forward, range, config::rows, aligned);
+    write_positions<config::rows>(shared.position, forward, range);
+    load_rows(shared, plan, range, aligned);
+    __syncthreads();
+    const uint32_t column = threadIdx.x;
+    for (int32_t n = 0; n < 2; n++) {
+        const int32_t entry = own_entry<config>(shared.inputs.keys, n);
+        if (column < config::keys)
+            shared.key[n][column] = entry;
+    }
+    const row_stats stats = load_row_stats<config>(plan, range);
+    clear_sums(dq);
+    __syncthreads();
+    load_keys(shared, 0);
+    sum_blocks(shared, stats, dq, forward.causal);
+    cp_async_wait_group<0>(); // if the list is empty, rows may still be on their way
+    write_dq<config>(dq, plan, range, stats, aligned);
+}
+
+#endif

@@ -1,0 +1,154 @@
+/* What a thread block of the key passes visits: the key of each of its rows in each query block,
+ * and the steps in which queries are streamed past them. */
+#ifndef FDMA_CUDA_BACKWARD_SM80_STEPS_CUH
+#define FDMA_CUDA_BACKWARD_SM80_STEPS_CUH
+
+#include "cuda/backward/sm80/tile.cuh"
+
+enum key_pass {
+    pass_diagonal, // keys that arrive inside a query block, against this query block
+    pass_slots,    // keys in slots, against a partition, or against all queries if not is_rolling
+};
+
+/* What a thread block works from. It is kept in shared memory to save registers. */
+struct key_inputs {
+    int64_t head; // of all sequences
+    int32_t b, g;
+    int32_t partition;
+    int32_t first_slot;             // of row 0: a slot, or an entry of the list
+    int32_t end_slot;               // the end of the entries; not used if changes_keys
+    int32_t query_block, end_block; // the query blocks to visit
+    int32_t first_query;            // no query before it sees a key of these rows
+    bool changes_keys;              // rows are slots, whose keys change between query blocks
+    bool causal;                    // a key may come after some of the queries
+    row_source k, v, q, dout;       // q and dout: of the first head of the group
+    logit_params logits;
+};
+
+/* The row of a key in dk or dv. */
+template <typename element>
+__device__ static inline element *row_at(const head_view &view, const key_inputs &inputs,
+                                         int32_t key) {
+    return (element *)view.data + inputs.b * view.batch + key * view.row + inputs.g * view.head;
+}
+
+/* A step is some consecutive queries of one head. The steps of a query block go head by head. */
+struct query_step {
+    int32_t query_block, h; // h: in the group
+    int32_t query;          // the first of this step
+    int32_t first_query;    // of every head in this query block
+};
+
+/* The first step, where steps have `step` queries. */
+__device__ static inline query_step first_step(const key_inputs &inputs, int32_t step) {
+    const int32_t first = max(inputs.query_block * list_queries, inputs.first_query / step * step);
+    return {inputs.query_block, 0, first, first};
+}
+
+__device__ static inline query_step step_after(const query_step &now, int32_t step, int32_t group,
+                                               int32_t q_len) {
+    const int32_t end = min((now.query_block + 1) * list_queries, q_len);
+    query_step next = now;
+    next.query += step;
+    if (next.query < end)
+        return next;
+    next.query = now.first_query;
+    next.h++;
+    if (next.h < group)
+        return next;
+    const int32_t first = (now.query_block + 1) * list_queries;
+    return {now.query_block + 1, 0, first, first};
+}
+
+/* The key of row n in a query block, or a number for which is_key() is false. */
+__device__ static inline int32_t key_of_row(const backward_plan &plan, const key_inputs &inputs,
+                                            int32_t query_block, int32_t n) {
+    const forward_plan &forward = plan.forward;
+    const int32_t slot = inputs.first_slot + n;
+    if (inputs.changes_keys)
+        return key_in_slot(plan, inputs.head, query_block, slot);
+    if (slot >= inputs.end_slot)
+        return -1;
+    if (forward.list == nullptr)
+        return slot;
+    return forward.list[inputs.head * forward.list_head + query_block * forward.list_tile + slot];
+}
+
+/* The first query that may see a key from list entry first_slot on, where entries ascend. It is in
+ * range whatever a corrupt selection says. */
+__device__ static inline int32_t first_query(const backward_plan &plan, const key_inputs &inputs) {
+    if (!inputs.causal || inputs.first_slot >= inputs.end_slot)
+        return 0;
+    const int32_t entry = key_of_row(plan, inputs, inputs.query_block, 0);
+    const int32_t key = entry < 0 ? ~entry : entry;
+    const int32_t query = key - query_position(plan.forward, 0);
+    return min(max(query, 0), plan.forward.q_len - 1);
+}
+
+/* Thread block n of a diagonal pass takes tile n % tiles of the keys that arrive in query block
+ * n / tiles. */
+__device__ static inline void start_diagonal(const backward_plan &plan, key_inputs *inputs,
+                                             int32_t n, int32_t rows) {
+    const int32_t tiles = list_queries / rows;
+    inputs->query_block = n / tiles;
+    inputs->end_block = inputs->query_block + 1;
+    const int2 count = list_counts(plan, inputs->head, inputs->query_block);
+    inputs->first_slot = count.x + n % tiles * rows;
+    inputs->end_slot = count.y;
+    inputs->causal = true;
+    inputs->first_query = first_query(plan, *inputs);
+    if (inputs->first_slot >= inputs->end_slot)
+        inputs->end_block = inputs->query_block;
+}
+
+/* Entries of the list that all query blocks share. */
+__device__ static inline int32_t shared_entries(const backward_plan &plan, int64_t head) {
+    const forward_plan &forward = plan.forward;
+    if (forward.count == nullptr)
+        return forward.kv_len;
+    const int2 count = forward.count[head * forward.lists + forward.lists - 1];
+    return (int32_t)min((int64_t)max(count.y, 0), forward.list_head);
+}
+
+/* Thread block n of a slot pass takes slot block n % blocks in partition n / blocks. */
+__device__ static inline void start_slots(const backward_plan &plan, key_inputs *inputs, int32_t n,
+                                          int32_t rows) {
+    const int32_t blocks = plan.slots / rows, query_blocks = plan.rows / list_queries;
+    inputs->first_slot = n % blocks * rows;
+    inputs->changes_keys = plan.is_rolling;
+    if (plan.is_rolling) {
+        inputs->partition = n / blocks;
+        inputs->query_block = inputs->partition * plan.partition_lists;
+        inputs->end_block = min(inputs->query_block + plan.partition_lists, query_blocks);
+        return;
+    }
+    inputs->end_slot = shared_entries(plan, inputs->head);
+    inputs->causal = plan.forward.causal;
+    inputs->first_query = first_query(plan, *inputs);
+    inputs->query_block = inputs->first_query / list_queries;
+    inputs->end_block = inputs->first_slot < inputs->end_slot ? query_blocks : 0;
+}
+
+__device__ static inline key_inputs key_inputs_of(const backward_plan &plan, key_pass pass,
+                                                  int64_t head, int32_t n, int32_t rows,
+                                                  bool aligned) {
+    const forward_plan &forward = plan.forward;
+    const int32_t b = (int32_t)(head / forward.kv_heads), g = (int32_t)(head % forward.kv_heads);
+    const int32_t h = g * forward.group;
+    key_inputs inputs = {};
+    inputs.head = head;
+    inputs.b = b;
+    inputs.g = g;
+    inputs.k = source_of(forward.k, b, g, forward.head_dim, aligned);
+    inputs.v = source_of(forward.v, b, g, forward.head_dim, aligned);
+    inputs.q = source_of(forward.q, b, h, forward.head_dim, aligned);
+    inputs.dout = source_of(plan.dout, b, h, forward.head_dim, aligned);
+    inputs.logits = logit_params_of(forward);
+    if (pass == pass_diagonal)
+        start_diagonal(plan, &inputs, n, rows);
+    else
+        start_slots(plan, &inputs, n, rows);
+    return inputs;
+}
+
+#endif

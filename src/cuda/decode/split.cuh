@@ -1,0 +1,222 @@
+/* The first kernel of decode: a thread block takes one split of the keys, and its warps take key
+ * blocks of 16 keys in turn. Reading memory is all the work, so every warp has a pipeline of its
+ * own. */
+#ifndef FDMA_CUDA_DECODE_SPLIT_CUH
+#define FDMA_CUDA_DECODE_SPLIT_CUH
+
+#include "cuda/mma/keys.cuh"
+
+static constexpr int64_t most_queries = 16;                              // of a decode call
+static constexpr int64_t least_keys = 256;                               // of a split
+static constexpr int64_t usual_splits = FDMA_HEAD_DIM <= 128 ? 128 : 64; // measured on an H200
+static constexpr int64_t usual_keys = 131072 / usual_splits; // of a split of a longer sequence
+static constexpr int64_t most_splits = 512; // enough for one kv head to fill a device
+
+/* Splits depend on kv_len, or on the size of a list, alone. out and sum of a partial result are
+ * relative to its row_max. */
+struct split_plan {
+    int32_t count;
+    int32_t keys;  // of a split
+    float *out;    // [batch * kv_heads][q_len * group][count][head_dim]
+    float2 *stats; // [batch * kv_heads][q_len * group][count]: row_max, row_sum
+};
+
+template <typename type, int tiles> struct decode_config {
+    using element = type;
+    static constexpr int head_dim = FDMA_HEAD_DIM;
+    static constexpr int warps = head_dim <= 128 ? 4 : 2; // what 99 KB of shared memory hold
+    static constexpr int row_tiles = tiles;
+    static constexpr int rows = row_tiles * mma_rows;
+    static constexpr int keys = 16;                       // of a warp's key block
+    static constexpr int blocks = row_tiles == 1 ? 3 : 2; // on a multiprocessor
+    static constexpr int threads = warps * warp_lanes;
+};
+
+/* One key block of a warp. */
+template <typename config> struct decode_stage {
+    using element = typename config::element;
+    alignas(128) element k[config::keys * config::head_dim];
+    alignas(128) element v[config::keys * config::head_dim];
+    key_records<config::keys> records;
+    alignas(16) int32_t key[config::keys];
+};
+
+template <typename config> struct decode_memory {
+    alignas(128) typename config::element q[config::rows * config::head_dim];
+    union {
+        decode_stage<config> stages[config::warps][2];
+        float out[config::warps][config::rows][config::head_dim]; // in the epilogue
+    };
+    float max[config::warps][config::rows], sum[config::warps][config::rows];
+    int32_t position[config::rows];
+    tile_inputs inputs;
+};
+
+/* Starts copying rows of k or v of a warp's key block. Lane n has the nth entry. */
+template <typename config>
+__device__ static inline void copy_keys(char *to, const row_source &source, int32_t entry,
+                                        int32_t kv_len) {
+    constexpr int copiers = row_layout<config::head_dim>::copiers;
+    const row_source from = source; // a copy in registers, or each cp.async would read it again
+#pragma unroll
+    for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
+        const int row = n + threadIdx.x % warp_lanes / copiers;
+        const int32_t key = __shfl_sync(~0u, entry, row);
+        const bool there = is_key(key, kv_len);
+        const char *const at = row_at(from, there ? key : 0);
+        copy_row<config::head_dim>(to, row, at, from.vecs, there, from.aligned);
+    }
+}
+
+template <typename config>
+__device__ static inline void load_keys(decode_stage<config> &stage, const tile_inputs &inputs,
+                                        int32_t entry) {
+    const int lane = threadIdx.x % warp_lanes;
+    copy_keys<config>((char *)stage.k, inputs.k, entry, inputs.keys.kv_len);
+    if (lane < config::keys) {
+        stage.key[lane] = entry;
+        copy_record(stage.records, lane, inputs.keys, entry);
+    }
+    cp_async_commit_group();
+}
+
+template <typename config>
+__device__ static inline void load_values(decode_stage<config> &stage, const tile_inputs &inputs,
+                                          int32_t entry) {
+    copy_keys<config>((char *)stage.v, inputs.v, entry, inputs.keys.kv_len);
+    cp_async_commit_group();
+}
+
+/* The list entry that this lane looks up of the warp's key block at `from`. */
+template <typename config>
+__device__ static inline int32_t lane_entry(const tile_list &keys, int32_t from) {
+    const int lane = threadIdx.x % warp_lanes;
+    return lane < config::keys ? entry_at(keys, from + lane) : -1;
+}
+
+/* One key block of a warp. As soon as k or v of the stage has been read, it is loaded again for the
+ * block two steps later (`later` has its entries), so that three of four copies are under way. */
+template <typename config>
+__device__ static inline void attend_block(decode_memory<config> &shared,
+                                           decode_stage<config> &stage, row_state<config> &state,
+                                           int32_t later, bool causal) {
+    float s[config::row_tiles][config::keys / 8][4];
+    cp_async_wait_group<3>();
+    __syncwarp(); // k has arrived
+    mma_abt<config>(s, down_first<config::head_dim>(shared.q),
+                    right_first<config::head_dim>(stage.k)); // S = Q K^T
+    find_logits<config>(s, stage.records.bias, shared.inputs.logits);
+    mask_logits<config>(s, stage.records.expiry, stage.key, shared.position, causal);
+    __syncwarp(); // every lane has read k
+    load_keys(stage, shared.inputs, later);
+    weigh(s, state); // P = exp2(S - row_max)
+    cp_async_wait_group<3>();
+    __syncwarp();                                                        // v has arrived
+    mma_ab<config>(state.out, s, down_first<config::head_dim>(stage.v)); // O += P V
+    __syncwarp();                                                        // every lane has read v
+    load_values(stage, shared.inputs, later);
+}
+
+/* A warp's key blocks: the first is at `from`, the others follow at equal distances. */
+template <typename config>
+__device__ static inline void attend_blocks(decode_memory<config> &shared, row_state<config> &state,
+                                            int32_t from, bool causal) {
+    constexpr int step = config::warps * config::keys;
+    decode_stage<config> *const stages = shared.stages[threadIdx.x / warp_lanes];
+    const tile_list &keys = shared.inputs.keys;
+    for (int n = 0; n < 2; n++) {
+        const int32_t entry = lane_entry<config>(keys, from + n * step);
+        load_keys(stages[n], shared.inputs, entry);
+        load_values(stages[n], shared.inputs, entry);
+    }
+    int32_t later = lane_entry<config>(keys, from + 2 * step);
+    cp_async_wait_group<4>();
+    __syncthreads(); // all of q has arrived
+    for (int stage = 0; from < keys.entries; stage ^= 1, from += step) {
+        const int32_t entry = later;
+        later = lane_entry<config>(keys, from + 3 * step);
+        attend_block(shared, stages[stage], state, entry, causal);
+    }
+    cp_async_wait_group<0>();
+}
+
+/* Writes a warp's partial results to shared memory, in the order of the range. */
+template <typename config>
+__device__ static inline void stage_rows(decode_memory<config> &shared,
+                                         const row_state<config> &state) {
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+#pragma unroll
+    for (int r = 0; r < row_state<config>::rows; r++) {
+        const int row = lane / 4 * row_state<config>::rows + r;
+        const float sum = quad_sum(state.row_sum[r]);
+        if (lane % 4 == 0) {
+            shared.max[warp][row] = state.row_max[r];
+            shared.sum[warp][row] = sum;
+        }
+#pragma unroll
+        for (int d = 0; d < config::head_dim / 8; d++)
+            *(float2 *)&shared.out[warp][row][d * 8 + lane % 4 * 2] =
+                make_float2(state.out[r / 2][d][r % 2 * 2], state.out[r / 2][d][r % 2 * 2 + 1]);
+    }
+}
+
+/* Merges the partial results of the warps, and writes those of the split to the workspace. */
+template <typename config>
+__device__ static inline void write_split(const decode_memory<config> &shared,
+                                          const split_plan &splits, const row_range &range,
+                                          int64_t head, int32_t split, int32_t head_dim) {
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    for (int r = warp; r < min(config::rows, range.total - range.first); r += config::warps) {
+        const int64_t at = (head * range.total + range.first + r) * splits.count + split;
+        float max = least_max, sum = 0, factor[config::warps];
+        for (int w = 0; w < config::warps; w++)
+            max = fmaxf(max, shared.max[w][r]);
+        for (int w = 0; w < config::warps; w++) {
+            factor[w] = ex2_approx(shared.max[w][r] - max);
+            sum += factor[w] * shared.sum[w][r];
+        }
+        for (int d = lane; d < head_dim; d += warp_lanes) {
+            float out = 0;
+            for (int w = 0; w < config::warps; w++)
+                out += factor[w] * shared.out[w][r][d];
+            splits.out[at * head_dim + d] = out;
+        }
+        if (lane == 0)
+            splits.stats[at] = make_float2(max, sum);
+    }
+}
+
+/* One split of the keys against one tile of rows. The tiles of a split are neighbours, so that they
+ * find its keys in the L2 cache; so are the kv heads, whose rows share pages of memory. */
+template <typename config>
+__global__ void __launch_bounds__(config::threads, config::blocks)
+    attend_split(const __grid_constant__ forward_plan plan,
+                 const __grid_constant__ split_plan splits, const int32_t tiles,
+                 const bool aligned) {
+    extern __shared__ __align__(128) char bytes[];
+    decode_memory<config> &shared = *(decode_memory<config> *)bytes;
+    const int32_t index = blockIdx.x / tiles, g = index % plan.kv_heads;
+    const int32_t split = index / plan.kv_heads % splits.count;
+    const int32_t head = index / plan.kv_heads / splits.count * plan.kv_heads + g;
+    const int warp = threadIdx.x / warp_lanes;
+    const row_range range = row_range_of(plan, head, (int32_t)(blockIdx.x % tiles) * config::rows);
+    const int32_t from = split * splits.keys;
+    row_state<config> state;
+    if (threadIdx.x == 0) {
+        shared.inputs = tile_inputs_of(plan, range, config::rows, aligned);
+        shared.inputs.keys.entries = min(shared.inputs.keys.entries, from + splits.keys);
+    }
+    write_positions<config::rows>(shared.position, plan, range);
+    load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
+    cp_async_commit_group();
+    __syncthreads();
+    clear_rows(state);
+    attend_blocks(shared, state, from + warp * config::keys, plan.causal);
+    griddepcontrol_launch_dependents();
+    __syncthreads();
+    stage_rows(shared, state);
+    __syncthreads();
+    write_split(shared, splits, range, head, split, plan.head_dim);
+}
+
+#endif

@@ -1,0 +1,115 @@
+/* The keys that a tile of query rows visits: its range of a tile list, and loading a key block into
+ * shared memory. */
+#ifndef FDMA_CUDA_MMA_KEYS_CUH
+#define FDMA_CUDA_MMA_KEYS_CUH
+
+#include "cuda/mma/queries.cuh"
+#include "cuda/mma/softmax.cuh"
+
+struct tile_list {
+    const int32_t *list;       // NULL: the keys 0, 1, 2, ...
+    const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
+    int32_t entries;           // that some row of the tile may keep
+    int32_t kv_len;
+};
+
+/* The list of a tile that has the first `rows` rows of a range. */
+__device__ static inline tile_list tile_list_of(const forward_plan &plan, const row_range &range,
+                                                int32_t rows) {
+    const int64_t head = (int64_t)range.b * plan.kv_heads + range.g;
+    const int32_t last = row_position(plan, range, range.first + rows - 1);
+    const int32_t t = plan.lists == 1 ? 0 : range.first / plan.group / list_queries;
+    tile_list keys = {};
+    keys.kv_len = plan.kv_len;
+    keys.records = plan.records ? plan.records + head * plan.kv_len : nullptr;
+    keys.list = plan.list ? plan.list + head * plan.list_head + t * plan.list_tile : nullptr;
+    if (plan.causal && last < 0)
+        return keys;
+    if (plan.count == nullptr)
+        keys.entries = plan.causal ? min(last + 1, plan.kv_len) : plan.kv_len;
+    else
+        keys.entries = visible_entries(plan, plan.count[head * plan.lists + t], t, last);
+    return keys;
+}
+
+/* What a tile works from. It is kept in shared memory to save registers. */
+struct tile_inputs {
+    row_range range;
+    tile_list keys;
+    row_source k, v;
+    logit_params logits;
+};
+
+__device__ static inline tile_inputs
+tile_inputs_of(const forward_plan &plan, const row_range &range, int32_t rows, bool aligned) {
+    return {range, tile_list_of(plan, range, rows),
+            source_of(plan.k, range.b, range.g, plan.head_dim, aligned),
+            source_of(plan.v, range.b, range.g, plan.head_dim, aligned), logit_params_of(plan)};
+}
+
+/* Entry n of a list: a key, or a number for which is_key() is false. */
+__device__ static inline int32_t entry_at(const tile_list &keys, int32_t n) {
+    if (n >= keys.entries)
+        return -1;
+    return keys.list ? keys.list[n] : n;
+}
+
+/* The entry of key block n that this thread looks up. */
+template <typename config>
+__device__ static inline int32_t own_entry(const tile_list &keys, int32_t n) {
+    const int32_t column = threadIdx.x;
+    return column < config::keys ? entry_at(keys, n * config::keys + column) : -1;
+}
+
+/* Starts copying the record of an entry. Without records every row keeps a key; no row keeps an
+ * entry that is no key. */
+template <int keys>
+__device__ static inline void copy_record(key_records<keys> &records, int column,
+                                          const tile_list &from, int32_t entry) {
+    const bool there = is_key(entry, from.kv_len);
+    if (there && from.records != nullptr) {
+        cp_async_4(shared_address(&records.bias[column]), &from.records[entry].bias);
+        cp_async_4(shared_address(&records.expiry[column]), &from.records[entry].expiry);
+    } else {
+        records.bias[column] = 0;
+        records.expiry[column] = there ? INT32_MAX : INT32_MIN;
+    }
+}
+
+/* Starts copying the rows of k or v of a key block. An entry that is no key becomes zeros, because
+ * whatever lies there is multiplied by a weight of 0. */
+template <typename config>
+__device__ static inline void copy_block(char *to, const int32_t *keys, const row_source &source,
+                                         int32_t kv_len) {
+    using layout = row_layout<config::head_dim>;
+    constexpr int copiers = layout::copiers, step = config::threads / copiers;
+    static_assert(step % 8 == 0, "all rows of a lane are swizzled alike");
+    const uint32_t thread = opaque(threadIdx.x);
+    const int first = thread / copiers, lane = thread % copiers;
+    if (!source.aligned) {
+#pragma unroll 1
+        for (int n = first; n < config::keys; n += step) {
+            const bool there = is_key(keys[n], kv_len);
+            copy_row_unaligned<config::head_dim>(to, n, row_at(source, there ? keys[n] : 0),
+                                                 source.vecs, there);
+        }
+        return;
+    }
+    const row_source from = source; // a copy in registers, or each cp.async would read it again
+    const uint32_t at = shared_address(to) + layout::offset(first, lane);
+    int32_t key[config::keys / step];
+#pragma unroll
+    for (int n = 0; n < config::keys / step; n++)
+        key[n] = keys[first + n * step];
+#pragma unroll
+    for (int n = 0; n < config::keys / step; n++) {
+        const bool there = is_key(key[n], kv_len);
+        const char *const row = row_at(from, there ? key[n] : 0) + lane * vec_bytes;
+#pragma unroll
+        for (int x = 0; x < layout::vecs; x += copiers)
+            cp_async_16(at + n * step * layout::row_bytes + x * vec_bytes, row + x * vec_bytes,
+                        there && x + lane < from.vecs ? vec_bytes : 0);
+    }
+}
+
+#endif

@@ -1,0 +1,284 @@
+/* What the kernels of score_backward work from, and the first of them: from dbias and dt it makes
+ * ddt, the gradient of the products of v and dt_proj, as operands of the tensor cores.
+ *
+ * An operand has ddt as a sum of two limbs of v's type. So 8 kv heads fill an mma, whether they
+ * are the 16 numbers that it sums over or its 16 rows. */
+#ifndef FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
+#define FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
+
+#include "cuda/device/element.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/device/softmax.cuh"
+#include "cuda/score/score.cuh"
+
+static constexpr int find_threads = 256;
+static constexpr int find_warps = find_threads / 32;
+static constexpr int tile_keys = 16;           // of a product
+static constexpr int tile_heads = 8;           // of a product, each in two limbs
+static constexpr int round_tiles = find_warps; // of a round: the tiles of a thread block
+static constexpr int round_keys = round_tiles * tile_keys;
+
+struct gradient_params {
+    score_params score; // v, the weights, and their products: dt
+    const void *a;
+    const float *dbias;
+    const uint8_t *key_valid;                                            // NULL: all
+    void *dv, *ddt_proj, *da;                                            // dv NULL: not wanted
+    int64_t dbias_batch, dbias_head, dv_batch, dv_row, dv_head, ddt_row; // strides in elements
+    int64_t valid_batch;
+    float *ddt;      // [batch][kv_heads][kv_len], where dt was
+    void *operands;  // tile_operands [blocks of kv heads][batch][tiles]
+    uint32_t *masks; // of the same tiles; bit i: key i has a gradient
+    float *dt_sums;  // [batch * splits][kv_heads][channels]
+    float *a_sums;   // [batch * rounds][kv_heads]
+    int32_t batch, kv_len, kv_heads, head_dim, channels;
+    int32_t tiles, split_tiles; // of a sequence, of a split; multiples of round_tiles
+    int32_t splits;             // of a sequence
+    int32_t key_warps;          // warps of a thread block that have the same channels
+    bool dv_aligned, is_exp, accumulate;
+};
+
+/* ddt of a tile as operands of mma, a vector for each lane, and the factors that undo their
+ * scales. */
+template <int head_tiles> struct alignas(16) tile_operands {
+    uint4 keys[head_tiles][32];  // with keys as rows
+    uint4 heads[head_tiles][32]; // with heads as rows: the upper limbs, then the lower ones
+    float key_unscale[tile_keys];
+    float head_unscale[head_tiles * tile_heads];
+};
+
+/* The keys of a thread block. */
+struct split_range {
+    int32_t b, tile; // tile: the first, in its sequence
+};
+
+__device__ static inline split_range find_split(const gradient_params &params) {
+    const int32_t split = opaque(blockIdx.x); // not hoisted: registers are few
+    return {split / params.splits, split % params.splits * params.split_tiles};
+}
+
+/* The tiles of a split. */
+__device__ static inline int32_t split_length(const gradient_params &params, split_range range) {
+    return min(params.split_tiles, params.tiles - range.tile);
+}
+
+/* The index of a sequence's first tile, for a block of kv heads. */
+__device__ static inline int64_t first_tile(const gradient_params &params, int32_t head_block,
+                                            int32_t b) {
+    return ((int64_t)head_block * params.batch + b) * params.tiles;
+}
+
+__device__ static inline float *ddt_of(const gradient_params &params, int32_t b, int32_t g) {
+    return params.ddt + ((int64_t)b * params.kv_heads + g) * params.kv_len;
+}
+
+__device__ static inline bool is_valid(const gradient_params &params, int32_t b, int32_t j) {
+    return params.key_valid == nullptr || params.key_valid[b * params.valid_batch + j] != 0;
+}
+
+/* The gradients of dt and of a that come from one key and kv head. If dbias is not 0 but ddt is,
+ * ddt is stored as -0: it still is a term of the sums, since 0 * inf is NaN. */
+struct key_gradient {
+    float ddt, da;
+};
+
+__device__ static inline bool is_term(float ddt) { return __float_as_uint(ddt) != 0; }
+
+template <typename element>
+__device__ static inline key_gradient find_gradient(const gradient_params &params, int32_t g,
+                                                    float dbias, float dt) {
+    if (dbias == 0)
+        return {};
+    const float a = params.score.wide_a ? ((const float *)params.a)[g]
+                                        : to_float(((const element *)params.a)[g]);
+    const float plus = softplus(dt);
+    const float dz = params.is_exp ? dbias * expf(a * plus) : dbias;
+    const float ddt = dz * a / (1 + expf(-dt));
+    return {ddt == 0 ? -0.0f : ddt, dz * plus};
+}
+
+/* A power of two that scales numbers up to `most` to the upper range of float16, and its
+ * inverse. */
+struct power_scale {
+    float factor, inverse;
+};
+
+template <typename element> __device__ static inline power_scale find_power(float most) {
+    const int exponent = __float_as_int(most) >> 23;
+    if (is_bfloat16<element>() || exponent == 255) // bfloat16 needs none; inf and NaN have none
+        return {1, 1};
+    const int bounded = max(exponent, 15);
+    return {__int_as_float((268 - bounded) << 23), __int_as_float((bounded - 14) << 23)};
+}
+
+/* x and y as two limbs each: the upper bits, and what they leave over. */
+template <typename element>
+__device__ static inline void split_limbs(uint32_t &upper, uint32_t &lower, float x, float y) {
+    alignas(4)
+        element pair[2] = {from_float_toward_zero<element>(x), from_float_toward_zero<element>(y)};
+    upper = *(const uint32_t *)pair;
+    lower = element_type<element>::pack(isinf(x) ? 0 : x - to_float(pair[0]),
+                                        isinf(y) ? 0 : y - to_float(pair[1]));
+}
+
+/* ddt of a round by key and head, in rows padded so that a warp reads from different banks; what
+ * each key adds to da; and by what the weights of each head were divided. */
+template <int head_tiles> struct round_gradients {
+    static constexpr int heads = head_tiles * tile_heads;
+    alignas(16) float ddt[round_keys][heads + 4];
+    float da[heads][round_keys];
+    float scales[heads];
+};
+
+/* Writes the operand with keys as rows. A lane has keys lane / 4 and lane / 4 + 8. */
+template <typename element, int head_tiles>
+__device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
+                                           const round_gradients<head_tiles> &from) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * tile_keys;
+    uint32_t limbs[head_tiles][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int key = half * 8 + lane / 4;
+        float2 pair[head_tiles];
+        float most = 0;
+#pragma unroll
+        for (int tile = 0; tile < head_tiles; tile++) {
+            const int head = tile * tile_heads + lane % 4 * 2;
+            pair[tile] = *(const float2 *)&from.ddt[first + key][head];
+            pair[tile].x *= from.scales[head];
+            pair[tile].y *= from.scales[head + 1];
+            most = fmaxf(most, fmaxf(fabsf(pair[tile].x), fabsf(pair[tile].y)));
+        }
+        const power_scale scale = find_power<element>(quad_max(most));
+        to->key_unscale[key] = scale.inverse;
+#pragma unroll
+        for (int tile = 0; tile < head_tiles; tile++)
+            split_limbs<element>(limbs[tile][half], limbs[tile][2 + half],
+                                 pair[tile].x * scale.factor, pair[tile].y * scale.factor);
+    }
+#pragma unroll
+    for (int tile = 0; tile < head_tiles; tile++)
+        to->keys[tile][lane] =
+            make_uint4(limbs[tile][0], limbs[tile][1], limbs[tile][2], limbs[tile][3]);
+}
+
+/* Writes the operand with heads as rows. A lane has head lane / 4 of a tile of heads. */
+template <typename element, int head_tiles>
+__device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
+                                            const round_gradients<head_tiles> &from) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * tile_keys;
+#pragma unroll
+    for (int tile = 0; tile < head_tiles; tile++) {
+        const int head = tile * tile_heads + lane / 4;
+        float x[4], most = 0;
+        uint32_t limbs[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i] = from.ddt[first + lane % 4 * 2 + i / 2 * 8 + i % 2][head];
+            most = fmaxf(most, fabsf(x[i]));
+        }
+        const power_scale scale = find_power<element>(quad_max(most));
+        to->head_unscale[head] = scale.inverse;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            split_limbs<element>(limbs[half * 2], limbs[half * 2 + 1], x[half * 2] * scale.factor,
+                                 x[half * 2 + 1] * scale.factor);
+        to->heads[tile][lane] = make_uint4(limbs[0], limbs[1], limbs[2], limbs[3]);
+    }
+}
+
+/* The keys of a warp's tile that have a gradient, a bit each. */
+template <int head_tiles>
+__device__ static inline uint32_t find_mask(const round_gradients<head_tiles> &from) {
+    const int lane = threadIdx.x % 32;
+    const float *const row = from.ddt[threadIdx.x / 32 * tile_keys + lane % tile_keys];
+    bool any = false;
+#pragma unroll
+    for (int head = lane / tile_keys; head < from.heads; head += 2)
+        any |= is_term(row[head]);
+    const uint32_t both = __ballot_sync(~0u, any);
+    return (both | both >> tile_keys) & 0xffff;
+}
+
+/* Finds ddt of a thread's key, for every second kv head from g on; 0 where dbias is 0. */
+template <typename element, int head_tiles>
+__device__ static inline void take_key(round_gradients<head_tiles> *round,
+                                       const gradient_params &params, int32_t b, int32_t g,
+                                       int32_t j) {
+    constexpr int together = 4; // heads that are loaded at once
+    const int key = threadIdx.x % round_keys, first = threadIdx.x / round_keys;
+    const bool is_key = j < params.kv_len, there = is_key && is_valid(params, b, j);
+#pragma unroll 1
+    for (int n = first; n < round->heads; n += 2 * together) {
+        float dbias[together], dt[together];
+#pragma unroll
+        for (int x = 0; x < together; x++) {
+            const int32_t head = g + n + 2 * x;
+            const bool is_head = head < params.kv_heads;
+            dbias[x] = is_head && there
+                           ? params.dbias[b * params.dbias_batch + head * params.dbias_head + j]
+                           : 0;
+            dt[x] = is_head && is_key ? ddt_of(params, b, head)[j] : 0;
+        }
+#pragma unroll
+        for (int x = 0; x < together; x++) {
+            const int32_t head = g + n + 2 * x;
+            const key_gradient gradient = find_gradient<element>(params, head, dbias[x], dt[x]);
+            if (head < params.kv_heads && is_key)
+                ddt_of(params, b, head)[j] = gradient.ddt;
+            round->ddt[key][n + 2 * x] = gradient.ddt;
+            round->da[n + 2 * x][key] = gradient.da;
+        }
+    }
+}
+
+/* The sum over a warp, in every lane. */
+__device__ static inline float sum_lanes(float x) {
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2)
+        x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+/* Writes what a round adds to da. A warp takes a head. */
+template <int head_tiles>
+__device__ static inline void put_coefficients(const round_gradients<head_tiles> &round,
+                                               const gradient_params &params, int32_t g) {
+    for (int n = threadIdx.x / 32; n < round.heads && g + n < params.kv_heads; n += find_warps) {
+        float sum = 0;
+        for (int key = threadIdx.x % 32; key < round_keys; key += 32)
+            sum += round.da[n][key];
+        sum = sum_lanes(sum);
+        if (threadIdx.x % 32 == 0)
+            params.a_sums[(int64_t)blockIdx.x * params.kv_heads + g + n] = sum;
+    }
+}
+
+/* From dt to ddt, its operands, and what they add to da. A thread block takes a round of a
+ * sequence's keys, and a block of kv heads. */
+template <typename element, int head_tiles>
+__global__ void __launch_bounds__(find_threads)
+    find_gradients(const __grid_constant__ gradient_params params) {
+    __shared__ round_gradients<head_tiles> round;
+    const int32_t g = blockIdx.y * round.heads, rounds = params.tiles / round_tiles;
+    const int32_t b = blockIdx.x / rounds, tile = blockIdx.x % rounds * round_tiles;
+    const int64_t mine = first_tile(params, blockIdx.y, b) + tile + threadIdx.x / 32;
+    griddepcontrol_wait(); // for score_keys() and find_scales()
+    griddepcontrol_launch_dependents();
+    if (threadIdx.x < round.heads)
+        round.scales[threadIdx.x] =
+            params.score.scales != nullptr && g + (int32_t)threadIdx.x < params.kv_heads
+                ? params.score.scales[g + threadIdx.x]
+                : 1;
+    take_key<element>(&round, params, b, g, tile * tile_keys + (int32_t)threadIdx.x % round_keys);
+    __syncthreads();
+    tile_operands<head_tiles> *const to = (tile_operands<head_tiles> *)params.operands + mine;
+    arrange_keys<element>(to, round);
+    arrange_heads<element>(to, round);
+    const uint32_t mask = find_mask(round);
+    if (threadIdx.x % 32 == 0)
+        params.masks[mine] = mask;
+    put_coefficients(round, params, g);
+}
+
+#endif
