@@ -2,7 +2,7 @@
  * caller asks before there is any. On the host: no device is needed. */
 #include "fixture.h"
 
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cuda/cuda.h"
 
 typedef struct sizes {

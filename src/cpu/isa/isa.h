@@ -2,7 +2,7 @@
 #ifndef FDMA_CPU_ISA_ISA_H
 #define FDMA_CPU_ISA_ISA_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 /* The rows of a point, whose file has included the kernels; `refuses` is that of forward and
  * backward. */
