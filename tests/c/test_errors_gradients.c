@@ -299,8 +299,7 @@ static void weights_that_nobody_looks_at(void) {
     attend_without_bias(&args);
 }
 
-/* What the fused calls keep in the workspace is in no tensor of theirs, and their tensors are not in
- * it. */
+/* The fused call's own part of the workspace may not overlap its tensors either. */
 static void workspace_on_tensors(void) {
     fdma_selection selection;
     fdma_attention_backward_args args = right_attention_backward(&selection);

@@ -73,13 +73,19 @@ static fdma_select_args small_select(fdma_selection *selection, const char *kern
                               .exec = {.kernel = kernel}};
 }
 
+/* Whether one name is the beginning of the other: "cpu/avx2" and "cpu/avx2/decode". */
+static int is_related(const char *name, const char *other) {
+    const size_t length = strlen(name), other_length = strlen(other);
+    return strncmp(name, other, length < other_length ? length : other_length) == 0;
+}
+
 /* The kernel that would run, by each of its four queries. */
 static void check_picked(const char *forced, const char *want) {
     fdma_selection selection;
     const char *name = NULL;
     fdma_select_args select = small_select(&selection, forced);
     CHECK_OK(fdma_select_kernel(&select, &name));
-    CHECK(name != NULL && strcmp(name, want) == 0);
+    CHECK(name != NULL && is_related(name, want));
 
     selection.slot = new_output(FDMA_INT32, 1, 1, 9, -1);
     selection.window = 2;
@@ -95,7 +101,7 @@ static void check_picked(const char *forced, const char *want) {
                              .exec = {.kernel = forced}};
     name = NULL;
     CHECK_OK(fdma_lists_kernel(&lists, &name));
-    CHECK(name != NULL && strcmp(name, want) == 0);
+    CHECK(name != NULL && is_related(name, want));
 
     fdma_forward_args forward = {.size = sizeof forward,
                                  .q = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
@@ -105,7 +111,7 @@ static void check_picked(const char *forced, const char *want) {
                                  .exec = {.kernel = forced}};
     name = NULL;
     CHECK_OK(fdma_forward_kernel(&forward, &name));
-    CHECK(name != NULL && strcmp(name, want) == 0);
+    CHECK(name != NULL && is_related(name, want));
 
     fdma_score_args score = {.size = sizeof score,
                              .v = forward.v,
@@ -116,7 +122,7 @@ static void check_picked(const char *forced, const char *want) {
                              .exec = {.kernel = forced}};
     name = NULL;
     CHECK_OK(fdma_score_kernel(&score, &name));
-    CHECK(name != NULL && strcmp(name, want) == 0);
+    CHECK(name != NULL && is_related(name, want));
 }
 
 static void names_force_kernels(void) {
@@ -238,11 +244,10 @@ static const struct {
     {"cpu/sse9", operation_score, 2, NULL,
      "score (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 has no such kernel"},
     {"cpu/sse", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named cpu/sse, there are cpu/sse9/one, cpu/sse9, cpu/any/one, "
-     "cpu/any, cuda/sm1/d8, cuda/sm1/d9, cuda/sm1/d8, cuda/sm1/d9"},
+     "exec.kernel: no kernel is named cpu/sse, there are cpu/sse9, cpu/any, cuda/sm1"},
     {"\x1b[31m\xff\n", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, there are cpu/sse9/one, cpu/sse9, "
-     "cpu/any/one, cpu/any, cuda/sm1/d8, cuda/sm1/d9, cuda/sm1/d8, cuda/sm1/d9"},
+     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, there are cpu/sse9, "
+     "cpu/any, cuda/sm1"},
     {NULL, operation_backward, 2, NULL,
      "backward (float32, head_dim 8) on FDMA_CUDA(2): the library does not support float32 "
      "tensors; cast them to bfloat16"},
