@@ -2,7 +2,7 @@
 #include "reference/gradients.h"
 
 #include "core/element.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 
 #include <math.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 #ifndef FDMA_CPU_ISA_ISA_H
 #define FDMA_CPU_ISA_ISA_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 /* Decode at a point. It computes in float32 everywhere, so the points that differ only in their
  * products of bfloat16 have none. */

@@ -8,7 +8,7 @@
 #ifndef FDMA_CPU_SELECT_KEPT_SET_H
 #define FDMA_CPU_SELECT_KEPT_SET_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 #include <string.h>
 
