@@ -4,7 +4,6 @@
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
-#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
 #include "cpu/lists/lists.h"
 #include "cpu/merge/merge.h"

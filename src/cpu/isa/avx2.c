@@ -12,6 +12,7 @@
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {CPU_ROWS("cpu/avx2", fdma_missing_avx2, fdma_refuses_wide)};
+static const fdma_kernel rows[] = {CPU_DECODE("cpu/avx2", fdma_missing_avx2),
+                                   CPU_ROWS("cpu/avx2", fdma_missing_avx2, fdma_refuses_wide)};
 
 const kernel_table fdma_cpu_avx2 = {rows, sizeof rows / sizeof rows[0]};

@@ -12,6 +12,7 @@
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {CPU_ROWS("cpu/avx512", fdma_missing_avx512, fdma_refuses_slow)};
+static const fdma_kernel rows[] = {CPU_DECODE("cpu/avx512", fdma_missing_avx512),
+                                   CPU_ROWS("cpu/avx512", fdma_missing_avx512, fdma_refuses_slow)};
 
 const kernel_table fdma_cpu_avx512 = {rows, sizeof rows / sizeof rows[0]};

@@ -4,14 +4,18 @@
 
 #include "core/kernel.h"
 
+/* Decode at a point. It computes in float32 everywhere, so the points that differ only in their
+ * products of bfloat16 have none. */
+#define CPU_DECODE(name, missing)                                                                  \
+    {name "/decode",   operation_forward, missing, fdma_refuses_decode,                            \
+     decode_workspace, run_decode,        false}
+
 /* The rows of a point, whose file has included the kernels; `refuses` is that of forward and
  * backward. */
 #define CPU_ROWS(name, missing, refuses)                                                            \
     {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score, false},         \
         {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select, false},  \
         {name, operation_lists, missing, fdma_refuses_wide, lists_workspace, run_lists, false},     \
-        {name "/decode",   operation_forward, missing, fdma_refuses_decode,                         \
-         decode_workspace, run_decode,        false},                                               \
         {name "/tile", operation_forward, missing, refuses, forward_workspace, run_forward, false}, \
         {name, operation_backward, missing, refuses, backward_workspace, run_backward, false},      \
         {name,                                                                                      \

@@ -12,6 +12,7 @@
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_slow)};
+static const fdma_kernel rows[] = {CPU_DECODE("cpu/neon", fdma_missing_neon),
+                                   CPU_ROWS("cpu/neon", fdma_missing_neon, fdma_refuses_slow)};
 
 const kernel_table fdma_cpu_neon = {rows, sizeof rows / sizeof rows[0]};

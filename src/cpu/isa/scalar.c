@@ -10,6 +10,7 @@
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {CPU_ROWS("cpu/scalar", fdma_missing_scalar, fdma_refuses_wide)};
+static const fdma_kernel rows[] = {CPU_DECODE("cpu/scalar", fdma_missing_scalar),
+                                   CPU_ROWS("cpu/scalar", fdma_missing_scalar, fdma_refuses_wide)};
 
 const kernel_table fdma_cpu_scalar = {rows, sizeof rows / sizeof rows[0]};

@@ -69,7 +69,7 @@ struct backward_work {
 struct alignas(16) slot_record {
     int32_t key; // -1: none
     int32_t expiry;
-    float bias;     // times log2(e)
+    float bias;       // times log2(e)
     int32_t boundary; // that takes its sums, see boundary_of(); 0: none
 };
 
