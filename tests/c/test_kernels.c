@@ -2,7 +2,7 @@
  * itself and of its devices. */
 #include "fixture.h"
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 static const char *const operations[] = {"score",    "select",         "lists", "forward",
                                          "backward", "score_backward", "merge", "merge_backward"};
