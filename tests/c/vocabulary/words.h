@@ -99,7 +99,7 @@ static void word_scale2(float *to, const float *fraction, const float *x) {
         .width = vf_width,                                                                         \
         .flush_subnormals = flush_subnormals,                                                      \
         .keep_subnormals = keep_subnormals,                                                        \
-        .restore_modes = restore_modes,                                                      \
+        .restore_modes = restore_modes,                                                            \
         .set = word_set,                                                                           \
         .copy = word_copy,                                                                         \
         .copy_first = word_copy_first,                                                             \
