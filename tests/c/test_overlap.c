@@ -99,6 +99,20 @@ static void shifted_slices_are_refused(void) {
     CHECK_OK(run_forward(&args));
 }
 
+/* Slices at either end of a row: the last one's channels run on into the next row's first slice. */
+static void slices_past_the_row_are_refused(void) {
+    float *data = test_alloc((size_t)(batch * length * 4 + 1) * heads * head_dim * sizeof *data);
+    for (int64_t first = 0; first < 4 * heads * head_dim; first += 7) {
+        const packed_buffer packed = {.data = data + first, .parts = 4};
+        fdma_forward_args args = packed_args(packed, 3);
+        args.out.data = (float *)args.out.data + 1;
+        check_refused(&args, "out", "q");
+        args = packed_args(packed, 0);
+        args.q.data = (float *)part_of(packed, 3).data + 1;
+        check_refused(&args, "out", "q");
+    }
+}
+
 static void outputs_on_each_other_are_refused(void) {
     const packed_buffer packed = new_packed(4);
     fdma_forward_args args = packed_args(packed, 3);
@@ -153,10 +167,15 @@ static void far_apart_is_apart(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(packed_slices_are_accepted),        TEST(outputs_on_inputs_are_refused),
-    TEST(one_shared_element_is_refused),     TEST(shifted_slices_are_refused),
-    TEST(outputs_on_each_other_are_refused), TEST(outputs_on_bias_and_padding_are_refused),
-    TEST(outputs_on_themselves_are_refused), TEST(far_apart_is_apart),
+    TEST(packed_slices_are_accepted),
+    TEST(outputs_on_inputs_are_refused),
+    TEST(one_shared_element_is_refused),
+    TEST(shifted_slices_are_refused),
+    TEST(slices_past_the_row_are_refused),
+    TEST(outputs_on_each_other_are_refused),
+    TEST(outputs_on_bias_and_padding_are_refused),
+    TEST(outputs_on_themselves_are_refused),
+    TEST(far_apart_is_apart),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }
