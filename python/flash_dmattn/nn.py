@@ -101,7 +101,8 @@ class DynamicMaskAttention(nn.Module):
         dim = hidden // heads if head_dim is None else head_dim
         fits = dim % 8 == 0 and 8 <= dim <= WIDEST
         require(fits, f"head_dim: is {dim}, want a multiple of 8 from 8 to {WIDEST}")
-        require(window is None or window >= 1, f"window: is {window}, want 1 or more, or None")
+        if window is not None:
+            window = functional.check_window("window", window)
         self.hidden, self.heads, self.kv_heads, self.head_dim = hidden, heads, kv_heads, dim
         self.window, self.causal, self.rope_base = window, causal, rope_base
         self.softmax_scale, self.softcap = softmax_scale, softcap
@@ -146,9 +147,11 @@ class DynamicMaskAttention(nn.Module):
         Returns:
             [batch, len, hidden]. A query that sees no key has attention 0: o_proj's bias alone.
         """
-        require(x.dim() == 3, f"x: rank is {x.dim()}, want 3")
+        shape = f"x is [batch, len, {self.hidden}]"
+        require(x.dim() == 3, f"x: rank is {x.dim()}, want 3; {shape}")
         require(
-            x.shape[2] == self.hidden, f"x: axis 2 has {x.shape[2]} elements, want {self.hidden}"
+            x.shape[2] == self.hidden,
+            f"x: axis 2 has {x.shape[2]} elements, want {self.hidden}; {shape}",
         )
         rows = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         query = self.q_proj(x).unflatten(2, rows[0])
@@ -157,6 +160,10 @@ class DynamicMaskAttention(nn.Module):
         if self.rope_base is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device)[None]
+            fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
+            fits = fits and positions.shape[1] == x.shape[1]
+            shape = list(positions.shape)
+            require(fits, f"positions: is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
             query, key = (rotate(one, positions, self.rope_base) for one in (query, key))
         out = self.attend(query, key, value, key_valid)
         return self.o_proj(out.flatten(2))
@@ -177,6 +184,5 @@ class DynamicMaskAttention(nn.Module):
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
-        scope = "causal" if self.causal else "global"
         weights = (self.dt_proj.weight, self.A)
-        return functional.attend(query, key, value, *weights, self.window, scope=scope, **options)
+        return functional.flash_dma_attention(query, key, value, *weights, self.window, **options)

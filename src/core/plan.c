@@ -68,16 +68,24 @@ static bool is_known(const kernel_backend *backends, const char *name) {
     return false;
 }
 
+/* The length of a kernel's name without its variant: "cpu/avx2" of "cpu/avx2/decode". */
+static int point_length(const char *name) {
+    const char *const slash = strchr(name, '/');
+    return (int)(slash == NULL ? strlen(name)
+                               : (size_t)(slash - name) + 1 + strcspn(slash + 1, "/"));
+}
+
 static fdma_status fail_unknown(const kernel_backend *backends, const char *name) {
     char names[400] = "";
     size_t used = 0;
     const char *previous = "";
     const fdma_kernel *row;
     for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
-        if (strcmp(row->name, previous) == 0)
+        const int length = point_length(row->name);
+        if (length == point_length(previous) && strncmp(row->name, previous, (size_t)length) == 0)
             continue;
-        const int wrote =
-            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", row->name);
+        const int wrote = snprintf(names + used, sizeof names - used, "%s%.*s",
+                                   used != 0 ? ", " : "", length, row->name);
         if (wrote < 0 || (size_t)wrote >= sizeof names - used)
             break;
         used += (size_t)wrote;

@@ -17,8 +17,8 @@ const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
 enum { most_devices = 64 };
 
-/* Filled in at the first call that needs it: that starts the driver, which takes a tenth of a
- * second, and after which fork() is not allowed. */
+/* Filled in by the first call that needs it, because asking starts the driver: that takes a tenth
+ * of a second, and the process must not fork() afterwards. */
 static struct machine {
     cudaError_t status;
     int32_t count;
@@ -138,9 +138,9 @@ static bool is_of_device(const struct cudaPointerAttributes *found) {
     return found->type != cudaMemoryTypeUnregistered && found->devicePointer != NULL;
 }
 
-/* Asks again with a context. In a thread that has not used the device yet, such as PyTorch's for
- * gradients, the driver knows no pointer. Setting the device gives the thread a context, or else a
- * question about the stream does, which is allowed while it captures. */
+/* Asks about a pointer in a thread that has a context. In a thread that has not used the device
+ * yet, such as PyTorch's for gradients, the driver knows no pointer. Setting the device gives the
+ * thread a context; if it does not, a query of the stream does, which a capture allows. */
 static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
                                     struct cudaPointerAttributes *found) {
     enum cudaStreamCaptureStatus capture;
@@ -150,7 +150,7 @@ static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
         status = cudaSetDevice(exec->device - 1);
     if (status == cudaSuccess &&
         cudaStreamIsCapturing((cudaStream_t)exec->stream, &capture) != cudaSuccess)
-        cudaGetLastError(); // the default stream may not be asked while another one captures
+        cudaGetLastError(); // the default stream may not be queried while another stream captures
     if (status == cudaSuccess)
         status = cudaPointerGetAttributes(found, pointer);
     if (before != exec->device - 1)

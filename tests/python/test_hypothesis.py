@@ -1,12 +1,12 @@
-"""Any shape, stride, dtype and window that the header allows, against the oracle."""
+"""Any shape, stride, dtype and window that the header allows, against evaluations in float64."""
 
 from __future__ import annotations
 
 import math
 from typing import Callable
 
+import evaluate
 import flash_dmattn
-import oracle
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -76,7 +76,7 @@ def test_select(data: st.DataObject) -> None:
     score = data.draw(score_tensors(batch, kv_heads, kv_len))
     key_valid = data.draw(key_masks(batch, kv_len))
     expiry, slot, *_ = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
-    kept = oracle.kept_keys(score, window, scope, key_valid)
+    kept = evaluate.kept_keys(score, window, scope, key_valid).expand(-1, -1, kv_len, -1)
     keys = torch.arange(kv_len)
     if scope == "causal":
         said = (keys <= keys[:, None]) & (keys[:, None] < expiry[:, :, None, :])
@@ -121,9 +121,7 @@ def test_attention(data: st.DataObject) -> None:
     selection = kept = None
     if window is not None:
         selection = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
-        kept = oracle.kept_keys(score, window, scope, key_valid)
-        if scope == "global":
-            kept = kept[:, :, :1].expand(-1, -1, max(q_len, kv_len), -1)
+        kept = evaluate.kept_keys(score, window, scope, key_valid)
     out, lse = flash_dmattn.attention(
         query,
         key,
@@ -134,5 +132,5 @@ def test_attention(data: st.DataObject) -> None:
         causal=causal,
         softcap=softcap,
     )
-    mask = oracle.visible_keys(q_len, kv_len, causal, kept, key_valid)
-    oracle.assert_attention(out, lse, query, key, value, mask, bias=bias, softcap=softcap)
+    mask = evaluate.visible_keys(q_len, kv_len, causal, kept, key_valid)
+    evaluate.assert_attention((out, lse), query, key, value, mask, bias=bias, softcap=softcap)

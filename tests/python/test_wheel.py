@@ -52,11 +52,11 @@ def test_contents(wheel: Path) -> None:
         f"flash_dmattn/{name}"
         for name in (
             "__init__.py",
+            "_arguments.py",
             "_call.py",
             "_library.py",
             "autograd.py",
             "functional.py",
-            "gradients.py",
             "libfdma.so",
             "nn.py",
             "ops.py",

@@ -2,7 +2,7 @@
 #ifndef FDMA_CUDA_DECODE_MERGE_CUH
 #define FDMA_CUDA_DECODE_MERGE_CUH
 
-#include "cuda/decode/plan.cuh"
+#include "cuda/decode/split.cuh"
 
 static constexpr int merge_threads = 256;
 

@@ -49,8 +49,8 @@ __device__ static inline void load_rows(key_memory<config> &shared, const backwa
         const char *const k = row_at(inputs.k, there ? keys[n] : 0);
         const char *const v = row_at(inputs.v, there ? keys[n] : 0);
         if (inputs.k.aligned) {
-            copy_row<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there);
-            copy_row<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there);
+            copy_row<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there, true);
+            copy_row<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there, true);
         } else {
             copy_row_unaligned<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there);
             copy_row_unaligned<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there);
@@ -85,8 +85,8 @@ __device__ static inline void load_step(key_memory<config> &shared, const backwa
         const char *const dout = row_at(inputs.dout, i) + 2 * step.h * plan.dout.head;
         char *const to_q = (char *)shared.q[stage], *const to_dout = (char *)shared.dout[stage];
         if (inputs.q.aligned) {
-            copy_row<config::head_dim>(to_q, n, q, inputs.q.vecs, there);
-            copy_row<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there);
+            copy_row<config::head_dim>(to_q, n, q, inputs.q.vecs, there, true);
+            copy_row<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there, true);
         } else {
             copy_row_unaligned<config::head_dim>(to_q, n, q, inputs.q.vecs, there);
             copy_row_unaligned<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there);

@@ -7,8 +7,8 @@
 enum { few_lanes = 8 }; // up to which a warp counts for one lane after the other
 
 /* For each lane that wants it, how many of the words `from` to `to` - 1 of a partition are below
- * `bound`. Each lane counts for itself; most reads are of one word for all lanes, since their ranges
- * begin, or end, near each other. */
+ * `bound`. Each lane counts for itself; most reads are of one word for all lanes, since their
+ * ranges begin, or end, near each other. */
 __device__ static uint32_t count_alone(const uint32_t *word, bool wanted, uint32_t from,
                                        uint32_t to, uint32_t bound) {
     const uint32_t least_from = __reduce_min_sync(all_lanes, wanted ? from : UINT32_MAX);
