@@ -120,25 +120,14 @@ static void check_picked(const char *forced, const char *want, const char *forwa
     CHECK(name != NULL && strcmp(name, want) == 0);
 }
 
-static bool is_listed(const char *operation, const char *name) {
-    for (int32_t i = 0; i < fdma_kernel_count(); i++) {
-        fdma_kernel_info info = {.size = sizeof info};
-        CHECK_OK(fdma_describe_kernel(i, &info));
-        if (strcmp(info.operation, operation) == 0 && strcmp(info.name, name) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 static const char *joined(const char *point, const char *variant) {
     char *const name = test_alloc(64);
     snprintf(name, 64, "%s%s", point, variant);
     return name;
 }
 
-/* The name of a point forces decode for few rows, where the point has it; each name of a kernel of
- * forward forces that kernel, and its point for the other operations. */
+/* The name of a point forces decode for few rows; each name of a kernel of forward forces that
+ * kernel, and its point for the other operations. */
 static void names_force_kernels(void) {
     const kernel_list kernels = kernels_of("score");
     for (int i = 0; i < kernels.count; i++) {
@@ -149,11 +138,9 @@ static void names_force_kernels(void) {
             continue;
         }
         const char *const tile = joined(point, "/tile"), *const decode = joined(point, "/decode");
-        if (is_listed("forward", decode)) {
+        if (operation_takes("forward", tile, FDMA_FLOAT32)) {
             check_picked(point, point, decode);
             check_picked(decode, point, decode);
-        }
-        if (operation_takes("forward", tile, FDMA_FLOAT32)) {
             check_picked(tile, point, tile);
         }
     }
