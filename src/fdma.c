@@ -1,4 +1,4 @@
-/* The entry points: check, plan, run; and the list of backends. */
+/* The entry points: each checks its arguments, chooses a kernel and runs it. */
 #include "fdma.h"
 
 #include "core/attention.h"

@@ -31,7 +31,7 @@ typedef struct fdma_problem {
     int64_t group; /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
-    fdma_partial partial[2]; /* what fdma_merge() merges */
+    fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window;
     int64_t tile_len;
     double scale;   /* never 0 */
