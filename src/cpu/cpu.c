@@ -17,9 +17,11 @@ const kernel_table *const fdma_cpu_tables[] = {
     &fdma_cpu_avx512,
 #endif
 #if defined(FDMA_HAVE_AMX)
+    &fdma_cpu_amx_vectors,
     &fdma_cpu_amx,
 #endif
 #if defined(FDMA_HAVE_AVX512BF16)
+    &fdma_cpu_avx512bf16_vectors,
     &fdma_cpu_avx512bf16,
 #endif
 #if defined(FDMA_HAVE_AVX2)
@@ -29,9 +31,10 @@ const kernel_table *const fdma_cpu_tables[] = {
     &fdma_cpu_neon,
 #endif
 #if defined(FDMA_HAVE_NEONBF16)
+    &fdma_cpu_neonbf16_vectors,
     &fdma_cpu_neonbf16,
 #endif
-    // before a row that runs: why that one refuses is the better answer to "cpu"
+    // not the last table: why a kernel that could run refuses is the better answer to "cpu"
     &fdma_cpu_absent,
     &fdma_cpu_scalar,
     NULL,

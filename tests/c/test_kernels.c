@@ -34,12 +34,6 @@ static void every_kernel_is_described(void) {
     }
 }
 
-/* Whether one name is the beginning of the other: "cpu/avx2" and "cpu/avx2/decode". */
-static int is_related(const char *name, const char *other) {
-    const size_t length = strlen(name), other_length = strlen(other);
-    return strncmp(name, other, length < other_length ? length : other_length) == 0;
-}
-
 /* These two run anywhere, and do everything. */
 static void plain_kernels_are_always_there(void) {
     static const char *const names[] = {"cpu/scalar", "reference"};
@@ -48,10 +42,10 @@ static void plain_kernels_are_always_there(void) {
         for (int n = 0; n < TEST_COUNT(names); n++) {
             int found = 0;
             for (int i = 0; i < kernels.count; i++) {
-                found += is_related(kernels.name[i], names[n]);
+                found += strcmp(kernels.name[i], names[n]) == 0;
             }
             test_context("%s %s", names[n], operations[o]);
-            CHECK(found > 0);
+            CHECK_INT(found, 1);
         }
     }
 }
@@ -79,13 +73,14 @@ static fdma_select_args small_select(fdma_selection *selection, const char *kern
                               .exec = {.kernel = kernel}};
 }
 
-/* The kernel that would run, by each of its four queries. */
-static void check_picked(const char *forced, const char *want) {
+/* The kernel that would run, by each of its four queries: `forward_want` for three queries, `want` for
+ * the other operations. */
+static void check_picked(const char *forced, const char *want, const char *forward_want) {
     fdma_selection selection;
     const char *name = NULL;
     fdma_select_args select = small_select(&selection, forced);
     CHECK_OK(fdma_select_kernel(&select, &name));
-    CHECK(name != NULL && is_related(name, want));
+    CHECK(name != NULL && strcmp(name, want) == 0);
 
     selection.slot = new_output(FDMA_INT32, 1, 1, 9, -1);
     selection.window = 2;
@@ -101,7 +96,7 @@ static void check_picked(const char *forced, const char *want) {
                              .exec = {.kernel = forced}};
     name = NULL;
     CHECK_OK(fdma_lists_kernel(&lists, &name));
-    CHECK(name != NULL && is_related(name, want));
+    CHECK(name != NULL && strcmp(name, want) == 0);
 
     fdma_forward_args forward = {.size = sizeof forward,
                                  .q = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
@@ -111,7 +106,7 @@ static void check_picked(const char *forced, const char *want) {
                                  .exec = {.kernel = forced}};
     name = NULL;
     CHECK_OK(fdma_forward_kernel(&forward, &name));
-    CHECK(name != NULL && is_related(name, want));
+    CHECK(name != NULL && strcmp(name, forward_want) == 0);
 
     fdma_score_args score = {.size = sizeof score,
                              .v = forward.v,
@@ -122,26 +117,55 @@ static void check_picked(const char *forced, const char *want) {
                              .exec = {.kernel = forced}};
     name = NULL;
     CHECK_OK(fdma_score_kernel(&score, &name));
-    CHECK(name != NULL && is_related(name, want));
+    CHECK(name != NULL && strcmp(name, want) == 0);
 }
 
+static bool is_listed(const char *operation, const char *name) {
+    for (int32_t i = 0; i < fdma_kernel_count(); i++) {
+        fdma_kernel_info info = {.size = sizeof info};
+        CHECK_OK(fdma_describe_kernel(i, &info));
+        if (strcmp(info.operation, operation) == 0 && strcmp(info.name, name) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static const char *joined(const char *point, const char *variant) {
+    char *const name = test_alloc(64);
+    snprintf(name, 64, "%s%s", point, variant);
+    return name;
+}
+
+/* The name of a point forces decode for few rows, where the point has it; each name of a kernel of
+ * forward forces that kernel, and its point for the other operations. */
 static void names_force_kernels(void) {
-    const kernel_list kernels = kernels_of("forward");
+    const kernel_list kernels = kernels_of("score");
     for (int i = 0; i < kernels.count; i++) {
-        test_context("%s", kernels.name[i]);
-        check_picked(kernels.name[i], kernels.name[i]);
+        const char *const point = kernels.name[i];
+        test_context("%s", point);
+        if (strcmp(point, "reference") == 0) {
+            check_picked(point, point, point);
+            continue;
+        }
+        const char *const tile = joined(point, "/tile"), *const decode = joined(point, "/decode");
+        if (is_listed("forward", decode)) {
+            check_picked(point, point, decode);
+            check_picked(decode, point, decode);
+        }
+        if (operation_takes("forward", tile, FDMA_FLOAT32)) {
+            check_picked(tile, point, tile);
+        }
     }
 }
 
 /* The beginning of a name picks the first that applies; so does no name at all. */
 static void prefixes_force_backends(void) {
-    const kernel_list kernels = kernels_of("forward");
-    char point[64];
+    const kernel_list kernels = kernels_of("score");
+    const char *const decode = joined(kernels.name[0], "/decode");
     CHECK(strncmp(kernels.name[0], "cpu/", 4) == 0);
-    snprintf(point, sizeof point, "cpu/%.*s", (int)strcspn(kernels.name[0] + 4, "/"),
-             kernels.name[0] + 4);
-    check_picked("cpu", point);
-    check_picked(NULL, point);
+    check_picked("cpu", kernels.name[0], decode);
+    check_picked(NULL, kernels.name[0], decode);
 }
 
 static void check_refused(const char *kernel) {
@@ -249,8 +273,8 @@ static const struct {
     {"cpu/sse", operation_forward, 1, NULL,
      "exec.kernel: no kernel is named cpu/sse, there are cpu/sse9, cpu/any, cuda/sm1"},
     {"\x1b[31m\xff\n", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, there are cpu/sse9, "
-     "cpu/any, cuda/sm1"},
+     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, there are cpu/sse9, cpu/any, "
+     "cuda/sm1"},
     {NULL, operation_backward, 2, NULL,
      "backward (float32, head_dim 8) on FDMA_CUDA(2): the library does not support float32 "
      "tensors; cast them to bfloat16"},
@@ -386,9 +410,9 @@ static void fused_calls_name_their_kernels(void) {
                                 .exec = {.kernel = "cpu/scalar"}};
     fdma_attention_kernels names = {.size = sizeof names};
     CHECK_OK(fdma_attention_kernel(&args, &names));
-    CHECK(strncmp(names.score, "cpu/scalar", 10) == 0);
-    CHECK(strncmp(names.select, "cpu/scalar", 10) == 0);
-    CHECK(strncmp(names.forward, "cpu/scalar", 10) == 0);
+    CHECK(strcmp(names.score, "cpu/scalar") == 0);
+    CHECK(strcmp(names.select, "cpu/scalar") == 0);
+    CHECK(strcmp(names.forward, "cpu/scalar/decode") == 0); /* 9 rows */
     CHECK_INT(names.size, sizeof names);
     names.size--;
     CHECK_INT(fdma_attention_kernel(&args, &names), FDMA_INVALID_ARGUMENT);
