@@ -36,8 +36,8 @@ static float *float_at_row(const fdma_tensor *tensor, const merge_place *row) {
 }
 
 static merge_shares shares_of(const fdma_problem *problem, const merge_place *row) {
-    const double a = (double)*float_at_row(&problem->part[0].lse, row);
-    const double b = (double)*float_at_row(&problem->part[1].lse, row);
+    const double a = (double)*float_at_row(&problem->partial[0].lse, row);
+    const double b = (double)*float_at_row(&problem->partial[1].lse, row);
     const double most = a > b ? a : b;
     if (a != a || b != b)
         return (merge_shares){NAN, {NAN, NAN}};
@@ -58,8 +58,8 @@ static inline vf share_of_channels(const fdma_problem *problem, const void *cons
 static void merge_one(const fdma_problem *problem, int64_t index) {
     const merge_place row = merge_place_at(problem, index);
     const merge_shares shares = shares_of(problem, &row);
-    const void *const rows[] = {channels_at_row(&problem->part[0].out, &row),
-                                channels_at_row(&problem->part[1].out, &row)};
+    const void *const rows[] = {channels_at_row(&problem->partial[0].out, &row),
+                                channels_at_row(&problem->partial[1].out, &row)};
     void *const to = channels_at_row(&problem->out, &row);
     for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
         const int64_t count = channels_at(d, problem->head_dim);
@@ -92,11 +92,11 @@ static void split_one(const fdma_problem *problem, int64_t index) {
     const merge_place row = merge_place_at(problem, index);
     const merge_shares shares = shares_of(problem, &row);
     const void *const dout = channels_at_row(&problem->dout, &row);
-    const void *const rows[] = {channels_at_row(&problem->part[0].out, &row),
-                                channels_at_row(&problem->part[1].out, &row)};
+    const void *const rows[] = {channels_at_row(&problem->partial[0].out, &row),
+                                channels_at_row(&problem->partial[1].out, &row)};
     const float dlse = is_present(&problem->dlse) ? *float_at_row(&problem->dlse, &row) : 0;
     for (int n = 0; n < 2; n++) {
-        const fdma_partial *const part = &problem->part[n];
+        const fdma_partial *const part = &problem->partial[n];
         void *const to = channels_at_row(&part->dout, &row);
         const float share = shares.of[n];
         const float sum = dlse + share_gradient(problem, dout, rows, &shares, n);
