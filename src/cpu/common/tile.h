@@ -5,7 +5,7 @@
 #define FDMA_CPU_COMMON_TILE_H
 
 #include "core/integers.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cpu/common/unroll.h"
 #include "cpu/simd/simd.h"
 

@@ -2,7 +2,7 @@
 #ifndef FDMA_CPU_ISA_ISA_H
 #define FDMA_CPU_ISA_ISA_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 #define CPU_KERNEL(NAME, OPERATION, MISSING, REFUSES, FUNCTION)                                    \
     {.name = NAME,                                                                                 \

@@ -10,7 +10,7 @@
 #define FDMA_CPU_SELECT_KEPT_SET_H
 
 #include "core/integers.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 
 #include <string.h>
 
