@@ -1,5 +1,6 @@
-/* test_select_chunks.c - selection with its keys cut into partitions of any size, far below what a call
- * cuts: bit for bit what the reference selects, and what one partition does. Then calls that cut. */
+/* test_select_partitions.c - selection with its keys cut into partitions of any size, far below what a
+ * call cuts: bit for bit what the reference selects, and what one partition does. Then calls that
+ * cut. */
 #include "cpu/select/partitions.h"
 #include "fixture.h"
 #include "reference/reference.h"
