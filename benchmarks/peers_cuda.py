@@ -108,8 +108,8 @@ def all_cases(quick: bool) -> list[Case]:
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """All in one call: out, lse, score, bias, expiry, slot."""
-    options = (None, inputs.case.window, "causal", "exp", True, 0.0, 0.0, None)
-    return ops.flash_dma_attention_op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
+    options = (None, inputs.case.window, "causal", "exp", True, 0.0, 0.0, False, None)
+    return ops.FUSED.op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
 
 
 def fused(inputs: Inputs) -> torch.Tensor:

@@ -1,5 +1,5 @@
-/* The subcommands of the `fdma` command. Each takes its own name as argv[0] and returns the exit
- * code: 0 done; 1 a check failed or output could not be written; 2 bad usage or bad input. */
+/* The subcommands of the `fdma` command. Each is given its own name as argv[0] and returns the exit
+ * code: 0 done; 1 a check failed, or output could not be written; 2 bad usage or bad input. */
 #ifndef FDMA_TOOLS_COMMANDS_H
 #define FDMA_TOOLS_COMMANDS_H
 

@@ -1,9 +1,11 @@
-/* The `fdma` command: finds the subcommand, and sees to it that what was printed arrived. */
+/* The `fdma` command: runs a subcommand, and checks that its output was written. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "fdma.h"
 
 #include "commands.h"
+#include "common/options.h"
+#include "common/text.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -15,10 +17,10 @@ static const struct {
     int (*main)(int argc, char **argv);
     const char *about;
 } commands[] = {
-    {"attend", attend_main, "attention on the tensors of a file: over all keys, over the best"},
-    {"check", check_main, "every kernel of this machine against the reference"},
-    {"bench", bench_main, "time of each kernel, and its share of what the machine can do"},
-    {"info", info_main, "this machine, the kernels, and which would run"},
+    {"attend", attend_main, "run attention on the tensors of a file, over all keys and the best"},
+    {"check", check_main, "check every kernel of this machine against the reference"},
+    {"bench", bench_main, "time each kernel, and compare it with what the machine can do"},
+    {"info", info_main, "print the kernels that would run, this machine, and all kernels"},
 };
 
 enum { COMMAND_COUNT = sizeof commands / sizeof commands[0] };
@@ -29,10 +31,10 @@ static void print_usage(FILE *stream) {
     for (int c = 0; c < COMMAND_COUNT; c++)
         fprintf(stream, "  %-8s %s\n", commands[c].name, commands[c].about);
     fprintf(stream,
-            "\n`fdma COMMAND --help` says more; `fdma --version` prints %s.\n"
-            "Exit codes: 0 done; 1 a check failed or output could not be written;\n"
-            "2 bad usage or bad input.\n",
-            fdma_version());
+            "\n"
+            "`fdma COMMAND --help` explains a command; `fdma --version` prints the version.\n"
+            "Exit status: 0 done; 1 a check failed, or output could not be written;\n"
+            "2 bad usage or bad input.\n");
 }
 
 static int run_command(int argc, char **argv) {
@@ -40,7 +42,7 @@ static int run_command(int argc, char **argv) {
         print_usage(stderr);
         return EXIT_USAGE;
     }
-    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "help") == 0) {
+    if (is_help(argv[1]) || strcmp(argv[1], "help") == 0) {
         print_usage(stdout);
         return EXIT_DONE;
     }
@@ -52,16 +54,16 @@ static int run_command(int argc, char **argv) {
         if (strcmp(commands[c].name, argv[1]) == 0)
             return commands[c].main(argc - 1, argv + 1);
     }
-    fprintf(stderr, "fdma: no command '%s'; see fdma --help\n", argv[1]);
+    print_error("fdma: no command '%s'; see fdma --help", argv[1]);
     return EXIT_USAGE;
 }
 
 int main(int argc, char **argv) {
     signal(SIGXFSZ, SIG_IGN); // a file size limit is then an error like a full disk
     const int code = run_command(argc, argv);
-    if (fflush(stdout) != 0 || ferror(stdout)) {
-        fprintf(stderr, "fdma: standard output cannot be written: %s\n", strerror(errno));
-        return code ? code : EXIT_FAILED;
+    if (fflush(stdout) != 0 || ferror(stdout) != 0) {
+        print_error("fdma: standard output cannot be written: %s", strerror(errno));
+        return code != EXIT_DONE ? code : EXIT_FAILED;
     }
     return code;
 }

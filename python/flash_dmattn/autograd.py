@@ -1,8 +1,10 @@
-"""What autograd does with the operators of ops.py: which tensors it keeps, and which operator of
-gradients.py it calls with them. Those have no derivative: asking for it raises NotImplementedError.
+"""Gradients of the operators: which tensors autograd keeps, and which operator it calls with them.
+
+A backward operator takes the gradients of out and lse, then arguments and results of its forward
+operator, by the same names. Its result dX is the gradient of the argument X.
 
 Beside its inputs an attention keeps out, lse and, for each key and kv head, expiry, slot and bias:
-nothing of q_len x kv_len.
+nothing of size q_len x kv_len.
 """
 
 from __future__ import annotations
@@ -11,130 +13,82 @@ from typing import Any
 
 import torch
 
-from . import gradients, ops
-from ._call import MaybeTensor
+from . import ops
+from ._arguments import MaybeTensor, is_absent
 
 Gradients = tuple[MaybeTensor, ...]
 
 
-def keep(ctx: Any, *tensors: MaybeTensor) -> None:  # noqa: ANN401
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)  # a gradient that nobody has is not a tensor of zeros
+def keep(ctx: Any, tensors: dict[str, MaybeTensor]) -> None:
+    """Save `tensors` for backward, to be had back by name."""
+    ctx.kept = tuple(tensors)
+    ctx.save_for_backward(*tensors.values())
+    ctx.set_materialize_grads(False)  # the gradient of a result that is not used is None
 
 
-def wanted(ctx: Any, *found: tuple[int, MaybeTensor]) -> Gradients:  # noqa: ANN401
-    """One gradient for each of forward's arguments; `found` has those that there are by place."""
-    result: list[MaybeTensor] = [None] * len(ctx.needs_input_grad)
-    for place, gradient in found:
-        if ctx.needs_input_grad[place]:
-            result[place] = gradient
-    return tuple(result)
+def gradients_of(ctx: Any, forward: ops.Operator, found: dict[str, MaybeTensor]) -> Gradients:
+    """One gradient for each argument of `forward` that needs one; `found` holds them as dX."""
+    pairs = zip(forward.arguments, ctx.needs_input_grad)
+    return tuple(found.get(f"d{name}") if needed else None for name, needed in pairs)
 
 
-def find(
-    operation: torch.library.CustomOpDef,
-    ctx: Any,  # noqa: ANN401
-    dout: MaybeTensor,
-    dlse: MaybeTensor,
-    *options: Any,  # noqa: ANN401
-) -> Gradients:
-    """What `operation` makes of dout, dlse, the tensors kept, the first of out's shape, and
-    `options`; nothing where neither out nor lse has a gradient."""
-    if dout is None and dlse is None:
-        return ()
-    kept = ctx.saved_tensors
-    dout = torch.zeros_like(kept[0]) if dout is None else dout
-    return operation(dout, dlse, *kept, *options, ctx.backend)
+def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None:
+    """Make `backward` the derivative of `forward`."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        given = dict(zip(forward.arguments, inputs))
+        results = dict(zip(forward.operation.results, output))
+        known = {
+            **given,
+            **{name: None if is_absent(name, given) else x for name, x in results.items()},
+        }
+        keep(ctx, {name: known[name] for name in backward.operation.tensors if name in known})
+        ctx.options = {name: known[name] for name in (*forward.operation.options, "backend")}
+        ctx.mark_non_differentiable(
+            *(x for name, x in results.items() if name not in ("out", "lse"))
+        )
+
+    def derivative(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor, *_: MaybeTensor) -> Gradients:
+        if dout is None and dlse is None:
+            return gradients_of(ctx, forward, {})
+        kept = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(kept[0])  # out, or out_a
+        needed = dict(zip(forward.arguments, ctx.needs_input_grad))
+        options = {**ctx.options, "wants_dbias": needed.get("bias", False)}
+        given = {"dout": dout, "dlse": dlse, **dict(zip(ctx.kept, kept)), **options}
+        found = backward.op(*(given[name] for name in backward.arguments))
+        results = dict(zip(backward.operation.results, found))
+        return gradients_of(
+            ctx, forward, {name: x for name, x in results.items() if not is_absent(name, options)}
+        )
+
+    forward.op.register_autograd(derivative, setup_context=setup_context)
 
 
-def keep_score(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-    value, dt_proj, a, bias_form, key_valid, backend = inputs
-    keep(ctx, value, dt_proj, a, key_valid)
-    ctx.bias_form, ctx.backend = bias_form, backend
+differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)
+differentiate(ops.FUSED, ops.FUSED_BACKWARD)
+differentiate(ops.MERGE, ops.MERGE_BACKWARD)
 
 
-def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradients:  # noqa: ANN401
+def keep_score(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    given = dict(zip(ops.SCORE.arguments, inputs))
+    keep(ctx, {name: given[name] for name in ops.SCORE.operation.tensors})
+    ctx.bias_form, ctx.backend = given["bias_form"], given["backend"]
+
+
+def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradients:
+    """The sum of what the gradients of both results give; the linear bias is the score itself."""
     given = [] if ctx.bias_form == "none" else [(dbias, ctx.bias_form)]
-    given.append((dscore, "linear"))  # the linear bias is the score
-    kept = ctx.saved_tensors  # may be asked for once: checkpoints make them anew
-    parts = [
-        gradients.score_backward_op(gradient, *kept, form, ctx.backend)
+    given.append((dscore, "linear"))
+    kept = ctx.saved_tensors  # read once: checkpointing computes them again at each access
+    found = [
+        ops.SCORE_BACKWARD.op(gradient, *kept, form, ctx.backend)
         for gradient, form in given
         if gradient is not None
     ]
-    if not parts:
-        return wanted(ctx)
-    return wanted(ctx, *enumerate(sum(same[1:], same[0]) for same in zip(*parts)))
+    sums = (sum(same[1:], same[0]) for same in zip(*found))
+    return gradients_of(ctx, ops.SCORE, dict(zip(ops.SCORE_BACKWARD.operation.results, sums)))
 
 
-ops.score_op.register_autograd(score_backward, setup_context=keep_score)
-
-
-def keep_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-    query, key, value, bias, expiry, slot, key_valid, *options = inputs
-    *options, backend, deterministic = options
-    keep(ctx, *output, query, key, value, bias, key_valid, expiry, slot)
-    ctx.options = (*options, deterministic)
-    ctx.backend = backend
-
-
-def attention_backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> Gradients:  # noqa: ANN401
-    options = (*ctx.options, ctx.needs_input_grad[3])
-    found = find(gradients.attention_backward_op, ctx, dout, dlse, *options)
-    return wanted(ctx, *enumerate(found))
-
-
-ops.attention_op.register_autograd(attention_backward, setup_context=keep_attention)
-
-
-def keep_fused(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-    query, key, value, dt_proj, a, key_valid, *options, backend = inputs
-    out, lse, score, bias, expiry, slot = output
-    ctx.learns = options[2] != "none"  # bias_form
-    kept_bias = bias if ctx.learns else None
-    keep(ctx, out, lse, query, key, value, dt_proj, a, kept_bias, key_valid, expiry, slot)
-    ctx.mark_non_differentiable(score, bias, expiry, slot)
-    ctx.options, ctx.backend = options, backend
-
-
-def fused_backward(
-    ctx: Any,  # noqa: ANN401
-    dout: MaybeTensor,
-    dlse: MaybeTensor,
-    *rest: MaybeTensor,
-) -> Gradients:
-    operation = gradients.flash_dma_attention_backward_op
-    deterministic = False  # the fused form has no word for it; see is_deterministic()
-    found = find(operation, ctx, dout, dlse, *ctx.options, deterministic)
-    return wanted(ctx, *enumerate(found if ctx.learns else found[:3]))
-
-
-ops.flash_dma_attention_op.register_autograd(fused_backward, setup_context=keep_fused)
-
-
-def keep_merge(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-    *parts, backend = inputs
-    keep(ctx, *parts)
-    ctx.backend = backend
-
-
-def merge_backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor) -> Gradients:  # noqa: ANN401
-    return wanted(ctx, *enumerate(find(gradients.merge_backward_op, ctx, dout, dlse)))
-
-
-ops.merge_op.register_autograd(merge_backward, setup_context=keep_merge)
-
-
-def refuse(operation: torch.library.CustomOpDef, name: str) -> None:
-    """Let `operation` run under grad mode, as create_graph=True does, but have no derivative."""
-
-    def backward(ctx: Any, *given: MaybeTensor) -> Gradients:  # noqa: ANN401
-        raise NotImplementedError(f"flash_dmattn.{name}: second derivatives are not implemented")
-
-    operation.register_autograd(backward)
-
-
-refuse(gradients.score_backward_op, "score")
-refuse(gradients.attention_backward_op, "attention")
-refuse(gradients.flash_dma_attention_backward_op, "flash_dma_attention")
-refuse(gradients.merge_backward_op, "merge")
+ops.SCORE.op.register_autograd(score_backward, setup_context=keep_score)

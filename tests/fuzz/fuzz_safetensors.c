@@ -1,18 +1,19 @@
-/* The reader of safetensors files over arbitrary bytes: whatever it accepts lies inside the file,
- * and whatever it refuses it explains in one line. */
+/* Fuzzes the reader of safetensors headers: the tensors of a file that it accepts lie inside the
+ * file, and for a file that it refuses there is one line that says why. */
 #include "fuzz.h"
 
 #include "common/safetensors.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
-static void must(int condition) {
+static void must(bool condition) {
     if (!condition)
         abort();
 }
 
-static volatile uint8_t sink; /* reads that are not optimised away */
+static volatile uint8_t sink; /* volatile: the reads are not optimised away */
 
 static void check_entry(const safetensors *file, const safetensors_entry *entry) {
     must(entry->name != NULL && entry->dtype != NULL && entry->dtype[0] != '\0');

@@ -1,24 +1,27 @@
-"""Gradients on a CUDA device: against autograd through masked SDPA, and PyTorch's ways to train."""
+"""Gradients on a CUDA device: against evaluations in float64, and PyTorch's ways to train."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any, Callable
 
+import evaluate
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _library, functional
-from gradient_cases import (
+from cases import (
     CASES,
     Tensors,
-    assert_gradients,
     attend,
+    kernels_of,
     make_input,
     our_gradients,
-    plain_gradients,
-    sdpa_gradients,
 )
+from cases import (
+    make_fused as make_fused_on,
+)
+from flash_dmattn import _library
+from test_backward import CASES_OF_BACKWARD, exact_gradients, plain_gradients
 from test_cuda import run_program
 from torch.utils.checkpoint import checkpoint
 
@@ -27,11 +30,7 @@ pytestmark = pytest.mark.skipif(
     reason="no CUDA device",
 )
 DTYPES = [torch.float16, torch.bfloat16]
-KERNELS = [
-    row.name
-    for row in _library.kernels()
-    if row.operation == "backward" and row.missing is None and row.name.startswith("cuda/")
-]
+KERNELS = kernels_of("backward", ("cuda",))
 WINDOW = 40
 
 Layer = flash_dmattn.DynamicMaskAttention
@@ -63,49 +62,40 @@ def test_threads_that_have_not_used_the_device() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_against_masked_sdpa(name: str, dtype: torch.dtype, deterministic: bool) -> None:
+@pytest.mark.parametrize("name", CASES_OF_BACKWARD)
+def test_against_float64(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     given = make_input(name, dtype)
-    tensors, results = attend(name, given, "cuda", deterministic=deterministic)
-    found = torch.autograd.grad(results[0], tensors, given.dout.cuda())
-    assert all(one.device == tensors[0].device for one in found)
-    assert [one.dtype for one in found] == [dtype] * 3 + [torch.float32]
-    plain = plain_gradients(name, given, tuple(one.detach() for one in results))
-    assert_gradients(found, sdpa_gradients(name, given, torch.float64), plain)
+    leaves, results = attend(name, given, device="cuda", deterministic=deterministic)
+    found = torch.autograd.grad(results[0], tuple(leaves.values()), given.dout.cuda())
+    assert all(one.device == results[0].device for one in found)
+    assert [one.dtype for one in found[:3]] == [dtype] * 3
+    plain = plain_gradients(name, given, results)
+    evaluate.assert_all_within(found, exact_gradients(name, dtype), plain)
 
 
-@pytest.mark.parametrize("name", ["square", "later queries", "empty rows", "head_dim 256"])
+@pytest.mark.parametrize("name", ["group/2", "later/steps", "padding/left", "head-dim/256"])
 def test_every_kernel(name: str) -> None:
     """By name, those of the same operation that the fastest one hides."""
     given = make_input(name, torch.bfloat16)
-    exact = sdpa_gradients(name, given, torch.float64)
     tried = []
     for kernel in KERNELS:
         try:
-            tensors, results = attend(name, given, "cuda", kernel)
-            found = torch.autograd.grad(results[0], tensors, given.dout.cuda())
+            leaves, results = attend(name, given, kernel, "cuda")
+            found = torch.autograd.grad(results[0], tuple(leaves.values()), given.dout.cuda())
         except NotImplementedError:  # another head_dim's
             continue
-        plain = plain_gradients(name, given, tuple(one.detach() for one in results))
-        assert_gradients(found, exact, plain)
+        plain = plain_gradients(name, given, results)
+        evaluate.assert_all_within(found, exact_gradients(name, torch.bfloat16), plain)
         tried.append(kernel)
     assert any(kernel.startswith("cuda/sm80") for kernel in tried)
 
 
 def make_fused(
-    q_len: int = 300, kv_len: int = 300, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
+    q_len: int = 300, kv_len: int = 300, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:
-    """query, key, value, dt_proj and a_coef; the first three as views of heads-first tensors."""
-    generator = torch.Generator().manual_seed(q_len + kv_len)
-    rows = [
-        torch.randn(2, heads, length, head_dim, generator=generator)
-        .to("cuda", dtype)
-        .transpose(1, 2)
-        for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
-    ]
-    dt_proj = torch.randn(2, 2 * head_dim, generator=generator) / head_dim**0.5
-    a_coef = torch.randn(2, generator=generator)
-    return [x.requires_grad_() for x in (*rows, dt_proj.cuda(), a_coef.cuda())]
+    tensors = make_fused_on(q_len, kv_len, dtype, head_dim=64, device="cuda")
+    tensors[4] = tensors[4].detach().float().requires_grad_()
+    return tensors
 
 
 def fused(*tensors: torch.Tensor) -> torch.Tensor:
@@ -184,7 +174,7 @@ def test_a_sequence_does_not_depend_on_its_batch(deterministic: None) -> None:
 
 
 def test_keys_that_nobody_keeps_are_not_read() -> None:
-    name = "over tiles"
+    name = "scores/saw"
     given, case = make_input(name, torch.bfloat16), CASES[name]
     never = flash_dmattn.select(given.score, case.window).slot[0] < 0
     spoilt = never.T[None, :, :, None]
@@ -193,8 +183,10 @@ def test_keys_that_nobody_keeps_are_not_read() -> None:
         value=given.value.masked_fill(spoilt, torch.nan),
         bias=given.bias.masked_fill(never[None], torch.nan),
     )
-    expected = our_gradients(name, given, "cuda", deterministic=True)
-    for one, other in zip(our_gradients(name, with_nan, "cuda", deterministic=True), expected):
+    expected = our_gradients(name, given, None, "cuda", deterministic=True)
+    for one, other in zip(
+        our_gradients(name, with_nan, None, "cuda", deterministic=True), expected
+    ):
         assert torch.equal(one, other)
     for gradient in expected[1:3]:
         assert (gradient.cpu()[spoilt.expand_as(gradient)] == 0).all()
@@ -209,7 +201,7 @@ def test_nan_in_values_that_the_fused_form_drops() -> None:
             tensors[1][:, row] = torch.nan
 
     def run(*given: torch.Tensor) -> torch.Tensor:
-        return functional.attend(*given, WINDOW, key_valid=key_valid)
+        return flash_dmattn.flash_dma_attention(*given, WINDOW, causal=True, key_valid=key_valid)
 
     found = grads(run, tensors)
     assert all(gradient.isfinite().all() and (gradient != 0).any() for gradient in found)

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
 
@@ -61,7 +61,7 @@ def test_best_keys(window: int) -> None:
     rows = torch.tensor([0, 1, 19, 20, 55, 89])
     kept = peers_cuda.best_keys(score, rows, window)
     for row, keys in zip(rows.tolist(), kept):
-        best = oracle.best_keys(score.tolist(), list(range(row + 1)), window or 90)
+        best = evaluate.best_keys(score.tolist(), list(range(row + 1)), window or 90)
         assert keys.nonzero().flatten().tolist() == sorted(best)
 
 

@@ -1,4 +1,4 @@
-"""Files that are not what they say: one line, exit 2, no output touched. And those that are."""
+"""Malformed files are refused with one line and exit status 2, and outputs keep what they hold."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DATA = bytes(8)
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    """A header with one tensor, `x`, of eight bytes, changed."""
+    """A header with one tensor, `x`, of eight bytes, with changed fields."""
     fields = {**GOOD, **changes}
     return {"x": {name: value for name, value in fields.items() if value is not None}}
 
 
 def pair(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
-    """A header with two byte tensors at those offsets."""
+    """A header with two tensors of bytes at these offsets."""
     return {
         name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         for name, (begin, end) in {"x": first, "y": second}.items()
@@ -38,42 +38,51 @@ TWICE = b'{"x":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 
 MALFORMED = {
     "empty": (b"", "the file is empty"),
-    "short": (b"\x02\0\0", "3 bytes are too short"),
-    "only a length": (pack(b""), "does not begin with '{'"),
-    "length past the end": (pack(entry(), DATA, 1000), "length 1000 is past the end"),
-    "length one past the end": (pack(b"{}", b"", 3), "length 3 is past the end"),
-    "length of 2^64 - 1": (pack(entry(), DATA, 2**64 - 1), "length 18446744073709551615 is above"),
-    "length above the limit": (pack(entry(), DATA, 10**8 + 1), "above the limit"),
-    "length too small": (pack(entry(), DATA, 20), "header: not JSON"),
+    "short": (b"\x02\0\0", "not a safetensors file: 3 bytes are too few"),
+    "only a length": (pack(b""), "not a safetensors file: the header does not begin with '{'"),
+    "length past the end": (
+        pack(entry(), DATA, 1000),
+        "not a safetensors file, or a truncated one: its header would have 1000",
+    ),
+    "length one past the end": (
+        pack(b"{}", b"", 3),
+        "its header would have 3 bytes, the file has 10",
+    ),
+    "length of 2^64 - 1": (
+        pack(entry(), DATA, 2**64 - 1),
+        "header would have 18446744073709551615",
+    ),
+    "length above the limit": (pack(entry(), DATA, 10**8 + 1), "more than the limit of"),
+    "length too small": (pack(entry(), DATA, 20), "the header is not JSON"),
     "length too large": (pack(entry(), DATA, len(json.dumps(entry())) + 4), "header"),
-    "truncated data": (pack(entry(), DATA[:-1]), "'x': data_offsets [0, 8] do not fit"),
-    "no JSON": (pack(b"{x}"), "header: not JSON near byte 10"),
+    "truncated data": (pack(entry(), DATA[:-1]), "'x': data_offsets [0, 8] are outside"),
+    "no JSON": (pack(b"{x}"), "not a safetensors file: the header is not JSON at byte 10"),
     "an array": (pack(b"[]"), "does not begin with '{'"),
-    "text after the end": (pack(b"{} {}"), "text after its end at byte 11"),
+    "text after the end": (pack(b"{} {}"), "text after its end, at byte 11"),
     "a NUL": (pack(b'{"x\0":1}'), "NUL character at byte 11"),
     "an escaped NUL": (pack(b'{"x\\u0000":1}'), "NUL character at byte 11"),
-    "deep arrays": (pack(b'{"x":' + b"[" * 10**6), "nested deeper than 4 at byte"),
-    "deep objects": (pack(b'{"x":' * 10**5), "nested deeper than 4 at byte"),
+    "deep arrays": (pack(b'{"x":' + b"[" * 10**6), "nested deeper than 4 levels at byte"),
+    "deep objects": (pack(b'{"x":' * 10**5), "nested deeper than 4 levels at byte"),
     "too many values": (pack(b'{"x":[' + b"0," * 4_000_002 + b"0]}"), "more than 4000000 values"),
     "entry is a number": (pack({"x": 1}), "tensor 'x': not an object"),
     "no dtype": (pack(entry(dtype=None), DATA), "'x': dtype is missing"),
     "no shape": (pack(entry(shape=None), DATA), "'x': shape is missing"),
     "no offsets": (pack(entry(data_offsets=None), DATA), "'x': data_offsets is not"),
-    "dtype is a number": (pack(entry(dtype=32), DATA), "'x': dtype is missing or no string"),
+    "dtype is a number": (pack(entry(dtype=32), DATA), "'x': dtype is missing or not a string"),
     "unknown dtype": (pack(entry(dtype="F33"), DATA), "'x': unknown dtype 'F33'"),
-    "shape is a number": (pack(entry(shape=2), DATA), "'x': shape is missing or no array"),
-    "negative shape": (pack(entry(shape=[-2]), DATA), "'x': shape[0] is no integer"),
-    "broken shape": (pack(entry(shape=[1, 2.5]), DATA), "'x': shape[1] is no integer"),
-    "text in shape": (pack(entry(shape=["2"]), DATA), "'x': shape[0] is no integer"),
+    "shape is a number": (pack(entry(shape=2), DATA), "'x': shape is missing or not an array"),
+    "negative shape": (pack(entry(shape=[-2]), DATA), "'x': shape[0] is not an integer"),
+    "broken shape": (pack(entry(shape=[1, 2.5]), DATA), "'x': shape[1] is not an integer"),
+    "text in shape": (pack(entry(shape=["2"]), DATA), "'x': shape[0] is not an integer"),
     "null in shape": (
         pack(b'{"x":{"dtype":"F32","shape":[null],"data_offsets":[0,8]}}', DATA),
-        "'x': shape[0] is no integer",
+        "'x': shape[0] is not an integer",
     ),
-    "shape of 2^63": (pack(entry(shape=[2**63]), DATA), "'x': shape[0] is no integer"),
-    "shape above 2^53": (pack(entry(shape=[2**53 + 2]), DATA), "'x': shape[0] is no integer"),
+    "shape of 2^63": (pack(entry(shape=[2**63]), DATA), "'x': shape[0] is not an integer"),
+    "shape above 2^53": (pack(entry(shape=[2**53 + 2]), DATA), "'x': shape[0] is not an integer"),
     "shape of 1e400": (
         pack(b'{"x":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}', DATA),
-        "'x': shape[0] is no integer",
+        "'x': shape[0] is not an integer",
     ),
     "product above 2^63": (pack(entry(shape=[2**32, 2**32]), DATA), "more than 2^63 elements"),
     "bits that wrap": (pack(entry(shape=[2**52, 2**7]), DATA), "do not fit its shape"),
@@ -86,21 +95,25 @@ MALFORMED = {
     ),
     "one offset": (pack(entry(data_offsets=[8]), DATA), "data_offsets is not two"),
     "three offsets": (pack(entry(data_offsets=[0, 8, 8]), DATA), "data_offsets is not two"),
-    "offsets backwards": (pack(entry(data_offsets=[8, 0]), DATA), "[8, 0] do not fit"),
+    "offsets backwards": (pack(entry(data_offsets=[8, 0]), DATA), "[8, 0] are outside"),
     "negative offset": (pack(entry(data_offsets=[-8, 0]), DATA), "data_offsets is not two"),
     "offset above 2^53": (pack(entry(data_offsets=[0, 2**60]), DATA), "data_offsets is not two"),
-    "offset beyond the data": (pack(entry(data_offsets=[8, 16]), DATA), "[8, 16] do not fit"),
+    "offset beyond the data": (pack(entry(data_offsets=[8, 16]), DATA), "[8, 16] are outside"),
     "overlap": (pack(pair((0, 6), (4, 8)), DATA), "tensor 'y': overlaps 'x' at byte 4"),
     "same bytes": (pack(pair((0, 8), (0, 8)), DATA), "overlaps"),
     "hole": (pack(pair((0, 3), (5, 8)), DATA), "'y': the 2 bytes before it belong to no tensor"),
     "hole at the start": (pack(pair((1, 3), (3, 8)), DATA), "'x': the 1 bytes before it"),
     "bytes after the last": (pack(entry(), DATA + b"12"), "the last 2 bytes belong to no tensor"),
-    "names twice": (pack(DUPLICATE, DATA), "header: 'x' stands twice"),
-    "field twice": (pack(TWICE, DATA), "tensor 'x': dtype stands twice"),
+    "names twice": (pack(DUPLICATE, DATA), "header: 'x' occurs twice"),
+    "field twice": (pack(TWICE, DATA), "tensor 'x': dtype occurs twice"),
     "unknown field": (pack(entry(strides=[1]), DATA), "unknown field 'strides'"),
     "metadata is a list": (pack({"__metadata__": [], **entry()}, DATA), "__metadata__: not an"),
-    "metadata of numbers": (pack({"__metadata__": {"n": 1}, **entry()}, DATA), "'n' is no string"),
+    "metadata of numbers": (
+        pack({"__metadata__": {"n": 1}, **entry()}, DATA),
+        "'n' is not a string",
+    ),
     "newline in a name": (pack({"x\ny": 1}), "tensor 'x?y': not an object"),
+    "terminal escape in a name": (pack({"x\x9b31m": 1}), "tensor 'x\\xc2\\x9b31m': not an object"),
 }
 
 
@@ -121,7 +134,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.safetensors"
     files.save_file(make_inputs(q_len=2, kv_len=2, q_heads=1, kv_heads=1, head_dim=8), path)
     whole = path.read_bytes()
-    assert attend_json(path, "--window", "1")["keys_a_query"] == 1
+    assert attend_json(path, "--window", "1")["keys_per_query"] == 1
     for length in range(0, len(whole), 5):
         path.write_bytes(whole[:length])
         assert str(path) in refusal("attend", path, "--window", "1")
@@ -143,13 +156,13 @@ def zeros(*shape: int) -> np.ndarray:
 
 UNFIT = {
     "no q": (changed(q=None), "no tensor 'q'"),
-    "no score": (changed(score=None), "no tensor 'score', nor both of 'dt_proj' and 'a'"),
-    "a alone": (changed(score=None, a=zeros(2)), "nor both of 'dt_proj' and 'a'"),
+    "no score": (changed(score=None), "no tensor 'score', and not both of 'dt_proj' and 'a'"),
+    "a alone": (changed(score=None, a=zeros(2)), "and not both of 'dt_proj' and 'a'"),
     "integers": (changed(k=np.zeros((1, 24, 2, 16), np.int32)), "'k': dtype is I32, want F16"),
     "rank 3": (changed(v=zeros(24, 2, 16)), "'v': rank is 3, want 4"),
     "rank 5": (changed(q=zeros(1, 1, 24, 4, 16)), "'q': rank is 5, want 4"),
     "rank 9": (changed(q=zeros(1, 1, 1, 1, 1, 1, 24, 4, 16)), "'q': rank is 9, want 4"),
-    "nothing in it": (changed(q=zeros(1, 0, 4, 16)), "'q': has no elements"),
+    "nothing in it": (changed(q=zeros(1, 0, 4, 16)), "'q': no elements"),
     "other batch": (
         changed(k=zeros(2, 24, 2, 16), v=zeros(2, 24, 2, 16), score=zeros(2, 2, 24)),
         "k: ",
@@ -199,7 +212,7 @@ def test_other_tensors_may_be_anything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spaces", [0, 1, 7])
 def test_any_alignment(tmp_path: Path, spaces: int) -> None:
-    """Data need not be aligned, and may come in any order of names."""
+    """Data need not be aligned, and tensors may be stored in any order."""
     inputs = make_inputs()
     path = tmp_path / "in.safetensors"
     files.save_file(inputs, path)

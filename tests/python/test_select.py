@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Callable
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
-from flash_dmattn import _library
+from cases import kernels_of
 
 KV_LEN = 97
 WINDOWS = [1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
@@ -17,8 +17,7 @@ WINDOWS = [1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
 
 def usable_kernels() -> list[str]:
     """The names that can select on this machine's CPU, in full."""
-    rows = [row for row in _library.kernels() if row.missing is None]
-    return list(dict.fromkeys(row.name for row in rows if not row.name.startswith("cuda/")))
+    return kernels_of("select")
 
 
 def random_scores(generator: torch.Generator) -> torch.Tensor:
@@ -100,17 +99,17 @@ def expected_slot(
         valid = [True] * kv_len if key_valid is None else key_valid[b].bool().tolist()
         for g in range(kv_heads):
             ends = expiry[b, g].tolist()
-            places = slot[b, g]
+            slots = slot[b, g]
             used = 0
             for j in (j for j in range(kv_len) if ends[j] > j):
-                leaving = [r for r in range(j) if ends[r] == j and places[r] >= 0]
+                leaving = [r for r in range(j) if ends[r] == j and slots[r] >= 0]
                 if scope == "global" or not leaving:
                     assert used < window and valid[j]
-                    places[j] = used
+                    slots[j] = used
                     used += 1
                 else:
                     assert len(leaving) == 1, "one key enters, one leaves"
-                    places[j] = places[leaving[0]]
+                    slots[j] = slots[leaving[0]]
     return slot
 
 
@@ -123,7 +122,7 @@ def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: s
     names = usable_kernels()
     assert names
     for window in WINDOWS:
-        kept = oracle.kept_keys(score, window, scope, key_valid)
+        kept = evaluate.kept_keys(score, window, scope, key_valid).expand(-1, -1, KV_LEN, -1)
         expiry = expected_expiry(kept, scope)
         slot = expected_slot(expiry, window, scope, key_valid)
         for name in names:
@@ -157,8 +156,8 @@ def test_live_keys_have_distinct_slots(pattern: str) -> None:
         live = (keys <= p) & (p < expiry)
         assert torch.equal(live.sum(-1), torch.full((2, 2), min(p + 1, window)))
         for row in range(4):
-            places = slot.flatten(0, 1)[row][live.flatten(0, 1)[row]]
-            assert sorted(places.tolist()) == list(range(min(p + 1, window)))
+            slots = slot.flatten(0, 1)[row][live.flatten(0, 1)[row]]
+            assert sorted(slots.tolist()) == list(range(min(p + 1, window)))
 
 
 def test_strided_scores_and_bytes_as_key_valid() -> None:

@@ -1,20 +1,21 @@
-"""The `fdma` command: usage, exit codes, what it prints and what it writes."""
+"""The `fdma` command: usage, exit status, messages, and the files that it writes."""
 
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import resource
+import signal
 import subprocess
+import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from safetensors import numpy as files
-from safetensors import torch as torch_files
 from tool import EXAMPLE, TOOL, attend_json, make_inputs, refusal, run_tool
 
-ROUNDING = 1e-4  # float32 stays below that here; a wrong row is off by 0.1
 COMMANDS = ["attend", "check", "bench", "info"]
 
 
@@ -25,12 +26,27 @@ def example(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str) -> None:
-    done = run_tool(command, "--help")
+def test_help_of_a_command(command: str, flag: str) -> None:
+    done = run_tool(command, flag)
     assert done.returncode == 0
     assert done.stdout.startswith(f"usage: fdma {command}")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help(flag: str) -> None:
+    done = run_tool(flag)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("usage: fdma COMMAND")
+    assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
+
+
+def test_version() -> None:
+    done = run_tool("--version")
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.fullmatch(r"fdma \d+\.\d+\.\d+\n", done.stdout)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -80,206 +96,24 @@ def test_unknown_kernel(example: Path) -> None:
 
 
 def test_info_names_kernels_and_choices() -> None:
+    """What would run comes first, and is marked in the list of all kernels."""
     done = run_tool("info")
     assert done.returncode == 0
     lines = [line.split() for line in done.stdout.splitlines()]
-    for operation in ("score", "select", "lists", "forward"):
+    assert lines[2] == "runs on cpu forward one query (decode) backward".split()
+    chosen = {dtype: kernels for dtype, *kernels in lines[3:7]}
+    assert set(chosen) == {"f32", "f16", "bf16", "f64"}
+    assert all(kernel.startswith("cpu/") for kernel in chosen["f32"])
+    assert chosen["f64"] == ["reference"] * 3
+    for operation in ("score", "select", "lists"):
         assert ["cpu/scalar", operation, "yes"] in lines
         assert ["reference", operation, "yes"] in lines
-    start = lines.index(["forward", "would", "run", "on"]) + 1
-    chosen = {line[0]: line[1] for line in lines[start : start + 4]}
-    assert set(chosen) == {"f32", "f16", "bf16", "f64"}
-    assert chosen["f32"].startswith("cpu/")
-    assert chosen["f64"] == "reference"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "mode"),
-    [
-        ("f16", []),
-        ("f16", ["--causal"]),
-        ("f16", ["--causal", "--scope", "global"]),
-        ("bf16", ["--causal"]),
-        ("f32", []),
-    ],
-)
-def test_real_input(dtype: str, mode: list[str]) -> None:
-    report = attend_json(EXAMPLE, "--window", "64", "--dtype", dtype, *mode)
-    assert report["dtype"] == dtype
-    assert report["queries_compared"] == 512 and report["sampled"] is False
-    assert 0 < report["mass_worst"] <= report["mass_mean"] <= 1
-    assert 0 < report["keys_a_query"] <= 64
-    assert report["keys_visible"] == (256.5 if mode else 512)
-    if dtype != "f32":  # rounding of the output dominates
-        assert report["difference_dense"] <= report["output_step"]
-        assert report["difference_selected"] <= report["output_step"]
-
-
-def test_whole_window_carries_all() -> None:
-    report = attend_json(EXAMPLE, "--window", "512", "--causal", "--dtype", "f32")
-    assert report["mass_mean"] == pytest.approx(1, abs=1e-5)
-    assert report["mass_worst"] == pytest.approx(1, abs=1e-5)
-    assert report["keys_a_query"] == report["keys_visible"] == 256.5
-
-
-def kept_keys(score: np.ndarray, window: int, causal: bool, own: bool, q_len: int) -> np.ndarray:
-    """Boolean [q_len, kv_len] of one head, by sorting what each query ranks."""
-    kv_len = len(score)
-    kept = np.zeros((q_len, kv_len), bool)
-    for i in range(q_len):
-        position = i + kv_len - q_len
-        ranked = range(position + 1) if own else range(kv_len)
-        best = sorted(ranked, key=lambda j: (score[j], j), reverse=True)[:window]
-        kept[i, [j for j in best if not causal or j <= position]] = True
-    return kept
-
-
-def attention(
-    inputs: dict[str, np.ndarray],
-    kept: np.ndarray,
-    bias: np.ndarray,
-    softcap: float,
-    dtype: type,
-) -> tuple[np.ndarray, np.ndarray]:
-    """out and lse of batch 1, plainly evaluated in `dtype`; kept [kv_heads, q_len, kv_len]."""
-    q, k, v = (inputs[name][0].astype(dtype) for name in "qkv")
-    group = q.shape[1] // k.shape[1]
-    out = np.zeros(q.shape, dtype)
-    lse = np.full((q.shape[1], q.shape[0]), -np.inf, dtype)
-    for h in range(q.shape[1]):
-        g = h // group
-        logits = q[:, h] @ k[:, g].T * dtype(q.shape[2] ** -0.5)
-        if softcap > 0:
-            logits = dtype(softcap) * np.tanh(logits / dtype(softcap))
-        logits = np.where(kept[g], logits + bias[0, g].astype(dtype), dtype(-np.inf))
-        for i in np.flatnonzero(kept[g].any(axis=1)):
-            most = logits[i].max()
-            weights = np.exp(logits[i] - most)
-            out[i, h] = weights / weights.sum() @ v[:, g]
-            lse[h, i] = most + np.log(weights.sum())
-    return out, lse
-
-
-def assert_close(found: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> None:
-    """At most twice the error of plain float32, and one rounding step."""
-    finite = np.isfinite(exact)
-    assert finite.any()
-    assert (np.where(finite, 0, found) == np.where(finite, 0, exact)).all()
-    largest = np.abs(exact[finite]).max()
-    found, plain, exact = found[finite], plain[finite], exact[finite]
-    limit = 2 * np.abs(plain - exact).max() + np.spacing(np.float32(largest))
-    assert np.abs(found - exact).max() <= limit
-
-
-@pytest.mark.parametrize("bias", ["none", "linear", "exp"])
-@pytest.mark.parametrize(
-    ("mode", "softcap"),
-    [([], 0), (["--causal"], 0), (["--causal", "--scope", "global"], 1.5)],
-)
-def test_outputs_are_attention(tmp_path: Path, bias: str, mode: list[str], softcap: float) -> None:
-    inputs = make_inputs(seed=3, q_len=19, kv_len=33)
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    files.save_file(inputs, path)
-    report = attend_json(
-        path, "--window", "5", "--bias", bias, *mode, "--softcap", str(softcap), "--out", out_path
-    )
-    assert report["out"] == str(out_path)
-    written = files.load_file(out_path)
-    score = inputs["score"]
-    terms = {"none": 0 * score, "linear": score, "exp": np.exp(score)}[bias]
-    causal, own = "--causal" in mode, mode == ["--causal"]
-    kept = np.array([kept_keys(row, 5, causal, own, 19) for row in score[0]])
-    exact = attention(inputs, kept, terms, softcap, np.float64)
-    plain = attention(inputs, kept, terms, softcap, np.float32)
-    assert set(written) == {"out", "lse"}
-    assert_close(written["out"][0], plain[0], exact[0])
-    assert_close(written["lse"][0], plain[1], exact[1])
-    assert report["keys_a_query"] == pytest.approx(kept.sum() / (2 * 19), rel=1e-5)
-
-
-def test_scores_from_projection(tmp_path: Path) -> None:
-    """a * softplus(v . dt_proj), from the file or from the tool, are the same scores."""
-    inputs = make_inputs(seed=4)
-    random = np.random.default_rng(5)
-    dt_proj = random.standard_normal((2, 32)).astype(np.float32)
-    a = np.array([0.5, -0.5], np.float32)
-    dt = inputs["v"].reshape(24, 32).astype(np.float64) @ dt_proj.T
-    inputs["score"] = (np.logaddexp(0, dt) * a).T[None].astype(np.float32).copy()
-    brought, derived = tmp_path / "score.safetensors", tmp_path / "projection.safetensors"
-    files.save_file(inputs, brought)
-    del inputs["score"]
-    files.save_file({**inputs, "dt_proj": dt_proj, "a": a}, derived)
-    one, two = (attend_json(path, "--window", "6", "--causal") for path in (brought, derived))
-    assert one["score_ms"] is None and two["score_ms"] > 0
-    assert one["mass_mean"] == pytest.approx(two["mass_mean"], rel=1e-4)
-    assert one["mass_worst_row"] == two["mass_worst_row"]
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
-def test_conversion_rounds_to_even(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
-    """The attention over one key is its v: what comes out is what v was converted to."""
-    random = np.random.default_rng(6)
-    bits = random.integers(0, 2**32, 4096, np.uint32)
-    bits[::2] &= 0xFFFFF000  # many ties
-    bits[::3] = bits[::3] & 0x807FFFFF | random.integers(98, 143, 1366, np.uint32) << 23
-    values = bits.view(np.float32)
-    values = np.where(np.abs(values) < 60000, values, 0).reshape(1, 1, 16, 256)
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    zero = np.zeros_like(values)
-    score = np.zeros((1, 16, 1), np.float32)
-    files.save_file({"q": zero, "k": zero, "v": values, "score": score}, path)
-    attend_json(path, "--window", "1", "--dtype", dtype, "--kernel", "reference", "--out", out_path)
-    out = torch_files.load_file(out_path)["out"]
-    assert out.dtype == kind
-    assert torch.equal(out, torch.from_numpy(values).to(kind))
-
-
-def test_nan_in_the_input(tmp_path: Path) -> None:
-    """NaN is a value: the row that sees it is NaN, in the tool as in the reference."""
-    inputs = make_inputs()
-    inputs["q"][0, 3, 1, :] = np.nan
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    files.save_file(inputs, path)
-    report = attend_json(path, "--window", "4", "--out", out_path)
-    assert report["mass_mean"] is None and report["mass_worst"] is None
-    assert report["mass_worst_row"] == [0, 1, 3]
-    assert 0 < report["difference_dense"] < ROUNDING
-    assert 0 < report["difference_selected"] < ROUNDING
-    nan = np.isnan(files.load_file(out_path)["out"])
-    assert nan[0, 3, 1].all() and nan.sum() == 16
-
-
-def test_long_input_is_sampled(tmp_path: Path) -> None:
-    path = tmp_path / "long.safetensors"
-    files.save_file(make_inputs(q_len=6000, kv_len=6000, q_heads=1, kv_heads=1), path)
-    done = run_tool("attend", path, "--window", "100", "--causal")
-    assert done.returncode == 0
-    assert "sampled: " in done.stdout and "of 6000 queries" in done.stdout
-    report = attend_json(path, "--window", "100", "--causal")
-    assert report["sampled"] is True
-    assert 2 <= report["queries_compared"] < 6000
-    assert 0 < report["difference_dense"] < ROUNDING
-    assert 0 < report["difference_selected"] < ROUNDING
-
-
-def test_picture(tmp_path: Path) -> None:
-    """A window over everything, causal: a full triangle."""
-    path = tmp_path / "in.safetensors"
-    files.save_file(make_inputs(q_len=8, kv_len=8), path)
-    done = run_tool("attend", path, "--window", "8", "--causal")
-    rows = [line for line in done.stdout.splitlines() if line[:6].strip().isdigit()]
-    assert [line[7:] for line in rows] == ["█" * (i + 1) + " " * (7 - i) for i in range(8)]
-
-
-@pytest.mark.parametrize("mode", [[], ["--causal"]])
-def test_picture_fits_a_terminal(mode: list[str]) -> None:
-    done = run_tool("attend", EXAMPLE, "--window", "64", *mode)
-    lines = done.stdout.splitlines()
-    start = next(n for n, line in enumerate(lines) if line.strip().endswith("511"))
-    picture = [line for line in lines[start:] if line]
-    assert 5 < len(picture) <= 24
-    assert max(map(len, picture)) <= 80
-    assert "░ some" in picture[-1] and "queries x" in picture[-2]
+    for operation, columns in (("forward", [0, 1]), ("backward", [2])):
+        rows = [line for line in lines if line[1:3] == [operation, "yes"]]
+        assert {row[0] for row in rows} >= {chosen["f32"][column] for column in columns}
+        for row in rows:
+            marked = [d for d, kernels in chosen.items() if row[0] in [kernels[c] for c in columns]]
+            assert row[3:] == marked
 
 
 def test_output_replaces_and_leaves_no_temporary(example: Path, tmp_path: Path) -> None:
@@ -296,13 +130,116 @@ def test_output_replaces_and_leaves_no_temporary(example: Path, tmp_path: Path) 
     assert out_path.stat().st_mode == ordinary.stat().st_mode
 
 
+def test_output_to_a_pipe(example: Path) -> None:
+    """The pipe gets the tensors alone; the report goes to stderr."""
+    done = subprocess.run(
+        [TOOL, "attend", example, "--window", "4", "--json", "--out", "/dev/stdout"],
+        capture_output=True,
+        check=True,
+    )
+    assert set(files.load(done.stdout)) == {"out", "lse"}
+    assert json.loads(done.stderr)["out"] == "/dev/stdout"
+
+
+def test_output_to_a_fifo(example: Path, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with subprocess.Popen(["cat", fifo], stdout=subprocess.PIPE) as reader:
+        attend_json(example, "--window", "4", "--out", fifo)
+        assert set(files.load(reader.communicate(timeout=60)[0])) == {"out", "lse"}
+    assert fifo.is_fifo()
+
+
+def test_output_through_a_dangling_link(example: Path, tmp_path: Path) -> None:
+    """The file that the links point to is created; the links stay."""
+    folder, middle, link = tmp_path / "folder", tmp_path / "middle", tmp_path / "link"
+    folder.mkdir()
+    middle.symlink_to("folder/out.safetensors")
+    link.symlink_to(middle)
+    attend_json(example, "--window", "4", "--out", link)
+    assert link.is_symlink() and middle.is_symlink()
+    assert set(files.load_file(folder / "out.safetensors")) == {"out", "lse"}
+
+
+def test_output_through_a_circle_of_links(example: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.symlink_to(two)
+    two.symlink_to(one)
+    line = refusal("attend", example, "--window", "4", "--out", one, code=1)
+    assert "cannot be written: Too many levels of symbolic links" in line
+    assert one.is_symlink() and two.is_symlink()
+
+
+HOSTILE = os.fsdecode(b"\xff\x1b[31m\xc2\x9b\xe2\x82\xac.safetensors")  # not UTF-8, escapes, a euro
+
+
+def test_hostile_path_in_messages(tmp_path: Path) -> None:
+    line = refusal("attend", tmp_path / HOSTILE, "--window", "4")
+    assert "\\xff\\x1b[31m\\xc2\\x9b€.safetensors: cannot be opened" in line
+    assert "\\x1b" in refusal("attend", "f", "--window", "\x1b")
+    assert "\\x1b" in refusal("\x1b[31m")
+
+
+def test_hostile_path_in_reports(tmp_path: Path) -> None:
+    path = tmp_path / HOSTILE
+    files.save_file(make_inputs(), path)
+    report = attend_json(path, "--window", "4", "--out", path)  # decodes: it is UTF-8
+    assert report["file"] == f"{tmp_path}/\ufffd\x1b[31m\x9b€.safetensors" == report["out"]
+    files.save_file(make_inputs(), path)
+    done = run_tool("attend", path, "--window", "4", "--out", path)
+    assert done.stdout.count("\\xff\\x1b[31m\\xc2\\x9b€.safetensors\n") == 2
+    assert "\x1b" not in done.stdout
+
+
+def run_on_terminal(*arguments: str) -> tuple[str, str]:
+    """Runs `fdma` with stderr on a terminal; returns stdout and what the terminal received."""
+    terminal, end = pty.openpty()
+    done = subprocess.run([TOOL, *arguments], stdout=subprocess.PIPE, stderr=end, text=True)
+    os.close(end)
+    received = b""
+    try:
+        while block := os.read(terminal, 65536):
+            received += block
+    except OSError:  # the other end is closed
+        pass
+    os.close(terminal)
+    assert done.returncode == 0
+    return done.stdout, received.decode()
+
+
+def test_check_shows_progress_on_a_terminal() -> None:
+    arguments = ("check", "padding/left", "--kernel", "reference")
+    stdout, progress = run_on_terminal(*arguments)
+    quiet = run_tool(*arguments)
+    assert quiet.stderr == "" and quiet.stdout == stdout
+    assert len(re.findall(r"\r\d+ of \d+  padding/left\S* (f32|f16|bf16) ", progress)) >= 3
+    assert "\n" not in progress
+    assert progress.endswith(f"\r{' ' * 79}\r")
+
+
+def test_check_reports_every_kernel() -> None:
+    kernels = [
+        line.split()[:2] for line in run_tool("info").stdout.split("available")[1].split("\n")[1:-1]
+    ]
+    reported = [line.split()[:2] for line in run_tool("check", "padding/left").stdout.splitlines()]
+    assert [kernel for kernel in kernels if not kernel[0].startswith("cuda/")] == reported[:-1]
+
+
+def test_check_of_no_case() -> None:
+    assert "no case matches 'no-such-case'" in refusal("check", "no-such-case")
+
+
+def test_check_of_no_kernel() -> None:
+    assert "--kernel is 'cpu/av'" in refusal("check", "padding", "--kernel", "cpu/av")
+
+
 @pytest.mark.parametrize("old", [b"old", None])
 def test_full_disk_keeps_the_old_output(example: Path, tmp_path: Path, old: bytes | None) -> None:
     out_path = tmp_path / "out.safetensors"
     if old:
         out_path.write_bytes(old)
     before = sorted(tmp_path.iterdir())
-    limit = 4096  # bytes that a file may have: less than out needs
+    limit = 4096  # the largest file, in bytes; out needs more
 
     def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -404,6 +341,22 @@ def test_bench_of_an_unknown_kernel_writes_nothing(tmp_path: Path) -> None:
     done = run_tool("bench", "select/falling", "--kernel", "nonsense", "--json", path)
     assert done.returncode == 2 and "nonsense" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_bench_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text("old")
+    arguments = [TOOL, "bench", "forward/dense", "--json", path]
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as bench:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(list(tmp_path.iterdir())) == 2  # the temporary file
+        bench.send_signal(number)
+        assert bench.wait(timeout=60) == -number
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "old"
 
 
 @pytest.mark.parametrize("command", ["check", "bench"])

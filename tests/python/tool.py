@@ -1,4 +1,4 @@
-"""Runs the `fdma` command and makes its input files."""
+"""Runs the `fdma` command, and makes input files for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = ROOT / "examples" / "data" / "minilm.safetensors"
 
 
 def run_tool(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs `fdma` with the arguments; a crash is never an answer."""
+    """Runs `fdma` with the arguments; asserts that it did not crash."""
     done = subprocess.run(
         [TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
     )
@@ -26,7 +26,7 @@ def run_tool(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
 
 
 def refusal(*arguments: str | Path, code: int = 2, **options: Any) -> str:
-    """The one line of a run that must fail with `code`."""
+    """Runs `fdma`, which must fail with `code` and one line on stderr; returns the line."""
     done = run_tool(*arguments, **options)
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
@@ -35,7 +35,7 @@ def refusal(*arguments: str | Path, code: int = 2, **options: Any) -> str:
 
 
 def attend_json(*arguments: str | Path) -> dict[str, Any]:
-    """The JSON object of a successful `fdma attend`."""
+    """Runs `fdma attend --json`, which must succeed; returns the object that it prints."""
     done = run_tool("attend", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -43,7 +43,7 @@ def attend_json(*arguments: str | Path) -> dict[str, Any]:
 
 
 def pack(header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file of any header, right or wrong."""
+    """The bytes of a safetensors file with this header, which may be malformed."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -57,7 +57,7 @@ def make_inputs(
     kv_heads: int = 2,
     head_dim: int = 16,
 ) -> dict[str, np.ndarray]:
-    """Random q, k, v, score, float32, in the tool's layout."""
+    """Random q, k, v and score in float32, shaped as `fdma attend` expects."""
     random = np.random.default_rng(seed)
     shapes = {
         "q": (batch, q_len, q_heads, head_dim),

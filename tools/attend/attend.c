@@ -1,5 +1,5 @@
-/* `fdma attend`: attention on the tensors of a file, dense and selected, and what selecting costs.
- */
+/* `fdma attend`: attention on the tensors of a file, over all keys and over the best of them, and
+ * what the selection changes. */
 #include "attend/attend.h"
 
 #include "commands.h"
@@ -7,6 +7,7 @@
 #include "common/options.h"
 #include "common/output.h"
 #include "common/safetensors.h"
+#include "common/text.h"
 
 #include <errno.h>
 #include <stddef.h>
@@ -17,57 +18,60 @@ static const char *const scope_words[] = {"causal", "global", NULL}; // from FDM
 static const char *const bias_words[] = {"exp", "linear", "none", NULL}; // fdma_bias_form
 static const char *const dtype_words[] = {"f32", "f16", "bf16", NULL};   // fdma_dtype - 1
 
-static const option_row rows[] = {
-    {"--window", "N", "keys that a query keeps", NULL, offsetof(attend_options, window),
-     OPTION_COUNT, 1},
+static const option option_table[] = {
+    {"--window", "N", "how many keys each query keeps", NULL, offsetof(attend_options, window),
+     OPTION_COUNT, true},
     {"--causal", NULL, "a query sees only the keys up to its own position", NULL,
-     offsetof(attend_options, causal), OPTION_FLAG, 0},
+     offsetof(attend_options, causal), OPTION_FLAG, false},
     {"--scope", "S",
      "causal: each query ranks the keys up to its own (default with --causal);\n"
      "global: one ranking for all queries (default without)",
-     scope_words, offsetof(attend_options, scope), OPTION_CHOICE, 0},
+     scope_words, offsetof(attend_options, scope), OPTION_CHOICE, false},
     {"--bias", "B",
-     "what a key's score z adds to its logits: none, linear (z) or\n"
-     "exp (exp(z), the default)",
-     bias_words, offsetof(attend_options, bias), OPTION_CHOICE, 0},
-    {"--scale", "X", "factor of the logits (default 1 / sqrt(head_dim))", NULL,
-     offsetof(attend_options, scale), OPTION_NUMBER, 0},
-    {"--softcap", "X", "c: logits become c * tanh(logit / c) (default 0: off)", NULL,
-     offsetof(attend_options, softcap), OPTION_NUMBER, 0},
-    {"--dtype", "D", "f32, f16 or bf16: converts q, k and v (default: as in the file)", dtype_words,
-     offsetof(attend_options, dtype), OPTION_CHOICE, 0},
-    {"--kernel", "NAME", "a kernel of `fdma info`, or the beginning of its name up to a '/'", NULL,
-     offsetof(attend_options, kernel), OPTION_TEXT, 0},
+     "what is added to a key's logits: exp (exp(z) of its score z, the\n"
+     "default), linear (z) or none",
+     bias_words, offsetof(attend_options, bias), OPTION_CHOICE, false},
+    {"--scale", "X", "multiplies the logits (default 1 / sqrt(head_dim))", NULL,
+     offsetof(attend_options, scale), OPTION_NUMBER, false},
+    {"--softcap", "X", "replaces a logit s by X * tanh(s / X) (default 0: off)", NULL,
+     offsetof(attend_options, softcap), OPTION_NUMBER, false},
+    {"--dtype", "D", "f32, f16 or bf16: q, k and v are converted (default: as in the file)",
+     dtype_words, offsetof(attend_options, dtype), OPTION_CHOICE, false},
+    {"--kernel", "NAME", "a kernel that fdma info lists, or its name up to a '/'", NULL,
+     offsetof(attend_options, kernel), OPTION_TEXT, false},
     {"--device", "D",
-     "cpu (default), cuda, or the device of that number; the reference stays\n"
-     "on the CPU",
-     NULL, offsetof(attend_options, where), OPTION_TEXT, 0},
-    {"--threads", "N", "CPU threads (default: as many as OpenMP would use)", NULL,
-     offsetof(attend_options, threads), OPTION_COUNT, 0},
-    {"--out", "FILE", "write `out` and `lse` of the selected attention, as safetensors", NULL,
-     offsetof(attend_options, out), OPTION_TEXT, 0},
+     "where to run: cpu (default), cuda, or a number; the reference always\n"
+     "runs on the CPU",
+     NULL, offsetof(attend_options, where), OPTION_TEXT, false},
+    {"--threads", "N", "CPU threads, at most (default: OMP_NUM_THREADS, or one per core)", NULL,
+     offsetof(attend_options, threads), OPTION_COUNT, false},
+    {"--out", "FILE", "write out and lse of the attention over the kept keys, as safetensors", NULL,
+     offsetof(attend_options, out), OPTION_TEXT, false},
     {"--json", NULL, "print one JSON object instead of the report", NULL,
-     offsetof(attend_options, json), OPTION_FLAG, 0},
+     offsetof(attend_options, json), OPTION_FLAG, false},
 };
 
 static const command_line command = {
     .name = "fdma attend",
-    .about = "Runs attention over all keys and over the N best, and shows what that changes.",
-    .more = "FILE holds q [batch, q_len, q_heads, head_dim], k and v [batch, kv_len, kv_heads,\n"
-            "head_dim], and either score [batch, kv_heads, kv_len] or dt_proj [kv_heads,\n"
-            "kv_heads * head_dim] and a [kv_heads]; floating point; other tensors are ignored.\n"
-            "\n"
-            "Times are medians of up to 25 runs. The difference from the reference is taken\n"
-            "on sampled queries where the input is long; the report says so.\n",
+    .about = "Runs attention over all keys and over the N best, and shows the difference.",
+    .more =
+        "FILE holds q [batch, q_len, q_heads, head_dim], k and v [batch, kv_len, kv_heads,\n"
+        "head_dim], and either score [batch, kv_heads, kv_len] or dt_proj [kv_heads,\n"
+        "kv_heads * head_dim] and a [kv_heads], all floating point; other tensors are ignored.\n"
+        "\n"
+        "Dense and selected attention run in turn, up to 25 times. For long inputs only some\n"
+        "queries are compared with the reference; the report says how many. If FILE of --out is "
+        "the file or\n"
+        "pipe that standard output goes to, the report goes to standard error.\n",
     .operand = "FILE.safetensors",
     .operand_offset = offsetof(attend_options, file),
-    .operand_required = 1,
-    .row_count = sizeof rows / sizeof rows[0],
-    .rows = rows,
+    .operand_required = true,
+    .option_count = sizeof option_table / sizeof option_table[0],
+    .options = option_table,
 };
 
-static int complain(const char *path) {
-    fprintf(stderr, "fdma attend: %s: cannot be written: %s\n", path, strerror(errno));
+static int refuse(const char *path) {
+    print_error("fdma attend: %s: cannot be written: %s", path, strerror(errno));
     return EXIT_FAILED;
 }
 
@@ -75,32 +79,34 @@ static int write_results(const char *path, const attend_results *results) {
     static const char *const names[] = {"out", "lse"};
     const fdma_tensor tensors[] = {results->out, results->lse};
     output_file output;
-    if (open_output(path, &output))
-        return complain(path);
-    if (safetensors_write(output.stream, 2, names, tensors)) {
+    if (open_output(path, &output) != 0)
+        return refuse(path);
+    if (safetensors_write(output.stream, 2, names, tensors) != 0) {
         abandon_output(&output);
-        return complain(path);
+        return refuse(path);
     }
-    return commit_output(&output) ? complain(path) : EXIT_DONE;
+    return commit_output(&output) != 0 ? refuse(path) : EXIT_DONE;
 }
 
 static int attend(const attend_options *options, attend_inputs *inputs, attend_results *results) {
     attend_summary summary = {0};
+    const bool shared = options->out != NULL && is_standard_output(options->out);
+    FILE *const stream = shared ? stderr : stdout; // of the report
     int code = read_inputs(options, inputs);
-    if (!code)
+    if (code == EXIT_DONE)
         code = run_attention(options, inputs, results);
-    if (!code)
+    if (code == EXIT_DONE)
         code = compare_with_reference(options, inputs, results, &summary.difference);
-    if (!code && options->out)
+    if (code == EXIT_DONE && options->out != NULL)
         code = write_results(options->out, results);
-    if (code)
+    if (code != EXIT_DONE)
         return code;
     summary.mass = measure_mass(results);
     summary.keys = count_kept_keys(options, results);
     if (options->json)
-        print_json_report(options, inputs, results, &summary);
+        print_json_report(stream, options, inputs, results, &summary);
     else
-        print_report(options, inputs, results, &summary);
+        print_report(stream, options, inputs, results, &summary);
     return EXIT_DONE;
 }
 
@@ -135,11 +141,11 @@ int attend_main(int argc, char **argv) {
     else
         options.scope += FDMA_SCOPE_CAUSAL; // the words begin with that one
     if (options.scope == FDMA_SCOPE_CAUSAL && !options.causal) {
-        fprintf(stderr, "fdma attend: --scope causal wants --causal\n");
+        print_error("fdma attend: --scope causal wants --causal");
         return EXIT_USAGE;
     }
     if (options.threads > INT32_MAX) {
-        fprintf(stderr, "fdma attend: --threads is above %d\n", INT32_MAX);
+        print_error("fdma attend: --threads is above %d", INT32_MAX);
         return EXIT_USAGE;
     }
     options.device = find_device(command.name, options.where);

@@ -1,62 +1,73 @@
-/* The parts of `fdma attend`: read the inputs, run dense and selected, compare with the reference,
- * report, write. */
+/* What the steps of `fdma attend` share: options, inputs and results. */
 #ifndef FDMA_TOOLS_ATTEND_ATTEND_H
 #define FDMA_TOOLS_ATTEND_ATTEND_H
 
+#include "common/timing.h"
 #include "fdma.h"
+
+#include <stdbool.h>
+#include <stdio.h>
 
 typedef struct attend_options {
     const char *file;
     const char *kernel; /* NULL: the fastest */
     const char *out;    /* NULL: nothing is written */
-    const char *where;  /* NULL: the CPU */
+    const char *where;  /* value of --device; NULL: the CPU */
     int64_t window;
     int64_t threads;
     double scale;
     double softcap;
-    int causal;
-    int scope; /* fdma_scope; -1: by causal */
-    int bias;  /* fdma_bias_form */
-    int dtype; /* fdma_dtype - 1; -1: as in the file */
-    int json;
-    int32_t device; /* what `where` means */
+    bool causal;
+    bool json;
+    int scope;      /* fdma_scope; while options are read an index of the words, -1: by `causal` */
+    int bias;       /* fdma_bias_form */
+    int dtype;      /* fdma_dtype - 1; -1: as in the file */
+    int32_t device; /* fdma_exec.device */
 } attend_options;
 
-/* Contiguous tensors in the dtype that runs; score or both of dt_proj and a, the others absent. */
+/* Contiguous tensors in the dtype that runs. Either score or both of dt_proj and a are there. */
 typedef struct attend_inputs {
     fdma_tensor q, k, v;
     fdma_tensor score;
     fdma_tensor dt_proj, a;
 } attend_inputs;
 
+/* Milliseconds. Dense and selected runs alternate; sample n of each is of the same round. */
+typedef struct attend_times {
+    samples score;    /* empty if the file has the scores */
+    samples select;   /* selection alone */
+    samples selected; /* selection and attention over the kept keys */
+    samples dense;    /* attention over all visible keys */
+} attend_times;
+
 typedef struct attend_results {
     fdma_tensor score, bias;
     fdma_selection selection;
-    fdma_tensor out, lse;             /* of the kept keys */
-    fdma_tensor dense_out, dense_lse; /* of all visible keys, with the same bias */
-    const char *kernel;
-    double score_ms; /* NaN where the file brings the scores */
-    double select_ms, selected_ms, dense_ms;
+    fdma_tensor out, lse;             /* over the kept keys */
+    fdma_tensor dense_out, dense_lse; /* over all visible keys, with the same bias */
+    const char *kernel;               /* that ran forward */
+    attend_times times;
 } attend_results;
 
-/* exp(lse selected - lse dense), the share of a row's dense attention that its kept keys carry. */
+/* Of each row exp(lse of the kept keys - lse of all visible keys): the sum of the dense
+ * probabilities of the keys that it keeps. */
 typedef struct attention_mass {
-    double mean, worst; /* NaN without rows */
+    double mean, worst; /* NaN if there are no rows */
     int64_t rows;       /* those that see a key */
     int64_t worst_batch, worst_head, worst_query;
 } attention_mass;
 
 typedef struct kept_keys {
-    double a_query;   /* mean over queries and kv heads */
+    double per_query; /* mean over queries and kv heads */
     double visible;   /* mean over queries */
-    double ever_kept; /* keys that any position keeps, mean over kv heads */
+    double ever_kept; /* keys that any query keeps, mean over kv heads */
 } kept_keys;
 
 typedef struct reference_difference {
-    double dense, selected; /* largest absolute difference of out; NaN where only one is NaN */
-    double step;            /* between values of out's dtype at its largest magnitude */
+    double dense, selected; /* largest absolute difference of out; NaN if only one is NaN */
+    double step;            /* rounding step of out's dtype at its largest magnitude */
     int64_t queries;        /* compared, of q_len */
-    int own_selection;      /* the reference selected for itself */
+    bool own_selection;     /* the reference made its own selection */
 } reference_difference;
 
 typedef struct attend_summary {
@@ -65,19 +76,25 @@ typedef struct attend_summary {
     reference_difference difference;
 } attend_summary;
 
-/* Each returns 0, or an exit code after a line on stderr. */
+/* Each step returns 0, or an exit code after a line on stderr. */
+
+/*! read_inputs() - input.c: the tensors of the file, converted to the dtype that runs. */
 int read_inputs(const attend_options *options, attend_inputs *inputs);
+
+/*! run_attention() - run.c: scores, selection, attention over the kept and over all keys. */
 int run_attention(const attend_options *options, const attend_inputs *inputs,
                   attend_results *results);
+
+/*! compare_with_reference() - compare.c. */
 int compare_with_reference(const attend_options *options, const attend_inputs *inputs,
                            const attend_results *results, reference_difference *difference);
 
+/*! measure_mass(), count_kept_keys(), print_report(), print_json_report() - report.c. */
 attention_mass measure_mass(const attend_results *results);
 kept_keys count_kept_keys(const attend_options *options, const attend_results *results);
-
-void print_report(const attend_options *options, const attend_inputs *inputs,
+void print_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                   const attend_results *results, const attend_summary *summary);
-void print_json_report(const attend_options *options, const attend_inputs *inputs,
+void print_json_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                        const attend_results *results, const attend_summary *summary);
 
 #endif /* FDMA_TOOLS_ATTEND_ATTEND_H */

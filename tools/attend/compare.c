@@ -1,11 +1,12 @@
-/* `fdma attend` against the kernel "reference", in double precision, query by query: a query at
- * position p is the last query of the prefix of p + 1 keys. */
+/* Compares the results of `fdma attend` with the kernel "reference" in float64, query by query.
+ * Under causal masking the query at position p is the last one of the first p + 1 keys, its
+ * prefix. */
 #include "attend/attend.h"
 #include "commands.h"
 #include "common/arrays.h"
+#include "common/text.h"
 
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,25 +14,26 @@ typedef struct comparison {
     const attend_options *options;
     const attend_results *results;
     fdma_tensor q, k, v, bias; /* float64 */
-    fdma_tensor expiry;        /* over all keys */
-    fdma_tensor prefix_expiry; /* the same, clipped to a prefix */
+    fdma_tensor expiry;        /* of all keys */
+    fdma_tensor prefix_expiry; /* clipped to a prefix */
     fdma_tensor out;           /* float64 [batch, 1, q_heads, head_dim] */
     void *workspace;
     size_t workspace_size;
 } comparison;
 
-static int complain(const comparison *work) {
-    fprintf(stderr, "fdma attend: %s: reference: %s\n", work->options->file, fdma_last_error());
+static int refuse(const comparison *work) {
+    print_error("fdma attend: %s: reference: %s", work->options->file, fdma_last_error());
     return EXIT_USAGE;
 }
 
-/* The reference takes some nanoseconds for each multiply-add, so long inputs are sampled. */
+/* The reference takes some nanoseconds for each multiply-add: of long inputs, only some queries are
+ * compared. */
 static int64_t queries_to_compare(const attend_inputs *inputs) {
-    const double budget = 2.5e8;
+    const double budget = 2.5e8; // multiply-adds
     const double keys = (double)inputs->k.shape[1];
-    const double a_query =
+    const double per_query =
         2 * keys * (double)(inputs->q.shape[0] * inputs->q.shape[2]) * (double)inputs->q.shape[3];
-    const double queries = budget / a_query;
+    const double queries = budget / per_query;
     const int64_t q_len = inputs->q.shape[1];
     if (queries >= (double)q_len)
         return q_len;
@@ -44,8 +46,8 @@ static fdma_exec reference_exec(const comparison *work) {
                        .workspace_size = work->workspace_size};
 }
 
-/* The reference sorts every prefix, in time that grows with the square of kv_len. */
-static int reference_selects(const fdma_tensor *score) {
+/* The reference sorts every prefix, which takes time that grows with the square of kv_len. */
+static bool reference_selects(const fdma_tensor *score) {
     const double budget = 1e8;
     const double keys = (double)score->shape[2];
     return (double)(score->shape[0] * score->shape[1]) * keys * keys <= budget;
@@ -62,13 +64,13 @@ static int select_by_reference(comparison *work) {
         .exec = {.kernel = "reference"},
     };
     size_t bytes = 0;
-    if (fdma_select_workspace(&args, &bytes))
-        return complain(work);
+    if (fdma_select_workspace(&args, &bytes) != FDMA_OK)
+        return refuse(work);
     args.exec.workspace = allocate(bytes);
     args.exec.workspace_size = bytes;
     const fdma_status status = fdma_select(&args);
     free(args.exec.workspace);
-    return status ? complain(work) : 0;
+    return status != FDMA_OK ? refuse(work) : EXIT_DONE;
 }
 
 static fdma_tensor axis_slice(fdma_tensor tensor, int axis, int64_t first, int64_t length) {
@@ -80,7 +82,7 @@ static fdma_tensor axis_slice(fdma_tensor tensor, int axis, int64_t first, int64
     return tensor;
 }
 
-/* Keys kept beyond the prefix are kept to its end. */
+/* The expiry of the keys of a prefix: keys that outlive it are kept to its end. */
 static fdma_tensor clip_expiry(const comparison *work, int64_t prefix) {
     const int32_t *expiry = work->expiry.data;
     int32_t *clipped = work->prefix_expiry.data;
@@ -90,20 +92,20 @@ static fdma_tensor clip_expiry(const comparison *work, int64_t prefix) {
     return axis_slice(work->prefix_expiry, 2, 0, prefix);
 }
 
-/* The larger of two differences, where NaN is larger than every number. */
-static double larger(double one, double other) { return other > one || isnan(other) ? other : one; }
+/* NaN counts as larger than every number. */
+static double larger(double x, double y) { return y > x || isnan(y) ? y : x; }
 
-/* Largest difference between query `i` of `have` and the reference's row. */
-static double row_difference(const fdma_tensor *have, const fdma_tensor *want, int64_t i) {
-    const int64_t row = have->shape[2] * have->shape[3];
+/* The largest difference of query `i` of out from the reference's out of that query. */
+static double query_difference(const fdma_tensor *out, const fdma_tensor *reference, int64_t i) {
+    const int64_t width = out->shape[2] * out->shape[3];
     double worst = 0;
-    for (int64_t b = 0; b < have->shape[0]; b++) {
-        for (int64_t x = 0; x < row; x++) {
-            const double h =
-                load_element(have->data, have->dtype, (b * have->shape[1] + i) * row + x);
-            const double w = load_element(want->data, want->dtype, b * row + x);
-            const int equal = h == w || (isnan(h) && isnan(w)); // inf - inf is NaN
-            worst = larger(worst, equal ? 0 : fabs(h - w));
+    for (int64_t b = 0; b < out->shape[0]; b++) {
+        for (int64_t c = 0; c < width; c++) {
+            const int64_t at = (b * out->shape[1] + i) * width + c;
+            const double x = load_element(out->data, out->dtype, at);
+            const double y = load_element(reference->data, reference->dtype, b * width + c);
+            const bool equal = x == y || (isnan(x) && isnan(y)); // inf - inf is NaN
+            worst = larger(worst, equal ? 0 : fabs(x - y));
         }
     }
     return worst;
@@ -132,50 +134,51 @@ static int compare_query(const comparison *work, int64_t i, reference_difference
         .causal = work->options->causal,
         .exec = reference_exec(work),
     };
-    memset(work->out.data, 0, (size_t)element_count(&work->out) * sizeof(double)); // empty rows
-    if (fdma_forward(&args))
-        return complain(work);
+    memset(work->out.data, 0,
+           (size_t)element_count(&work->out) * sizeof(double)); // where prefix is 0
+    if (fdma_forward(&args) != FDMA_OK)
+        return refuse(work);
     difference->dense =
-        larger(difference->dense, row_difference(&work->results->dense_out, &work->out, i));
+        larger(difference->dense, query_difference(&work->results->dense_out, &work->out, i));
     args.selection = &selection;
-    if (fdma_forward(&args))
-        return complain(work);
+    if (fdma_forward(&args) != FDMA_OK)
+        return refuse(work);
     difference->selected =
-        larger(difference->selected, row_difference(&work->results->out, &work->out, i));
-    return 0;
+        larger(difference->selected, query_difference(&work->results->out, &work->out, i));
+    return EXIT_DONE;
 }
 
 static int compare_queries(const comparison *work, reference_difference *difference) {
     const int64_t q_len = work->q.shape[1];
     const int64_t last = difference->queries - 1;
     for (int64_t sample = 0; sample <= last; sample++) {
-        // evenly spaced, the first and the last query among them
+        // evenly spaced, with the first and the last query
         const int64_t i =
             last == 0 ? 0 : (int64_t)((double)sample * (double)(q_len - 1) / (double)last);
         const int code = compare_query(work, i, difference);
-        if (code)
+        if (code != EXIT_DONE)
             return code;
     }
-    return 0;
+    return EXIT_DONE;
 }
 
 static void prepare(const attend_inputs *inputs, const attend_results *results, comparison *work) {
     const int64_t *q = inputs->q.shape;
-    const int64_t row[] = {q[0], 1, q[2], q[3]};
+    const int64_t one_query[] = {q[0], 1, q[2], q[3]};
     const fdma_tensor *expiry = &results->selection.expiry;
     work->q = convert_array(&inputs->q, FDMA_FLOAT64);
     work->k = convert_array(&inputs->k, FDMA_FLOAT64);
     work->v = convert_array(&inputs->v, FDMA_FLOAT64);
     if (results->bias.rank > 0)
         work->bias = convert_array(&results->bias, FDMA_FLOAT64);
-    work->out = allocate_array(FDMA_FLOAT64, 4, row);
+    work->out = allocate_array(FDMA_FLOAT64, 4, one_query);
     work->expiry = allocate_array(FDMA_INT32, 3, expiry->shape);
     work->prefix_expiry = allocate_array(FDMA_INT32, 3, expiry->shape);
     memcpy(work->expiry.data, expiry->data, (size_t)element_count(expiry) * sizeof(int32_t));
 }
 
-/* The workspace of one query over all keys serves every prefix. */
-static int take_workspace(comparison *work) {
+/* The workspace of one query over all keys is enough for every prefix. */
+static int allocate_workspace(comparison *work) {
     const fdma_forward_args args = {
         .size = sizeof args,
         .q = axis_slice(work->q, 1, 0, 1),
@@ -185,21 +188,19 @@ static int take_workspace(comparison *work) {
         .out = work->out,
         .exec = {.kernel = "reference"},
     };
-    if (fdma_forward_workspace(&args, &work->workspace_size))
-        return complain(work);
+    if (fdma_forward_workspace(&args, &work->workspace_size) != FDMA_OK)
+        return refuse(work);
     work->workspace = allocate(work->workspace_size);
-    return 0;
+    return EXIT_DONE;
 }
 
-/* The distance between neighbours of a floating dtype where `out` is largest: what a difference is
- * to be seen against. */
-static double rounding_step(const fdma_tensor *out) {
-    const int fraction_bits = out->dtype == FDMA_FLOAT32 ? 23 : out->dtype == FDMA_FLOAT16 ? 10 : 7;
+/* The rounding step of out's dtype where out is largest, for comparison with the difference. */
+static double largest_step(const fdma_tensor *out) {
     const int64_t count = element_count(out);
     double largest = 0;
     for (int64_t x = 0; x < count; x++)
         largest = fmax(largest, fabs(load_element(out->data, out->dtype, x))); // ignores NaN
-    return largest > 0 ? ldexp(1, ilogb(largest) - fraction_bits) : 0;
+    return largest > 0 && isfinite(largest) ? rounding_step(out->dtype, largest) : 0;
 }
 
 int compare_with_reference(const attend_options *options, const attend_inputs *inputs,
@@ -209,12 +210,12 @@ int compare_with_reference(const attend_options *options, const attend_inputs *i
     *difference = (reference_difference){
         .queries = queries_to_compare(inputs),
         .own_selection = reference_selects(&results->score),
-        .step = rounding_step(&results->dense_out),
+        .step = largest_step(&results->dense_out),
     };
-    int code = difference->own_selection ? select_by_reference(&work) : 0;
-    if (!code)
-        code = take_workspace(&work);
-    if (!code)
+    int code = difference->own_selection ? select_by_reference(&work) : EXIT_DONE;
+    if (code == EXIT_DONE)
+        code = allocate_workspace(&work);
+    if (code == EXIT_DONE)
         code = compare_queries(&work, difference);
     void *const owned[] = {work.q.data,
                            work.k.data,

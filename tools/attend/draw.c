@@ -1,39 +1,39 @@
-/* See draw.h. A cell stands for a rectangle of (query, key) pairs; its shade for how many of them
- * are kept. */
+/* See attend/draw.h. A character covers a rectangle of (query, key) pairs, and its shade shows how
+ * many of them are kept. */
 #include "attend/draw.h"
 
 #include <inttypes.h>
 
-// without causal masking all lines are alike: a few show that
+// without causal masking all lines are the same, and a few of them are enough
 enum { COLUMNS = 72, CAUSAL_LINES = 20, ALIKE_LINES = 5, LABEL = 7 };
 
 static const struct {
-    double above; /* share of the cell's pairs that are kept */
+    double above; /* fraction of its pairs that are kept */
     const char *glyph;
 } shades[] = {{0.75, "█"}, {0.5, "▓"}, {0.25, "▒"}, {0.0, "░"}};
 
 int64_t live_queries(const fdma_selection *selection, int64_t j, int32_t expiry, int64_t q_len,
-                     int causal, int64_t first, int64_t count) {
+                     bool causal, int64_t first, int64_t count) {
     if (expiry <= j)
         return 0;
     if (!causal)
         return count;
-    const int64_t offset = selection->kv_len - q_len; // of positions against queries
+    const int64_t offset = selection->kv_len - q_len; // position of query 0
     const int64_t begin = j > first + offset ? j : first + offset;
     const int64_t last = first + count + offset;
     const int64_t end = expiry < last ? expiry : last;
     return end > begin ? end - begin : 0;
 }
 
-static const char *shade_of(double share) {
+static const char *shade_of(double fraction) {
     for (size_t s = 0; s < sizeof shades / sizeof shades[0]; s++) {
-        if (share > shades[s].above)
+        if (fraction > shades[s].above)
             return shades[s].glyph;
     }
     return " ";
 }
 
-static void draw_line(FILE *stream, const fdma_selection *selection, int64_t q_len, int causal,
+static void draw_line(FILE *stream, const fdma_selection *selection, int64_t q_len, bool causal,
                       int64_t first, int64_t count) {
     const int32_t *expiry = selection->expiry.data;
     const int64_t kv_len = selection->kv_len;
@@ -58,7 +58,7 @@ static void draw_key_axis(FILE *stream, int64_t kv_len) {
         fprintf(stream, "%*s%-*d%s\n", LABEL, "", (int)columns - used, 0, last);
 }
 
-void draw_selection(FILE *stream, const fdma_selection *selection, int64_t q_len, int causal) {
+void draw_selection(FILE *stream, const fdma_selection *selection, int64_t q_len, bool causal) {
     const int64_t kv_len = selection->kv_len;
     const int64_t most = causal ? CAUSAL_LINES : ALIKE_LINES;
     const int64_t lines = q_len < most ? q_len : most;
@@ -69,8 +69,7 @@ void draw_selection(FILE *stream, const fdma_selection *selection, int64_t q_len
         const int64_t end = (line + 1) * q_len / lines;
         draw_line(stream, selection, q_len, causal, first, end - first);
     }
-    fprintf(stream, "%*sa cell: %.3g queries x %.3g keys\n", LABEL, "",
+    fprintf(stream, "%*sa character covers %.3g queries x %.3g keys\n", LABEL, "",
             (double)q_len / (double)lines, (double)kv_len / (double)columns);
-    fprintf(stream, "%*sits shade: how many of its pairs are kept: ", LABEL, "");
-    fputs("░ some ▒ > 1/4 ▓ > 1/2 █ > 3/4\n", stream);
+    fprintf(stream, "%*s of which are kept: ░ some ▒ > 1/4 ▓ > 1/2 █ > 3/4\n", LABEL - 1, "");
 }

@@ -1,12 +1,12 @@
-/* What `fdma attend` has to say. */
+/* The report of `fdma attend`, as text and as JSON. */
 #include "attend/attend.h"
 #include "attend/draw.h"
 #include "common/arrays.h"
 #include "common/json.h"
+#include "common/text.h"
 
 #include <inttypes.h>
 #include <math.h>
-#include <stdio.h>
 
 static const char *scope_name(int scope) {
     return scope == FDMA_SCOPE_CAUSAL ? "causal" : "global";
@@ -28,10 +28,10 @@ attention_mass measure_mass(const attend_results *results) {
     for (int64_t row = 0; row < rows; row++) {
         if (dense[row] == -INFINITY)
             continue; // sees no key
-        const double share = exp((double)selected[row] - (double)dense[row]);
-        sum += share;
-        if (mass.rows == 0 || share < mass.worst || isnan(share)) {
-            mass.worst = share;
+        const double kept = exp((double)selected[row] - (double)dense[row]);
+        sum += kept;
+        if (mass.rows == 0 || kept < mass.worst || isnan(kept)) {
+            mass.worst = kept;
             mass.worst_batch = row / (shape[1] * shape[2]);
             mass.worst_head = row / shape[2] % shape[1];
             mass.worst_query = row % shape[2];
@@ -49,124 +49,175 @@ kept_keys count_kept_keys(const attend_options *options, const attend_results *r
     const int64_t kv_len = selection->kv_len;
     const int64_t q_len = results->out.shape[1];
     const int64_t heads = selection->expiry.shape[0] * selection->expiry.shape[1];
+    const bool causal = options->causal;
     kept_keys keys = {0};
     for (int64_t head = 0; head < heads; head++) {
         for (int64_t j = 0; j < kv_len; j++) {
             const int32_t end = expiry[head * kv_len + j];
-            keys.a_query +=
-                (double)live_queries(selection, j, end, q_len, options->causal, 0, q_len);
+            keys.per_query += (double)live_queries(selection, j, end, q_len, causal, 0, q_len);
             keys.ever_kept += end > j;
         }
     }
     for (int64_t j = 0; j < kv_len; j++)
-        keys.visible +=
-            (double)live_queries(selection, j, INT32_MAX, q_len, options->causal, 0, q_len);
-    keys.a_query /= (double)(heads * q_len);
+        keys.visible += (double)live_queries(selection, j, INT32_MAX, q_len, causal, 0, q_len);
+    keys.per_query /= (double)(heads * q_len);
     keys.ever_kept /= (double)heads;
     keys.visible /= (double)q_len;
     return keys;
 }
 
-static void print_input(const attend_options *options, const attend_inputs *inputs) {
+static void print_input(FILE *stream, const attend_options *options, const attend_inputs *inputs) {
     const int64_t *q = inputs->q.shape;
     const int64_t *k = inputs->k.shape;
-    printf("  input      %s\n", options->file);
-    printf("             q [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "], k and v [%" PRId64
-           ", %" PRId64 ", %" PRId64 ", %" PRId64 "], %s\n",
-           q[0], q[1], q[2], q[3], k[0], k[1], k[2], k[3], dtype_name(inputs->q.dtype));
-    printf("  attention  window %" PRId64 ", %s, %s ranking, bias %s", options->window,
-           options->causal ? "causal" : "every query sees every key",
-           options->scope == FDMA_SCOPE_CAUSAL ? "each query's own" : "one",
-           bias_name(options->bias));
+    fprintf(stream, "  input      ");
+    print_text(stream, options->file);
+    fprintf(stream,
+            "\n             q [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
+            "], k and v [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "], %s\n",
+            q[0], q[1], q[2], q[3], k[0], k[1], k[2], k[3], dtype_name(inputs->q.dtype));
+    fprintf(stream, "  attention  window %" PRId64 ", %s, %s scope, bias %s", options->window,
+            options->causal ? "causal" : "not causal", scope_name(options->scope),
+            bias_name(options->bias));
     if (options->softcap > 0)
-        printf(", softcap %g", options->softcap);
-    printf("\n");
+        fprintf(stream, ", softcap %g", options->softcap);
+    fprintf(stream, "\n");
 }
 
-static void print_times(const attend_results *results) {
-    printf("  kernel     %s\n", results->kernel);
-    if (!isnan(results->score_ms))
-        printf("  score      %.3f ms\n", results->score_ms);
-    printf("  dense      %.3f ms\n", results->dense_ms);
-    printf("  selected   %.3f ms (%.3f ms of them selection): %.1f times as fast\n",
-           results->selected_ms, results->select_ms, results->dense_ms / results->selected_ms);
+/* Other programs only ever make a run slower, so the fastest runs are the ones to compare. */
+static void print_time(FILE *stream, const char *name, const samples *times) {
+    fprintf(stream, "  %-10s fastest %.3f ms, median %.3f, slowest %.3f", name, quantile(times, 0),
+            median(times), quantile(times, 1));
 }
 
-static void print_difference(const reference_difference *difference, int64_t q_len,
+static double fastest_speedup(const attend_times *times) {
+    return quantile(&times->dense, 0) / quantile(&times->selected, 0);
+}
+
+static double median_speedup(const attend_times *times) {
+    return median(&times->dense) / median(&times->selected);
+}
+
+static void print_times(FILE *stream, const attend_results *results) {
+    const attend_times *times = &results->times;
+    fprintf(stream, "  kernel     %s, %d %s\n", results->kernel, times->dense.count,
+            times->dense.count == 1 ? "run" : "runs of dense and selected attention in turn");
+    if (times->score.count > 0) {
+        print_time(stream, "score", &times->score);
+        fprintf(stream, "\n");
+    }
+    print_time(stream, "dense", &times->dense);
+    fprintf(stream, "\n");
+    print_time(stream, "selected", &times->selected);
+    fprintf(stream, "; selection %.3f\n", quantile(&times->select, 0));
+    fprintf(stream, "  speedup    %.2f by the fastest runs, %.2f by the medians\n",
+            fastest_speedup(times), median_speedup(times));
+}
+
+static void print_difference(FILE *stream, const reference_difference *difference, int64_t q_len,
                              fdma_dtype dtype) {
-    printf("  reference  largest difference %.2g dense, %.2g selected", difference->dense,
-           difference->selected);
-    printf("; a step of %s is up to %.2g\n             ", dtype_name(dtype), difference->step);
+    fprintf(stream, "  reference  largest difference %.2g dense, %.2g selected", difference->dense,
+            difference->selected);
+    fprintf(stream, "; rounding step of %s %.2g\n             ", dtype_name(dtype),
+            difference->step);
     if (difference->queries == q_len)
-        printf("(over every query");
+        fprintf(stream, "(all queries compared");
     else
-        printf("(sampled: %" PRId64 " of %" PRId64 " queries", difference->queries, q_len);
-    printf(difference->own_selection ? ", selection included)\n"
-                                     : "; the selection is not compared)\n");
+        fprintf(stream, "(%" PRId64 " of %" PRId64 " queries compared", difference->queries, q_len);
+    fprintf(stream, difference->own_selection
+                        ? ", with the reference's selection)\n"
+                        : ", with the same selection: the reference would take too long)\n");
 }
 
-void print_report(const attend_options *options, const attend_inputs *inputs,
+void print_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                   const attend_results *results, const attend_summary *summary) {
     const attention_mass *mass = &summary->mass;
     const kept_keys *keys = &summary->keys;
     const int64_t q_len = inputs->q.shape[1];
-    printf("\n");
-    print_input(options, inputs);
-    print_times(results);
-    printf("  kept       %.1f of %.1f keys a query (%.1f %%); %.1f of %" PRId64
-           " keys are kept by some query\n",
-           keys->a_query, keys->visible, 100 * keys->a_query / keys->visible, keys->ever_kept,
-           results->selection.kv_len);
-    printf("  mass       the kept keys carry %.1f %% of the dense attention", 100 * mass->mean);
-    printf("; worst row %.1f %%", 100 * mass->worst);
-    printf(" (head %" PRId64 ", query %" PRId64 ")\n", mass->worst_head, mass->worst_query);
-    print_difference(&summary->difference, q_len, inputs->q.dtype);
-    if (options->out)
-        printf("  written    %s: out, lse\n", options->out);
-    printf("\n  which keys (across) each query (down) keeps, first head\n");
-    draw_selection(stdout, &results->selection, q_len, options->causal);
-    printf("\n");
+    fprintf(stream, "\n");
+    print_input(stream, options, inputs);
+    print_times(stream, results);
+    fprintf(stream,
+            "  kept       %.1f of %.1f visible keys per query (%.1f %%); %.1f of %" PRId64
+            " keys are kept by some query\n",
+            keys->per_query, keys->visible, 100 * keys->per_query / keys->visible, keys->ever_kept,
+            results->selection.kv_len);
+    fprintf(stream, "  mass       the kept keys have %.1f %% of the dense probability",
+            100 * mass->mean);
+    fprintf(stream, "; worst row %.1f %% (head %" PRId64 ", query %" PRId64 ")\n",
+            100 * mass->worst, mass->worst_head, mass->worst_query);
+    print_difference(stream, &summary->difference, q_len, inputs->q.dtype);
+    if (options->out != NULL) {
+        fprintf(stream, "  written    out and lse to ");
+        print_text(stream, options->out);
+        fprintf(stream, "\n");
+    }
+    fprintf(stream, "\n  keys (across) that each query (down) keeps, head 0\n");
+    draw_selection(stream, &results->selection, q_len, options->causal);
+    fprintf(stream, "\n");
 }
 
-static void json_field(const char *name, double number) {
-    printf(", \"%s\": ", name);
-    json_number(stdout, number);
+static void json_field(FILE *stream, const char *name, double number) {
+    fprintf(stream, ", \"%s\": ", name);
+    json_number(stream, number);
 }
 
-void print_json_report(const attend_options *options, const attend_inputs *inputs,
+/* NAME is the median, NAME_range the fastest and the slowest run. */
+static void json_times(FILE *stream, const char *name, const samples *times) {
+    json_field(stream, name, median(times));
+    fprintf(stream, ", \"%s_range\": [", name);
+    json_number(stream, quantile(times, 0));
+    fputs(", ", stream);
+    json_number(stream, quantile(times, 1));
+    fputs("]", stream);
+}
+
+static void json_options(FILE *stream, const attend_options *options, const attend_inputs *inputs,
+                         const attend_results *results) {
+    fprintf(stream, "{\"file\": ");
+    json_string(stream, options->file);
+    fprintf(stream, ", \"q\": ");
+    json_shape(stream, &inputs->q);
+    fprintf(stream, ", \"k\": ");
+    json_shape(stream, &inputs->k);
+    fprintf(stream, ", \"dtype\": \"%s\", \"window\": %" PRId64 ", \"causal\": ",
+            dtype_name(inputs->q.dtype), options->window);
+    json_bool(stream, options->causal);
+    fprintf(stream, ", \"scope\": \"%s\", \"bias\": \"%s\", \"kernel\": \"%s\"",
+            scope_name(options->scope), bias_name(options->bias), results->kernel);
+    json_field(stream, "scale",
+               options->scale > 0 ? options->scale : 1 / sqrt((double)inputs->q.shape[3]));
+    json_field(stream, "softcap", options->softcap);
+    fprintf(stream, ", \"threads\": %" PRId64, options->threads);
+}
+
+void print_json_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                        const attend_results *results, const attend_summary *summary) {
     const attention_mass *mass = &summary->mass;
-    printf("{\"file\": ");
-    json_string(stdout, options->file);
-    printf(", \"q\": ");
-    json_shape(stdout, &inputs->q);
-    printf(", \"k\": ");
-    json_shape(stdout, &inputs->k);
-    printf(", \"dtype\": \"%s\", \"window\": %" PRId64 ", \"causal\": %s, \"scope\": \"%s\"",
-           dtype_name(inputs->q.dtype), options->window, options->causal ? "true" : "false",
-           scope_name(options->scope));
-    printf(", \"bias\": \"%s\", \"kernel\": \"%s\"", bias_name(options->bias), results->kernel);
-    json_field("scale", options->scale > 0 ? options->scale : 1 / sqrt((double)inputs->q.shape[3]));
-    json_field("softcap", options->softcap);
-    printf(", \"threads\": %" PRId64, options->threads);
-    json_field("score_ms", results->score_ms);
-    json_field("dense_ms", results->dense_ms);
-    json_field("select_ms", results->select_ms);
-    json_field("selected_ms", results->selected_ms);
-    json_field("keys_a_query", summary->keys.a_query);
-    json_field("keys_visible", summary->keys.visible);
-    json_field("keys_ever_kept", summary->keys.ever_kept);
-    json_field("mass_mean", mass->mean);
-    json_field("mass_worst", mass->worst);
-    printf(", \"mass_worst_row\": [%" PRId64 ", %" PRId64 ", %" PRId64 "]", mass->worst_batch,
-           mass->worst_head, mass->worst_query);
-    json_field("difference_dense", summary->difference.dense);
-    json_field("difference_selected", summary->difference.selected);
-    json_field("output_step", summary->difference.step);
-    printf(", \"queries_compared\": %" PRId64 ", \"sampled\": %s", summary->difference.queries,
-           summary->difference.queries < inputs->q.shape[1] ? "true" : "false");
-    printf(", \"reference_selected\": %s, \"out\": ",
-           summary->difference.own_selection ? "true" : "false");
-    json_string(stdout, options->out);
-    printf("}\n");
+    const attend_times *times = &results->times;
+    json_options(stream, options, inputs, results);
+    fprintf(stream, ", \"runs\": %d", times->dense.count);
+    json_times(stream, "score_ms", &times->score);
+    json_times(stream, "dense_ms", &times->dense);
+    json_times(stream, "select_ms", &times->select);
+    json_times(stream, "selected_ms", &times->selected);
+    json_field(stream, "speedup", fastest_speedup(times));
+    json_field(stream, "speedup_median", median_speedup(times));
+    json_field(stream, "keys_per_query", summary->keys.per_query);
+    json_field(stream, "keys_visible", summary->keys.visible);
+    json_field(stream, "keys_ever_kept", summary->keys.ever_kept);
+    json_field(stream, "mass_mean", mass->mean);
+    json_field(stream, "mass_worst", mass->worst);
+    fprintf(stream, ", \"mass_worst_row\": [%" PRId64 ", %" PRId64 ", %" PRId64 "]",
+            mass->worst_batch, mass->worst_head, mass->worst_query);
+    json_field(stream, "difference_dense", summary->difference.dense);
+    json_field(stream, "difference_selected", summary->difference.selected);
+    json_field(stream, "output_step", summary->difference.step);
+    fprintf(stream,
+            ", \"queries_compared\": %" PRId64 ", \"sampled\": ", summary->difference.queries);
+    json_bool(stream, summary->difference.queries < inputs->q.shape[1]);
+    fprintf(stream, ", \"reference_selected\": ");
+    json_bool(stream, summary->difference.own_selection);
+    fprintf(stream, ", \"out\": ");
+    json_string(stream, options->out);
+    fprintf(stream, "}\n");
 }

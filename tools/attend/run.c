@@ -1,13 +1,13 @@
-/* The computation of `fdma attend`: scores, bias, selection, then attention dense and selected. */
+/* The computation of `fdma attend`: scores, bias, selection, then attention over all keys and over
+ * the kept ones. */
 #include "attend/attend.h"
+
 #include "commands.h"
 #include "common/arrays.h"
 #include "common/device.h"
-#include "common/timing.h"
+#include "common/text.h"
 
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 typedef struct attend_calls {
@@ -17,22 +17,18 @@ typedef struct attend_calls {
     fdma_forward_args dense;
 } attend_calls;
 
-static int complain(const attend_options *options) {
-    fprintf(stderr, "fdma attend: %s: %s\n", options->file, fdma_last_error());
+static int refuse(const attend_options *options) {
+    print_error("fdma attend: %s: %s", options->file, fdma_last_error());
     return EXIT_USAGE;
-}
-
-static fdma_exec exec_of(const attend_options *options) {
-    return (fdma_exec){
-        .kernel = options->kernel,
-        .device = options->device,
-        .threads = (int32_t)options->threads,
-    };
 }
 
 static void describe_calls(const attend_options *options, const attend_inputs *inputs,
                            attend_results *results, attend_calls *calls) {
-    const fdma_exec exec = exec_of(options);
+    const fdma_exec exec = {
+        .kernel = options->kernel,
+        .device = options->device,
+        .threads = (int32_t)options->threads,
+    };
     calls->score = (fdma_score_args){
         .size = sizeof calls->score,
         .v = inputs->v,
@@ -70,7 +66,7 @@ static void describe_calls(const attend_options *options, const attend_inputs *i
     calls->selected.selection = &results->selection;
 }
 
-/* Shapes only: what the calls refuse is refused before memory is taken. */
+/* Sets shapes only, so that a call that would be refused is refused before memory is allocated. */
 static void shape_results(const attend_options *options, const attend_inputs *inputs,
                           attend_results *results) {
     const int64_t *q = inputs->q.shape;
@@ -89,90 +85,110 @@ static void shape_results(const attend_options *options, const attend_inputs *in
         .kv_len = k[1],
         .scope = (fdma_scope)options->scope,
     };
-    if (options->device) // kernels there want it
+    if (options->device > 0) // where forward needs slots
         results->selection.slot = results->selection.expiry;
 }
 
+enum { INPUTS = 5, RESULTS = 8 };
+
+typedef struct result_tensors {
+    fdma_tensor *tensors[RESULTS];
+} result_tensors;
+
+static result_tensors tensors_of(attend_results *results) {
+    return (result_tensors){{&results->score, &results->bias, &results->out, &results->lse,
+                             &results->dense_out, &results->dense_lse, &results->selection.expiry,
+                             &results->selection.slot}};
+}
+
 static void allocate_results(attend_results *results) {
-    fdma_tensor *const owned[] = {
-        &results->score,
-        &results->bias,
-        &results->out,
-        &results->lse,
-        &results->dense_out,
-        &results->dense_lse,
-        &results->selection.expiry,
-        &results->selection.slot,
-    };
-    for (size_t t = 0; t < sizeof owned / sizeof owned[0]; t++) {
-        if (owned[t]->rank > 0)
-            *owned[t] = allocate_array(owned[t]->dtype, owned[t]->rank, owned[t]->shape);
+    const result_tensors owned = tensors_of(results);
+    for (int t = 0; t < RESULTS; t++) {
+        fdma_tensor *tensor = owned.tensors[t];
+        if (tensor->rank > 0)
+            *tensor = allocate_array(tensor->dtype, tensor->rank, tensor->shape);
     }
 }
 
 /* Asks every call for its workspace, which checks all arguments; *bytes is the largest. */
 static int check_calls(const attend_options *options, const attend_calls *calls, size_t *bytes) {
     size_t want[4] = {0};
-    const int scores = calls->score.dt_proj.rank > 0;
-    if ((scores && fdma_score_workspace(&calls->score, &want[0])) ||
-        fdma_select_workspace(&calls->select, &want[1]) ||
-        fdma_forward_workspace(&calls->selected, &want[2]) ||
-        fdma_forward_workspace(&calls->dense, &want[3]))
-        return complain(options);
+    const bool scores = calls->score.dt_proj.rank > 0;
+    if ((scores && fdma_score_workspace(&calls->score, &want[0]) != FDMA_OK) ||
+        fdma_select_workspace(&calls->select, &want[1]) != FDMA_OK ||
+        fdma_forward_workspace(&calls->selected, &want[2]) != FDMA_OK ||
+        fdma_forward_workspace(&calls->dense, &want[3]) != FDMA_OK)
+        return refuse(options);
     for (int call = 0; call < 4; call++)
         *bytes = want[call] > *bytes ? want[call] : *bytes;
-    return 0;
+    return EXIT_DONE;
 }
 
-/* The bias of scores that the file brings. */
-static void fill_bias(const attend_options *options, const attend_results *results) {
-    if (results->bias.rank == 0)
-        return;
-    const float *score = results->score.data;
-    float *bias = results->bias.data;
-    const int64_t count = element_count(&results->score);
-    for (int64_t key = 0; key < count; key++)
-        bias[key] = options->bias == FDMA_BIAS_EXP ? expf(score[key]) : score[key];
+/* Scores that the file has, and their bias. */
+static void fill_scores(const attend_options *options, const attend_inputs *inputs,
+                        const attend_results *results) {
+    const int64_t count = element_count(&inputs->score);
+    const float *given = inputs->score.data;
+    float *score = results->score.data, *bias = results->bias.data;
+    for (int64_t key = 0; key < count; key++) {
+        score[key] = given[key];
+        if (bias != NULL)
+            bias[key] = options->bias == FDMA_BIAS_EXP ? expf(given[key]) : given[key];
+    }
 }
 
-static fdma_status call_score(const attend_calls *calls) { return fdma_score(&calls->score); }
-static fdma_status call_select(const attend_calls *calls) { return fdma_select(&calls->select); }
-static fdma_status call_selected(const attend_calls *calls) {
-    return fdma_forward(&calls->selected);
-}
-static fdma_status call_dense(const attend_calls *calls) { return fdma_forward(&calls->dense); }
-
-/* Runs a call until 25 samples or a second have passed; its median time, NaN where it failed. */
-static double time_call(fdma_status (*call)(const attend_calls *), const attend_calls *calls) {
-    enum { RUNS = 25, ENOUGH_MS = 1000 };
+/* One round: the whole selected attention, then the dense one, so that what disturbs the machine
+ * for a while disturbs both. */
+static fdma_status time_round(const attend_calls *calls, bool scores, double ms[4]) {
     const int32_t device = calls->select.exec.device;
-    samples times = {.count = 0};
+    fdma_status status = FDMA_OK;
+    start_clock(device);
+    if (scores)
+        status = fdma_score(&calls->score);
+    ms[0] = stop_clock(device);
+    start_clock(device);
+    if (status == FDMA_OK)
+        status = fdma_select(&calls->select);
+    ms[1] = stop_clock(device);
+    start_clock(device);
+    if (status == FDMA_OK)
+        status = fdma_forward(&calls->selected);
+    ms[2] = stop_clock(device);
+    start_clock(device);
+    if (status == FDMA_OK)
+        status = fdma_forward(&calls->dense);
+    ms[3] = stop_clock(device);
+    return status;
+}
+
+/* Repeats rounds until there are 25 or time is up. The first one warms the machine up, and counts
+ * only if it is the only one. */
+static fdma_status time_rounds(const attend_calls *calls, bool scores, attend_times *times) {
+    enum { ROUNDS = 25, FEW_ROUNDS = 3, ENOUGH_MS = 1500, MOST_MS = 6000 };
     const double start = now_ms();
-    do {
-        start_clock(device);
-        if (call(calls) != FDMA_OK)
-            return (double)NAN;
-        add_sample(&times, stop_clock(device));
-    } while (times.count < RUNS && now_ms() - start < ENOUGH_MS);
-    return median(&times);
+    double elapsed = 0;
+    for (int round = 0; round <= ROUNDS; round++) {
+        const double limit = round <= FEW_ROUNDS ? MOST_MS : ENOUGH_MS;
+        if (round > 0 && elapsed >= limit)
+            break;
+        double ms[4];
+        const fdma_status status = time_round(calls, scores, ms);
+        if (status != FDMA_OK)
+            return status;
+        if (round == 1)
+            *times = (attend_times){.score = {.count = 0}};
+        if (scores)
+            add_sample(&times->score, ms[0]);
+        add_sample(&times->select, ms[1]);
+        add_sample(&times->selected, ms[1] + ms[2]);
+        add_sample(&times->dense, ms[3]);
+        elapsed = now_ms() - start;
+    }
+    return FDMA_OK;
 }
 
-static int run_calls(const attend_options *options, const attend_inputs *inputs,
-                     const attend_calls *calls, attend_results *results) {
-    results->score_ms = (double)NAN;
-    if (inputs->score.rank == 0 && isnan(results->score_ms = time_call(call_score, calls)))
-        return complain(options);
-    results->select_ms = time_call(call_select, calls);
-    results->selected_ms = results->select_ms + time_call(call_selected, calls);
-    results->dense_ms = time_call(call_dense, calls);
-    if (isnan(results->selected_ms) || isnan(results->dense_ms) ||
-        fdma_forward_kernel(&calls->selected, &results->kernel))
-        return complain(options);
-    return 0;
-}
-
-static int call_with_workspace(const attend_options *options, const attend_inputs *inputs,
-                               size_t bytes, attend_calls *calls, attend_results *results) {
+static int run_calls(const attend_options *options, const attend_inputs *inputs, size_t bytes,
+                     attend_calls *calls, attend_results *results) {
     void *workspace = device_allocate(options->device, bytes);
     fdma_exec *const execs[] = {&calls->score.exec, &calls->select.exec, &calls->selected.exec,
                                 &calls->dense.exec};
@@ -180,51 +196,38 @@ static int call_with_workspace(const attend_options *options, const attend_input
         execs[call]->workspace = workspace;
         execs[call]->workspace_size = bytes;
     }
-    const int code = run_calls(options, inputs, calls, results);
+    fdma_status status = time_rounds(calls, inputs->score.rank == 0, &results->times);
+    if (status == FDMA_OK)
+        status = fdma_forward_kernel(&calls->selected, &results->kernel);
+    const int code = status == FDMA_OK ? EXIT_DONE : refuse(options);
     device_free(options->device, workspace);
     return code;
 }
 
-enum { INPUTS = 5, RESULTS = 8 };
-
-/* Runs the calls where the tensors are: on a device on copies, whose results come back. */
-static int run_there(const attend_options *options, const attend_inputs *inputs, size_t bytes,
-                     attend_results *results) {
+/* Runs the calls on the device: on copies there, whose results come back. */
+static int run_on_device(const attend_options *options, const attend_inputs *inputs, size_t bytes,
+                         attend_results *results) {
     const int32_t device = options->device;
     attend_calls calls;
-    attend_inputs there = *inputs;
-    attend_results found = *results;
-    fdma_tensor *const given[INPUTS] = {&there.q, &there.k, &there.v, &there.dt_proj, &there.a};
-    fdma_tensor *const copies[RESULTS] = {&found.score,
-                                          &found.bias,
-                                          &found.out,
-                                          &found.lse,
-                                          &found.dense_out,
-                                          &found.dense_lse,
-                                          &found.selection.expiry,
-                                          &found.selection.slot};
-    fdma_tensor *const owned[RESULTS] = {&results->score,
-                                         &results->bias,
-                                         &results->out,
-                                         &results->lse,
-                                         &results->dense_out,
-                                         &results->dense_lse,
-                                         &results->selection.expiry,
-                                         &results->selection.slot};
+    attend_inputs inputs_there = *inputs;
+    attend_results results_there = *results;
+    fdma_tensor *const given[INPUTS] = {&inputs_there.q, &inputs_there.k, &inputs_there.v,
+                                        &inputs_there.dt_proj, &inputs_there.a};
+    const result_tensors copies = tensors_of(&results_there), owned = tensors_of(results);
     for (int t = 0; t < INPUTS; t++)
         *given[t] = device_copy_of(device, given[t]);
     for (int t = 0; t < RESULTS; t++)
-        *copies[t] = device_copy_of(device, owned[t]);
-    describe_calls(options, &there, &found, &calls);
-    const int code = call_with_workspace(options, &there, bytes, &calls, &found);
+        *copies.tensors[t] = device_copy_of(device, owned.tensors[t]);
+    describe_calls(options, &inputs_there, &results_there, &calls);
+    const int code = run_calls(options, &inputs_there, bytes, &calls, &results_there);
     for (int t = 0; t < INPUTS; t++)
         device_release(device, given[t]);
     for (int t = 0; t < RESULTS; t++) {
-        device_fetch(device, owned[t], copies[t]);
-        device_release(device, copies[t]);
-        *copies[t] = *owned[t];
+        device_fetch(device, owned.tensors[t], copies.tensors[t]);
+        device_release(device, copies.tensors[t]);
+        *copies.tensors[t] = *owned.tensors[t];
     }
-    *results = found;
+    *results = results_there;
     return code;
 }
 
@@ -235,13 +238,10 @@ int run_attention(const attend_options *options, const attend_inputs *inputs,
     shape_results(options, inputs, results);
     describe_calls(options, inputs, results, &calls);
     const int code = check_calls(options, &calls, &bytes);
-    if (code)
+    if (code != EXIT_DONE)
         return code;
     allocate_results(results);
-    if (inputs->score.rank > 0) {
-        memcpy(results->score.data, inputs->score.data,
-               (size_t)element_count(&inputs->score) * sizeof(float));
-        fill_bias(options, results);
-    }
-    return run_there(options, inputs, bytes, results);
+    if (inputs->score.rank > 0)
+        fill_scores(options, inputs, results);
+    return run_on_device(options, inputs, bytes, results);
 }

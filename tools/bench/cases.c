@@ -1,5 +1,6 @@
-/* What `fdma bench` runs; names are made from the rows. */
-#include "bench/bench.h"
+/* See bench/cases.h. The names of cases are made from the table. */
+#include "bench/cases.h"
+
 #include "common/arrays.h"
 
 #include <inttypes.h>
@@ -10,7 +11,7 @@
 #define SELECTED(dtype, kv_len, window)                                                            \
     {BENCH_FORWARD, dtype, ORDER_IID, 128, kv_len, window, 1, 1, 0}
 #define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1, 0}
-#define ROW(dtype, window, q_heads)                                                                \
+#define DECODE(dtype, window, q_heads)                                                             \
     {BENCH_FORWARD, dtype, ORDER_IID, 128, 131072, window, q_heads, 8, 1}
 #define LISTS(order, kv_len, window, q_heads, kv_heads)                                            \
     {BENCH_LISTS, FDMA_FLOAT32, order, 128, kv_len, window, q_heads, kv_heads, 0}
@@ -43,13 +44,13 @@ static const bench_case cases[] = {
     SELECTED(FDMA_BFLOAT16, 65536, 2048),
     {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
     {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
-    ROW(FDMA_FLOAT32, 0, 8),
-    ROW(FDMA_FLOAT32, 0, 32),
-    ROW(FDMA_FLOAT32, 2048, 8),
-    ROW(FDMA_FLOAT16, 0, 8),
-    ROW(FDMA_BFLOAT16, 0, 8),
-    ROW(FDMA_BFLOAT16, 0, 32),
-    ROW(FDMA_BFLOAT16, 2048, 8),
+    DECODE(FDMA_FLOAT32, 0, 8),
+    DECODE(FDMA_FLOAT32, 0, 32),
+    DECODE(FDMA_FLOAT32, 2048, 8),
+    DECODE(FDMA_FLOAT16, 0, 8),
+    DECODE(FDMA_BFLOAT16, 0, 8),
+    DECODE(FDMA_BFLOAT16, 0, 32),
+    DECODE(FDMA_BFLOAT16, 2048, 8),
     {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 64, 16, 0, 1, 1, 1},
     SELECT(ORDER_IID),
     SELECT(ORDER_DRIFT),
@@ -113,8 +114,8 @@ static const bench_case device_cases[] = {
     {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 2048, 32, 8, 0},
     {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 8, 8, 0},
     {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 32, 32, 0},
-    ROW(FDMA_BFLOAT16, 0, 32),
-    ROW(FDMA_BFLOAT16, 2048, 32),
+    DECODE(FDMA_BFLOAT16, 0, 32),
+    DECODE(FDMA_BFLOAT16, 2048, 32),
     {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 64, 16, 0, 1, 1, 1},
     DEVICE_FORWARD(ORDER_IID, 128, 8192, 0, 32, 8),
     DEVICE_FORWARD(ORDER_IID, 128, 32768, 0, 32, 8),
@@ -142,33 +143,36 @@ static const bench_case device_cases[] = {
 };
 
 int64_t bench_case_count(int32_t device) {
-    return device ? sizeof device_cases / sizeof device_cases[0] : sizeof cases / sizeof cases[0];
+    return device > 0 ? sizeof device_cases / sizeof device_cases[0]
+                      : sizeof cases / sizeof cases[0];
 }
 
 const bench_case *bench_case_at(int32_t device, int64_t index) {
-    return device ? &device_cases[index] : &cases[index];
+    return device > 0 ? &device_cases[index] : &cases[index];
 }
 
 enum { TINY_KEYS = 64 };
 
-int64_t bench_case_queries(const bench_case *row) { return row->q_len ? row->q_len : row->kv_len; }
+int64_t bench_case_queries(const bench_case *item) {
+    return item->q_len > 0 ? item->q_len : item->kv_len;
+}
 
-int64_t bench_case_tile(const bench_case *row) {
+int64_t bench_case_tile(const bench_case *item) {
     enum { TILE_ROWS = 512 };
-    return TILE_ROWS * row->kv_heads / row->q_heads;
+    return TILE_ROWS * item->kv_heads / item->q_heads;
 }
 
-int bench_case_reads(const bench_case *row) {
-    return row->operation == BENCH_SCORE || row->operation == BENCH_SCORE_BACKWARD ||
-           (row->q_len == 1 && row->kv_len > TINY_KEYS);
+bool bench_case_reads(const bench_case *item) {
+    return item->operation == BENCH_SCORE || item->operation == BENCH_SCORE_BACKWARD ||
+           (item->q_len == 1 && item->kv_len > TINY_KEYS);
 }
 
-static const char *form_of(const bench_case *row) {
-    if (row->operation != BENCH_FORWARD && row->operation != BENCH_BACKWARD)
+static const char *form_of(const bench_case *item) {
+    if (item->operation != BENCH_FORWARD && item->operation != BENCH_BACKWARD)
         return "";
-    if (row->q_len == 1)
-        return row->kv_len > TINY_KEYS ? "/row" : "/tiny";
-    return row->window > 0 ? "/selected" : "/dense";
+    if (item->q_len == 1)
+        return item->kv_len > TINY_KEYS ? "/row" : "/tiny";
+    return item->window > 0 ? "/selected" : "/dense";
 }
 
 static const char *const operations[] = {
@@ -181,50 +185,51 @@ static const char *const operations[] = {
     [BENCH_SCORE_BACKWARD] = "score_backward",
 };
 
-const char *bench_case_operation(const bench_case *row) {
-    return operations[row->operation == BENCH_ATTENTION ? BENCH_FORWARD : row->operation];
+const char *bench_case_operation(const bench_case *item) {
+    return operations[item->operation == BENCH_ATTENTION ? BENCH_FORWARD : item->operation];
 }
 
-void bench_case_name(const bench_case *row, char name[BENCH_NAME]) {
+void bench_case_name(const bench_case *item, char name[BENCH_NAME]) {
     static const char *const orders[] = {"iid",   "drift",    "rising", "falling",
                                          "equal", "sawtooth", "nan"};
     char form[32] = "";
     char heads[64] = "";
     char window[32] = "";
-    if (row->operation == BENCH_SELECT)
-        snprintf(form, sizeof form, "/%s", orders[row->order]);
-    else if (row->operation == BENCH_LISTS)
-        snprintf(form, sizeof form, "/%s/t%" PRId64, orders[row->order], bench_case_tile(row));
+    if (item->operation == BENCH_SELECT)
+        snprintf(form, sizeof form, "/%s", orders[item->order]);
+    else if (item->operation == BENCH_LISTS)
+        snprintf(form, sizeof form, "/%s/t%" PRId64, orders[item->order], bench_case_tile(item));
     else
-        snprintf(form, sizeof form, "%s%s%s/%s/d%" PRId64, form_of(row),
-                 row->order != ORDER_IID ? "/" : "",
-                 row->order != ORDER_IID ? orders[row->order] : "", dtype_name(row->dtype),
-                 row->head_dim);
-    if (row->window > 0)
-        snprintf(window, sizeof window, "/w%" PRId64, row->window);
-    if (row->q_heads > 1)
-        snprintf(heads, sizeof heads, "/h%" PRId64 "g%" PRId64, row->q_heads, row->kv_heads);
-    snprintf(name, BENCH_NAME, "%.14s%.31s/n%" PRId64 "%.20s%.14s", operations[row->operation],
-             form, row->kv_len, window, heads);
+        snprintf(form, sizeof form, "%s%s%s/%s/d%" PRId64, form_of(item),
+                 item->order != ORDER_IID ? "/" : "",
+                 item->order != ORDER_IID ? orders[item->order] : "", dtype_name(item->dtype),
+                 item->head_dim);
+    if (item->window > 0)
+        snprintf(window, sizeof window, "/w%" PRId64, item->window);
+    if (item->q_heads > 1)
+        snprintf(heads, sizeof heads, "/h%" PRId64 "g%" PRId64, item->q_heads, item->kv_heads);
+    snprintf(name, BENCH_NAME, "%.14s%.31s/n%" PRId64 "%.20s%.14s", operations[item->operation],
+             form, item->kv_len, window, heads);
 }
 
-/* Attention: 4 * head_dim * q_heads * sum over queries of the keys that they keep. */
-double bench_case_flops(const bench_case *row) {
-    const double len = (double)row->kv_len;
-    const double window = row->window > 0 && row->window < row->kv_len ? (double)row->window : len;
+/* Forward has 4 * head_dim operations for each query head, query and key that the query keeps. */
+double bench_case_flops(const bench_case *item) {
+    const double len = (double)item->kv_len;
+    const double window =
+        item->window > 0 && item->window < item->kv_len ? (double)item->window : len;
     const double pairs =
-        row->q_len == 1 ? window : window * (window + 1) / 2 + (len - window) * window;
-    const double heads = (double)row->kv_heads;
-    switch (row->operation) {
+        item->q_len == 1 ? window : window * (window + 1) / 2 + (len - window) * window;
+    const double heads = (double)item->kv_heads;
+    switch (item->operation) {
     case BENCH_FORWARD:
     case BENCH_ATTENTION:
-        return 4 * (double)row->head_dim * (double)row->q_heads * pairs;
-    case BENCH_BACKWARD: // five products for forward's two
-        return 10 * (double)row->head_dim * (double)row->q_heads * pairs;
-    case BENCH_SCORE_BACKWARD: // dt again, ddt_proj, dv
-        return 6 * heads * heads * (double)row->head_dim * len;
+        return 4 * (double)item->head_dim * (double)item->q_heads * pairs;
+    case BENCH_BACKWARD: // five products, forward has two
+        return 10 * (double)item->head_dim * (double)item->q_heads * pairs;
+    case BENCH_SCORE_BACKWARD: // dt once more, ddt_proj, dv
+        return 6 * heads * heads * (double)item->head_dim * len;
     case BENCH_SCORE:
-        return 2 * heads * heads * (double)row->head_dim * len;
+        return 2 * heads * heads * (double)item->head_dim * len;
     default:
         return 0;
     }

@@ -1,6 +1,7 @@
-/* The tensors and calls of a job: causal, batch 1, normally distributed data that is the same each
- * time. */
+/* See bench/job.h. Jobs are causal, with batch 1 and normally distributed data, the same in each
+ * run of the program. */
 #include "bench/job.h"
+
 #include "common/arrays.h"
 #include "common/device.h"
 #include "common/random.h"
@@ -8,21 +9,21 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Random elements, repeated: a gigabyte of them takes a minute. A prime, so that no two rows repeat
- * each other. */
+/* This many random elements are repeated, because a gigabyte of them would take a minute. The
+ * number is prime, so that no row is equal to another. */
 enum { DISTINCT = 1048573 };
 
-static fdma_tensor place_array(const bench_job *job, fdma_dtype dtype, int32_t rank,
-                               const int64_t *shape) {
+static fdma_tensor allocate_there(const bench_job *job, fdma_dtype dtype, int32_t rank,
+                                  const int64_t *shape) {
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
     const size_t bytes = (size_t)element_count(&tensor) * dtype_bytes(dtype);
-    tensor.data = device_allocate(job->place.device, bytes);
+    tensor.data = device_allocate(job->target.device, bytes);
     return tensor;
 }
 
 static fdma_tensor random_array(const bench_job *job, fdma_dtype dtype, int32_t rank,
                                 const int64_t *shape, double scale, uint64_t *state) {
-    const fdma_tensor tensor = place_array(job, dtype, rank, shape);
+    const fdma_tensor tensor = allocate_there(job, dtype, rank, shape);
     const int64_t count = element_count(&tensor);
     const int64_t distinct = count < DISTINCT ? count : DISTINCT;
     const size_t bytes = dtype_bytes(dtype);
@@ -31,16 +32,16 @@ static fdma_tensor random_array(const bench_job *job, fdma_dtype dtype, int32_t 
         store_element(first.data, dtype, index, scale * random_normal(state));
     for (int64_t index = 0; index < count; index += DISTINCT) {
         const int64_t left = count - index;
-        device_copy(job->place.device, (char *)tensor.data + (size_t)index * bytes, first.data,
+        device_copy(job->target.device, (char *)tensor.data + (size_t)index * bytes, first.data,
                     (size_t)(left < DISTINCT ? left : DISTINCT) * bytes);
     }
     free(first.data);
     return tensor;
 }
 
-/* A host's array, moved to where the job runs. */
-static fdma_tensor moved(const bench_job *job, fdma_tensor host) {
-    const fdma_tensor copy = device_copy_of(job->place.device, &host);
+/* Moves an array of the host to the job's device. */
+static fdma_tensor move_there(const bench_job *job, fdma_tensor host) {
+    const fdma_tensor copy = device_copy_of(job->target.device, &host);
     if (copy.data != host.data)
         free(host.data);
     return copy;
@@ -67,95 +68,94 @@ static double ordered_score(score_order order, int64_t j, uint64_t *state) {
     }
 }
 
-/* Scores of every kv head, and the linear bias that they make. */
-static void fill_scores(const bench_case *row, bench_job *job, uint64_t *state) {
-    const int64_t shape[] = {1, row->kv_heads, row->kv_len};
+/* Scores of every kv head, and their linear bias. */
+static void fill_scores(const bench_case *item, bench_job *job, uint64_t *state) {
+    const int64_t shape[] = {1, item->kv_heads, item->kv_len};
     const fdma_tensor score = allocate_array(FDMA_FLOAT32, 3, shape);
     const fdma_tensor bias = allocate_array(FDMA_FLOAT32, 3, shape);
-    for (int64_t key = 0; key < row->kv_heads * row->kv_len; key++) {
-        ((float *)score.data)[key] = (float)ordered_score(row->order, key % row->kv_len, state);
+    for (int64_t key = 0; key < item->kv_heads * item->kv_len; key++) {
+        ((float *)score.data)[key] = (float)ordered_score(item->order, key % item->kv_len, state);
         ((float *)bias.data)[key] = ((float *)score.data)[key];
     }
-    job->score = moved(job, score);
-    job->bias = moved(job, bias);
+    job->score = move_there(job, score);
+    job->bias = move_there(job, bias);
     job->selection = (fdma_selection){
         .size = sizeof job->selection,
-        .expiry = place_array(job, FDMA_INT32, 3, shape),
-        .slot = place_array(job, FDMA_INT32, 3, shape),
-        .window = row->window,
-        .kv_len = row->kv_len,
+        .expiry = allocate_there(job, FDMA_INT32, 3, shape),
+        .slot = allocate_there(job, FDMA_INT32, 3, shape),
+        .window = item->window,
+        .kv_len = item->kv_len,
         .scope = FDMA_SCOPE_CAUSAL,
     };
 }
 
-static void allocate_lists(const bench_case *row, bench_job *job) {
-    const int64_t tile = bench_case_tile(row), width = row->window + tile - 1;
-    int64_t shape[] = {1, row->kv_heads, (row->kv_len + tile - 1) / tile,
-                       width < row->kv_len ? width : row->kv_len};
-    job->list = place_array(job, FDMA_INT32, 4, shape);
+static void allocate_lists(const bench_case *item, bench_job *job) {
+    const int64_t tile = bench_case_tile(item), width = item->window + tile - 1;
+    int64_t shape[] = {1, item->kv_heads, (item->kv_len + tile - 1) / tile,
+                       width < item->kv_len ? width : item->kv_len};
+    job->list = allocate_there(job, FDMA_INT32, 4, shape);
     shape[3] = 2;
-    job->count = place_array(job, FDMA_INT32, 4, shape);
+    job->count = allocate_there(job, FDMA_INT32, 4, shape);
 }
 
-/* What gradients come from, and where they go. */
-static void fill_gradients(const bench_case *row, bench_job *job, uint64_t *state) {
-    const int64_t keys[] = {1, row->kv_heads, row->kv_len};
-    const int is_score = row->operation == BENCH_SCORE_BACKWARD;
-    job->dv = place_array(job, row->dtype, 4, job->v.shape);
-    if (is_score) {
+/* The inputs and outputs of gradients. */
+static void fill_gradients(const bench_case *item, bench_job *job, uint64_t *state) {
+    const int64_t keys[] = {1, item->kv_heads, item->kv_len};
+    job->dv = allocate_there(job, item->dtype, 4, job->v.shape);
+    if (item->operation == BENCH_SCORE_BACKWARD) {
         job->dbias = random_array(job, FDMA_FLOAT32, 3, keys, 1, state);
-        job->ddt_proj = place_array(job, row->dtype, 2, job->dt_proj.shape);
-        job->da = place_array(job, row->dtype, 1, job->a.shape);
+        job->ddt_proj = allocate_there(job, item->dtype, 2, job->dt_proj.shape);
+        job->da = allocate_there(job, item->dtype, 1, job->a.shape);
         return;
     }
-    job->dbias = place_array(job, FDMA_FLOAT32, 3, keys);
-    job->dout = random_array(job, row->dtype, 4, job->q.shape, 1, state);
-    job->dq = place_array(job, row->dtype, 4, job->q.shape);
-    job->dk = place_array(job, row->dtype, 4, job->k.shape);
+    job->dbias = allocate_there(job, FDMA_FLOAT32, 3, keys);
+    job->dout = random_array(job, item->dtype, 4, job->q.shape, 1, state);
+    job->dq = allocate_there(job, item->dtype, 4, job->q.shape);
+    job->dk = allocate_there(job, item->dtype, 4, job->k.shape);
 }
 
-static void fill_tensors(const bench_case *row, bench_job *job) {
-    const int64_t q_len = bench_case_queries(row);
-    const int64_t queries[] = {1, q_len, row->q_heads, row->head_dim};
-    const int64_t keys[] = {1, row->kv_len, row->kv_heads, row->head_dim};
-    const int64_t rows[] = {1, row->q_heads, q_len};
-    const int64_t projection[] = {row->kv_heads, row->kv_heads * row->head_dim};
+static void fill_tensors(const bench_case *item, bench_job *job) {
+    const int64_t q_len = bench_case_queries(item);
+    const int64_t queries[] = {1, q_len, item->q_heads, item->head_dim};
+    const int64_t keys[] = {1, item->kv_len, item->kv_heads, item->head_dim};
+    const int64_t rows[] = {1, item->q_heads, q_len};
+    const int64_t projection[] = {item->kv_heads, item->kv_heads * item->head_dim};
     uint64_t state = 1;
-    if (row->operation != BENCH_SCORE && row->operation != BENCH_SCORE_BACKWARD)
-        fill_scores(row, job, &state);
-    if (row->operation == BENCH_SELECT)
+    if (item->operation != BENCH_SCORE && item->operation != BENCH_SCORE_BACKWARD)
+        fill_scores(item, job, &state);
+    if (item->operation == BENCH_SELECT)
         return;
-    job->v = random_array(job, row->dtype, 4, keys, 1, &state);
-    if (row->operation == BENCH_LISTS) {
-        allocate_lists(row, job);
-    } else if (row->operation != BENCH_FORWARD && row->operation != BENCH_BACKWARD) {
-        // dt is then normal too
+    job->v = random_array(job, item->dtype, 4, keys, 1, &state);
+    if (item->operation == BENCH_LISTS) {
+        allocate_lists(item, job);
+    } else if (item->operation != BENCH_FORWARD && item->operation != BENCH_BACKWARD) {
+        // this scale gives dt the variance 1
         const double scale = 1 / sqrt((double)projection[1]);
-        job->dt_proj = random_array(job, row->dtype, 2, projection, scale, &state);
-        job->a = random_array(job, row->dtype, 1, &row->kv_heads, 1, &state);
+        job->dt_proj = random_array(job, item->dtype, 2, projection, scale, &state);
+        job->a = random_array(job, item->dtype, 1, &item->kv_heads, 1, &state);
     }
-    if (bench_case_reads(row) && job->place.device)
-        job->spare = device_allocate(job->place.device,
-                                     (size_t)element_count(&job->v) * dtype_bytes(row->dtype));
-    if (row->operation == BENCH_SCORE) {
-        const int64_t scores[] = {1, row->kv_heads, row->kv_len};
-        job->score = place_array(job, FDMA_FLOAT32, 3, scores);
-        job->bias = place_array(job, FDMA_FLOAT32, 3, scores);
+    if (bench_case_reads(item) && job->target.device > 0)
+        job->copy = device_allocate(job->target.device,
+                                    (size_t)element_count(&job->v) * dtype_bytes(item->dtype));
+    if (item->operation == BENCH_SCORE) {
+        const int64_t scores[] = {1, item->kv_heads, item->kv_len};
+        job->score = allocate_there(job, FDMA_FLOAT32, 3, scores);
+        job->bias = allocate_there(job, FDMA_FLOAT32, 3, scores);
         return;
     }
-    if (row->operation == BENCH_SCORE_BACKWARD) {
-        fill_gradients(row, job, &state);
+    if (item->operation == BENCH_SCORE_BACKWARD) {
+        fill_gradients(item, job, &state);
         return;
     }
-    job->q = random_array(job, row->dtype, 4, queries, 1, &state);
-    job->k = random_array(job, row->dtype, 4, keys, 1, &state);
-    job->out = place_array(job, row->dtype, 4, queries);
-    job->lse = place_array(job, FDMA_FLOAT32, 3, rows);
-    if (row->operation == BENCH_BACKWARD)
-        fill_gradients(row, job, &state);
+    job->q = random_array(job, item->dtype, 4, queries, 1, &state);
+    job->k = random_array(job, item->dtype, 4, keys, 1, &state);
+    job->out = allocate_there(job, item->dtype, 4, queries);
+    job->lse = allocate_there(job, FDMA_FLOAT32, 3, rows);
+    if (item->operation == BENCH_BACKWARD)
+        fill_gradients(item, job, &state);
 }
 
-static void describe_gradients(const bench_case *row, bench_job *job, fdma_exec exec) {
+static void describe_gradients(const bench_case *item, bench_job *job, fdma_exec exec) {
     job->backward_args = (fdma_backward_args){
         .size = sizeof job->backward_args,
         .dout = job->dout,
@@ -164,12 +164,12 @@ static void describe_gradients(const bench_case *row, bench_job *job, fdma_exec 
         .q = job->q,
         .k = job->k,
         .v = job->v,
-        .bias = row->window > 0 ? job->bias : (fdma_tensor){0},
+        .bias = item->window > 0 ? job->bias : (fdma_tensor){0},
         .dq = job->dq,
         .dk = job->dk,
         .dv = job->dv,
-        .dbias = row->window > 0 ? job->dbias : (fdma_tensor){0},
-        .selection = row->window > 0 ? &job->selection : NULL,
+        .dbias = item->window > 0 ? job->dbias : (fdma_tensor){0},
+        .selection = item->window > 0 ? &job->selection : NULL,
         .causal = 1,
         .exec = exec,
     };
@@ -187,13 +187,13 @@ static void describe_gradients(const bench_case *row, bench_job *job, fdma_exec 
     };
 }
 
-static void describe_job(const bench_case *row, bench_job *job) {
+static void describe_job(const bench_case *item, bench_job *job) {
     const fdma_exec exec = {
-        .kernel = job->place.kernel,
-        .device = job->place.device,
-        .threads = job->place.threads,
+        .kernel = job->target.kernel,
+        .device = job->target.device,
+        .threads = job->target.threads,
     };
-    describe_gradients(row, job, exec);
+    describe_gradients(item, job, exec);
     job->score_args = (fdma_score_args){
         .size = sizeof job->score_args,
         .v = job->v,
@@ -207,7 +207,7 @@ static void describe_job(const bench_case *row, bench_job *job) {
         .size = sizeof job->select_args,
         .score = job->score,
         .selection = &job->selection,
-        .window = row->window,
+        .window = item->window,
         .exec = exec,
     };
     job->lists_args = (fdma_lists_args){
@@ -215,8 +215,8 @@ static void describe_job(const bench_case *row, bench_job *job) {
         .selection = &job->selection,
         .list = job->list,
         .count = job->count,
-        .q_len = row->kv_len,
-        .tile_len = row->operation == BENCH_LISTS ? bench_case_tile(row) : 0,
+        .q_len = item->kv_len,
+        .tile_len = item->operation == BENCH_LISTS ? bench_case_tile(item) : 0,
         .causal = 1,
         .exec = exec,
     };
@@ -225,10 +225,10 @@ static void describe_job(const bench_case *row, bench_job *job) {
         .q = job->q,
         .k = job->k,
         .v = job->v,
-        .bias = row->window > 0 ? job->bias : (fdma_tensor){0},
+        .bias = item->window > 0 ? job->bias : (fdma_tensor){0},
         .out = job->out,
         .lse = job->lse,
-        .selection = row->window > 0 ? &job->selection : NULL,
+        .selection = item->window > 0 ? &job->selection : NULL,
         .causal = 1,
         .exec = exec,
     };
@@ -241,13 +241,13 @@ static void describe_job(const bench_case *row, bench_job *job) {
         .a = job->a,
         .out = job->out,
         .lse = job->lse,
-        .window = row->window,
+        .window = item->window,
         .causal = 1,
         .exec = exec,
     };
 }
 
-void fill_job(const bench_case *row, bench_job *job) {
-    fill_tensors(row, job);
-    describe_job(row, job);
+void fill_job(const bench_case *item, bench_job *job) {
+    fill_tensors(item, job);
+    describe_job(item, job);
 }

@@ -1,12 +1,19 @@
-/* What a job of `fdma bench` consists of. */
+/* A case of `fdma bench` on its device: tensors, workspace and calls. */
 #ifndef FDMA_TOOLS_BENCH_JOB_H
 #define FDMA_TOOLS_BENCH_JOB_H
 
-#include "bench/bench.h"
+#include "bench/cases.h"
 
-struct bench_job {
+/* How a case runs; as in fdma_exec. */
+typedef struct bench_target {
+    const char *kernel; /* NULL: the dispatched one */
+    int32_t device;
+    int threads; /* of the CPU */
+} bench_target;
+
+typedef struct bench_job {
     bench_operation operation;
-    bench_place place;
+    bench_target target;
     fdma_tensor q, k, v, out, lse;
     fdma_tensor score, bias, dt_proj, a;
     fdma_tensor list, count;
@@ -20,13 +27,13 @@ struct bench_job {
     fdma_backward_args backward_args;
     fdma_score_backward_args score_backward_args;
     void *workspace;
-    void *spare; /* what a plain read on a device is copied to */
-    const char *kernel;
-    int selects; /* each time */
-};
+    void *copy;         /* on a device: where a plain read is copied to */
+    const char *kernel; /* that does the main part */
+    bool selects;       /* each run makes its selection */
+} bench_job;
 
-/*! fill_job() - the tensors of a case, random where they are inputs, and the calls' arguments.
- *  job->place is set. */
-void fill_job(const bench_case *row, bench_job *job);
+/*! fill_job() - the tensors of a case, random if they are inputs, and the calls' arguments.
+ *  job->target is set. */
+void fill_job(const bench_case *item, bench_job *job);
 
 #endif /* FDMA_TOOLS_BENCH_JOB_H */

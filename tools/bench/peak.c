@@ -1,5 +1,6 @@
-/* See peak.h. Each loop keeps as many independent sums as hide the latency of its instruction (4
- * cycles, 2 a cycle) and as fit into the registers. Sums tend to 1: no overflow, no denormals. */
+/* See bench/peak.h. Each loop keeps as many independent sums as hide the latency of its instruction
+ * (4 cycles, 2 per cycle) and fit the registers. The sums approach 1: there are no overflows and no
+ * denormals. */
 #include "bench/peak.h"
 
 #include "common/timing.h"
@@ -15,10 +16,10 @@
 #include <arm_neon.h>
 #endif
 
-static volatile const float shrink = 0.75F; // read at run time, so that nothing is precomputed
+static volatile const float shrink = 0.75F; // volatile: the compiler must not know the sums
 static volatile const float shift = 0.25F;
 
-/* Four lanes, which every 64-bit machine has, multiplied and added as the compiler will. */
+/* Four lanes, which every 64-bit machine has; the compiler chooses the instructions. */
 typedef float lanes4 __attribute__((vector_size(16)));
 
 static float baseline_round(int64_t rounds) {
@@ -38,7 +39,7 @@ static float baseline_round(int64_t rounds) {
     return total[0] + total[1] + total[2] + total[3];
 }
 
-/* Bytes are read a few cache lines a step; what is left over at the end is not worth reading. */
+/* Bytes read in one step, a few cache lines. What remains at the end is too little to matter. */
 enum { READ_STEP = 512 };
 
 static uint64_t baseline_read(const void *bytes, size_t count) {
@@ -124,7 +125,8 @@ __attribute__((target("avx512f"))) static float avx512_round(int64_t rounds) {
     return _mm512_cvtss_f32(total);
 }
 
-/* Products of tiles: 16 x 16 sums of 32 multiply-adds. The library has asked for their use. */
+/* Products of tiles: 16 x 16 sums of 32 multiply-adds. The library has asked the operating system
+ * for permission. */
 __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int64_t rounds) {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -148,8 +150,8 @@ __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int6
     return sums[0];
 }
 
-/* Dot products of pairs: 32 multiply-adds an instruction. Its sums grow until they are so large
- * that another term is rounded away. */
+/* Dot products of pairs: 32 multiply-adds per instruction. Sums grow until further terms are
+ * rounded away. */
 __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int64_t rounds) {
     enum { SUMS = 16 };
     const __m512bh left = _mm512_cvtne2ps_pbh(_mm512_set1_ps(shrink), _mm512_set1_ps(shrink));
@@ -172,11 +174,11 @@ __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int6
 #if defined(__clang__)
 #define UNROLL
 #else
-#define UNROLL _Pragma("GCC unroll 16") // or gcc stores every sum in every round
+#define UNROLL _Pragma("GCC unroll 16") // without it gcc stores every sum in every round
 #endif
 
-/* Some of these CPUs start 4 a cycle. The instruction adds to what it overwrites: the sums grow, as
- * those of dot products do. */
+/* Some of these CPUs start 4 per cycle. The instruction adds to its destination, so that sums grow
+ * as those of dot products do. */
 static float neon_round(int64_t rounds) {
     enum { SUMS = 16 };
     const float32x4_t factor = vdupq_n_f32(shrink);
@@ -197,8 +199,8 @@ static float neon_round(int64_t rounds) {
     return vaddvq_f32(total);
 }
 
-#if !defined(__clang__) // older ones have no words for it but where every function may use it
-/* Dot products of pairs: 8 multiply-adds an instruction. */
+#if !defined(__clang__) // older versions declare these functions for whole files only
+/* Dot products of pairs: 8 multiply-adds per instruction. */
 __attribute__((target("arch=armv8.2-a+bf16"))) static float neonbf16_round(int64_t rounds) {
     enum { SUMS = 16 };
     const bfloat16x4_t left = vcvt_bf16_f32(vdupq_n_f32(shrink));
@@ -243,43 +245,43 @@ static const struct {
     {"cpu/scalar", baseline_round, baseline_read, 12 * 4 * 2},
 };
 
-/* The work of one thread: the loop, or if `bytes` is not NULL the reading of its share of them. */
-typedef struct peak_share {
+/* The work of one thread: the loop, or the reading of its bytes if they are not NULL. */
+typedef struct thread_work {
     const peak_loop *peak;
     const char *bytes;
     size_t count;
-} peak_share;
+} thread_work;
 
-static void *run_share(void *data) {
-    static _Thread_local volatile float sum_sink; // so that no result is unused
+static void *run_work(void *data) {
+    static _Thread_local volatile float sum_sink; // every result is used
     static _Thread_local volatile uint64_t bits_sink;
-    const peak_share *const share = data;
-    if (share->bytes == NULL)
-        sum_sink = share->peak->run(share->peak->rounds);
+    const thread_work *const work = data;
+    if (work->bytes == NULL)
+        sum_sink = work->peak->run(work->peak->rounds);
     else
-        bits_sink = share->peak->read(share->bytes, share->count);
+        bits_sink = work->peak->read(work->bytes, work->count);
     (void)sum_sink, (void)bits_sink;
     return NULL;
 }
 
-/* Milliseconds that all threads take together. A thread that cannot be created makes the caller do
- * its share. */
+/* Milliseconds until all threads are done. The caller does the work of thread 0, and of those that
+ * cannot be created. */
 static double time_threads(const peak_loop *peak, const void *bytes, size_t count) {
     enum { MOST_THREADS = 1024 };
     pthread_t threads[MOST_THREADS];
     bool started[MOST_THREADS];
-    peak_share shares[MOST_THREADS];
+    thread_work works[MOST_THREADS];
     const int used = peak->threads < MOST_THREADS ? peak->threads : MOST_THREADS;
     const size_t each = count / (size_t)used;
     const double start = now_ms();
     for (int t = 0; t < used; t++) {
         const char *const from = bytes == NULL ? NULL : (const char *)bytes + (size_t)t * each;
-        shares[t] = (peak_share){peak, from, each};
-        started[t] = t > 0 && pthread_create(&threads[t], NULL, run_share, &shares[t]) == 0;
+        works[t] = (thread_work){peak, from, each};
+        started[t] = t > 0 && pthread_create(&threads[t], NULL, run_work, &works[t]) == 0;
     }
     for (int t = 0; t < used; t++)
         if (!started[t])
-            run_share(&shares[t]);
+            run_work(&works[t]);
     for (int t = 0; t < used; t++)
         if (started[t])
             pthread_join(threads[t], NULL);
@@ -303,7 +305,7 @@ int prepare_peak(const char *kernel, int threads, peak_loop *peak) {
             (kernel[length] != '/' && kernel[length] != '\0'))
             continue;
         *peak = (peak_loop){loops[l].run, loops[l].read, loops[l].flops, FIRST_ROUNDS, threads};
-        measure_peak(peak); // the clock and the threads come up
+        measure_peak(peak); // warms up the clock and the threads
         const double gflops = measure_peak(peak);
         peak->rounds = (int64_t)(gflops / threads * 1e6 * WANTED_MS / peak->flops) + 1;
         return 0;

@@ -1,44 +1,55 @@
-/* See check_call.h. */
+/* See check/call.h. */
 #include "check/call.h"
 
 #include "commands.h"
 #include "common/device.h"
+#include "common/text.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
-int32_t call_device(const check_problem *problem, const char *kernel) {
-    return runs_on(kernel, 0) ? 0 : problem->device;
+check_call call_begin(const check_problem *problem, const char *kernel) {
+    const int32_t device = runs_on(kernel, 0) ? 0 : problem->device;
+    return (check_call){.problem = problem, .exec = {.kernel = kernel, .device = device}};
 }
 
-fdma_tensor call_place(call_tensors *call, fdma_tensor host) {
+static fdma_tensor add_tensor(check_call *call, fdma_tensor host, fdma_tensor output) {
     if (call->count == call_tensor_limit) {
-        fprintf(stderr, "fdma check: a call has more than %d tensors\n", call_tensor_limit);
+        print_error("fdma check: a call has more than %d tensors", call_tensor_limit);
         exit(EXIT_FAILED);
     }
-    const fdma_tensor placed = device_copy_of(call->device, &host);
-    call->tensor[call->count++] = placed;
-    return placed;
+    const fdma_tensor copy = device_copy_of(call->exec.device, &host);
+    call->outputs[call->count] = output;
+    call->copies[call->count++] = copy;
+    return copy;
 }
 
-fdma_selection call_selection(call_tensors *call, const check_problem *problem) {
-    fdma_selection selection = problem->selection;
-    selection.expiry = call_place(call, problem->selection.expiry);
-    selection.slot = call_place(call, problem->selection.slot);
+fdma_tensor call_input(check_call *call, fdma_tensor host) {
+    return add_tensor(call, host, (fdma_tensor){0});
+}
+
+fdma_tensor call_output(check_call *call, fdma_tensor host) { return add_tensor(call, host, host); }
+
+fdma_selection call_selection(check_call *call) {
+    fdma_selection selection = call->problem->selection;
+    selection.expiry = call_input(call, selection.expiry);
+    selection.slot = call_input(call, selection.slot);
     return selection;
 }
 
-void call_workspace(call_tensors *call, fdma_exec *exec, size_t bytes) {
-    call->workspace = call->device ? device_allocate(call->device, bytes) : NULL;
-    exec->workspace = call->device ? call->workspace : check_alloc(1, bytes);
+void call_give_workspace(check_call *call, fdma_exec *exec, size_t bytes) {
+    const int32_t device = call->exec.device;
+    exec->workspace = device > 0 ? device_allocate(device, bytes) : check_alloc(1, bytes);
     exec->workspace_size = bytes;
+    call->exec.workspace = exec->workspace;
 }
 
-void call_leave(const call_tensors *call) {
+void call_end(check_call *call) {
+    const int32_t device = call->exec.device;
+    device_wait(device);
     for (int i = 0; i < call->count; i++) {
-        device_release(call->device, &call->tensor[i]);
+        device_fetch(device, &call->outputs[i], &call->copies[i]);
+        device_release(device, &call->copies[i]);
     }
-    if (call->workspace != NULL) {
-        device_free(call->device, call->workspace);
-    }
+    if (device > 0 && call->exec.workspace != NULL)
+        device_free(device, call->exec.workspace);
 }

@@ -1,31 +1,36 @@
-/* A call of `fdma check` where it runs: copies of its tensors on the device where that is one, and
- * its workspace. */
+/* One call of `fdma check`, on the device of its kernel: tensors are copied there and outputs back.
+ * On the CPU the tensors are used in place. */
 #ifndef FDMA_TOOLS_CHECK_CALL_H
 #define FDMA_TOOLS_CHECK_CALL_H
 
-#include "check/check.h"
+#include "check/problem.h"
 
 enum { call_tensor_limit = 16 };
 
-typedef struct call_tensors {
-    int32_t device;
-    fdma_tensor tensor[call_tensor_limit];
-    void *workspace;
+typedef struct check_call {
+    const check_problem *problem;
+    fdma_exec exec;
     int count;
-} call_tensors;
+    fdma_tensor copies[call_tensor_limit];  /* what the call is given */
+    fdma_tensor outputs[call_tensor_limit]; /* where its outputs are wanted; rank 0 for inputs */
+} check_call;
 
-/* Where a kernel's calls run: the reference is of the CPU, whatever the problem's device. */
-int32_t call_device(const check_problem *problem, const char *kernel);
+/*! call_begin() - a call of that kernel. The reference runs on the CPU, whatever the problem's
+ *  device is. */
+check_call call_begin(const check_problem *problem, const char *kernel);
 
-/* The tensor as the call gets it: itself on the CPU, else a copy. */
-fdma_tensor call_place(call_tensors *call, fdma_tensor host);
+/*! call_input(), call_output() - the tensor that the call is to be given for this host tensor. An
+ *  output is copied there too, because a call may leave elements alone. */
+fdma_tensor call_input(check_call *call, fdma_tensor host);
+fdma_tensor call_output(check_call *call, fdma_tensor host);
 
-/* The problem's selection, placed. */
-fdma_selection call_selection(call_tensors *call, const check_problem *problem);
+/*! call_selection() - the problem's selection, for the call. */
+fdma_selection call_selection(check_call *call);
 
-void call_workspace(call_tensors *call, fdma_exec *exec, size_t bytes);
+/*! call_give_workspace() - sets the workspace of `exec`, the one in the call's argument struct. */
+void call_give_workspace(check_call *call, fdma_exec *exec, size_t bytes);
 
-/* Frees what the call had on the device. */
-void call_leave(const call_tensors *call);
+/*! call_end() - waits, brings the outputs back and frees what the call had on a device. */
+void call_end(check_call *call);
 
 #endif /* FDMA_TOOLS_CHECK_CALL_H */

@@ -1,266 +1,179 @@
-/* check.c - `fdma check`: every kernel row of this machine over the case list and all types,
- * against the reference in float64. */
-#include "check/check.h"
+/* `fdma check`: every kernel of a device, over the cases of tests/cases.def in every dtype, against
+ * the kernel "reference" in float64. */
+#include "check/case.h"
+#include "check/judge.h"
+#include "check/plain.h"
+#include "check/problem.h"
+#include "check/reference.h"
+#include "check/tally.h"
 
 #include "commands.h"
 #include "common/arrays.h"
 #include "common/device.h"
 #include "common/options.h"
+#include "common/progress.h"
+#include "common/text.h"
 
 #include <math.h>
-#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
-
-static const check_case cases[] = {
-#define CASE(name, batch, q_len, kv_len, q_heads, kv_heads, head_dim, window, mask, bias_form,     \
-             softcap, scores, layout, padding)                                                     \
-    {name,     batch,           q_len,           kv_len,           q_heads,                        \
-     kv_heads, head_dim,        window,          MASK_##mask,      FDMA_BIAS_##bias_form,          \
-     softcap,  SCORES_##scores, LAYOUT_##layout, PADDING_##padding},
-#include "cases.def"
-#undef CASE
-};
 
 static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
 
-enum {
-    case_count = sizeof cases / sizeof cases[0],
-    dtype_count = sizeof dtypes / sizeof dtypes[0],
-    row_limit = 64,
-};
-
-/* A kernel row and what has become of it. */
-typedef struct check_row {
-    fdma_kernel_info info;
-    int passed, failed;
-    int taken[FDMA_UINT8 + 1], refused[FDMA_UINT8 + 1]; /* cases of a type */
-    int64_t compared;                                   /* elements */
-    double worst;                                       /* excess of the worst case */
-    const char *worst_case;
-    fdma_dtype worst_dtype;
-} check_row;
+enum { dtype_count = sizeof dtypes / sizeof dtypes[0] };
 
 typedef struct check_options {
     const char *kernel; /* NULL: all */
-    const char *filter; /* NULL: all */
+    const char *filter; /* NULL: every case */
     const char *device; /* NULL: the CPU */
 } check_options;
 
-/* Rows that were asked for a case, and those that took it. */
-typedef struct case_takers {
-    int asked[check_operation_count], took[check_operation_count];
-} case_takers;
-
-static const check_operation *find_operation(const char *name) {
-    for (int i = 0; i < check_operation_count; i++) {
-        if (strcmp(check_operations[i].name, name) == 0) {
-            return &check_operations[i];
-        }
-    }
-    return NULL;
+static bool matches(const check_case *test, const char *filter) {
+    return filter == NULL || strstr(test->name, filter) != NULL;
 }
 
-/* The reference is the oracle again, from other types and back, and slow: of its gradients one type
- * is enough. */
-static int is_repetition(const check_row *row, const check_problem *problem) {
-    return strcmp(row->info.name, "reference") == 0 &&
-           strcmp(row->info.operation, "backward") == 0 && problem->dtype != FDMA_FLOAT32;
-}
-
-static void judge_row(check_row *row, const check_problem *problem, case_takers *takers) {
-    const check_operation *operation = find_operation(row->info.operation);
-    if (row->info.missing != NULL || operation == NULL || !operation->concerns(problem) ||
-        is_repetition(row, problem)) {
-        return;
-    }
-    takers->asked[operation - check_operations]++;
-    check_verdict verdict = {.excess = (double)INFINITY, .tensor = ""};
-    const fdma_status status = operation->judge(problem, row->info.name, &verdict);
-    if (status == FDMA_UNSUPPORTED) {
-        row->refused[problem->dtype]++;
-        return;
-    }
-    takers->took[operation - check_operations]++;
-    row->taken[problem->dtype]++;
-    const int passed = status == FDMA_OK && verdict.excess <= 1;
-    row->passed += passed;
-    row->failed += !passed;
-    row->compared += verdict.compared;
-    if (!(verdict.excess <= row->worst)) {
-        row->worst = verdict.excess;
-        row->worst_case = problem->test->name;
-        row->worst_dtype = problem->dtype;
-    }
-    if (!passed) {
-        printf("FAILED %s %s %s %s: ", row->info.name, row->info.operation, problem->test->name,
-               dtype_name(problem->dtype));
-        if (status != FDMA_OK) {
-            printf("%s: %s\n", fdma_status_name(status), fdma_last_error());
-        } else {
-            printf("error of %s is %.3g times the tolerance\n", verdict.tensor, verdict.excess);
-        }
-    }
-}
-
-/* Does `kernel` name this row: all of its name, or the beginning up to a '/'? */
-static int is_named(const char *kernel, const char *name) {
+/* Whether `kernel` is the name, or the beginning of it up to a '/'. */
+static bool selects(const char *kernel, const char *name) {
     const size_t length = strlen(kernel);
     return strncmp(kernel, name, length) == 0 && (name[length] == '\0' || name[length] == '/');
 }
 
-/* The device's rows. */
-static int find_rows(const char *kernel, int32_t device, check_row rows[row_limit]) {
+/* Fills the tallies of the device's kernels, of which there are at most fdma_kernel_count(). */
+static int find_kernels(const char *kernel, int32_t device, check_tally *tallies) {
     int count = 0;
-    for (int32_t i = 0; i < fdma_kernel_count() && count < row_limit; i++) {
-        check_row row = {.info = {.size = sizeof row.info}};
-        if (fdma_describe_kernel(i, &row.info) == FDMA_OK && runs_on(row.info.name, device) &&
-            (kernel == NULL || is_named(kernel, row.info.name))) {
-            rows[count++] = row;
-        }
+    for (int32_t i = 0; i < fdma_kernel_count(); i++) {
+        check_tally tally = {.info = {.size = sizeof tally.info}};
+        if (fdma_describe_kernel(i, &tally.info) == FDMA_OK && runs_on(tally.info.name, device) &&
+            (kernel == NULL || selects(kernel, tally.info.name)))
+            tallies[count++] = tally;
     }
     return count;
 }
 
-/* On the CPU a kernel takes a type or does not: one that refuses some cases of a type has a fault.
- * Decode is for few rows only. */
-static int refuses_some(const check_row *row) {
-    if (!runs_on(row->info.name, 0) || strstr(row->info.name, "/decode") != NULL) {
-        return 0;
+/* Inputs first, then what the reference and the plain evaluation make of them. Backward's inputs
+ * depend on the results of forward. */
+static fdma_status make_problem(check_problem *problem, const check_case *test, fdma_dtype dtype,
+                                int32_t device) {
+    check_make_inputs(problem, test, dtype, device);
+    fdma_status status = check_reference_forward(problem);
+    if (status == FDMA_OK) {
+        check_make_gradient_inputs(problem);
+        status = check_reference_backward(problem);
     }
-    for (size_t i = 0; i < dtype_count; i++) {
-        if (row->taken[dtypes[i]] > 0 && row->refused[dtypes[i]] > 0) {
-            return 1;
-        }
+    if (status == FDMA_OK) {
+        check_plain_score(problem);
+        check_plain_forward(problem);
+        check_plain_backward(problem);
+        check_plain_score_backward(problem);
+        check_plain_merge(problem);
     }
-    return 0;
+    return status;
 }
 
-/* Cases of an operation and a type that some row took, and those that none did. */
-typedef struct case_counts {
-    int taken[check_operation_count][FDMA_UINT8 + 1], left[check_operation_count][FDMA_UINT8 + 1];
-} case_counts;
-
-static void count_case(case_counts *counts, const case_takers *takers, fdma_dtype dtype) {
-    for (int operation = 0; operation < check_operation_count; operation++) {
-        counts->taken[operation][dtype] += takers->took[operation] > 0;
-        counts->left[operation][dtype] +=
-            takers->asked[operation] > 0 && takers->took[operation] == 0;
-    }
+/* The gradients of the reference are slow, and only compared with themselves: one dtype will do. */
+static bool is_repetition(const check_tally *tally, const check_problem *problem) {
+    return strcmp(tally->info.name, "reference") == 0 &&
+           strcmp(tally->info.operation, "backward") == 0 && problem->dtype != FDMA_FLOAT32;
 }
 
-/* All rows together take a type or do not. Returns how often that does not hold. */
-static int report_left(const case_counts *counts) {
-    int failed = 0;
-    for (int i = 0; i < check_operation_count * dtype_count; i++) {
-        const int operation = i / dtype_count;
-        const fdma_dtype dtype = dtypes[i % dtype_count];
-        const int left = counts->left[operation][dtype];
-        if (counts->taken[operation][dtype] > 0 && left > 0) {
-            printf("FAILED %s %s: no kernel takes %d of the cases\n",
-                   check_operations[operation].name, dtype_name(dtype), left);
-            failed++;
-        }
-    }
-    return failed;
-}
-
-static void report_row(const check_row *row) {
-    printf("%-14s %-14s ", row->info.name, row->info.operation);
-    if (row->info.missing != NULL) {
-        printf("skipped: this machine lacks %s\n", row->info.missing);
-    } else if (find_operation(row->info.operation) == NULL) {
-        printf("FAILED: there is no check of this operation\n");
-    } else if (refuses_some(row)) {
-        printf("FAILED: refuses some cases of a type that it takes\n");
-    } else if (row->worst_case == NULL) {
-        printf("%4d cases   %s\n", row->passed + row->failed,
-               row->compared > 0 ? "equal" : "nothing compared");
-    } else {
-        printf("%4d cases   worst error %.2f of the tolerance (%s %s)\n", row->passed + row->failed,
-               row->worst, row->worst_case, dtype_name(row->worst_dtype));
-    }
-}
-
-/* `left`: the faults of all rows together. */
-static int report(const check_row *rows, int count, int left) {
-    int passed = 0, failed = left;
-    int64_t compared = 0;
+static void check_kernels(const check_problem *problem, check_tally *tallies, int count,
+                          check_coverage *coverage) {
+    bool asked[check_operation_count] = {false}, took[check_operation_count] = {false};
     for (int i = 0; i < count; i++) {
-        report_row(&rows[i]);
-        passed += rows[i].passed;
-        failed += rows[i].failed + refuses_some(&rows[i]) +
-                  (find_operation(rows[i].info.operation) == NULL);
-        compared += rows[i].compared;
+        check_tally *tally = &tallies[i];
+        const check_operation *operation = check_find_operation(tally->info.operation);
+        if (tally->info.missing != NULL || operation == NULL || !operation->applies(problem) ||
+            is_repetition(tally, problem))
+            continue;
+        check_error error = {.ratio = (double)INFINITY, .tensor = ""};
+        const fdma_status status = operation->judge(problem, tally->info.name, &error);
+        check_count(tally, problem, status, &error);
+        asked[operation - check_operations] = true;
+        took[operation - check_operations] |= status != FDMA_UNSUPPORTED;
     }
-    if (compared == 0) {
-        printf("nothing was compared\n");
+    for (int i = 0; i < check_operation_count; i++) {
+        coverage->taken[i][problem->dtype] += took[i];
+        coverage->left[i][problem->dtype] += asked[i] && !took[i];
     }
-    printf("%d passed, %d failed\n", passed, failed);
-    return failed > 0 || compared == 0 ? EXIT_FAILED : EXIT_DONE;
 }
 
-static int walk(const check_options *options, int32_t device, check_row *rows, int count) {
-    case_counts counts = {0};
-    for (int i = 0; i < case_count * dtype_count; i++) {
-        const check_case *test = &cases[i / dtype_count];
-        if (options->filter != NULL && strstr(test->name, options->filter) == NULL) {
+static int check_cases(const check_options *options, int32_t device, check_tally *tallies,
+                       int count) {
+    check_coverage coverage = {0};
+    for (int i = 0; i < check_case_count() * dtype_count; i++) {
+        const check_case *test = check_case_at(i / dtype_count);
+        const fdma_dtype dtype = dtypes[i % dtype_count];
+        if (!matches(test, options->filter))
             continue;
-        }
+        show_progress("%d of %d  %s %s", i + 1, check_case_count() * dtype_count, test->name,
+                      dtype_name(dtype));
         check_problem problem;
-        if (check_problem_make(&problem, test, dtypes[i % dtype_count], device) != FDMA_OK) {
-            printf("the reference cannot do %s: %s\n", test->name, fdma_last_error());
+        if (make_problem(&problem, test, dtype, device) != FDMA_OK) {
+            clear_progress();
+            print_error("fdma check: the reference refuses %s %s: %s", test->name,
+                        dtype_name(dtype), fdma_last_error());
             return EXIT_FAILED;
         }
-        case_takers takers = {0};
-        for (int row = 0; row < count; row++) {
-            judge_row(&rows[row], &problem, &takers);
-        }
-        count_case(&counts, &takers, problem.dtype);
+        check_kernels(&problem, tallies, count, &coverage);
         check_free_all();
     }
-    return report(rows, count, options->kernel == NULL ? report_left(&counts) : 0);
+    clear_progress();
+    return check_report(tallies, count, options->kernel == NULL ? &coverage : NULL);
 }
 
+static bool any_matches(const char *filter) {
+    for (int i = 0; i < check_case_count(); i++)
+        if (matches(check_case_at(i), filter))
+            return true;
+    return false;
+}
+
+static const option option_table[] = {
+    {.name = "--kernel",
+     .value = "NAME",
+     .help = "only this kernel, or those whose names begin with NAME/",
+     .offset = offsetof(check_options, kernel),
+     .kind = OPTION_TEXT},
+    {.name = "--device",
+     .value = "D",
+     .help = "the device whose kernels are checked: cpu (default), cuda, or a number",
+     .offset = offsetof(check_options, device),
+     .kind = OPTION_TEXT},
+};
+
+static const command_line command = {
+    .name = "fdma check",
+    .about = "Checks every kernel of this machine against the reference, over many cases.",
+    .more = "FILTER selects the cases whose names contain it, such as padding or head-dim/64.\n"
+            "The reference computes in float64. A kernel passes if its error is at most twice\n"
+            "that of a plain evaluation in the same dtype, plus one rounding step; selections\n"
+            "and lists must be equal. Exit status: 0 if all passed, else 1.\n",
+    .operand = "FILTER",
+    .operand_offset = offsetof(check_options, filter),
+    .option_count = sizeof option_table / sizeof option_table[0],
+    .options = option_table,
+};
+
 int check_main(int argc, char **argv) {
-    static const option_row rows_of_options[] = {
-        {.name = "--kernel",
-         .value = "NAME",
-         .help = "only this kernel, or those whose name begins with NAME/",
-         .offset = offsetof(check_options, kernel),
-         .kind = OPTION_TEXT},
-        {.name = "--device",
-         .value = "D",
-         .help = "the kernels of cpu (default), cuda, or the device of that number",
-         .offset = offsetof(check_options, device),
-         .kind = OPTION_TEXT},
-    };
-    static const command_line command = {
-        .name = "fdma check",
-        .about = "Every kernel of this machine against the reference in float64, over many cases.",
-        .more = "FILTER: only cases whose name contains it, such as padding or head-dim/64.\n"
-                "An error may be twice that of a plain evaluation in the same type, and one\n"
-                "rounding step; selections must be equal. Exit status: 0 if all passed, else 1.\n",
-        .operand = "FILTER",
-        .operand_offset = offsetof(check_options, filter),
-        .row_count = sizeof rows_of_options / sizeof rows_of_options[0],
-        .rows = rows_of_options,
-    };
     check_options options = {0};
     const int read = read_options(&command, argc, argv, &options);
-    if (read != OPTIONS_READ) {
+    if (read != OPTIONS_READ)
         return read;
-    }
     const int32_t device = find_device(command.name, options.device);
-    if (device < 0) {
+    if (device < 0)
+        return EXIT_USAGE;
+    if (!any_matches(options.filter)) {
+        print_error("fdma check: no case matches '%s'", options.filter);
         return EXIT_USAGE;
     }
-    static check_row rows[row_limit];
-    const int count = find_rows(options.kernel, device, rows);
-    if (count == 0) {
-        fprintf(stderr,
-                "fdma check: --kernel is '%s', want one of device %d that fdma info lists\n",
-                options.kernel != NULL ? options.kernel : "", device);
-        return EXIT_USAGE;
-    }
-    return walk(&options, device, rows, count);
+    check_tally *tallies = allocate((size_t)fdma_kernel_count() * sizeof *tallies);
+    const int count = find_kernels(options.kernel, device, tallies);
+    int code = EXIT_USAGE;
+    if (count > 0)
+        code = check_cases(&options, device, tallies, count);
+    else
+        print_error("fdma check: --kernel is '%s'; fdma info lists the kernels of device %d",
+                    options.kernel != NULL ? options.kernel : "", device);
+    free(tallies);
+    return code;
 }

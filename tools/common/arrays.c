@@ -1,10 +1,11 @@
-/* Owned arrays; see arrays.h. */
+/* See common/arrays.h. */
 #include "common/arrays.h"
 
 #include "commands.h"
+#include "common/text.h"
 
+#include <float.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -44,8 +45,8 @@ void *allocate(size_t bytes) {
     enum { ALIGNMENT = 64 };
     const size_t rounded = (bytes + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
     void *memory = rounded > bytes ? aligned_alloc(ALIGNMENT, rounded) : NULL;
-    if (!memory) {
-        fprintf(stderr, "fdma: no memory for %zu bytes\n", bytes);
+    if (memory == NULL) {
+        print_error("fdma: no memory for %zu bytes", bytes);
         exit(EXIT_FAILED);
     }
     return memset(memory, 0, rounded);
@@ -63,26 +64,27 @@ static double float_of(uint32_t bits) {
     return (double)value;
 }
 
-/* By bits and products: ldexp() takes ten times as long. */
+/* Assembles the bits, because ldexp() takes ten times as long. */
 static double from_half(uint16_t half) {
     const uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
     double magnitude;
     if (exponent == 31)
-        magnitude = fraction ? (double)NAN : (double)INFINITY;
+        magnitude = fraction != 0 ? (double)NAN : (double)INFINITY;
     else if (exponent == 0)
         magnitude = fraction * 0x1p-24;
     else
         magnitude = float_of((exponent + 112) << 23 | fraction << 13);
-    return half >> 15 ? -magnitude : magnitude;
+    return half >> 15 != 0 ? -magnitude : magnitude;
 }
 
-/* rint() rounds to nearest, ties to even; a carry runs on from the fraction into the exponent. */
+/* rint() rounds to nearest, ties to even. A fraction that rounds up to 1 carries into the exponent,
+ * which is then right. */
 static uint16_t to_half(double value) {
-    const uint16_t sign = signbit(value) ? 0x8000 : 0;
+    const uint16_t sign = signbit(value) != 0 ? 0x8000 : 0;
     const double magnitude = fabs(value);
     if (isnan(value))
         return sign | 0x7e00;
-    if (magnitude >= 65520) // halfway between the largest finite half and the next power of two
+    if (magnitude >= 65520) // halfway between the largest finite value and 2^16
         return sign | 0x7c00;
     if (magnitude < 0x1p-14)
         return (uint16_t)(sign | (int)rint(magnitude * 0x1p24));
@@ -93,7 +95,8 @@ static uint16_t to_half(double value) {
 
 static double from_bfloat(uint16_t upper) { return float_of((uint32_t)upper << 16); }
 
-/* The float32 in between is rounded to odd, so that rounding twice is rounding once. */
+/* Rounds to float32 by rounding to odd first, so that the second rounding gives the result of a
+ * single one. */
 static uint16_t to_bfloat(double value) {
     float single = (float)value;
     uint32_t bits;
@@ -116,6 +119,10 @@ double load_element(const void *data, fdma_dtype dtype, int64_t index) {
         return (double)((const float *)data)[index];
     case FDMA_FLOAT16:
         return from_half(((const uint16_t *)data)[index]);
+    case FDMA_INT32:
+        return ((const int32_t *)data)[index];
+    case FDMA_UINT8:
+        return ((const uint8_t *)data)[index];
     default:
         return from_bfloat(((const uint16_t *)data)[index]);
     }
@@ -147,4 +154,12 @@ fdma_tensor convert_array(const fdma_tensor *source, fdma_dtype dtype) {
     for (int64_t index = 0; index < count; index++)
         store_element(copy.data, dtype, index, load_element(source->data, source->dtype, index));
     return copy;
+}
+
+double rounding_step(fdma_dtype dtype, double magnitude) {
+    const int digits = dtype == FDMA_FLOAT16 ? 11 : dtype == FDMA_BFLOAT16 ? 8 : FLT_MANT_DIG;
+    const int lowest = dtype == FDMA_FLOAT16 ? -13 : FLT_MIN_EXP; // of normal numbers
+    int exponent = lowest;
+    frexp(magnitude, &exponent);
+    return ldexp(1, (magnitude > 0 && exponent > lowest ? exponent : lowest) - digits);
 }

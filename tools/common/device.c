@@ -1,14 +1,14 @@
-/* See device.h. */
+/* See common/device.h. */
 #include "common/device.h"
 
 #include "commands.h"
 #include "common/arrays.h"
+#include "common/text.h"
 #include "common/timing.h"
 
 #include <errno.h>
 #include <limits.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +17,7 @@
 
 static void must(cudaError_t status, const char *what) {
     if (status != cudaSuccess) {
-        fprintf(stderr, "fdma: %s: %s\n", what, cudaGetErrorString(status));
+        print_error("fdma: %s: %s", what, cudaGetErrorString(status));
         exit(EXIT_FAILED);
     }
 }
@@ -30,30 +30,30 @@ const char *why_no_device(void) {
 
 static void use(int32_t device) { must(cudaSetDevice(device - 1), "cudaSetDevice"); }
 
-static void *allocate_there(size_t bytes) {
+static void *allocate_on_device(size_t bytes) {
     void *memory = NULL;
-    must(cudaMalloc(&memory, bytes > 0 ? bytes : 1), "no memory of the device");
+    must(cudaMalloc(&memory, bytes > 0 ? bytes : 1), "device memory");
     must(cudaMemset(memory, 0, bytes), "cudaMemset");
     return memory;
 }
 
-static void free_there(void *memory) { must(cudaFree(memory), "cudaFree"); }
+static void free_on_device(void *memory) { must(cudaFree(memory), "cudaFree"); }
 
-static void copy_there(void *to, const void *from, size_t bytes) {
+static void copy_on_device(void *to, const void *from, size_t bytes) {
     must(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "a copy");
 }
 
-static void wait_there(void) { must(cudaDeviceSynchronize(), "a kernel"); }
+static void wait_for_device(void) { must(cudaDeviceSynchronize(), "a kernel"); }
 
-static cudaEvent_t events[2]; /* where the clock was started and stopped */
+static cudaEvent_t events[2]; /* the start and the end of a measurement */
 
 static void mark(int which) {
-    if (!events[which])
+    if (events[which] == NULL)
         must(cudaEventCreate(&events[which]), "cudaEventCreate");
     must(cudaEventRecord(events[which], NULL), "cudaEventRecord");
 }
 
-static double elapsed_there(void) {
+static double elapsed_on_device(void) {
     float ms = 0;
     must(cudaEventSynchronize(events[1]), "a kernel");
     must(cudaEventElapsedTime(&ms, events[0], events[1]), "cudaEventElapsedTime");
@@ -62,28 +62,28 @@ static double elapsed_there(void) {
 
 #else
 
-const char *why_no_device(void) { return "this command is built without CUDA"; }
+const char *why_no_device(void) { return "fdma is built without CUDA"; }
 
-/* Never called: find_device() finds no device but the CPU. */
+/* Never called: find_device() returns the CPU only. */
 static void use(int32_t device) { (void)device; }
-static void *allocate_there(size_t bytes) { return allocate(bytes); }
-static void free_there(void *memory) { free(memory); }
-static void copy_there(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
-static void wait_there(void) {}
+static void *allocate_on_device(size_t bytes) { return allocate(bytes); }
+static void free_on_device(void *memory) { free(memory); }
+static void copy_on_device(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+static void wait_for_device(void) {}
 static void mark(int which) { (void)which; }
-static double elapsed_there(void) { return (double)NAN; }
+static double elapsed_on_device(void) { return (double)NAN; }
 
 #endif
 
-int32_t find_device(const char *command, const char *words) {
+int32_t find_device(const char *command, const char *text) {
     char *end = NULL;
     const int32_t count = fdma_device_count();
-    if (!words || strcmp(words, "cpu") == 0)
+    if (text == NULL || strcmp(text, "cpu") == 0)
         return 0;
     errno = 0;
-    const long number = strcmp(words, "cuda") == 0 ? 1 : strtol(words, &end, 10);
-    if (errno || (end && (end == words || *end)) || number < 0) {
-        fprintf(stderr, "%s: --device is '%s', want cpu, cuda or a number\n", command, words);
+    const long number = strcmp(text, "cuda") == 0 ? 1 : strtol(text, &end, 10);
+    if (errno != 0 || (end != NULL && (end == text || *end != '\0')) || number < 0) {
+        print_error("%s: --device is '%s', want cpu, cuda or a number", command, text);
         return -1;
     }
     if (number < count) {
@@ -92,23 +92,23 @@ int32_t find_device(const char *command, const char *words) {
         return (int32_t)number;
     }
     if (count == 1)
-        fprintf(stderr, "%s: --device is '%s': %s\n", command, words, why_no_device());
+        print_error("%s: --device is '%s': %s", command, text, why_no_device());
     else
-        fprintf(stderr, "%s: --device is '%s', want 0 to %d\n", command, words, count - 1);
+        print_error("%s: --device is '%s', want 0 to %d", command, text, count - 1);
     return -1;
 }
 
-int runs_on(const char *kernel, int32_t device) {
+bool runs_on(const char *kernel, int32_t device) {
     return (strncmp(kernel, "cuda/", 5) == 0) == (device > 0);
 }
 
 void *device_allocate(int32_t device, size_t bytes) {
-    return device ? allocate_there(bytes) : allocate(bytes);
+    return device > 0 ? allocate_on_device(bytes) : allocate(bytes);
 }
 
 void device_free(int32_t device, void *memory) {
-    if (device)
-        free_there(memory);
+    if (device > 0)
+        free_on_device(memory);
     else
         free(memory);
 }
@@ -116,13 +116,13 @@ void device_free(int32_t device, void *memory) {
 void device_copy(int32_t device, void *to, const void *from, size_t bytes) {
     if (bytes == 0)
         return;
-    if (device)
-        copy_there(to, from, bytes);
+    if (device > 0)
+        copy_on_device(to, from, bytes);
     else
         memcpy(to, from, bytes);
 }
 
-/* From the first element to the last, with what lies between them. */
+/* Bytes from the first element to the end of the last. */
 static size_t extent(const fdma_tensor *tensor) {
     int64_t last = 0;
     for (int axis = 0; axis < tensor->rank; axis++)
@@ -132,7 +132,7 @@ static size_t extent(const fdma_tensor *tensor) {
 
 fdma_tensor device_copy_of(int32_t device, const fdma_tensor *tensor) {
     fdma_tensor copy = *tensor;
-    if (device && tensor->rank > 0) {
+    if (device > 0 && tensor->rank > 0) {
         copy.data = device_allocate(device, extent(tensor));
         device_copy(device, copy.data, tensor->data, extent(tensor));
     }
@@ -140,38 +140,39 @@ fdma_tensor device_copy_of(int32_t device, const fdma_tensor *tensor) {
 }
 
 void device_fetch(int32_t device, const fdma_tensor *host, const fdma_tensor *copy) {
-    if (device && host->rank > 0)
+    if (device > 0 && host->rank > 0)
         device_copy(device, host->data, copy->data, extent(host));
 }
 
 void device_release(int32_t device, const fdma_tensor *copy) {
-    if (device && copy->rank > 0)
+    if (device > 0 && copy->rank > 0)
         device_free(device, copy->data);
 }
 
 void device_wait(int32_t device) {
-    if (device)
-        wait_there();
+    if (device > 0)
+        wait_for_device();
 }
 
+/* Of a measurement on the CPU. */
 static double started_ms;
 
 void start_clock(int32_t device) {
-    if (device)
+    if (device > 0)
         mark(0);
     else
         started_ms = now_ms();
 }
 
 double stop_clock(int32_t device) {
-    if (!device)
+    if (device == 0)
         return now_ms() - started_ms;
     mark(1);
-    return elapsed_there();
+    return elapsed_on_device();
 }
 
 double time_copy(int32_t device, void *to, const void *from, size_t bytes) {
-    if (!device)
+    if (device == 0)
         return (double)NAN;
     start_clock(device);
     device_copy(device, to, from, bytes);

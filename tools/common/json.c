@@ -1,22 +1,26 @@
-/* See json.h. */
+/* See common/json.h. */
 #include "common/json.h"
+
+#include "common/text.h"
 
 #include <inttypes.h>
 #include <math.h>
 
 void json_string(FILE *stream, const char *text) {
-    if (!text) {
+    if (text == NULL) {
         fputs("null", stream);
         return;
     }
     fputc('"', stream);
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c == '"' || *c == '\\')
-            fprintf(stream, "\\%c", *c);
-        else if (*c < ' ')
-            fprintf(stream, "\\u%04x", *c);
+    size_t length;
+    for (const char *at = text; *at != '\0'; at += length) {
+        const int32_t point = read_character(at, &length);
+        if (point == '"' || point == '\\')
+            fprintf(stream, "\\%c", *at);
+        else if (point < ' ' || (point >= 0x7f && point <= 0x9f)) // controls, and -1
+            fprintf(stream, "\\u%04x", point < 0 ? 0xfffdU : (unsigned)point);
         else
-            fputc(*c, stream);
+            fwrite(at, 1, length, stream);
     }
     fputc('"', stream);
 }
@@ -28,8 +32,10 @@ void json_number(FILE *stream, double number) {
         fputs("null", stream);
 }
 
+void json_bool(FILE *stream, bool value) { fputs(value ? "true" : "false", stream); }
+
 void json_shape(FILE *stream, const fdma_tensor *tensor) {
     for (int axis = 0; axis < tensor->rank; axis++)
-        fprintf(stream, "%s%" PRId64, axis ? ", " : "[", tensor->shape[axis]);
+        fprintf(stream, "%s%" PRId64, axis > 0 ? ", " : "[", tensor->shape[axis]);
     fputc(']', stream);
 }

@@ -1,16 +1,20 @@
-/* JSON on its way out. */
+/* Writing JSON values. */
 #ifndef FDMA_TOOLS_COMMON_JSON_H
 #define FDMA_TOOLS_COMMON_JSON_H
 
 #include "fdma.h"
 
+#include <stdbool.h>
 #include <stdio.h>
 
-/*! json_string() - the text in quotes, escaped; null for NULL. */
+/*! json_string() - the text in quotes, escaped; null for NULL. Each byte that is not UTF-8 becomes
+ *  U+FFFD, because JSON cannot hold it. */
 void json_string(FILE *stream, const char *text);
 
-/*! json_number() - six digits; null for NaN and infinities, which JSON lacks. */
+/*! json_number() - six digits; null for NaN and infinities, which JSON does not have. */
 void json_number(FILE *stream, double number);
+
+void json_bool(FILE *stream, bool value);
 
 /*! json_shape() - the tensor's shape as an array. */
 void json_shape(FILE *stream, const fdma_tensor *tensor);

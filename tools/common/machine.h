@@ -1,25 +1,25 @@
-/* Where and when figures were taken. */
+/* The machine, compiler and commit that figures belong to. */
 #ifndef FDMA_TOOLS_COMMON_MACHINE_H
 #define FDMA_TOOLS_COMMON_MACHINE_H
 
 #include <stdint.h>
 #include <stdio.h>
 
-typedef struct machine_facts {
+typedef struct machine_info {
     char name[96];
     int32_t cores;
-    int32_t device;    /* whose name and cores these are; 0: the CPU's */
-    char compiler[64]; /* of the tool */
+    int32_t device;    /* that name and cores belong to; 0: the CPU */
+    char compiler[64]; /* that compiled the tool */
     char date[32];     /* UTC, ISO 8601 */
-    char commit[80];   /* of the tree that the tool stands in; "" where it stands in none */
-} machine_facts;
+    char commit[80];   /* of the working tree that contains the tool; "" if there is none */
+} machine_info;
 
-void find_machine(machine_facts *machine, int32_t device);
+void find_machine(machine_info *machine, int32_t device);
 
-/*! print_machine() - one line for people. */
-void print_machine(const machine_facts *machine, int threads);
+/*! print_machine() - one line of text. */
+void print_machine(const machine_info *machine, int threads);
 
-/*! write_machine_json() - one line for programs: machine, cores, device, compiler, date, commit. */
-void write_machine_json(FILE *stream, const machine_facts *machine);
+/*! write_machine_json() - one line of JSON: machine, cores, device, compiler, date, commit. */
+void write_machine_json(FILE *stream, const machine_info *machine);
 
 #endif /* FDMA_TOOLS_COMMON_MACHINE_H */

@@ -1,8 +1,9 @@
-/* The parser behind options.h: "--name value" and "--name=value", one optional operand, "--" before
- * an operand that begins with a dash. */
+/* See common/options.h. Options are "--name value" or "--name=value"; there is at most one operand,
+ * and "--" precedes one that begins with a dash. */
 #include "common/options.h"
 
 #include "commands.h"
+#include "common/text.h"
 
 #include <errno.h>
 #include <math.h>
@@ -14,95 +15,95 @@ enum { NAME_MAX_LENGTH = 31, NEAR_MISS = 3 };
 
 /* Levenshtein distance, for "did you mean"; `name` has at most NAME_MAX_LENGTH characters. */
 static size_t edit_distance(const char *typed, const char *name) {
-    size_t row[NAME_MAX_LENGTH + 1];
+    size_t distance[NAME_MAX_LENGTH + 1]; // from typed[0 .. t] to each prefix of the name
     const size_t length = strlen(name);
     for (size_t i = 0; i <= length; i++)
-        row[i] = i;
-    for (size_t t = 1; typed[t - 1]; t++) {
-        size_t diagonal = row[0];
-        row[0] = t;
+        distance[i] = i;
+    for (size_t t = 1; typed[t - 1] != '\0'; t++) {
+        size_t diagonal = distance[0];
+        distance[0] = t;
         for (size_t i = 1; i <= length; i++) {
             const size_t replaced = diagonal + (typed[t - 1] != name[i - 1]);
-            diagonal = row[i];
-            row[i] = row[i - 1] < row[i] ? row[i - 1] + 1 : row[i] + 1;
-            if (replaced < row[i])
-                row[i] = replaced;
+            diagonal = distance[i];
+            distance[i] = distance[i - 1] < distance[i] ? distance[i - 1] + 1 : distance[i] + 1;
+            if (replaced < distance[i])
+                distance[i] = replaced;
         }
     }
-    return row[length];
+    return distance[length];
 }
 
 static const char *nearest_name(const command_line *command, const char *typed) {
     const char *best = NULL;
     size_t best_distance = NEAR_MISS;
-    for (int r = 0; r < command->row_count; r++) {
-        const size_t distance = edit_distance(typed, command->rows[r].name);
+    for (int o = 0; o < command->option_count; o++) {
+        const size_t distance = edit_distance(typed, command->options[o].name);
         if (distance < best_distance) {
             best_distance = distance;
-            best = command->rows[r].name;
+            best = command->options[o].name;
         }
     }
     return best;
 }
 
-static int complain_unknown(const command_line *command, const char *typed) {
+static int refuse_unknown(const command_line *command, const char *typed) {
     const char *near = nearest_name(command, typed);
-    if (near)
-        fprintf(stderr, "%s: no option %s; did you mean %s?\n", command->name, typed, near);
+    if (near != NULL)
+        print_error("%s: no option %s; did you mean %s?", command->name, typed, near);
     else
-        fprintf(stderr, "%s: no option %s; see %s --help\n", command->name, typed, command->name);
+        print_error("%s: no option %s; see %s --help", command->name, typed, command->name);
     return EXIT_USAGE;
 }
 
-static int store_choice(const command_line *command, const option_row *row, const char *text,
+static int store_choice(const command_line *command, const option *known, const char *text,
                         int *index) {
-    for (int i = 0; row->choices[i]; i++) {
-        if (strcmp(row->choices[i], text) == 0) {
+    char words[256] = "";
+    size_t used = 0;
+    for (int i = 0; known->choices[i] != NULL; i++) {
+        if (strcmp(known->choices[i], text) == 0) {
             *index = i;
             return OPTIONS_READ;
         }
+        used += (size_t)snprintf(words + used, sizeof words - used, " %s", known->choices[i]);
     }
-    fprintf(stderr, "%s: %s is '%s', want one of", command->name, row->name, text);
-    for (int i = 0; row->choices[i]; i++)
-        fprintf(stderr, " %s", row->choices[i]);
-    fputc('\n', stderr);
+    print_error("%s: %s is '%s', want one of%s", command->name, known->name, text, words);
     return EXIT_USAGE;
 }
 
-static int store_value(const command_line *command, const option_row *row, const char *text,
+static int store_value(const command_line *command, const option *known, const char *text,
                        void *values) {
-    char *const field = (char *)values + row->offset;
+    void *const field = (char *)values + known->offset;
     char *end = NULL;
     const char *want = NULL;
     errno = 0;
-    if (row->kind == OPTION_TEXT) {
+    if (known->kind == OPTION_TEXT) {
         memcpy(field, &text, sizeof text);
-    } else if (row->kind == OPTION_CHOICE) {
-        return store_choice(command, row, text, (int *)(void *)field);
-    } else if (row->kind == OPTION_COUNT) {
+    } else if (known->kind == OPTION_CHOICE) {
+        return store_choice(command, known, text, field);
+    } else if (known->kind == OPTION_COUNT) {
         const long long number = strtoll(text, &end, 10);
-        if (end == text || *end || errno || number < 0)
+        if (end == text || *end != '\0' || errno != 0 || number < 0)
             want = "a whole number, 0 or more";
         else
-            *(int64_t *)(void *)field = number;
+            *(int64_t *)field = number;
     } else {
         const double number = strtod(text, &end);
-        if (end == text || *end || !isfinite(number) || number < 0)
+        if (end == text || *end != '\0' || !isfinite(number) || number < 0)
             want = "a finite number, 0 or more";
         else
-            *(double *)(void *)field = number;
+            *(double *)field = number;
     }
-    if (!want)
+    if (want == NULL)
         return OPTIONS_READ;
-    fprintf(stderr, "%s: %s is '%s', want %s\n", command->name, row->name, text, want);
+    print_error("%s: %s is '%s', want %s", command->name, known->name, text, want);
     return EXIT_USAGE;
 }
 
-static void print_row(const char *name, const char *value, const char *help) {
+static void print_option(const char *name, const char *value, const char *help) {
     enum { HELP_COLUMN = 24 };
-    const int used = printf("  %s%s%s", name, value ? " " : "", value ? value : "");
+    const int used = printf("  %s%s%s", name, value != NULL ? " " : "", value != NULL ? value : "");
     printf("%*s", used < HELP_COLUMN ? HELP_COLUMN - used : 1, "");
-    for (; *help; help++) {
+    for (; *help != '\0'; help++) {
         putchar(*help);
         if (*help == '\n')
             printf("%*s", HELP_COLUMN, "");
@@ -112,104 +113,107 @@ static void print_row(const char *name, const char *value, const char *help) {
 
 static void print_help(const command_line *command) {
     printf("usage: %s", command->name);
-    if (command->operand)
+    if (command->operand != NULL)
         printf(command->operand_required ? " %s" : " [%s]", command->operand);
-    for (int r = 0; r < command->row_count; r++) {
-        const option_row *row = &command->rows[r];
-        if (row->required)
-            printf(" %s %s", row->name, row->value);
+    for (int o = 0; o < command->option_count; o++) {
+        const option *known = &command->options[o];
+        if (known->required)
+            printf(" %s %s", known->name, known->value);
     }
     printf(" [options]\n\n%s\n\n", command->about);
-    for (int r = 0; r < command->row_count; r++)
-        print_row(command->rows[r].name, command->rows[r].value, command->rows[r].help);
-    print_row("--help", NULL, "print this");
-    if (command->more)
+    for (int o = 0; o < command->option_count; o++)
+        print_option(command->options[o].name, command->options[o].value, command->options[o].help);
+    print_option("-h, --help", NULL, "print this help and exit");
+    if (command->more != NULL)
         printf("\n%s", command->more);
 }
 
-static const option_row *find_row(const command_line *command, const char *name, size_t length) {
-    for (int r = 0; r < command->row_count; r++) {
-        const char *known = command->rows[r].name;
+static const option *find_option(const command_line *command, const char *name, size_t length) {
+    for (int o = 0; o < command->option_count; o++) {
+        const char *known = command->options[o].name;
         if (strlen(known) == length && memcmp(known, name, length) == 0)
-            return &command->rows[r];
+            return &command->options[o];
     }
     return NULL;
 }
 
-/* Reads the option at argv[*at], and its value; leaves *at on the last argument that it used. */
+/* Reads the option at argv[*at] and its value; leaves *at on the last argument that it used. */
 static int read_option(const command_line *command, int argc, char **argv, int *at, void *values) {
     const char *typed = argv[*at];
     const char *equals = strchr(typed, '=');
-    const option_row *row =
-        find_row(command, typed, equals ? (size_t)(equals - typed) : strlen(typed));
-    if (!row)
-        return complain_unknown(command, typed);
-    if (row->kind == OPTION_FLAG) {
-        if (equals) {
-            fprintf(stderr, "%s: %s takes no value\n", command->name, row->name);
+    const option *known =
+        find_option(command, typed, equals != NULL ? (size_t)(equals - typed) : strlen(typed));
+    if (known == NULL)
+        return refuse_unknown(command, typed);
+    if (known->kind == OPTION_FLAG) {
+        if (equals != NULL) {
+            print_error("%s: %s takes no value", command->name, known->name);
             return EXIT_USAGE;
         }
-        *(int *)(void *)((char *)values + row->offset) = 1;
+        *(bool *)((char *)values + known->offset) = true;
         return OPTIONS_READ;
     }
-    if (equals)
-        return store_value(command, row, equals + 1, values);
+    if (equals != NULL)
+        return store_value(command, known, equals + 1, values);
     if (*at + 1 == argc) {
-        fprintf(stderr, "%s: %s wants a value: %s\n", command->name, row->name, row->value);
+        print_error("%s: %s wants a value: %s", command->name, known->name, known->value);
         return EXIT_USAGE;
     }
     *at += 1;
-    return store_value(command, row, argv[*at], values);
+    return store_value(command, known, argv[*at], values);
 }
 
-static int was_given(const option_row *row, int argc, char **argv) {
-    const size_t length = strlen(row->name);
+static bool was_given(const option *known, int argc, char **argv) {
+    const size_t length = strlen(known->name);
     for (int at = 1; at < argc; at++) {
-        if (strncmp(argv[at], row->name, length) == 0 &&
+        if (strncmp(argv[at], known->name, length) == 0 &&
             (argv[at][length] == '\0' || argv[at][length] == '='))
-            return 1;
+            return true;
     }
-    return 0;
+    return false;
 }
 
-static int complain_missing(const command_line *command, int operand_given, int argc, char **argv) {
+static int check_required(const command_line *command, bool operand_given, int argc, char **argv) {
     if (command->operand_required && !operand_given) {
-        fprintf(stderr, "%s: %s is missing; see %s --help\n", command->name, command->operand,
-                command->name);
+        print_error("%s: %s is missing; see %s --help", command->name, command->operand,
+                    command->name);
         return EXIT_USAGE;
     }
-    for (int r = 0; r < command->row_count; r++) {
-        const option_row *row = &command->rows[r];
-        if (row->required && !was_given(row, argc, argv)) {
-            fprintf(stderr, "%s: %s %s is missing; see %s --help\n", command->name, row->name,
-                    row->value, command->name);
+    for (int o = 0; o < command->option_count; o++) {
+        const option *known = &command->options[o];
+        if (known->required && !was_given(known, argc, argv)) {
+            print_error("%s: %s %s is missing; see %s --help", command->name, known->name,
+                        known->value, command->name);
             return EXIT_USAGE;
         }
     }
     return OPTIONS_READ;
 }
 
+bool is_help(const char *argument) {
+    return strcmp(argument, "-h") == 0 || strcmp(argument, "--help") == 0;
+}
+
 int read_options(const command_line *command, int argc, char **argv, void *values) {
-    int operand_given = 0;
-    int options_end = 0;
+    bool operand_given = false, options_end = false;
     for (int at = 1; at < argc; at++) {
-        if (!options_end && strcmp(argv[at], "--help") == 0) {
+        if (!options_end && is_help(argv[at])) {
             print_help(command);
             return EXIT_DONE;
         }
         if (!options_end && strcmp(argv[at], "--") == 0) {
-            options_end = 1;
+            options_end = true;
         } else if (!options_end && argv[at][0] == '-') {
             const int read = read_option(command, argc, argv, &at, values);
             if (read != OPTIONS_READ)
                 return read;
-        } else if (command->operand && !operand_given) {
+        } else if (command->operand != NULL && !operand_given) {
             memcpy((char *)values + command->operand_offset, &argv[at], sizeof argv[at]);
-            operand_given = 1;
+            operand_given = true;
         } else {
-            fprintf(stderr, "%s: '%s' is one argument too many\n", command->name, argv[at]);
+            print_error("%s: '%s' is one argument too many", command->name, argv[at]);
             return EXIT_USAGE;
         }
     }
-    return complain_missing(command, operand_given, argc, argv);
+    return check_required(command, operand_given, argc, argv);
 }

@@ -1,25 +1,31 @@
-/* Output files that are there whole or not at all. */
+/* Output files that are complete or not there at all. */
 #ifndef FDMA_TOOLS_COMMON_OUTPUT_H
 #define FDMA_TOOLS_COMMON_OUTPUT_H
 
+#include <stdbool.h>
 #include <stdio.h>
 
 typedef struct output_file {
     FILE *stream;
-    char *path;      /* where the file belongs, symbolic links followed */
-    char *temporary; /* its name until then, in the same directory; NULL: a device or pipe, written
-                        as it stands */
+    char *path;      /* the file's final name, with symbolic links resolved */
+    char *temporary; /* its name until it is complete, in the same directory; NULL for a device or
+                        a pipe, which is written directly */
 } output_file;
 
-/*! open_output() - opens a temporary file beside `path`.
- *  Returns 0, or -1 with errno set. */
+/*! open_output() - opens a temporary file beside `path`, or `path` itself if that is a device or a
+ *  pipe. One output at a time. A program that ends early, also by SIGINT, SIGTERM or SIGHUP,
+ *  removes the temporary file.
+ *  Returns 0, or -1 with errno set */
 int open_output(const char *path, output_file *output);
 
-/*! commit_output() - brings the file to the disk and gives it its name.
- *  Returns 0; or -1 with errno set: then what stood at `path` still stands there. */
+/*! commit_output() - brings the file to the disk and gives it its final name.
+ *  Returns 0; or -1 with errno set, and what was at `path` is still there */
 int commit_output(output_file *output);
 
-/*! abandon_output() - removes the temporary file; leaves errno alone. */
+/*! abandon_output() - removes the temporary file. Keeps errno. */
 void abandon_output(output_file *output);
+
+/*! is_standard_output() - whether `path` names the file or pipe that standard output goes to. */
+bool is_standard_output(const char *path);
 
 #endif /* FDMA_TOOLS_COMMON_OUTPUT_H */

@@ -1,4 +1,4 @@
-/* See random.h. */
+/* See common/random.h. */
 #include "common/random.h"
 
 #include <math.h>
@@ -13,7 +13,8 @@ uint64_t random_bits(uint64_t *state) {
 double random_normal(uint64_t *state) {
     const double two_pi = 6.283185307179586;
     const uint64_t bits = random_bits(state);
-    const double radius_uniform = ((double)(bits >> 32) + 0.5) * 0x1p-32; // never 0: log is finite
+    const double radius_uniform =
+        ((double)(bits >> 32) + 0.5) * 0x1p-32; // never 0, whose log is infinite
     const double angle_uniform = (double)(bits & 0xffffffffu) * 0x1p-32;
     return sqrt(-2 * log(radius_uniform)) * cos(two_pi * angle_uniform);
 }

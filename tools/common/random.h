@@ -1,14 +1,14 @@
-/* Numbers that are the same on every machine. */
+/* Pseudorandom numbers, the same on every machine. */
 #ifndef FDMA_TOOLS_COMMON_RANDOM_H
 #define FDMA_TOOLS_COMMON_RANDOM_H
 
 #include <stdint.h>
 
-/*! random_bits() - the next 64 bits; any `state` is a seed.
+/*! random_bits() - the next 64 bits; every value of `state` is a valid seed.
  *  Source  Steele, Lea, Flood: Fast splittable pseudorandom number generators (SplitMix64) */
 uint64_t random_bits(uint64_t *state);
 
-/*! random_normal() - mean 0, variance 1.
+/*! random_normal() - the next number of a normal distribution with mean 0 and variance 1.
  *  Source  Box, Muller: A note on the generation of random normal deviates */
 double random_normal(uint64_t *state);
 

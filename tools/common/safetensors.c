@@ -1,25 +1,28 @@
-/* The header of a safetensors file, checked. cJSON turns text into a tree; everything that it lets
- * pass (depth, repeated keys, fractions, text after the end) is checked here. */
+/* The reader of safetensors headers; see common/safetensors.h. cJSON turns the text into a tree.
+ * What it accepts and the format does not (deep nesting, repeated keys, fractions, text after the
+ * end) is checked here. */
 #include "common/safetensors.h"
 
 #include <inttypes.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct complaint {
+typedef struct message_buffer {
     char *text;
     size_t size;
-} complaint;
+} message_buffer;
 
-__attribute__((format(printf, 2, 3))) static int refuse(complaint message, const char *format,
+__attribute__((format(printf, 2, 3))) static int refuse(message_buffer message, const char *format,
                                                         ...) {
     va_list values;
     va_start(values, format);
     vsnprintf(message.text, message.size, format, values);
     va_end(values);
-    for (char *c = message.text; message.size && *c; c++) {
-        if ((unsigned char)*c < ' ' || *c == '\x7f') // names come from the file: keep it one line
+    for (char *c = message.text; message.size > 0 && *c != '\0'; c++) {
+        if ((unsigned char)*c < ' ' ||
+            *c == '\x7f') // names come from the file: the message stays one line
             *c = '?';
     }
     return -1;
@@ -32,7 +35,7 @@ __attribute__((format(printf, 2, 3))) static int refuse(complaint message, const
 enum {
     PREFIX_BYTES = 8,
     HEADER_LIMIT = 100000000,
-    VALUE_LIMIT = 4000000, // cJSON takes some 80 bytes for each value of two bytes
+    VALUE_LIMIT = 4000000, // of two bytes or more, for which cJSON allocates some 80
     DEPTH_LIMIT = 4,       // the format needs 3: file, tensor, shape
 };
 
@@ -53,9 +56,10 @@ static uint64_t read_little_endian(const uint8_t *bytes) {
     return value;
 }
 
-/* What a tree would not show any more: NUL in names, depth, and how much memory the tree takes. */
-static int check_text(const char *text, size_t count, complaint message) {
-    int in_string = 0;
+/* Checks what the tree would no longer show, NUL characters in names, and what would make it large
+ * or deep. */
+static int check_text(const char *text, size_t count, message_buffer message) {
+    bool in_string = false;
     int depth = 0;
     size_t values = 0;
     for (size_t at = 0; at < count; at++) {
@@ -71,7 +75,7 @@ static int check_text(const char *text, size_t count, complaint message) {
         depth += (c == '{' || c == '[') - (c == '}' || c == ']');
         values += c == ',';
         if (depth > DEPTH_LIMIT)
-            return refuse(message, "header: nested deeper than %d at byte %zu", DEPTH_LIMIT,
+            return refuse(message, "header: nested deeper than %d levels at byte %zu", DEPTH_LIMIT,
                           at + PREFIX_BYTES);
         if (values > VALUE_LIMIT)
             return refuse(message, "header: more than %d values", VALUE_LIMIT);
@@ -79,7 +83,7 @@ static int check_text(const char *text, size_t count, complaint message) {
     return 0;
 }
 
-/* A JSON number is a double: integers above 2^53 have no exact meaning. */
+/* JSON numbers are doubles, in which integers above 2^53 are not exact. */
 static int read_size(const cJSON *number, uint64_t *size) {
     const double limit = 9007199254740992.0;
     if (!cJSON_IsNumber(number) || !(number->valuedouble >= 0 && number->valuedouble <= limit))
@@ -89,16 +93,17 @@ static int read_size(const cJSON *number, uint64_t *size) {
 }
 
 static int read_shape(const cJSON *shape, safetensors_entry *entry, uint64_t *elements,
-                      complaint message) {
+                      message_buffer message) {
     if (!cJSON_IsArray(shape))
-        return refuse(message, "tensor '%.64s': shape is missing or no array", entry->name);
+        return refuse(message, "tensor '%.64s': shape is missing or not an array", entry->name);
     *elements = 1;
-    int empty = 0;
+    bool empty = false;
     const cJSON *axis;
     cJSON_ArrayForEach(axis, shape) {
         uint64_t length;
-        if (read_size(axis, &length))
-            return refuse(message, "tensor '%.64s': shape[%" PRId64 "] is no integer in [0, 2^53]",
+        if (read_size(axis, &length) != 0)
+            return refuse(message,
+                          "tensor '%.64s': shape[%" PRId64 "] is not an integer from 0 to 2^53",
                           entry->name, entry->rank);
         empty = empty || length == 0;
         if (length > 0 && *elements > INT64_MAX / length)
@@ -115,9 +120,9 @@ static int read_shape(const cJSON *shape, safetensors_entry *entry, uint64_t *el
 }
 
 static int read_dtype(const cJSON *dtype, safetensors_entry *entry, uint64_t *bits,
-                      complaint message) {
+                      message_buffer message) {
     if (!cJSON_IsString(dtype))
-        return refuse(message, "tensor '%.64s': dtype is missing or no string", entry->name);
+        return refuse(message, "tensor '%.64s': dtype is missing or not a string", entry->name);
     for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
         if (strcmp(dtypes[d].name, dtype->valuestring) == 0) {
             entry->dtype = dtypes[d].name;
@@ -130,23 +135,23 @@ static int read_dtype(const cJSON *dtype, safetensors_entry *entry, uint64_t *bi
 }
 
 static int read_offsets(const cJSON *offsets, uint64_t data_bytes, safetensors_entry *entry,
-                        complaint message) {
+                        message_buffer message) {
     uint64_t end;
     if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 ||
-        read_size(offsets->child, &entry->begin) || read_size(offsets->child->next, &end))
-        return refuse(message, "tensor '%.64s': data_offsets is not two integers in [0, 2^53]",
+        read_size(offsets->child, &entry->begin) != 0 || read_size(offsets->child->next, &end) != 0)
+        return refuse(message, "tensor '%.64s': data_offsets is not two integers from 0 to 2^53",
                       entry->name);
     if (entry->begin > end || end > data_bytes)
         return refuse(message,
-                      "tensor '%.64s': data_offsets [%" PRIu64 ", %" PRIu64 "] do not fit into the"
+                      "tensor '%.64s': data_offsets [%" PRIu64 ", %" PRIu64 "] are outside the"
                       " file's %" PRIu64 " bytes of data",
                       entry->name, entry->begin, end, data_bytes);
     entry->bytes = end - entry->begin;
     return 0;
 }
 
-/* The three fields of a tensor, each of them once and none besides. */
-static int find_fields(const cJSON *tensor, const cJSON *fields[3], complaint message) {
+/* Finds the three fields of a tensor. Each occurs once, and there are no others. */
+static int find_fields(const cJSON *tensor, const cJSON *fields[3], message_buffer message) {
     static const char *const names[3] = {"dtype", "shape", "data_offsets"};
     if (!cJSON_IsObject(tensor))
         return refuse(message, "tensor '%.64s': not an object", tensor->string);
@@ -158,22 +163,23 @@ static int find_fields(const cJSON *tensor, const cJSON *fields[3], complaint me
         if (f == 3)
             return refuse(message, "tensor '%.64s': unknown field '%.32s'", tensor->string,
                           field->string);
-        if (fields[f])
-            return refuse(message, "tensor '%.64s': %s stands twice", tensor->string, names[f]);
+        if (fields[f] != NULL)
+            return refuse(message, "tensor '%.64s': %s occurs twice", tensor->string, names[f]);
         fields[f] = field;
     }
     return 0;
 }
 
 static int read_entry(const cJSON *tensor, uint64_t data_bytes, safetensors_entry *entry,
-                      complaint message) {
+                      message_buffer message) {
     const cJSON *fields[3] = {NULL, NULL, NULL};
     uint64_t bits = 8;
     uint64_t elements = 0;
     entry->name = tensor->string;
-    if (find_fields(tensor, fields, message) || read_dtype(fields[0], entry, &bits, message) ||
-        read_shape(fields[1], entry, &elements, message) ||
-        read_offsets(fields[2], data_bytes, entry, message))
+    if (find_fields(tensor, fields, message) != 0 ||
+        read_dtype(fields[0], entry, &bits, message) != 0 ||
+        read_shape(fields[1], entry, &elements, message) != 0 ||
+        read_offsets(fields[2], data_bytes, entry, message) != 0)
         return -1;
     if (elements > UINT64_MAX / bits || elements * bits % 8 != 0 ||
         elements * bits / 8 != entry->bytes)
@@ -184,13 +190,13 @@ static int read_entry(const cJSON *tensor, uint64_t data_bytes, safetensors_entr
     return 0;
 }
 
-static int check_metadata(const cJSON *metadata, complaint message) {
+static int check_metadata(const cJSON *metadata, message_buffer message) {
     if (!cJSON_IsObject(metadata))
         return refuse(message, "__metadata__: not an object");
     const cJSON *text;
     cJSON_ArrayForEach(text, metadata) {
         if (!cJSON_IsString(text))
-            return refuse(message, "__metadata__: '%.64s' is no string", text->string);
+            return refuse(message, "__metadata__: '%.64s' is not a string", text->string);
     }
     return 0;
 }
@@ -201,11 +207,11 @@ static int by_name(const void *left, const void *right) {
     return strcmp((*a)->string, (*b)->string);
 }
 
-/* Names are compared after sorting: a hostile header may hold a million of them. */
-static int check_names(const cJSON *tree, size_t count, complaint message) {
+/* Names are sorted before they are compared: a hostile header may have a million of them. */
+static int check_names(const cJSON *tree, size_t count, message_buffer message) {
     const cJSON **sorted = malloc((count + 1) * sizeof(*sorted));
-    if (!sorted)
-        return refuse(message, "header: no memory for %zu names", count);
+    if (sorted == NULL)
+        return refuse(message, "header: not enough memory for %zu names", count);
     size_t filled = 0;
     const cJSON *member;
     cJSON_ArrayForEach(member, tree) sorted[filled++] = member;
@@ -213,7 +219,7 @@ static int check_names(const cJSON *tree, size_t count, complaint message) {
     int status = 0;
     for (size_t n = 1; n < filled && status == 0; n++) {
         if (strcmp(sorted[n - 1]->string, sorted[n]->string) == 0)
-            status = refuse(message, "header: '%.64s' stands twice", sorted[n]->string);
+            status = refuse(message, "header: '%.64s' occurs twice", sorted[n]->string);
     }
     free(sorted);
     return status;
@@ -227,18 +233,18 @@ static int by_offset(const void *left, const void *right) {
     return (a->bytes > b->bytes) - (a->bytes < b->bytes);
 }
 
-/* The format wants every byte of data to belong to exactly one tensor. */
-static int check_cover(const safetensors *file, uint64_t data_bytes, complaint message) {
+/* In a valid file every byte of data belongs to exactly one tensor. */
+static int check_cover(const safetensors *file, uint64_t data_bytes, message_buffer message) {
     uint64_t covered = 0;
     for (size_t e = 0; e < file->entry_count; e++) {
         const safetensors_entry *entry = &file->entries[e];
         if (entry->begin < covered)
-            return refuse(message, "tensor '%.64s': overlaps '%.64s' at byte %" PRIu64 " of data",
+            return refuse(message,
+                          "tensor '%.64s': overlaps '%.64s' at byte %" PRIu64 " of the data",
                           entry->name, file->entries[e - 1].name, entry->begin);
         if (entry->begin > covered)
             return refuse(message,
-                          "tensor '%.64s': the %" PRIu64 " bytes before it belong to no"
-                          " tensor",
+                          "tensor '%.64s': the %" PRIu64 " bytes before it belong to no tensor",
                           entry->name, entry->begin - covered);
         covered += entry->bytes;
     }
@@ -248,63 +254,67 @@ static int check_cover(const safetensors *file, uint64_t data_bytes, complaint m
     return 0;
 }
 
-static int read_tree(safetensors *file, uint64_t data_begin, complaint message) {
+static int read_tree(safetensors *file, uint64_t data_begin, message_buffer message) {
     const size_t members = (size_t)cJSON_GetArraySize(file->header);
     const uint64_t data_bytes = file->count - data_begin;
-    if (check_names(file->header, members, message))
+    if (check_names(file->header, members, message) != 0)
         return -1;
     file->entries = calloc(members + 1, sizeof(*file->entries));
-    if (!file->entries)
-        return refuse(message, "header: no memory for %zu tensors", members);
+    if (file->entries == NULL)
+        return refuse(message, "header: not enough memory for %zu tensors", members);
     const cJSON *member;
     cJSON_ArrayForEach(member, file->header) {
-        const int is_metadata = strcmp(member->string, "__metadata__") == 0;
+        const bool is_metadata = strcmp(member->string, "__metadata__") == 0;
         safetensors_entry *entry = &file->entries[file->entry_count];
-        if (is_metadata ? check_metadata(member, message)
-                        : read_entry(member, data_bytes, entry, message))
+        if ((is_metadata ? check_metadata(member, message)
+                         : read_entry(member, data_bytes, entry, message)) != 0)
             return -1;
         file->entry_count += !is_metadata;
     }
     qsort(file->entries, file->entry_count, sizeof(*file->entries), by_offset);
-    if (check_cover(file, data_bytes, message))
+    if (check_cover(file, data_bytes, message) != 0)
         return -1;
     for (size_t e = 0; e < file->entry_count; e++)
         file->entries[e].begin += data_begin;
     return 0;
 }
 
-static int parse_text(const char *text, size_t length, safetensors *file, complaint message) {
+static int parse_text(const char *text, size_t length, safetensors *file, message_buffer message) {
     if (length == 0 || text[0] != '{')
-        return refuse(message, "header: does not begin with '{'");
-    if (check_text(text, length, message))
+        return refuse(message, "not a safetensors file: the header does not begin with '{'");
+    if (check_text(text, length, message) != 0)
         return -1;
     const char *end = text;
     file->header = cJSON_ParseWithLengthOpts(text, length, &end, 0);
-    if (!file->header)
-        return refuse(message, "header: not JSON near byte %td", end - text + PREFIX_BYTES);
+    if (file->header == NULL)
+        return refuse(message, "not a safetensors file: the header is not JSON at byte %td",
+                      end - text + PREFIX_BYTES);
     while (end < text + length && *end == ' ')
         end++;
     if (end != text + length)
-        return refuse(message, "header: text after its end at byte %td", end - text + PREFIX_BYTES);
+        return refuse(message, "header: text after its end, at byte %td",
+                      end - text + PREFIX_BYTES);
     return read_tree(file, PREFIX_BYTES + length, message);
 }
 
 int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, char *message,
                       size_t message_size) {
-    const complaint line = {message, message_size};
+    const message_buffer line = {message, message_size};
     *file = (safetensors){.bytes = bytes, .count = count};
     if (count < PREFIX_BYTES)
-        return refuse(line, "%zu bytes are too short for a safetensors file", count);
+        return refuse(line, "not a safetensors file: %zu bytes are too few", count);
     const uint64_t length = read_little_endian(bytes);
     if (length > HEADER_LIMIT)
-        return refuse(line, "header: length %" PRIu64 " is above the limit of %d bytes", length,
-                      HEADER_LIMIT);
+        return refuse(line,
+                      "not a safetensors file: its header would have %" PRIu64
+                      " bytes, more than the limit of %d",
+                      length, HEADER_LIMIT);
     if (length > count - PREFIX_BYTES)
         return refuse(line,
-                      "header: length %" PRIu64 " is past the end of the file (%zu"
-                      " bytes)",
+                      "not a safetensors file, or a truncated one: its header would have %" PRIu64
+                      " bytes, the file has %zu",
                       length, count);
-    if (parse_text((const char *)bytes + PREFIX_BYTES, (size_t)length, file, line)) {
+    if (parse_text((const char *)bytes + PREFIX_BYTES, (size_t)length, file, line) != 0) {
         safetensors_free(file);
         return -1;
     }
@@ -324,8 +334,8 @@ int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, cha
     (void)bytes;
     (void)count;
     *file = (safetensors){0};
-    return refuse((complaint){message, message_size},
-                  "file reading is off: fdma was built without cJSON (libcjson-dev)");
+    return refuse((message_buffer){message, message_size},
+                  "cannot be read: fdma is built without cJSON (libcjson-dev)");
 }
 
 void safetensors_free(safetensors *file) { *file = (safetensors){0}; }

@@ -1,6 +1,6 @@
-/* Reading and writing of safetensors files: 8 bytes of header length (little-endian), a header in
- * JSON, the tensors' bytes. Nothing in a file is trusted: whatever does not fit together is refused
- * by one line that says what and where.
+/* Reading and writing safetensors files: 8 bytes of header length (little-endian), a header in
+ * JSON, the bytes of the tensors. Files are not trusted: whatever is inconsistent is refused with
+ * one line that says what is wrong and where.
  * Source: the format section of the safetensors library's documentation */
 #ifndef FDMA_TOOLS_COMMON_SAFETENSORS_H
 #define FDMA_TOOLS_COMMON_SAFETENSORS_H
@@ -15,31 +15,30 @@ enum { SAFETENSORS_RANK = 8, SAFETENSORS_MESSAGE = 256 };
 
 typedef struct safetensors_entry {
     const char *name;
-    const char *dtype;               /* as the file has it, such as "BF16": one of the known ones */
-    int64_t shape[SAFETENSORS_RANK]; /* the first axes only, where rank is larger */
+    const char *dtype;               /* one of the format's names, such as "BF16" */
+    int64_t shape[SAFETENSORS_RANK]; /* the first axes only, if rank is larger */
     int64_t rank;
-    uint64_t begin; /* first byte, counted from the start of the file */
+    uint64_t begin; /* offset of the first byte in the file */
     uint64_t bytes;
 } safetensors_entry;
 
 typedef struct safetensors {
     const uint8_t *bytes; /* the whole file, borrowed */
     size_t count;
-    safetensors_entry *entries; /* in the order of their bytes */
+    safetensors_entry *entries; /* sorted by the offset of their bytes */
     size_t entry_count;
     struct cJSON *header; /* owns the names */
 } safetensors;
 
-/*! safetensors_parse() - reads the header of a whole file in memory.
+/*! safetensors_parse() - reads the header of a file that is in memory.
  *  Every entry has a known dtype and bytes inside the file that fit its shape; entries neither
- *  overlap nor leave holes; names are distinct. Nothing else is read of the tensors' bytes.
+ *  overlap nor leave gaps; names are distinct. The tensors' bytes are not read.
  *  Ownership  borrows `bytes` until safetensors_free(); allocates the entries
- *  Returns 0; or -1 with one line in `message` (which is cut to message_size) and nothing to free
- */
+ *  Returns 0; or -1 with one line in `message`, cut to message_size, and nothing to free */
 int safetensors_parse(const uint8_t *bytes, size_t count, safetensors *file, char *message,
                       size_t message_size);
 
-/*! safetensors_free() - frees what safetensors_parse() allocated; harmless on a zeroed struct. */
+/*! safetensors_free() - frees what safetensors_parse() allocated. A zeroed struct is allowed. */
 void safetensors_free(safetensors *file);
 
 /*! safetensors_find() - the entry of that name, or NULL. */
@@ -50,8 +49,8 @@ const safetensors_entry *safetensors_find(const safetensors *file, const char *n
 int safetensors_open(const char *path, safetensors *file, char *message, size_t message_size);
 void safetensors_close(safetensors *file);
 
-/*! safetensors_write() - writes `count` contiguous tensors, of floating point or int32.
- *  Returns 0, or -1 with errno set where the stream took less. */
+/*! safetensors_write() - writes `count` contiguous tensors of floating point or int32.
+ *  Returns 0, or -1 with errno set if the stream fails */
 int safetensors_write(FILE *stream, size_t count, const char *const *names,
                       const fdma_tensor *tensors);
 

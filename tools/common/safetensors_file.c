@@ -1,4 +1,5 @@
-/* Safetensors on disk: a read-only map on the way in, a stream on the way out. */
+/* Safetensors files on disk: read through a read-only map, written to a stream. See
+ * common/safetensors.h. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "common/safetensors.h"
@@ -13,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Maps a whole regular file; NULL with one line in `message`. */
+/* Maps a whole regular file. Returns NULL with one line in `message`. */
 static const uint8_t *map_file(int descriptor, size_t *count, char *message, size_t message_size) {
     struct stat status;
     if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
@@ -34,7 +35,7 @@ static const uint8_t *map_file(int descriptor, size_t *count, char *message, siz
 
 int safetensors_open(const char *path, safetensors *file, char *message, size_t message_size) {
     *file = (safetensors){0};
-    const int descriptor = open(path, O_RDONLY | O_NONBLOCK); // a FIFO must not block
+    const int descriptor = open(path, O_RDONLY | O_NONBLOCK); // opening a pipe must not block
     if (descriptor < 0) {
         snprintf(message, message_size, "cannot be opened: %s", strerror(errno));
         return -1;
@@ -42,9 +43,9 @@ int safetensors_open(const char *path, safetensors *file, char *message, size_t 
     size_t count = 0;
     const uint8_t *bytes = map_file(descriptor, &count, message, message_size);
     close(descriptor);
-    if (!bytes)
+    if (bytes == NULL)
         return -1;
-    if (safetensors_parse(bytes, count, file, message, message_size)) {
+    if (safetensors_parse(bytes, count, file, message, message_size) != 0) {
         munmap((void *)(uintptr_t)bytes, count);
         return -1;
     }
@@ -55,7 +56,7 @@ void safetensors_close(safetensors *file) {
     void *bytes = (void *)(uintptr_t)file->bytes;
     const size_t count = file->count;
     safetensors_free(file);
-    if (bytes)
+    if (bytes != NULL)
         munmap(bytes, count);
 }
 
@@ -80,30 +81,30 @@ static size_t tensor_bytes(const fdma_tensor *tensor) {
     return (size_t)element_count(tensor) * dtype_bytes(tensor->dtype);
 }
 
-/* Prints the header; with stream NULL only counts its characters. */
+/* Prints the header and returns its length; only counts if stream is NULL. */
 static size_t print_header(FILE *stream, size_t count, const char *const *names,
                            const fdma_tensor *tensors) {
     char text[512];
     size_t length = 1;
     size_t offset = 0;
-    if (stream)
+    if (stream != NULL)
         fputc('{', stream);
     for (size_t t = 0; t < count; t++) {
         const fdma_tensor *tensor = &tensors[t];
         int used = snprintf(text, sizeof text, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[",
-                            t ? "," : "", names[t], file_dtype(tensor->dtype));
+                            t > 0 ? "," : "", names[t], file_dtype(tensor->dtype));
         for (int axis = 0; axis < tensor->rank; axis++)
-            used += snprintf(text + used, sizeof text - (size_t)used, "%s%" PRId64, axis ? "," : "",
-                             tensor->shape[axis]);
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%" PRId64,
+                             axis > 0 ? "," : "", tensor->shape[axis]);
         const size_t end = offset + tensor_bytes(tensor);
         used += snprintf(text + used, sizeof text - (size_t)used, "],\"data_offsets\":[%zu,%zu]}",
                          offset, end);
-        if (stream)
+        if (stream != NULL)
             fputs(text, stream);
         length += (size_t)used;
         offset = end;
     }
-    if (stream)
+    if (stream != NULL)
         fputc('}', stream);
     return length + 1;
 }
@@ -119,5 +120,5 @@ int safetensors_write(FILE *stream, size_t count, const char *const *names,
         fputc(' ', stream);
     for (size_t t = 0; t < count; t++)
         fwrite(tensors[t].data, 1, tensor_bytes(&tensors[t]), stream);
-    return ferror(stream) || fflush(stream) ? -1 : 0;
+    return ferror(stream) != 0 || fflush(stream) != 0 ? -1 : 0;
 }

@@ -1,4 +1,4 @@
-/* See timing.h. */
+/* See common/timing.h. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "common/timing.h"
@@ -24,12 +24,12 @@ static int ascending(const void *left, const void *right) {
     return (a > b) - (a < b);
 }
 
-double quantile(const samples *set, double share) {
-    struct samples sorted = *set;
+double quantile(const samples *set, double fraction) {
+    samples sorted = *set;
     if (sorted.count == 0)
         return (double)NAN;
     qsort(sorted.values, (size_t)sorted.count, sizeof sorted.values[0], ascending);
-    const double position = share * (sorted.count - 1);
+    const double position = fraction * (sorted.count - 1);
     const int below = (int)position;
     const int above = below + 1 < sorted.count ? below + 1 : below;
     return sorted.values[below] +

@@ -1,4 +1,4 @@
-/* Wall-clock time, and what a few samples of it say. */
+/* Wall-clock time, and statistics of a few samples. */
 #ifndef FDMA_TOOLS_COMMON_TIMING_H
 #define FDMA_TOOLS_COMMON_TIMING_H
 
@@ -9,15 +9,15 @@ typedef struct samples {
     int count;
 } samples;
 
-/*! now_ms() - milliseconds of a clock that only goes forward. */
+/*! now_ms() - milliseconds of a monotonic clock. */
 double now_ms(void);
 
-/*! add_sample() - keeps a value; one beyond SAMPLE_LIMIT is dropped. */
+/*! add_sample() - adds a value; those beyond SAMPLE_LIMIT are dropped. */
 void add_sample(samples *set, double value);
 
-/*! quantile() - the value below which `share` of the samples lie, interpolated; NaN without
- * samples. */
-double quantile(const samples *set, double share);
+/*! quantile() - the value below which that fraction of the samples lies, interpolated; NaN if there
+ *  are no samples. */
+double quantile(const samples *set, double fraction);
 double median(const samples *set);
 
 /*! spread() - (90th percentile - 10th percentile) / median. */

@@ -1,4 +1,4 @@
-/* `fdma info`: what there is, and what would be chosen. */
+/* `fdma info`: what would run, the machine, and all kernels. */
 #include "fdma.h"
 
 #include "commands.h"
@@ -6,31 +6,94 @@
 #include "common/device.h"
 #include "common/options.h"
 
+#include <stdbool.h>
 #include <stdio.h>
+#include <string.h>
 
 static const command_line command = {
     .name = "fdma info",
-    .about = "Prints the library's version, this machine's features, the kernels in order of\n"
-             "preference, and which of them would run each type.",
+    .about = "Prints which kernels would run forward and backward, this machine's features, and\n"
+             "all kernels in the order in which they are tried.",
+    .more = "Kernels that would run are those of causal calls with 8 heads of 128 channels and\n"
+            "1024 keys; the list of all kernels marks them with the dtypes that they would run.\n",
 };
 
-static void print_device(void) {
-    fdma_device_info device = {.size = sizeof device};
-    printf("fdma       %s\n", fdma_version());
-    if (fdma_describe_device(0, &device)) {
+static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
+
+enum { dtype_count = sizeof dtypes / sizeof dtypes[0] };
+
+/* The kernels that would run on a device; NULL if none takes the dtype. */
+typedef struct device_choice {
+    const char *forward[dtype_count], *decode[dtype_count], *backward[dtype_count];
+} device_choice;
+
+static const device_choice no_choice = {{NULL}, {NULL}, {NULL}};
+
+static device_choice choose_kernels(int32_t device) {
+    enum { LENGTH = 1024, HEADS = 8, HEAD_DIM = 128 };
+    const fdma_tensor lse = fdma_tensor_3d(NULL, FDMA_FLOAT32, 1, HEADS, LENGTH);
+    device_choice choice = no_choice;
+    for (int d = 0; d < dtype_count; d++) {
+        const fdma_tensor x = fdma_tensor_4d(NULL, dtypes[d], 1, LENGTH, HEADS, HEAD_DIM);
+        const fdma_tensor query = fdma_tensor_4d(NULL, dtypes[d], 1, 1, HEADS, HEAD_DIM);
+        const fdma_forward_args forward = {
+            .size = sizeof forward,
+            .q = x,
+            .k = x,
+            .v = x,
+            .out = x,
+            .causal = 1,
+            .exec = {.device = device},
+        };
+        const fdma_backward_args backward = {
+            .size = sizeof backward,
+            .dout = x,
+            .out = x,
+            .lse = lse,
+            .q = x,
+            .k = x,
+            .v = x,
+            .dq = x,
+            .dk = x,
+            .dv = x,
+            .causal = 1,
+            .exec = {.device = device},
+        };
+        fdma_forward_args decode = forward;
+        decode.q = decode.out = query;
+        if (fdma_forward_kernel(&forward, &choice.forward[d]) != FDMA_OK)
+            choice.forward[d] = NULL;
+        if (fdma_forward_kernel(&decode, &choice.decode[d]) != FDMA_OK)
+            choice.decode[d] = NULL;
+        if (fdma_backward_kernel(&backward, &choice.backward[d]) != FDMA_OK)
+            choice.backward[d] = NULL;
+    }
+    return choice;
+}
+
+static const char *name_or_none(const char *kernel) { return kernel != NULL ? kernel : "none"; }
+
+static void print_choice(int32_t device, const device_choice *choice) {
+    char where[32] = "cpu";
+    if (device > 0)
+        snprintf(where, sizeof where, "cuda %d", device);
+    printf("\nruns on %-7s %-20s %-22s %s\n", where, "forward", "one query (decode)", "backward");
+    for (int d = 0; d < dtype_count; d++)
+        printf("  %-13s %-20s %-22s %s\n", dtype_name(dtypes[d]), name_or_none(choice->forward[d]),
+               name_or_none(choice->decode[d]), name_or_none(choice->backward[d]));
+}
+
+static void print_cpu(void) {
+    fdma_device_info cpu = {.size = sizeof cpu};
+    if (fdma_describe_device(0, &cpu) != FDMA_OK) {
         printf("cpu        %s\n", fdma_last_error());
         return;
     }
-    printf("cpu        %s, %d cores\n", device.name, device.cores);
-    printf("features   %s\n", device.features[0] ? device.features : "none that kernels ask for");
-#ifdef FDMA_HAVE_CJSON
-    printf("files      safetensors\n");
-#else
-    printf("files      none: built without cJSON (libcjson-dev)\n");
-#endif
+    printf("cpu        %s, %d cores\n", cpu.name, cpu.cores);
+    printf("features   %s\n", cpu.features[0] != '\0' ? cpu.features : "none that kernels use");
 }
 
-/* The devices beside the CPU, or why there are none. */
+/* The CUDA devices, with the numbers that --device takes, or why there are none. */
 static void print_devices(void) {
     for (int32_t d = 1; d < fdma_device_count(); d++) {
         fdma_device_info device = {.size = sizeof device};
@@ -44,53 +107,58 @@ static void print_devices(void) {
         printf("cuda       none: %s\n", why_no_device());
 }
 
-static void print_kernels(void) {
-    printf("\n%-20s %-10s %s\n", "kernel", "operation", "here");
+static bool is_chosen(const char *chosen, const char *kernel) {
+    return chosen != NULL && strcmp(chosen, kernel) == 0;
+}
+
+static void print_kernel(const fdma_kernel_info *kernel, const device_choice *choice) {
+    printf("%-20s %-14s ", kernel->name, kernel->operation);
+    if (kernel->missing != NULL) {
+        printf("no: lacks %s\n", kernel->missing);
+        return;
+    }
+    const bool backward = strcmp(kernel->operation, "backward") == 0;
+    const bool forward = strcmp(kernel->operation, "forward") == 0;
+    printf("yes");
+    for (int d = 0; d < dtype_count; d++) {
+        if ((backward && is_chosen(choice->backward[d], kernel->name)) ||
+            (forward && (is_chosen(choice->forward[d], kernel->name) ||
+                         is_chosen(choice->decode[d], kernel->name))))
+            printf(" %s", dtype_name(dtypes[d]));
+    }
+    printf("\n");
+}
+
+/* `choices` are those of the CPU and of the first CUDA device. */
+static void print_kernels(const device_choice choices[2]) {
+    printf("\n%-20s %-14s %s\n", "kernel", "operation", "available, and what runs on it");
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {
         fdma_kernel_info kernel = {.size = sizeof kernel};
         if (fdma_describe_kernel(index, &kernel) == FDMA_OK)
-            printf("%-20s %-10s %s%s\n", kernel.name, kernel.operation,
-                   kernel.missing ? "no: lacks " : "yes", kernel.missing ? kernel.missing : "");
+            print_kernel(&kernel, &choices[runs_on(kernel.name, 0) ? 0 : 1]);
     }
-}
-
-/* Which kernel runs a plain problem: 8 heads of 128, 1024 keys. */
-static void print_choice(fdma_dtype dtype, int32_t device) {
-    static const int64_t heads[] = {1, 1024, 8, 128};
-    const fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, 4, heads);
-    const fdma_forward_args args = {
-        .size = sizeof args,
-        .q = tensor,
-        .k = tensor,
-        .v = tensor,
-        .out = tensor,
-        .causal = 1,
-        .exec = {.device = device},
-    };
-    const char *name;
-    if (fdma_forward_kernel(&args, &name))
-        name = fdma_last_error();
-    printf("%-10s %s\n", dtype_name(dtype), name);
-}
-
-static void print_choices(int32_t device) {
-    static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16, FDMA_FLOAT64};
-    if (device)
-        printf("\nforward    on device %d would run on\n", device);
-    else
-        printf("\n%-10s %s\n", "forward", "would run on");
-    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++)
-        print_choice(dtypes[d], device);
 }
 
 int info_main(int argc, char **argv) {
     const int read = read_options(&command, argc, argv, NULL);
     if (read != OPTIONS_READ)
         return read;
-    print_device();
+    device_choice choices[2] = {no_choice, no_choice};
+    printf("fdma       %s\n", fdma_version());
+    for (int32_t device = 0; device < fdma_device_count(); device++) {
+        const device_choice choice = choose_kernels(device);
+        if (device < 2)
+            choices[device] = choice;
+        print_choice(device, &choice);
+    }
+    printf("\n");
+    print_cpu();
     print_devices();
-    print_kernels();
-    for (int32_t device = 0; device < fdma_device_count(); device++)
-        print_choices(device);
+#ifdef FDMA_HAVE_CJSON
+    printf("files      safetensors\n");
+#else
+    printf("files      none: fdma is built without cJSON (libcjson-dev)\n");
+#endif
+    print_kernels(choices);
     return EXIT_DONE;
 }

@@ -1,0 +1,226 @@
+"""What `fdma attend` computes, times and draws."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import numpy as files
+from safetensors import torch as torch_files
+from tool import EXAMPLE, attend_json, make_inputs, run_tool
+
+ROUNDING = 1e-4  # rounding errors of float32 are smaller here; a wrong row is off by 0.1
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    path = tmp_path / "example.safetensors"
+    files.save_file(make_inputs(), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        ("f16", []),
+        ("f16", ["--causal"]),
+        ("f16", ["--causal", "--scope", "global"]),
+        ("bf16", ["--causal"]),
+        ("f32", []),
+    ],
+)
+def test_real_input(dtype: str, mode: list[str]) -> None:
+    report = attend_json(EXAMPLE, "--window", "64", "--dtype", dtype, *mode)
+    assert report["dtype"] == dtype
+    assert report["queries_compared"] == 512 and report["sampled"] is False
+    assert 0 < report["mass_worst"] <= report["mass_mean"] <= 1
+    assert 0 < report["keys_per_query"] <= 64
+    assert report["keys_visible"] == (256.5 if mode else 512)
+    if dtype != "f32":  # rounding of the output dominates
+        assert report["difference_dense"] <= report["output_step"]
+        assert report["difference_selected"] <= report["output_step"]
+
+
+def test_whole_window_has_all_the_mass() -> None:
+    report = attend_json(EXAMPLE, "--window", "512", "--causal", "--dtype", "f32")
+    assert report["mass_mean"] == pytest.approx(1, abs=1e-5)
+    assert report["mass_worst"] == pytest.approx(1, abs=1e-5)
+    assert report["keys_per_query"] == report["keys_visible"] == 256.5
+
+
+def kept_keys(score: np.ndarray, window: int, causal: bool, own: bool, q_len: int) -> np.ndarray:
+    """Boolean [q_len, kv_len] of one head, by sorting the keys that each query ranks."""
+    kv_len = len(score)
+    kept = np.zeros((q_len, kv_len), bool)
+    for i in range(q_len):
+        position = i + kv_len - q_len
+        ranked = range(position + 1) if own else range(kv_len)
+        best = sorted(ranked, key=lambda j: (score[j], j), reverse=True)[:window]
+        kept[i, [j for j in best if not causal or j <= position]] = True
+    return kept
+
+
+def attention(
+    inputs: dict[str, np.ndarray],
+    kept: np.ndarray,
+    bias: np.ndarray,
+    softcap: float,
+    dtype: type,
+) -> tuple[np.ndarray, np.ndarray]:
+    """out and lse of batch 1, evaluated plainly in `dtype`; kept [kv_heads, q_len, kv_len]."""
+    q, k, v = (inputs[name][0].astype(dtype) for name in "qkv")
+    group = q.shape[1] // k.shape[1]
+    out = np.zeros(q.shape, dtype)
+    lse = np.full((q.shape[1], q.shape[0]), -np.inf, dtype)
+    for h in range(q.shape[1]):
+        g = h // group
+        logits = q[:, h] @ k[:, g].T * dtype(q.shape[2] ** -0.5)
+        if softcap > 0:
+            logits = dtype(softcap) * np.tanh(logits / dtype(softcap))
+        logits = np.where(kept[g], logits + bias[0, g].astype(dtype), dtype(-np.inf))
+        for i in np.flatnonzero(kept[g].any(axis=1)):
+            most = logits[i].max()
+            weights = np.exp(logits[i] - most)
+            out[i, h] = weights / weights.sum() @ v[:, g]
+            lse[h, i] = most + np.log(weights.sum())
+    return out, lse
+
+
+def assert_close(found: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> None:
+    """The error is at most twice that of plain float32, plus one rounding step."""
+    finite = np.isfinite(exact)
+    assert finite.any()
+    assert (np.where(finite, 0, found) == np.where(finite, 0, exact)).all()
+    largest = np.abs(exact[finite]).max()
+    found, plain, exact = found[finite], plain[finite], exact[finite]
+    limit = 2 * np.abs(plain - exact).max() + np.spacing(np.float32(largest))
+    assert np.abs(found - exact).max() <= limit
+
+
+@pytest.mark.parametrize("bias", ["none", "linear", "exp"])
+@pytest.mark.parametrize(
+    ("mode", "softcap"),
+    [([], 0), (["--causal"], 0), (["--causal", "--scope", "global"], 1.5)],
+)
+def test_outputs_are_attention(tmp_path: Path, bias: str, mode: list[str], softcap: float) -> None:
+    inputs = make_inputs(seed=3, q_len=19, kv_len=33)
+    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    files.save_file(inputs, path)
+    report = attend_json(
+        path, "--window", "5", "--bias", bias, *mode, "--softcap", str(softcap), "--out", out_path
+    )
+    assert report["out"] == str(out_path)
+    written = files.load_file(out_path)
+    score = inputs["score"]
+    terms = {"none": 0 * score, "linear": score, "exp": np.exp(score)}[bias]
+    causal, own = "--causal" in mode, mode == ["--causal"]
+    kept = np.array([kept_keys(row, 5, causal, own, 19) for row in score[0]])
+    exact = attention(inputs, kept, terms, softcap, np.float64)
+    plain = attention(inputs, kept, terms, softcap, np.float32)
+    assert set(written) == {"out", "lse"}
+    assert_close(written["out"][0], plain[0], exact[0])
+    assert_close(written["lse"][0], plain[1], exact[1])
+    assert report["keys_per_query"] == pytest.approx(kept.sum() / (2 * 19), rel=1e-5)
+
+
+def test_scores_from_projection(tmp_path: Path) -> None:
+    """Scores a * softplus(v . dt_proj) are the same from the file and from the tool."""
+    inputs = make_inputs(seed=4)
+    random = np.random.default_rng(5)
+    dt_proj = random.standard_normal((2, 32)).astype(np.float32)
+    a = np.array([0.5, -0.5], np.float32)
+    dt = inputs["v"].reshape(24, 32).astype(np.float64) @ dt_proj.T
+    inputs["score"] = (np.logaddexp(0, dt) * a).T[None].astype(np.float32).copy()
+    brought, derived = tmp_path / "score.safetensors", tmp_path / "projection.safetensors"
+    files.save_file(inputs, brought)
+    del inputs["score"]
+    files.save_file({**inputs, "dt_proj": dt_proj, "a": a}, derived)
+    one, two = (attend_json(path, "--window", "6", "--causal") for path in (brought, derived))
+    assert one["score_ms"] is None and two["score_ms"] > 0
+    assert one["mass_mean"] == pytest.approx(two["mass_mean"], rel=1e-4)
+    assert one["mass_worst_row"] == two["mass_worst_row"]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_conversion_rounds_to_even(tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
+    """Attention over one key returns its v, as the tool has converted it."""
+    random = np.random.default_rng(6)
+    bits = random.integers(0, 2**32, 4096, np.uint32)
+    bits[::2] &= 0xFFFFF000  # many ties
+    bits[::3] = bits[::3] & 0x807FFFFF | random.integers(98, 143, 1366, np.uint32) << 23
+    values = bits.view(np.float32)
+    values = np.where(np.abs(values) < 60000, values, 0).reshape(1, 1, 16, 256)
+    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    zero = np.zeros_like(values)
+    score = np.zeros((1, 16, 1), np.float32)
+    files.save_file({"q": zero, "k": zero, "v": values, "score": score}, path)
+    attend_json(path, "--window", "1", "--dtype", dtype, "--kernel", "reference", "--out", out_path)
+    out = torch_files.load_file(out_path)["out"]
+    assert out.dtype == kind
+    assert torch.equal(out, torch.from_numpy(values).to(kind))
+
+
+def test_nan_in_the_input(tmp_path: Path) -> None:
+    """NaN is a value: the row with NaN in its q is NaN, in the kernel and in the reference."""
+    inputs = make_inputs()
+    inputs["q"][0, 3, 1, :] = np.nan
+    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    files.save_file(inputs, path)
+    report = attend_json(path, "--window", "4", "--out", out_path)
+    assert report["mass_mean"] is None and report["mass_worst"] is None
+    assert report["mass_worst_row"] == [0, 1, 3]
+    assert 0 < report["difference_dense"] < ROUNDING
+    assert 0 < report["difference_selected"] < ROUNDING
+    nan = np.isnan(files.load_file(out_path)["out"])
+    assert nan[0, 3, 1].all() and nan.sum() == 16
+
+
+def test_long_input_is_sampled(tmp_path: Path) -> None:
+    path = tmp_path / "long.safetensors"
+    files.save_file(make_inputs(q_len=6000, kv_len=6000, q_heads=1, kv_heads=1), path)
+    done = run_tool("attend", path, "--window", "100", "--causal")
+    assert done.returncode == 0
+    assert "of 6000 queries compared" in done.stdout
+    report = attend_json(path, "--window", "100", "--causal")
+    assert report["sampled"] is True
+    assert 2 <= report["queries_compared"] < 6000
+    assert 0 < report["difference_dense"] < ROUNDING
+    assert 0 < report["difference_selected"] < ROUNDING
+
+
+def test_picture(tmp_path: Path) -> None:
+    """A causal window over all keys is a full triangle."""
+    path = tmp_path / "in.safetensors"
+    files.save_file(make_inputs(q_len=8, kv_len=8), path)
+    done = run_tool("attend", path, "--window", "8", "--causal")
+    rows = [line for line in done.stdout.splitlines() if line[:6].strip().isdigit()]
+    assert [line[7:] for line in rows] == ["█" * (i + 1) + " " * (7 - i) for i in range(8)]
+
+
+@pytest.mark.parametrize("mode", [[], ["--causal"]])
+def test_picture_fits_a_terminal(mode: list[str]) -> None:
+    done = run_tool("attend", EXAMPLE, "--window", "64", *mode)
+    lines = done.stdout.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.strip().endswith("511"))
+    picture = [line for line in lines[start:] if line]
+    assert 5 < len(picture) <= 24
+    assert max(map(len, picture)) <= 80
+    assert "░ some" in picture[-1] and "covers" in picture[-2]
+
+
+def test_times_have_a_spread(example: Path) -> None:
+    report = attend_json(example, "--window", "4", "--causal")
+    assert report["runs"] >= 3
+    for name in ("dense_ms", "select_ms", "selected_ms"):
+        low, high = report[f"{name}_range"]
+        assert 0 < low <= report[name] <= high
+    fastest = report["dense_ms_range"][0] / report["selected_ms_range"][0]
+    assert report["speedup"] == pytest.approx(fastest, rel=1e-4)
+    medians = report["dense_ms"] / report["selected_ms"]
+    assert report["speedup_median"] == pytest.approx(medians, rel=1e-4)
+    text = run_tool("attend", example, "--window", "4", "--causal").stdout
+    assert re.search(r"dense +fastest [\d.]+ ms, median [\d.]+, slowest [\d.]+\n", text)
+    assert re.search(r"speedup +[\d.]+ by the fastest runs, [\d.]+ by the medians\n", text)

@@ -1,0 +1,47 @@
+/* See check/case.h. */
+#include "check/case.h"
+
+static const check_case cases[] = {
+#define CASE(name, batch, q_len, kv_len, q_heads, kv_heads, head_dim, window, mask, bias_form,     \
+             softcap, scores, layout, padding)                                                     \
+    {name,     batch,           q_len,           kv_len,           q_heads,                        \
+     kv_heads, head_dim,        window,          MASK_##mask,      FDMA_BIAS_##bias_form,          \
+     softcap,  SCORES_##scores, LAYOUT_##layout, PADDING_##padding},
+#include "cases.def"
+#undef CASE
+};
+
+int check_case_count(void) { return sizeof cases / sizeof cases[0]; }
+
+const check_case *check_case_at(int index) { return &cases[index]; }
+
+bool check_is_selected(const check_case *test) { return test->window >= 0; }
+
+bool check_is_causal(const check_case *test) { return test->mask != MASK_FULL; }
+
+fdma_scope check_scope(const check_case *test) {
+    return test->mask == MASK_CAUSAL ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+}
+
+bool check_key_is_valid(const check_case *test, int64_t b, int64_t j) {
+    const int64_t padding = test->kv_len * (b + 1) / (test->batch + 2);
+    switch (test->padding) {
+    case PADDING_LEFT:
+        return j >= padding;
+    case PADDING_RIGHT:
+        return j < test->kv_len - padding;
+    case PADDING_HOLES:
+        return (j * 7 + b) % 5 > 1;
+    case PADDING_ALL:
+        return b > 0 && j >= padding;
+    default:
+        return true;
+    }
+}
+
+uint64_t check_seed(const check_case *test) {
+    uint64_t seed = 0xcbf29ce484222325U; // FNV-1a
+    for (const char *c = test->name; *c != '\0'; c++)
+        seed = (seed ^ (unsigned char)*c) * 0x100000001b3U;
+    return seed;
+}
