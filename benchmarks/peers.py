@@ -322,7 +322,7 @@ def whole_number(text: str) -> int:
 
 
 def whole_numbers(text: str) -> list[int]:
-    return [whole_number(part) for part in text.split(",")]
+    return [whole_number(word) for word in text.split(",")]
 
 
 def output(text: str) -> Path:

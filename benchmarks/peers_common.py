@@ -41,8 +41,8 @@ def require_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float, wha
 
 def quantiles(values: list[float]) -> list[float]:
     """The first decile, the median and the last decile."""
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    return torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    fractions = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).quantile(fractions).tolist()
 
 
 def commit() -> str | None:
@@ -61,7 +61,7 @@ def find_machine(device: str) -> dict[str, Any]:
     info = _library.DeviceInfo()
     index = 1 if device == "cuda" else 0
     _library.check(_library.library.fdma_describe_device(index, ctypes.byref(info)))
-    facts = {
+    machine = {
         "machine": info.name.decode(),
         "cores": info.cores,
         "device": device,
@@ -69,11 +69,11 @@ def find_machine(device: str) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
     }
-    return {**facts, "kernels": kernels_hash()} if device == "cuda" else facts
+    return {**machine, "kernels": kernels_hash()} if device == "cuda" else machine
 
 
 def write_whole(path: Path, lines: list[dict[str, Any]]) -> None:
     """All of it or nothing: a reader never sees half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    part.replace(path)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    unfinished.replace(path)

@@ -48,13 +48,13 @@ class Case(NamedTuple):
     mask: bool = False  # small enough for SDPA under a mask
 
     def name(self) -> str:
-        parts = [self.kind]
+        words = [self.kind]
         if self.kind == "select":
-            parts.append(f"g{self.kv_heads}")
+            words.append(f"g{self.kv_heads}")
         else:
-            parts += ["bf16", f"h{self.q_heads}g{self.kv_heads}", f"d{self.head_dim}"]
-        parts.append(f"n{self.length}")
-        return "/".join(parts + ([f"w{self.window}"] if self.window else []))
+            words += ["bf16", f"h{self.q_heads}g{self.kv_heads}", f"d{self.head_dim}"]
+        words.append(f"n{self.length}")
+        return "/".join(words + ([f"w{self.window}"] if self.window else []))
 
     def flops(self, window: int) -> float:
         """Useful ones where each query keeps `window` keys; 0: all."""
@@ -99,8 +99,13 @@ class Inputs:
     def make_scores(self, order: str) -> torch.Tensor:
         """[1, kv_heads, length] float32."""
         shape = (1, self.case.kv_heads, self.case.length)
-        place = torch.arange(self.case.length, device="cuda", dtype=torch.float32)
-        ordered = {"rising": place, "falling": -place, "equal": 0 * place, "sawtooth": place % SAW}
+        position = torch.arange(self.case.length, device="cuda", dtype=torch.float32)
+        ordered = {
+            "rising": position,
+            "falling": -position,
+            "equal": 0 * position,
+            "sawtooth": position % SAW,
+        }
         if order in ordered:
             return ordered[order].expand(shape).contiguous()
         return torch.randn(shape, device="cuda")

@@ -116,19 +116,19 @@ def draw_times(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False)
 
 
-def draw_shares(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
+def draw_fractions(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
     shown = [row for row in rows if row["peer"].startswith("fdma") and row["of_dense"] is not None]
     names = [
         row["case"].replace("/bf16", "") + row["peer"].removeprefix("fdma").replace("-", ", ")
         for row in shown
     ]
-    places = range(len(shown))
-    axes.barh(places, [row["of_dense"] for row in shown], color="#0072B2")
-    for place, row in zip(places, shown):
+    heights = range(len(shown))
+    axes.barh(heights, [row["of_dense"] for row in shown], color="#0072B2")
+    for height, row in zip(heights, shown):
         if row["goal"] and "of dense" in row["goal"]:
             bar = float(row["goal"].split()[1])
-            axes.plot([bar, bar], [place - 0.4, place + 0.4], color="#D55E00", linewidth=2)
-    axes.set_yticks(places, names, fontsize="x-small")
+            axes.plot([bar, bar], [height - 0.4, height + 0.4], color="#D55E00", linewidth=2)
+    axes.set_yticks(heights, names, fontsize="x-small")
     axes.invert_yaxis()
     axes.axvline(1, color="0.5", linewidth=0.8)
     axes.set_xlabel("useful FLOP/s, share of dense attention's (sm80: FlashAttention-2's)")
@@ -137,7 +137,7 @@ def draw_shares(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
 def draw_cuda(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     draw_times(left, rows)
-    draw_shares(right, rows)
+    draw_fractions(right, rows)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     words = f"{machine['machine']}, PyTorch {machine['torch']}, bfloat16, causal, selection counted"

@@ -110,10 +110,10 @@ def make_input(name: str, dtype: torch.dtype) -> Input:
         """[batch, length, heads, head_dim], in the layout of the case."""
         shape = (case.batch, length, 3 * heads, case.head_dim)
         packed = torch.randn(shape, generator=generator).to(dtype)
-        part = packed[:, :, heads : 2 * heads]
+        middle = packed[:, :, heads : 2 * heads]
         if case.layout == "SWAP":
-            return part.transpose(1, 2).contiguous().transpose(1, 2)
-        return part if case.layout == "PACK" else part.contiguous()
+            return middle.transpose(1, 2).contiguous().transpose(1, 2)
+        return middle if case.layout == "PACK" else middle.contiguous()
 
     query, dout = rows(case.q_len, case.q_heads), rows(case.q_len, case.q_heads)
     key, value = rows(case.kv_len, case.kv_heads), rows(case.kv_len, case.kv_heads)

@@ -202,7 +202,7 @@ def test_a_sequence_does_not_feel_its_batch(name: str, kernel: str) -> None:
     given = make_input(name, torch.bfloat16)
     out, lse = run(name, given, kernel)
     for b in range(CASES[name].batch):
-        alone = Input(*(None if part is None else part[b : b + 1] for part in given))
+        alone = Input(*(None if one is None else one[b : b + 1] for one in given))
         one_out, one_lse = run(name, alone, kernel)
         assert torch.equal(one_out, out[b : b + 1])
         assert torch.equal(one_lse, lse[b : b + 1])
@@ -313,7 +313,7 @@ def test_backends() -> None:
 
 def test_inputs_stay_as_they_were() -> None:
     given = make_input("padding/holes", torch.float32)
-    before = [None if part is None else part.clone() for part in given]
+    before = [None if one is None else one.clone() for one in given]
     run("padding/holes", given)
-    for part, copy in zip(given, before):
-        assert part is None or torch.equal(part, copy)
+    for one, copy in zip(given, before):
+        assert one is None or torch.equal(one, copy)

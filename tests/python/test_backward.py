@@ -198,8 +198,8 @@ def test_one_call_is_its_three_steps() -> None:
     out, _ = flash_dmattn.attention(*tensors[:3], bias=bias, selection=selection, causal=True)
     steps = torch.autograd.grad(out.square().sum(), tensors)
     once = torch.autograd.grad(fused(*tensors).square().sum(), tensors)
-    for place, (one, other) in enumerate(zip(once, steps)):
-        if place == 2:  # two sums that are added at the end, or one
+    for index, (one, other) in enumerate(zip(once, steps)):
+        if index == 2:  # two sums that are added at the end, or one
             torch.testing.assert_close(one, other)
         else:
             assert torch.equal(one, other)
@@ -345,12 +345,12 @@ def test_only_linear_memory_is_kept() -> None:
 
 def test_gradients_that_nobody_wants_are_not_made() -> None:
     tensors = make_fused(10)
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         others = [one.detach() for one in tensors]
-        others[place] = tensor
+        others[index] = tensor
         out = fused(*others)
         (alone,) = torch.autograd.grad(out.cos().sum(), [tensor])
-        assert torch.equal(alone, grads(fused, tensors)[place])
+        assert torch.equal(alone, grads(fused, tensors)[index])
     assert not fused(*(tensor.detach() for tensor in tensors)).requires_grad
     with torch.no_grad():
         assert not fused(*tensors).requires_grad
@@ -367,11 +367,11 @@ def test_one_gradient_of_attention_alone() -> None:
 
     leaves = [tensor.requires_grad_() for tensor in (query, key, value, bias)]
     every = torch.autograd.grad(loss(*leaves), leaves)
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         others = [one.detach() for one in leaves]
-        others[place] = leaf
+        others[index] = leaf
         (alone,) = torch.autograd.grad(loss(*others), [leaf])
-        assert torch.equal(alone, every[place])
+        assert torch.equal(alone, every[index])
 
 
 def test_layouts_of_gradients() -> None:
@@ -440,9 +440,9 @@ def test_autocast(function: Callable[..., Any], dtype: torch.dtype, compiled: bo
     cast = function(*(tensor.to(dtype) for tensor in tensors[:3]), *tensors[3:])
     assert torch.equal(out, cast)
     expected = torch.autograd.grad(cast.float().cos().sum(), tensors)
-    for place, (one, other) in enumerate(zip(found, expected)):
+    for index, (one, other) in enumerate(zip(found, expected)):
         assert one.dtype == torch.float32
-        if place == 2:  # a sum of two, of which one may be in `dtype`
+        if index == 2:  # a sum of two, of which one may be in `dtype`
             torch.testing.assert_close(one, other, rtol=torch.finfo(dtype).eps, atol=1e-2)
         else:
             assert torch.equal(one, other)

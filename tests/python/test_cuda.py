@@ -175,7 +175,7 @@ def test_the_current_stream_is_used(function: Callable[..., Any]) -> None:
 
 
 @on_device
-def test_streams_do_not_share_workspace() -> None:
+def test_streams_have_their_own_workspace() -> None:
     tensors = [make_tensors(q_len, 400) for q_len in (100, 200, 300, 400)]
     expected = [stepwise(*one) for one in tensors]
     torch.cuda.synchronize()
@@ -243,12 +243,12 @@ def test_no_call_synchronises() -> None:
 
 
 @on_device
-@pytest.mark.parametrize("place", range(5))
-def test_tensors_of_the_cpu_are_refused(place: int) -> None:
+@pytest.mark.parametrize("index", range(5))
+def test_tensors_of_the_cpu_are_refused(index: int) -> None:
     tensors = make_tensors()
-    tensors[place] = tensors[place].cpu()
+    tensors[index] = tensors[index].cpu()
     name = ["key", "key", "value", "dt_proj", "a_coef"][
-        place
+        index
     ]  # the first that is not where query is
     with pytest.raises(ValueError, match=f"{name}: is on c"):
         fused(*tensors)

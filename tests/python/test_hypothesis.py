@@ -23,26 +23,26 @@ LAYOUTS = ["contiguous", "heads first", "packed", "every other", "last first", "
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same [batch, len, heads, head_dim] numbers in another place, with other strides."""
+    """The same [batch, len, heads, head_dim] numbers in another room, with other strides."""
     batch, length, heads, head_dim = tensor.shape
     if layout == "heads first":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "packed":
         whole = torch.full((batch, length, 3 * heads, head_dim), math.nan, dtype=tensor.dtype)
-        place = whole[:, :, heads : 2 * heads]
+        room = whole[:, :, heads : 2 * heads]
     elif layout == "every other":
-        place = torch.full((batch, 2 * length, heads, head_dim + 3), math.nan, dtype=tensor.dtype)[
+        room = torch.full((batch, 2 * length, heads, head_dim + 3), math.nan, dtype=tensor.dtype)[
             :, ::2, :, :head_dim
         ]
     elif layout == "last first":
-        place = torch.full((head_dim, heads, length, batch), math.nan, dtype=tensor.dtype).permute(
+        room = torch.full((head_dim, heads, length, batch), math.nan, dtype=tensor.dtype).permute(
             3, 2, 1, 0
         )
     elif layout == "offset":
-        place = torch.full((tensor.numel() + 1,), math.nan, dtype=tensor.dtype)[1:].view_as(tensor)
+        room = torch.full((tensor.numel() + 1,), math.nan, dtype=tensor.dtype)[1:].view_as(tensor)
     else:
         return tensor.contiguous()
-    return place.copy_(tensor)
+    return room.copy_(tensor)
 
 
 @st.composite
@@ -87,8 +87,8 @@ def test_select(data: st.DataObject) -> None:
     assert torch.equal(slot >= 0, ever)
     assert torch.equal(expiry > keys, ever)
     for p in range(kv_len):
-        for places, live in zip(slot.flatten(0, 1), kept[:, :, p].flatten(0, 1)):
-            distinct = places[live].unique()
+        for slots, live in zip(slot.flatten(0, 1), kept[:, :, p].flatten(0, 1)):
+            distinct = slots[live].unique()
             assert distinct.numel() == live.sum() and (distinct < window).all()
 
 

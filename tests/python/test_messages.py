@@ -148,11 +148,15 @@ def test_second_derivatives_say_that_they_are_missing() -> None:
     score, bias = flash_dmattn.score(value, randn(2, 32), randn(2))
     selection = flash_dmattn.select(score, 3)
     assert not selection.expiry.requires_grad and not selection.slot.requires_grad
-    part = flash_dmattn.attention(randn(*QUERY), randn(*KEY), value)
-    results = {"score": bias, "attention": part[0], "merge": flash_dmattn.merge(*part, *part)[0]}
+    attended = flash_dmattn.attention(randn(*QUERY), randn(*KEY), value)
+    results = {
+        "score": bias,
+        "attention": attended[0],
+        "merge": flash_dmattn.merge(*attended, *attended)[0],
+    }
     results["flash_dma_attention"] = fused(value=value)
     for name, result in results.items():
-        inputs = part if name == "merge" else (value,)
+        inputs = attended if name == "merge" else (value,)
         gradient = torch.autograd.grad(result.square().sum(), inputs, create_graph=True)[0]
         message = f"flash_dmattn.{name}: second derivatives are not implemented"
         with pytest.raises(NotImplementedError, match=message):

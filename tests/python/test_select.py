@@ -99,17 +99,17 @@ def expected_slot(
         valid = [True] * kv_len if key_valid is None else key_valid[b].bool().tolist()
         for g in range(kv_heads):
             ends = expiry[b, g].tolist()
-            places = slot[b, g]
+            slots = slot[b, g]
             used = 0
             for j in (j for j in range(kv_len) if ends[j] > j):
-                leaving = [r for r in range(j) if ends[r] == j and places[r] >= 0]
+                leaving = [r for r in range(j) if ends[r] == j and slots[r] >= 0]
                 if scope == "global" or not leaving:
                     assert used < window and valid[j]
-                    places[j] = used
+                    slots[j] = used
                     used += 1
                 else:
                     assert len(leaving) == 1, "one key enters, one leaves"
-                    places[j] = places[leaving[0]]
+                    slots[j] = slots[leaving[0]]
     return slot
 
 
@@ -156,8 +156,8 @@ def test_live_keys_have_distinct_slots(pattern: str) -> None:
         live = (keys <= p) & (p < expiry)
         assert torch.equal(live.sum(-1), torch.full((2, 2), min(p + 1, window)))
         for row in range(4):
-            places = slot.flatten(0, 1)[row][live.flatten(0, 1)[row]]
-            assert sorted(places.tolist()) == list(range(min(p + 1, window)))
+            slots = slot.flatten(0, 1)[row][live.flatten(0, 1)[row]]
+            assert sorted(slots.tolist()) == list(range(min(p + 1, window)))
 
 
 def test_strided_scores_and_bytes_as_key_valid() -> None:

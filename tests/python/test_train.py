@@ -67,6 +67,18 @@ def test_time_ends_a_run_too(run: Run, capsys: pytest.CaptureFixture[str]) -> No
     assert "100%" in capsys.readouterr().err
 
 
+def test_without_tqdm(
+    run: Run,
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Progress is then a line after every evaluation."""
+    monkeypatch.setattr(example, "tqdm", None)
+    assert run("--steps", "2", *SMALL, "--device", "cpu") == 0
+    assert capsys.readouterr().err.startswith("100% step=2, loss=")
+
+
 def test_as_a_script_on_another_text(root: Path, tmp_path: Path) -> None:
     text = root / "examples" / "data" / "text.txt"
     command = [sys.executable, str(root / "examples" / "train_text.py"), "--text", str(text)]
@@ -84,7 +96,7 @@ def test_as_a_script_on_another_text(root: Path, tmp_path: Path) -> None:
 
 
 BAD = {
-    "--picture draws what --json has": ["--picture", "x.svg"],
+    "--picture draws the runs in the file of --json: give --json too": ["--picture", "x.svg"],
     "nothing.txt is not a file": ["--text", "nothing.txt"],
     "--width: is 100, want a multiple of 64": ["--width", "100"],
     "--batch: is 0, want 1 or more": ["--batch", "0"],
