@@ -3,7 +3,7 @@
 
 #include "core/attention.h"
 #include "core/error.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "core/problem.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
@@ -25,7 +25,7 @@ const char *fdma_version(void) {
 static fdma_status workspace_of(const fdma_problem *problem, size_t *bytes) {
     const fdma_kernel *row;
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT, "bytes: is NULL");
-    FDMA_TRY(fdma_pick_row(backends, problem, &row));
+    FDMA_TRY(fdma_choose_kernel(backends, problem, &row));
     *bytes = row->workspace(problem);
     return FDMA_OK;
 }
@@ -59,7 +59,7 @@ static bool has_work(const fdma_problem *problem) {
 
 static fdma_status run(const fdma_problem *problem) {
     const fdma_kernel *row;
-    FDMA_TRY(fdma_pick_row(backends, problem, &row));
+    FDMA_TRY(fdma_choose_kernel(backends, problem, &row));
     FDMA_TRY(check_workspace(problem->exec.workspace_size, row->workspace(problem)));
     if (!has_work(problem))
         return FDMA_OK;
@@ -86,7 +86,7 @@ static fdma_status ask_workspace(problem_check *check, const void *args, size_t 
 
 static fdma_status kernel_of(const fdma_problem *problem, const char **name) {
     const fdma_kernel *row;
-    FDMA_TRY(fdma_pick_row(backends, problem, &row));
+    FDMA_TRY(fdma_choose_kernel(backends, problem, &row));
     *name = row->name;
     return FDMA_OK;
 }
@@ -269,7 +269,7 @@ fdma_status fdma_attention(const fdma_attention_args *args) {
     FDMA_TRY(attention_bytes(&steps, &problems, &wanted));
     FDMA_TRY(check_workspace(args->exec.workspace_size, wanted));
     FDMA_TRY(check_steps(&steps, check_all, &problems));
-    FDMA_TRY(fdma_check_attention_overlaps(args, &steps));
+    FDMA_TRY(fdma_check_attention_overlaps(args));
     FDMA_TRY(run(&problems.score));
     FDMA_TRY(run(&problems.select));
     FDMA_TRY(run(&problems.forward));
@@ -349,18 +349,18 @@ fdma_status fdma_attention_backward(const fdma_attention_backward_args *args) {
 
 int32_t fdma_kernel_count(void) {
     int32_t count = 0;
-    while (fdma_row_at(backends, count) != NULL)
+    while (fdma_kernel_at(backends, count) != NULL)
         count++;
     return count;
 }
 
 const char *fdma_kernel_name(int32_t index) {
-    const fdma_kernel *const row = fdma_row_at(backends, index);
+    const fdma_kernel *const row = fdma_kernel_at(backends, index);
     return row ? row->name : NULL;
 }
 
 fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
-    const fdma_kernel *const row = fdma_row_at(backends, index);
+    const fdma_kernel *const row = fdma_kernel_at(backends, index);
     FDMA_TRY(check_names("fdma_kernel_info", info, sizeof *info));
     FDMA_REQUIRE(row != NULL, FDMA_INVALID_ARGUMENT, "index: is %d, want 0 to %d", index,
                  fdma_kernel_count() - 1);

@@ -79,8 +79,7 @@ size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena) {
 fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_steps *steps) {
     fdma_attention_args args;
     fdma_scope scope;
-    FDMA_TRY(fdma_copy_args("fdma_attention_args", caller, FIRST_SIZE(fdma_attention_args), &args,
-                            sizeof args));
+    FDMA_TRY(FDMA_COPY_ARGS(fdma_attention_args, caller, &args));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
     FDMA_TRY(fdma_check_reserved("reserved", args.reserved));
     FDMA_TRY(fdma_settle_scope(args.scope, args.causal != 0, &scope));
@@ -89,8 +88,7 @@ fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_st
     *steps = (attention_steps){.wanted = args.selection};
     steps->selection.size = sizeof steps->selection;
     if (args.selection != NULL)
-        FDMA_TRY(fdma_copy_args("selection", args.selection, sizeof(fdma_selection),
-                                &steps->selection, sizeof steps->selection));
+        FDMA_TRY(fdma_copy_selection(args.selection, &steps->selection));
     const fdma_problem place = {.exec = args.exec};
     fdma_arena arena = fdma_arena_of(&place);
     place_tensors(&args, &arena, steps);
@@ -101,21 +99,7 @@ fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_st
     return FDMA_OK;
 }
 
-fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args,
-                                          const attention_steps *steps) {
-    const tensor_rule rules[] = {
-        {.name = "q", .tensor = &args->q},
-        {.name = "k", .tensor = &args->k},
-        {.name = "v", .tensor = &args->v},
-        {.name = "dt_proj", .tensor = &args->dt_proj},
-        {.name = "a", .tensor = &args->a},
-        {.name = "key_valid", .tensor = &args->key_valid},
-        {.name = "out", .tensor = &args->out, .output = true},
-        {.name = "lse", .tensor = &args->lse, .output = true},
-        {.name = "score", .tensor = &steps->score.score, .output = true},
-        {.name = "bias", .tensor = &steps->score.bias, .output = true},
-        {.name = "expiry", .tensor = &steps->selection.expiry, .output = true},
-        {.name = "slot", .tensor = &steps->selection.slot, .output = true},
-    };
-    return fdma_check_overlaps(rules, COUNT(rules));
+fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args) {
+    static const char *const unread[] = {NULL};
+    return fdma_check_fused(operation_attention, args, args->selection, &args->exec, unread);
 }

@@ -2,7 +2,7 @@
 #ifndef FDMA_CORE_ATTENTION_H
 #define FDMA_CORE_ATTENTION_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 typedef struct attention_steps {
     fdma_score_args score;
@@ -24,8 +24,7 @@ fdma_tensor fdma_take_key_floats(fdma_arena *arena, const fdma_tensor *v);
 size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena);
 
 /* What no step sees by itself: outputs of one that share elements with tensors of another. */
-fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args,
-                                          const attention_steps *steps);
+fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args);
 
 typedef struct backward_steps {
     fdma_score_args score; /* the bias again, where `needs_score` */

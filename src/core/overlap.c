@@ -63,16 +63,24 @@ static bool share_elements(const fdma_tensor *a, const fdma_tensor *b) {
     return true;
 }
 
-fdma_status fdma_check_overlaps(const tensor_rule *rules, size_t count) {
+/* The workspace as a tensor of bytes. */
+static fdma_tensor workspace_of(const fdma_exec *exec) {
+    const int64_t most = INT64_MAX - (int64_t)(uintptr_t)exec->workspace;
+    const bool fits = exec->workspace_size < (size_t)most;
+    return fdma_tensor_1d(exec->workspace, FDMA_UINT8, fits ? (int64_t)exec->workspace_size : most);
+}
+
+fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec) {
+    const fdma_tensor workspace = workspace_of(exec);
     for (size_t i = 0; i < count; i++) {
-        if (!rules[i].output)
-            continue;
-        for (size_t other = 0; other < count; other++) {
-            const bool counts = other != i && !(rules[other].output && other < i);
-            FDMA_REQUIRE(!counts || !share_elements(rules[i].tensor, rules[other].tensor),
+        FDMA_REQUIRE(!share_elements(tensors[i].tensor, &workspace), FDMA_INVALID_ARGUMENT,
+                     "exec.workspace: overlaps %s, want memory of its own", tensors[i].name);
+        for (size_t other = 0; other < count && tensors[i].output; other++) {
+            const bool counts = other != i && !(tensors[other].output && other < i);
+            FDMA_REQUIRE(!counts || !share_elements(tensors[i].tensor, tensors[other].tensor),
                          FDMA_INVALID_ARGUMENT,
-                         "%s: shares elements with %s, want memory of its own", rules[i].name,
-                         rules[other].name);
+                         "%s: shares elements with %s, want memory of its own", tensors[i].name,
+                         tensors[other].name);
         }
     }
     return FDMA_OK;

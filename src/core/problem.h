@@ -13,6 +13,8 @@ typedef enum fdma_operation {
     operation_score_backward,
     operation_merge,
     operation_merge_backward,
+    operation_attention, /* fused: made of others, without kernels of its own */
+    operation_attention_backward,
 } fdma_operation;
 
 /* Attention over some of the keys, and its gradients. */
@@ -42,39 +44,6 @@ typedef struct fdma_problem {
     fdma_exec exec;
 } fdma_problem;
 
-/* All tensors of a problem, each with its name in messages. */
-#define FDMA_PROBLEM_TENSORS(X)                                                                    \
-    X("q", q)                                                                                      \
-    X("k", k)                                                                                      \
-    X("v", v)                                                                                      \
-    X("out", out)                                                                                  \
-    X("lse", lse)                                                                                  \
-    X("bias", bias)                                                                                \
-    X("score", score)                                                                              \
-    X("dt_proj", dt_proj)                                                                          \
-    X("a", a)                                                                                      \
-    X("key_valid", key_valid)                                                                      \
-    X("expiry", expiry)                                                                            \
-    X("slot", slot)                                                                                \
-    X("list", list)                                                                                \
-    X("count", count)                                                                              \
-    X("dout", dout)                                                                                \
-    X("dlse", dlse)                                                                                \
-    X("dq", dq)                                                                                    \
-    X("dk", dk)                                                                                    \
-    X("dv", dv)                                                                                    \
-    X("dbias", dbias)                                                                              \
-    X("ddt_proj", ddt_proj)                                                                        \
-    X("da", da)                                                                                    \
-    X("out_a", part[0].out)                                                                        \
-    X("lse_a", part[0].lse)                                                                        \
-    X("dout_a", part[0].dout)                                                                      \
-    X("dlse_a", part[0].dlse)                                                                      \
-    X("out_b", part[1].out)                                                                        \
-    X("lse_b", part[1].lse)                                                                        \
-    X("dout_b", part[1].dout)                                                                      \
-    X("dlse_b", part[1].dlse)
-
 /* Whether data and workspace are there yet (a call) or not (a workspace query). */
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
@@ -84,11 +53,6 @@ typedef fdma_status problem_check(const void *args, check_depth depth, fdma_prob
 problem_check fdma_check_score, fdma_check_select, fdma_check_lists, fdma_check_forward;
 problem_check fdma_check_backward, fdma_check_score_backward;
 problem_check fdma_check_merge, fdma_check_merge_backward;
-
-/* Copies a caller's struct of `args`' own size into `known_size` bytes: missing fields become zero;
- * fields that this library does not know must be zero. `first_size`: the oldest version's. */
-fdma_status fdma_copy_args(const char *name, const void *args, size_t first_size, void *known,
-                           size_t known_size);
 
 /* The position of query i. */
 static inline int64_t query_position(const fdma_problem *problem, int64_t i) {

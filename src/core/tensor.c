@@ -151,18 +151,10 @@ static bool has_distinct_elements(const fdma_tensor *tensor) {
     return true;
 }
 
-static fdma_status check_tensor(const tensor_rule *rule, bool data_needed) {
-    const fdma_tensor *const tensor = rule->tensor;
-    const char *const name = rule->name;
-    if (rule->optional && !is_present(tensor))
-        return FDMA_OK;
-    FDMA_TRY(fdma_check_form(name, tensor, rule->rank, rule->dtypes));
-    for (int axis = 0; axis < rule->rank; axis++)
-        FDMA_REQUIRE(tensor->shape[axis] == rule->shape[axis], FDMA_INVALID_ARGUMENT,
-                     "%s: axis %d has %lld elements, want %lld", name, axis,
-                     (long long)tensor->shape[axis], (long long)rule->shape[axis]);
+fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool output,
+                              bool data_needed) {
     FDMA_TRY(check_strides(name, tensor));
-    FDMA_REQUIRE(!rule->output || has_distinct_elements(tensor), FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(!output || has_distinct_elements(tensor), FDMA_INVALID_ARGUMENT,
                  "%s: its strides make elements overlap, want distinct elements", name);
     if (!data_needed || is_empty(tensor))
         return FDMA_OK;
@@ -170,11 +162,5 @@ static fdma_status check_tensor(const tensor_rule *rule, bool data_needed) {
     FDMA_REQUIRE((uintptr_t)tensor->data % fdma_dtype_size(tensor->dtype) == 0,
                  FDMA_INVALID_ARGUMENT, "%s: data %p is not aligned to its %zu-byte elements", name,
                  tensor->data, fdma_dtype_size(tensor->dtype));
-    return FDMA_OK;
-}
-
-fdma_status fdma_check_tensors(const tensor_rule *rules, size_t count, bool data_needed) {
-    for (size_t i = 0; i < count; i++)
-        FDMA_TRY(check_tensor(&rules[i], data_needed));
     return FDMA_OK;
 }

@@ -6,6 +6,15 @@
 
 #include <stdbool.h>
 
+/* Every file that computes includes this one. */
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error                                                                                             \
+    "build without -ffast-math, -Ofast and -ffinite-math-only: results depend on NaN and infinity"
+#endif
+#if SIZE_MAX < UINT64_MAX || UINTPTR_MAX < UINT64_MAX
+#error "size_t and pointers need 64 bits: sizes of workspace would wrap around"
+#endif
+
 enum { max_rank = 4 };
 
 /* Sets of dtypes, as bits. */
@@ -20,17 +29,6 @@ enum {
     takes_wide_floats = takes_float32 | takes_float64,
 };
 
-/* What an operation wants of one of its tensors. */
-typedef struct tensor_rule {
-    const char *name;
-    const fdma_tensor *tensor;
-    unsigned dtypes;
-    int32_t rank;
-    int64_t shape[max_rank];
-    bool optional;
-    bool output;
-} tensor_rule;
-
 size_t fdma_dtype_size(fdma_dtype dtype);
 const char *fdma_dtype_name(fdma_dtype dtype);
 
@@ -40,10 +38,18 @@ static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank !
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
                             unsigned dtypes);
 
-/* Everything about each tensor by itself; `data_needed` is false in workspace queries. */
-fdma_status fdma_check_tensors(const tensor_rule *rules, size_t count, bool data_needed);
+/* Everything else about one tensor: its strides, its size and, where `data_needed`, its data;
+ * workspace queries come without. Elements of an output must be distinct. */
+fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool output,
+                              bool data_needed);
 
-/* No output shares an element with another tensor. */
-fdma_status fdma_check_overlaps(const tensor_rule *rules, size_t count);
+typedef struct named_tensor {
+    const char *name;
+    const fdma_tensor *tensor;
+    bool output;
+} named_tensor;
+
+/* No output shares an element with another tensor, and no tensor a byte with the workspace. */
+fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec);
 
 #endif

@@ -2,6 +2,7 @@
 #include "cuda/cuda.h"
 
 #include "core/error.h"
+#include "core/tensors.h"
 #include "cuda/devices.h"
 
 #include <cuda_runtime_api.h>
@@ -181,14 +182,14 @@ static fdma_status check_pointer(named_pointer given, const fdma_exec *exec) {
 }
 
 static fdma_status check_pointers(const fdma_problem *problem) {
-#define DATA(name, member) {name, problem->member.data},
-    const named_pointer pointers[] = {
-        FDMA_PROBLEM_TENSORS(DATA){"exec.workspace", problem->exec.workspace},
-    };
-#undef DATA
-    for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)
-        FDMA_TRY(check_pointer(pointers[i], &problem->exec));
-    return FDMA_OK;
+    const tensor_table table = fdma_tensors[problem->operation];
+    for (size_t t = 0; t < table.count; t++) {
+        const tensor_entry *const entry = &table.entries[t];
+        const named_pointer data = {entry->name, tensor_at(problem, entry->member)->data};
+        FDMA_TRY(check_pointer(data, &problem->exec));
+    }
+    const named_pointer workspace = {"exec.workspace", problem->exec.workspace};
+    return check_pointer(workspace, &problem->exec);
 }
 
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {

@@ -3,7 +3,7 @@
 #ifndef FDMA_CUDA_CUDA_H
 #define FDMA_CUDA_CUDA_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 extern const kernel_table *const fdma_cuda_tables[];
 

@@ -2,7 +2,7 @@
 #ifndef FDMA_CUDA_DEVICES_H
 #define FDMA_CUDA_DEVICES_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 typedef struct cuda_device {
     int32_t capability; /* 90 for 9.0 */

@@ -96,7 +96,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
         }
         if (info.missing != NULL) {
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
-        } else if (operation_takes(operation, info.name, dtype)) {
+        } else if (operation_takes(operation, forced_name(info.name), dtype)) {
             list.name[list.count++] = forced_name(info.name);
         }
     }

@@ -3,7 +3,7 @@
  * is any; and which kernels take few queries. */
 #include "fixture.h"
 
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cuda/cuda.h"
 
 typedef struct sizes {

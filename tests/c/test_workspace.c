@@ -1,5 +1,5 @@
 /* test_workspace.c - what the workspace queries answer: the truth, without data, and little. */
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "fixture.h"
 
 #include <stdlib.h>

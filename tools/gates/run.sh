@@ -115,6 +115,24 @@ refused_builds() {
     done
 }
 
+# Each header of the CPU kernels includes what it needs: alone it compiles at the scalar point, or at
+# that of AMX if it is for AMX only.
+cpu_headers_alone() {
+    for header in src/cpu/*.h src/cpu/[!s]*/*.h src/cpu/s[ce]*/*.h src/cpu/simd/simd.h; do
+        case $header in
+        *_amx.h)
+            [ "$(uname -m)" = x86_64 ] || continue
+            flags="-DFDMA_POINT_AMX -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma
+                   -mf16c -mbmi2 -mamx-tile -mamx-bf16"
+            ;;
+        *) flags= ;;
+        esac
+        # shellcheck disable=SC2086
+        gcc -std=c11 -Iinclude -Isrc $flags -Wall -Wextra -Wno-unused-function \
+            -Wno-unused-const-variable -Werror -fsyntax-only -x c "$header" || return 1
+    done
+}
+
 neon_runs() { # whether a program for 64-bit ARM can be built and run here
     echo 'int main(void) { return 0; }' |
         aarch64-linux-gnu-gcc -x c - -o "$logs/neon_runs" &&
@@ -162,6 +180,7 @@ gate symbols_find_plants "$python" tools/gates/check_symbols.py --self-test
 gate symbols "$python" tools/gates/check_symbols.py build/libfdma.so
 gate vocabulary words_tested
 gate header header_alone
+gate cpu_headers cpu_headers_alone
 gate refused refused_builds
 gate demo_installs install_after_demo
 echo "      compiling with gcc and clang, and running the C tests of clang's build"

@@ -5,8 +5,8 @@
 
 #include "cuda/device/wgmma.cuh"
 
-static constexpr int line_lanes = line_bytes / atom_bytes; // lanes that copy a line
-static constexpr int copy_rows = 32 / line_lanes;          // rows that a warp copies at once
+static constexpr int line_lanes = line_bytes / vec_bytes; // lanes that copy a line
+static constexpr int copy_rows = 32 / line_lanes;         // rows that a warp copies at once
 
 static constexpr uint32_t no_row = UINT32_MAX;
 
@@ -20,14 +20,14 @@ __device__ static inline void gather_rows(uint32_t block, int first_row, const c
                                           uint32_t unit, uint32_t own_row, int head_dim) {
     static_assert(warp_rows % swizzle_rows == 0, "rows of a warp begin where the swizzle does");
     constexpr int copies = warp_rows / copy_rows;
-    const int lane = threadIdx.x % 32, atom = lane % line_lanes, row = lane / line_lanes;
+    const int lane = threadIdx.x % 32, vec = lane % line_lanes, row = lane / line_lanes;
     const uint32_t to = block + first_row * line_bytes;
-    const uint32_t even = to + swizzled(row, atom), odd = to + swizzled(row + copy_rows, atom);
-    const uint64_t base = (uint64_t)(source + atom * atom_bytes);
+    const uint32_t even = to + swizzled(row, vec), odd = to + swizzled(row + copy_rows, vec);
+    const uint64_t base = (uint64_t)(source + vec * vec_bytes);
     bool is_there[panels];
 #pragma unroll
     for (int panel = 0; panel < panels; panel++)
-        is_there[panel] = panel * panel_channels + atom * (atom_bytes / 2) < head_dim;
+        is_there[panel] = panel * panel_channels + vec * vec_channels < head_dim;
 #pragma unroll
     for (int first = 0; first < copies; first += batch) {
         uint32_t n[batch];
@@ -43,7 +43,7 @@ __device__ static inline void gather_rows(uint32_t block, int first_row, const c
 #pragma unroll
             for (int panel = 0; panel < panels; panel++)
                 cp_async_16(line + panel * rows * line_bytes, from + panel * line_bytes,
-                            n[i] != no_row && is_there[panel] ? atom_bytes : 0);
+                            n[i] != no_row && is_there[panel] ? vec_bytes : 0);
         }
     }
 }

@@ -4,7 +4,7 @@
 
 extern "C" {
 #include "core/error.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cuda/devices.h"
 }
 

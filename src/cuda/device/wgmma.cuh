@@ -3,7 +3,7 @@
  * caller fences, commits and waits.
  *
  * A block of rows is stored in panels of 64 channels, each [rows][128 bytes]. A row of a panel is
- * eight atoms of 16 bytes, permuted by the row's number: the 128-byte swizzle (PTX ISA,
+ * eight vectors of 16 bytes, permuted by the row's number: the 128-byte swizzle (PTX ISA,
  * asynchronous warpgroup level matrix shared memory layout). Panels begin at multiples of 1024
  * bytes, where the pattern begins.
  *
@@ -14,16 +14,16 @@
 
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/ptx_wgmma.cuh"
+#include "cuda/device/vec.cuh"
 
 static constexpr int panel_channels = 64; // 16-bit elements in one line of the swizzle
 static constexpr int line_bytes = 128;    // a row of a panel
-static constexpr int atom_bytes = 16;     // what the swizzle permutes and cp.async copies
 static constexpr int swizzle_rows = 8;    // after which the pattern repeats
 static constexpr int wgmma_k = 16;        // channels or keys that one wgmma sums over
 
-/* The offset of an atom of a row in its panel. */
-__device__ static inline uint32_t swizzled(uint32_t row, uint32_t atom) {
-    return row * line_bytes + ((atom ^ row % swizzle_rows) * atom_bytes);
+/* The offset of a vector of a row in its panel. */
+__device__ static inline uint32_t swizzled(uint32_t row, uint32_t vec) {
+    return row * line_bytes + ((vec ^ row % swizzle_rows) * vec_bytes);
 }
 
 /* The descriptor of a matrix in shared memory that begins at `address`. panel_bytes: from one panel

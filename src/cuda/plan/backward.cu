@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(row_threads)
     delta = row_sum(delta);
     if (lane != 0)
         return;
-    if (!empty && plan.dlse != nullptr)
+    if (!empty && plan.dlse != NULL)
         delta -= plan.dlse[b * plan.dlse_batch + h * plan.dlse_head + i];
     plan.row_lse[head * plan.rows + i] = empty ? INFINITY : lse * log2_e;
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(row_threads)
     const int32_t lane = threadIdx.x % row_lanes;
     if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
         return;
-    if (plan.dbias != nullptr && lane == 0)
+    if (plan.dbias != NULL && lane == 0)
         plan.dbias[head / forward.kv_heads * plan.dbias_batch +
                    head % forward.kv_heads * plan.dbias_head + j] = 0;
     if (plan.accumulate)
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(boundary_threads)
                 add_channels(row_of<element>(plan.dv, head, forward.kv_heads, key) + d, dv,
                              aligned);
             }
-            if (plan.dbias != nullptr && lane == 0)
+            if (plan.dbias != NULL && lane == 0)
                 plan.dbias[head / forward.kv_heads * plan.dbias_batch +
                            head % forward.kv_heads * plan.dbias_head + key] += dbias;
             dbias = 0;

@@ -97,7 +97,7 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
             __syncwarp();
             const uint32_t mask = shared->masks[step % 3][t];
             const typename config::operands &operands = shared->operands[step % 2][t];
-            if (mask != 0 && params.dv != nullptr)
+            if (mask != 0 && params.dv != NULL)
                 add_to_dv(ring[filled], weights, params, operands, at, step * step_tiles + t, mask);
             if (mask != 0)
                 add_to_sums(sums, ring[filled], operands);

@@ -73,7 +73,7 @@ __device__ static inline float *ddt_of(const gradient_params &params, int32_t b,
 }
 
 __device__ static inline bool is_valid(const gradient_params &params, int32_t b, int32_t j) {
-    return params.key_valid == nullptr || params.key_valid[b * params.valid_batch + j] != 0;
+    return params.key_valid == NULL || params.key_valid[b * params.valid_batch + j] != 0;
 }
 
 /* The gradients of dt and of a that come from one key and kv head. If dbias is not 0 but ddt is,
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(find_threads)
     griddepcontrol_launch_dependents();
     if (threadIdx.x < round.heads)
         round.scales[threadIdx.x] =
-            params.score.scales != nullptr && g + (int32_t)threadIdx.x < params.kv_heads
+            params.score.scales != NULL && g + (int32_t)threadIdx.x < params.kv_heads
                 ? params.score.scales[g + threadIdx.x]
                 : 1;
     take_key<element>(&round, params, b, g, tile * tile_keys + (int32_t)threadIdx.x % round_keys);

@@ -97,7 +97,7 @@ __device__ static inline void copy_tile(tile_stage<config> *stage, const gradien
             const int range = vec_index<config>(row, quad * quad_tiles + lane % 4);
             copy_vec(&stage->v[range], there ? at.v[quad] + key * params.score.v_row : at.v[0],
                      there, params.score.is_aligned);
-            if (params.dv != nullptr)
+            if (params.dv != NULL)
                 copy_vec(&stage->dv[range], there ? at.dv[quad] + key * params.dv_row : at.dv[0],
                          there, params.dv_aligned);
         }

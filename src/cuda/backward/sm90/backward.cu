@@ -186,11 +186,10 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.partitions));
     if (plan.is_rolling) {
         pass.is_diagonal = true;
-        pass.slot_blocks = (list_queries - 1 + config::slots - 1) / config::slots;
+        pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
         pass.query_blocks = count_blocks_in_row(problem, &plan, pass.slot_blocks);
-        FDMA_TRY(
-            run_pass<config>(problem, &plan, &pass,
-                             (plan.forward.lists + pass.query_blocks - 1) / pass.query_blocks));
+        FDMA_TRY(run_pass<config>(problem, &plan, &pass,
+                                  divide_up(plan.forward.lists, pass.query_blocks)));
     }
     launch_shape shape;
     shape.grid = dim3((unsigned)tiles);
@@ -248,12 +247,9 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_but_sm90a(problem);
 }
 
-#define TEXT(x) #x
-#define NAME(head_dim) "cuda/sm90/d" TEXT(head_dim)
-#define JOIN(x, y) x##y
-#define TABLE(head_dim) JOIN(fdma_cuda_sm90_backward_d, head_dim)
+static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
+                                       operation_backward, fdma_missing_sm90a, refuses, workspace,
+                                       run, true}};
 
-static const fdma_kernel kernels[] = {
-    {NAME(FDMA_HEAD_DIM), operation_backward, fdma_missing_sm90a, refuses, workspace, run, true}};
-
-extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {kernels, sizeof kernels / sizeof kernels[0]};
+extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM) = {
+    kernels, sizeof kernels / sizeof kernels[0]};

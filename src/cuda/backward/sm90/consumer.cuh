@@ -201,7 +201,7 @@ template <class config> struct backward_consumer {
     __device__ inline void add_dbias(const float (&sums)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            if constexpr (config::shares_dbias) {
+            if constexpr (config::dbias_in_shared) {
                 const float sum = quad_sum(sums[i]);
                 if (threadIdx.x % 4 == 0)
                     memory->dbias[generation % 2][index][own_row() + 8 * i] += sum;
@@ -214,7 +214,7 @@ template <class config> struct backward_consumer {
     /* Returns dbias of row i up to this generation, in the first lane of the quad, and starts again
      * from 0 if the slot's key changes. */
     __device__ inline float take_dbias(int i, bool changes) {
-        if constexpr (config::shares_dbias) {
+        if constexpr (config::dbias_in_shared) {
             const int32_t row = own_row() + 8 * i, past = (generation + 1) % 2;
             if (threadIdx.x % 4 != 0 || (config::is_wide && index > 0))
                 return 0;
@@ -238,7 +238,7 @@ template <class config> struct backward_consumer {
         const uint32_t to = shared_address(block) + swizzled(row, first_query() / 8 + lane / 16);
 #pragma unroll
         for (int j = 0; j < config::own_queries / wgmma_k; j++)
-            stmatrix_x4(to ^ j * 2 * atom_bytes, packed[j]);
+            stmatrix_x4(to ^ j * 2 * vec_bytes, packed[j]);
     }
 
     __device__ inline const uint8_t *ds_block(int32_t step) const {

@@ -63,20 +63,20 @@ template <class config> struct backward_producer {
 
     /* Loads k and v of one key, or zeros if there is none. By a whole warp. */
     __device__ inline void load_key(const backward_plan &plan, int32_t slot, int32_t key) {
-        constexpr int atoms = config::channels * 2 / atom_bytes; // of a row
+        constexpr int vecs = config::channels * 2 / vec_bytes; // of a row
         const forward_plan &forward = plan.forward;
         const backward_work &work = memory->work;
         const uint32_t k = shared_address(memory->k), v = shared_address(memory->v);
 #pragma unroll 1
-        for (int n = threadIdx.x % 32; n < 2 * atoms; n += 32) {
-            const int atom = n % atoms, inside = atom % line_lanes;
-            const head_view &view = n < atoms ? forward.k : forward.v;
+        for (int n = threadIdx.x % 32; n < 2 * vecs; n += 32) {
+            const int vec = n % vecs, inside = vec % line_lanes;
+            const head_view &view = n < vecs ? forward.k : forward.v;
             const int64_t row = work.b * view.batch + work.g * view.head + max(key, 0) * view.row;
-            const bool is_there = key >= 0 && atom * (atom_bytes / 2) < forward.head_dim;
-            const uint32_t panel = atom / line_lanes * config::slots * line_bytes;
-            cp_async_16((n < atoms ? k : v) + panel + swizzled(slot, inside),
-                        (const char *)view.data + (is_there ? 2 * row + atom * atom_bytes : 0),
-                        is_there ? atom_bytes : 0);
+            const bool is_there = key >= 0 && vec * vec_channels < forward.head_dim;
+            const uint32_t panel = vec / line_lanes * config::slots * line_bytes;
+            cp_async_16((n < vecs ? k : v) + panel + swizzled(slot, inside),
+                        (const char *)view.data + (is_there ? 2 * row + vec * vec_bytes : 0),
+                        is_there ? vec_bytes : 0);
         }
     }
 

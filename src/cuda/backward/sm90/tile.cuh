@@ -42,7 +42,7 @@ template <typename element_, int most_channels, bool softcap> struct backward_co
     static constexpr int consumer_registers = channels > 128 ? 224 : channels > 64 ? 232 : 200;
     // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
     // because both consumers have sums of the same slots
-    static constexpr bool shares_dbias = has_softcap || is_wide;
+    static constexpr bool dbias_in_shared = has_softcap || is_wide;
 };
 
 /* One launch of the kernel: the slot pass, for keys that are live at the first position of a query
@@ -69,7 +69,7 @@ struct backward_work {
 struct alignas(16) slot_record {
     int32_t key; // -1: none
     int32_t expiry;
-    float bias;     // times log2(e)
+    float bias;       // times log2(e)
     int32_t boundary; // that takes its sums, see boundary_of(); 0: none
 };
 

@@ -73,7 +73,7 @@ template <class config> static tile_order order_of(const forward_plan *plan) {
                                               : plan->kv_len;
     const int64_t fitting = l2_bytes / (2 * config::row_bytes * (keys + 1));
     tile_order order;
-    order.tiles = (plan->q_len * plan->group + config::rows - 1) / config::rows;
+    order.tiles = (int32_t)divide_up(plan->q_len * plan->group, config::rows);
     order.heads = plan->batch * plan->kv_heads;
     order.heads_together = (int32_t)(fitting < 1             ? 1
                                      : fitting < order.heads ? fitting
@@ -121,7 +121,7 @@ static bool is_near(const fdma_problem *problem) {
     const int64_t q_last =
         (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
     return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
-           q_last / (atom_bytes / 2) < (int64_t)no_row;
+           q_last / vec_channels < (int64_t)no_row;
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -165,12 +165,9 @@ static fdma_status run(const fdma_problem *problem) {
     return attend_plan(problem, &plan);
 }
 
-#define TEXT(x) #x
-#define NAME(head_dim) "cuda/sm90/d" TEXT(head_dim)
-#define JOIN(x, y) x##y
-#define TABLE(head_dim) JOIN(fdma_cuda_sm90_d, head_dim)
+static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
+                                       operation_forward, fdma_missing_sm90a, refuses, workspace,
+                                       run, true}};
 
-static const fdma_kernel kernels[] = {
-    {NAME(FDMA_HEAD_DIM), operation_forward, fdma_missing_sm90a, refuses, workspace, run, true}};
-
-extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {kernels, sizeof kernels / sizeof kernels[0]};
+extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm90_d, FDMA_HEAD_DIM) = {
+    kernels, sizeof kernels / sizeof kernels[0]};

@@ -21,11 +21,8 @@ __device__ static int32_t count_entries(const forward_plan &plan, const row_tile
                                         int32_t list) {
     if (plan.count == NULL)
         return plan.causal ? min(plan.kv_len, tile.last + 1) : plan.kv_len;
-    const int2 count = plan.count[(int64_t)(tile.b * plan.kv_heads + tile.g) * plan.lists + list];
-    if (!plan.causal)
-        return count.y;
-    // at most one key arrives at a position
-    return min(count.y, count.x + tile.last - row_position(plan, list * list_queries));
+    const int64_t head = tile.b * plan.kv_heads + tile.g;
+    return visible_entries(plan, plan.count[head * plan.lists + list], list, tile.last);
 }
 
 /* The first row of a head. */
@@ -146,8 +143,8 @@ template <class config> struct producer {
         wait(&memory->q_free, q.parity ^ 1);
         gather_rows<config::rows, config::panels, warp_rows>(
             shared_address(memory->q), warp * warp_rows,
-            rows_of(plan.q, tile.b, tile.g * plan.group), atom_bytes,
-            row < tile.end_row ? (uint32_t)(own / (atom_bytes / 2)) : no_row, plan.head_dim);
+            rows_of(plan.q, tile.b, tile.g * plan.group), vec_bytes,
+            row < tile.end_row ? (uint32_t)(own / vec_channels) : no_row, plan.head_dim);
         publish_tile(header);
     }
 

@@ -102,7 +102,7 @@ struct row_tile {
 
 /* The position of a query; 0 if not causal, as then all queries see the same keys. */
 __device__ static inline int32_t row_position(const forward_plan &plan, int32_t query) {
-    return plan.causal ? query + plan.kv_len - plan.q_len : 0;
+    return plan.causal ? query_position(plan, query) : 0;
 }
 
 /* The order in which tiles are computed: from the last position, which is the heaviest, to the

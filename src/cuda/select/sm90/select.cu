@@ -281,8 +281,6 @@ static constexpr int most_blocks_of(int items) { return items < most_items ? mos
 
 template <int items> using config_of = segment_config<items, most_blocks_of(items)>;
 
-static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
 /* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster
  * lies within a group of 16 multiprocessors; about one group of a device has fewer. */
 static int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {

@@ -1,6 +1,6 @@
 /* Kernels as table rows, the choice among them, and the carving of workspace. */
-#ifndef FDMA_CORE_PLAN_H
-#define FDMA_CORE_PLAN_H
+#ifndef FDMA_CORE_KERNEL_H
+#define FDMA_CORE_KERNEL_H
 
 #include "core/problem.h"
 
@@ -29,11 +29,11 @@ typedef const kernel_table *const *kernel_backend;
 
 /* The first row, in the backends' order, that does this problem on this machine under the name that
  * the caller forced, if any. */
-fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
-                          const fdma_kernel **row);
+fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
+                               const fdma_kernel **row);
 
 /* Row `index` of all backends in their order; NULL past the end. */
-const fdma_kernel *fdma_row_at(const kernel_backend *backends, int32_t index);
+const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index);
 
 /* Takes pieces off the caller's workspace; with base NULL it only counts. */
 typedef struct fdma_arena {

@@ -1,5 +1,5 @@
 /* The choice of a kernel, and the workspace arena. */
-#include "core/plan.h"
+#include "core/kernel.h"
 
 #include "core/error.h"
 
@@ -16,7 +16,7 @@ const char *fdma_operation_name(fdma_operation operation) {
     return names[operation];
 }
 
-const fdma_kernel *fdma_row_at(const kernel_backend *backends, int32_t index) {
+const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index) {
     if (index < 0)
         return NULL;
     for (; *backends != NULL; backends++) {
@@ -54,7 +54,7 @@ static bool is_selected(const fdma_kernel *kernel, const fdma_problem *problem, 
 
 static name_match match_of(const kernel_backend *backends, const fdma_problem *problem) {
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++)
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
         if (is_selected(kernel, problem, match_below))
             return match_below;
     return match_above;
@@ -62,7 +62,7 @@ static name_match match_of(const kernel_backend *backends, const fdma_problem *p
 
 static bool is_known(const kernel_backend *backends, const char *name) {
     const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++)
+    for (int32_t i = 0; (row = fdma_kernel_at(backends, i)) != NULL; i++)
         if (begins_with(row->name, name))
             return true;
     return false;
@@ -80,7 +80,7 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
     size_t used = 0;
     const char *previous = "";
     const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
+    for (int32_t i = 0; (row = fdma_kernel_at(backends, i)) != NULL; i++) {
         const int length = point_length(row->name);
         if (length == point_length(previous) && strncmp(row->name, previous, (size_t)length) == 0)
             continue;
@@ -119,7 +119,7 @@ static void add_refusal(refusal_list *list, const char *name, const char *verb,
 static bool is_any_usable(const kernel_backend *backends, const fdma_problem *problem,
                           name_match match) {
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++)
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
         if (is_selected(kernel, problem, match) && kernel->missing() == NULL)
             return true;
     return false;
@@ -152,7 +152,7 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
     char subject[300] = "the library";
     refusal_list list = {.used = 0};
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++) {
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
         if (!is_selected(kernel, problem, match) || (usable && kernel->missing() != NULL))
             continue;
         add_refusal(&list, kernel->name, verb,
@@ -168,14 +168,14 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
     return fdma_fail(FDMA_UNSUPPORTED, "%s: %s %s %s%s", call.text, subject, verb, list.first, end);
 }
 
-fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
-                          const fdma_kernel **picked) {
+fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
+                               const fdma_kernel **picked) {
     const char *const forced = problem->exec.kernel;
     if (forced != NULL && !is_known(backends, forced))
         return fail_unknown(backends, forced);
     const name_match match = match_of(backends, problem);
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++) {
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
         if (is_selected(kernel, problem, match) && kernel->missing() == NULL &&
             kernel->refuses(problem) == NULL) {
             *picked = kernel;
