@@ -7,7 +7,7 @@ changes that are not committed), and builds there for the CPU. For each fault it
 in one file, builds what the fault's tests need, and runs these in order until one fails. A fault
 that compiles and fails no test survives. NAME restricts the run to faults whose name contains it.
 
---texts only checks that every text still occurs exactly once. --everything runs all C tests before
+--texts only checks that every text still occurs exactly once, and that the tests are there. --everything runs all C tests before
 it calls a fault a survivor. Exit status: 1 if a fault survives, does not compile or has lost its
 text; 2 for wrong usage.
 """
@@ -162,12 +162,17 @@ def find_source(root: Path, fault: Fault) -> Path | None:
 
 
 def lost_texts(root: Path, faults: list[Fault]) -> list[str]:
-    """A line for each fault whose text does not occur exactly once."""
+    """A line for each fault whose text does not occur exactly once, or whose tests are gone."""
     lines = []
     for fault in faults:
         if find_source(root, fault) is None:
             count = sum(count_text(root, fault).values())
             lines.append(f"LOST      {fault.name}: {fault.path} has {fault.old!r} {count} times")
+        for test in fault.tests:
+            kind, *words = test.split()
+            file = f"python/{words[0]}" if kind == "pytest" else f"c/{kind}.c"
+            if kind != "check" and not (root / "tests" / file).exists():
+                lines.append(f"LOST      {fault.name}: its test {file} is not there")
     return lines
 
 
