@@ -297,7 +297,7 @@ static void kernels_are_chosen_by_what_runs_here(void) {
             .q_len = choices[i].q_len,
             .exec = {.kernel = choices[i].kernel, .device = on_device ? FDMA_CUDA(2) : FDMA_CPU}};
         const fdma_kernel *kernel = NULL;
-        const fdma_status status = fdma_pick_row(made_up_backends, &problem, &kernel);
+        const fdma_status status = fdma_choose_kernel(made_up_backends, &problem, &kernel);
         test_context("choice %d", i);
         if (choices[i].picked != NULL) {
             CHECK_INT(status, FDMA_OK);
