@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(config::threads, 1)
 template <class config>
 __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,
-              const __grid_constant__ backward_pass pass) {
+             const __grid_constant__ backward_pass pass) {
     using element = typename config::element;
     const forward_plan &forward = plan.forward;
     const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
