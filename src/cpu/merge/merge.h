@@ -36,8 +36,8 @@ static float *float_at_row(const fdma_tensor *tensor, const row_index *row) {
 }
 
 static merge_weights weigh_partials(const fdma_problem *problem, const row_index *row) {
-    const double a = (double)*float_at_row(&problem->part[0].lse, row);
-    const double b = (double)*float_at_row(&problem->part[1].lse, row);
+    const double a = (double)*float_at_row(&problem->partial[0].lse, row);
+    const double b = (double)*float_at_row(&problem->partial[1].lse, row);
     const double most = a > b ? a : b;
     if (a != a || b != b)
         return (merge_weights){NAN, {NAN, NAN}};
@@ -65,8 +65,8 @@ static inline vf merged_channels(const fdma_problem *problem, const void *const 
 static void merge_row(const fdma_problem *problem, int64_t n) {
     const row_index row = index_of_row(problem, n);
     const merge_weights weights = weigh_partials(problem, &row);
-    const void *const rows[] = {channels_at_row(&problem->part[0].out, &row),
-                                channels_at_row(&problem->part[1].out, &row)};
+    const void *const rows[] = {channels_at_row(&problem->partial[0].out, &row),
+                                channels_at_row(&problem->partial[1].out, &row)};
     void *const to = channels_at_row(&problem->out, &row);
     for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
         const int64_t count = channels_at(d, problem->head_dim);
@@ -96,11 +96,11 @@ static void merge_row_backward(const fdma_problem *problem, int64_t index) {
     const row_index row = index_of_row(problem, index);
     const merge_weights weights = weigh_partials(problem, &row);
     const void *const dout = channels_at_row(&problem->dout, &row);
-    const void *const rows[] = {channels_at_row(&problem->part[0].out, &row),
-                                channels_at_row(&problem->part[1].out, &row)};
+    const void *const rows[] = {channels_at_row(&problem->partial[0].out, &row),
+                                channels_at_row(&problem->partial[1].out, &row)};
     const float dlse = is_present(&problem->dlse) ? *float_at_row(&problem->dlse, &row) : 0;
     for (int n = 0; n < 2; n++) {
-        const fdma_partial *const partial = &problem->part[n];
+        const fdma_partial *const partial = &problem->partial[n];
         void *const to = channels_at_row(&partial->dout, &row);
         const float weight = weights.of[n];
         const float sum = dlse + weight_gradient(problem, dout, rows, &weights, n);
