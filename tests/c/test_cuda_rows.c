@@ -46,6 +46,7 @@ static fdma_problem backward_problem(const sizes *n, place at, int deterministic
         .slot = place_tensor(at, FDMA_INT32, n->batch, n->kv_heads, n->kv_len, -1),
         .window = n->window,
         .kv_len = n->kv_len,
+        .scope = FDMA_SCOPE_CAUSAL,
     };
     const fdma_backward_args args = {
         .size = sizeof args,
