@@ -1,10 +1,11 @@
 /* Tile lists: the keys that each tile of queries visits, found from the slots alone.
  *
- * A slot that has been taken is never empty again: when its key is evicted, the next one takes it at
- * the same position. So the kept set is a table of the last key of each slot, in which each arriving
- * key changes one entry. A tile's list is a copy of the table at the tile's first position, followed
- * by the keys that arrive after it. Where threads share the tiles of one (b, g), each has a range of
- * tiles, and begins with the table that the keys before its range leave behind. */
+ * A slot that has been taken is never empty again: when its key is evicted, the next one takes it
+ * at the same position. So the kept set is a table of the last key of each slot, in which each
+ * arriving key changes one entry. A tile's list is a copy of the table at the tile's first
+ * position, followed by the keys that arrive after it. Where threads share the tiles of one (b,
+ * g), each has a range of tiles, and begins with the table that the keys before its range leave
+ * behind. */
 #ifndef FDMA_CPU_LISTS_LISTS_H
 #define FDMA_CPU_LISTS_LISTS_H
 
@@ -54,8 +55,8 @@ static void pass_keys(slot_table *table, int64_t end) {
     }
 }
 
-/* The same, and lists the keys that take a slot. Each key is written to a small buffer without a branch
- * on whether it takes one, because the branch would be unpredictable. */
+/* The same, and lists the keys that take a slot. Each key is written to a small buffer without a
+ * branch on whether it takes one, because the branch would be unpredictable. */
 static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     enum { buffer_keys = 64 };
     int32_t buffer[buffer_keys];
@@ -75,8 +76,8 @@ static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     return used;
 }
 
-/* Slots are taken in the order 0, 1, ... and stay taken, so the entries in use are the first ones of the
- * table. A list holds no more keys than have passed, so it has room for them. */
+/* Slots are taken in the order 0, 1, ... and stay taken, so the entries in use are the first ones
+ * of the table. A list holds no more keys than have passed, so it has room for them. */
 static void list_tile(const lists_context *lists, slot_table *table, int64_t b, int64_t g,
                       int64_t t) {
     const fdma_problem *const problem = lists->problem;
