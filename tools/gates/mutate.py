@@ -5,11 +5,12 @@
 The script works in build/mutate, in a copy of the tree as it is now (a git worktree with the
 changes that are not committed), and builds there for the CPU. For each fault it replaces one text
 in one file, builds what the fault's tests need, and runs these in order until one fails. A fault
-that compiles and fails no test survives. NAME restricts the run to faults whose name contains it.
+that compiles and fails no test survives. NAME restricts the run to faults whose name or path
+contains it, such as src/cpu.
 
---texts only checks that every text still occurs exactly once. --everything runs all C tests before
-it calls a fault a survivor. Exit status: 1 if a fault survives, does not compile or has lost its
-text; 2 for wrong usage.
+--texts only checks that every text still occurs exactly once, and that the tests are there.
+--everything runs all C tests before it calls a fault a survivor. Exit status: 1 if a fault
+survives, does not compile or has lost its text; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -162,12 +163,17 @@ def find_source(root: Path, fault: Fault) -> Path | None:
 
 
 def lost_texts(root: Path, faults: list[Fault]) -> list[str]:
-    """A line for each fault whose text does not occur exactly once."""
+    """A line for each fault whose text does not occur exactly once, or whose tests are gone."""
     lines = []
     for fault in faults:
         if find_source(root, fault) is None:
             count = sum(count_text(root, fault).values())
             lines.append(f"LOST      {fault.name}: {fault.path} has {fault.old!r} {count} times")
+        for test in fault.tests:
+            kind, *words = test.split()
+            file = f"python/{words[0]}" if kind == "pytest" else f"c/{kind}.c"
+            if kind != "check" and not (root / "tests" / file).exists():
+                lines.append(f"LOST      {fault.name}: its test {file} is not there")
     return lines
 
 
@@ -185,9 +191,10 @@ def check_sound(faults: list[Fault]) -> None:
 
 
 def main() -> int:
-    faults = [f for f in FAULTS if not OPTIONS.names or any(n in f.name for n in OPTIONS.names)]
+    names = OPTIONS.names or [""]
+    faults = [f for f in FAULTS if any(name in f.name or name in f.path for name in names)]
     if not faults:
-        print(f"mutate: no fault's name contains {' or '.join(OPTIONS.names)}", file=sys.stderr)
+        print(f"mutate: no fault's name or path contains {' or '.join(names)}", file=sys.stderr)
         return 2
     lost = lost_texts(ROOT, faults)
     print(*lost, sep="\n", end="\n" if lost else "", flush=True)
