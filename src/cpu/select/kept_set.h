@@ -135,16 +135,15 @@ static inline void replace_worst(kept_set *set, int32_t slot, int64_t order) {
     find_worst(set);
 }
 
-/* A pass over a range of keys. In its arrays the keys of the range stand from `before` on. Those
- * below are the keys that were kept when the range began, the worst first, each in the slot of its
- * index. */
+/* A pass over a range of keys. Keys are numbered: those below `before` were kept when the range began,
+ * the worst first, each in the slot of its number; the keys of the range follow. */
 typedef struct select_pass {
     key_range keys;
     int32_t kv_len; /* the expiry of keys that are not evicted */
     int32_t before;
-    const int64_t *kept; /* [before] orders */
-    int32_t *expiry;     /* [before + keys.count] */
-    int32_t *slot;       /* [before + keys.count] */
+    const int64_t *kept;    /* [before] orders */
+    int32_t *kept_expiry;   /* [before] */
+    int32_t *expiry, *slot; /* [keys.count] */
 } select_pass;
 
 static void start_set(const select_pass *pass, kept_set *set) {
@@ -154,8 +153,7 @@ static void start_set(const select_pass *pass, kept_set *set) {
     for (int64_t n = 0; n < tree_size(0); n++)
         set->tree[n] = INT64_MAX;
     for (int32_t n = 0; n < pass->before; n++) {
-        pass->expiry[n] = pass->kv_len;
-        pass->slot[n] = n;
+        pass->kept_expiry[n] = pass->kv_len;
         set->tree[set->slots + n] = INT64_MAX;
         set->queue[n] = score_order_of(pass->kept[n]) * ((int64_t)1 << 32) + n;
     }
@@ -175,8 +173,8 @@ static int32_t fill_set(const select_pass *pass, kept_set *set) {
         const bool taken = !keys->valid || keys->valid[n];
         const int32_t key = pass->before + n;
         const int64_t order = key_order(keys->score[n], key);
-        pass->expiry[key] = taken ? pass->kv_len : keys->first + n;
-        pass->slot[key] = taken ? count : -1;
+        pass->expiry[n] = taken ? pass->kv_len : keys->first + n;
+        pass->slot[n] = taken ? count : -1;
         if (taken && crowded)
             set->tree[set->slots + count] = join_queue(set, order) ? INT64_MAX : order;
         count += taken;
@@ -190,30 +188,47 @@ static int32_t fill_set(const select_pass *pass, kept_set *set) {
     return n;
 }
 
-/* Key `key`, whose order is `order`, evicts the worst. The next key to be evicted is likely one of
- * the root's children, so their slots are prefetched (slot[-1] where a child is none). */
-static inline void enter_key(const select_pass *pass, kept_set *set, int32_t key, int64_t order) {
-    const int32_t evicted = key_of(set->worst), slot = pass->slot[evicted];
-    pass->expiry[key] = pass->kv_len;
-    pass->expiry[evicted] = pass->keys.first + (key - pass->before);
-    pass->slot[key] = slot;
+/* The slot of the key of this number. */
+static inline int32_t slot_of(const select_pass *pass, int32_t number, bool any_before) {
+    return any_before && number < pass->before ? number : pass->slot[number - pass->before];
+}
+
+/* Key n of the range, whose order is `order`, evicts the worst. The next key to be evicted is likely
+ * one of the root's children, so their slots are prefetched (slot[-1] where a child is none). */
+static inline void enter_key(const select_pass *pass, kept_set *set, int32_t n, int64_t order,
+                             bool any_before) {
+    const int32_t evicted = key_of(set->worst), slot = slot_of(pass, evicted, any_before);
+    pass->expiry[n] = pass->kv_len;
+    if (any_before && evicted < pass->before)
+        pass->kept_expiry[evicted] = pass->keys.first + n;
+    else
+        pass->expiry[evicted - pass->before] = pass->keys.first + n;
+    pass->slot[n] = slot;
     replace_worst(set, slot, order);
-    __builtin_prefetch(pass->slot + key_of(set->tree[2]));
-    __builtin_prefetch(pass->slot + key_of(set->tree[3]));
+    __builtin_prefetch(pass->slot + key_of(set->tree[2]) - pass->before);
+    __builtin_prefetch(pass->slot + key_of(set->tree[3]) - pass->before);
+}
+
+static inline void enter_all(const select_pass *pass, kept_set *shared, int32_t at, uint64_t marks,
+                             bool any_before) {
+    kept_set set = *shared;
+    for (; marks != 0; marks &= marks - 1) {
+        const int32_t n = at + __builtin_ctzll(marks);
+        const int64_t order = key_order(pass->keys.score[n], pass->before + n);
+        if (order > set.worst)
+            enter_key(pass, &set, n, order, any_before);
+    }
+    *shared = set;
 }
 
 /* Enters those of the marked keys from `at` on that outrank the worst. Not inlined, because the marking
  * loop would take registers from it. */
-__attribute__((noinline)) static void enter_marked(const select_pass *pass, kept_set *shared,
+__attribute__((noinline)) static void enter_marked(const select_pass *pass, kept_set *set,
                                                    int32_t at, uint64_t marks) {
-    kept_set set = *shared;
-    for (; marks; marks &= marks - 1) {
-        const int32_t n = at + __builtin_ctzll(marks), key = pass->before + n;
-        const int64_t order = key_order(pass->keys.score[n], key);
-        if (order > set.worst)
-            enter_key(pass, &set, key, order);
-    }
-    *shared = set;
+    if (pass->before > 0)
+        enter_all(pass, set, at, marks, true);
+    else
+        enter_all(pass, set, at, marks, false);
 }
 
 /* Finds expiry and slot of the keys of a range, as far as the range decides them. */
@@ -222,8 +237,8 @@ static void select_keys(const select_pass *pass, kept_set *set) {
     start_set(pass, set);
     for (int64_t at = fill_set(pass, set); at < keys->count; at += select_block) {
         const int64_t count = min(keys->count - at, select_block);
-        int32_t *const expiry = pass->expiry + pass->before + at;
-        int32_t *const slot = pass->slot + pass->before + at;
+        int32_t *const expiry = pass->expiry + at;
+        int32_t *const slot = pass->slot + at;
         for (int32_t n = 0; n < count; n++)
             expiry[n] = keys->first + (int32_t)at + n;
         for (int32_t n = 0; n < count; n++)

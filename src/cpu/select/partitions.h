@@ -23,16 +23,16 @@ typedef struct select_context {
     int64_t *best;   /* [slots] orders of its best keys; once merged, of the best up to its end */
     int32_t *count;  /* how many of these there are */
     int32_t *expiry; /* [slots] of the keys kept when it began, as far as it decides them */
-    int32_t *true_slot; /* [1 + slots]: of -1, then of the slots 0, 1, ... that its pass numbered */
+    int32_t *true_slot; /* [slots] of the slots 0, 1, ... that its pass numbered */
     uint8_t *scratch;   /* [threads][scratch_size] */
     size_t scratch_size;
 } select_context;
 
 enum {
-    least_partitions = 3,         /* of two, the second would wait for the first */
-    least_partition_keys = 16384, /* waiting for a thread takes as long as some thousands of keys */
-    partition_windows = 10,       /* in keys: a partition costs some steps for each of its slots */
-    keys_a_microsecond = 500,     /* that a thread selects from, about */
+    least_partitions = 3,           /* of two, the second would wait for the first */
+    least_partition_keys = 1 << 17, /* fewer take no longer than waking threads in every phase */
+    partition_windows = 64,         /* in keys: each slot costs a partition as much as many keys */
+    keys_a_microsecond = 500,       /* that a thread selects from, about */
 };
 
 /* How many partitions of each (b, g) pay: one more than the threads that it gets, because while the
@@ -94,7 +94,7 @@ static key_range find_range(const select_context *select, const select_rows *row
 typedef struct select_scratch {
     order_buffer buffer;
     kept_set set;
-    int32_t *expiry, *slot; /* of a pass */
+    int32_t *slot; /* [partition_keys], where the caller does not ask for slots */
 } select_scratch;
 
 static size_t lay_out_best(const select_context *select, uint8_t *base, select_scratch *scratch) {
@@ -110,8 +110,7 @@ static size_t lay_out_best(const select_context *select, uint8_t *base, select_s
 
 static size_t lay_out_pass(const select_context *select, uint8_t *base, select_scratch *scratch) {
     fdma_arena arena = {.base = base};
-    const bool split = select->partitions > 1, named = is_present(&select->problem->slot);
-    const size_t keys = (size_t)select->partition_keys + (size_t)(split ? select->slots : 0);
+    const size_t keys = is_present(&select->problem->slot) ? 0 : (size_t)select->partition_keys;
     const size_t tree = (size_t)tree_size(select->slots);
     const uint32_t ring = queue_ring(select->slots);
     scratch->set = (kept_set){
@@ -120,8 +119,7 @@ static size_t lay_out_pass(const select_context *select, uint8_t *base, select_s
         .tree = fdma_arena_take(&arena, tree * sizeof(int64_t)),
         .queue = fdma_arena_take(&arena, ((size_t)ring + 1) * sizeof(int64_t)),
     };
-    scratch->expiry = fdma_arena_take(&arena, split ? keys * sizeof(int32_t) : 0);
-    scratch->slot = fdma_arena_take(&arena, split || !named ? keys * sizeof(int32_t) : 0);
+    scratch->slot = fdma_arena_take(&arena, keys * sizeof(int32_t));
     return arena.used;
 }
 
@@ -139,7 +137,7 @@ static fdma_arena lay_out_select(select_context *select) {
     }
     if (!global && split) {
         select->expiry = fdma_arena_take(&arena, kept * sizeof *select->expiry);
-        select->true_slot = fdma_arena_take(&arena, (kept + all) * sizeof *select->true_slot);
+        select->true_slot = fdma_arena_take(&arena, kept * sizeof *select->true_slot);
     }
     select->threads =
         fdma_worthwhile_threads(select->problem->exec.threads, select->heads * select->partitions,
@@ -207,16 +205,12 @@ static void pass_partition(const select_context *select, int64_t head, int32_t n
         .kv_len = (int32_t)select->problem->kv_len,
         .before = select->count[head * select->partitions + nth - 1],
         .kept = select->best + at - select->slots,
-        .expiry = scratch.expiry,
-        .slot = scratch.slot,
+        .kept_expiry = select->expiry + at,
+        .expiry = rows.expiry + (int64_t)nth * select->partition_keys,
+        .slot =
+            rows.slot != NULL ? rows.slot + (int64_t)nth * select->partition_keys : scratch.slot,
     };
     select_keys(&pass, &scratch.set);
-    const size_t before = (size_t)pass.before * sizeof(int32_t);
-    const size_t bytes = (size_t)pass.keys.count * sizeof(int32_t);
-    memcpy(select->expiry + at, pass.expiry, before);
-    memcpy(rows.expiry + pass.keys.first, pass.expiry + pass.before, bytes);
-    if (rows.slot)
-        memcpy(rows.slot + pass.keys.first, pass.slot + pass.before, bytes);
 }
 
 /* For each (b, g) the pass over its first nth, which takes longest, then the best of every other
@@ -259,8 +253,8 @@ static void merge_task(const void *context, int64_t head, int32_t thread) {
     }
 }
 
-static int32_t *true_slots(const select_context *select, int64_t head, int64_t nth) {
-    return select->true_slot + (head * select->partitions + nth) * (select->slots + 1) + 1;
+static int32_t *true_slots(const select_context *select, int64_t head, int32_t nth) {
+    return select->true_slot + partition_offset(select, head, nth);
 }
 
 /* A key that was kept when a partition began keeps the true slot that it had in its own partition. The
@@ -277,14 +271,13 @@ static void find_true_slots(const select_context *select, const select_rows *row
     }
     for (int32_t n = count; n < select->slots; n++)
         slot[n] = n;
-    slot[-1] = -1;
 }
 
 static void true_slot_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
     const select_rows rows = find_select_rows(select->problem, head);
     (void)thread;
-    for (int32_t n = -1; n < select->slots; n++)
+    for (int32_t n = 0; n < select->slots; n++)
         true_slots(select, head, 0)[n] = n;
     for (int32_t nth = 1; nth < select->partitions; nth++)
         find_true_slots(select, &rows, head, nth);
@@ -306,8 +299,9 @@ static void finish_task(const void *context, int64_t index, int32_t thread) {
     for (int32_t n = 0; n < count; n++)
         if (select->expiry[at + n] < (int32_t)select->problem->kv_len)
             rows.expiry[key_of(kept[n])] = select->expiry[at + n];
-    for (int32_t n = 0; rows.slot != NULL && n < keys.count; n++)
-        rows.slot[keys.first + n] = true_slot[rows.slot[keys.first + n]];
+    for (int32_t j = keys.first; rows.slot != NULL && j < keys.first + keys.count; j++)
+        if (rows.slot[j] >= 0)
+            rows.slot[j] = true_slot[rows.slot[j]];
 }
 
 /* Global scope: keeps the keys of a partition that are among the best of all. Slots are numbered in the
