@@ -1,5 +1,6 @@
-/* test_decode.c - few rows over many keys: threads work on one row together, its bits depend on nothing but its
- * own keys, long sums lose no small terms, and each kernel of forward can be forced. */
+/* test_decode.c - few rows over many keys: threads work on one row together, its bits depend on
+ * nothing but its own keys, long sums lose no small terms, and each kernel of forward can be
+ * forced. */
 #include "problem.h"
 
 enum { decode_len = 3001 };
