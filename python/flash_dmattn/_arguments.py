@@ -76,7 +76,7 @@ def describe_shape(name: str) -> str:
     return f"{SHOWN.get(name, name)} is [{', '.join(shape_of(name))}]"
 
 
-def size_of(dimension: str, sizes: Sizes) -> Any:  # noqa: ANN401
+def size_of(dimension: str, sizes: Sizes) -> Any:
     """The size of a dimension or of a product of two."""
     first, _, second = dimension.partition(" * ")
     return sizes[first] * sizes[second] if second else sizes[first]

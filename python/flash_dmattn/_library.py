@@ -63,7 +63,7 @@ class Exec(ctypes.Structure):
 class Sized(ctypes.Structure):
     """A struct that begins with its own size; the fields that are not given are zero."""
 
-    def __init__(self, **fields: Any) -> None:  # noqa: ANN401
+    def __init__(self, **fields: Any) -> None:
         super().__init__(size=ctypes.sizeof(self), **fields)
 
 

@@ -1,7 +1,8 @@
 """Gradients of the operators: which tensors autograd keeps, and which operator it calls with them.
 
 A backward operator takes the gradients of out and lse, then arguments and results of its forward
-operator, by the same names. Its result dX is the gradient of the argument X.
+operator, by the same names. Its result dX is the gradient of the argument X. Names are looked up
+when an operator is registered, not in every call.
 
 Beside its inputs an attention keeps out, lse and, for each key and kv head, expiry, slot and bias:
 nothing of size q_len x kv_len.
@@ -14,54 +15,63 @@ from typing import Any
 import torch
 
 from . import ops
-from ._arguments import MaybeTensor, is_absent
+from ._arguments import MaybeTensor
 
 Gradients = tuple[MaybeTensor, ...]
 
 
-def keep(ctx: Any, tensors: dict[str, MaybeTensor]) -> None:
-    """Save `tensors` for backward, to be had back by name."""
-    ctx.kept = tuple(tensors)
-    ctx.save_for_backward(*tensors.values())
+def keep(ctx: Any, *tensors: MaybeTensor) -> None:
+    ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)  # the gradient of a result that is not used is None
 
 
-def gradients_of(ctx: Any, forward: ops.Operator, found: dict[str, MaybeTensor]) -> Gradients:
-    """One gradient for each argument of `forward` that needs one; `found` holds them as dX."""
-    pairs = zip(forward.arguments, ctx.needs_input_grad)
-    return tuple(found.get(f"d{name}") if needed else None for name, needed in pairs)
+def indices(names: tuple[str, ...], known: tuple[str, ...]) -> list[int | None]:
+    """Where each name is in `known`; None if it is not there."""
+    return [known.index(name) if name in known else None for name in names]
+
+
+def pick(values: Gradients, wanted: list[int | None], needed: tuple[bool, ...]) -> Gradients:
+    """The values at the indices of `wanted` that are needed, and None for the others."""
+    pairs = zip(wanted, needed)
+    return tuple([None if at is None or not need else values[at] for at, need in pairs])
 
 
 def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None:
     """Make `backward` the derivative of `forward`."""
+    arguments, results = forward.arguments, forward.operation.results
+    _, _, *kept_names = backward.operation.tensors  # after dout and dlse
+    kept = indices(tuple(kept_names), arguments + results)
+    options = indices((*backward.operation.options, "backend"), arguments)
+    gradients = indices(tuple(f"d{name}" for name in arguments), backward.operation.results)
+    # Of flash_dma_attention, whose bias may be left out, and its gradients with it.
+    form = arguments.index("bias_form") if "bias" in results else None
+    learned = indices(("ddt_proj", "da_coef"), backward.operation.results)
+    without_bias = [None if at in learned else at for at in gradients]
+    bias = arguments.index("bias") if "bias" in arguments else None
+    others = [at for at, name in enumerate(results) if name not in ("out", "lse")]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        given = dict(zip(forward.arguments, inputs))
-        results = dict(zip(forward.operation.results, output))
-        known = {
-            **given,
-            **{name: None if is_absent(name, given) else x for name, x in results.items()},
-        }
-        keep(ctx, {name: known[name] for name in backward.operation.tensors if name in known})
-        ctx.options = {name: known[name] for name in (*forward.operation.options, "backend")}
-        ctx.mark_non_differentiable(
-            *(x for name, x in results.items() if name not in ("out", "lse"))
-        )
+        known = (*inputs, *output)
+        ctx.has_bias = form is None or inputs[form] != "none"
+        left_out = None if ctx.has_bias else len(inputs) + results.index("bias")
+        keep(ctx, *(None if at == left_out else known[at] for at in kept))
+        ctx.options = [None if at is None else inputs[at] for at in options]
+        if others:
+            ctx.mark_non_differentiable(*(output[at] for at in others))
 
     def derivative(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor, *_: MaybeTensor) -> Gradients:
+        needed = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return gradients_of(ctx, forward, {})
-        kept = ctx.saved_tensors
+            return (None,) * len(needed)
+        tensors = ctx.saved_tensors
         if dout is None:
-            dout = torch.zeros_like(kept[0])  # out, or out_a
-        needed = dict(zip(forward.arguments, ctx.needs_input_grad))
-        options = {**ctx.options, "wants_dbias": needed.get("bias", False)}
-        given = {"dout": dout, "dlse": dlse, **dict(zip(ctx.kept, kept)), **options}
-        found = backward.op(*(given[name] for name in backward.arguments))
-        results = dict(zip(backward.operation.results, found))
-        return gradients_of(
-            ctx, forward, {name: x for name, x in results.items() if not is_absent(name, options)}
-        )
+            dout = torch.zeros_like(tensors[0])  # out, or out_a
+        given = ctx.options
+        if bias is not None:  # wants_dbias is no argument of forward
+            given = [needed[bias] if at is None else x for at, x in zip(options, given)]
+        found = backward.op(dout, dlse, *tensors, *given)
+        wanted = gradients if ctx.has_bias else without_bias
+        return pick(found, wanted, needed)
 
     forward.op.register_autograd(derivative, setup_context=setup_context)
 
@@ -70,15 +80,18 @@ differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)
 differentiate(ops.FUSED, ops.FUSED_BACKWARD)
 differentiate(ops.MERGE, ops.MERGE_BACKWARD)
 
+SCORE_GRADIENTS = indices(
+    tuple(f"d{name}" for name in ops.SCORE.arguments), ops.SCORE_BACKWARD.operation.results
+)
+
 
 def keep_score(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    given = dict(zip(ops.SCORE.arguments, inputs))
-    keep(ctx, {name: given[name] for name in ops.SCORE.operation.tensors})
-    ctx.bias_form, ctx.backend = given["bias_form"], given["backend"]
+    *tensors, ctx.bias_form, ctx.backend = inputs
+    keep(ctx, *tensors)
 
 
 def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradients:
-    """The sum of what the gradients of both results give; the linear bias is the score itself."""
+    """The sum of the gradients from both results; the linear bias is the score itself."""
     given = [] if ctx.bias_form == "none" else [(dbias, ctx.bias_form)]
     given.append((dscore, "linear"))
     kept = ctx.saved_tensors  # read once: checkpointing computes them again at each access
@@ -87,8 +100,10 @@ def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradien
         for gradient, form in given
         if gradient is not None
     ]
-    sums = (sum(same[1:], same[0]) for same in zip(*found))
-    return gradients_of(ctx, ops.SCORE, dict(zip(ops.SCORE_BACKWARD.operation.results, sums)))
+    if not found:
+        return (None,) * len(ctx.needs_input_grad)
+    sums = tuple(sum(same[1:], same[0]) for same in zip(*found))
+    return pick(sums, SCORE_GRADIENTS, ctx.needs_input_grad)
 
 
 ops.SCORE.op.register_autograd(score_backward, setup_context=keep_score)

@@ -5,8 +5,8 @@ fields of the C struct, the results, the fake kernel, and (in autograd.py) the g
 names stand for is in _arguments.py. What arguments mean and which are refused is written in
 fdma.h.
 
-Schemas list the tensors first, then the options, then `backend`. `scope`, `window` and
-`deterministic` that an operator's own struct lacks are for its selection, or for its gradients.
+Schemas list the tensors first, then the options, then `backend`. An option that the struct of a
+call lacks goes to its selection (`window`, `scope`) or to its gradients (`deterministic`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import _arguments, _library
 from ._call import Operation, Outputs, call
 
 DEVICES = ("cpu", "cuda")
-# Operators defined without custom_op, whose autograd takes a fifth of the time of a small call.
+# For operators that need no autograd: that of custom_op takes a fifth of the time of a small call.
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
 

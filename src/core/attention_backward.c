@@ -1,4 +1,4 @@
-/* Cuts a fused backward call into score, backward and score_backward. */
+/* Splits a fused backward call into score, backward and score_backward. */
 #include "core/attention.h"
 #include "core/checks.h"
 #include "core/error.h"
@@ -78,8 +78,7 @@ fdma_status fdma_split_attention_backward(const fdma_attention_backward_args *ca
         .needs_score = learns && !is_present(&args.bias),
         .bias = args.bias,
     };
-    const fdma_problem place = {.exec = args.exec};
-    fdma_arena arena = fdma_arena_of(&place);
+    fdma_arena arena = fdma_arena_of(&(fdma_problem){.exec = args.exec});
     if (steps->needs_score)
         steps->bias = fdma_take_key_floats(&arena, &args.v);
     if (learns)
@@ -87,7 +86,7 @@ fdma_status fdma_split_attention_backward(const fdma_attention_backward_args *ca
     fill_score_steps(&args, steps);
     fill_backward_step(&args, steps);
     fdma_exec exec = args.exec;
-    steps->scratch = fdma_share_workspace(&exec, &arena);
+    steps->scratch = fdma_set_aside(&exec, &arena);
     steps->score.exec = steps->backward.exec = steps->score_backward.exec = exec;
     return FDMA_OK;
 }

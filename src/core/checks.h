@@ -18,36 +18,36 @@ fdma_status fdma_check_sizes(const fdma_problem *problem);
 fdma_status fdma_check_head_dim(int64_t head_dim);
 fdma_status fdma_check_reserved(const char *name, int32_t reserved);
 
-/* FDMA_SCOPE_DEFAULT stands for causal scope where `causal`, else for global scope. */
+/* Replaces FDMA_SCOPE_DEFAULT by causal scope if `causal`, else by global scope. */
 fdma_status fdma_settle_scope(fdma_scope given, bool causal, fdma_scope *scope);
 
 /* Copies the tensors of the problem's operation from its argument struct. */
 void fdma_take_tensors(fdma_problem *problem, const void *args);
 
-/* Checks every tensor of a problem whose sizes are settled, then overlaps. */
+/* Checks every tensor of a problem whose sizes are known, then overlaps. */
 fdma_status fdma_check_tensors(fdma_problem *problem, check_depth depth);
 
-/* Of a fused call, whose steps have been checked: overlaps between tensors of different steps.
- * `unread`: names of inputs that this call does not look at, NULL at the end. */
+/* Checks overlaps between all tensors of a fused call, whose steps have been checked one by one.
+ * `unread` lists the names of inputs that this call ignores, and ends with NULL. */
 fdma_status fdma_check_fused(fdma_operation operation, const void *args,
                              const fdma_selection *selection, const fdma_exec *exec,
                              const char *const *unread);
 
-/* A selection is only good for the keys and the scope that it was made for. */
+/* Checks that the selection was made for these keys and this scope. */
 fdma_status fdma_check_selection(const fdma_selection *selection, const fdma_problem *problem);
 
-/* Sizes and dtype of a problem that has v but no q. */
+/* Takes the sizes and the dtype of a problem without q from its v, and checks them. */
 fdma_status fdma_settle_values(fdma_problem *problem);
 
-/* What forward and backward are given alike. */
+/* The options that forward and backward have in common. */
 typedef struct attention_options {
     const fdma_selection *selection;
     double scale, softcap;
     int32_t reserved;
 } attention_options;
 
-/* Of a problem with its tensors and `causal`: checks q, k and the options, and puts the sizes, the
- * options and the selection into it. */
+/* Checks q, k and the options of a problem that has its tensors and `causal`, and adds the sizes,
+ * the options and the selection. */
 fdma_status fdma_settle_attention(const attention_options *options, fdma_problem *problem);
 
 #endif

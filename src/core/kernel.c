@@ -22,7 +22,7 @@ const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index)
     for (; *backends != NULL; backends++) {
         for (const kernel_table *const *table = *backends; *table != NULL; table++) {
             if (index < (*table)->count)
-                return &(*table)->rows[index];
+                return &(*table)->kernels[index];
             index -= (*table)->count;
         }
     }
@@ -55,15 +55,15 @@ static bool is_selected(const fdma_kernel *kernel, const fdma_problem *problem, 
 static name_match match_of(const kernel_backend *backends, const fdma_problem *problem) {
     const fdma_kernel *kernel;
     for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
-        if (is_selected(kernel, problem, match_below))
+        if (problem->exec.kernel == NULL || is_selected(kernel, problem, match_below))
             return match_below;
     return match_above;
 }
 
 static bool is_known(const kernel_backend *backends, const char *name) {
-    const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_kernel_at(backends, i)) != NULL; i++)
-        if (begins_with(row->name, name))
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
+        if (begins_with(kernel->name, name))
             return true;
     return false;
 }
@@ -79,17 +79,18 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
     char names[400] = "";
     size_t used = 0;
     const char *previous = "";
-    const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_kernel_at(backends, i)) != NULL; i++) {
-        const int length = point_length(row->name);
-        if (length == point_length(previous) && strncmp(row->name, previous, (size_t)length) == 0)
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
+        const int length = point_length(kernel->name);
+        if (length == point_length(previous) &&
+            strncmp(kernel->name, previous, (size_t)length) == 0)
             continue;
         const int wrote = snprintf(names + used, sizeof names - used, "%s%.*s",
-                                   used != 0 ? ", " : "", length, row->name);
+                                   used != 0 ? ", " : "", length, kernel->name);
         if (wrote < 0 || (size_t)wrote >= sizeof names - used)
             break;
         used += (size_t)wrote;
-        previous = row->name;
+        previous = kernel->name;
     }
     return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, there are %s",
                      fdma_quote(name).text, names);
@@ -192,7 +193,7 @@ fdma_arena fdma_arena_of(const fdma_problem *problem) {
 }
 
 void *fdma_arena_take(fdma_arena *arena, size_t bytes) {
-    // of sizes that are refused later it may lie beyond all memory: no pointer may be counted there
+    // an integer, because with sizes that are refused later it may lie beyond all memory
     void *const piece = arena->base ? (void *)((uintptr_t)arena->base + arena->used) : NULL;
     arena->used += (bytes + arena_alignment - 1) & ~(size_t)(arena_alignment - 1);
     return piece;

@@ -1,41 +1,43 @@
-/* Kernels as table rows, the choice among them, and the carving of workspace. */
+/* Kernels as table entries, the choice among them, and the arena that workspace is taken from. */
 #ifndef FDMA_CORE_KERNEL_H
 #define FDMA_CORE_KERNEL_H
 
 #include "core/problem.h"
 
-/* One kernel of one operation. `run` may trust the problem and its workspace. */
+/* One kernel of one operation. `run` may trust the problem and the size of its workspace. */
 typedef struct fdma_kernel {
     const char *name; /* a path: backend, point of the build matrix, variant */
     fdma_operation operation;
-    const char *(*missing)(void); /* NULL, or the machine feature that is not there */
-    const char *(*refuses)(const fdma_problem *problem); /* NULL, or what it does not take */
+    const char *(*missing)(void); /* NULL, or what this machine lacks: "avx2" */
+    /* NULL, or what the kernel does not support, as the end of a sentence that says so: "float64
+     * tensors; cast them to float32" */
+    const char *(*refuses)(const fdma_problem *problem);
     size_t (*workspace)(const fdma_problem *problem);
     fdma_status (*run)(const fdma_problem *problem);
-    bool on_device; /* its tensors are on exec.device, not the CPU */
+    bool on_device; /* its tensors are on exec.device, not on the CPU */
 } fdma_kernel;
 
-/* Rows of one point of the build matrix, fastest first. */
+/* The kernels of one point of the build matrix, fastest first. */
 typedef struct kernel_table {
-    const fdma_kernel *rows;
+    const fdma_kernel *kernels;
     int32_t count;
 } kernel_table;
 
 const char *fdma_operation_name(fdma_operation operation);
 
-/* A backend is its tables, the fastest point first, with NULL at the end; so is a list of
- * backends. */
+/* A backend is a list of tables, the fastest point first, that ends with NULL; a list of backends
+ * ends with NULL too. */
 typedef const kernel_table *const *kernel_backend;
 
-/* The first row, in the backends' order, that does this problem on this machine under the name that
- * the caller forced, if any. */
+/* Chooses the first kernel, in the order of the backends, that runs on this machine and takes this
+ * problem, among those that exec.kernel selects. */
 fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
-                               const fdma_kernel **row);
+                               const fdma_kernel **kernel);
 
-/* Row `index` of all backends in their order; NULL past the end. */
+/* Kernel `index` of all backends in their order; NULL past the end. */
 const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index);
 
-/* Takes pieces off the caller's workspace; with base NULL it only counts. */
+/* Takes pieces off the caller's workspace. With base NULL it only adds up their sizes. */
 typedef struct fdma_arena {
     uint8_t *base;
     size_t used;

@@ -1,4 +1,5 @@
-/* A validated call: what every kernel works from. Made from a public argument struct, once. */
+/* A validated call, which is what every kernel works from. It is made once from a public argument
+ * struct. */
 #ifndef FDMA_CORE_PROBLEM_H
 #define FDMA_CORE_PROBLEM_H
 
@@ -17,12 +18,12 @@ typedef enum fdma_operation {
     operation_attention_backward,
 } fdma_operation;
 
-/* Attention over some of the keys, and its gradients. */
+/* A partial result: attention over some of the keys, and its gradients. */
 typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
 } fdma_partial;
 
-/* Tensors that an operation does not have are absent (rank 0); sizes likewise 0. */
+/* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
     fdma_dtype dtype; /* of q, k, v, out (score: of v; select: of score) */
@@ -30,7 +31,7 @@ typedef struct fdma_problem {
     int64_t group; /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
-    fdma_partial part[2]; /* what fdma_merge() merges */
+    fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window;
     int64_t tile_len;
     double scale;   /* never 0 */
@@ -44,10 +45,11 @@ typedef struct fdma_problem {
     fdma_exec exec;
 } fdma_problem;
 
-/* Whether data and workspace are there yet (a call) or not (a workspace query). */
+/* check_shapes, for a query: data and workspace may still be NULL. check_all, for a call. */
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
-/* From `args`, the operation's public argument struct, to a problem. */
+/* Makes a problem of `args`, the operation's public argument struct. The first mistake is reported,
+ * and nothing is written to the caller's memory. */
 typedef fdma_status problem_check(const void *args, check_depth depth, fdma_problem *problem);
 
 problem_check fdma_check_score, fdma_check_select, fdma_check_lists, fdma_check_forward;
@@ -64,7 +66,8 @@ static inline int64_t count_tiles(const fdma_problem *problem) {
     return problem->q_len / problem->tile_len + (problem->q_len % problem->tile_len != 0);
 }
 
-/* Where a tile's queries stand; without causal masking they see what the last position does. */
+/* The positions of a tile's queries; without causal masking they all see what the last position
+ * sees. */
 typedef struct tile_span {
     int64_t first, last;
 } tile_span;

@@ -1,4 +1,4 @@
-/* Tensors as arguments: what a well-formed one is, and whether two of them share elements. */
+/* Tensors as arguments: whether one is well-formed, and whether two of them share elements. */
 #ifndef FDMA_CORE_TENSOR_H
 #define FDMA_CORE_TENSOR_H
 
@@ -34,12 +34,12 @@ const char *fdma_dtype_name(fdma_dtype dtype);
 
 static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank != 0; }
 
-/* Rank, dtype and sizes alone: enough for its shape to be read. */
+/* Checks rank, dtype and that no axis is negative, so that the shape may be read. */
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
                             unsigned dtypes);
 
-/* Everything else about one tensor: its strides, its size and, where `data_needed`, its data;
- * workspace queries come without. Elements of an output must be distinct. */
+/* Checks everything else about one tensor: its strides, its size and, if `data_needed`, its data,
+ * which a workspace query need not have. Elements of an output must be distinct. */
 fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool output,
                               bool data_needed);
 
@@ -49,7 +49,8 @@ typedef struct named_tensor {
     bool output;
 } named_tensor;
 
-/* No output shares an element with another tensor, and no tensor a byte with the workspace. */
+/* Checks that no output shares an element with another tensor, nor any tensor a byte with the
+ * workspace. */
 fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec);
 
 #endif

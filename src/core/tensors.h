@@ -71,24 +71,24 @@
     X(score_backward, da, "g", as_a, output)
 
 #define FDMA_MERGE_TENSORS(X, S, P)                                                                \
-    P(merge, out_a, part[0].out, "bihd", same, input)                                              \
-    P(merge, lse_a, part[0].lse, "bhi", wide, input)                                               \
-    P(merge, out_b, part[1].out, "bihd", same, input)                                              \
-    P(merge, lse_b, part[1].lse, "bhi", wide, input)                                               \
+    P(merge, out_a, partial[0].out, "bihd", same, input)                                           \
+    P(merge, lse_a, partial[0].lse, "bhi", wide, input)                                            \
+    P(merge, out_b, partial[1].out, "bihd", same, input)                                           \
+    P(merge, lse_b, partial[1].lse, "bhi", wide, input)                                            \
     X(merge, out, "bihd", same, output)                                                            \
     X(merge, lse, "bhi", wide, optional_output)
 
 #define FDMA_MERGE_BACKWARD_TENSORS(X, S, P)                                                       \
     X(merge_backward, dout, "bihd", same, input)                                                   \
     X(merge_backward, dlse, "bhi", wide, optional)                                                 \
-    P(merge_backward, out_a, part[0].out, "bihd", same, input)                                     \
-    P(merge_backward, lse_a, part[0].lse, "bhi", wide, input)                                      \
-    P(merge_backward, out_b, part[1].out, "bihd", same, input)                                     \
-    P(merge_backward, lse_b, part[1].lse, "bhi", wide, input)                                      \
-    P(merge_backward, dout_a, part[0].dout, "bihd", same, output)                                  \
-    P(merge_backward, dlse_a, part[0].dlse, "bhi", wide, output)                                   \
-    P(merge_backward, dout_b, part[1].dout, "bihd", same, output)                                  \
-    P(merge_backward, dlse_b, part[1].dlse, "bhi", wide, output)
+    P(merge_backward, out_a, partial[0].out, "bihd", same, input)                                  \
+    P(merge_backward, lse_a, partial[0].lse, "bhi", wide, input)                                   \
+    P(merge_backward, out_b, partial[1].out, "bihd", same, input)                                  \
+    P(merge_backward, lse_b, partial[1].lse, "bhi", wide, input)                                   \
+    P(merge_backward, dout_a, partial[0].dout, "bihd", same, output)                               \
+    P(merge_backward, dlse_a, partial[0].dlse, "bhi", wide, output)                                \
+    P(merge_backward, dout_b, partial[1].dout, "bihd", same, output)                               \
+    P(merge_backward, dlse_b, partial[1].dlse, "bhi", wide, output)
 
 #define FDMA_ATTENTION_TENSORS(X, S, P)                                                            \
     X(attention, q, "bihd", same, input)                                                           \

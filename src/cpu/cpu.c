@@ -272,6 +272,12 @@ const char *fdma_refuses_decode(const fdma_problem *problem) {
                : fdma_refuses_wide(problem);
 }
 
+/* Decode of the points that attend in bfloat16 only. */
+const char *fdma_refuses_decode_singles(const fdma_problem *problem) {
+    const char *const reason = fdma_refuses_singles(problem);
+    return reason != NULL ? reason : fdma_refuses_decode(problem);
+}
+
 fdma_status fdma_describe_cpu(fdma_device_info *info) {
     list_features(info->features, sizeof info->features);
     name_cpu(info->name, sizeof info->name);

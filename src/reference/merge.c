@@ -12,7 +12,7 @@ typedef struct merge_weights {
 static merge_weights weights_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
     double each[2];
     for (int n = 0; n < 2; n++)
-        each[n] = fdma_load(&problem->part[n].lse, offset_of(&problem->part[n].lse, b, h, i));
+        each[n] = fdma_load(&problem->partial[n].lse, offset_of(&problem->partial[n].lse, b, h, i));
     if (isnan(each[0]) || isnan(each[1]))
         return (merge_weights){(double)NAN, {(double)NAN, (double)NAN}};
     const double most = fmax(each[0], each[1]);
@@ -26,7 +26,7 @@ static double merged_at(const fdma_problem *problem, const merge_weights *weight
                         int64_t i, int64_t h, int64_t d) {
     double sum = 0;
     for (int n = 0; n < 2; n++) {
-        const fdma_tensor *const out = &problem->part[n].out;
+        const fdma_tensor *const out = &problem->partial[n].out;
         if (weights->of[n] != 0)
             sum += weights->of[n] * fdma_load(out, offset_of(out, b, i, h) + d);
     }
@@ -52,17 +52,17 @@ static void split_gradient(const fdma_problem *problem, int64_t b, int64_t i, in
     const fdma_tensor *const dout = &problem->dout, *const dlse = &problem->dlse;
     const int64_t row = offset_of(dout, b, i, h);
     for (int n = 0; n < 2; n++) {
-        const fdma_partial *const part = &problem->part[n];
+        const fdma_partial *const partial = &problem->partial[n];
         double sum = is_present(dlse) ? fdma_load(dlse, offset_of(dlse, b, h, i)) : 0;
         for (int64_t d = 0; d < problem->head_dim; d++) {
             const double gradient = fdma_load(dout, row + d), weight = weights.of[n];
             if (weight != 0)
-                sum += gradient * (fdma_load(&part->out, offset_of(&part->out, b, i, h) + d) -
+                sum += gradient * (fdma_load(&partial->out, offset_of(&partial->out, b, i, h) + d) -
                                    merged_at(problem, &weights, b, i, h, d));
-            fdma_store(&part->dout, offset_of(&part->dout, b, i, h) + d,
+            fdma_store(&partial->dout, offset_of(&partial->dout, b, i, h) + d,
                        weight != 0 ? weight * gradient : 0);
         }
-        fdma_store(&part->dlse, offset_of(&part->dlse, b, h, i),
+        fdma_store(&partial->dlse, offset_of(&partial->dlse, b, h, i),
                    weights.of[n] != 0 ? weights.of[n] * sum : 0);
     }
 }

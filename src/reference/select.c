@@ -7,7 +7,8 @@
 static bool outranks(double x, double y) { return x >= y || isnan(y); }
 
 /* Writes expiry and slot of one (b, g) for causal scope. Every prefix of the keys is sorted: at
- * position j, ranked[] holds the valid keys up to j, best first, and its first `window` are kept. */
+ * position j, ranked[] holds the valid keys up to j, best first, and its first `window` are kept.
+ * */
 static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, int32_t *ranked,
                             int32_t *expiry, int32_t *slot) {
     const fdma_tensor *const score = &problem->score;

@@ -46,6 +46,7 @@ static fdma_problem backward_problem(const sizes *n, place at, int deterministic
         .slot = place_tensor(at, FDMA_INT32, n->batch, n->kv_heads, n->kv_len, -1),
         .window = n->window,
         .kv_len = n->kv_len,
+        .scope = FDMA_SCOPE_CAUSAL,
     };
     const fdma_backward_args args = {
         .size = sizeof args,
@@ -117,7 +118,7 @@ static void workspaces_do_not_depend_on_addresses(void) {
     int backward = 0, score = 0;
     for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
         for (int32_t i = 0; i < (*table)->count; i++) {
-            const fdma_kernel *row = &(*table)->rows[i];
+            const fdma_kernel *row = &(*table)->kernels[i];
             if (row->operation != operation_backward &&
                 row->operation != operation_score_backward) {
                 continue;
@@ -163,7 +164,7 @@ static void decode_takes_few_queries(void) {
     int decode = 0, tile = 0;
     for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
         for (int32_t i = 0; i < (*table)->count; i++) {
-            const fdma_kernel *row = &(*table)->rows[i];
+            const fdma_kernel *row = &(*table)->kernels[i];
             const bool is_decode = strncmp(row->name, "cuda/sm80/decode/", 17) == 0;
             test_context("%s", row->name);
             if (row->operation != operation_forward) {

@@ -37,7 +37,7 @@ def test_every_kernel_takes_something() -> None:
 
 
 def run(name: str, given: Input, backend: str | None = None) -> Tensors:
-    """out and lse, selection by the same kernel."""
+    """out and lse."""
     return tuple(one.detach() for one in attend(name, given, backend)[1])
 
 
@@ -102,7 +102,7 @@ FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_flash_dma_attention(form: dict[str, Any], dtype: torch.dtype) -> None:
-    """With every option, out is that of the three steps, and within tolerance."""
+    """With every option the results equal those of the three steps, and are within tolerance."""
     length, window = 83, 19
     tensors = [x.detach() for x in make_fused(length, dtype=dtype, head_dim=32)]
     causal, bias_form = form["causal"], form.get("bias_form", "exp")
@@ -173,12 +173,13 @@ def test_keys_that_nobody_keeps_are_not_read(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", WIDE)
 def test_special_logits(kernel: str) -> None:
-    """-inf weighs nothing, a row of them is empty; +inf and NaN make their rows NaN."""
+    """A logit of -inf has no weight, and a row of only such logits is empty; a logit of +inf or NaN
+    makes its row NaN."""
     generator = torch.Generator().manual_seed(7)
     query = torch.randn(1, 70, 2, 16, generator=generator)
     key, value = torch.randn(2, 1, 70, 1, 16, generator=generator)
     bias = torch.zeros(1, 1, 70)
-    bias[..., :20] = -math.inf  # rows 0 to 19 have nothing else
+    bias[..., :20] = -math.inf  # rows 0 to 19 have no other logits
     bias[..., 40] = math.inf
     key[:, 60] = math.nan
     query[:, 25] = math.nan
@@ -225,16 +226,16 @@ def test_threads_change_nothing(name: str) -> None:
 
 
 class Spy:
-    """Stands for the library; keeps the arguments that a call was made with."""
+    """Stands in for the library, and keeps the arguments of its calls."""
 
-    def __init__(self, library: Any) -> None:  # noqa: ANN401
+    def __init__(self, library: Any) -> None:
         self.library = library
         self.calls: dict[str, Any] = {}
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         function = getattr(self.library, name)
 
-        def call(*arguments: Any) -> Any:  # noqa: ANN401
+        def call(*arguments: Any) -> Any:
             if len(arguments) == 1:
                 self.calls[name] = arguments[0]._obj
             return function(*arguments)
@@ -249,7 +250,7 @@ def spied_forward(
     monkeypatch.setattr(_library, "library", spy)
     monkeypatch.setattr(
         _call, "memory", _call.Memory()
-    )  # what is prepared calls the library itself
+    )  # prepared calls have the library's own functions
     flash_dmattn.attention(*tensors, causal=True)
     return spy.calls["fdma_forward"]
 
@@ -307,7 +308,7 @@ def test_backends() -> None:
     assert len(set(backends)) == len(backends)
     given = make_input("scores/saw", torch.float32)
     for backend in backends:
-        if backend != "cuda":  # of other tensors
+        if backend != "cuda":  # which takes CUDA tensors only
             run("scores/saw", given, backend)
 
 

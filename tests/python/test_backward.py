@@ -30,10 +30,10 @@ from flash_dmattn import _call, ops
 from torch.utils.checkpoint import checkpoint
 
 KERNELS = kernels_of("backward")
-# Of float64 gradcheck is the judge.
+# In float64 gradcheck judges.
 RUNS = [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES[:3] if takes(kernel, dtype)]
 NARROW = [torch.float16, torch.bfloat16]
-# All cases but those whose queries are one, which forward treats apart and backward does not.
+# Backward treats a single query like any other.
 CASES_OF_BACKWARD = [name for name in NAMES if CASES[name].q_len > 1]
 
 
@@ -97,7 +97,7 @@ def test_the_formula_of_the_header(name: str) -> None:
     "name", ["group/2", "later/steps", "dense/empty-rows", "window/1", "scores/tied"]
 )
 def test_the_gradient_of_lse(name: str, kernel: str) -> None:
-    """With that of out, and alone."""
+    """The gradient of lse, together with that of out, and alone."""
     given, case = make_input(name, torch.float32), CASES[name]
     shape = (case.batch, case.q_heads, case.q_len)
     dlse = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -125,7 +125,7 @@ def fused(*tensors: torch.Tensor, window: int = 5, causal: bool = True, **option
 def stepwise(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: torch.Tensor
 ) -> Tensors:
-    """The score itself is a result too, with a gradient of its own."""
+    """The three calls; the score is a result with a gradient of its own."""
     score, bias = flash_dmattn.score(value, *rest)
     selection = flash_dmattn.select(score, 4)
     out, lse = flash_dmattn.attention(
@@ -135,7 +135,7 @@ def stepwise(
 
 
 def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:
-    """Attention over two halves of the keys; the second has none for the first queries."""
+    """Attention over two sets of keys; the first queries see no key of the second."""
     first = flash_dmattn.attention(query, key[:, :5], value[:, :5])
     key_valid = torch.arange(key.shape[1] - 5).expand(2, -1) % 3 != 1
     second = flash_dmattn.attention(
@@ -159,7 +159,7 @@ GRADCHECKS: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("name", GRADCHECKS)
 def test_gradcheck(name: str) -> None:
-    """Finite differences in float64; by the reference, for no other kernel takes float64."""
+    """Against finite differences in float64, which only the reference takes."""
     function, count = GRADCHECKS[name]
     assert torch.autograd.gradcheck(
         function, make_fused(12, dtype=torch.float64)[:count], fast_mode=True
@@ -179,7 +179,7 @@ def kept_by(
     ("q_len", "causal", "window"), [(70, True, 9), (31, True, 9), (70, False, 9), (70, True, 70)]
 )
 def test_fused_against_float64(q_len: int, causal: bool, window: int, a: float | None) -> None:
-    """All five gradients; a = 0 is where training starts, and all keys tie."""
+    """All five gradients. Training starts from a = 0, where all keys tie."""
     tensors = make_fused(70, a_coef=a)
     tensors[0] = tensors[0].detach()[:, :q_len].requires_grad_()
     kept = kept_by(*tensors[2:], window, "causal" if causal else "global")
@@ -199,7 +199,7 @@ def test_one_call_is_its_three_steps() -> None:
     steps = torch.autograd.grad(out.square().sum(), tensors)
     once = torch.autograd.grad(fused(*tensors).square().sum(), tensors)
     for index, (one, other) in enumerate(zip(once, steps)):
-        if index == 2:  # two sums that are added at the end, or one
+        if index == 2:  # dvalue: one sum, or two that are added at the end
             torch.testing.assert_close(one, other)
         else:
             assert torch.equal(one, other)
@@ -207,7 +207,7 @@ def test_one_call_is_its_three_steps() -> None:
 
 @pytest.mark.parametrize("form", ["exp", "linear", "none"])
 def test_bias_forms(form: str) -> None:
-    """Without a bias the weights have no gradient, and values only that of attention."""
+    """Without a bias dt_proj and a_coef have no gradient, and value only that of attention."""
     tensors = make_fused(20, dtype=torch.float64)
     if form == "none":
         tensors[3].requires_grad_(False)
@@ -248,8 +248,9 @@ def test_keys_that_nobody_keeps_are_not_read() -> None:
 
 
 def test_nan_in_values_that_the_fused_form_drops() -> None:
-    """A NaN score ranks below all, so that its key is not kept once the window is full; nor is its
-    value read by the gradients of the weights. A key that is not valid is not read at all."""
+    """A key with a NaN score ranks below all others, so that it is not kept once the window is
+    full; its value does not reach the gradients of dt_proj and a_coef either. A key that is not
+    valid is not read at all."""
     tensors = make_fused(60)
     key_valid = (torch.arange(60) != 50).expand(2, -1)
     with torch.no_grad():
@@ -293,14 +294,14 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
 
 
 def test_deterministic_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the argument, and by PyTorch's switch as it is when backward runs."""
+    """By the argument, or by PyTorch's switch at the time that backward runs."""
     asked = []
 
     def spied(operation: Any, tensors: Any, options: Any, backend: Any) -> Any:
         named = dict(zip(operation.options, options))
         if operation.function.endswith("backward"):
             asked.append(named["deterministic"])
-            _call.memory.prepared.clear()  # a call like one before would not be prepared
+            _call.memory.prepared.clear()  # so that the call is prepared anew
             found = _call.call(operation, tensors, options, backend)
             (prepared,) = _call.memory.prepared.values()
             assert prepared.args.deterministic == asked[-1]
@@ -325,7 +326,7 @@ def test_deterministic_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_linear_memory_is_kept() -> None:
-    """The inputs, out, lse, and 12 bytes for each key and kv head."""
+    """Autograd keeps the inputs, out, lse, and 12 bytes for each key and kv head."""
     tensors = make_fused(512)
     kept: dict[int, torch.Tensor] = {}
 
@@ -375,7 +376,7 @@ def test_one_gradient_of_attention_alone() -> None:
 
 
 def test_layouts_of_gradients() -> None:
-    """One that is expanded, as sum() makes it, and one whose last axis is strided."""
+    """An output gradient that is expanded, as sum() makes it, or has a strided last axis."""
     tensors = make_fused(20)
     out = fused(*tensors)
     ones = torch.ones_like(out)
@@ -426,7 +427,7 @@ def test_checkpoint(use_reentrant: bool) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast(function: Callable[..., Any], dtype: torch.dtype, compiled: bool) -> None:
-    """q, k and v in autocast's dtype, weights in float32; gradients in that of the tensors."""
+    """Query, key and value are cast, weights are not; gradients have the dtypes of the tensors."""
     torch._dynamo.reset()
     tensors = make_fused(40)
     run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
@@ -442,7 +443,7 @@ def test_autocast(function: Callable[..., Any], dtype: torch.dtype, compiled: bo
     expected = torch.autograd.grad(cast.float().cos().sum(), tensors)
     for index, (one, other) in enumerate(zip(found, expected)):
         assert one.dtype == torch.float32
-        if index == 2:  # a sum of two, of which one may be in `dtype`
+        if index == 2:  # dvalue is a sum of two gradients, one of which may be in `dtype`
             torch.testing.assert_close(one, other, rtol=torch.finfo(dtype).eps, atol=1e-2)
         else:
             assert torch.equal(one, other)

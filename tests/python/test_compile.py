@@ -19,7 +19,7 @@ def make_tensors(length: int = 12, dtype: torch.dtype = torch.float32) -> list[t
 
 
 def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
-    """Operators with arguments: the values below, by the names in their schemas."""
+    """Operators with their arguments, which are taken by name from `values`."""
     query, key, value, dt_proj, a_coef = make_tensors()
     score = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(1))
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
@@ -72,7 +72,7 @@ def test_opcheck(name: str) -> None:
 
 
 def learning(name: str) -> Arguments:
-    """The arguments of an operator, those requiring gradients that can."""
+    """The arguments of an operator; floating-point tensors require gradients."""
     return tuple(
         x.detach().clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x
         for x in OPERATORS[name][1]
@@ -148,7 +148,7 @@ def test_one_graph_for_all_lengths(function: Callable[..., torch.Tensor]) -> Non
         tensors = make_tensors(length)
         assert torch.equal(compiled(*tensors), function(*tensors))
         frames.append(counter.frame_count)
-    assert frames[0] > 0 and len(set(frames)) == 1, "compiled anew for another length"
+    assert frames[0] > 0 and len(set(frames)) == 1, "compiled again for another length"
 
 
 def test_inductor() -> None:
@@ -167,11 +167,11 @@ def gradients(function: Callable[..., torch.Tensor], length: int = 12) -> Argume
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [fused, stepwise])
 def test_one_training_graph(function: Callable[..., torch.Tensor], backend: str) -> None:
-    """Forward and backward without graph breaks; fused, all but the C library's is exact."""
+    """Forward and backward without graph breaks."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     exact = function is fused or backend == "aot_eager"
-    limits = {} if exact else {"rtol": 1e-4, "atol": 1e-5}  # inductor's exp() is another
+    limits = {} if exact else {"rtol": 1e-4, "atol": 1e-5}  # inductor has another exp()
     for one, other in zip(gradients(compiled), gradients(function)):
         torch.testing.assert_close(one, other, **(limits or {"rtol": 0, "atol": 0}))
 
@@ -186,4 +186,4 @@ def test_one_training_graph_for_all_lengths(function: Callable[..., torch.Tensor
         for one, other in zip(gradients(compiled, length), gradients(function, length)):
             assert torch.equal(one, other)
         frames.append(counter.frame_count)
-    assert frames[0] > 0 and len(set(frames)) == 1, "compiled anew for another length"
+    assert frames[0] > 0 and len(set(frames)) == 1, "compiled again for another length"

@@ -1,6 +1,6 @@
-"""The operators on tensors of a CUDA device: results, streams, graphs, compilation, bad devices.
+"""The functions on tensors of a CUDA device: results, streams, graphs, compilation, bad devices.
 
-Only the last tests run where there is no device."""
+Without a device only the last tests run."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def make_tensors(
     return [tensor.detach() for tensor in tensors]
 
 
-def stepwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:  # noqa: ANN401
-    """Everything that the package does, in its three steps."""
+def stepwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+    """All results of the three calls."""
     score, bias = flash_dmattn.score(value, *rest, bias_form="linear")
     selection = flash_dmattn.select(score, WINDOW)
     out, lse = flash_dmattn.attention(
@@ -62,7 +62,7 @@ def fused(*tensors: torch.Tensor) -> torch.Tensor:
     return flash_dmattn.flash_dma_attention(*tensors, keep_window_size=WINDOW, causal=True)
 
 
-def assert_same(actual: Any, expected: Any) -> None:  # noqa: ANN401
+def assert_same(actual: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert torch.equal(actual, expected)
     else:
@@ -75,11 +75,11 @@ def assert_attention(
     results: tuple[torch.Tensor, torch.Tensor],
     tensors: Tensors,
     mask: torch.Tensor,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> None:
-    """out errs at most twice as much as a plain evaluation in its dtype, plus a rounding step. So
-    does lse against one in float32, but that tensor cores cut off what float32 does not hold where
-    a plain evaluation rounds, which is twice the error of a sum."""
+    """out has at most twice the error of a plain evaluation in its dtype, plus a rounding step. lse
+    has at most four times that of one in float32: tensor cores truncate sums where a plain
+    evaluation rounds, which doubles the error."""
     out, lse = (result.cpu() for result in results)
     given = [tensor.cpu() for tensor in tensors[:3]]
     exact = evaluate.attention(*given, mask, torch.float64, **options)
@@ -147,7 +147,7 @@ def test_a_strided_last_axis_is_copied() -> None:
 
 @on_device
 def test_layouts_are_kept_apart() -> None:
-    """Calls in turn, of shapes and options that differ: each as if it were the first."""
+    """Alternating calls of different shapes and options give the results of first calls."""
     shapes = [(150, 300), (150, 301), (1, 300), (300, 300)]
     expected = [stepwise(*make_tensors(*shape)) for shape in shapes]
     for _ in range(3):
@@ -158,14 +158,14 @@ def test_layouts_are_kept_apart() -> None:
 @on_device
 @pytest.mark.parametrize("function", [fused, stepwise])
 def test_the_current_stream_is_used(function: Callable[..., Any]) -> None:
-    """Inputs that a stream makes late are read late, on that stream, without waiting for it."""
+    """A call is put on the current stream and does not wait: it reads inputs that are made late."""
     tensors = make_tensors()
     expected = function(*tensors)
     late = [torch.zeros_like(tensor) for tensor in tensors]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # some 0.1 s
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
         for tensor, source in zip(late, tensors):
             tensor.copy_(source)
         found = function(*late)
@@ -267,7 +267,7 @@ def test_backends_of_the_cpu_are_refused() -> None:
         flash_dmattn.attention(*make_tensors()[:3], backend="cpu")
 
 
-# ---- where something is wrong with the device, or there is none ----
+# ---- without a device, or after it has failed ----
 
 ON_CPU = """
 import torch, flash_dmattn

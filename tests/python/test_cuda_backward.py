@@ -56,7 +56,7 @@ assert x.grad.isfinite().all()
 
 
 def test_threads_that_have_not_used_the_device() -> None:
-    """One of ours, and PyTorch's for gradients: their first CUDA call is the library's."""
+    """The first CUDA call of a thread, and of PyTorch's thread for gradients, is the library's."""
     run_program(FRESH_THREADS)
 
 
@@ -75,7 +75,7 @@ def test_against_float64(name: str, dtype: torch.dtype, deterministic: bool) -> 
 
 @pytest.mark.parametrize("name", ["group/2", "later/steps", "padding/left", "head-dim/256"])
 def test_every_kernel(name: str) -> None:
-    """By name, those of the same operation that the fastest one hides."""
+    """By name, because only the fastest kernel runs otherwise."""
     given = make_input(name, torch.bfloat16)
     tried = []
     for kernel in KERNELS:
@@ -113,7 +113,7 @@ def stepwise(
     return out * lse.sigmoid().transpose(1, 2)[..., None]
 
 
-def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ANN401
+def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     first = flash_dmattn.attention(query, key[:, :100], value[:, :100], deterministic=True)
     second = flash_dmattn.attention(
         query, key[:, 100:], value[:, 100:], causal=True, deterministic=True
@@ -131,7 +131,7 @@ def grads(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Tensors:
 
 
 @pytest.fixture
-def deterministic() -> Any:  # noqa: ANN401
+def deterministic() -> Any:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -139,9 +139,9 @@ def deterministic() -> Any:  # noqa: ANN401
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_as_on_the_cpu(function: Callable[..., Any]) -> None:
-    """Two implementations, of one selection: scores in exact numbers."""
+    """Scores are exact numbers, so that both select the same keys."""
     tensors = make_fused()
-    with torch.no_grad():  # few bits, so that every order of a sum is exact
+    with torch.no_grad():  # numbers of few bits, whose sums are exact in every order
         tensors[2].copy_((tensors[2] * 4).round().clamp(-8, 8) / 4)
         tensors[3].copy_((tensors[3] * 64).round() / 64)
         tensors[4].copy_(torch.tensor([0.5, -0.5]))
@@ -222,7 +222,7 @@ def test_no_call_synchronises(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_graphs(function: Callable[..., Any], deterministic: None) -> None:
-    """Forward and backward in one graph, that reads its inputs anew."""
+    """Forward and backward in one graph, replayed on new inputs."""
     tensors = make_fused()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -257,7 +257,7 @@ def test_one_compiled_graph(
 
 
 def test_graphs_that_the_compiler_makes(deterministic: None) -> None:
-    """mode="reduce-overhead": forward and backward are captured, and replayed from then on."""
+    """mode="reduce-overhead" captures forward and backward, and replays them."""
     torch._dynamo.reset()
     compiled = torch.compile(fused, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):
@@ -279,7 +279,7 @@ def test_checkpoint(use_reentrant: bool, deterministic: None) -> None:
 
 
 def test_another_stream() -> None:
-    """Backward runs where forward did, and reads what that stream makes late."""
+    """Backward runs on the stream of forward, and does not wait for it."""
     tensors = make_fused()
     expected = grads(stepwise, tensors)
     late = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors]
@@ -320,12 +320,12 @@ def test_a_layer_under_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cuda", dtype):
         out = layer(x)
     narrow = copy.deepcopy(layer).to(dtype)
-    found = narrow(x.to(dtype))  # of scores that differ a little, so that some keys do
+    found = narrow(x.to(dtype))  # whose scores differ a little, and so some kept keys
     assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 
 def test_memory_is_linear() -> None:
-    """What a step takes grows with the length, not with its square."""
+    """The memory of a step grows with the length, not with its square."""
     peaks = []
     for length in (8192, 16384):
         tensors = make_fused(length, length)

@@ -1,4 +1,4 @@
-"""The real input, examples/data/minilm.safetensors: its contents, and that its scores are good."""
+"""The real input, examples/data/minilm.safetensors: its contents and the quality of its scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def score(data: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def kept_mass(data: dict[str, torch.Tensor], score: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Mean over queries of the dense attention mass that the kept keys carry, [heads]."""
+    """The fraction of the dense attention on the kept keys, mean over queries, [heads]."""
     qkv = [data[name] for name in "qkv"]
     scope = "causal" if causal else "global"
     selection = flash_dmattn.select(score, WINDOW, scope=scope)

@@ -23,26 +23,26 @@ LAYOUTS = ["contiguous", "heads first", "packed", "every other", "last first", "
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same [batch, len, heads, head_dim] numbers in another room, with other strides."""
+    """The same [batch, len, heads, head_dim] numbers, with other strides."""
     batch, length, heads, head_dim = tensor.shape
     if layout == "heads first":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "packed":
         whole = torch.full((batch, length, 3 * heads, head_dim), math.nan, dtype=tensor.dtype)
-        room = whole[:, :, heads : 2 * heads]
+        buffer = whole[:, :, heads : 2 * heads]
     elif layout == "every other":
-        room = torch.full((batch, 2 * length, heads, head_dim + 3), math.nan, dtype=tensor.dtype)[
+        buffer = torch.full((batch, 2 * length, heads, head_dim + 3), math.nan, dtype=tensor.dtype)[
             :, ::2, :, :head_dim
         ]
     elif layout == "last first":
-        room = torch.full((head_dim, heads, length, batch), math.nan, dtype=tensor.dtype).permute(
+        buffer = torch.full((head_dim, heads, length, batch), math.nan, dtype=tensor.dtype).permute(
             3, 2, 1, 0
         )
     elif layout == "offset":
-        room = torch.full((tensor.numel() + 1,), math.nan, dtype=tensor.dtype)[1:].view_as(tensor)
+        buffer = torch.full((tensor.numel() + 1,), math.nan, dtype=tensor.dtype)[1:].view_as(tensor)
     else:
         return tensor.contiguous()
-    return room.copy_(tensor)
+    return buffer.copy_(tensor)
 
 
 @st.composite
@@ -55,7 +55,7 @@ def key_masks(draw: Draw, batch: int, kv_len: int) -> torch.Tensor | None:
 
 @st.composite
 def score_tensors(draw: Draw, batch: int, kv_heads: int, kv_len: int) -> torch.Tensor:
-    """Scores full of ties and special values."""
+    """Scores with many ties and special values."""
     values = st.one_of(
         st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, 3.4e38]),
         st.integers(-3, 3).map(float),

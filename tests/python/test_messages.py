@@ -24,7 +24,7 @@ Layer = flash_dmattn.DynamicMaskAttention
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
 SCORE, LSE = (1, 2, 6), (1, 4, 6)
-RIGHT: dict[Callable[..., Any], dict[str, tuple[int, ...]]] = {
+CORRECT: dict[Callable[..., Any], dict[str, tuple[int, ...]]] = {
     flash_dmattn.attention: {"query": QUERY, "key": KEY, "value": KEY},
     flash_dmattn.flash_dma_attention: {
         **{"query": QUERY, "key": KEY, "value": KEY},
@@ -41,8 +41,8 @@ def randn(*shape: int, **options: Any) -> torch.Tensor:
 
 
 def wrong(function: Callable[..., Any], **changes: Any) -> Any:
-    """A call that is right but for `changes`."""
-    given = {name: randn(*shape) for name, shape in RIGHT[function].items()}
+    """A correct call, except for `changes`."""
+    given = {name: randn(*shape) for name, shape in CORRECT[function].items()}
     return function(**{**given, **changes})
 
 
@@ -71,12 +71,12 @@ def layer(*sizes: Any, **options: Any) -> Any:
 
 
 def of_rows(**options: Any) -> dict[str, torch.Tensor]:
-    shapes = RIGHT[flash_dmattn.attention]
+    shapes = CORRECT[flash_dmattn.attention]
     return {name: randn(*shape, **options) for name, shape in shapes.items()}
 
 
 def read_messages() -> list[tuple[str, str]]:
-    """Pairs of a call and its exception."""
+    """Pairs of a call and the exception that it raises."""
     text = (Path(__file__).parent / "messages.txt").read_text()
     pairs = re.findall(r"^(\w.*)\n    (\w+: .*)$", text, re.MULTILINE)
     assert len(pairs) > 60
@@ -96,8 +96,8 @@ def test_message(call: str, expected: str) -> None:
     assert found == expected.replace("{backends}", backends)
 
 
-@pytest.mark.parametrize("function", RIGHT)
-def test_right_calls(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("function", CORRECT)
+def test_correct_calls(function: Callable[..., Any]) -> None:
     wrong(function, **({"window": 3} if function is flash_dmattn.select else {}))
 
 
@@ -118,7 +118,7 @@ def test_float64_is_for_the_reference_alone() -> None:
 
 @pytest.mark.parametrize("option", ["softcap", "softmax_scale", "causal", "backend"])
 def test_options_of_another_type(option: str) -> None:
-    """PyTorch's own messages."""
+    """PyTorch itself refuses these."""
     with pytest.raises(RuntimeError, match=f"for argument '{option}' but instead found type"):
         attend(**{option: []})
 
@@ -138,7 +138,7 @@ def test_forward_mode_says_that_it_is_missing(name: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         torch.func.jvp(JVPS[name], (x,), (torch.ones_like(x),))
     with torch.autograd.forward_ad.dual_level():
-        JVPS[name](x)  # without a tangent there is nothing to lose
+        JVPS[name](x)  # a tensor without a tangent is taken
         with pytest.raises(NotImplementedError, match=message):
             JVPS[name](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
@@ -180,7 +180,7 @@ def test_cuda_tensors_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_device_without_kernels() -> None:
-    """Tensors of a device that holds no numbers give shapes; no other device has kernels."""
+    """On the meta device there are shapes only."""
     out = fused(**{name: randn(*QUERY, device="meta") for name in ("query", "key", "value")})
     assert out.device.type == "meta" and out.shape == QUERY
 

@@ -26,7 +26,7 @@ CASE = peers_cuda.Case(
 )
 
 
-def make_inputs() -> Any:  # noqa: ANN401
+def make_inputs() -> Any:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, 90, heads, 16, generator=generator).bfloat16() for heads in (4, 2, 2)
@@ -65,7 +65,7 @@ def test_best_keys(window: int) -> None:
         assert keys.nonzero().flatten().tolist() == sorted(best)
 
 
-def attend(inputs: Any, window: int = 20) -> torch.Tensor:  # noqa: ANN401
+def attend(inputs: Any, window: int = 20) -> torch.Tensor:
     selection = flash_dmattn.select(inputs.score, window)
     return flash_dmattn.attention(
         inputs.query, inputs.key, inputs.value, selection=selection, causal=True

@@ -1,4 +1,4 @@
-"""Selection is exact: brute force, every backend and every kernel agree in every bit."""
+"""Selection is exact: every kernel gives the same bits as brute force."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOWS = [1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
 
 
 def usable_kernels() -> list[str]:
-    """The names that can select on this machine's CPU, in full."""
+    """The kernels that can select on this machine's CPU."""
     return kernels_of("select")
 
 
@@ -29,7 +29,7 @@ def tied_scores(generator: torch.Generator) -> torch.Tensor:
 
 
 def some(values: list[float]) -> Callable[[torch.Generator], torch.Tensor]:
-    """Random scores among which the given values are strewn."""
+    """Random scores mixed with the given values."""
 
     def scores(generator: torch.Generator) -> torch.Tensor:
         normal = torch.randn(KV_LEN, generator=generator)
@@ -58,7 +58,7 @@ PATTERNS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
 
 
 def make_scores(pattern: str) -> torch.Tensor:
-    """[batch 2, kv_heads 2, KV_LEN]; each row of the random patterns is another draw."""
+    """[2, 2, KV_LEN]; the rows of random patterns differ."""
     generator = torch.Generator().manual_seed(sum(map(ord, pattern)))
     rows = [PATTERNS[pattern](generator) for _ in range(4)]
     return torch.stack(rows).reshape(2, 2, KV_LEN)
@@ -76,7 +76,7 @@ def make_padding(name: str) -> torch.Tensor | None:
 
 
 def expected_expiry(kept: torch.Tensor, scope: str) -> torch.Tensor:
-    """expiry as fdma.h says it, read off the sets that the positions keep."""
+    """expiry as fdma.h defines it, from the keys that are kept at each position."""
     kv_len = kept.shape[-1]
     expiry = torch.empty(kept.shape[:2] + (kv_len,), dtype=torch.int32)
     for j in range(kv_len):
@@ -84,7 +84,7 @@ def expected_expiry(kept: torch.Tensor, scope: str) -> torch.Tensor:
         first_out = torch.where(life.all(-1), kv_len, j + (~life).int().argmax(-1))
         if scope == "causal":
             after = torch.arange(j, kv_len) >= first_out[..., None]
-            assert not (life & after).any(), "a key that fell out came back"
+            assert not (life & after).any(), "a key that was evicted is kept again"
         expiry[:, :, j] = first_out
     return expiry
 
@@ -92,7 +92,7 @@ def expected_expiry(kept: torch.Tensor, scope: str) -> torch.Tensor:
 def expected_slot(
     expiry: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None
 ) -> torch.Tensor:
-    """slot as fdma.h says it: free ones in order, then that of the key which makes place."""
+    """slot as fdma.h defines it: free slots in order, then that of the evicted key."""
     slot = torch.full_like(expiry, -1)
     batch, kv_heads, kv_len = expiry.shape
     for b in range(batch):
@@ -108,7 +108,7 @@ def expected_slot(
                     slots[j] = used
                     used += 1
                 else:
-                    assert len(leaving) == 1, "one key enters, one leaves"
+                    assert len(leaving) == 1, "each arriving key evicts one"
                     slots[j] = slots[leaving[0]]
     return slot
 

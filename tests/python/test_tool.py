@@ -217,6 +217,14 @@ def test_check_shows_progress_on_a_terminal() -> None:
     assert progress.endswith(f"\r{' ' * 79}\r")
 
 
+def test_check_reports_every_kernel() -> None:
+    kernels = [
+        line.split()[:2] for line in run_tool("info").stdout.split("available")[1].split("\n")[1:-1]
+    ]
+    reported = [line.split()[:2] for line in run_tool("check", "padding/left").stdout.splitlines()]
+    assert [kernel for kernel in kernels if not kernel[0].startswith("cuda/")] == reported[:-1]
+
+
 def test_check_of_no_case() -> None:
     assert "no case matches 'no-such-case'" in refusal("check", "no-such-case")
 

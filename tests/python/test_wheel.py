@@ -27,7 +27,7 @@ WITHOUT_LIBRARY = {name: text for name, text in os.environ.items() if name != "F
 
 
 def copy_sources(root: Path, folder: Path) -> Path:
-    """What pip reads, without what is built."""
+    """Copy the files that pip reads; their folder."""
     source = folder / "source"
     source.mkdir()
     for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
@@ -129,7 +129,7 @@ def test_an_editable_install_is_importable(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None or torch.cuda.is_available(), reason="no nvcc")
 def test_nvcc_without_a_driver(root: Path, tmp_path: Path) -> None:
-    """pip then builds for the CPU, and cmake says why and how to have the CUDA kernels."""
+    """pip then builds for the CPU, and cmake says why, and how to build the CUDA kernels."""
     done = subprocess.run(
         ["cmake", "-S", root, "-B", tmp_path, "-DSKBUILD=2", "-DFDMA_BUILD_TESTS=OFF"],
         env=WITHOUT_LIBRARY,

@@ -15,11 +15,12 @@
 #include "common/text.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
 
-enum { dtype_count = sizeof dtypes / sizeof dtypes[0], kernel_limit = 64 };
+enum { dtype_count = sizeof dtypes / sizeof dtypes[0] };
 
 typedef struct check_options {
     const char *kernel; /* NULL: all */
@@ -37,9 +38,10 @@ static bool selects(const char *kernel, const char *name) {
     return strncmp(kernel, name, length) == 0 && (name[length] == '\0' || name[length] == '/');
 }
 
-static int find_kernels(const char *kernel, int32_t device, check_tally tallies[kernel_limit]) {
+/* Fills the tallies of the device's kernels, of which there are at most fdma_kernel_count(). */
+static int find_kernels(const char *kernel, int32_t device, check_tally *tallies) {
     int count = 0;
-    for (int32_t i = 0; i < fdma_kernel_count() && count < kernel_limit; i++) {
+    for (int32_t i = 0; i < fdma_kernel_count(); i++) {
         check_tally tally = {.info = {.size = sizeof tally.info}};
         if (fdma_describe_kernel(i, &tally.info) == FDMA_OK && runs_on(tally.info.name, device) &&
             (kernel == NULL || selects(kernel, tally.info.name)))
@@ -153,7 +155,6 @@ static const command_line command = {
 };
 
 int check_main(int argc, char **argv) {
-    static check_tally tallies[kernel_limit];
     check_options options = {0};
     const int read = read_options(&command, argc, argv, &options);
     if (read != OPTIONS_READ)
@@ -165,11 +166,14 @@ int check_main(int argc, char **argv) {
         print_error("fdma check: no case matches '%s'", options.filter);
         return EXIT_USAGE;
     }
+    check_tally *tallies = allocate((size_t)fdma_kernel_count() * sizeof *tallies);
     const int count = find_kernels(options.kernel, device, tallies);
-    if (count == 0) {
+    int code = EXIT_USAGE;
+    if (count > 0)
+        code = check_cases(&options, device, tallies, count);
+    else
         print_error("fdma check: --kernel is '%s'; fdma info lists the kernels of device %d",
                     options.kernel != NULL ? options.kernel : "", device);
-        return EXIT_USAGE;
-    }
-    return check_cases(&options, device, tallies, count);
+    free(tallies);
+    return code;
 }

@@ -37,8 +37,11 @@ IN_NAMES = {
     "floor": "threshold",
     "fact": "what it holds",
 }
-# Uses that are somebody else's words: "chunked prefill", torch's functions, C's floorf().
-EXCEPTIONS = re.compile(r"chunked prefill|\.chunk\(|floorf?\(|_floor_p[sd]\b|in[-_ ]place")
+# Words of others ("chunked prefill", torch's functions, C's floorf()), and verbs: share_elements().
+EXCEPTIONS = re.compile(
+    r"chunked prefill|\.chunk\(|floorf?\(|_floor_p[sd]\b|in[-_ ]place"
+    r"|(?<![a-zA-Z0-9_])(share|place|note|carry)_(?=[a-z])"
+)
 
 CODE = (*c_source.SUFFIXES, ".def", ".inc", ".py")
 PROSE = (".md", ".sh", ".cmake", ".txt")
@@ -124,7 +127,7 @@ SOUND = {
     "README.md": "Each query takes part in the softmax; they share keys in place of masks.\n",
     "docs/algorithm.md": "As in chunked prefill, queries come later than keys.\n",
     "docs/glossary.md": "chunk, stretch and epoch are gone.\n",
-    "src/core/plan.c": "/* Kernels share this place. */\nstatic int split_count;\n",
+    "src/core/plan.c": "/* Kernels share this place. */\nint share_elements(void);\n",
     "src/cpu/simd/scalar.h": "static float f(float x) { return x - floorf(x); }\n",
     "python/a.py": '"""A note on this part."""\nfirst, second = x.chunk(2)\n',
 }

@@ -5,11 +5,12 @@
 The script works in build/mutate, in a copy of the tree as it is now (a git worktree with the
 changes that are not committed), and builds there for the CPU. For each fault it replaces one text
 in one file, builds what the fault's tests need, and runs these in order until one fails. A fault
-that compiles and fails no test survives. NAME restricts the run to faults whose name contains it.
+that compiles and fails no test survives. NAME restricts the run to faults whose name or path
+contains it, such as src/cpu.
 
---texts only checks that every text still occurs exactly once. --everything runs all C tests before
-it calls a fault a survivor. Exit status: 1 if a fault survives, does not compile or has lost its
-text; 2 for wrong usage.
+--texts only checks that every text still occurs exactly once, and that the tests are there.
+--everything runs all C tests before it calls a fault a survivor. Exit status: 1 if a fault
+survives, does not compile or has lost its text; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def run_all(folder: Path) -> str | None:
 
 def plant(fault: Fault) -> tuple[str, str]:
     """What was found ("caught", "SURVIVED" or "BROKEN"), and by what or why."""
-    source = TREE / fault.file
+    source = find_source(TREE, fault)
+    assert source is not None
     text = source.read_text(encoding="utf-8")
     folder = configure(fault.wide)
     source.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
@@ -144,14 +146,34 @@ def plant(fault: Fault) -> tuple[str, str]:
     return "SURVIVED", ", ".join(fault.tests)
 
 
+def count_text(root: Path, fault: Fault) -> dict[Path, int]:
+    """How often each file that the fault may be in has its text, if it has it at all."""
+    path = root / fault.path
+    files = sorted(path.rglob("*.[chp]*")) if path.is_dir() else [path]
+    counts = {
+        file: file.read_text(encoding="utf-8").count(fault.old) for file in files if file.is_file()
+    }
+    return {file: count for file, count in counts.items() if count > 0}
+
+
+def find_source(root: Path, fault: Fault) -> Path | None:
+    """The file that has the fault's text, if it occurs exactly once."""
+    counts = count_text(root, fault)
+    return next(iter(counts)) if list(counts.values()) == [1] else None
+
+
 def lost_texts(root: Path, faults: list[Fault]) -> list[str]:
-    """A line for each fault whose text does not occur exactly once."""
+    """A line for each fault whose text does not occur exactly once, or whose tests are gone."""
     lines = []
     for fault in faults:
-        path = root / fault.file
-        count = path.read_text(encoding="utf-8").count(fault.old) if path.is_file() else 0
-        if count != 1:
-            lines.append(f"LOST      {fault.name}: {fault.file} has {fault.old!r} {count} times")
+        if find_source(root, fault) is None:
+            count = sum(count_text(root, fault).values())
+            lines.append(f"LOST      {fault.name}: {fault.path} has {fault.old!r} {count} times")
+        for test in fault.tests:
+            kind, *words = test.split()
+            file = f"python/{words[0]}" if kind == "pytest" else f"c/{kind}.c"
+            if kind != "check" and not (root / "tests" / file).exists():
+                lines.append(f"LOST      {fault.name}: its test {file} is not there")
     return lines
 
 
@@ -169,9 +191,10 @@ def check_sound(faults: list[Fault]) -> None:
 
 
 def main() -> int:
-    faults = [f for f in FAULTS if not OPTIONS.names or any(n in f.name for n in OPTIONS.names)]
+    names = OPTIONS.names or [""]
+    faults = [f for f in FAULTS if any(name in f.name or name in f.path for name in names)]
     if not faults:
-        print(f"mutate: no fault's name contains {' or '.join(OPTIONS.names)}", file=sys.stderr)
+        print(f"mutate: no fault's name or path contains {' or '.join(names)}", file=sys.stderr)
         return 2
     lost = lost_texts(ROOT, faults)
     print(*lost, sep="\n", end="\n" if lost else "", flush=True)

@@ -103,16 +103,14 @@ install_after_demo() {
         cmake --install build/gates/demo --prefix build/gates/demo/installed
 }
 
-# Builds that would return wrong results stop with an #error: 32-bit ones and -ffast-math.
+# Builds that would return wrong results stop with an #error: 32-bit ones and -ffast-math. The
+# compiler's own headers suffice, as few machines have a 32-bit C library.
 refused_builds() {
-    for flag in -m32 -ffast-math; do
-        if gcc -std=c11 -Iinclude -Isrc "$flag" -fsyntax-only src/fdma.c 2>"$logs/refused"; then
-            echo "fails: src/fdma.c compiles with $flag"
-            return 1
-        fi
+    for flag in -m32 -ffast-math -Ofast; do
+        gcc -std=c11 -Iinclude -Isrc -ffreestanding "$flag" -fsyntax-only -x c src/core/tensor.h \
+            >"$logs/refused" 2>&1
         grep '#error' "$logs/refused" && continue
-        echo "fails: without an #error of ours for $flag:"
-        cat "$logs/refused"
+        echo "fails: no #error stops a build with $flag"
         return 1
     done
 }

@@ -7,9 +7,9 @@
 
 #define ABSENT_KERNELS(NAME, MISSING)                                                              \
     ABSENT(NAME, score, MISSING), ABSENT(NAME, select, MISSING), ABSENT(NAME, lists, MISSING),     \
-        ABSENT(NAME "/tile", forward, MISSING), ABSENT(NAME, backward, MISSING),                   \
-        ABSENT(NAME, score_backward, MISSING), ABSENT(NAME, merge, MISSING),                       \
-        ABSENT(NAME, merge_backward, MISSING)
+        ABSENT(NAME "/decode", forward, MISSING), ABSENT(NAME "/tile", forward, MISSING),          \
+        ABSENT(NAME, backward, MISSING), ABSENT(NAME, score_backward, MISSING),                    \
+        ABSENT(NAME, merge, MISSING), ABSENT(NAME, merge_backward, MISSING)
 
 #if !defined(FDMA_HAVE_AVX2)
 static const char *missing_x86(void) { return "x86-64"; }
@@ -21,13 +21,11 @@ static const char *missing_arm(void) { return "aarch64"; }
 
 static const fdma_kernel kernels[] = {
 #if !defined(FDMA_HAVE_AVX2)
-    ABSENT_KERNELS("cpu/avx512", missing_x86),   ABSENT("cpu/avx512/decode", forward, missing_x86),
-    ABSENT_KERNELS("cpu/amx", missing_x86),      ABSENT_KERNELS("cpu/avx512bf16", missing_x86),
-    ABSENT_KERNELS("cpu/avx2", missing_x86),     ABSENT("cpu/avx2/decode", forward, missing_x86),
+    ABSENT_KERNELS("cpu/avx512", missing_x86),     ABSENT_KERNELS("cpu/amx", missing_x86),
+    ABSENT_KERNELS("cpu/avx512bf16", missing_x86), ABSENT_KERNELS("cpu/avx2", missing_x86),
 #endif
 #if !defined(FDMA_HAVE_NEON)
-    ABSENT_KERNELS("cpu/neon", missing_arm),     ABSENT("cpu/neon/decode", forward, missing_arm),
-    ABSENT_KERNELS("cpu/neonbf16", missing_arm),
+    ABSENT_KERNELS("cpu/neon", missing_arm),       ABSENT_KERNELS("cpu/neonbf16", missing_arm),
 #endif
 };
 

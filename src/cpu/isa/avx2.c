@@ -13,8 +13,7 @@
 #include "cpu/select/select.h"
 
 static const fdma_kernel kernels[] = {
-    VECTOR_KERNELS("cpu/avx2", fdma_missing_avx2),
-    CPU_KERNEL("cpu/avx2/decode", forward, fdma_missing_avx2, fdma_refuses_decode, decode),
+    VECTOR_KERNELS("cpu/avx2", fdma_missing_avx2, fdma_refuses_decode),
     PRODUCT_KERNELS("cpu/avx2", fdma_missing_avx2, fdma_refuses_wide),
 };
 

@@ -13,19 +13,19 @@
 #include "cpu/select/select.h"
 
 static const fdma_kernel kernels[] = {
-    VECTOR_KERNELS("cpu/avx512", fdma_missing_avx512),
-    CPU_KERNEL("cpu/avx512/decode", forward, fdma_missing_avx512, fdma_refuses_decode, decode),
+    VECTOR_KERNELS("cpu/avx512", fdma_missing_avx512, fdma_refuses_decode),
     PRODUCT_KERNELS("cpu/avx512", fdma_missing_avx512, fdma_refuses_slow),
 };
 
 const kernel_table fdma_cpu_avx512 = {kernels, sizeof kernels / sizeof kernels[0]};
 
-static const fdma_kernel amx_kernels[] = {VECTOR_KERNELS("cpu/amx", fdma_missing_amx)};
+static const fdma_kernel amx_kernels[] = {
+    VECTOR_KERNELS("cpu/amx", fdma_missing_amx, fdma_refuses_decode_singles)};
 
 const kernel_table fdma_cpu_amx_vectors = {amx_kernels, sizeof amx_kernels / sizeof amx_kernels[0]};
 
 static const fdma_kernel avx512bf16_kernels[] = {
-    VECTOR_KERNELS("cpu/avx512bf16", fdma_missing_avx512bf16)};
+    VECTOR_KERNELS("cpu/avx512bf16", fdma_missing_avx512bf16, fdma_refuses_decode_singles)};
 
 const kernel_table fdma_cpu_avx512bf16_vectors = {
     avx512bf16_kernels, sizeof avx512bf16_kernels / sizeof avx512bf16_kernels[0]};

@@ -12,11 +12,13 @@
      .workspace = FUNCTION##_workspace,                                                            \
      .run = run_##FUNCTION}
 
-/* The kernels that depend on the vocabulary alone. They compute in float32. */
-#define VECTOR_KERNELS(NAME, MISSING)                                                              \
+/* The kernels that depend on the vocabulary alone. They compute in float32. REFUSES is that of
+ * decode. */
+#define VECTOR_KERNELS(NAME, MISSING, REFUSES)                                                     \
     CPU_KERNEL(NAME, score, MISSING, fdma_refuses_wide, score),                                    \
         CPU_KERNEL(NAME, select, MISSING, fdma_refuses_wide, select),                              \
         CPU_KERNEL(NAME, lists, MISSING, fdma_refuses_wide, lists),                                \
+        CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES, decode),                             \
         CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
         CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
         CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge)
@@ -47,5 +49,6 @@ const char *fdma_refuses_wide(const fdma_problem *problem);
 const char *fdma_refuses_slow(const fdma_problem *problem);
 const char *fdma_refuses_singles(const fdma_problem *problem);
 const char *fdma_refuses_decode(const fdma_problem *problem);
+const char *fdma_refuses_decode_singles(const fdma_problem *problem);
 
 #endif

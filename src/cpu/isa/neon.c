@@ -13,15 +13,14 @@
 #include "cpu/select/select.h"
 
 static const fdma_kernel kernels[] = {
-    VECTOR_KERNELS("cpu/neon", fdma_missing_neon),
-    CPU_KERNEL("cpu/neon/decode", forward, fdma_missing_neon, fdma_refuses_decode, decode),
+    VECTOR_KERNELS("cpu/neon", fdma_missing_neon, fdma_refuses_decode),
     PRODUCT_KERNELS("cpu/neon", fdma_missing_neon, fdma_refuses_slow),
 };
 
 const kernel_table fdma_cpu_neon = {kernels, sizeof kernels / sizeof kernels[0]};
 
 static const fdma_kernel neonbf16_kernels[] = {
-    VECTOR_KERNELS("cpu/neonbf16", fdma_missing_neonbf16)};
+    VECTOR_KERNELS("cpu/neonbf16", fdma_missing_neonbf16, fdma_refuses_decode_singles)};
 
 const kernel_table fdma_cpu_neonbf16_vectors = {neonbf16_kernels, sizeof neonbf16_kernels /
                                                                       sizeof neonbf16_kernels[0]};

@@ -11,8 +11,7 @@
 #include "cpu/select/select.h"
 
 static const fdma_kernel kernels[] = {
-    VECTOR_KERNELS("cpu/scalar", fdma_missing_scalar),
-    CPU_KERNEL("cpu/scalar/decode", forward, fdma_missing_scalar, fdma_refuses_decode, decode),
+    VECTOR_KERNELS("cpu/scalar", fdma_missing_scalar, fdma_refuses_decode),
     PRODUCT_KERNELS("cpu/scalar", fdma_missing_scalar, fdma_refuses_wide),
 };
 

@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+static constexpr int quad_channels = 32; // of 16 bits, that a quad stores at once: 8 per lane
+
 /* Moves words[i] of lane l of a quad to words[l] of lane i. */
 __device__ static inline void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll

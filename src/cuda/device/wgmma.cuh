@@ -16,6 +16,8 @@
 #include "cuda/device/ptx_wgmma.cuh"
 #include "cuda/device/vec.cuh"
 
+static constexpr int warpgroup_threads = 128;
+static constexpr int warpgroup_warps = 4;
 static constexpr int panel_channels = 64; // 16-bit elements in one line of the swizzle
 static constexpr int line_bytes = 128;    // a row of a panel
 static constexpr int swizzle_rows = 8;    // after which the pattern repeats

@@ -138,7 +138,7 @@ static lse_view lse_of(const fdma_tensor *tensor) {
 }
 
 static merge_params describe(const fdma_problem *problem) {
-    const fdma_partial *const partials = problem->part;
+    const fdma_partial *const partials = problem->partial;
     const bool is_backward = problem->operation == operation_merge_backward;
     merge_params params = {};
     params.out = view_of(&problem->out);
@@ -163,7 +163,7 @@ static merge_params describe(const fdma_problem *problem) {
 static bool is_double(const fdma_tensor *tensor) { return tensor->dtype == FDMA_FLOAT64; }
 
 static const char *refuses(const fdma_problem *problem) {
-    const fdma_partial *const partials = problem->part;
+    const fdma_partial *const partials = problem->partial;
     if (problem->dtype == FDMA_FLOAT64 || is_double(&problem->lse) || is_double(&problem->dlse) ||
         is_double(&partials[0].lse) || is_double(&partials[1].lse) ||
         is_double(&partials[0].dlse) || is_double(&partials[1].dlse))

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(config::threads, 1)
  * queries. */
 template <class config>
 __global__ void __launch_bounds__(warpgroup_threads)
-    finish_dq(const __grid_constant__ backward_plan plan,
-              const __grid_constant__ backward_pass pass) {
+    write_dq(const __grid_constant__ backward_plan plan,
+             const __grid_constant__ backward_pass pass) {
     using element = typename config::element;
     const forward_plan &forward = plan.forward;
     const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
@@ -121,24 +121,11 @@ static backward_plan plan_with(const fdma_problem *problem, fdma_arena *arena,
     return plan;
 }
 
-template <class config>
-static fdma_status clear_dq_sum(const fdma_problem *problem, const backward_plan *plan,
-                                const backward_pass *pass) {
+/* Clears a buffer that has tile_bytes bytes for each tile of each head. */
+static fdma_status clear_tiles(const fdma_problem *problem, const backward_plan *plan,
+                               const backward_pass *pass, void *buffer, size_t tile_bytes) {
     const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
-    const size_t bytes = tiles * config::q_rows * config::channels * sizeof *pass->dq_sum;
-    return check_cuda("backward",
-                      cudaMemsetAsync(pass->dq_sum, 0, bytes, (cudaStream_t)problem->exec.stream));
-}
-
-/* Called before each pass, which counts from 0. */
-template <class config>
-static fdma_status clear_semaphores(const fdma_problem *problem, const backward_plan *plan,
-                                    const backward_pass *pass) {
-    const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
-    const size_t bytes = tiles * config::consumers * sizeof *pass->dq_semaphore;
-    if (pass->dq_semaphore == NULL)
-        return FDMA_OK;
-    return check_cuda("backward", cudaMemsetAsync(pass->dq_semaphore, 0, bytes,
+    return check_cuda("backward", cudaMemsetAsync(buffer, 0, tiles * tile_bytes,
                                                   (cudaStream_t)problem->exec.stream));
 }
 
@@ -156,14 +143,16 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_plan *pl
         plan->forward.softcap == 0 ? 0 : plan->forward.scale / plan->forward.softcap;
     if (shape.grid.x == 0)
         return FDMA_OK;
-    FDMA_TRY(clear_semaphores<config>(problem, plan, pass));
+    if (pass->dq_semaphore != NULL) // each pass counts from 0
+        FDMA_TRY(clear_tiles(problem, plan, pass, pass->dq_semaphore,
+                             config::consumers * sizeof *pass->dq_semaphore));
     return launch("backward", differentiate<config>, shape, problem, *plan, *pass, softcap_scale);
 }
 
-/* How many query blocks a thread block of the diagonal pass takes, one after the other. Most of a
- * single query block would be waiting; in a row, the next one's queries are loaded while the
- * current one is multiplied, and its keys while the current gradients are written. As many as leave
- * each multiprocessor `waves` thread blocks, so that load evens out. */
+/* How many query blocks a thread block of the diagonal pass takes, one after the other. With one
+ * query block it would mostly wait; with several, the queries of the next one are loaded while the
+ * current one is multiplied, and the keys while the current gradients are written. As many as leave
+ * each multiprocessor `waves` thread blocks, so that the load evens out. */
 static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_plan *plan,
                                    int32_t slot_blocks) {
     const int64_t waves = 4;
@@ -181,7 +170,8 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     const int64_t tiles = (int64_t)plan.forward.batch * plan.forward.q_heads * pass.tiles;
     if (tiles == 0)
         return FDMA_OK;
-    FDMA_TRY(clear_dq_sum<config>(problem, &plan, &pass));
+    FDMA_TRY(clear_tiles(problem, &plan, &pass, pass.dq_sum,
+                         config::q_rows * config::channels * sizeof *pass.dq_sum));
     pass.slot_blocks = plan.slots / config::slots;
     FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.partitions));
     if (plan.is_rolling) {
@@ -194,7 +184,7 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     launch_shape shape;
     shape.grid = dim3((unsigned)tiles);
     shape.block = dim3(warpgroup_threads);
-    FDMA_TRY(launch("backward", finish_dq<config>, shape, problem, plan, pass));
+    FDMA_TRY(launch("backward", write_dq<config>, shape, problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
@@ -217,10 +207,6 @@ static size_t workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
-static bool is_aligned(const fdma_tensor *tensor) {
-    return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
-}
-
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
@@ -236,7 +222,7 @@ static const char *refuses(const fdma_problem *problem) {
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim that a smaller shape takes";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
-        if (!is_aligned(tensors[i]))
+        if (!is_aligned(view_of(tensors[i])))
             return "rows that do not begin at multiples of 16 bytes";
         if (!is_near(tensors[i]))
             return "rows more than 2^31 elements apart";

@@ -354,7 +354,6 @@ template <class config> struct backward_consumer {
         wgmma_wait_group<0>();
         bool is_masked = weigh(plan, pass, now, s, weights, sloped);
         for (;; now++) {
-            const int32_t next = now + 1;
             issue_dp(dp, now);
             issue_dv(weights, now);
             wgmma_wait_group<0>();
@@ -363,6 +362,7 @@ template <class config> struct backward_consumer {
             issue_dk(now);
             if (memory->header[stage_of(now)].is_last)
                 break;
+            const int32_t next = now + 1;
             wait_step(next);
             issue_scores(s, next);
             wait_ds(now);

@@ -27,8 +27,6 @@ struct gradient_row {
     bool is_written;
 };
 
-static constexpr int quad_channels = 32; // that a quad writes at once: 8 per lane
-
 /* Loads this lane's channels of a row that is added to; 0 if it is overwritten. */
 template <typename element, int loads>
 __device__ static inline void load_row(const element *from, int32_t channels, bool adds,

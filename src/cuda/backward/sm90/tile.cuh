@@ -11,8 +11,6 @@
 #include "cuda/device/pipeline.cuh"
 #include "cuda/plan/backward.cuh"
 
-static constexpr int warpgroup_threads = 128;
-static constexpr int warpgroup_warps = 4;
 static constexpr int q_tile_rows = 64; // queries, of one head, of a step
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. The

@@ -267,7 +267,6 @@ template <class config> struct consumer {
  * NaN. */
 template <class config>
 __device__ inline void consumer<config>::finish_tile(const forward_plan &plan, int32_t tile_index) {
-    constexpr int quad_channels = 32; // that a quad writes at once: 8 per lane
     const int lane = threadIdx.x % 4;
     const row_tile tile = tile_at<config>(plan, order, tile_index);
 #pragma unroll

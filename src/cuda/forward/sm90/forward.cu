@@ -112,10 +112,6 @@ static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *
     return attend_elements<__nv_bfloat16>(problem, plan);
 }
 
-static bool is_aligned(const fdma_tensor *tensor) {
-    return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
-}
-
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_problem *problem) {
     const int64_t q_last =
@@ -135,8 +131,8 @@ static const char *refuses(const fdma_problem *problem) {
         return "a larger head_dim than its own";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim that a smaller shape takes";
-    if (!is_aligned(&problem->q) || !is_aligned(&problem->k) || !is_aligned(&problem->v) ||
-        !is_aligned(&problem->out))
+    if (!is_aligned(view_of(&problem->q)) || !is_aligned(view_of(&problem->k)) ||
+        !is_aligned(view_of(&problem->v)) || !is_aligned(view_of(&problem->out)))
         return "rows that do not begin at multiples of 16 bytes";
     if (rows > INT32_MAX / 2 ||
         problem->batch * problem->kv_heads > most_tiles / (rows / smallest + 1))

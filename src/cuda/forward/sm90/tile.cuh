@@ -7,9 +7,6 @@
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/plan.cuh"
 
-static constexpr int warpgroup_threads = 128;
-static constexpr int warpgroup_warps = 4;
-
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
  * softcap: whether there is one; its code in the loop would cost calls without it 7%. */
 template <typename element_, int most_channels, bool softcap> struct forward_config {
