@@ -7,8 +7,8 @@
 
 static const float log2e = 1.4426950408889634f;
 
-/* 2^x with a relative error below 2e-7, exact where x is an integer: a minimax polynomial of degree
- * 5 on [0, 1). */
+/* 2^x with a relative error below 2e-7, exact where x is an integer: a minimax polynomial of
+ * degree 5 on [0, 1). */
 static inline vf exp2_of(vf x) {
     const vf f = vf_fraction(x);
     vf p = vf_fma(f, vf_set(0x1.e97516p-10f), vf_set(0x1.27784ep-7f));
