@@ -119,7 +119,7 @@ class Prepared:
         fill_options(self.args, asked, options, sizes.get("kv_len", 0))
         self.args_words = words_of(self.args)
         self.selection_words = words_of(self.selection) if self.selection else None
-        # Where the address of each input and output is written; None for what is absent.
+        # The words that hold the addresses of inputs and outputs; None for a tensor that is absent.
         self.targets = [self.fill_tensor(name, tensor) for name, tensor in tensors.items()]
         self.outputs = []
         for name in operation.results:
@@ -128,7 +128,7 @@ class Prepared:
             absent = _arguments.is_absent(name, options)
             room = None if absent else torch.empty(shape, dtype=dtype, device="meta")
             self.targets.append(self.fill_tensor(name, room))
-        # fdma_score_backward() adds to dv.
+        # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
         self.zeroed = [0] if operation.function == "score_backward" else []
         exec_at = type(self.args).exec.offset
         self.stream_at = (exec_at + _library.Exec.stream.offset) // 8
@@ -141,7 +141,7 @@ class Prepared:
         self.args.exec.workspace_size = self.workspace_size = size.value
 
     def fill_tensor(self, name: str, tensor: MaybeTensor) -> tuple[Words, int] | None:
-        """Fill in the field of `tensor`; the word of the struct that holds its address."""
+        """Fill in the field of `tensor`; returns the word of the struct that holds its address."""
         if tensor is None:
             return None
         in_selection = name in IN_SELECTION
@@ -179,9 +179,11 @@ memory = Memory()
 
 
 def check_devices(tensors: dict[str, MaybeTensor]) -> None:
-    """Raises:
-    ValueError: the tensors are on different devices.
-    NotImplementedError: they are on a CUDA device, and the library was built without CUDA.
+    """Refuse tensors of devices that one call cannot serve.
+
+    Raises:
+        ValueError: the tensors are on different devices.
+        NotImplementedError: they are on a CUDA device, and the library was built without CUDA.
     """
     devices = [(name, x.device) for name, x in tensors.items() if x is not None]
     first, device = devices[0]
@@ -197,8 +199,10 @@ def check_devices(tensors: dict[str, MaybeTensor]) -> None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raises:
-    NotImplementedError: no kernel has this name, or a name of which this is the beginning.
+    """Refuse a name that is no path prefix of any kernel's.
+
+    Raises:
+        NotImplementedError: `backend` is such a name.
     """
     names = [kernel.name for kernel in _library.kernels()] if backend is not None else []
     if names and not any(f"{name}/".startswith(f"{backend}/") for name in names):

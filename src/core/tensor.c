@@ -99,7 +99,7 @@ static bool is_empty(const fdma_tensor *tensor) {
     return false;
 }
 
-static const int64_t most_bytes = INT64_C(1) << 48;
+static const int64_t most_bytes = INT64_C(1) << 48; // more than any memory holds
 
 /* Checks the strides, and that byte offsets and the number of elements fit int64. */
 static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
@@ -125,8 +125,7 @@ static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
     overflow |= __builtin_mul_overflow(elements, size, &elements);
     overflow |= __builtin_mul_overflow(extent, size, &extent);
     overflow |= extent > INT64_MAX - (int64_t)((uintptr_t)tensor->data & INT64_MAX);
-    overflow |=
-        elements > most_bytes; // more than any memory holds; sums of such sizes stay far below 2^63
+    overflow |= elements > most_bytes; // so that sums of sizes stay far below 2^63
     FDMA_REQUIRE(!overflow, FDMA_INVALID_ARGUMENT, "%s: its size overflows int64", name);
     return FDMA_OK;
 }

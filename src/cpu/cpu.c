@@ -43,7 +43,10 @@ const kernel_table *const fdma_cpu_tables[] = {
 #if defined(__x86_64__)
 
 #include <cpuid.h>
+
+#if defined(__linux__)
 #include <sys/syscall.h>
+#endif
 
 #define FEATURE(name) {#name, __builtin_cpu_supports(#name) != 0}
 

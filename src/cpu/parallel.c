@@ -26,7 +26,11 @@ int32_t fdma_usable_cpus(void) {
     if (sched_getaffinity(0, sizeof set, &set) == 0)
         return CPU_COUNT(&set);
 #endif
+#if defined(_SC_NPROCESSORS_ONLN)
     return (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+#else
+    return 1;
+#endif
 }
 
 /* One call of fdma_parallel_for(). */

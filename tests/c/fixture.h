@@ -68,8 +68,8 @@ static inline int kernel_takes(const char *kernel, fdma_dtype dtype) {
     return operation_takes("forward", kernel, dtype);
 }
 
-/* The name under which tests force a kernel: of decode, which takes few rows only, that of its build
- * point, under which its tiles take the others. */
+/* The name under which tests force a kernel: of decode, which takes few rows only, that of its
+ * build point, under which its tiles take the others. */
 static inline const char *forced_name(const char *name) {
     static char points[kernel_limit][32];
     const char *const end = strstr(name, "/decode");

@@ -73,8 +73,8 @@ static fdma_select_args small_select(fdma_selection *selection, const char *kern
                               .exec = {.kernel = kernel}};
 }
 
-/* The kernel that would run, by each of its four queries: `forward_want` for three queries, `want` for
- * the other operations. */
+/* The kernel that would run, by each of its four queries: `forward_want` for three queries, `want`
+ * for the other operations. */
 static void check_picked(const char *forced, const char *want, const char *forward_want) {
     fdma_selection selection;
     const char *name = NULL;

@@ -1,6 +1,6 @@
-/* test_select_partitions.c - selection with its keys cut into partitions of any size, far below what a
- * call cuts: bit for bit what the reference selects, and what one partition does. Then calls that
- * cut. */
+/* test_select_partitions.c - selection with its keys cut into partitions of any size, far below
+ * what a call cuts: bit for bit what the reference selects, and what one partition does. Then
+ * calls that cut. */
 #include "cpu/select/partitions.h"
 #include "fixture.h"
 #include "reference/reference.h"
@@ -185,8 +185,9 @@ static void threads_change_nothing(void) {
     }
 }
 
-/* What a long partition's best must reach is guessed from a sample of every third key here: partitions of
- * 2048 in which only these are good, so that the guess is too high, or only these are bad. */
+/* What a long partition's best must reach is guessed from a sample of every third key here:
+ * partitions of 2048 in which only these are good, so that the guess is too high, or only these
+ * are bad. */
 static void guesses_that_fail(void) {
     enum { partition = 2048, partitions = 4 };
     static const int64_t windows[] = {1, 60, 300, 1000};

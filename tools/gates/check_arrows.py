@@ -77,7 +77,7 @@ ALLOWED = {
     "cpu select": CPU_KERNEL,
     "cpu lists": CPU_KERNEL,
     "cpu decode": CPU_KERNEL,
-    "cpu forward": (*CPU_KERNEL, "cpu decode"),
+    "cpu forward": CPU_KERNEL,
     "cpu backward": (*CPU_KERNEL, "cpu forward"),
     "cpu merge": CPU_KERNEL,
     "cpu isa": (*CPU_KERNEL, *CPU_OPERATIONS),

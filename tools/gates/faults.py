@@ -143,7 +143,7 @@ SELECT = [
           "const bool stays = valid &&", "const bool stays =",
           ("test_select_partitions", "test_select", "check global/")),
     Fault("a slot is not clamped", "src/cpu/lists/",
-          "return slot < table->places ? slot : table->places;", "return slot;",
+          "return slot < table->slots ? slot : table->slots;", "return slot;",
           ("test_lists",)),
     Fault("a list begins one key early", "src/cpu/lists/",
           "pass_keys(table, span.first + 1);", "pass_keys(table, span.first);",

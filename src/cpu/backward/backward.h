@@ -1,5 +1,5 @@
-/* Backward: the tiles of forward, with queries in the lanes, in the order of their positions. dq of a
- * tile is complete once its keys have been visited; the sums of the keys are held in a table that
+/* Backward: the tiles of forward, with queries in the lanes, in the order of their positions. dq of
+ * a tile is complete once its keys have been visited; the sums of the keys are held in a table that
  * moves along with the tiles. So every sum has one order, whatever the number of threads. Sources:
  * arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #ifndef FDMA_CPU_BACKWARD_BACKWARD_H
@@ -107,8 +107,8 @@ static void sweep_tile(const fdma_problem *problem, const row_range *rows,
     write_dq(problem, rows, tile);
 }
 
-/* Sweeps over the tiles of one partition, in the order of positions. `one` is what it leaves behind;
- * NULL: the partition is the whole (b, g). */
+/* Sweeps over the tiles of one partition, in the order of positions. `one` is what it leaves
+ * behind; NULL: the partition is the whole (b, g). */
 static void sweep_tiles(const backward_context *backward, backward_scratch *scratch,
                         const row_range *head, int64_t index, partition *one) {
     const fdma_problem *const problem = backward->problem;

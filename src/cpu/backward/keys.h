@@ -1,6 +1,6 @@
-/* The keys that a sweep over the tiles of one (b, g) keeps sums for. A key has a row of sums from the
- * tile of its first query to that of its last one; then the row passes on to another key, as slots
- * do, so that the sums of a window stay in the cache. */
+/* The keys that a sweep over the tiles of one (b, g) keeps sums for. A key has a row of sums from
+ * the tile of its first query to that of its last one; then the row passes on to another key, as
+ * slots do, so that the sums of a window stay in the cache. */
 #ifndef FDMA_CPU_BACKWARD_KEYS_H
 #define FDMA_CPU_BACKWARD_KEYS_H
 

@@ -1,5 +1,5 @@
-/* Which groups of a key block a block of lanes keeps. Most groups are kept by every lane and need no
- * mask, or by none and are skipped. */
+/* Which groups of a key block a block of lanes keeps. Most groups are kept by every lane and need
+ * no mask, or by none and are skipped. */
 #ifndef FDMA_CPU_COMMON_GROUPS_H
 #define FDMA_CPU_COMMON_GROUPS_H
 

@@ -3,9 +3,9 @@
  * those that arrive in between, in ascending order. Neighbours in this order are kept by nearly the
  * same rows.
  *
- * At causal positions, keys that were alive before are only lost. So the keys that any row of a tile
- * keeps are those alive at its first position and those that arrive up to its last one. Snapshots of
- * the live keys at every `step` positions make finding them O(window) for each tile. */
+ * At causal positions, keys that were alive before are only lost. So the keys that any row of a
+ * tile keeps are those alive at its first position and those that arrive up to its last one.
+ * Snapshots of the live keys at every `step` positions make finding them O(window) for a tile. */
 #ifndef FDMA_CPU_COMMON_KEYS_H
 #define FDMA_CPU_COMMON_KEYS_H
 
@@ -143,7 +143,7 @@ static int32_t take_key(key_cursor *cursor, int32_t *keys, int32_t count, int32_
     return count + visited;
 }
 
-/* Sorts by insertion, as there are few. Keys are taken from the end, where the last to expire is. */
+/* Sorts by insertion, as there are few. Keys are taken from the end: the last to expire first. */
 static void sort_expiring(key_cursor *cursor) {
     for (int32_t n = 1; n < cursor->expiring_count && !cursor->is_sorted; n++) {
         const int32_t j = cursor->expiring[n];
@@ -238,8 +238,8 @@ INLINE void prefetch_rows(const void *const *rows, int count, int64_t byte) {
         __builtin_prefetch((const uint8_t *)rows[n] + byte, 0, 2);
 }
 
-/* Lists the next key block; its count is 0 at the end. Entries beyond the last key are rows of zeros
- * that no lane keeps: the products take whole groups, and the prefetches all rows. */
+/* Lists the next key block; its count is 0 at the end. Entries beyond the last key are rows of
+ * zeros that no lane keeps: the products take whole groups, and the prefetches all rows. */
 static void list_keys(const fdma_problem *problem, const row_range *rows, key_cursor *cursor,
                       const tile_state *tile, key_list *list) {
     list->count = next_keys(cursor, list->key);
@@ -258,8 +258,8 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
 
 static int32_t whole_steps(int32_t keys) { return (int32_t)round_up(keys, key_step); }
 
-/* Copies the rows of the listed keys side by side. In the caller's tensor they may all fall into the
- * same few sets of the L1 cache, each on a page of its own. */
+/* Copies the rows of the listed keys side by side. In the caller's tensor they may all fall into
+ * the same few sets of the L1 cache, each on a page of its own. */
 static void load_keys(const fdma_problem *problem, float *rows, const void *const *sources,
                       int32_t count) {
     const int64_t words = problem->head_dim / terms, tile_words = tile_dim(problem) / terms;

@@ -7,8 +7,8 @@
 
 static const float log2e = 1.4426950408889634f;
 
-/* 2^x with a relative error below 2e-7, exact where x is an integer: a minimax polynomial of degree 5 on
- * [0, 1). */
+/* 2^x with a relative error below 2e-7, exact where x is an integer: a minimax polynomial of
+ * degree 5 on [0, 1). */
 static inline vf exp2_of(vf x) {
     const vf f = vf_fraction(x);
     vf p = vf_fma(f, vf_set(0x1.e97516p-10f), vf_set(0x1.27784ep-7f));
@@ -46,8 +46,8 @@ static inline float share_of(float scale, float cap) {
     return (float)(share < 1e30 ? share : 1e30);
 }
 
-/* e^x with a relative error below 2.5e-7 for x > -87, and 0 below. The error of rounding x * log2(e) is
- * corrected to first order. A minimax polynomial of degree 6 for 2^f on [0, 1). */
+/* e^x with a relative error below 2.5e-7 for x > -87, and 0 below. The error of rounding x *
+ * log2(e) is corrected to first order. A minimax polynomial of degree 6 for 2^f on [0, 1). */
 static inline vf exp_of(vf x) {
     const vf factor = vf_set(log2e), rest = vf_set(0x1.4ae0cp-26f); // rest: log2(e) - factor
     const vf y = vf_mul(x, factor);

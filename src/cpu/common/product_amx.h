@@ -1,6 +1,6 @@
-/* The products of a tile on AMX, which multiplies tiles of 16 rows by 16 words of two bfloat16. Tile
- * registers 0 to 3 hold the sums of 2 x 2 tiles, whose rows are keys or channels and whose columns
- * are lanes. */
+/* The products of a tile on AMX, which multiplies tiles of 16 rows by 16 words of two bfloat16.
+ * Tile registers 0 to 3 hold the sums of 2 x 2 tiles, whose rows are keys or channels and whose
+ * columns are lanes. */
 #ifndef FDMA_CPU_COMMON_PRODUCT_AMX_H
 #define FDMA_CPU_COMMON_PRODUCT_AMX_H
 
@@ -37,8 +37,8 @@ static inline void begin_products(void) {
 
 static inline void end_products(void) { _tile_release(); }
 
-/* Arranges the rows of the listed keys as the left operand of the second product: in each strip, for
- * each step of keys, one row of words for every channel. */
+/* Arranges the rows of the listed keys as the left operand of the second product: in each strip,
+ * for each step of keys, one row of words for every channel. */
 static void load_values(const fdma_problem *problem, float *values, const void *const *sources,
                         int32_t count) {
     for (int32_t n = 0; n < whole_steps(count); n += key_step)
@@ -152,8 +152,8 @@ static inline void add_tiles(float *out, const float *values, const float *weigh
     store_sums(out);
 }
 
-/* O += V P for all channels of a block of lanes, over words 0 to `words` - 1 and those that fill the
- * last step, whose weights are 0. */
+/* O += V P for all channels of a block of lanes, over words 0 to `words` - 1 and those that fill
+ * the last step, whose weights are 0. */
 static inline void add_all_values(const tile_step *step, int block, int32_t words) {
     const tile_state *const tile = step->tile;
     float *const out = block_out(step, block);
@@ -164,10 +164,11 @@ static inline void add_all_values(const tile_step *step, int block, int32_t word
                       words);
 }
 
-/* sums += words times rows, for a step of keys and some pairs of vectors of channels: the product of
- * the backward pass that sums over lanes. It takes all blocks of a tile at once, because adding the
- * result to memory costs much beside the product over one block. The words of two keys are `length`
- * apart, the rows of two blocks `block_length`; blocks that keep none of the keys are left out. */
+/* sums += words times rows, for a step of keys and some pairs of vectors of channels: the product
+ * of the backward pass that sums over lanes. It takes all blocks of a tile at once, because adding
+ * the result to memory costs much beside the product over one block. The words of two keys are
+ * `length` apart, the rows of two blocks `block_length`; blocks that keep none of the keys are left
+ * out. */
 static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
                              const float *rows, int64_t block_length, int vectors, int blocks,
                              const bool *keeps) {

@@ -6,8 +6,8 @@
 #include "cpu/common/math.h"
 #include "cpu/common/product.h"
 
-/* The weights of a lane in one group may add up to this before its maximum is raised, so that out is
- * almost never rescaled. */
+/* The weights of a lane in one group may add up to this before its maximum is raised, so that out
+ * is almost never rescaled. */
 static const float most_weight = 2048;
 
 /* scale * s + bias. Scaling q instead would round every channel once more. */
@@ -87,8 +87,8 @@ INLINE void weigh(score_block s, int from, const float *max, float *weights, vf 
     }
 }
 
-/* Whether weights have outgrown the maximum of some lane. Their sum shows it, so that the usual case
- * computes no maximum. */
+/* Whether weights have outgrown the maximum of some lane. Their sum shows it, so that the usual
+ * case computes no maximum. */
 INLINE bool has_outgrown(const vf *total, int from) {
     bool outgrown = false;
     UNROLL

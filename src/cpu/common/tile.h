@@ -1,6 +1,6 @@
-/* A tile: up to most_lanes rows of one kv head, where a row is a (query, head of the group) pair and
- * stands in one vector lane. Rows are numbered by query first: row = i * group + head. Everything
- * about a tile is stored channel by channel or key by key, with the lanes side by side. */
+/* A tile: up to most_lanes rows of one kv head, where a row is a (query, head of the group) pair
+ * and stands in one vector lane. Rows are numbered by query first: row = i * group + head.
+ * All data of a tile is stored channel by channel or key by key, with the lanes side by side. */
 #ifndef FDMA_CPU_COMMON_TILE_H
 #define FDMA_CPU_COMMON_TILE_H
 
@@ -84,9 +84,10 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
     return tile;
 }
 
-/* The lanes of each tile of a problem. Large tiles share each copy of k and v among more rows, small
- * ones give work to more threads. The keys that a tile lists decide the order of its sums, and where
- * 0 * inf gives NaN, so the size depends neither on the number of threads nor on the batch. */
+/* The lanes of each tile of a problem. Large tiles share each copy of k and v among more rows,
+ * small ones give work to more threads. The keys that a tile lists decide the order of its sums,
+ * and where 0 * inf gives NaN, so the size depends neither on the number of threads nor on the
+ * batch. */
 static int64_t lanes_of_tiles(const fdma_problem *problem) {
     enum { fewest_blocks = 4, wanted_tiles = 8 };
     const int64_t blocks = max(divide_up(problem->q_len * problem->group, block_lanes), 1);
@@ -207,8 +208,8 @@ static void find_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
     }
 }
 
-/* Transposes the rows of a tensor of q's shape into lanes; lanes beyond the last row repeat it. Rows
- * that are left_out (which may be NULL) become 0. */
+/* Transposes the rows of a tensor of q's shape into lanes; lanes beyond the last row repeat it.
+ * Rows that are left_out (which may be NULL) become 0. */
 static void pack_rows(const fdma_problem *problem, const fdma_tensor *tensor, const row_range *rows,
                       float *packed, const uint8_t *left_out, const float *zeros) {
     const int64_t words = problem->head_dim / terms, tile_words = tile_dim(problem) / terms;

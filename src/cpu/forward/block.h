@@ -76,7 +76,7 @@ static inline int32_t score_keys_of(const tile_step *step, const key_group *grou
     return first + key_step;
 }
 
-/* P of all groups that a block of lanes keeps. Their scores are computed a step of keys at a time. */
+/* P of all groups that a block of lanes keeps. Scores are computed for a step of keys at a time. */
 static __attribute__((noinline)) void weigh_groups(const tile_step *step, int block,
                                                    const group_list *groups) {
     int32_t scored = 0; // the keys before it have scores

@@ -28,8 +28,8 @@ static void attend_keys(const tile_step *step) {
 #endif
 }
 
-/* Attends to all keys that a tile visits. The next key block is listed before this one is worked on,
- * so that its rows can be prefetched. */
+/* Attends to all keys that a tile visits. The next key block is listed before this one is worked
+ * on, so that its rows can be prefetched. */
 static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
                             const row_range *rows, const tile_state *tile, fdma_arena *arena) {
     key_list *list = fdma_arena_take(arena, sizeof *list);

@@ -1,5 +1,5 @@
-/* Forward and backward of bfloat16 on AMX: products of tiles. The other kernels of this point are in
- * avx512.c. */
+/* Forward and backward of bfloat16 on AMX: products of tiles. The other kernels of this point are
+ * in avx512.c. */
 #define FDMA_POINT_AMX
 
 #include "cpu/isa/isa.h"

@@ -12,7 +12,8 @@
      .workspace = FUNCTION##_workspace,                                                            \
      .run = run_##FUNCTION}
 
-/* The kernels that depend on the vocabulary alone. They compute in float32. REFUSES is that of decode. */
+/* The kernels that depend on the vocabulary alone. They compute in float32. REFUSES is that of
+ * decode. */
 #define VECTOR_KERNELS(NAME, MISSING, REFUSES)                                                     \
     CPU_KERNEL(NAME, score, MISSING, fdma_refuses_wide, score),                                    \
         CPU_KERNEL(NAME, select, MISSING, fdma_refuses_wide, select),                              \

@@ -1,35 +1,39 @@
-/* Tile lists: which keys a tile of queries visits, read off the slots alone.
+/* Tile lists: the keys that each tile of queries visits, found from the slots alone.
  *
- * The keys of a slot follow one another without a gap. So the key that holds a slot is the last one
- * that took it, and the kept set is a table in which each key that arrives changes one entry: a
- * tile's list is a copy of the table at its first position, and the keys that arrive after it. A
- * thread's share of the tiles starts from the table that the keys before them leave. */
+ * A slot that has been taken is never empty again: when its key is evicted, the next one takes it
+ * at the same position. So the kept set is a table of the last key of each slot, in which each
+ * arriving key changes one entry. A tile's list is a copy of the table at the tile's first
+ * position, followed by the keys that arrive after it. Where threads share the tiles of one (b,
+ * g), each has a range of tiles, and begins with the table that the keys before its range leave
+ * behind. */
 #ifndef FDMA_CPU_LISTS_LISTS_H
 #define FDMA_CPU_LISTS_LISTS_H
 
+#include "core/integers.h"
 #include "core/kernel.h"
 #include "cpu/common/unroll.h"
 #include "cpu/parallel.h"
 
 #include <string.h>
 
-/* What one thread does in a microsecond, about. */
+/* How many keys a thread passes over, or copies, in a microsecond, about. */
 enum { passed_keys = 1000, copied_keys = 2000 };
 
 typedef struct lists_context {
     const fdma_problem *problem;
-    int64_t chunks, chunk_tiles; /* of each (b, g) */
-    int64_t places;              /* slots that there can be */
-    int32_t *tables;             /* [threads][places + 1] */
+    int64_t ranges;      /* of the tiles of each (b, g) */
+    int64_t range_tiles; /* tiles of each range but the last */
+    int64_t slots;       /* min(window, kv_len) */
+    int32_t *tables;     /* [threads][slots + 1] */
 } lists_context;
 
-/* The table, as one key after the other passes. */
+/* The table of one (b, g) after all keys before `next`. */
 typedef struct slot_table {
-    int32_t *key;        /* [places + 1]: the last key of each slot; of none */
+    int32_t *key;        /* [slots + 1]: the last key of each slot; of keys without a slot */
     const int32_t *slot; /* [kv_len] */
-    int64_t places;
-    int64_t next;    /* the first key that has not passed */
-    int64_t arrived; /* those that have, and took a slot */
+    int64_t slots;
+    int64_t next;    /* the first key that the table does not know */
+    int64_t arrived; /* keys before `next` that took a slot */
 } slot_table;
 
 static int32_t *ints_of(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
@@ -37,34 +41,33 @@ static int32_t *ints_of(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t
            t * tensor->stride[2];
 }
 
-/* The slot of a key; `places`, whatever a corrupt selection says, if it has none. */
-INLINE int64_t place_of(const slot_table *table, int64_t j) {
+/* The slot of a key; `slots` if it has none, and for any number that is no slot. */
+INLINE int64_t table_slot(const slot_table *table, int64_t j) {
     const int64_t slot = (int64_t)(uint32_t)table->slot[j]; // -1 is beyond all
-    return slot < table->places ? slot : table->places;
+    return slot < table->slots ? slot : table->slots;
 }
 
 static void pass_keys(slot_table *table, int64_t end) {
     for (; table->next < end; table->next++) {
-        const int64_t place = place_of(table, table->next);
-        table->key[place] = (int32_t)table->next;
-        table->arrived += place < table->places;
+        const int64_t slot = table_slot(table, table->next);
+        table->key[slot] = (int32_t)table->next;
+        table->arrived += slot < table->slots;
     }
 }
 
-/* The same, and lists those that arrive: by way of a small buffer, into which each key is written
- * without a branch on whether it arrives, which is hard to foresee. */
+/* The same, and lists the keys that take a slot. Each key is written to a small buffer without a
+ * branch on whether it takes one, because the branch would be unpredictable. */
 static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     enum { buffer_keys = 64 };
     int32_t buffer[buffer_keys];
     int64_t used = 0;
     while (table->next < end) {
-        const int64_t left = end - table->next;
-        const int64_t stop = table->next + (left < buffer_keys ? left : buffer_keys);
+        const int64_t stop = min(table->next + buffer_keys, end);
         int64_t count = 0;
         for (; table->next < stop; table->next++) {
-            const int64_t place = place_of(table, table->next);
-            table->key[place] = buffer[count] = (int32_t)table->next;
-            count += place < table->places;
+            const int64_t slot = table_slot(table, table->next);
+            table->key[slot] = buffer[count] = (int32_t)table->next;
+            count += slot < table->slots;
         }
         memcpy(list + used, buffer, (size_t)count * sizeof *list);
         used += count;
@@ -73,8 +76,8 @@ static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     return used;
 }
 
-/* Slots 0, 1, ... are taken in this order and never left empty, so that those in use are a
- * beginning of the table. No more keys are listed than have passed: they fit into the list. */
+/* Slots are taken in the order 0, 1, ... and stay taken, so the entries in use are the first ones
+ * of the table. A list holds no more keys than have passed, so it has room for them. */
 static void list_tile(const lists_context *lists, slot_table *table, int64_t b, int64_t g,
                       int64_t t) {
     const fdma_problem *const problem = lists->problem;
@@ -82,10 +85,10 @@ static void list_tile(const lists_context *lists, slot_table *table, int64_t b, 
     int32_t *const count = ints_of(&problem->count, b, g, t);
     const tile_span span = span_of(problem, t);
     pass_keys(table, span.first + 1);
-    const int64_t alive = table->arrived < table->places ? table->arrived : table->places;
-    memcpy(list, table->key, (size_t)alive * sizeof *list);
-    count[0] = (int32_t)alive;
-    count[1] = (int32_t)(alive + pass_and_list(table, span.last + 1, list + alive));
+    const int64_t live = min(table->arrived, table->slots);
+    memcpy(list, table->key, (size_t)live * sizeof *list);
+    count[0] = (int32_t)live;
+    count[1] = (int32_t)(live + pass_and_list(table, span.last + 1, list + live));
 }
 
 static void list_nothing(const fdma_problem *problem, int64_t b, int64_t g, int64_t t) {
@@ -93,56 +96,55 @@ static void list_nothing(const fdma_problem *problem, int64_t b, int64_t g, int6
     count[0] = count[1] = 0;
 }
 
-/* The last chunks first: most keys lie before them. */
-static void list_chunk(const void *context, int64_t index, int32_t thread) {
+/* The last ranges come first, because most keys precede them. */
+static void list_range(const void *context, int64_t index, int32_t thread) {
     const lists_context *const lists = context;
     const fdma_problem *const problem = lists->problem;
-    const int64_t head = index / lists->chunks, chunk = lists->chunks - 1 - index % lists->chunks;
+    const int64_t head = index / lists->ranges, range = lists->ranges - 1 - index % lists->ranges;
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
-    const int64_t first = chunk * lists->chunk_tiles, left = count_tiles(problem) - first;
-    const int64_t tiles = left < lists->chunk_tiles ? left : lists->chunk_tiles;
+    const int64_t first = range * lists->range_tiles;
+    const int64_t end = min(first + lists->range_tiles, count_tiles(problem));
     slot_table table = {
-        .key = lists->tables + thread * (lists->places + 1),
-        .places = lists->places,
+        .key = lists->tables + thread * (lists->slots + 1),
+        .slots = lists->slots,
     };
-    // without keys or places there may be no memory of slots and lists
-    if (lists->places > 0)
+    // without slots the tensors of slots and lists may have no memory
+    if (lists->slots > 0)
         table.slot = ints_of(&problem->slot, b, g, 0);
-    // a corrupt selection may leave slots empty: they show key 0
-    memset(table.key, 0, (size_t)(lists->places + 1) * sizeof *table.key);
-    for (int64_t t = first; t < first + tiles; t++) {
-        if (lists->places > 0)
+    // in a corrupt selection slots may stay empty: they then list key 0
+    memset(table.key, 0, (size_t)(lists->slots + 1) * sizeof *table.key);
+    for (int64_t t = first; t < end; t++) {
+        if (lists->slots > 0)
             list_tile(lists, &table, b, g, t);
         else
             list_nothing(problem, b, g, t);
     }
 }
 
-static int64_t places_of(const fdma_problem *problem) {
-    return problem->window < problem->kv_len ? problem->window : problem->kv_len;
+static int64_t slots_of_problem(const fdma_problem *problem) {
+    return min(problem->window, problem->kv_len);
 }
 
 static int32_t lists_threads(const fdma_problem *problem) {
     const int64_t heads = problem->batch * problem->kv_heads, tiles = count_tiles(problem);
-    const int64_t copied = tiles * places_of(problem);
+    const int64_t copied = tiles * slots_of_problem(problem);
     return fdma_worthwhile_threads(problem->exec.threads, heads * tiles,
                                    heads * (problem->kv_len / passed_keys + copied / copied_keys));
 }
 
-/* Where there are more threads than (b, g) pairs, they share the tiles of one. */
 static fdma_arena lay_out_lists(const fdma_problem *problem, int32_t threads,
                                 lists_context *lists) {
     fdma_arena arena = fdma_arena_of(problem);
     const int64_t heads = problem->batch * problem->kv_heads, tiles = count_tiles(problem);
-    const int64_t wanted = heads > 0 ? (threads + heads - 1) / heads : 1;
-    const int64_t chunk_tiles = (tiles + wanted - 1) / wanted;
+    const int64_t wanted = heads > 0 ? divide_up(threads, heads) : 1;
+    const int64_t range_tiles = divide_up(tiles, wanted);
     *lists = (lists_context){
         .problem = problem,
-        .chunk_tiles = chunk_tiles,
-        .chunks = chunk_tiles > 0 ? (tiles + chunk_tiles - 1) / chunk_tiles : 1,
-        .places = places_of(problem),
+        .range_tiles = range_tiles,
+        .ranges = range_tiles > 0 ? divide_up(tiles, range_tiles) : 1,
+        .slots = slots_of_problem(problem),
     };
-    lists->tables = fdma_arena_take(&arena, (size_t)threads * (size_t)(lists->places + 1) *
+    lists->tables = fdma_arena_take(&arena, (size_t)threads * (size_t)(lists->slots + 1) *
                                                 sizeof *lists->tables);
     return arena;
 }
@@ -158,7 +160,7 @@ static fdma_status run_lists(const fdma_problem *problem) {
     const int32_t threads = lists_threads(problem);
     lay_out_lists(problem, threads, &lists);
     const int64_t heads = problem->batch * problem->kv_heads;
-    fdma_parallel_for(threads, heads * lists.chunks, list_chunk, &lists);
+    fdma_parallel_for(threads, heads * lists.ranges, list_range, &lists);
     return FDMA_OK;
 }
 

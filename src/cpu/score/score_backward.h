@@ -72,8 +72,8 @@ INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weig
     }
 }
 
-/* The gradient of dt. Adds that of a to its sum, in double precision, because rounding errors of all
- * keys would add up in it. */
+/* The gradient of dt. Adds that of a to its sum, in double precision, because rounding errors of
+ * all keys would add up in it. */
 static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, float dbias) {
     const gradient_context *const context = batch->context;
     const double a = (double)context->a[g], power = exp(-fabs(dt));

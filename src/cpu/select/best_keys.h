@@ -15,8 +15,8 @@ enum {
     least_capacity = 1024, /* orders, so that small windows do not sort too often */
 };
 
-/* How many orders of a range of `keys` keys are collected before all but the best are dropped. There
- * is room for the best of two ranges that are merged, too. */
+/* How many orders of a range of `keys` keys are collected before all but the best are dropped.
+ * There is room for the best of two ranges that are merged, too. */
 static int64_t buffer_capacity(int64_t slots, int64_t keys) {
     const int64_t some = min(max(4 * slots, least_capacity), keys);
     return max(some, slots) + select_block;

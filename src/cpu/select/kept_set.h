@@ -1,11 +1,11 @@
 /* Selection in one pass over the keys: the set of kept keys, and the worst of them.
  *
  * A key that enters a full set takes the slot of the worst. The set is stored in two structures. A
- * key that outranks all keys of the queue is appended to it, which costs next to nothing; any other
- * key goes into a tournament tree, at the leaf of its slot, whose root is the worst key of the tree;
- * that costs one path of log2(window) comparisons. Scores that rise or tie go to the queue, random
- * scores nearly all to the tree.
- * Keys that may enter are found a block at a time, without branches. */
+ * key that outranks all keys of the queue is appended to it, which costs next to nothing; any
+ * other key goes into a tournament tree, at the leaf of its slot, whose root is the worst key of
+ * the tree; that costs one path of log2(window) comparisons. Scores that rise or tie go to the
+ * queue, random scores nearly all to the tree. Keys that may enter are found a block at a time,
+ * without branches. */
 #ifndef FDMA_CPU_SELECT_KEPT_SET_H
 #define FDMA_CPU_SELECT_KEPT_SET_H
 
@@ -14,8 +14,8 @@
 
 #include <string.h>
 
-/* A score as an integer that is ordered like it; NaN is lowest, and both zeros are equal. Integers are
- * compared because subnormal scores must keep their order, even on CPUs that flush them. */
+/* A score as an integer that is ordered like it; NaN is lowest, and both zeros are equal. Integers
+ * are compared because subnormal scores must keep their order, even on CPUs that flush them. */
 static inline int32_t score_order(float score) {
     int32_t bits;
     memcpy(&bits, &score, sizeof bits);
@@ -135,8 +135,8 @@ static inline void replace_worst(kept_set *set, int32_t slot, int64_t order) {
     find_worst(set);
 }
 
-/* A pass over a range of keys. Keys are numbered: those below `before` were kept when the range began,
- * the worst first, each in the slot of its number; the keys of the range follow. */
+/* A pass over a range of keys. Keys are numbered: those below `before` were kept when the range
+ * began, the worst first, each in the slot of its number; the keys of the range follow. */
 typedef struct select_pass {
     key_range keys;
     int32_t kv_len; /* the expiry of keys that are not evicted */
@@ -164,7 +164,7 @@ static void start_set(const select_pass *pass, kept_set *set) {
     set->queue[pass->before] = INT64_MAX;
 }
 
-/* Takes all valid keys while there are free slots. Returns how many keys of the range it has seen. */
+/* Takes all valid keys while there are free slots. Returns how many keys of the range were seen. */
 static int32_t fill_set(const select_pass *pass, kept_set *set) {
     const key_range *const keys = &pass->keys;
     const bool crowded = keys->count > set->slots - pass->before; // else no key is evicted
@@ -193,8 +193,9 @@ static inline int32_t slot_of(const select_pass *pass, int32_t number, bool any_
     return any_before && number < pass->before ? number : pass->slot[number - pass->before];
 }
 
-/* Key n of the range, whose order is `order`, evicts the worst. The next key to be evicted is likely
- * one of the root's children, so their slots are prefetched (slot[-1] where a child is none). */
+/* Key n of the range, whose order is `order`, evicts the worst. The next key to be evicted is
+ * likely one of the root's children, so their slots are prefetched (slot[-1] where a child is
+ * none). */
 static inline void enter_key(const select_pass *pass, kept_set *set, int32_t n, int64_t order,
                              bool any_before) {
     const int32_t evicted = key_of(set->worst), slot = slot_of(pass, evicted, any_before);
@@ -221,8 +222,8 @@ static inline void enter_all(const select_pass *pass, kept_set *shared, int32_t 
     *shared = set;
 }
 
-/* Enters those of the marked keys from `at` on that outrank the worst. Not inlined, because the marking
- * loop would take registers from it. */
+/* Enters those of the marked keys from `at` on that outrank the worst. Not inlined, because the
+ * marking loop would take registers from it. */
 __attribute__((noinline)) static void enter_marked(const select_pass *pass, kept_set *set,
                                                    int32_t at, uint64_t marks) {
     if (pass->before > 0)

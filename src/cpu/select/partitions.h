@@ -1,10 +1,12 @@
-/* Selection in parallel: where threads outnumber the (b, g), the keys of each are cut into partitions.
+/* Selection in parallel: where threads outnumber the (b, g), the keys of each are cut into
+ * partitions.
  *
- * In causal scope a partition needs the set that is kept when it begins: the best of all keys before
- * it. The best of each partition are found without a pass (of the first one: by its pass), and merged
- * from partition to partition. Then each partition makes a pass of its own from that set, in which
- * keys get slots that are numbered within the partition; these are renamed when all passes are done.
- * Global scope needs only the best keys of all. Results do not depend on where keys are cut. */
+ * In causal scope a partition needs the set that is kept when it begins: the best of all keys
+ * before it. The best of each partition are found without a pass (of the first one: by its pass),
+ * and merged from partition to partition. Then each partition makes a pass of its own from that
+ * set, in which keys get slots that are numbered within the partition; these are renamed when all
+ * passes are done. Global scope needs only the best keys of all. Results do not depend on where
+ * keys are cut. */
 #ifndef FDMA_CPU_SELECT_PARTITIONS_H
 #define FDMA_CPU_SELECT_PARTITIONS_H
 
@@ -236,8 +238,8 @@ static void pass_task(const void *context, int64_t index, int32_t thread) {
     pass_partition(select, index / later, 1 + (int32_t)(index % later), thread);
 }
 
-/* Turns the best of each partition into the best of all keys up to its end. Causal scope has no use for
- * those of the last. */
+/* Turns the best of each partition into the best of all keys up to its end. Causal scope has no
+ * use for those of the last. */
 static void merge_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
     const int32_t partitions = select->partitions - (select->problem->scope == FDMA_SCOPE_CAUSAL);
@@ -257,8 +259,8 @@ static int32_t *true_slots(const select_context *select, int64_t head, int32_t n
     return select->true_slot + partition_offset(select, head, nth);
 }
 
-/* A key that was kept when a partition began keeps the true slot that it had in its own partition. The
- * free slots of a set that was not full were numbered truly. */
+/* A key that was kept when a partition began keeps the true slot that it had in its own partition.
+ * The free slots of a set that was not full were numbered truly. */
 static void find_true_slots(const select_context *select, const select_rows *rows, int64_t head,
                             int32_t nth) {
     const int64_t offset = partition_offset(select, head, nth);
@@ -304,8 +306,8 @@ static void finish_task(const void *context, int64_t index, int32_t thread) {
             rows.slot[j] = true_slot[rows.slot[j]];
 }
 
-/* Global scope: keeps the keys of a partition that are among the best of all. Slots are numbered in the
- * order of the keys. */
+/* Global scope: keeps the keys of a partition that are among the best of all. Slots are numbered
+ * in the order of the keys. */
 static void mark_task(const void *context, int64_t index, int32_t thread) {
     const select_context *const select = context;
     const int64_t head = index / select->partitions, last = (head + 1) * select->partitions - 1;

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(config::threads, 1)
  * queries. */
 template <class config>
 __global__ void __launch_bounds__(warpgroup_threads)
-    finish_dq(const __grid_constant__ backward_plan plan,
-              const __grid_constant__ backward_pass pass) {
+    write_dq(const __grid_constant__ backward_plan plan,
+             const __grid_constant__ backward_pass pass) {
     using element = typename config::element;
     const forward_plan &forward = plan.forward;
     const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
@@ -184,7 +184,7 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     launch_shape shape;
     shape.grid = dim3((unsigned)tiles);
     shape.block = dim3(warpgroup_threads);
-    FDMA_TRY(launch("backward", finish_dq<config>, shape, problem, plan, pass));
+    FDMA_TRY(launch("backward", write_dq<config>, shape, problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
