@@ -115,7 +115,7 @@ SCORE = [
           "dots[x] = -INFINITY;", ";",
           ("check padding/", "test_attention")),
     Fault("stride of dt_proj taken as dense", "src/cpu/score/",
-          "g * from->stride[0] +", "g * problem->kv_heads * dim +",
+          "g * from->stride[0] +", "g * problem->kv_heads * problem->head_dim +",
           ("test_strides", "check group/")),
     Fault("softplus' for positive dt alone", "src/cpu/score/",
           "(dt < 0 ? power : 1)", "1",
