@@ -59,8 +59,8 @@ static const operation_info operations[operation_count] = {
     OPERATION(attention_backward, SELECTION_OF(attention_backward)),
 };
 
-/* The arguments of one call. Where they hold a selection they point to the one beside them, so a
- * copied call needs call_own_selection(). */
+/* The arguments of one call. If they hold a selection, they point to the one beside them: copies
+ * are made by call_copy(). */
 typedef struct call {
     fdma_operation operation;
     union {
@@ -83,11 +83,22 @@ static inline fdma_exec *call_exec(call *x) {
     return (fdma_exec *)((char *)&x->args + operations[x->operation].calls->exec);
 }
 
+/* Has the arguments point to the selection beside them. */
 static inline void call_own_selection(call *x) {
     const size_t offset = operations[x->operation].selection;
     fdma_selection *const own = &x->selection;
     if (offset != 0) {
         memcpy((char *)&x->args + offset, &own, sizeof own);
+    }
+}
+
+static inline void call_copy(call *to, const call *from) {
+    const size_t offset = operations[from->operation].selection;
+    const fdma_selection *given = NULL;
+    memcpy(to, from, sizeof *to);
+    memcpy(&given, (const char *)&from->args + offset, sizeof given);
+    if (given != NULL) {
+        call_own_selection(to);
     }
 }
 

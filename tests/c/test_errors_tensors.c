@@ -63,8 +63,8 @@ static void list_is_as_documented(void) {
 /* Checks that the right call is refused once `entry` is the tensor `wrong`. */
 static void check_tensor(const tensor_entry *entry, fdma_tensor wrong, const char *how,
                          const expectation *want) {
-    call x = right.call;
-    call_own_selection(&x);
+    call x;
+    call_copy(&x, &right.call);
     *call_tensor(&x, entry) = wrong;
     test_context("%s: %s %s: %s %s %s", operations[x.operation].name, entry->name, how,
                  want->words[0], want->words[1], want->words[2] != NULL ? want->words[2] : "");

@@ -1,9 +1,10 @@
-/* test_guard.c - every kernel row touches its tensors and its workspace, and no byte outside. Each
- * lies between pages of its own that nobody may touch; inputs may not be written either. Where they
- * lie in their pages does not show in the results. */
+/* test_guard.c - every kernel accesses its tensors and its workspace, and no byte outside. Each of
+ * them lies between guard pages of its own, and inputs may not be written either. Where they lie in
+ * their pages must not change the results. */
 #define _GNU_SOURCE /* mmap */
 
-#include "problem.h"
+#include "calls.h"
+#include "gradient.h"
 
 #include "fence.h"
 
@@ -12,7 +13,7 @@
 static void read_byte(void *at) { (void)*(volatile unsigned char *)at; }
 static void write_byte(void *at) { *(volatile unsigned char *)at = 1; }
 
-static void a_step_outside_is_seen(void) {
+static void accesses_outside_are_seen(void) {
     const fence start = fence_new(24, 2, FENCE_START), end = fence_new(24, 2, FENCE_END);
     const fence off = fence_new(24, 2, FENCE_OFF);
     CHECK(fence_kills(read_byte, start.data - 1) && fence_kills(write_byte, start.data - 1));
@@ -35,27 +36,119 @@ static void a_step_outside_is_seen(void) {
     fence_free_all();
 }
 
-/* ---- forward ---- */
+/* ---- calls in fenced memory ---- */
+
+/* Moves the tensors of a call, and workspace of exactly the size that it asks for, into fences. */
+static void fence_call(call *x, fence_edge edge) {
+    const tensor_table table = fdma_tensors[x->operation];
+    size_t bytes = 0;
+    for (size_t t = 0; t < table.count; t++) {
+        fdma_tensor *const tensor = call_tensor(x, &table.entries[t]);
+        *tensor =
+            is_output(&table.entries[t]) ? fence_output(*tensor, edge) : fence_input(*tensor, edge);
+    }
+    CHECK_OK(operations[x->operation].calls->workspace(&x->args, &bytes));
+    fence_workspace(call_exec(x), bytes, edge);
+}
+
+static void check_same_outputs(call *x, call *want) {
+    const tensor_table table = fdma_tensors[x->operation];
+    for (size_t t = 0; t < table.count; t++) {
+        const tensor_entry *const entry = &table.entries[t];
+        if (is_output(entry)) {
+            CHECK(same_tensor(*call_tensor(x, entry), *call_tensor(want, entry)));
+        }
+    }
+}
+
+/* Whether the kernel that a call forces is the one that runs it. A name without "/decode" also
+ * forces the decode kernel of its ISA. */
+static bool is_taken(call *x) {
+    const char *const kernel = call_exec(x)->kernel, *picked = "";
+    return operations[x->operation].kernel(&x->args, &picked) == FDMA_OK &&
+           (strcmp(picked, kernel) == 0 || strstr(picked, "/decode") != NULL);
+}
+
+static void check_fenced(const call *original) {
+    const operation_calls *const calls = operations[original->operation].calls;
+    const tensor_table table = fdma_tensors[original->operation];
+    call want;
+    call_copy(&want, original);
+    for (size_t t = 0; t < table.count; t++) {
+        fdma_tensor *const tensor = call_tensor(&want, &table.entries[t]);
+        *tensor = is_output(&table.entries[t]) ? copy_tensor(*tensor) : *tensor;
+    }
+    call_exec(&want)->threads = 1;
+    CHECK_OK(run_operation(calls, &want.args, exec_alloc));
+    for (int edge = 0; edge < fence_edges; edge++) {
+        call x;
+        call_copy(&x, original);
+        call_exec(&x)->threads = 1 + edge; /* each thread has scratch of its own */
+        fence_call(&x, (fence_edge)edge);
+        CHECK_OK(calls->call(&x.args));
+        check_same_outputs(&x, &want);
+        fence_free_all();
+    }
+}
+
+/* Fills in the arguments of case `c` for a kernel; false: the case is left out. */
+typedef bool make_case(call *x, int c, int type, const char *kernel);
+
+/* Every case by every kernel that takes it; at least one for each dtype, or all. */
+static void stays_inside(fdma_operation operation, int types, int cases, make_case *make,
+                         bool all) {
+    const char *const name = operations[operation].name;
+    for (int type = 0; type < types; type++) {
+        const char *const dtype = dtype_name(problem_dtypes[type]);
+        const kernel_list kernels = kernels_for(name, problem_dtypes[type]);
+        for (int k = 0; k < kernels.count; k++) {
+            int made = 0, ran = 0;
+            for (int c = 0; c < cases; c++) {
+                call x = {.operation = operation};
+                test_context("%s %s %s, case %d", kernels.name[k], name, dtype, c);
+                if (make(&x, c, type, kernels.name[k])) {
+                    made++;
+                    call_exec(&x)->kernel = kernels.name[k];
+                    if (is_taken(&x)) {
+                        ran++;
+                        check_fenced(&x);
+                    }
+                }
+                test_free_all();
+            }
+            test_context("%s %s %s", kernels.name[k], name, dtype);
+            CHECK(ran > 0 && (ran == made || !all));
+        }
+    }
+}
+
+/* ---- forward and backward ---- */
 
 typedef struct shape {
     int64_t q_len, kv_len, group, kv_heads;
     int64_t window; /* -1: dense */
     int causal;
+    int64_t head_dim; /* of backward; forward has every head_dim */
 } shape;
 
-static const shape shapes[] = {
-    {1, 130, 1, 2, -1, 1},    {1, 300, 4, 2, 40, 1},   {1, 7, 3, 2, -1, 0},
-    {5, 5, 1, 2, 3, 1},       {5, 121, 3, 2, -1, 0},   {5, 250, 4, 2, 30, 0},
-    {65, 65, 1, 2, -1, 1},    {65, 90, 3, 1, 20, 1},   {65, 40, 4, 1, -1, 1},
-    {65, 33, 3, 1, 12, 0},    {200, 200, 1, 1, 33, 1}, {200, 241, 3, 1, -1, 1},
-    {200, 203, 4, 1, 130, 1},
+static const shape forward_shapes[] = {
+    {1, 130, 1, 2, -1, 1, 0},    {1, 300, 4, 2, 40, 1, 0},   {1, 7, 3, 2, -1, 0, 0},
+    {5, 5, 1, 2, 3, 1, 0},       {5, 121, 3, 2, -1, 0, 0},   {5, 250, 4, 2, 30, 0, 0},
+    {65, 65, 1, 2, -1, 1, 0},    {65, 90, 3, 1, 20, 1, 0},   {65, 40, 4, 1, -1, 1, 0},
+    {65, 33, 3, 1, 12, 0, 0},    {200, 200, 1, 1, 33, 1, 0}, {200, 241, 3, 1, -1, 1, 0},
+    {200, 203, 4, 1, 130, 1, 0},
 };
-
 static const int64_t head_dims[] = {8, 24, 40, 64, 128, 256};
 
-/* Every other case has keys that are not valid, its last one among them. */
-static problem problem_of(int s, int64_t head_dim, fdma_dtype dtype) {
-    const shape *const n = &shapes[s];
+static const shape shapes[] = {
+    {1, 130, 1, 2, -1, 1, 64},   {1, 300, 4, 2, 40, 1, 128},   {5, 5, 1, 2, 3, 1, 8},
+    {5, 121, 3, 2, -1, 0, 24},   {5, 250, 4, 2, 30, 0, 40},    {65, 65, 1, 2, -1, 1, 64},
+    {65, 90, 3, 1, 20, 1, 128},  {65, 40, 4, 1, -1, 1, 40},    {65, 33, 3, 1, 12, 0, 256},
+    {200, 200, 1, 1, 33, 1, 64}, {130, 203, 4, 1, 130, 1, 24},
+};
+
+/* With padding, the last key is padding, and every fifth before it. */
+static problem problem_of(const shape *n, int64_t head_dim, fdma_dtype dtype, bool padded) {
     problem x = {.batch = 1,
                  .q_len = n->q_len,
                  .kv_len = n->kv_len,
@@ -66,8 +159,8 @@ static problem problem_of(int s, int64_t head_dim, fdma_dtype dtype) {
                  .scope = n->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,
                  .causal = n->causal,
                  .dtype = dtype};
-    problem_fill(&x, (uint64_t)s + 50);
-    if ((s + head_dim / 8) % 2) {
+    problem_fill(&x, 50);
+    if (padded) {
         x.key_valid = new_tensor(FDMA_UINT8, 1, n->kv_len, -1, -1);
         for (int64_t j = 0; j < n->kv_len; j++) {
             ((uint8_t *)x.key_valid.data)[j] = (n->kv_len - 1 - j) % 5 != 0;
@@ -77,84 +170,31 @@ static problem problem_of(int s, int64_t head_dim, fdma_dtype dtype) {
     return x;
 }
 
-/* The problem in fenced memory; the caller owns the selection that args point to. */
-static fdma_forward_args fence_forward(const problem *x, const char *kernel, fence_place place,
-                                       fdma_selection *selection) {
-    fdma_forward_args args = problem_args(x, kernel);
-    args.q = fence_input(args.q, place);
-    args.k = fence_input(args.k, place);
-    args.v = fence_input(args.v, place);
-    args.bias = fence_input(args.bias, place);
-    args.key_valid = fence_input(args.key_valid, place);
-    args.out = fence_output(args.out, place);
-    args.lse = fence_output(args.lse, place);
-    if (args.selection != NULL) {
-        *selection = x->selection;
-        selection->expiry = fence_input(selection->expiry, place);
-        selection->slot = fence_input(selection->slot, place);
-        args.selection = selection;
-    }
-    return args;
+static call forward_call(const problem *x, const char *kernel) {
+    return (call){.operation = operation_forward,
+                  .args.forward = problem_args(x, kernel),
+                  .selection = x->selection};
 }
 
-/* Returns whether the kernel took the problem. The name of a point stands for its decode: problems of
- * more rows are left to its tiles, which have a name of their own. */
-static int check_forward(const problem *x, const char *kernel) {
-    const fdma_forward_args plain = problem_args(x, kernel);
-    const char *picked = "";
-    if (fdma_forward_kernel(&plain, &picked) != FDMA_OK ||
-        (strcmp(picked, kernel) != 0 && strstr(picked, "/decode") == NULL)) {
-        return 0;
+/* Large problems have one dtype each, and the reference, which is slow, runs none of them. */
+static bool make_forward(call *x, int c, int type, const char *kernel) {
+    const int s = c / TEST_COUNT(head_dims), d = c % TEST_COUNT(head_dims);
+    const shape *const n = &forward_shapes[s];
+    const int64_t size = n->q_len * n->group * head_dims[d];
+    if ((strcmp(kernel, "reference") == 0 && size > 65 * 64) ||
+        (size > 65 * 128 && (s + d) % problem_dtype_count != type)) {
+        return false;
     }
-    const attended want = problem_attend(x, kernel, 1);
-    for (int place = 0; place < fence_places; place++) {
-        fdma_selection selection;
-        fdma_forward_args args = fence_forward(x, kernel, (fence_place)place, &selection);
-        size_t bytes = 0;
-        args.exec.threads = 1 + place; /* so much scratch */
-        CHECK_OK(fdma_forward_workspace(&args, &bytes));
-        fence_workspace(&args.exec, bytes, (fence_place)place);
-        CHECK_OK(fdma_forward(&args));
-        check_same_results((attended){args.out, args.lse}, want);
-        fence_free_all();
-    }
-    return 1;
-}
-
-/* Large problems take turns: one type each, and none by the reference, which is slow. */
-static int is_skipped(int s, int d, int type, const char *kernel) {
-    const int64_t size = shapes[s].q_len * shapes[s].group * head_dims[d];
-    const int plain = strcmp(kernel, "reference") == 0;
-    return (plain && size > 65 * 64) || (size > 65 * 128 && (s + d) % problem_dtype_count != type);
-}
-
-static int check_shapes_of(const char *kernel, int type) {
-    int ran = 0;
-    for (int s = 0; s < TEST_COUNT(shapes); s++) {
-        for (int d = 0; d < TEST_COUNT(head_dims); d++) {
-            if (is_skipped(s, d, type, kernel)) {
-                continue;
-            }
-            test_context("%s forward %s, shape %d, head_dim %d", kernel,
-                         dtype_name(problem_dtypes[type]), s, (int)head_dims[d]);
-            const problem x = problem_of(s, head_dims[d], problem_dtypes[type]);
-            ran += check_forward(&x, kernel);
-            test_free_all();
-        }
-    }
-    return ran;
+    const problem p =
+        problem_of(n, head_dims[d], problem_dtypes[type], (s + head_dims[d] / 8) % 2 != 0);
+    *x = forward_call(&p, kernel);
+    x->args.forward.selection = p.window >= 0 ? &x->selection : NULL;
+    return true;
 }
 
 static void forward_stays_inside(void) {
-    const kernel_list kernels = kernels_of("forward");
-    for (int i = 0; i < kernels.count; i++) {
-        int ran = 0;
-        for (int type = 0; type < problem_dtype_count; type++) {
-            ran += check_shapes_of(kernels.name[i], type);
-        }
-        test_context("%s forward", kernels.name[i]);
-        CHECK(ran > 0);
-    }
+    stays_inside(operation_forward, problem_dtype_count,
+                 TEST_COUNT(forward_shapes) * TEST_COUNT(head_dims), make_forward, false);
 }
 
 static void run_in_child(void *context) {
@@ -162,124 +202,115 @@ static void run_in_child(void *context) {
     _exit(fdma_forward(args) != FDMA_OK);
 }
 
-/* A row of k too few, on either side: every kernel reads it, and the fences say so. */
+/* With k moved by one row in either direction, the fences stop every kernel. */
 static void forward_outside_is_seen(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int i = 0; i < kernels.count; i++) {
+        const shape n = {5, 5, 1, 2, -1, 1, 24};
+        const problem p = problem_of(&n, n.head_dim, FDMA_FLOAT32, false);
+        const size_t row = (size_t)(p.kv_heads * p.head_dim) * sizeof(float);
+        call x = forward_call(&p, kernels.name[i]);
+        fdma_tensor *const k = &x.args.forward.k;
         test_context("%s forward", kernels.name[i]);
-        problem x = problem_of(3, 24, FDMA_FLOAT32);
-        x.key_valid = (fdma_tensor){0};
-        x.window = -1;
-        fdma_selection selection;
-        fdma_forward_args args = fence_forward(&x, kernels.name[i], FENCE_END, &selection);
-        size_t bytes = 0;
-        CHECK_OK(fdma_forward_workspace(&args, &bytes));
-        fence_workspace(&args.exec, bytes, FENCE_END);
-        CHECK(!fence_kills(run_in_child, &args));
-        const size_t row = (size_t)(x.kv_heads * x.head_dim) * sizeof(float);
-        args.k.data = (char *)args.k.data + row;
-        CHECK(fence_kills(run_in_child, &args));
-        args.k.data = fence_input(x.k, FENCE_START).data;
-        args.k.data = (char *)args.k.data - row;
-        CHECK(fence_kills(run_in_child, &args));
+        fence_call(&x, FENCE_END);
+        CHECK(!fence_kills(run_in_child, &x.args));
+        k->data = (char *)k->data + row;
+        CHECK(fence_kills(run_in_child, &x.args));
+        k->data = (char *)fence_input(p.k, FENCE_START).data - row;
+        CHECK(fence_kills(run_in_child, &x.args));
         fence_free_all();
         test_free_all();
     }
 }
 
-/* ---- score ---- */
+static bool make_backward(call *x, int s, int type, const char *kernel) {
+    const problem p = problem_of(&shapes[s], shapes[s].head_dim, problem_dtypes[type], s % 2 != 0);
+    const gradient_problem gradient = gradient_of(&p, s % 3);
+    x->args.backward = gradient_args(&gradient, kernel);
+    x->selection = p.selection;
+    x->args.backward.selection = p.window >= 0 ? &x->selection : NULL;
+    return true;
+}
+
+static void backward_stays_inside(void) {
+    stays_inside(operation_backward, problem_dtype_count, TEST_COUNT(shapes), make_backward, true);
+}
+
+/* ---- score and its gradients ---- */
 
 static const int64_t lengths[] = {1, 63, 64, 65, 131};
 static const int64_t head_counts[] = {1, 2, 5};
 
-typedef struct score_case {
-    int64_t kv_len, kv_heads, head_dim;
-    fdma_dtype dtype, weights;
-    int padded;
-    fdma_bias_form form;
-} score_case;
-
-static fdma_score_args new_score(const score_case *n, const char *kernel) {
+/* Every length, number of heads and head_dim; form, padding and dtype of the weights vary too. */
+static bool make_score(call *x, int c, int type, const char *kernel) {
+    const int rest = c / TEST_COUNT(lengths);
+    const int64_t kv_len = lengths[c % TEST_COUNT(lengths)];
+    const int64_t heads = head_counts[rest % TEST_COUNT(head_counts)];
+    const int64_t head_dim = head_dims[rest / TEST_COUNT(head_counts)];
+    const fdma_dtype dtype = problem_dtypes[type], weights = c % 2 ? dtype : FDMA_FLOAT32;
     uint64_t state = 9;
-    fdma_score_args args = {
-        .size = sizeof args,
-        .v = new_tensor(n->dtype, 1, n->kv_len, n->kv_heads, n->head_dim),
-        .dt_proj = new_tensor(n->weights, n->kv_heads, n->kv_heads * n->head_dim, -1, -1),
-        .a = new_tensor(n->weights, n->kv_heads, -1, -1, -1),
-        .score = new_output(FDMA_FLOAT32, 1, n->kv_heads, n->kv_len, -1),
-        .bias_form = n->form,
+    fdma_score_args *const args = &x->args.score;
+    *args = (fdma_score_args){
+        .size = sizeof *args,
+        .v = new_tensor(dtype, 1, kv_len, heads, head_dim),
+        .dt_proj = new_tensor(weights, heads, heads * head_dim, -1, -1),
+        .a = new_tensor(weights, heads, -1, -1, -1),
+        .score = new_output(FDMA_FLOAT32, 1, heads, kv_len, -1),
+        .bias_form = (fdma_bias_form)(c % 3),
         .exec = {.kernel = kernel},
     };
-    fill_random(args.v, &state, 1);
-    fill_random(args.dt_proj, &state, 1);
-    fill_random(args.a, &state, 1);
-    if (n->form != FDMA_BIAS_NONE) {
-        args.bias = new_output(FDMA_FLOAT32, 1, n->kv_heads, n->kv_len, -1);
+    fill_random(args->v, &state, 1);
+    fill_random(args->dt_proj, &state, 1);
+    fill_random(args->a, &state, 1);
+    if (args->bias_form != FDMA_BIAS_NONE) {
+        args->bias = new_output(FDMA_FLOAT32, 1, heads, kv_len, -1);
     }
-    if (n->padded) {
-        args.key_valid = new_tensor(FDMA_UINT8, 1, n->kv_len, -1, -1);
-        for (int64_t j = 0; j < n->kv_len; j++) {
-            ((uint8_t *)args.key_valid.data)[j] = (n->kv_len - j) % 3 != 0;
+    if (c % 4 >= 2) {
+        args->key_valid = new_tensor(FDMA_UINT8, 1, kv_len, -1, -1);
+        for (int64_t j = 0; j < kv_len; j++) {
+            ((uint8_t *)args->key_valid.data)[j] = (kv_len - j) % 3 != 0;
         }
     }
-    return args;
+    return true;
 }
 
-static int check_score(const score_case *n, const char *kernel) {
-    fdma_score_args plain = new_score(n, kernel);
-    const char *picked = "";
-    if (fdma_score_kernel(&plain, &picked) != FDMA_OK || strcmp(picked, kernel) != 0) {
-        return 0;
-    }
-    CHECK_OK(run_score(&plain));
-    for (int place = 0; place < fence_places; place++) {
-        const fdma_score_args from = new_score(n, kernel);
-        fdma_score_args args = from;
-        size_t bytes = 0;
-        args.v = fence_input(from.v, (fence_place)place);
-        args.dt_proj = fence_input(from.dt_proj, (fence_place)place);
-        args.a = fence_input(from.a, (fence_place)place);
-        args.key_valid = fence_input(from.key_valid, (fence_place)place);
-        args.score = fence_output(from.score, (fence_place)place);
-        args.bias = fence_output(from.bias, (fence_place)place);
-        args.exec.threads = 1 + place;
-        CHECK_OK(fdma_score_workspace(&args, &bytes));
-        fence_workspace(&args.exec, bytes, (fence_place)place);
-        CHECK_OK(fdma_score(&args));
-        CHECK(same_tensor(args.score, plain.score));
-        CHECK(same_tensor(args.bias, plain.bias));
-        fence_free_all();
-    }
-    return 1;
-}
-
-/* Every length x heads x head_dim x type; validity and what is beside it take turns. */
 static void score_stays_inside(void) {
-    const int sizes = TEST_COUNT(lengths) * TEST_COUNT(head_counts) * TEST_COUNT(head_dims);
-    const kernel_list kernels = kernels_of("score");
-    for (int i = 0; i < kernels.count; i++) {
-        int ran = 0;
-        for (int c = 0; c < sizes * problem_dtype_count; c++) {
-            const int size = c / problem_dtype_count, rest = size / TEST_COUNT(lengths);
-            const fdma_dtype dtype = problem_dtypes[c % problem_dtype_count];
-            const score_case n = {.kv_len = lengths[size % TEST_COUNT(lengths)],
-                                  .kv_heads = head_counts[rest % TEST_COUNT(head_counts)],
-                                  .head_dim = head_dims[rest / TEST_COUNT(head_counts)],
-                                  .dtype = dtype,
-                                  .weights = size % 2 ? dtype : FDMA_FLOAT32,
-                                  .padded = size % 4 >= 2,
-                                  .form = (fdma_bias_form)(size % 3)};
-            test_context("%s score %s, kv_len %d, %d heads of %d", kernels.name[i],
-                         dtype_name(dtype), (int)n.kv_len, (int)n.kv_heads, (int)n.head_dim);
-            ran += check_score(&n, kernels.name[i]);
-            test_free_all();
-        }
-        test_context("%s score", kernels.name[i]);
-        CHECK(ran > 0);
-    }
+    stays_inside(operation_score, problem_dtype_count,
+                 TEST_COUNT(lengths) * TEST_COUNT(head_counts) * TEST_COUNT(head_dims), make_score,
+                 false);
 }
 
-/* ---- select ---- */
+static bool make_score_backward(call *x, int s, int type, const char *kernel) {
+    const shape *const n = &shapes[s];
+    const int64_t heads = n->kv_heads, width = heads * n->head_dim;
+    const fdma_dtype dtype = problem_dtypes[type], of_a = s % 2 ? dtype : FDMA_FLOAT32;
+    uint64_t state = 3;
+    fdma_score_backward_args *const args = &x->args.score_backward;
+    *args = (fdma_score_backward_args){
+        .size = sizeof *args,
+        .dbias = new_tensor(FDMA_FLOAT32, 2, heads, n->kv_len, -1),
+        .v = new_tensor(dtype, 2, n->kv_len, heads, n->head_dim),
+        .dt_proj = new_tensor(dtype, heads, width, -1, -1),
+        .a = new_tensor(of_a, heads, -1, -1, -1),
+        .dv = new_tensor(dtype, 2, n->kv_len, heads, n->head_dim),
+        .ddt_proj = new_tensor(dtype, heads, width, -1, -1),
+        .da = new_tensor(of_a, heads, -1, -1, -1),
+        .bias_form = s % 3 ? FDMA_BIAS_EXP : FDMA_BIAS_LINEAR,
+        .exec = {.kernel = kernel},
+    };
+    fill_random(args->dbias, &state, 1);
+    fill_random(args->v, &state, 1);
+    fill_random(args->dt_proj, &state, 0.2F);
+    fill_random(args->a, &state, 1);
+    return true;
+}
+
+static void score_backward_stays_inside(void) {
+    stays_inside(operation_score_backward, problem_dtype_count, TEST_COUNT(shapes),
+                 make_score_backward, true);
+}
+
+/* ---- select and lists ---- */
 
 typedef struct select_case {
     int64_t kv_len, window;
@@ -287,170 +318,117 @@ typedef struct select_case {
     int padded, slotted;
 } select_case;
 
-static fdma_select_args new_select(const select_case *n, const char *kernel,
-                                   fdma_selection *selection) {
+static void fill_select(call *x, const select_case *n) {
     uint64_t state = 17;
-    *selection = (fdma_selection){.size = sizeof *selection,
-                                  .expiry = new_output(FDMA_INT32, 2, 3, n->kv_len, -1)};
+    x->operation = operation_select;
+    x->selection = (fdma_selection){.size = sizeof x->selection,
+                                    .expiry = new_output(FDMA_INT32, 2, 3, n->kv_len, -1)};
     if (n->slotted) {
-        selection->slot = new_output(FDMA_INT32, 2, 3, n->kv_len, -1);
+        x->selection.slot = new_output(FDMA_INT32, 2, 3, n->kv_len, -1);
     }
-    fdma_select_args args = {.size = sizeof args,
-                             .score = new_tensor(FDMA_FLOAT32, 2, 3, n->kv_len, -1),
-                             .selection = selection,
-                             .window = n->window,
-                             .scope = n->scope,
-                             .exec = {.kernel = kernel}};
-    fill_random(args.score, &state, 1);
+    fdma_select_args *const args = &x->args.select;
+    *args = (fdma_select_args){.size = sizeof *args,
+                               .score = new_tensor(FDMA_FLOAT32, 2, 3, n->kv_len, -1),
+                               .selection = &x->selection,
+                               .window = n->window,
+                               .scope = n->scope};
+    fill_random(args->score, &state, 1);
     if (n->padded) {
-        args.key_valid = new_tensor(FDMA_UINT8, 2, n->kv_len, -1, -1);
+        args->key_valid = new_tensor(FDMA_UINT8, 2, n->kv_len, -1, -1);
         for (int64_t j = 0; j < 2 * n->kv_len; j++) {
-            ((uint8_t *)args.key_valid.data)[j] = random_below(&state, 4) > 0;
+            ((uint8_t *)args->key_valid.data)[j] = random_below(&state, 4) > 0;
         }
     }
-    return args;
 }
 
-static int check_select(const select_case *n, const char *kernel) {
-    fdma_selection want, selection;
-    fdma_select_args plain = new_select(n, kernel, &want);
-    const char *picked = "";
-    if (fdma_select_kernel(&plain, &picked) != FDMA_OK || strcmp(picked, kernel) != 0) {
-        return 0;
-    }
-    CHECK_OK(run_select(&plain));
-    for (int place = 0; place < fence_places; place++) {
-        fdma_select_args args = new_select(n, kernel, &selection);
-        size_t bytes = 0;
-        args.score = fence_input(args.score, (fence_place)place);
-        args.key_valid = fence_input(args.key_valid, (fence_place)place);
-        selection.expiry = fence_output(selection.expiry, (fence_place)place);
-        selection.slot = fence_output(selection.slot, (fence_place)place);
-        args.exec.threads = 1 + place;
-        CHECK_OK(fdma_select_workspace(&args, &bytes));
-        fence_workspace(&args.exec, bytes, (fence_place)place);
-        CHECK_OK(fdma_select(&args));
-        CHECK(same_tensor(selection.expiry, want.expiry));
-        CHECK(same_tensor(selection.slot, want.slot));
-        fence_free_all();
-    }
-    return 1;
+static const int64_t select_lens[] = {1, 5, 65, 200, 1030};
+static const int64_t select_windows[] = {1, 7, 64, 199, 300};
+
+static bool make_select(call *x, int c, int type, const char *kernel) {
+    const select_case n = {.kv_len = select_lens[c / 8 % TEST_COUNT(select_lens)],
+                           .window = select_windows[c / 8 / TEST_COUNT(select_lens)],
+                           .scope = c & 1 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
+                           .padded = c & 2,
+                           .slotted = c & 4};
+    (void)type, (void)kernel;
+    fill_select(x, &n);
+    return true;
 }
 
 static void select_stays_inside(void) {
-    static const int64_t key_counts[] = {1, 5, 65, 200, 1030};
-    static const int64_t windows[] = {1, 7, 64, 199, 300};
-    const int sizes = TEST_COUNT(key_counts) * TEST_COUNT(windows);
-    const kernel_list kernels = kernels_of("select");
-    for (int i = 0; i < kernels.count; i++) {
-        int ran = 0;
-        for (int c = 0; c < sizes * 8; c++) {
-            const select_case n = {.kv_len = key_counts[c / 8 % TEST_COUNT(key_counts)],
-                                   .window = windows[c / 8 / TEST_COUNT(key_counts)],
-                                   .scope = c & 1 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
-                                   .padded = c & 2,
-                                   .slotted = c & 4};
-            test_context("%s select, kv_len %d, window %d", kernels.name[i], (int)n.kv_len,
-                         (int)n.window);
-            ran += check_select(&n, kernels.name[i]);
-            test_free_all();
-        }
-        test_context("%s select", kernels.name[i]);
-        CHECK(ran > 0);
-    }
+    stays_inside(operation_select, 1, TEST_COUNT(select_lens) * TEST_COUNT(select_windows) * 8,
+                 make_select, false);
 }
 
-/* ---- lists ---- */
+static const int64_t list_lens[] = {1, 5, 65, 200};
+static const int64_t list_windows[] = {1, 7, 64, 300};
+static const int64_t tile_lens[] = {1, 3, 128};
 
-typedef struct lists_case {
-    int64_t q_len, tile_len;
-    select_case keys;
-    int causal;
-} lists_case;
-
-static fdma_lists_args new_lists(const lists_case *n, const char *kernel,
-                                 fdma_selection *selection) {
-    const int64_t tiles = (n->q_len + n->tile_len - 1) / n->tile_len;
-    const int64_t window = n->keys.window < n->keys.kv_len ? n->keys.window : n->keys.kv_len;
-    const int64_t most = window + n->tile_len - 1;
-    fdma_select_args select = new_select(&n->keys, "reference", selection);
-    CHECK_OK(run_select(&select));
-    return (fdma_lists_args){
-        .size = sizeof(fdma_lists_args),
-        .selection = selection,
-        .list = new_output(FDMA_INT32, 2, 3, tiles, most < n->keys.kv_len ? most : n->keys.kv_len),
+static bool make_lists(call *x, int c, int type, const char *kernel) {
+    const int rest = c / 3 / TEST_COUNT(tile_lens);
+    const int64_t kv_len = list_lens[rest % TEST_COUNT(list_lens)];
+    const int64_t q_len = c % 3 == 1 ? kv_len + 4 : (kv_len + 1) / 2;
+    const int64_t tile_len = tile_lens[c / 3 % TEST_COUNT(tile_lens)];
+    const int64_t tiles = (q_len + tile_len - 1) / tile_len;
+    const select_case n = {.kv_len = kv_len,
+                           .window = list_windows[rest / TEST_COUNT(list_lens)],
+                           .scope = c % 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
+                           .padded = c & 1,
+                           .slotted = 1};
+    const int64_t most = (n.window < kv_len ? n.window : kv_len) + tile_len - 1;
+    (void)type, (void)kernel;
+    fill_select(x, &n);
+    x->args.select.exec.kernel = "reference";
+    CHECK_OK(run_select(&x->args.select));
+    x->operation = operation_lists;
+    x->args.lists = (fdma_lists_args){
+        .size = sizeof x->args.lists,
+        .selection = &x->selection,
+        .list = new_output(FDMA_INT32, 2, 3, tiles, most < kv_len ? most : kv_len),
         .count = new_output(FDMA_INT32, 2, 3, tiles, 2),
-        .q_len = n->q_len,
-        .tile_len = n->tile_len,
-        .causal = n->causal,
-        .exec = {.kernel = kernel},
+        .q_len = q_len,
+        .tile_len = tile_len,
+        .causal = c % 3 < 2,
     };
-}
-
-static int check_lists(const lists_case *n, const char *kernel) {
-    fdma_selection selection, fenced;
-    fdma_lists_args plain = new_lists(n, kernel, &selection);
-    const char *picked = "";
-    if (fdma_lists_kernel(&plain, &picked) != FDMA_OK || strcmp(picked, kernel) != 0) {
-        return 0;
-    }
-    const fdma_lists_args unwritten = {.list = copy_tensor(plain.list),
-                                       .count = copy_tensor(plain.count)};
-    CHECK_OK(run_lists(&plain));
-    for (int place = 0; place < fence_places; place++) {
-        fdma_lists_args args = plain;
-        size_t bytes = 0;
-        fenced = selection;
-        fenced.expiry = fence_input(selection.expiry, (fence_place)place);
-        fenced.slot = fence_input(selection.slot, (fence_place)place);
-        args.selection = &fenced;
-        args.list = fence_output(unwritten.list, (fence_place)place);
-        args.count = fence_output(unwritten.count, (fence_place)place);
-        args.exec.threads = 1 + place;
-        CHECK_OK(fdma_lists_workspace(&args, &bytes));
-        fence_workspace(&args.exec, bytes, (fence_place)place);
-        CHECK_OK(fdma_lists(&args));
-        CHECK(same_tensor(args.list, plain.list));
-        CHECK(same_tensor(args.count, plain.count));
-        fence_free_all();
-    }
-    return 1;
+    return true;
 }
 
 static void lists_stay_inside(void) {
-    static const int64_t key_counts[] = {1, 5, 65, 200};
-    static const int64_t windows[] = {1, 7, 64, 300};
-    static const int64_t tile_lens[] = {1, 3, 128};
-    const int sizes = TEST_COUNT(key_counts) * TEST_COUNT(windows) * TEST_COUNT(tile_lens);
-    const kernel_list kernels = kernels_of("lists");
-    for (int i = 0; i < kernels.count; i++) {
-        int ran = 0;
-        for (int c = 0; c < sizes * 3; c++) {
-            const int rest = c / 3 / TEST_COUNT(tile_lens);
-            const int64_t kv_len = key_counts[rest % TEST_COUNT(key_counts)];
-            const lists_case n = {
-                .q_len = c % 3 == 1 ? kv_len + 4 : (kv_len + 1) / 2,
-                .tile_len = tile_lens[c / 3 % TEST_COUNT(tile_lens)],
-                .keys = {.kv_len = kv_len,
-                         .window = windows[rest / TEST_COUNT(key_counts)],
-                         .scope = c % 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
-                         .padded = c & 1,
-                         .slotted = 1},
-                .causal = c % 3 < 2,
-            };
-            test_context("%s lists, kv_len %d, window %d, tile_len %d", kernels.name[i],
-                         (int)kv_len, (int)n.keys.window, (int)n.tile_len);
-            ran += check_lists(&n, kernels.name[i]);
-            test_free_all();
-        }
-        test_context("%s lists", kernels.name[i]);
-        CHECK(ran > 0);
+    stays_inside(operation_lists, 1,
+                 TEST_COUNT(list_lens) * TEST_COUNT(list_windows) * TEST_COUNT(tile_lens) * 3,
+                 make_lists, false);
+}
+
+/* ---- merge and its gradients ---- */
+
+/* Every tensor of the list is filled with numbers. */
+static bool make_merge(call *x, int s, int type, const char *kernel) {
+    const shape *const n = &shapes[s];
+    const tensor_table table = fdma_tensors[x->operation];
+    const int64_t heads = n->kv_heads * n->group;
+    uint64_t state = 4;
+    (void)kernel;
+    x->args.size = operations[x->operation].args_size;
+    for (size_t t = 0; t < table.count; t++) {
+        fdma_tensor *const tensor = call_tensor(x, &table.entries[t]);
+        *tensor = strlen(table.entries[t].dims) == 4
+                      ? new_tensor(problem_dtypes[type], 2, n->q_len, heads, n->head_dim)
+                      : new_tensor(FDMA_FLOAT32, 2, heads, n->q_len, -1);
+        fill_random(*tensor, &state, 1);
     }
+    return true;
+}
+
+static void merge_stays_inside(void) {
+    stays_inside(operation_merge, problem_dtype_count, TEST_COUNT(shapes), make_merge, true);
+    stays_inside(operation_merge_backward, problem_dtype_count, TEST_COUNT(shapes), make_merge,
+                 true);
 }
 
 static const test_entry tests[] = {
-    TEST(a_step_outside_is_seen), TEST(forward_outside_is_seen), TEST(forward_stays_inside),
-    TEST(score_stays_inside),     TEST(select_stays_inside),     TEST(lists_stay_inside),
+    TEST(accesses_outside_are_seen),   TEST(forward_outside_is_seen), TEST(forward_stays_inside),
+    TEST(backward_stays_inside),       TEST(score_stays_inside),      TEST(select_stays_inside),
+    TEST(score_backward_stays_inside), TEST(lists_stay_inside),       TEST(merge_stays_inside),
 };
 
 int main(void) {
