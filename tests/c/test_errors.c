@@ -36,6 +36,7 @@ static void sizes_are_checked(void) {
         {'g', false, INT64_C(1) << 31, {FDMA_INVALID_ARGUMENT, {"kv_heads", "2147483648"}, 0}},
         {'i', true, 11, {FDMA_INVALID_ARGUMENT, {"q_len", "11", "10"}, 0}},
         {'j', false, INT64_C(1) << 31, {FDMA_INVALID_ARGUMENT, {"2147483648", "2147483647"}, 0}},
+        {'b', false, INT64_C(1) << 46, {FDMA_INVALID_ARGUMENT, {"int64"}, 0}},
         {'b', false, INT64_C(1) << 62, {FDMA_INVALID_ARGUMENT, {"int64"}, 0}},
     };
     for (int i = 0; i < operation_count * TEST_COUNT(cases); i++) {
@@ -96,7 +97,8 @@ static void options_of_scores_are_checked(void) {
     REJECTS(score, args->bias_form = (fdma_bias_form)7, INVALID("bias_form", "7"));
     REJECTS(score_backward, args->bias_form = (fdma_bias_form)9, INVALID("bias_form", "9"));
     REJECTS(attention, args->bias_form = (fdma_bias_form)5, INVALID("bias_form", "5"));
-    REJECTS(attention_backward, args->bias_form = (fdma_bias_form)5, INVALID("bias_form", "5"));
+    REJECTS(attention_backward, args->bias_form = (fdma_bias_form)5,
+            INVALID("bias_form", "5", "fdma_bias_form"));
     REJECTS(score, args->bias_form = FDMA_BIAS_NONE, INVALID("bias", "FDMA_BIAS_NONE"));
     REJECTS(score_backward, args->bias_form = FDMA_BIAS_NONE, INVALID("bias_form"));
     REJECTS(attention, args->bias_form = FDMA_BIAS_NONE, INVALID("bias", "FDMA_BIAS_NONE"));
@@ -110,6 +112,7 @@ static void options_of_scores_are_checked(void) {
     REJECTS(select, args->selection = NULL, INVALID("selection", "NULL"));
     REJECTS(select, args->window = -3, INVALID("window", "-3"));
     REJECTS(select, args->window = 0, INVALID("window", "is 0", "FDMA_WINDOW_ALL"));
+    REJECTS(select, args->scope = (fdma_scope)3, INVALID("scope", "3"));
     REJECTS(select, args->scope = (fdma_scope)9, INVALID("scope", "9"));
 }
 

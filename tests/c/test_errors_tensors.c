@@ -4,8 +4,9 @@
 
 /* ---- the list of tensors ---- */
 
-/* What fdma.h says of them, as >output, optional?, required-with-a-selection*, dimensions, and the
- * first letter of the dtypes: same, weight, float (wide), int32, uint8, that of dt_proj, of a. */
+/* What fdma.h says of each tensor: >output, optional?, required with a selection*; its axes; and its
+ * dtype: s that of q, k and v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a
+ * that of a. */
 static const char *const documented[operation_count] = {
     [operation_score] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u >score?:bgj:f >bias?:bgj:f",
     [operation_select] = " score:bgj:f key_valid?:bj:u >expiry:bgj:i >slot?:bgj:i",
@@ -66,13 +67,13 @@ static void check_tensor(const tensor_entry *entry, fdma_tensor wrong, const cha
     call x;
     call_copy(&x, &right.call);
     *call_tensor(&x, entry) = wrong;
-    test_context("%s: %s %s: %s %s %s", operations[x.operation].name, entry->name, how,
-                 want->words[0], want->words[1], want->words[2] != NULL ? want->words[2] : "");
+    test_context("%s: %s %s: %s", operations[x.operation].name, entry->name, how,
+                 want->words[1] != NULL ? want->words[1] : "");
     check_rejected(&x, want);
 }
 
-/* Whether this tensor settles a size of the call: where that is wrong, the message names another
- * tensor, or the size itself. The one that settles head_dim settles the dtype too. */
+/* Whether the library takes a size of the call from this tensor. If it is wrong, the message names
+ * another tensor, or the size itself. The tensor that gives head_dim gives the dtype too. */
 static bool settles(const tensor_entry *entry, char letter) {
     static const struct {
         fdma_operation operation;
@@ -103,7 +104,7 @@ static bool settles(const tensor_entry *entry, char letter) {
     return false;
 }
 
-/* What the message says where a tensor has another size than `size` and settles it. */
+/* The answer where a tensor that settles a size has the size `wrong`. */
 static expectation want_of_origin(const tensor_entry *entry, char letter, int64_t wrong) {
     const int64_t size = size_of_axis(letter);
     const bool groups = operations[right.call.operation].selection != 0;
@@ -122,7 +123,7 @@ static expectation want_of_origin(const tensor_entry *entry, char letter, int64_
 static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {
     for (int axis = 0; axis < tensor.rank; axis++) {
         const char letter = entry->dims[axis];
-        const int64_t size = tensor.shape[axis], wrong[] = {size - 1, size + 1, -size};
+        const int64_t size = tensor.shape[axis], wrong[] = {size - 1, size + 1, -1};
         for (int i = 0; i < TEST_COUNT(wrong); i++) {
             const bool origin = wrong[i] > 0 && settles(entry, letter);
             const expectation other = {
@@ -131,7 +132,7 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
                 0};
             const expectation want = origin ? want_of_origin(entry, letter, wrong[i]) : other;
             tensor.shape[axis] = wrong[i];
-            /* a list may be wider, and without other tensors a batch may be smaller */
+            /* a list may be wider; without optional tensors nothing contradicts a settled size */
             if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin)) {
                 check_tensor(entry, tensor, "has an axis of another size", &want);
             }
@@ -212,7 +213,7 @@ static void check_data(const tensor_entry *entry, fdma_tensor tensor) {
     }
 }
 
-/* With any other tensor where it is an output, and with the workspace in any case. */
+/* An output may not share memory with any other tensor, and no tensor with the workspace. */
 static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
     const tensor_table table = fdma_tensors[right.call.operation];
     const fdma_exec *const exec = call_exec(&right.call);
