@@ -1,5 +1,5 @@
-/* operation_cases.h - calls of every operation that has kernels, over sizes at which kernels change
- * what they do, and a walk over them. */
+/* operation_cases.h - calls of every operation that has kernels, at sizes below, at and above those
+ * of their tiles and blocks, and a loop that checks each call by each kernel. */
 #ifndef OPERATION_CASES_H
 #define OPERATION_CASES_H
 

@@ -4,9 +4,9 @@
 
 /* ---- the list of tensors ---- */
 
-/* What fdma.h says of each tensor: >output, optional?, required with a selection*; its axes; and its
- * dtype: s that of q, k and v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a
- * that of a. */
+/* What fdma.h says of each tensor: >output, optional?, required with a selection*; its axes; and
+ * its dtype: s that of q, k and v; w that or float32; f float32; i int32; u uint8; d that of
+ * dt_proj; a that of a. */
 static const char *const documented[operation_count] = {
     [operation_score] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u >score?:bgj:f >bias?:bgj:f",
     [operation_select] = " score:bgj:f key_valid?:bj:u >expiry:bgj:i >slot?:bgj:i",
