@@ -1,6 +1,7 @@
 /* right_call.h - for the tests of bad arguments: a call of any operation that succeeds, and the
- * check that it is refused once a test has made one thing in it wrong. The call, its workspace query
- * and its kernel query must agree on the status and the message, and nothing may be written. */
+ * check that it is refused once a test has made one thing in it wrong. The call, its workspace
+ * query and its kernel query must agree on the status and the message, and nothing may be written.
+ */
 #ifndef RIGHT_CALL_H
 #define RIGHT_CALL_H
 
