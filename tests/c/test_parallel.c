@@ -24,9 +24,9 @@ typedef struct tally {
 } tally;
 
 static void work_for(int64_t rounds) {
-    static _Thread_local volatile int64_t sink;
+    volatile int64_t sink = 0;
     for (int64_t n = 0; n < rounds; n++) {
-        sink += n;
+        sink = sink + n;
     }
 }
 
