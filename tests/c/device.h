@@ -158,63 +158,21 @@ static inline void device_exec(fdma_exec *exec, size_t bytes) {
     device_must(cudaMemset(exec->workspace, device_state.fill, bytes), "cudaMemset");
 }
 
-/* Calls on exec.device with workspace of exactly the size that they ask for; they do not wait. */
+/* Defines device_run_forward() and the like: they call on the device with workspace of exactly the
+ * size that the operation asks for, and do not wait. */
+#define DEFINE_DEVICE_OPERATION(name)                                                              \
+    static inline fdma_status device_run_##name(fdma_##name##_args *args) {                        \
+        args->exec.device = device_number;                                                         \
+        return run_operation(&name##_calls, args, device_exec);                                    \
+    }
 
-static inline fdma_status device_run_score(fdma_score_args *args) {
-    size_t bytes = 0;
-    args->exec.device = device_number;
-    FDMA_TRY(fdma_score_workspace(args, &bytes));
-    device_exec(&args->exec, bytes);
-    return fdma_score(args);
-}
-
-static inline fdma_status device_run_select(fdma_select_args *args) {
-    size_t bytes = 0;
-    args->exec.device = device_number;
-    FDMA_TRY(fdma_select_workspace(args, &bytes));
-    device_exec(&args->exec, bytes);
-    return fdma_select(args);
-}
-
-static inline fdma_status device_run_lists(fdma_lists_args *args) {
-    size_t bytes = 0;
-    args->exec.device = device_number;
-    FDMA_TRY(fdma_lists_workspace(args, &bytes));
-    device_exec(&args->exec, bytes);
-    return fdma_lists(args);
-}
-
-static inline fdma_status device_run_forward(fdma_forward_args *args) {
-    size_t bytes = 0;
-    args->exec.device = device_number;
-    FDMA_TRY(fdma_forward_workspace(args, &bytes));
-    device_exec(&args->exec, bytes);
-    return fdma_forward(args);
-}
-
-static inline fdma_status device_run_attention(fdma_attention_args *args) {
-    size_t bytes = 0;
-    args->exec.device = device_number;
-    FDMA_TRY(fdma_attention_workspace(args, &bytes));
-    device_exec(&args->exec, bytes);
-    return fdma_attention(args);
-}
-
-static inline fdma_status device_run_backward(fdma_backward_args *args) {
-    size_t bytes = 0;
-    args->exec.device = device_number;
-    FDMA_TRY(fdma_backward_workspace(args, &bytes));
-    device_exec(&args->exec, bytes);
-    return fdma_backward(args);
-}
-
-static inline fdma_status device_run_score_backward(fdma_score_backward_args *args) {
-    size_t bytes = 0;
-    args->exec.device = device_number;
-    FDMA_TRY(fdma_score_backward_workspace(args, &bytes));
-    device_exec(&args->exec, bytes);
-    return fdma_score_backward(args);
-}
+DEFINE_DEVICE_OPERATION(score)
+DEFINE_DEVICE_OPERATION(select)
+DEFINE_DEVICE_OPERATION(lists)
+DEFINE_DEVICE_OPERATION(forward)
+DEFINE_DEVICE_OPERATION(attention)
+DEFINE_DEVICE_OPERATION(backward)
+DEFINE_DEVICE_OPERATION(score_backward)
 
 /* The calls between these two become a graph. */
 

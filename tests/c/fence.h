@@ -1,6 +1,6 @@
-/* fence.h - memory between two pages that nobody may touch: a step outside it is a SIGSEGV.
+/* fence.h - memory between two guard pages: an access outside it raises SIGSEGV.
  *
- * A program that includes this defines _GNU_SOURCE before its first #include, for mmap(). */
+ * A program that includes this file defines _GNU_SOURCE before its first #include, for mmap(). */
 #ifndef FENCE_H
 #define FENCE_H
 
@@ -12,13 +12,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Where the memory lies in its pages. What is left of them holds guard bytes. */
-typedef enum fence_place {
-    FENCE_START, /* it begins where the lower guard page ends */
-    FENCE_OFF,   /* one element later: aligned to its element and to nothing more */
-    FENCE_END,   /* it ends where the upper guard page begins */
-    fence_places,
-} fence_place;
+/* Where the memory lies in its pages. The rest of the pages holds guard bytes. */
+typedef enum fence_edge {
+    FENCE_START, /* its first byte follows the lower guard page */
+    FENCE_OFF,   /* one element further: aligned to its element only */
+    FENCE_END,   /* its last byte precedes the upper guard page */
+    fence_edges,
+} fence_edge;
 
 typedef struct fence {
     unsigned char *room; /* the pages between the guard pages */
@@ -32,12 +32,12 @@ enum { fence_limit = 32 };
 static struct {
     fence fence[fence_limit];
     int count;
-    struct sigaction before; /* what SIGSEGV did: a sanitizer's report, or the end */
+    struct sigaction before; /* the handler of SIGSEGV: a sanitizer's, or none */
 } fence_state;
 
 static inline size_t fence_page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
-static inline fence fence_new(size_t size, size_t element, fence_place place) {
+static inline fence fence_new(size_t size, size_t element, fence_edge edge) {
     const size_t page = fence_page(), room_size = (size + element + page - 1) / page * page;
     unsigned char *const pages = mmap(NULL, room_size + 2 * page, PROT_READ | PROT_WRITE,
                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -48,14 +48,14 @@ static inline fence fence_new(size_t size, size_t element, fence_place place) {
         exit(1);
     }
     unsigned char *const room = pages + page;
-    const size_t before = place == FENCE_END ? room_size - size : place == FENCE_OFF ? element : 0;
+    const size_t before = edge == FENCE_END ? room_size - size : edge == FENCE_OFF ? element : 0;
     memset(room, test_guard_byte, room_size);
     const fence made = {room, room_size, room + before, size};
     fence_state.fence[fence_state.count++] = made;
     return made;
 }
 
-/* Do the bytes around it still hold what they held? */
+/* Whether the bytes around it are still guard bytes. */
 static inline int fence_intact(fence x) {
     for (unsigned char *at = x.room; at < x.room + x.room_size; at++) {
         if ((at < x.data || at >= x.data + x.size) && *at != test_guard_byte) {
@@ -74,19 +74,19 @@ static inline void fence_free_all(void) {
     fence_state.count = 0;
 }
 
-/* A copy of a contiguous tensor, to be written to. */
-static inline fdma_tensor fence_output(fdma_tensor like, fence_place place) {
+/* A copy of a contiguous tensor that may be written to. What is absent stays so. */
+static inline fdma_tensor fence_output(fdma_tensor like, fence_edge edge) {
     if (like.rank > 0) {
-        const fence made = fence_new(bytes_of(like), dtype_size(like.dtype), place);
+        const fence made = fence_new(bytes_of(like), dtype_size(like.dtype), edge);
         memcpy(made.data, like.data, made.size);
         like.data = made.data;
     }
     return like;
 }
 
-/* The same that may only be read. */
-static inline fdma_tensor fence_input(fdma_tensor like, fence_place place) {
-    like = fence_output(like, place);
+/* A copy that may only be read. */
+static inline fdma_tensor fence_input(fdma_tensor like, fence_edge edge) {
+    like = fence_output(like, edge);
     if (like.rank > 0) {
         const fence made = fence_state.fence[fence_state.count - 1];
         mprotect(made.room, made.room_size, PROT_READ);
@@ -95,14 +95,14 @@ static inline fdma_tensor fence_input(fdma_tensor like, fence_place place) {
 }
 
 /* Exactly `bytes` of workspace. */
-static inline void fence_workspace(fdma_exec *exec, size_t bytes, fence_place place) {
-    exec->workspace = fence_new(bytes, 1, place).data;
+static inline void fence_workspace(fdma_exec *exec, size_t bytes, fence_edge edge) {
+    exec->workspace = fence_new(bytes, 1, edge).data;
     exec->workspace_size = bytes;
 }
 
-/* Says which case it was; what SIGSEGV did before happens when the access is tried again. */
+/* Names the case. The access then faults again, and the previous handler runs. */
 static inline void fence_report(int number) {
-    static const char words[] = "a byte outside was touched, by ";
+    static const char words[] = "a byte outside was accessed by ";
     const ssize_t wrote = write(STDERR_FILENO, words, sizeof words - 1) +
                           write(STDERR_FILENO, test_state.context, strlen(test_state.context)) +
                           write(STDERR_FILENO, "\n", 1);
@@ -115,7 +115,7 @@ static inline void fence_watch(void) {
     sigaction(SIGSEGV, &report, &fence_state.before);
 }
 
-/* Does a child that runs this die of SIGSEGV? */
+/* Whether a child process that runs this dies of SIGSEGV. */
 static inline int fence_kills(void (*run)(void *), void *context) {
     int status = 0;
     fflush(stdout);

@@ -1,5 +1,5 @@
-/* fixture.h - what the C tests of the library share: kernel rows, repeatable numbers, tensors out
- * of test_alloc(), calls that find their own workspace. */
+/* fixture.h - what the C tests of the library share: lists of kernels, repeatable numbers,
+ * tensors from test_alloc(), and calls that allocate their own workspace. */
 #ifndef FIXTURE_H
 #define FIXTURE_H
 
@@ -7,6 +7,8 @@
 #include "test.h"
 
 #include "core/error.h"
+
+#include <stddef.h>
 
 enum { kernel_limit = 32 };
 
@@ -246,75 +248,44 @@ static inline void exec_alloc(fdma_exec *exec, size_t bytes) {
     exec->workspace_size = bytes;
 }
 
-static inline fdma_status run_score(fdma_score_args *args) {
+/* An operation, called through pointers to its argument struct. */
+typedef struct operation_calls {
+    fdma_status (*call)(const void *args);
+    fdma_status (*workspace)(const void *args, size_t *bytes);
+    size_t exec; /* offset of the field in the argument struct */
+} operation_calls;
+
+/* Runs an operation with workspace of exactly the size that it asks for. */
+static inline fdma_status run_operation(const operation_calls *operation, void *args,
+                                        void (*give_workspace)(fdma_exec *, size_t)) {
     size_t bytes = 0;
-    FDMA_TRY(fdma_score_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_score(args);
+    FDMA_TRY(operation->workspace(args, &bytes));
+    give_workspace((fdma_exec *)((char *)args + operation->exec), bytes);
+    return operation->call(args);
 }
 
-static inline fdma_status run_select(fdma_select_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_select_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_select(args);
-}
+/* Defines run_forward() and the like. */
+#define DEFINE_OPERATION(name)                                                                     \
+    static inline fdma_status untyped_##name(const void *args) { return fdma_##name(args); }       \
+    static inline fdma_status untyped_##name##_workspace(const void *args, size_t *bytes) {        \
+        return fdma_##name##_workspace(args, bytes);                                               \
+    }                                                                                              \
+    static const operation_calls name##_calls = {untyped_##name, untyped_##name##_workspace,       \
+                                                 offsetof(fdma_##name##_args, exec)};              \
+    static inline fdma_status run_##name(fdma_##name##_args *args) {                               \
+        return run_operation(&name##_calls, args, exec_alloc);                                     \
+    }
 
-static inline fdma_status run_lists(fdma_lists_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_lists_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_lists(args);
-}
-
-static inline fdma_status run_forward(fdma_forward_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_forward_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_forward(args);
-}
-
-static inline fdma_status run_attention(fdma_attention_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_attention_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_attention(args);
-}
-
-static inline fdma_status run_backward(fdma_backward_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_backward_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_backward(args);
-}
-
-static inline fdma_status run_score_backward(fdma_score_backward_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_score_backward_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_score_backward(args);
-}
-
-static inline fdma_status run_attention_backward(fdma_attention_backward_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_attention_backward_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_attention_backward(args);
-}
-
-static inline fdma_status run_merge(fdma_merge_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_merge_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_merge(args);
-}
-
-static inline fdma_status run_merge_backward(fdma_merge_backward_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_merge_backward_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    return fdma_merge_backward(args);
-}
+DEFINE_OPERATION(score)
+DEFINE_OPERATION(select)
+DEFINE_OPERATION(lists)
+DEFINE_OPERATION(forward)
+DEFINE_OPERATION(backward)
+DEFINE_OPERATION(score_backward)
+DEFINE_OPERATION(merge)
+DEFINE_OPERATION(merge_backward)
+DEFINE_OPERATION(attention)
+DEFINE_OPERATION(attention_backward)
 
 #define CHECK_OK(call)                                                                             \
     do {                                                                                           \

@@ -21,18 +21,18 @@ static void vocabularies_are_named(void) {
     }
 }
 
-/* ---- places ---- */
+/* ---- at the edges of memory ---- */
 
 /* Loads and stores are at home with memory aligned to one element, and touch nothing around. */
 static void check_copies(const vocabulary *x) {
     uint64_t state = 1;
     float values[lanes];
     const int64_t shape[] = {x->width};
-    for (int place = 0; place < fence_places; place++) {
+    for (int edge = 0; edge < fence_edges; edge++) {
         fill_any(values, &state);
         const fdma_tensor like = fdma_dense_tensor(values, FDMA_FLOAT32, 1, shape);
-        const fdma_tensor from = fence_input(like, (fence_place)place);
-        const fdma_tensor to = fence_output(like, (fence_place)place);
+        const fdma_tensor from = fence_input(like, (fence_edge)edge);
+        const fdma_tensor to = fence_output(like, (fence_edge)edge);
         memset(to.data, 0, bytes_of(to));
         x->copy(to.data, from.data);
         CHECK(same_tensor(to, from));
@@ -47,14 +47,14 @@ static void check_copies(const vocabulary *x) {
 static void loads_and_stores(void) { on_each(check_copies); }
 
 /* `count` elements of a type, from and to memory that has no more. */
-static void check_first(const vocabulary *x, fdma_dtype dtype, int64_t count, fence_place place) {
+static void check_first(const vocabulary *x, fdma_dtype dtype, int64_t count, fence_edge edge) {
     uint64_t state = (uint64_t)count;
     float values[lanes];
     const int64_t shape[] = {count};
     fdma_tensor like = fdma_dense_tensor(NULL, dtype, 1, shape);
     like.data = test_alloc(bytes_of(like));
     fill_random(like, &state, 4);
-    const fdma_tensor from = fence_input(like, place), to = fence_output(like, place);
+    const fdma_tensor from = fence_input(like, edge), to = fence_output(like, edge);
     memset(values, 0x11, sizeof values);
     memset(to.data, 0, bytes_of(to));
     if (dtype == FDMA_FLOAT32) {
@@ -79,11 +79,11 @@ static void check_first(const vocabulary *x, fdma_dtype dtype, int64_t count, fe
 static void check_firsts(const vocabulary *x) {
     static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
     for (int type = 0; type < TEST_COUNT(dtypes); type++) {
-        for (int place = 0; place < fence_places; place++) {
+        for (int edge = 0; edge < fence_edges; edge++) {
             for (int64_t count = 8; count < x->width; count += 8) {
-                check_first(x, dtypes[type], count, (fence_place)place);
+                check_first(x, dtypes[type], count, (fence_edge)edge);
             }
-            check_first(x, dtypes[type], x->width, (fence_place)place);
+            check_first(x, dtypes[type], x->width, (fence_edge)edge);
         }
     }
 }

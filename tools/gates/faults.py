@@ -19,7 +19,7 @@ class Fault(NamedTuple):
 
 
 # fmt: off
-ERRORS = ("test_errors", "test_errors_forward")
+ERRORS = ("test_errors", "test_errors_tensors")
 BACKWARD = ("test_backward", "check group/", "check softcap/", "test_backward_rows")
 
 CORE = [

@@ -1,0 +1,317 @@
+/* operation_cases.h - calls of every operation that has kernels, at sizes below, at and above those
+ * of their tiles and blocks, and a loop that checks each call by each kernel. */
+#ifndef OPERATION_CASES_H
+#define OPERATION_CASES_H
+
+#include "calls.h"
+#include "gradient.h"
+
+/* ---- forward and backward ---- */
+
+typedef struct shape {
+    int64_t q_len, kv_len, group, kv_heads;
+    int64_t window; /* -1: dense */
+    int causal;
+    int64_t head_dim; /* of backward; forward has every head_dim */
+} shape;
+
+static const shape forward_shapes[] = {
+    {1, 130, 1, 2, -1, 1, 0},    {1, 300, 4, 2, 40, 1, 0},   {1, 7, 3, 2, -1, 0, 0},
+    {5, 5, 1, 2, 3, 1, 0},       {5, 121, 3, 2, -1, 0, 0},   {5, 250, 4, 2, 30, 0, 0},
+    {65, 65, 1, 2, -1, 1, 0},    {65, 90, 3, 1, 20, 1, 0},   {65, 40, 4, 1, -1, 1, 0},
+    {65, 33, 3, 1, 12, 0, 0},    {200, 200, 1, 1, 33, 1, 0}, {200, 241, 3, 1, -1, 1, 0},
+    {200, 203, 4, 1, 130, 1, 0},
+};
+static const int64_t head_dims[] = {8, 24, 40, 64, 128, 256};
+
+static const shape shapes[] = {
+    {1, 130, 1, 2, -1, 1, 64},   {1, 300, 4, 2, 40, 1, 128},   {5, 5, 1, 2, 3, 1, 8},
+    {5, 121, 3, 2, -1, 0, 24},   {5, 250, 4, 2, 30, 0, 40},    {65, 65, 1, 2, -1, 1, 64},
+    {65, 90, 3, 1, 20, 1, 128},  {65, 40, 4, 1, -1, 1, 40},    {65, 33, 3, 1, 12, 0, 256},
+    {200, 200, 1, 1, 33, 1, 64}, {130, 203, 4, 1, 130, 1, 24},
+};
+
+/* With padding, the last key is padding, and every fifth before it. */
+static inline problem problem_of(const shape *n, int64_t head_dim, fdma_dtype dtype, bool padded) {
+    problem x = {.batch = 1,
+                 .q_len = n->q_len,
+                 .kv_len = n->kv_len,
+                 .q_heads = n->group * n->kv_heads,
+                 .kv_heads = n->kv_heads,
+                 .head_dim = head_dim,
+                 .window = n->window,
+                 .scope = n->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,
+                 .causal = n->causal,
+                 .softcap = n->q_len == 5 ? 2 : 0,
+                 .dtype = dtype};
+    problem_fill(&x, 50);
+    if (padded) {
+        x.key_valid = new_tensor(FDMA_UINT8, 1, n->kv_len, -1, -1);
+        for (int64_t j = 0; j < n->kv_len; j++) {
+            ((uint8_t *)x.key_valid.data)[j] = (n->kv_len - 1 - j) % 5 != 0;
+        }
+    }
+    problem_select(&x);
+    return x;
+}
+
+static inline call forward_call(const problem *x, const char *kernel) {
+    return (call){.operation = operation_forward,
+                  .args.forward = problem_args(x, kernel),
+                  .selection = x->selection};
+}
+
+/* Large problems have one dtype each, and the reference, which is slow, runs none of them. */
+static inline bool make_forward(call *x, int c, int type, const char *kernel) {
+    const int s = c / TEST_COUNT(head_dims), d = c % TEST_COUNT(head_dims);
+    const shape *const n = &forward_shapes[s];
+    const int64_t size = n->q_len * n->group * head_dims[d];
+    if ((strcmp(kernel, "reference") == 0 && size > 65 * 64) ||
+        (size > 65 * 128 && (s + d) % problem_dtype_count != type)) {
+        return false;
+    }
+    const problem p =
+        problem_of(n, head_dims[d], problem_dtypes[type], (s + head_dims[d] / 8) % 2 != 0);
+    *x = forward_call(&p, kernel);
+    x->args.forward.selection = p.window >= 0 ? &x->selection : NULL;
+    return true;
+}
+
+static inline bool make_backward(call *x, int s, int type, const char *kernel) {
+    const problem p = problem_of(&shapes[s], shapes[s].head_dim, problem_dtypes[type], s % 2 != 0);
+    const gradient_problem gradient = gradient_of(&p, s % 3);
+    x->args.backward = gradient_args(&gradient, kernel);
+    x->selection = p.selection;
+    x->args.backward.selection = p.window >= 0 ? &x->selection : NULL;
+    return true;
+}
+
+/* ---- score and its gradients ---- */
+
+static const int64_t lengths[] = {1, 63, 64, 65, 131};
+static const int64_t head_counts[] = {1, 2, 5};
+
+/* Every length, number of heads and head_dim; form, padding and dtype of the weights vary too. */
+static inline bool make_score(call *x, int c, int type, const char *kernel) {
+    const int rest = c / TEST_COUNT(lengths);
+    const int64_t kv_len = lengths[c % TEST_COUNT(lengths)];
+    const int64_t heads = head_counts[rest % TEST_COUNT(head_counts)];
+    const int64_t head_dim = head_dims[rest / TEST_COUNT(head_counts)];
+    const fdma_dtype dtype = problem_dtypes[type], weights = c % 2 ? dtype : FDMA_FLOAT32;
+    uint64_t state = 9;
+    fdma_score_args *const args = &x->args.score;
+    *args = (fdma_score_args){
+        .size = sizeof *args,
+        .v = new_tensor(dtype, 1, kv_len, heads, head_dim),
+        .dt_proj = new_tensor(weights, heads, heads * head_dim, -1, -1),
+        .a = new_tensor(weights, heads, -1, -1, -1),
+        .score = new_output(FDMA_FLOAT32, 1, heads, kv_len, -1),
+        .bias_form = (fdma_bias_form)(c % 3),
+        .exec = {.kernel = kernel},
+    };
+    fill_random(args->v, &state, 1);
+    fill_random(args->dt_proj, &state, 1);
+    fill_random(args->a, &state, 1);
+    if (args->bias_form != FDMA_BIAS_NONE) {
+        args->bias = new_output(FDMA_FLOAT32, 1, heads, kv_len, -1);
+    }
+    if (c % 4 >= 2) {
+        args->key_valid = new_tensor(FDMA_UINT8, 1, kv_len, -1, -1);
+        for (int64_t j = 0; j < kv_len; j++) {
+            ((uint8_t *)args->key_valid.data)[j] = (kv_len - j) % 3 != 0;
+        }
+    }
+    return true;
+}
+
+static inline bool make_score_backward(call *x, int s, int type, const char *kernel) {
+    const shape *const n = &shapes[s];
+    const int64_t heads = n->kv_heads, width = heads * n->head_dim;
+    const fdma_dtype dtype = problem_dtypes[type], of_a = s % 2 ? dtype : FDMA_FLOAT32;
+    uint64_t state = 3;
+    fdma_score_backward_args *const args = &x->args.score_backward;
+    *args = (fdma_score_backward_args){
+        .size = sizeof *args,
+        .dbias = new_tensor(FDMA_FLOAT32, 2, heads, n->kv_len, -1),
+        .v = new_tensor(dtype, 2, n->kv_len, heads, n->head_dim),
+        .dt_proj = new_tensor(dtype, heads, width, -1, -1),
+        .a = new_tensor(of_a, heads, -1, -1, -1),
+        .dv = new_tensor(dtype, 2, n->kv_len, heads, n->head_dim),
+        .ddt_proj = new_tensor(dtype, heads, width, -1, -1),
+        .da = new_tensor(of_a, heads, -1, -1, -1),
+        .bias_form = s % 3 ? FDMA_BIAS_EXP : FDMA_BIAS_LINEAR,
+        .exec = {.kernel = kernel},
+    };
+    fill_random(args->dbias, &state, 1);
+    fill_random(args->v, &state, 1);
+    fill_random(args->dt_proj, &state, 0.2F);
+    fill_random(args->a, &state, 1);
+    return true;
+}
+
+/* ---- select and lists ---- */
+
+typedef struct select_case {
+    int64_t kv_len, window;
+    fdma_scope scope;
+    int padded, slotted;
+} select_case;
+
+static inline void fill_select(call *x, const select_case *n) {
+    uint64_t state = 17;
+    x->operation = operation_select;
+    x->selection = (fdma_selection){.size = sizeof x->selection,
+                                    .expiry = new_output(FDMA_INT32, 2, 3, n->kv_len, -1)};
+    if (n->slotted) {
+        x->selection.slot = new_output(FDMA_INT32, 2, 3, n->kv_len, -1);
+    }
+    fdma_select_args *const args = &x->args.select;
+    *args = (fdma_select_args){.size = sizeof *args,
+                               .score = new_tensor(FDMA_FLOAT32, 2, 3, n->kv_len, -1),
+                               .selection = &x->selection,
+                               .window = n->window,
+                               .scope = n->scope};
+    fill_random(args->score, &state, 1);
+    if (n->padded) {
+        args->key_valid = new_tensor(FDMA_UINT8, 2, n->kv_len, -1, -1);
+        for (int64_t j = 0; j < 2 * n->kv_len; j++) {
+            ((uint8_t *)args->key_valid.data)[j] = random_below(&state, 4) > 0;
+        }
+    }
+}
+
+static const int64_t select_lens[] = {1, 5, 65, 200, 1030};
+static const int64_t select_windows[] = {1, 7, 64, 199, 300};
+
+static inline bool make_select(call *x, int c, int type, const char *kernel) {
+    const select_case n = {.kv_len = select_lens[c / 8 % TEST_COUNT(select_lens)],
+                           .window = select_windows[c / 8 / TEST_COUNT(select_lens)],
+                           .scope = c & 1 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
+                           .padded = c & 2,
+                           .slotted = c & 4};
+    (void)type, (void)kernel;
+    fill_select(x, &n);
+    return true;
+}
+
+static const int64_t list_lens[] = {1, 5, 65, 200};
+static const int64_t list_windows[] = {1, 7, 64, 300};
+static const int64_t tile_lens[] = {1, 3, 128};
+
+static inline bool make_lists(call *x, int c, int type, const char *kernel) {
+    const int rest = c / 3 / TEST_COUNT(tile_lens);
+    const int64_t kv_len = list_lens[rest % TEST_COUNT(list_lens)];
+    const int64_t q_len = c % 3 == 1 ? kv_len + 4 : (kv_len + 1) / 2;
+    const int64_t tile_len = tile_lens[c / 3 % TEST_COUNT(tile_lens)];
+    const int64_t tiles = (q_len + tile_len - 1) / tile_len;
+    const select_case n = {.kv_len = kv_len,
+                           .window = list_windows[rest / TEST_COUNT(list_lens)],
+                           .scope = c % 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
+                           .padded = c & 1,
+                           .slotted = 1};
+    const int64_t most = (n.window < kv_len ? n.window : kv_len) + tile_len - 1;
+    (void)type, (void)kernel;
+    fill_select(x, &n);
+    x->args.select.exec.kernel = "reference";
+    CHECK_OK(run_select(&x->args.select));
+    x->operation = operation_lists;
+    x->args.lists = (fdma_lists_args){
+        .size = sizeof x->args.lists,
+        .selection = &x->selection,
+        .list = new_output(FDMA_INT32, 2, 3, tiles, most < kv_len ? most : kv_len),
+        .count = new_output(FDMA_INT32, 2, 3, tiles, 2),
+        .q_len = q_len,
+        .tile_len = tile_len,
+        .causal = c % 3 < 2,
+    };
+    return true;
+}
+
+/* ---- merge and its gradients ---- */
+
+/* Every tensor of the list is filled with numbers. */
+static inline bool make_merge(call *x, int s, int type, const char *kernel) {
+    const shape *const n = &shapes[s];
+    const tensor_table table = fdma_tensors[x->operation];
+    const int64_t heads = n->kv_heads * n->group;
+    uint64_t state = 4;
+    (void)kernel;
+    x->args.size = operations[x->operation].args_size;
+    for (size_t t = 0; t < table.count; t++) {
+        fdma_tensor *const tensor = call_tensor(x, &table.entries[t]);
+        *tensor = strlen(table.entries[t].dims) == 4
+                      ? new_tensor(problem_dtypes[type], 2, n->q_len, heads, n->head_dim)
+                      : new_tensor(FDMA_FLOAT32, 2, heads, n->q_len, -1);
+        fill_random(*tensor, &state, 1);
+    }
+    return true;
+}
+
+/* ---- all of them ---- */
+
+/* Fills in the arguments of case `c` for a kernel; false: the case is left out. */
+typedef bool make_case(call *x, int c, int type, const char *kernel);
+
+typedef struct operation_cases {
+    make_case *make;
+    int types; /* the first of problem_dtypes */
+    int count;
+    bool all; /* every kernel takes every case; otherwise each takes some */
+} operation_cases;
+
+static const operation_cases cases_of[] = {
+    [operation_score] = {make_score, problem_dtype_count,
+                         TEST_COUNT(lengths) * TEST_COUNT(head_counts) * TEST_COUNT(head_dims),
+                         false},
+    [operation_select] = {make_select, 1, TEST_COUNT(select_lens) * TEST_COUNT(select_windows) * 8,
+                          false},
+    [operation_lists] = {make_lists, 1,
+                         TEST_COUNT(list_lens) * TEST_COUNT(list_windows) * TEST_COUNT(tile_lens) *
+                             3,
+                         false},
+    [operation_forward] = {make_forward, problem_dtype_count,
+                           TEST_COUNT(forward_shapes) * TEST_COUNT(head_dims), false},
+    [operation_backward] = {make_backward, problem_dtype_count, TEST_COUNT(shapes), true},
+    [operation_score_backward] = {make_score_backward, problem_dtype_count, TEST_COUNT(shapes),
+                                  true},
+    [operation_merge] = {make_merge, problem_dtype_count, TEST_COUNT(shapes), true},
+    [operation_merge_backward] = {make_merge, problem_dtype_count, TEST_COUNT(shapes), true},
+};
+
+/* Whether the kernel that a call forces is the one that runs it. A name without "/decode" also
+ * forces the decode kernel of its ISA. */
+static inline bool is_taken(call *x) {
+    const char *const kernel = call_exec(x)->kernel, *picked = "";
+    return operations[x->operation].kernel(&x->args, &picked) == FDMA_OK &&
+           (strcmp(picked, kernel) == 0 || strstr(picked, "/decode") != NULL);
+}
+
+/* Checks every `step`-th case of an operation by every kernel that takes it. */
+static inline void check_cases(fdma_operation operation, int step, void (*check)(const call *)) {
+    const operation_cases *const cases = &cases_of[operation];
+    const char *const name = operations[operation].name;
+    for (int type = 0; type < cases->types; type++) {
+        const char *const dtype = dtype_name(problem_dtypes[type]);
+        const kernel_list kernels = kernels_for(name, problem_dtypes[type]);
+        for (int k = 0; k < kernels.count; k++) {
+            int made = 0, ran = 0;
+            for (int c = 0; c < cases->count; c += step) {
+                call x = {.operation = operation};
+                test_context("%s %s %s, case %d", kernels.name[k], name, dtype, c);
+                if (cases->make(&x, c, type, kernels.name[k])) {
+                    made++;
+                    call_exec(&x)->kernel = kernels.name[k];
+                    if (is_taken(&x)) {
+                        ran++;
+                        check(&x);
+                    }
+                }
+                test_free_all();
+            }
+            test_context("%s %s %s", kernels.name[k], name, dtype);
+            CHECK(ran > 0 && (ran == made || !cases->all));
+        }
+    }
+}
+
+#endif /* OPERATION_CASES_H */
