@@ -11,21 +11,20 @@
  *   q_len * kv_len. Scores may also enter the logits as a bias, which is how they are learned.
  *
  *     fdma_score()     value states -> score and bias of each key
- *     fdma_select()    scores -> which queries keep which keys: a selection, two int32 a key
+ *     fdma_select()    scores -> which queries keep which keys: a selection: expiry and slot
  *     fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
  *
  * Which call to use
  *
  *   fdma_attention()           all three in one call: what most programs want
- *   the three calls            to keep a selection for several calls, or to bring scores or a bias
- *                              of your own
+ *   the three calls            to reuse a selection, or to supply your own scores or bias
  *   fdma_attention_backward()  gradients of fdma_attention(), for training
  *   fdma_backward() and fdma_score_backward()   gradients of the single calls
  *   fdma_merge()               joins attention over two disjoint sets of keys, such as a shared
  *                              prompt and each sequence's own keys
  *   fdma_lists()               writes a selection out as lists of keys, for kernels of your own
  *
- * Words. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b batch, i query, j
+ * Names. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b batch, i query, j
  * key, h query head, g = h / (q_heads / kv_heads) kv head, d channel.
  *
  * Positions. Query i is at position p(i) = i + kv_len - q_len: the last query is aligned with the
@@ -34,7 +33,7 @@
  * causal: every valid key is visible.
  *
  * Padding. A sequence of a batch may have fewer keys than kv_len. key_valid [batch, kv_len] uint8
- * is 0 for its padding, wherever that is: such keys are never read, counted or kept. kv_len counts
+ * is 0 for its padding, at any position: such keys are never read and never kept. kv_len includes
  * them, so padding on the left keeps the last query aligned with the last key. Queries have no
  * mask: ignore the rows of out that belong to padding.
  *

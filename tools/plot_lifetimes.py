@@ -90,7 +90,7 @@ def draw(life: Lifetimes, out: Path) -> None:
     limits = matplotlib.colors.Normalize(0, kv_len / LIGHTEST)
     scale = matplotlib.cm.ScalarMappable(limits, COLOURS)
     figure.colorbar(scale, ax=right, label="key j").ax.set_ylim(0, kv_len)
-    bare = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata: the same bytes
+    bare = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # so that the bytes repeat
     figure.savefig(out, metadata=bare if out.suffix == ".svg" else None)
 
 

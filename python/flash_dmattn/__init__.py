@@ -1,8 +1,5 @@
 """Flash Dynamic Mask Attention for PyTorch: attention of each query over its `window` best keys."""
 
-# PyTorch goes first: its OpenMP runtime is then the one that the library finds loaded.
-import torch  # noqa: F401
-
 from ._library import version
 from .functional import (
     Selection,

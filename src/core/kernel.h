@@ -9,8 +9,8 @@ typedef struct fdma_kernel {
     const char *name; /* a path: backend, point of the build matrix, variant */
     fdma_operation operation;
     const char *(*missing)(void); /* NULL, or what this machine lacks: "avx2" */
-    /* NULL, or what the kernel does not support, as the end of a sentence that says so: "float64
-     * tensors; cast them to float32" */
+    /* NULL if it takes the problem; otherwise the text that completes "<kernel> does not support",
+     * such as "float64 tensors; cast them to float32" */
     const char *(*refuses)(const fdma_problem *problem);
     size_t (*workspace)(const fdma_problem *problem);
     fdma_status (*run)(const fdma_problem *problem);
@@ -29,15 +29,15 @@ const char *fdma_operation_name(fdma_operation operation);
  * ends with NULL too. */
 typedef const kernel_table *const *kernel_backend;
 
-/* Chooses the first kernel, in the order of the backends, that runs on this machine and takes this
- * problem, among those that exec.kernel selects. */
+/* Of the kernels that exec.kernel selects, chooses the first, in the order of the backends, that
+ * runs on this machine and takes this problem. */
 fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
                                const fdma_kernel **kernel);
 
 /* Kernel `index` of all backends in their order; NULL past the end. */
 const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index);
 
-/* Takes pieces off the caller's workspace. With base NULL it only adds up their sizes. */
+/* Hands out pieces of the caller's workspace. With base NULL it only adds up their sizes. */
 typedef struct fdma_arena {
     uint8_t *base;
     size_t used;
@@ -47,6 +47,6 @@ enum { arena_alignment = 64 }; /* bytes: a cache line, and the widest vector */
 
 fdma_arena fdma_arena_of(const fdma_problem *problem);
 void *fdma_arena_take(fdma_arena *arena, size_t bytes);
-size_t fdma_arena_size(const fdma_arena *arena); /* bytes to ask of the caller */
+size_t fdma_arena_size(const fdma_arena *arena); /* bytes that the caller must provide */
 
 #endif

@@ -12,7 +12,7 @@
     "build without -ffast-math, -Ofast and -ffinite-math-only: results depend on NaN and infinity"
 #endif
 #if SIZE_MAX < UINT64_MAX || UINTPTR_MAX < UINT64_MAX
-#error "size_t and pointers need 64 bits: sizes of workspace would wrap around"
+#error "size_t and pointers need 64 bits: workspace sizes would overflow"
 #endif
 
 enum { max_rank = 4 };

@@ -1,11 +1,11 @@
-/* The tensors of every operation: the one list that checks walk, and tests can.
+/* The tensors of every operation: the single list that the argument checks and the tests walk.
  *
  *   X(operation, field, dims, dtypes, role)  a field of fdma_<operation>_args
  *   S(field, dims, dtypes, role)             a field of its selection
  *   P(operation, field, member, dims, dtypes, role)  a field that fdma_problem holds under `member`
  *
  * `dims` has a letter for each axis: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim,
- * c kv_heads * head_dim, t tiles, w the width of a list, 2 itself. */
+ * c kv_heads * head_dim, t tiles, w the width of a list, 2 an axis of length 2. */
 #ifndef FDMA_CORE_TENSORS_H
 #define FDMA_CORE_TENSORS_H
 
@@ -127,7 +127,7 @@
 
 typedef enum tensor_dtypes {
     dtypes_same,   /* that of q, or of v where there is no q */
-    dtypes_weight, /* that, or float32 */
+    dtypes_weight, /* the same, or float32 */
     dtypes_wide,   /* float32, or float64 for the reference */
     dtypes_int32,
     dtypes_uint8,
@@ -138,7 +138,7 @@ typedef enum tensor_dtypes {
 typedef enum tensor_role {
     role_input,
     role_optional,
-    role_selected, /* an input that a selection has; absent where there is none */
+    role_selected, /* required with a selection, absent without one */
     role_output,
     role_optional_output,
 } tensor_role;
