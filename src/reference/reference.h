@@ -1,9 +1,10 @@
-/* The reference backend: the specification, in double precision and plain loops. */
+/* The reference backend: the specification in plain loops, in two precisions. */
 #ifndef FDMA_REFERENCE_REFERENCE_H
 #define FDMA_REFERENCE_REFERENCE_H
 
 #include "core/plan.h"
 
+extern const kernel_table fdma_reference_float32;
 extern const kernel_table *const fdma_reference_tables[];
 
 #endif

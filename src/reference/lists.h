@@ -1,0 +1,43 @@
+/* Tile lists, from the definition; see fdma_lists() in fdma.h. */
+#ifndef FDMA_REFERENCE_LISTS_H
+#define FDMA_REFERENCE_LISTS_H
+
+#include "reference/real.h"
+
+/* NULL where there are no elements. */
+static int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
+    return tensor->data != NULL ? (int32_t *)tensor->data + offset_of(tensor, b, g, t) : NULL;
+}
+
+/* The keys of tile t: what its first position keeps by slots, then what arrives, in order. Every
+ * entry is a key of the sequence, whatever expiry and slot hold. */
+static void list_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t t) {
+    const int32_t *const slot = ints_at(&problem->slot, b, g, 0);
+    int32_t *const list = ints_at(&problem->list, b, g, t);
+    int32_t *const count = ints_at(&problem->count, b, g, t);
+    const tile_span span = span_of(problem, t);
+    int32_t alive = 0;
+    for (int64_t j = 0; j <= span.first; j++)
+        alive += alive < problem->window && is_kept(problem, b, g, j, span.first);
+    for (int32_t n = 0; n < alive; n++)
+        list[n] = 0;
+    for (int64_t j = 0; j <= span.first; j++)
+        if (is_kept(problem, b, g, j, span.first) && slot[j] >= 0 && slot[j] < alive)
+            list[slot[j]] = (int32_t)j;
+    int32_t used = alive;
+    for (int64_t j = span.first < 0 ? 0 : span.first + 1; j <= span.last; j++)
+        if (is_kept(problem, b, g, j, j))
+            list[used++] = (int32_t)j;
+    count[0] = alive;
+    count[1] = used;
+}
+
+static inline fdma_status run_lists(const fdma_problem *problem) {
+    for (int64_t b = 0; b < problem->batch; b++)
+        for (int64_t g = 0; g < problem->kv_heads; g++)
+            for (int64_t t = 0; t < count_tiles(problem); t++)
+                list_tile(problem, b, g, t);
+    return FDMA_OK;
+}
+
+#endif
