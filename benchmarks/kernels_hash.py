@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print a hash of src/cuda: figures that were taken with another one are of other kernels."""
+"""Print a hash of src/cuda: figures with another hash were measured with other kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def kernels_hash(root: Path = ROOT) -> str:
-    """Of the names and the contents of all files in src/cuda."""
+    """The hash of the names and contents of all files in src/cuda."""
     digest = hashlib.sha256()
     for path in sorted((root / "src" / "cuda").rglob("*.*")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")

@@ -2,13 +2,13 @@
 """Compare flash_dmattn with PyTorch's scaled_dot_product_attention (SDPA) in one process.
 
 Both read the same tensors: causal, batch 1, one head, head_dim 128. In each round every peer of a
-case runs once, so that what slows the machine slows them all. Run it, from the repository's root,
-with flash_dmattn installed (or PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so):
+case runs once, so that a load on the machine slows all of them. Run it from the repository's root,
+with flash_dmattn installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
 
     python benchmarks/peers.py --device cpu --json FILE --picture docs/figures/peers-cpu.svg
 
-Before a case is timed its outputs are checked, see check_outputs(). Exit status: 0 done; 1 outputs
-disagree or a file could not be written; 2 bad usage.
+The outputs of a case are checked before it is timed, see check_outputs(). Exit status: 0 done; 1
+outputs disagree or a file could not be written; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ HEAD_DIM = 128
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 WINDOW = 2048
-BLOCK = 256  # queries that share a bound on their errors,
-SAMPLES = 16  # computed from so many of them
+BLOCK = 256  # queries with one tolerance
+SAMPLES = 16  # queries of a block from which its tolerance is computed
 
 MORE = """
 Cases: forward/dense (causal, all keys), forward/selected (the window best keys of each query) and
 training/selected (forward and the gradients of q, k and v).
 Peers:
-  fdma         flash_dmattn; a selected case counts its selection
+  fdma         flash_dmattn; the time of a selected case includes its selection
   sdpa         scaled_dot_product_attention(is_causal=True): all keys, in selected cases too
-  sdpa-masked  scaled_dot_product_attention under the boolean mask of the selection, already built
-  mask         building that mask from flash_dmattn's selection, which is counted
+  sdpa-masked  scaled_dot_product_attention under the boolean mask of the selection, built before
+  mask         building that mask from flash_dmattn's selection; the time includes selecting
 Columns:
   ms             median of the rounds
   spread         (90th percentile - 10th percentile) / median
-  GFLOP/s        useful ones: 4 * head_dim (training: 3.5 times that) for each query and key that it
-                 keeps; all keys for sdpa
-  times as fast  as this peer fdma is: the ratio of their times in the same round, median
+  GFLOP/s        useful operations: 4 * head_dim (training: 3.5 times that) for each pair of a
+                 query and a key that it keeps; of all keys for sdpa
+  times as fast  the peer's time over fdma's time in the same round, median of the rounds
 {cuda}
-FILTER is a part of cases' names or, where it has * or ?, a pattern for all of it.
+FILTER is a substring of cases' names or, if it has * or ?, a pattern for whole names.
 """
 
 
@@ -83,15 +83,15 @@ class Case(NamedTuple):
         return f"{kind}/{form}/{self.dtype}/d{HEAD_DIM}/n{self.length}{end}"
 
     def flops(self, window: int) -> float:
-        """Useful ones where each query keeps `window` keys; 0: all."""
+        """Useful floating-point operations if each query keeps `window` keys; 0: all keys."""
         full = min(window or self.length, self.length)
         pairs = full * (full + 1) // 2 + (self.length - full) * full
         return (3.5 if self.training else 1) * 4.0 * HEAD_DIM * pairs
 
 
 class Inputs:
-    """The tensors of a case: query, key, value [1, 1, length, head_dim] as SDPA takes them, views
-    of the same memory as flash_dmattn takes them, score [1, 1, length] without equal numbers."""
+    """The tensors of a case: query, key, value [1, 1, length, head_dim] for SDPA, views of the same
+    memory for flash_dmattn, and score [1, 1, length], in which no two numbers are equal."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(case.length)
@@ -125,7 +125,7 @@ def sdpa_masked(inputs: Inputs) -> torch.Tensor:
 
 
 def build_mask(inputs: Inputs) -> torch.Tensor:
-    """bool [1, 1, length, length]. From expiry: the cheapest way that there is to it."""
+    """bool [1, 1, length, length], built from expiry, which is the cheapest way."""
     expiry = flash_dmattn.select(inputs.score, inputs.window).expiry
     key = torch.arange(expiry.shape[-1], dtype=torch.int32)
     position = key[:, None]
@@ -135,10 +135,10 @@ def build_mask(inputs: Inputs) -> torch.Tensor:
 class Peer(NamedTuple):
     name: str
     run: Callable[[Inputs], Any]
-    keys: str  # which each query attends over: "all", "kept", or "none" where that is not the job
+    keys: str  # that each query attends to: "all", "kept", or "none" if it computes no attention
 
 
-# What each device can run, flash_dmattn first. Another device brings its own rows.
+# The peers of each device, flash_dmattn first.
 PEERS = {
     "cpu": {
         "dense": (Peer("fdma", fdma_dense, "all"), Peer("sdpa", sdpa_dense, "all")),
@@ -166,25 +166,25 @@ def peers_of(device: str, case: Case) -> tuple[Peer, ...]:
 
 
 class Block(NamedTuple):
-    """What outputs are held against: some queries of BLOCK neighbouring ones."""
+    """The exact outputs of some of BLOCK consecutive queries."""
 
     rows: slice
     sample: torch.Tensor  # their positions
     exact: torch.Tensor  # out [samples, head_dim] float64
-    allowed: float  # how far an output may be from that
+    allowed: float  # the largest error that an output may have
 
 
 def evaluate(
     inputs: Inputs, rows: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """out [rows, head_dim] with every step in `dtype`. kept: bool [rows, some first keys]."""
+    """out [rows, head_dim], with every step in `dtype`. kept: bool [rows, the first keys]."""
     query, key, value = (tensor[0, 0, : kept.shape[1]].to(dtype) for tensor in inputs.sdpa)
     logits = (query[rows] @ key.T) * HEAD_DIM**-0.5
     return torch.softmax(logits.masked_fill(~kept, -torch.inf), 1) @ value
 
 
 def keys_kept(inputs: Inputs, rows: torch.Tensor, window: int) -> torch.Tensor:
-    """bool [rows, keys up to the last row], by sorting; window 0: all that causality leaves."""
+    """bool [rows, keys up to the last row], by sorting; window 0: all keys up to the row."""
     key = torch.arange(int(rows[-1]) + 1)
     visible = key <= rows[:, None]
     if not 0 < window < len(key):
@@ -201,15 +201,15 @@ def allowance(
     exact: torch.Tensor,
     dtype: torch.dtype,
 ) -> float:
-    """How far an output in `dtype` may be from `exact`: twice as far as that of a plain evaluation,
-    plus one rounding step of the largest output."""
+    """The error that an output in `dtype` may have: twice that of a plain evaluation, plus one
+    rounding step of the largest output."""
     plain = evaluate(inputs, sample, kept, dtype)
     error = (plain.double() - exact).abs().max().item()
     return 2 * error + torch.finfo(dtype).eps * exact.abs().max().item()
 
 
 def reference_blocks(inputs: Inputs, window: int) -> list[Block]:
-    """What is allowed is found block by block, because outputs shrink with more keys."""
+    """Each block of queries has its own tolerance, because outputs shrink with more keys."""
     blocks = []
     length, dtype = inputs.sdpa[0].shape[2], inputs.sdpa[0].dtype
     for start in range(0, length, BLOCK):
@@ -226,8 +226,12 @@ def reference_blocks(inputs: Inputs, window: int) -> list[Block]:
 def check_outputs(
     case: Case, peers: tuple[Peer, ...], inputs: Inputs, references: dict[str, list[Block]]
 ) -> None:
-    """Every peer's output is within what is allowed of the sampled queries, and, at all queries,
-    within twice that of fdma's where both attend over the same keys. Errors: Disagreement."""
+    """Compare every peer's output with the exact one of the sampled queries and, if both attend to
+    the same keys, with fdma's at all queries, within twice the tolerance.
+
+    Raises:
+        Disagreement: an output is further away.
+    """
     if case.training:
         peers_training.check_gradients(inputs, keys_kept, case.name())
         return
@@ -247,7 +251,7 @@ def check_outputs(
 
 
 def alternate(peers: tuple[Peer, ...], inputs: Inputs, rounds: Rounds) -> list[list[float]]:
-    """Milliseconds of each peer, round by round."""
+    """The milliseconds of each peer in each round."""
     times: list[list[float]] = [[] for _ in peers]
     end = time.perf_counter() + rounds.seconds
     while len(times[0]) < rounds.least or (
@@ -277,7 +281,11 @@ def make_row(
 
 
 def measure(args: argparse.Namespace, cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """The rows of each case, on each number of threads. Errors: Disagreement."""
+    """The rows of each case, for each number of threads.
+
+    Raises:
+        Disagreement: outputs of peers are too far apart.
+    """
     for case in cases:
         inputs = Inputs(case)
         peers = peers_of(args.device, case)
@@ -288,8 +296,8 @@ def measure(args: argparse.Namespace, cases: list[Case]) -> Iterator[dict[str, A
             if not case.training
         }
         for threads in args.threads:
-            torch.set_num_threads(threads)  # flash_dmattn follows it
-            check_outputs(case, peers, inputs, references)  # warms up, too
+            torch.set_num_threads(threads)  # flash_dmattn obeys it too
+            check_outputs(case, peers, inputs, references)  # this warms up too
             times = alternate(peers, inputs, args.rounds)
             for peer, own in zip(peers, times):
                 yield make_row(case, peer, threads, own, times[0])
@@ -316,13 +324,15 @@ def print_head() -> None:
 
 
 def whole_number(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) < 2**24:  # scores are float32
+    if (
+        not text.isdecimal() or not 1 <= int(text) < 2**24
+    ):  # float32 scores hold larger integers inexactly
         raise argparse.ArgumentTypeError(f"is {text!r}, want a number from 1 to 16777215")
     return int(text)
 
 
 def whole_numbers(text: str) -> list[int]:
-    return [whole_number(part) for part in text.split(",")]
+    return [whole_number(word) for word in text.split(",")]
 
 
 def output(text: str) -> Path:
@@ -381,7 +391,7 @@ def select_cases(args: argparse.Namespace) -> list[Case] | list[peers_cuda.Case]
 
 
 def named(cases: list[Any], wanted: str | None) -> list[Any]:
-    """Those that FILTER means."""
+    """The cases that FILTER matches."""
     wanted = wanted or ""
     if any(mark in wanted for mark in "*?["):
         return [case for case in cases if fnmatch(case.name(), wanted)]
@@ -412,7 +422,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
 
 
 def collect(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, Any]]) -> None:
-    """Adds to `rows` what is measured, and prints it. Errors: Disagreement."""
+    """Measure, print the rows and add them to `rows`.
+
+    Raises:
+        Disagreement: outputs of peers are too far apart.
+    """
     if args.device == "cuda":
         peers_cuda.print_head()
         for row in peers_cuda.measure(cases, args.rounds):
@@ -428,17 +442,22 @@ def collect(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, An
 
 
 def run(args: argparse.Namespace, cases: list[Case]) -> None:
-    """Errors: Disagreement, OSError."""
+    """Measure and write the files.
+
+    Raises:
+        Disagreement: outputs of peers are too far apart.
+        OSError: a file could not be written.
+    """
     machine = find_machine(args.device)
     print(", ".join(f"{field} {value}" for field, value in machine.items() if value), end="\n\n")
     rows: list[dict[str, Any]] = []
     try:
         collect(args, cases, rows)
-    finally:  # what is measured is kept, whatever comes after it
+    finally:  # rows that were measured are written even if a later case fails
         if args.json and rows:
             write_whole(args.json, [machine, *rows])
     if args.picture:
-        import peers_picture  # wants matplotlib
+        import peers_picture  # needs matplotlib
 
         peers_picture.draw(machine, rows, args.picture)
 

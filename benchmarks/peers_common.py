@@ -1,4 +1,4 @@
-"""What benchmarks/peers.py does on every device: rounds, quantiles, the machine, files."""
+"""What benchmarks/peers.py needs on every device: rounds, quantiles, the machine, files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Rounds(NamedTuple):
-    """How often a case is run: until `seconds` are over, but at least and at most so often."""
+    """How often a case is run: until `seconds` are over, within the two limits."""
 
     least: int
     most: int
@@ -30,29 +30,29 @@ QUICK = Rounds(3, 20, 0.3)
 
 
 class Disagreement(Exception):
-    """Outputs that are further apart than rounding explains."""
+    """Two outputs are further apart than rounding explains."""
 
 
 def require_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float, what: str) -> None:
     error = (found.double() - wanted).abs().max().item()
-    if not error <= allowed:  # so that NaN fails
+    if not error <= allowed:  # written so that NaN fails
         raise Disagreement(f"{what} differ by {error:.3g}, allowed {allowed:.3g}")
 
 
 def quantiles(values: list[float]) -> list[float]:
     """The first decile, the median and the last decile."""
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    return torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    fractions = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).quantile(fractions).tolist()
 
 
 def commit() -> str | None:
-    """Of the tree; FDMA_COMMIT says it where there is no git."""
+    """The commit of the tree, from FDMA_COMMIT if there is no git."""
     if given := os.environ.get("FDMA_COMMIT"):
         return given
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except OSError:  # no git
+    except OSError:  # git is not installed
         return None
     return done.stdout.strip() or None
 
@@ -61,7 +61,7 @@ def find_machine(device: str) -> dict[str, Any]:
     info = _library.DeviceInfo()
     index = 1 if device == "cuda" else 0
     _library.check(_library.library.fdma_describe_device(index, ctypes.byref(info)))
-    facts = {
+    machine = {
         "machine": info.name.decode(),
         "cores": info.cores,
         "device": device,
@@ -69,11 +69,11 @@ def find_machine(device: str) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),
     }
-    return {**facts, "kernels": kernels_hash()} if device == "cuda" else facts
+    return {**machine, "kernels": kernels_hash()} if device == "cuda" else machine
 
 
 def write_whole(path: Path, lines: list[dict[str, Any]]) -> None:
-    """All of it or nothing: a reader never sees half a file."""
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    part.replace(path)
+    """Replace the file as a whole, so that a reader never sees half of it."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    unfinished.replace(path)

@@ -1,8 +1,8 @@
 """What benchmarks/peers.py measures on a CUDA device, and how.
 
-Cases and tensors are those of peers_cuda_inputs.py and, for gradients, of peers_cuda_backward.py.
-Peers run in turn. A call is timed by events on its stream; what the host does before it
-hides behind a kernel that only waits. Launch overhead is what the host does.
+The cases and tensors are in peers_cuda_inputs.py and, for gradients, in peers_cuda_backward.py.
+Peers alternate. A call is timed by events on its stream, after a kernel that only waits, so that
+the host's time does not count; the case "launch" measures the host's time alone.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ from peers_cuda_inputs import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-WAIT_CYCLES = 3_000_000  # some 1.5 ms: longer than the host takes for a call
-QUICK_LENGTH = 32768  # the longest with --quick
-CALLS = 50  # between two looks at the clock: fewer than fill the queue of a stream
+WAIT_CYCLES = 3_000_000  # about 1.5 ms: longer than the host takes for a call
+QUICK_LENGTH = 32768  # the largest length with --quick
+CALLS = 50  # timed together by the host: fewer than fill the queue of a stream
 
 MORE = """
 With --device cuda (--threads, --lengths and --window do not apply) cases are
   attention  score, selection, lists and attention in one call, against dense attention
   selected   selection and attention, of given scores in several orders
   dense      all keys through the kernels of flash_dmattn
-  select, score, one-query, launch   these alone
-  backward, training   the gradients of attention; and with the call itself
-  selected-backward, dense-backward   those of selected and dense
+  select, score, one-query   one operation alone
+  launch     the host's time for a call
+  backward   the gradients of attention; training: forward and backward
+  selected-backward, dense-backward   the gradients of selected and dense
 and peers
-  fdma       flash_dmattn; what is not given is counted. fdma-rising, ...: of scores in that order
+  fdma       flash_dmattn; the time includes scores and selection unless they are given.
+             fdma-rising, ...: with scores in that order
   fdma-deterministic   gradients that are bit-equal from run to run
-  fdma-sm80  the attention on the kernels for any device from compute capability 8.0 on
-  cudnn, flash   SDPA over all keys, on the back ends of cuDNN and of FlashAttention
+  fdma-sm80  attention by the kernels for any device of compute capability 8.0 or later
+  cudnn, flash   SDPA over all keys, by the back ends of cuDNN and of FlashAttention
   masked, mask   SDPA under the boolean mask of the selection; building that mask
   read       a plain read of the case's keys: half the time of a copy
   graph      the same call in a CUDA graph
-of dense: useful FLOP/s as a share of cuDNN's (fdma-sm80: of FlashAttention's). of read: the plain
-read's time as a share of the case's. of iid, of fast, of shorter: the time as a multiple of that of
-random scores, of gradients in any order, of the case of a quarter of the length.
+Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's); of read is
+the time of a plain read over that of the case; of iid, of fast and of shorter are the time over
+that with random scores, with gradients summed in any order, and of a quarter of the length.
 """
 
 
@@ -107,9 +109,9 @@ def all_cases(quick: bool) -> list[Case]:
 
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """All in one call: out, lse, score, bias, expiry, slot."""
-    options = (None, inputs.case.window, "causal", "exp", True, 0.0, 0.0, None)
-    return ops.flash_dma_attention_op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
+    """The fused call: out, lse, score, bias, expiry, slot."""
+    options = (None, inputs.case.window, "causal", "exp", True, 0.0, 0.0, False, None)
+    return ops.FUSED.op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
 
 
 def fused(inputs: Inputs) -> torch.Tensor:
@@ -130,14 +132,14 @@ def dense(inputs: Inputs) -> torch.Tensor:
 
 
 def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
-    causal = inputs.case.kind != "one-query"  # SDPA aligns one query with the first key
+    causal = inputs.case.kind != "one-query"  # SDPA aligns a single query with the first key
     with sdpa_kernel(backend):
         out = scaled_dot_product_attention(*inputs.sdpa, is_causal=causal, enable_gqa=True)
     return out.transpose(1, 2)
 
 
 def masked(inputs: Inputs) -> torch.Tensor:
-    """On all heads' own keys: no back end but the slowest takes groups under a mask."""
+    """With keys repeated for each head: only the slowest back end takes groups under a mask."""
     query, key, value = inputs.sdpa[0], *inputs.expanded
     return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
 
@@ -157,7 +159,7 @@ def replay(inputs: Inputs) -> None:
 
 
 def ordered_peers(run: Callable[..., Any], keys: bool) -> list[Peer]:
-    """One for each order of scores, random ones first."""
+    """One peer for each order of the scores, random ones first."""
     peers = []
     for order in ("iid", *ORDERS):
         name = "fdma" if order == "iid" else f"fdma-{order}"
@@ -165,24 +167,24 @@ def ordered_peers(run: Callable[..., Any], keys: bool) -> list[Peer]:
     return peers
 
 
-def select(inputs: Inputs, order: str) -> Any:  # noqa: ANN401
+def select(inputs: Inputs, order: str) -> Any:
     return flash_dmattn.select(inputs.scores[order], inputs.case.window)
 
 
-def score(inputs: Inputs) -> Any:  # noqa: ANN401
+def score(inputs: Inputs) -> Any:
     return flash_dmattn.score(inputs.value, inputs.dt_proj, inputs.a_coef)
 
 
 CUDNN = Peer("cudnn", functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), "all")
 FLASH = Peer("flash", functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION), "all")
 READ = Peer("read", copy)
-FUSED = Peer("fdma", fused)  # its selection is its own
+FUSED = Peer("fdma", fused)  # computes its own scores
 DENSE = Peer("fdma", dense, "all")
 SM80 = Peer("fdma-sm80", functools.partial(selected, order="iid", backend="cuda/sm80"), "iid")
 
 
 def peers_of(case: Case) -> list[Peer]:
-    """flash_dmattn first."""
+    """The peers of a case, flash_dmattn first."""
     found = {
         "select": lambda: ordered_peers(select, keys=False),
         "selected": lambda: [*ordered_peers(selected, keys=True), SM80, CUDNN, FLASH],
@@ -203,8 +205,8 @@ def peers_of(case: Case) -> list[Peer]:
 def evaluate(
     inputs: Inputs, g: int, rows: torch.Tensor, logits_of: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """out [rows, heads of group g, head_dim], every step in `dtype`. logits_of [rows, length]: what
-    is added to the logits, -inf where a key is not kept."""
+    """out [rows, heads of group g, head_dim], with every step in `dtype`. logits_of [rows, length]
+    is added to the logits; it is -inf where a key is not kept."""
     group = inputs.case.q_heads // inputs.case.kv_heads
     key, value = (tensor[0, :, g].to(dtype) for tensor in (inputs.key, inputs.value))
     query = inputs.query[0, rows, g * group : (g + 1) * group].to(dtype)
@@ -219,8 +221,12 @@ def check_output(
     bias: torch.Tensor | None,
     what: str,
 ) -> None:
-    """Sampled queries are as far from float64 as twice a plain evaluation, plus a rounding step of
-    the row's largest output. Errors: Disagreement."""
+    """Compare sampled queries with float64: the tolerance is twice the error of a plain evaluation,
+    plus a rounding step of the row's largest output.
+
+    Raises:
+        Disagreement: an output is further away.
+    """
     length, window = inputs.case.length, inputs.case.window if score is not None else 0
     if not out.isfinite().all():
         raise Disagreement(f"{what}: not all outputs are finite")
@@ -237,13 +243,13 @@ def check_output(
         found = out[0, rows, g * group : (g + 1) * group]
         allowed = 2 * (plain - exact).abs().amax((1, 2)) + step * exact.abs().amax((1, 2))
         error = (found - exact).abs().amax((1, 2))
-        if not (error <= allowed).all():  # so that NaN fails
+        if not (error <= allowed).all():  # written so that NaN fails
             worst = (error / allowed).max().item()
             raise Disagreement(f"{what}, kv head {g}: {worst:.3g} times what is allowed")
 
 
 def check_outputs(inputs: Inputs, peers: list[Peer]) -> None:
-    """Every peer's, and those of the one call by the scores that it found itself."""
+    """Check every peer's outputs; those of the fused call by the scores that it computed."""
     case = inputs.case
     if case.kind in PASSES:
         peers_cuda_backward.check_gradients(inputs, peers)
@@ -252,7 +258,7 @@ def check_outputs(inputs: Inputs, peers: list[Peer]) -> None:
         out, _, found, bias, *_ = attend(inputs)
         check_output(inputs, out, found, bias, f"{case.name()}: fdma")
         if not torch.equal(fused(inputs), out):
-            raise Disagreement(f"{case.name()}: fdma: out alone is not out beside the others")
+            raise Disagreement(f"{case.name()}: fdma: out differs when it is the only result")
     for peer in peers:
         if peer.keys:
             ranked = inputs.scores.get(peer.keys)
@@ -272,7 +278,7 @@ def time_call(peer: Peer, inputs: Inputs) -> tuple[torch.cuda.Event, torch.cuda.
 
 
 def time_launches(peer: Peer, inputs: Inputs) -> float:
-    """Milliseconds that the host takes for a call when many follow each other."""
+    """Milliseconds that the host takes for each of many successive calls."""
     torch.cuda.synchronize()
     before = time.perf_counter()
     for _ in range(CALLS):
@@ -281,7 +287,7 @@ def time_launches(peer: Peer, inputs: Inputs) -> float:
 
 
 def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> list[list[float]]:
-    """Milliseconds of each peer, round by round, after one that does not count."""
+    """The milliseconds of each peer in each round, after a round that does not count."""
     times: list[list[float]] = [[] for _ in peers]
     begin = time.perf_counter()
     while len(times[0]) <= rounds.least or (
@@ -306,7 +312,7 @@ def ratio(above: list[float], below: list[float]) -> float:
 def make_row(
     case: Case, peer: Peer, times: dict[str, list[float]], earlier: list[tuple[Case, float]]
 ) -> dict[str, Any]:
-    """`earlier`: fdma's medians in the cases before this one."""
+    """The rows of a case; `earlier` holds fdma's medians in the cases before it."""
     own, ours = times[peer.name], times["fdma"]
     low, median, high = quantiles(own)
     attends = peer.keys or peer is FUSED or case.kind in PASSES
@@ -333,7 +339,7 @@ def make_row(
 
 
 def of_shorter(case: Case, median: float, earlier: list[tuple[Case, float]]) -> float | None:
-    """The time as a multiple of that of the same case of a quarter of the length."""
+    """The time over that of the same case of a quarter of the length."""
     for other, ms in earlier:
         if other._replace(length=4 * other.length, goals={}) == case._replace(goals={}):
             return median / ms
@@ -341,8 +347,11 @@ def of_shorter(case: Case, median: float, earlier: list[tuple[Case, float]]) -> 
 
 
 def measure(cases: list[Case], rounds: Rounds) -> Iterator[dict[str, Any]]:
-    """The rows of each case whose outputs agree. Errors: Disagreement, at the end: a run of minutes
-    is not lost for one of its cases."""
+    """The rows of each case whose outputs agree.
+
+    Raises:
+        Disagreement: outputs of a case did not agree; at the end, so that other cases are measured.
+    """
     earlier: list[tuple[Case, float]] = []
     wrong = []
     for case in cases:

@@ -1,8 +1,8 @@
-"""Gradients on a CUDA device, of flash_dmattn and its peers: the cases of benchmarks/peers.py whose
+"""Gradients of flash_dmattn and its peers on a CUDA device: the cases of benchmarks/peers.py whose
 kinds end in backward, and training, which is forward and backward.
 
-A backward pass alone runs again and again over the graph of one forward. Gradients are checked with
-a gradient of the output that is 0 but for a few queries, which float64 can follow.
+A backward pass is timed repeatedly over the graph of one forward pass. Gradients are checked with
+an output gradient that is 0 except for a few queries, so that float64 is affordable.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def leaves(inputs: Inputs, learns: bool) -> list[torch.Tensor]:
 def backward(
     inputs: Inputs, name: str, forward: Forward, dout: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients alone, over the graph that the first call leaves."""
+    """The gradients alone, over the graph of the first call."""
     if name not in inputs.outs:
         inputs.outs[name] = forward(inputs)
     of = leaves(inputs, forward is fused)
@@ -111,7 +111,7 @@ def forward_of(case: Case, name: str) -> Forward:
 
 
 def keys_of(name: str) -> str:
-    """As Peer.keys; the call that scores for itself is checked by its own scores."""
+    """As Peer.keys; the call that computes scores is checked by those."""
     if name in ("cudnn", "flash"):
         return "all"
     return name[5:] if name[5:] in ORDERS else "iid"
@@ -141,7 +141,7 @@ def peers_of(case: Case) -> list[Peer]:
 def sampled_loss(
     inputs: Inputs, tensors: list[torch.Tensor], rows: torch.Tensor, kept: list[torch.Tensor]
 ) -> torch.Tensor:
-    """<out, dout> over the sampled queries, every step in the tensors' type."""
+    """<out, dout> over the sampled queries, with every step in the tensors' dtype."""
     case = inputs.case
     query, key, value, *weights = tensors
     group = case.q_heads // case.kv_heads
@@ -172,15 +172,19 @@ def evaluate(
 
 
 def scores_of(inputs: Inputs, peer: Peer) -> torch.Tensor | None:
-    """[1, kv_heads, length] by which the peer selects; None: it does not."""
+    """[1, kv_heads, length], by which the peer selects; None if it does not select."""
     if forward_of(inputs.case, peer.name) is fused:
         return flash_dmattn.score(inputs.value, inputs.dt_proj, inputs.a_coef)[0].detach()
     return inputs.scores.get(peer.keys)
 
 
 def check_peer(inputs: Inputs, peer: Peer) -> None:
-    """Relative to its largest number every gradient is as far from float64 as twice a plain
-    evaluation (another library's: four times), plus a rounding step. Errors: Disagreement."""
+    """Compare every gradient with float64, relative to its largest element: the tolerance is twice
+    (of another library: four times) the error of a plain evaluation, plus a rounding step.
+
+    Raises:
+        Disagreement: a gradient is further away.
+    """
     case = inputs.case
     rows = torch.linspace(0, case.length - 1, SAMPLES, device="cuda").long()
     ranked = scores_of(inputs, peer)
@@ -197,17 +201,21 @@ def check_peer(inputs: Inputs, peer: Peer) -> None:
     exact = evaluate(inputs, forward is fused, rows, kept, torch.float64)
     plain = evaluate(inputs, forward is fused, rows, kept, torch.bfloat16)
     times = 2 if peer.name.startswith("fdma") else 4
-    # of all gradients together: da is a single number, whose error may be small by accident
+    # the largest of all gradients: the error of da, a single number, may be small by chance
     rough = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(plain, exact))
     for name, own, right in zip(("dq", "dk", "dv", "ddt_proj", "da"), found, exact):
         allowed = (times * rough + torch.finfo(own.dtype).eps) * right.abs().max()
         error = (own - right).abs().max()
-        if not error <= allowed:  # so that NaN fails
+        if not error <= allowed:  # written so that NaN fails
             what = f"{case.name()}: {peer.name}: {name}"
             raise Disagreement(f"{what}: {(error / allowed).item():.3g} times what is allowed")
 
 
 def check_gradients(inputs: Inputs, peers: list[Peer]) -> None:
-    """Those of every peer that could disagree with what it says. Errors: Disagreement."""
+    """Check the gradients of every peer.
+
+    Raises:
+        Disagreement: a gradient is too far from float64.
+    """
     for peer in peers:
         check_peer(inputs, peer)

@@ -1,7 +1,7 @@
 """The cases of a CUDA device that benchmarks/peers.py measures: their sizes, goals and tensors.
 
-bfloat16, causal, batch 1. All peers of a case read the same tensors, in memory [1, length, heads,
-head_dim].
+All are bfloat16, causal and of batch 1. The peers of a case read the same tensors, whose memory is
+[1, length, heads, head_dim].
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, Callable, NamedTuple
 import flash_dmattn
 import torch
 
-SAMPLES = 32  # queries whose outputs are held against float64, or whose outputs have gradients
-SAW = 4096  # keys of a tooth
+SAMPLES = 32  # queries whose outputs are compared with float64, or have gradients
+SAW = 4096  # keys in a period of sawtooth scores
 ORDERS = ("rising", "falling", "equal", "sawtooth")
-LONGEST_DENSE = 131072  # dense attention takes a quarter of a second there, and grows by squares
+LONGEST_DENSE = 131072  # dense attention takes a quarter of a second, and grows with the square
 PASSES = {"backward": 2.5, "selected-backward": 2.5, "dense-backward": 2.5, "training": 3.5}
-HIGHER = ("of_dense", "of_read")  # figures of which more is better
+HIGHER = ("of_dense", "of_read")  # figures for which higher is better
 
 
 class Goal(NamedTuple):
-    """What a row must reach in one of its figures, and what would be better still."""
+    """What one figure of a row must reach, and what it should reach."""
 
     figure: str
     bar: float
@@ -42,22 +42,22 @@ class Case(NamedTuple):
     q_heads: int
     kv_heads: int
     head_dim: int
-    length: int  # keys, and queries where the kind does not say other
+    length: int  # keys, and queries unless the kind says otherwise
     window: int  # 0: dense
-    goals: dict[str, Goal]  # by peer
+    goals: dict[str, Goal]  # of each peer
     mask: bool = False  # small enough for SDPA under a mask
 
     def name(self) -> str:
-        parts = [self.kind]
+        words = [self.kind]
         if self.kind == "select":
-            parts.append(f"g{self.kv_heads}")
+            words.append(f"g{self.kv_heads}")
         else:
-            parts += ["bf16", f"h{self.q_heads}g{self.kv_heads}", f"d{self.head_dim}"]
-        parts.append(f"n{self.length}")
-        return "/".join(parts + ([f"w{self.window}"] if self.window else []))
+            words += ["bf16", f"h{self.q_heads}g{self.kv_heads}", f"d{self.head_dim}"]
+        words.append(f"n{self.length}")
+        return "/".join(words + ([f"w{self.window}"] if self.window else []))
 
     def flops(self, window: int) -> float:
-        """Useful ones where each query keeps `window` keys; 0: all."""
+        """Useful floating-point operations if each query keeps `window` keys; 0: all keys."""
         full = min(window or self.length, self.length)
         pairs = full * (full + 1) // 2 + (self.length - full) * full
         if self.kind == "one-query":
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 class Inputs:
-    """The tensors of a case; what its kind does not need is not there."""
+    """The tensors that the kind of a case needs."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(case.length)
@@ -85,7 +85,7 @@ class Inputs:
         self.query = new(1, 1 if case.kind == "one-query" else length, case.q_heads, dim)
         if case.kind in PASSES:
             self.dout = torch.randn_like(self.query)
-            self.outs: dict[str, torch.Tensor] = {}  # forward's, by peer, with their graphs
+            self.outs: dict[str, torch.Tensor] = {}  # of forward, by peer, with their graphs
             for leaf in (self.query, self.key, self.value, self.dt_proj, self.a_coef):
                 leaf.requires_grad_()
         self.fdma = (self.query, self.key, self.value)
@@ -99,8 +99,13 @@ class Inputs:
     def make_scores(self, order: str) -> torch.Tensor:
         """[1, kv_heads, length] float32."""
         shape = (1, self.case.kv_heads, self.case.length)
-        place = torch.arange(self.case.length, device="cuda", dtype=torch.float32)
-        ordered = {"rising": place, "falling": -place, "equal": 0 * place, "sawtooth": place % SAW}
+        position = torch.arange(self.case.length, device="cuda", dtype=torch.float32)
+        ordered = {
+            "rising": position,
+            "falling": -position,
+            "equal": 0 * position,
+            "sawtooth": position % SAW,
+        }
         if order in ordered:
             return ordered[order].expand(shape).contiguous()
         return torch.randn(shape, device="cuda")
@@ -109,11 +114,11 @@ class Inputs:
 class Peer(NamedTuple):
     name: str
     run: Callable[[Inputs], Any]
-    keys: str = ""  # which each query keeps: "all", an order's; "": there is no output to check
+    keys: str = ""  # that each query keeps: "all", or an order of scores; "": no output to check
 
 
 def build_mask(inputs: Inputs) -> torch.Tensor:
-    """bool [1, q_heads, length, length]. From expiry: the cheapest way that there is to it."""
+    """bool [1, q_heads, length, length], built from expiry, which is the cheapest way."""
     case = inputs.case
     expiry = flash_dmattn.select(inputs.scores["iid"], case.window).expiry
     key = torch.arange(case.length, dtype=torch.int32, device="cuda")
@@ -122,7 +127,7 @@ def build_mask(inputs: Inputs) -> torch.Tensor:
 
 
 def best_keys(score: torch.Tensor, rows: torch.Tensor, window: int) -> torch.Tensor:
-    """bool [rows, length] of one kv head's score [length]; the later of equals first."""
+    """bool [rows, length], from one kv head's score [length]; of equal scores the later wins."""
     key = torch.arange(len(score), device=score.device)
     visible = key <= rows[:, None]
     if not 0 < window < len(score):

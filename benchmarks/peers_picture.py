@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, a panel for each dtype. Of a
-CUDA device: milliseconds against length, and useful FLOP/s relative to dense attention.
+"""Draw the rows of `benchmarks/peers.py`: milliseconds against length, one panel for each dtype;
+for a CUDA device, milliseconds against length, and useful FLOP/s relative to dense attention.
 
-peers.py --picture draws what it measured; this draws a JSON file that it wrote, by itself:
+peers.py --picture draws what it has measured; this script draws a file of peers.py --json:
 
     pip install matplotlib
     python benchmarks/peers_picture.py FILE.json --out FILE.svg
@@ -28,7 +28,7 @@ class Line(NamedTuple):
     form: str
     peer: str
     label: str
-    colour: str  # of Okabe and Ito's, which differ without colour vision
+    colour: str  # from Okabe and Ito's palette for the colour-blind
     marker: str
 
 
@@ -41,7 +41,7 @@ LINES = (
 
 
 def points(rows: list[dict[str, Any]], line: Line, dtype: str) -> list[tuple[int, float]]:
-    """Length and milliseconds, by length."""
+    """Pairs of a length and milliseconds, in the order of length."""
     found = []
     for row in rows:
         case = CASE.fullmatch(row["case"])
@@ -75,7 +75,7 @@ def draw_panel(axes: pyplot.Axes, rows: list[dict[str, Any]], dtype: str) -> Non
 
 
 def caption(machine: dict[str, Any], rows: list[dict[str, Any]], threads: int) -> str:
-    """What was measured, and on what."""
+    """The machine, the inputs and what the times include."""
     windows = {case["window"] for row in rows if (case := CASE.fullmatch(row["case"]))} - {None}
     where = [
         machine["machine"],
@@ -83,7 +83,7 @@ def caption(machine: dict[str, Any], rows: list[dict[str, Any]], threads: int) -
         f"PyTorch {machine['torch']}",
     ]
     what = ["causal, one head, head_dim 128", *(f"window {window}" for window in sorted(windows))]
-    counted = "selection counted, making the mask not"
+    counted = "times include selection, not making the mask"
     return f"{', '.join(where)}\n{', '.join(what)}; {counted}"
 
 
@@ -116,44 +116,47 @@ def draw_times(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
     axes.legend(frameon=False)
 
 
-def draw_shares(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
+def draw_fractions(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
     shown = [row for row in rows if row["peer"].startswith("fdma") and row["of_dense"] is not None]
     names = [
         row["case"].replace("/bf16", "") + row["peer"].removeprefix("fdma").replace("-", ", ")
         for row in shown
     ]
-    places = range(len(shown))
-    axes.barh(places, [row["of_dense"] for row in shown], color="#0072B2")
-    for place, row in zip(places, shown):
+    heights = range(len(shown))
+    axes.barh(heights, [row["of_dense"] for row in shown], color="#0072B2")
+    for height, row in zip(heights, shown):
         if row["goal"] and "of dense" in row["goal"]:
             bar = float(row["goal"].split()[1])
-            axes.plot([bar, bar], [place - 0.4, place + 0.4], color="#D55E00", linewidth=2)
-    axes.set_yticks(places, names, fontsize="x-small")
+            axes.plot([bar, bar], [height - 0.4, height + 0.4], color="#D55E00", linewidth=2)
+    axes.set_yticks(heights, names, fontsize="x-small")
     axes.invert_yaxis()
     axes.axvline(1, color="0.5", linewidth=0.8)
-    axes.set_xlabel("useful FLOP/s, share of dense attention's (sm80: FlashAttention-2's)")
+    axes.set_xlabel("useful FLOP/s relative to dense attention (sm80: to FlashAttention-2)")
 
 
 def draw_cuda(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6), layout="constrained")
     draw_times(left, rows)
-    draw_shares(right, rows)
+    draw_fractions(right, rows)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    words = f"{machine['machine']}, PyTorch {machine['torch']}, bfloat16, causal, selection counted"
+    where = f"{machine['machine']}, PyTorch {machine['torch']}"
+    words = f"{where}, bfloat16, causal, selection included"
     figure.supxlabel(words, fontsize="small", color="0.35")
     save(figure, out)
 
 
 def save(figure: pyplot.Figure, out: Path) -> None:
-    bare = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata: the same bytes
+    bare = dict.fromkeys(
+        ("Creator", "Date", "Format", "Type")
+    )  # without metadata a drawing has the same bytes every time
     figure.savefig(out, metadata=bare if out.suffix == ".svg" else None)
 
 
 def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None:
-    """On the CPU the rows of the fewest threads."""
+    """The rows to draw: on the CPU, those of the fewest threads."""
     matplotlib.use("svg" if out.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # ids that do not change from run to run
+    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     if machine["device"] == "cuda":
         draw_cuda(machine, rows, out)
         return
@@ -174,7 +177,7 @@ def draw(machine: dict[str, Any], rows: list[dict[str, Any]], out: Path) -> None
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("json", type=Path, help="what peers.py --json wrote")
+    parser.add_argument("json", type=Path, help="a file that peers.py --json wrote")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     machine, *rows = [json.loads(line) for line in args.json.read_text().splitlines()]

@@ -1,8 +1,8 @@
-"""Training on the CPU, of flash_dmattn and SDPA: forward and backward, for the cases of
-benchmarks/peers.py whose names begin with training.
+"""Forward and backward of flash_dmattn and SDPA on the CPU, for the cases of benchmarks/peers.py
+whose names begin with training.
 
-Gradients are checked with a gradient of the output that is 0 but for a few queries, which float64
-can follow.
+Gradients are checked with an output gradient that is 0 except for a few queries, so that float64 is
+affordable.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch.nn.functional import scaled_dot_product_attention
 SAMPLES = 32  # queries whose outputs have gradients, in the check
 
 
-def fdma(inputs: Any) -> torch.Tensor:  # noqa: ANN401
-    """Counts its selection."""
+def fdma(inputs: Any) -> torch.Tensor:
+    """The time includes selecting."""
     selection = flash_dmattn.select(inputs.score, inputs.window)
     tensors = [tensor.transpose(1, 2) for tensor in inputs.sdpa]
     return flash_dmattn.attention(*tensors, selection=selection, causal=True)[0].transpose(1, 2)
 
 
-def sdpa_masked(inputs: Any) -> torch.Tensor:  # noqa: ANN401
+def sdpa_masked(inputs: Any) -> torch.Tensor:
     return scaled_dot_product_attention(*inputs.sdpa, attn_mask=inputs.mask)
 
 
 FORWARDS: dict[str, Callable[[Any], torch.Tensor]] = {"fdma": fdma, "sdpa-masked": sdpa_masked}
 
 
-def step(name: str, inputs: Any, dout: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+def step(name: str, inputs: Any, dout: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """Forward, then the gradients of query, key and value."""
     dout = inputs.dout if dout is None else dout
     return torch.autograd.grad(FORWARDS[name](inputs), inputs.sdpa, dout)
 
 
 def evaluate(
-    inputs: Any,  # noqa: ANN401
+    inputs: Any,
     rows: torch.Tensor,
     kept: torch.Tensor,
     dout: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients with every step in `dtype`. kept: bool [rows, length]."""
+    """The gradients, with every step in `dtype`. kept: bool [rows, length]."""
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs.sdpa]
     query, key, value = (leaf[0, 0] for leaf in leaves)
     logits = (query[rows] @ key.T) * query.shape[1] ** -0.5
@@ -53,12 +53,16 @@ def evaluate(
 
 
 def check_gradients(
-    inputs: Any,  # noqa: ANN401
+    inputs: Any,
     keys_kept: Callable[..., torch.Tensor],
     what: str,
 ) -> None:
-    """Every peer's gradients are as far from float64 as twice a plain evaluation (another
-    library's: eight times), plus a rounding step of the largest number. Errors: Disagreement."""
+    """Compare every peer's gradients with float64: the tolerance is twice (of another library:
+    eight times) the error of a plain evaluation, plus a rounding step of the largest element.
+
+    Raises:
+        Disagreement: a gradient is further away.
+    """
     length = inputs.dout.shape[2]
     rows = torch.linspace(0, length - 1, min(SAMPLES, length)).round().long()
     kept = keys_kept(inputs, rows, inputs.window)

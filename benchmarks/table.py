@@ -1,19 +1,37 @@
-"""Turns the JSON lines of `fdma bench` or `benchmarks/peers.py --json FILE` into a Markdown table.
+"""Makes Markdown tables of what `fdma bench --json` and `benchmarks/peers.py --json` write.
 
-    benchmarks/table.py FILE [FILE ...]
+    benchmarks/table.py FILE [FILE ...]          print every case of each file
+    benchmarks/table.py --update DOCUMENT ...    write the tables of documents anew
+    benchmarks/table.py --check DOCUMENT ...     exit 1 if a document's tables are not current
 
-Units: ms a call, spread relative to it, useful GFLOP/s, share of the peak loop that ran in
-alternation, time of a plain read as a share of the case's, selection and lists in ns a key, lists
-as a share of the attention over their selection, useful FLOP/s as a share of dense attention's,
-time as a multiple of that of random scores, of gradients in any order and of the case of a quarter
-of the length, how many times as fast as the peer flash_dmattn is.
-Errors: a file that is not such JSON lines raises ValueError.
+A document has a table between `<!-- table NAME -->` and `<!-- end of table -->`. What it shows is
+in benchmarks/tables.txt:
+
+    table NAME FILE
+    title: LABEL of the first column
+    column: FIELD | LABEL
+    row: CASE [FIELD=VALUE ...] | LABEL
+
+FILE is in benchmarks/results. FIELD is one of COLUMNS, or tflops. PEER.FIELD takes it from the line
+of that peer; FILE:FIELD and FILE:PEER.FIELD take it from another file. Machines, dates and commits
+are written below the table.
+
+Units: ms a call, spread relative to it, useful GFLOP/s or TFLOP/s, share of the peak loop that ran
+in alternation, time of a plain read as a share of the case's, selection and lists in ns a key,
+lists as a share of the attention over their selection, useful FLOP/s as a share of dense
+attention's, time as a multiple of that of random scores, of gradients in any order and of the case
+of a quarter of the length, how many times as fast as the peer flash_dmattn is.
+
+Raises ValueError for a file that is not such JSON lines, or that lacks a case.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
+import sys
 from pathlib import Path
 
 COLUMNS = {
@@ -50,7 +68,7 @@ DECIMALS = {
     "of_shorter": 2,
     "ratio": 2,
 }
-FACTS = {
+ORIGIN = {
     "machine": "{}",
     "compiler": "{}",
     "torch": "PyTorch {}",
@@ -80,9 +98,11 @@ def cell(row: dict, field: str) -> str:
 def table(path: Path) -> str:
     machine, rows = read(path)
     used = [field for field in COLUMNS if any(row.get(field) is not None for row in rows)]
-    facts = ", ".join(text.format(machine[key]) for key, text in FACTS.items() if machine.get(key))
+    origin = ", ".join(
+        text.format(machine[key]) for key, text in ORIGIN.items() if machine.get(key)
+    )
     lines = [
-        f"{facts}:",
+        f"{origin}:",
         "",
         "| " + " | ".join(COLUMNS[field] for field in used) + " |",
         "|" + "|".join("---:" if field in DECIMALS else "---" for field in used) + "|",
@@ -91,11 +111,115 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="JSON lines of benchmarks as Markdown tables")
+RESULTS = Path(__file__).parent / "results"
+TABLES = Path(__file__).with_name("tables.txt")
+TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+COLUMN = re.compile(r"(?:(?P<file>\S+\.json):)?(?:(?P<peer>[\w-]+)\.)?(?P<field>\w+)")
+
+
+def find(file: str, case: str, wanted: dict[str, str]) -> dict:
+    """The line of a file that is of this case and has the wanted values; {} without such a peer."""
+    rows = [row for row in read(RESULTS / file)[1] if row["case"] == case]
+    found = [row for row in rows if all(str(row.get(key)) == wanted[key] for key in wanted)]
+    if not rows or len(found) > 1 or (not found and "peer" not in wanted):
+        raise ValueError(f"{file}: {len(found)} lines of {case} with {wanted}, want 1")
+    return found[0] if found else {}
+
+
+def figure(row: dict, field: str) -> str:
+    value = row.get("useful_gflops" if field == "tflops" else field)
+    if value is None:
+        return ""
+    if field == "tflops":
+        return f"{value / 1000:.0f}"
+    if field == "useful_gflops" or value >= 1000:
+        return f"{value:.0f}"
+    if field == "ratio":
+        return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+    if field.startswith("of_"):
+        return f"{value:.2f}"
+    value = float(f"{value:.2e}")
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"  # three digits
+
+
+def cell_of(file: str, row: str, column: str) -> str:
+    case, *words = row.split()
+    match = COLUMN.fullmatch(column)
+    if not match:
+        raise ValueError(f"column: is {column!r}, want [FILE:][PEER.]FIELD")
+    wanted = dict(word.split("=") for word in words)
+    if match["peer"]:
+        wanted["peer"] = match["peer"]
+    return figure(find(match["file"] or file, case, wanted), match["field"])
+
+
+def origin_of(file: str) -> str:
+    machine = read(RESULTS / file)[0]
+    words = [machine["machine"], f"PyTorch {machine['torch']}" if "torch" in machine else None]
+    words += [machine.get("compiler"), machine["date"][:10], f"commit {machine['commit']}"]
+    return f"{', '.join(filter(None, words))} ([{file}](RESULTS/{file}))"
+
+
+def specification_of(name: str) -> list[str]:
+    """The lines that describe a table: its head first."""
+    texts = TABLES.read_text().split("\n\n")
+    found = [text.splitlines() for text in texts if text.startswith(f"table {name} ")]
+    if len(found) != 1:
+        raise ValueError(f"{TABLES.name}: has {len(found)} tables {name}, want 1")
+    return found[0]
+
+
+def document_table(name: str) -> str:
+    """The table of that name, and where its figures come from."""
+    head, *lines = specification_of(name)
+    file = head.split()[2]
+    title = ""
+    columns, rows = [], []
+    for line in lines:
+        kind, _, text = line.partition(": ")
+        what, _, label = (word.strip() for word in text.rpartition("|"))
+        if kind == "title":
+            title = label
+        else:
+            {"column": columns, "row": rows}[kind].append((what, label))
+    made = ["| " + " | ".join([title, *(label for _, label in columns)]) + " |"]
+    made.append("|---|" + "---:|" * len(columns))
+    for row, label in rows:
+        cells = [cell_of(file, row, column) for column, _ in columns]
+        made.append("| " + " | ".join([label, *cells]) + " |")
+    files = dict.fromkeys((COLUMN.match(column)["file"] or file) for column, _ in columns)
+    return "\n".join([*made, "", "; ".join(map(origin_of, files)) + "."])
+
+
+def update(document: Path) -> str:
+    """The document's text with current tables."""
+    results = "../benchmarks/results" if document.parent.name == "docs" else "benchmarks/results"
+
+    def make(match: re.Match[str]) -> str:
+        table = document_table(match[2]).replace("(RESULTS/", f"({results}/")
+        return f"{match[1]}{table}\n{match[3]}"
+
+    return TABLE.sub(make, document.read_text())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--update", action="store_true", help="write the tables of documents anew")
+    parser.add_argument("--check", action="store_true", help="exit 1 where they are not current")
     parser.add_argument("files", nargs="+", type=Path)
-    print("\n\n".join(table(path) for path in parser.parse_args().files))
+    options = parser.parse_args()
+    if not options.update and not options.check:
+        print("\n\n".join(table(path) for path in options.files))
+        return 0
+    old = [path for path in options.files if update(path) != path.read_text()]
+    for path in old:
+        print(f"{path}: its tables are not current" if options.check else f"{path}: updated")
+        if options.update:
+            path.write_text(update(path))
+    return 1 if old and options.check else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

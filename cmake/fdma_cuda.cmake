@@ -6,7 +6,7 @@ include(fdma_architectures)
 
 # sm_90a, whose instructions the tuned kernels use, came with CUDA 12.0.
 set(fdma_least_cuda 12.0)
-set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found), ON or OFF")
+set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found; pip: and a driver), ON or OFF")
 set(FDMA_CUDA_ARCHITECTURES "" CACHE STRING
     "compute capabilities to hold code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")
 set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -17,7 +17,11 @@ if(FDMA_CUDA STREQUAL "AUTO" AND NOT CMAKE_CROSSCOMPILING)
   include(CheckLanguage)
   set(CMAKE_CUDA_ARCHITECTURES OFF)
   check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
+  find_library(fdma_driver libcuda.so.1 PATHS /usr/lib/wsl/lib)
+  if(CMAKE_CUDA_COMPILER AND SKBUILD AND NOT fdma_driver) # minutes of compiling for no device
+    message(NOTICE "nvcc is found, but no NVIDIA driver: building without CUDA kernels; "
+                   "set FDMA_CUDA=ON to build them all the same")
+  elseif(CMAKE_CUDA_COMPILER)
     set(fdma_has_cuda ON)
   endif()
 elseif(FDMA_CUDA AND NOT FDMA_CUDA STREQUAL "AUTO")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draw the losses that `examples/train_text.py --json FILE` wrote, against steps and minutes.
+"""Draw the losses in a file of `examples/train_text.py --json FILE` against steps and minutes.
 
-train_text.py --picture draws them itself; this draws the file again:
+train_text.py --picture draws them too; this script draws them again from the file:
 
     pip install matplotlib
     python examples/train_picture.py curves.json --out curves.svg
@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib import pyplot
 
 COLOURS = {"selected": "#0072B2", "dense": "#CC79A7"}  # Okabe and Ito's
-AXES = (("training steps", 0, 1.0), ("minutes of training", 1, 60.0))  # place and unit of x
+AXES = (("training steps", 0, 1.0), ("minutes of training", 1, 60.0))  # index and unit of x
 
 
 def label_of(name: str, run: dict[str, Any]) -> str:
@@ -27,13 +27,13 @@ def label_of(name: str, run: dict[str, Any]) -> str:
     return f"selected, {run['window']} of {run['length']} bytes"
 
 
-def draw_runs(axes: pyplot.Axes, runs: dict[str, Any], place: int, unit: float) -> None:
-    """Held-out losses, and behind them those of every step."""
+def draw_runs(axes: pyplot.Axes, runs: dict[str, Any], index: int, unit: float) -> None:
+    """Held-out losses as solid lines, and the losses of every training step as pale ones."""
     for name, run in sorted(runs.items(), reverse=True):
         for curve, style in (("train", {"alpha": 0.25, "linewidth": 0.8}), ("held_out", {})):
             points = run[curve]
             label = label_of(name, run) if curve == "held_out" else None
-            x, y = [point[place] / unit for point in points], [point[2] for point in points]
+            x, y = [point[index] / unit for point in points], [point[2] for point in points]
             axes.plot(x, y, color=COLOURS[name], label=label, **style)
     axes.grid(color="0.9", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -41,12 +41,12 @@ def draw_runs(axes: pyplot.Axes, runs: dict[str, Any], place: int, unit: float) 
 
 def draw(runs: dict[str, Any], out: Path) -> None:
     matplotlib.use("svg" if out.suffix == ".svg" else "agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # ids that do not change from run to run
+    matplotlib.rcParams["svg.hashsalt"] = "fdma"  # the same ids in every run
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axes, (label, place, unit) in zip(panels, AXES):
-        draw_runs(axes, runs, place, unit)
+    for axes, (label, index, unit) in zip(panels, AXES):
+        draw_runs(axes, runs, index, unit)
         axes.set_xlabel(label)
-    panels[0].set_ylabel("bits a byte of held-out text\n(pale: of each training step)")
+    panels[0].set_ylabel("bits per byte of held-out text\n(pale: of each training step)")
     panels[1].legend(frameon=False)
     names = sorted({run["text"] for run in runs.values()})
     figure.suptitle(f"A byte-level language model learns {', '.join(names)}", fontsize=10)
@@ -57,7 +57,7 @@ def draw(runs: dict[str, Any], out: Path) -> None:
 def main() -> None:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
-    parser.add_argument("curves", type=Path, help="what train_text.py --json wrote")
+    parser.add_argument("curves", type=Path, help="a file that train_text.py --json wrote")
     parser.add_argument("--out", type=Path, required=True, help="the picture, .svg or .png")
     options = parser.parse_args()
     draw(json.loads(options.curves.read_text()), options.out)

@@ -3,15 +3,15 @@
 
 Four layers of width 256 read 1024 bytes, of which every query keeps 128; --dense trains the same
 model with plain attention over all of them. The text comes with Python itself, so that nothing is
-downloaded; the last tenth is held out. Run it with the package installed, or with
-FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python:
+downloaded; the last tenth of it is held out. Run it with the package installed, or with
+FDMA_LIBRARY=build/libfdma.so PYTHONPATH=python in the environment:
 
-    pip install tqdm matplotlib
     python examples/train_text.py --minutes 3 --json curves.json
     python examples/train_text.py --minutes 3 --json curves.json --dense --picture curves.svg
 
-Losses are in bits a byte. --json adds this run's curves to what the file has, so that --picture
-shows both. Exit status: 0 done; 2 bad usage.
+It shows a progress bar if tqdm is installed, and --picture needs matplotlib: `pip install tqdm
+matplotlib`. Losses are in bits per byte. --json adds this run's curves to those in the file, so
+that --picture shows both. Exit status: 0 done; 2 bad usage.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ import torch
 from flash_dmattn import DynamicMaskAttention
 from torch import nn
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
 
 BYTES = 256
 HEAD_DIM = 64
 GROUP = 2  # query heads of a kv head
-PEAK_RATE, LAST_RATE, WARM_UP = 1e-3, 0.1, 20  # AdamW's; a share of it; steps
-EVERY, HELD_OUT_ROWS = 20, 8  # steps between evaluations, of so many pieces of held-out text
+PEAK_RATE, WARM_UP = 1e-3, 20  # learning rate of AdamW, and the steps until it is reached
+LAST_RATE = 0.1  # the learning rate at the end, as a fraction of PEAK_RATE
+EVERY = 20  # steps between evaluations
+HELD_OUT_ROWS = 8  # pieces of held-out text in an evaluation
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers; each adds to what it read."""
+    """Attention, then two linear layers, each with a residual connection."""
 
     def __init__(self, width: int, window: int | None) -> None:
         super().__init__()
@@ -49,16 +55,16 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(width)
         self.attention = DynamicMaskAttention(width, heads, max(1, heads // GROUP), window)
         self.norm = nn.RMSNorm(width)
-        self.rise = nn.Linear(width, 4 * width)
-        self.fall = nn.Linear(4 * width, width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.fall(torch.nn.functional.gelu(self.rise(self.norm(x))))
+        return x + self.contract(torch.nn.functional.gelu(self.expand(self.norm(x))))
 
 
 class Model(nn.Module):
-    """Bytes [batch, len] to logits of the byte after each [batch, len, 256]. window None: dense."""
+    """From bytes [batch, len] to the logits of each next byte [batch, len, 256]."""
 
     def __init__(self, layers: int, width: int, window: int | None) -> None:
         super().__init__()
@@ -81,7 +87,7 @@ class Text(NamedTuple):
 
 
 def read_text(path: Path | None) -> Text:
-    """The file at `path`, or the language reference that help() shows."""
+    """The file at `path`, or else the language reference that help() shows."""
     if path is not None:
         name, data = path.name, path.read_bytes()
     else:
@@ -94,12 +100,12 @@ def read_text(path: Path | None) -> Text:
 
 
 def cut(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
-    """Pieces of `text` of length + 1 bytes: what is read, and one byte later what is foretold."""
+    """Pieces of `text`, each of length + 1 bytes: the inputs, and one byte later the targets."""
     return text[starts[:, None] + torch.arange(length + 1)]
 
 
 def loss_of(model: Model, pieces: torch.Tensor, device: str) -> torch.Tensor:
-    """Bits a byte, [1]; in bfloat16 on a device, whose attention takes 16-bit types alone."""
+    """Mean loss in bits per byte. On a CUDA device attention takes 16-bit types only: bfloat16."""
     pieces = pieces.to(device)
     narrow = device.startswith("cuda")
     with torch.autocast("cuda", torch.bfloat16) if narrow else contextlib.nullcontext():
@@ -109,26 +115,47 @@ def loss_of(model: Model, pieces: torch.Tensor, device: str) -> torch.Tensor:
 
 
 class Progress:
-    """How much of a run is done: of its steps or of its time, whichever ends first."""
+    """The fraction of a run that is done: of its steps or of its time, whichever ends first."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.steps, self.seconds = options.steps, options.minutes * 60
-        self.taken, self.spent = 0, 0.0
+        self.taken, self.spent = 0, 0.0  # steps and seconds so far
 
-    def share(self) -> float:
-        shares = [self.spent / self.seconds if self.seconds else 0.0]
-        shares.append(self.taken / self.steps if self.steps else 0.0)
-        return min(1.0, max(shares))
+    def fraction(self) -> float:
+        of_time = self.spent / self.seconds if self.seconds else 0.0
+        of_steps = self.taken / self.steps if self.steps else 0.0
+        return min(1.0, max(of_time, of_steps))
 
     def rate(self) -> float:
-        """The learning rate: a rise, then a half cosine down to a share of the peak."""
+        """The learning rate: a linear rise, times half a cosine down to LAST_RATE."""
         rise = min(1.0, (self.taken + 1) / WARM_UP)
-        fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * self.share())) / 2
+        fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * self.fraction())) / 2
         return PEAK_RATE * rise * fall
 
 
+class Bar:
+    """A progress bar of tqdm or, without tqdm, a line on stderr after every evaluation."""
+
+    def __init__(self) -> None:
+        form = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+        self.bar = tqdm(total=100, unit="%", bar_format=form) if tqdm else None
+
+    def show(self, progress: Progress, loss: float, held_out: float, is_evaluated: bool) -> None:
+        numbers = {"step": progress.taken, "loss": f"{loss:.3f}", "held_out": f"{held_out:.3f}"}
+        if self.bar is not None:
+            self.bar.update(100 * progress.fraction() - self.bar.n)
+            self.bar.set_postfix(**numbers)
+        elif is_evaluated:
+            words = ", ".join(f"{name}={number}" for name, number in numbers.items())
+            print(f"{progress.fraction():.0%} {words}", file=sys.stderr)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
 class Curves:
-    """Losses of a run, with the steps and the seconds of training before them."""
+    """Losses of a run, each as (steps before it, seconds of training before it, loss)."""
 
     def __init__(self) -> None:
         self.train: list[tuple[int, float, float]] = []
@@ -142,9 +169,9 @@ class Curves:
 
 
 def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
-    """Train until the steps or the minutes are over. Evaluations do not count as time."""
+    """Train until the steps or the minutes are over. The time of evaluations does not count."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    places = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     spread = torch.linspace(0, len(text.held_out) - options.length - 1, HELD_OUT_ROWS).long()
     unseen = cut(text.held_out, spread, options.length)
     progress, curves = Progress(options), Curves()
@@ -155,13 +182,15 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
         curves.held_out.append((progress.taken, progress.spent, loss))
         return loss
 
-    bar = tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}")
+    bar = Bar()
     unseen_loss = evaluate()
-    while progress.share() < 1:
+    while progress.fraction() < 1:
         begin = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = progress.rate()
-        starts = torch.randint(len(text.train) - options.length, (options.batch,), generator=places)
+        starts = torch.randint(
+            len(text.train) - options.length, (options.batch,), generator=generator
+        )
         loss = loss_of(model, cut(text.train, starts, options.length), options.device)
         optimizer.zero_grad()
         loss.backward()
@@ -171,34 +200,40 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
         progress.taken += 1
         progress.spent += time.perf_counter() - begin
         curves.train.append((progress.taken, progress.spent, seen_loss))
-        if progress.taken % EVERY == 0 or progress.share() == 1:
+        is_evaluated = progress.taken % EVERY == 0 or progress.fraction() == 1
+        if is_evaluated:
             unseen_loss = evaluate()
-        bar.update(100 * progress.share() - bar.n)
-        bar.set_postfix(step=progress.taken, loss=f"{seen_loss:.3f}", held_out=f"{unseen_loss:.3f}")
+        bar.show(progress, seen_loss, unseen_loss, is_evaluated)
     bar.close()
     return curves
 
 
 def add_run(path: Path, name: str, run: dict[str, Any]) -> dict[str, Any]:
-    """The runs of the file at `path`, and this one; written whole or not at all."""
+    """Add a run to those of the file at `path`, which is replaced as a whole; all its runs."""
     runs = json.loads(path.read_text()) if path.exists() else {}
     runs[name] = run
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(runs) + "\n")
-    part.replace(path)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(runs) + "\n")
+    unfinished.replace(path)
     return runs
 
 
 def parse() -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
-    parser.add_argument("--text", type=Path, help="a file to train on (Python's documentation)")
+    parser.add_argument(
+        "--text", type=Path, help="a file to train on (default: Python's documentation)"
+    )
     parser.add_argument("--dense", action="store_true", help="plain attention over all bytes")
-    parser.add_argument("--minutes", type=float, help="train for so long (3, without --steps)")
-    parser.add_argument("--steps", type=int, help="at most so many steps")
+    parser.add_argument(
+        "--minutes", type=float, help="training time (default 3, unless --steps is given)"
+    )
+    parser.add_argument("--steps", type=int, help="steps, at most")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=1024, help="bytes that the model reads")
-    parser.add_argument("--window", type=int, default=128, help="of these, kept by each query")
+    parser.add_argument(
+        "--length", type=int, default=1024, help="bytes that the model reads at once"
+    )
+    parser.add_argument("--window", type=int, default=128, help="bytes that each query keeps")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -207,9 +242,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="draw all runs of --json into this file")
     options = parser.parse_args()
     if options.picture and not options.json:
-        parser.error("--picture draws what --json has: give both")
+        parser.error("--picture draws the runs in the file of --json: give --json too")
     if options.picture and not importlib.util.find_spec("matplotlib"):
-        parser.error("--picture wants matplotlib, which is not installed")
+        parser.error("--picture needs matplotlib: pip install matplotlib")
     if options.text and not options.text.is_file():
         parser.error(f"--text: {options.text} is not a file")
     for name in ("batch", "length", "layers"):
@@ -220,7 +255,7 @@ def parse() -> argparse.Namespace:
     if options.minutes is None:
         options.minutes = 0 if options.steps else 3
     if (options.steps or 0) <= 0 and options.minutes <= 0:
-        parser.error("nothing to do: want --steps or --minutes above 0")
+        parser.error("nothing to do: give --steps or --minutes above 0")
     return options
 
 
@@ -239,13 +274,15 @@ def main() -> None:
     curves = train(model, text, options)
     steps, seconds, loss = curves.held_out[-1]
     first = curves.held_out[0][2]
-    print(f"{steps} steps in {seconds:.1f} s: held-out loss {first:.3f} -> {loss:.3f} bits a byte")
+    print(
+        f"{steps} steps in {seconds:.1f} s: held-out loss {first:.3f} -> {loss:.3f} bits per byte"
+    )
     if not options.json:
         return
     run = {"window": window, "length": options.length, "text": text.name, **curves.as_json()}
     runs = add_run(options.json, "dense" if options.dense else "selected", run)
     if options.picture:
-        import train_picture  # wants matplotlib
+        import train_picture  # needs matplotlib
 
         train_picture.draw(runs, options.picture)
 

@@ -1,54 +1,102 @@
 /* fdma.h - Flash Dynamic Mask Attention: attention of each query over its `window` best keys.
  *
- * This header is the manual. In short:
+ * This header is the manual. docs/algorithm.md has the mathematics, README.md a program to start
+ * from, examples/train_step.c a layer that trains.
  *
- *   - Each key gets a score, learned from its value state. Scores do not depend on the query.
- *   - A query attends only to the `window` keys of highest score that it can see.
- *   - Scores may also enter the logits as an additive bias; that is how they are learned.
+ * What it computes
  *
- *   fdma_attention() does everything in one call. Its three steps are calls too:
+ *   Dense causal attention costs O(q_len * kv_len). Here each key has a score, learned from its
+ *   value state, that does not depend on the query, and a query attends only to the `window` keys
+ *   of highest score that it can see: O(q_len * window) time, linear memory, no mask of size
+ *   q_len * kv_len. Scores may also enter the logits as a bias, which is how they are learned.
  *
- *       fdma_score()     value states -> score and bias of each key
- *       fdma_select()    scores -> which queries keep which keys (a selection: one int32 per key)
- *       fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
+ *     fdma_score()     value states -> score and bias of each key
+ *     fdma_select()    scores -> which queries keep which keys: a selection, two int32 a key
+ *     fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
  *
- *   fdma_lists() writes a selection out as lists of keys, for kernels of one's own. Gradients:
- *   fdma_attention_backward() in one call, or fdma_backward() and fdma_score_backward().
- *   fdma_merge() joins attention over two sets of keys.
+ * Which call to use
  *
- * Words. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b, i query, j key,
- * h query head, g = h / (q_heads / kv_heads) kv head, d channel.
+ *   fdma_attention()           all three in one call: what most programs want
+ *   the three calls            to keep a selection for several calls, or to bring scores or a bias
+ *                              of your own
+ *   fdma_attention_backward()  gradients of fdma_attention(), for training
+ *   fdma_backward() and fdma_score_backward()   gradients of the single calls
+ *   fdma_merge()               joins attention over two disjoint sets of keys, such as a shared
+ *                              prompt and each sequence's own keys
+ *   fdma_lists()               writes a selection out as lists of keys, for kernels of your own
  *
- * Positions. Query i stands at position p(i) = i + kv_len - q_len: the last query sees the last key
- * (kv_len counts padding too). Causal: key j is visible to query i if j <= p(i). A query whose
- * position is negative sees nothing. Not causal: every valid key is visible.
+ * Words. batch, q_len, kv_len, q_heads, kv_heads, head_dim, window; indices b batch, i query, j
+ * key, h query head, g = h / (q_heads / kv_heads) kv head, d channel.
  *
- * A call. Fill the operation's argument struct and pass its address. `size` is sizeof of the
- * struct, which is what lets the struct grow; every field left zero means its default, so start
- * from {0}:
+ * Positions. Query i is at position p(i) = i + kv_len - q_len: the last query is aligned with the
+ * last key. To decode one token, pass q_len = 1 and all keys so far, its own included. Causal: key
+ * j is visible to query i if j <= p(i), and a query at a negative position sees nothing. Not
+ * causal: every valid key is visible.
  *
- *     fdma_forward_args args = {.size = sizeof args, .q = q, .k = k, .v = v, .out = out};
+ * Padding. A sequence of a batch may have fewer keys than kv_len. key_valid [batch, kv_len] uint8
+ * is 0 for its padding, wherever that is: such keys are never read, counted or kept. kv_len counts
+ * them, so padding on the left keeps the last query aligned with the last key. Queries have no
+ * mask: ignore the rows of out that belong to padding.
+ *
+ *     uint8_t valid[2][6] = {{0, 0, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1}}; // sequences of 4 and 6 keys
+ *     args.key_valid = fdma_tensor_2d(valid, FDMA_UINT8, 2, 6);
+ *
+ * Making a call
+ *
+ *   Fill the operation's argument struct and pass its address. `size` is the sizeof of the struct
+ *   as the program was compiled, so that later versions can append fields. Start from {0}: a field
+ *   left zero has its default, and a tensor left zero is absent. Fields named `reserved` must be
+ *   zero.
+ *
+ *     fdma_attention_args args = {.size = sizeof args, .window = 2048, .causal = 1};
+ *     args.q = fdma_tensor_4d(q, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
+ *     args.k = fdma_tensor_4d(k, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
+ *     args.v = fdma_tensor_4d(v, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
+ *     args.dt_proj = fdma_tensor_2d(dt_proj, FDMA_BFLOAT16, kv_heads, kv_heads * head_dim);
+ *     args.a = fdma_tensor_1d(a, FDMA_FLOAT32, kv_heads);
+ *     args.out = fdma_tensor_4d(out, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
+ *
  *     size_t bytes;
- *     if (fdma_forward_workspace(&args, &bytes) != FDMA_OK) ...fdma_last_error()...
+ *     if (fdma_attention_workspace(&args, &bytes) != FDMA_OK)
+ *         die(fdma_last_error());
  *     args.exec.workspace = malloc(bytes);
  *     args.exec.workspace_size = bytes;
- *     if (fdma_forward(&args) != FDMA_OK) ...
+ *     if (fdma_attention(&args) != FDMA_OK)
+ *         die(fdma_last_error());
  *
- * Ownership. The caller owns every buffer. A call allocates nothing, keeps no pointer and writes
- * nothing before all arguments are checked. On a device it does not wait: its tensors and workspace
- * belong to it until `stream` has passed it. On the CPU it is done when it returns.
+ * Workspace. Every operation has a query, fdma_<operation>_workspace(), that says how many bytes of
+ * scratch memory a call needs. It looks only at shapes, strides, dtypes and options, so data may
+ * still be NULL, and its answer serves every later call with the same ones. More is accepted, less
+ * is FDMA_WORKSPACE_TOO_SMALL. The workspace may have any alignment and contents; it must not
+ * overlap a tensor of the call, nor the workspace of a call that may run at the same time.
+ *
+ * Ownership. The caller owns every buffer. A call allocates nothing, keeps no pointer, and writes
+ * nothing before all arguments are checked. On the CPU it has finished when it returns. On a device
+ * it does not wait: its tensors and workspace must stay until `stream` has passed the call.
  *
  * Devices. exec.device is FDMA_CPU or FDMA_CUDA(n), a device of compute capability 8.0 or later.
- * All tensors and the workspace are then memory of that device, and the call puts its work on
- * `stream` and returns: it waits for nothing and reads nothing back, so that a CUDA graph can
- * capture it. On a device q, k, v, out and their gradients are float16 or bfloat16 (cast float32:
- * FDMA_UNSUPPORTED), and a selection needs its slots where its window leaves keys out.
+ * All tensors and the workspace are then memory of that device; the argument structs are read
+ * during the call and stay on the host. The call puts its work on `stream` and returns without
+ * reading anything back, so a CUDA graph can capture it. On a device q, k, v, out and their
+ * gradients are float16 or bfloat16 (cast float32: FDMA_UNSUPPORTED), and a selection needs its
+ * slots where its window leaves keys out.
  *
- * Threads. Calls on different buffers may run at once. Results are bit-equal for every number of
- * threads, and a sequence's result does not depend on the others of its batch.
+ * Threads. Calls on different buffers may run at the same time. Results are bit-equal for every
+ * number of threads, and a sequence's result does not depend on the others of its batch. Sums may
+ * differ in their last bits between kernels, and so between machines.
  *
- * Errors. Every call returns a status; fdma_last_error() has one line that names the argument, its
- * value and what was wanted. NaN and infinity inside tensors are values, not errors.
+ * Errors. Every call returns a status, and fdma_last_error() then has one line that names the
+ * argument, its value and what is wanted. NaN and infinity inside tensors are values, not errors.
+ *
+ * Traps
+ *
+ *   - FDMA_BIAS_EXP is the default. Its bias exp(z) overflows float32 to infinity above z = 88, and
+ *     then out is NaN: keep `a` small, or use FDMA_BIAS_LINEAR.
+ *   - With FDMA_BIAS_NONE scores only rank keys, so dt_proj and a have no gradient.
+ *   - The default scope of fdma_select() is causal, because it does not know `causal`. Pass
+ *     FDMA_SCOPE_GLOBAL for attention that is not causal.
+ *   - A selection belongs to one kv_len. When a key is appended, select again.
+ *   - An output may not share elements with any other tensor: nothing works in place.
  *
  * Source: Trainable Dynamic Mask Sparse Attention, arXiv:2508.02124; FlashAttention,
  * arXiv:2205.14135.
@@ -84,13 +132,15 @@ typedef enum fdma_status {
 } fdma_status;
 
 /*! fdma_last_error() - why this thread's last failing call failed: one line, never NULL.
+ *  Calls that succeed leave it as it was: look at the status first.
  *  Ownership  valid until this thread's next failing call; do not free; "" before the first */
 FDMA_API const char *fdma_last_error(void);
 
 /*! fdma_status_name() - a status as text, for example "FDMA_INVALID_ARGUMENT". Never NULL. */
 FDMA_API const char *fdma_status_name(fdma_status status);
 
-/*! fdma_version() - the library's version, "major.minor.patch". */
+/*! fdma_version() - the library's version, "major.minor.patch". The FDMA_VERSION macros are those
+ *  of the header that the program was compiled with. */
 FDMA_API const char *fdma_version(void);
 
 /* Tensors */
@@ -106,11 +156,14 @@ typedef enum fdma_dtype {
 
 /*! fdma_tensor - a borrowed view of an array of rank 1 to 4.
  *  The element at [x0, x1, ...] is data[x0 * stride[0] + x1 * stride[1] + ...]. Rank 0 means
- *  absent.
+ *  absent, so an optional tensor is left out by leaving its field zero. A slice of a larger array,
+ *  such as q, k and v of one packed projection, is a view with larger strides: nothing needs to be
+ *  copied. The one exception is the last axis, whose elements must be adjacent.
  *  Units   strides in elements
  *  Edge    the last stride is 1, the others are >= 0 (0 repeats an input along an axis; an output's
- *          elements must be distinct); strides of axes of length 1 do not matter; data aligned to
- *          its element is enough; data may be NULL where there are no elements */
+ *          elements must be distinct); strides of axes of length 1 do not matter; alignment to one
+ *          element is enough, though a GPU is faster where rows start at multiples of 16 bytes;
+ *          data may be NULL where there are no elements */
 typedef struct fdma_tensor {
     void *data;
     int64_t shape[4];
@@ -140,16 +193,19 @@ FDMA_API fdma_tensor fdma_tensor_4d(void *data, fdma_dtype dtype, int64_t n0, in
 #define FDMA_CPU 0
 #define FDMA_CUDA(n) ((n) + 1)
 
-/*! fdma_exec - how and where a call runs. Zeros are good defaults; most calls want workspace. */
+/*! fdma_exec - how and where a call runs. Zeros are good defaults, but most calls need workspace.
+ *  */
 typedef struct fdma_exec {
     void *workspace;       /* scratch memory, any alignment; see the fdma_*_workspace functions */
     size_t workspace_size; /* bytes */
-    void *stream;          /* device only: a cudaStream_t */
-    const char *kernel;    /* NULL: the fastest that applies; else a kernel's name, or the beginning
-                              of it up to a '/' ("cpu", "cpu/avx2"); see fdma_kernel_name() */
+    void *stream;          /* device only: a cudaStream_t; NULL is the default stream */
+    const char *kernel;    /* NULL: the fastest kernel that takes the call. Otherwise a name, or the
+                              beginning of one up to a '/': "cpu", "cpu/avx2". It forces kernels of
+                              that name or below it; an operation that has none of those uses those
+                              above it, so that one name serves a whole fused call */
     int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
-    int32_t threads;       /* CPU only: at most so many; 0: as OpenMP would (OMP_NUM_THREADS) */
-    uint64_t reserved[2];  /* zero */
+    int32_t threads;       /* CPU only: at most this many; 0: OMP_NUM_THREADS, or else all */
+    uint64_t reserved[2];
 } fdma_exec;
 
 /* Score */
@@ -157,7 +213,7 @@ typedef struct fdma_exec {
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
     FDMA_BIAS_LINEAR = 1, /* bias = z */
-    FDMA_BIAS_NONE = 2,   /* scores rank keys and do nothing else */
+    FDMA_BIAS_NONE = 2,   /* no bias: scores rank keys and do nothing else */
 } fdma_bias_form;
 
 typedef struct fdma_score_args {
@@ -169,27 +225,30 @@ typedef struct fdma_score_args {
     fdma_tensor score;        /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor bias;         /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_bias_form bias_form; /* FDMA_BIAS_NONE: `bias` must be absent */
-    int32_t reserved;         /* zero */
+    int32_t reserved;
     fdma_exec exec;
 } fdma_score_args;
 
-/*! fdma_score() - score and bias of each key, from the value states of all kv heads.
+/*! fdma_score() - the score and the bias of each key, from the value states of all kv heads.
+ *  Use it to rank keys with learned weights. A key's score never changes as the sequence grows, so
+ *  a decoder scores each key once, when it arrives. Scores from anywhere else serve fdma_select()
+ *  just as well.
  *  Formula    dt[b,j,g] = sum over g', d of v[b,j,g',d] * dt_proj[g, g' * head_dim + d]
  *             score[b,g,j] = z = a[g] * softplus(dt[b,j,g])
  *             bias[b,g,j] = exp(z) or z
  *             softplus(x) = max(x, 0) + log1p(exp(-|x|))
  *  Shapes     beside each field; v float32, float16 or bfloat16; dt_proj and a as v or float32
- *  Units      score and bias are float32 and are added to logits in nats
- *  Ownership  borrows everything; wants fdma_score_workspace() bytes
+ *  Units      score and bias are float32; the bias is added to logits in nats
+ *  Ownership  borrows everything; needs fdma_score_workspace() bytes
  *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read, its z is -inf
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides or sizes; FDMA_UNSUPPORTED dtypes, head_dim;
- *             FDMA_WORKSPACE_TOO_SMALL
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, sizes, overlaps; FDMA_UNSUPPORTED dtypes,
+ *             head_dim; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_score(const fdma_score_args *args);
 
-/*! fdma_score_workspace() - bytes of workspace that fdma_score() wants for these arguments.
- *  Looks at shapes, strides, dtypes and options only: data and workspace may still be NULL.
- *  Errors     as fdma_score(), but for FDMA_WORKSPACE_TOO_SMALL; *bytes is then left alone */
+/*! fdma_score_workspace() - bytes of workspace that fdma_score() needs for these arguments.
+ *  Looks only at shapes, strides, dtypes and options: data and workspace may still be NULL.
+ *  Errors     as fdma_score(), except FDMA_WORKSPACE_TOO_SMALL; *bytes is then not written */
 FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
 
 /* Select */
@@ -203,23 +262,24 @@ typedef enum fdma_scope {
 
 #define FDMA_WINDOW_ALL INT64_MAX /* a window that keeps every key */
 
-/*! fdma_selection - which queries keep which keys: from fdma_select() to fdma_forward().
- *  A key that a causal prefix has once evicted never returns, so one number per key says it all:
- *  the query at position p keeps key j if j <= p and p < expiry[b,g,j] (global scope without causal
- *  masking: if expiry[b,g,j] = kv_len). expiry = kv_len: kept to the end; expiry = j: never kept.
- *  Kept keys live in `window` numbered slots: a key that enters a full set takes over the slot of
- *  the one that leaves, so at every position the live keys have distinct slots; -1: never kept.
- *  The caller sets size and the tensors; fdma_select() fills in the rest.
+/*! fdma_selection - which queries keep which keys: made by fdma_select(), used by fdma_forward().
+ *  It is the whole dynamic mask in one number a key. As the position grows a key may be evicted by
+ *  better ones, and it never returns; `expiry` is the first position at which it is gone. The query
+ *  at position p keeps key j if j <= p and p < expiry[b,g,j]. expiry = kv_len: kept to the end;
+ *  expiry = j: never kept. (Global scope without causal masking: kept if expiry[b,g,j] = kv_len.)
+ *  Kept keys have slots, numbers below `window`: a key that enters a full set takes over the slot
+ *  of the key that it evicts, so at every position the live keys have distinct slots. -1: never
+ *  kept. The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
- *  Edge       changed by hand, a selection gives wrong numbers, never an access out of bounds */
+ *  Edge       a selection changed by hand gives wrong numbers, never an access out of bounds */
 typedef struct fdma_selection {
-    size_t size;        /* sizeof(fdma_selection) */
-    fdma_tensor expiry; /* needed */
-    fdma_tensor slot;   /* optional on the CPU, but for fdma_lists() */
-    int64_t window;     /* what the selection was made for */
+    size_t size; /* sizeof(fdma_selection) */
+    fdma_tensor expiry;
+    fdma_tensor slot; /* optional on the CPU, except for fdma_lists() */
+    int64_t window;   /* what the selection was made for */
     int64_t kv_len;
     fdma_scope scope; /* FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL */
-    int32_t reserved; /* zero */
+    int32_t reserved;
 } fdma_selection;
 
 typedef struct fdma_select_args {
@@ -229,19 +289,20 @@ typedef struct fdma_select_args {
     fdma_selection *selection; /* output */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
     fdma_scope scope;
-    int32_t reserved; /* zero */
+    int32_t reserved;
     fdma_exec exec;
 } fdma_select_args;
 
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
- *  Formula    order: higher score first; equal scores: the more recent key (larger j) first; NaN
+ *  Use it to keep a selection for several calls of fdma_forward(), or to see what is kept.
+ *  Formula    order: higher score first; of equal scores the more recent key (larger j) first; NaN
  *             below everything; -0 and 0 are equal. Keys that are not valid are never counted and
  *             never kept.
  *  Shapes     beside each field; at most INT32_MAX keys
- *  Ownership  borrows everything; wants fdma_select_workspace() bytes: O(batch * kv_heads * kv_len)
+ *  Ownership  borrows everything; needs fdma_select_workspace() bytes: O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
- *             all of them; global scope: slots count the kept keys in ascending j
- *  Errors     FDMA_INVALID_ARGUMENT shapes, a window below 1; FDMA_WORKSPACE_TOO_SMALL
+ *             all of them; global scope: slots number the kept keys in ascending j
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, overlaps, a window below 1; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 
@@ -252,37 +313,40 @@ FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t 
 
 typedef struct fdma_lists_args {
     size_t size;                     /* sizeof(fdma_lists_args) */
-    const fdma_selection *selection; /* expiry and slot are needed */
-    fdma_tensor list;  /* output [batch, kv_heads, tiles, width] int32: the keys of each tile */
-    fdma_tensor count; /* output [batch, kv_heads, tiles, 2] int32: how many of them are alive at
-                          the tile's first position; how many there are */
-    int64_t q_len;     /* the queries stand at positions kv_len - q_len to kv_len - 1 */
-    int64_t tile_len;  /* consecutive queries that share a list */
-    int32_t causal;    /* as in fdma_forward_args */
-    int32_t reserved;  /* zero */
+    const fdma_selection *selection; /* with its slots */
+    fdma_tensor list; /* output [batch, kv_heads, tiles, width] int32: the keys of each tile */
+    fdma_tensor
+        count;        /* output [batch, kv_heads, tiles, 2] int32: [0] the keys that are live at the
+                          tile's first position; [1] the keys that are listed */
+    int64_t q_len;    /* the queries are at positions kv_len - q_len to kv_len - 1 */
+    int64_t tile_len; /* consecutive queries that share a list */
+    int32_t causal;   /* as in fdma_forward_args */
+    int32_t reserved;
     fdma_exec exec;
 } fdma_lists_args;
 
 /*! fdma_lists() - the keys that each tile of consecutive queries keeps, one list a tile.
- *  Formula    tile t: queries t * tile_len up to (t + 1) * tile_len - 1, or to the last. p0 its
- *             first position, p1 its last. Its list:
- *             the keys alive at p0 (j <= p0 < expiry[j]) in the order of their slots: entry s is
- *             the key of slot s, for slots 0 to count[0] - 1 are the ones in use;
- *             then in ascending order those that arrive inside (p0 < j <= p1, expiry[j] > j)
+ *  Use it to feed attention kernels of your own, which want the keys of a block of queries. This
+ *  library's own kernels do not need it.
+ *  Formula    tile t holds queries t * tile_len to (t + 1) * tile_len - 1, or to the last query;
+ *             p0 is its first position, p1 its last. Its list has two parts:
+ *             first the keys that are live at p0 (j <= p0 < expiry[j]), in the order of their
+ *             slots: the slots in use are always 0 to count[0] - 1, and entry s is the key of slot
+ *             s; then, in ascending order, the kept keys that arrive later (p0 < j <= p1 and
+ *             expiry[j] > j)
  *  Shapes     beside each field; tiles = ceil(q_len / tile_len); width at least
  *             min(window + tile_len - 1, kv_len)
  *  Units      entries are indices of keys; strides in elements
- *  Ownership  borrows everything; wants fdma_lists_workspace() bytes: O(threads * window)
- *  Edge       global scope: kept keys are alive from their own position on, and their slots are in
- *             ascending order; without causal masking a list has all of them, alive. p0 < 0 (more
- *             queries than keys): none are alive, and keys arrive from key 0 on. Entries from
- *             count[1] on are left as they were. Whether a listed key is kept by one query of the
- *             tile, its expiry says. Exact: bit-equal on every backend. Changed by hand, a
- *             selection gives wrong lists; their entries are keys from 0 to kv_len - 1 even then
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, too narrow a list, a negative q_len, a
- *             tile_len below 1, an output that shares elements with another tensor, a selection
- *             made for another length or scope, or without slots; FDMA_UNSUPPORTED dtypes, an
- *             unknown or unusable kernel name; FDMA_WORKSPACE_TOO_SMALL
+ *  Ownership  borrows everything; needs fdma_lists_workspace() bytes: O(threads * window)
+ *  Edge       a listed key may not be kept by every query of the tile: test its expiry. Global
+ *             scope: kept keys are live from their own position on, and their slots are in
+ *             ascending order; without causal masking every list has all of them, live. p0 < 0
+ *             (more queries than keys): no key is live, and keys arrive from key 0 on. Entries from
+ *             count[1] on are not written. Exact: bit-equal on every backend. A selection changed
+ *             by hand gives wrong lists, but their entries are still keys from 0 to kv_len - 1
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, overlaps, too narrow a list, a negative q_len,
+ *             a tile_len below 1, a selection made for another length or scope, or without slots;
+ *             FDMA_UNSUPPORTED dtypes, an unknown or unusable kernel name; FDMA_WORKSPACE_TOO_SMALL
  *  Source     docs/algorithm.md, slots */
 FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
 
@@ -303,28 +367,30 @@ typedef struct fdma_forward_args {
     const fdma_selection *selection; /* NULL: dense, every visible key */
     double scale;                    /* multiplies logits; 0: 1 / sqrt(head_dim) */
     double softcap;                  /* c > 0: logits become c * tanh(logit / c); 0: off */
-    int32_t causal;   /* nonzero: a query sees only keys at positions up to its own */
-    int32_t reserved; /* zero */
+    int32_t causal; /* nonzero: a query sees only keys at positions up to its own */
+    int32_t reserved;
     fdma_exec exec;
 } fdma_forward_args;
 
 /*! fdma_forward() - attention of each query over its kept keys, or over all visible ones.
+ *  Use it with a selection that you keep or make yourself, or without one as plain (dense)
+ *  attention with grouped heads, bias, softcap and padding. Ask for lse to train or to merge.
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
  *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
  *             lse[b,h,i] = log sum_j exp(s[i,j])
  *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to
  *             256; q, k, v and out of one dtype: float32, float16 or bfloat16
  *  Units      scale multiplies logits, 0 means 1/sqrt(head_dim); lse in nats; strides in elements
- *  Ownership  borrows everything; wants fdma_forward_workspace() bytes:
+ *  Ownership  borrows everything; needs fdma_forward_workspace() bytes:
  *             O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len; for
  *             a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
  *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
  *             valid or never kept are never read
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, an output that shares elements with another
- *             tensor, a negative, infinite or NaN scale or softcap, a scale beyond float32, a
- *             selection made for another length or scope; FDMA_UNSUPPORTED dtypes,
- *             head_dim, an unknown or unusable kernel name; FDMA_WORKSPACE_TOO_SMALL
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, overlaps, a negative, infinite or NaN scale or
+ *             softcap, a scale beyond float32, a selection made for another length or scope;
+ *             FDMA_UNSUPPORTED dtypes, head_dim, an unknown or unusable kernel name;
+ *             FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
@@ -345,24 +411,36 @@ typedef struct fdma_attention_args {
     fdma_tensor lse;           /* output, optional [batch, q_heads, q_len] float32 */
     fdma_tensor score;         /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor bias;          /* output, optional [batch, kv_heads, kv_len] float32 */
-    fdma_selection *selection; /* output, optional; its slot is optional too */
+    fdma_selection *selection; /* output, optional; its expiry is needed, its slot optional */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
     fdma_scope scope;          /* FDMA_SCOPE_CAUSAL only where `causal` */
     fdma_bias_form bias_form;
     double scale; /* as in fdma_forward_args */
     double softcap;
     int32_t causal;
-    int32_t reserved; /* zero */
+    int32_t reserved;
     fdma_exec exec;
 } fdma_attention_args;
 
 /*! fdma_attention() - score, select and attend in one call.
+ *  Use it unless a step is to be kept or replaced. "Making a call", above, is an example. To train,
+ *  ask also for what fdma_attention_backward() takes: lse, the selection and, to save computing it
+ *  again, the bias:
+ *
+ *      fdma_selection selection = {.size = sizeof selection};
+ *      selection.expiry = fdma_tensor_3d(expiry, FDMA_INT32, batch, kv_heads, kv_len);
+ *      selection.slot = fdma_tensor_3d(slot, FDMA_INT32, batch, kv_heads, kv_len);
+ *      args.selection = &selection;
+ *      args.lse = fdma_tensor_3d(lse, FDMA_FLOAT32, batch, q_heads, q_len);
+ *      args.bias = fdma_tensor_3d(bias, FDMA_FLOAT32, batch, kv_heads, kv_len);
+ *
  *  Formula    fdma_score(), then fdma_select(), then fdma_forward(), with the same fields
  *  Shapes     beside each field
  *  Units      as the three calls
- *  Ownership  borrows everything; what is not asked for as an output lives in the workspace
- *  Edge       as the three calls; sums may differ between kernels in their last bits, and with them
- *             scores: ask for `score` to know what was ranked
+ *  Ownership  borrows everything; outputs that are not asked for are kept in the workspace
+ *  Edge       as the three calls. Scores differ between kernels in their last bits, and keys whose
+ *             scores nearly tie may then be ranked differently: ask for `score` to know what was
+ *             ranked
  *  Errors     as the three calls
  *  Source     arXiv:2508.02124 */
 FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
@@ -376,7 +454,7 @@ typedef struct fdma_backward_args {
     size_t size;                     /* sizeof(fdma_backward_args) */
     fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
     fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
-    fdma_tensor out;                 /* what fdma_forward() made of the fields below: */
+    fdma_tensor out;                 /* what fdma_forward() wrote, given the fields below: */
     fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
     fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
@@ -387,31 +465,32 @@ typedef struct fdma_backward_args {
     fdma_tensor dk;                  /* output, shaped as k */
     fdma_tensor dv;                  /* output, shaped as v */
     fdma_tensor dbias;               /* output, optional [batch, kv_heads, kv_len] float32 */
-    const fdma_selection *selection; /* what forward was given; NULL: dense */
+    const fdma_selection *selection; /* the one that forward was given; NULL: dense */
     double scale;                    /* as in fdma_forward_args */
     double softcap;
     int32_t causal;
     int32_t deterministic; /* nonzero: bit-equal from run to run; the CPU always is */
     int32_t accumulate;    /* nonzero: dq, dk and dv are added to what they hold; dbias never */
-    int32_t reserved;      /* zero */
+    int32_t reserved;
     fdma_exec exec;
 } fdma_backward_args;
 
 /*! fdma_backward() - the gradients of fdma_forward() in q, k, v and bias.
- *  Formula    P[i,j] = exp(s[i,j] - lse[i]) over kept keys; D[i] = <dout[i], out[i]> - dlse[i]
- *             dv[j] = sum_i P[i,j] dout[i];  dS[i,j] = P[i,j] (<dout[i], v[j]> - D[i])
+ *  Use it to train with fdma_forward(). Every field that forward also has must be what it was then.
+ *  Formula    P[i,j] = exp(s[i,j] - lse[i]) over kept keys
+ *             delta[i] = <dout[i], out[i]> - dlse[i]
+ *             dv[j] = sum_i P[i,j] dout[i];  dS[i,j] = P[i,j] (<dout[i], v[j]> - delta[i])
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
- *             sums over i: over the queries and the heads that share the key
+ *             sums over i run over the queries, and over the heads that share the key
  *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to
  *             256; dout, out, q, k, v, dq, dk and dv of one dtype
  *  Units      as fdma_forward(); dbias is the gradient of logits in nats
- *  Ownership  borrows everything; wants fdma_backward_workspace() bytes, linear in q_len and kv_len
- *  Edge       an empty row has no gradient and none goes through it; keys that are not valid or
- *             never kept are never read and their gradients are exactly 0; selecting is not
+ *  Ownership  borrows everything; needs fdma_backward_workspace() bytes, linear in q_len and kv_len
+ *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
+ *             kept are never read, and their gradients are exactly 0; the choice of keys is not
  *             differentiable
- *  Errors     as fdma_forward(); FDMA_INVALID_ARGUMENT a gradient that shares elements with another
- *             tensor, out or lse of another shape
+ *  Errors     as fdma_forward(); FDMA_INVALID_ARGUMENT out or lse of another shape
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
 
@@ -435,16 +514,18 @@ typedef struct fdma_score_backward_args {
 } fdma_score_backward_args;
 
 /*! fdma_score_backward() - the gradients of fdma_score() in v, dt_proj and a, from that of bias.
+ *  Use it after fdma_backward(), with the dbias that it wrote. v contributes to the loss twice, as
+ *  a value and through its score, so dv is always added to what fdma_backward() has put there.
  *  Formula    dz = dbias * exp(z) or dbias;  da[g] = sum over b, j of dz softplus(dt)
  *             ddt[b,j,g] = dz a[g] / (1 + exp(-dt))
  *             ddt_proj[g, g' * head_dim + d] = sum over b, j of ddt[b,j,g] v[b,j,g',d]
  *             dv[b,j,g',d] += sum over g of ddt[b,j,g] dt_proj[g, g' * head_dim + d]
  *  Shapes     beside each field; dtypes as in fdma_score()
- *  Ownership  borrows everything; wants fdma_score_backward_workspace() bytes
- *  Edge       where dbias is exactly 0, or the key not valid, v reaches nothing and dv is left
- *             alone; sums are bit-equal from run to run
- *  Errors     as fdma_score(); FDMA_INVALID_ARGUMENT a gradient that shares elements with another
- *             tensor, FDMA_BIAS_NONE
+ *  Ownership  borrows everything; needs fdma_score_backward_workspace() bytes
+ *  Edge       where dbias is exactly 0, or the key is not valid, the key contributes to no
+ *             gradient, even if v is NaN, and its dv is not written; sums are bit-equal from run to
+ *             run
+ *  Errors     as fdma_score(); FDMA_INVALID_ARGUMENT FDMA_BIAS_NONE
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_score_backward(const fdma_score_backward_args *args);
 
@@ -456,14 +537,14 @@ typedef struct fdma_attention_backward_args {
     size_t size;                     /* sizeof(fdma_attention_backward_args) */
     fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
     fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
-    fdma_tensor out;                 /* what fdma_attention() made of the fields below: */
+    fdma_tensor out;                 /* what fdma_attention() wrote, given the fields below: */
     fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
     fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor v;                   /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor dt_proj;             /* [kv_heads, kv_heads * head_dim] */
     fdma_tensor a;                   /* [kv_heads] */
-    fdma_tensor bias;                /* optional: fdma_attention()'s; else it is computed again */
+    fdma_tensor bias;                /* optional: fdma_attention()'s; absent: computed again */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor dq;                  /* output, shaped as q */
     fdma_tensor dk;                  /* output, shaped as k */
@@ -475,17 +556,33 @@ typedef struct fdma_attention_backward_args {
     double softcap;
     fdma_bias_form bias_form;
     int32_t causal;
-    int32_t deterministic;
-    int32_t accumulate; /* nonzero: all five gradients are added to what they hold */
+    int32_t deterministic; /* as in fdma_backward_args */
+    int32_t accumulate;    /* nonzero: all five gradients are added to what they hold */
     fdma_exec exec;
 } fdma_attention_backward_args;
 
 /*! fdma_attention_backward() - the gradients of fdma_attention() in one call.
+ *  Use it to train. With the fields of the forward call `args`, whose outputs fdma_attention()
+ *  shows:
+ *
+ *      fdma_attention_backward_args back = {.size = sizeof back, .causal = args.causal};
+ *      back.dout = fdma_tensor_4d(dout, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
+ *      back.out = args.out, back.lse = args.lse, back.bias = args.bias;
+ *      back.q = args.q, back.k = args.k, back.v = args.v;
+ *      back.dt_proj = args.dt_proj, back.a = args.a, back.selection = args.selection;
+ *      back.dq = fdma_tensor_4d(dq, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
+ *      back.dk = fdma_tensor_4d(dk, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
+ *      back.dv = fdma_tensor_4d(dv, FDMA_BFLOAT16, batch, kv_len, kv_heads, head_dim);
+ *      back.ddt_proj = fdma_tensor_2d(ddt_proj, FDMA_BFLOAT16, kv_heads, kv_heads * head_dim);
+ *      back.da = fdma_tensor_1d(da, FDMA_FLOAT32, kv_heads);
+ *
+ *  then workspace and call as in "Making a call". Forward and backward may use one workspace.
+ *
  *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward()
  *  Shapes     beside each field
  *  Units      as the three calls
- *  Ownership  borrows everything; dbias, and a bias that is not given, live in the workspace
- *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj and a are not looked at
+ *  Ownership  borrows everything; dbias, and a bias that is not given, are kept in the workspace
+ *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj and a are ignored
  *  Errors     as the three calls; FDMA_INVALID_ARGUMENT no selection, FDMA_BIAS_NONE with bias,
  *             ddt_proj or da
  *  Source     docs/algorithm.md, backward */
@@ -509,15 +606,16 @@ typedef struct fdma_merge_args {
 } fdma_merge_args;
 
 /*! fdma_merge() - attention over two disjoint sets of keys, from that over each of them.
+ *  Use it where keys come in separate arrays: a prompt that sequences share and the keys of each,
+ *  or shards of a sequence on several devices. For more than two sets, merge again.
  *  Formula    lse = log(exp(lse_a) + exp(lse_b))
  *             out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
  *  Shapes     beside each field; out_a, out_b and out of one dtype
  *  Units      lse in nats
- *  Ownership  borrows everything; wants no workspace
- *  Edge       lse of -inf: that part is empty and its out is not read; both: out = 0, lse = -inf;
- *             NaN in a part's lse makes the row NaN
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, an output that shares elements with another
- *             tensor; FDMA_UNSUPPORTED dtypes, head_dim
+ *  Ownership  borrows everything; needs no workspace
+ *  Edge       lse of -inf: that partial result is empty and its out is not read; both: out = 0,
+ *             lse = -inf; NaN in either lse makes the row NaN
+ *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, overlaps; FDMA_UNSUPPORTED dtypes, head_dim
  *  Source     arXiv:2205.14135, section 3.1 */
 FDMA_API fdma_status fdma_merge(const fdma_merge_args *args);
 
@@ -533,18 +631,20 @@ typedef struct fdma_merge_backward_args {
     fdma_tensor out_b;
     fdma_tensor lse_b;
     fdma_tensor dout_a; /* output, shaped as out_a */
-    fdma_tensor dlse_a; /* output, shaped as lse_a: fdma_backward_args.dlse of that part */
-    fdma_tensor dout_b; /* output */
-    fdma_tensor dlse_b; /* output */
+    fdma_tensor dlse_a; /* output, shaped as lse_a */
+    fdma_tensor dout_b; /* output, shaped as out_b */
+    fdma_tensor dlse_b; /* output, shaped as lse_b */
     fdma_exec exec;
 } fdma_merge_backward_args;
 
-/*! fdma_merge_backward() - the gradients of fdma_merge() in both parts.
+/*! fdma_merge_backward() - the gradients of fdma_merge() in both partial results.
+ *  Use it to train through fdma_merge(): give dout_a and dlse_a to the fdma_backward() of the first
+ *  partial result as dout and dlse, and dout_b and dlse_b to that of the second.
  *  Formula    w = exp(lse_a - lse);  dout_a = w dout
- *             dlse_a = w (dlse + <dout, out_a - out>); b alike
+ *             dlse_a = w (dlse + <dout, out_a - out>); and the same for b
  *  Shapes     beside each field
- *  Ownership  borrows everything; wants no workspace
- *  Edge       an empty part's gradients are 0
+ *  Ownership  borrows everything; needs no workspace
+ *  Edge       the gradients of an empty partial result are 0
  *  Errors     as fdma_merge()
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
@@ -559,7 +659,8 @@ FDMA_API fdma_status fdma_merge_backward_workspace(const fdma_merge_backward_arg
 FDMA_API int32_t fdma_kernel_count(void);
 
 /*! fdma_kernel_name() - the name of kernel `index`, such as "cpu/avx512"; NULL past the end.
- *  Kernels stand in the order of preference. A name may stand for several operations. */
+ *  Kernels are listed in the order in which they are preferred. Several operations may share a
+ *  name. */
 FDMA_API const char *fdma_kernel_name(int32_t index);
 
 typedef struct fdma_kernel_info {
@@ -599,9 +700,9 @@ typedef struct fdma_attention_kernels {
 
 typedef struct fdma_attention_backward_kernels {
     size_t size;       /* sizeof(fdma_attention_backward_kernels), set by the caller */
-    const char *score; /* NULL: the bias is not computed again */
+    const char *score; /* NULL: the bias is given, or there is none */
     const char *backward;
-    const char *score_backward; /* NULL: with FDMA_BIAS_NONE nothing is learned */
+    const char *score_backward; /* NULL: there is no bias */
 } fdma_attention_backward_kernels;
 
 /*! fdma_attention_kernel(), fdma_attention_backward_kernel() - which kernels would run the steps of
@@ -623,7 +724,7 @@ typedef struct fdma_device_info {
     int32_t reserved;
 } fdma_device_info;
 
-/*! fdma_describe_device() - name, features and size of a device.
+/*! fdma_describe_device() - name, features and size of a device, FDMA_CPU or FDMA_CUDA(n).
  *  Errors     FDMA_INVALID_ARGUMENT size not set, a device that is not there */
 FDMA_API fdma_status fdma_describe_device(int32_t device, fdma_device_info *info);
 

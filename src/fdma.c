@@ -1,9 +1,9 @@
-/* The entry points: check, plan, run; and the list of backends. */
+/* The entry points: each checks its arguments, chooses a kernel and runs it. */
 #include "fdma.h"
 
 #include "core/attention.h"
 #include "core/error.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "core/problem.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
@@ -23,10 +23,10 @@ const char *fdma_version(void) {
 }
 
 static fdma_status workspace_of(const fdma_problem *problem, size_t *bytes) {
-    const fdma_kernel *row;
+    const fdma_kernel *kernel;
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT, "bytes: is NULL");
-    FDMA_TRY(fdma_pick_row(backends, problem, &row));
-    *bytes = row->workspace(problem);
+    FDMA_TRY(fdma_choose_kernel(backends, problem, &kernel));
+    *bytes = kernel->workspace(problem);
     return FDMA_OK;
 }
 
@@ -36,7 +36,7 @@ static fdma_status check_workspace(size_t given, size_t wanted) {
     return FDMA_OK;
 }
 
-/* Empty outputs: kernels need not ask. */
+/* False where all outputs are empty, so that kernels need not test for that. */
 static bool has_work(const fdma_problem *problem) {
     const bool any_query = problem->batch > 0 && problem->q_len > 0;
     const bool any_key = problem->batch > 0 && problem->kv_len > 0;
@@ -45,9 +45,9 @@ static bool has_work(const fdma_problem *problem) {
         return any_key && (is_present(&problem->score) || is_present(&problem->bias));
     case operation_select:
         return any_key;
-    case operation_backward: // with no queries, keys have gradients of 0
+    case operation_backward: // without queries, the gradients of keys are 0
         return any_query || any_key;
-    case operation_score_backward: // with no keys, the weights have
+    case operation_score_backward: // without keys, those of the weights are 0
         return true;
     case operation_merge:
     case operation_merge_backward:
@@ -58,12 +58,12 @@ static bool has_work(const fdma_problem *problem) {
 }
 
 static fdma_status run(const fdma_problem *problem) {
-    const fdma_kernel *row;
-    FDMA_TRY(fdma_pick_row(backends, problem, &row));
-    FDMA_TRY(check_workspace(problem->exec.workspace_size, row->workspace(problem)));
+    const fdma_kernel *kernel;
+    FDMA_TRY(fdma_choose_kernel(backends, problem, &kernel));
+    FDMA_TRY(check_workspace(problem->exec.workspace_size, kernel->workspace(problem)));
     if (!has_work(problem))
         return FDMA_OK;
-    return row->on_device ? fdma_run_cuda(row, problem) : row->run(problem);
+    return kernel->on_device ? fdma_run_cuda(kernel, problem) : kernel->run(problem);
 }
 
 static fdma_status prepare(problem_check *check, const void *args, check_depth depth,
@@ -85,9 +85,9 @@ static fdma_status ask_workspace(problem_check *check, const void *args, size_t 
 }
 
 static fdma_status kernel_of(const fdma_problem *problem, const char **name) {
-    const fdma_kernel *row;
-    FDMA_TRY(fdma_pick_row(backends, problem, &row));
-    *name = row->name;
+    const fdma_kernel *kernel;
+    FDMA_TRY(fdma_choose_kernel(backends, problem, &kernel));
+    *name = kernel->name;
     return FDMA_OK;
 }
 
@@ -207,7 +207,7 @@ static fdma_status check_steps(const attention_steps *steps, check_depth depth,
     return prepare(fdma_check_forward, &steps->forward, depth, &problems->forward);
 }
 
-/* A struct that answers are written to begins with its size. */
+/* A struct that a query fills in begins with its size, which the caller has set. */
 static fdma_status check_names(const char *name, const void *names, size_t known) {
     size_t size;
     FDMA_REQUIRE(names != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL", name);
@@ -217,7 +217,7 @@ static fdma_status check_names(const char *name, const void *names, size_t known
     return FDMA_OK;
 }
 
-/* What steps hand on, and the most that one of them wants. */
+/* What passes between the steps, and the most that one of them needs. */
 static fdma_status steps_bytes(size_t scratch, const fdma_problem *const *steps, size_t count,
                                size_t *bytes) {
     size_t most = 0;
@@ -269,12 +269,12 @@ fdma_status fdma_attention(const fdma_attention_args *args) {
     FDMA_TRY(attention_bytes(&steps, &problems, &wanted));
     FDMA_TRY(check_workspace(args->exec.workspace_size, wanted));
     FDMA_TRY(check_steps(&steps, check_all, &problems));
-    FDMA_TRY(fdma_check_attention_overlaps(args, &steps));
+    FDMA_TRY(fdma_check_attention_overlaps(args));
     FDMA_TRY(run(&problems.score));
     FDMA_TRY(run(&problems.select));
     FDMA_TRY(run(&problems.forward));
-    if (steps.wanted != NULL)
-        record_selection(steps.wanted, &problems.select);
+    if (steps.given != NULL)
+        record_selection(steps.given, &problems.select);
     return FDMA_OK;
 }
 
@@ -349,24 +349,24 @@ fdma_status fdma_attention_backward(const fdma_attention_backward_args *args) {
 
 int32_t fdma_kernel_count(void) {
     int32_t count = 0;
-    while (fdma_row_at(backends, count) != NULL)
+    while (fdma_kernel_at(backends, count) != NULL)
         count++;
     return count;
 }
 
 const char *fdma_kernel_name(int32_t index) {
-    const fdma_kernel *const row = fdma_row_at(backends, index);
-    return row ? row->name : NULL;
+    const fdma_kernel *const kernel = fdma_kernel_at(backends, index);
+    return kernel != NULL ? kernel->name : NULL;
 }
 
 fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info) {
-    const fdma_kernel *const row = fdma_row_at(backends, index);
+    const fdma_kernel *const kernel = fdma_kernel_at(backends, index);
     FDMA_TRY(check_names("fdma_kernel_info", info, sizeof *info));
-    FDMA_REQUIRE(row != NULL, FDMA_INVALID_ARGUMENT, "index: is %d, want 0 to %d", index,
+    FDMA_REQUIRE(kernel != NULL, FDMA_INVALID_ARGUMENT, "index: is %d, want 0 to %d", index,
                  fdma_kernel_count() - 1);
-    info->name = row->name;
-    info->operation = fdma_operation_name(row->operation);
-    info->missing = row->missing();
+    info->name = kernel->name;
+    info->operation = fdma_operation_name(kernel->operation);
+    info->missing = kernel->missing();
     return FDMA_OK;
 }
 

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Checks and measures the CUDA backend on a machine with a GPU: a build for its own architecture, the
-# tests of CUDA kernels in C and in Python, compute-sanitizer, the benchmarks against peers. Wants
-# cmake, ninja, nvcc and a python3 with PyTorch and pytest; no network, no cJSON.
+# Checks and measures the CUDA backend on a machine with a GPU: builds for its architecture, runs the
+# tests of CUDA kernels in C and in Python, compute-sanitizer, and the benchmarks against peers. It
+# needs cmake, ninja, nvcc and a python3 with PyTorch and pytest, but no network and no cJSON.
 #   gpu_check.sh [quick|full] --out DIR     quick: up to 4 minutes; full, the default: up to 9
-# A line a step, all of them whatever fails, the exit status 1 if any did. In DIR: log.txt,
-# peers-cuda.json, peers-cuda.svg, cuda.json (full), tables.md. FDMA_COMMIT names the commit where
-# there is no git.
+# Prints a line for each step, runs every step even if one fails, and exits 1 if any failed. DIR gets
+# log.txt, peers-cuda.json, peers-cuda.svg, cuda.json (full) and tables.md. FDMA_COMMIT names the
+# commit where there is no git.
 set -u
 length=full
 out=
@@ -40,7 +40,7 @@ report() { # report WORD NAME SINCE TEXT
     printf '%-5s %-22s %4d s  %s\n' "$1" "$2" $(($(seconds) - $3)) "$4" | tee -a "$log"
 }
 
-step() { # step NAME SECONDS COMMAND...: its output goes to the log, its last line is shown
+step() { # step NAME SECONDS COMMAND...: logs the output and prints its last line
     name=$1
     limit=$2
     shift 2
@@ -66,13 +66,13 @@ skip() { # skip NAME REASON
     report skip "$1" "$(seconds)" "$2"
 }
 
-capability() { # of the first device: 90 for 9.0
+capability() { # of the first device, without the dot: 90
     nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ' |
         grep . || python3 -c 'import torch; print("%d%d" % torch.cuda.get_device_capability(0))' \
         2>/dev/null
 }
 
-sanitize() { # sanitize NAME SECONDS TOOL FILTER OPTION...: fdma check on the cases that FILTER names
+sanitize() { # sanitize NAME SECONDS TOOL FILTER OPTION...: runs fdma check FILTER under TOOL
     name=$1
     limit=$2
     tool=$3
@@ -82,7 +82,7 @@ sanitize() { # sanitize NAME SECONDS TOOL FILTER OPTION...: fdma check on the ca
         "$build/fdma" check --device cuda "$filter" "$@"
 }
 
-# The hash of the kernels, and FDMA_COMMIT where it is given, into the first line of FILE.
+# Adds the hash of the kernels, and FDMA_COMMIT if it is set, to the first line of FILE.
 stamp() { # stamp FILE
     hash=$(python3 benchmarks/kernels_hash.py) || return 1
     sed -i "1s/^{/{\"kernels\": \"$hash\", /" "$1"
@@ -121,7 +121,7 @@ step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_cu
     -q -p no:cacheprovider
 
 if ! command -v compute-sanitizer >/dev/null; then
-    skip sanitizer "compute-sanitizer is not here"
+    skip sanitizer "compute-sanitizer is not installed"
 elif ! timeout 30 compute-sanitizer --tool memcheck "$build/fdma" info >>"$log" 2>&1; then
     skip sanitizer "compute-sanitizer does not run on this machine"
 else
@@ -147,7 +147,7 @@ fi
 if python3 -c 'import matplotlib' 2>/dev/null; then
     step picture 30 python3 benchmarks/peers_picture.py "$out/peers-cuda.json" --out "$out/peers-cuda.svg"
 else
-    skip picture "matplotlib is not here"
+    skip picture "matplotlib is not installed"
 fi
 since=$(seconds)
 if text=$(tables "$out/peers-cuda.json" "$out/cuda.json" 2>&1); then

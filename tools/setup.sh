@@ -1,23 +1,23 @@
 #!/bin/sh
-# Installs what the build needs and this machine lacks; does nothing where all is there.
+# Installs what the build needs and this machine does not have.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
 #   setup.sh tests    and a C++ compiler, Python's headers, and .venv with the packages of tests/requirements.txt
-#   setup.sh gates    and clang with its sanitizers and libFuzzer; where they can be had,
-#                     valgrind, and a cross compiler and an emulator of 64-bit ARM
-# System packages come from apt, as root or through sudo. Where neither is allowed, one line names
-# what is missing and the exit status is 2.
+#   setup.sh gates    and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
+#                     emulator of 64-bit ARM if apt has them
+# System packages come from apt, as root or through sudo. If neither is allowed, one line names what
+# is missing and the exit status is 2.
 set -eu
 cd "$(dirname "$0")/.."
 what=${1:-build}
 
 missing=
-need() { # need PACKAGE TEST...: the package is missing if the test fails
+need() { # need PACKAGE TEST...: PACKAGE is missing if TEST fails
     package=$1
     shift
     "$@" >/dev/null 2>&1 || missing="$missing $package"
 }
 
-compiles() { # compiles COMPILER SOURCE FLAG...: does it compile and link this?
+compiles() { # compiles COMPILER SOURCE FLAG...: whether SOURCE compiles and links
     compiler=$1
     source=$2
     shift 2
@@ -31,7 +31,7 @@ as_root() {
 install_missing() {
     [ -n "$missing" ] || return 0
     if ! command -v apt-get >/dev/null || ! as_root true 2>/dev/null; then
-        echo "setup: missing, and not installable from here:$missing" >&2
+        echo "setup: missing, and neither root nor sudo can install it:$missing" >&2
         exit 2
     fi
     echo "setup: installing$missing"
@@ -45,13 +45,13 @@ install_missing() {
     missing=
 }
 
-want() { # want PACKAGE TEST...: installs what is worth having; without it the gates skip something
+want() { # want PACKAGE TEST...: installs a package without which the gates only skip a step
     need "$@"
     [ -z "$missing" ] || (install_missing) || echo "setup: going on without $1"
     missing=
 }
 
-# The runtime of clang's sanitizers is a package of its own, named after clang's version.
+# The runtime of clang's sanitizers has a package of its own, named after clang's version.
 need_clang_runtime() {
     version=$(clang -dumpversion | cut -d. -f1)
     need "libclang-rt-$version-dev" compiles clang \
@@ -66,8 +66,8 @@ make_venv() {
     echo "setup: making .venv with the packages of tests/requirements.txt (some minutes)"
     rm -rf .venv
     python3 -m venv .venv
-    # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL) choose the build of PyTorch; the CPU's
-    # is enough and spares gigabytes.
+    # pip's settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL) choose the build of PyTorch; the CPU build
+    # suffices and is gigabytes smaller.
     .venv/bin/python -m pip --quiet --disable-pip-version-check install -r tests/requirements.txt
     echo "$wanted" >"$stamp"
 }
@@ -94,7 +94,7 @@ tests | gates)
     [ "$what" = tests ] || need clang command -v clang
     ;;
 *)
-    echo "setup: unknown argument '$what'; it is nothing, tests or gates" >&2
+    echo "setup: unknown argument '$what', want nothing, tests or gates" >&2
     exit 2
     ;;
 esac

@@ -1,19 +1,21 @@
 """Calls of the C library on torch tensors, on the CPU and on CUDA devices.
 
-The first call for tensors of some layout (shapes, strides, dtypes, device) fills in its argument
-struct and asks for the size of its workspace. Later ones for the same layout only write addresses
-into that struct: for small inputs the rest takes longer than the call itself.
+The first call for tensors of some layout (shapes, strides, dtypes, device) and some options checks
+the shapes, fills in the argument struct and asks for the size of the workspace. Later calls for
+the same layout only write addresses into that struct: for small inputs all the rest would take
+longer than the call itself.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 
-from . import _library
+from . import _arguments, _library
+from ._arguments import MaybeTensor, Options
 
 DTYPES = {
     torch.float32: _library.FLOAT32,
@@ -24,36 +26,46 @@ DTYPES = {
     torch.uint8: _library.UINT8,
     torch.bool: _library.UINT8,
 }
-MOST_LAYOUTS = 512  # that a thread remembers
+LAYOUTS_MAX = 512  # that a thread remembers
 ALIGNMENT = 16  # bytes: which kernels take a tensor may depend on it
+IN_SELECTION = ("expiry", "slot")  # tensors of fdma_selection, not of the call's own struct
 
 Outputs = tuple[torch.Tensor, ...]
-MaybeTensor = Optional[torch.Tensor]
-
-
-class Draft(NamedTuple):
-    """A call's structs with its options in them, and room for its outputs."""
-
-    args: _library.Sized
-    selection: _library.Selection | None  # that `args` points to
-    outputs: tuple[tuple[str, torch.Tensor], ...]  # by field; "": not the C library's
-    added_to: tuple[str, ...] = ()  # outputs that the call adds to what they hold: begun with 0
+Words = Any  # a struct as an array of uint64
 
 
 class Operation(NamedTuple):
-    """A function of the C library: fdma_<name>()."""
+    """What a call needs to know of an operator: see ops.py."""
 
-    name: str
-    inputs: tuple[str, ...]  # fields of its struct, or of its selection
-    draft: Callable[..., Draft]  # of the inputs and the options
+    name: str  # of the operator
+    function: str  # of the C library: fdma_<function>()
+    tensors: tuple[str, ...]
+    options: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+def check(status: int, operation: Operation) -> None:
+    """_library.check(), with Python's names of the arguments in the message."""
+    if status != _library.OK:
+        try:
+            _library.check(status)
+        except Exception as error:
+            message = _arguments.translate(str(error), operation.tensors, operation.options)
+            raise type(error)(message) from None
 
 
 def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
-    """`tensor` as the C library sees it. Errors: ValueError, NotImplementedError."""
-    if not 1 <= tensor.dim() <= 4:
-        raise ValueError(f"{name}: rank is {tensor.dim()}, want 1 to 4")
+    """`tensor` as the C library sees it.
+
+    Raises:
+        NotImplementedError: its dtype is none of the C library's.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if name == "key_valid" and tensor.dtype not in (torch.bool, torch.uint8):
+        raise NotImplementedError(f"key_valid: dtype is {dtype}, supported: bool or uint8")
     if tensor.dtype not in DTYPES:
-        raise NotImplementedError(f"{name}: dtype is {tensor.dtype}, which no kernel takes")
+        shown = _arguments.SHOWN.get(name, name)
+        raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel takes")
     absent = (0,) * (4 - tensor.dim())
     return _library.Tensor(
         data=tensor.data_ptr(),
@@ -64,68 +76,95 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     )
 
 
-Words = Any  # a struct as an array of uint64
-
-
 def words_of(struct: ctypes.Structure) -> Words:
     return (ctypes.c_uint64 * (ctypes.sizeof(struct) // 8)).from_buffer(struct)
 
 
+def fill_options(
+    args: _library.Sized, selection: _library.Selection | None, options: Options, kv_len: int
+) -> None:
+    """Write `options` into the struct, or into the selection that it is given."""
+    fields = {name for name, *_ in args._fields_}
+    for name, value in options.items():
+        field = _arguments.field_of(name)
+        number = _arguments.choose(name, value) if name in _arguments.CHOICES else value
+        if field in fields:
+            setattr(args, field, number)
+        if selection is not None and field in ("window", "scope"):
+            setattr(selection, field, number)
+    if selection is not None:
+        selection.kv_len = kv_len
+
+
 class Prepared:
-    """A call for one layout. Not for two threads at once: they would write into the same struct."""
+    """A call for one layout. Not for two threads at once: both would write into one struct."""
 
     def __init__(
         self,
         operation: Operation,
-        draft: Draft,
-        tensors: list[MaybeTensor],
+        tensors: dict[str, MaybeTensor],
+        options: Options,
         exec_fields: dict[str, Any],
     ) -> None:
-        self.args, self.selection = draft.args, draft.selection
-        for name, value in exec_fields.items():
-            setattr(self.args.exec, name, value)
+        sizes = _arguments.bind_sizes(tensors)
+        _arguments.check_sizes(tensors, sizes)
+        self.operation = operation
+        self.args = _library.CALLS[f"fdma_{operation.function}"](exec=_library.Exec(**exec_fields))
+        self.selection = None
+        given = tensors.get("expiry")
+        if given is not None or "expiry" in operation.results:
+            self.selection = _library.Selection()
+            self.args.selection = ctypes.pointer(self.selection)
+        asked = None if given is None else self.selection  # fdma_select() fills in its own
+        fill_options(self.args, asked, options, sizes.get("kv_len", 0))
         self.args_words = words_of(self.args)
         self.selection_words = words_of(self.selection) if self.selection else None
-        given = [*zip(operation.inputs, tensors), *draft.outputs]
-        # An absent input's address is never written: its place is one that nobody reads.
-        self.places = [self.place(name, tensor) for name, tensor in given]
-        self.outputs = [(tuple(tensor.shape), tensor.dtype) for _, tensor in draft.outputs]
-        names = [name for name, _ in draft.outputs]
-        self.added_to = [names.index(name) for name in draft.added_to]
+        # Where the address of each input and output is written; None for what is absent.
+        self.targets = [self.fill_tensor(name, tensor) for name, tensor in tensors.items()]
+        self.outputs = []
+        for name in operation.results:
+            shape, dtype = _arguments.result_like(name, tensors, sizes, options)
+            self.outputs.append((shape, dtype))
+            absent = _arguments.is_absent(name, options)
+            room = None if absent else torch.empty(shape, dtype=dtype, device="meta")
+            self.targets.append(self.fill_tensor(name, room))
+        # fdma_score_backward() adds to dv.
+        self.zeroed = [0] if operation.function == "score_backward" else []
         exec_at = type(self.args).exec.offset
         self.stream_at = (exec_at + _library.Exec.stream.offset) // 8
         self.workspace_at = (exec_at + _library.Exec.workspace.offset) // 8
         self.reference = ctypes.byref(self.args)
-        self.function = getattr(_library.library, f"fdma_{operation.name}")
+        self.function = getattr(_library.library, f"fdma_{operation.function}")
         size = ctypes.c_size_t()
-        ask = getattr(_library.library, f"fdma_{operation.name}_workspace")
-        _library.check(ask(self.reference, ctypes.byref(size)))
+        ask = getattr(_library.library, f"fdma_{operation.function}_workspace")
+        check(ask(self.reference, ctypes.byref(size)), operation)
         self.args.exec.workspace_size = self.workspace_size = size.value
 
-    def place(self, name: str, tensor: MaybeTensor) -> tuple[Words, int] | None:
-        """Where the address of `tensor` is written; fills in all of its field."""
-        if tensor is None or not name:
+    def fill_tensor(self, name: str, tensor: MaybeTensor) -> tuple[Words, int] | None:
+        """Fill in the field of `tensor`; the word of the struct that holds its address."""
+        if tensor is None:
             return None
-        in_selection = name in ("expiry", "slot")
+        in_selection = name in IN_SELECTION
         struct = self.selection if in_selection else self.args
-        setattr(struct, name, view(name, tensor))
+        field = _arguments.field_of(name)
+        setattr(struct, field, view(name, tensor))
         words = self.selection_words if in_selection else self.args_words
-        return words, (getattr(type(struct), name).offset + _library.Tensor.data.offset) // 8
+        return words, (getattr(type(struct), field).offset + _library.Tensor.data.offset) // 8
 
     def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs:
         """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`."""
         outputs = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs])
-        for place in self.added_to:
-            outputs[place].zero_()
+        for index in self.zeroed:
+            outputs[index].zero_()
         addresses += [tensor.data_ptr() for tensor in outputs]
-        for place, address in zip(self.places, addresses):
-            if place is not None:
-                place[0][place[1]] = address
+        for target, address in zip(self.targets, addresses):
+            if target is not None:
+                target[0][target[1]] = address
         self.args_words[self.stream_at] = stream
         if self.workspace_size:
             workspace = first.new_empty(self.workspace_size, dtype=torch.uint8)
             self.args_words[self.workspace_at] = workspace.data_ptr()
-        _library.check(self.function(self.reference))
+        check(self.function(self.reference), self.operation)
         return outputs
 
 
@@ -139,27 +178,51 @@ class Memory(threading.local):
 memory = Memory()
 
 
-def check_devices(operation: Operation, tensors: list[MaybeTensor]) -> None:
-    """Errors: ValueError where they are not all on one device."""
-    places = [(name, x.device) for name, x in zip(operation.inputs, tensors) if x is not None]
-    first, device = places[0]
-    for name, other in places:
+def check_devices(tensors: dict[str, MaybeTensor]) -> None:
+    """Raises:
+    ValueError: the tensors are on different devices.
+    NotImplementedError: they are on a CUDA device, and the library was built without CUDA.
+    """
+    devices = [(name, x.device) for name, x in tensors.items() if x is not None]
+    first, device = devices[0]
+    for name, other in devices:
         if other != device:
-            raise ValueError(f"{name}: is on {other}, want {device}, where {first} is")
+            shown = _arguments.SHOWN.get(name, name)
+            raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
+    if device.type == "cuda" and not _library.has_cuda():
+        raise NotImplementedError(
+            f"{first}: is on {device}, but this build of flash_dmattn has no CUDA kernels; "
+            "install it anew where nvcc is found: FDMA_CUDA=ON pip install ."
+        )
 
 
-def remember(
+def check_backend(backend: str | None) -> None:
+    """Raises:
+    NotImplementedError: no kernel has this name, or a name of which this is the beginning.
+    """
+    names = [kernel.name for kernel in _library.kernels()] if backend is not None else []
+    if names and not any(f"{name}/".startswith(f"{backend}/") for name in names):
+        usable = ", ".join(map(repr, _library.backends()))
+        raise NotImplementedError(
+            f"backend: no kernel is named {backend!r}, want one of {usable}, "
+            "or the name of a kernel that `fdma info` lists"
+        )
+
+
+def prepare(
     key: tuple[Any, ...],
     operation: Operation,
     tensors: list[MaybeTensor],
     options: tuple[Any, ...],
     exec_fields: dict[str, Any],
 ) -> Prepared:
-    if len(memory.prepared) >= MOST_LAYOUTS:
+    """The call for the layout that `key` stands for, from now on remembered."""
+    if len(memory.prepared) >= LAYOUTS_MAX:
         memory.prepared.clear()
-    check_devices(operation, tensors)
-    draft = operation.draft(*tensors, *options)
-    prepared = memory.prepared[key] = Prepared(operation, draft, tensors, exec_fields)
+    named = dict(zip(operation.tensors, tensors))
+    check_devices(named)
+    prepared = Prepared(operation, named, dict(zip(operation.options, options)), exec_fields)
+    memory.prepared[key] = prepared
     return prepared
 
 
@@ -171,12 +234,16 @@ def call(
 ) -> Outputs:
     """Make the call on the device of its first input, in that device's current stream.
 
-    A tensor is taken as it is, without a copy unless its last stride is not 1. Errors: those of
-    _library.check().
+    A tensor is taken as it is, except that one whose last stride is not 1 is copied.
+
+    Raises:
+        ValueError: arguments contradict each other.
+        NotImplementedError: no kernel does this.
+        RuntimeError: the device failed.
     """
     tensors: list[MaybeTensor] = []
     addresses: list[int] = []
-    key: list[Any] = [operation.draft, options, backend]
+    key: list[Any] = [operation.name, options, backend]
     for tensor in inputs:
         address = 0
         if tensor is not None:
@@ -195,12 +262,13 @@ def call(
     assert first is not None
     index = first.get_device()  # -1: the CPU
     threads = torch.get_num_threads() if index < 0 else 0
-    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    stream = torch.cuda.current_stream(index).cuda_stream if index >= 0 else 0
     key.append(threads)
     whole_key = tuple(key)
     prepared = memory.prepared.get(whole_key)
     if prepared is None:
+        check_backend(backend)
         kernel = None if backend is None else backend.encode()
-        where = {"kernel": kernel, "device": index + 1, "threads": threads}
-        prepared = remember(whole_key, operation, tensors, options, where)
+        exec_fields = {"kernel": kernel, "device": index + 1, "threads": threads}
+        prepared = prepare(whole_key, operation, tensors, options, exec_fields)
     return prepared.run(addresses, stream, first)

@@ -63,7 +63,7 @@ class Exec(ctypes.Structure):
 class Sized(ctypes.Structure):
     """A struct that begins with its own size; the fields that are not given are zero."""
 
-    def __init__(self, **fields: Any) -> None:  # noqa: ANN401
+    def __init__(self, **fields: Any) -> None:
         super().__init__(size=ctypes.sizeof(self), **fields)
 
 
@@ -366,20 +366,32 @@ RESULTS: dict[str, Any] = {
 
 
 def find() -> Path:
-    """Where the library is. Errors: ImportError, naming where it was looked for."""
+    """Where the library is.
+
+    Raises:
+        ImportError: it is not there; the message says where it was looked for.
+    """
     chosen = os.environ.get("FDMA_LIBRARY")
     if chosen:
         if not Path(chosen).is_file():
             raise ImportError(f"FDMA_LIBRARY is {chosen!r}, which is not a file")
         return Path(chosen).absolute()
-    beside = Path(__file__).parent / ("libfdma.dylib" if sys.platform == "darwin" else "libfdma.so")
-    if not beside.is_file():
-        raise ImportError(f"no library at {beside}; set FDMA_LIBRARY to where libfdma.so is")
-    return beside
+    name = "libfdma.dylib" if sys.platform == "darwin" else "libfdma.so"
+    # An editable install has two folders: that of the sources, and that of the library.
+    candidates = [Path(folder) / name for folder in sys.modules[__package__].__path__]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    tried = " or ".join(map(str, candidates))
+    raise ImportError(f"no library at {tried}; set FDMA_LIBRARY to where libfdma.so is")
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`, its functions declared. Errors: ImportError."""
+    """The library at `path`, with its functions declared.
+
+    Raises:
+        ImportError: the file is no library, or one of another version.
+    """
     try:
         loaded = ctypes.CDLL(str(path))
         for name, arguments in FUNCTIONS.items():
@@ -397,8 +409,10 @@ library = load(find())
 def check(status: int) -> None:
     """Turn the status of the call just made by this thread into an exception with its message.
 
-    Errors: ValueError for FDMA_INVALID_ARGUMENT, NotImplementedError for FDMA_UNSUPPORTED,
-    RuntimeError for any other.
+    Raises:
+        ValueError: FDMA_INVALID_ARGUMENT.
+        NotImplementedError: FDMA_UNSUPPORTED.
+        RuntimeError: any other failure.
     """
     if status != OK:
         raise ERRORS.get(status, RuntimeError)(library.fdma_last_error().decode())
@@ -411,10 +425,21 @@ def version() -> str:
 
 def kernels() -> list[Kernel]:
     """All kernels of the library in the order of preference, those that cannot run here too."""
-    rows = []
+    found = []
     for index in range(library.fdma_kernel_count()):
         info = KernelInfo()
         check(library.fdma_describe_kernel(index, ctypes.byref(info)))
         missing = None if info.missing is None else info.missing.decode()
-        rows.append(Kernel(info.name.decode(), info.operation.decode(), missing))
-    return rows
+        found.append(Kernel(info.name.decode(), info.operation.decode(), missing))
+    return found
+
+
+def backends() -> list[str]:
+    """The first components of the names of kernels that can run here, the preferred one first."""
+    names = [kernel.name for kernel in kernels() if kernel.missing is None]
+    return list(dict.fromkeys(name.split("/")[0] for name in names))
+
+
+def has_cuda() -> bool:
+    """Whether the library was built with CUDA kernels, usable on this machine or not."""
+    return any(kernel.name.startswith("cuda/") for kernel in kernels())

@@ -1,30 +1,33 @@
 """The functions of the package: attention of each query over its best keys.
 
-The words are those of fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim, window. A tensor
-of any strides is taken as it is, so `x.transpose(1, 2)` of a [batch, heads, len, head_dim] tensor
-costs nothing; only where the last axis itself is strided a copy is made. Results are contiguous.
+The words are those of fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim, window.
 
-All tensors of a call are on the CPU, or all on one CUDA device; there the call is put on the
-device's current stream and does not wait for it. There attention takes float16 and bfloat16.
+Tensors may have any strides: `x.transpose(1, 2)` of a [batch, heads, len, head_dim] tensor costs
+nothing. Only a tensor whose last axis is strided is copied first. Results are contiguous.
 
-Every function raises, with a message that names the argument, its value and what was wanted:
-ValueError for arguments that contradict each other, NotImplementedError for what no kernel does.
+All tensors of a call are on the CPU, or all on one CUDA device. A call for a CUDA device is put on
+the device's current stream and does not wait for it. On CUDA devices query, key and value are
+float16 or bfloat16; on the CPU they are float32, float16 or bfloat16, or float64 for the slow
+kernel "reference". On the CPU at most torch.get_num_threads() threads are used.
 
-All but select() are differentiable, once: a derivative of a gradient raises NotImplementedError.
-Keys that no query keeps have gradients of exactly 0, and which keys are kept has none. On the CPU
-gradients are the same bits from run to run; on a device attention's are so where `deterministic` or
-torch.use_deterministic_algorithms(True) asks for it. `backend` computes them too or, where a kernel
-that was named has none, another one of its family.
+All functions but select() are differentiable, once, in reverse mode. Second derivatives and
+forward mode (torch.func.jvp) raise NotImplementedError. Which keys are kept has no gradient, and
+keys that no query keeps have gradients of exactly 0. On the CPU gradients are bit-equal from run to
+run; on a CUDA device those of attention are where `deterministic` or
+torch.use_deterministic_algorithms(True) asks for it. The kernels of `backend` compute gradients
+too; if a kernel that was named has none, another one of its family does.
 
-Under torch.autocast query, key and value are taken in autocast's dtype, as
+Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from . import (
     _library,
@@ -36,11 +39,18 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Selection(NamedTuple):
-    """Which queries keep which keys: what select() returns and attention() takes.
+    """Which queries keep which keys: the result of select(), and an argument of attention().
 
-    Shapes: expiry, slot [batch, kv_heads, kv_len] int32. The query at position p keeps key j if
-    j <= p < expiry[j] (global scope without causal masking: if expiry[j] > j); slot[j] is the place
-    of key j among the `window` kept ones, -1 where it is never kept.
+    The query at position p keeps key j if j <= p < expiry[j]. (In global scope without causal
+    masking every query keeps key j if expiry[j] > j.)
+
+    Attributes:
+        expiry: [batch, kv_heads, kv_len] int32: the first position at which a key is no longer
+            kept; j itself for a key j that is never kept.
+        slot: [batch, kv_heads, kv_len] int32: the number, below `window`, under which a kept key is
+            stored while it is live; -1 for a key that is never kept.
+        window: keys that a query keeps, at most.
+        scope: "causal" or "global", as in select().
     """
 
     expiry: torch.Tensor
@@ -50,34 +60,70 @@ class Selection(NamedTuple):
 
 
 def get_available_backends() -> list[str]:
-    """Names that `backend` may have on this machine, preferred first, such as ["cpu", "reference"].
+    """Names that `backend` may have on this machine, the preferred one first.
 
-    A kernel's whole name, such as "cpu/avx2", may be given as well. "cuda" takes tensors of CUDA
-    devices, and the others those of the CPU.
+    A kernel's whole name, such as "cpu/avx2", may be given as `backend` too. "cuda" takes tensors
+    of CUDA devices, the others take those of the CPU.
+
+    Returns:
+        Names, such as ["cuda", "cpu", "reference"].
+
+    Example:
+        >>> "reference" in flash_dmattn.get_available_backends()
+        True
     """
-    usable = [kernel.name for kernel in _library.kernels() if kernel.missing is None]
-    return list(dict.fromkeys(name.split("/")[0] for name in usable))
+    return _library.backends()
 
 
-def _logit_scale(softmax_scale: float | None) -> float:
+def check_window(name: str, value: int) -> int:
+    """`value` as an int, checked."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
+    if isinstance(value, torch.SymInt):  # of a graph that is being traced
+        return value
+    value = operator.index(value)
+    if value < 1:
+        raise ValueError(f"{name}: is {value}, want 1 or more; kv_len or more keeps all keys")
+    if value >= 1 << 63:
+        raise ValueError(f"{name}: is {value}, want less than 2**63")
+    return value
+
+
+def _scale(softmax_scale: float | None) -> float:
+    """softmax_scale as fdma.h has it, where 0 stands for the default."""
     if softmax_scale is None:
-        return 0.0  # 1 / sqrt(head_dim)
+        return 0.0
     if softmax_scale == 0:
         raise ValueError("softmax_scale: is 0, want a positive number, or None for the default")
     return softmax_scale
 
 
-def _autocast(rows: Tensors, weights: Tensors = ()) -> Tensors:
-    """`rows` in autocast's dtype where it is on. `weights` in float32 stay as they are, for kernels
-    take them beside any rows."""
+def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
+    """Refuse tensors with forward-mode tangents, which an operator would drop in silence. They are
+    seen here, before dispatch; most calls are made outside of every dual level."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"flash_dmattn.{name}: forward-mode derivatives (torch.func.jvp) are not "
+                "implemented, use reverse mode (torch.autograd.grad)"
+            )
+
+
+def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
+    """`rows` in autocast's dtype where autocast is on. `weights` in float32 stay as they are,
+    because kernels take them beside rows of any dtype. `name` is that of rows[0]."""
+    if not isinstance(rows[0], torch.Tensor):
+        raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
     device = rows[0].device.type
     if device not in ops.DEVICES or not torch.is_autocast_enabled(device):
         return (*rows, *weights)
     dtype = torch.get_autocast_dtype(device)
     narrow = (torch.float16, torch.bfloat16)
-    wide = (torch.float32, *narrow)  # and float64 stays as it is
+    floats = (torch.float32, *narrow)  # float64 is not cast
     return (
-        *(row.to(dtype) if row.dtype in wide else row for row in rows),
+        *(row.to(dtype) if row.dtype in floats else row for row in rows),
         *(weight.to(dtype) if weight.dtype in narrow else weight for weight in weights),
     )
 
@@ -91,27 +137,39 @@ def score(
     key_valid: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Score and bias of each key, from the value states of all kv heads.
+    """Score and bias of each key, computed from the value states of all kv heads.
 
-    score = a_coef * softplus(value @ dt_proj^T), value's heads taken as one vector; bias is
-    exp(score) ("exp"), score ("linear") or None ("none").
+    score = a_coef * softplus(value @ dt_proj^T), where the heads of `value` are one long vector.
+    The bias is exp(score), score or None, as bias_form says.
 
     Args:
         value: [batch, kv_len, kv_heads, head_dim].
         dt_proj: [kv_heads, kv_heads * head_dim], of value's dtype or float32.
         a_coef: [kv_heads], of value's dtype or float32.
         bias_form: "exp", "linear" or "none".
-        key_valid: optional [batch, kv_len] bool or uint8, false for padding; such a key is not read
-            and its score is -inf.
+        key_valid: optional [batch, kv_len] bool or uint8, false for padding. Such a key is not
+            read, and its score is -inf.
         backend: one of get_available_backends() or a kernel's name; None for the fastest.
 
     Returns:
-        score and bias, [batch, kv_heads, kv_len], in nats; float32, or float64 for float64.
+        score and bias, both [batch, kv_heads, kv_len] float32 (float64 for float64). The bias is
+        added to logits in nats; it is None if bias_form is "none".
+
+    Raises:
+        ValueError: shapes or devices that contradict each other, or an unknown bias_form.
+        NotImplementedError: a dtype, head_dim or backend that no kernel of this machine takes.
+
+    Example:
+        >>> value = torch.zeros(1, 5, 2, 8)  # 5 keys of 2 heads
+        >>> scores, bias = flash_dmattn.score(value, torch.ones(2, 16), torch.ones(2))
+        >>> scores[0, 0]  # softplus(0)
+        tensor([0.6931, 0.6931, 0.6931, 0.6931, 0.6931])
 
     Source: arXiv:2508.02124, section 3.
     """
-    tensors = _autocast((value,), (dt_proj, a_coef))
-    scores, bias = ops.score_op(*tensors, bias_form, key_valid, backend)
+    _refuse_tangents("score", value, dt_proj, a_coef)
+    tensors = _autocast("value", (value,), (dt_proj, a_coef))
+    scores, bias = ops.SCORE.op(*tensors, key_valid, bias_form, backend)
     return scores, None if bias_form == "none" else bias
 
 
@@ -125,23 +183,35 @@ def select(
 ) -> Selection:
     """The `window` keys of highest score among those that each query can see.
 
-    Equal scores: the more recent key first; NaN ranks below everything. The result is exact: the
-    same bits on every backend. It is not differentiable.
+    Of equal scores the more recent key ranks first; NaN ranks below everything. The result is
+    exact: every backend gives the same bits. It is not differentiable.
 
     Args:
-        score: [batch, kv_heads, kv_len] float32 (float64: the backend "reference").
+        score: [batch, kv_heads, kv_len] float32 (float64 for the backend "reference").
         window: keys that a query keeps, 1 or more; kv_len or more keeps all.
-        scope: "causal", each query ranks the keys up to its own position, or "global", one ranking
-            of all keys.
-        key_valid: optional [batch, kv_len] bool or uint8, false for padding: never kept.
+        scope: "causal": each query ranks the keys up to its own position. "global": all keys are
+            ranked once, and every query keeps the best of them.
+        key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
         backend: as in score().
 
     Returns:
-        Selection, with expiry and slot [batch, kv_heads, kv_len] int32.
+        A Selection.
+
+    Raises:
+        TypeError: a window that is not an int.
+        ValueError: shapes or devices that contradict each other, a window below 1, or an unknown
+            scope.
+        NotImplementedError: a dtype or backend that no kernel of this machine takes.
+
+    Example:
+        >>> scores = torch.tensor([[[3.0, 1.0, 2.0, 0.0]]])
+        >>> flash_dmattn.select(scores, 2).expiry  # key 1 leaves when key 2 arrives
+        tensor([[[4, 2, 4, 3]]], dtype=torch.int32)
 
     Source: arXiv:2508.02124, section 3.
     """
-    expiry, slot = ops.select_op(score, window, scope, key_valid, backend)
+    window = check_window("window", window)
+    expiry, slot = ops.SELECT.op(score, key_valid, window, scope, backend)
     return Selection(expiry, slot, window, scope)
 
 
@@ -163,38 +233,56 @@ def attention(
 
     Args:
         query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim a
-            multiple of 8 up to 256. Query i stands at position i + kv_len - q_len.
+            multiple of 8 up to 256. Query i has position i + kv_len - q_len.
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         bias: optional [batch, kv_heads, kv_len] float32 (float64 for float64), added to the logits.
-        selection: from select(); its scope must be "global" unless `causal`.
-        key_valid: optional [batch, kv_len] bool or uint8, false for padding: never read.
+        selection: from select(). Its scope must be "global" unless `causal` is set.
+        key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies logits; None for 1 / sqrt(head_dim).
-        softcap: c > 0 makes a logit c * tanh(logit / c), before the bias; 0 for none.
+        softcap: c > 0 makes a logit c * tanh(logit / c), before the bias is added; 0 for none.
         backend: as in score().
-        deterministic: gradients are the same bits from run to run on a device too.
+        deterministic: gradients are bit-equal from run to run on a CUDA device too.
 
     Returns:
         out [batch, q_len, q_heads, head_dim] of query's dtype, and lse [batch, q_heads, q_len],
-        float32 (float64 for float64), in nats. A query without keys has out = 0 and lse = -inf.
+        float32 (float64 for float64), in nats. A query that keeps no key has out = 0 and
+        lse = -inf.
+
+    Raises:
+        ValueError: shapes, devices or options that contradict each other, or a selection made for
+            other keys.
+        NotImplementedError: a dtype, head_dim or backend that no kernel of this machine takes.
+
+    Example:
+        >>> x = torch.randn(1, 6, 2, 8)
+        >>> selection = flash_dmattn.select(torch.randn(1, 2, 6), 3)
+        >>> out, lse = flash_dmattn.attention(x, x, x, selection=selection, causal=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 6, 2, 8]), torch.Size([1, 2, 6]))
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
-    expiry, slot, window, scope = selection if selection else (None, None, 0, "causal")
-    return ops.attention_op(
-        *_autocast((query, key, value)),
+    _refuse_tangents("attention", query, key, value, bias)
+    expiry, slot, window, scope = None, None, 0, "causal"
+    if selection is not None:
+        if not isinstance(selection, Selection):
+            raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
+        expiry, slot, window, scope = selection
+    return ops.ATTENTION.op(
+        *_autocast("query", (query, key, value)),
         bias,
+        key_valid,
         expiry,
         slot,
-        key_valid,
         window,
         scope,
         causal,
-        _logit_scale(softmax_scale),
+        _scale(softmax_scale),
         softcap,
-        backend,
         deterministic,
+        backend,
     )
 
 
@@ -211,44 +299,31 @@ def merge(
     lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
 
     Args:
-        out_a: [batch, q_len, q_heads, head_dim].
-        lse_a: [batch, q_heads, q_len] float32 (float64 for float64), in nats; -inf where a query
-            has no key in this set: its out is then not read.
-        out_b: as out_a, of its dtype.
-        lse_b: as lse_a.
+        out_a: [batch, q_len, q_heads, head_dim], attention over the first set.
+        lse_a: [batch, q_heads, q_len] float32 (float64 for float64), in nats. Where it is -inf the
+            query has no key in this set, and its out_a is not read.
+        out_b: like out_a, over the second set.
+        lse_b: like lse_a.
         backend: as in score().
 
     Returns:
-        out and lse, shaped as the parts.
+        out and lse, shaped as out_a and lse_a.
+
+    Raises:
+        ValueError: shapes or devices that contradict each other.
+        NotImplementedError: a dtype, head_dim or backend that no kernel of this machine takes.
+
+    Example:
+        >>> query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 10, 2, 8)
+        >>> halves = [flash_dmattn.attention(query, x, x) for x in key.split(5, dim=1)]
+        >>> out, lse = flash_dmattn.merge(*halves[0], *halves[1])
+        >>> torch.allclose(out, flash_dmattn.attention(query, key, key)[0], atol=1e-5)
+        True
 
     Source: arXiv:2205.14135, section 3.1.
     """
-    return ops.merge_op(out_a, lse_a, out_b, lse_b, backend)
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a_coef: torch.Tensor,
-    window: int,
-    *,
-    key_valid: torch.Tensor | None = None,
-    scope: str = "causal",
-    bias_form: str = "exp",
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """flash_dma_attention() with every option that there is: out alone."""
-    tensors = _autocast((query, key, value), (dt_proj, a_coef))
-    scale = _logit_scale(softmax_scale)
-    options = (key_valid, window, scope, bias_form, causal, scale, softcap, backend)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return ops.flash_dma_attention_op(*tensors, *options)[0]
-    return ops.flash_dma_output_op(*tensors, *options)
+    _refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
+    return ops.MERGE.op(out_a, lse_a, out_b, lse_b, backend)
 
 
 def flash_dma_attention(
@@ -262,41 +337,80 @@ def flash_dma_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     return_attn_probs: bool = False,
-) -> torch.Tensor:
-    """Dynamic mask attention in one call: score(), select() and attention(), exponential bias.
+    *,
+    key_valid: torch.Tensor | None = None,
+    scope: str | None = None,
+    bias_form: str = "exp",
+    softcap: float = 0.0,
+    backend: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic mask attention in one call: score(), select() and attention().
 
     Args:
-        query: [batch, q_len, q_heads, head_dim].
+        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim a
+            multiple of 8 up to 256. Query i has position i + kv_len - q_len.
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         dt_proj: [kv_heads, kv_heads * head_dim], of query's dtype or float32.
         a_coef: [kv_heads], of query's dtype or float32.
         keep_window_size: keys that a query keeps, 1 or more; kv_len or more keeps all.
         dropout_p: 0; anything else in [0, 1) raises NotImplementedError.
-        causal: True: each query ranks and sees the keys up to its own position. False: all keys are
-            ranked once, and every query sees the best of them.
+        causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies logits; None for 1 / sqrt(head_dim).
         return_attn_probs: False; True raises NotImplementedError.
+        key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
+        scope: "causal": each query ranks the keys up to its own position. "global": all keys are
+            ranked once. None for "causal" if `causal` is set, else "global".
+        bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
+            nothing, so that dt_proj and a_coef have no gradients.
+        softcap: c > 0 makes a logit c * tanh(logit / c), before the bias is added; 0 for none.
+        backend: as in score().
+        deterministic: gradients are bit-equal from run to run on a CUDA device too.
+        return_lse: return lse too.
 
     Returns:
-        out [batch, q_len, q_heads, head_dim], of query's dtype.
+        out [batch, q_len, q_heads, head_dim], of query's dtype; with return_lse a pair of out and
+        lse [batch, q_heads, q_len], float32 (float64 for float64), in nats. A query that keeps no
+        key has out = 0 and lse = -inf.
+
+    Raises:
+        TypeError: a keep_window_size that is not an int.
+        ValueError: shapes, devices or options that contradict each other.
+        NotImplementedError: dropout, probabilities, or a dtype, head_dim or backend that no kernel
+            of this machine takes.
+
+    Example:
+        >>> query = torch.randn(2, 16, 4, 8)
+        >>> key, value = torch.randn(2, 2, 16, 2, 8)
+        >>> dt_proj, a_coef = torch.randn(2, 16), torch.ones(2)
+        >>> out = flash_dmattn.flash_dma_attention(
+        ...     query, key, value, dt_proj, a_coef, keep_window_size=5, causal=True
+        ... )
+        >>> out.shape
+        torch.Size([2, 16, 4, 8])
 
     Source: arXiv:2508.02124.
     """
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
     if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: is {dropout_p}; dropout is not implemented, want 0")
+        raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout yet")
     if return_attn_probs:
-        raise NotImplementedError("return_attn_probs: the probabilities are never formed")
-    return attend(
-        query,
-        key,
-        value,
-        dt_proj,
-        a_coef,
-        keep_window_size,
-        scope="causal" if causal else "global",
-        causal=causal,
-        softmax_scale=softmax_scale,
-    )
+        raise NotImplementedError(
+            "return_attn_probs: is True, want False: the probabilities are never stored"
+        )
+    _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef)
+    tensors = _autocast("query", (query, key, value), (dt_proj, a_coef))
+    if scope is None:
+        scope = "causal" if causal else "global"
+    elif scope == "causal" and not causal:
+        raise ValueError("scope: is 'causal', want 'global' where causal is False")
+    window, scale = check_window("keep_window_size", keep_window_size), _scale(softmax_scale)
+    options = (key_valid, window, scope, bias_form, causal, scale, softcap)
+    records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not records and not return_lse:
+        return ops.FUSED_OUT.op(*tensors, *options, backend)
+    out, lse, *_ = ops.FUSED.op(*tensors, *options, deterministic, backend)
+    return (out, lse) if return_lse else out

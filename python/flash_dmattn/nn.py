@@ -1,6 +1,6 @@
-"""Layers for models that are trained: dynamic mask attention with its projections.
+"""Layers for models: dynamic mask attention with its projections.
 
-The words are those of fdma.h; hidden is the width of the hidden states, heads is q_heads.
+The words are those of fdma.h; `hidden` is the width of the hidden states, `heads` is q_heads.
 """
 
 from __future__ import annotations
@@ -10,22 +10,28 @@ from torch import nn
 
 from . import functional
 
-WIDEST = 256  # channels of a head that kernels take
+HEAD_DIM_MAX = 256  # of the kernels
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """x with channels d and d + head_dim / 2 of each head turned by position * base^(-2d/head_dim).
+    """Rotary position embedding: rotate channels d and d + head_dim / 2 of each head by the angle
+    position * base^(-2d / head_dim).
 
-    Shapes: x [batch, len, heads, head_dim], positions [batch or 1, len] of integers.
-    Angles are in radians, and float32 whatever a model is cast to: in 16 bits positions above 256
-    run into each other.
+    Args:
+        x: [batch, len, heads, head_dim].
+        positions: [batch or 1, len] integers.
+        base: of the angles, which are in radians. They are float32 whatever dtype x has: a 16-bit
+            type does not tell positions above 256 apart.
+
+    Returns:
+        A tensor like x.
 
     Source: arXiv:2104.09864, section 3.4.2; halves in place of pairs, as in GPT-NeoX and Llama.
     """
     half = x.shape[-1] // 2
     exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
     angles = positions[..., None].to(torch.float32) * base**-exponents
-    cos, sin = (turn[:, :, None, :].to(x.dtype) for turn in (angles.cos(), angles.sin()))
+    cos, sin = (factor[:, :, None, :].to(x.dtype) for factor in (angles.cos(), angles.sin()))
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
@@ -36,31 +42,35 @@ def require(holds: bool, message: str) -> None:
 
 
 class DynamicMaskAttention(nn.Module):
-    """Self-attention in which every query sees its `window` best keys, with its projections.
+    """Self-attention in which every query attends to its `window` best keys, with projections.
 
         q, k, v = rotate(q_proj(x)), rotate(k_proj(x)), v_proj(x)
-        bias = exp(A * softplus(dt_proj(v)));  kept: the window keys of highest bias in sight
-        forward(x) = o_proj(softmax over kept keys(scale * <q, k> + bias) v)
+        bias = exp(A * softplus(dt_proj(v)))
+        forward(x) = o_proj(softmax(scale * <q, k> + bias) v), over the kept keys: of the keys that
+            a query can see, the `window` keys of highest bias
 
-    A begins as zeros, so that all keys tie and the more recent ones win: training starts from a
-    sliding window of `window` keys and learns from there which keys are worth keeping longer.
+    A is initialised with zeros. All keys then have equal scores, so that the most recent ones are
+    kept: training starts from a sliding window of `window` keys, and learns which keys to keep
+    longer.
 
     Args:
         hidden: width of the hidden states.
         heads: query heads.
-        kv_heads: key and value heads, a divisor of `heads`; one score for each.
-        window: keys that a query keeps; None: all, without scores, which is plain attention.
+        kv_heads: key and value heads, a divisor of `heads`. Each key has a score for each of them.
+        window: keys that a query keeps, 1 or more; None for plain attention over all keys, without
+            scores.
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
-        causal: a query sees only positions up to its own. False: all keys are ranked once, and
-            every query sees the best of them.
-        bias: whether q_proj, k_proj, v_proj and o_proj have one; dt_proj has none.
-        rope_base: base of the rotary angles; None for no positions at all.
+        causal: a query sees only keys at positions up to its own. If False, all keys are ranked
+            once, and every query keeps the best of them.
+        bias: whether q_proj, k_proj, v_proj and o_proj have a bias; dt_proj has none.
+        rope_base: base of the rotary angles; None for no position embedding.
         softmax_scale: multiplies logits; None for 1 / sqrt(head_dim).
         softcap: c > 0 makes a logit c * tanh(logit / c); 0 for none.
         device: of the parameters.
         dtype: of the parameters: float32, float16 or bfloat16 (float64 on the CPU, slowly).
 
-    Parameters, and keys of its state_dict (with `bias`, the first four have a .bias as well):
+    Parameters, which are also the keys of the state_dict (with `bias`, the first four projections
+    have a .bias too):
         q_proj.weight   [heads * head_dim, hidden]
         k_proj.weight   [kv_heads * head_dim, hidden]
         v_proj.weight   [kv_heads * head_dim, hidden]
@@ -68,8 +78,14 @@ class DynamicMaskAttention(nn.Module):
         dt_proj.weight  [kv_heads, kv_heads * head_dim], unless window is None
         A               [kv_heads], unless window is None
 
-    Errors: ValueError for sizes that contradict each other; those of flash_dma_attention() for what
-    no kernel does, when it is called.
+    Raises:
+        TypeError: a window that is not an int.
+        ValueError: sizes that contradict each other.
+
+    Example:
+        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
+        >>> layer(torch.randn(2, 100, 64)).shape
+        torch.Size([2, 100, 64])
 
     Source: arXiv:2508.02124; the Doge models.
     """
@@ -99,20 +115,21 @@ class DynamicMaskAttention(nn.Module):
             heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}"
         )
         dim = hidden // heads if head_dim is None else head_dim
-        fits = dim % 8 == 0 and 8 <= dim <= WIDEST
-        require(fits, f"head_dim: is {dim}, want a multiple of 8 from 8 to {WIDEST}")
-        require(window is None or window >= 1, f"window: is {window}, want 1 or more, or None")
+        takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
+        require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+        if window is not None:
+            window = functional.check_window("window", window)
         self.hidden, self.heads, self.kv_heads, self.head_dim = hidden, heads, kv_heads, dim
         self.window, self.causal, self.rope_base = window, causal, rope_base
         self.softmax_scale, self.softcap = softmax_scale, softcap
-        place = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden, heads * dim, bias=bias, **place)
-        self.k_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **place)
-        self.v_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **place)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **place)
+        kind = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden, heads * dim, bias=bias, **kind)
+        self.k_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **kind)
+        self.v_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **kind)
+        self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
         if window is not None:
-            self.dt_proj = nn.Linear(kv_heads * dim, kv_heads, bias=False, **place)
-            self.A = nn.Parameter(torch.zeros(kv_heads, **place))
+            self.dt_proj = nn.Linear(kv_heads * dim, kv_heads, bias=False, **kind)
+            self.A = nn.Parameter(torch.zeros(kv_heads, **kind))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters anew: projections as nn.Linear does, A with zeros."""
@@ -134,21 +151,29 @@ class DynamicMaskAttention(nn.Module):
         key_valid: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from each of x's positions.
+        """Attention of every position of x.
 
         Args:
             x: hidden states [batch, len, hidden].
-            key_valid: optional [batch, len] bool or uint8, false for padding: never kept, never
-                read, and without a gradient. (torch.nn's key_padding_mask is its opposite.)
+            key_valid: optional [batch, len] bool or uint8, false for padding, which is never kept
+                and never read, and has no gradient. (torch.nn's key_padding_mask is its inverse.)
             positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1, ...
-                Padding on the left wants them. Causality goes by the order in x.
+                Give them if there is padding on the left. Causality depends on the order in x, not
+                on these numbers.
 
         Returns:
-            [batch, len, hidden]. A query that sees no key has attention 0: o_proj's bias alone.
+            [batch, len, hidden]. Where a query keeps no key, the attention is 0, and the result is
+            o_proj's bias.
+
+        Raises:
+            ValueError: shapes that contradict each other.
+            NotImplementedError: a dtype or head_dim that no kernel of the device takes.
         """
-        require(x.dim() == 3, f"x: rank is {x.dim()}, want 3")
+        shape = f"x is [batch, len, {self.hidden}]"
+        require(x.dim() == 3, f"x: rank is {x.dim()}, want 3; {shape}")
         require(
-            x.shape[2] == self.hidden, f"x: axis 2 has {x.shape[2]} elements, want {self.hidden}"
+            x.shape[2] == self.hidden,
+            f"x: axis 2 has {x.shape[2]} elements, want {self.hidden}; {shape}",
         )
         rows = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         query = self.q_proj(x).unflatten(2, rows[0])
@@ -157,6 +182,10 @@ class DynamicMaskAttention(nn.Module):
         if self.rope_base is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device)[None]
+            fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
+            fits = fits and positions.shape[1] == x.shape[1]
+            shape = list(positions.shape)
+            require(fits, f"positions: is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
             query, key = (rotate(one, positions, self.rope_base) for one in (query, key))
         out = self.attend(query, key, value, key_valid)
         return self.o_proj(out.flatten(2))
@@ -168,7 +197,7 @@ class DynamicMaskAttention(nn.Module):
         value: torch.Tensor,
         key_valid: torch.Tensor | None,
     ) -> torch.Tensor:
-        """out [batch, len, heads, head_dim] of projected states."""
+        """Attention of projected states: out [batch, len, heads, head_dim]."""
         options = {
             "key_valid": key_valid,
             "causal": self.causal,
@@ -177,6 +206,5 @@ class DynamicMaskAttention(nn.Module):
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
-        scope = "causal" if self.causal else "global"
         weights = (self.dt_proj.weight, self.A)
-        return functional.attend(query, key, value, *weights, self.window, scope=scope, **options)
+        return functional.flash_dma_attention(query, key, value, *weights, self.window, **options)

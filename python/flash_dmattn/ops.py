@@ -1,362 +1,200 @@
-"""torch.library operators over the C library: flash_dmattn::score, select, attention,
-flash_dma_attention, flash_dma_output and merge, for tensors of the CPU and of CUDA devices. Their
-gradients are in gradients.py.
+"""The operators flash_dmattn::*, each declared once, by a schema.
 
-Each operator is an allocation of its outputs, which alone is its fake kernel, and one C call. Other
-devices register kernels on these operators; their schemas stay. What arguments mean and which are
-refused is written in fdma.h; the C library does the checking.
+Everything else follows from the names in the schema: which tensors and options there are, the
+fields of the C struct, the results, the fake kernel, and (in autograd.py) the gradients. What the
+names stand for is in _arguments.py. What arguments mean and which are refused is written in
+fdma.h.
+
+Schemas list the tensors first, then the options, then `backend`. An option that the struct of a
+call lacks goes to its selection (`window`, `scope`) or to its gradients (`deterministic`).
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+import functools
+from typing import Any, Callable
 
 import torch
 
-from . import _library
-from ._call import Draft, MaybeTensor, Operation, Outputs, call
+from . import _arguments, _library
+from ._call import Operation, Outputs, call
 
 DEVICES = ("cpu", "cuda")
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def choice(name: str, value: str, choices: dict[str, int]) -> int:
-    """The enumerator that `value` names. Errors: ValueError."""
-    if value not in choices:
-        raise ValueError(f"{name}: is {value!r}, want one of {', '.join(map(repr, choices))}")
-    return choices[value]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, biases and lse beside q, k, v of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def sizes(name: str, tensor: torch.Tensor, rank: int) -> torch.Size:
-    """The shape of `tensor`. Errors: ValueError where its rank is not `rank`."""
-    if tensor.dim() != rank:
-        raise ValueError(f"{name}: rank is {tensor.dim()}, want {rank}")
-    return tensor.shape
-
-
-def new_scores(value: torch.Tensor, bias_form: str) -> Pair:
-    """Room for score and bias, both [batch, kv_heads, kv_len]; an absent bias has no elements."""
-    batch, kv_len, kv_heads, _ = sizes("v", value, 4)
-    score = value.new_empty((batch, kv_heads, kv_len), dtype=wide(value.dtype))
-    return score, torch.empty_like(score) if bias_form != "none" else score.new_empty((0,))
-
-
-def new_selection(like: torch.Tensor, shape: tuple[int, ...]) -> Pair:
-    """Room for expiry and slot."""
-    expiry = like.new_empty(shape, dtype=torch.int32)
-    return expiry, torch.empty_like(expiry)
-
-
-def new_attention(query: torch.Tensor) -> Pair:
-    """Room for out [batch, q_len, q_heads, head_dim] and lse [batch, q_heads, q_len]."""
-    batch, q_len, q_heads, _ = sizes("q", query, 4)
-    lse = query.new_empty((batch, q_heads, q_len), dtype=wide(query.dtype))
-    return query.new_empty(query.shape), lse
-
-
-def new_outputs(query: torch.Tensor, value: torch.Tensor, bias_form: str) -> Outputs:
-    """Room for everything that the fused form returns."""
-    score, bias = new_scores(value, bias_form)
-    return (*new_attention(query), score, bias, *new_selection(score, score.shape))
-
-
-def give_selection(
-    args: _library.Sized, expiry: MaybeTensor, window: int, scope: str
-) -> _library.Selection:
-    """What `args` points to where there is an `expiry`; the call fills in its tensors."""
-    selection = _library.Selection()
-    if expiry is not None:
-        selection.window = window
-        selection.kv_len = expiry.size(-1)
-        selection.scope = choice("scope", scope, _library.SCOPES)
-        args.selection = ctypes.pointer(selection)
-    return selection
-
-
-def draft_score(
-    value: torch.Tensor, dt_proj: torch.Tensor, a: torch.Tensor, key_valid: MaybeTensor, form: str
-) -> Draft:
-    args = _library.ScoreArgs(bias_form=choice("bias_form", form, _library.BIAS_FORMS))
-    score, bias = new_scores(value, form)
-    return Draft(args, None, (("score", score), ("bias" if form != "none" else "", bias)))
-
-
-def draft_select(score: torch.Tensor, key_valid: MaybeTensor, window: int, scope: str) -> Draft:
-    selection = _library.Selection()
-    args = _library.SelectArgs(
-        selection=ctypes.pointer(selection),
-        window=window,
-        scope=choice("scope", scope, _library.SCOPES),
-    )
-    expiry, slot = new_selection(score, sizes("score", score, 3))
-    return Draft(args, selection, (("expiry", expiry), ("slot", slot)))
-
-
-def draft_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: MaybeTensor,
-    key_valid: MaybeTensor,
-    expiry: MaybeTensor,
-    slot: MaybeTensor,
-    window: int,
-    scope: str,
-    causal: bool,
-    scale: float,
-    softcap: float,
-) -> Draft:
-    out, lse = new_attention(query)
-    args = _library.ForwardArgs(scale=scale, softcap=softcap, causal=causal)
-    selection = give_selection(args, expiry, window, scope)
-    return Draft(args, selection, (("out", out), ("lse", lse)))
-
-
-def draft_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a: torch.Tensor,
-    key_valid: MaybeTensor,
-    window: int,
-    scope: str,
-    bias_form: str,
-    causal: bool,
-    scale: float,
-    softcap: float,
-) -> Draft:
-    selection = _library.Selection()
-    args = _library.AttentionArgs(
-        selection=ctypes.pointer(selection),
-        window=window,
-        scope=choice("scope", scope, _library.SCOPES),
-        bias_form=choice("bias_form", bias_form, _library.BIAS_FORMS),
-        scale=scale,
-        softcap=softcap,
-        causal=causal,
-    )
-    names = ("out", "lse", "score", "bias" if bias_form != "none" else "", "expiry", "slot")
-    return Draft(args, selection, tuple(zip(names, new_outputs(query, value, bias_form))))
-
-
-def draft_output(*arguments: Any) -> Draft:  # noqa: ANN401
-    """What is not asked for lives in the workspace."""
-    draft = draft_attention(*arguments)
-    draft.args.selection = None
-    return draft._replace(selection=None, outputs=draft.outputs[:1])
-
-
-def draft_merge(out: torch.Tensor, *rest: torch.Tensor) -> Draft:
-    return Draft(_library.MergeArgs(), None, tuple(zip(("out", "lse"), new_attention(out))))
-
-
-SCORE = Operation("score", ("v", "dt_proj", "a", "key_valid"), draft_score)
-SELECT = Operation("select", ("score", "key_valid"), draft_select)
-FORWARD = Operation(
-    "forward", ("q", "k", "v", "bias", "key_valid", "expiry", "slot"), draft_forward
-)
-MERGE = Operation("merge", ("out_a", "lse_a", "out_b", "lse_b"), draft_merge)
-FUSED_INPUTS = ("q", "k", "v", "dt_proj", "a", "key_valid")
-ATTENTION = Operation("attention", FUSED_INPUTS, draft_attention)
-OUTPUT = Operation("attention", FUSED_INPUTS, draft_output)
-
-
-@torch.library.custom_op(
-    "flash_dmattn::score",
-    mutates_args=(),
-    device_types=DEVICES,
-    schema="(Tensor value, Tensor dt_proj, Tensor a_coef, str bias_form, Tensor? key_valid, "
-    "str? backend) -> (Tensor, Tensor)",
-)
-def score_op(
-    value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a_coef: torch.Tensor,
-    bias_form: str,
-    key_valid: MaybeTensor,
-    backend: str | None,
-) -> Pair:
-    """fdma_score(): score and bias."""
-    return call(SCORE, (value, dt_proj, a_coef, key_valid), (bias_form,), backend)
-
-
-@score_op.register_fake
-def _(
-    value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a_coef: torch.Tensor,
-    bias_form: str,
-    key_valid: MaybeTensor,
-    backend: str | None,
-) -> Pair:
-    return new_scores(value, bias_form)
-
-
-@torch.library.custom_op(
-    "flash_dmattn::select",
-    mutates_args=(),
-    device_types=DEVICES,
-    schema="(Tensor score, SymInt window, str scope, Tensor? key_valid, str? backend) "
-    "-> (Tensor, Tensor)",
-)
-def select_op(
-    score: torch.Tensor, window: int, scope: str, key_valid: MaybeTensor, backend: str | None
-) -> Pair:
-    """fdma_select(): expiry and slot."""
-    return call(SELECT, (score, key_valid), (window, scope), backend)
-
-
-@select_op.register_fake
-def _(
-    score: torch.Tensor, window: int, scope: str, key_valid: MaybeTensor, backend: str | None
-) -> Pair:
-    return new_selection(score, sizes("score", score, 3))
-
-
-@torch.library.custom_op(
-    "flash_dmattn::attention",
-    mutates_args=(),
-    device_types=DEVICES,
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? expiry, Tensor? slot, "
-    "Tensor? key_valid, SymInt window, str scope, bool causal, float scale, float softcap, "
-    "str? backend, bool deterministic=False) -> (Tensor, Tensor)",
-)
-def attention_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: MaybeTensor,
-    expiry: MaybeTensor,
-    slot: MaybeTensor,
-    key_valid: MaybeTensor,
-    window: int,
-    scope: str,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    backend: str | None,
-    deterministic: bool = False,
-) -> Pair:
-    """fdma_forward(): out and lse; dense where `expiry` is None. `deterministic` is backward's."""
-    tensors = (query, key, value, bias, key_valid, expiry, slot)
-    return call(FORWARD, tensors, (window, scope, causal, scale, softcap), backend)
-
-
-@attention_op.register_fake
-def _(query: torch.Tensor, *rest: Any) -> Pair:  # noqa: ANN401
-    return new_attention(query)
-
-
-@torch.library.custom_op(
-    "flash_dmattn::flash_dma_attention",
-    mutates_args=(),
-    device_types=DEVICES,
-    schema="(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, SymInt window, str scope, str bias_form, bool causal, float scale, "
-    "float softcap, str? backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def flash_dma_attention_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a_coef: torch.Tensor,
-    key_valid: MaybeTensor,
-    window: int,
-    scope: str,
-    bias_form: str,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    backend: str | None,
-) -> Outputs:
-    """fdma_attention(): out, lse, score, bias, expiry and slot."""
-    tensors = (query, key, value, dt_proj, a_coef, key_valid)
-    options = (window, scope, bias_form, causal, scale, softcap)
-    return call(ATTENTION, tensors, options, backend)
-
-
-@flash_dma_attention_op.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a_coef: torch.Tensor,
-    key_valid: MaybeTensor,
-    window: int,
-    scope: str,
-    bias_form: str,
-    *rest: Any,  # noqa: ANN401
-) -> Outputs:
-    return new_outputs(query, value, bias_form)
-
-
-def flash_dma_output(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dt_proj: torch.Tensor,
-    a_coef: torch.Tensor,
-    key_valid: MaybeTensor,
-    window: int,
-    scope: str,
-    bias_form: str,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    backend: str | None,
-) -> torch.Tensor:
-    """fdma_attention(): out alone, where no gradient is wanted."""
-    tensors = (query, key, value, dt_proj, a_coef, key_valid)
-    options = (window, scope, bias_form, causal, scale, softcap)
-    return call(OUTPUT, tensors, options, backend)[0]
-
-
-# Defined without custom_op, whose autograd takes a fifth of the time of a call on small inputs.
+# For operators that need no autograd: that of custom_op takes a fifth of the time of a small call.
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
-LIBRARY.define(
+
+
+class Operator:
+    """An operator of torch.library over one function of the C library: op(*arguments)."""
+
+    def __init__(self, schema: str, function: str, *, has_autograd: bool = True) -> None:
+        name, _, signature = schema.partition("(")
+        inputs, _, results = signature.partition(") -> ")
+        pairs = [argument.split(" ") for argument in inputs.split(", ")]
+        names = [argument for _, argument in pairs]
+        count = sum(kind.startswith("Tensor") for kind, _ in pairs)
+        assert names[-1] == "backend", schema
+        assert all(kind.startswith("Tensor") for kind, _ in pairs[:count]), schema
+        self.arguments = tuple(names)
+        self.operation = Operation(
+            name=name,
+            function=function,
+            tensors=tuple(names[:count]),
+            options=tuple(names[count:-1]),
+            results=tuple(result.split(" ")[1] for result in results.strip("()").split(", ")),
+        )
+        self.op = self.register(schema, has_autograd)
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    def register(self, schema: str, has_autograd: bool) -> Callable[..., Any]:
+        whole_name = f"flash_dmattn::{self.name}"
+        kernel = self.run if len(self.operation.results) > 1 else self.run_alone
+        if has_autograd:
+            signature = schema[len(self.name) :]
+            op = torch.library.custom_op(
+                whole_name, kernel, mutates_args=(), device_types=DEVICES, schema=signature
+            )
+            op.register_fake(self.fake)
+            return op
+        LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        for dispatch_key in ("CPU", "CUDA"):
+            LIBRARY.impl(self.name, kernel, dispatch_key)
+        torch.library.register_fake(whole_name, self.fake, lib=LIBRARY)
+        return getattr(torch.ops.flash_dmattn, self.name).default
+
+    def run(self, *arguments: Any) -> Outputs:
+        """The kernel: one C call."""
+        count = len(self.operation.tensors)
+        return call(self.operation, arguments[:count], arguments[count:-1], arguments[-1])
+
+    def run_alone(self, *arguments: Any) -> torch.Tensor:
+        return self.run(*arguments)[0]
+
+    def fake(self, *arguments: Any) -> Any:
+        """The fake kernel: an allocation of the results."""
+        given = dict(zip(self.arguments, arguments))
+        tensors = {name: given[name] for name in self.operation.tensors}
+        sizes = _arguments.bind_sizes(tensors)
+        results = []
+        for name in self.operation.results:
+            shape, dtype = _arguments.result_like(name, tensors, sizes, given)
+            results.append(arguments[0].new_empty(shape, dtype=dtype))
+        return tuple(results) if len(results) > 1 else results[0]
+
+
+@functools.cache
+def backend_for(backend: str | None, *operations: str) -> str | None:
+    """The kernel that was asked for, or the longest prefix of its name that kernels of all
+    `operations` have: forward has kernels of its own, such as cpu/avx2/decode."""
+    for operation in operations if backend else ():
+        names = [kernel.name for kernel in _library.kernels() if kernel.operation == operation]
+        while "/" in backend and not any(f"{name}/".startswith(f"{backend}/") for name in names):
+            backend = backend.rpartition("/")[0]
+    return backend
+
+
+class BackwardOperator(Operator):
+    """The gradients of another operator. It has no derivative itself."""
+
+    def __init__(self, schema: str, function: str, forward: Operator, *kernels: str) -> None:
+        super().__init__(schema, function)
+        self.kernels = kernels  # the operations that the C call consists of
+        options = self.operation.options
+        self.deterministic = options.index("deterministic") if "deterministic" in options else None
+        message = f"flash_dmattn.{forward.name}: second derivatives are not implemented"
+
+        def refuse(ctx: Any, *gradients: Any) -> None:
+            raise NotImplementedError(message)
+
+        # Registered so that the operator runs under grad mode, as create_graph=True makes it.
+        self.op.register_autograd(refuse)
+
+    def run(self, *arguments: Any) -> Outputs:
+        count = len(self.operation.tensors)
+        options = arguments[count:-1]
+        if self.deterministic is not None and torch.are_deterministic_algorithms_enabled():
+            # Asked here, not when a graph is traced, so that compiled graphs follow the switch.
+            at = self.deterministic
+            options = (*options[:at], True, *options[at + 1 :])
+        backend = backend_for(arguments[-1], *self.kernels)
+        return call(self.operation, arguments[:count], options, backend)
+
+
+SCORE = Operator(
+    "score(Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? key_valid, str bias_form, "
+    "str? backend) -> (Tensor score, Tensor bias)",
+    "score",
+)
+SELECT = Operator(
+    "select(Tensor score, Tensor? key_valid, SymInt window, str scope, str? backend) "
+    "-> (Tensor expiry, Tensor slot)",
+    "select",
+)
+# Dense where expiry is None.
+ATTENTION = Operator(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
+    "Tensor? expiry, Tensor? slot, SymInt window, str scope, bool causal, float softmax_scale, "
+    "float softcap, bool deterministic, str? backend) -> (Tensor out, Tensor lse)",
+    "forward",
+)
+FUSED = Operator(
+    "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
+    "Tensor? key_valid, SymInt keep_window_size, str scope, str bias_form, bool causal, "
+    "float softmax_scale, float softcap, bool deterministic, str? backend) -> (Tensor out, "
+    "Tensor lse, Tensor score, Tensor bias, Tensor expiry, Tensor slot)",
+    "attention",
+)
+# Only out, where no gradient is wanted: the other results stay in the workspace.
+FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, SymInt window, str scope, str bias_form, bool causal, float scale, "
-    "float softcap, str? backend) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    "Tensor? key_valid, SymInt keep_window_size, str scope, str bias_form, bool causal, "
+    "float softmax_scale, float softcap, str? backend) -> Tensor out",
+    "attention",
+    has_autograd=False,
 )
-for dispatch_key in ("CPU", "CUDA"):
-    LIBRARY.impl("flash_dma_output", flash_dma_output, dispatch_key)
-flash_dma_output_op = torch.ops.flash_dmattn.flash_dma_output.default
-
-
-@torch.library.register_fake("flash_dmattn::flash_dma_output", lib=LIBRARY)
-def _(query: torch.Tensor, *rest: Any) -> torch.Tensor:  # noqa: ANN401
-    return new_attention(query)[0]
-
-
-@torch.library.custom_op(
-    "flash_dmattn::merge",
-    mutates_args=(),
-    device_types=DEVICES,
-    schema="(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str? backend) "
-    "-> (Tensor, Tensor)",
+MERGE = Operator(
+    "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str? backend) "
+    "-> (Tensor out, Tensor lse)",
+    "merge",
 )
-def merge_op(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    backend: str | None,
-) -> Pair:
-    """fdma_merge(): out and lse."""
-    return call(MERGE, (out_a, lse_a, out_b, lse_b), (), backend)
-
-
-@merge_op.register_fake
-def _(out_a: torch.Tensor, *rest: Any) -> Pair:  # noqa: ANN401
-    return new_attention(out_a)
+SCORE_BACKWARD = BackwardOperator(
+    "score_backward(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, "
+    "Tensor? key_valid, str bias_form, str? backend) "
+    "-> (Tensor dvalue, Tensor ddt_proj, Tensor da_coef)",
+    "score_backward",
+    SCORE,
+    "score_backward",
+)
+ATTENTION_BACKWARD = BackwardOperator(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
+    "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? expiry, Tensor? slot, "
+    "SymInt window, str scope, bool causal, float softmax_scale, float softcap, "
+    "bool deterministic, bool wants_dbias, str? backend) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
+    "backward",
+    ATTENTION,
+    "backward",
+)
+FUSED_BACKWARD = BackwardOperator(
+    "flash_dma_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
+    "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? bias, "
+    "Tensor? key_valid, Tensor expiry, Tensor slot, SymInt keep_window_size, str scope, "
+    "str bias_form, bool causal, float softmax_scale, float softcap, bool deterministic, "
+    "str? backend) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor ddt_proj, "
+    "Tensor da_coef)",
+    "attention_backward",
+    FUSED,
+    "backward",
+    "score_backward",
+)
+MERGE_BACKWARD = BackwardOperator(
+    "merge_backward(Tensor dout, Tensor? dlse, Tensor out_a, Tensor lse_a, Tensor out_b, "
+    "Tensor lse_b, str? backend) "
+    "-> (Tensor dout_a, Tensor dlse_a, Tensor dout_b, Tensor dlse_b)",
+    "merge_backward",
+    MERGE,
+    "merge_backward",
+)

@@ -1,16 +1,16 @@
-/* Cuts a fused call into score, select and forward. */
+/* Splits a fused call into score, select and forward. */
 #include "core/attention.h"
 
 #include "core/checks.h"
 #include "core/error.h"
 
-/* A [batch, kv_heads, kv_len] array in the workspace. */
+/* A [batch, kv_heads, kv_len] tensor in the workspace. */
 static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_tensor *v, fdma_dtype dtype) {
     const int64_t shape[] = {v->shape[0], v->shape[2], v->shape[1]};
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, 3, shape);
     size_t bytes = fdma_dtype_size(dtype);
     for (int axis = 0; axis < 3; axis++)
-        // sizes that overflow are refused with v itself, before the bytes are used
+        // sizes that overflow are refused when v is checked, before the bytes are used
         if (__builtin_mul_overflow(bytes, (size_t)shape[axis], &bytes))
             return tensor;
     tensor.data = fdma_arena_take(arena, bytes);
@@ -21,8 +21,8 @@ fdma_tensor fdma_take_key_floats(fdma_arena *arena, const fdma_tensor *v) {
     return take_key_tensor(arena, v, v->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32);
 }
 
-static void place_tensors(const fdma_attention_args *args, fdma_arena *arena,
-                          attention_steps *steps) {
+static void take_tensors(const fdma_attention_args *args, fdma_arena *arena,
+                         attention_steps *steps) {
     steps->score.score =
         is_present(&args->score) ? args->score : fdma_take_key_floats(arena, &args->v);
     steps->score.bias = args->bias;
@@ -66,7 +66,7 @@ static void fill_steps(const fdma_attention_args *args, fdma_scope scope, attent
     steps->selection.kv_len = args->v.shape[1];
 }
 
-size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena) {
+size_t fdma_set_aside(fdma_exec *exec, const fdma_arena *arena) {
     if (arena->base != NULL && arena->used > 0) {
         const uintptr_t rest = (uintptr_t)arena->base + arena->used; // see fdma_arena_take()
         const size_t taken = (size_t)(rest - (uintptr_t)exec->workspace);
@@ -79,43 +79,26 @@ size_t fdma_share_workspace(fdma_exec *exec, const fdma_arena *arena) {
 fdma_status fdma_split_attention(const fdma_attention_args *caller, attention_steps *steps) {
     fdma_attention_args args;
     fdma_scope scope;
-    FDMA_TRY(fdma_copy_args("fdma_attention_args", caller, FIRST_SIZE(fdma_attention_args), &args,
-                            sizeof args));
+    FDMA_TRY(FDMA_COPY_ARGS(fdma_attention_args, caller, &args));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
     FDMA_TRY(fdma_check_reserved("reserved", args.reserved));
     FDMA_TRY(fdma_settle_scope(args.scope, args.causal != 0, &scope));
     FDMA_REQUIRE(args.causal || scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
                  "scope: is FDMA_SCOPE_CAUSAL, want FDMA_SCOPE_GLOBAL where causal is 0");
-    *steps = (attention_steps){.wanted = args.selection};
+    *steps = (attention_steps){.given = args.selection};
     steps->selection.size = sizeof steps->selection;
     if (args.selection != NULL)
-        FDMA_TRY(fdma_copy_args("selection", args.selection, sizeof(fdma_selection),
-                                &steps->selection, sizeof steps->selection));
-    const fdma_problem place = {.exec = args.exec};
-    fdma_arena arena = fdma_arena_of(&place);
-    place_tensors(&args, &arena, steps);
+        FDMA_TRY(fdma_copy_selection(args.selection, &steps->selection));
+    fdma_arena arena = fdma_arena_of(&(fdma_problem){.exec = args.exec});
+    take_tensors(&args, &arena, steps);
     fill_steps(&args, scope, steps);
     fdma_exec exec = args.exec;
-    steps->scratch = fdma_share_workspace(&exec, &arena);
+    steps->scratch = fdma_set_aside(&exec, &arena);
     steps->score.exec = steps->select.exec = steps->forward.exec = exec;
     return FDMA_OK;
 }
 
-fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args,
-                                          const attention_steps *steps) {
-    const tensor_rule rules[] = {
-        {.name = "q", .tensor = &args->q},
-        {.name = "k", .tensor = &args->k},
-        {.name = "v", .tensor = &args->v},
-        {.name = "dt_proj", .tensor = &args->dt_proj},
-        {.name = "a", .tensor = &args->a},
-        {.name = "key_valid", .tensor = &args->key_valid},
-        {.name = "out", .tensor = &args->out, .output = true},
-        {.name = "lse", .tensor = &args->lse, .output = true},
-        {.name = "score", .tensor = &steps->score.score, .output = true},
-        {.name = "bias", .tensor = &steps->score.bias, .output = true},
-        {.name = "expiry", .tensor = &steps->selection.expiry, .output = true},
-        {.name = "slot", .tensor = &steps->selection.slot, .output = true},
-    };
-    return fdma_check_overlaps(rules, COUNT(rules));
+fdma_status fdma_check_attention_overlaps(const fdma_attention_args *args) {
+    static const char *const unread[] = {NULL};
+    return fdma_check_fused(operation_attention, args, args->selection, &args->exec, unread);
 }

@@ -1,8 +1,7 @@
-/* Cuts a fused backward call into score, backward and score_backward. */
+/* Splits a fused backward call into score, backward and score_backward. */
 #include "core/attention.h"
 #include "core/checks.h"
 #include "core/error.h"
-#include "core/plan.h"
 
 static void fill_score_steps(const fdma_attention_backward_args *args, backward_steps *steps) {
     steps->score = (fdma_score_args){
@@ -70,8 +69,7 @@ static fdma_status check_form_fields(const fdma_attention_backward_args *args) {
 fdma_status fdma_split_attention_backward(const fdma_attention_backward_args *caller,
                                           backward_steps *steps) {
     fdma_attention_backward_args args;
-    FDMA_TRY(fdma_copy_args("fdma_attention_backward_args", caller,
-                            FIRST_SIZE(fdma_attention_backward_args), &args, sizeof args));
+    FDMA_TRY(FDMA_COPY_ARGS(fdma_attention_backward_args, caller, &args));
     FDMA_TRY(fdma_check_form("v", &args.v, 4, takes_floats));
     FDMA_TRY(check_form_fields(&args));
     const bool learns = args.bias_form != FDMA_BIAS_NONE;
@@ -80,8 +78,7 @@ fdma_status fdma_split_attention_backward(const fdma_attention_backward_args *ca
         .needs_score = learns && !is_present(&args.bias),
         .bias = args.bias,
     };
-    const fdma_problem place = {.exec = args.exec};
-    fdma_arena arena = fdma_arena_of(&place);
+    fdma_arena arena = fdma_arena_of(&(fdma_problem){.exec = args.exec});
     if (steps->needs_score)
         steps->bias = fdma_take_key_floats(&arena, &args.v);
     if (learns)
@@ -89,31 +86,14 @@ fdma_status fdma_split_attention_backward(const fdma_attention_backward_args *ca
     fill_score_steps(&args, steps);
     fill_backward_step(&args, steps);
     fdma_exec exec = args.exec;
-    steps->scratch = fdma_share_workspace(&exec, &arena);
+    steps->scratch = fdma_set_aside(&exec, &arena);
     steps->score.exec = steps->backward.exec = steps->score_backward.exec = exec;
     return FDMA_OK;
 }
 
 fdma_status fdma_check_attention_backward_overlaps(const fdma_attention_backward_args *args) {
-    const tensor_rule rules[] = {
-        {.name = "dout", .tensor = &args->dout},
-        {.name = "dlse", .tensor = &args->dlse},
-        {.name = "out", .tensor = &args->out},
-        {.name = "lse", .tensor = &args->lse},
-        {.name = "q", .tensor = &args->q},
-        {.name = "k", .tensor = &args->k},
-        {.name = "v", .tensor = &args->v},
-        {.name = "dt_proj", .tensor = &args->dt_proj},
-        {.name = "a", .tensor = &args->a},
-        {.name = "bias", .tensor = &args->bias},
-        {.name = "key_valid", .tensor = &args->key_valid},
-        {.name = "expiry", .tensor = &args->selection->expiry},
-        {.name = "slot", .tensor = &args->selection->slot},
-        {.name = "dq", .tensor = &args->dq, .output = true},
-        {.name = "dk", .tensor = &args->dk, .output = true},
-        {.name = "dv", .tensor = &args->dv, .output = true},
-        {.name = "ddt_proj", .tensor = &args->ddt_proj, .output = true},
-        {.name = "da", .tensor = &args->da, .output = true},
-    };
-    return fdma_check_overlaps(rules, COUNT(rules));
+    static const char *const without_bias[] = {"dt_proj", "a", NULL};
+    const bool learns = args->bias_form != FDMA_BIAS_NONE;
+    return fdma_check_fused(operation_attention_backward, args, args->selection, &args->exec,
+                            learns ? without_bias + 2 : without_bias);
 }

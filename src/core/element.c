@@ -1,4 +1,4 @@
-/* float16 and bfloat16 to double and back, round to nearest even. */
+/* Conversions of float16 and bfloat16 to double and back, rounding to nearest even. */
 #include "core/element.h"
 
 #include <math.h>
@@ -19,7 +19,7 @@ static double double_of(uint64_t bits) {
     return value;
 }
 
-/* Without arithmetic where it can be: this is most of the reference's time. */
+/* Uses no arithmetic for normal numbers, because the reference spends most of its time here. */
 static double decode(uint16_t bits, format16 format) {
     const int fraction = bits & ((1 << format.fraction_bits) - 1);
     const int top = (1 << (15 - format.fraction_bits)) - 1; // the exponent of inf and NaN
@@ -46,7 +46,7 @@ static uint16_t encode(double value, format16 format) {
         return (uint16_t)(sign | infinity);
     const int normal = ilogb(size) < 1 - format.bias ? 1 - format.bias : ilogb(size);
     const double steps = nearbyint(ldexp(size, format.fraction_bits - normal));
-    // steps counts from the binade's start, and carries into the next one, by itself
+    // a mantissa that rounds up to 2 carries into the exponent by itself
     const int64_t bits =
         (int64_t)steps + ((int64_t)(normal + format.bias - 1) << format.fraction_bits);
     return (uint16_t)(sign | (bits < infinity ? (int)bits : infinity));

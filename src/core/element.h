@@ -1,14 +1,14 @@
-/* Single elements of any floating dtype as doubles, correctly rounded. For code that need not be
- * fast: kernels have their own conversions. */
+/* Single elements of any floating-point dtype as doubles, correctly rounded. For code that need not
+ * be fast: kernels have conversions of their own. */
 #ifndef FDMA_CORE_ELEMENT_H
 #define FDMA_CORE_ELEMENT_H
 
 #include "core/tensor.h"
 
-/* Of float16 or bfloat16. */
+/* An element of float16 or bfloat16. */
 double fdma_load_short(const fdma_tensor *tensor, int64_t offset);
 
-/* In sight of the loops that call it: the reference spends its time here. */
+/* Inline, because the reference calls it in its innermost loops. */
 static inline double fdma_load(const fdma_tensor *tensor, int64_t offset) {
     if (tensor->dtype == FDMA_FLOAT64)
         return ((const double *)tensor->data)[offset];

@@ -1,4 +1,4 @@
-/* The thread-local message behind fdma_last_error(). */
+/* The thread-local message that fdma_last_error() returns. */
 #include "core/error.h"
 
 #include <stdarg.h>

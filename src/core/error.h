@@ -8,8 +8,8 @@
 __attribute__((format(printf, 2, 3))) fdma_status fdma_fail(fdma_status status, const char *format,
                                                             ...);
 
-/* Text that the caller gave, for a message: at most 64 characters of it, and what is not printable
- * ASCII as \\xNN, so that it can neither steer a terminal nor break an encoding. */
+/* Text of the caller's, made safe for a message: at most 64 characters, with everything that is not
+ * printable ASCII as \xNN, so that it can neither control a terminal nor be invalid UTF-8. */
 typedef struct quoted_text {
     char text[4 * 64 + 4];
 } quoted_text;

@@ -1,11 +1,11 @@
-/* Whether two tensors share elements. Exact for what occurs: separate buffers, and interleaved
- * slices of one packed buffer (q, k, v of one projection); what it cannot tell apart counts as
- * shared. */
+/* Whether two tensors share elements. The test is exact for separate buffers and for interleaved
+ * slices of one packed buffer (q, k, v of one projection); in any other case that it cannot decide
+ * it takes them to overlap. */
 #include "core/error.h"
 #include "core/tensor.h"
 
-/* The bytes that a tensor touches, modulo `period`: axes whose stride is a multiple of it
- * vanish. */
+/* The bytes that a tensor touches, modulo `period`: an axis whose stride is a multiple of the
+ * period adds nothing. */
 typedef struct byte_range {
     int64_t first;
     int64_t end;
@@ -27,7 +27,7 @@ static byte_range range_modulo(const fdma_tensor *tensor, int64_t period) {
     int64_t reach = size;
     for (int axis = 0; axis < tensor->rank; axis++) {
         if (tensor->shape[axis] == 1)
-            continue; // its stride may be anything
+            continue; // its stride is arbitrary
         const int64_t stride = tensor->stride[axis] * size;
         if (period == 0 || stride % period != 0)
             reach += (tensor->shape[axis] - 1) * stride;
@@ -37,19 +37,20 @@ static byte_range range_modulo(const fdma_tensor *tensor, int64_t period) {
 
 static bool are_apart(byte_range a, byte_range b) { return a.end <= b.first || b.end <= a.first; }
 
-/* Both ranges repeat every `period` bytes: apart if they are so within one period and the last. */
+/* Both ranges repeat every `period` bytes: they are apart if they are apart in the same period and
+ * in neighboring ones. */
 static bool are_apart_modulo(const fdma_tensor *a, const fdma_tensor *b, int64_t period) {
     const byte_range range_a = range_modulo(a, period);
     const byte_range range_b = range_modulo(b, period);
     if (range_a.end - range_a.first > period || range_b.end - range_b.first > period)
         return false;
-    // a period back: one ahead might lie past INT64_MAX
+    // the period before: the one after might lie past INT64_MAX
     const byte_range last_a = {range_a.first - period, range_a.end - period};
     const byte_range last_b = {range_b.first - period, range_b.end - period};
     return are_apart(range_a, range_b) && are_apart(last_a, range_b) && are_apart(range_a, last_b);
 }
 
-static bool share_elements(const fdma_tensor *a, const fdma_tensor *b) {
+static bool may_overlap(const fdma_tensor *a, const fdma_tensor *b) {
     if (!has_elements(a) || !has_elements(b))
         return false;
     if (are_apart(range_modulo(a, 0), range_modulo(b, 0)))
@@ -63,16 +64,24 @@ static bool share_elements(const fdma_tensor *a, const fdma_tensor *b) {
     return true;
 }
 
-fdma_status fdma_check_overlaps(const tensor_rule *rules, size_t count) {
+/* The workspace as a tensor of bytes. */
+static fdma_tensor workspace_of(const fdma_exec *exec) {
+    const int64_t most = INT64_MAX - (int64_t)(uintptr_t)exec->workspace;
+    const bool fits = exec->workspace_size < (size_t)most;
+    return fdma_tensor_1d(exec->workspace, FDMA_UINT8, fits ? (int64_t)exec->workspace_size : most);
+}
+
+fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec) {
+    const fdma_tensor workspace = workspace_of(exec);
     for (size_t i = 0; i < count; i++) {
-        if (!rules[i].output)
-            continue;
-        for (size_t other = 0; other < count; other++) {
-            const bool counts = other != i && !(rules[other].output && other < i);
-            FDMA_REQUIRE(!counts || !share_elements(rules[i].tensor, rules[other].tensor),
+        FDMA_REQUIRE(!may_overlap(tensors[i].tensor, &workspace), FDMA_INVALID_ARGUMENT,
+                     "exec.workspace: overlaps %s, want memory of its own", tensors[i].name);
+        for (size_t other = 0; other < count && tensors[i].output; other++) {
+            const bool counts = other != i && !(tensors[other].output && other < i);
+            FDMA_REQUIRE(!counts || !may_overlap(tensors[i].tensor, tensors[other].tensor),
                          FDMA_INVALID_ARGUMENT,
-                         "%s: shares elements with %s, want memory of its own", rules[i].name,
-                         rules[other].name);
+                         "%s: shares elements with %s, want memory of its own", tensors[i].name,
+                         tensors[other].name);
         }
     }
     return FDMA_OK;

@@ -1,4 +1,5 @@
-/* A validated call: what every kernel works from. Made from a public argument struct, once. */
+/* A validated call, which is what every kernel works from. It is made once from a public argument
+ * struct. */
 #ifndef FDMA_CORE_PROBLEM_H
 #define FDMA_CORE_PROBLEM_H
 
@@ -13,14 +14,16 @@ typedef enum fdma_operation {
     operation_score_backward,
     operation_merge,
     operation_merge_backward,
+    operation_attention, /* fused: made of others, without kernels of its own */
+    operation_attention_backward,
 } fdma_operation;
 
-/* Attention over some of the keys, and its gradients. */
+/* A partial result: attention over some of the keys, and its gradients. */
 typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
 } fdma_partial;
 
-/* Tensors that an operation does not have are absent (rank 0); sizes likewise 0. */
+/* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
     fdma_dtype dtype; /* of q, k, v, out (score: of v; select: of score) */
@@ -28,7 +31,7 @@ typedef struct fdma_problem {
     int64_t group; /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
-    fdma_partial part[2]; /* what fdma_merge() merges */
+    fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window;
     int64_t tile_len;
     double scale;   /* never 0 */
@@ -42,53 +45,16 @@ typedef struct fdma_problem {
     fdma_exec exec;
 } fdma_problem;
 
-/* All tensors of a problem, each with its name in messages. */
-#define FDMA_PROBLEM_TENSORS(X)                                                                    \
-    X("q", q)                                                                                      \
-    X("k", k)                                                                                      \
-    X("v", v)                                                                                      \
-    X("out", out)                                                                                  \
-    X("lse", lse)                                                                                  \
-    X("bias", bias)                                                                                \
-    X("score", score)                                                                              \
-    X("dt_proj", dt_proj)                                                                          \
-    X("a", a)                                                                                      \
-    X("key_valid", key_valid)                                                                      \
-    X("expiry", expiry)                                                                            \
-    X("slot", slot)                                                                                \
-    X("list", list)                                                                                \
-    X("count", count)                                                                              \
-    X("dout", dout)                                                                                \
-    X("dlse", dlse)                                                                                \
-    X("dq", dq)                                                                                    \
-    X("dk", dk)                                                                                    \
-    X("dv", dv)                                                                                    \
-    X("dbias", dbias)                                                                              \
-    X("ddt_proj", ddt_proj)                                                                        \
-    X("da", da)                                                                                    \
-    X("out_a", part[0].out)                                                                        \
-    X("lse_a", part[0].lse)                                                                        \
-    X("dout_a", part[0].dout)                                                                      \
-    X("dlse_a", part[0].dlse)                                                                      \
-    X("out_b", part[1].out)                                                                        \
-    X("lse_b", part[1].lse)                                                                        \
-    X("dout_b", part[1].dout)                                                                      \
-    X("dlse_b", part[1].dlse)
-
-/* Whether data and workspace are there yet (a call) or not (a workspace query). */
+/* check_shapes, for a query: data and workspace may still be NULL. check_all, for a call. */
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
-/* From `args`, the operation's public argument struct, to a problem. */
+/* Makes a problem of `args`, the operation's public argument struct. The first mistake is reported,
+ * and nothing is written to the caller's memory. */
 typedef fdma_status problem_check(const void *args, check_depth depth, fdma_problem *problem);
 
 problem_check fdma_check_score, fdma_check_select, fdma_check_lists, fdma_check_forward;
 problem_check fdma_check_backward, fdma_check_score_backward;
 problem_check fdma_check_merge, fdma_check_merge_backward;
-
-/* Copies a caller's struct of `args`' own size into `known_size` bytes: missing fields become zero;
- * fields that this library does not know must be zero. `first_size`: the oldest version's. */
-fdma_status fdma_copy_args(const char *name, const void *args, size_t first_size, void *known,
-                           size_t known_size);
 
 /* The position of query i. */
 static inline int64_t query_position(const fdma_problem *problem, int64_t i) {
@@ -100,7 +66,8 @@ static inline int64_t count_tiles(const fdma_problem *problem) {
     return problem->q_len / problem->tile_len + (problem->q_len % problem->tile_len != 0);
 }
 
-/* Where a tile's queries stand; without causal masking they see what the last position does. */
+/* The positions of a tile's queries; without causal masking they all see what the last position
+ * sees. */
 typedef struct tile_span {
     int64_t first, last;
 } tile_span;

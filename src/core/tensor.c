@@ -5,12 +5,12 @@
 
 #include <stdio.h>
 
-typedef struct dtype_fact {
+typedef struct dtype_entry {
     const char *name;
     size_t size;
-} dtype_fact;
+} dtype_entry;
 
-static const dtype_fact dtype_facts[] = {
+static const dtype_entry dtype_table[] = {
     [0] = {"unset", 0},
     [FDMA_FLOAT32] = {"float32", 4},
     [FDMA_FLOAT16] = {"float16", 2},
@@ -19,14 +19,14 @@ static const dtype_fact dtype_facts[] = {
     [FDMA_INT32] = {"int32", 4},
     [FDMA_UINT8] = {"uint8", 1},
 };
-enum { dtype_count = sizeof dtype_facts / sizeof dtype_facts[0] };
+enum { dtype_count = sizeof dtype_table / sizeof dtype_table[0] };
 
 static bool is_dtype(fdma_dtype dtype) { return (int)dtype > 0 && (int)dtype < dtype_count; }
 
-size_t fdma_dtype_size(fdma_dtype dtype) { return is_dtype(dtype) ? dtype_facts[dtype].size : 0; }
+size_t fdma_dtype_size(fdma_dtype dtype) { return is_dtype(dtype) ? dtype_table[dtype].size : 0; }
 
 const char *fdma_dtype_name(fdma_dtype dtype) {
-    return is_dtype(dtype) ? dtype_facts[dtype].name : "unknown";
+    return is_dtype(dtype) ? dtype_table[dtype].name : "unknown";
 }
 
 fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank, const int64_t *shape) {
@@ -36,7 +36,7 @@ fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank, const 
     for (int32_t axis = axes - 1; axis >= 0; axis--) {
         tensor.shape[axis] = shape[axis];
         tensor.stride[axis] = stride;
-        // a product that overflows is refused with the shape itself
+        // a product that overflows is refused when the tensor is checked
         if (__builtin_mul_overflow(stride, shape[axis], &stride))
             stride = INT64_MAX;
     }
@@ -70,7 +70,7 @@ static const char *list_dtypes(unsigned dtypes, char *text, size_t size) {
             continue;
         left--;
         const char *const join = left > 1 ? ", " : left == 1 ? " or " : "";
-        const int wrote = snprintf(text + used, size - used, "%s%s", dtype_facts[dtype].name, join);
+        const int wrote = snprintf(text + used, size - used, "%s%s", dtype_table[dtype].name, join);
         used += (size_t)wrote;
     }
     return text;
@@ -101,7 +101,7 @@ static bool is_empty(const fdma_tensor *tensor) {
 
 static const int64_t most_bytes = INT64_C(1) << 48;
 
-/* The strides, and that every element's byte offset and the number of elements fit int64. */
+/* Checks the strides, and that byte offsets and the number of elements fit int64. */
 static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
     const int last = tensor->rank - 1;
     int64_t elements = 1;
@@ -125,12 +125,13 @@ static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
     overflow |= __builtin_mul_overflow(elements, size, &elements);
     overflow |= __builtin_mul_overflow(extent, size, &extent);
     overflow |= extent > INT64_MAX - (int64_t)((uintptr_t)tensor->data & INT64_MAX);
-    overflow |= elements > most_bytes; // no memory holds them, and sums of sizes stay far from 2^63
+    overflow |=
+        elements > most_bytes; // more than any memory holds; sums of such sizes stay far below 2^63
     FDMA_REQUIRE(!overflow, FDMA_INVALID_ARGUMENT, "%s: its size overflows int64", name);
     return FDMA_OK;
 }
 
-/* Each axis steps past everything that the axes of smaller stride reach. */
+/* True if each axis steps past everything that the axes of smaller stride reach. */
 static bool has_distinct_elements(const fdma_tensor *tensor) {
     if (is_empty(tensor))
         return true;
@@ -151,18 +152,10 @@ static bool has_distinct_elements(const fdma_tensor *tensor) {
     return true;
 }
 
-static fdma_status check_tensor(const tensor_rule *rule, bool data_needed) {
-    const fdma_tensor *const tensor = rule->tensor;
-    const char *const name = rule->name;
-    if (rule->optional && !is_present(tensor))
-        return FDMA_OK;
-    FDMA_TRY(fdma_check_form(name, tensor, rule->rank, rule->dtypes));
-    for (int axis = 0; axis < rule->rank; axis++)
-        FDMA_REQUIRE(tensor->shape[axis] == rule->shape[axis], FDMA_INVALID_ARGUMENT,
-                     "%s: axis %d has %lld elements, want %lld", name, axis,
-                     (long long)tensor->shape[axis], (long long)rule->shape[axis]);
+fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool output,
+                              bool data_needed) {
     FDMA_TRY(check_strides(name, tensor));
-    FDMA_REQUIRE(!rule->output || has_distinct_elements(tensor), FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(!output || has_distinct_elements(tensor), FDMA_INVALID_ARGUMENT,
                  "%s: its strides make elements overlap, want distinct elements", name);
     if (!data_needed || is_empty(tensor))
         return FDMA_OK;
@@ -170,11 +163,5 @@ static fdma_status check_tensor(const tensor_rule *rule, bool data_needed) {
     FDMA_REQUIRE((uintptr_t)tensor->data % fdma_dtype_size(tensor->dtype) == 0,
                  FDMA_INVALID_ARGUMENT, "%s: data %p is not aligned to its %zu-byte elements", name,
                  tensor->data, fdma_dtype_size(tensor->dtype));
-    return FDMA_OK;
-}
-
-fdma_status fdma_check_tensors(const tensor_rule *rules, size_t count, bool data_needed) {
-    for (size_t i = 0; i < count; i++)
-        FDMA_TRY(check_tensor(&rules[i], data_needed));
     return FDMA_OK;
 }

@@ -1,10 +1,19 @@
-/* Tensors as arguments: what a well-formed one is, and whether two of them share elements. */
+/* Tensors as arguments: whether one is well-formed, and whether two of them share elements. */
 #ifndef FDMA_CORE_TENSOR_H
 #define FDMA_CORE_TENSOR_H
 
 #include "fdma.h"
 
 #include <stdbool.h>
+
+/* Every file that computes includes this one. */
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error                                                                                             \
+    "build without -ffast-math, -Ofast and -ffinite-math-only: results depend on NaN and infinity"
+#endif
+#if SIZE_MAX < UINT64_MAX || UINTPTR_MAX < UINT64_MAX
+#error "size_t and pointers need 64 bits: sizes of workspace would wrap around"
+#endif
 
 enum { max_rank = 4 };
 
@@ -20,30 +29,28 @@ enum {
     takes_wide_floats = takes_float32 | takes_float64,
 };
 
-/* What an operation wants of one of its tensors. */
-typedef struct tensor_rule {
-    const char *name;
-    const fdma_tensor *tensor;
-    unsigned dtypes;
-    int32_t rank;
-    int64_t shape[max_rank];
-    bool optional;
-    bool output;
-} tensor_rule;
-
 size_t fdma_dtype_size(fdma_dtype dtype);
 const char *fdma_dtype_name(fdma_dtype dtype);
 
 static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank != 0; }
 
-/* Rank, dtype and sizes alone: enough for its shape to be read. */
+/* Checks rank, dtype and that no axis is negative, so that the shape may be read. */
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
                             unsigned dtypes);
 
-/* Everything about each tensor by itself; `data_needed` is false in workspace queries. */
-fdma_status fdma_check_tensors(const tensor_rule *rules, size_t count, bool data_needed);
+/* Checks everything else about one tensor: its strides, its size and, if `data_needed`, its data,
+ * which a workspace query need not have. Elements of an output must be distinct. */
+fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool output,
+                              bool data_needed);
 
-/* No output shares an element with another tensor. */
-fdma_status fdma_check_overlaps(const tensor_rule *rules, size_t count);
+typedef struct named_tensor {
+    const char *name;
+    const fdma_tensor *tensor;
+    bool output;
+} named_tensor;
+
+/* Checks that no output shares an element with another tensor, nor any tensor a byte with the
+ * workspace. */
+fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec);
 
 #endif

@@ -4,6 +4,7 @@
 #endif
 #include "cpu/cpu.h"
 
+#include "core/tensors.h"
 #include "cpu/isa/isa.h"
 #include "cpu/parallel.h"
 
@@ -16,9 +17,11 @@ const kernel_table *const fdma_cpu_tables[] = {
     &fdma_cpu_avx512,
 #endif
 #if defined(FDMA_HAVE_AMX)
+    &fdma_cpu_amx_vectors,
     &fdma_cpu_amx,
 #endif
 #if defined(FDMA_HAVE_AVX512BF16)
+    &fdma_cpu_avx512bf16_vectors,
     &fdma_cpu_avx512bf16,
 #endif
 #if defined(FDMA_HAVE_AVX2)
@@ -28,9 +31,10 @@ const kernel_table *const fdma_cpu_tables[] = {
     &fdma_cpu_neon,
 #endif
 #if defined(FDMA_HAVE_NEONBF16)
+    &fdma_cpu_neonbf16_vectors,
     &fdma_cpu_neonbf16,
 #endif
-    // before a row that runs: why that one refuses is the better answer to "cpu"
+    // not the last table: why a kernel that could run refuses is the better answer to "cpu"
     &fdma_cpu_absent,
     &fdma_cpu_scalar,
     NULL,
@@ -235,11 +239,9 @@ static bool is_wide(const fdma_tensor *tensor) {
 
 /* The CPU kernels compute in float32. */
 const char *fdma_refuses_wide(const fdma_problem *problem) {
-#define ADDRESS(name, member) &problem->member,
-    const fdma_tensor *const tensors[] = {FDMA_PROBLEM_TENSORS(ADDRESS)};
-#undef ADDRESS
-    for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
-        if (is_wide(tensors[i]))
+    const tensor_table table = fdma_tensors[problem->operation];
+    for (size_t t = 0; t < table.count; t++)
+        if (is_wide(tensor_at(problem, table.entries[t].member)))
             return "float64 tensors, supported: float32, float16, bfloat16";
     return NULL;
 }
@@ -265,6 +267,12 @@ const char *fdma_refuses_decode(const fdma_problem *problem) {
     return problem->q_len * problem->group > most_rows
                ? "more than 16 rows (queries times q_heads / kv_heads) of a kv head"
                : fdma_refuses_wide(problem);
+}
+
+/* Decode of the points that attend in bfloat16 only. */
+const char *fdma_refuses_decode_singles(const fdma_problem *problem) {
+    const char *const reason = fdma_refuses_singles(problem);
+    return reason != NULL ? reason : fdma_refuses_decode(problem);
 }
 
 fdma_status fdma_describe_cpu(fdma_device_info *info) {

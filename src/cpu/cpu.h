@@ -2,7 +2,7 @@
 #ifndef FDMA_CPU_CPU_H
 #define FDMA_CPU_CPU_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 extern const kernel_table *const fdma_cpu_tables[];
 

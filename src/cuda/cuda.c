@@ -2,6 +2,7 @@
 #include "cuda/cuda.h"
 
 #include "core/error.h"
+#include "core/tensors.h"
 #include "cuda/devices.h"
 
 #include <cuda_runtime_api.h>
@@ -17,8 +18,8 @@ const kernel_table *const fdma_cuda_tables[] = {FDMA_CUDA_TABLES(LIST) NULL};
 
 enum { most_devices = 64 };
 
-/* Filled in at the first call that needs it: that starts the driver, which takes a tenth of a
- * second, and after which fork() is not allowed. */
+/* Filled in by the first call that needs it, because asking starts the driver: that takes a tenth
+ * of a second, and the process must not fork() afterwards. */
 static struct machine {
     cudaError_t status;
     int32_t count;
@@ -138,9 +139,9 @@ static bool is_of_device(const struct cudaPointerAttributes *found) {
     return found->type != cudaMemoryTypeUnregistered && found->devicePointer != NULL;
 }
 
-/* Asks again with a context. In a thread that has not used the device yet, such as PyTorch's for
- * gradients, the driver knows no pointer. Setting the device gives the thread a context, or else a
- * question about the stream does, which is allowed while it captures. */
+/* Asks about a pointer in a thread that has a context. In a thread that has not used the device
+ * yet, such as PyTorch's for gradients, the driver knows no pointer. Setting the device gives the
+ * thread a context; if it does not, a query of the stream does, which a capture allows. */
 static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
                                     struct cudaPointerAttributes *found) {
     enum cudaStreamCaptureStatus capture;
@@ -150,7 +151,7 @@ static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
         status = cudaSetDevice(exec->device - 1);
     if (status == cudaSuccess &&
         cudaStreamIsCapturing((cudaStream_t)exec->stream, &capture) != cudaSuccess)
-        cudaGetLastError(); // the default stream may not be asked while another one captures
+        cudaGetLastError(); // the default stream may not be queried while another stream captures
     if (status == cudaSuccess)
         status = cudaPointerGetAttributes(found, pointer);
     if (before != exec->device - 1)
@@ -181,14 +182,14 @@ static fdma_status check_pointer(named_pointer given, const fdma_exec *exec) {
 }
 
 static fdma_status check_pointers(const fdma_problem *problem) {
-#define DATA(name, member) {name, problem->member.data},
-    const named_pointer pointers[] = {
-        FDMA_PROBLEM_TENSORS(DATA){"exec.workspace", problem->exec.workspace},
-    };
-#undef DATA
-    for (size_t i = 0; i < sizeof pointers / sizeof pointers[0]; i++)
-        FDMA_TRY(check_pointer(pointers[i], &problem->exec));
-    return FDMA_OK;
+    const tensor_table table = fdma_tensors[problem->operation];
+    for (size_t t = 0; t < table.count; t++) {
+        const tensor_entry *const entry = &table.entries[t];
+        const named_pointer data = {entry->name, tensor_at(problem, entry->member)->data};
+        FDMA_TRY(check_pointer(data, &problem->exec));
+    }
+    const named_pointer workspace = {"exec.workspace", problem->exec.workspace};
+    return check_pointer(workspace, &problem->exec);
 }
 
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {

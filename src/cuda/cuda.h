@@ -3,14 +3,14 @@
 #ifndef FDMA_CUDA_CUDA_H
 #define FDMA_CUDA_CUDA_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 extern const kernel_table *const fdma_cuda_tables[];
 
 /* The number of CUDA devices; 0 also if there is no driver. */
 int32_t fdma_cuda_count(void);
 
-/* Describes the device that exec.device `device`, at least 1, names. */
+/* Describes the device with this exec.device number, which is at least 1. */
 fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
 
 /* Checks that exec.device exists and, in a call, that the tensors and the workspace are in its

@@ -2,7 +2,7 @@
 #ifndef FDMA_CUDA_DEVICES_H
 #define FDMA_CUDA_DEVICES_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
 typedef struct cuda_device {
     int32_t capability; /* 90 for 9.0 */
@@ -10,7 +10,7 @@ typedef struct cuda_device {
     int32_t shared_bytes; /* shared memory that one thread block can have */
 } cuda_device;
 
-/* The device that exec.device `device` names. It exists. */
+/* The device with this exec.device number. It must exist. */
 const cuda_device *fdma_cuda_device(int32_t device);
 
 /* `missing` of the kernels of a point: what no device of this machine has, or NULL. */
@@ -30,7 +30,7 @@ const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
 #define FDMA_POINT_NAME(prefix, head_dim) prefix FDMA_TEXT(head_dim)
 #define FDMA_POINT_TABLE(prefix, head_dim) FDMA_JOIN(prefix, head_dim)
 
-/* Every point's table, in the order of preference within an operation. */
+/* The table of every point. Among kernels of one operation, the first that takes a call runs it. */
 #define FDMA_CUDA_TABLES(X)                                                                        \
     X(fdma_cuda_sm80_score)                                                                        \
     X(fdma_cuda_sm90_select)                                                                       \

@@ -1,4 +1,4 @@
-/* Tile lists, from the definition; see fdma_lists() in fdma.h. */
+/* The list of each tile, found by testing every key. */
 #ifndef FDMA_REFERENCE_LISTS_H
 #define FDMA_REFERENCE_LISTS_H
 
@@ -6,29 +6,29 @@
 
 /* NULL where there are no elements. */
 static int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
-    return tensor->data != NULL ? (int32_t *)tensor->data + offset_of(tensor, b, g, t) : NULL;
+    return tensor->data ? (int32_t *)tensor->data + offset_of(tensor, b, g, t) : NULL;
 }
 
-/* The keys of tile t: what its first position keeps by slots, then what arrives, in order. Every
- * entry is a key of the sequence, whatever expiry and slot hold. */
+/* The keys of tile t: those live at its first position, by slot, then those that arrive later. If
+ * expiry and slot contradict each other, entries stay within the list and within kv_len. */
 static void list_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t t) {
     const int32_t *const slot = ints_at(&problem->slot, b, g, 0);
     int32_t *const list = ints_at(&problem->list, b, g, t);
     int32_t *const count = ints_at(&problem->count, b, g, t);
     const tile_span span = span_of(problem, t);
-    int32_t alive = 0;
+    int32_t live = 0;
     for (int64_t j = 0; j <= span.first; j++)
-        alive += alive < problem->window && is_kept(problem, b, g, j, span.first);
-    for (int32_t n = 0; n < alive; n++)
+        live += live < problem->window && is_kept(problem, b, g, j, span.first);
+    for (int32_t n = 0; n < live; n++)
         list[n] = 0;
     for (int64_t j = 0; j <= span.first; j++)
-        if (is_kept(problem, b, g, j, span.first) && slot[j] >= 0 && slot[j] < alive)
+        if (is_kept(problem, b, g, j, span.first) && slot[j] >= 0 && slot[j] < live)
             list[slot[j]] = (int32_t)j;
-    int32_t used = alive;
+    int32_t used = live;
     for (int64_t j = span.first < 0 ? 0 : span.first + 1; j <= span.last; j++)
         if (is_kept(problem, b, g, j, j))
             list[used++] = (int32_t)j;
-    count[0] = alive;
+    count[0] = live;
     count[1] = used;
 }
 

@@ -12,7 +12,7 @@ typedef struct merge_factors {
 static merge_factors factors_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
     real each[2];
     for (int n = 0; n < 2; n++)
-        each[n] = load(&problem->part[n].lse, offset_of(&problem->part[n].lse, b, h, i));
+        each[n] = load(&problem->partial[n].lse, offset_of(&problem->partial[n].lse, b, h, i));
     if (isnan(each[0]) || isnan(each[1]))
         return (merge_factors){(real)NAN, {(real)NAN, (real)NAN}};
     const real largest = each[0] > each[1] ? each[0] : each[1];
@@ -28,7 +28,7 @@ static real merged_at(const fdma_problem *problem, const merge_factors *factors,
                       int64_t i, int64_t h, int64_t d) {
     real sum = 0;
     for (int n = 0; n < 2; n++) {
-        const fdma_tensor *const out = &problem->part[n].out;
+        const fdma_tensor *const out = &problem->partial[n].out;
         if (factors->of[n] != 0)
             sum += rounded(problem->dtype, factors->of[n] * load(out, offset_of(out, b, i, h) + d));
     }
@@ -53,7 +53,7 @@ static void split_gradient(const fdma_problem *problem, int64_t b, int64_t i, in
     const merge_factors factors = factors_of(problem, b, i, h);
     const fdma_tensor *const dout = &problem->dout, *const dlse = &problem->dlse;
     for (int n = 0; n < 2; n++) {
-        const fdma_partial *const partial = &problem->part[n];
+        const fdma_partial *const partial = &problem->partial[n];
         const real factor = factors.of[n];
         real dfactor = is_present(dlse) ? load(dlse, offset_of(dlse, b, h, i)) : 0;
         for (int64_t d = 0; d < problem->head_dim; d++) {

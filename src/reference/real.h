@@ -8,7 +8,7 @@
 #define FDMA_REFERENCE_REAL_H
 
 #include "core/element.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 
 #include <string.h>
 #include <tgmath.h> // exp() and its like, for either type

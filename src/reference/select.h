@@ -1,4 +1,4 @@
-/* Selection by sorting; see fdma_select() in fdma.h. */
+/* Selection by insertion sort: each key is ranked among those before it. */
 #ifndef FDMA_REFERENCE_SELECT_H
 #define FDMA_REFERENCE_SELECT_H
 
@@ -7,8 +7,9 @@
 /* Whether a key of score x, more recent than one of score y, outranks it. */
 static bool outranks(double x, double y) { return x >= y || isnan(y); }
 
-/* Sorts every prefix, by insertion: ranked[] holds the valid keys so far, best first, and the kept
- * set at position j is its beginning. Fills in expiry and slot of one (b, g) for causal scope. */
+/* Writes expiry and slot of one (b, g) for causal scope. Every prefix of the keys is sorted: at
+ * position j, ranked[] holds the valid keys up to j, best first, and its first `window` are kept.
+ * */
 static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, int32_t *ranked,
                             int32_t *expiry, int32_t *slot) {
     const fdma_tensor *const score = &problem->score;
@@ -38,7 +39,8 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, i
     }
 }
 
-/* Global scope keeps what the last prefix keeps, for everyone; slots count the kept keys. */
+/* From causal to global scope: every query keeps what the last prefix keeps, and slots number the
+ * kept keys. */
 static void keep_last_prefix(const fdma_problem *problem, int32_t *expiry, int32_t *slot) {
     int32_t kept = 0;
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
@@ -48,7 +50,7 @@ static void keep_last_prefix(const fdma_problem *problem, int32_t *expiry, int32
     }
 }
 
-static fdma_arena select_scratch(const fdma_problem *problem, int32_t **ranked, int32_t **slot) {
+static fdma_arena take_scratch(const fdma_problem *problem, int32_t **ranked, int32_t **slot) {
     fdma_arena arena = fdma_arena_of(problem);
     *ranked = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof **ranked);
     *slot = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof **slot);
@@ -57,14 +59,14 @@ static fdma_arena select_scratch(const fdma_problem *problem, int32_t **ranked, 
 
 static inline size_t select_workspace(const fdma_problem *problem) {
     int32_t *ranked, *slot;
-    const fdma_arena arena = select_scratch(problem, &ranked, &slot);
+    const fdma_arena arena = take_scratch(problem, &ranked, &slot);
     return fdma_arena_size(&arena);
 }
 
 static inline fdma_status run_select(const fdma_problem *problem) {
     const fdma_tensor *const expiry = &problem->expiry, *const slots = &problem->slot;
     int32_t *ranked, *scratch;
-    select_scratch(problem, &ranked, &scratch);
+    take_scratch(problem, &ranked, &scratch);
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t g = 0; g < problem->kv_heads; g++) {
             int32_t *const out = (int32_t *)expiry->data + offset_of(expiry, b, g, 0);

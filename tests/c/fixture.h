@@ -19,13 +19,13 @@ typedef struct kernel_list {
     int count;
 } kernel_list;
 
-/* Whether a kernel that runs here takes tensors of this type: one query and one key of 8 channels.
- * Only of forward, backward and merge it is asked. */
+/* Whether a kernel that runs here takes tensors of this type, for more rows than decode takes. Only
+ * forward, backward and merge are asked; the others take every type. */
 static inline int operation_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
-    static double row[8], written[4][8];
-    const int64_t shape[4] = {1, 1, 1, 8};
-    const fdma_tensor one = fdma_dense_tensor(row, dtype, 4, shape);
-    const fdma_tensor lse = fdma_dense_tensor(row, FDMA_FLOAT32, 3, shape);
+    enum { q_len = 32, head_dim = 8 };
+    static double row[q_len * head_dim], written[4][q_len * head_dim];
+    const fdma_tensor one = fdma_tensor_4d(row, dtype, 1, q_len, 1, head_dim);
+    const fdma_tensor lse = fdma_tensor_3d(row, FDMA_FLOAT32, 1, 1, q_len);
     const fdma_exec exec = {.kernel = kernel};
     fdma_tensor to[4] = {one, one, one, lse};
     for (int i = 0; i < 4; i++) {
@@ -96,7 +96,7 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
         }
         if (info.missing != NULL) {
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
-        } else if (operation_takes(operation, info.name, dtype)) {
+        } else if (operation_takes(operation, forced_name(info.name), dtype)) {
             list.name[list.count++] = forced_name(info.name);
         }
     }

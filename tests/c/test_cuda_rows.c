@@ -1,8 +1,9 @@
-/* test_cuda_rows.c - what the rows of gradients ask for does not depend on where data lies: a
- * caller asks before there is any. On the host: no device is needed. */
+/* test_cuda_rows.c - what can be said of CUDA kernels without a device: the workspace that the
+ * kernels of gradients ask for does not depend on where data lies, since a caller asks before there
+ * is any; and which kernels take few queries. */
 #include "fixture.h"
 
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cuda/cuda.h"
 
 typedef struct sizes {
@@ -45,6 +46,7 @@ static fdma_problem backward_problem(const sizes *n, place at, int deterministic
         .slot = place_tensor(at, FDMA_INT32, n->batch, n->kv_heads, n->kv_len, -1),
         .window = n->window,
         .kv_len = n->kv_len,
+        .scope = FDMA_SCOPE_CAUSAL,
     };
     const fdma_backward_args args = {
         .size = sizeof args,
@@ -116,7 +118,7 @@ static void workspaces_do_not_depend_on_addresses(void) {
     int backward = 0, score = 0;
     for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
         for (int32_t i = 0; i < (*table)->count; i++) {
-            const fdma_kernel *row = &(*table)->rows[i];
+            const fdma_kernel *row = &(*table)->kernels[i];
             if (row->operation != operation_backward &&
                 row->operation != operation_score_backward) {
                 continue;
@@ -133,6 +135,58 @@ static void workspaces_do_not_depend_on_addresses(void) {
     CHECK(score > 0);
 }
 
-static const test_entry tests[] = {TEST(workspaces_do_not_depend_on_addresses)};
+static fdma_problem forward_problem(int64_t q_len) {
+    const place at = {NULL, 0};
+    const fdma_tensor rows = place_tensor(at, FDMA_BFLOAT16, 1, q_len, 8, 64);
+    const fdma_tensor keys = place_tensor(at, FDMA_BFLOAT16, 1, 4096, 2, 64);
+    const fdma_forward_args args = {.size = sizeof args,
+                                    .q = rows,
+                                    .k = keys,
+                                    .v = keys,
+                                    .out = rows,
+                                    .causal = 1,
+                                    .exec = {.device = 1}};
+    fdma_problem checked;
+    CHECK_OK(fdma_check_forward(&args, check_shapes, &checked));
+    return checked;
+}
+
+/* Whether a kernel refuses a problem for any reason but the device, which need not be there. */
+static bool refuses_shape(const fdma_kernel *row, int64_t q_len) {
+    const fdma_problem problem = forward_problem(q_len);
+    const char *const reason = row->refuses(&problem);
+    return reason != NULL && strstr(reason, "compute capability") == NULL;
+}
+
+/* Decode kernels come first and take up to 16 queries; sm80's tile kernels, forced by name, take
+ * any number. */
+static void decode_takes_few_queries(void) {
+    int decode = 0, tile = 0;
+    for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
+        for (int32_t i = 0; i < (*table)->count; i++) {
+            const fdma_kernel *row = &(*table)->kernels[i];
+            const bool is_decode = strncmp(row->name, "cuda/sm80/decode/", 17) == 0;
+            test_context("%s", row->name);
+            if (row->operation != operation_forward) {
+                CHECK(!is_decode);
+            } else if (is_decode) {
+                CHECK(!refuses_shape(row, 1));
+                CHECK(!refuses_shape(row, 16));
+                CHECK(refuses_shape(row, 17));
+                CHECK(tile == 0);
+                decode++;
+            } else {
+                const bool is_sm80 = strncmp(row->name, "cuda/sm80/", 10) == 0;
+                CHECK(refuses_shape(row, 1) == !is_sm80);
+                tile++;
+            }
+        }
+    }
+    CHECK(decode > 0);
+    CHECK(tile > 0);
+}
+
+static const test_entry tests[] = {TEST(workspaces_do_not_depend_on_addresses),
+                                   TEST(decode_takes_few_queries)};
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

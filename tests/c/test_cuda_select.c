@@ -162,7 +162,7 @@ static void check_random_case(uint64_t *state, const kernel_list *kernels,
     const int64_t batch = 1 + random_below(state, 3), kv_heads = 1 + random_below(state, 3);
     const int64_t kv_len = 1 + random_below(state, most);
     const int64_t window =
-        random_below(state, random_below(state, 4) ? kv_len / 3 + 2 : kv_len + 3);
+        1 + random_below(state, random_below(state, 4) ? kv_len / 3 + 2 : kv_len + 3);
     const fdma_scope scope = random_below(state, 4) ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
     const fdma_tensor score = new_tensor(FDMA_FLOAT32, batch, kv_heads, kv_len, -1);
     fill_scores(score, kind_iid, 1 + random_below(state, 200), state);

@@ -280,6 +280,36 @@ static void attention_backward_rejects(void) {
     }
 }
 
+static void attend_without_bias(fdma_attention_backward_args *args) {
+    args->bias_form = FDMA_BIAS_NONE;
+    args->ddt_proj = args->da = (fdma_tensor){0};
+    CHECK_OK(fdma_attention_backward(args));
+}
+
+/* With FDMA_BIAS_NONE nobody looks at dt_proj and a, whatever they hold. */
+static void weights_that_nobody_looks_at(void) {
+    fdma_selection selection;
+    fdma_attention_backward_args args = right_attention_backward(&selection);
+    args.dt_proj.data = args.dq.data;
+    args.a.data = args.dk.data;
+    attend_without_bias(&args);
+    args.dt_proj.rank = INT32_MAX;
+    args.a.rank = -1;
+    args.a.dtype = (fdma_dtype)99;
+    attend_without_bias(&args);
+}
+
+/* The fused call's own part of the workspace may not overlap its tensors either. */
+static void workspace_on_tensors(void) {
+    fdma_selection selection;
+    fdma_attention_backward_args args = right_attention_backward(&selection);
+    CHECK_OK(fdma_attention_backward(&args));
+    args.exec.workspace = args.dout.data;
+    CHECK_INT(fdma_attention_backward(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "exec.workspace");
+    CHECK_WORD(fdma_last_error(), "dout");
+}
+
 /* One byte less than is asked for. */
 static void calls_want_their_workspace(void) {
     size_t bytes = 0;
@@ -307,9 +337,9 @@ static void calls_want_their_workspace(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(score_backward_rejects),
-    TEST(attention_backward_rejects),
-    TEST(calls_want_their_workspace),
+    TEST(score_backward_rejects),     TEST(attention_backward_rejects),
+    TEST(calls_want_their_workspace), TEST(weights_that_nobody_looks_at),
+    TEST(workspace_on_tensors),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

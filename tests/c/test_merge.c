@@ -227,9 +227,9 @@ static void for_each_kernel(const char *operation, edge holds) {
     }
 }
 
-enum { edge_heads = 6, edge_dim = 24 };
+enum { edge_heads = 8, edge_dim = 24 };
 
-/* One query of 6 heads; NaN where a part is empty. */
+/* One query of 8 heads; NaN where a part is empty. */
 static attended edge_part(fdma_dtype dtype, uint64_t seed, const float lse[edge_heads]) {
     const attended part = {new_tensor(dtype, 1, 1, edge_heads, edge_dim),
                            new_tensor(FDMA_FLOAT32, 1, edge_heads, 1, -1)};
@@ -244,12 +244,12 @@ static attended edge_part(fdma_dtype dtype, uint64_t seed, const float lse[edge_
 }
 
 static const float edge_lse[2][edge_heads] = {
-    {-INFINITY, 3, -INFINITY, NAN, 1000, 2},
-    {-INFINITY, -INFINITY, -700, 1, -1000, 2},
+    {-INFINITY, 3, -INFINITY, NAN, 1000, 2, -INFINITY, NAN},
+    {-INFINITY, -INFINITY, -700, 1, -1000, 2, NAN, -INFINITY},
 };
-static const float edge_merged[edge_heads] = {-INFINITY, 3, -700, NAN, 1000, 2.6931472F};
+static const float edge_merged[edge_heads] = {-INFINITY, 3, -700, NAN, 1000, 2.6931472F, NAN, NAN};
 /* The part that a head's out is; -1: none, 2: half of each. */
-static const int edge_from[edge_heads] = {-1, 0, 1, 3, 0, 2};
+static const int edge_from[edge_heads] = {-1, 0, 1, 3, 0, 2, 3, 3};
 
 static double edge_out(const attended parts[2], int h, int64_t d) {
     const int from = edge_from[h];

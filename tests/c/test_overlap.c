@@ -99,6 +99,20 @@ static void shifted_slices_are_refused(void) {
     CHECK_OK(run_forward(&args));
 }
 
+/* Slices at either end of a row: the last one's channels run on into the next row's first slice. */
+static void slices_past_the_row_are_refused(void) {
+    float *data = test_alloc((size_t)(batch * length * 4 + 1) * heads * head_dim * sizeof *data);
+    for (int64_t first = 0; first < 4 * heads * head_dim; first += 7) {
+        const packed_buffer packed = {.data = data + first, .parts = 4};
+        fdma_forward_args args = packed_args(packed, 3);
+        args.out.data = (float *)args.out.data + 1;
+        check_refused(&args, "out", "q");
+        args = packed_args(packed, 0);
+        args.q.data = (float *)part_of(packed, 3).data + 1;
+        check_refused(&args, "out", "q");
+    }
+}
+
 static void outputs_on_each_other_are_refused(void) {
     const packed_buffer packed = new_packed(4);
     fdma_forward_args args = packed_args(packed, 3);
@@ -152,9 +166,47 @@ static void far_apart_is_apart(void) {
     check_refused(&args, "out", "q");
 }
 
+/* No tensor, read or written, may lie in the workspace: here by its last or its first byte. */
+static void workspace_on_tensors_is_refused(void) {
+    enum { bytes = 1 << 20 };
+    char *const memory = test_alloc(3 * bytes);
+    const int64_t shape[4] = {batch, length, heads, head_dim};
+    const size_t size = sizeof(float) * batch * length * heads * head_dim;
+    const packed_buffer packed = new_packed(4);
+    fdma_forward_args args = packed_args(packed, 3);
+    fdma_tensor *const tensors[] = {&args.out, &args.k};
+    static const char *const names[] = {"out", "k"};
+    args.exec = (fdma_exec){.workspace = memory + bytes, .workspace_size = bytes};
+    for (int t = 0; t < TEST_COUNT(tensors); t++) {
+        const fdma_tensor before = *tensors[t];
+        char *const first = memory + bytes - size, *const last = memory + 2 * bytes;
+        *tensors[t] = fdma_dense_tensor(first, FDMA_FLOAT32, 4, shape);
+        CHECK_OK(fdma_forward(&args));
+        tensors[t]->data = last;
+        CHECK_OK(fdma_forward(&args));
+        char *const shared[] = {first + sizeof(float), last - sizeof(float), memory + bytes};
+        for (int s = 0; s < TEST_COUNT(shared); s++) {
+            size_t wanted = 0;
+            test_context("%s, place %d", names[t], s);
+            tensors[t]->data = shared[s];
+            CHECK_INT(fdma_forward(&args), FDMA_INVALID_ARGUMENT);
+            CHECK_WORD(fdma_last_error(), "exec.workspace");
+            CHECK_WORD(fdma_last_error(), names[t]);
+            CHECK_OK(fdma_forward_workspace(&args, &wanted));
+        }
+        *tensors[t] = before;
+    }
+    args.exec.workspace_size = SIZE_MAX;
+    args.out.data = memory; // below it
+    CHECK_OK(fdma_forward(&args));
+    args.out.data = memory + 2 * bytes;
+    CHECK_INT(fdma_forward(&args), FDMA_INVALID_ARGUMENT);
+}
+
 static const test_entry tests[] = {
-    TEST(packed_slices_are_accepted),        TEST(outputs_on_inputs_are_refused),
-    TEST(one_shared_element_is_refused),     TEST(shifted_slices_are_refused),
+    TEST(workspace_on_tensors_is_refused),   TEST(packed_slices_are_accepted),
+    TEST(outputs_on_inputs_are_refused),     TEST(one_shared_element_is_refused),
+    TEST(shifted_slices_are_refused),        TEST(slices_past_the_row_are_refused),
     TEST(outputs_on_each_other_are_refused), TEST(outputs_on_bias_and_padding_are_refused),
     TEST(outputs_on_themselves_are_refused), TEST(far_apart_is_apart),
 };

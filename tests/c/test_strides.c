@@ -227,9 +227,51 @@ static void check_far(const problem *x, const char *kernel) {
 static void offsets_beyond_32_bits(void) { check_on_all_kernels(check_far); }
 #endif
 
+/* ---- rows of dt_proj that lie apart ---- */
+
+static void check_projection(const char *kernel, fdma_dtype dtype, fdma_tensor v,
+                             fdma_tensor dense) {
+    const int64_t stride[4] = {dense.shape[1] + 5, 1, 0, 0};
+    const size_t bytes = (size_t)(dense.shape[0] * stride[0]) * dtype_size(dtype);
+    fdma_tensor a = new_tensor(dtype, 2, -1, -1, -1);
+    store_float(a.data, dtype, 0, 1);
+    store_float(a.data, dtype, 1, -1);
+    fdma_score_args args = {
+        .size = sizeof args,
+        .v = v,
+        .dt_proj = dense,
+        .a = a,
+        .score = new_tensor(FDMA_FLOAT32, 1, 2, v.shape[1], -1),
+        .exec = {.kernel = kernel},
+    };
+    CHECK_OK(run_score(&args));
+    const fdma_tensor plain = args.score;
+    args.dt_proj = placed(dense, test_alloc_guarded(bytes), stride);
+    args.score = new_tensor(FDMA_FLOAT32, 1, 2, v.shape[1], -1);
+    CHECK_OK(run_score(&args));
+    CHECK(same_tensor(args.score, plain));
+}
+
+static void rows_of_dt_proj_apart(void) {
+    for (int type = 0; type < problem_dtype_count; type++) {
+        const fdma_dtype dtype = problem_dtypes[type];
+        const kernel_list kernels = kernels_for("score", dtype);
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
+            uint64_t state = 9;
+            const fdma_tensor v = new_tensor(dtype, 1, 40, 2, 24);
+            const fdma_tensor dt_proj = new_tensor(dtype, 2, 48, -1, -1);
+            test_context("%s %s", kernels.name[kernel], dtype_name(dtype));
+            fill_random(v, &state, 1);
+            fill_random(dt_proj, &state, 1);
+            check_projection(kernels.name[kernel], dtype, v, dt_proj);
+            test_free_all();
+        }
+    }
+}
+
 static const test_entry tests[] = {
-    TEST(heads_before_length),    TEST(aligned_to_one_element), TEST(out_within_a_packed_buffer),
-    TEST(repeated_axes),          TEST(axes_of_length_one),
+    TEST(rows_of_dt_proj_apart),      TEST(heads_before_length), TEST(aligned_to_one_element),
+    TEST(out_within_a_packed_buffer), TEST(repeated_axes),       TEST(axes_of_length_one),
 #if defined(__linux__)
     TEST(offsets_beyond_32_bits),
 #endif

@@ -165,7 +165,22 @@ static void check_windows(const char *kernel) {
 
 static void windows_beyond_every_key_are_one(void) { for_each_kernel("backward", check_windows); }
 
+/* Elements that no memory holds, although their bytes can be counted; nothing is allocated. */
+static void more_than_memory_is_refused(void) {
+    fdma_forward_args args = {.size = sizeof args};
+    for (int64_t batch = INT64_C(1) << 30; batch <= INT64_C(1) << 40; batch <<= 10) {
+        const int64_t rows[4] = {batch, 1 << 12, 1, head_dim}, keys[4] = {batch, 1, 1, head_dim};
+        size_t bytes;
+        args.q = args.out = fdma_dense_tensor(NULL, FDMA_FLOAT32, 4, rows);
+        args.k = args.v = fdma_dense_tensor(NULL, FDMA_FLOAT32, 4, keys);
+        const fdma_status status = fdma_forward_workspace(&args, &bytes);
+        CHECK_INT(status, batch == INT64_C(1) << 30 ? FDMA_OK : FDMA_INVALID_ARGUMENT);
+    }
+    CHECK_WORD(fdma_last_error(), "q");
+}
+
 static const test_entry tests[] = {
+    TEST(more_than_memory_is_refused),
     TEST(nothing_takes_no_time),
     TEST(windows_beyond_every_key_are_one),
 };

@@ -244,6 +244,26 @@ static void check_fused(const vocabulary *x) {
     CHECK(1);
 }
 
+/* Of products that are far from subnormal numbers, whose rounding errors are numbers too. */
+static void check_rounding_errors(const vocabulary *x) {
+    uint64_t state = 9;
+    for (int round = 0; round < rounds; round++) {
+        float a[lanes], b[lanes], product[lanes], to[lanes];
+        for (int i = 0; i < lanes; i++) {
+            a[i] = random_float(&state);
+            b[i] = 100 * random_float(&state);
+            product[i] = a[i] * b[i];
+        }
+        x->rounding_error(to, a, b, product);
+        for (int i = 0; i < x->width; i++) {
+            const double error = (double)a[i] * (double)b[i] - (double)product[i];
+            check_lane("vf_rounding_error", i, to[i], (float)error);
+        }
+    }
+}
+
+static void rounding_errors_are_exact(void) { on_each(check_rounding_errors); }
+
 static void products_are_summed(void) { on_each(check_fused); }
 
 static void check_sums(const vocabulary *x) {
@@ -467,11 +487,12 @@ static void callers_modes_do_not_show(void) { on_each(check_modes); }
 static void flushing_is_undone(void) { on_each(check_flushed); }
 
 static const test_entry tests[] = {
-    TEST(vocabularies_are_named),   TEST(loads_and_stores),          TEST(first_lanes),
-    TEST(float16_is_exact),         TEST(bfloat16_is_exact),         TEST(operations_are_exact),
-    TEST(products_are_summed),      TEST(lanes_are_summed),          TEST(comparisons_are_exact),
-    TEST(ranges_of_lanes_are_kept), TEST(rows_become_columns),       TEST(powers_of_two),
-    TEST(flushing_is_undone),       TEST(callers_modes_do_not_show),
+    TEST(vocabularies_are_named),    TEST(loads_and_stores),    TEST(first_lanes),
+    TEST(float16_is_exact),          TEST(bfloat16_is_exact),   TEST(operations_are_exact),
+    TEST(products_are_summed),       TEST(lanes_are_summed),    TEST(comparisons_are_exact),
+    TEST(ranges_of_lanes_are_kept),  TEST(rows_become_columns), TEST(powers_of_two),
+
+    TEST(rounding_errors_are_exact), TEST(flushing_is_undone),  TEST(callers_modes_do_not_show),
 };
 
 int main(void) {

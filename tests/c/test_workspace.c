@@ -1,4 +1,5 @@
 /* test_workspace.c - what the workspace queries answer: the truth, without data, and little. */
+#include "core/kernel.h"
 #include "fixture.h"
 
 #include <stdlib.h>
@@ -239,6 +240,18 @@ static void the_query_tells_the_truth(void) {
     }
 }
 
+/* Every piece of a workspace begins at a cache line, whatever was taken before it. */
+static void pieces_are_aligned(void) {
+    for (size_t bytes = 1; bytes < 200; bytes++) {
+        fdma_problem problem = {.exec = {.workspace = test_alloc(2048)}};
+        fdma_arena arena = fdma_arena_of(&problem);
+        for (int piece = 0; piece < 4; piece++) {
+            CHECK_INT((uintptr_t)fdma_arena_take(&arena, bytes) % arena_alignment, 0);
+        }
+        test_free_all();
+    }
+}
+
 /* The kernel queries, too, work on paper, and name a kernel of this machine. */
 static void queries_need_no_data(void) {
     static paper_call x;
@@ -255,6 +268,7 @@ static void queries_need_no_data(void) {
 static const test_entry tests[] = {
     TEST(memory_is_linear),
     TEST(the_query_tells_the_truth),
+    TEST(pieces_are_aligned),
     TEST(queries_need_no_data),
 };
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs a build into a new prefix, moves it, and builds use.c against it by pkg-config, by
-# pkg-config against the static library, and by find_package.
+# Installs a build into a new prefix, moves it, and builds use.c against it with pkg-config, with
+# pkg-config and the static library, and with find_package.
 #   test_install.sh CMAKE BUILD_DIRECTORY COMPILER
 set -eu
 cmake=$1

@@ -1,4 +1,4 @@
-"""Finds the library under test: FDMA_LIBRARY, else build/libfdma.so. Without it nothing runs."""
+"""The library under test is the file FDMA_LIBRARY, or else build/libfdma.so."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Skipped kernels are never silent: say which ones this machine could not test."""
+    """Name the kernels that this machine could not test, so that no skip is silent."""
     from flash_dmattn import _library
 
     lacking = {
-        f"{row.name} ({row.missing})" for row in _library.kernels() if row.missing is not None
+        f"{one.name} ({one.missing})" for one in _library.kernels() if one.missing is not None
     }
-    terminalreporter.write_line(f"library {LIBRARY}, not run here: {sorted(lacking) or 'none'}")
+    terminalreporter.write_line(
+        f"library {LIBRARY}, kernels that do not run here: {sorted(lacking) or 'none'}"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,43 +1,32 @@
-"""score, attention and flash_dma_attention against the float64 oracle, on every kernel."""
+"""score, attention and flash_dma_attention against evaluations in float64, on every kernel."""
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
-from flash_dmattn import _call, _library, ops
-
-KERNELS = list(
-    dict.fromkeys(
-        row.name
-        for row in _library.kernels()
-        if row.missing is None and not row.name.startswith("cuda/")
-    )
+from cases import (
+    CASES,
+    DTYPES,
+    KERNELS,
+    NAMES,
+    RUN_IDS,
+    RUNS,
+    WIDE,
+    Input,
+    Tensors,
+    attend,
+    make_fused,
+    make_input,
+    make_mask,
+    options_of,
+    takes,
 )
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-
-
-def takes(kernel: str, dtype: torch.dtype) -> bool:
-    row = torch.zeros(1, 1, 1, 8, dtype=dtype)
-    try:
-        flash_dmattn.attention(row, row, row, backend=kernel)
-    except NotImplementedError:
-        return False
-    return True
-
-
-RUNS = [
-    pytest.param(kernel, dtype, id=f"{kernel}-{dtype}".replace("torch.", ""))
-    for kernel in KERNELS
-    for dtype in DTYPES
-    if takes(kernel, dtype)
-]
-WIDE = [kernel for kernel in KERNELS if takes(kernel, torch.float32)]
+from flash_dmattn import _call, _library, ops
 
 
 def test_every_kernel_takes_something() -> None:
@@ -47,141 +36,30 @@ def test_every_kernel_takes_something() -> None:
     assert {"cpu/scalar", "reference"} <= set(WIDE)
 
 
-class Case(NamedTuple):
-    q_len: int
-    kv_len: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None = None  # None: dense
-    causal: bool = True
-    scope: str = "causal"
-    batch: int = 1
-    bias: bool = True
-    padding: bool = False
-    softcap: float = 0.0
-    softmax_scale: float | None = None
+def run(name: str, given: Input, backend: str | None = None) -> Tensors:
+    """out and lse."""
+    return tuple(one.detach() for one in attend(name, given, backend)[1])
 
 
-CASES = {
-    "dense": Case(33, 33, 2, 2, 64, causal=False),
-    "dense causal": Case(131, 131, 2, 1, 64),
-    "dense without bias": Case(70, 70, 3, 3, 40, causal=False, bias=False),
-    "more queries than keys": Case(40, 23, 2, 2, 16),
-    "more keys than queries": Case(17, 101, 4, 2, 32),
-    "one query": Case(1, 77, 4, 1, 128, 20),
-    "one key": Case(1, 1, 1, 1, 8, 1),
-    "selected": Case(67, 67, 2, 2, 64, 16, batch=2),
-    "selected over tiles": Case(211, 211, 4, 2, 128, 48),
-    "selected, later queries": Case(50, 150, 2, 1, 64, 30),
-    "window 1": Case(41, 41, 2, 1, 24, 1),
-    "window of all": Case(37, 37, 2, 1, 16, 37),
-    "window beyond all": Case(37, 37, 2, 1, 16, 1 << 40),
-    "global": Case(30, 90, 2, 2, 32, 25, False, "global"),
-    "global, more queries": Case(90, 30, 2, 2, 32, 12, False, "global"),
-    "global causal": Case(60, 60, 4, 2, 32, 25, True, "global"),
-    "padding": Case(45, 45, 2, 1, 32, 8, batch=2, padding=True),
-    "padding, dense": Case(45, 45, 2, 1, 32, causal=False, batch=2, padding=True),
-    "padding, global": Case(45, 45, 2, 1, 32, 8, False, "global", batch=2, padding=True),
-    "group of 16": Case(29, 29, 16, 1, 64, 9),
-    "group of 3": Case(38, 38, 9, 3, 72, 9),
-    "head_dim 256": Case(34, 34, 2, 1, 256, 10),
-    "head_dim 8": Case(34, 34, 2, 1, 8, 10),
-    "softcap": Case(52, 52, 2, 1, 48, 12, softcap=1.5),
-    "scale": Case(52, 52, 2, 1, 48, 12, softmax_scale=0.8),
-}
-
-
-class Input(NamedTuple):
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    score: torch.Tensor
-    bias: torch.Tensor | None
-    key_valid: torch.Tensor | None
-
-    def options(self, case: Case) -> dict[str, Any]:
-        return {
-            "bias": self.bias,
-            "softmax_scale": case.softmax_scale,
-            "softcap": case.softcap,
-        }
-
-
-@functools.cache
-def make_input(name: str, dtype: torch.dtype) -> Input:
-    case = CASES[name]
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    score = normal(case.batch, case.kv_heads, case.kv_len)
-    key_valid = None
-    if case.padding:
-        keys = torch.arange(case.kv_len)
-        key_valid = torch.stack([keys % 4 != b for b in range(case.batch)])
-        key_valid[0, :7] = False
-    keys_shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
-    return Input(
-        query=normal(case.batch, case.q_len, case.q_heads, case.head_dim).to(dtype),
-        key=normal(*keys_shape).to(dtype),
-        value=normal(*keys_shape).to(dtype),
-        score=score,
-        bias=score.exp() if case.bias else None,
-        key_valid=key_valid,
-    )
-
-
-@functools.cache
-def expected_mask(name: str) -> torch.Tensor:
-    case = CASES[name]
-    given = make_input(name, torch.float32)
-    kept = None
-    if case.window is not None:
-        kept = oracle.kept_keys(given.score, case.window, case.scope, given.key_valid)
-        if case.scope == "global":  # one set for all, also for queries beyond the last key
-            kept = kept[:, :, :1].expand(-1, -1, max(case.q_len, case.kv_len), -1)
-    return oracle.visible_keys(case.q_len, case.kv_len, case.causal, kept, given.key_valid)
-
-
-def run(name: str, given: Input, backend: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    case = CASES[name]
-    selection = None
-    if case.window is not None:
-        selection = flash_dmattn.select(
-            given.score, case.window, scope=case.scope, key_valid=given.key_valid, backend=backend
-        )
-    return flash_dmattn.attention(
-        given.query,
-        given.key,
-        given.value,
-        selection=selection,
-        key_valid=given.key_valid,
-        causal=case.causal,
-        backend=backend,
-        **given.options(case),
-    )
-
-
-@pytest.mark.parametrize(("kernel", "dtype"), RUNS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("kernel", "dtype"), RUNS, ids=RUN_IDS)
+@pytest.mark.parametrize("name", [*NAMES, "row/empty-rows"])
 def test_attention(name: str, kernel: str, dtype: torch.dtype) -> None:
     given = make_input(name, dtype)
-    out, lse = run(name, given, kernel)
-    assert out.is_contiguous() and lse.is_contiguous()
-    oracle.assert_attention(
-        out,
-        lse,
-        given.query,
-        given.key,
-        given.value,
-        expected_mask(name),
-        **given.options(CASES[name]),
-    )
+    results = run(name, given, kernel)
+    assert all(one.is_contiguous() for one in results)
+    evaluate.assert_attention(results, *given[:3], make_mask(name), **options_of(name, given))
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), RUNS)
+@pytest.mark.parametrize("kernel", WIDE)
+def test_softmax_scale(kernel: str) -> None:
+    query, key, value, *_ = make_input("softcap/selected", torch.float32)
+    options = {"softmax_scale": 0.8, "softcap": 1.5}
+    results = flash_dmattn.attention(query, key, value, causal=True, backend=kernel, **options)
+    mask = evaluate.visible_keys(77, 77, True)
+    evaluate.assert_attention(results, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), RUNS, ids=RUN_IDS)
 @pytest.mark.parametrize("bias_form", ["exp", "linear", "none"])
 @pytest.mark.parametrize("weights", ["same", "float32"])
 def test_score(bias_form: str, weights: str, kernel: str, dtype: torch.dtype) -> None:
@@ -196,44 +74,69 @@ def test_score(bias_form: str, weights: str, kernel: str, dtype: torch.dtype) ->
         value, dt_proj, a_coef, bias_form=bias_form, key_valid=key_valid, backend=kernel
     )
 
-    def evaluate(at: torch.dtype, order: torch.Tensor | slice = slice(None)) -> torch.Tensor:
-        dt = value.to(at).flatten(2)[..., order] @ dt_proj.to(at)[:, order].T
-        z = a_coef.to(at) * (dt.clamp(min=0) + torch.log1p(torch.exp(-dt.abs())))
-        return torch.where(key_valid[:, None], z.transpose(1, 2), -math.inf)
+    def evaluated(at: torch.dtype, order: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        shuffled = value.flatten(2)[..., order].view_as(value)
+        score = evaluate.score(shuffled, dt_proj[:, order], a_coef, at)
+        return torch.where(key_valid[:, None], score, -math.inf)
 
-    orders = oracle.orders_of(kv_heads * head_dim, score.numel())
-    plain = [evaluate(oracle.plain_dtype(score.dtype), order) for order in orders]
-    oracle.assert_within(score, evaluate(torch.float64), *plain)
+    orders = evaluate.orders_of(kv_heads * head_dim, score.numel())
+    plain = [evaluated(evaluate.plain_dtype(score.dtype), order) for order in orders]
+    evaluate.assert_within(score, evaluated(torch.float64), *plain)
     form = {"exp": torch.exp, "linear": torch.clone}.get(bias_form)
     if form is None:
         assert bias is None
     else:
-        oracle.assert_within(bias, form(score.double()), form(score))
+        evaluate.assert_within(bias, form(score.double()), form(score))
+
+
+FORMS: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": False},
+    {"causal": True, "scope": "global"},
+    {"causal": True, "bias_form": "linear", "softcap": 1.5, "softmax_scale": 0.3},
+    {"causal": False, "bias_form": "none"},
+    {"causal": True, "key_valid": True},
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-def test_flash_dma_attention(causal: bool, dtype: torch.dtype) -> None:
-    batch, length, q_heads, kv_heads, head_dim, window = 2, 83, 4, 2, 32, 19
-    generator = torch.Generator().manual_seed(4)
-    query = torch.randn(batch, length, q_heads, head_dim, generator=generator).to(dtype)
-    key, value = torch.randn(2, batch, length, kv_heads, head_dim, generator=generator).to(dtype)
-    dt_proj = (torch.randn(kv_heads, kv_heads * head_dim, generator=generator) / 8).to(dtype)
-    a_coef = torch.randn(kv_heads, generator=generator).to(dtype)
-    out = flash_dmattn.flash_dma_attention(
-        query, key, value, dt_proj, a_coef, keep_window_size=window, causal=causal
+@pytest.mark.parametrize("form", FORMS)
+def test_flash_dma_attention(form: dict[str, Any], dtype: torch.dtype) -> None:
+    """With every option the results equal those of the three steps, and are within tolerance."""
+    length, window = 83, 19
+    tensors = [x.detach() for x in make_fused(length, dtype=dtype, head_dim=32)]
+    causal, bias_form = form["causal"], form.get("bias_form", "exp")
+    key_valid = (torch.arange(length) % 5 != 1).expand(2, -1) if "key_valid" in form else None
+    options = {**form, "key_valid": key_valid, "keep_window_size": window}
+    out, lse = flash_dmattn.flash_dma_attention(*tensors, **options, return_lse=True)
+    assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, **options))
+    named = flash_dmattn.flash_dma_attention(*tensors, **options, backend="reference")
+    assert torch.allclose(named, out, rtol=0.02, atol=0.02)
+    scope = form.get("scope", "causal" if causal else "global")
+    softcap, scale = form.get("softcap", 0.0), form.get("softmax_scale")
+    score, bias = flash_dmattn.score(*tensors[2:], bias_form=bias_form, key_valid=key_valid)
+    selection = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
+    rest = {"key_valid": key_valid, "causal": causal}
+    shape = {"bias": bias, "softcap": softcap, "softmax_scale": scale}
+    steps = flash_dmattn.attention(*tensors[:3], selection=selection, **rest, **shape)
+    assert torch.equal(out, steps[0]) and torch.equal(lse, steps[1])
+    kept = evaluate.kept_keys(score, window, scope, key_valid)
+    mask = evaluate.visible_keys(length, length, causal, kept, key_valid)
+    evaluate.assert_attention((out, lse), *tensors[:3], mask, **shape)
+
+
+def test_everything_that_the_fused_operator_returns() -> None:
+    tensors = [x.detach() for x in make_fused(40)]
+    out, lse, score, bias, expiry, slot = ops.FUSED.op(
+        *tensors, None, 7, "causal", "exp", True, 0.0, 0.0, False, None
     )
-    scope = "causal" if causal else "global"
-    everything = ops.flash_dma_attention_op(
-        query, key, value, dt_proj, a_coef, None, window, scope, "exp", causal, 0.0, 0.0, None
-    )
-    assert torch.equal(out, everything[0])
-    _, lse, score, bias, expiry, slot = everything
-    selection = flash_dmattn.select(score, window, scope=scope)
+    steps = flash_dmattn.score(*tensors[2:])
+    assert torch.equal(score, steps[0]) and torch.equal(bias, steps[1])
+    selection = flash_dmattn.select(score, 7)
     assert torch.equal(expiry, selection.expiry) and torch.equal(slot, selection.slot)
-    kept = oracle.kept_keys(score, window, scope)
-    mask = oracle.visible_keys(length, length, causal, kept)
-    oracle.assert_attention(out, lse, query, key, value, mask, bias=bias)
+    given = {"bias": bias, "selection": selection, "causal": True}
+    for one, other in zip((out, lse), flash_dmattn.attention(*tensors[:3], **given)):
+        assert torch.equal(one, other)
 
 
 def test_the_defaults_of_flash_dma_attention() -> None:
@@ -249,14 +152,14 @@ def test_the_defaults_of_flash_dma_attention() -> None:
     assert torch.equal(out, expected)
 
 
-SELECTED = ["selected", "padding", "global", "padding, dense"]
+SELECTED = ["later/steps", "padding/holes", "global/causal", "dense/pad-left"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", SELECTED)
 def test_keys_that_nobody_keeps_are_not_read(name: str, kernel: str) -> None:
     given = make_input(name, torch.float32 if kernel in WIDE else torch.bfloat16)
-    unread = ~expected_mask(name).any(2)  # [batch, kv_heads, kv_len]
+    unread = ~make_mask(name).any(2)  # [batch, kv_heads, kv_len]
     assert unread.any()
     poison = unread.expand(given.score.shape).transpose(1, 2)[..., None]
     poisoned = given._replace(
@@ -270,12 +173,13 @@ def test_keys_that_nobody_keeps_are_not_read(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", WIDE)
 def test_special_logits(kernel: str) -> None:
-    """-inf weighs nothing, a row of them is empty; +inf and NaN make their rows NaN."""
+    """A logit of -inf has no weight, and a row of only such logits is empty; a logit of +inf or NaN
+    makes its row NaN."""
     generator = torch.Generator().manual_seed(7)
     query = torch.randn(1, 70, 2, 16, generator=generator)
     key, value = torch.randn(2, 1, 70, 1, 16, generator=generator)
     bias = torch.zeros(1, 1, 70)
-    bias[..., :20] = -math.inf  # rows 0 to 19 have nothing else
+    bias[..., :20] = -math.inf  # rows 0 to 19 have no other logits
     bias[..., 40] = math.inf
     key[:, 60] = math.nan
     query[:, 25] = math.nan
@@ -287,25 +191,25 @@ def test_special_logits(kernel: str) -> None:
     assert torch.equal(torch.isnan(lse), broken.expand(1, 2, 70))
     assert torch.equal(torch.isnan(out), broken[None, :, None, None].expand(out.shape))
     whole = ~broken & (rows >= 20)
-    mask = oracle.visible_keys(70, 70, True)
-    exact = oracle.evaluate(query, key, value, mask, torch.float64, bias=bias)
-    plain = oracle.evaluate(query, key, value, mask, torch.float32, bias=bias)
-    oracle.assert_within(out[:, whole], exact.out[:, whole], plain.out[:, whole])
+    mask = evaluate.visible_keys(70, 70, True)
+    exact = evaluate.attention(query, key, value, mask, torch.float64, bias=bias)
+    plain = evaluate.attention(query, key, value, mask, torch.float32, bias=bias)
+    evaluate.assert_within(out[:, whole], exact.out[:, whole], plain.out[:, whole])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ["selected", "padding", "padding, dense"])
+@pytest.mark.parametrize("name", ["later/steps", "padding/left", "dense/pad-holes"])
 def test_a_sequence_does_not_feel_its_batch(name: str, kernel: str) -> None:
     given = make_input(name, torch.bfloat16)
     out, lse = run(name, given, kernel)
     for b in range(CASES[name].batch):
-        alone = Input(*(None if part is None else part[b : b + 1] for part in given))
+        alone = Input(*(None if one is None else one[b : b + 1] for one in given))
         one_out, one_lse = run(name, alone, kernel)
         assert torch.equal(one_out, out[b : b + 1])
         assert torch.equal(one_lse, lse[b : b + 1])
 
 
-@pytest.mark.parametrize("name", ["dense causal", "selected over tiles", "group of 16"])
+@pytest.mark.parametrize("name", ["dense/causal-131", "scores/saw", "group/16"])
 def test_threads_change_nothing(name: str) -> None:
     given = make_input(name, torch.float32)
     threads = torch.get_num_threads()
@@ -322,16 +226,16 @@ def test_threads_change_nothing(name: str) -> None:
 
 
 class Spy:
-    """Stands for the library; keeps the arguments that a call was made with."""
+    """Stands in for the library, and keeps the arguments of its calls."""
 
-    def __init__(self, library: Any) -> None:  # noqa: ANN401
+    def __init__(self, library: Any) -> None:
         self.library = library
         self.calls: dict[str, Any] = {}
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         function = getattr(self.library, name)
 
-        def call(*arguments: Any) -> Any:  # noqa: ANN401
+        def call(*arguments: Any) -> Any:
             if len(arguments) == 1:
                 self.calls[name] = arguments[0]._obj
             return function(*arguments)
@@ -346,7 +250,7 @@ def spied_forward(
     monkeypatch.setattr(_library, "library", spy)
     monkeypatch.setattr(
         _call, "memory", _call.Memory()
-    )  # what is prepared calls the library itself
+    )  # prepared calls have the library's own functions
     flash_dmattn.attention(*tensors, causal=True)
     return spy.calls["fdma_forward"]
 
@@ -402,15 +306,15 @@ def test_backends() -> None:
     backends = flash_dmattn.get_available_backends()
     assert backends[-1] == "reference" and "cpu" in backends
     assert len(set(backends)) == len(backends)
-    given = make_input("selected", torch.float32)
+    given = make_input("scores/saw", torch.float32)
     for backend in backends:
-        if backend != "cuda":  # of other tensors
-            run("selected", given, backend)
+        if backend != "cuda":  # which takes CUDA tensors only
+            run("scores/saw", given, backend)
 
 
 def test_inputs_stay_as_they_were() -> None:
-    given = make_input("padding", torch.float32)
-    before = [None if part is None else part.clone() for part in given]
-    run("padding", given)
-    for part, copy in zip(given, before):
-        assert part is None or torch.equal(part, copy)
+    given = make_input("padding/holes", torch.float32)
+    before = [None if one is None else one.clone() for one in given]
+    run("padding/holes", given)
+    for one, copy in zip(given, before):
+        assert one is None or torch.equal(one, copy)

@@ -7,7 +7,7 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import gradients as gradients_ops
+from cases import make_fused
 from flash_dmattn import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,73 +15,52 @@ Arguments = tuple[Any, ...]
 
 
 def make_tensors(length: int = 12, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """query, key, value, dt_proj and a_coef; the first three as views of heads-first tensors."""
-    generator = torch.Generator().manual_seed(length)
-    views = [
-        torch.randn(2, heads, length, 16, generator=generator).to(dtype).transpose(1, 2)
-        for heads in (4, 2, 2)
-    ]
-    dt_proj = torch.randn(2, 32, generator=generator).to(dtype)
-    return [*views, dt_proj, torch.randn(2, generator=generator).to(dtype)]
+    return [tensor.detach() for tensor in make_fused(length, dtype=dtype)]
 
 
 def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
+    """Operators with their arguments, which are taken by name from `values`."""
     query, key, value, dt_proj, a_coef = make_tensors()
-    key_valid = torch.arange(12).expand(2, 12) % 5 != 1
     score = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(1))
-    expiry, slot = ops.select_op(score, 4, "causal", None, None)
-    options = ("causal", True, 0.0, 0.0, None)
-    fused = (key_valid, 4, "causal", "exp", True, 0.5, 2.0, "reference")
-    attended = ops.attention_op(query, key, value, score, expiry, slot, None, 4, *options)
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
-    given = (attended[0].cos(), dlse, *attended, query, key, value)
+    expiry, slot = flash_dmattn.select(score, 4)[:2]
+    given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
+    attended = ops.ATTENTION.op(query, key, value, score, None, expiry, slot, *OPTIONS)
+    values = {
+        **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
+        **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
+        **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
+        **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
+        **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
+        **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
+    }
+    dense = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
+    in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(dtype=torch.bfloat16)))
+    cases = {
+        "score": (ops.SCORE, {}),
+        "score without bias": (ops.SCORE, {"bias_form": "none", "key_valid": None}),
+        "select": (ops.SELECT, {}),
+        "select global": (ops.SELECT, {"scope": "global", "backend": "reference"}),
+        "dense": (ops.ATTENTION, dense),
+        "selected": (ops.ATTENTION, {"key_valid": None}),
+        "fused": (ops.FUSED, {"backend": "reference"}),
+        "fused without bias": (ops.FUSED, {"bias_form": "none"}),
+        "fused, out alone": (ops.FUSED_OUT, {}),
+        "fused in bfloat16": (ops.FUSED, in_bfloat16),
+        "merge": (ops.MERGE, {}),
+        "score's backward": (ops.SCORE_BACKWARD, {}),
+        "selected's backward": (ops.ATTENTION_BACKWARD, {}),
+        "dense's backward": (ops.ATTENTION_BACKWARD, dense),
+        "fused's backward": (ops.FUSED_BACKWARD, {}),
+        "merge's backward": (ops.MERGE_BACKWARD, {}),
+    }
     return {
-        "score": (ops.score_op, (value, dt_proj, a_coef, "exp", key_valid, None)),
-        "score without bias": (ops.score_op, (value, dt_proj, a_coef, "none", None, None)),
-        "select": (ops.select_op, (score, 4, "causal", key_valid, None)),
-        "select global": (ops.select_op, (score, 4, "global", None, "reference")),
-        "dense": (
-            ops.attention_op,
-            (query, key, value, None, None, None, key_valid, 0, *options),
-        ),
-        "selected": (
-            ops.attention_op,
-            (query, key, value, score, expiry, slot, None, 4, *options),
-        ),
-        "fused": (ops.flash_dma_attention_op, (query, key, value, dt_proj, a_coef, *fused)),
-        "fused, out alone": (
-            ops.flash_dma_output_op,
-            (query, key, value, dt_proj, a_coef, *fused),
-        ),
-        "fused in bfloat16": (
-            ops.flash_dma_attention_op,
-            (*make_tensors(dtype=torch.bfloat16), *fused),
-        ),
-        "merge": (ops.merge_op, (*attended, *attended, None)),
-        "score's backward": (
-            gradients_ops.score_backward_op,
-            (dlse[:, :2], value, dt_proj, a_coef, key_valid, "exp", None),
-        ),
-        "selected's backward": (
-            gradients_ops.attention_backward_op,
-            (*given, score, None, expiry, slot, 4, *options[:-1], False, True, None),
-        ),
-        "dense's backward": (
-            gradients_ops.attention_backward_op,
-            (*given, None, None, None, None, 0, *options[:-1], True, False, None),
-        ),
-        "fused's backward": (
-            gradients_ops.flash_dma_attention_backward_op,
-            (*given, dt_proj, a_coef, score, None, expiry, slot, 4, "causal", "exp")
-            + (*options[1:-1], False, None),
-        ),
-        "merge's backward": (
-            gradients_ops.merge_backward_op,
-            (*given[:2], *attended, *attended, None),
-        ),
+        name: (operator.op, tuple({**values, **changes}[one] for one in operator.arguments))
+        for name, (operator, changes) in cases.items()
     }
 
 
+OPTIONS = (4, "causal", True, 0.5, 2.0, False, None)  # of ops.ATTENTION, from `window` on
 OPERATORS = operators()
 
 
@@ -93,7 +72,7 @@ def test_opcheck(name: str) -> None:
 
 
 def learning(name: str) -> Arguments:
-    """The arguments of an operator, those requiring gradients that can."""
+    """The arguments of an operator; floating-point tensors require gradients."""
     return tuple(
         x.detach().clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x
         for x in OPERATORS[name][1]
@@ -129,7 +108,7 @@ def test_fake_results_are_like_real_ones(name: str) -> None:
 
 def test_fake_kernels_check_ranks() -> None:
     query, *rest = (tensor.to("meta") for tensor in make_tensors())
-    with pytest.raises(ValueError, match="q: rank is 3, want 4"):
+    with pytest.raises(ValueError, match="query: rank is 3, want 4"):
         flash_dmattn.flash_dma_attention(query[0], *rest)
 
 
@@ -169,7 +148,7 @@ def test_one_graph_for_all_lengths(function: Callable[..., torch.Tensor]) -> Non
         tensors = make_tensors(length)
         assert torch.equal(compiled(*tensors), function(*tensors))
         frames.append(counter.frame_count)
-    assert frames[0] > 0 and len(set(frames)) == 1, "compiled anew for another length"
+    assert frames[0] > 0 and len(set(frames)) == 1, "compiled again for another length"
 
 
 def test_inductor() -> None:
@@ -188,11 +167,11 @@ def gradients(function: Callable[..., torch.Tensor], length: int = 12) -> Argume
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [fused, stepwise])
 def test_one_training_graph(function: Callable[..., torch.Tensor], backend: str) -> None:
-    """Forward and backward without graph breaks; fused, all but the C library's is exact."""
+    """Forward and backward without graph breaks."""
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     exact = function is fused or backend == "aot_eager"
-    limits = {} if exact else {"rtol": 1e-4, "atol": 1e-5}  # inductor's exp() is another
+    limits = {} if exact else {"rtol": 1e-4, "atol": 1e-5}  # inductor has another exp()
     for one, other in zip(gradients(compiled), gradients(function)):
         torch.testing.assert_close(one, other, **(limits or {"rtol": 0, "atol": 0}))
 
@@ -207,4 +186,4 @@ def test_one_training_graph_for_all_lengths(function: Callable[..., torch.Tensor
         for one, other in zip(gradients(compiled, length), gradients(function, length)):
             assert torch.equal(one, other)
         frames.append(counter.frame_count)
-    assert frames[0] > 0 and len(set(frames)) == 1, "compiled anew for another length"
+    assert frames[0] > 0 and len(set(frames)) == 1, "compiled again for another length"

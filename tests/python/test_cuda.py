@@ -1,6 +1,6 @@
-"""The operators on tensors of a CUDA device: results, streams, graphs, compilation, bad devices.
+"""The functions on tensors of a CUDA device: results, streams, graphs, compilation, bad devices.
 
-Only the last tests run where there is no device."""
+Without a device only the last tests run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import subprocess
 import sys
 from typing import Any, Callable
 
+import evaluate
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _library
-from oracle import (
+from cases import make_fused
+from evaluate import (
     assert_same_specials,
     assert_within,
-    evaluate,
     kept_keys,
     largest_error,
     visible_keys,
 )
+from flash_dmattn import _library
 
 BUILT = any(kernel.name.startswith("cuda/") for kernel in _library.kernels())
 on_device = pytest.mark.skipif(
@@ -41,22 +42,14 @@ def make_tensors(
     device: str = "cuda",
     head_dim: int = 64,
 ) -> Tensors:
-    """query, key, value, dt_proj and a_coef; the first three as views of heads-first tensors."""
-    generator = torch.Generator().manual_seed(q_len + kv_len)
-    shapes = ((4, q_len), (2, kv_len), (2, kv_len))
-    views = [
-        torch.randn(2, heads, length, head_dim, generator=generator)
-        .to(device, dtype)
-        .transpose(1, 2)
-        for heads, length in shapes
-    ]
-    dt_proj = torch.randn(2, 2 * head_dim, generator=generator) / head_dim**0.5
-    a_coef = torch.randn(2, generator=generator)
-    return [*views, dt_proj.to(device, dtype), a_coef.to(device)]
+    """make_fused() without gradients, a_coef in float32."""
+    tensors = make_fused(q_len, kv_len, dtype, head_dim=head_dim, device=device)
+    tensors[4] = tensors[4].float()
+    return [tensor.detach() for tensor in tensors]
 
 
-def stepwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:  # noqa: ANN401
-    """Everything that the package does, in its three steps."""
+def stepwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+    """All results of the three calls."""
     score, bias = flash_dmattn.score(value, *rest, bias_form="linear")
     selection = flash_dmattn.select(score, WINDOW)
     out, lse = flash_dmattn.attention(
@@ -69,7 +62,7 @@ def fused(*tensors: torch.Tensor) -> torch.Tensor:
     return flash_dmattn.flash_dma_attention(*tensors, keep_window_size=WINDOW, causal=True)
 
 
-def assert_same(actual: Any, expected: Any) -> None:  # noqa: ANN401
+def assert_same(actual: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert torch.equal(actual, expected)
     else:
@@ -82,17 +75,17 @@ def assert_attention(
     results: tuple[torch.Tensor, torch.Tensor],
     tensors: Tensors,
     mask: torch.Tensor,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> None:
-    """out errs at most twice as much as a plain evaluation in its dtype, plus a rounding step. So
-    does lse against one in float32, but that tensor cores cut off what float32 does not hold where
-    a plain evaluation rounds, which is twice the error of a sum."""
+    """out has at most twice the error of a plain evaluation in its dtype, plus a rounding step. lse
+    has at most four times that of one in float32: tensor cores truncate sums where a plain
+    evaluation rounds, which doubles the error."""
     out, lse = (result.cpu() for result in results)
     given = [tensor.cpu() for tensor in tensors[:3]]
-    exact = evaluate(*given, mask, torch.float64, **options)
-    assert_within(out, exact.out, evaluate(*given, mask, out.dtype, **options).out)
+    exact = evaluate.attention(*given, mask, torch.float64, **options)
+    assert_within(out, exact.out, evaluate.attention(*given, mask, out.dtype, **options).out)
     assert_same_specials(lse, exact.lse)
-    plain = largest_error(evaluate(*given, mask, torch.float32, **options).lse, exact.lse)
+    plain = largest_error(evaluate.attention(*given, mask, torch.float32, **options).lse, exact.lse)
     finite = exact.lse[torch.isfinite(exact.lse)]
     step = torch.finfo(torch.float32).eps * finite.abs().max().item()
     assert largest_error(lse, exact.lse) <= 4 * plain + step
@@ -154,7 +147,7 @@ def test_a_strided_last_axis_is_copied() -> None:
 
 @on_device
 def test_layouts_are_kept_apart() -> None:
-    """Calls in turn, of shapes and options that differ: each as if it were the first."""
+    """Alternating calls of different shapes and options give the results of first calls."""
     shapes = [(150, 300), (150, 301), (1, 300), (300, 300)]
     expected = [stepwise(*make_tensors(*shape)) for shape in shapes]
     for _ in range(3):
@@ -165,14 +158,14 @@ def test_layouts_are_kept_apart() -> None:
 @on_device
 @pytest.mark.parametrize("function", [fused, stepwise])
 def test_the_current_stream_is_used(function: Callable[..., Any]) -> None:
-    """Inputs that a stream makes late are read late, on that stream, without waiting for it."""
+    """A call is put on the current stream and does not wait: it reads inputs that are made late."""
     tensors = make_tensors()
     expected = function(*tensors)
     late = [torch.zeros_like(tensor) for tensor in tensors]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # some 0.1 s
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
         for tensor, source in zip(late, tensors):
             tensor.copy_(source)
         found = function(*late)
@@ -182,7 +175,7 @@ def test_the_current_stream_is_used(function: Callable[..., Any]) -> None:
 
 
 @on_device
-def test_streams_do_not_share_workspace() -> None:
+def test_streams_have_their_own_workspace() -> None:
     tensors = [make_tensors(q_len, 400) for q_len in (100, 200, 300, 400)]
     expected = [stepwise(*one) for one in tensors]
     torch.cuda.synchronize()
@@ -206,7 +199,7 @@ def test_the_tensors_device_is_used() -> None:
     assert all(tensor.device.index == 1 for tensor in found)
     assert_same([tensor.cpu() for tensor in found], [tensor.cpu() for tensor in expected])
     query, *rest = make_tensors(device="cuda:0")
-    with pytest.raises(ValueError, match="k: is on cuda:0, want cuda:1"):
+    with pytest.raises(ValueError, match="key: is on cuda:0, want cuda:1"):
         fused(query.to("cuda:1"), *rest)
 
 
@@ -250,11 +243,13 @@ def test_no_call_synchronises() -> None:
 
 
 @on_device
-@pytest.mark.parametrize("place", range(5))
-def test_tensors_of_the_cpu_are_refused(place: int) -> None:
+@pytest.mark.parametrize("index", range(5))
+def test_tensors_of_the_cpu_are_refused(index: int) -> None:
     tensors = make_tensors()
-    tensors[place] = tensors[place].cpu()
-    name = ["k", "k", "v", "dt_proj", "a"][place]  # the first that is not where q is
+    tensors[index] = tensors[index].cpu()
+    name = ["key", "key", "value", "dt_proj", "a_coef"][
+        index
+    ]  # the first that is not where query is
     with pytest.raises(ValueError, match=f"{name}: is on c"):
         fused(*tensors)
 
@@ -272,7 +267,7 @@ def test_backends_of_the_cpu_are_refused() -> None:
         flash_dmattn.attention(*make_tensors()[:3], backend="cpu")
 
 
-# ---- where something is wrong with the device, or there is none ----
+# ---- without a device, or after it has failed ----
 
 ON_CPU = """
 import torch, flash_dmattn

@@ -1,24 +1,27 @@
-"""Gradients on a CUDA device: against autograd through masked SDPA, and PyTorch's ways to train."""
+"""Gradients on a CUDA device: against evaluations in float64, and PyTorch's ways to train."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any, Callable
 
+import evaluate
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _library, functional
-from gradient_cases import (
+from cases import (
     CASES,
     Tensors,
-    assert_gradients,
     attend,
+    kernels_of,
     make_input,
     our_gradients,
-    plain_gradients,
-    sdpa_gradients,
 )
+from cases import (
+    make_fused as make_fused_on,
+)
+from flash_dmattn import _library
+from test_backward import CASES_OF_BACKWARD, exact_gradients, plain_gradients
 from test_cuda import run_program
 from torch.utils.checkpoint import checkpoint
 
@@ -27,11 +30,7 @@ pytestmark = pytest.mark.skipif(
     reason="no CUDA device",
 )
 DTYPES = [torch.float16, torch.bfloat16]
-KERNELS = [
-    row.name
-    for row in _library.kernels()
-    if row.operation == "backward" and row.missing is None and row.name.startswith("cuda/")
-]
+KERNELS = kernels_of("backward", ("cuda",))
 WINDOW = 40
 
 Layer = flash_dmattn.DynamicMaskAttention
@@ -57,55 +56,46 @@ assert x.grad.isfinite().all()
 
 
 def test_threads_that_have_not_used_the_device() -> None:
-    """One of ours, and PyTorch's for gradients: their first CUDA call is the library's."""
+    """The first CUDA call of a thread, and of PyTorch's thread for gradients, is the library's."""
     run_program(FRESH_THREADS)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_against_masked_sdpa(name: str, dtype: torch.dtype, deterministic: bool) -> None:
+@pytest.mark.parametrize("name", CASES_OF_BACKWARD)
+def test_against_float64(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     given = make_input(name, dtype)
-    tensors, results = attend(name, given, "cuda", deterministic=deterministic)
-    found = torch.autograd.grad(results[0], tensors, given.dout.cuda())
-    assert all(one.device == tensors[0].device for one in found)
-    assert [one.dtype for one in found] == [dtype] * 3 + [torch.float32]
-    plain = plain_gradients(name, given, tuple(one.detach() for one in results))
-    assert_gradients(found, sdpa_gradients(name, given, torch.float64), plain)
+    leaves, results = attend(name, given, device="cuda", deterministic=deterministic)
+    found = torch.autograd.grad(results[0], tuple(leaves.values()), given.dout.cuda())
+    assert all(one.device == results[0].device for one in found)
+    assert [one.dtype for one in found[:3]] == [dtype] * 3
+    plain = plain_gradients(name, given, results)
+    evaluate.assert_all_within(found, exact_gradients(name, dtype), plain)
 
 
-@pytest.mark.parametrize("name", ["square", "later queries", "empty rows", "head_dim 256"])
+@pytest.mark.parametrize("name", ["group/2", "later/steps", "padding/left", "head-dim/256"])
 def test_every_kernel(name: str) -> None:
-    """By name, those of the same operation that the fastest one hides."""
+    """By name, because only the fastest kernel runs otherwise."""
     given = make_input(name, torch.bfloat16)
-    exact = sdpa_gradients(name, given, torch.float64)
     tried = []
     for kernel in KERNELS:
         try:
-            tensors, results = attend(name, given, "cuda", kernel)
-            found = torch.autograd.grad(results[0], tensors, given.dout.cuda())
+            leaves, results = attend(name, given, kernel, "cuda")
+            found = torch.autograd.grad(results[0], tuple(leaves.values()), given.dout.cuda())
         except NotImplementedError:  # another head_dim's
             continue
-        plain = plain_gradients(name, given, tuple(one.detach() for one in results))
-        assert_gradients(found, exact, plain)
+        plain = plain_gradients(name, given, results)
+        evaluate.assert_all_within(found, exact_gradients(name, torch.bfloat16), plain)
         tried.append(kernel)
     assert any(kernel.startswith("cuda/sm80") for kernel in tried)
 
 
 def make_fused(
-    q_len: int = 300, kv_len: int = 300, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
+    q_len: int = 300, kv_len: int = 300, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:
-    """query, key, value, dt_proj and a_coef; the first three as views of heads-first tensors."""
-    generator = torch.Generator().manual_seed(q_len + kv_len)
-    rows = [
-        torch.randn(2, heads, length, head_dim, generator=generator)
-        .to("cuda", dtype)
-        .transpose(1, 2)
-        for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
-    ]
-    dt_proj = torch.randn(2, 2 * head_dim, generator=generator) / head_dim**0.5
-    a_coef = torch.randn(2, generator=generator)
-    return [x.requires_grad_() for x in (*rows, dt_proj.cuda(), a_coef.cuda())]
+    tensors = make_fused_on(q_len, kv_len, dtype, head_dim=64, device="cuda")
+    tensors[4] = tensors[4].detach().float().requires_grad_()
+    return tensors
 
 
 def fused(*tensors: torch.Tensor) -> torch.Tensor:
@@ -123,7 +113,7 @@ def stepwise(
     return out * lse.sigmoid().transpose(1, 2)[..., None]
 
 
-def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ANN401
+def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     first = flash_dmattn.attention(query, key[:, :100], value[:, :100], deterministic=True)
     second = flash_dmattn.attention(
         query, key[:, 100:], value[:, 100:], causal=True, deterministic=True
@@ -141,7 +131,7 @@ def grads(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Tensors:
 
 
 @pytest.fixture
-def deterministic() -> Any:  # noqa: ANN401
+def deterministic() -> Any:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -149,9 +139,9 @@ def deterministic() -> Any:  # noqa: ANN401
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_as_on_the_cpu(function: Callable[..., Any]) -> None:
-    """Two implementations, of one selection: scores in exact numbers."""
+    """Scores are exact numbers, so that both select the same keys."""
     tensors = make_fused()
-    with torch.no_grad():  # few bits, so that every order of a sum is exact
+    with torch.no_grad():  # numbers of few bits, whose sums are exact in every order
         tensors[2].copy_((tensors[2] * 4).round().clamp(-8, 8) / 4)
         tensors[3].copy_((tensors[3] * 64).round() / 64)
         tensors[4].copy_(torch.tensor([0.5, -0.5]))
@@ -184,7 +174,7 @@ def test_a_sequence_does_not_depend_on_its_batch(deterministic: None) -> None:
 
 
 def test_keys_that_nobody_keeps_are_not_read() -> None:
-    name = "over tiles"
+    name = "scores/saw"
     given, case = make_input(name, torch.bfloat16), CASES[name]
     never = flash_dmattn.select(given.score, case.window).slot[0] < 0
     spoilt = never.T[None, :, :, None]
@@ -193,8 +183,10 @@ def test_keys_that_nobody_keeps_are_not_read() -> None:
         value=given.value.masked_fill(spoilt, torch.nan),
         bias=given.bias.masked_fill(never[None], torch.nan),
     )
-    expected = our_gradients(name, given, "cuda", deterministic=True)
-    for one, other in zip(our_gradients(name, with_nan, "cuda", deterministic=True), expected):
+    expected = our_gradients(name, given, None, "cuda", deterministic=True)
+    for one, other in zip(
+        our_gradients(name, with_nan, None, "cuda", deterministic=True), expected
+    ):
         assert torch.equal(one, other)
     for gradient in expected[1:3]:
         assert (gradient.cpu()[spoilt.expand_as(gradient)] == 0).all()
@@ -209,7 +201,7 @@ def test_nan_in_values_that_the_fused_form_drops() -> None:
             tensors[1][:, row] = torch.nan
 
     def run(*given: torch.Tensor) -> torch.Tensor:
-        return functional.attend(*given, WINDOW, key_valid=key_valid)
+        return flash_dmattn.flash_dma_attention(*given, WINDOW, causal=True, key_valid=key_valid)
 
     found = grads(run, tensors)
     assert all(gradient.isfinite().all() and (gradient != 0).any() for gradient in found)
@@ -230,7 +222,7 @@ def test_no_call_synchronises(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_graphs(function: Callable[..., Any], deterministic: None) -> None:
-    """Forward and backward in one graph, that reads its inputs anew."""
+    """Forward and backward in one graph, replayed on new inputs."""
     tensors = make_fused()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -265,7 +257,7 @@ def test_one_compiled_graph(
 
 
 def test_graphs_that_the_compiler_makes(deterministic: None) -> None:
-    """mode="reduce-overhead": forward and backward are captured, and replayed from then on."""
+    """mode="reduce-overhead" captures forward and backward, and replays them."""
     torch._dynamo.reset()
     compiled = torch.compile(fused, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):
@@ -287,7 +279,7 @@ def test_checkpoint(use_reentrant: bool, deterministic: None) -> None:
 
 
 def test_another_stream() -> None:
-    """Backward runs where forward did, and reads what that stream makes late."""
+    """Backward runs on the stream of forward, and does not wait for it."""
     tensors = make_fused()
     expected = grads(stepwise, tensors)
     late = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors]
@@ -328,12 +320,12 @@ def test_a_layer_under_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cuda", dtype):
         out = layer(x)
     narrow = copy.deepcopy(layer).to(dtype)
-    found = narrow(x.to(dtype))  # of scores that differ a little, so that some keys do
+    found = narrow(x.to(dtype))  # whose scores differ a little, and so some kept keys
     assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 
 def test_memory_is_linear() -> None:
-    """What a step takes grows with the length, not with its square."""
+    """The memory of a step grows with the length, not with its square."""
     peaks = []
     for length in (8192, 16384):
         tensors = make_fused(length, length)

@@ -1,4 +1,4 @@
-"""The real input, examples/data/minilm.safetensors: its contents, and that its scores are good."""
+"""The real input, examples/data/minilm.safetensors: its contents and the quality of its scores."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def score(data: dict[str, torch.Tensor]) -> torch.Tensor:
     return flash_dmattn.score(data["v"], data["dt_proj"], data["a"])[0]
 
 
-def kept_share(data: dict[str, torch.Tensor], score: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Mean over queries of the dense attention mass that the kept keys carry, [heads]."""
+def kept_mass(data: dict[str, torch.Tensor], score: torch.Tensor, causal: bool) -> torch.Tensor:
+    """The fraction of the dense attention on the kept keys, mean over queries, [heads]."""
     qkv = [data[name] for name in "qkv"]
     scope = "causal" if causal else "global"
     selection = flash_dmattn.select(score, WINDOW, scope=scope)
@@ -67,8 +67,8 @@ def test_score_predicts_attention_received(
 def test_scores_keep_more_than_random(
     data: dict[str, torch.Tensor], score: torch.Tensor, causal: bool, seed: int
 ) -> None:
-    ours = kept_share(data, score, causal)
-    random = kept_share(data, random_score(seed), causal)
+    ours = kept_mass(data, score, causal)
+    random = kept_mass(data, random_score(seed), causal)
     assert (ours > random).all(), (ours, random)
     assert (ours <= 1.001).all(), ours
 
@@ -77,6 +77,6 @@ def test_scores_keep_more_than_a_sliding_window(
     data: dict[str, torch.Tensor], score: torch.Tensor
 ) -> None:
     recent = torch.arange(LENGTH, dtype=torch.float32).expand(1, HEADS, LENGTH).contiguous()
-    ours = kept_share(data, score, causal=True)
-    sliding = kept_share(data, recent, causal=True)
+    ours = kept_mass(data, score, causal=True)
+    sliding = kept_mass(data, recent, causal=True)
     assert (ours > sliding).all(), (ours, sliding)

@@ -1,4 +1,4 @@
-"""DynamicMaskAttention: the layer against its formula in PyTorch, and as models use it."""
+"""DynamicMaskAttention against its formula in PyTorch, and in the ways that models use it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
 from flash_dmattn.nn import rotate
@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 HIDDEN, HEADS, KV_HEADS, WINDOW, LENGTH = 48, 6, 2, 7, 40
 
 
-def make_layer(window: int | None = WINDOW, learned: bool = True, **options: Any) -> Any:  # noqa: ANN401
+def make_layer(window: int | None = WINDOW, learned: bool = True, **options: Any) -> Any:
     torch.manual_seed(0)
     layer = flash_dmattn.DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, window, **options)
     if learned and window is not None:
@@ -32,31 +32,31 @@ def make_states(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, length, HIDDEN, generator=generator)
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by complex numbers: channels d and d + half are one."""
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding by complex numbers, whose parts are channels d and d + half."""
     half = x.shape[-1] // 2
     angles = positions[..., None] * torch.tensor(10000.0) ** (-torch.arange(half) / half)
-    turn = torch.polar(torch.ones_like(angles), angles)[:, :, None, :]
-    turned = torch.complex(x[..., :half], x[..., half:]) * turn
-    return torch.cat((turned.real, turned.imag), -1)
+    factor = torch.polar(torch.ones_like(angles), angles)[:, :, None, :]
+    product = torch.complex(x[..., :half], x[..., half:]) * factor
+    return torch.cat((product.real, product.imag), -1)
 
 
-def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ANN401
-    """The layer by its docstring, step by step."""
+def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = None) -> torch.Tensor:
+    """The layer as its docstring defines it."""
     positions = torch.arange(x.shape[1])[None]
     query, key, value = (
         projection(x).unflatten(2, (-1, layer.head_dim))
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
-    query, key = turned(query, positions), turned(key, positions)
+    query, key = rotated(query, positions), rotated(key, positions)
     scope = "causal" if layer.causal else "global"
     bias = kept = None
     if layer.window is not None:
         z = layer.A * softplus(layer.dt_proj(value.flatten(2)))
         bias = z.exp().transpose(1, 2)
-        kept = oracle.kept_keys(z.detach().transpose(1, 2), layer.window, scope, key_valid)
-    mask = oracle.visible_keys(x.shape[1], x.shape[1], layer.causal, kept, key_valid)
-    out, _ = oracle.evaluate(query, key, value, mask, x.dtype, bias=bias, softcap=layer.softcap)
+        kept = evaluate.kept_keys(z.detach().transpose(1, 2), layer.window, scope, key_valid)
+    mask = evaluate.visible_keys(x.shape[1], x.shape[1], layer.causal, kept, key_valid)
+    out, _ = evaluate.attention(query, key, value, mask, x.dtype, bias=bias, softcap=layer.softcap)
     return layer.o_proj(out.flatten(2))
 
 
@@ -75,7 +75,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 def test_the_formula(name: str, padded: bool) -> None:
     """Outputs, and the gradients of the input and of every parameter."""
     layer, x = make_layer(**LAYERS[name]), make_states().requires_grad_()
-    # Valid from the first on: a plain evaluation has no gradients for rows without any key.
+    # Key 0 is valid, so that no row is empty.
     key_valid = (torch.arange(LENGTH) % 5 != 3).expand(2, -1) if padded else None
     out, expected = layer(x, key_valid=key_valid), by_formula(layer, x, key_valid)
     torch.testing.assert_close(out, expected)
@@ -87,7 +87,7 @@ def test_the_formula(name: str, padded: bool) -> None:
 
 
 def test_training_starts_from_a_sliding_window() -> None:
-    """A is zeros: every bias is 1, which no softmax sees, and the most recent keys are kept."""
+    """A is 0: every bias is 1, which changes no softmax, and the most recent keys are kept."""
     layer, x = make_layer(learned=False), make_states()
     assert torch.equal(layer.A, torch.zeros(KV_HEADS))
     dense = make_layer(None)
@@ -125,8 +125,8 @@ def test_state_dict() -> None:
 
 
 def test_key_valid_hides_what_stands_there() -> None:
-    """Padding on the right changes nothing before it; on the left nothing after it, with positions
-    that say where the text begins."""
+    """Padding on the right changes nothing before it. Padding on the left changes nothing after it,
+    if `positions` are those of the text."""
     layer, x = make_layer(), make_states()
     padding = torch.full((2, 9, HIDDEN), 1e3)
     expected = layer(x)
@@ -136,7 +136,7 @@ def test_key_valid_hides_what_stands_there() -> None:
     left = torch.arange(LENGTH + 9).expand(2, -1) >= 9
     positions = (torch.arange(LENGTH + 9) - 9).clamp(min=0)[None]
     found = layer(torch.cat((padding, x), 1), key_valid=left, positions=positions)
-    assert (found[:, :9] == 0).all()  # these see no key
+    assert (found[:, :9] == 0).all()  # these queries keep no key
     torch.testing.assert_close(found[:, 9:], expected)
 
 
@@ -152,15 +152,15 @@ def test_only_distances_count() -> None:
 
 
 def test_angles_are_exact_in_16_bits() -> None:
-    """Positions 4000 and 4001 are one number in bfloat16, but two rotations."""
+    """Positions 4000 and 4001 are equal in bfloat16, but their rotations differ."""
     x = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16)
     found = rotate(x, torch.tensor([[4000, 4001]]), 1e4)
-    exact = turned(x.double().float(), torch.tensor([[4000, 4001]]))
+    exact = rotated(x.double().float(), torch.tensor([[4000, 4001]]))
     torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
 
 
 def test_causality() -> None:
-    """What comes later changes nothing."""
+    """Later states change nothing."""
     layer, x = make_layer(), make_states()
     changed = torch.cat((x[:, :25], torch.randn(2, 15, HIDDEN)), 1)
     assert torch.equal(layer(changed)[:, :25], layer(x)[:, :25])
@@ -191,36 +191,7 @@ def test_one_compiled_graph() -> None:
         torch.testing.assert_close(one, other)
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"heads": 5}, "hidden: is 48, want a multiple of heads, 5, or a head_dim"),
-    ({"kv_heads": 4}, "heads: is 6, want a multiple of kv_heads, 4"),
-    ({"kv_heads": 0}, "kv_heads: is 0, want 1 or more"),
-    ({"hidden": 0}, "hidden: is 0, want 1 or more"),
-    ({"head_dim": 12}, "head_dim: is 12, want a multiple of 8 from 8 to 256"),
-    ({"head_dim": 264}, "head_dim: is 264, want"),
-    ({"window": 0}, "window: is 0, want 1 or more, or None"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD)
-def test_bad_sizes(changes: dict[str, Any], message: str) -> None:
-    given = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "window": WINDOW}
-    flash_dmattn.DynamicMaskAttention(**given)
-    with pytest.raises(ValueError, match=message):
-        flash_dmattn.DynamicMaskAttention(**{**given, **changes})
-
-
-def test_bad_states() -> None:
-    layer = make_layer()
-    with pytest.raises(ValueError, match="x: rank is 2, want 3"):
-        layer(make_states()[0])
-    with pytest.raises(ValueError, match="x: axis 2 has 40 elements, want 48"):
-        layer(make_states()[:, :, :40])
-    with pytest.raises(ValueError, match="key_valid: axis 1 has 39 elements, want 40"):
-        layer(make_states(), key_valid=torch.ones(2, 39).bool())
-
-
-# Each process has half of the batch; gradients are the mean of both.
+# Each process has one half of the batch, and gradients are the mean of both.
 DISTRIBUTED = """
 import os
 import sys
@@ -235,12 +206,12 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, 
 layer = DynamicMaskAttention(48, 6, 2, 7)
 layer.load_state_dict(torch.load(f"{folder}/layer.pt"))
 x = torch.load(f"{folder}/x.pt")[rank : rank + 1]
-model = DistributedDataParallel(layer)  # hears of gradients as long as it lives
+model = DistributedDataParallel(layer)  # it must outlive backward()
 model(x).square().sum().backward()
 torch.save([one.grad for one in layer.parameters()], f"{folder}/gradients-{rank}.pt")
 dist.barrier()
 dist.destroy_process_group()
-os._exit(0)  # a thread of gloo that still has a tensor would abort an interpreter that ends
+os._exit(0)  # a thread of gloo that holds a tensor could abort the interpreter's exit
 """
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/peers.py on tiny lengths: its rows, picture and table, and that it finds mistakes."""
+"""benchmarks/peers.py on tiny lengths: its rows, picture and table, and mistakes that it finds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def useful_flops(length: int, window: int) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one tiny run left figures.json, picture.svg and, in printed, its output."""
+    """The folder of one tiny run: figures.json, picture.svg and its output, in `printed`."""
     folder = tmp_path_factory.mktemp("peers")
     files = ["--json", folder / "figures.json", "--picture", folder / "picture.svg"]
     done = run(ROOT / "benchmarks" / "peers.py", *TINY, "--threads", "1", *files)
@@ -95,7 +95,7 @@ def test_every_case_has_every_peer(lines: list[dict[str, Any]]) -> None:
 
 
 def test_figures(lines: list[dict[str, Any]]) -> None:
-    """One round: the median is the time, the ratio that of two times, the spread nothing."""
+    """With one round, medians are the times themselves and the spread is 0."""
     for row in lines[1:]:
         assert row.keys() == FIELDS
         assert row["threads"] == 1 and row["ms"] > 0 and row["spread"] == 0
@@ -197,7 +197,7 @@ def test_a_wrong_output_is_found(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """Also in a query that is not sampled, the 33rd; no figures are then left."""
+    """A mistake is found in a query that is not sampled too, and no figures are written."""
     right = flash_dmattn.attention
     fewer = flash_dmattn.select(torch.arange(64.0)[None, None], 33)
 
@@ -223,7 +223,7 @@ def test_a_wrong_output_is_found(
 def test_a_wrong_selection_is_found(
     dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The mask is made from it, so that fdma and SDPA then agree with each other."""
+    """The mask is made from the wrong selection, so that fdma and SDPA agree with each other."""
     right = flash_dmattn.select
     monkeypatch.setattr(flash_dmattn, "select", lambda score, window: right(-score, window))
     assert peers.main([*ONE_LENGTH, "--window", "32", f"forward/selected/{dtype}/"]) == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
 
@@ -26,7 +26,7 @@ CASE = peers_cuda.Case(
 )
 
 
-def make_inputs() -> Any:  # noqa: ANN401
+def make_inputs() -> Any:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, 90, heads, 16, generator=generator).bfloat16() for heads in (4, 2, 2)
@@ -61,11 +61,11 @@ def test_best_keys(window: int) -> None:
     rows = torch.tensor([0, 1, 19, 20, 55, 89])
     kept = peers_cuda.best_keys(score, rows, window)
     for row, keys in zip(rows.tolist(), kept):
-        best = oracle.best_keys(score.tolist(), list(range(row + 1)), window or 90)
+        best = evaluate.best_keys(score.tolist(), list(range(row + 1)), window or 90)
         assert keys.nonzero().flatten().tolist() == sorted(best)
 
 
-def attend(inputs: Any, window: int = 20) -> torch.Tensor:  # noqa: ANN401
+def attend(inputs: Any, window: int = 20) -> torch.Tensor:
     selection = flash_dmattn.select(inputs.score, window)
     return flash_dmattn.attention(
         inputs.query, inputs.key, inputs.value, selection=selection, causal=True

@@ -1,4 +1,5 @@
-"""The README's examples are true: each ```c block compiles and runs, each ```python block runs.
+"""The README's examples are true: each ```c block compiles and runs, each ```python block runs, the
+lines that install the library and build with it work, and the documents' tables are current.
 
 A ```text block that follows an example directly is what it prints.
 """
@@ -75,6 +76,44 @@ def test_c(root: Path, tmp_path: Path) -> None:
         source = tmp_path / "example.c"
         source.write_text(example.code)
         assert_printed(example, run_c(source, root, tmp_path))
+
+
+def test_installing(root: Path, tmp_path: Path) -> None:
+    """The lines from `cmake --install` on, as they stand, in an empty home."""
+    (tmp_path / "example.c").write_text(examples(root, "c")[0].code)
+    (tmp_path / "build").symlink_to(LIBRARY.parent)
+    lines = re.search(
+        r"^    cmake --install .*\n(?:    .*\n)+", (root / "README.md").read_text(), re.M
+    )
+    assert lines and "pkg-config" in lines[0]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    environment.pop("LD_LIBRARY_PATH", None)
+    done = subprocess.run(
+        ["sh", "-ec", lines[0]], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{lines[0]}{done.stdout}{done.stderr}"
+    printed = examples(root, "c")[0].printed
+    assert printed and done.stdout.endswith(printed)
+
+
+def test_tables_are_current(root: Path) -> None:
+    """benchmarks/table.py --update README.md docs/performance.md would change nothing."""
+    documents = [root / "README.md", root / "docs" / "performance.md"]
+    table = [sys.executable, str(root / "benchmarks" / "table.py"), "--check"]
+    run([*table, *map(str, documents)], root, root)
+    assert all("<!-- table " in document.read_text() for document in documents)
+
+
+def test_old_tables_are_found(root: Path, tmp_path: Path) -> None:
+    """A figure that differs, and a table that tables.txt does not have."""
+    table = [sys.executable, str(root / "benchmarks" / "table.py"), "--check", "README.md"]
+    text = (root / "README.md").read_text()
+    (tmp_path / "README.md").write_text(re.sub(r"\| \d+\.", "| 9999.", text, count=1))
+    done = subprocess.run(table, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "README.md: its tables are not current" in done.stdout
+    (tmp_path / "README.md").write_text(text.replace("<!-- table readme-cpu", "<!-- table none"))
+    done = subprocess.run(table, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "has 0 tables none" in done.stderr
 
 
 def test_a_training_step_in_c(root: Path, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,7 +15,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make_input(dtype: torch.dtype, q_len: int, kv_len: int) -> Tensors:
-    """Heads first, as PyTorch's models have them."""
+    """Tensors whose heads come first, as in PyTorch's models."""
     generator = torch.Generator().manual_seed(q_len * 7 + kv_len)
     query = torch.randn(2, 4, q_len, 64, generator=generator).to(dtype)
     key, value = torch.randn(2, 2, 2, kv_len, 64, generator=generator).to(dtype)
@@ -35,11 +35,11 @@ def assert_as_good_as_sdpa(
 ) -> None:
     plain = sdpa(tensors, tensors[0].dtype, mask)
     exact = sdpa(tensors, torch.float64, mask)
-    oracle.assert_within(out.transpose(1, 2), exact, plain)
+    evaluate.assert_within(out.transpose(1, 2), exact, plain)
 
 
 def top_mask(score: torch.Tensor, window: int) -> torch.Tensor:
-    """Which keys the `window` largest scores of each prefix belong to; no two scores are equal."""
+    """The keys of the `window` largest scores of each prefix; no two scores are equal."""
     kv_len = score.shape[-1]
     assert all(row.unique().numel() == kv_len for row in score.flatten(0, 1))
     visible = torch.ones(kv_len, kv_len, dtype=torch.bool).tril()
@@ -74,7 +74,7 @@ def test_selected(with_bias: bool, window: int, dtype: torch.dtype) -> None:
     mask = top_mask(score, window)
     bias = None
     if with_bias:
-        bias = score.to(dtype).float()  # numbers that a mask of this dtype can hold
+        bias = score.to(dtype).float()  # so that a mask of this dtype holds it exactly
         mask = torch.where(mask, bias[:, :, None, :].double(), -math.inf)
     out, _ = flash_dmattn.attention(
         *(tensor.transpose(1, 2) for tensor in tensors),

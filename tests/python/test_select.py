@@ -1,24 +1,23 @@
-"""Selection is exact: brute force, every backend and every kernel agree in every bit."""
+"""Selection is exact: every kernel gives the same bits as brute force."""
 
 from __future__ import annotations
 
 import math
 from typing import Callable
 
+import evaluate
 import flash_dmattn
-import oracle
 import pytest
 import torch
-from flash_dmattn import _library
+from cases import kernels_of
 
 KV_LEN = 97
 WINDOWS = [1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
 
 
 def usable_kernels() -> list[str]:
-    """The names that can select on this machine's CPU, in full."""
-    rows = [row for row in _library.kernels() if row.missing is None]
-    return list(dict.fromkeys(row.name for row in rows if not row.name.startswith("cuda/")))
+    """The kernels that can select on this machine's CPU."""
+    return kernels_of("select")
 
 
 def random_scores(generator: torch.Generator) -> torch.Tensor:
@@ -30,7 +29,7 @@ def tied_scores(generator: torch.Generator) -> torch.Tensor:
 
 
 def some(values: list[float]) -> Callable[[torch.Generator], torch.Tensor]:
-    """Random scores among which the given values are strewn."""
+    """Random scores mixed with the given values."""
 
     def scores(generator: torch.Generator) -> torch.Tensor:
         normal = torch.randn(KV_LEN, generator=generator)
@@ -59,7 +58,7 @@ PATTERNS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
 
 
 def make_scores(pattern: str) -> torch.Tensor:
-    """[batch 2, kv_heads 2, KV_LEN]; each row of the random patterns is another draw."""
+    """[2, 2, KV_LEN]; the rows of random patterns differ."""
     generator = torch.Generator().manual_seed(sum(map(ord, pattern)))
     rows = [PATTERNS[pattern](generator) for _ in range(4)]
     return torch.stack(rows).reshape(2, 2, KV_LEN)
@@ -77,7 +76,7 @@ def make_padding(name: str) -> torch.Tensor | None:
 
 
 def expected_expiry(kept: torch.Tensor, scope: str) -> torch.Tensor:
-    """expiry as fdma.h says it, read off the sets that the positions keep."""
+    """expiry as fdma.h defines it, from the keys that are kept at each position."""
     kv_len = kept.shape[-1]
     expiry = torch.empty(kept.shape[:2] + (kv_len,), dtype=torch.int32)
     for j in range(kv_len):
@@ -85,7 +84,7 @@ def expected_expiry(kept: torch.Tensor, scope: str) -> torch.Tensor:
         first_out = torch.where(life.all(-1), kv_len, j + (~life).int().argmax(-1))
         if scope == "causal":
             after = torch.arange(j, kv_len) >= first_out[..., None]
-            assert not (life & after).any(), "a key that fell out came back"
+            assert not (life & after).any(), "a key that was evicted is kept again"
         expiry[:, :, j] = first_out
     return expiry
 
@@ -93,24 +92,24 @@ def expected_expiry(kept: torch.Tensor, scope: str) -> torch.Tensor:
 def expected_slot(
     expiry: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None
 ) -> torch.Tensor:
-    """slot as fdma.h says it: free ones in order, then that of the key which makes place."""
+    """slot as fdma.h defines it: free slots in order, then that of the evicted key."""
     slot = torch.full_like(expiry, -1)
     batch, kv_heads, kv_len = expiry.shape
     for b in range(batch):
         valid = [True] * kv_len if key_valid is None else key_valid[b].bool().tolist()
         for g in range(kv_heads):
             ends = expiry[b, g].tolist()
-            places = slot[b, g]
+            slots = slot[b, g]
             used = 0
             for j in (j for j in range(kv_len) if ends[j] > j):
-                leaving = [r for r in range(j) if ends[r] == j and places[r] >= 0]
+                leaving = [r for r in range(j) if ends[r] == j and slots[r] >= 0]
                 if scope == "global" or not leaving:
                     assert used < window and valid[j]
-                    places[j] = used
+                    slots[j] = used
                     used += 1
                 else:
-                    assert len(leaving) == 1, "one key enters, one leaves"
-                    places[j] = places[leaving[0]]
+                    assert len(leaving) == 1, "each arriving key evicts one"
+                    slots[j] = slots[leaving[0]]
     return slot
 
 
@@ -123,7 +122,7 @@ def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: s
     names = usable_kernels()
     assert names
     for window in WINDOWS:
-        kept = oracle.kept_keys(score, window, scope, key_valid)
+        kept = evaluate.kept_keys(score, window, scope, key_valid).expand(-1, -1, KV_LEN, -1)
         expiry = expected_expiry(kept, scope)
         slot = expected_slot(expiry, window, scope, key_valid)
         for name in names:
@@ -157,8 +156,8 @@ def test_live_keys_have_distinct_slots(pattern: str) -> None:
         live = (keys <= p) & (p < expiry)
         assert torch.equal(live.sum(-1), torch.full((2, 2), min(p + 1, window)))
         for row in range(4):
-            places = slot.flatten(0, 1)[row][live.flatten(0, 1)[row]]
-            assert sorted(places.tolist()) == list(range(min(p + 1, window)))
+            slots = slot.flatten(0, 1)[row][live.flatten(0, 1)[row]]
+            assert sorted(slots.tolist()) == list(range(min(p + 1, window)))
 
 
 def test_strided_scores_and_bytes_as_key_valid() -> None:

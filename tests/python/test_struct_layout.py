@@ -1,4 +1,4 @@
-"""The ctypes mirror is fdma.h: every struct's size and fields, every enumerator, every function."""
+"""The ctypes mirror agrees with fdma.h: size and fields of structs, enumerators, functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from flash_dmattn import _library
+from flash_dmattn import _arguments, _library, ops
 
 STRUCTS = {
     "fdma_tensor": _library.Tensor,
@@ -59,7 +59,7 @@ def header(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def layout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """What the C compiler says of fdma.h: {"struct": sizeof, "struct.field": offsetof, ...}."""
+    """Sizes and offsets, by the C compiler: {"struct": sizeof, "struct.field": offsetof, ...}."""
     lines = []
     for name, mirror in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
@@ -110,6 +110,20 @@ def test_every_function_is_declared(header: str) -> None:
     for name, parameters in declared:
         count = 0 if parameters == "void" else parameters.count(",") + 1
         assert len(_library.FUNCTIONS[name]) == count, name
+
+
+OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
+# What a struct lacks is for the selection, for the gradients, or for the allocation of results.
+NO_FIELD = {"window", "scope", "deterministic", "wants_dbias"}
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda one: one.name)
+def test_every_argument_of_an_operator_has_a_field(operator: ops.Operator) -> None:
+    operation = operator.operation
+    fields = {name for name, *_ in _library.CALLS[f"fdma_{operation.function}"]._fields_}
+    fields |= {"expiry", "slot"} if "selection" in fields else set()
+    names = (*operation.tensors, *operation.options, *operation.results)
+    assert {_arguments.field_of(name) for name in names} - fields <= NO_FIELD
 
 
 def test_every_status_is_an_exception() -> None:

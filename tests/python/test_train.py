@@ -1,4 +1,4 @@
-"""examples/train_text.py: three steps of both forms, its files, and what it refuses."""
+"""examples/train_text.py: a few steps of both models, its files, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Callable
 
 import pytest
 
-# Small: the command line and the loop are tested here, not the model's size.
+# A small model, because the command line and the loop are tested here.
 SMALL = ["--length", "96", "--window", "16", "--width", "64", "--layers", "2", "--batch", "2"]
 
 Run = Callable[..., int]
@@ -43,7 +43,7 @@ def run(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Curves of both in one file and one picture; held-out losses fall from that of guessing."""
+    """Both curves are in one file and one picture; held-out losses fall from that of guessing."""
     files = ["--json", "curves.json", "--picture", "curves.svg", "--device", "cpu"]
     for form in ([], ["--dense"]):
         assert run("--steps", "3", *SMALL, *files, *form) == 0
@@ -56,7 +56,7 @@ def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert [step for step, _, _ in made["train"]] == [1, 2, 3]
         (first, _, before), (last, _, after) = made["held_out"]
         assert (first, last) == (0, 3)
-        assert 7.5 < before < 8.5, "guessing costs 8 bits a byte"
+        assert 7.5 < before < 8.5, "guessing costs 8 bits per byte"
         assert after < before - 0.02
     assert "<svg" in (tmp_path / "curves.svg").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.json", "curves.svg"]
@@ -65,6 +65,18 @@ def test_both_forms_learn(run: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_time_ends_a_run_too(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--minutes", "0.002", *SMALL, "--device", "cpu") == 0
     assert "100%" in capsys.readouterr().err
+
+
+def test_without_tqdm(
+    run: Run,
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Progress is then shown as a line after every evaluation."""
+    monkeypatch.setattr(example, "tqdm", None)
+    assert run("--steps", "2", *SMALL, "--device", "cpu") == 0
+    assert capsys.readouterr().err.startswith("100% step=2, loss=")
 
 
 def test_as_a_script_on_another_text(root: Path, tmp_path: Path) -> None:
@@ -84,7 +96,7 @@ def test_as_a_script_on_another_text(root: Path, tmp_path: Path) -> None:
 
 
 BAD = {
-    "--picture draws what --json has": ["--picture", "x.svg"],
+    "--picture draws the runs in the file of --json: give --json too": ["--picture", "x.svg"],
     "nothing.txt is not a file": ["--text", "nothing.txt"],
     "--width: is 100, want a multiple of 64": ["--width", "100"],
     "--batch: is 0, want 1 or more": ["--batch", "0"],

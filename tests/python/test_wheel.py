@@ -1,4 +1,5 @@
-"""A wheel is built without torch, holds the library beside the package, and works unpacked."""
+"""Installing: a wheel is built without torch, holds the library beside the package, and works
+unpacked; an editable install finds the library."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from flash_dmattn import _library
 
 PROGRAM = """
@@ -24,7 +26,8 @@ print(flash_dmattn.__version__, _library.find())
 WITHOUT_LIBRARY = {name: text for name, text in os.environ.items() if name != "FDMA_LIBRARY"}
 
 
-def make_wheel(root: Path, folder: Path, environment: dict[str, str]) -> Path:
+def copy_sources(root: Path, folder: Path) -> Path:
+    """Copy the files that pip reads; their folder."""
     source = folder / "source"
     source.mkdir()
     for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
@@ -32,6 +35,11 @@ def make_wheel(root: Path, folder: Path, environment: dict[str, str]) -> Path:
     for name in ("cmake", "include", "src", "python"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(root / name, source / name, ignore=ignored)
+    return source
+
+
+def make_wheel(root: Path, folder: Path, environment: dict[str, str]) -> Path:
+    source = copy_sources(root, folder)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     command += ["--no-index", "--wheel-dir", str(folder), str(source)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -43,7 +51,9 @@ def make_wheel(root: Path, folder: Path, environment: dict[str, str]) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_wheel(root, tmp_path_factory.mktemp("wheel"), WITHOUT_LIBRARY)
+    return make_wheel(
+        root, tmp_path_factory.mktemp("wheel"), {**WITHOUT_LIBRARY, "FDMA_CUDA": "OFF"}
+    )
 
 
 def test_contents(wheel: Path) -> None:
@@ -52,11 +62,11 @@ def test_contents(wheel: Path) -> None:
         f"flash_dmattn/{name}"
         for name in (
             "__init__.py",
+            "_arguments.py",
             "_call.py",
             "_library.py",
             "autograd.py",
             "functional.py",
-            "gradients.py",
             "libfdma.so",
             "nn.py",
             "ops.py",
@@ -86,3 +96,46 @@ def test_a_library_that_is_built_goes_into_the_wheel(root: Path, tmp_path: Path)
     wheel = make_wheel(root, tmp_path, {**WITHOUT_LIBRARY, "FDMA_LIBRARY": str(built)})
     with zipfile.ZipFile(wheel) as files:
         assert files.read("flash_dmattn/libfdma.so") == built.read_bytes()
+
+
+def test_an_editable_install_is_importable(root: Path, tmp_path: Path) -> None:
+    """The sources and the library are then in different folders."""
+    source = copy_sources(root, tmp_path)
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    packages = next(environment.glob("lib/python*/site-packages"))
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "outer.pth").write_text("\n".join(paths) + "\n")  # torch, pip, scikit-build-core
+    command = [environment / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-index"]
+    done = subprocess.run(
+        [*command, "--no-build-isolation", "--editable", source],
+        env={**WITHOUT_LIBRARY, "FDMA_LIBRARY": str(_library.find())},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(
+        [environment / "bin" / "python", "-c", PROGRAM + "print(flash_dmattn.__file__)"],
+        env={name: text for name, text in WITHOUT_LIBRARY.items() if name != "PYTHONPATH"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    _, library, module = done.stdout.split()
+    assert Path(library) == packages / "flash_dmattn" / "libfdma.so"
+    assert Path(module) == source / "python" / "flash_dmattn" / "__init__.py"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None or torch.cuda.is_available(), reason="no nvcc")
+def test_nvcc_without_a_driver(root: Path, tmp_path: Path) -> None:
+    """pip then builds for the CPU, and cmake says why, and how to build the CUDA kernels."""
+    done = subprocess.run(
+        ["cmake", "-S", root, "-B", tmp_path, "-DSKBUILD=2", "-DFDMA_BUILD_TESTS=OFF"],
+        env=WITHOUT_LIBRARY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no NVIDIA driver" in done.stderr and "FDMA_CUDA=ON" in done.stderr
+    assert not (tmp_path / "CMakeFiles" / "fdma_cuda_merge_merge.dir").exists()

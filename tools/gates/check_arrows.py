@@ -122,8 +122,8 @@ def zone_of(path: str) -> str | None:
 
 def resolve(root: Path, source: Path, name: str) -> str | None:
     """The repository's file that `name` means in `source`, by the build's include directories."""
-    places = (source.parent, *(root / top for top in ("include", "src", "tests", "tools")))
-    for directory in places:
+    folders = (source.parent, *(root / top for top in ("include", "src", "tests", "tools")))
+    for directory in folders:
         candidate = (directory / name).resolve()
         if candidate.is_file() and candidate.is_relative_to(root):
             return candidate.relative_to(root).as_posix()

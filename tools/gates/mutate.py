@@ -125,7 +125,8 @@ def run_all(folder: Path) -> str | None:
 
 def plant(fault: Fault) -> tuple[str, str]:
     """What was found ("caught", "SURVIVED" or "BROKEN"), and by what or why."""
-    source = TREE / fault.file
+    source = find_source(TREE, fault)
+    assert source is not None
     text = source.read_text(encoding="utf-8")
     folder = configure(fault.wide)
     source.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
@@ -144,14 +145,29 @@ def plant(fault: Fault) -> tuple[str, str]:
     return "SURVIVED", ", ".join(fault.tests)
 
 
+def count_text(root: Path, fault: Fault) -> dict[Path, int]:
+    """How often each file that the fault may be in has its text, if it has it at all."""
+    path = root / fault.path
+    files = sorted(path.rglob("*.[chp]*")) if path.is_dir() else [path]
+    counts = {
+        file: file.read_text(encoding="utf-8").count(fault.old) for file in files if file.is_file()
+    }
+    return {file: count for file, count in counts.items() if count > 0}
+
+
+def find_source(root: Path, fault: Fault) -> Path | None:
+    """The file that has the fault's text, if it occurs exactly once."""
+    counts = count_text(root, fault)
+    return next(iter(counts)) if list(counts.values()) == [1] else None
+
+
 def lost_texts(root: Path, faults: list[Fault]) -> list[str]:
     """A line for each fault whose text does not occur exactly once."""
     lines = []
     for fault in faults:
-        path = root / fault.file
-        count = path.read_text(encoding="utf-8").count(fault.old) if path.is_file() else 0
-        if count != 1:
-            lines.append(f"LOST      {fault.name}: {fault.file} has {fault.old!r} {count} times")
+        if find_source(root, fault) is None:
+            count = sum(count_text(root, fault).values())
+            lines.append(f"LOST      {fault.name}: {fault.path} has {fault.old!r} {count} times")
     return lines
 
 

@@ -5,7 +5,7 @@
 #define FDMA_CPU_COMMON_TILE_H
 
 #include "core/integers.h"
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cpu/common/unroll.h"
 #include "cpu/simd/simd.h"
 
@@ -169,7 +169,7 @@ static inline int64_t channels_at(int64_t d, int64_t dim) {
     return d > dim ? 0 : dim - d < vf_width ? dim - d : vf_width;
 }
 
-static void load_row(float *to, const void *row, fdma_dtype dtype, int64_t dim) {
+static inline void load_row(float *to, const void *row, fdma_dtype dtype, int64_t dim) {
     for (int64_t d = 0; d < dim; d += vf_width) {
         const int64_t count = channels_at(d, dim);
         vf_store_first(to + d, load_channels(row, dtype, d, count), count);

@@ -1,18 +1,15 @@
-/* Rows of the points that are for other architectures than this build's. They never run; they are
- * there so that a call that asks for one by name hears what this machine lacks. */
+/* Entries for the points of other architectures than this build's. They never run: they make a call
+ * that asks for one of them by name hear what this machine lacks. */
 #include "cpu/isa/isa.h"
 
-#define ABSENT_ROWS(name, missing)                                                                 \
-    {name, operation_score, missing, NULL, NULL, NULL, false},                                     \
-        {name, operation_select, missing, NULL, NULL, NULL, false},                                \
-        {name, operation_lists, missing, NULL, NULL, NULL, false},                                 \
-        {name "/decode", operation_forward, missing, NULL, NULL, NULL, false},                     \
-        {name "/tile", operation_forward, missing, NULL, NULL, NULL, false},                       \
-        {name, operation_backward, missing, NULL, NULL, NULL, false},                              \
-        {name, operation_score_backward, missing, NULL, NULL, NULL, false},                        \
-        {name, operation_merge, missing, NULL, NULL, NULL, false}, {                               \
-        name, operation_merge_backward, missing, NULL, NULL, NULL, false                           \
-    }
+#define ABSENT(NAME, OPERATION, MISSING)                                                           \
+    {.name = NAME, .operation = operation_##OPERATION, .missing = MISSING}
+
+#define ABSENT_KERNELS(NAME, MISSING)                                                              \
+    ABSENT(NAME, score, MISSING), ABSENT(NAME, select, MISSING), ABSENT(NAME, lists, MISSING),     \
+        ABSENT(NAME "/decode", forward, MISSING), ABSENT(NAME "/tile", forward, MISSING),          \
+        ABSENT(NAME, backward, MISSING), ABSENT(NAME, score_backward, MISSING),                    \
+        ABSENT(NAME, merge, MISSING), ABSENT(NAME, merge_backward, MISSING)
 
 #if !defined(FDMA_HAVE_AVX2)
 static const char *missing_x86(void) { return "x86-64"; }
@@ -22,14 +19,14 @@ static const char *missing_x86(void) { return "x86-64"; }
 static const char *missing_arm(void) { return "aarch64"; }
 #endif
 
-static const fdma_kernel rows[] = {
+static const fdma_kernel kernels[] = {
 #if !defined(FDMA_HAVE_AVX2)
-    ABSENT_ROWS("cpu/avx512", missing_x86),     ABSENT_ROWS("cpu/amx", missing_x86),
-    ABSENT_ROWS("cpu/avx512bf16", missing_x86), ABSENT_ROWS("cpu/avx2", missing_x86),
+    ABSENT_KERNELS("cpu/avx512", missing_x86),     ABSENT_KERNELS("cpu/amx", missing_x86),
+    ABSENT_KERNELS("cpu/avx512bf16", missing_x86), ABSENT_KERNELS("cpu/avx2", missing_x86),
 #endif
 #if !defined(FDMA_HAVE_NEON)
-    ABSENT_ROWS("cpu/neon", missing_arm),       ABSENT_ROWS("cpu/neonbf16", missing_arm),
+    ABSENT_KERNELS("cpu/neon", missing_arm),       ABSENT_KERNELS("cpu/neonbf16", missing_arm),
 #endif
 };
 
-const kernel_table fdma_cpu_absent = {rows, sizeof rows / sizeof rows[0]};
+const kernel_table fdma_cpu_absent = {kernels, sizeof kernels / sizeof kernels[0]};

@@ -1,4 +1,4 @@
-/* The CPU kernels in the vocabulary of avx2. */
+/* The CPU kernels on AVX2. */
 #define FDMA_POINT_AVX2
 
 #include "cpu/isa/isa.h"
@@ -12,6 +12,9 @@
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {CPU_ROWS("cpu/avx2", fdma_missing_avx2, fdma_refuses_wide)};
+static const fdma_kernel kernels[] = {
+    VECTOR_KERNELS("cpu/avx2", fdma_missing_avx2, fdma_refuses_decode),
+    PRODUCT_KERNELS("cpu/avx2", fdma_missing_avx2, fdma_refuses_wide),
+};
 
-const kernel_table fdma_cpu_avx2 = {rows, sizeof rows / sizeof rows[0]};
+const kernel_table fdma_cpu_avx2 = {kernels, sizeof kernels / sizeof kernels[0]};

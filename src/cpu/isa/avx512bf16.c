@@ -1,18 +1,14 @@
-/* The CPU kernels in the vocabulary of avx512, with products of bfloat16 pairs. */
+/* Forward and backward of bfloat16 on AVX-512 BF16: products of pairs. The other kernels of this
+ * point are in avx512.c. */
 #define FDMA_POINT_AVX512BF16
 
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
-#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
-#include "cpu/lists/lists.h"
-#include "cpu/merge/merge.h"
-#include "cpu/score/score.h"
-#include "cpu/score/score_backward.h"
-#include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {
-    CPU_ROWS("cpu/avx512bf16", fdma_missing_avx512bf16, fdma_refuses_singles)};
+static const fdma_kernel kernels[] = {
+    PRODUCT_KERNELS("cpu/avx512bf16", fdma_missing_avx512bf16, fdma_refuses_singles),
+};
 
-const kernel_table fdma_cpu_avx512bf16 = {rows, sizeof rows / sizeof rows[0]};
+const kernel_table fdma_cpu_avx512bf16 = {kernels, sizeof kernels / sizeof kernels[0]};

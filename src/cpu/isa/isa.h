@@ -1,38 +1,39 @@
-/* The points of the CPU's build matrix, and what their rows are chosen by. */
+/* The points of the CPU's build matrix: their tables of kernels, and what these depend on. */
 #ifndef FDMA_CPU_ISA_ISA_H
 #define FDMA_CPU_ISA_ISA_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 
-/* The rows of a point, whose file has included the kernels; `refuses` is that of forward and
- * backward. */
-#define CPU_ROWS(name, missing, refuses)                                                            \
-    {name, operation_score, missing, fdma_refuses_wide, score_workspace, run_score, false},         \
-        {name, operation_select, missing, fdma_refuses_wide, select_workspace, run_select, false},  \
-        {name, operation_lists, missing, fdma_refuses_wide, lists_workspace, run_lists, false},     \
-        {name "/decode",   operation_forward, missing, fdma_refuses_decode,                         \
-         decode_workspace, run_decode,        false},                                               \
-        {name "/tile", operation_forward, missing, refuses, forward_workspace, run_forward, false}, \
-        {name, operation_backward, missing, refuses, backward_workspace, run_backward, false},      \
-        {name,                                                                                      \
-         operation_score_backward,                                                                  \
-         missing,                                                                                   \
-         fdma_refuses_wide,                                                                         \
-         score_backward_workspace,                                                                  \
-         run_score_backward,                                                                        \
-         false},                                                                                    \
-        {name, operation_merge, missing, fdma_refuses_wide, merge_workspace, run_merge, false}, {   \
-        name, operation_merge_backward, missing, fdma_refuses_wide, merge_workspace, run_merge,     \
-            false                                                                                   \
-    }
+#define CPU_KERNEL(NAME, OPERATION, MISSING, REFUSES, FUNCTION)                                    \
+    {.name = NAME,                                                                                 \
+     .operation = operation_##OPERATION,                                                           \
+     .missing = MISSING,                                                                           \
+     .refuses = REFUSES,                                                                           \
+     .workspace = FUNCTION##_workspace,                                                            \
+     .run = run_##FUNCTION}
+
+/* The kernels that depend on the vocabulary alone. They compute in float32. REFUSES is that of decode. */
+#define VECTOR_KERNELS(NAME, MISSING, REFUSES)                                                     \
+    CPU_KERNEL(NAME, score, MISSING, fdma_refuses_wide, score),                                    \
+        CPU_KERNEL(NAME, select, MISSING, fdma_refuses_wide, select),                              \
+        CPU_KERNEL(NAME, lists, MISSING, fdma_refuses_wide, lists),                                \
+        CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES, decode),                             \
+        CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
+        CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
+        CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge)
+
+/* The kernels that depend on the products too. */
+#define PRODUCT_KERNELS(NAME, MISSING, REFUSES)                                                    \
+    CPU_KERNEL(NAME "/tile", forward, MISSING, REFUSES, forward),                                  \
+        CPU_KERNEL(NAME, backward, MISSING, REFUSES, backward)
 
 extern const kernel_table fdma_cpu_avx512;
-extern const kernel_table fdma_cpu_amx;
-extern const kernel_table fdma_cpu_avx512bf16;
+extern const kernel_table fdma_cpu_amx, fdma_cpu_amx_vectors;
+extern const kernel_table fdma_cpu_avx512bf16, fdma_cpu_avx512bf16_vectors;
 extern const kernel_table fdma_cpu_avx2;
 extern const kernel_table fdma_cpu_neon;
-extern const kernel_table fdma_cpu_neonbf16;
-extern const kernel_table fdma_cpu_absent; /* rows of points for other architectures */
+extern const kernel_table fdma_cpu_neonbf16, fdma_cpu_neonbf16_vectors;
+extern const kernel_table fdma_cpu_absent; /* points of other architectures */
 extern const kernel_table fdma_cpu_scalar;
 
 const char *fdma_missing_avx512(void);
@@ -47,5 +48,6 @@ const char *fdma_refuses_wide(const fdma_problem *problem);
 const char *fdma_refuses_slow(const fdma_problem *problem);
 const char *fdma_refuses_singles(const fdma_problem *problem);
 const char *fdma_refuses_decode(const fdma_problem *problem);
+const char *fdma_refuses_decode_singles(const fdma_problem *problem);
 
 #endif

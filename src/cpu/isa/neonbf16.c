@@ -1,18 +1,14 @@
-/* The CPU kernels in the vocabulary of neon, with products of bfloat16 pairs. */
+/* Forward and backward of bfloat16 on NEON with FEAT_BF16: products of pairs. The other kernels of
+ * this point are in neon.c. */
 #define FDMA_POINT_NEONBF16
 
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
-#include "cpu/decode/decode.h"
 #include "cpu/forward/forward.h"
-#include "cpu/lists/lists.h"
-#include "cpu/merge/merge.h"
-#include "cpu/score/score.h"
-#include "cpu/score/score_backward.h"
-#include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {
-    CPU_ROWS("cpu/neonbf16", fdma_missing_neonbf16, fdma_refuses_singles)};
+static const fdma_kernel kernels[] = {
+    PRODUCT_KERNELS("cpu/neonbf16", fdma_missing_neonbf16, fdma_refuses_singles),
+};
 
-const kernel_table fdma_cpu_neonbf16 = {rows, sizeof rows / sizeof rows[0]};
+const kernel_table fdma_cpu_neonbf16 = {kernels, sizeof kernels / sizeof kernels[0]};

@@ -1,4 +1,4 @@
-/* The CPU kernels in the vocabulary of scalar. */
+/* The CPU kernels in the scalar vocabulary, for any CPU. */
 #include "cpu/isa/isa.h"
 
 #include "cpu/backward/backward.h"
@@ -10,6 +10,9 @@
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"
 
-static const fdma_kernel rows[] = {CPU_ROWS("cpu/scalar", fdma_missing_scalar, fdma_refuses_wide)};
+static const fdma_kernel kernels[] = {
+    VECTOR_KERNELS("cpu/scalar", fdma_missing_scalar, fdma_refuses_decode),
+    PRODUCT_KERNELS("cpu/scalar", fdma_missing_scalar, fdma_refuses_wide),
+};
 
-const kernel_table fdma_cpu_scalar = {rows, sizeof rows / sizeof rows[0]};
+const kernel_table fdma_cpu_scalar = {kernels, sizeof kernels / sizeof kernels[0]};

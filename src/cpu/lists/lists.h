@@ -7,7 +7,7 @@
 #ifndef FDMA_CPU_LISTS_LISTS_H
 #define FDMA_CPU_LISTS_LISTS_H
 
-#include "core/plan.h"
+#include "core/kernel.h"
 #include "cpu/common/unroll.h"
 #include "cpu/parallel.h"
 

@@ -1,4 +1,8 @@
-/* Score: v times dt_proj, reading v once, then softplus and the coefficient. */
+/* Score: z = a * softplus(<v, dt_proj>) of each key and kv head.
+ *
+ * The value states of a key, of all kv heads side by side, are multiplied with dt_proj a slab of
+ * channels at a time, so that v is read from memory once and the slab's weights stay in the L1
+ * cache. */
 #ifndef FDMA_CPU_SCORE_SCORE_H
 #define FDMA_CPU_SCORE_SCORE_H
 
@@ -9,35 +13,37 @@
 #include "cpu/parallel.h"
 
 enum {
-    dot_heads = 4,
-    batch_keys = 16,     /* keys by which a slab of weights passes */
-    chunk_keys = 256,    /* keys of a task */
+    dot_heads = 4,       /* heads whose sums are in registers at a time */
+    batch_keys = 16,     /* keys that are multiplied with one slab before the next */
+    task_keys = 256,     /* keys of a task */
     slab_channels = 256, /* of v, about: 8 heads' weights for them fit the L1 cache beside v's */
-    score_bytes = 10000, /* of v, that a thread works through in a microsecond, about */
+    score_bytes = 10000, /* of v that a thread works through in a microsecond, about */
 };
 
-_Static_assert(batch_keys % dot_keys == 0 && chunk_keys % batch_keys == 0, "whole steps");
+_Static_assert(batch_keys % dot_keys == 0 && task_keys % batch_keys == 0,
+               "a task is a whole number of batches, a batch of products");
 
 typedef struct score_context {
     const fdma_problem *problem;
-    int64_t slab_heads; /* of v, side by side */
+    int64_t slab_heads; /* heads of v in a slab */
     int64_t slabs;
-    int64_t width;                    /* of a slab: slab_heads * head_dim, up to whole vectors */
-    int64_t heads;                    /* kv_heads, up to whole dot_heads */
-    int64_t chunks;                   /* of one sequence */
-    int64_t channel_size, head_bytes; /* of v; from one head to the next */
-    bool is_ready;                    /* slabs of v need no conversion */
-    float *projection;                /* [slabs][heads][width], zeros past the end */
-    float *a;                         /* [kv_heads] */
-    float *scratch;                   /* of thread 0; the others' follow at scratch_size */
+    int64_t width;        /* of a slab: slab_heads * head_dim, rounded up to whole vectors */
+    int64_t heads;        /* kv_heads, rounded up to a multiple of dot_heads */
+    int64_t tasks;        /* of one sequence */
+    int64_t channel_size; /* bytes of a channel of v */
+    int64_t head_bytes;   /* from one head of v to the next */
+    bool is_ready;        /* slabs of v are multiplied where they are */
+    float *projection;    /* [slabs][heads][width]: dt_proj, padded with zeros */
+    float *a;             /* [kv_heads] */
+    float *scratch;       /* [threads][scratch_size] */
     int64_t scratch_size;
 } score_context;
 
-/* Scratch of a thread. */
+/* The scratch memory of one thread. */
 typedef struct score_scratch {
-    float *rows; /* [dot_keys][width], for slabs that are not whole vectors of float32 */
+    float *rows; /* [dot_keys][width], for slabs that are not ready */
     float *sums; /* [heads][batch_keys][vf_width] */
-    float *dots; /* [heads][chunk_keys], then scores */
+    float *dots; /* [heads][task_keys], then scores */
 } score_scratch;
 
 static score_scratch scratch_of(const score_context *score, int32_t thread) {
@@ -46,20 +52,19 @@ static score_scratch scratch_of(const score_context *score, int32_t thread) {
     return (score_scratch){start, sums, sums + score->heads * batch_keys * vf_width};
 }
 
-/* Heads of a slab; the last one may have fewer. */
+/* The number of heads in a slab: the last one may have fewer. */
 static int64_t heads_of(const score_context *score, int64_t slab) {
-    const int64_t left = score->problem->kv_heads - slab * score->slab_heads;
-    return left < score->slab_heads ? left : score->slab_heads;
+    return min(score->problem->kv_heads - slab * score->slab_heads, score->slab_heads);
 }
 
-/* Whether slabs lie side by side in float32, ready to be read. */
+/* Whether slabs of v are whole vectors of contiguous float32. */
 static bool has_ready_slabs(const fdma_problem *problem, int64_t slab_heads) {
     const fdma_tensor *const v = &problem->v;
     return v->dtype == FDMA_FLOAT32 && problem->head_dim % vf_width == 0 &&
            (slab_heads == 1 || v->stride[2] == problem->head_dim);
 }
 
-/* A row's channels in float32; the dtype is known to the compiler. */
+/* Converts a row to float32. The dtype is a constant where this is inlined. */
 INLINE void widen_row(float *to, const void *row, fdma_dtype dtype, int64_t dim) {
     int64_t d = 0;
     for (; d + vf_width <= dim; d += vf_width)
@@ -68,7 +73,7 @@ INLINE void widen_row(float *to, const void *row, fdma_dtype dtype, int64_t dim)
         vf_store_first(to + d, load_channels(row, dtype, d, dim - d), dim - d);
 }
 
-/* A slab of the value states of one key, put together where zeros past the end are already. */
+/* Converts a slab of one key to float32 in `to`, whose padding is 0 already. */
 static const float *gather_slab(const score_context *score, float *to, int64_t heads,
                                 const uint8_t *from) {
     const fdma_tensor *const v = &score->problem->v;
@@ -84,8 +89,8 @@ static const float *gather_slab(const score_context *score, float *to, int64_t h
     return to - heads * dim;
 }
 
-/* sums += products of dot_keys rows with dot_heads projections, lane by lane. The same channels, of
- * `size` bytes, of the rows `ahead` are asked for; none if size is 0. */
+/* sums += products of dot_keys rows with dot_heads projections, lane by lane. Prefetches the same
+ * channels of the rows `ahead`; a channel has `size` bytes there, 0: no prefetch. */
 INLINE void dot_rows(float *sums, const float *const *rows, const float *projection, int64_t stride,
                      int64_t width, const uint8_t *const *ahead, int size) {
     vf s[dot_keys][dot_heads];
@@ -123,11 +128,11 @@ INLINE void dot_rows(float *sums, const float *const *rows, const float *project
     }
 }
 
-/* The slab of one of the batch's keys, ready to be multiplied; weights stand in for keys that are
- * not to be read. */
+/* A slab of one key of the batch in float32. For a key that is not to be read, the weights serve as
+ * some finite numbers: its products are not used. */
 static const float *slab_row(const score_context *score, const score_scratch *scratch, int64_t slab,
                              const uint8_t *key, int64_t index, const float *weights) {
-    if (!key)
+    if (key == NULL)
         return weights;
     const uint8_t *const from = key + slab * score->slab_heads * score->head_bytes;
     if (score->is_ready)
@@ -135,7 +140,7 @@ static const float *slab_row(const score_context *score, const score_scratch *sc
     return gather_slab(score, scratch->rows + index * score->width, heads_of(score, slab), from);
 }
 
-/* A slab of dot_keys keys; as many more, in `keys` too, are asked for. */
+/* Multiplies a slab of dot_keys keys, and prefetches that of the dot_keys keys behind them. */
 static void dot_slab(const score_context *score, const score_scratch *scratch, int64_t slab,
                      const uint8_t *const *keys, float *sums) {
     const float *const weights = score->projection + slab * score->heads * score->width;
@@ -146,7 +151,7 @@ static void dot_slab(const score_context *score, const score_scratch *scratch, i
     for (int64_t key = 0; key < dot_keys; key++) {
         const uint8_t *const next = keys[key + dot_keys];
         rows[key] = slab_row(score, scratch, slab, keys[key], key, weights);
-        ahead[key] = next ? next + offset : (const uint8_t *)weights;
+        ahead[key] = next != NULL ? next + offset : (const uint8_t *)weights;
     }
     if (score->channel_size == 4)
         dot_rows(sums, rows, weights, score->width, width, ahead, 4);
@@ -157,7 +162,8 @@ static void dot_slab(const score_context *score, const score_scratch *scratch, i
                  width, NULL, 0);
 }
 
-/* Where keys are; NULL for those from `end` on or not valid, which are not read. */
+/* The addresses of `count` keys from j on; NULL for those that must not be read, which are not
+ * valid or not before `end`. */
 static void find_keys(const score_context *score, int64_t b, int64_t j, int64_t end,
                       const uint8_t **keys, int64_t count) {
     const fdma_tensor *const v = &score->problem->v;
@@ -169,14 +175,14 @@ static void find_keys(const score_context *score, int64_t b, int64_t j, int64_t 
     }
 }
 
-/* The products of batch_keys keys from j on; those from `end` on are not there. */
+/* dt of batch_keys keys from j on, of which those from `end` on do not exist. */
 static void dot_batch(const score_context *score, const score_scratch *scratch, int64_t b,
                       int64_t j, int64_t end, float *dots) {
     const uint8_t *keys[batch_keys + dot_keys];
     find_keys(score, b, j, end, keys, batch_keys + dot_keys);
     memset(scratch->sums, 0, sizeof(float) * (size_t)(score->heads * batch_keys * vf_width));
     for (int64_t slab = 0; slab < score->slabs; slab++) {
-        // zeros where the last slab ends, and the others went on
+        // the padding of the first slabs, and that of the last, which may begin earlier
         if (!score->is_ready && (slab == 0 || slab == score->slabs - 1))
             memset(scratch->rows, 0, sizeof(float) * (size_t)(dot_keys * score->width));
         for (int64_t key = 0; key < batch_keys; key += dot_keys)
@@ -185,7 +191,7 @@ static void dot_batch(const score_context *score, const score_scratch *scratch, 
     for (int64_t g = 0; g < score->problem->kv_heads; g++) {
         const float *const sums = scratch->sums + g * batch_keys * vf_width;
         for (int64_t key = 0; key < batch_keys; key++)
-            dots[g * chunk_keys + key] = vf_sum(vf_load(sums + key * vf_width));
+            dots[g * task_keys + key] = vf_sum(vf_load(sums + key * vf_width));
     }
 }
 
@@ -193,7 +199,7 @@ static float *line_of(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t j
     return (float *)tensor->data + b * tensor->stride[0] + g * tensor->stride[1] + j;
 }
 
-/* Scores and biases of `count` keys of one head, from their products. */
+/* Writes scores and biases of `count` keys of one head from their dt, which is overwritten. */
 static void write_scores(const score_context *score, int64_t b, int64_t g, int64_t j, int64_t count,
                          float *dots) {
     const fdma_problem *const problem = score->problem;
@@ -212,46 +218,45 @@ static void write_scores(const score_context *score, int64_t b, int64_t g, int64
     memcpy(line_of(&problem->bias, b, g, j), dots, bytes);
 }
 
-static void score_chunk(const void *context, int64_t index, int32_t thread) {
+static void score_task(const void *context, int64_t index, int32_t thread) {
     const score_context *const score = context;
-    const int64_t b = index / score->chunks, first = index % score->chunks * chunk_keys;
-    const int64_t left = score->problem->kv_len - first;
-    const int64_t count = left < chunk_keys ? left : chunk_keys;
+    const int64_t b = index / score->tasks, first = index % score->tasks * task_keys;
+    const int64_t count = min(score->problem->kv_len - first, task_keys);
     const score_scratch scratch = scratch_of(score, thread);
-    const uint32_t rounding = keep_subnormals();
     for (int64_t x = 0; x < count; x += batch_keys)
         dot_batch(score, &scratch, b, first + x, first + count, scratch.dots + x);
     for (int64_t g = 0; g < score->problem->kv_heads; g++)
-        write_scores(score, b, g, first, count, scratch.dots + g * chunk_keys);
-    restore_modes(rounding);
+        write_scores(score, b, g, first, count, scratch.dots + g * task_keys);
 }
 
-static void pack_weights(const score_context *score) {
+/* Packs dt_proj and a of one head; heads beyond kv_heads have weights of 0. */
+static void pack_head(const void *context, int64_t g, int32_t thread) {
+    const score_context *const score = context;
     const fdma_problem *const problem = score->problem;
     const fdma_tensor *const from = &problem->dt_proj;
-    const int64_t dim = problem->head_dim;
-    const size_t slab_size = (size_t)(score->heads * score->width);
-    memset(score->projection, 0, sizeof(float) * (size_t)score->slabs * slab_size);
-    for (int64_t g = 0; g < problem->kv_heads; g++) {
+    const bool is_head = g < problem->kv_heads;
+    (void)thread;
+    if (is_head)
         score->a[g] = (float)fdma_load(&problem->a, g);
-        for (int64_t slab = 0; slab < score->slabs; slab++) {
-            const int64_t first = g * from->stride[0] + slab * score->slab_heads * dim;
-            load_row(score->projection + slab * (int64_t)slab_size + g * score->width,
-                     row_at(from, first), from->dtype, heads_of(score, slab) * dim);
-        }
+    for (int64_t slab = 0; slab < score->slabs; slab++) {
+        const int64_t first = slab * score->slab_heads * problem->head_dim;
+        float *const to = score->projection + (slab * score->heads + g) * score->width;
+        memset(to, 0, sizeof(float) * (size_t)score->width);
+        if (is_head)
+            load_row(to, row_at(from, g * from->stride[0] + first), from->dtype,
+                     heads_of(score, slab) * problem->head_dim);
     }
 }
 
-static int64_t chunks_of(const fdma_problem *problem) {
-    return (problem->kv_len + chunk_keys - 1) / chunk_keys;
+static int64_t tasks_of(const fdma_problem *problem) {
+    return divide_up(problem->kv_len, task_keys);
 }
 
 static fdma_arena lay_out_score(const fdma_problem *problem, int32_t threads,
                                 score_context *context) {
     fdma_arena arena = fdma_arena_of(problem);
-    const int64_t most = slab_channels / problem->head_dim;
-    const int64_t slab_heads = most < problem->kv_heads ? most : problem->kv_heads;
-    const int64_t slabs = (problem->kv_heads + slab_heads - 1) / slab_heads;
+    const int64_t slab_heads = min(slab_channels / problem->head_dim, problem->kv_heads);
+    const int64_t slabs = divide_up(problem->kv_heads, slab_heads);
     const int64_t width = round_up(slab_heads * problem->head_dim, vf_width);
     const int64_t heads = round_up(problem->kv_heads, dot_heads);
     const int64_t size = (int64_t)fdma_dtype_size(problem->v.dtype);
@@ -261,14 +266,14 @@ static fdma_arena lay_out_score(const fdma_problem *problem, int32_t threads,
         .slabs = slabs,
         .width = width,
         .heads = heads,
-        .chunks = chunks_of(problem),
+        .tasks = tasks_of(problem),
         .channel_size = size,
         .head_bytes = problem->v.stride[2] * size,
         .is_ready = has_ready_slabs(problem, slab_heads),
     };
     context->projection = fdma_arena_take(&arena, (size_t)(slabs * heads * width) * sizeof(float));
     context->a = fdma_arena_take(&arena, (size_t)heads * sizeof(float));
-    context->scratch_size = dot_keys * width + heads * batch_keys * vf_width + heads * chunk_keys;
+    context->scratch_size = dot_keys * width + heads * batch_keys * vf_width + heads * task_keys;
     context->scratch =
         fdma_arena_take(&arena, (size_t)threads * (size_t)context->scratch_size * sizeof(float));
     return arena;
@@ -278,7 +283,7 @@ static int32_t score_threads(const fdma_problem *problem) {
     const int64_t row = problem->kv_heads * problem->head_dim;
     const int64_t bytes =
         problem->batch * problem->kv_len * row * (int64_t)fdma_dtype_size(problem->v.dtype);
-    return fdma_worthwhile_threads(problem->exec.threads, problem->batch * chunks_of(problem),
+    return fdma_worthwhile_threads(problem->exec.threads, problem->batch * tasks_of(problem),
                                    bytes / score_bytes);
 }
 
@@ -292,8 +297,8 @@ static fdma_status run_score(const fdma_problem *problem) {
     score_context context;
     const int32_t threads = score_threads(problem);
     lay_out_score(problem, threads, &context);
-    pack_weights(&context);
-    fdma_parallel_for(threads, problem->batch * context.chunks, score_chunk, &context);
+    fdma_parallel_for(1, context.heads, pack_head, &context);
+    fdma_parallel_for(threads, problem->batch * context.tasks, score_task, &context);
     return FDMA_OK;
 }
 

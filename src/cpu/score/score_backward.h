@@ -1,47 +1,49 @@
-/* The gradients of scores: of each key in v, of all keys in dt_proj and a. A few keys at a time
- * share what is read of the weights and of their gradients; these are summed chunk by chunk, and
- * the chunks, which depend on kv_len alone, in their order. */
+/* The gradients of scores: in v for each key, in dt_proj and a summed over all keys.
+ *
+ * A few keys at a time share each load of the weights and of the weights' gradients. Keys are cut
+ * into ranges, which depend on kv_len alone; the sums of the ranges are added in their order, so
+ * that results do not depend on the number of threads. */
 #ifndef FDMA_CPU_SCORE_SCORE_BACKWARD_H
 #define FDMA_CPU_SCORE_SCORE_BACKWARD_H
 
 #include "core/element.h"
+#include "core/integers.h"
 #include "cpu/common/tile.h"
 #include "cpu/parallel.h"
 
 enum {
-    gradient_keys = 4,          /* at a time */
-    most_gradient_chunks = 16,  /* of a sequence */
-    least_gradient_chunk = 256, /* keys */
-    line_floats = 16,           /* of a cache line; whole vectors */
-    gradient_flops = 20000,     /* that a thread does in a microsecond, about */
+    gradient_keys = 4,      /* keys of a batch */
+    most_ranges = 16,       /* of a sequence */
+    least_range_keys = 256, /* keys of a range */
+    line_floats = 16,       /* floats of a cache line */
+    gradient_flops = 20000, /* that a thread does in a microsecond, about */
 };
 
-_Static_assert(line_floats % vf_width == 0, "whole vectors");
+_Static_assert(line_floats % vf_width == 0, "a cache line is a whole number of vectors");
 
 typedef struct gradient_context {
     const fdma_problem *problem;
-    int64_t row;    /* kv_heads * head_dim */
-    int64_t width;  /* the same, up to an odd number of cache lines: rows a multiple of 4 KB apart
-                       would make loads from one wait for stores to another */
-    int64_t chunk;  /* keys */
-    int64_t chunks; /* of every sequence */
-    float *weights; /* [kv_heads][width], zeros past the end */
-    float *a;       /* [kv_heads] */
-    float *sums;    /* [chunks][kv_heads][width]: of ddt_proj */
-    double *da;     /* [chunks][kv_heads] */
-    float *scratch; /* of thread 0; the others' follow at scratch_size */
+    int64_t row;   /* kv_heads * head_dim */
+    int64_t width; /* `row` rounded up to an odd number of cache lines: if rows were a multiple of
+                       4 KB apart, loads from one would wait for stores to another */
+    int64_t range_keys, ranges; /* of every sequence */
+    float *weights;             /* [kv_heads][width]: dt_proj, padded with zeros */
+    float *a;                   /* [kv_heads] */
+    float *sums;                /* [ranges][kv_heads][width]: ddt_proj of each range */
+    double *da;                 /* [ranges][kv_heads] */
+    float *scratch;             /* [threads][scratch_size] */
     int64_t scratch_size;
 } gradient_context;
 
-/* Some keys, side by side. */
+/* Keys that are worked on together. */
 typedef struct gradient_batch {
     const gradient_context *context;
     int64_t b;
     int count;
     int64_t key[gradient_keys];
     float *v;    /* [gradient_keys][width] */
-    float *dv;   /* the same */
-    float *sums; /* [kv_heads][width], of the chunk */
+    float *dv;   /* [gradient_keys][width] */
+    float *sums; /* [kv_heads][width], of the range */
     double *da;  /* [kv_heads] */
 } gradient_batch;
 
@@ -50,8 +52,8 @@ static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t
     return ((const float *)dbias->data)[b * dbias->stride[0] + g * dbias->stride[1] + j];
 }
 
-/* dt of `keys` keys, of which v is [keys][width]. In double precision: of a few keys, da is one
- * number that hangs on every bit of theirs. */
+/* dt of `keys` keys, whose v is [keys][width]. It is computed in double precision because da adds
+ * up softplus(dt) of all keys to a single number. */
 INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weights, int64_t row,
                     int keys) {
     enum { sums = 8 }; // rows are multiples of 8 channels
@@ -70,8 +72,8 @@ INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weig
     }
 }
 
-/* The gradient of dt; that of a is added to its sum, a number in which rounding errors of all keys
- * would meet. */
+/* The gradient of dt. Adds that of a to its sum, in double precision, because rounding errors of all
+ * keys would add up in it. */
 static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, float dbias) {
     const gradient_context *const context = batch->context;
     const double a = (double)context->a[g], power = exp(-fabs(dt));
@@ -82,7 +84,7 @@ static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, f
     return (float)(dz * a * (dt < 0 ? power : 1) / (1 + power));
 }
 
-/* `keys` of the batch from `first` on, of which each has a gradient of head g's score. */
+/* Adds what `keys` keys of the batch, from `first` on, give to dv and ddt_proj through head g. */
 INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys,
                      const float *ddt) {
     const int64_t width = batch->context->width;
@@ -104,7 +106,7 @@ INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys
     }
 }
 
-/* `keys` of the batch from `first` on, each of which has a part in head g. */
+/* The same, from dbias on. */
 INLINE void differentiate_head(const gradient_batch *batch, int64_t g, int first, int keys,
                                const float *dbias) {
     const int64_t width = batch->context->width;
@@ -117,7 +119,7 @@ INLINE void differentiate_head(const gradient_batch *batch, int64_t g, int first
     add_head(batch, g, first, keys, ddt);
 }
 
-/* What one head's scores of the batch give; a key whose dbias is 0 has no part in it. */
+/* The gradients through head g of all keys of the batch whose dbias is not 0. */
 static void work_on_head(const gradient_batch *batch, int64_t g) {
     float dbias[gradient_keys];
     int count = 0;
@@ -171,7 +173,7 @@ static void work_on_batch(gradient_batch *batch) {
     batch->count = 0;
 }
 
-/* Whether anything reaches a key. */
+/* Whether a key has any gradient. */
 static bool has_gradient(const fdma_problem *problem, int64_t b, int64_t j) {
     bool any = false;
     for (int64_t g = 0; g < problem->kv_heads; g++)
@@ -179,14 +181,13 @@ static bool has_gradient(const fdma_problem *problem, int64_t b, int64_t j) {
     return any && is_valid_key(problem, b, j);
 }
 
-/* The keys of one chunk in every sequence. */
-static void add_chunk(const void *data, int64_t index, int32_t thread) {
+/* The keys of one range, in every sequence. */
+static void add_range(const void *data, int64_t index, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_problem *const problem = context->problem;
-    const int64_t first = index * context->chunk, last = first + context->chunk;
-    const int64_t end = last < problem->kv_len ? last : problem->kv_len;
+    const int64_t first = index * context->range_keys;
+    const int64_t end = min(first + context->range_keys, problem->kv_len);
     const int64_t size = problem->kv_heads * context->width;
-    const uint32_t rounding = keep_subnormals();
     gradient_batch batch = {
         .context = context,
         .v = context->scratch + thread * context->scratch_size,
@@ -206,42 +207,41 @@ static void add_chunk(const void *data, int64_t index, int32_t thread) {
         }
         work_on_batch(&batch);
     }
-    restore_modes(rounding);
 }
 
-static void pack_score_weights(const gradient_context *context) {
-    const fdma_problem *const problem = context->problem;
-    const fdma_tensor *const from = &problem->dt_proj;
-    memset(context->weights, 0, sizeof(float) * (size_t)(problem->kv_heads * context->width));
-    for (int64_t g = 0; g < problem->kv_heads; g++) {
-        context->a[g] = (float)fdma_load(&problem->a, g);
-        load_row(context->weights + g * context->width, row_at(from, g * from->stride[0]),
-                 from->dtype, context->row);
-    }
+/* Packs dt_proj and a of one head. */
+static void pack_weights(const void *data, int64_t g, int32_t thread) {
+    const gradient_context *const context = data;
+    const fdma_tensor *const from = &context->problem->dt_proj;
+    float *const to = context->weights + g * context->width;
+    (void)thread;
+    context->a[g] = (float)fdma_load(&context->problem->a, g);
+    memset(to, 0, sizeof(float) * (size_t)context->width);
+    load_row(to, row_at(from, g * from->stride[0]), from->dtype, context->row);
 }
 
-/* Writes a gradient, or adds it to what is there. */
+/* Writes a gradient, or with `accumulate` adds it to the tensor. */
 static void put_gradient(const fdma_problem *problem, const fdma_tensor *tensor, int64_t at,
                          double sum) {
     fdma_store(tensor, at, problem->accumulate ? fdma_load(tensor, at) + sum : sum);
 }
 
-/* Adds the sums of the other chunks to the first's. */
-static void write_weight_gradients(const gradient_context *context) {
+/* Adds the sums of all ranges for the weights of one head. */
+static void write_weight_gradients(const void *data, int64_t g, int32_t thread) {
+    const gradient_context *const context = data;
     const fdma_problem *const problem = context->problem;
     const fdma_tensor *const ddt_proj = &problem->ddt_proj;
     const int64_t heads = problem->kv_heads, size = heads * context->width;
-    for (int64_t g = 0; g < heads; g++) {
-        double da = 0;
-        for (int64_t chunk = 0; chunk < context->chunks; chunk++)
-            da += context->da[chunk * heads + g];
-        put_gradient(problem, &problem->da, g, da);
-        for (int64_t c = 0; c < context->row; c++) {
-            double sum = 0;
-            for (int64_t chunk = 0; chunk < context->chunks; chunk++)
-                sum += (double)context->sums[chunk * size + g * context->width + c];
-            put_gradient(problem, ddt_proj, g * ddt_proj->stride[0] + c, sum);
-        }
+    double da = 0;
+    (void)thread;
+    for (int64_t range = 0; range < context->ranges; range++)
+        da += context->da[range * heads + g];
+    put_gradient(problem, &problem->da, g, da);
+    for (int64_t c = 0; c < context->row; c++) {
+        double sum = 0;
+        for (int64_t range = 0; range < context->ranges; range++)
+            sum += (double)context->sums[range * size + g * context->width + c];
+        put_gradient(problem, ddt_proj, g * ddt_proj->stride[0] + c, sum);
     }
 }
 
@@ -249,30 +249,29 @@ static int32_t gradient_threads(const gradient_context *context) {
     const fdma_problem *const problem = context->problem;
     const double flops =
         6.0 * (double)(problem->batch * problem->kv_len * problem->kv_heads) * (double)context->row;
-    return fdma_worthwhile_threads(problem->exec.threads, context->chunks,
+    return fdma_worthwhile_threads(problem->exec.threads, context->ranges,
                                    (int64_t)fmin(flops / gradient_flops, 1e15));
 }
 
 static fdma_arena lay_out_gradients(const fdma_problem *problem, gradient_context *context) {
-    const int64_t share = (problem->kv_len + most_gradient_chunks - 1) / most_gradient_chunks;
-    const int64_t chunk = share < least_gradient_chunk ? least_gradient_chunk : share;
+    const int64_t range_keys = max(divide_up(problem->kv_len, most_ranges), least_range_keys);
     const int64_t row = problem->kv_heads * problem->head_dim;
-    const int64_t lines = ((row + line_floats - 1) / line_floats) | 1;
+    const int64_t lines = divide_up(row, line_floats) | 1;
     fdma_arena arena = fdma_arena_of(problem);
     *context = (gradient_context){
         .problem = problem,
         .row = row,
         .width = lines * line_floats,
-        .chunk = chunk,
-        .chunks = (problem->kv_len + chunk - 1) / chunk,
+        .range_keys = range_keys,
+        .ranges = divide_up(problem->kv_len, range_keys),
     };
     const size_t heads = (size_t)problem->kv_heads, width = (size_t)context->width;
-    const size_t chunks = (size_t)context->chunks;
+    const size_t ranges = (size_t)context->ranges;
     context->scratch_size = 2 * gradient_keys * context->width;
     context->weights = fdma_arena_take(&arena, heads * width * sizeof(float));
     context->a = fdma_arena_take(&arena, heads * sizeof(float));
-    context->sums = fdma_arena_take(&arena, chunks * heads * width * sizeof(float));
-    context->da = fdma_arena_take(&arena, chunks * heads * sizeof(double));
+    context->sums = fdma_arena_take(&arena, ranges * heads * width * sizeof(float));
+    context->da = fdma_arena_take(&arena, ranges * heads * sizeof(double));
     context->scratch = fdma_arena_take(&arena, (size_t)gradient_threads(context) *
                                                    (size_t)context->scratch_size * sizeof(float));
     return arena;
@@ -287,9 +286,10 @@ static size_t score_backward_workspace(const fdma_problem *problem) {
 static fdma_status run_score_backward(const fdma_problem *problem) {
     gradient_context context;
     lay_out_gradients(problem, &context);
-    pack_score_weights(&context);
-    fdma_parallel_for(gradient_threads(&context), context.chunks, add_chunk, &context);
-    write_weight_gradients(&context);
+    const int32_t threads = gradient_threads(&context);
+    fdma_parallel_for(1, problem->kv_heads, pack_weights, &context);
+    fdma_parallel_for(threads, context.ranges, add_range, &context);
+    fdma_parallel_for(threads, problem->kv_heads, write_weight_gradients, &context);
     return FDMA_OK;
 }
 

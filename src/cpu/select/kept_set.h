@@ -1,20 +1,22 @@
-/* The keys that are kept while one pass over the keys goes by, and the worst of them.
+/* Selection in one pass over the keys: the set of kept keys, and the worst of them.
  *
- * A key that enters takes the slot of the worst. It waits in one of two places: in a queue, best
- * last, if it outranks all that wait there, which is free; else in a tournament tree, leaf = slot,
- * whose root is the worst of the tree, at the price of one path of log2(window) comparisons. Scores
- * that rise or tie live in the queue; of random ones hardly any does.
- * Which keys are worth a look is found for a block at a time, without branches. */
+ * A key that enters a full set takes the slot of the worst. The set is stored in two structures. A
+ * key that outranks all keys of the queue is appended to it, which costs next to nothing; any other
+ * key goes into a tournament tree, at the leaf of its slot, whose root is the worst key of the tree;
+ * that costs one path of log2(window) comparisons. Scores that rise or tie go to the queue, random
+ * scores nearly all to the tree.
+ * Keys that may enter are found a block at a time, without branches. */
 #ifndef FDMA_CPU_SELECT_KEPT_SET_H
 #define FDMA_CPU_SELECT_KEPT_SET_H
 
-#include "core/plan.h"
+#include "core/integers.h"
+#include "core/kernel.h"
 
 #include <string.h>
 
-/* The score's place in the order of the reals: NaN lowest, both zeros alike. In integers, because
- * subnormal numbers count for what they are, however the caller's thread rounds. */
-static inline int32_t order_of(float score) {
+/* A score as an integer that is ordered like it; NaN is lowest, and both zeros are equal. Integers are
+ * compared because subnormal scores must keep their order, even on CPUs that flush them. */
+static inline int32_t score_order(float score) {
     int32_t bits;
     memcpy(&bits, &score, sizeof bits);
     const int32_t size = bits & INT32_MAX, infinity = 0x7f800000;
@@ -22,34 +24,33 @@ static inline int32_t order_of(float score) {
     return size > infinity ? INT32_MIN : order;
 }
 
-/* The total order of keys as a number, greater being better: order above, its number below. */
-static inline int64_t rank_of(float score, int32_t key) {
-    return (int64_t)order_of(score) * ((int64_t)1 << 32) + key;
+/* The total order of keys as an integer, the greater the better: the score's order in the upper
+ * half, the key in the lower. */
+static inline int64_t key_order(float score, int32_t key) {
+    return (int64_t)score_order(score) * ((int64_t)1 << 32) + key;
 }
 
-static inline int32_t rank_key(int64_t rank) { return (int32_t)rank; }
+static inline int32_t key_of(int64_t order) { return (int32_t)order; }
 
-static inline int32_t rank_order(int64_t rank) { return (int32_t)(rank >> 32); }
+static inline int32_t score_order_of(int64_t order) { return (int32_t)(order >> 32); }
 
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Some keys of a (b, g), one after the other. */
+/* Consecutive keys of one (b, g). */
 typedef struct key_range {
     const float *score;   /* [count] */
-    const uint8_t *valid; /* [count], NULL: all are */
-    int32_t first;        /* position of the first */
+    const uint8_t *valid; /* [count]; NULL: all keys are valid */
+    int32_t first;        /* the first key */
     int32_t count;
 } key_range;
 
 enum { select_block = 64, marked_at_once = 32 };
 
-/* Bit n: whether key `at` + n reaches `order`. No more at once than fill a word of 32 bits: that
- * compilers make vector code of. */
+/* Bit n: whether the score of key `at` + n is of order `least` or above. `count` is at most 32,
+ * because compilers vectorize the loop for marks of 32 bits and not of 64. */
 static inline uint32_t mark_orders(const key_range *keys, int64_t at, int64_t count,
-                                   int32_t order) {
+                                   int32_t least) {
     uint32_t marks = 0;
     for (int64_t n = 0; n < count; n++)
-        marks |= (uint32_t)(order_of(keys->score[at + n]) >= order) << n;
+        marks |= (uint32_t)(score_order(keys->score[at + n]) >= least) << n;
     return marks;
 }
 
@@ -60,87 +61,89 @@ static inline uint32_t mark_valid(const key_range *keys, int64_t at, int64_t cou
     return marks;
 }
 
-static inline uint64_t mark_some(const key_range *keys, int64_t at, int64_t count, int32_t order) {
-    const uint32_t marks = mark_orders(keys, at, count, order);
+static inline uint64_t mark_some(const key_range *keys, int64_t at, int64_t count, int32_t least) {
+    const uint32_t marks = mark_orders(keys, at, count, least);
     return keys->valid ? marks & mark_valid(keys, at, count) : marks;
 }
 
-/* Bit n: whether key `at` + n of a block is there, valid, and of at least this order. */
-static inline uint64_t mark_keys(const key_range *keys, int64_t at, int32_t order) {
+/* Bit n: whether key `at` + n exists, is valid, and has a score of order `least` or above, for the
+ * select_block keys from `at` on. */
+static inline uint64_t mark_keys(const key_range *keys, int64_t at, int32_t least) {
     const int64_t left = keys->count - at, half = marked_at_once;
     if (left >= select_block)
-        return mark_some(keys, at, half, order) | mark_some(keys, at + half, half, order) << half;
-    const uint64_t low = mark_some(keys, at, lesser(left, half), order);
-    return left > half ? low | mark_some(keys, at + half, left - half, order) << half : low;
+        return mark_some(keys, at, half, least) | mark_some(keys, at + half, half, least) << half;
+    const uint64_t low = mark_some(keys, at, min(left, half), least);
+    return left > half ? low | mark_some(keys, at + half, left - half, least) << half : low;
 }
 
-/* The children of a node n of the tree are 2n and 2n + 1, a slot's leaf is places + slot. */
+/* The children of node n of the tree are 2n and 2n + 1; the leaf of slot s is slots + s. */
 typedef struct kept_set {
-    int64_t places;      /* how many keys it holds */
-    int64_t *tree;       /* [tree_size(places)], INT64_MAX for keys in the queue */
-    int64_t *queue;      /* [ring + 1], INT64_MAX at `tail` */
+    int64_t slots;       /* keys that it holds when it is full */
+    int64_t filled;      /* slots that have been taken */
+    int64_t *tree;       /* [tree_size(slots)] orders; INT64_MAX for keys in the queue */
+    int64_t *queue;      /* [ring + 1] orders, ascending from `head`; INT64_MAX at `tail` */
     uint32_t ring;       /* one less than a power of two */
     uint32_t head, tail; /* modulo ring + 1 */
-    int64_t newest;      /* the last that joined the queue */
-    int64_t worst;       /* of all */
+    int64_t newest;      /* the last order that was appended to the queue */
+    int64_t worst;       /* the least order of all */
 } kept_set;
 
-/* The root's children are looked at even where there are none. */
-static int64_t tree_size(int64_t places) { return places < 2 ? 4 : 2 * places; }
+/* At least 4, because enter_key() reads the children of the root even where there are none. */
+static int64_t tree_size(int64_t slots) { return slots < 2 ? 4 : 2 * slots; }
 
-static uint32_t queue_ring(int64_t places) {
+static uint32_t queue_ring(int64_t slots) {
     uint32_t ring = 1;
-    while (ring < places)
+    while (ring < slots)
         ring = 2 * ring + 1;
     return ring;
 }
 
-static inline bool join_queue(kept_set *set, int64_t rank) {
-    const bool joins = rank > set->newest;
-    set->queue[set->tail & set->ring] = rank;
+static inline bool join_queue(kept_set *set, int64_t order) {
+    const bool joins = order > set->newest;
+    set->queue[set->tail & set->ring] = order;
     set->tail += joins;
     set->queue[set->tail & set->ring] = INT64_MAX;
-    set->newest = joins ? rank : set->newest;
+    set->newest = joins ? order : set->newest;
     return joins;
 }
 
 static inline void find_worst(kept_set *set) {
-    set->worst = lesser(set->tree[1], set->queue[set->head & set->ring]);
+    set->worst = min(set->tree[1], set->queue[set->head & set->ring]);
 }
 
-/* Puts `rank` at leaf `n` and replays its matches, two at a time: the second's other side does not
- * wait for the first. */
-static inline void replay(int64_t *tree, int64_t n, int64_t rank) {
-    tree[n] = rank;
+/* Puts `order` at leaf `n` and recomputes the minima on the path to the root, two levels at a time,
+ * so that the loads of the second level do not wait for the first. */
+static inline void replay(int64_t *tree, int64_t n, int64_t order) {
+    tree[n] = order;
     for (; n > 3; n /= 4) {
-        const int64_t other = tree[n ^ 1], others = lesser(other, tree[n / 2 ^ 1]);
-        tree[n / 2] = lesser(rank, other);
-        rank = lesser(rank, others);
-        tree[n / 4] = rank;
+        const int64_t other = tree[n ^ 1], others = min(other, tree[n / 2 ^ 1]);
+        tree[n / 2] = min(order, other);
+        order = min(order, others);
+        tree[n / 4] = order;
     }
     if (n > 1)
-        tree[1] = lesser(rank, tree[n ^ 1]);
+        tree[1] = min(order, tree[n ^ 1]);
 }
 
-/* Puts `rank` into `slot`, where the worst was. */
-static inline void replace_worst(kept_set *set, int32_t slot, int64_t rank) {
+/* Puts `order` into `slot`, which was that of the worst. */
+static inline void replace_worst(kept_set *set, int32_t slot, int64_t order) {
     const bool leaves = set->worst == set->queue[set->head & set->ring];
     set->head += leaves;
-    const bool joins = join_queue(set, rank);
+    const bool joins = join_queue(set, order);
     if (!leaves || !joins)
-        replay(set->tree, set->places + slot, joins ? INT64_MAX : rank);
+        replay(set->tree, set->slots + slot, joins ? INT64_MAX : order);
     find_worst(set);
 }
 
-/* A pass over a range of keys. It numbers them from `before` on: the numbers below are those of the
- * keys that were kept when the range began, worst first, number = slot. */
+/* A pass over a range of keys. Keys are numbered: those below `before` were kept when the range began,
+ * the worst first, each in the slot of its number; the keys of the range follow. */
 typedef struct select_pass {
     key_range keys;
-    int32_t kv_len; /* the expiry of what stays */
+    int32_t kv_len; /* the expiry of keys that are not evicted */
     int32_t before;
-    const int64_t *kept; /* [before] ranks */
-    int32_t *expiry;     /* [before + keys.count] */
-    int32_t *slot;       /* the same */
+    const int64_t *kept;    /* [before] orders */
+    int32_t *kept_expiry;   /* [before] */
+    int32_t *expiry, *slot; /* [keys.count] */
 } select_pass;
 
 static void start_set(const select_pass *pass, kept_set *set) {
@@ -150,10 +153,9 @@ static void start_set(const select_pass *pass, kept_set *set) {
     for (int64_t n = 0; n < tree_size(0); n++)
         set->tree[n] = INT64_MAX;
     for (int32_t n = 0; n < pass->before; n++) {
-        pass->expiry[n] = pass->kv_len;
-        pass->slot[n] = n;
-        set->tree[set->places + n] = INT64_MAX;
-        set->queue[n] = rank_order(pass->kept[n]) * ((int64_t)1 << 32) + n;
+        pass->kept_expiry[n] = pass->kv_len;
+        set->tree[set->slots + n] = INT64_MAX;
+        set->queue[n] = score_order_of(pass->kept[n]) * ((int64_t)1 << 32) + n;
     }
     if (pass->before == 0)
         return;
@@ -162,70 +164,102 @@ static void start_set(const select_pass *pass, kept_set *set) {
     set->queue[pass->before] = INT64_MAX;
 }
 
-/* Takes valid keys as they come while there are free slots; returns how many keys it looked at. */
+/* Takes all valid keys while there are free slots. Returns how many keys of the range it has seen. */
 static int32_t fill_set(const select_pass *pass, kept_set *set) {
     const key_range *const keys = &pass->keys;
-    const bool crowded = keys->count > set->places - pass->before; // else none ever leaves
+    const bool crowded = keys->count > set->slots - pass->before; // else no key is evicted
     int32_t count = pass->before, n = 0;
-    for (; n < keys->count && count < set->places; n++) {
+    for (; n < keys->count && count < set->slots; n++) {
         const bool taken = !keys->valid || keys->valid[n];
         const int32_t key = pass->before + n;
-        const int64_t rank = rank_of(keys->score[n], key);
-        pass->expiry[key] = taken ? pass->kv_len : keys->first + n;
-        pass->slot[key] = taken ? count : -1;
+        const int64_t order = key_order(keys->score[n], key);
+        pass->expiry[n] = taken ? pass->kv_len : keys->first + n;
+        pass->slot[n] = taken ? count : -1;
         if (taken && crowded)
-            set->tree[set->places + count] = join_queue(set, rank) ? INT64_MAX : rank;
+            set->tree[set->slots + count] = join_queue(set, order) ? INT64_MAX : order;
         count += taken;
     }
+    set->filled = count;
     if (n == keys->count)
-        return n; // nobody is left to ask for the worst
-    for (int64_t node = set->places - 1; node > 0; node--)
-        set->tree[node] = lesser(set->tree[2 * node], set->tree[2 * node + 1]);
+        return n; // no key is left that could evict the worst
+    for (int64_t node = set->slots - 1; node > 0; node--)
+        set->tree[node] = min(set->tree[2 * node], set->tree[2 * node + 1]);
     find_worst(set);
     return n;
 }
 
-/* Key `key` of `rank` takes the place of the worst. The next to go is likely the worse below either
- * child of the root: slots are asked for ahead (slot[-1] where there is no key). */
-static inline void enter_key(const select_pass *pass, kept_set *set, int32_t key, int64_t rank) {
-    const int32_t evicted = rank_key(set->worst), slot = pass->slot[evicted];
-    pass->expiry[key] = pass->kv_len;
-    pass->expiry[evicted] = pass->keys.first + (key - pass->before);
-    pass->slot[key] = slot;
-    replace_worst(set, slot, rank);
-    __builtin_prefetch(pass->slot + rank_key(set->tree[2]));
-    __builtin_prefetch(pass->slot + rank_key(set->tree[3]));
+/* The slot of the key of this number. */
+static inline int32_t slot_of(const select_pass *pass, int32_t number, bool any_before) {
+    return any_before && number < pass->before ? number : pass->slot[number - pass->before];
 }
 
-/* Looks at the marked keys from `at` on. Apart from the marking, which would take its registers. */
-__attribute__((noinline)) static void enter_marked(const select_pass *pass, kept_set *shared,
-                                                   int32_t at, uint64_t marks) {
+/* Key n of the range, whose order is `order`, evicts the worst. The next key to be evicted is likely
+ * one of the root's children, so their slots are prefetched (slot[-1] where a child is none). */
+static inline void enter_key(const select_pass *pass, kept_set *set, int32_t n, int64_t order,
+                             bool any_before) {
+    const int32_t evicted = key_of(set->worst), slot = slot_of(pass, evicted, any_before);
+    pass->expiry[n] = pass->kv_len;
+    if (any_before && evicted < pass->before)
+        pass->kept_expiry[evicted] = pass->keys.first + n;
+    else
+        pass->expiry[evicted - pass->before] = pass->keys.first + n;
+    pass->slot[n] = slot;
+    replace_worst(set, slot, order);
+    __builtin_prefetch(pass->slot + key_of(set->tree[2]) - pass->before);
+    __builtin_prefetch(pass->slot + key_of(set->tree[3]) - pass->before);
+}
+
+static inline void enter_all(const select_pass *pass, kept_set *shared, int32_t at, uint64_t marks,
+                             bool any_before) {
     kept_set set = *shared;
-    for (; marks; marks &= marks - 1) {
-        const int32_t n = at + __builtin_ctzll(marks), key = pass->before + n;
-        const int64_t rank = rank_of(pass->keys.score[n], key);
-        if (rank > set.worst)
-            enter_key(pass, &set, key, rank);
+    for (; marks != 0; marks &= marks - 1) {
+        const int32_t n = at + __builtin_ctzll(marks);
+        const int64_t order = key_order(pass->keys.score[n], pass->before + n);
+        if (order > set.worst)
+            enter_key(pass, &set, n, order, any_before);
     }
     *shared = set;
 }
 
-/* Expiry and slot of the keys of a range, as far as the range decides them. */
-static void select_keys(const select_pass *pass, kept_set set) {
+/* Enters those of the marked keys from `at` on that outrank the worst. Not inlined, because the marking
+ * loop would take registers from it. */
+__attribute__((noinline)) static void enter_marked(const select_pass *pass, kept_set *set,
+                                                   int32_t at, uint64_t marks) {
+    if (pass->before > 0)
+        enter_all(pass, set, at, marks, true);
+    else
+        enter_all(pass, set, at, marks, false);
+}
+
+/* Finds expiry and slot of the keys of a range, as far as the range decides them. */
+static void select_keys(const select_pass *pass, kept_set *set) {
     const key_range *const keys = &pass->keys;
-    start_set(pass, &set);
-    for (int64_t at = fill_set(pass, &set); at < keys->count; at += select_block) {
-        const int64_t count = lesser(keys->count - at, select_block);
-        int32_t *const expiry = pass->expiry + pass->before + at;
-        int32_t *const slot = pass->slot + pass->before + at;
+    start_set(pass, set);
+    for (int64_t at = fill_set(pass, set); at < keys->count; at += select_block) {
+        const int64_t count = min(keys->count - at, select_block);
+        int32_t *const expiry = pass->expiry + at;
+        int32_t *const slot = pass->slot + at;
         for (int32_t n = 0; n < count; n++)
             expiry[n] = keys->first + (int32_t)at + n;
         for (int32_t n = 0; n < count; n++)
             slot[n] = -1;
-        const uint64_t marks = mark_keys(keys, at, rank_order(set.worst));
-        if (marks)
-            enter_marked(pass, &set, (int32_t)at, marks);
+        const uint64_t marks = mark_keys(keys, at, score_order_of(set->worst));
+        if (marks != 0)
+            enter_marked(pass, set, (int32_t)at, marks);
     }
+}
+
+/* Writes the orders of the kept keys, in no order, after a pass over more keys than slots. Returns
+ * how many there are. */
+static int32_t list_kept(const kept_set *set, int64_t *orders) {
+    int32_t count = 0;
+    for (int64_t slot = 0; slot < set->filled; slot++) {
+        orders[count] = set->tree[set->slots + slot];
+        count += orders[count] != INT64_MAX; // else the key of this slot is in the queue
+    }
+    for (uint32_t n = set->head; n != set->tail; n++)
+        orders[count++] = set->queue[n & set->ring];
+    return count;
 }
 
 #endif

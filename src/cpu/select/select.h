@@ -2,22 +2,22 @@
 #ifndef FDMA_CPU_SELECT_SELECT_H
 #define FDMA_CPU_SELECT_SELECT_H
 
-#include "cpu/select/chunks.h"
+#include "cpu/select/partitions.h"
 
 static select_context plan_select(const fdma_problem *problem) {
-    return cut_chunks(problem, count_chunks(problem));
+    return cut_partitions(problem, count_select_partitions(problem));
 }
 
 static size_t select_workspace(const fdma_problem *problem) {
     select_context select = plan_select(problem);
-    const fdma_arena arena = place_select(&select);
+    const fdma_arena arena = lay_out_select(&select);
     return fdma_arena_size(&arena);
 }
 
 static fdma_status run_select(const fdma_problem *problem) {
     select_context select = plan_select(problem);
-    place_select(&select);
-    select_chunks(&select);
+    lay_out_select(&select);
+    select_partitions(&select);
     return FDMA_OK;
 }
 

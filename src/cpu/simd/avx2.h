@@ -80,6 +80,10 @@ static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 
+static inline vf vf_rounding_error(vf a, vf b, vf product) {
+    return _mm256_fmsub_ps(a, b, product);
+}
+
 static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 
 static inline vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }

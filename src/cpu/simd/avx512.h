@@ -67,6 +67,10 @@ static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 
+static inline vf vf_rounding_error(vf a, vf b, vf product) {
+    return _mm512_fmsub_ps(a, b, product);
+}
+
 static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 
 static inline vf vf_abs(vf x) { return _mm512_abs_ps(x); }

@@ -82,6 +82,10 @@ static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
 }
 
 /* FMAX would give NaN where a alone is NaN. */
+static inline vf vf_rounding_error(vf a, vf b, vf product) {
+    return vfmaq_f32(vnegq_f32(product), a, b);
+}
+
 static inline vf vf_max(vf a, vf b) { return vf_pick_greater(a, b, a, b); }
 
 static inline vf vf_abs(vf x) { return vabsq_f32(x); }

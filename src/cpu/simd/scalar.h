@@ -107,8 +107,13 @@ static inline vf vf_mul(vf a, vf b) { return a * b; }
 
 static inline vf vf_div(vf a, vf b) { return a / b; }
 
-/* a * b + c, rounded once where the machine can */
+/* a * b + c; every vocabulary but this one rounds once. */
 static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+
+/* a * b - product, rounded once: what rounding a * b to `product` has lost. */
+static inline vf vf_rounding_error(vf a, vf b, vf product) {
+    return (float)((double)a * (double)b - (double)product);
+}
 
 /* The greater; b where either is NaN. */
 static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }

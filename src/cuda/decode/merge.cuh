@@ -2,7 +2,7 @@
 #ifndef FDMA_CUDA_DECODE_MERGE_CUH
 #define FDMA_CUDA_DECODE_MERGE_CUH
 
-#include "cuda/decode/plan.cuh"
+#include "cuda/decode/split.cuh"
 
 static constexpr int merge_threads = 256;
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(merge_threads, 1)
             out += shared.out[w][d];
         to[d] = (typename config::element)(all.y == 0 ? 0 : out / all.y);
     }
-    if (threadIdx.x == 0 && plan.lse != nullptr)
+    if (threadIdx.x == 0 && plan.lse != NULL)
         plan.lse[lse_offset(plan, range, row)] = lse_of(all.x, all.y);
 }
 

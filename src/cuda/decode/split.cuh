@@ -4,7 +4,22 @@
 #ifndef FDMA_CUDA_DECODE_SPLIT_CUH
 #define FDMA_CUDA_DECODE_SPLIT_CUH
 
-#include "cuda/decode/plan.cuh"
+#include "cuda/mma/keys.cuh"
+
+static constexpr int64_t most_queries = 16;                              // of a decode call
+static constexpr int64_t least_keys = 256;                               // of a split
+static constexpr int64_t usual_splits = FDMA_HEAD_DIM <= 128 ? 128 : 64; // measured on an H200
+static constexpr int64_t usual_keys = 131072 / usual_splits; // of a split of a longer sequence
+static constexpr int64_t most_splits = 512; // enough for one kv head to fill a device
+
+/* Splits depend on kv_len, or on the size of a list, alone. out and sum of a partial result are
+ * relative to its row_max. */
+struct split_plan {
+    int32_t count;
+    int32_t keys;  // of a split
+    float *out;    // [batch * kv_heads][q_len * group][count][head_dim]
+    float2 *stats; // [batch * kv_heads][q_len * group][count]: row_max, row_sum
+};
 
 template <typename type, int tiles> struct decode_config {
     using element = type;
@@ -49,10 +64,7 @@ __device__ static inline void copy_keys(char *to, const row_source &source, int3
         const int32_t key = __shfl_sync(~0u, entry, row);
         const bool there = is_key(key, kv_len);
         const char *const at = row_at(from, there ? key : 0);
-        if (from.aligned)
-            copy_row<config::head_dim>(to, row, at, from.vecs, there);
-        else
-            copy_row_unaligned<config::head_dim>(to, row, at, from.vecs, there);
+        copy_row<config::head_dim>(to, row, at, from.vecs, there, from.aligned);
     }
 }
 

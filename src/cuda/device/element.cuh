@@ -1,4 +1,4 @@
-/* Elements of the 16-bit types, and float32. */
+/* Elements of the 16-bit types and of float32: conversion and packing. */
 #ifndef FDMA_CUDA_DEVICE_ELEMENT_CUH
 #define FDMA_CUDA_DEVICE_ELEMENT_CUH
 
@@ -24,7 +24,8 @@ template <> __device__ inline __nv_bfloat16 from_float_toward_zero(float x) {
     return __float2bfloat16_rz(x);
 }
 
-/* What PTX calls an element, and two of them in one register, `low` first in memory. */
+/* The name of an element's type in PTX, and the packing of two elements into one register, `low`
+ * first in memory. */
 template <typename element> struct element_type;
 
 template <> struct element_type<__half> {

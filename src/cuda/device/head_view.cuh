@@ -1,10 +1,10 @@
-/* The view of one tensor of rank 4 that kernels take as an argument. */
+/* A tensor of four axes as kernels take it. */
 #ifndef FDMA_CUDA_DEVICE_HEAD_VIEW_CUH
 #define FDMA_CUDA_DEVICE_HEAD_VIEW_CUH
 
 #include "cuda/device/host.cuh"
 
-/* A view of [batch, length, heads, head_dim]; strides in elements. */
+/* [batch, length, heads, head_dim]; strides in elements. */
 struct head_view {
     void *data;
     int64_t batch, row, head;

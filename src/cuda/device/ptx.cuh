@@ -1,5 +1,5 @@
-/* One wrapper per PTX instruction, named after it. Inline assembly lives here and in ptx_wgmma.cuh.
- * Source: PTX ISA 9.0. */
+/* One wrapper per PTX instruction, named after it. All inline assembly is here and in
+ * ptx_wgmma.cuh. Source: PTX ISA 9.0. */
 #ifndef FDMA_CUDA_DEVICE_PTX_CUH
 #define FDMA_CUDA_DEVICE_PTX_CUH
 
@@ -8,7 +8,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-/* d += a b^T: a is 16 x 16, b 8 x 16, both with k fastest; d 16 x 8 in float32. */
+/* d += a b^T: a is 16 x 16 and b 8 x 16, both contiguous along k; d is 16 x 8 in float32. */
 __device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __nv_bfloat16) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -23,7 +23,7 @@ __device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __ha
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-/* Waits until the kernel ahead in the stream has ended and its writes can be seen; for kernels
+/* Waits until the kernel ahead in the stream has ended and its writes are visible. For kernels
  * launched with after_dependency. */
 __device__ static inline void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
@@ -31,8 +31,8 @@ __device__ static inline void griddepcontrol_wait() {
 #endif
 }
 
-/* Lets the kernel behind in the stream start, if it was launched with after_dependency. To call
- * after griddepcontrol_wait(), so that all but this kernel has ended before that one starts. */
+/* Lets the next kernel in the stream start, if it is launched with after_dependency. Call it after
+ * griddepcontrol_wait(), so that every kernel before this one has ended by then. */
 __device__ static inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -72,21 +72,23 @@ __device__ static inline void fence_mbarrier_init(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* 16 bytes to shared memory, past L1, of which the first `bytes` are read; the rest is 0. */
+/* Copies 16 bytes to shared memory, bypassing L1. Only the first `bytes` are read; the rest is
+ * 0. */
 __device__ static inline void cp_async_16(uint32_t shared, const void *global, uint32_t bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                  "r"(bytes)
                  : "memory");
 }
 
-/* One of the arrivals that `barrier` counts, when this thread's cp.async up to here are done. */
+/* Arrives at `barrier` once all earlier cp.async of this thread are done. The barrier's count must
+ * include this arrival. */
 __device__ static inline void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
     asm volatile(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
         : "memory");
 }
 
-/* Orders shared memory that was written as usual before what wgmma or TMA do with it. */
+/* Orders earlier ordinary writes to shared memory before accesses by wgmma or TMA. */
 __device__ static inline void fence_proxy_async(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -107,39 +109,40 @@ __device__ static inline void bar_arrive(uint32_t barrier, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* a * b + c in one instruction. */
+/* a * b + c. */
 __device__ static inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
     uint64_t d;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
     return d;
 }
 
-/* x, of which the compiler knows nothing: what follows from it is computed where it stands, and not
- * kept from where it was computed before, in more registers than there are. */
+/* Returns x, but hides its value from the compiler. What depends on it is computed again where it
+ * is used, instead of being kept in registers from an earlier use. */
 __device__ static inline uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-/* A copy in a register of its own. */
+/* A copy of x in another register. */
 __device__ static inline uint32_t mov_b32(uint32_t x) {
     uint32_t y;
     asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 
-/* 2^x; 0 for -inf. */
+/* 2^x; 0 for -inf. Subnormal results are 0. */
 __device__ static inline float ex2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+/* Copies 4 bytes to shared memory. */
 __device__ static inline void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-/* 8 bytes, of which the first `bytes` are read; the rest is 0. */
+/* Copies 8 bytes to shared memory. Only the first `bytes` are read; the rest is 0. */
 __device__ static inline void cp_async_8(uint32_t shared, const void *global, uint32_t bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
                  "r"(bytes)
@@ -150,12 +153,12 @@ __device__ static inline void cp_async_commit_group(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Until at most `pending` of this thread's latest groups are not done. */
+/* Waits until at most the `pending` latest groups of this thread are still in flight. */
 template <int pending> __device__ static inline void cp_async_wait_group(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-/* Four matrices of 8 x 8 elements; lane 8 m + r has the address of row r of matrix m. */
+/* Loads four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix m. */
 __device__ static inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -168,14 +171,14 @@ __device__ static inline void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t shar
                  : "r"(shared));
 }
 
-/* The same as above with a's and b's registers apart. */
+/* The same, with a and b as separate registers. */
 template <typename element>
 __device__ static inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                            uint32_t b1) {
     mma_m16n8k16(d, make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b0, b1), element());
 }
 
-/* The block's dynamic shared memory. */
+/* The dynamic shared memory of the block. */
 template <typename memory> __device__ static inline memory &shared_memory(void) {
     extern __shared__ uint4 dynamic_shared[];
     return *reinterpret_cast<memory *>(dynamic_shared);
@@ -187,8 +190,8 @@ __device__ static inline uint32_t lanemask_lt(void) {
     return mask;
 }
 
-/* vote.sync.ballot: the lanes that have the same as this one in a bit of `word`. By itself the
- * compiler shifts the bit down first, twice. */
+/* The lanes that agree with this one in the bits `bit` of `word`, by vote.sync.ballot. In assembly,
+ * because the compiler would shift the bit down first, twice. */
 __device__ static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
     uint32_t same;
     asm volatile("{\n"
@@ -204,7 +207,7 @@ __device__ static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) 
     return same;
 }
 
-/* Of this block in its cluster. */
+/* The rank of this block in its cluster. */
 __device__ static inline uint32_t cluster_ctarank(void) {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -261,7 +264,8 @@ __device__ static inline void st_relaxed_gpu(uint32_t *address, uint32_t value) 
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-/* Two or four matrices of 8 x 8 elements; lane 8 m + r has the address of row r of matrix m. */
+/* Loads two or four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix
+ * m. */
 __device__ static inline void ldmatrix_x2(uint2 &to, uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to.x), "=r"(to.y)
@@ -276,15 +280,14 @@ __device__ static inline void ldmatrix_x4(uint4 &to, uint32_t shared) {
                  : "memory");
 }
 
-/* Four matrices of 8 x 8 elements to shared memory; lane 8 m + r has the address of row r of matrix
- * m. */
+/* Stores four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix m. */
 __device__ static inline void stmatrix_x4(uint32_t shared, const uint32_t (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                  "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
-/* Whether the predicate holds for any of `threads` threads that meet at a barrier. */
+/* Waits for `threads` threads at a named barrier; returns whether the predicate holds for any. */
 __device__ static inline bool bar_red_or(uint32_t barrier, uint32_t threads, bool predicate) {
     uint32_t any;
     asm volatile("{\n"
@@ -299,7 +302,7 @@ __device__ static inline bool bar_red_or(uint32_t barrier, uint32_t threads, boo
     return any != 0;
 }
 
-/* Adds to four, or two, consecutive numbers in device memory; nothing comes back. */
+/* Adds to four, or two, consecutive floats in device memory, without returning them. */
 __device__ static inline void red_add_v4(float *address, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x),
                  "f"(y), "f"(z), "f"(w)
@@ -311,7 +314,8 @@ __device__ static inline void red_add_v2(float *address, float x, float y) {
                  : "memory");
 }
 
-/* Orders what this thread did in device memory before what it, or who waits for it, does next. */
+/* Orders this thread's earlier accesses to device memory before its later ones, also as seen by
+ * threads that synchronise with it. */
 __device__ static inline void fence_acq_rel_gpu(void) {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }

@@ -1,11 +1,11 @@
-/* ptx.cuh for Hopper's matrix products: one wrapper for each instruction and shape.
+/* The wrappers of wgmma, Hopper's warpgroup matrix product: one per instruction and shape.
  * Source: PTX ISA 9.0, asynchronous warpgroup level matrix instructions. */
 #ifndef FDMA_CUDA_DEVICE_PTX_WGMMA_CUH
 #define FDMA_CUDA_DEVICE_PTX_WGMMA_CUH
 
 #include "cuda/device/element.cuh"
 
-/* Orders registers and shared memory written so far before the wgmma that follow. */
+/* Orders earlier accesses to registers and shared memory before the wgmma that follow. */
 __device__ static inline void wgmma_fence(void) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -14,14 +14,14 @@ __device__ static inline void wgmma_commit_group(void) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/* Until at most `pending` of the latest groups are not done. */
+/* Waits until at most the `pending` latest groups are still in flight. */
 template <int pending> __device__ static inline void wgmma_wait_group(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-/* D = A B + D (accumulate 0: D = A B), a warpgroup together. A [64 x 16] and B [16 x n] in shared
- * memory, both with 16 contiguous along k unless transposed; or A in registers, and B contiguous
- * along n. */
+/* D = A B + D, or D = A B with accumulate 0, by a whole warpgroup. A [64 x 16] and B [16 x n] are
+ * in shared memory, both contiguous along k unless transposed; or A is in registers, and B
+ * contiguous along n. */
 
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
 __device__ static inline void wgmma_m64n32k16(float (&d)[16], uint64_t a, uint64_t b) {

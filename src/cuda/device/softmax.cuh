@@ -1,5 +1,6 @@
-/* Words of the online softmax, for rows whose logits lie in the accumulators of mma.sync or wgmma:
- * of each row a quad of lanes has a quarter of the columns. Logits are exponents of 2. */
+/* Functions of the online softmax for rows whose logits are in the accumulators of mma.sync or
+ * wgmma, where each lane of a quad holds a quarter of a row's columns. Logits are exponents of
+ * 2. */
 #ifndef FDMA_CUDA_DEVICE_SOFTMAX_CUH
 #define FDMA_CUDA_DEVICE_SOFTMAX_CUH
 
@@ -10,7 +11,7 @@
 static constexpr float log2_e = 1.44269504088896340736f;
 static constexpr float ln_2 = 0.69314718055994530942f;
 
-/* Where a maximum starts: below every number, yet -inf minus it is -inf, not NaN. */
+/* Where row_max starts: no finite number is less, and -inf minus it is -inf, not NaN. */
 static constexpr float least_max = -FLT_MAX;
 
 __device__ static inline float quad_max(float x) {
@@ -23,8 +24,8 @@ __device__ static inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* tanh(x), relative error 2e-7: an odd polynomial below 0.625 (Cephes' coefficients), above it an
- * exponential. */
+/* tanh(x) with relative error 2e-7: an odd polynomial up to 0.625 (Cephes' coefficients), above it
+ * an exponential. */
 __device__ static inline float tanh_of(float x) {
     const float size = fabsf(x), square = x * x;
     float p = fmaf(square, -5.70498872745e-3f, 2.06390887954e-2f);
@@ -33,15 +34,18 @@ __device__ static inline float tanh_of(float x) {
     p = fmaf(p, square, -3.33332819422e-1f);
     const float low = fmaf(p * square, x, x);
     const float high = 1 - __fdividef(2, 1 + ex2_approx(size * (2 * log2_e)));
-    return size > 0.625f ? copysignf(high, x) : low; // NaN goes through the polynomial
+    return size > 0.625f ? copysignf(high, x) : low; // NaN takes the polynomial
 }
 
-/* What sums under the maximum `from` are multiplied by to stand under `to`, which is no less. */
+/* The factor that turns sums of weights relative to the maximum `from` into sums relative to `to`,
+ * which is no less. */
 __device__ static inline float growth_factor(float from, float to) {
     return from == to ? 1 : ex2_approx(from - to);
 }
 
-/* Of a whole row; -inf for an empty one. */
-__device__ static inline float lse_of(float max, float sum) { return (max + log2f(sum)) * ln_2; }
+/* The lse of a row in nats; -inf if the row is empty. */
+__device__ static inline float lse_of(float row_max, float row_sum) {
+    return (row_max + log2f(row_sum)) * ln_2;
+}
 
 #endif

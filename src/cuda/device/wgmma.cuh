@@ -1,39 +1,44 @@
-/* The products of attention and of its gradients on Hopper's tensor cores: 64 rows of a warpgroup
- * against a block of rows in shared memory.
+/* The matrix products of attention and its gradients on Hopper's tensor cores. A warpgroup
+ * multiplies 64 rows by a block of rows in shared memory. The functions only issue wgmma; the
+ * caller fences, commits and waits.
  *
- * A block of rows lies in panels of 64 channels, each [rows][128 bytes], the eight 16-byte chunks
- * of a row permuted by the row's number: the 128-byte swizzle (PTX, asynchronous warpgroup level
- * matrix shared memory layout). Panels begin at multiples of 1024 bytes, where the pattern begins.
+ * A block of rows is stored in panels of 64 channels, each [rows][128 bytes]. A row of a panel is
+ * eight vectors of 16 bytes, permuted by the row's number: the 128-byte swizzle (PTX ISA,
+ * asynchronous warpgroup level matrix shared memory layout). Panels begin at multiples of 1024
+ * bytes, where the pattern begins.
  *
- * Accumulators: thread t of a warp holds of rows t / 4 and t / 4 + 8 the columns 8 n + 2 (t % 4)
- * and the one after it, at [4 n + 2 * (the later row) + (the later column)]. */
+ * Accumulators: thread t of a warp holds columns 8 n + 2 (t % 4) and the next one of rows t / 4 and
+ * t / 4 + 8, at index 4 n + 2 * (0 or 1 for the row) + (0 or 1 for the column). */
 #ifndef FDMA_CUDA_DEVICE_WGMMA_CUH
 #define FDMA_CUDA_DEVICE_WGMMA_CUH
 
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/ptx_wgmma.cuh"
+#include "cuda/device/vec.cuh"
 
-static constexpr int panel_channels = 64; // of 16 bits: one line of the swizzle
+static constexpr int warpgroup_threads = 128;
+static constexpr int warpgroup_warps = 4;
+static constexpr int panel_channels = 64; // 16-bit elements in one line of the swizzle
 static constexpr int line_bytes = 128;    // a row of a panel
-static constexpr int chunk_bytes = 16;    // what the swizzle moves
 static constexpr int swizzle_rows = 8;    // after which the pattern repeats
-static constexpr int step_k = 16;         // channels or keys of one wgmma
+static constexpr int wgmma_k = 16;        // channels or keys that one wgmma sums over
 
-/* Where chunk `chunk` of row `row` of a panel lies. */
-__device__ static inline uint32_t swizzled(uint32_t row, uint32_t chunk) {
-    return row * line_bytes + ((chunk ^ row % swizzle_rows) * chunk_bytes);
+/* The offset of a vector of a row in its panel. */
+__device__ static inline uint32_t swizzled(uint32_t row, uint32_t vec) {
+    return row * line_bytes + ((vec ^ row % swizzle_rows) * vec_bytes);
 }
 
-/* A matrix in shared memory, from `address` on. panel_bytes: from panel to panel, where the
- * product goes along channels. */
+/* The descriptor of a matrix in shared memory that begins at `address`. panel_bytes: from one panel
+ * to the next; wgmma reads it only if channels are the matrix's M or N dimension. */
 __device__ static inline uint64_t describe_matrix(uint32_t address, uint32_t panel_bytes) {
     const uint64_t swizzle_128 = 1;
     return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(panel_bytes >> 4) << 16 |
            (uint64_t)(swizzle_rows * line_bytes >> 4) << 32 | swizzle_128 << 62;
 }
 
-/* A matrix [16][columns] in shared memory without a swizzle, whose rows 8 to 15 are those before
- * them again: eight columns of eight rows are 128 bytes, `octet_bytes` after those before them. */
+/* The descriptor of a matrix [16][columns] without a swizzle, whose rows 8 to 15 repeat rows 0 to
+ * 7. Eight columns of eight rows are 128 bytes; the next eight columns follow after
+ * `octet_bytes`. */
 __device__ static inline uint64_t describe_octets(uint32_t address, uint32_t octet_bytes) {
     return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(octet_bytes >> 4) << 32;
 }
@@ -60,56 +65,56 @@ __device__ static inline void multiply(float (&d)[accumulators], const uint32_t 
         wgmma_m64n256k16<element>(d, a, b);
 }
 
-/* S = Q K^T, begun: q [64 rows of q_rows][channels], k [2 * accumulators keys of
- * key_rows][channels]. */
+/* Issues S = Q K^T. q: 64 rows of a block of q_rows; k: 2 * accumulators keys of a block of
+ * key_rows. */
 template <typename element, int channels, int q_rows, int key_rows, int accumulators>
-__device__ static inline void begin_abt(float (&scores)[accumulators], uint32_t q, uint32_t k) {
+__device__ static inline void issue_abt(float (&scores)[accumulators], uint32_t q, uint32_t k) {
     const uint64_t a = describe_matrix(q, 0), b = describe_matrix(k, 0);
     multiply<element, 0>(scores, a, b);
 #pragma unroll
-    for (int c = step_k; c < channels; c += step_k) {
+    for (int c = wgmma_k; c < channels; c += wgmma_k) {
         const int panel = c / panel_channels, inside = c % panel_channels * 2;
         multiply<element, 1>(scores, a + ((panel * q_rows * line_bytes + inside) >> 4),
                              b + ((panel * key_rows * line_bytes + inside) >> 4));
     }
 }
 
-/* O += P V, begun: weights as the accumulators of S in pairs, v [16 * steps keys of key_rows]
- * [2 * accumulators channels]. */
+/* Issues O += P V with P in registers, as the accumulators of S packed in pairs. v: 16 * steps keys
+ * of a block of key_rows, 2 * accumulators channels. */
 template <typename element, int key_rows, int steps, int accumulators>
 __device__ static inline void
-begin_ab(float (&out)[accumulators], const uint32_t (&weights)[key_rows / step_k][4], uint32_t v) {
+issue_ab(float (&out)[accumulators], const uint32_t (&weights)[key_rows / wgmma_k][4], uint32_t v) {
     const uint64_t b = describe_matrix(v, key_rows * line_bytes);
 #pragma unroll
     for (int j = 0; j < steps; j++)
-        multiply<element>(out, weights[j], b + (j * step_k * line_bytes >> 4));
+        multiply<element>(out, weights[j], b + (j * wgmma_k * line_bytes >> 4));
 }
 
-/* D = A^T B, begun: a [16 * steps rows][64], b [16 * steps rows of b_rows][2 * accumulators
- * channels]. */
+/* Issues D = A^T B. a: 16 * steps rows of 64 columns; b: 16 * steps rows of a block of b_rows,
+ * 2 * accumulators channels. */
 template <typename element, int b_rows, int steps, int accumulators>
-__device__ static inline void begin_atb(float (&d)[accumulators], uint32_t a_address,
+__device__ static inline void issue_atb(float (&d)[accumulators], uint32_t a_address,
                                         uint32_t b_address) {
     const uint64_t a = describe_matrix(a_address, 0);
     const uint64_t b = describe_matrix(b_address, b_rows * line_bytes);
     multiply<element, 0, 1, 1>(d, a, b);
 #pragma unroll
     for (int j = 1; j < steps; j++)
-        multiply<element, 1, 1, 1>(d, a + (j * step_k * line_bytes >> 4),
-                                   b + (j * step_k * line_bytes >> 4));
+        multiply<element, 1, 1, 1>(d, a + (j * wgmma_k * line_bytes >> 4),
+                                   b + (j * wgmma_k * line_bytes >> 4));
 }
 
-/* D += A B, begun: a [64 rows][16 * steps], one panel; b [16 * steps rows of b_rows][2 *
- * accumulators channels]. */
+/* Issues D += A B. a: 64 rows of 16 * steps columns, one panel; b: 16 * steps rows of a block of
+ * b_rows, 2 * accumulators channels. */
 template <typename element, int b_rows, int steps, int accumulators>
-__device__ static inline void begin_ab(float (&d)[accumulators], uint32_t a_address,
+__device__ static inline void issue_ab(float (&d)[accumulators], uint32_t a_address,
                                        uint32_t b_address) {
     const uint64_t a = describe_matrix(a_address, 0);
     const uint64_t b = describe_matrix(b_address, b_rows * line_bytes);
 #pragma unroll
     for (int j = 0; j < steps; j++)
-        multiply<element, 1, 0, 1>(d, a + (j * step_k * 2 >> 4),
-                                   b + (j * step_k * line_bytes >> 4));
+        multiply<element, 1, 0, 1>(d, a + (j * wgmma_k * 2 >> 4),
+                                   b + (j * wgmma_k * line_bytes >> 4));
 }
 
 #endif

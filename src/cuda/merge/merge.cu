@@ -3,7 +3,7 @@
  * at the speed of memory.
  *
  * Source: arXiv:2205.14135, section 3.1; docs/algorithm.md, backward. */
-#include "cuda/device/chunk.cuh"
+#include "cuda/device/rows.cuh"
 
 /* [batch, heads, length] float32. */
 struct lse_view {
@@ -52,20 +52,21 @@ __device__ static inline merge_weights find_weights(const merge_params &params, 
 /* Eight channels of the merged row, and of the partial results; those of an empty one are 0. */
 template <typename element>
 __device__ static inline void
-merge_channels(float (&merged)[chunk], float (&out)[2][chunk], const merge_params &params,
-               const merge_weights &weights, int64_t head, int64_t i, int32_t d) {
+merge_channels(float (&merged)[vec_channels], float (&out)[2][vec_channels],
+               const merge_params &params, const merge_weights &weights, int64_t head, int64_t i,
+               int32_t d) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
-        for (int x = 0; x < chunk; x++)
+        for (int x = 0; x < vec_channels; x++)
             out[n][x] = 0;
         if (weights.of[n] != 0)
-            load_chunk(out[n],
-                       row_of<const element>(params.partial[n].out, head, params.heads, i) + d,
-                       params.aligned);
+            load_vec(out[n],
+                     row_of<const element>(params.partial[n].out, head, params.heads, i) + d,
+                     params.aligned);
     }
 #pragma unroll
-    for (int x = 0; x < chunk; x++)
+    for (int x = 0; x < vec_channels; x++)
         merged[x] = fmaf(weights.of[0], out[0][x], weights.of[1] * out[1][x]);
 }
 
@@ -78,10 +79,10 @@ __global__ void __launch_bounds__(row_threads) merge_rows(const merge_params par
     if (head >= params.all_heads || i >= params.q_len)
         return;
     const merge_weights weights = find_weights(params, head, i);
-    for (int32_t d = lane * chunk; d < params.head_dim; d += row_lanes * chunk) {
-        float merged[chunk], out[2][chunk];
+    for (int32_t d = lane * vec_channels; d < params.head_dim; d += row_lanes * vec_channels) {
+        float merged[vec_channels], out[2][vec_channels];
         merge_channels<element>(merged, out, params, weights, head, i, d);
-        store_chunk(row_of<element>(params.out, head, params.heads, i) + d, merged, params.aligned);
+        store_vec(row_of<element>(params.out, head, params.heads, i) + d, merged, params.aligned);
     }
     if (lane == 0 && params.lse.data != nullptr)
         *lse_at(params.lse, params, head, i) = weights.lse;
@@ -93,19 +94,19 @@ template <typename element>
 __device__ static inline void differentiate_channels(float (&sums)[2], const merge_params &params,
                                                      const merge_weights &weights, int64_t head,
                                                      int64_t i, int32_t d) {
-    float dout[chunk], merged[chunk], out[2][chunk];
-    load_chunk(dout, row_of<const element>(params.dout, head, params.heads, i) + d, params.aligned);
+    float dout[vec_channels], merged[vec_channels], out[2][vec_channels];
+    load_vec(dout, row_of<const element>(params.dout, head, params.heads, i) + d, params.aligned);
     merge_channels<element>(merged, out, params, weights, head, i, d);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-        float to[chunk];
+        float to[vec_channels];
 #pragma unroll
-        for (int x = 0; x < chunk; x++) {
+        for (int x = 0; x < vec_channels; x++) {
             sums[n] = fmaf(dout[x], out[n][x] - merged[x], sums[n]);
             to[x] = weights.of[n] != 0 ? weights.of[n] * dout[x] : 0;
         }
-        store_chunk(row_of<element>(params.partial[n].dout, head, params.heads, i) + d, to,
-                    params.aligned);
+        store_vec(row_of<element>(params.partial[n].dout, head, params.heads, i) + d, to,
+                  params.aligned);
     }
 }
 
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(row_threads) differentiate_rows(const merge_pa
     float sums[2] = {};
     if (there) {
         weights = find_weights(params, head, i);
-        for (int32_t d = lane * chunk; d < params.head_dim; d += row_lanes * chunk)
+        for (int32_t d = lane * vec_channels; d < params.head_dim; d += row_lanes * vec_channels)
             differentiate_channels<element>(sums, params, weights, head, i, d);
     }
     const float all[2] = {row_sum(sums[0]), row_sum(sums[1])};
@@ -137,7 +138,7 @@ static lse_view lse_of(const fdma_tensor *tensor) {
 }
 
 static merge_params describe(const fdma_problem *problem) {
-    const fdma_partial *const partials = problem->part;
+    const fdma_partial *const partials = problem->partial;
     const bool is_backward = problem->operation == operation_merge_backward;
     merge_params params = {};
     params.out = view_of(&problem->out);
@@ -162,7 +163,7 @@ static merge_params describe(const fdma_problem *problem) {
 static bool is_double(const fdma_tensor *tensor) { return tensor->dtype == FDMA_FLOAT64; }
 
 static const char *refuses(const fdma_problem *problem) {
-    const fdma_partial *const partials = problem->part;
+    const fdma_partial *const partials = problem->partial;
     if (problem->dtype == FDMA_FLOAT64 || is_double(&problem->lse) || is_double(&problem->dlse) ||
         is_double(&partials[0].lse) || is_double(&partials[1].lse) ||
         is_double(&partials[0].dlse) || is_double(&partials[1].dlse))

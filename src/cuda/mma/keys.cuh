@@ -21,11 +21,11 @@ __device__ static inline tile_list tile_list_of(const forward_plan &plan, const 
     const int32_t t = plan.lists == 1 ? 0 : range.first / plan.group / list_queries;
     tile_list keys = {};
     keys.kv_len = plan.kv_len;
-    keys.records = plan.records ? plan.records + head * plan.kv_len : nullptr;
-    keys.list = plan.list ? plan.list + head * plan.list_head + t * plan.list_tile : nullptr;
+    keys.records = plan.records != NULL ? plan.records + head * plan.kv_len : NULL;
+    keys.list = plan.list != NULL ? plan.list + head * plan.list_head + t * plan.list_tile : NULL;
     if (plan.causal && last < 0)
         return keys;
-    if (plan.count == nullptr)
+    if (plan.count == NULL)
         keys.entries = plan.causal ? min(last + 1, plan.kv_len) : plan.kv_len;
     else
         keys.entries = visible_entries(plan, plan.count[head * plan.lists + t], t, last);
@@ -51,7 +51,7 @@ tile_inputs_of(const forward_plan &plan, const row_range &range, int32_t rows, b
 __device__ static inline int32_t entry_at(const tile_list &keys, int32_t n) {
     if (n >= keys.entries)
         return -1;
-    return keys.list ? keys.list[n] : n;
+    return keys.list != NULL ? keys.list[n] : n;
 }
 
 /* The entry of key block n that this thread looks up. */
@@ -67,7 +67,7 @@ template <int keys>
 __device__ static inline void copy_record(key_records<keys> &records, int column,
                                           const tile_list &from, int32_t entry) {
     const bool there = is_key(entry, from.kv_len);
-    if (there && from.records != nullptr) {
+    if (there && from.records != NULL) {
         cp_async_4(shared_address(&records.bias[column]), &from.records[entry].bias);
         cp_async_4(shared_address(&records.expiry[column]), &from.records[entry].expiry);
     } else {

@@ -67,10 +67,7 @@ __device__ static inline void load_queries(char *to, const head_view &view,
         const bool there = row < range.total;
         const int64_t offset = there ? row_offset(view, plan, range, row) : 0;
         const char *const from = (const char *)view.data + 2 * offset;
-        if (aligned)
-            copy_row<shape::head_dim>(to, r, from, plan.head_dim / vec_channels, there);
-        else
-            copy_row_unaligned<shape::head_dim>(to, r, from, plan.head_dim / vec_channels, there);
+        copy_row<shape::head_dim>(to, r, from, plan.head_dim / vec_channels, there, aligned);
     }
 }
 

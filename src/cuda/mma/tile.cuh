@@ -10,16 +10,16 @@
 
 #include "cuda/device/head_view.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/vec.cuh"
 
-/* A vector is 16 bytes: what a lane copies at once, and one row of an 8 x 8 matrix of ldmatrix. */
-enum {
-    warp_lanes = 32,
-    vec_bytes = 16,
-    vec_channels = 8,
-    mma_rows = 16,
-};
+#ifndef FDMA_HEAD_DIM
+#define FDMA_HEAD_DIM 128 // in an editor, where no build defines it
+#endif
 
-/* Rows in shared memory. The vectors of a row are permuted by its number, so that the same vector
+enum { warp_lanes = 32, mma_rows = 16 };
+
+/* Rows in shared memory. A vector is what a lane copies at once, and one row of an 8 x 8 matrix of
+ * ldmatrix. The vectors of a row are permuted by its number, so that the same vector
  * of 8 consecutive rows lies in different banks. */
 template <int head_dim> struct row_layout {
     static constexpr int row_bytes = head_dim * 2;
@@ -152,20 +152,7 @@ __device__ static inline const char *row_at(const row_source &source, uint32_t r
     return source.data + row * source.stride;
 }
 
-/* Starts copying a row to shared memory, or zeros if !there, with `copiers` lanes. */
-template <int head_dim>
-__device__ static inline void copy_row(char *rows, int row, const char *from, int32_t vecs,
-                                       bool there) {
-    using layout = row_layout<head_dim>;
-#pragma unroll
-    for (int x = 0; x < layout::vecs; x += layout::copiers) {
-        const int vec = x + threadIdx.x % layout::copiers;
-        cp_async_16(shared_address(rows + layout::offset(row, vec)), from + vec * vec_bytes,
-                    there && vec < vecs ? vec_bytes : 0);
-    }
-}
-
-/* The same for a row that is aligned to its elements only. It copies at once. */
+/* Copies a row that is aligned to its elements only. */
 template <int head_dim>
 __device__ static inline void copy_row_unaligned(char *rows, int row, const char *from,
                                                  int32_t vecs, bool there) {
@@ -174,6 +161,24 @@ __device__ static inline void copy_row_unaligned(char *rows, int row, const char
     for (int x = threadIdx.x % layout::copiers * 2; x < layout::row_bytes; x += layout::copiers * 2)
         *(uint16_t *)(rows + layout::offset(row, x / vec_bytes) + x % vec_bytes) =
             there && x < vecs * vec_bytes ? *(const uint16_t *)(from + x) : (uint16_t)0;
+}
+
+/* Starts copying a row to shared memory, or zeros if !there, with `copiers` lanes. `aligned`: every
+ * vector is aligned to 16 bytes. */
+template <int head_dim>
+__device__ static inline void copy_row(char *rows, int row, const char *from, int32_t vecs,
+                                       bool there, bool aligned) {
+    using layout = row_layout<head_dim>;
+    if (!aligned) {
+        copy_row_unaligned<head_dim>(rows, row, from, vecs, there);
+        return;
+    }
+#pragma unroll
+    for (int x = 0; x < layout::vecs; x += layout::copiers) {
+        const int vec = x + threadIdx.x % layout::copiers;
+        cp_async_16(shared_address(rows + layout::offset(row, vec)), from + vec * vec_bytes,
+                    there && vec < vecs ? vec_bytes : 0);
+    }
 }
 
 /* Writes a row of shared memory to a tensor, with `copiers` lanes. */

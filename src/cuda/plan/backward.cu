@@ -3,7 +3,7 @@
  * from its sums in float32.
  *
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
-#include "cuda/device/chunk.cuh"
+#include "cuda/device/rows.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/backward.cuh"
 
@@ -24,23 +24,23 @@ __global__ void __launch_bounds__(row_threads)
         there ? forward.lse[b * forward.lse_batch + h * forward.lse_head + i] : -INFINITY;
     const bool empty = lse == -INFINITY; // a row of NaN is not
     float delta = 0;
-    if (there) { // not only if !empty: that would wait for lse first
+    if (there) { // even if it is empty: to wait for lse first would take longer
         const element *const dout = row_of<element>(plan.dout, head, forward.q_heads, i);
         const element *const out = row_of<element>(forward.out, head, forward.q_heads, i);
 #pragma unroll 2
-        for (int32_t d = lane * chunk; d < forward.head_dim; d += row_lanes * chunk) {
-            float x[chunk], y[chunk];
-            load_chunk(x, dout + d, aligned);
-            load_chunk(y, out + d, aligned);
+        for (int32_t d = lane * vec_channels; d < forward.head_dim; d += row_lanes * vec_channels) {
+            float x[vec_channels], y[vec_channels];
+            load_vec(x, dout + d, aligned);
+            load_vec(y, out + d, aligned);
 #pragma unroll
-            for (int n = 0; n < chunk; n++)
+            for (int n = 0; n < vec_channels; n++)
                 delta = fmaf(x[n], y[n], delta);
         }
     }
     delta = row_sum(delta);
     if (lane != 0)
         return;
-    if (!empty && plan.dlse != nullptr)
+    if (!empty && plan.dlse != NULL)
         delta -= plan.dlse[b * plan.dlse_batch + h * plan.dlse_head + i];
     plan.row_lse[head * plan.rows + i] = empty ? INFINITY : lse * log2_e;
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
@@ -55,17 +55,17 @@ __global__ void __launch_bounds__(row_threads)
     const int32_t lane = threadIdx.x % row_lanes;
     if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
         return;
-    if (plan.dbias != nullptr && lane == 0)
+    if (plan.dbias != NULL && lane == 0)
         plan.dbias[head / forward.kv_heads * plan.dbias_batch +
                    head % forward.kv_heads * plan.dbias_head + j] = 0;
     if (plan.accumulate)
         return;
-    const float zeros[chunk] = {};
+    const float zeros[vec_channels] = {};
     __half *const dk = row_of<__half>(plan.dk, head, forward.kv_heads, j);
     __half *const dv = row_of<__half>(plan.dv, head, forward.kv_heads, j);
-    for (int32_t d = lane * chunk; d < forward.head_dim; d += row_lanes * chunk) {
-        store_chunk(dk + d, zeros, aligned);
-        store_chunk(dv + d, zeros, aligned);
+    for (int32_t d = lane * vec_channels; d < forward.head_dim; d += row_lanes * vec_channels) {
+        store_vec(dk + d, zeros, aligned);
+        store_vec(dv + d, zeros, aligned);
     }
 }
 
@@ -80,37 +80,37 @@ __global__ void __launch_bounds__(row_threads)
         return;
     element *const dq = row_of<element>(plan.dq, head, forward.q_heads, i);
     const float *const from = plan.dq_sum + (head * plan.rows + i) * plan.sum_dim;
-    for (int32_t d = threadIdx.x % row_lanes * chunk; d < forward.head_dim;
-         d += row_lanes * chunk) {
-        float sum[chunk], old[chunk] = {};
+    for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
+         d += row_lanes * vec_channels) {
+        float sum[vec_channels], old[vec_channels] = {};
         *(float4 *)&sum[0] = *(const float4 *)&from[d];
         *(float4 *)&sum[4] = *(const float4 *)&from[d + 4];
         if (plan.accumulate)
-            load_chunk(old, dq + d, aligned);
+            load_vec(old, dq + d, aligned);
 #pragma unroll
-        for (int x = 0; x < chunk; x++)
+        for (int x = 0; x < vec_channels; x++)
             sum[x] = fmaf(sum[x], forward.scale, old[x]);
-        store_chunk(dq + d, sum, aligned);
+        store_vec(dq + d, sum, aligned);
     }
 }
 
 /* Adds eight channels of a sum to a gradient, and clears the sum. */
 template <typename element>
-__device__ static inline void add_channels(element *to, float (&sum)[chunk], bool aligned) {
-    float old[chunk];
-    load_chunk(old, to, aligned);
+__device__ static inline void add_channels(element *to, float (&sum)[vec_channels], bool aligned) {
+    float old[vec_channels];
+    load_vec(old, to, aligned);
 #pragma unroll
-    for (int x = 0; x < chunk; x++) {
+    for (int x = 0; x < vec_channels; x++) {
         old[x] += sum[x];
         sum[x] = 0;
     }
-    store_chunk(to, old, aligned);
+    store_vec(to, old, aligned);
 }
 
 /* Adds eight channels to a sum. */
-__device__ static inline void sum_channels(float (&sum)[chunk], const float *from) {
+__device__ static inline void sum_channels(float (&sum)[vec_channels], const float *from) {
 #pragma unroll
-    for (int x = 0; x < chunk; x++)
+    for (int x = 0; x < vec_channels; x++)
         sum[x] += from[x];
 }
 
@@ -122,10 +122,10 @@ __global__ void __launch_bounds__(boundary_threads)
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block();
     const int32_t slot = blockIdx.x * (boundary_threads / 32) + threadIdx.x / 32;
-    const int32_t lane = threadIdx.x % 32, d = lane * chunk;
+    const int32_t lane = threadIdx.x % 32, d = lane * vec_channels;
     if (head >= (int64_t)forward.batch * forward.kv_heads || slot >= plan.slots)
         return;
-    float dk[chunk] = {}, dv[chunk] = {}, dbias = 0;
+    float dk[vec_channels] = {}, dv[vec_channels] = {}, dbias = 0;
     int32_t key = key_in_slot(plan, head, plan.partition_lists, slot);
     for (int32_t n = 1; n < plan.partitions; n++) {
         const bool is_last = n + 1 == plan.partitions;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(boundary_threads)
                 add_channels(row_of<element>(plan.dv, head, forward.kv_heads, key) + d, dv,
                              aligned);
             }
-            if (plan.dbias != nullptr && lane == 0)
+            if (plan.dbias != NULL && lane == 0)
                 plan.dbias[head / forward.kv_heads * plan.dbias_batch +
                            head % forward.kv_heads * plan.dbias_head + key] += dbias;
             dbias = 0;
@@ -172,7 +172,7 @@ static int32_t count_partitions(const fdma_problem *problem, const backward_shap
     enum { wanted_blocks = 128, long_len = 65536 };
     const int64_t window = problem->window > 0 ? problem->window : 1;
     const int64_t blocks = problem->kv_heads * divide_up(window, shape.block_slots);
-    // boundary sums may have as many bytes as k and v; those of a long sequence 1/32 as many
+    // boundary sums have at most as many bytes as k and v, those of a long sequence 1/32 as many
     const int64_t least_windows = problem->kv_len < long_len ? 2 : 64; // of a partition
     int64_t partitions = divide_up(wanted_blocks, blocks);
     const int64_t most = 1 + problem->kv_len / (least_windows * window);

@@ -160,11 +160,11 @@ struct roll_memory {
     int32_t live;                           // slots in use
     int32_t arrivals[2][roll_threads / 32]; // that each warp counts; two lists in turn
     // the slot of each key after the first list's first position; negative: it is not kept
-    int32_t entering[most_block_lists * list_queries];
+    int32_t arriving[most_block_lists * list_queries];
 };
 
-/* Loads a scattered list. An entry that the selection does not confirm is left out: no key may have
- * written it. */
+/* Loads a scattered list. Entries that the selection does not confirm are left out, because they
+ * may never have been written. */
 __device__ static void load_table(const forward_plan &plan, const selection_view &selection,
                                   const head_selection &of, const int32_t *list, int32_t position,
                                   roll_memory *shared) {
@@ -182,14 +182,14 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
 }
 
 /* Loads the slots of the keys that arrive during the block's lists. */
-__device__ static void load_entering(const forward_plan &plan, const selection_view &selection,
+__device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
                                      const head_selection &of, int32_t position, int32_t lists,
                                      roll_memory *shared) {
     for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
         const int32_t j = position + 1 + n;
-        const bool enters = j < plan.kv_len && of.expiry[j] > j;
-        const int32_t slot = enters ? of.slot[j] : -1;
-        shared->entering[n] = slot < selection.slots ? slot : -1;
+        const bool arrives = j < plan.kv_len && of.expiry[j] > j;
+        const int32_t slot = arrives ? of.slot[j] : -1;
+        shared->arriving[n] = slot < selection.slots ? slot : -1;
     }
 }
 
@@ -206,12 +206,12 @@ __device__ static void write_live(const head_selection &of, int32_t *list,
 }
 
 /* Appends the keys that arrive after the first position of list t, ascending, and writes its
- * counts. `entering` is at the first of them. They are fewer than the threads. */
+ * counts. `arriving` is at the first of them. They are fewer than the threads. */
 __device__ static void write_arrivals(const forward_plan &plan, const head_selection &of, int32_t t,
-                                      const int32_t *entering, int32_t *list, int2 *count,
+                                      const int32_t *arriving, int32_t *list, int2 *count,
                                       roll_memory *shared) {
     const int32_t n = threadIdx.x, warp = n / 32, j = list_position(plan, t) + 1 + n;
-    const bool arrives = n < list_queries - 1 && entering[n] >= 0 && is_valid(of, j);
+    const bool arrives = n < list_queries - 1 && arriving[n] >= 0 && is_valid(of, j);
     const unsigned mask = __ballot_sync(~0u, arrives);
     int32_t *const arrivals = shared->arrivals[t % 2];
     if (n % 32 == 0)
@@ -231,12 +231,12 @@ __device__ static void write_arrivals(const forward_plan &plan, const head_selec
 
 /* Moves the table on to the next list's first position: the keys that arrive up to it take over
  * their slots. If two of them take the same slot, the later one has it. */
-__device__ static void roll_table(int32_t position, const int32_t *entering, roll_memory *shared) {
+__device__ static void roll_table(int32_t position, const int32_t *arriving, roll_memory *shared) {
     const int32_t n = threadIdx.x;
-    if (n >= list_queries || entering[n] < 0)
+    if (n >= list_queries || arriving[n] < 0)
         return;
-    atomicMax(&shared->table[entering[n]], position + 1 + n);
-    atomicMax(&shared->live, entering[n] + 1);
+    atomicMax(&shared->table[arriving[n]], position + 1 + n);
+    atomicMax(&shared->live, arriving[n] + 1);
 }
 
 /* The lists of one thread block. */
@@ -258,20 +258,20 @@ __global__ void __launch_bounds__(roll_threads)
     }
     __syncthreads();
     const int32_t position = list_position(plan, first);
-    load_entering(plan, selection, of, position, end - first, &shared);
+    load_arriving(plan, selection, of, position, end - first, &shared);
     griddepcontrol_wait(); // for the scattered lists
     griddepcontrol_launch_dependents();
     load_table(plan, selection, of, lists + first * plan.list_tile, position, &shared);
     for (int32_t t = first; t < end; t++) {
-        const int32_t *const entering = shared.entering + (t - first) * list_queries;
+        const int32_t *const arriving = shared.arriving + (t - first) * list_queries;
         int32_t *const list = lists + t * plan.list_tile;
         __syncthreads();
         write_live(of, list, &shared);
-        write_arrivals(plan, of, t, entering, list, &plan.count[(int64_t)head * plan.lists + t],
+        write_arrivals(plan, of, t, arriving, list, &plan.count[(int64_t)head * plan.lists + t],
                        &shared);
         __syncthreads();
         if (t + 1 < end)
-            roll_table(list_position(plan, t), entering, &shared);
+            roll_table(list_position(plan, t), arriving, &shared);
     }
 }
 

@@ -52,7 +52,7 @@ template <typename config> struct key_ring {
     int filled, free;                     // the stages to read next and to fill next
     const typename config::element *from; // the vector of the first key
     uint32_t valid;                       // bit i: key i exists and is valid
-    int channel, d;                       // the vector's first: of all heads, of its head
+    int channel, d;                       // of the vector: counted over all heads, and in its head
     int round, step;
 };
 
@@ -87,7 +87,7 @@ __device__ static void enter_round(key_ring<config> &ring, const score_params &p
 
 /* The swizzled offset of a vector: those that ldmatrix reads together are in different banks. */
 template <typename config> __device__ static uint32_t vec_offset(int row, int vec) {
-    return row * config::row_bytes + (vec ^ row % 8) * 16;
+    return row * config::row_bytes + (vec ^ row % 8) * vec_bytes;
 }
 
 /* The copies of a lane where v is not aligned: element by element. */
@@ -120,7 +120,7 @@ __device__ static void copy_keys(key_ring<config> &ring, const score_params &par
 #pragma unroll
         for (int i = 0; i < config::copies; i++, from += stride)
             cp_async_16(to + vec_offset<config>(row + i * config::copy_rows, vec), from,
-                        valid & 1u << i ? 16 : 0);
+                        valid & 1u << i ? vec_bytes : 0);
     advance(ring, params, config::step_channels);
     if (++ring.step == params.panels * params.panel_steps)
         enter_round(ring, params, ring.round + 1);
@@ -142,10 +142,10 @@ __device__ static void copy_panel(char *panel, const score_params &params, int h
             const int channel = step * config::step_channels + vec * vec_channels;
             const bool is_there = head + g < params.kv_heads && first + channel < params.channels;
             cp_async_16(to + vec_offset<config>(row, vec), from + g * params.weight_row + channel,
-                        is_there ? 16 : 0);
+                        is_there ? vec_bytes : 0);
         }
         from += params.weight_limb;
-        to += vecs * 16;
+        to += vecs * vec_bytes;
     }
 }
 

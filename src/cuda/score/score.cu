@@ -306,7 +306,7 @@ template <typename config> static int count_panel_bytes(const score_params &para
  * with it. Returns false if the rings of so many warps do not fit. */
 template <typename config> static bool plan_shared(score_params *params, int shared) {
     enum { most_stages = 8, most_panel_steps = 8 };
-    const int steps = (params->channels + config::step_channels - 1) / config::step_channels;
+    const int steps = (int)divide_up(params->channels, config::step_channels);
     const int stages_bytes = params->key_warps * config::stage_bytes;
     params->is_resident = params->head_blocks == 1 && steps < shared / config::row_bytes &&
                           count_panel_bytes<config>(*params, steps) <= shared / 3;
@@ -318,7 +318,8 @@ template <typename config> static bool plan_shared(score_params *params, int sha
         params->stages = fit < most_stages ? fit : most_stages;
     }
     for (int most = most_panel_steps; !params->is_resident && most > 0; most /= 2) {
-        const int panels = (steps + most - 1) / most, panel_steps = (steps + panels - 1) / panels;
+        const int panels = (int)divide_up(steps, most);
+        const int panel_steps = (int)divide_up(steps, panels);
         const int fit =
             (shared - 2 * count_panel_bytes<config>(*params, panel_steps)) / stages_bytes;
         const int stages = fit < panel_steps + 1 ? fit : panel_steps + 1;

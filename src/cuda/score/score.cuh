@@ -1,13 +1,12 @@
-/* What the kernels of score and score_backward work from. dt_proj becomes their weights, in v's
- * type and aligned to 16 bytes; where it is not so itself, a copy in the workspace is. A float32
- * weight becomes a sum of limbs, numbers of v's type. */
+/* What the kernels of score and score_backward work from. Their weights are dt_proj in v's type,
+ * aligned to 16 bytes: dt_proj itself if it is that already, otherwise a copy in the workspace. A
+ * float32 weight becomes a sum of limbs, which are numbers of v's type. */
 #ifndef FDMA_CUDA_SCORE_SCORE_CUH
 #define FDMA_CUDA_SCORE_SCORE_CUH
 
 #include "core/integers.h"
 #include "cuda/device/host.cuh"
-
-static constexpr int vec_channels = 8; // of a vector of 16 bytes, which a lane loads at once
+#include "cuda/device/vec.cuh"
 
 struct score_params {
     const void *v, *dt_proj, *a;            // a NULL: scores are the bare products

@@ -30,7 +30,7 @@ template <typename config> struct split_memory {
     };
 };
 
-/* Starts copying the items that `from` has of the tiles of step n of a split, if there is one. */
+/* Starts copying the items of step n of a split, if there is one. `from` has one for each tile. */
 template <typename config, typename item>
 __device__ static inline void copy_step(item *to, const void *from, const gradient_params &params,
                                         int32_t g, int32_t n) {
@@ -97,7 +97,7 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
             __syncwarp();
             const uint32_t mask = shared->masks[step % 3][t];
             const typename config::operands &operands = shared->operands[step % 2][t];
-            if (mask != 0 && params.dv != nullptr)
+            if (mask != 0 && params.dv != NULL)
                 add_to_dv(ring[filled], weights, params, operands, at, step * step_tiles + t, mask);
             if (mask != 0)
                 add_to_sums(sums, ring[filled], operands);
@@ -217,7 +217,7 @@ __device__ static inline float sum_columns(float sum) {
     return sum;
 }
 
-/* Adds one of `slices` equal ranges of `count` numbers that lie `stride` apart. */
+/* The sum of one of `slices` equal ranges of `count` numbers that lie `stride` apart. */
 __device__ static inline float sum_slice(const float *from, int64_t count, int64_t stride,
                                          int slice, int slices) {
     const int64_t each = divide_up(count, slices), end = min((slice + 1) * each, count);
@@ -228,8 +228,8 @@ __device__ static inline float sum_slice(const float *from, int64_t count, int64
     return sum;
 }
 
-/* The gradients of kv head blockIdx.y: of dt_proj, where each column of threads takes a channel,
- * and in the last thread block of a. */
+/* Writes the gradients of dt_proj and a for kv head blockIdx.y. Each column of threads takes a
+ * channel of dt_proj; the last thread block takes a. */
 template <typename element>
 __global__ void __launch_bounds__(finish_columns *finish_rows)
     finish_sums(const __grid_constant__ gradient_params params) {

@@ -1,8 +1,8 @@
 /* What the kernels of score_backward work from, and the first of them: from dbias and dt it makes
  * ddt, the gradient of the products of v and dt_proj, as operands of the tensor cores.
  *
- * An operand has ddt as a sum of two limbs of v's type. So a product that sums over 8 kv heads
- * takes the 16 columns of an mma, and one whose rows are 8 kv heads its 16 rows. */
+ * An operand has ddt as a sum of two limbs of v's type. So 8 kv heads fill an mma, whether they
+ * are the 16 numbers that it sums over or its 16 rows. */
 #ifndef FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
 #define FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
 
@@ -73,7 +73,7 @@ __device__ static inline float *ddt_of(const gradient_params &params, int32_t b,
 }
 
 __device__ static inline bool is_valid(const gradient_params &params, int32_t b, int32_t j) {
-    return params.key_valid == nullptr || params.key_valid[b * params.valid_batch + j] != 0;
+    return params.key_valid == NULL || params.key_valid[b * params.valid_batch + j] != 0;
 }
 
 /* The gradients of dt and of a that come from one key and kv head. If dbias is not 0 but ddt is,
@@ -187,7 +187,7 @@ __device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
     }
 }
 
-/* Which keys of a warp's tile have a gradient. */
+/* The keys of a warp's tile that have a gradient, a bit each. */
 template <int head_tiles>
 __device__ static inline uint32_t find_mask(const round_gradients<head_tiles> &from) {
     const int lane = threadIdx.x % 32;
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(find_threads)
     griddepcontrol_launch_dependents();
     if (threadIdx.x < round.heads)
         round.scales[threadIdx.x] =
-            params.score.scales != nullptr && g + (int32_t)threadIdx.x < params.kv_heads
+            params.score.scales != NULL && g + (int32_t)threadIdx.x < params.kv_heads
                 ? params.score.scales[g + threadIdx.x]
                 : 1;
     take_key<element>(&round, params, b, g, tile * tile_keys + (int32_t)threadIdx.x % round_keys);

@@ -1,5 +1,5 @@
 /* The products of score_backward on the tensor cores, for a tile of keys and a warp's channels: ddt
- * times dt_proj, which dv gets, and ddt times v, which ddt_proj gets. */
+ * times dt_proj, which is added to dv, and ddt times v, which is summed for ddt_proj. */
 #ifndef FDMA_CUDA_SCORE_SCORE_BACKWARD_PRODUCTS_CUH
 #define FDMA_CUDA_SCORE_SCORE_BACKWARD_PRODUCTS_CUH
 
@@ -97,16 +97,16 @@ __device__ static inline void copy_tile(tile_stage<config> *stage, const gradien
             const int range = vec_index<config>(row, quad * quad_tiles + lane % 4);
             copy_vec(&stage->v[range], there ? at.v[quad] + key * params.score.v_row : at.v[0],
                      there, params.score.is_aligned);
-            if (params.dv != nullptr)
+            if (params.dv != NULL)
                 copy_vec(&stage->dv[range], there ? at.dv[quad] + key * params.dv_row : at.dv[0],
                          there, params.dv_aligned);
         }
     }
 }
 
-/* dt_proj as ddt is multiplied with it: [limb][tile of heads][tile of channels], of heads lane % 4
- * * 2 and that + 1 of a tile. The channels of a quad of tiles are such that a lane's sums are a
- * vector: column c of tile n is channel c / 2 * 8 + n * 2 + c % 2. */
+/* dt_proj as the right operand for ddt: [limb][tile of heads][tile of channels]. A lane has heads
+ * lane % 4 * 2 and the next of a tile. The channels of a quad of tiles are permuted so that a
+ * lane's sums are one vector: column c of tile n is channel c / 2 * 8 + n * 2 + c % 2. */
 template <typename config> struct warp_weights {
     uint32_t pair[config::limbs][config::head_tiles][config::channel_tiles];
 };
@@ -126,7 +126,7 @@ __device__ static inline void load_weights(warp_weights<config> &weights,
                                            const gradient_params &params, int32_t g,
                                            int32_t first) {
     const int lane = threadIdx.x % 32, column = lane / 4;
-    const uint32_t selector = column % 2 == 0 ? 0x5410 : 0x7632; // halves of two words
+    const uint32_t selector = column % 2 == 0 ? 0x5410 : 0x7632; // picks the same half of two words
     uint32_t (*const pairs)[config::channel_tiles] = weights.pair[0];
 #pragma unroll
     for (int x = 0; x < config::limbs * config::head_tiles; x++)

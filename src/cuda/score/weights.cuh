@@ -1,5 +1,5 @@
-/* Makes the weights of score kernels from dt_proj. Where dt_proj is not of v's type or not aligned
- * to 16 bytes, arrange_weights() writes it to the workspace, a float32 weight as three limbs. */
+/* Makes the weights of score kernels from dt_proj. If dt_proj is not of v's type or not aligned to
+ * 16 bytes, arrange_weights() writes it to the workspace, with three limbs for a float32 weight. */
 #ifndef FDMA_CUDA_SCORE_WEIGHTS_CUH
 #define FDMA_CUDA_SCORE_WEIGHTS_CUH
 

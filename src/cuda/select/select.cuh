@@ -31,6 +31,7 @@
 #ifndef FDMA_CUDA_SELECT_SELECT_CUH
 #define FDMA_CUDA_SELECT_SELECT_CUH
 
+#include "core/integers.h"
 #include "cuda/device/host.cuh"
 #include "cuda/device/ptx.cuh"
 

@@ -1,5 +1,7 @@
 /* The vocabulary of avx2, for test_vocabulary.c. */
-#include "cpu/simd/avx2.h"
+#define FDMA_POINT_AVX2
+
+#include "cpu/common/math.h"
 
 #include "words.h"
 

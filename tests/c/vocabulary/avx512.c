@@ -1,5 +1,7 @@
 /* The vocabulary of avx512, for test_vocabulary.c. */
-#include "cpu/simd/avx512.h"
+#define FDMA_POINT_AVX512
+
+#include "cpu/common/math.h"
 
 #include "words.h"
 

@@ -1,5 +1,7 @@
 /* The vocabulary of neon, for test_vocabulary.c. */
-#include "cpu/simd/neon.h"
+#define FDMA_POINT_NEON
+
+#include "cpu/common/math.h"
 
 #include "words.h"
 

@@ -1,5 +1,5 @@
 /* The vocabulary of scalar, for test_vocabulary.c. */
-#include "cpu/simd/scalar.h"
+#include "cpu/common/math.h"
 
 #include "words.h"
 

@@ -29,6 +29,7 @@ typedef struct vocabulary {
     void (*max)(float *to, const float *a, const float *b);
     void (*copy_sign)(float *to, const float *size, const float *sign);
     void (*fma)(float *to, const float *a, const float *b, const float *c);
+    void (*rounding_error)(float *to, const float *a, const float *b, const float *product);
     void (*abs)(float *to, const float *x);
     float (*sum)(const float *x);
     bool (*any_greater)(const float *a, const float *b);
@@ -37,6 +38,10 @@ typedef struct vocabulary {
     void (*transpose)(float *x);
     void (*fraction)(float *to, const float *x);
     void (*scale2)(float *to, const float *fraction, const float *x);
+    void (*exp2)(float *to, const float *x); /* of src/cpu/common/math.h, as the others below */
+    void (*exp)(float *to, const float *x);
+    void (*log1p)(float *to, const float *x);
+    void (*tanh)(float *to, const float *x);
 } vocabulary;
 
 /* Words of two bfloat16. Of dot's `word` the first one counts, for every lane. */

@@ -60,6 +60,10 @@ static void word_fma(float *to, const float *a, const float *b, const float *c) 
     vf_store(to, vf_fma(vf_load(a), vf_load(b), vf_load(c)));
 }
 
+static void word_rounding_error(float *to, const float *a, const float *b, const float *product) {
+    vf_store(to, vf_rounding_error(vf_load(a), vf_load(b), vf_load(product)));
+}
+
 static void word_abs(float *to, const float *x) { vf_store(to, vf_abs(vf_load(x))); }
 
 static float word_sum(const float *x) { return vf_sum(vf_load(x)); }
@@ -94,12 +98,20 @@ static void word_scale2(float *to, const float *fraction, const float *x) {
     vf_store(to, vf_scale2(vf_load(fraction), vf_load(x)));
 }
 
+static void word_exp2(float *to, const float *x) { vf_store(to, exp2_of(vf_load(x))); }
+
+static void word_exp(float *to, const float *x) { vf_store(to, exp_of(vf_load(x))); }
+
+static void word_log1p(float *to, const float *x) { vf_store(to, log1p_of(vf_load(x))); }
+
+static void word_tanh(float *to, const float *x) { vf_store(to, tanh_of(vf_load(x))); }
+
 #define VOCABULARY_WORDS                                                                           \
     {                                                                                              \
         .width = vf_width,                                                                         \
         .flush_subnormals = flush_subnormals,                                                      \
         .keep_subnormals = keep_subnormals,                                                        \
-        .restore_modes = restore_modes,                                                      \
+        .restore_modes = restore_modes,                                                            \
         .set = word_set,                                                                           \
         .copy = word_copy,                                                                         \
         .copy_first = word_copy_first,                                                             \
@@ -115,6 +127,7 @@ static void word_scale2(float *to, const float *fraction, const float *x) {
         .max = word_max,                                                                           \
         .copy_sign = word_copy_sign,                                                               \
         .fma = word_fma,                                                                           \
+        .rounding_error = word_rounding_error,                                                     \
         .abs = word_abs,                                                                           \
         .sum = word_sum,                                                                           \
         .any_greater = word_any_greater,                                                           \
@@ -123,6 +136,10 @@ static void word_scale2(float *to, const float *fraction, const float *x) {
         .transpose = word_transpose,                                                               \
         .fraction = word_fraction,                                                                 \
         .scale2 = word_scale2,                                                                     \
+        .exp2 = word_exp2,                                                                         \
+        .exp = word_exp,                                                                           \
+        .log1p = word_log1p,                                                                       \
+        .tanh = word_tanh,                                                                         \
     }
 
 #endif /* VOCABULARY_WORDS_H */

@@ -43,14 +43,14 @@ __device__ static inline void load_rows(key_memory<config> &shared, const backwa
 #pragma unroll 1
     for (int n = thread / layout::copiers; n < config::rows;
          n += config::threads / layout::copiers) {
-        if (before != nullptr && before[n] == keys[n])
+        if (before != NULL && before[n] == keys[n])
             continue;
         const bool there = is_key(keys[n], kv_len);
         const char *const k = row_at(inputs.k, there ? keys[n] : 0);
         const char *const v = row_at(inputs.v, there ? keys[n] : 0);
         if (inputs.k.aligned) {
-            copy_row<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there);
-            copy_row<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there);
+            copy_row<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there, true);
+            copy_row<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there, true);
         } else {
             copy_row_unaligned<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there);
             copy_row_unaligned<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there);
@@ -62,7 +62,7 @@ __device__ static inline void load_rows(key_memory<config> &shared, const backwa
         return;
     key_record record = {INT32_MAX, 0};
     const bool there = is_key(keys[n], kv_len);
-    if (there && plan.forward.records != nullptr)
+    if (there && plan.forward.records != NULL)
         record = plan.forward.records[inputs.head * kv_len + keys[n]];
     shared.expiry[n] = record.expiry;
     shared.bias[n] = there ? record.bias : -INFINITY; // without a key, sums are not used
@@ -85,8 +85,8 @@ __device__ static inline void load_step(key_memory<config> &shared, const backwa
         const char *const dout = row_at(inputs.dout, i) + 2 * step.h * plan.dout.head;
         char *const to_q = (char *)shared.q[stage], *const to_dout = (char *)shared.dout[stage];
         if (inputs.q.aligned) {
-            copy_row<config::head_dim>(to_q, n, q, inputs.q.vecs, there);
-            copy_row<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there);
+            copy_row<config::head_dim>(to_q, n, q, inputs.q.vecs, there, true);
+            copy_row<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there, true);
         } else {
             copy_row_unaligned<config::head_dim>(to_q, n, q, inputs.q.vecs, there);
             copy_row_unaligned<config::head_dim>(to_dout, n, dout, inputs.q.vecs, there);
@@ -322,7 +322,7 @@ __device__ static inline void write_rows(const key_memory<config> &shared,
             add_sums<config, false>(dk, aligned, dim, sums.dk, s, column_warp, scale);
             element *const dv = row_at<element>(plan.dv, inputs, key);
             add_sums<config, false>(dv, aligned, dim, sums.dv, s, column_warp, 1);
-            if (is_first && plan.dbias != nullptr)
+            if (is_first && plan.dbias != NULL)
                 plan.dbias[inputs.b * plan.dbias_batch + inputs.g * plan.dbias_head + key] += dbias;
         }
 #pragma unroll
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     clear_sums(sums.dk);
     clear_sums(sums.dv);
     sums.dbias[0] = sums.dbias[1] = 0;
-    load_rows(shared, plan, nullptr, shared.key[0]);
+    load_rows(shared, plan, NULL, shared.key[0]);
     sum_steps(shared, plan, sums, aligned);
 }
 

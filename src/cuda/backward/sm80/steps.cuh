@@ -69,7 +69,7 @@ __device__ static inline int32_t key_of_row(const backward_plan &plan, const key
         return key_in_slot(plan, inputs.head, query_block, slot);
     if (slot >= inputs.end_slot)
         return -1;
-    if (forward.list == nullptr)
+    if (forward.list == NULL)
         return slot;
     return forward.list[inputs.head * forward.list_head + query_block * forward.list_tile + slot];
 }
@@ -104,7 +104,7 @@ __device__ static inline void start_diagonal(const backward_plan &plan, key_inpu
 /* Entries of the list that all query blocks share. */
 __device__ static inline int32_t shared_entries(const backward_plan &plan, int64_t head) {
     const forward_plan &forward = plan.forward;
-    if (forward.count == nullptr)
+    if (forward.count == NULL)
         return forward.kv_len;
     const int2 count = forward.count[head * forward.lists + forward.lists - 1];
     return (int32_t)min((int64_t)max(count.y, 0), forward.list_head);

@@ -8,10 +8,6 @@
 #include "cuda/mma/keys.cuh"
 #include "cuda/plan/backward.cuh"
 
-#ifndef FDMA_HEAD_DIM
-#define FDMA_HEAD_DIM 128 // an editor that opens this file alone
-#endif
-
 /* A warp has 16 rows. Where dk and dv of 16 keys do not fit its registers, column_warps warps have
  * the same rows: each computes their weights, and sums some of the channels. */
 template <typename type, int column_warps_> struct gradient_config {

@@ -1,25 +1,25 @@
-/* Gradients on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
- * passes: first the keys that live at an epoch's first position, slot by slot, then those that
- * arrive inside an epoch. In a block of threads one warpgroup brings keys and queries
- * (backward_producer) and two multiply (backward_consumer). */
+/* Backward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
+ * passes: the slot pass takes the keys that are live at the first position of a query block, the
+ * diagonal pass those that arrive inside one. In a thread block one warpgroup loads keys and
+ * queries (backward_producer) and two multiply (backward_consumer). */
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
 
-static constexpr int most_parts = 32;
+static constexpr int most_partitions = 32;
 
 template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
     for (int i = 0; i < config::stages; i++) {
-        mbarrier_init(&memory->step_full[i], warpgroup_threads + 1); // and its note
-        mbarrier_init(&memory->step_empty[i], warps);
+        mbarrier_init(&memory->step_ready[i], warpgroup_threads + 1); // and its header
+        mbarrier_init(&memory->step_free[i], warps);
     }
     for (int i = 0; i < 2; i++)
-        mbarrier_init(&memory->ds_full[i], config::consumers);
-    mbarrier_init(&memory->slots_full, warpgroup_threads);
-    mbarrier_init(&memory->keys_full, warpgroup_threads);
-    mbarrier_init(&memory->keys_empty, warps);
+        mbarrier_init(&memory->ds_ready[i], config::consumers);
+    mbarrier_init(&memory->slots_ready, warpgroup_threads);
+    mbarrier_init(&memory->keys_ready, warpgroup_threads);
+    mbarrier_init(&memory->keys_free, warps);
     for (int i = 0; i < config::consumers; i++)
-        memory->owed[i] = -1;
+        memory->held_semaphore[i] = -1;
     fence_mbarrier_init();
 }
 
@@ -29,11 +29,11 @@ __global__ void __launch_bounds__(config::threads, 1)
                   const __grid_constant__ backward_pass pass, const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     backward_memory<config> *const memory = (backward_memory<config> *)bytes;
-    // the same for all threads of a warp, which the compiler cannot know
+    // __shfl_sync tells the compiler that all threads of a warp have the same value
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
     if (threadIdx.x == 0) {
         init_barriers(memory);
-        memory->item = item_of<config>(plan, pass);
+        memory->work = find_work<config>(plan, pass);
     }
     for (int i = threadIdx.x; i < (int)sizeof memory->dbias / 4; i += config::threads)
         ((float *)memory->dbias)[i] = 0;
@@ -53,21 +53,21 @@ __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
-/* dq of its sums, which lie as accumulators held them: a block of threads a tile of 64 queries. */
+/* Writes dq from dq_sum, which is laid out as accumulators. A thread block takes a tile of 64
+ * queries. */
 template <class config>
 __global__ void __launch_bounds__(warpgroup_threads)
     finish_dq(const __grid_constant__ backward_plan plan,
               const __grid_constant__ backward_pass pass) {
     using element = typename config::element;
-    constexpr int span = 32; // channels that a quad writes at once
     const forward_plan &forward = plan.forward;
-    const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, queries = tile % pass.tiles;
+    const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
     const int32_t b = tile / pass.tiles / forward.q_heads, h = tile / pass.tiles % forward.q_heads;
     const float4 *const sums =
-        (const float4 *)pass.dq + (int64_t)tile * (config::q_rows * config::channels / 4);
+        (const float4 *)pass.dq_sum + (int64_t)tile * (config::q_rows * config::channels / 4);
     element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
 #pragma unroll
-    for (int c = 0; c < config::channels; c += span) {
+    for (int c = 0; c < config::channels; c += quad_channels) {
         const int channel = c + 8 * lane;
         float4 four[4];
 #pragma unroll
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(warpgroup_threads)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int32_t query =
-                queries * config::q_rows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+                head_tile * config::q_rows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
             uint32_t words[4];
 #pragma unroll
             for (int n = 0; n < 4; n++)
@@ -98,77 +98,68 @@ __global__ void __launch_bounds__(warpgroup_threads)
     }
 }
 
-/* What this row keeps in the workspace beside the plan. */
+/* Takes from the arena what this kernel needs beside the plan. */
 static backward_pass plan_pass(const backward_plan *plan, int32_t channels, int32_t consumers,
                                fdma_arena *arena) {
     backward_pass pass = {};
     const int64_t heads = (int64_t)plan->forward.batch * plan->forward.q_heads;
-    pass.tiles = plan->rows / step_rows_of_q;
-    pass.dq =
-        (float *)fdma_arena_take(arena, (size_t)(heads * plan->rows * channels) * sizeof *pass.dq);
+    pass.tiles = plan->rows / q_tile_rows;
+    pass.dq_sum = (float *)fdma_arena_take(arena, (size_t)(heads * plan->rows * channels) *
+                                                      sizeof *pass.dq_sum);
     if (plan->deterministic)
-        pass.tickets = (uint32_t *)fdma_arena_take(arena, (size_t)(heads * pass.tiles * consumers) *
-                                                              sizeof *pass.tickets);
+        pass.dq_semaphore = (uint32_t *)fdma_arena_take(
+            arena, (size_t)(heads * pass.tiles * consumers) * sizeof *pass.dq_semaphore);
     return pass;
 }
 
 template <class config>
 static backward_plan plan_with(const fdma_problem *problem, fdma_arena *arena,
                                backward_pass *pass) {
-    const backward_shape shape = {config::slots, most_parts, 0};
+    const backward_shape shape = {config::slots, most_partitions, 0};
     const backward_plan plan = fdma_cuda_plan_backward(problem, arena, shape);
     *pass = plan_pass(&plan, config::channels, config::consumers, arena);
     return plan;
 }
 
-template <class config>
-static fdma_status clear_sums(const fdma_problem *problem, const backward_plan *plan,
-                              const backward_pass *pass) {
+/* Clears a buffer that has tile_bytes bytes for each tile of each head. */
+static fdma_status clear_tiles(const fdma_problem *problem, const backward_plan *plan,
+                               const backward_pass *pass, void *buffer, size_t tile_bytes) {
     const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
-    const size_t bytes = tiles * config::q_rows * config::channels * sizeof *pass->dq;
-    return check_cuda("backward",
-                      cudaMemsetAsync(pass->dq, 0, bytes, (cudaStream_t)problem->exec.stream));
-}
-
-/* Before each pass, which counts its turns from 0. */
-template <class config>
-static fdma_status clear_tickets(const fdma_problem *problem, const backward_plan *plan,
-                                 const backward_pass *pass) {
-    const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
-    const size_t bytes = tiles * config::consumers * sizeof *pass->tickets;
-    if (pass->tickets == NULL)
-        return FDMA_OK;
-    return check_cuda("backward",
-                      cudaMemsetAsync(pass->tickets, 0, bytes, (cudaStream_t)problem->exec.stream));
+    return check_cuda("backward", cudaMemsetAsync(buffer, 0, tiles * tile_bytes,
+                                                  (cudaStream_t)problem->exec.stream));
 }
 
 template <class config>
 static fdma_status run_pass(const fdma_problem *problem, const backward_plan *plan,
-                            const backward_pass *pass, int64_t stretches) {
+                            const backward_pass *pass, int64_t ranges) {
     using memory = backward_memory<config>;
-    static_assert(sizeof(memory) <= memory::most_bytes, "fewer stages");
+    static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
     const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
     launch_shape shape;
-    shape.grid = dim3((unsigned)(pass->blocks * heads * stretches));
+    shape.grid = dim3((unsigned)(pass->slot_blocks * heads * ranges));
     shape.block = dim3(config::threads);
     shape.shared_bytes = sizeof(memory);
     const float softcap_scale =
         plan->forward.softcap == 0 ? 0 : plan->forward.scale / plan->forward.softcap;
     if (shape.grid.x == 0)
         return FDMA_OK;
-    FDMA_TRY(clear_tickets<config>(problem, plan, pass));
+    if (pass->dq_semaphore != NULL) // each pass counts from 0
+        FDMA_TRY(clear_tiles(problem, plan, pass, pass->dq_semaphore,
+                             config::consumers * sizeof *pass->dq_semaphore));
     return launch("backward", differentiate<config>, shape, problem, *plan, *pass, softcap_scale);
 }
 
-/* Epochs that a block of threads takes of the diagonal pass, where most of an epoch is a wait: each
- * one's queries come while the one before is multiplied, its keys while that one's gradients are
- * written. As many as leave the device turns enough to even out. */
-static int32_t find_span(const fdma_problem *problem, const backward_plan *plan, int32_t blocks) {
-    const int64_t turns = 4; // of its multiprocessors
-    const int64_t device_blocks = turns * fdma_cuda_device(problem->exec.device)->multiprocessors;
+/* How many query blocks a thread block of the diagonal pass takes, one after the other. With one
+ * query block it would mostly wait; with several, the queries of the next one are loaded while the
+ * current one is multiplied, and the keys while the current gradients are written. As many as leave
+ * each multiprocessor `waves` thread blocks, so that the load evens out. */
+static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_plan *plan,
+                                   int32_t slot_blocks) {
+    const int64_t waves = 4;
+    const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
     const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
-    const int64_t span = heads * blocks * plan->forward.lists / device_blocks;
-    return (int32_t)(span > 1 ? span : 1);
+    const int64_t query_blocks = heads * slot_blocks * plan->forward.lists / wanted;
+    return (int32_t)(query_blocks > 1 ? query_blocks : 1);
 }
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
@@ -179,15 +170,16 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
     const int64_t tiles = (int64_t)plan.forward.batch * plan.forward.q_heads * pass.tiles;
     if (tiles == 0)
         return FDMA_OK;
-    FDMA_TRY(clear_sums<config>(problem, &plan, &pass));
-    pass.blocks = plan.slots / config::slots;
+    FDMA_TRY(clear_tiles(problem, &plan, &pass, pass.dq_sum,
+                         config::q_rows * config::channels * sizeof *pass.dq_sum));
+    pass.slot_blocks = plan.slots / config::slots;
     FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.partitions));
     if (plan.is_rolling) {
         pass.is_diagonal = true;
-        pass.blocks = (list_queries - 1 + config::slots - 1) / config::slots;
-        pass.span = find_span(problem, &plan, pass.blocks);
+        pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
+        pass.query_blocks = count_blocks_in_row(problem, &plan, pass.slot_blocks);
         FDMA_TRY(run_pass<config>(problem, &plan, &pass,
-                                  (plan.forward.lists + pass.span - 1) / pass.span));
+                                  divide_up(plan.forward.lists, pass.query_blocks)));
     }
     launch_shape shape;
     shape.grid = dim3((unsigned)tiles);
@@ -215,11 +207,7 @@ static size_t workspace(const fdma_problem *problem) {
     return fdma_arena_size(&arena);
 }
 
-static bool is_aligned(const fdma_tensor *tensor) {
-    return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
-}
-
-/* What a gather adds to where a head's rows begin is a product of two uint32_t. */
+/* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -234,23 +222,20 @@ static const char *refuses(const fdma_problem *problem) {
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim that a smaller shape takes";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
-        if (!is_aligned(tensors[i]))
+        if (!is_aligned(view_of(tensors[i])))
             return "rows that do not begin at multiples of 16 bytes";
         if (!is_near(tensors[i]))
             return "rows more than 2^31 elements apart";
     }
     const int64_t longest = problem->q_len > problem->kv_len ? problem->q_len : problem->kv_len;
-    if (problem->batch * problem->q_heads > most_blocks / (longest / step_rows_of_q + 1))
+    if (problem->batch * problem->q_heads > most_blocks / (longest / q_tile_rows + 1))
         return "more than 2^29 tiles of queries or keys";
     return fdma_refuses_but_sm90a(problem);
 }
 
-#define TEXT(x) #x
-#define NAME(head_dim) "cuda/sm90/d" TEXT(head_dim)
-#define JOIN(x, y) x##y
-#define TABLE(head_dim) JOIN(fdma_cuda_sm90_backward_d, head_dim)
+static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
+                                       operation_backward, fdma_missing_sm90a, refuses, workspace,
+                                       run, true}};
 
-static const fdma_kernel rows[] = {
-    {NAME(FDMA_HEAD_DIM), operation_backward, fdma_missing_sm90a, refuses, workspace, run, true}};
-
-extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM) = {
+    kernels, sizeof kernels / sizeof kernels[0]};

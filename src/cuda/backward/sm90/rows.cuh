@@ -1,4 +1,4 @@
-/* Where the gradients of a key go when its slot is done with it. */
+/* Writes the gradients of a key that leaves its slot: the epilogue of a generation. */
 #ifndef FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
 #define FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
 
@@ -19,44 +19,42 @@ template <typename element> __device__ static inline uint32_t add_pairs(uint32_t
     return element_type<element>::pack(a.x + b.x, a.y + b.y);
 }
 
-/* One of a thread's rows, whose sums its quad holds together. */
-struct key_row {
-    int32_t key, border;
-    int32_t slot;    // of the block's
-    int32_t channel; // the first that the thread has sums of
+/* The dk or dv of one slot, which the lanes of a quad hold together. */
+struct gradient_row {
+    int32_t key, boundary;
+    int32_t slot;    // in the slot block
+    int32_t channel; // the first of the quad's channels
     bool is_written;
 };
 
-static constexpr int quad_span = 32; // channels that a quad writes at once: 8 a lane
-
-/* What this lane's channels of a row hold, if it is to be added to; else 0. */
-template <typename element, int spans>
+/* Loads this lane's channels of a row that is added to; 0 if it is overwritten. */
+template <typename element, int loads>
 __device__ static inline void load_row(const element *from, int32_t channels, bool adds,
-                                       uint4 (&old)[spans]) {
+                                       uint4 (&old)[loads]) {
 #pragma unroll
-    for (int n = 0; n < spans; n++) {
-        const int channel = opaque(n * quad_span + 8 * (threadIdx.x % 4));
+    for (int n = 0; n < loads; n++) {
+        const int channel = opaque(n * quad_channels + 8 * (threadIdx.x % 4));
         old[n] = make_uint4(0, 0, 0, 0);
         if (adds && channel < channels)
             old[n] = *(const uint4 *)(from + channel);
     }
 }
 
-/* Row i of a thread's sums, times factor, plus `old`, to a row of 16-bit elements; a warp
- * together. */
-template <typename element, int held, int spans>
+/* Writes row i of a thread's sums, times factor, plus `old`, to a row of 16-bit elements. By a
+ * whole warp. */
+template <typename element, int registers, int stores>
 __device__ static inline void write_row(element *to, int32_t channels, bool is_written, int i,
-                                        float factor, const float (&sums)[held],
-                                        const uint4 (&old)[spans]) {
-    static_assert(spans * quad_span == 2 * held, "all channels");
+                                        float factor, const float (&sums)[registers],
+                                        const uint4 (&old)[stores]) {
+    static_assert(stores * quad_channels == 2 * registers, "all channels are written");
 #pragma unroll
-    for (int n = 0; n < spans; n++) {
-        // opaque: what is compared once would be kept, in more predicates than there are
-        const int channel = opaque(n * quad_span + 8 * (threadIdx.x % 4));
+    for (int n = 0; n < stores; n++) {
+        // opaque: the compiler would keep the results of the comparisons, and run out of predicates
+        const int channel = opaque(n * quad_channels + 8 * (threadIdx.x % 4));
         uint32_t words[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int at = (n * quad_span / 8 + k) * 4 + 2 * i;
+            const int at = (n * quad_channels / 8 + k) * 4 + 2 * i;
             words[k] = element_type<element>::pack(sums[at] * factor, sums[at + 1] * factor);
         }
         transpose_quad(words);
@@ -67,11 +65,12 @@ __device__ static inline void write_row(element *to, int32_t channels, bool is_w
     }
 }
 
-template <int held>
-__device__ static inline void carry_sums(float *to, int32_t head_dim, int i, float factor,
-                                         const float (&sums)[held]) {
+/* Adds row i of a thread's sums, times factor, to a row of float32. */
+template <int registers>
+__device__ static inline void add_sums(float *to, int32_t head_dim, int i, float factor,
+                                       const float (&sums)[registers]) {
 #pragma unroll
-    for (int c = 0; c < held; c += 4) {
+    for (int c = 0; c < registers; c += 4) {
         const int channel = opaque(2 * c + 2 * (threadIdx.x % 4)), at = c + 2 * i;
         if (channel < head_dim)
             red_add_v2(to + channel, sums[at] * factor, sums[at + 1] * factor);
@@ -79,50 +78,52 @@ __device__ static inline void carry_sums(float *to, int32_t head_dim, int i, flo
 }
 
 template <typename element>
-__device__ static inline element *row_at(const head_view &view, const backward_item &item,
-                                         const key_row &row) {
-    return (element *)view.data + item.b * view.batch + item.g * view.head +
+__device__ static inline element *row_at(const head_view &view, const backward_work &work,
+                                         const gradient_row &row) {
+    return (element *)view.data + work.b * view.batch + work.g * view.head +
            max(row.key, 0) * view.row + row.channel;
 }
 
-/* Row i of a thread's dk and dv, where no border takes them. */
-template <typename element, int held>
+/* Writes row i of a thread's dk and dv, unless a boundary takes them. */
+template <typename element, int registers>
 __device__ static inline void write_sums(const backward_plan &plan, const backward_pass &pass,
-                                         const backward_item &item, const key_row &row, int i,
-                                         const float (&dk)[held], const float (&dv)[held]) {
+                                         const backward_work &work, const gradient_row &row, int i,
+                                         const float (&dk)[registers],
+                                         const float (&dv)[registers]) {
     const int32_t channels = plan.forward.head_dim - row.channel;
-    const bool is_own = row.is_written && row.border == 0;
+    const bool is_own = row.is_written && row.boundary == 0;
     const bool adds = is_own && (plan.accumulate || pass.is_diagonal);
-    element *const to_dk = row_at<element>(plan.dk, item, row);
-    element *const to_dv = row_at<element>(plan.dv, item, row);
-    uint4 old_dk[2 * held / quad_span], old_dv[2 * held / quad_span]; // all on their way at once
+    element *const to_dk = row_at<element>(plan.dk, work, row);
+    element *const to_dv = row_at<element>(plan.dv, work, row);
+    // all loads are in flight before the first is used
+    uint4 old_dk[2 * registers / quad_channels], old_dv[2 * registers / quad_channels];
     load_row(to_dk, channels, adds, old_dk);
     load_row(to_dv, channels, adds, old_dv);
     write_row(to_dk, channels, is_own, i, plan.forward.scale, dk, old_dk);
     write_row(to_dv, channels, is_own, i, 1, dv, old_dv);
 }
 
-/* Its dbias, and to a border what it takes. */
-template <int held>
+/* Writes the row's dbias, and adds what a boundary takes. */
+template <int registers>
 __device__ static inline void write_rest(const backward_plan &plan, const backward_pass &pass,
-                                         const backward_item &item, const key_row &row, int i,
-                                         float dbias, const float (&dk)[held],
-                                         const float (&dv)[held]) {
-    // of the quad, and of consumers
+                                         const backward_work &work, const gradient_row &row, int i,
+                                         float dbias, const float (&dk)[registers],
+                                         const float (&dv)[registers]) {
+    // one lane of the quad, and one consumer, writes dbias
     const bool is_first = threadIdx.x % 4 == 0 && row.channel == 0;
     if (!row.is_written)
         return;
-    if (row.border > 0) {
+    if (row.boundary > 0) {
         const int32_t head_dim = plan.forward.head_dim;
-        const int64_t at = boundary_row(plan, item.head, row.border, item.first_slot + row.slot);
+        const int64_t at = boundary_row(plan, work.head, row.boundary, work.first_slot + row.slot);
         if (is_first)
             atomicAdd(&plan.boundary.dbias[at], dbias);
         const int64_t to = at * head_dim + row.channel;
-        carry_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
-        carry_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
+        add_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
+        add_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
     } else if (plan.dbias != NULL && is_first) {
         float *const to =
-            plan.dbias + item.b * plan.dbias_batch + item.g * plan.dbias_head + row.key;
+            plan.dbias + work.b * plan.dbias_batch + work.g * plan.dbias_head + row.key;
         *to = pass.is_diagonal ? *to + dbias : dbias;
     }
 }

@@ -100,7 +100,7 @@ __device__ static inline void write_out(tile_memory<config> &shared, const row_s
     for (int r = 0; r < row_state<config>::rows; r++) {
         const float sum = quad_sum(state.row_sum[r]), factor = sum == 0 ? 0 : 1 / sum;
         const int32_t row = first + lane / 4 * row_state<config>::rows + r;
-        if (plan.lse != nullptr && lane % 4 == 0 && row < range.total)
+        if (plan.lse != NULL && lane % 4 == 0 && row < range.total)
             plan.lse[lse_offset(plan, range, row)] = lse_of(state.row_max[r], sum);
 #pragma unroll
         for (int d = 0; d < config::head_dim / 8; d++) {

@@ -1,7 +1,6 @@
 /* Forward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM: a persistent
- * block of threads on each multiprocessor, in which one warpgroup gathers k and v
- * (forward_producer) and two multiply (forward_consumer). Dense attention is the same with the list
- * 0, 1, 2, ...
+ * thread block on each multiprocessor, in which one warpgroup gathers q, k and v (producer) and two
+ * multiply (consumer). Dense attention is the same with the list 0, 1, 2, ...
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles and their overlap. */
 #include "cuda/forward/sm90/consumer.cuh"
 #include "cuda/forward/sm90/producer.cuh"
@@ -9,24 +8,25 @@
 template <class config> __device__ static void init_barriers(forward_memory<config> *memory) {
     const int consumer_threads = config::consumers * warpgroup_threads;
     const int warps = config::consumers * warpgroup_warps;
-    mbarrier_init(&memory->q_full, warpgroup_threads + 1); // and the tile itself
-    mbarrier_init(&memory->q_empty, consumer_threads);
-    for (int i = 0; i < config::buffers; i++) {
-        mbarrier_init(&memory->kv_full[i], warpgroup_threads);
-        mbarrier_init(&memory->kv_empty[i], warps);
+    mbarrier_init(&memory->q_ready, warpgroup_threads + 1); // and the header
+    mbarrier_init(&memory->q_free, consumer_threads);
+    for (int i = 0; i < config::kv_stages; i++) {
+        mbarrier_init(&memory->kv_ready[i], warpgroup_threads);
+        mbarrier_init(&memory->kv_free[i], warps);
     }
-    for (int i = 0; i < config::notes; i++) {
-        mbarrier_init(&memory->notes_full[i], warpgroup_threads);
-        mbarrier_init(&memory->notes_empty[i], consumer_threads);
+    for (int i = 0; i < config::mask_stages; i++) {
+        mbarrier_init(&memory->mask_ready[i], warpgroup_threads);
+        mbarrier_init(&memory->mask_free[i], consumer_threads);
     }
     fence_mbarrier_init();
 }
 
-/* What wgmma multiplies by 0 behind a block's last biases. */
-template <class config> __device__ static void clear_notes(forward_memory<config> *memory) {
-    const uint32_t words = sizeof memory->notes / sizeof(uint32_t);
+/* Clears the masks: wgmma multiplies what stands after the last biases by 0, which must not be inf
+ * or NaN. */
+template <class config> __device__ static void clear_masks(forward_memory<config> *memory) {
+    const uint32_t words = sizeof memory->mask / sizeof(uint32_t);
     for (uint32_t i = threadIdx.x; i < words; i += config::threads)
-        ((uint32_t *)memory->notes)[i] = 0;
+        ((uint32_t *)memory->mask)[i] = 0;
     fence_proxy_async();
 }
 
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(config::threads, 1)
            const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     forward_memory<config> *const memory = (forward_memory<config> *)bytes;
-    // the same for all threads of a warp, which the compiler cannot know
+    // __shfl_sync tells the compiler that all threads of a warp have the same value
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0);
-    clear_notes(memory);
+    clear_masks(memory);
     if (threadIdx.x == 0)
         init_barriers(memory);
     __syncthreads();
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(config::threads, 1)
         self.memory = memory;
         self.order = order;
         self.warp = threadIdx.x / 32;
-        self.own_row = self.warp * config::group_keys + threadIdx.x % config::group_keys;
+        self.own_column = self.warp * config::warp_keys + threadIdx.x % config::warp_keys;
         self.run(plan);
     } else {
         setmaxnreg_inc<config::consumer_registers>();
@@ -57,15 +57,15 @@ __global__ void __launch_bounds__(config::threads, 1)
         self.memory = memory;
         self.order = order;
         self.softcap_scale = softcap_scale;
-        // found anew: from before setmaxnreg it would come back through memory
+        // computed again: a value from before setmaxnreg would pass through memory
         self.index = __shfl_sync(~0u, threadIdx.x / warpgroup_threads, 0) - 1;
         self.run(plan);
     }
 }
 
-/* As many heads together as have the keys of one position, or all of them if dense, in their part
- * of L2. Tiles of a selection are alike; dense ones keep all multiprocessors busy only if there are
- * many heads. */
+/* Computes as many heads together as fit L2 with the keys of one list, or with all keys if dense.
+ * All tiles of a selection cost about the same; dense tiles differ, and only keep all
+ * multiprocessors busy if many heads are computed together, so they may use more of L2. */
 template <class config> static tile_order order_of(const forward_plan *plan) {
     const int64_t l2_bytes = (plan->list_tile > 0 ? 10 : 32) << 20; // of 50 MB
     const int64_t keys = plan->list_tile > 0  ? plan->list_tile
@@ -73,16 +73,18 @@ template <class config> static tile_order order_of(const forward_plan *plan) {
                                               : plan->kv_len;
     const int64_t fitting = l2_bytes / (2 * config::row_bytes * (keys + 1));
     tile_order order;
-    order.tiles = (plan->q_len * plan->group + config::rows - 1) / config::rows;
+    order.tiles = (int32_t)divide_up(plan->q_len * plan->group, config::rows);
     order.heads = plan->batch * plan->kv_heads;
-    order.together = (int32_t)(fitting < 1 ? 1 : fitting < order.heads ? fitting : order.heads);
+    order.heads_together = (int32_t)(fitting < 1             ? 1
+                                     : fitting < order.heads ? fitting
+                                                             : order.heads);
     return order;
 }
 
 template <class config>
 static fdma_status attend_with(const fdma_problem *problem, const forward_plan *plan) {
     using memory = forward_memory<config>;
-    static_assert(sizeof(memory) <= memory::most_bytes, "fewer buffers or notes");
+    static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
     const tile_order order = order_of<config>(plan);
     const int64_t tiles = (int64_t)order.tiles * order.heads;
     const int64_t blocks = fdma_cuda_device(problem->exec.device)->multiprocessors;
@@ -110,16 +112,12 @@ static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *
     return attend_elements<__nv_bfloat16>(problem, plan);
 }
 
-static bool is_aligned(const fdma_tensor *tensor) {
-    return is_aligned(tensor->data, tensor->stride[0] | tensor->stride[1] | tensor->stride[2]);
-}
-
-/* What a gather adds to where a kv head's rows begin is a product of two uint32_t. */
+/* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_problem *problem) {
     const int64_t q_last =
         (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
     return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
-           q_last / (chunk_bytes / 2) < (int64_t)no_row;
+           q_last / vec_channels < (int64_t)no_row;
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -133,8 +131,8 @@ static const char *refuses(const fdma_problem *problem) {
         return "a larger head_dim than its own";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim that a smaller shape takes";
-    if (!is_aligned(&problem->q) || !is_aligned(&problem->k) || !is_aligned(&problem->v) ||
-        !is_aligned(&problem->out))
+    if (!is_aligned(view_of(&problem->q)) || !is_aligned(view_of(&problem->k)) ||
+        !is_aligned(view_of(&problem->v)) || !is_aligned(view_of(&problem->out)))
         return "rows that do not begin at multiples of 16 bytes";
     if (rows > INT32_MAX / 2 ||
         problem->batch * problem->kv_heads > most_tiles / (rows / smallest + 1))
@@ -142,8 +140,9 @@ static const char *refuses(const fdma_problem *problem) {
     if (!is_near(problem))
         return "rows more than 2^31 elements apart";
     if (problem->scale < least_scale)
-        return "a scale that a bias divided by it may overflow with";
-    // few keys too: rows that take a call over for its alignment must want no more workspace
+        return "a scale below 1e-6, by which a bias cannot be divided";
+    // also if there are few keys: a kernel that takes the call instead, because of the alignment of
+    // its tensors, must not need more workspace
     if (problem->q_len <= few_queries)
         return "few queries, which are better split over keys";
     return fdma_refuses_but_sm90a(problem);
@@ -162,12 +161,9 @@ static fdma_status run(const fdma_problem *problem) {
     return attend_plan(problem, &plan);
 }
 
-#define TEXT(x) #x
-#define NAME(head_dim) "cuda/sm90/d" TEXT(head_dim)
-#define JOIN(x, y) x##y
-#define TABLE(head_dim) JOIN(fdma_cuda_sm90_d, head_dim)
+static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
+                                       operation_forward, fdma_missing_sm90a, refuses, workspace,
+                                       run, true}};
 
-static const fdma_kernel rows[] = {
-    {NAME(FDMA_HEAD_DIM), operation_forward, fdma_missing_sm90a, refuses, workspace, run, true}};
-
-extern "C" const kernel_table TABLE(FDMA_HEAD_DIM) = {rows, sizeof rows / sizeof rows[0]};
+extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm90_d, FDMA_HEAD_DIM) = {
+    kernels, sizeof kernels / sizeof kernels[0]};

@@ -1,76 +1,79 @@
-/* The softmax of a consumer's rows, as accumulators of wgmma hold them: two rows a thread. */
+/* The online softmax of a consumer's rows, which are held as accumulators of wgmma: two rows per
+ * thread. */
 #ifndef FDMA_CUDA_FORWARD_SM90_SOFTMAX_CUH
 #define FDMA_CUDA_FORWARD_SM90_SOFTMAX_CUH
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/softmax.cuh"
 
-/* What a thread's weights of a row may sum up to in one block of keys before the row's maximum is
- * raised: sums are almost never rescaled, and no weight is more than float16 holds. */
+/* The most that a thread's weights of a row may sum to in one key block before row_max is raised:
+ * large enough that sums are almost never rescaled, and small enough for every weight to fit
+ * float16. */
 static constexpr float most_sum = 32768;
 
-/* Where float32 ceases to have fractions. Beyond it what rounding takes from a product may be more
- * than a weight's exponent holds: it must be rounded before a maximum is subtracted. */
-static constexpr float most_maximum = 1 << 24;
+/* From here on float32 has no fractions, and the rounding error of a product may exceed the
+ * exponents of weights. The product must then be rounded before row_max is subtracted, so that the
+ * two errors cancel; a fused multiply-add would not round it. */
+static constexpr float most_row_max = 1 << 24;
 
-/* What is subtracted from the logits of a row: -inf - -inf is NaN. */
-__device__ static inline float base_of(float max) { return max == -INFINITY ? 0 : max; }
+/* What is subtracted from the logits of a row: not -inf, because -inf - -inf is NaN. */
+__device__ static inline float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
 
-/* Two rows of a thread: the maximum that their weights stand against, and this thread's part of the
- * sum of 2^(logit - greatest). Logits are unit * scores; scores stand as wgmma and mma leave them:
- * [8 columns][row][2 of them]. NaN stays out of maxima, as it shows in the sum. */
+/* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
+ * 2^(logit - row_max). Logits are unit * scores. Scores are in the order of accumulators: [8
+ * columns][row][2 columns]. NaN never becomes a maximum; it shows in the sum. */
 struct row_softmax {
-    float greatest[2] = {-INFINITY, -INFINITY};
-    float sum[2] = {0, 0};
+    float row_max[2] = {-INFINITY, -INFINITY};
+    float row_sum[2] = {0, 0};
 
-    /* Raises the maxima to those of the logits, where these are greater; `rescale` is what earlier
-     * weights are worth then. */
-    template <int held>
-    __device__ inline void raise(const float (&logits)[held], float (&rescale)[2]) {
+    /* Raises row_max to the maximum of the logits, if that is greater. rescale: the factor for all
+     * earlier weights. */
+    template <int registers>
+    __device__ inline void raise(const float (&logits)[registers], float (&rescale)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
-            float part[4]; // a quarter of the latency
+            float most[4]; // four independent maxima, to cut the latency to a quarter
 #pragma unroll
-            for (int i = 0; i < held / 2; i++) {
+            for (int i = 0; i < registers / 2; i++) {
                 const float logit = logits[i / 2 * 4 + 2 * row + i % 2];
-                part[i % 4] = i < 4 ? logit : fmaxf(part[i % 4], logit);
+                most[i % 4] = i < 4 ? logit : fmaxf(most[i % 4], logit);
             }
-            const float most = quad_max(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])));
-            const bool exceeds = most > greatest[row];
-            rescale[row] = exceeds ? ex2_approx(greatest[row] - most) : 1;
-            greatest[row] = exceeds ? most : greatest[row];
-            sum[row] *= rescale[row];
+            const float maximum = quad_max(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])));
+            const bool exceeds = maximum > row_max[row];
+            rescale[row] = exceeds ? ex2_approx(row_max[row] - maximum) : 1;
+            row_max[row] = exceeds ? maximum : row_max[row];
+            row_sum[row] *= rescale[row];
         }
     }
 
-    /* weights = 2^(logit - greatest), in pairs, added to the sum. If `checked`: false, and nothing
-     * is added, where the warp has to raise its maxima first. A maximum that is too low shows in
-     * the sums, so that none need be looked for. */
-    template <typename element, bool checked, int held>
-    __device__ inline bool weigh(const float (&scores)[held], float unit,
-                                 uint32_t (&weights)[held / 8][4]) {
-        const float base[2] = {base_of(greatest[0]), base_of(greatest[1])};
-        float part[2][2] = {{0, 0}, {0, 0}}; // of each row two: half the latency
+    /* weights = 2^(logit - row_max), in pairs, and adds them to row_sum. If `checked`: returns
+     * false and adds nothing if the warp must raise row_max first. It need not look for the maximum
+     * of the logits, since a row_max that is too low shows in the sum of the weights. */
+    template <typename element, bool checked, int registers>
+    __device__ inline bool weigh(const float (&scores)[registers], float unit,
+                                 uint32_t (&weights)[registers / 8][4]) {
+        const float base[2] = {base_of(row_max[0]), base_of(row_max[1])};
+        float partial[2][2] = {{0, 0}, {0, 0}}; // two sums per row, to halve the latency
 #pragma unroll
-        for (int i = 0; i < held; i += 8) {
+        for (int i = 0; i < registers; i += 8) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int row = k % 2;
                 const float low = ex2_approx(fmaf(scores[i + 2 * k], unit, -base[row]));
                 const float high = ex2_approx(fmaf(scores[i + 2 * k + 1], unit, -base[row]));
-                part[row][0] += low;
-                part[row][1] += high;
+                partial[row][0] += low;
+                partial[row][1] += high;
                 weights[i / 8][k] = element_type<element>::pack(low, high);
             }
         }
-        const float both[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
+        const float sum[2] = {partial[0][0] + partial[0][1], partial[1][0] + partial[1][1]};
         const bool is_low =
-            fmaxf(both[0], both[1]) > most_sum ||
-            !(fmaxf(fabsf(greatest[0]), fabsf(greatest[1])) < most_maximum); // nor -inf
+            fmaxf(sum[0], sum[1]) > most_sum ||
+            !(fmaxf(fabsf(row_max[0]), fabsf(row_max[1])) < most_row_max); // true for -inf too
         if (checked && __any_sync(~0u, is_low))
             return false;
-        sum[0] += both[0];
-        sum[1] += both[1];
+        row_sum[0] += sum[0];
+        row_sum[1] += sum[1];
         return true;
     }
 };

@@ -7,8 +7,8 @@
 enum { few_lanes = 8 }; // up to which a warp counts for one lane after the other
 
 /* For each lane that wants it, how many of the words `from` to `to` - 1 of a partition are below
- * `bound`. Each lane counts for itself; most reads are of one word for all lanes, since their ranges
- * begin, or end, near each other. */
+ * `bound`. Each lane counts for itself; most reads are of one word for all lanes, since their
+ * ranges begin, or end, near each other. */
 __device__ static uint32_t count_alone(const uint32_t *word, bool wanted, uint32_t from,
                                        uint32_t to, uint32_t bound) {
     const uint32_t least_from = __reduce_min_sync(all_lanes, wanted ? from : UINT32_MAX);
@@ -314,7 +314,7 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena, size
     space.shift = find_shift(problem->kv_len);
     space.partitions = (uint32_t)((kv_len + ((size_t)1 << space.shift) - 1) >> space.shift);
     space.sort.segments = (uint32_t)segments;
-    space.sort.tiles = (uint32_t)((kv_len + sort_tile - 1) / sort_tile);
+    space.sort.tiles = (uint32_t)divide_up(problem->kv_len, sort_tile);
     const size_t counts = segments * space.partitions, tiles = segments * space.sort.tiles;
     // these must be zero at first
     space.sort.next_tile = (uint32_t *)fdma_arena_take(arena, passes * word);
@@ -345,7 +345,7 @@ static size_t workspace(const fdma_problem *problem) {
 
 static fdma_status hand_down_slots(const fdma_problem *problem, const select_call &call,
                                    const select_space &space) {
-    const uint32_t blocks = (call.kv_len + head_keys - 1) / head_keys;
+    const uint32_t blocks = (uint32_t)divide_up(call.kv_len, head_keys);
     launch_shape shape = {dim3(space.sort.segments * blocks), dim3(head_threads)};
     shape.shared_bytes = sizeof(head_memory);
     FDMA_TRY(launch("select", find_heads, shape, problem, call, space));
@@ -362,7 +362,7 @@ static fdma_status run(const fdma_problem *problem) {
     if (space.sort.segments == 0 || call.kv_len == 0)
         return FDMA_OK;
     const uint32_t column_blocks =
-        space.sort.segments * ((space.partitions + warp_lanes - 1) / warp_lanes);
+        space.sort.segments * (uint32_t)divide_up(space.partitions, warp_lanes);
     launch_shape by_partition = {dim3(space.sort.segments * space.partitions), dim3(threads)};
     launch_shape by_column = {dim3(column_blocks), dim3(column_threads)};
     const uint32_t size = 1U << space.shift;

@@ -3,8 +3,8 @@
  * A tile, the keys of one block, finds where its keys of a digit go without a scan over all tiles:
  * it publishes its own counts, then looks back over the tiles before it until it finds one that has
  * published a prefix sum (Merrill, Garland, "Single-pass parallel prefix scan with decoupled
- * look-back", 2016; Adinets, Merrill, "Onesweep", arXiv:2206.01784). Tiles are numbered in the order
- * in which their blocks start, so that a tile only waits for blocks that already run. */
+ * look-back", 2016; Adinets, Merrill, "Onesweep", arXiv:2206.01784). Tiles are numbered in the
+ * order in which their blocks start, so that a tile only waits for blocks that already run. */
 #ifndef FDMA_CUDA_SELECT_SM80_SORT_CUH
 #define FDMA_CUDA_SELECT_SM80_SORT_CUH
 

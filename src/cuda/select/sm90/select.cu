@@ -217,8 +217,7 @@ __device__ static void select_causal(select_memory<config> &shared, const cluste
     decide_by_threshold(shared, work, position, call.window);
     sync_cluster();
 #pragma unroll
-    for (int r = 0; r < config::items;
-         r++) // in the memory of earlier_count, to free registers
+    for (int r = 0; r < config::items; r++) // in the memory of earlier_count, to free registers
         shared.position[own_index<config>(work, r)] = position[r];
     index_kept(shared, work, result);
     sync_cluster();
@@ -282,10 +281,8 @@ static constexpr int most_blocks_of(int items) { return items < most_items ? mos
 
 template <int items> using config_of = segment_config<items, most_blocks_of(items)>;
 
-static int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
-/* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster lies
- * within a group of 16 multiprocessors; about one group of a device has fewer. */
+/* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster
+ * lies within a group of 16 multiprocessors; about one group of a device has fewer. */
 static int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
     const int64_t groups = device->multiprocessors / cluster_group;
     const int64_t clusters = groups * (cluster_group / blocks) - (blocks > 1);

@@ -1,5 +1,5 @@
 /* The choice of a kernel, and the workspace arena. */
-#include "core/plan.h"
+#include "core/kernel.h"
 
 #include "core/error.h"
 
@@ -16,13 +16,13 @@ const char *fdma_operation_name(fdma_operation operation) {
     return names[operation];
 }
 
-const fdma_kernel *fdma_row_at(const kernel_backend *backends, int32_t index) {
+const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index) {
     if (index < 0)
         return NULL;
     for (; *backends != NULL; backends++) {
         for (const kernel_table *const *table = *backends; *table != NULL; table++) {
             if (index < (*table)->count)
-                return &(*table)->rows[index];
+                return &(*table)->kernels[index];
             index -= (*table)->count;
         }
     }
@@ -54,34 +54,43 @@ static bool is_selected(const fdma_kernel *kernel, const fdma_problem *problem, 
 
 static name_match match_of(const kernel_backend *backends, const fdma_problem *problem) {
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++)
-        if (is_selected(kernel, problem, match_below))
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
+        if (problem->exec.kernel == NULL || is_selected(kernel, problem, match_below))
             return match_below;
     return match_above;
 }
 
 static bool is_known(const kernel_backend *backends, const char *name) {
-    const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++)
-        if (begins_with(row->name, name))
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
+        if (begins_with(kernel->name, name))
             return true;
     return false;
+}
+
+/* The length of a kernel's name without its variant: "cpu/avx2" of "cpu/avx2/decode". */
+static int point_length(const char *name) {
+    const char *const slash = strchr(name, '/');
+    return (int)(slash == NULL ? strlen(name)
+                               : (size_t)(slash - name) + 1 + strcspn(slash + 1, "/"));
 }
 
 static fdma_status fail_unknown(const kernel_backend *backends, const char *name) {
     char names[400] = "";
     size_t used = 0;
     const char *previous = "";
-    const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_row_at(backends, i)) != NULL; i++) {
-        if (strcmp(row->name, previous) == 0)
+    const fdma_kernel *kernel;
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
+        const int length = point_length(kernel->name);
+        if (length == point_length(previous) &&
+            strncmp(kernel->name, previous, (size_t)length) == 0)
             continue;
-        const int wrote =
-            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", row->name);
+        const int wrote = snprintf(names + used, sizeof names - used, "%s%.*s",
+                                   used != 0 ? ", " : "", length, kernel->name);
         if (wrote < 0 || (size_t)wrote >= sizeof names - used)
             break;
         used += (size_t)wrote;
-        previous = row->name;
+        previous = kernel->name;
     }
     return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, there are %s",
                      fdma_quote(name).text, names);
@@ -111,7 +120,7 @@ static void add_refusal(refusal_list *list, const char *name, const char *verb,
 static bool is_any_usable(const kernel_backend *backends, const fdma_problem *problem,
                           name_match match) {
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++)
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++)
         if (is_selected(kernel, problem, match) && kernel->missing() == NULL)
             return true;
     return false;
@@ -144,7 +153,7 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
     char subject[300] = "the library";
     refusal_list list = {.used = 0};
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++) {
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
         if (!is_selected(kernel, problem, match) || (usable && kernel->missing() != NULL))
             continue;
         add_refusal(&list, kernel->name, verb,
@@ -160,14 +169,14 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
     return fdma_fail(FDMA_UNSUPPORTED, "%s: %s %s %s%s", call.text, subject, verb, list.first, end);
 }
 
-fdma_status fdma_pick_row(const kernel_backend *backends, const fdma_problem *problem,
-                          const fdma_kernel **picked) {
+fdma_status fdma_choose_kernel(const kernel_backend *backends, const fdma_problem *problem,
+                               const fdma_kernel **picked) {
     const char *const forced = problem->exec.kernel;
     if (forced != NULL && !is_known(backends, forced))
         return fail_unknown(backends, forced);
     const name_match match = match_of(backends, problem);
     const fdma_kernel *kernel;
-    for (int32_t i = 0; (kernel = fdma_row_at(backends, i)) != NULL; i++) {
+    for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
         if (is_selected(kernel, problem, match) && kernel->missing() == NULL &&
             kernel->refuses(problem) == NULL) {
             *picked = kernel;
@@ -184,7 +193,7 @@ fdma_arena fdma_arena_of(const fdma_problem *problem) {
 }
 
 void *fdma_arena_take(fdma_arena *arena, size_t bytes) {
-    // of sizes that are refused later it may lie beyond all memory: no pointer may be counted there
+    // an integer, because with sizes that are refused later it may lie beyond all memory
     void *const piece = arena->base ? (void *)((uintptr_t)arena->base + arena->used) : NULL;
     arena->used += (bytes + arena_alignment - 1) & ~(size_t)(arena_alignment - 1);
     return piece;

@@ -1,6 +1,7 @@
-/* test_select_chunks.c - selection with its keys cut into chunks of any size, far below what a call
- * cuts: bit for bit what the reference selects, and what one chunk does. Then calls that cut. */
-#include "cpu/select/chunks.h"
+/* test_select_partitions.c - selection with its keys cut into partitions of any size, far below what a
+ * call cuts: bit for bit what the reference selects, and what one partition does. Then calls that
+ * cut. */
+#include "cpu/select/partitions.h"
 #include "fixture.h"
 #include "reference/reference.h"
 
@@ -90,7 +91,7 @@ static fdma_problem new_problem(int64_t batch, int64_t kv_heads, int64_t kv_len,
 static void select_reference(fdma_problem *problem) {
     const kernel_backend backend[] = {fdma_reference_tables, NULL};
     const fdma_kernel *row;
-    for (int32_t i = 0; (row = fdma_row_at(backend, i)) != NULL; i++) {
+    for (int32_t i = 0; (row = fdma_kernel_at(backend, i)) != NULL; i++) {
         if (row->operation == operation_select) {
             exec_alloc(&problem->exec, row->workspace(problem));
             CHECK_INT(row->run(problem), FDMA_OK);
@@ -98,17 +99,17 @@ static void select_reference(fdma_problem *problem) {
     }
 }
 
-/* As a call does it, but for the number of chunks. */
-static void select_cut(fdma_problem *problem, int64_t chunks, int32_t threads) {
+/* As a call does it, but for the number of partitions. */
+static void select_cut(fdma_problem *problem, int64_t partitions, int32_t threads) {
     problem->exec = (fdma_exec){.threads = threads};
-    select_context select = cut_chunks(problem, chunks);
-    const fdma_arena wanted = place_select(&select);
+    select_context select = cut_partitions(problem, partitions);
+    const fdma_arena wanted = lay_out_select(&select);
     exec_alloc(&problem->exec, fdma_arena_size(&wanted));
-    place_select(&select);
-    select_chunks(&select);
+    lay_out_select(&select);
+    select_partitions(&select);
 }
 
-static void check_cut(const fdma_problem *want, int64_t chunks, int32_t threads, int named) {
+static void check_cut(const fdma_problem *want, int64_t partitions, int32_t threads, int named) {
     fdma_problem got = *want;
     got.expiry = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
     got.slot = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
@@ -116,10 +117,10 @@ static void check_cut(const fdma_problem *want, int64_t chunks, int32_t threads,
     if (!named) {
         got.slot = (fdma_tensor){0};
     }
-    test_context("kv_len %d, window %d, %d chunks, %d threads, scope %d%s", (int)want->kv_len,
-                 (int)want->window, (int)chunks, threads, (int)want->scope,
+    test_context("kv_len %d, window %d, %d partitions, %d threads, scope %d%s", (int)want->kv_len,
+                 (int)want->window, (int)partitions, threads, (int)want->scope,
                  named ? "" : ", no slots");
-    select_cut(&got, chunks, threads);
+    select_cut(&got, partitions, threads);
     CHECK(same_tensor(got.expiry, want->expiry));
     if (named) {
         CHECK(same_tensor(slot, want->slot));
@@ -143,7 +144,7 @@ static fdma_problem random_problem(uint64_t *state) {
     return problem;
 }
 
-static void chunks_select_what_the_reference_does(void) {
+static void partitions_select_what_the_reference_does(void) {
     enum { cases = 4000 };
     uint64_t state = 1;
     for (int i = 0; i < cases; i++) {
@@ -165,8 +166,8 @@ static void every_border(void) {
             ((float *)problem.score.data)[j] = score_of((score_kind)kind, j, &state);
         }
         select_reference(&problem);
-        for (int64_t chunks = 1; chunks <= problem.kv_len; chunks++) {
-            check_cut(&problem, chunks, 1, 1);
+        for (int64_t partitions = 1; partitions <= problem.kv_len; partitions++) {
+            check_cut(&problem, partitions, 1, 1);
         }
         test_free_all();
     }
@@ -184,31 +185,31 @@ static void threads_change_nothing(void) {
     }
 }
 
-/* What a long chunk's best must reach is guessed from a sample of every third key here: chunks of
+/* What a long partition's best must reach is guessed from a sample of every third key here: partitions of
  * 2048 in which only these are good, so that the guess is too high, or only these are bad. */
 static void guesses_that_fail(void) {
-    enum { chunk = 2048, chunks = 4 };
+    enum { partition = 2048, partitions = 4 };
     static const int64_t windows[] = {1, 60, 300, 1000};
     uint64_t state = 4;
     for (int w = 0; w < TEST_COUNT(windows); w++) {
         for (int good = 0; good <= 1; good++) {
-            fdma_problem problem = new_problem(1, 1, chunk * chunks, windows[w]);
+            fdma_problem problem = new_problem(1, 1, partition * partitions, windows[w]);
             for (int64_t j = 0; j < problem.kv_len; j++) {
-                const int sampled = j % chunk % 3 == 0 && j % chunk < 3 * sample_keys;
+                const int sampled = j % partition % 3 == 0 && j % partition < 3 * sample_keys;
                 ((float *)problem.score.data)[j] =
                     random_float(&state) + (sampled == good ? 10.0F : 0.0F);
             }
             for (int scope = FDMA_SCOPE_CAUSAL; scope <= FDMA_SCOPE_GLOBAL; scope++) {
                 problem.scope = (fdma_scope)scope;
                 select_cut(&problem, 1, 1);
-                check_cut(&problem, chunks, 1, 1);
+                check_cut(&problem, partitions, 1, 1);
             }
             test_free_all();
         }
     }
 }
 
-static void long_chunks(void) {
+static void long_partitions(void) {
     enum { cases = 300 };
     uint64_t state = 5;
     for (int i = 0; i < cases; i++) {
@@ -262,8 +263,11 @@ static void check_calls(const fdma_problem *problem, const kernel_list *kernels)
 }
 
 static void calls_on_any_number_of_threads(void) {
-    enum { cut = least_chunks * least_chunk_keys, widest = least_chunk_keys / chunk_windows };
-    static const int64_t lengths[] = {cut - 1, cut, cut + 1, 70001};
+    enum {
+        cut = least_partitions * least_partition_keys,
+        widest = least_partition_keys / partition_windows
+    };
+    static const int64_t lengths[] = {cut + 1, 70001};
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;
     for (int l = 0; l < TEST_COUNT(lengths); l++) {
@@ -293,12 +297,12 @@ static void cuts_where_it_pays(void) {
     static const struct {
         int64_t kv_heads, kv_len, window;
         int32_t threads;
-        int64_t chunks;
+        int64_t partitions;
     } rows[] = {
-        {1, 65536, 2048, 1, 1}, {1, 65536, 2048, 2, 3},     {1, 131072, 2048, 4, 5},
-        {1, 4096, 64, 8, 1},    {1, 65536, 65535, 8, 1},    {8, 65536, 2048, 8, 1},
-        {0, 65536, 2048, 8, 3}, {2, 1 << 20, 256, 8, 5},    {1, 0, 16, 8, 1},
-        {1, 65536, 0, 64, 4},   {1, 1 << 20, 2048, 64, 51},
+        {1, 1 << 20, 2048, 1, 1}, {1, 1 << 20, 2048, 2, 3},   {1, 1 << 20, 2048, 4, 5},
+        {1, 131072, 2048, 8, 1},  {1, 1 << 20, 65535, 8, 1},  {8, 1 << 20, 2048, 8, 1},
+        {0, 1 << 20, 2048, 8, 8}, {2, 1 << 22, 256, 8, 5},    {1, 0, 16, 8, 1},
+        {1, 1 << 19, 0, 64, 4},   {1, 1 << 22, 2048, 64, 32}, {1, 1 << 22, 8192, 64, 8},
     };
     for (int r = 0; r < TEST_COUNT(rows); r++) {
         const fdma_problem problem = {.batch = 1,
@@ -308,16 +312,16 @@ static void cuts_where_it_pays(void) {
                                       .exec = {.threads = rows[r].threads}};
         test_context("row %d", r);
         const bool has_threads = fdma_thread_count(2, 2) == 2;
-        CHECK_INT(count_chunks(&problem), has_threads ? rows[r].chunks : 1);
+        CHECK_INT(count_select_partitions(&problem), has_threads ? rows[r].partitions : 1);
     }
 }
 
 static const test_entry tests[] = {
-    TEST(chunks_select_what_the_reference_does),
+    TEST(partitions_select_what_the_reference_does),
     TEST(every_border),
     TEST(threads_change_nothing),
     TEST(guesses_that_fail),
-    TEST(long_chunks),
+    TEST(long_partitions),
     TEST(calls_on_any_number_of_threads),
     TEST(cuts_where_it_pays),
 };

@@ -1,0 +1,181 @@
+"""What the operators' arguments and results are called, and what shapes and dtypes they have.
+
+Everything that depends on an argument's name is decided here: the checks of shapes, the shapes and
+dtypes of results (and with them the fake kernels), the field of the C struct that an argument goes
+to, and the name that an error message gives it.
+
+A tensor whose name is "d" and the name of another tensor is that tensor's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import torch
+
+from . import _library
+
+MaybeTensor = Optional[torch.Tensor]
+Sizes = dict[str, Any]  # of dimensions: int, or torch.SymInt while a graph is traced
+Options = Mapping[str, Any]
+
+# The dimensions of each tensor. "*" is a product.
+QUERY_SHAPE = ("batch", "q_len", "q_heads", "head_dim")
+KEY_SHAPE = ("batch", "kv_len", "kv_heads", "head_dim")
+SCORE_SHAPE = ("batch", "kv_heads", "kv_len")
+LSE_SHAPE = ("batch", "q_heads", "q_len")
+SHAPES: dict[str, tuple[str, ...]] = {
+    "query": QUERY_SHAPE,
+    "key": KEY_SHAPE,
+    "value": KEY_SHAPE,
+    "dt_proj": ("kv_heads", "kv_heads * head_dim"),
+    "a_coef": ("kv_heads",),
+    "key_valid": ("batch", "kv_len"),
+    "score": SCORE_SHAPE,
+    "bias": SCORE_SHAPE,
+    "expiry": SCORE_SHAPE,
+    "slot": SCORE_SHAPE,
+    **dict.fromkeys(("out", "out_a", "out_b"), QUERY_SHAPE),
+    **dict.fromkeys(("lse", "lse_a", "lse_b"), LSE_SHAPE),
+}
+INT32_RESULTS = ("expiry", "slot")
+FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b")  # float64 beside float64
+
+# Fields of the C structs whose names differ from the arguments'.
+FIELDS = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "a_coef": "a",
+    "softmax_scale": "scale",
+    "keep_window_size": "window",
+}
+# Names in error messages that differ from the operators' arguments.
+SHOWN = {"expiry": "selection.expiry", "slot": "selection.slot"}
+CHOICES = {"scope": _library.SCOPES, "bias_form": _library.BIAS_FORMS}
+
+
+def differentiated(name: str) -> str | None:
+    """The tensor whose gradient `name` is; None if it is not a gradient."""
+    return name[1:] if name.startswith("d") and name[1:] in SHAPES else None
+
+
+def field_of(name: str) -> str:
+    """The field of the C struct that the argument or result `name` goes to."""
+    source = differentiated(name)
+    return FIELDS.get(name, name) if source is None else "d" + FIELDS.get(source, source)
+
+
+def shape_of(name: str) -> tuple[str, ...]:
+    """The dimensions of the tensor `name`."""
+    return SHAPES[differentiated(name) or name]
+
+
+def describe_shape(name: str) -> str:
+    return f"{SHOWN.get(name, name)} is [{', '.join(shape_of(name))}]"
+
+
+def size_of(dimension: str, sizes: Sizes) -> Any:
+    """The size of a dimension or of a product of two."""
+    first, _, second = dimension.partition(" * ")
+    return sizes[first] * sizes[second] if second else sizes[first]
+
+
+def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
+    """The size of each dimension, from the first tensor that has it.
+
+    Raises:
+        ValueError: a tensor has another rank than its shape.
+    """
+    sizes: Sizes = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        shape = shape_of(name)
+        if tensor.dim() != len(shape):
+            shown = SHOWN.get(name, name)
+            raise ValueError(
+                f"{shown}: rank is {tensor.dim()}, want {len(shape)}; {describe_shape(name)}"
+            )
+        for dimension, size in zip(shape, tensor.shape):
+            sizes.setdefault(dimension, size)
+    return sizes
+
+
+def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
+    """Compare every axis with the sizes that bind_sizes() found.
+
+    Raises:
+        ValueError: two tensors have different sizes along one dimension.
+    """
+    owners: dict[str, str] = {}  # the tensor that each dimension's size is taken from
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        shown = SHOWN.get(name, name)
+        for axis, dimension in enumerate(shape_of(name)):
+            size, want = tensor.shape[axis], size_of(dimension, sizes)
+            if " * " in dimension:
+                owner = f"want {dimension}, {want}"
+            else:
+                owner = f"{owners.setdefault(dimension, shown)} has {want}"
+            if size != want:
+                count = f"{size} element{'' if size == 1 else 's'}"
+                raise ValueError(
+                    f"{shown}: axis {axis} has {count}, {owner}; {describe_shape(name)}"
+                )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, biases and lse beside query, key and value of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_absent(result: str, options: Options) -> bool:
+    """Whether a result is left out by the options: it is then an empty tensor, because operators
+    cannot return None."""
+    if result == "dbias":
+        return not options["wants_dbias"]
+    return result in ("bias", "ddt_proj", "da_coef") and options.get("bias_form") == "none"
+
+
+def result_like(
+    result: str, tensors: Mapping[str, MaybeTensor], sizes: Sizes, options: Options
+) -> tuple[tuple[Any, ...], torch.dtype]:
+    """The shape and dtype of a result."""
+    first = next(tensor for tensor in tensors.values() if tensor is not None)
+    if result in INT32_RESULTS:
+        dtype = torch.int32
+    elif result in FLOAT32_RESULTS:
+        dtype = wide(first.dtype)
+    else:
+        source = tensors.get(differentiated(result) or "")
+        dtype = first.dtype if source is None else source.dtype
+    if is_absent(result, options):
+        return (0,), dtype
+    return tuple(size_of(dimension, sizes) for dimension in shape_of(result)), dtype
+
+
+def choose(name: str, value: str) -> int:
+    """The enumerator of fdma.h that the string `value` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    choices = CHOICES[name]
+    if value not in choices:
+        raise ValueError(f"{name}: is {value!r}, want one of {', '.join(map(repr, choices))}")
+    return choices[value]
+
+
+def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) -> str:
+    """A message of the C library, which begins with the name of a field or of a dimension and a
+    colon, with the names of Python's arguments; for a dimension, with the tensor that has it."""
+    field, colon, rest = message.partition(": ")
+    shown = {field_of(name): SHOWN.get(name, name) for name in (*tensors, *options)}
+    shown["exec.kernel"] = "backend"
+    owner = next((name for name in tensors if field in shape_of(name)), None)
+    if owner is not None and field not in shown:
+        rest = f"{rest}; {describe_shape(owner)}"
+    return shown.get(field, field) + colon + rest.replace("causal is 0", "causal is False")

@@ -1,0 +1,37 @@
+/* A pipeline of stages in shared memory that a producer fills and consumers empty, and the wait for
+ * its barriers. */
+#ifndef FDMA_CUDA_DEVICE_PIPELINE_CUH
+#define FDMA_CUDA_DEVICE_PIPELINE_CUH
+
+#include "cuda/device/ptx.cuh"
+
+/* Waits until the phase of this parity is over. The first phase of a barrier has parity 0; the
+ * phase before it, of parity 1, counts as over. A debug build traps after some seconds. */
+__device__ static inline void wait(uint64_t *barrier, uint32_t parity) {
+#ifdef NDEBUG
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+#else
+    const uint32_t most_tries = 20000000; // each takes 0.1 us or more
+    for (uint32_t tries = 0; !mbarrier_try_wait(barrier, parity); tries++)
+        if (tries == most_tries)
+            __trap();
+#endif
+}
+
+/* Where a producer or a consumer stands in a pipeline: its stage, and the parity of that stage's
+ * current phase. */
+template <int stages> struct pipeline_state {
+    int32_t stage = 0;
+    uint32_t parity = 0;
+
+    __device__ inline void advance(void) {
+        stage++;
+        if (stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+#endif

@@ -1,0 +1,217 @@
+/* test_decode.c - few rows over many keys: threads share a row, its bits depend on nothing but its
+ * own keys, long sums lose no small terms, and each kernel of forward can be forced. */
+#include "problem.h"
+
+enum { decode_len = 3001 };
+
+/* Long enough for several threads to be worth waking. */
+static problem decode_problem(fdma_dtype dtype, int64_t q_len, int64_t window) {
+    problem x = {
+        .batch = 2,
+        .q_len = q_len,
+        .kv_len = decode_len,
+        .q_heads = 3,
+        .kv_heads = 3,
+        .head_dim = 64,
+        .window = window,
+        .causal = 1,
+        .dtype = dtype,
+    };
+    problem_fill(&x, (uint64_t)dtype);
+    problem_select(&x);
+    return x;
+}
+
+static const struct {
+    int64_t q_len, window;
+} forms[] = {{1, -1}, {1, 1600}, {4, -1}, {4, 1600}};
+
+/* Calls `test` for every kernel, dtype and form. */
+static void for_each_form(void (*test)(const problem *x, const char *kernel)) {
+    const kernel_list kernels = kernels_of("forward");
+    for (int form = 0; form < TEST_COUNT(forms); form++) {
+        for (int dtype = 0; dtype < problem_dtype_count; dtype++) {
+            const problem x =
+                decode_problem(problem_dtypes[dtype], forms[form].q_len, forms[form].window);
+            for (int kernel = 0; kernel < kernels.count; kernel++) {
+                test_context("%s %s q_len %d window %d", kernels.name[kernel], dtype_name(x.dtype),
+                             (int)x.q_len, (int)x.window);
+                test(&x, kernels.name[kernel]);
+            }
+            test_free_all();
+        }
+    }
+}
+
+static void check_threads(const problem *x, const char *kernel) {
+    const attended one = problem_attend(x, kernel, 1);
+    check_same_results(problem_attend(x, kernel, 2), one);
+    check_same_results(problem_attend(x, kernel, 3), one);
+    check_close_results(x, one, problem_attend(x, "reference", 1));
+}
+
+static void threads_share_a_row(void) { for_each_form(check_threads); }
+
+/* The second sequence alone. */
+static void check_alone(const problem *x, const char *kernel) {
+    problem alone = *x;
+    fdma_tensor *const tensors[] = {
+        &alone.q, &alone.k, &alone.v, &alone.bias, &alone.selection.expiry, &alone.selection.slot};
+    alone.batch = 1;
+    for (int i = 0; i < TEST_COUNT(tensors); i++) {
+        if (tensors[i]->rank > 0) {
+            tensors[i]->data = (char *)tensors[i]->data +
+                               (size_t)tensors[i]->stride[0] * dtype_size(tensors[i]->dtype);
+            tensors[i]->shape[0] = 1;
+        }
+    }
+    const attended both = problem_attend(x, kernel, 2), one = problem_attend(&alone, kernel, 2);
+    CHECK_BYTES(one.out.data, (char *)both.out.data + bytes_of(one.out), bytes_of(one.out));
+    CHECK_BYTES(one.lse.data, (char *)both.lse.data + bytes_of(one.lse), bytes_of(one.lse));
+}
+
+static void each_sequence_is_alone(void) { for_each_form(check_alone); }
+
+/* The same elements as [batch, heads, len, head_dim] in memory. */
+static fdma_tensor swap_axes(fdma_tensor tensor) {
+    const int64_t len = tensor.shape[1], heads = tensor.shape[2], dim = tensor.shape[3];
+    const size_t row = (size_t)dim * dtype_size(tensor.dtype);
+    fdma_tensor swapped = copy_tensor(tensor);
+    for (int64_t at = 0; at < tensor.shape[0] * len * heads; at++) {
+        const int64_t b = at / len / heads, j = at / heads % len, g = at % heads;
+        memcpy((char *)swapped.data + (size_t)((b * heads + g) * len + j) * row,
+               (char *)tensor.data + (size_t)at * row, row);
+    }
+    swapped.stride[1] = dim;
+    swapped.stride[2] = len * dim;
+    return swapped;
+}
+
+static void check_layout(const problem *x, const char *kernel) {
+    problem swapped = *x;
+    swapped.k = swap_axes(x->k);
+    swapped.v = swap_axes(x->v);
+    check_same_results(problem_attend(&swapped, kernel, 1), problem_attend(x, kernel, 1));
+}
+
+static void memory_order_does_not_matter(void) { for_each_form(check_layout); }
+
+/* NaN in every key that no query keeps. */
+static void check_unread(const problem *x, const char *kernel) {
+    problem spoilt = *x;
+    int64_t planted = 0;
+    spoilt.k = copy_tensor(x->k);
+    spoilt.v = copy_tensor(x->v);
+    spoilt.bias = copy_tensor(x->bias);
+    for (int64_t at = 0; at < x->batch * x->kv_heads * x->kv_len; at++) {
+        const int64_t j = at % x->kv_len, g = at / x->kv_len % x->kv_heads;
+        const int64_t b = at / x->kv_len / x->kv_heads;
+        int kept = 0;
+        for (int64_t i = 0; i < x->q_len; i++) {
+            kept |= problem_keeps(x, b, g, i, j);
+        }
+        if (!kept) {
+            spoil_key(spoilt.k, b, j, g, NAN);
+            spoil_key(spoilt.v, b, j, g, NAN);
+            ((float *)spoilt.bias.data)[at] = NAN;
+            planted++;
+        }
+    }
+    CHECK(planted > 0 || x->window < 0);
+    check_same_results(problem_attend(&spoilt, kernel, 1), problem_attend(x, kernel, 1));
+}
+
+static void keys_that_are_not_kept_are_not_read(void) { for_each_form(check_unread); }
+
+/* One query and `kv_len` keys of 8 channels, whose logits are their biases. */
+static problem long_problem(int64_t kv_len) {
+    problem x = {
+        .batch = 1,
+        .q_len = 1,
+        .kv_len = kv_len,
+        .q_heads = 1,
+        .kv_heads = 1,
+        .head_dim = 8,
+        .window = -1,
+        .causal = 1,
+        .dtype = FDMA_FLOAT32,
+    };
+    problem_fill(&x, 0);
+    memset(x.q.data, 0, bytes_of(x.q));
+    return x;
+}
+
+/* v is 2^24 for the first key and 1 for the others, with equal weights. Added one by one to 2^24,
+ * ones would be lost, as are the keys of a long split to their own sum. */
+static void small_values_count(void) {
+    enum { keys = 481 };
+    const kernel_list kernels = kernels_of("forward");
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        const problem x = long_problem(keys);
+        memset(x.bias.data, 0, bytes_of(x.bias));
+        for (int64_t n = 0; n < 8 * keys; n++) {
+            ((float *)x.v.data)[n] = n < 8 ? 0x1p24F : 1;
+        }
+        test_context("%s", kernels.name[kernel]);
+        const attended got = problem_attend(&x, kernels.name[kernel], 1);
+        const double want = (0x1p24 + keys - 1) / keys;
+        CHECK_NEAR((double)*(float *)got.out.data, want, 120.0 / keys); /* of tiles: a key block */
+        test_free_all();
+    }
+}
+
+/* The first key has weight 1, the others 2^-24 each. */
+static void small_weights_count(void) {
+    enum { keys = 481 };
+    const kernel_list kernels = kernels_of("forward");
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        const problem x = long_problem(keys);
+        for (int64_t n = 0; n < keys; n++) {
+            ((float *)x.bias.data)[n] = n == 0 ? 0 : -24 * 0.693147181F;
+        }
+        test_context("%s", kernels.name[kernel]);
+        const attended got = problem_attend(&x, kernels.name[kernel], 1);
+        CHECK_NEAR((double)*(float *)got.lse.data, log1p((keys - 1) * 0x1p-24), 2.5e-6);
+        test_free_all();
+    }
+}
+
+/* The name of a point forces its decode for few rows and its tiles for more; each of the two can be
+ * forced by its own name, but decode for few rows only. */
+static void each_kernel_can_be_forced(void) {
+    const problem few = decode_problem(FDMA_FLOAT32, 1, -1);
+    const problem many = decode_problem(FDMA_FLOAT32, 17, -1);
+    static const struct {
+        const char *forced, *few, *many;
+    } cases[] = {
+        {"cpu/scalar", "cpu/scalar/decode", "cpu/scalar/tile"},
+        {"cpu/scalar/tile", "cpu/scalar/tile", "cpu/scalar/tile"},
+        {"cpu/scalar/decode", "cpu/scalar/decode", NULL},
+    };
+    for (int n = 0; n < TEST_COUNT(cases); n++) {
+        const fdma_forward_args args[] = {problem_args(&few, cases[n].forced),
+                                          problem_args(&many, cases[n].forced)};
+        const char *picked = NULL;
+        test_context("%s", cases[n].forced);
+        CHECK_OK(fdma_forward_kernel(&args[0], &picked));
+        CHECK(strcmp(picked, cases[n].few) == 0);
+        if (cases[n].many != NULL) {
+            CHECK_OK(fdma_forward_kernel(&args[1], &picked));
+            CHECK(strcmp(picked, cases[n].many) == 0);
+        } else {
+            CHECK_INT(fdma_forward_kernel(&args[1], &picked), FDMA_UNSUPPORTED);
+            CHECK_WORD(fdma_last_error(), "16 rows");
+        }
+        check_close_results(&few, problem_attend(&few, cases[n].forced, 2),
+                            problem_attend(&few, "reference", 1));
+    }
+}
+
+static const test_entry tests[] = {
+    TEST(threads_share_a_row),          TEST(each_sequence_is_alone),
+    TEST(memory_order_does_not_matter), TEST(keys_that_are_not_kept_are_not_read),
+    TEST(small_values_count),           TEST(small_weights_count),
+    TEST(each_kernel_can_be_forced),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -1,0 +1,233 @@
+"""Inputs of the tests: the shapes and options of tests/cases.def, with random tensors."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import evaluate
+import flash_dmattn
+import torch
+from flash_dmattn import _library
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Case(NamedTuple):
+    """A line of tests/cases.def, where the words are explained."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None  # None: dense
+    mask: str
+    bias_form: str
+    softcap: float
+    scores: str
+    layout: str
+    padding: str
+
+    @property
+    def causal(self) -> bool:
+        return self.mask != "FULL"
+
+    @property
+    def scope(self) -> str:
+        return "causal" if self.mask == "CAUSAL" else "global"
+
+
+def read_cases() -> dict[str, Case]:
+    text = (Path(__file__).parents[1] / "cases.def").read_text()
+    found = {}
+    for line in re.findall(r"^CASE\((.*)\)$", text, re.MULTILINE):
+        name, *rest = (field.strip().strip('"') for field in line.split(","))
+        sizes, (mask, form, softcap, *words) = [int(number) for number in rest[:7]], rest[7:]
+        window = None if sizes[6] < 0 else sizes[6]
+        found[name] = Case(*sizes[:6], window, mask, form, float(softcap), *words)
+    assert len(found) > 100
+    return found
+
+
+CASES = read_cases()
+# One of each kind, none of them large: the C tests run all of them on every kernel.
+NAMES = """
+    dense/one dense/one-gqa dense/causal-131 dense/full-65 dense/later dense/more-queries
+    dense/empty-rows dense/softcap dense/exp dense/pad-left dense/pad-holes dense/pad-all
+    group/1 group/2 group/3 group/5 group/8 group/16 head-dim/8 head-dim/40 head-dim/72
+    head-dim/128 head-dim/256 window/1 window/2 window/len-1 window/len window/len+7 window/huge
+    scores/tied scores/rising scores/falling scores/saw later/steps global/full global/causal
+    global/more global/padding padding/left padding/holes padding/all softcap/selected
+    softcap/global row/full row/seven-queries
+""".split()
+
+
+class Input(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    score: torch.Tensor
+    bias: torch.Tensor | None
+    key_valid: torch.Tensor | None
+    dout: torch.Tensor
+
+
+def make_score(case: Case, generator: torch.Generator) -> torch.Tensor:
+    shape = (case.batch, case.kv_heads, case.kv_len)
+    rising = torch.arange(case.kv_len, dtype=torch.float32).expand(shape).contiguous()
+    return {
+        "IID": torch.randn(shape, generator=generator),
+        "TIED": torch.zeros(shape),
+        "RISING": rising,
+        "FALLING": -rising,
+        "SAW": rising % 29,
+        "STEPS": torch.randint(4, shape, generator=generator).float(),
+    }[case.scores]
+
+
+def make_key_valid(case: Case) -> torch.Tensor | None:
+    """bool [batch, kv_len]; each sequence has padding of another length."""
+    key, b = torch.arange(case.kv_len), torch.arange(case.batch)[:, None]
+    return {
+        "NONE": None,
+        "LEFT": key >= 7 * (b + 1),
+        "RIGHT": key < case.kv_len - 7 * (b + 1),
+        "HOLES": (key + b) % 7 != 2,
+        "ALL": (key >= 0) & (b > 0),  # the first sequence has no valid key
+    }[case.padding]
+
+
+@functools.cache
+def make_input(name: str, dtype: torch.dtype) -> Input:
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1)
+
+    def rows(length: int, heads: int) -> torch.Tensor:
+        """[batch, length, heads, head_dim], in the layout of the case."""
+        shape = (case.batch, length, 3 * heads, case.head_dim)
+        packed = torch.randn(shape, generator=generator).to(dtype)
+        middle = packed[:, :, heads : 2 * heads]
+        if case.layout == "SWAP":
+            return middle.transpose(1, 2).contiguous().transpose(1, 2)
+        return middle if case.layout == "PACK" else middle.contiguous()
+
+    query, dout = rows(case.q_len, case.q_heads), rows(case.q_len, case.q_heads)
+    key, value = rows(case.kv_len, case.kv_heads), rows(case.kv_len, case.kv_heads)
+    bias = torch.randn(case.batch, case.kv_heads, case.kv_len, generator=generator)
+    # A bias that every dtype holds, so that a plain evaluation in 16 bits has no error from it.
+    bias = None if case.bias_form == "NONE" else bias.to(torch.bfloat16).float()
+    score = make_score(case, generator)
+    return Input(query, key, value, score, bias, make_key_valid(case), dout)
+
+
+@functools.cache
+def make_mask(name: str) -> torch.Tensor:
+    """bool [batch or 1, kv_heads or 1, q_len, kv_len]."""
+    case, given = CASES[name], make_input(name, torch.float32)
+    kept = None
+    if case.window is not None:
+        kept = evaluate.kept_keys(given.score, case.window, case.scope, given.key_valid)
+    return evaluate.visible_keys(case.q_len, case.kv_len, case.causal, kept, given.key_valid)
+
+
+def options_of(name: str, given: Input) -> dict[str, Any]:
+    """The options of the evaluations in evaluate.py."""
+    return {"bias": given.bias, "softcap": CASES[name].softcap}
+
+
+def attend(
+    name: str, given: Input, backend: str | None = None, device: str = "cpu", **options: Any
+) -> tuple[dict[str, torch.Tensor], Tensors]:
+    """query, key, value and bias as leaves; out and lse."""
+    case = CASES[name]
+    key_valid = None if given.key_valid is None else given.key_valid.to(device)
+    selection = None
+    if case.window is not None:
+        selection = flash_dmattn.select(
+            given.score.to(device), case.window, scope=case.scope, key_valid=key_valid
+        )
+    leaves = {
+        name: getattr(given, name).to(device).detach().requires_grad_()
+        for name in ("query", "key", "value", "bias")
+        if getattr(given, name) is not None
+    }
+    results = flash_dmattn.attention(
+        **leaves,
+        selection=selection,
+        key_valid=key_valid,
+        causal=case.causal,
+        softcap=case.softcap,
+        backend=backend,
+        **options,
+    )
+    return leaves, results
+
+
+def our_gradients(name: str, given: Input, *where: Any, **options: Any) -> Tensors:
+    """dquery, dkey, dvalue and dbias, if there is a bias."""
+    leaves, (out, _) = attend(name, given, *where, **options)
+    return torch.autograd.grad(out, tuple(leaves.values()), given.dout.to(out.device))
+
+
+# ---- kernels and dtypes ----
+
+
+def takes(kernel: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel of the CPU takes tensors of `dtype`, forward and backward."""
+    row = torch.zeros(1, 1, 1, 8, dtype=dtype, requires_grad=True)
+    try:
+        flash_dmattn.attention(row, row, row, backend=kernel)[0].sum().backward()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def kernels_of(operation: str, backends: tuple[str, ...] = ("cpu", "reference")) -> list[str]:
+    """Names of kernels of an operation that this machine can run, the preferred one first: without
+    the third component, where it says which rows a kernel of forward is for."""
+    names = [
+        re.sub("/(tile|decode)$", "", kernel.name)
+        for kernel in _library.kernels()
+        if kernel.operation == operation
+        and kernel.missing is None
+        and kernel.name.split("/")[0] in backends
+    ]
+    return list(dict.fromkeys(names))
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+KERNELS = kernels_of("forward")
+WIDE = [kernel for kernel in KERNELS if takes(kernel, torch.float32)]
+RUNS = [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES if takes(kernel, dtype)]
+RUN_IDS = [f"{kernel}-{dtype}".replace("torch.", "") for kernel, dtype in RUNS]
+
+
+# ---- tensors of the fused form ----
+
+
+def make_fused(
+    q_len: int,
+    kv_len: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    head_dim: int = 16,
+    device: str = "cpu",
+    a_coef: float | None = None,
+) -> list[torch.Tensor]:
+    """query, key, value, dt_proj and a_coef, which require gradients; the first three are views of
+    tensors whose heads come first."""
+    kv_len = q_len if kv_len is None else kv_len
+    generator = torch.Generator().manual_seed(q_len + kv_len)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    rows = [normal(2, h, n, head_dim).transpose(1, 2) for h, n in ((4, q_len), (2, kv_len))]
+    value = normal(2, 2, kv_len, head_dim).transpose(1, 2)
+    a = normal(2) if a_coef is None else torch.full((2,), a_coef, dtype=dtype, device=device)
+    dt_proj = normal(2, 2 * head_dim) / head_dim**0.5
+    return [x.requires_grad_() for x in (*rows, value, dt_proj, a)]

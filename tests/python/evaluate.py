@@ -1,0 +1,313 @@
+"""Attention over the best keys, evaluated in PyTorch alone: what the tests compare with.
+
+It is slow and follows the definition: every query sorts the keys that it sees. Evaluated in float64
+it is exact; evaluated in the dtype of query, key and value it is the plain evaluation, whose error
+sets the tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Result(NamedTuple):
+    out: torch.Tensor  # [batch, q_len, q_heads, head_dim]
+    lse: torch.Tensor  # [batch, q_heads, q_len]
+
+
+# ---- which keys are kept ----
+
+
+def rank_of(score: float, j: int) -> tuple[bool, float, int]:
+    """Greater is better: NaN below everything, then the score, then the more recent key."""
+    return (False, 0.0, j) if math.isnan(score) else (True, score, j)
+
+
+def best_keys(score: list[float], keys: list[int], window: int) -> list[int]:
+    return sorted(keys, key=lambda j: rank_of(score[j], j), reverse=True)[:window]
+
+
+def kept_keys(
+    score: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Which keys the query at each position keeps, before causal masking.
+
+    score [batch, kv_heads, kv_len]; the result is bool [batch, kv_heads, positions, kv_len], of
+    kv_len positions in causal scope and of 1, which stands for all, in global scope.
+    """
+    batch, kv_heads, kv_len = score.shape
+    positions = kv_len if scope == "causal" else 1
+    kept = torch.zeros(batch, kv_heads, positions, kv_len, dtype=torch.bool)
+    for b in range(batch):
+        valid = [True] * kv_len if key_valid is None else key_valid[b].bool().tolist()
+        for g in range(kv_heads):
+            row = score[b, g].tolist()
+            for p in range(positions):
+                seen = range(p + 1) if scope == "causal" else range(kv_len)
+                keys = [j for j in seen if valid[j]]
+                kept[b, g, p, best_keys(row, keys, window)] = True
+    return kept
+
+
+def visible_keys(
+    q_len: int,
+    kv_len: int,
+    causal: bool,
+    kept: torch.Tensor | None = None,
+    key_valid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The mask of the attention: bool [batch or 1, kv_heads or 1, q_len, kv_len]."""
+    position = torch.arange(q_len) + kv_len - q_len
+    mask = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool)
+    if causal:
+        mask = mask & (torch.arange(kv_len) <= position[:, None])
+    if kept is not None:
+        by_query = position.clamp(min=0) if kept.shape[2] == kv_len else torch.zeros_like(position)
+        mask = mask & kept[:, :, by_query]
+    if key_valid is not None:
+        mask = mask & key_valid.bool()[:, None, None, :]
+    return mask
+
+
+# ---- attention and its gradients ----
+
+
+class Heads(NamedTuple):
+    """What attention and its gradients have in common, heads first, in one dtype."""
+
+    query: torch.Tensor  # [batch, q_heads, q_len, head_dim]
+    key: torch.Tensor  # [batch, q_heads, kv_len, head_dim]: kv heads repeated
+    value: torch.Tensor
+    mask: torch.Tensor  # bool [batch or 1, q_heads, q_len, kv_len]
+    logits: torch.Tensor  # [batch, q_heads, q_len, kv_len], -inf where the mask is false
+    slope: torch.Tensor | float  # of the logits in <query, key>
+
+
+def make_logits(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    softmax_scale: float | None,
+    softcap: float,
+) -> Heads:
+    kv_heads = key.shape[2]
+    group = query.shape[2] // kv_heads
+    q = query.to(dtype).transpose(1, 2)
+    k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(group, 1) for x in (key, value))
+    mask = mask.expand(-1, kv_heads, -1, -1).repeat_interleave(group, 1)
+    scale = 1 / math.sqrt(query.shape[3]) if softmax_scale is None else softmax_scale
+    logits, slope = scale * (q @ k.mT), scale
+    if softcap > 0:
+        tanh = torch.tanh(logits / softcap)
+        logits, slope = softcap * tanh, scale * (1 - tanh * tanh)
+    if bias is not None:
+        logits = logits + bias.to(dtype).repeat_interleave(group, 1)[:, :, None, :]
+    return Heads(q, k, v, mask, torch.where(mask, logits, -math.inf), slope)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> Result:
+    """Attention under `mask`, with every step in `dtype`; autograd can go through it."""
+    x = make_logits(query, key, value, mask, dtype, bias, softmax_scale, softcap)
+    empty = (x.logits == -math.inf).all(3)
+    logits = x.logits.masked_fill(empty[..., None], 0)  # their gradients would be NaN
+    lse = torch.logsumexp(logits, 3)
+    lse = torch.where((logits == math.inf).any(3), math.nan, lse)
+    weights = torch.where(x.mask, torch.exp(logits - lse[..., None]), 0)
+    weights = weights.masked_fill(empty[..., None], 0)
+    read = x.mask.any(2)[..., None]  # a key that no query keeps is not read
+    out = weights @ torch.where(read, x.value, 0)
+    return Result(out.transpose(1, 2), lse.masked_fill(empty, -math.inf))
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    results: Tensors,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensors:
+    """dquery, dkey, dvalue and dbias (if there is a bias) by the formula of fdma.h, from out and
+    lse as they are rounded, with every step in `dtype`; dbias is summed row by row, in float32 at
+    least. (Autograd in 16 bits is no measure for kernels: it keeps the weights of forward, so that
+    errors of dP and of its sum cancel, which they do not where that sum is <dout, out>.)"""
+    x = make_logits(query, key, value, mask, dtype, bias, softmax_scale, softcap)
+    group = query.shape[2] // key.shape[2]
+    out, lse = results
+    dout, out = (one.to(dtype).transpose(1, 2) for one in (dout, out))
+    delta = (dout * out).sum(3) - (0 if dlse is None else dlse.to(dtype))
+    lse = torch.where(lse == -math.inf, 0, lse)[..., None]  # an empty row keeps no key
+    weights = torch.exp(x.logits.to(lse.dtype) - lse).to(dtype)
+    weights = torch.where(x.mask, weights, 0)
+    dlogits = weights * (dout @ x.value.mT - delta[..., None])
+    dproducts = dlogits * x.slope
+
+    def sum_heads(one: torch.Tensor) -> torch.Tensor:
+        return one.unflatten(1, (-1, group)).sum(2)
+
+    dkey, dvalue = dproducts.mT @ x.query, weights.mT @ dout
+    rows = (dproducts @ x.key, sum_heads(dkey), sum_heads(dvalue))
+    gradients = tuple(one.transpose(1, 2) for one in rows)
+    if bias is None:
+        return gradients
+    wide = torch.promote_types(dtype, torch.float32)
+    by_row = dlogits.to(wide).unflatten(1, (-1, group)).flatten(2, 3).unbind(2)
+    return (*gradients, sum(by_row[1:], by_row[0]))
+
+
+def score(
+    value: torch.Tensor, dt_proj: torch.Tensor, a_coef: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[batch, kv_heads, kv_len], with every step in `dtype`."""
+    dt = value.to(dtype).flatten(2) @ dt_proj.to(dtype).T
+    z = a_coef.to(dtype) * (dt.clamp(min=0) + torch.log1p(torch.exp(-dt.abs())))
+    return z.transpose(1, 2)
+
+
+def fused_gradients(
+    tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor, dtype: torch.dtype
+) -> Tensors:
+    """The gradients of flash_dma_attention() in its five tensors, for the keys of `mask`."""
+    given = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
+    bias = torch.exp(score(*given[2:], dtype))
+    out, _ = attention(*given[:3], mask, dtype, bias=bias)
+    return torch.autograd.grad(out, given, dout.to(dtype))
+
+
+# ---- tolerances ----
+
+
+def largest_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference where `exact` is finite; 0 where nothing is."""
+    finite = torch.isfinite(exact)
+    error = (actual.double() - exact)[finite].abs()
+    return error.max().item() if error.numel() else 0.0
+
+
+def assert_same_specials(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    """Infinities and NaN are in the same elements."""
+    assert actual.shape == exact.shape
+    assert torch.equal(torch.isnan(actual), torch.isnan(exact))
+    for infinity in (math.inf, -math.inf):
+        assert torch.equal(actual == infinity, exact == infinity)
+
+
+def plain_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a plain evaluation is made in. Nothing is more exact than float64 here, so its error is
+    taken from float32, which holds all the tests' inputs, and scaled by the two rounding steps."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def assert_within(actual: torch.Tensor, exact: torch.Tensor, *plain: torch.Tensor) -> None:
+    """`actual` errs at most twice as much as plain evaluations do, plus one rounding step."""
+    assert exact.numel() > 0, "nothing to compare"
+    assert_same_specials(actual, exact)
+    size = exact[torch.isfinite(exact)].abs().max().item() if torch.isfinite(exact).any() else 0.0
+    step = torch.finfo(actual.dtype).eps
+    plain_error = max(largest_error(one, exact) / torch.finfo(one.dtype).eps for one in plain)
+    allowed = (2 * plain_error + size) * step
+    if actual.dtype == exact.dtype:
+        allowed += plain_error * step  # the exact evaluation is itself one more plain one
+    error = largest_error(actual, exact)
+    assert math.isfinite(allowed)
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_all_within(found: Tensors, exact: Tensors, plain: list[Tensors]) -> None:
+    assert len(found) > 0 and {len(found)} == {len(exact), *map(len, plain)}
+    for one, want, *others in zip(found, exact, *plain):
+        assert_within(one.cpu(), want, *others)
+
+
+def orders_of(channels: int, numbers: int) -> list[torch.Tensor]:
+    """Orders of channels for plain evaluations of that many numbers. A single order of a sum may be
+    accurate by chance, so small outputs use more orders."""
+    seeds = range(16 if numbers <= 64 else 4)
+    return [torch.randperm(channels, generator=torch.Generator().manual_seed(s)) for s in seeds]
+
+
+def assert_attention(
+    results: Tensors,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    **options: Any,
+) -> None:
+    """out and lse are within tolerance; that of lse comes from evaluations in its own dtype."""
+    out, lse = results
+    exact = attention(query, key, value, mask, torch.float64, **options)
+    orders = orders_of(query.shape[3], lse.numel())
+
+    def plain(dtype: torch.dtype) -> list[Result]:
+        pairs = [(query[..., order], key[..., order]) for order in orders]
+        return [attention(q, k, value, mask, plain_dtype(dtype), **options) for q, k in pairs]
+
+    assert out.dtype == query.dtype
+    assert_within(out, exact.out, *(one.out for one in plain(out.dtype)))
+    assert_within(lse, exact.lse, *(one.lse for one in plain(lse.dtype)))
+
+
+def plain_gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    results: Tensors,
+    tensors: Tensors,
+    mask: torch.Tensor,
+    **options: Any,
+) -> list[Tensors]:
+    """attention_backward() in the dtype of `tensors`, from the out and lse that backward was given,
+    with the channels in several orders."""
+    out, lse = (result.detach().cpu() for result in results)
+    found = []
+    for order in orders_of(dout.shape[3], lse.numel()):
+        back = order.argsort()
+        rows = [tensor[..., order] for tensor in (dout, out, *tensors)]
+        dtype = plain_dtype(dout.dtype)
+        gradients = attention_backward(
+            rows[0], dlse, (rows[1], lse), *rows[2:], mask, dtype, **options
+        )
+        found.append((*(one[..., back] for one in gradients[:3]), *gradients[3:]))
+    return found
+
+
+def plain_fused_gradients(
+    tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor
+) -> list[Tensors]:
+    """fused_gradients() in the tensors' dtype, with the channels in many orders: da_coef is one
+    number a head."""
+    head_dim = dout.shape[3]
+    found = []
+    for order in orders_of(head_dim, tensors[4].numel()):
+        back = order.argsort()
+        *rows, weights, a_coef = tensors
+        by_head = weights.unflatten(1, (-1, head_dim))
+        shuffled = (*(row[..., order] for row in rows), by_head[..., order].flatten(1), a_coef)
+        *drows, dweights, da = fused_gradients(shuffled, mask, dout[..., order], dout.dtype)
+        dweights = dweights.unflatten(1, (-1, head_dim))[..., back].flatten(1)
+        found.append((*(drow[..., back] for drow in drows), dweights, da))
+    return found

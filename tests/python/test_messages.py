@@ -1,0 +1,231 @@
+"""Messages for bad input: each names the argument, says what is wrong and what is wanted.
+
+messages.txt lists them, for the tests and for readers. PyTorch itself refuses arguments of another
+type than the operator's schema says, such as a str for softcap.
+"""
+
+from __future__ import annotations
+
+import math  # noqa: F401 (calls in messages.txt use it)
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import flash_dmattn
+import pytest
+import torch
+from flash_dmattn import _call, _library
+
+Layer = flash_dmattn.DynamicMaskAttention
+
+QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
+SCORE, LSE = (1, 2, 6), (1, 4, 6)
+CORRECT: dict[Callable[..., Any], dict[str, tuple[int, ...]]] = {
+    flash_dmattn.attention: {"query": QUERY, "key": KEY, "value": KEY},
+    flash_dmattn.flash_dma_attention: {
+        **{"query": QUERY, "key": KEY, "value": KEY},
+        **{"dt_proj": (2, 32), "a_coef": (2,)},
+    },
+    flash_dmattn.score: {"value": KEY, "dt_proj": (2, 32), "a_coef": (2,)},
+    flash_dmattn.select: {"score": SCORE},
+    flash_dmattn.merge: {"out_a": QUERY, "lse_a": LSE, "out_b": QUERY, "lse_b": LSE},
+}
+
+
+def randn(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.randn(shape, **options)
+
+
+def wrong(function: Callable[..., Any], **changes: Any) -> Any:
+    """A correct call, except for `changes`."""
+    given = {name: randn(*shape) for name, shape in CORRECT[function].items()}
+    return function(**{**given, **changes})
+
+
+def attend(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return wrong(flash_dmattn.attention, **changes)
+
+
+def fused(**changes: Any) -> torch.Tensor:
+    return wrong(flash_dmattn.flash_dma_attention, **changes)
+
+
+def score(**changes: Any) -> Any:
+    return wrong(flash_dmattn.score, **changes)
+
+
+def select(**changes: Any) -> flash_dmattn.Selection:
+    return wrong(flash_dmattn.select, **{"window": 3, **changes})
+
+
+def merge(**changes: Any) -> Any:
+    return wrong(flash_dmattn.merge, **changes)
+
+
+def layer(*sizes: Any, **options: Any) -> Any:
+    return flash_dmattn.DynamicMaskAttention(*sizes, **options)
+
+
+def of_rows(**options: Any) -> dict[str, torch.Tensor]:
+    shapes = CORRECT[flash_dmattn.attention]
+    return {name: randn(*shape, **options) for name, shape in shapes.items()}
+
+
+def read_messages() -> list[tuple[str, str]]:
+    """Pairs of a call and the exception that it raises."""
+    text = (Path(__file__).parent / "messages.txt").read_text()
+    pairs = re.findall(r"^(\w.*)\n    (\w+: .*)$", text, re.MULTILINE)
+    assert len(pairs) > 60
+    assert 2 * len(pairs) == sum(bool(x) and x[0] != "#" for x in text.splitlines())
+    return pairs
+
+
+MESSAGES = read_messages()
+
+
+@pytest.mark.parametrize(("call", "expected"), MESSAGES, ids=[call for call, _ in MESSAGES])
+def test_message(call: str, expected: str) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011, B017 (its type is compared)
+        eval(call)
+    found = f"{type(raised.value).__name__}: {raised.value}"
+    backends = ", ".join(map(repr, flash_dmattn.get_available_backends()))
+    assert found == expected.replace("{backends}", backends)
+
+
+@pytest.mark.parametrize("function", CORRECT)
+def test_correct_calls(function: Callable[..., Any]) -> None:
+    wrong(function, **({"window": 3} if function is flash_dmattn.select else {}))
+
+
+@pytest.mark.parametrize("head_dim", [4, 260, 264])
+def test_head_dim(head_dim: int) -> None:
+    tensors = {name: randn(1, 6, 2, head_dim) for name in ("query", "key", "value")}
+    with pytest.raises(NotImplementedError, match=rf"head_dim: is {head_dim}, supported: mult"):
+        attend(**tensors)
+
+
+def test_float64_is_for_the_reference_alone() -> None:
+    tensors = of_rows(dtype=torch.float64)
+    attend(**tensors)
+    attend(**tensors, backend="reference")
+    with pytest.raises(NotImplementedError, match="float64"):
+        attend(**tensors, backend="cpu")
+
+
+@pytest.mark.parametrize("option", ["softcap", "softmax_scale", "causal", "backend"])
+def test_options_of_another_type(option: str) -> None:
+    """PyTorch itself refuses these."""
+    with pytest.raises(RuntimeError, match=f"for argument '{option}' but instead found type"):
+        attend(**{option: []})
+
+
+JVPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "score": lambda x: score(value=x)[0],
+    "attention": lambda x: attend(value=x)[0],
+    "flash_dma_attention": lambda x: fused(value=x),
+    "merge": lambda x: merge(out_a=x)[0],
+}
+
+
+@pytest.mark.parametrize("name", JVPS)
+def test_forward_mode_says_that_it_is_missing(name: str) -> None:
+    x = randn(*(QUERY if name == "merge" else KEY))
+    message = rf"flash_dmattn.{name}: forward-mode derivatives \(torch.func.jvp\) are not impl"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(JVPS[name], (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        JVPS[name](x)  # a tensor without a tangent is taken
+        with pytest.raises(NotImplementedError, match=message):
+            JVPS[name](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_second_derivatives_say_that_they_are_missing() -> None:
+    value = randn(*KEY, requires_grad=True)
+    score, bias = flash_dmattn.score(value, randn(2, 32), randn(2))
+    selection = flash_dmattn.select(score, 3)
+    assert not selection.expiry.requires_grad and not selection.slot.requires_grad
+    attended = flash_dmattn.attention(randn(*QUERY), randn(*KEY), value)
+    results = {
+        "score": bias,
+        "attention": attended[0],
+        "merge": flash_dmattn.merge(*attended, *attended)[0],
+    }
+    results["flash_dma_attention"] = fused(value=value)
+    for name, result in results.items():
+        inputs = attended if name == "merge" else (value,)
+        gradient = torch.autograd.grad(result.square().sum(), inputs, create_graph=True)[0]
+        message = f"flash_dmattn.{name}: second derivatives are not implemented"
+        with pytest.raises(NotImplementedError, match=message):
+            gradient.sum().backward()
+    assert value.grad is None
+
+
+def test_cuda_tensors_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "has_cuda", lambda: False)
+    on_device = type("OnDevice", (), {"device": torch.device("cuda:0")})()
+    with pytest.raises(NotImplementedError) as raised:
+        _call.check_devices({"query": on_device})
+    assert str(raised.value) == (
+        "query: is on cuda:0, but this build of flash_dmattn has no CUDA kernels; "
+        "install it anew where nvcc is found: FDMA_CUDA=ON pip install ."
+    )
+    other = type("OnCpu", (), {"device": torch.device("cpu")})()
+    with pytest.raises(ValueError) as raised:
+        _call.check_devices({"query": on_device, "expiry": other})
+    assert str(raised.value) == "selection.expiry: is on cpu, want cuda:0, where query is"
+
+
+def test_a_device_without_kernels() -> None:
+    """On the meta device there are shapes only."""
+    out = fused(**{name: randn(*QUERY, device="meta") for name in ("query", "key", "value")})
+    assert out.device.type == "meta" and out.shape == QUERY
+
+
+def import_package(environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    kept = {name: text for name, text in os.environ.items() if name != "FDMA_LIBRARY"}
+    return subprocess.run(
+        [sys.executable, "-c", "import flash_dmattn"],
+        env={**kept, "PYTHONPATH": str(folder), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def package(root: Path, tmp_path: Path) -> Path:
+    """A folder that holds a copy of the package, without a library beside it."""
+    ignored = shutil.ignore_patterns("*.so", "*.dylib", "__pycache__")
+    shutil.copytree(root / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
+    return tmp_path
+
+
+def test_no_library(package: Path) -> None:
+    found = import_package({}, package)
+    assert found.returncode == 1
+    last_line = found.stderr.splitlines()[-1]
+    assert last_line.startswith("ImportError: no library at ") and "FDMA_LIBRARY" in last_line
+
+
+def test_fdma_library_is_not_a_file(package: Path) -> None:
+    found = import_package({"FDMA_LIBRARY": str(package / "nothing.so")}, package)
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1].endswith("nothing.so', which is not a file")
+
+
+def test_fdma_library_is_something_else(package: Path) -> None:
+    other = package / "other.so"
+    other.write_text("not a library")
+    found = import_package({"FDMA_LIBRARY": str(other)}, package)
+    assert found.returncode == 1
+    assert "ImportError" in found.stderr.splitlines()[-1] and "cannot be used" in found.stderr
+
+
+def test_the_library_beside_the_package_is_found(package: Path) -> None:
+    beside = package / "flash_dmattn" / "libfdma.so"
+    shutil.copy(os.environ["FDMA_LIBRARY"], beside)
+    found = import_package({}, package)
+    assert found.returncode == 0, found.stderr
