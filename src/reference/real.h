@@ -1,7 +1,7 @@
-/* The numbers that the reference computes with: double, or float in the kernels "reference/float32".
+/* The numbers that the reference computes with: double, or float in "reference/float32".
  *
- * Those are the plain evaluation, whose error sets the tolerance of all other kernels: they do what
- * a framework does that has one kernel for each tensor operation. Products are summed in float32,
+ * Those kernels are the plain evaluation, whose error sets the tolerance of all others: they do what a
+ * framework does that has one kernel for each tensor operation. Products are summed in float32,
  * and every intermediate tensor (logits, probabilities, their gradients) is rounded to the dtype of
  * the call. */
 #ifndef FDMA_REFERENCE_REAL_H
