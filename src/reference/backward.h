@@ -24,7 +24,8 @@ static inline size_t backward_workspace(const fdma_problem *problem) {
 }
 
 /* delta of a row, summed from the last channel to the first. In a row that keeps one key it is
- * equal to <dout, v>, which is subtracted from it: in the same order rounding errors would cancel. */
+ * equal to <dout, v>, which is subtracted from it: in the same order rounding errors would
+ * cancel. */
 static real delta_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
     const fdma_tensor *const dout = &problem->dout, *const out = &problem->out;
     real sum = 0;

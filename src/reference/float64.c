@@ -1,5 +1,5 @@
-/* The kernels "reference": docs/algorithm.md in plain loops and double precision. Every other kernel
- * is checked against them. They alone take float64. */
+/* The kernels "reference": docs/algorithm.md in plain loops and double precision. Every other
+ * kernel is checked against them. They alone take float64. */
 #include "reference/reference.h"
 
 #include "reference/backward.h"

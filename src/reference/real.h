@@ -1,9 +1,8 @@
-/* The numbers that the reference computes with: double, or float in "reference/float32".
- *
- * Those kernels are the plain evaluation, whose error sets the tolerance of all others: they do what a
+/* The numbers that the reference computes with: double, or float in "reference/float32".  Those
+ * kernels are the plain evaluation, whose error sets the tolerance of all others: they do what a
  * framework does that has one kernel for each tensor operation. Products are summed in float32,
- * and every intermediate tensor (logits, probabilities, their gradients) is rounded to the dtype of
- * the call. */
+ * and every intermediate tensor (logits, probabilities, their gradients) is rounded to the dtype
+ * of the call. */
 #ifndef FDMA_REFERENCE_REAL_H
 #define FDMA_REFERENCE_REAL_H
 
