@@ -60,19 +60,12 @@ static fdma_status make_problem(check_problem *problem, const check_case *test, 
         check_make_gradient_inputs(problem);
         status = check_reference_backward(problem);
     }
-    if (status == FDMA_OK) {
-        check_plain_score(problem);
-        check_plain_forward(problem);
-        check_plain_backward(problem);
-        check_plain_score_backward(problem);
-        check_plain_merge(problem);
-    }
-    return status;
+    return status == FDMA_OK ? check_evaluate_plainly(problem) : status;
 }
 
-/* The gradients of the reference are slow, and only compared with themselves: one dtype will do. */
+/* The gradients of the reference are slow, and are compared with themselves: one dtype will do. */
 static bool is_repetition(const check_tally *tally, const check_problem *problem) {
-    return strcmp(tally->info.name, "reference") == 0 &&
+    return selects("reference", tally->info.name) &&
            strcmp(tally->info.operation, "backward") == 0 && problem->dtype != FDMA_FLOAT32;
 }
 

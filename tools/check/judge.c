@@ -16,7 +16,7 @@ static fdma_tensor spoilt(fdma_tensor output) {
 }
 
 static fdma_tensor spoilt_like(fdma_tensor tensor) {
-    return tensor.rank > 0 ? spoilt(check_tensor(tensor.dtype, tensor.rank, tensor.shape)) : tensor;
+    return tensor.rank > 0 ? spoilt(check_tensor_like(tensor)) : tensor;
 }
 
 /* The same, in the memory layout of the case. */

@@ -19,7 +19,8 @@ typedef struct check_problem {
     const check_case *test;
     fdma_dtype dtype;
     int32_t
-        device; /* whose kernels are checked; tensors are in host memory, copied for each call */
+        device;   /* whose kernels are checked; tensors are in host memory, copied for each call */
+    double scale; /* of logits; 0: the default */
     fdma_tensor q, k, v, dt_proj, a; /* in dtype */
     fdma_tensor key_valid;           /* uint8 */
     fdma_tensor score;               /* float32, what the selection ranks */

@@ -6,14 +6,10 @@
 
 static check_result result_of(fdma_tensor reference) {
     const int64_t count = element_count(&reference);
-    return (check_result){
-        .count = count,
-        .reference = reference.data,
-        .plain = check_alloc(count, sizeof(double)),
-    };
+    return (check_result){.count = count, .reference = reference.data};
 }
 
-static check_problem widen(const check_problem *problem) {
+check_problem check_widen_problem(const check_problem *problem) {
     check_problem wide = *problem;
     fdma_tensor *const tensors[] = {
         &wide.q,
@@ -51,7 +47,7 @@ fdma_status check_reference_forward(check_problem *problem) {
     fdma_status status = FDMA_OK;
     if (check_is_selected(test))
         status = check_run_select(problem, "reference", &problem->selection);
-    const check_problem wide = widen(problem);
+    const check_problem wide = check_widen_problem(problem);
     if (status == FDMA_OK)
         status = check_run_score(&wide, "reference", z, (fdma_tensor){0});
     if (status == FDMA_OK)
@@ -63,8 +59,7 @@ fdma_status check_reference_forward(check_problem *problem) {
 }
 
 static fdma_status run_backward(check_problem *problem, const check_problem *wide) {
-    const check_backward_outputs outputs = {wide_like(problem->q), wide_like(problem->k),
-                                            wide_like(problem->v), wide_like(problem->bias)};
+    const check_backward_outputs outputs = check_backward_outputs_of(wide);
     const fdma_status status = check_run_backward(wide, "reference", false, &outputs);
     problem->dq = result_of(outputs.dq);
     problem->dk = result_of(outputs.dk);
@@ -74,8 +69,7 @@ static fdma_status run_backward(check_problem *problem, const check_problem *wid
 }
 
 static fdma_status run_score_backward(check_problem *problem, const check_problem *wide) {
-    const check_score_outputs outputs = {wide->prior_dv, wide_like(problem->dt_proj),
-                                         wide_like(problem->a)};
+    const check_score_outputs outputs = check_score_outputs_of(wide);
     fdma_status status = FDMA_OK;
     if (problem->test->bias_form != FDMA_BIAS_NONE) // FDMA_BIAS_NONE has no gradient
         status = check_run_score_backward(wide, "reference", &outputs);
@@ -86,12 +80,8 @@ static fdma_status run_score_backward(check_problem *problem, const check_proble
 }
 
 static fdma_status run_merge(check_problem *problem, const check_problem *wide) {
-    const fdma_tensor out = wide_like(problem->q), lse = wide_like(problem->forward_lse);
-    check_merge_outputs outputs;
-    for (int n = 0; n < 2; n++) {
-        outputs.dout[n] = wide_like(problem->q);
-        outputs.dlse[n] = wide_like(problem->forward_lse);
-    }
+    const fdma_tensor out = check_tensor_like(wide->q), lse = check_tensor_like(wide->forward_lse);
+    const check_merge_outputs outputs = check_merge_outputs_of(wide);
     fdma_status status = check_run_merge(wide, "reference", out, lse);
     if (status == FDMA_OK)
         status = check_run_merge_backward(wide, "reference", &outputs);
@@ -105,7 +95,7 @@ static fdma_status run_merge(check_problem *problem, const check_problem *wide) 
 }
 
 fdma_status check_reference_backward(check_problem *problem) {
-    const check_problem wide = widen(problem);
+    const check_problem wide = check_widen_problem(problem);
     fdma_status status = run_backward(problem, &wide);
     if (status == FDMA_OK)
         status = run_score_backward(problem, &wide);

@@ -5,6 +5,9 @@
 
 #include "check/problem.h"
 
+/*! check_widen_problem() - the problem with its floating inputs in float64. */
+check_problem check_widen_problem(const check_problem *problem);
+
 /*! check_reference_forward() - the selection, z, out and lse. */
 fdma_status check_reference_forward(check_problem *problem);
 

@@ -17,6 +17,12 @@ typedef struct check_merge_outputs {
     fdma_tensor dout[2], dlse[2];
 } check_merge_outputs;
 
+/*! check_backward_outputs_of(), check_score_outputs_of(), check_merge_outputs_of() - contiguous
+ *  outputs in the dtypes of the problem's inputs; dv of scores holds what it is added to. */
+check_backward_outputs check_backward_outputs_of(const check_problem *problem);
+check_score_outputs check_score_outputs_of(const check_problem *problem);
+check_merge_outputs check_merge_outputs_of(const check_problem *problem);
+
 /* run.c */
 fdma_status check_run_score(const check_problem *problem, const char *kernel, fdma_tensor score,
                             fdma_tensor bias);

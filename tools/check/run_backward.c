@@ -2,6 +2,32 @@
 #include "check/run.h"
 
 #include "check/call.h"
+#include "common/arrays.h"
+
+check_backward_outputs check_backward_outputs_of(const check_problem *problem) {
+    return (check_backward_outputs){check_tensor_like(problem->q), check_tensor_like(problem->k),
+                                    check_tensor_like(problem->v),
+                                    check_tensor_like(problem->bias)};
+}
+
+check_score_outputs check_score_outputs_of(const check_problem *problem) {
+    const check_score_outputs outputs = {check_tensor_like(problem->prior_dv),
+                                         check_tensor_like(problem->dt_proj),
+                                         check_tensor_like(problem->a)};
+    const double *prior = check_widen(problem->prior_dv);
+    for (int64_t i = 0; i < element_count(&outputs.dv); i++)
+        check_store(outputs.dv, i, prior[i]);
+    return outputs;
+}
+
+check_merge_outputs check_merge_outputs_of(const check_problem *problem) {
+    check_merge_outputs outputs;
+    for (int n = 0; n < 2; n++) {
+        outputs.dout[n] = check_tensor_like(problem->q);
+        outputs.dlse[n] = check_tensor_like(problem->forward_lse);
+    }
+    return outputs;
+}
 
 fdma_status check_run_backward(const check_problem *problem, const char *kernel, bool deterministic,
                                const check_backward_outputs *outputs) {
@@ -23,6 +49,7 @@ fdma_status check_run_backward(const check_problem *problem, const char *kernel,
         .dv = call_output(&call, outputs->dv),
         .dbias = call_output(&call, outputs->dbias),
         .selection = check_is_selected(problem->test) ? &selection : NULL,
+        .scale = problem->scale,
         .softcap = problem->test->softcap,
         .causal = check_is_causal(problem->test),
         .deterministic = deterministic,
