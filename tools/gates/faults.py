@@ -48,7 +48,7 @@ CORE = [
           "tensor->stride[smallest] <= reach", "tensor->stride[smallest] < reach",
           (*ERRORS, "test_overlap")),
     Fault("a size beyond memory", "src/core/",
-          "overflow |= elements > most_bytes;", "",
+          "elements > most_bytes;", "false;",
           (*ERRORS, "test_vast")),
     Fault("adjacent tensors count as overlapping", "src/core/",
           "a.end <= b.first ||", "a.end < b.first ||",
@@ -128,8 +128,8 @@ SCORE = [
 
 SELECT = [
     Fault("expiry one position late", "src/cpu/select/",
-          "pass->keys.first + n;",
-          "pass->keys.first + n + 1;",
+          "pass->expiry[evicted - pass->before] = pass->keys.first + n;",
+          "pass->expiry[evicted - pass->before] = pass->keys.first + n + 1;",
           ("test_select",)),
     Fault("an evicted key hands on no slot", "src/cpu/select/",
           "pass->slot[n] = slot;", "pass->slot[n] = evicted;",
@@ -207,7 +207,7 @@ BACKWARDS = [
           "return vf_set(0);", ";",
           ("test_merge",)),
     Fault("dlse of a partial result without its weight", "src/cpu/merge/",
-          "share * sum", "sum",
+          "weight * sum;", "sum;",
           ("test_merge", "check group/", "check window/")),
 ]
 

@@ -92,7 +92,7 @@ def build(folder: Path, targets: list[str]) -> str | None:
     if done.returncode == 0:
         return None
     output = done.stdout + done.stderr
-    error = re.search(r"^.*error.*$", output, re.MULTILINE)
+    error = re.search(r"^.*(error:|Error).*$", output, re.MULTILINE)
     return error[0] if error else output[-300:]
 
 
