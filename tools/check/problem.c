@@ -45,6 +45,8 @@ static float score_of(const check_case *test, int64_t j, uint64_t *random) {
         return (float)(j % 23) / 8;
     case SCORES_STEPS:
         return (float)(random_bits(random) >> 62) / 2;
+    case SCORES_CROWN:
+        return j == 0 ? 3 : (float)(j % 2);
     case SCORES_SPECIAL:
         return special_score(test, j, ordinary);
     default:
