@@ -15,7 +15,7 @@ static merge_factors factors_of(const fdma_problem *problem, int64_t b, int64_t 
         each[n] = load(&problem->partial[n].lse, offset_of(&problem->partial[n].lse, b, h, i));
     if (isnan(each[0]) || isnan(each[1]))
         return (merge_factors){(real)NAN, {(real)NAN, (real)NAN}};
-    const real largest = each[0] > each[1] ? each[0] : each[1];
+    const real largest = fmax(each[0], each[1]);
     if (largest == -infinity)
         return (merge_factors){.lse = largest};
     const real lse = largest + log(exp(each[0] - largest) + exp(each[1] - largest));
