@@ -104,9 +104,8 @@ static inline problem shape_problem(const shape_case *n, uint64_t seed, fdma_dty
     problem_fill(&x, seed);
     x.key_valid = new_tensor(FDMA_UINT8, x.batch, x.kv_len, -1, -1);
     float *const score = x.score.data, *const bias = x.bias.data;
-    for (int64_t i = 0; i < count_of(x.score); i++) {
+    for (int64_t i = 0; i < count_of(x.score); i++)
         bias[i] = score[i] = case_score(n->scores, i % x.kv_len, score[i]);
-    }
     for (int64_t i = 0; i < count_of(x.key_valid); i++) {
         ((uint8_t *)x.key_valid.data)[i] =
             (uint8_t)case_key_is_valid(n, seed, i / x.kv_len, i % x.kv_len);
@@ -121,11 +120,9 @@ static inline problem case_problem(int index, fdma_dtype dtype) {
 
 /* The index of a case in cases[]. */
 static inline int find_case(const char *name) {
-    for (int index = 0; index < TEST_COUNT(cases); index++) {
-        if (strcmp(cases[index].name, name) == 0) {
+    for (int index = 0; index < TEST_COUNT(cases); index++)
+        if (strcmp(cases[index].name, name) == 0)
             return index;
-        }
-    }
     printf("tests/cases.def has no case %s\n", name);
     exit(1);
 }
@@ -136,11 +133,9 @@ static inline void check_written(fdma_tensor tensor) {
     const size_t size = tensor.rank == 4 ? 8 : sizeof(float);
     unsigned char unwritten[8];
     memset(unwritten, test_guard_byte, sizeof unwritten);
-    for (size_t at = 0; at < bytes_of(tensor); at += size) {
-        if (!CHECK(memcmp(data + at, unwritten, size) != 0)) {
+    for (size_t at = 0; at < bytes_of(tensor); at += size)
+        if (!CHECK(memcmp(data + at, unwritten, size) != 0))
             return;
-        }
-    }
 }
 
 #endif /* CASES_H */

@@ -38,9 +38,8 @@ static struct {
  * out and lse that they are given. */
 static inline attended gradient_forward(const problem *x) {
     fdma_forward_args args = problem_args(x, NULL);
-    if (x->dtype == FDMA_FLOAT64) {
+    if (x->dtype == FDMA_FLOAT64)
         args.lse = new_output(FDMA_FLOAT64, x->batch, x->q_heads, x->q_len, -1);
-    }
     CHECK_OK(run_forward(&args));
     return (attended){.out = args.out, .lse = args.lse};
 }
@@ -133,9 +132,8 @@ static inline fdma_attention_backward_args fused_args(const gradient_problem *p,
 }
 
 static inline void check_same_gradients(gradients actual, gradients want) {
-    for (int t = 0; t < TEST_COUNT(want.all); t++) {
+    for (int t = 0; t < TEST_COUNT(want.all); t++)
         CHECK_BYTES(actual.all[t].data, want.all[t].data, bytes_of(want.all[t]));
-    }
 }
 
 /* The last sequence of a problem's batch, by itself. */
@@ -151,9 +149,8 @@ static inline gradient_problem last_gradient_problem(const gradient_problem *p) 
 }
 
 static inline gradients last_gradients(gradients all) {
-    for (int t = 0; t < TEST_COUNT(all.all); t++) {
+    for (int t = 0; t < TEST_COUNT(all.all); t++)
         all.all[t] = last_of(all.all[t]);
-    }
     return all;
 }
 
@@ -163,9 +160,8 @@ static inline fdma_tensor widened(fdma_tensor tensor) {
     fdma_tensor wide = tensor;
     wide.dtype = tensor.rank > 0 ? FDMA_FLOAT64 : tensor.dtype;
     wide.data = test_alloc(bytes_of(wide));
-    for (int64_t i = 0; i < count_of(tensor); i++) {
+    for (int64_t i = 0; i < count_of(tensor); i++)
         ((double *)wide.data)[i] = load_double(tensor.data, tensor.dtype, i);
-    }
     return tensor.rank > 0 ? wide : tensor;
 }
 
@@ -174,9 +170,8 @@ static inline gradients reference_gradients(const gradient_problem *p) {
     gradient_problem wide = *p;
     fdma_tensor *const tensors[] = {&wide.x.q, &wide.x.k, &wide.x.v,  &wide.x.bias,
                                     &wide.out, &wide.lse, &wide.dout, &wide.dlse};
-    for (int t = 0; t < TEST_COUNT(tensors); t++) {
+    for (int t = 0; t < TEST_COUNT(tensors); t++)
         *tensors[t] = widened(*tensors[t]);
-    }
     wide.x.dtype = FDMA_FLOAT64;
     fdma_backward_args args = gradient_args(&wide, "reference");
     CHECK_OK(run_backward(&args));
@@ -194,9 +189,8 @@ static inline double larger_or_nan(double x, double y) { return y > x || isnan(y
 
 static inline double largest_of(fdma_tensor tensor) {
     double largest = 0;
-    for (int64_t i = 0; i < count_of(tensor); i++) {
+    for (int64_t i = 0; i < count_of(tensor); i++)
         largest = larger_or_nan(largest, fabs(load_double(tensor.data, tensor.dtype, i)));
-    }
     return largest;
 }
 
@@ -218,9 +212,8 @@ static inline double gradient_floor(fdma_dtype dtype) {
 /* The tolerance of `fdma check`: twice the largest error of the plain evaluation, and a rounding
  * step. */
 static inline void check_expected(const gradient_problem *p, gradients actual) {
-    if (!p->expected->known) {
+    if (!p->expected->known)
         *p->expected = (expected_gradients){1, reference_gradients(p), plain_gradients(p)};
-    }
     const gradients want = p->expected->reference, plain = p->expected->plain;
     for (int t = 0; t < TEST_COUNT(want.all); t++) {
         const fdma_dtype dtype = actual.all[t].dtype;

@@ -3,7 +3,6 @@
 #ifndef GRADIENT_PROPERTIES_H
 #define GRADIENT_PROPERTIES_H
 
-#include "cases.h"
 #include "gradient.h"
 #include "unread.h"
 
@@ -37,22 +36,19 @@ static inline void check_repeats(const gradient_problem *p, const char *kernel) 
     for (int run = 0; run < TEST_COUNT(fills); run++) {
         fdma_backward_args args = gradient_args(p, kernel);
         const gradients outputs = gradient_outputs(&args);
-        for (int i = 0; i < TEST_COUNT(outputs.all); i++) {
+        for (int i = 0; i < TEST_COUNT(outputs.all); i++)
             memset(outputs.all[i].data, fills[run], bytes_of(outputs.all[i]));
-        }
         gradient_backend.fill = fills[run];
         CHECK_OK(gradient_backend.run(&args));
         check_same_gradients(gradient_outputs(&args), want);
     }
-    for (int32_t threads = 2; threads <= gradient_backend.most_threads; threads++) {
+    for (int32_t threads = 2; threads <= gradient_backend.most_threads; threads++)
         check_same_gradients(gradient_run(p, kernel, threads), want);
-    }
 }
 
 static inline void check_alone(const gradient_problem *p, const char *kernel) {
-    if (p->x.batch < 2) {
+    if (p->x.batch < 2)
         return;
-    }
     const gradient_problem alone = last_gradient_problem(p);
     const gradients want = last_gradients(gradient_run(p, kernel, 2));
     check_same_gradients(gradient_run(&alone, kernel, 2), want);
@@ -84,9 +80,8 @@ static inline void check_accumulated(const gradient_problem *p, const char *kern
     }
     args.accumulate = 1;
     CHECK_OK(gradient_backend.run(&args));
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3; i++)
         check_added(sums.all[i], held[i], alone.all[i]);
-    }
     CHECK(same_tensor(args.dbias, alone.dbias)); /* never added to */
 }
 
@@ -131,9 +126,8 @@ static inline fdma_tensor swapped_rows(fdma_tensor tensor) {
  * they are long. */
 static inline fdma_tensor with_gaps(fdma_tensor tensor, int64_t gap) {
     const int last = tensor.rank - 1;
-    if (tensor.rank == 0) {
+    if (tensor.rank == 0)
         return tensor;
-    }
     const int64_t row = tensor.shape[last] + gap;
     int64_t count = row;
     for (int axis = last - 1; axis >= 0; axis--) {
@@ -165,26 +159,22 @@ static inline int64_t rows_of(fdma_tensor tensor) {
 
 static inline fdma_tensor gapped(fdma_tensor tensor, int64_t gap) {
     const fdma_tensor to = with_gaps(tensor, gap);
-    for (int64_t row = 0; row < rows_of(tensor); row++) {
+    for (int64_t row = 0; row < rows_of(tensor); row++)
         copy_row(to, tensor, row);
-    }
     return to;
 }
 
 static inline void check_gapped(fdma_tensor actual, fdma_tensor want, int64_t gap) {
     const fdma_tensor copy = copy_tensor(want);
-    for (int64_t row = 0; row < rows_of(want); row++) {
+    for (int64_t row = 0; row < rows_of(want); row++)
         copy_row(copy, actual, row);
-    }
     CHECK_BYTES(copy.data, want.data, bytes_of(want));
     /* What lies between the rows is as it was. */
     const size_t size = dtype_size(want.dtype);
     const int64_t length = want.rank > 0 ? want.shape[want.rank - 1] : 0;
-    for (int64_t at = 0; at < rows_of(want) * (length + gap) * (int64_t)size; at++) {
-        if (at / (int64_t)size % (length + gap) >= length) {
+    for (int64_t at = 0; at < rows_of(want) * (length + gap) * (int64_t)size; at++)
+        if (at / (int64_t)size % (length + gap) >= length)
             CHECK(((unsigned char *)actual.data)[at] == test_guard_byte);
-        }
-    }
 }
 
 static inline void check_layouts(const gradient_problem *p, const char *kernel) {
@@ -192,34 +182,29 @@ static inline void check_layouts(const gradient_problem *p, const char *kernel) 
     const gradients want = gradient_run(p, kernel, 1);
     gradient_problem other = *p;
     fdma_tensor *const swapped[] = {&other.x.q, &other.x.k, &other.x.v, &other.out, &other.dout};
-    for (int i = 0; i < TEST_COUNT(swapped); i++) {
+    for (int i = 0; i < TEST_COUNT(swapped); i++)
         *swapped[i] = swapped_rows(*swapped[i]);
-    }
     check_same_gradients(gradient_run(&other, kernel, 1), want);
 
     fdma_tensor *const spread[] = {
         &other.x.bias,           &other.x.key_valid, &other.x.selection.expiry,
         &other.x.selection.slot, &other.lse,         &other.dlse};
-    for (int i = 0; i < TEST_COUNT(spread); i++) {
+    for (int i = 0; i < TEST_COUNT(spread); i++)
         *spread[i] = gapped(*spread[i], 3);
-    }
     fdma_backward_args args = gradient_args(&other, kernel);
     fdma_tensor *const outputs[] = {&args.dq, &args.dk, &args.dv, &args.dbias};
-    for (int i = 0; i < TEST_COUNT(outputs); i++) {
+    for (int i = 0; i < TEST_COUNT(outputs); i++)
         *outputs[i] = with_gaps(*outputs[i], gaps[i]);
-    }
     CHECK_OK(gradient_backend.run(&args));
-    for (int i = 0; i < TEST_COUNT(outputs); i++) {
+    for (int i = 0; i < TEST_COUNT(outputs); i++)
         check_gapped(*outputs[i], want.all[i], gaps[i]);
-    }
 }
 
 /* ---- keys that none keeps ---- */
 
 static inline void check_zero(fdma_tensor tensor, int64_t first, int64_t count) {
-    for (int64_t i = first; i < first + count; i++) {
+    for (int64_t i = first; i < first + count; i++)
         CHECK(load_double(tensor.data, tensor.dtype, i) == 0);
-    }
 }
 
 static inline void check_unread_zero(const problem *x, gradients got) {
@@ -235,19 +220,17 @@ static inline void check_unread_zero(const problem *x, gradients got) {
     }
 }
 
-static inline void check_unread(const unread_shape *n, const char *kernel, fdma_dtype dtype) {
+static inline void check_unread(const char *name, const char *kernel, fdma_dtype dtype) {
     static const float poisons[] = {NAN, INFINITY, -INFINITY};
-    problem x = unread_problem(n, dtype);
+    problem x = unread_problem(name, dtype);
     gradient_problem p = gradient_of(&x, 1);
     p.deterministic = 1;
-    if (!gradient_backend_takes(&p, kernel)) {
+    if (!gradient_backend_takes(&p, kernel))
         return;
-    }
     const gradients clean = gradient_run(&p, kernel, 1);
     check_unread_zero(&x, clean);
-    for (int64_t i = 0; i < count_of(clean.dq); i++) {
+    for (int64_t i = 0; i < count_of(clean.dq); i++)
         CHECK(isfinite(load_double(clean.dq.data, dtype, i)));
-    }
     for (int i = 0; i < TEST_COUNT(poisons); i++) {
         CHECK(poison_unread(&x, poisons[i]) > 0); /* else nothing is shown */
         check_same_gradients(gradient_run(&p, kernel, 2), clean);
@@ -256,14 +239,13 @@ static inline void check_unread(const unread_shape *n, const char *kernel, fdma_
 
 /* The same poison in a key that is read shows. */
 static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
-    problem x = unread_problem(&unread_shapes[0], dtype);
+    problem x = unread_problem(unread_cases[0], dtype);
     gradient_problem p = gradient_of(&x, 1);
     p.deterministic = 1;
     const gradients clean = gradient_run(&p, kernel, 1);
     int64_t j = 0;
-    while (j < x.kv_len && !is_read(&x, 0, 0, j)) {
+    while (j < x.kv_len && !is_read(&x, 0, 0, j))
         j++;
-    }
     if (CHECK(j < x.kv_len)) {
         spoil_key(x.v, 0, j, 0, NAN);
         CHECK(!same_tensor(gradient_run(&p, kernel, 1).dq, clean.dq));
@@ -274,11 +256,9 @@ static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
 
 /* Does query i of the first sequence keep any key? */
 static inline int keeps_any(const problem *x, int64_t g, int64_t i) {
-    for (int64_t j = 0; j < x->kv_len; j++) {
-        if (problem_keeps(x, 0, g, i, j)) {
+    for (int64_t j = 0; j < x->kv_len; j++)
+        if (problem_keeps(x, 0, g, i, j))
             return 1;
-        }
-    }
     return 0;
 }
 
@@ -287,17 +267,15 @@ static inline int keeps_any(const problem *x, int64_t g, int64_t i) {
 static inline void check_nan_row(const gradient_problem *p, const char *kernel) {
     const problem *x = &p->x;
     const int64_t i = 2 * x->q_len / 3, h = x->q_heads - 1, g = x->kv_heads - 1, dim = x->head_dim;
-    if (x->batch > 1 || x->q_len == 0 || !keeps_any(x, g, i)) {
+    if (x->batch > 1 || x->q_len == 0 || !keeps_any(x, g, i))
         return;
-    }
     const gradients clean = gradient_run(p, kernel, 1);
     gradient_problem spoilt = *p;
     spoilt.lse = copy_tensor(p->lse);
     spoilt.out = copy_tensor(p->out);
     ((float *)spoilt.lse.data)[h * x->q_len + i] = NAN;
-    for (int64_t d = 0; d < dim; d++) {
+    for (int64_t d = 0; d < dim; d++)
         store_float(spoilt.out.data, x->dtype, (i * x->q_heads + h) * dim + d, NAN);
-    }
     const gradients got = gradient_run(&spoilt, kernel, 1);
     for (int64_t j = 0; j < x->kv_len; j++) {
         const int kept = problem_keeps(x, 0, g, i, j);

@@ -16,11 +16,10 @@ static int is_tiny(int index) { return strncmp(cases[index].name, "tiny/", 5) ==
 static tiny_case tiny_of(int index, fdma_dtype dtype) {
     tiny_case tiny = {.x = case_problem(index, dtype), .with_dlse = index % 4 != 1};
     tiny.x.scale = index % 3 == 0 ? 0.7 : 0;
-    if (cases[index].bias_form == FDMA_BIAS_NONE) {
+    if (cases[index].bias_form == FDMA_BIAS_NONE)
         tiny.x.bias = (fdma_tensor){0};
-    } else if (dtype == FDMA_FLOAT64) {
+    else if (dtype == FDMA_FLOAT64)
         tiny.x.bias = widened(tiny.x.bias);
-    }
     return tiny;
 }
 
@@ -53,9 +52,8 @@ static void check_backward(const tiny_case *tiny) {
     const gradients got = gradient_run(&p, "reference", 1);
     const forward_loss f = forward_loss_of(&p);
     const fdma_tensor inputs[] = {p.x.q, p.x.k, p.x.v, p.x.bias};
-    for (int t = 0; t < TEST_COUNT(inputs) && inputs[t].rank > 0; t++) {
+    for (int t = 0; t < TEST_COUNT(inputs) && inputs[t].rank > 0; t++)
         check_differences(loss_of_forward, &f, inputs[t], got.all[t]);
-    }
 }
 
 static void backward_is_the_derivative_of_forward(void) {
@@ -82,9 +80,8 @@ static void the_plain_evaluation_is_near_the_reference(void) {
             const problem *x = &p.x;
             const int64_t terms = x->q_len * x->q_heads + x->kv_len + x->head_dim;
             const double relative = (double)terms * (double)FLT_EPSILON + 4 * step_of(dtype);
-            for (int t = 0; t < TEST_COUNT(want.all); t++) {
+            for (int t = 0; t < TEST_COUNT(want.all); t++)
                 check_near(got.all[t], want.all[t], relative);
-            }
             test_free_all();
         }
     }
@@ -123,9 +120,8 @@ static void score_now(const scored *s) {
                             .exec = {.kernel = "reference"}};
     size_t bytes = 0;
     CHECK_OK(fdma_score_workspace(&args, &bytes));
-    if (CHECK_INT(bytes, 0)) { /* so that a thousand calls take no memory */
+    if (CHECK_INT(bytes, 0)) /* so that a thousand calls take no memory */
         CHECK_OK(fdma_score(&args));
-    }
 }
 
 static loss loss_of_score(const void *context) {
@@ -239,9 +235,8 @@ static void attend_whole(whole_loss *w, gradient_problem *p, int with_dlse) {
 }
 
 static void check_whole(const tiny_case *tiny, fdma_bias_form form) {
-    if (tiny->x.window < 0) {
+    if (tiny->x.window < 0)
         return;
-    }
     whole_loss w = {.s = scored_of(&tiny->x, form)};
     gradient_problem p;
     attend_whole(&w, &p, tiny->with_dlse);
@@ -266,9 +261,8 @@ static void attention_backward_is_the_derivative_of_attention(void) { for_each_f
 /* Scores that only rank keys have no gradient; q, k and v have. */
 static void ranking_alone_has_no_gradient(void) {
     for (int index = 0; index < TEST_COUNT(cases); index++) {
-        if (!is_tiny(index) || cases[index].sizes.window < 0) {
+        if (!is_tiny(index) || cases[index].sizes.window < 0)
             continue;
-        }
         test_context("%s", cases[index].name);
         const tiny_case tiny = tiny_of(index, FDMA_FLOAT64);
         whole_loss w = {.s = scored_of(&tiny.x, FDMA_BIAS_NONE)};

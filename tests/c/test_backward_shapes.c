@@ -20,11 +20,9 @@ typedef void (*property)(const gradient_problem *p, const char *kernel);
 /* The reference is slow, and computes in double whatever the dtype: it is tested in one of them. */
 static kernel_list backward_kernels(fdma_dtype dtype) {
     kernel_list all = kernels_for("backward", dtype), some = {.count = 0};
-    for (int i = 0; i < all.count; i++) {
-        if (dtype == FDMA_FLOAT32 || strcmp(all.name[i], "reference") != 0) {
+    for (int i = 0; i < all.count; i++)
+        if (dtype == FDMA_FLOAT32 || strcmp(all.name[i], "reference") != 0)
             some.name[some.count++] = all.name[i];
-        }
-    }
     return some;
 }
 
@@ -69,14 +67,14 @@ static void nan_rows_stay_with_their_keys(void) { for_each_case(check_nan_row); 
 
 static void corrupt_selections_stay_inside(void) { for_some_cases(check_corrupt, 5); }
 
-static void check_unread_shapes(const char *kernel, fdma_dtype dtype) {
-    for (int s = 0; s < TEST_COUNT(unread_shapes); s++) {
-        test_context("%s %s, shape %d", kernel, dtype_name(dtype), s);
-        check_unread(&unread_shapes[s], kernel, dtype);
+static void check_unread_cases(const char *kernel, fdma_dtype dtype) {
+    for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
+        test_context("%s %s, unread case %d", kernel, dtype_name(dtype), s);
+        check_unread(unread_cases[s], kernel, dtype);
     }
 }
 
-static void unread_keys_do_not_show(void) { for_each_kernel(check_unread_shapes); }
+static void unread_keys_do_not_show(void) { for_each_kernel(check_unread_cases); }
 static void read_keys_show(void) { for_each_kernel(check_read_shows); }
 
 /* ---- what the fused call, and in it that of scores, adds to ---- */
@@ -107,14 +105,13 @@ static void run_fused(const gradient_problem *p, const char *kernel, int accumul
 }
 
 static void check_fused_accumulated(const char *kernel, fdma_dtype dtype) {
-    const problem x = unread_problem(&unread_shapes[0], dtype);
+    const problem x = unread_problem(unread_cases[0], dtype);
     const gradient_problem p = gradient_of(&x, 1);
     fdma_tensor alone[fused_outputs], sum[fused_outputs], held[fused_outputs];
     run_fused(&p, kernel, 0, alone, held);
     run_fused(&p, kernel, 1, sum, held);
-    for (int i = 0; i < fused_outputs; i++) {
+    for (int i = 0; i < fused_outputs; i++)
         check_added(sum[i], held[i], alone[i]);
-    }
 }
 
 static void the_fused_call_accumulates(void) { for_each_kernel(check_fused_accumulated); }

@@ -164,19 +164,19 @@ static void keys_that_all_leave_stop_nothing(void) {
 
 static void unread_keys_do_not_show(void) {
     const kernel_list kernels = device_kernels("backward");
-    for (int i = 0; i < kernels.count * TEST_COUNT(unread_shapes) * device_dtype_count; i++) {
+    for (int i = 0; i < kernels.count * TEST_COUNT(unread_cases) * device_dtype_count; i++) {
         const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
-        const int s = i / device_dtype_count % TEST_COUNT(unread_shapes);
-        const char *kernel = kernels.name[i / device_dtype_count / TEST_COUNT(unread_shapes)];
-        test_context("%s %s, shape %d", kernel, dtype_name(dtype), s);
-        check_unread(&unread_shapes[s], kernel, dtype);
+        const int s = i / device_dtype_count % TEST_COUNT(unread_cases);
+        const char *kernel = kernels.name[i / device_dtype_count / TEST_COUNT(unread_cases)];
+        test_context("%s %s, unread case %d", kernel, dtype_name(dtype), s);
+        check_unread(unread_cases[s], kernel, dtype);
         test_free_all();
     }
 }
 
 /* The fast form has no bits to hold it to: what is poisoned is not finite. */
-static void check_unread_fast(const unread_shape *n, const char *kernel, fdma_dtype dtype) {
-    problem x = unread_problem(n, dtype);
+static void check_unread_fast(const char *name, const char *kernel, fdma_dtype dtype) {
+    problem x = unread_problem(name, dtype);
     const gradient_problem p = gradient_of(&x, 1);
     if (!gradient_backend_takes(&p, kernel)) {
         return;
@@ -194,11 +194,11 @@ static void check_unread_fast(const unread_shape *n, const char *kernel, fdma_dt
 
 static void unread_keys_do_not_show_in_the_fast_form(void) {
     const kernel_list kernels = device_kernels("backward");
-    for (int i = 0; i < kernels.count * TEST_COUNT(unread_shapes); i++) {
-        const int s = i % TEST_COUNT(unread_shapes);
-        const char *kernel = kernels.name[i / TEST_COUNT(unread_shapes)];
-        test_context("%s, shape %d", kernel, s);
-        check_unread_fast(&unread_shapes[s], kernel, device_dtypes[s % device_dtype_count]);
+    for (int i = 0; i < kernels.count * TEST_COUNT(unread_cases); i++) {
+        const int s = i % TEST_COUNT(unread_cases);
+        const char *kernel = kernels.name[i / TEST_COUNT(unread_cases)];
+        test_context("%s, unread case %d", kernel, s);
+        check_unread_fast(unread_cases[s], kernel, device_dtypes[s % device_dtype_count]);
         test_free_all();
     }
 }

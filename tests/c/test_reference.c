@@ -53,9 +53,8 @@ static fdma_tensor tensor_of(fdma_dtype dtype, const double *values, int32_t ran
 
 static fdma_tensor valid_of(const golden_case *golden) {
     const fdma_tensor valid = new_tensor(FDMA_UINT8, golden->batch, golden->kv_len, -1, -1);
-    for (int64_t i = 0; i < count_of(valid); i++) {
+    for (int64_t i = 0; i < count_of(valid); i++)
         ((uint8_t *)valid.data)[i] = (uint8_t)golden->valid[i];
-    }
     return valid;
 }
 
@@ -82,11 +81,10 @@ static fdma_selection select_golden(const golden_case *golden, const char *kerne
 static void check_values(fdma_tensor actual, const double *want, double tolerance) {
     for (int64_t i = 0; i < count_of(actual); i++) {
         const double got = load_double(actual.data, actual.dtype, i);
-        if (isnan(want[i])) {
+        if (isnan(want[i]))
             CHECK(isnan(got));
-        } else {
+        else
             CHECK_NEAR(got, want[i], tolerance);
-        }
     }
 }
 
@@ -168,9 +166,8 @@ static void forward_is_golden(void) {
             .causal = golden->causal,
             .exec = {.kernel = real->kernel},
         };
-        if (golden->bias_form == FDMA_BIAS_NONE) {
+        if (golden->bias_form == FDMA_BIAS_NONE)
             args.bias = (fdma_tensor){0};
-        }
         CHECK_OK(run_forward(&args));
         check_values(args.out, golden->out, rounding_of(real, golden->kv_len + golden->head_dim));
         check_values(args.lse, golden->lse, rounding_of(real, golden->kv_len + golden->head_dim));
@@ -196,9 +193,8 @@ static void one_key_is_its_value(void) {
     CHECK_OK(run_forward(&args));
     CHECK_BYTES(args.out.data, args.v.data, bytes_of(args.v));
     double logit = 0;
-    for (int d = 0; d < 8; d++) {
+    for (int d = 0; d < 8; d++)
         logit += 2 * ((const double *)args.q.data)[d] * ((const double *)args.k.data)[d];
-    }
     CHECK_NEAR(((const double *)args.lse.data)[0], logit, rounding_of(&precisions[0], 8));
 }
 
