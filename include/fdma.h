@@ -81,9 +81,10 @@
  * gradients are float16 or bfloat16 (cast float32: FDMA_UNSUPPORTED), and a selection needs its
  * slots where its window leaves keys out.
  *
- * Threads. Calls on different buffers may run at the same time. Results are bit-equal for every
- * number of threads, and a sequence's result does not depend on the others of its batch. Sums may
- * differ in their last bits between kernels, and so between machines.
+ * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
+ * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
+ * are bit-equal for every number of threads, and a sequence's result does not depend on the others
+ * of its batch. Sums may differ in their last bits between kernels, and so between machines.
  *
  * Errors. Every call returns a status, and fdma_last_error() then has one line that names the
  * argument, its value and what is wanted. NaN and infinity inside tensors are values, not errors.
@@ -204,7 +205,8 @@ typedef struct fdma_exec {
                               that name or below it; an operation that has none of those uses those
                               above it, so that one name serves a whole fused call */
     int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
-    int32_t threads;       /* CPU only: at most this many; 0: OMP_NUM_THREADS, or else all */
+    int32_t threads; /* CPU only: at most this many; 0: OMP_NUM_THREADS as the first call finds
+                              it, else the CPUs that this process may use */
     uint64_t reserved[2];
 } fdma_exec;
 
@@ -386,7 +388,8 @@ typedef struct fdma_forward_args {
  *             a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
  *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
- *             valid or never kept are never read
+ *             valid or never kept are never read; out may overflow on its way, although the mean is
+ *             finite, where |v| * kept keys * 2^11 exceeds the largest float32
  *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, overlaps, a negative, infinite or NaN scale or
  *             softcap, a scale beyond float32, a selection made for another length or scope;
  *             FDMA_UNSUPPORTED dtypes, head_dim, an unknown or unusable kernel name;

@@ -244,6 +244,13 @@ int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microsecon
     return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_share));
 }
 
+static void run_alone(int64_t count, parallel_task task, const void *context) {
+    const uint32_t modes = keep_subnormals();
+    for (int64_t index = 0; index < count; index++)
+        task(context, index, 0);
+    restore_modes(modes);
+}
+
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context) {
     parallel_job job = {
         .task = task,
@@ -252,10 +259,11 @@ void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const
         .joined = 1,
         .threads = (int32_t)min(threads, count),
     };
-    const bool shared = job.threads > 1;
-    if (shared)
-        post_job(&job);
+    if (job.threads <= 1) {
+        run_alone(count, task, context);
+        return;
+    }
+    post_job(&job);
     run_tasks(&job, 0);
-    if (shared)
-        close_job(&job);
+    close_job(&job);
 }

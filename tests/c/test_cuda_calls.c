@@ -102,7 +102,7 @@ static void memory_of_another_device_is_refused(void) {
 }
 
 static void devices_that_are_not_there_are_refused(void) {
-    const expectation want = {FDMA_INVALID_ARGUMENT, {"exec.device", "want 0 to"}, 0};
+    const expectation want = {FDMA_INVALID_ARGUMENT, {"exec.device", "the last here is"}, 0};
     forward_call call = new_call();
     give_workspace(&call);
     call.args.exec.device = fdma_device_count();

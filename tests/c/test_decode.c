@@ -1,5 +1,6 @@
-/* test_decode.c - few rows over many keys: threads share a row, its bits depend on nothing but its
- * own keys, long sums lose no small terms, and each kernel of forward can be forced. */
+/* test_decode.c - few rows over many keys: threads work on one row together, its bits depend on
+ * nothing but its own keys, long sums lose no small terms, and each kernel of forward can be
+ * forced. */
 #include "problem.h"
 
 enum { decode_len = 3001 };
@@ -50,7 +51,7 @@ static void check_threads(const problem *x, const char *kernel) {
     check_close_results(x, one, problem_attend(x, "reference", 1));
 }
 
-static void threads_share_a_row(void) { for_each_form(check_threads); }
+static void threads_work_on_one_row(void) { for_each_form(check_threads); }
 
 /* The second sequence alone. */
 static void check_alone(const problem *x, const char *kernel) {
@@ -208,7 +209,7 @@ static void each_kernel_can_be_forced(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(threads_share_a_row),          TEST(each_sequence_is_alone),
+    TEST(threads_work_on_one_row),      TEST(each_sequence_is_alone),
     TEST(memory_order_does_not_matter), TEST(keys_that_are_not_kept_are_not_read),
     TEST(small_values_count),           TEST(small_weights_count),
     TEST(each_kernel_can_be_forced),

@@ -97,8 +97,8 @@ static fdma_forward_args fence_forward(const problem *x, const char *kernel, fen
     return args;
 }
 
-/* Returns whether the kernel took the problem. The name of a point stands for its decode: problems of
- * more rows are left to its tiles, which have a name of their own. */
+/* Returns whether the kernel took the problem. The name of a point stands for its decode: problems
+ * of more rows are left to its tiles, which have a name of their own. */
 static int check_forward(const problem *x, const char *kernel) {
     const fdma_forward_args plain = problem_args(x, kernel);
     const char *picked = "";

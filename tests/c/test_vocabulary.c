@@ -491,7 +491,6 @@ static const test_entry tests[] = {
     TEST(float16_is_exact),          TEST(bfloat16_is_exact),   TEST(operations_are_exact),
     TEST(products_are_summed),       TEST(lanes_are_summed),    TEST(comparisons_are_exact),
     TEST(ranges_of_lanes_are_kept),  TEST(rows_become_columns), TEST(powers_of_two),
-
     TEST(rounding_errors_are_exact), TEST(flushing_is_undone),  TEST(callers_modes_do_not_show),
 };
 

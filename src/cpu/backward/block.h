@@ -54,8 +54,8 @@ static __attribute__((noinline)) void find_slopes(const backward_step *step, int
     float *const slope = step->tile->slope + first * block_lanes;
     const vf inverse = vf_set(1 / step->logits.cap);
     for (int x = 0; x < score_keys * block_lanes; x += vf_width) {
-        const vf share = vf_mul(vf_load(capped + x), inverse);
-        const vf square = vf_mul(share, share);
+        const vf scaled = vf_mul(vf_load(capped + x), inverse);
+        const vf square = vf_mul(scaled, scaled);
         vf_store(slope + x, vf_sub(vf_set(1), square));
     }
 }

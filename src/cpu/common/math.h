@@ -41,9 +41,9 @@ static inline float softcap_of(const fdma_problem *problem) {
 }
 
 /* scale / cap: what products of q and k are multiplied by before tanh. */
-static inline float share_of(float scale, float cap) {
-    const double share = (double)scale / (double)cap;
-    return (float)(share < 1e30 ? share : 1e30);
+static inline float scale_over_cap(float scale, float cap) {
+    const double ratio = (double)scale / (double)cap;
+    return (float)(ratio < 1e30 ? ratio : 1e30);
 }
 
 /* e^x with a relative error below 2.5e-7 for x > -87, and 0 below. The error of rounding x *

@@ -148,7 +148,7 @@ static void find_row_logits(const decode_task *task, const decode_block *keys, i
     for (int32_t n = 0; n < keys->count; n += vf_width) {
         vf s = vf_load(logits + n);
         if (cap > 0)
-            s = vf_mul(vf_set(cap), tanh_of(vf_mul(s, vf_set(share_of(scale, cap)))));
+            s = vf_mul(vf_set(cap), tanh_of(vf_mul(s, vf_set(scale_over_cap(scale, cap)))));
         s = vf_fma(s, vf_set(cap > 0 ? 1 : scale), vf_load(keys->bias + n));
         vf_store(logits + n, vf_keep(s, 0, keys->count - n));
     }

@@ -16,7 +16,8 @@ enum {
 
 static inline uint32_t set_modes(uint32_t modes) {
     const uint32_t old = _mm_getcsr();
-    _mm_setcsr(modes);
+    if (((old ^ modes) & ~(uint32_t)_MM_EXCEPT_MASK) != 0) // writing takes longer than reading
+        _mm_setcsr(modes);
     return old;
 }
 
