@@ -22,9 +22,8 @@ static inline loss weighted_sum(fdma_tensor x, fdma_tensor y) {
     loss sum = {0, 0};
     for (int64_t i = 0; i < count_of(x); i++) {
         const double term = ((const double *)x.data)[i] * ((const double *)y.data)[i];
-        if (isfinite(term)) {
+        if (isfinite(term))
             sum = loss_sum(sum, (loss){term, fabs(term)});
-        }
     }
     return sum;
 }

@@ -1,38 +1,45 @@
-/* gradient.h - a backward problem for the C tests: what it is given, its results, and what they
- * should be by the header's formula, in double. */
+/* gradient.h - a backward problem for the C tests: its tensors, calls on it, and the comparison of
+ * gradients with those of the kernel "reference" in float64. */
 #ifndef GRADIENT_H
 #define GRADIENT_H
 
 #include "problem.h"
+
+typedef union gradients {
+    struct {
+        fdma_tensor dq, dk, dv, dbias;
+    };
+    fdma_tensor all[4];
+} gradients;
+
+/* Empty until check_expected() first needs them. */
+typedef struct expected_gradients {
+    int known;
+    gradients reference, plain;
+} expected_gradients;
 
 typedef struct gradient_problem {
     problem x; /* with its selection */
     fdma_tensor out, lse, dout;
     fdma_tensor dlse; /* may be absent */
     int deterministic;
+    expected_gradients *expected;
 } gradient_problem;
 
-typedef struct gradients {
-    fdma_tensor dq, dk, dv, dbias;
-} gradients;
+/* How gradient_run() calls the library; a program for a device sets it. */
+static struct {
+    fdma_status (*run)(fdma_backward_args *args);
+    fdma_status (*ask)(fdma_backward_args *args, size_t *bytes);
+    int32_t most_threads;
+    unsigned char fill; /* of workspace */
+} gradient_backend = {.run = run_backward};
 
-/* One element: its value, and the sum of the magnitudes that it is the sum of, which is what errors
- * are relative to. */
-typedef struct gradient_element {
-    double value, size;
-} gradient_element;
-
-typedef struct expected_gradients {
-    gradient_element *dq, *dk, *dv, *dbias;
-} expected_gradients;
-
-/* Out and lse of a problem in its type, by whatever kernel takes it: gradients are judged by what
- * they are given. */
+/* Out and lse of a problem in its dtype, by whichever kernel takes it: gradients are judged for the
+ * out and lse that they are given. */
 static inline attended gradient_forward(const problem *x) {
     fdma_forward_args args = problem_args(x, NULL);
-    if (x->dtype == FDMA_FLOAT64) {
+    if (x->dtype == FDMA_FLOAT64)
         args.lse = new_output(FDMA_FLOAT64, x->batch, x->q_heads, x->q_len, -1);
-    }
     CHECK_OK(run_forward(&args));
     return (attended){.out = args.out, .lse = args.lse};
 }
@@ -41,7 +48,8 @@ static inline attended gradient_forward(const problem *x) {
 static inline gradient_problem gradient_of(const problem *x, int with_dlse) {
     uint64_t state = 77;
     const attended done = gradient_forward(x);
-    gradient_problem p = {.x = *x, .out = done.out, .lse = done.lse};
+    gradient_problem p = {
+        .x = *x, .out = done.out, .lse = done.lse, .expected = test_alloc(sizeof *p.expected)};
     p.dout = new_tensor(x->dtype, x->batch, x->q_len, x->q_heads, x->head_dim);
     fill_random(p.dout, &state, 1);
     if (with_dlse) {
@@ -51,13 +59,9 @@ static inline gradient_problem gradient_of(const problem *x, int with_dlse) {
     return p;
 }
 
-/* Calls get a selection by address: the problem has to outlive them. */
+/* The arguments point to the selection of the problem, which must outlive them. */
 static inline fdma_backward_args gradient_args(const gradient_problem *p, const char *kernel) {
     const problem *x = &p->x;
-    fdma_tensor dbias = {0};
-    if (x->bias.rank > 0) {
-        dbias = new_output(x->bias.dtype, x->batch, x->kv_heads, x->kv_len, -1);
-    }
     return (fdma_backward_args){
         .size = sizeof(fdma_backward_args),
         .dout = p->dout,
@@ -72,7 +76,8 @@ static inline fdma_backward_args gradient_args(const gradient_problem *p, const 
         .dq = new_output(x->dtype, x->batch, x->q_len, x->q_heads, x->head_dim),
         .dk = new_output(x->dtype, x->batch, x->kv_len, x->kv_heads, x->head_dim),
         .dv = new_output(x->dtype, x->batch, x->kv_len, x->kv_heads, x->head_dim),
-        .dbias = dbias,
+        .dbias = new_output(x->bias.rank > 0 ? x->bias.dtype : p->lse.dtype, x->batch, x->kv_heads,
+                            x->kv_len, -1),
         .selection = x->window >= 0 ? &x->selection : NULL,
         .scale = x->scale,
         .softcap = x->softcap,
@@ -83,22 +88,52 @@ static inline fdma_backward_args gradient_args(const gradient_problem *p, const 
 }
 
 static inline gradients gradient_outputs(const fdma_backward_args *args) {
-    return (gradients){args->dq, args->dk, args->dv, args->dbias};
+    return (gradients){.all = {args->dq, args->dk, args->dv, args->dbias}};
 }
 
 static inline gradients gradient_run(const gradient_problem *p, const char *kernel,
                                      int32_t threads) {
     fdma_backward_args args = gradient_args(p, kernel);
     args.exec.threads = threads;
-    CHECK_OK(run_backward(&args));
+    CHECK_OK(gradient_backend.run(&args));
     return gradient_outputs(&args);
 }
 
+/* The fused call on the same problem; `to` has dq, dk, dv, ddt_proj and da. */
+static inline fdma_attention_backward_args fused_args(const gradient_problem *p,
+                                                      fdma_tensor dt_proj, fdma_tensor a,
+                                                      fdma_bias_form form, const fdma_tensor to[5],
+                                                      const char *kernel) {
+    const problem *x = &p->x;
+    return (fdma_attention_backward_args){
+        .size = sizeof(fdma_attention_backward_args),
+        .dout = p->dout,
+        .dlse = p->dlse,
+        .out = p->out,
+        .lse = p->lse,
+        .q = x->q,
+        .k = x->k,
+        .v = x->v,
+        .dt_proj = dt_proj,
+        .a = a,
+        .key_valid = x->key_valid,
+        .dq = to[0],
+        .dk = to[1],
+        .dv = to[2],
+        .ddt_proj = to[3],
+        .da = to[4],
+        .selection = &x->selection,
+        .scale = x->scale,
+        .softcap = x->softcap,
+        .bias_form = form,
+        .causal = x->causal,
+        .exec = {.kernel = kernel, .threads = 2},
+    };
+}
+
 static inline void check_same_gradients(gradients actual, gradients want) {
-    CHECK_BYTES(actual.dq.data, want.dq.data, bytes_of(want.dq));
-    CHECK_BYTES(actual.dk.data, want.dk.data, bytes_of(want.dk));
-    CHECK_BYTES(actual.dv.data, want.dv.data, bytes_of(want.dv));
-    CHECK_BYTES(actual.dbias.data, want.dbias.data, bytes_of(want.dbias));
+    for (int t = 0; t < TEST_COUNT(want.all); t++)
+        CHECK_BYTES(actual.all[t].data, want.all[t].data, bytes_of(want.all[t]));
 }
 
 /* The last sequence of a problem's batch, by itself. */
@@ -114,117 +149,83 @@ static inline gradient_problem last_gradient_problem(const gradient_problem *p) 
 }
 
 static inline gradients last_gradients(gradients all) {
-    return (gradients){last_of(all.dq), last_of(all.dk), last_of(all.dv), last_of(all.dbias)};
+    for (int t = 0; t < TEST_COUNT(all.all); t++)
+        all.all[t] = last_of(all.all[t]);
+    return all;
 }
 
-static inline gradient_element *new_elements(int64_t count) {
-    return test_alloc((size_t)count * sizeof(gradient_element));
+/* ---- comparison with the reference ---- */
+
+static inline fdma_tensor widened(fdma_tensor tensor) {
+    fdma_tensor wide = tensor;
+    wide.dtype = tensor.rank > 0 ? FDMA_FLOAT64 : tensor.dtype;
+    wide.data = test_alloc(bytes_of(wide));
+    for (int64_t i = 0; i < count_of(tensor); i++)
+        ((double *)wide.data)[i] = load_double(tensor.data, tensor.dtype, i);
+    return tensor.rank > 0 ? wide : tensor;
 }
 
-static inline void add_term(gradient_element *to, double value, double size) {
-    to->value += value;
-    to->size += size;
+/* The gradients in float64, from the same inputs. */
+static inline gradients reference_gradients(const gradient_problem *p) {
+    gradient_problem wide = *p;
+    fdma_tensor *const tensors[] = {&wide.x.q, &wide.x.k, &wide.x.v,  &wide.x.bias,
+                                    &wide.out, &wide.lse, &wide.dout, &wide.dlse};
+    for (int t = 0; t < TEST_COUNT(tensors); t++)
+        *tensors[t] = widened(*tensors[t]);
+    wide.x.dtype = FDMA_FLOAT64;
+    fdma_backward_args args = gradient_args(&wide, "reference");
+    CHECK_OK(run_backward(&args));
+    return gradient_outputs(&args);
 }
 
-/* <x, y> of rows of contiguous tensors. */
-static inline gradient_element dot_rows(fdma_tensor x, int64_t at_x, fdma_tensor y, int64_t at_y,
-                                        int64_t count) {
-    gradient_element sum = {0, 0};
-    for (int64_t d = 0; d < count; d++) {
-        const double term =
-            load_double(x.data, x.dtype, at_x + d) * load_double(y.data, y.dtype, at_y + d);
-        add_term(&sum, term, fabs(term));
+/* The plain evaluation in the dtype of the problem. */
+static inline gradients plain_gradients(const gradient_problem *p) {
+    fdma_backward_args args = gradient_args(p, "reference/float32");
+    CHECK_OK(run_backward(&args));
+    return gradient_outputs(&args);
+}
+
+static inline double larger_or_nan(double x, double y) { return y > x || isnan(y) ? y : x; }
+
+static inline double largest_of(fdma_tensor tensor) {
+    double largest = 0;
+    for (int64_t i = 0; i < count_of(tensor); i++)
+        largest = larger_or_nan(largest, fabs(load_double(tensor.data, tensor.dtype, i)));
+    return largest;
+}
+
+static inline double largest_difference(fdma_tensor x, fdma_tensor y) {
+    double largest = 0;
+    CHECK_INT(count_of(x), count_of(y));
+    for (int64_t i = 0; i < count_of(x); i++) {
+        const double error = load_double(x.data, x.dtype, i) - load_double(y.data, y.dtype, i);
+        largest = larger_or_nan(largest, fabs(error));
     }
-    return sum;
+    return largest;
 }
 
-/* A kept key's part in the gradients of a row; `carried` is the row's D. The softcap's slope is a
- * difference too: errors are relative to 1. */
-static inline void expect_key(const gradient_problem *p, const expected_gradients *to, int64_t q,
-                              int64_t k, int64_t key, double lse, gradient_element carried) {
-    const problem *x = &p->x;
-    const int64_t dim = x->head_dim;
-    const double scale = x->scale > 0 ? x->scale : 1 / sqrt((double)dim);
-    double s = scale * dot_rows(x->q, q, x->k, k, dim).value, slope = 1;
-    if (x->softcap > 0) {
-        const double capped = x->softcap * tanh(s / x->softcap);
-        slope = 1 - capped * capped / (x->softcap * x->softcap);
-        s = capped;
-    }
-    s += x->bias.rank > 0 ? load_double(x->bias.data, x->bias.dtype, key) : 0;
-    const gradient_element dweight = dot_rows(p->dout, q, x->v, k, dim);
-    const double weight = exp(s - lse), ds = weight * (dweight.value - carried.value);
-    const double size = weight * (dweight.size + carried.size), step = slope * scale;
-    add_term(&to->dbias[key], ds, size);
-    for (int64_t d = 0; d < dim; d++) {
-        const double q_d = load_double(x->q.data, x->dtype, q + d);
-        const double k_d = load_double(x->k.data, x->dtype, k + d);
-        const double dv = weight * load_double(p->dout.data, x->dtype, q + d);
-        add_term(&to->dq[q + d], step * ds * k_d, scale * size * fabs(k_d));
-        add_term(&to->dk[k + d], step * ds * q_d, scale * size * fabs(q_d));
-        add_term(&to->dv[k + d], dv, fabs(dv));
-    }
-}
-
-static inline expected_gradients expect_gradients(const gradient_problem *p) {
-    const problem *x = &p->x;
-    const int64_t dim = x->head_dim;
-    const expected_gradients to = {new_elements(count_of(x->q)), new_elements(count_of(x->k)),
-                                   new_elements(count_of(x->k)),
-                                   new_elements(x->batch * x->kv_heads * x->kv_len)};
-    for (int64_t at = 0; at < x->batch * x->q_heads * x->q_len; at++) {
-        const int64_t i = at % x->q_len, h = at / x->q_len % x->q_heads;
-        const int64_t b = at / x->q_len / x->q_heads, g = h / (x->q_heads / x->kv_heads);
-        const int64_t q = ((b * x->q_len + i) * x->q_heads + h) * dim;
-        const double lse = load_double(p->lse.data, p->lse.dtype, at);
-        const double dlse = p->dlse.rank > 0 ? load_double(p->dlse.data, p->dlse.dtype, at) : 0;
-        gradient_element carried = dot_rows(p->dout, q, p->out, q, dim);
-        add_term(&carried, -dlse, fabs(dlse));
-        for (int64_t j = 0; j < x->kv_len && lse > -(double)INFINITY; j++) {
-            if (problem_keeps(x, b, g, i, j)) {
-                expect_key(p, &to, q, ((b * x->kv_len + j) * x->kv_heads + g) * dim,
-                           (b * x->kv_heads + g) * x->kv_len + j, lse, carried);
-            }
-        }
-    }
-    return to;
-}
-
-/* Errors relative to `size`: sums of float32, of products over head_dim and then over keys or over
- * queries and their group; weights and gradients of logits rounded to the type, and the result. */
-static inline double gradient_unit(const problem *x) {
-    const int64_t rows = x->q_len * (x->q_heads / x->kv_heads);
-    const int64_t terms = 2 * (x->head_dim + (rows > x->kv_len ? rows : x->kv_len) + 8);
-    return (double)terms * (double)FLT_EPSILON + 4 * step_of(x->dtype);
-}
-
-/* Below its normal numbers a type's steps do not shrink. */
+/* Below its normal numbers the steps of a dtype do not shrink. */
 static inline double gradient_floor(fdma_dtype dtype) {
     return dtype == FDMA_FLOAT16 ? 0x1p-24 : 0x1p-126;
 }
 
-static inline void check_elements(fdma_tensor actual, const gradient_element *want, double unit,
-                                  double floor) {
-    for (int64_t i = 0; i < count_of(actual); i++) {
-        CHECK_NEAR(load_double(actual.data, actual.dtype, i), want[i].value,
-                   unit * want[i].size + floor);
+/* The tolerance of `fdma check`: twice the largest error of the plain evaluation, and a rounding
+ * step. */
+static inline void check_expected(const gradient_problem *p, gradients actual) {
+    if (!p->expected->known)
+        *p->expected = (expected_gradients){1, reference_gradients(p), plain_gradients(p)};
+    const gradients want = p->expected->reference, plain = p->expected->plain;
+    for (int t = 0; t < TEST_COUNT(want.all); t++) {
+        const fdma_dtype dtype = actual.all[t].dtype;
+        const double error = largest_difference(plain.all[t], want.all[t]);
+        CHECK_NEAR(largest_difference(actual.all[t], want.all[t]), 0,
+                   2 * error + step_of(dtype) * largest_of(want.all[t]) + gradient_floor(dtype));
     }
 }
 
-/* What a 16-bit type makes of weights and gradients of logits below its normal numbers, over all
- * terms of a sum. */
-static inline double gradient_tiny(const problem *x) {
-    const int64_t rows = x->q_len * (x->q_heads / x->kv_heads);
-    return 4 * (double)(rows > x->kv_len ? rows : x->kv_len) * gradient_floor(x->dtype);
-}
-
-static inline void check_expected(const gradient_problem *p, gradients actual) {
-    const expected_gradients want = expect_gradients(p);
-    const double unit = gradient_unit(&p->x), tiny = gradient_tiny(&p->x);
-    check_elements(actual.dq, want.dq, unit, tiny);
-    check_elements(actual.dk, want.dk, unit, tiny);
-    check_elements(actual.dv, want.dv, unit, tiny);
-    check_elements(actual.dbias, want.dbias, unit, tiny);
+/* The largest error is at most `relative` of the largest element. */
+static inline void check_near(fdma_tensor actual, fdma_tensor want, double relative) {
+    CHECK_NEAR(largest_difference(actual, want), 0, relative * largest_of(want) + DBL_MIN);
 }
 
 #endif /* GRADIENT_H */

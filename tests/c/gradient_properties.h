@@ -1,27 +1,21 @@
-/* gradient_properties.h - what every backward kernel must do, of the CPU and of a device, each
- * property for one problem. */
+/* gradient_properties.h - what every backward kernel must do, on the CPU and on a device: each
+ * property for one problem, and the cases of tests/cases.def at which backward kernels go wrong. */
 #ifndef GRADIENT_PROPERTIES_H
 #define GRADIENT_PROPERTIES_H
 
 #include "gradient.h"
 #include "unread.h"
 
-/* How a call is made whose tensors the CPU has; set by the program. The deterministic form is what
- * must be bit-equal: a problem says which one it asks for. */
-static struct {
-    fdma_status (*run)(fdma_backward_args *args);
-    fdma_status (*ask)(fdma_backward_args *args, size_t *bytes);
-    int32_t most_threads;
-    unsigned char fill; /* of workspace */
-} gradient_backend;
-
-static inline gradients run_gradients(const gradient_problem *p, const char *kernel,
-                                      int32_t threads) {
-    fdma_backward_args args = gradient_args(p, kernel);
-    args.exec.threads = threads;
-    CHECK_OK(gradient_backend.run(&args));
-    return gradient_outputs(&args);
-}
+static const char *const gradient_cases[] = {
+    "scores/tied",    "scores/rising",    "scores/falling",   "scores/crown",   "scores/crown-wide",
+    "scores/saw",     "window/1",         "window/1-tied",    "window/3-saw",   "window/len-1",
+    "window/len",     "later/tied",       "head-dim/8",       "head-dim/192",   "head-dim/256",
+    "long/one-query", "dense/one-query",  "dense/full-65",    "dense/pad-left", "dense/pad-holes",
+    "dense/softcap",  "dense/empty-rows", "padding/left",     "padding/holes",  "global/more",
+    "global/padding", "global/causal",    "softcap/selected", "group/1",        "group/2",
+    "group/3",        "group/4",          "group/5",          "group/6",        "group/7",
+    "group/8",        "group/11",         "group/16",         "empty/queries",  "empty/keys-dense",
+};
 
 static inline int gradient_backend_takes(const gradient_problem *p, const char *kernel) {
     fdma_backward_args args = gradient_args(p, kernel);
@@ -32,47 +26,40 @@ static inline int gradient_backend_takes(const gradient_problem *p, const char *
 }
 
 static inline void check_right(const gradient_problem *p, const char *kernel) {
-    check_expected(p, run_gradients(p, kernel, 1));
+    check_expected(p, gradient_run(p, kernel, 1));
 }
 
-/* Whatever lies in outputs and workspace, and however many share the work. */
+/* Neither what outputs and workspace hold nor the number of threads changes a bit. */
 static inline void check_repeats(const gradient_problem *p, const char *kernel) {
     static const unsigned char fills[] = {0x00, 0x7f, 0xff};
-    const gradients want = run_gradients(p, kernel, 1);
+    const gradients want = gradient_run(p, kernel, 1);
     for (int run = 0; run < TEST_COUNT(fills); run++) {
         fdma_backward_args args = gradient_args(p, kernel);
-        const fdma_tensor outputs[] = {args.dq, args.dk, args.dv, args.dbias};
-        for (int i = 0; i < TEST_COUNT(outputs); i++) {
-            memset(outputs[i].data, fills[run], bytes_of(outputs[i]));
-        }
+        const gradients outputs = gradient_outputs(&args);
+        for (int i = 0; i < TEST_COUNT(outputs.all); i++)
+            memset(outputs.all[i].data, fills[run], bytes_of(outputs.all[i]));
         gradient_backend.fill = fills[run];
         CHECK_OK(gradient_backend.run(&args));
         check_same_gradients(gradient_outputs(&args), want);
     }
-    for (int32_t threads = 2; threads <= gradient_backend.most_threads; threads++) {
-        check_same_gradients(run_gradients(p, kernel, threads), want);
-    }
+    for (int32_t threads = 2; threads <= gradient_backend.most_threads; threads++)
+        check_same_gradients(gradient_run(p, kernel, threads), want);
 }
 
 static inline void check_alone(const gradient_problem *p, const char *kernel) {
-    if (p->x.batch < 2) {
+    if (p->x.batch < 2)
         return;
-    }
     const gradient_problem alone = last_gradient_problem(p);
-    const gradients want = last_gradients(run_gradients(p, kernel, 2));
-    check_same_gradients(run_gradients(&alone, kernel, 2), want);
+    const gradients want = last_gradients(gradient_run(p, kernel, 2));
+    check_same_gradients(gradient_run(&alone, kernel, 2), want);
 }
 
 /* ---- accumulate ---- */
 
-/* held + gradient, which may come in two parts: a rounding of what is held and one of them, then of
- * the sum, and of the gradient where that is by itself. */
+/* held + gradient. The gradient may be added in two terms: the sum of what is held and one of them
+ * is rounded, then the whole sum, and the gradient in `alone` was rounded, too. */
 static inline void check_added(fdma_tensor sum, fdma_tensor held, fdma_tensor alone) {
-    const double step = step_of(sum.dtype);
-    double largest = 0; /* of the parts, about */
-    for (int64_t i = 0; i < count_of(alone); i++) {
-        largest = fmax(largest, fabs(load_double(alone.data, alone.dtype, i)));
-    }
+    const double step = step_of(sum.dtype), largest = largest_of(alone);
     for (int64_t i = 0; i < count_of(sum); i++) {
         const double x = load_double(held.data, held.dtype, i);
         const double y = load_double(alone.data, alone.dtype, i);
@@ -83,41 +70,39 @@ static inline void check_added(fdma_tensor sum, fdma_tensor held, fdma_tensor al
 
 static inline void check_accumulated(const gradient_problem *p, const char *kernel) {
     uint64_t state = 3;
-    const gradients alone = run_gradients(p, kernel, 1);
+    const gradients alone = gradient_run(p, kernel, 1);
     fdma_backward_args args = gradient_args(p, kernel);
-    fdma_tensor held[3] = {args.dq, args.dk, args.dv};
+    const gradients sums = gradient_outputs(&args);
+    fdma_tensor held[3];
     for (int i = 0; i < 3; i++) {
-        fill_random(held[i], &state, 1);
-        held[i] = copy_tensor(held[i]);
+        fill_random(sums.all[i], &state, 1);
+        held[i] = copy_tensor(sums.all[i]);
     }
     args.accumulate = 1;
     CHECK_OK(gradient_backend.run(&args));
-    check_added(args.dq, held[0], alone.dq);
-    check_added(args.dk, held[1], alone.dk);
-    check_added(args.dv, held[2], alone.dv);
+    for (int i = 0; i < 3; i++)
+        check_added(sums.all[i], held[i], alone.all[i]);
     CHECK(same_tensor(args.dbias, alone.dbias)); /* never added to */
 }
 
 /* ---- outputs that are not asked for, inputs that are not there ---- */
 
 static inline void check_optional(const gradient_problem *p, const char *kernel) {
-    const gradients want = run_gradients(p, kernel, 1);
+    const gradients want = gradient_run(p, kernel, 1);
     fdma_backward_args args = gradient_args(p, kernel);
     args.dbias = (fdma_tensor){0};
     CHECK_OK(gradient_backend.run(&args));
     CHECK(same_tensor(args.dq, want.dq) && same_tensor(args.dk, want.dk));
     CHECK(same_tensor(args.dv, want.dv));
 
-    /* Without bias it still has a gradient. */
+    /* Without a bias, dbias is still written. */
     gradient_problem without = *p;
     without.x.bias = (fdma_tensor){0};
+    without.expected = test_alloc(sizeof *without.expected);
     const attended done = gradient_forward(&without.x);
     without.out = done.out;
     without.lse = done.lse;
-    fdma_backward_args plain = gradient_args(&without, kernel);
-    plain.dbias = new_output(FDMA_FLOAT32, p->x.batch, p->x.kv_heads, p->x.kv_len, -1);
-    CHECK_OK(gradient_backend.run(&plain));
-    check_expected(&without, gradient_outputs(&plain));
+    check_right(&without, kernel);
 }
 
 /* ---- strides ---- */
@@ -141,9 +126,8 @@ static inline fdma_tensor swapped_rows(fdma_tensor tensor) {
  * they are long. */
 static inline fdma_tensor with_gaps(fdma_tensor tensor, int64_t gap) {
     const int last = tensor.rank - 1;
-    if (tensor.rank == 0) {
+    if (tensor.rank == 0)
         return tensor;
-    }
     const int64_t row = tensor.shape[last] + gap;
     int64_t count = row;
     for (int axis = last - 1; axis >= 0; axis--) {
@@ -175,62 +159,52 @@ static inline int64_t rows_of(fdma_tensor tensor) {
 
 static inline fdma_tensor gapped(fdma_tensor tensor, int64_t gap) {
     const fdma_tensor to = with_gaps(tensor, gap);
-    for (int64_t row = 0; row < rows_of(tensor); row++) {
+    for (int64_t row = 0; row < rows_of(tensor); row++)
         copy_row(to, tensor, row);
-    }
     return to;
 }
 
 static inline void check_gapped(fdma_tensor actual, fdma_tensor want, int64_t gap) {
     const fdma_tensor copy = copy_tensor(want);
-    for (int64_t row = 0; row < rows_of(want); row++) {
+    for (int64_t row = 0; row < rows_of(want); row++)
         copy_row(copy, actual, row);
-    }
     CHECK_BYTES(copy.data, want.data, bytes_of(want));
     /* What lies between the rows is as it was. */
     const size_t size = dtype_size(want.dtype);
     const int64_t length = want.rank > 0 ? want.shape[want.rank - 1] : 0;
-    for (int64_t at = 0; at < rows_of(want) * (length + gap) * (int64_t)size; at++) {
-        if (at / (int64_t)size % (length + gap) >= length) {
+    for (int64_t at = 0; at < rows_of(want) * (length + gap) * (int64_t)size; at++)
+        if (at / (int64_t)size % (length + gap) >= length)
             CHECK(((unsigned char *)actual.data)[at] == test_guard_byte);
-        }
-    }
 }
 
 static inline void check_layouts(const gradient_problem *p, const char *kernel) {
-    enum { gap = 24 }; /* elements: 16-byte rows stay aligned */
-    const gradients want = run_gradients(p, kernel, 1);
+    static const int64_t gaps[] = {24, 24, 24, 5}; // elements; 24 keep rows aligned to 16 bytes
+    const gradients want = gradient_run(p, kernel, 1);
     gradient_problem other = *p;
     fdma_tensor *const swapped[] = {&other.x.q, &other.x.k, &other.x.v, &other.out, &other.dout};
-    for (int i = 0; i < TEST_COUNT(swapped); i++) {
+    for (int i = 0; i < TEST_COUNT(swapped); i++)
         *swapped[i] = swapped_rows(*swapped[i]);
-    }
-    check_same_gradients(run_gradients(&other, kernel, 1), want);
+    check_same_gradients(gradient_run(&other, kernel, 1), want);
 
     fdma_tensor *const spread[] = {
         &other.x.bias,           &other.x.key_valid, &other.x.selection.expiry,
         &other.x.selection.slot, &other.lse,         &other.dlse};
-    for (int i = 0; i < TEST_COUNT(spread); i++) {
+    for (int i = 0; i < TEST_COUNT(spread); i++)
         *spread[i] = gapped(*spread[i], 3);
-    }
     fdma_backward_args args = gradient_args(&other, kernel);
-    args.dq = with_gaps(args.dq, gap);
-    args.dk = with_gaps(args.dk, gap);
-    args.dv = with_gaps(args.dv, gap);
-    args.dbias = with_gaps(args.dbias, 5);
+    fdma_tensor *const outputs[] = {&args.dq, &args.dk, &args.dv, &args.dbias};
+    for (int i = 0; i < TEST_COUNT(outputs); i++)
+        *outputs[i] = with_gaps(*outputs[i], gaps[i]);
     CHECK_OK(gradient_backend.run(&args));
-    check_gapped(args.dq, want.dq, gap);
-    check_gapped(args.dk, want.dk, gap);
-    check_gapped(args.dv, want.dv, gap);
-    check_gapped(args.dbias, want.dbias, 5);
+    for (int i = 0; i < TEST_COUNT(outputs); i++)
+        check_gapped(*outputs[i], want.all[i], gaps[i]);
 }
 
 /* ---- keys that none keeps ---- */
 
 static inline void check_zero(fdma_tensor tensor, int64_t first, int64_t count) {
-    for (int64_t i = first; i < first + count; i++) {
+    for (int64_t i = first; i < first + count; i++)
         CHECK(load_double(tensor.data, tensor.dtype, i) == 0);
-    }
 }
 
 static inline void check_unread_zero(const problem *x, gradients got) {
@@ -246,38 +220,35 @@ static inline void check_unread_zero(const problem *x, gradients got) {
     }
 }
 
-static inline void check_unread(const unread_shape *n, const char *kernel, fdma_dtype dtype) {
+static inline void check_unread(const char *name, const char *kernel, fdma_dtype dtype) {
     static const float poisons[] = {NAN, INFINITY, -INFINITY};
-    problem x = unread_problem(n, dtype);
+    problem x = unread_problem(name, dtype);
     gradient_problem p = gradient_of(&x, 1);
     p.deterministic = 1;
-    if (!gradient_backend_takes(&p, kernel)) {
+    if (!gradient_backend_takes(&p, kernel))
         return;
-    }
-    const gradients clean = run_gradients(&p, kernel, 1);
+    const gradients clean = gradient_run(&p, kernel, 1);
     check_unread_zero(&x, clean);
-    for (int64_t i = 0; i < count_of(clean.dq); i++) {
+    for (int64_t i = 0; i < count_of(clean.dq); i++)
         CHECK(isfinite(load_double(clean.dq.data, dtype, i)));
-    }
     for (int i = 0; i < TEST_COUNT(poisons); i++) {
         CHECK(poison_unread(&x, poisons[i]) > 0); /* else nothing is shown */
-        check_same_gradients(run_gradients(&p, kernel, 2), clean);
+        check_same_gradients(gradient_run(&p, kernel, 2), clean);
     }
 }
 
 /* The same poison in a key that is read shows. */
 static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
-    problem x = unread_problem(&unread_shapes[0], dtype);
+    problem x = unread_problem(unread_cases[0], dtype);
     gradient_problem p = gradient_of(&x, 1);
     p.deterministic = 1;
-    const gradients clean = run_gradients(&p, kernel, 1);
+    const gradients clean = gradient_run(&p, kernel, 1);
     int64_t j = 0;
-    while (j < x.kv_len && !is_read(&x, 0, 0, j)) {
+    while (j < x.kv_len && !is_read(&x, 0, 0, j))
         j++;
-    }
     if (CHECK(j < x.kv_len)) {
         spoil_key(x.v, 0, j, 0, NAN);
-        CHECK(!same_tensor(run_gradients(&p, kernel, 1).dq, clean.dq));
+        CHECK(!same_tensor(gradient_run(&p, kernel, 1).dq, clean.dq));
     }
 }
 
@@ -285,11 +256,9 @@ static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
 
 /* Does query i of the first sequence keep any key? */
 static inline int keeps_any(const problem *x, int64_t g, int64_t i) {
-    for (int64_t j = 0; j < x->kv_len; j++) {
-        if (problem_keeps(x, 0, g, i, j)) {
+    for (int64_t j = 0; j < x->kv_len; j++)
+        if (problem_keeps(x, 0, g, i, j))
             return 1;
-        }
-    }
     return 0;
 }
 
@@ -298,18 +267,16 @@ static inline int keeps_any(const problem *x, int64_t g, int64_t i) {
 static inline void check_nan_row(const gradient_problem *p, const char *kernel) {
     const problem *x = &p->x;
     const int64_t i = 2 * x->q_len / 3, h = x->q_heads - 1, g = x->kv_heads - 1, dim = x->head_dim;
-    if (x->batch > 1 || x->q_len == 0 || !keeps_any(x, g, i)) {
+    if (x->batch > 1 || x->q_len == 0 || !keeps_any(x, g, i))
         return;
-    }
-    const gradients clean = run_gradients(p, kernel, 1);
+    const gradients clean = gradient_run(p, kernel, 1);
     gradient_problem spoilt = *p;
     spoilt.lse = copy_tensor(p->lse);
     spoilt.out = copy_tensor(p->out);
     ((float *)spoilt.lse.data)[h * x->q_len + i] = NAN;
-    for (int64_t d = 0; d < dim; d++) {
+    for (int64_t d = 0; d < dim; d++)
         store_float(spoilt.out.data, x->dtype, (i * x->q_heads + h) * dim + d, NAN);
-    }
-    const gradients got = run_gradients(&spoilt, kernel, 1);
+    const gradients got = gradient_run(&spoilt, kernel, 1);
     for (int64_t j = 0; j < x->kv_len; j++) {
         const int kept = problem_keeps(x, 0, g, i, j);
         for (int64_t d = 0; d < dim; d++) {
@@ -337,15 +304,15 @@ static inline void run_corrupt(const gradient_problem *p, const char *kernel) {
     for (int how = 0; how < corruption_count * corruption_count && p->x.window >= 0; how++) {
         corrupt(wrong.x.selection.expiry, (corruption)(how / corruption_count), &state);
         corrupt(wrong.x.selection.slot, (corruption)(how % corruption_count), &state);
-        run_gradients(&wrong, kernel, 2);
+        gradient_run(&wrong, kernel, 2);
     }
 }
 
 /* No harm to what follows either. */
 static inline void check_corrupt(const gradient_problem *p, const char *kernel) {
-    const gradients want = run_gradients(p, kernel, 1);
+    const gradients want = gradient_run(p, kernel, 1);
     run_corrupt(p, kernel);
-    check_same_gradients(run_gradients(p, kernel, 1), want);
+    check_same_gradients(gradient_run(p, kernel, 1), want);
 }
 
 #endif /* GRADIENT_PROPERTIES_H */

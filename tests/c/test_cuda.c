@@ -183,9 +183,9 @@ static void two_hundred_runs_are_equal(void) {
 
 /* ---- keys that none keeps ---- */
 
-static void check_unread(const unread_shape *n, fdma_dtype dtype, const char *kernel) {
+static void check_unread(const char *name, fdma_dtype dtype, const char *kernel) {
     static const float poisons[] = {NAN, INFINITY};
-    problem x = unread_problem(n, dtype);
+    problem x = unread_problem(name, dtype);
     if (!device_takes(&x, kernel)) {
         return;
     }
@@ -206,11 +206,11 @@ static void check_unread(const unread_shape *n, fdma_dtype dtype, const char *ke
 static void unread_keys_do_not_show(void) {
     const kernel_list kernels = device_kernels("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int i = 0; i < TEST_COUNT(unread_shapes) * device_dtype_count; i++) {
+        for (int i = 0; i < TEST_COUNT(unread_cases) * device_dtype_count; i++) {
             const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
-            test_context("%s %s, shape %d", kernels.name[kernel], dtype_name(dtype),
+            test_context("%s %s, unread case %d", kernels.name[kernel], dtype_name(dtype),
                          i / device_dtype_count);
-            check_unread(&unread_shapes[i / device_dtype_count], dtype, kernels.name[kernel]);
+            check_unread(unread_cases[i / device_dtype_count], dtype, kernels.name[kernel]);
             device_free_both();
         }
     }

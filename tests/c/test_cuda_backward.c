@@ -3,7 +3,6 @@
  * walks cases.def.) */
 #include "device.h"
 #include "gradient_properties.h"
-#include "gradient_shapes.h"
 
 /* ---- calls whose tensors the CPU has, on the device ---- */
 
@@ -63,18 +62,18 @@ static fdma_status ask_there(fdma_backward_args *args, size_t *bytes) {
 
 typedef void (*property)(const gradient_problem *p, const char *kernel);
 
-/* Of the shapes that a kernel takes, every stride-th, where a property is slow. */
-static void for_some_shapes(property holds, int deterministic, int stride) {
+/* Every stride-th of the cases that a kernel takes: some properties are slow to test. */
+static void for_some_cases(property holds, int deterministic, int stride) {
     const kernel_list kernels = device_kernels("backward");
     int taken[kernel_limit] = {0};
-    for (int i = 0; i < TEST_COUNT(gradient_shapes) * device_dtype_count; i++) {
+    for (int i = 0; i < TEST_COUNT(gradient_cases) * device_dtype_count; i++) {
         const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
-        const gradient_shape *n = &gradient_shapes[i / device_dtype_count];
-        const problem x = gradient_shape_problem(n, dtype);
+        const char *const name = gradient_cases[i / device_dtype_count];
+        const problem x = case_problem(find_case(name), dtype);
         gradient_problem p = gradient_of(&x, i % 3 > 0);
         p.deterministic = deterministic;
         for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s, %s", kernels.name[kernel], dtype_name(dtype), n->name);
+            test_context("%s %s, %s", kernels.name[kernel], dtype_name(dtype), name);
             if (gradient_backend_takes(&p, kernels.name[kernel]) && taken[kernel]++ % stride == 0) {
                 holds(&p, kernels.name[kernel]);
             }
@@ -87,8 +86,8 @@ static void for_some_shapes(property holds, int deterministic, int stride) {
     }
 }
 
-static void for_each_shape(property holds, int deterministic) {
-    for_some_shapes(holds, deterministic, 1);
+static void for_each_case(property holds, int deterministic) {
+    for_some_cases(holds, deterministic, 1);
 }
 
 static void every_gradient_has_rows(void) {
@@ -98,36 +97,36 @@ static void every_gradient_has_rows(void) {
     CHECK(device_kernels("merge_backward").count > 0);
 }
 
-static void gradients_are_right(void) { for_each_shape(check_right, 0); }
-static void deterministic_gradients_are_right(void) { for_each_shape(check_right, 1); }
-static void runs_are_equal(void) { for_some_shapes(check_repeats, 1, 3); }
-static void each_sequence_is_alone(void) { for_each_shape(check_alone, 1); }
-static void gradients_accumulate(void) { for_some_shapes(check_accumulated, 1, 5); }
-static void bias_and_its_gradient_are_optional(void) { for_some_shapes(check_optional, 1, 5); }
-static void memory_order_does_not_matter(void) { for_some_shapes(check_layouts, 1, 3); }
-static void nan_rows_stay_with_their_keys(void) { for_some_shapes(check_nan_row, 1, 3); }
+static void gradients_are_right(void) { for_each_case(check_right, 0); }
+static void deterministic_gradients_are_right(void) { for_each_case(check_right, 1); }
+static void runs_are_equal(void) { for_some_cases(check_repeats, 1, 3); }
+static void each_sequence_is_alone(void) { for_each_case(check_alone, 1); }
+static void gradients_accumulate(void) { for_some_cases(check_accumulated, 1, 5); }
+static void bias_and_its_gradient_are_optional(void) { for_some_cases(check_optional, 1, 5); }
+static void memory_order_does_not_matter(void) { for_some_cases(check_layouts, 1, 3); }
+static void nan_rows_stay_with_their_keys(void) { for_some_cases(check_nan_row, 1, 3); }
 
 static void corrupt_selections_stay_inside(void) {
-    for_some_shapes(check_corrupt, 1, 17);
-    for_some_shapes(run_corrupt, 0, 19); /* the fast form has no bits to hold it to */
+    for_some_cases(check_corrupt, 1, 17);
+    for_some_cases(run_corrupt, 0, 19); /* the fast form has no bits to hold it to */
 }
 
 /* ---- more epochs than a device has room for at once ---- */
 
 /* A block of threads takes several lists' arriving keys then, of a sequence by itself one's; in
  * between, lists in which none arrives. */
-static const gradient_shape crowd_shapes[] = {
-    {"saw", 44, 390, 390, 8, 8, 64, 20, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_SAW, 0},
-    {"falling", 44, 390, 390, 8, 8, 64, 150, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_FALLING, 0},
-    {"wide", 22, 390, 390, 8, 8, 256, 90, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_RISING, 0},
+static const shape_case crowd_cases[] = {
+    SHAPE("saw", 44, 390, 390, 8, 8, 64, 20, CAUSAL, LINEAR, 0, SAW, PLAIN, NONE),
+    SHAPE("falling", 44, 390, 390, 8, 8, 64, 150, CAUSAL, LINEAR, 0, FALLING, PLAIN, NONE),
+    SHAPE("wide", 22, 390, 390, 8, 8, 256, 90, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
 };
 
 static void many_epochs_are_each_alone(void) {
     const kernel_list kernels = device_kernels("backward");
-    for (int i = 0; i < TEST_COUNT(crowd_shapes) * kernels.count; i++) {
-        const gradient_shape *n = &crowd_shapes[i / kernels.count];
+    for (int i = 0; i < TEST_COUNT(crowd_cases) * kernels.count; i++) {
+        const shape_case *n = &crowd_cases[i / kernels.count];
         const char *kernel = kernels.name[i % kernels.count];
-        const problem x = gradient_shape_problem(n, FDMA_BFLOAT16);
+        const problem x = shape_problem(n, 91, FDMA_BFLOAT16);
         gradient_problem p = gradient_of(&x, 1);
         p.deterministic = 1;
         test_context("%s, %s", kernel, n->name);
@@ -141,10 +140,10 @@ static void many_epochs_are_each_alone(void) {
 /* Of a selection in which all keys leave at once, later lists have fewer keys than those before,
  * which no selection of this library has: blocks that wait for one another must still end. */
 static void keys_that_all_leave_stop_nothing(void) {
-    const gradient_shape n = {"leave",           8, 1024, 1024,      32, 32, 8, 200,
-                              FDMA_SCOPE_CAUSAL, 1, 0,    ORDER_IID, 0};
+    const shape_case n =
+        SHAPE("leave", 8, 1024, 1024, 32, 32, 8, 200, CAUSAL, LINEAR, 0, IID, PLAIN, NONE);
     const kernel_list kernels = device_kernels("backward");
-    const problem x = gradient_shape_problem(&n, FDMA_BFLOAT16);
+    const problem x = shape_problem(&n, 91, FDMA_BFLOAT16);
     gradient_problem p = gradient_of(&x, 0);
     int32_t *const expiry = p.x.selection.expiry.data;
     for (int64_t i = 0; i < count_of(p.x.selection.expiry); i++) {
@@ -154,7 +153,7 @@ static void keys_that_all_leave_stop_nothing(void) {
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             test_context("%s", kernels.name[kernel]);
             if (gradient_backend_takes(&p, kernels.name[kernel])) {
-                run_gradients(&p, kernels.name[kernel], 1);
+                gradient_run(&p, kernels.name[kernel], 1);
             }
         }
     }
@@ -165,25 +164,25 @@ static void keys_that_all_leave_stop_nothing(void) {
 
 static void unread_keys_do_not_show(void) {
     const kernel_list kernels = device_kernels("backward");
-    for (int i = 0; i < kernels.count * TEST_COUNT(unread_shapes) * device_dtype_count; i++) {
+    for (int i = 0; i < kernels.count * TEST_COUNT(unread_cases) * device_dtype_count; i++) {
         const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
-        const int s = i / device_dtype_count % TEST_COUNT(unread_shapes);
-        const char *kernel = kernels.name[i / device_dtype_count / TEST_COUNT(unread_shapes)];
-        test_context("%s %s, shape %d", kernel, dtype_name(dtype), s);
-        check_unread(&unread_shapes[s], kernel, dtype);
+        const int s = i / device_dtype_count % TEST_COUNT(unread_cases);
+        const char *kernel = kernels.name[i / device_dtype_count / TEST_COUNT(unread_cases)];
+        test_context("%s %s, unread case %d", kernel, dtype_name(dtype), s);
+        check_unread(unread_cases[s], kernel, dtype);
         test_free_all();
     }
 }
 
 /* The fast form has no bits to hold it to: what is poisoned is not finite. */
-static void check_unread_fast(const unread_shape *n, const char *kernel, fdma_dtype dtype) {
-    problem x = unread_problem(n, dtype);
+static void check_unread_fast(const char *name, const char *kernel, fdma_dtype dtype) {
+    problem x = unread_problem(name, dtype);
     const gradient_problem p = gradient_of(&x, 1);
     if (!gradient_backend_takes(&p, kernel)) {
         return;
     }
     CHECK(poison_unread(&x, NAN) > 0);
-    const gradients got = run_gradients(&p, kernel, 1);
+    const gradients got = gradient_run(&p, kernel, 1);
     const fdma_tensor all[] = {got.dq, got.dk, got.dv, got.dbias};
     for (int t = 0; t < TEST_COUNT(all); t++) {
         for (int64_t i = 0; i < count_of(all[t]); i++) {
@@ -195,11 +194,11 @@ static void check_unread_fast(const unread_shape *n, const char *kernel, fdma_dt
 
 static void unread_keys_do_not_show_in_the_fast_form(void) {
     const kernel_list kernels = device_kernels("backward");
-    for (int i = 0; i < kernels.count * TEST_COUNT(unread_shapes); i++) {
-        const int s = i % TEST_COUNT(unread_shapes);
-        const char *kernel = kernels.name[i / TEST_COUNT(unread_shapes)];
-        test_context("%s, shape %d", kernel, s);
-        check_unread_fast(&unread_shapes[s], kernel, device_dtypes[s % device_dtype_count]);
+    for (int i = 0; i < kernels.count * TEST_COUNT(unread_cases); i++) {
+        const int s = i % TEST_COUNT(unread_cases);
+        const char *kernel = kernels.name[i / TEST_COUNT(unread_cases)];
+        test_context("%s, unread case %d", kernel, s);
+        check_unread_fast(unread_cases[s], kernel, device_dtypes[s % device_dtype_count]);
         test_free_all();
     }
 }
@@ -208,13 +207,13 @@ static void unread_keys_do_not_show_in_the_fast_form(void) {
 
 enum { run_count = 200 };
 
-static const gradient_shape long_shapes[] = {
-    {"iid", 1, 1200, 1200, 8, 2, 128, 200, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_IID, 0},
-    {"rising", 2, 700, 1500, 4, 4, 64, 100, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_RISING, 0},
-    {"dense", 1, 900, 900, 4, 1, 128, -1, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_IID, 0},
-    {"full", 2, 300, 1000, 2, 1, 256, 333, FDMA_SCOPE_GLOBAL, 0, 0, ORDER_IID, 1},
-    {"one key throughout", 1, 1500, 1500, 2, 1, 96, 3, FDMA_SCOPE_CAUSAL, 1, 0, ORDER_CROWNED, 0},
-    {"saw", 1, 1100, 1100, 16, 1, 192, 70, FDMA_SCOPE_CAUSAL, 1, 2, ORDER_SAW, 0},
+static const shape_case long_cases[] = {
+    SHAPE("iid", 1, 1200, 1200, 8, 2, 128, 200, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("rising", 2, 700, 1500, 4, 4, 64, 100, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
+    SHAPE("dense", 1, 900, 900, 4, 1, 128, -1, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("full", 2, 300, 1000, 2, 1, 256, 333, FULL, LINEAR, 0, IID, PLAIN, HOLES),
+    SHAPE("crown", 1, 1500, 1500, 2, 1, 96, 3, CAUSAL, LINEAR, 0, CROWN, PLAIN, NONE),
+    SHAPE("saw", 1, 1100, 1100, 16, 1, 192, 70, CAUSAL, LINEAR, 2, SAW, PLAIN, NONE),
 };
 
 static void check_two_hundred(const gradient_problem *p, const char *kernel) {
@@ -245,12 +244,12 @@ static void check_two_hundred(const gradient_problem *p, const char *kernel) {
 
 static void two_hundred_runs_are_equal(void) {
     const kernel_list kernels = device_kernels("backward");
-    for (int s = 0; s < TEST_COUNT(long_shapes); s++) {
-        const problem x = gradient_shape_problem(&long_shapes[s], device_dtypes[s % 2]);
+    for (int s = 0; s < TEST_COUNT(long_cases); s++) {
+        const problem x = shape_problem(&long_cases[s], 91, device_dtypes[s % 2]);
         gradient_problem p = gradient_of(&x, 1);
         p.deterministic = 1;
         for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s, %s", kernels.name[kernel], long_shapes[s].name);
+            test_context("%s, %s", kernels.name[kernel], long_cases[s].name);
             if (gradient_backend_takes(&p, kernels.name[kernel])) {
                 check_two_hundred(&p, kernels.name[kernel]);
             }

@@ -146,7 +146,8 @@ static void names_force_kernels(void) {
     }
 }
 
-/* The beginning of a name picks the first that applies; so does no name at all. */
+/* The beginning of a name picks the first kernel that applies; so does no name at all. The plain
+ * evaluation "reference/float32" is thus chosen only by its whole name. */
 static void prefixes_force_backends(void) {
     const kernel_list kernels = kernels_of("score");
     const char *const decode = joined(kernels.name[0], "/decode");
@@ -320,6 +321,9 @@ static void only_the_reference_takes_float64(void) {
     args.exec.kernel = "reference";
     CHECK_OK(run_forward(&args));
     args.exec = (fdma_exec){.kernel = "cpu"};
+    CHECK_INT(run_forward(&args), FDMA_UNSUPPORTED);
+    CHECK_WORD(fdma_last_error(), "float64");
+    args.exec = (fdma_exec){.kernel = "reference/float32"};
     CHECK_INT(run_forward(&args), FDMA_UNSUPPORTED);
     CHECK_WORD(fdma_last_error(), "float64");
 }

@@ -1,6 +1,6 @@
-/* test_reference.c - the kernel "reference" in float64 against golden vectors, and the selections
- * of every kernel against the same vectors. tests/golden/make_golden.py wrote them from the
- * definitions, apart from the library. */
+/* test_reference.c - the kernels "reference" in float64 and "reference/float32" in float32 against
+ * golden vectors, and the selections of every kernel against the same vectors.
+ * tests/golden/make_golden.py computes them from the definitions, without the library. */
 #include "fixture.h"
 
 #include <float.h>
@@ -22,9 +22,23 @@ typedef struct golden_case {
 
 #include "../golden/golden.inc"
 
-/* What separates two evaluations in float64: a few roundings for each term of the sums, at the
+typedef struct precision {
+    const char *kernel;
+    fdma_dtype dtype;
+    double
+        rounding; /* error of two evaluations for each term of a sum, relative to a number's size */
+} precision;
+
+static const precision precisions[] = {
+    {"reference", FDMA_FLOAT64, DBL_EPSILON},
+    {"reference/float32", FDMA_FLOAT32, (double)FLT_EPSILON / 64},
+};
+
+/* The difference between two evaluations: a few roundings for each term of the sums, at the
  * magnitudes that the numbers have (|q|, |k|, |v|, |logit| < 64). */
-static double rounding_of(int64_t terms) { return 64 * (double)(terms + 8) * DBL_EPSILON; }
+static double rounding_of(const precision *real, int64_t terms) {
+    return 64 * (double)(terms + 8) * real->rounding;
+}
 
 static fdma_tensor tensor_of(fdma_dtype dtype, const double *values, int32_t rank,
                              const int64_t *shape) {
@@ -39,9 +53,8 @@ static fdma_tensor tensor_of(fdma_dtype dtype, const double *values, int32_t ran
 
 static fdma_tensor valid_of(const golden_case *golden) {
     const fdma_tensor valid = new_tensor(FDMA_UINT8, golden->batch, golden->kv_len, -1, -1);
-    for (int64_t i = 0; i < count_of(valid); i++) {
+    for (int64_t i = 0; i < count_of(valid); i++)
         ((uint8_t *)valid.data)[i] = (uint8_t)golden->valid[i];
-    }
     return valid;
 }
 
@@ -68,11 +81,10 @@ static fdma_selection select_golden(const golden_case *golden, const char *kerne
 static void check_values(fdma_tensor actual, const double *want, double tolerance) {
     for (int64_t i = 0; i < count_of(actual); i++) {
         const double got = load_double(actual.data, actual.dtype, i);
-        if (isnan(want[i])) {
+        if (isnan(want[i]))
             CHECK(isnan(got));
-        } else {
+        else
             CHECK_NEAR(got, want[i], tolerance);
-        }
     }
 }
 
@@ -81,34 +93,35 @@ static void check_bias(const golden_case *golden, fdma_tensor bias, double toler
     for (int64_t i = 0; i < count_of(bias); i++) {
         const double z = golden->z[i];
         const double want = golden->bias_form == FDMA_BIAS_EXP ? exp(z) : z;
-        CHECK_NEAR(((const double *)bias.data)[i], want, tolerance * fmax(1, fabs(want)));
+        CHECK_NEAR(load_double(bias.data, bias.dtype, i), want, tolerance * fmax(1, fabs(want)));
     }
 }
 
 static void score_is_golden(void) {
-    for (int i = 0; i < TEST_COUNT(golden_cases); i++) {
-        const golden_case *golden = &golden_cases[i];
+    for (int i = 0; i < TEST_COUNT(golden_cases) * TEST_COUNT(precisions); i++) {
+        const golden_case *golden = &golden_cases[i / TEST_COUNT(precisions)];
+        const precision *real = &precisions[i % TEST_COUNT(precisions)];
         const int64_t kv_shape[4] = {golden->batch, golden->kv_len, golden->kv_heads,
                                      golden->head_dim};
         const int64_t row = golden->kv_heads * golden->head_dim;
         const int64_t proj_shape[2] = {golden->kv_heads, row};
         const int64_t *n = kv_shape;
         const int biased = golden->bias_form != FDMA_BIAS_NONE;
-        test_context("%s", golden->name);
+        test_context("%s %s", real->kernel, golden->name);
         fdma_score_args args = {
             .size = sizeof args,
-            .v = tensor_of(FDMA_FLOAT64, golden->v, 4, kv_shape),
-            .dt_proj = tensor_of(FDMA_FLOAT64, golden->dt_proj, 2, proj_shape),
-            .a = tensor_of(FDMA_FLOAT64, golden->a, 1, proj_shape),
+            .v = tensor_of(real->dtype, golden->v, 4, kv_shape),
+            .dt_proj = tensor_of(real->dtype, golden->dt_proj, 2, proj_shape),
+            .a = tensor_of(real->dtype, golden->a, 1, proj_shape),
             .key_valid = valid_of(golden),
-            .score = new_output(FDMA_FLOAT64, n[0], n[2], n[1], -1),
-            .bias = biased ? new_output(FDMA_FLOAT64, n[0], n[2], n[1], -1) : (fdma_tensor){0},
+            .score = new_output(real->dtype, n[0], n[2], n[1], -1),
+            .bias = biased ? new_output(real->dtype, n[0], n[2], n[1], -1) : (fdma_tensor){0},
             .bias_form = golden->bias_form,
-            .exec = {.kernel = "reference"},
+            .exec = {.kernel = real->kernel},
         };
         CHECK_OK(run_score(&args));
-        check_values(args.score, golden->z, rounding_of(row));
-        check_bias(golden, args.bias, rounding_of(row));
+        check_values(args.score, golden->z, rounding_of(real, row));
+        check_bias(golden, args.bias, rounding_of(real, row));
     }
 }
 
@@ -126,38 +139,38 @@ static void selections_are_golden(void) {
 }
 
 static void forward_is_golden(void) {
-    for (int i = 0; i < TEST_COUNT(golden_cases); i++) {
-        const golden_case *golden = &golden_cases[i];
+    for (int i = 0; i < TEST_COUNT(golden_cases) * TEST_COUNT(precisions); i++) {
+        const golden_case *golden = &golden_cases[i / TEST_COUNT(precisions)];
+        const precision *real = &precisions[i % TEST_COUNT(precisions)];
         const int64_t q_shape[4] = {golden->batch, golden->q_len, golden->q_heads,
                                     golden->head_dim};
         const int64_t kv_shape[4] = {golden->batch, golden->kv_len, golden->kv_heads,
                                      golden->head_dim};
         const int64_t bias_shape[3] = {golden->batch, golden->kv_heads, golden->kv_len};
         const int selected = golden->window >= 0;
-        test_context("%s", golden->name);
+        test_context("%s %s", real->kernel, golden->name);
         const fdma_selection selection =
             selected ? select_golden(golden, "reference") : (fdma_selection){0};
         fdma_forward_args args = {
             .size = sizeof args,
-            .q = tensor_of(FDMA_FLOAT64, golden->q, 4, q_shape),
-            .k = tensor_of(FDMA_FLOAT64, golden->k, 4, kv_shape),
-            .v = tensor_of(FDMA_FLOAT64, golden->v, 4, kv_shape),
-            .bias = tensor_of(FDMA_FLOAT64, golden->bias, 3, bias_shape),
+            .q = tensor_of(real->dtype, golden->q, 4, q_shape),
+            .k = tensor_of(real->dtype, golden->k, 4, kv_shape),
+            .v = tensor_of(real->dtype, golden->v, 4, kv_shape),
+            .bias = tensor_of(real->dtype, golden->bias, 3, bias_shape),
             .key_valid = valid_of(golden),
-            .out = new_output(FDMA_FLOAT64, q_shape[0], q_shape[1], q_shape[2], q_shape[3]),
-            .lse = new_output(FDMA_FLOAT64, q_shape[0], q_shape[2], q_shape[1], -1),
+            .out = new_output(real->dtype, q_shape[0], q_shape[1], q_shape[2], q_shape[3]),
+            .lse = new_output(real->dtype, q_shape[0], q_shape[2], q_shape[1], -1),
             .selection = selected ? &selection : NULL,
             .scale = golden->scale,
             .softcap = golden->softcap,
             .causal = golden->causal,
-            .exec = {.kernel = "reference"},
+            .exec = {.kernel = real->kernel},
         };
-        if (golden->bias_form == FDMA_BIAS_NONE) {
+        if (golden->bias_form == FDMA_BIAS_NONE)
             args.bias = (fdma_tensor){0};
-        }
         CHECK_OK(run_forward(&args));
-        check_values(args.out, golden->out, rounding_of(golden->kv_len + golden->head_dim));
-        check_values(args.lse, golden->lse, rounding_of(golden->kv_len + golden->head_dim));
+        check_values(args.out, golden->out, rounding_of(real, golden->kv_len + golden->head_dim));
+        check_values(args.lse, golden->lse, rounding_of(real, golden->kv_len + golden->head_dim));
     }
 }
 
@@ -180,10 +193,9 @@ static void one_key_is_its_value(void) {
     CHECK_OK(run_forward(&args));
     CHECK_BYTES(args.out.data, args.v.data, bytes_of(args.v));
     double logit = 0;
-    for (int d = 0; d < 8; d++) {
+    for (int d = 0; d < 8; d++)
         logit += 2 * ((const double *)args.q.data)[d] * ((const double *)args.k.data)[d];
-    }
-    CHECK_NEAR(((const double *)args.lse.data)[0], logit, rounding_of(8));
+    CHECK_NEAR(((const double *)args.lse.data)[0], logit, rounding_of(&precisions[0], 8));
 }
 
 static const test_entry tests[] = {

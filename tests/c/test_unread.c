@@ -18,13 +18,12 @@ static void every_type_has_poison(void) {
     }
 }
 
-static void check_unread(const unread_shape *n, fdma_dtype dtype, const char *kernel) {
+static void check_unread(const char *name, fdma_dtype dtype, const char *kernel) {
     static const float poisons[] = {NAN, INFINITY, -INFINITY};
-    problem x = unread_problem(n, dtype);
+    problem x = unread_problem(name, dtype);
     const attended clean = problem_attend(&x, kernel, 1);
-    for (int64_t i = 0; i < count_of(clean.lse); i++) {
+    for (int64_t i = 0; i < count_of(clean.lse); i++)
         CHECK(!isnan(((const float *)clean.lse.data)[i]));
-    }
     for (int p = 0; p < TEST_COUNT(poisons); p++) {
         CHECK(poison_unread(&x, poisons[p]) > 0); /* else nothing is shown */
         check_same_results(problem_attend(&x, kernel, 1), clean);
@@ -35,10 +34,10 @@ static void unread_keys_do_not_show(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         for (int type = 0; type < problem_dtype_count; type++) {
-            for (int s = 0; s < TEST_COUNT(unread_shapes); s++) {
-                test_context("%s %s, shape %d", kernels.name[kernel],
+            for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
+                test_context("%s %s, unread case %d", kernels.name[kernel],
                              dtype_name(problem_dtypes[type]), s);
-                check_unread(&unread_shapes[s], problem_dtypes[type], kernels.name[kernel]);
+                check_unread(unread_cases[s], problem_dtypes[type], kernels.name[kernel]);
                 test_free_all();
             }
         }
@@ -50,12 +49,11 @@ static void read_keys_show(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         test_context("%s", kernels.name[kernel]);
-        problem x = unread_problem(&unread_shapes[0], FDMA_FLOAT32);
+        problem x = unread_problem(unread_cases[0], FDMA_FLOAT32);
         const attended clean = problem_attend(&x, kernels.name[kernel], 1);
         int64_t j = 0;
-        while (j < x.kv_len && !is_read(&x, 0, 0, j)) {
+        while (j < x.kv_len && !is_read(&x, 0, 0, j))
             j++;
-        }
         if (CHECK(j < x.kv_len)) {
             spoil_key(x.v, 0, j, 0, NAN);
             CHECK(!same_tensor(problem_attend(&x, kernels.name[kernel], 1).out, clean.out));

@@ -36,14 +36,17 @@ fdma_selection call_selection(check_call *call) {
     return selection;
 }
 
-void call_give_workspace(check_call *call, fdma_exec *exec, size_t bytes) {
+bool call_give_workspace(check_call *call, fdma_exec *exec, fdma_status status, size_t bytes) {
     const int32_t device = call->exec.device;
+    if (status != FDMA_OK)
+        return false;
     exec->workspace = device > 0 ? device_allocate(device, bytes) : check_alloc(1, bytes);
     exec->workspace_size = bytes;
     call->exec.workspace = exec->workspace;
+    return true;
 }
 
-void call_end(check_call *call) {
+fdma_status call_end(check_call *call, fdma_status status) {
     const int32_t device = call->exec.device;
     device_wait(device);
     for (int i = 0; i < call->count; i++) {
@@ -52,4 +55,5 @@ void call_end(check_call *call) {
     }
     if (device > 0 && call->exec.workspace != NULL)
         device_free(device, call->exec.workspace);
+    return status;
 }

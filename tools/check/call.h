@@ -27,10 +27,12 @@ fdma_tensor call_output(check_call *call, fdma_tensor host);
 /*! call_selection() - the problem's selection, for the call. */
 fdma_selection call_selection(check_call *call);
 
-/*! call_give_workspace() - sets the workspace of `exec`, the one in the call's argument struct. */
-void call_give_workspace(check_call *call, fdma_exec *exec, size_t bytes);
+/*! call_give_workspace() - sets the workspace of `exec`, the one in the call's argument struct.
+ *  `status` is that of the query for its size; returns whether the call can be made. */
+bool call_give_workspace(check_call *call, fdma_exec *exec, fdma_status status, size_t bytes);
 
-/*! call_end() - waits, brings the outputs back and frees what the call had on a device. */
-void call_end(check_call *call);
+/*! call_end() - waits, brings the outputs back and frees what the call had on a device. Returns
+ *  `status`. */
+fdma_status call_end(check_call *call, fdma_status status);
 
 #endif /* FDMA_TOOLS_CHECK_CALL_H */

@@ -21,6 +21,7 @@ typedef enum check_scores {
     SCORES_DIVE,
     SCORES_SAW,
     SCORES_STEPS,
+    SCORES_CROWN,
     SCORES_SPECIAL,
 } check_scores;
 

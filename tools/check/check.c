@@ -1,10 +1,9 @@
 /* `fdma check`: every kernel of a device, over the cases of tests/cases.def in every dtype, against
  * the kernel "reference" in float64. */
 #include "check/case.h"
+#include "check/evaluate.h"
 #include "check/judge.h"
-#include "check/plain.h"
 #include "check/problem.h"
-#include "check/reference.h"
 #include "check/tally.h"
 
 #include "commands.h"
@@ -50,29 +49,9 @@ static int find_kernels(const char *kernel, int32_t device, check_tally *tallies
     return count;
 }
 
-/* Inputs first, then what the reference and the plain evaluation make of them. Backward's inputs
- * depend on the results of forward. */
-static fdma_status make_problem(check_problem *problem, const check_case *test, fdma_dtype dtype,
-                                int32_t device) {
-    check_make_inputs(problem, test, dtype, device);
-    fdma_status status = check_reference_forward(problem);
-    if (status == FDMA_OK) {
-        check_make_gradient_inputs(problem);
-        status = check_reference_backward(problem);
-    }
-    if (status == FDMA_OK) {
-        check_plain_score(problem);
-        check_plain_forward(problem);
-        check_plain_backward(problem);
-        check_plain_score_backward(problem);
-        check_plain_merge(problem);
-    }
-    return status;
-}
-
-/* The gradients of the reference are slow, and only compared with themselves: one dtype will do. */
+/* The gradients of the reference are slow, and are compared with themselves: one dtype will do. */
 static bool is_repetition(const check_tally *tally, const check_problem *problem) {
-    return strcmp(tally->info.name, "reference") == 0 &&
+    return selects("reference", tally->info.name) &&
            strcmp(tally->info.operation, "backward") == 0 && problem->dtype != FDMA_FLOAT32;
 }
 
@@ -86,7 +65,7 @@ static void check_kernels(const check_problem *problem, check_tally *tallies, in
             is_repetition(tally, problem))
             continue;
         check_error error = {.ratio = (double)INFINITY, .tensor = ""};
-        const fdma_status status = operation->judge(problem, tally->info.name, &error);
+        const fdma_status status = check_judge(problem, operation, tally->info.name, &error);
         check_count(tally, problem, status, &error);
         asked[operation - check_operations] = true;
         took[operation - check_operations] |= status != FDMA_UNSUPPORTED;
@@ -108,7 +87,8 @@ static int check_cases(const check_options *options, int32_t device, check_tally
         show_progress("%d of %d  %s %s", i + 1, check_case_count() * dtype_count, test->name,
                       dtype_name(dtype));
         check_problem problem;
-        if (make_problem(&problem, test, dtype, device) != FDMA_OK) {
+        check_make_inputs(&problem, test, dtype, device);
+        if (check_evaluate(&problem) != FDMA_OK) {
             clear_progress();
             print_error("fdma check: the reference refuses %s %s: %s", test->name,
                         dtype_name(dtype), fdma_last_error());

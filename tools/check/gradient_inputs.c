@@ -17,16 +17,15 @@ static fdma_tensor tensor_like(const check_problem *problem, const fdma_tensor *
 }
 
 static fdma_tensor random_lse(const check_problem *problem, uint64_t *random, double deviation) {
-    const check_case *test = problem->test;
-    const int64_t shape[3] = {test->batch, test->q_heads, test->q_len};
-    const fdma_tensor lse = check_tensor(FDMA_FLOAT32, 3, shape);
+    const fdma_tensor lse = check_tensor_like(problem->forward_lse);
     check_fill_normal(lse, random, deviation);
     return lse;
 }
 
 static void make_backward_inputs(check_problem *problem, uint64_t *random) {
-    problem->forward_out = rounded(&problem->out, tensor_like(problem, &problem->q));
-    problem->forward_lse = rounded(&problem->lse, random_lse(problem, random, 0));
+    const check_result *const forward = problem->results[CHECK_FORWARD];
+    problem->forward_out = rounded(&forward[0], tensor_like(problem, &problem->q));
+    problem->forward_lse = rounded(&forward[1], random_lse(problem, random, 0));
     problem->dout = tensor_like(problem, &problem->q);
     check_fill_normal(problem->dout, random, 1);
     if (random_bits(random) % 2 == 0)

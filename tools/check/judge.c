@@ -1,27 +1,78 @@
 /* See check/judge.h. */
 #include "check/judge.h"
 
-#include "check/run.h"
 #include "common/arrays.h"
 #include "common/device.h"
 
 #include <float.h>
 #include <math.h>
+#include <stddef.h>
 #include <string.h>
 
-/* An output full of NaN: elements that the kernel does not write are seen. */
-static fdma_tensor spoilt(fdma_tensor output) {
-    check_fill(output, (double)NAN);
-    return output;
+static bool applies_always(const check_problem *problem) { return problem->test != NULL; }
+
+/* Selections and lists depend on float32 scores alone, whatever the dtype of the case is: they are
+ * checked for one dtype. */
+static bool applies_once(const check_problem *problem) {
+    return check_is_selected(problem->test) && problem->dtype == FDMA_FLOAT32;
 }
 
-static fdma_tensor spoilt_like(fdma_tensor tensor) {
-    return tensor.rank > 0 ? spoilt(check_tensor(tensor.dtype, tensor.rank, tensor.shape)) : tensor;
+static bool applies_to_bias(const check_problem *problem) {
+    return problem->test->bias_form != FDMA_BIAS_NONE;
 }
 
-/* The same, in the memory layout of the case. */
-static fdma_tensor spoilt_in_layout(const check_problem *problem, fdma_tensor like) {
-    return spoilt(check_layout_tensor(problem->dtype, problem->test->layout, like.shape));
+#define LIKE(tensor) offsetof(check_problem, tensor)
+
+const check_operation check_operations[check_operation_count] = {
+    [CHECK_SCORE] =
+        {"score", applies_always, check_run_score, {"score", "bias"}, {LIKE(score), LIKE(bias)}},
+    [CHECK_SELECT] = {.name = "select", .applies = applies_once},
+    [CHECK_LISTS] = {.name = "lists", .applies = applies_once},
+    [CHECK_FORWARD] = {"forward",
+                       applies_always,
+                       check_run_forward,
+                       {"out", "lse"},
+                       {LIKE(q), LIKE(forward_lse)}},
+    [CHECK_BACKWARD] = {"backward",
+                        applies_always,
+                        check_run_backward,
+                        {"dq", "dk", "dv", "dbias"},
+                        {LIKE(q), LIKE(k), LIKE(v), LIKE(bias)}},
+    [CHECK_SCORE_BACKWARD] = {"score_backward",
+                              applies_to_bias,
+                              check_run_score_backward,
+                              {"dv", "ddt_proj", "da"},
+                              {LIKE(prior_dv), LIKE(dt_proj), LIKE(a)}},
+    [CHECK_MERGE] =
+        {"merge", applies_always, check_run_merge, {"out", "lse"}, {LIKE(q), LIKE(forward_lse)}},
+    [CHECK_MERGE_BACKWARD] = {"merge_backward",
+                              applies_always,
+                              check_run_merge_backward,
+                              {"dout_a", "dlse_a", "dout_b", "dlse_b"},
+                              {LIKE(q), LIKE(forward_lse), LIKE(q), LIKE(forward_lse)}},
+};
+
+const check_operation *check_find_operation(const char *name) {
+    for (int i = 0; i < check_operation_count; i++)
+        if (strcmp(check_operations[i].name, name) == 0)
+            return &check_operations[i];
+    return NULL;
+}
+
+void check_make_outputs(const check_problem *problem, const check_operation *operation,
+                        bool in_layout, fdma_tensor outputs[check_output_limit]) {
+    for (int n = 0; n < check_output_limit && operation->outputs[n] != NULL; n++) {
+        const fdma_tensor like = *(const fdma_tensor *)((const char *)problem + operation->like[n]);
+        outputs[n] = in_layout && like.rank == 4
+                         ? check_layout_tensor(like.dtype, problem->test->layout, like.shape)
+                         : check_tensor_like(like);
+        check_fill(outputs[n], (double)NAN);
+    }
+    if (operation == &check_operations[CHECK_SCORE_BACKWARD]) {
+        const double *prior = check_widen(problem->prior_dv);
+        for (int64_t i = 0; i < element_count(&outputs[0]); i++)
+            check_store(outputs[0], i, prior[i]);
+    }
 }
 
 /* The bias is judged as a function of the score that the kernel itself wrote: an error of the score
@@ -39,17 +90,6 @@ static check_error judge_bias(const check_problem *problem, fdma_tensor score, f
     }
     const check_result result = {.count = count, .reference = exact, .plain = plain};
     return check_compare("bias", &result, bias);
-}
-
-static fdma_status judge_score(const check_problem *problem, const char *kernel,
-                               check_error *error) {
-    const bool biased = problem->test->bias_form != FDMA_BIAS_NONE;
-    const fdma_tensor score = spoilt_like(problem->score), bias = spoilt_like(problem->bias);
-    const fdma_status status = check_run_score(problem, kernel, score, bias);
-    *error = check_compare("score", &problem->z, score);
-    if (biased)
-        *error = check_worse(*error, judge_bias(problem, score, bias));
-    return status;
 }
 
 static fdma_status judge_select(const check_problem *problem, const char *kernel,
@@ -89,111 +129,39 @@ static fdma_status judge_lists(const check_problem *problem, const char *kernel,
     return status;
 }
 
-static fdma_status judge_forward(const check_problem *problem, const char *kernel,
-                                 check_error *error) {
-    const fdma_tensor out = spoilt_in_layout(problem, problem->q);
-    const fdma_tensor lse = spoilt_like(problem->forward_lse);
-    const fdma_status status = check_run_forward(problem, kernel, out, lse);
-    *error = check_worse(check_compare("out", &problem->out, out),
-                         check_compare("lse", &problem->lse, lse));
+static fdma_status judge_outputs(const check_problem *problem, const check_operation *operation,
+                                 const char *kernel, check_error *error) {
+    const check_operation_id id = (check_operation_id)(operation - check_operations);
+    fdma_tensor outputs[check_output_limit];
+    check_make_outputs(problem, operation, true, outputs);
+    const fdma_status status = operation->run(problem, kernel, outputs);
+    *error = check_compare(operation->outputs[0], &problem->results[id][0], outputs[0]);
+    if (id == CHECK_SCORE) {
+        if (problem->bias.rank > 0)
+            *error = check_worse(*error, judge_bias(problem, outputs[0], outputs[1]));
+        return status;
+    }
+    for (int n = 1; n < check_output_limit && operation->outputs[n] != NULL; n++)
+        *error = check_worse(
+            *error, check_compare(operation->outputs[n], &problem->results[id][n], outputs[n]));
     return status;
 }
 
-static fdma_status judge_backward_mode(const check_problem *problem, const char *kernel,
-                                       bool deterministic, check_error *error) {
-    const check_backward_outputs outputs = {
-        spoilt_in_layout(problem, problem->q), spoilt_in_layout(problem, problem->k),
-        spoilt_in_layout(problem, problem->v), spoilt_like(problem->bias)};
-    const fdma_status status = check_run_backward(problem, kernel, deterministic, &outputs);
-    *error = check_compare("dq", &problem->dq, outputs.dq);
-    *error = check_worse(*error, check_compare("dk", &problem->dk, outputs.dk));
-    *error = check_worse(*error, check_compare("dv", &problem->dv, outputs.dv));
-    *error = check_worse(*error, check_compare("dbias", &problem->dbias, outputs.dbias));
-    return status;
-}
-
-/* A device has code of its own for deterministic calls; the CPU always is. */
-static fdma_status judge_backward(const check_problem *problem, const char *kernel,
-                                  check_error *error) {
-    fdma_status status = judge_backward_mode(problem, kernel, false, error);
-    if (status == FDMA_OK && !runs_on(kernel, 0)) {
-        check_error deterministic;
-        status = judge_backward_mode(problem, kernel, true, &deterministic);
-        *error = check_worse(*error, deterministic);
+/* A device has code of its own for deterministic calls of backward; the CPU always is. */
+fdma_status check_judge(const check_problem *problem, const check_operation *operation,
+                        const char *kernel, check_error *error) {
+    if (operation == &check_operations[CHECK_SELECT])
+        return judge_select(problem, kernel, error);
+    if (operation == &check_operations[CHECK_LISTS])
+        return judge_lists(problem, kernel, error);
+    fdma_status status = judge_outputs(problem, operation, kernel, error);
+    if (status == FDMA_OK && operation == &check_operations[CHECK_BACKWARD] &&
+        !runs_on(kernel, 0)) {
+        check_problem deterministic = *problem;
+        check_error again;
+        deterministic.deterministic = true;
+        status = judge_outputs(&deterministic, operation, kernel, &again);
+        *error = check_worse(*error, again);
     }
     return status;
-}
-
-static fdma_status judge_score_backward(const check_problem *problem, const char *kernel,
-                                        check_error *error) {
-    const check_score_outputs outputs = {
-        check_layout_tensor(problem->dtype, problem->test->layout, problem->v.shape),
-        spoilt_like(problem->dt_proj), spoilt_like(problem->a)};
-    const double *prior = check_widen(problem->prior_dv);
-    for (int64_t i = 0; i < problem->score_dv.count; i++)
-        check_store(outputs.dv, i, prior[i]);
-    const fdma_status status = check_run_score_backward(problem, kernel, &outputs);
-    *error = check_compare("dv", &problem->score_dv, outputs.dv);
-    *error = check_worse(*error, check_compare("ddt_proj", &problem->ddt_proj, outputs.ddt_proj));
-    *error = check_worse(*error, check_compare("da", &problem->da, outputs.da));
-    return status;
-}
-
-static fdma_status judge_merge(const check_problem *problem, const char *kernel,
-                               check_error *error) {
-    const fdma_tensor out = spoilt_in_layout(problem, problem->q);
-    const fdma_tensor lse = spoilt_like(problem->forward_lse);
-    const fdma_status status = check_run_merge(problem, kernel, out, lse);
-    *error = check_worse(check_compare("out", &problem->merged_out, out),
-                         check_compare("lse", &problem->merged_lse, lse));
-    return status;
-}
-
-static fdma_status judge_merge_backward(const check_problem *problem, const char *kernel,
-                                        check_error *error) {
-    static const char *const dout[] = {"dout_a", "dout_b"}, *const dlse[] = {"dlse_a", "dlse_b"};
-    check_merge_outputs outputs;
-    for (int n = 0; n < 2; n++) {
-        outputs.dout[n] = spoilt_in_layout(problem, problem->q);
-        outputs.dlse[n] = spoilt_like(problem->forward_lse);
-    }
-    const fdma_status status = check_run_merge_backward(problem, kernel, &outputs);
-    *error = (check_error){0};
-    for (int n = 0; n < 2; n++) {
-        *error =
-            check_worse(*error, check_compare(dout[n], &problem->partial_dout[n], outputs.dout[n]));
-        *error =
-            check_worse(*error, check_compare(dlse[n], &problem->partial_dlse[n], outputs.dlse[n]));
-    }
-    return status;
-}
-
-static bool applies_always(const check_problem *problem) { return problem->test != NULL; }
-
-/* Selections and lists depend on float32 scores alone, whatever the dtype of the case is: they are
- * checked for one dtype. */
-static bool applies_once(const check_problem *problem) {
-    return check_is_selected(problem->test) && problem->dtype == FDMA_FLOAT32;
-}
-
-static bool applies_to_bias(const check_problem *problem) {
-    return problem->test->bias_form != FDMA_BIAS_NONE;
-}
-
-const check_operation check_operations[check_operation_count] = {
-    {"score", applies_always, judge_score},
-    {"select", applies_once, judge_select},
-    {"lists", applies_once, judge_lists},
-    {"forward", applies_always, judge_forward},
-    {"backward", applies_always, judge_backward},
-    {"score_backward", applies_to_bias, judge_score_backward},
-    {"merge", applies_always, judge_merge},
-    {"merge_backward", applies_always, judge_merge_backward},
-};
-
-const check_operation *check_find_operation(const char *name) {
-    for (int i = 0; i < check_operation_count; i++)
-        if (strcmp(check_operations[i].name, name) == 0)
-            return &check_operations[i];
-    return NULL;
 }

@@ -45,6 +45,8 @@ static float score_of(const check_case *test, int64_t j, uint64_t *random) {
         return (float)(j % 23) / 8;
     case SCORES_STEPS:
         return (float)(random_bits(random) >> 62) / 2;
+    case SCORES_CROWN:
+        return j == 0 ? 3 : (float)(j % 2);
     case SCORES_SPECIAL:
         return special_score(test, j, ordinary);
     default:
@@ -86,6 +88,7 @@ static void allocate_inputs(check_problem *problem) {
     const int64_t proj_shape[2] = {test->kv_heads, test->kv_heads * test->head_dim};
     const int64_t score_shape[3] = {test->batch, test->kv_heads, test->kv_len};
     const int64_t valid_shape[2] = {test->batch, test->kv_len};
+    const int64_t lse_shape[3] = {test->batch, test->q_heads, test->q_len};
     const fdma_dtype dtype = problem->dtype;
 
     problem->q = check_layout_tensor(dtype, test->layout, q_shape);
@@ -94,6 +97,7 @@ static void allocate_inputs(check_problem *problem) {
     problem->dt_proj = check_tensor(dtype, 2, proj_shape);
     problem->a = check_tensor(dtype, 1, &test->kv_heads);
     problem->score = check_tensor(FDMA_FLOAT32, 3, score_shape);
+    problem->forward_lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
     if (test->bias_form != FDMA_BIAS_NONE)
         problem->bias = check_tensor(FDMA_FLOAT32, 3, score_shape);
     if (test->padding != PADDING_NONE)

@@ -14,39 +14,51 @@ typedef struct check_result {
     double *scatter;   /* NULL, or the plain error to expect in another order of summation */
 } check_result;
 
+typedef enum check_operation_id {
+    CHECK_SCORE,
+    CHECK_SELECT,
+    CHECK_LISTS,
+    CHECK_FORWARD,
+    CHECK_BACKWARD,
+    CHECK_SCORE_BACKWARD,
+    CHECK_MERGE,
+    CHECK_MERGE_BACKWARD,
+    check_operation_count,
+} check_operation_id;
+
+enum { check_output_limit = 4 }; /* outputs of an operation */
+
 /* Everything that is computed once for a case and a dtype. Absent tensors have rank 0. */
 typedef struct check_problem {
     const check_case *test;
     fdma_dtype dtype;
     int32_t
-        device; /* whose kernels are checked; tensors are in host memory, copied for each call */
+        device;   /* whose kernels are checked; tensors are in host memory, copied for each call */
+    double scale; /* of logits; 0: the default */
+    bool deterministic;              /* of fdma_backward() */
     fdma_tensor q, k, v, dt_proj, a; /* in dtype */
     fdma_tensor key_valid;           /* uint8 */
     fdma_tensor score;               /* float32, what the selection ranks */
     fdma_tensor bias;                /* float32, made from score */
     fdma_selection selection;        /* the reference's, for `score` */
-    check_result z;                  /* of fdma_score() */
-    check_result out, lse;           /* of fdma_forward() */
 
     fdma_tensor forward_out, forward_lse;       /* inputs of backward: the reference's, rounded */
     fdma_tensor dout, dlse;                     /* dlse is absent in some cases */
-    check_result dq, dk, dv, dbias;             /* of fdma_backward() */
     fdma_tensor score_dbias;                    /* 0 for some keys, NaN for keys not valid */
     fdma_tensor score_v;                        /* v, with NaN where dbias is 0 in every head */
     fdma_tensor prior_dv;                       /* what dv holds before fdma_score_backward() */
-    check_result score_dv, ddt_proj, da;        /* of fdma_score_backward() */
     fdma_tensor partial_out[2], partial_lse[2]; /* inputs of merge; some rows are empty */
-    check_result merged_out, merged_lse;        /* of fdma_merge() */
-    check_result partial_dout[2], partial_dlse[2]; /* of fdma_merge_backward() */
+
+    check_result results[check_operation_count][check_output_limit];
 } check_problem;
 
-/*! check_make_inputs() - fills q to bias, and allocates the selection. The numbers are the same on
- *  every machine. */
+/*! check_make_inputs() - fills q to bias, and allocates the selection and forward_lse. The numbers
+ *  are the same on every machine. */
 void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtype dtype,
                        int32_t device);
 
 /*! check_make_gradient_inputs() - fills the inputs of backward, score_backward, merge and
- *  merge_backward. `out` and `lse` hold the reference's results already: every kernel is given the
+ *  merge_backward. The reference's results of forward are known already: every kernel is given the
  *  same ones, whichever kernel would have computed forward. */
 void check_make_gradient_inputs(check_problem *problem);
 

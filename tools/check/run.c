@@ -3,8 +3,8 @@
 
 #include "check/call.h"
 
-fdma_status check_run_score(const check_problem *problem, const char *kernel, fdma_tensor score,
-                            fdma_tensor bias) {
+fdma_status check_run_score(const check_problem *problem, const char *kernel,
+                            const fdma_tensor *outputs) {
     check_call call = call_begin(problem, kernel);
     fdma_score_args args = {
         .size = sizeof args,
@@ -12,19 +12,16 @@ fdma_status check_run_score(const check_problem *problem, const char *kernel, fd
         .dt_proj = call_input(&call, problem->dt_proj),
         .a = call_input(&call, problem->a),
         .key_valid = call_input(&call, problem->key_valid),
-        .score = call_output(&call, score),
-        .bias = call_output(&call, bias),
+        .score = call_output(&call, outputs[0]),
+        .bias = call_output(&call, outputs[1]),
         .bias_form = problem->test->bias_form,
         .exec = call.exec,
     };
     size_t bytes = 0;
     fdma_status status = fdma_score_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_score(&args);
-    }
-    call_end(&call);
-    return status;
+    return call_end(&call, status);
 }
 
 fdma_status check_run_select(const check_problem *problem, const char *kernel,
@@ -44,15 +41,12 @@ fdma_status check_run_select(const check_problem *problem, const char *kernel,
     };
     size_t bytes = 0;
     fdma_status status = fdma_select_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_select(&args);
-    }
-    call_end(&call);
     selection->window = found.window;
     selection->kv_len = found.kv_len;
     selection->scope = found.scope;
-    return status;
+    return call_end(&call, status);
 }
 
 fdma_status check_run_lists(const check_problem *problem, const char *kernel, int64_t tile_len,
@@ -71,16 +65,13 @@ fdma_status check_run_lists(const check_problem *problem, const char *kernel, in
     };
     size_t bytes = 0;
     fdma_status status = fdma_lists_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_lists(&args);
-    }
-    call_end(&call);
-    return status;
+    return call_end(&call, status);
 }
 
-fdma_status check_run_forward(const check_problem *problem, const char *kernel, fdma_tensor out,
-                              fdma_tensor lse) {
+fdma_status check_run_forward(const check_problem *problem, const char *kernel,
+                              const fdma_tensor *outputs) {
     check_call call = call_begin(problem, kernel);
     const fdma_selection selection = call_selection(&call);
     fdma_forward_args args = {
@@ -90,19 +81,17 @@ fdma_status check_run_forward(const check_problem *problem, const char *kernel, 
         .v = call_input(&call, problem->v),
         .bias = call_input(&call, problem->bias),
         .key_valid = call_input(&call, problem->key_valid),
-        .out = call_output(&call, out),
-        .lse = call_output(&call, lse),
+        .out = call_output(&call, outputs[0]),
+        .lse = call_output(&call, outputs[1]),
         .selection = check_is_selected(problem->test) ? &selection : NULL,
+        .scale = problem->scale,
         .softcap = problem->test->softcap,
         .causal = check_is_causal(problem->test),
         .exec = call.exec,
     };
     size_t bytes = 0;
     fdma_status status = fdma_forward_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_forward(&args);
-    }
-    call_end(&call);
-    return status;
+    return call_end(&call, status);
 }

@@ -1,40 +1,22 @@
 /* One call of each operation with the problem's tensors, by the kernel of that name. Outputs are
- * the caller's, in host memory. When the status is not FDMA_OK, fdma_last_error() says why. */
+ * the caller's, in host memory, in the order of check_operations[]. When the status is not FDMA_OK,
+ * fdma_last_error() says why. */
 #ifndef FDMA_TOOLS_CHECK_RUN_H
 #define FDMA_TOOLS_CHECK_RUN_H
 
 #include "check/problem.h"
 
-typedef struct check_backward_outputs {
-    fdma_tensor dq, dk, dv, dbias;
-} check_backward_outputs;
-
-typedef struct check_score_outputs {
-    fdma_tensor dv, ddt_proj, da;
-} check_score_outputs;
-
-typedef struct check_merge_outputs {
-    fdma_tensor dout[2], dlse[2];
-} check_merge_outputs;
+typedef fdma_status check_run(const check_problem *problem, const char *kernel,
+                              const fdma_tensor *outputs);
 
 /* run.c */
-fdma_status check_run_score(const check_problem *problem, const char *kernel, fdma_tensor score,
-                            fdma_tensor bias);
+check_run check_run_score, check_run_forward;
 fdma_status check_run_select(const check_problem *problem, const char *kernel,
                              fdma_selection *selection);
 fdma_status check_run_lists(const check_problem *problem, const char *kernel, int64_t tile_len,
                             fdma_tensor list, fdma_tensor count);
-fdma_status check_run_forward(const check_problem *problem, const char *kernel, fdma_tensor out,
-                              fdma_tensor lse);
 
 /* run_backward.c */
-fdma_status check_run_backward(const check_problem *problem, const char *kernel, bool deterministic,
-                               const check_backward_outputs *outputs);
-fdma_status check_run_score_backward(const check_problem *problem, const char *kernel,
-                                     const check_score_outputs *outputs);
-fdma_status check_run_merge(const check_problem *problem, const char *kernel, fdma_tensor out,
-                            fdma_tensor lse);
-fdma_status check_run_merge_backward(const check_problem *problem, const char *kernel,
-                                     const check_merge_outputs *outputs);
+check_run check_run_backward, check_run_score_backward, check_run_merge, check_run_merge_backward;
 
 #endif /* FDMA_TOOLS_CHECK_RUN_H */

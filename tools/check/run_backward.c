@@ -3,8 +3,8 @@
 
 #include "check/call.h"
 
-fdma_status check_run_backward(const check_problem *problem, const char *kernel, bool deterministic,
-                               const check_backward_outputs *outputs) {
+fdma_status check_run_backward(const check_problem *problem, const char *kernel,
+                               const fdma_tensor *outputs) {
     check_call call = call_begin(problem, kernel);
     const fdma_selection selection = call_selection(&call);
     fdma_backward_args args = {
@@ -18,28 +18,26 @@ fdma_status check_run_backward(const check_problem *problem, const char *kernel,
         .v = call_input(&call, problem->v),
         .bias = call_input(&call, problem->bias),
         .key_valid = call_input(&call, problem->key_valid),
-        .dq = call_output(&call, outputs->dq),
-        .dk = call_output(&call, outputs->dk),
-        .dv = call_output(&call, outputs->dv),
-        .dbias = call_output(&call, outputs->dbias),
+        .dq = call_output(&call, outputs[0]),
+        .dk = call_output(&call, outputs[1]),
+        .dv = call_output(&call, outputs[2]),
+        .dbias = call_output(&call, outputs[3]),
         .selection = check_is_selected(problem->test) ? &selection : NULL,
+        .scale = problem->scale,
         .softcap = problem->test->softcap,
         .causal = check_is_causal(problem->test),
-        .deterministic = deterministic,
+        .deterministic = problem->deterministic,
         .exec = call.exec,
     };
     size_t bytes = 0;
     fdma_status status = fdma_backward_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_backward(&args);
-    }
-    call_end(&call);
-    return status;
+    return call_end(&call, status);
 }
 
 fdma_status check_run_score_backward(const check_problem *problem, const char *kernel,
-                                     const check_score_outputs *outputs) {
+                                     const fdma_tensor *outputs) {
     check_call call = call_begin(problem, kernel);
     fdma_score_backward_args args = {
         .size = sizeof args,
@@ -48,24 +46,21 @@ fdma_status check_run_score_backward(const check_problem *problem, const char *k
         .dt_proj = call_input(&call, problem->dt_proj),
         .a = call_input(&call, problem->a),
         .key_valid = call_input(&call, problem->key_valid),
-        .dv = call_output(&call, outputs->dv),
-        .ddt_proj = call_output(&call, outputs->ddt_proj),
-        .da = call_output(&call, outputs->da),
+        .dv = call_output(&call, outputs[0]),
+        .ddt_proj = call_output(&call, outputs[1]),
+        .da = call_output(&call, outputs[2]),
         .bias_form = problem->test->bias_form,
         .exec = call.exec,
     };
     size_t bytes = 0;
     fdma_status status = fdma_score_backward_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_score_backward(&args);
-    }
-    call_end(&call);
-    return status;
+    return call_end(&call, status);
 }
 
-fdma_status check_run_merge(const check_problem *problem, const char *kernel, fdma_tensor out,
-                            fdma_tensor lse) {
+fdma_status check_run_merge(const check_problem *problem, const char *kernel,
+                            const fdma_tensor *outputs) {
     check_call call = call_begin(problem, kernel);
     fdma_merge_args args = {
         .size = sizeof args,
@@ -73,22 +68,19 @@ fdma_status check_run_merge(const check_problem *problem, const char *kernel, fd
         .lse_a = call_input(&call, problem->partial_lse[0]),
         .out_b = call_input(&call, problem->partial_out[1]),
         .lse_b = call_input(&call, problem->partial_lse[1]),
-        .out = call_output(&call, out),
-        .lse = call_output(&call, lse),
+        .out = call_output(&call, outputs[0]),
+        .lse = call_output(&call, outputs[1]),
         .exec = call.exec,
     };
     size_t bytes = 0;
     fdma_status status = fdma_merge_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_merge(&args);
-    }
-    call_end(&call);
-    return status;
+    return call_end(&call, status);
 }
 
 fdma_status check_run_merge_backward(const check_problem *problem, const char *kernel,
-                                     const check_merge_outputs *outputs) {
+                                     const fdma_tensor *outputs) {
     check_call call = call_begin(problem, kernel);
     fdma_merge_backward_args args = {
         .size = sizeof args,
@@ -98,18 +90,15 @@ fdma_status check_run_merge_backward(const check_problem *problem, const char *k
         .lse_a = call_input(&call, problem->partial_lse[0]),
         .out_b = call_input(&call, problem->partial_out[1]),
         .lse_b = call_input(&call, problem->partial_lse[1]),
-        .dout_a = call_output(&call, outputs->dout[0]),
-        .dlse_a = call_output(&call, outputs->dlse[0]),
-        .dout_b = call_output(&call, outputs->dout[1]),
-        .dlse_b = call_output(&call, outputs->dlse[1]),
+        .dout_a = call_output(&call, outputs[0]),
+        .dlse_a = call_output(&call, outputs[1]),
+        .dout_b = call_output(&call, outputs[2]),
+        .dlse_b = call_output(&call, outputs[3]),
         .exec = call.exec,
     };
     size_t bytes = 0;
     fdma_status status = fdma_merge_backward_workspace(&args, &bytes);
-    if (status == FDMA_OK) {
-        call_give_workspace(&call, &args.exec, bytes);
+    if (call_give_workspace(&call, &args.exec, status, bytes))
         status = fdma_merge_backward(&args);
-    }
-    call_end(&call);
-    return status;
+    return call_end(&call, status);
 }

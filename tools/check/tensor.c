@@ -42,6 +42,10 @@ fdma_tensor check_tensor(fdma_dtype dtype, int32_t rank, const int64_t *shape) {
     return tensor;
 }
 
+fdma_tensor check_tensor_like(fdma_tensor tensor) {
+    return tensor.rank > 0 ? check_tensor(tensor.dtype, tensor.rank, tensor.shape) : tensor;
+}
+
 fdma_tensor check_layout_tensor(fdma_dtype dtype, check_layout layout, const int64_t *shape) {
     const int64_t batch = shape[0], length = shape[1], heads = shape[2], head_dim = shape[3];
     if (layout == LAYOUT_PLAIN)
@@ -108,12 +112,4 @@ fdma_tensor check_wide_tensor(fdma_tensor tensor) {
     if (tensor.rank == 0)
         return tensor;
     return fdma_dense_tensor(check_widen(tensor), FDMA_FLOAT64, tensor.rank, tensor.shape);
-}
-
-float check_round(fdma_dtype dtype, float value) {
-    if (dtype == FDMA_FLOAT32)
-        return value;
-    uint16_t bits;
-    store_element(&bits, dtype, 0, (double)value);
-    return (float)load_element(&bits, dtype, 0);
 }

@@ -23,13 +23,13 @@ void check_store(fdma_tensor tensor, int64_t index, double value);
 void check_fill(fdma_tensor tensor, double value);
 void check_fill_normal(fdma_tensor tensor, uint64_t *random, double deviation);
 
+/*! check_tensor_like() - a contiguous tensor of the same dtype and shape; absent if that is. */
+fdma_tensor check_tensor_like(fdma_tensor tensor);
+
 /*! check_widen() - the elements as a contiguous array of doubles. */
 double *check_widen(fdma_tensor tensor);
 
 /*! check_wide_tensor() - the same as a float64 tensor; an absent tensor stays absent. */
 fdma_tensor check_wide_tensor(fdma_tensor tensor);
-
-/*! check_round() - the value, rounded to `dtype` and back. */
-float check_round(fdma_dtype dtype, float value);
 
 #endif /* FDMA_TOOLS_CHECK_TENSOR_H */

@@ -1,0 +1,106 @@
+/* The gradients of attention, one row after another. */
+#ifndef FDMA_REFERENCE_BACKWARD_H
+#define FDMA_REFERENCE_BACKWARD_H
+
+#include "reference/logit.h"
+
+/* Sums of one (b, g). */
+typedef struct key_gradients {
+    real *dk, *dv; /* [kv_len, head_dim] */
+    real *dbias;   /* [kv_len] */
+    real *dq;      /* [head_dim] of the row */
+} key_gradients;
+
+static key_gradients take_sums(const fdma_problem *problem, fdma_arena *arena) {
+    const int64_t keys = problem->kv_len, dim = problem->head_dim;
+    return (key_gradients){take_reals(arena, keys * dim), take_reals(arena, keys * dim),
+                           take_reals(arena, keys), take_reals(arena, dim)};
+}
+
+static inline size_t backward_workspace(const fdma_problem *problem) {
+    fdma_arena arena = {0};
+    take_sums(problem, &arena);
+    return fdma_arena_size(&arena);
+}
+
+/* delta of a row, summed from the last channel to the first. In a row that keeps one key it is
+ * equal to <dout, v>, which is subtracted from it: in the same order rounding errors would
+ * cancel. */
+static real delta_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
+    const fdma_tensor *const dout = &problem->dout, *const out = &problem->out;
+    real sum = 0;
+    for (int64_t d = problem->head_dim - 1; d >= 0; d--)
+        sum += rounded(problem->dtype, load(dout, offset_of(dout, b, i, h) + d) *
+                                           load(out, offset_of(out, b, i, h) + d));
+    sum = rounded(problem->dtype, sum);
+    return is_present(&problem->dlse)
+               ? sum - load(&problem->dlse, offset_of(&problem->dlse, b, h, i))
+               : sum;
+}
+
+/* Adds the terms of one row and key. */
+static void add_key(const fdma_problem *problem, int64_t b, int64_t i, int64_t h, int64_t j,
+                    real delta, const key_gradients *sums) {
+    const fdma_dtype dtype = problem->dtype;
+    const int64_t g = h / problem->group, dim = problem->head_dim;
+    const int64_t q = offset_of(&problem->q, b, i, h), dout = offset_of(&problem->dout, b, i, h);
+    const int64_t k = offset_of(&problem->k, b, j, g), v = offset_of(&problem->v, b, j, g);
+    const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
+    const logit s = logit_of(problem, b, i, h, j);
+    const real p = rounded(dtype, exp(s.value - lse));
+    const real dp = rounded(dtype, dot(&problem->dout, dout, &problem->v, v, dim));
+    const real ds = rounded(dtype, p * (dp - delta));
+    const real dproduct = rounded(dtype, rounded(dtype, ds * s.slope) * (real)problem->scale);
+    sums->dbias[j] += ds;
+    for (int64_t d = 0; d < dim; d++) {
+        sums->dv[j * dim + d] += p * load(&problem->dout, dout + d);
+        sums->dk[j * dim + d] += dproduct * load(&problem->q, q + d);
+        sums->dq[d] += dproduct * load(&problem->k, k + d);
+    }
+}
+
+static void add_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
+                    const key_gradients *sums) {
+    const int64_t g = h / problem->group, dim = problem->head_dim;
+    const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
+    const real delta = delta_of(problem, b, i, h);
+    memset(sums->dq, 0, (size_t)dim * sizeof *sums->dq);
+    for (int64_t j = 0; j < problem->kv_len && lse != -infinity; j++)
+        if (is_kept(problem, b, g, j, query_position(problem, i)))
+            add_key(problem, b, i, h, j, delta, sums);
+    for (int64_t d = 0; d < dim; d++)
+        put(&problem->dq, offset_of(&problem->dq, b, i, h) + d, sums->dq[d], problem->accumulate);
+}
+
+static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const key_gradients *sums) {
+    const int64_t dim = problem->head_dim;
+    for (int64_t j = 0; j < problem->kv_len; j++) {
+        const int64_t dk = offset_of(&problem->dk, b, j, g), dv = offset_of(&problem->dv, b, j, g);
+        for (int64_t d = 0; d < dim; d++) {
+            put(&problem->dk, dk + d, sums->dk[j * dim + d], problem->accumulate);
+            put(&problem->dv, dv + d, sums->dv[j * dim + d], problem->accumulate);
+        }
+        if (is_present(&problem->dbias))
+            store(&problem->dbias, offset_of(&problem->dbias, b, g, j), sums->dbias[j]);
+    }
+}
+
+static inline fdma_status run_backward(const fdma_problem *problem) {
+    fdma_arena arena = fdma_arena_of(problem);
+    const key_gradients sums = take_sums(problem, &arena);
+    const size_t keys = (size_t)problem->kv_len, dim = (size_t)problem->head_dim;
+    const int64_t group = problem->q_len > 0 ? problem->group : 0; // without queries it may be huge
+    for (int64_t b = 0; b < problem->batch; b++)
+        for (int64_t g = 0; g < problem->kv_heads; g++) {
+            memset(sums.dk, 0, keys * dim * sizeof *sums.dk);
+            memset(sums.dv, 0, keys * dim * sizeof *sums.dv);
+            memset(sums.dbias, 0, keys * sizeof *sums.dbias);
+            for (int64_t i = 0; i < problem->q_len; i++)
+                for (int64_t h = g * group; h < (g + 1) * group; h++)
+                    add_row(problem, b, i, h, &sums);
+            put_keys(problem, b, g, &sums);
+        }
+    return FDMA_OK;
+}
+
+#endif

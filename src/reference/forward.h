@@ -1,0 +1,74 @@
+/* Attention, one row after another. */
+#ifndef FDMA_REFERENCE_FORWARD_H
+#define FDMA_REFERENCE_FORWARD_H
+
+#include "reference/logit.h"
+
+/* The weights exp(s[j] - row_max) of one row's keys, 0 for keys that it does not keep. Returns
+ * their sum: 0 for an empty row, NaN if a kept logit is NaN or +inf. */
+static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_t h, real *weights,
+                       real *row_max) {
+    const int64_t g = h / problem->group, p = query_position(problem, i);
+    real sum = 0;
+    *row_max = -infinity;
+    for (int64_t j = 0; j < problem->kv_len; j++) {
+        const bool kept = is_kept(problem, b, g, j, p);
+        weights[j] = kept ? logit_of(problem, b, i, h, j).value : -infinity;
+        *row_max = isnan(weights[j]) || weights[j] > *row_max ? weights[j] : *row_max;
+        if (isnan(*row_max))
+            return *row_max;
+    }
+    for (int64_t j = 0; j < problem->kv_len; j++) {
+        weights[j] = weights[j] == -infinity ? 0 : exp(weights[j] - *row_max); // -inf - -inf is NaN
+        sum += weights[j];
+    }
+    return sum;
+}
+
+typedef struct row_scratch {
+    real *weights; /* [kv_len] */
+    real *out;     /* [head_dim] */
+} row_scratch;
+
+static row_scratch take_row(const fdma_problem *problem, fdma_arena *arena) {
+    return (row_scratch){take_reals(arena, problem->kv_len), take_reals(arena, problem->head_dim)};
+}
+
+static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
+                       const row_scratch *row) {
+    const int64_t g = h / problem->group, p = query_position(problem, i);
+    real row_max;
+    const real sum = weigh_keys(problem, b, i, h, row->weights, &row_max);
+    for (int64_t d = 0; d < problem->head_dim; d++)
+        row->out[d] = isnan(sum) ? sum : 0;
+    for (int64_t j = 0; j < problem->kv_len && sum > 0; j++) {
+        if (!is_kept(problem, b, g, j, p))
+            continue;
+        const real probability = rounded(problem->dtype, row->weights[j] / sum);
+        const int64_t v = offset_of(&problem->v, b, j, g);
+        for (int64_t d = 0; d < problem->head_dim; d++)
+            row->out[d] += probability * load(&problem->v, v + d);
+    }
+    for (int64_t d = 0; d < problem->head_dim; d++)
+        store(&problem->out, offset_of(&problem->out, b, i, h) + d, row->out[d]);
+    if (is_present(&problem->lse))
+        store(&problem->lse, offset_of(&problem->lse, b, h, i), row_max + log(sum));
+}
+
+static inline size_t forward_workspace(const fdma_problem *problem) {
+    fdma_arena arena = {0};
+    take_row(problem, &arena);
+    return fdma_arena_size(&arena);
+}
+
+static inline fdma_status run_forward(const fdma_problem *problem) {
+    fdma_arena arena = fdma_arena_of(problem);
+    const row_scratch row = take_row(problem, &arena);
+    for (int64_t b = 0; b < problem->batch; b++)
+        for (int64_t h = 0; h < problem->q_heads; h++)
+            for (int64_t i = 0; i < problem->q_len; i++)
+                attend_row(problem, b, i, h, &row);
+    return FDMA_OK;
+}
+
+#endif
