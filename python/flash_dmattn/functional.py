@@ -1,21 +1,21 @@
 """The functions of the package: attention of each query over its best keys.
 
-The words are those of fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim, window.
+The terms are those of fdma.h: batch, q_len, kv_len, q_heads, kv_heads, head_dim, window.
 
 Tensors may have any strides: `x.transpose(1, 2)` of a [batch, heads, len, head_dim] tensor costs
-nothing. Only a tensor whose last axis is strided is copied first. Results are contiguous.
+nothing. Only a tensor whose last axis is not contiguous is copied first. Results are contiguous.
 
-All tensors of a call are on the CPU, or all on one CUDA device. A call for a CUDA device is put on
-the device's current stream and does not wait for it. On CUDA devices query, key and value are
+All tensors of a call are on the CPU, or all on one CUDA device. A call for a CUDA device is
+enqueued on the device's current stream and returns without waiting. On CUDA devices query, key and value are
 float16 or bfloat16; on the CPU they are float32, float16 or bfloat16, or float64 for the slow
 kernel "reference". On the CPU at most torch.get_num_threads() threads are used.
 
 All functions but select() are differentiable, once, in reverse mode. Second derivatives and
-forward mode (torch.func.jvp) raise NotImplementedError. Which keys are kept has no gradient, and
-keys that no query keeps have gradients of exactly 0. On the CPU gradients are bit-equal from run to
-run; on a CUDA device those of attention are where `deterministic` or
-torch.use_deterministic_algorithms(True) asks for it. The kernels of `backend` compute gradients
-too; if a kernel that was named has none, another one of its family does.
+forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys is not
+differentiable, and keys that no query keeps have gradients of exactly 0. On the CPU gradients are
+bit-equal from run to run; on a CUDA device those of attention are bit-equal only if `deterministic`
+or torch.use_deterministic_algorithms(True) is set. The kernels of `backend` compute gradients too;
+if a named kernel has none, another kernel of the same backend computes them.
 
 Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.
@@ -49,7 +49,7 @@ class Selection(NamedTuple):
             kept; j itself for a key j that is never kept.
         slot: [batch, kv_heads, kv_len] int32: the number, below `window`, under which a kept key is
             stored while it is live; -1 for a key that is never kept.
-        window: keys that a query keeps, at most.
+        window: the maximum number of keys that a query keeps.
         scope: "causal" or "global", as in select().
     """
 
@@ -60,7 +60,7 @@ class Selection(NamedTuple):
 
 
 def get_available_backends() -> list[str]:
-    """Names that `backend` may have on this machine, the preferred one first.
+    """Values that `backend` may take on this machine, the preferred one first.
 
     A kernel's whole name, such as "cpu/avx2", may be given as `backend` too. "cuda" takes tensors
     of CUDA devices, the others take those of the CPU.
@@ -76,7 +76,7 @@ def get_available_backends() -> list[str]:
 
 
 def check_window(name: str, value: int) -> int:
-    """`value` as an int, checked."""
+    """Check a window, and return it as an int."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
     if isinstance(value, torch.SymInt):  # of a graph that is being traced
@@ -99,8 +99,8 @@ def _scale(softmax_scale: float | None) -> float:
 
 
 def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
-    """Refuse tensors with forward-mode tangents, which an operator would drop in silence. They are
-    seen here, before dispatch; most calls are made outside of every dual level."""
+    """Refuse tensors with forward-mode tangents, which an operator would silently ignore. They
+    are visible only here, before dispatch; outside of forward mode there is nothing to check."""
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
     for tensor in tensors:
@@ -139,7 +139,7 @@ def score(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Score and bias of each key, computed from the value states of all kv heads.
 
-    score = a_coef * softplus(value @ dt_proj^T), where the heads of `value` are one long vector.
+    score = a_coef * softplus(value @ dt_proj^T), where the heads of `value` are concatenated.
     The bias is exp(score), score or None, as bias_form says.
 
     Args:
@@ -156,8 +156,8 @@ def score(
         added to logits in nats; it is None if bias_form is "none".
 
     Raises:
-        ValueError: shapes or devices that contradict each other, or an unknown bias_form.
-        NotImplementedError: a dtype, head_dim or backend that no kernel of this machine takes.
+        ValueError: shapes or devices that are inconsistent, or an unknown bias_form.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
         >>> value = torch.zeros(1, 5, 2, 8)  # 5 keys of 2 heads
@@ -188,7 +188,8 @@ def select(
 
     Args:
         score: [batch, kv_heads, kv_len] float32 (float64 for the backend "reference").
-        window: keys that a query keeps, 1 or more; kv_len or more keeps all.
+        window: number of keys that a query keeps, 1 or more; kv_len or more keeps
+            all of them.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
@@ -199,9 +200,9 @@ def select(
 
     Raises:
         TypeError: a window that is not an int.
-        ValueError: shapes or devices that contradict each other, a window below 1, or an unknown
+        ValueError: shapes or devices that are inconsistent, a window below 1, or an unknown
             scope.
-        NotImplementedError: a dtype or backend that no kernel of this machine takes.
+        NotImplementedError: a dtype or backend that no kernel on this machine supports.
 
     Example:
         >>> scores = torch.tensor([[[3.0, 1.0, 2.0, 0.0]]])
@@ -240,10 +241,11 @@ def attention(
         selection: from select(). Its scope must be "global" unless `causal` is set.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         causal: a query sees only keys at positions up to its own.
-        softmax_scale: multiplies logits; None for 1 / sqrt(head_dim).
-        softcap: c > 0 makes a logit c * tanh(logit / c), before the bias is added; 0 for none.
+        softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
+        softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
+            for none.
         backend: as in score().
-        deterministic: gradients are bit-equal from run to run on a CUDA device too.
+        deterministic: make gradients bit-equal from run to run on CUDA devices as well.
 
     Returns:
         out [batch, q_len, q_heads, head_dim] of query's dtype, and lse [batch, q_heads, q_len],
@@ -251,9 +253,9 @@ def attention(
         lse = -inf.
 
     Raises:
-        ValueError: shapes, devices or options that contradict each other, or a selection made for
+        ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
-        NotImplementedError: a dtype, head_dim or backend that no kernel of this machine takes.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
         >>> x = torch.randn(1, 6, 2, 8)
@@ -310,8 +312,8 @@ def merge(
         out and lse, shaped as out_a and lse_a.
 
     Raises:
-        ValueError: shapes or devices that contradict each other.
-        NotImplementedError: a dtype, head_dim or backend that no kernel of this machine takes.
+        ValueError: shapes or devices that are inconsistent.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
         >>> query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 10, 2, 8)
@@ -355,20 +357,22 @@ def flash_dma_attention(
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         dt_proj: [kv_heads, kv_heads * head_dim], of query's dtype or float32.
         a_coef: [kv_heads], of query's dtype or float32.
-        keep_window_size: keys that a query keeps, 1 or more; kv_len or more keeps all.
+        keep_window_size: number of keys that a query keeps, 1 or more; kv_len or more keeps
+            all of them.
         dropout_p: 0; anything else in [0, 1) raises NotImplementedError.
         causal: a query sees only keys at positions up to its own.
-        softmax_scale: multiplies logits; None for 1 / sqrt(head_dim).
+        softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         return_attn_probs: False; True raises NotImplementedError.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
             nothing, so that dt_proj and a_coef have no gradients.
-        softcap: c > 0 makes a logit c * tanh(logit / c), before the bias is added; 0 for none.
+        softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
+            for none.
         backend: as in score().
-        deterministic: gradients are bit-equal from run to run on a CUDA device too.
-        return_lse: return lse too.
+        deterministic: make gradients bit-equal from run to run on CUDA devices as well.
+        return_lse: also return lse.
 
     Returns:
         out [batch, q_len, q_heads, head_dim], of query's dtype; with return_lse a pair of out and
@@ -377,7 +381,7 @@ def flash_dma_attention(
 
     Raises:
         TypeError: a keep_window_size that is not an int.
-        ValueError: shapes, devices or options that contradict each other.
+        ValueError: shapes, devices or options that are inconsistent.
         NotImplementedError: dropout, probabilities, or a dtype, head_dim or backend that no kernel
             of this machine takes.
 

@@ -34,12 +34,13 @@ const char *fdma_dtype_name(fdma_dtype dtype);
 
 static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank != 0; }
 
-/* Checks rank, dtype and that no axis is negative, so that the shape may be read. */
+/* Checks rank, dtype and that no axis is negative, so that the shape can be used. */
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
                             unsigned dtypes);
 
-/* Checks everything else about one tensor: its strides, its size and, if `data_needed`, its data,
- * which a workspace query need not have. Elements of an output must be distinct. */
+/* Checks everything else about one tensor: its strides, its size and, if `data_needed`, its data
+ * pointer, which may be NULL where only the workspace size is asked for. No two elements of an
+ * output may share memory. */
 fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool output,
                               bool data_needed);
 
@@ -49,7 +50,7 @@ typedef struct named_tensor {
     bool output;
 } named_tensor;
 
-/* Checks that no output shares an element with another tensor, nor any tensor a byte with the
+/* Checks that no output shares an element with another tensor, and that no tensor overlaps the
  * workspace. */
 fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec);
 

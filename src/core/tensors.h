@@ -161,7 +161,7 @@ typedef struct tensor_table {
     size_t count;
 } tensor_table;
 
-extern const tensor_table fdma_tensors[]; /* by fdma_operation */
+extern const tensor_table fdma_tensors[]; /* indexed by fdma_operation */
 
 static inline const fdma_tensor *tensor_at(const void *base, size_t offset) {
     return (const fdma_tensor *)((const char *)base + offset);

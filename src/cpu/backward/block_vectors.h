@@ -1,5 +1,5 @@
-/* The backward pass over one key block, with the products in vectors: everything is done for one
- * block of lanes, whose words are still in the L1 cache, before the next. */
+/* The backward pass over one key block, with the products in vectors. Each block of lanes is
+ * finished before the next, while its P and dS are still in the L1 cache. */
 #ifndef FDMA_CPU_BACKWARD_BLOCK_VECTORS_H
 #define FDMA_CPU_BACKWARD_BLOCK_VECTORS_H
 
@@ -17,7 +17,7 @@ static __attribute__((noinline)) void find_block_ds(const backward_step *step, i
         find_group_ds(step, &groups->group[n], block);
 }
 
-/* The sums over lanes of all groups, for one strip of channels. */
+/* For one strip of channels, adds the sums over lanes of every group. */
 INLINE void add_strip(float *const *sums, const group_list *groups, const float *words,
                       const float *rows, int64_t d, int vectors) {
     for (int32_t n = 0; n < groups->count; n++) {
@@ -44,7 +44,7 @@ static __attribute__((noinline)) void add_block_lanes(float *const *sums, const 
     }
 }
 
-/* All that a key block adds to the gradients of a tile and of its keys. */
+/* Adds what a key block contributes to the gradients of a tile and of its keys. */
 static void add_key_block(const backward_step *step, int64_t width) {
     const backward_tile *const tile = step->tile;
     const int64_t rows = block_rows(step->logits.dim);

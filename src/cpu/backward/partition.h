@@ -1,7 +1,8 @@
 /* Where there are few heads, the tiles of each are divided into partitions, which threads work on
- * independently. A key that is kept on both sides of a border gets sums in each of its partitions;
- * they are added up at the end, in the order of positions. Partitions depend on the shape of the
- * problem without its batch, and so the results depend neither on the threads nor on the batch. */
+ * independently. A key that is kept on both sides of a border has partial sums in every
+ * partition that keeps it; they are added up at the end, in the order of positions. Partitions
+ * depend on the problem's shape but not on its batch size, so the results depend neither on the
+ * threads nor on the batch. */
 #ifndef FDMA_CPU_BACKWARD_PARTITION_H
 #define FDMA_CPU_BACKWARD_PARTITION_H
 
@@ -10,15 +11,15 @@
 enum {
     wanted_tasks = 8,           /* of one sequence */
     min_partition = 4,          /* tiles */
-    free_table_bytes = 1 << 24, /* that the tables of one (b, g) may take in any case */
+    free_table_bytes = 1 << 24, /* always allowed for the tables of one (b, g) */
 };
 
 /* What the sweep over a partition leaves behind. Keys are in ascending order. */
 typedef struct partition {
-    float *sums;            /* of its key table: row n is that of inherited[n] */
-    int32_t *inherited;     /* keys that queries before the partition keep, too */
-    int32_t *outliving;     /* keys that queries after the partition keep, too */
-    int32_t *outliving_row; /* of sums */
+    float *sums;            /* rows of the key table; row n belongs to inherited[n] */
+    int32_t *inherited;     /* keys also kept by queries before the partition */
+    int32_t *outliving;     /* keys also kept by queries after the partition */
+    int32_t *outliving_row; /* the row of `sums` of each outliving key */
     struct {
         int64_t inherited, outliving;
     } *count;
@@ -34,8 +35,8 @@ static partition take_partition(fdma_arena *arena, const fdma_problem *problem, 
     return one;
 }
 
-/* All tables together take no more than free_table_bytes, 30 % of the bytes of k and v, and 4 bytes
- * for each element of dq. */
+/* All tables together take no more than the sum of free_table_bytes, 30 % of the bytes of k and v,
+ * and 4 bytes for each element of dq. */
 static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
     const double dim = (double)problem->head_dim;
     const double keys = 2 * (double)problem->kv_len * dim * (double)fdma_dtype_size(problem->dtype);
@@ -65,7 +66,7 @@ static void begin_partition(const fdma_problem *problem, const row_range *first,
     memcpy(one->inherited, table->live, (size_t)table->live_count * sizeof *one->inherited);
 }
 
-/* Records the keys that are still alive at the tile after the last one. */
+/* Records the keys that are still live at the first position after the partition. */
 static void end_partition(const fdma_problem *problem, const row_range *next, key_table *table,
                           partition *one) {
     retire_keys(problem, next, expiry_of_head(problem, next->b, next->g), next->first_position,
@@ -82,8 +83,8 @@ static void add_row(float *to, const float *from, int64_t count) {
         vf_store(to + x, vf_add(vf_load(from + x), vf_load(to + x)));
 }
 
-/* Adds the sums that earlier partitions have of the keys which the next one inherits. A key that
- * outlives `from` but is not inherited by `to` comes from an unsound selection. */
+/* Adds one partition's sums of the keys that the next partition inherits. In a sound selection
+ * every key that outlives `from` is inherited by `to`. */
 static void add_inherited(const fdma_problem *problem, const row_range *rows,
                           const key_table *table, const partition *from, const partition *to) {
     int64_t m = 0;
