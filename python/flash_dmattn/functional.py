@@ -6,9 +6,9 @@ Tensors may have any strides: `x.transpose(1, 2)` of a [batch, heads, len, head_
 nothing. Only a tensor whose last axis is not contiguous is copied first. Results are contiguous.
 
 All tensors of a call are on the CPU, or all on one CUDA device. A call for a CUDA device is
-enqueued on the device's current stream and returns without waiting. On CUDA devices query, key and value are
-float16 or bfloat16; on the CPU they are float32, float16 or bfloat16, or float64 for the slow
-kernel "reference". On the CPU at most torch.get_num_threads() threads are used.
+enqueued on the device's current stream and returns without waiting. On CUDA devices query, key and
+value are float16 or bfloat16; on the CPU they are float32, float16 or bfloat16, or float64 for the
+slow kernel "reference". On the CPU at most torch.get_num_threads() threads are used.
 
 All functions but select() are differentiable, once, in reverse mode. Second derivatives and
 forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys is not
