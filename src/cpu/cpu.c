@@ -251,7 +251,8 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
 
 const char *fdma_refuses_singles(const fdma_problem *problem) {
     const char *const reason = fdma_refuses_wide(problem);
-    return reason == NULL && problem->dtype != FDMA_BFLOAT16 ? "types other than bfloat16" : reason;
+    return reason == NULL && problem->dtype != FDMA_BFLOAT16 ? "dtypes other than bfloat16"
+                                                             : reason;
 }
 
 /* Takes all that float32 holds, but leaves to others what they do faster, unless forced by more

@@ -84,7 +84,7 @@ def test_unknown_command() -> None:
         (["f", "--window", "4", "--dtype", "f64"], "--dtype is 'f64'"),
         (["f", "--window", "4", "--causal=1"], "--causal takes no value"),
         (["f", "--window", "4", "g"], "'g' is one argument too many"),
-        (["f", "--window", "4", "--scope", "causal"], "--scope causal wants --causal"),
+        (["f", "--window", "4", "--scope", "causal"], "--scope is 'causal', want --causal with it"),
         (["f", "--window", "4"], "f: cannot be opened: No such file"),
     ],
 )

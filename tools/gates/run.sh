@@ -177,6 +177,7 @@ gate commits_find_plants "$python" tools/gates/check_commits.py --self-test
 gate commits "$python" tools/gates/check_commits.py
 gate sizes_find_plants "$python" tools/gates/check_sizes.py --self-test
 gate sizes "$python" tools/gates/check_sizes.py
+gate messages "$python" tools/gates/check_messages.py
 gate symbols_find_plants "$python" tools/gates/check_symbols.py --self-test
 gate symbols "$python" tools/gates/check_symbols.py build/libfdma.so
 gate vocabulary words_tested

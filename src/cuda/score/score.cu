@@ -404,7 +404,7 @@ static const char *refuses(const fdma_problem *problem) {
         return "float64 tensors, supported: float32 scores";
     if (problem->batch * (problem->kv_len / mma_keys + 1) > most_tiles ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^30 tiles of 16 keys or 2^24 channels a key";
+        return "more than 2^30 tiles of 16 keys or 2^24 channels per key";
     return fdma_refuses_before_sm80(problem);
 }
 

@@ -413,7 +413,7 @@ static const char *refuses(const fdma_problem *problem) {
         return "float64 dbias, supported: float32";
     if (problem->batch > most_sequences || problem->kv_heads > most_heads ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^22 sequences, 65535 heads or 2^20 channels a key";
+        return "more than 2^22 sequences, 65535 heads or 2^20 channels per key";
     if (problem->kv_len > most_keys ||
         problem->batch * (problem->kv_len / tile_keys + round_tiles) > most_tiles)
         return "more than 2^31 - 1024 keys of a sequence, or 2^30 tiles of 16 keys";
