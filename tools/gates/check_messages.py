@@ -41,8 +41,8 @@ def messages(text: str) -> set[str]:
         if not STATEMENT.search(statement):
             continue
         for string in STRING.findall(statement):
-            parts = re.findall(r'"((?:\\.|[^"\\\n])*)"|(PRI\w+)', string)
-            message = "".join(part + NUMBERS.get(number, "") for part, number in parts).strip()
+            pieces = re.findall(r'"((?:\\.|[^"\\\n])*)"|(PRI\w+)', string)
+            message = "".join(piece + NUMBERS.get(number, "") for piece, number in pieces).strip()
             if " " in message and "#" not in message:
                 found.add(message)
     return found
