@@ -180,8 +180,9 @@ static fdma_status copy_struct(const char *name, const void *caller, size_t firs
         FDMA_REQUIRE(bytes[i] == 0, FDMA_UNSUPPORTED,
                      "%s: byte %zu is set, want 0 after the %zu bytes that this library knows",
                      name, i, known_size);
-    memset(known, 0, known_size);
-    memcpy(known, caller, size < known_size ? size : known_size);
+    const size_t copied = size < known_size ? size : known_size;
+    memcpy(known, caller, copied);
+    memset((char *)known + copied, 0, known_size - copied);
     return FDMA_OK;
 }
 
