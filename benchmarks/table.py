@@ -17,7 +17,7 @@ of that peer; FILE:FIELD and FILE:PEER.FIELD take it from another file. Machines
 are written below the table.
 
 Units: ms a call, spread relative to it, useful GFLOP/s or TFLOP/s, share of the peak loop that ran
-in alternation, time of a plain read as a share of the case's, selection and lists in ns a key,
+in alternation, time of a plain read as a share of the case's, selection and lists in ns per key,
 lists as a share of the attention over their selection, useful FLOP/s as a share of dense
 attention's, time as a multiple of that of random scores, of gradients in any order and of the case
 of a quarter of the length, how many times as fast as the peer flash_dmattn is.
@@ -43,7 +43,7 @@ COLUMNS = {
     "spread": "spread",
     "useful_gflops": "GFLOP/s",
     "of_peak": "of peak",
-    "ns_per_key": "ns a key",
+    "ns_per_key": "ns per key",
     "of_read": "of read",
     "of_forward": "of forward",
     "of_dense": "of dense",
