@@ -19,7 +19,7 @@ def fake_command(path: Path, milliseconds: dict[str, float]) -> Path:
         "with open(sys.argv[sys.argv.index('--json') + 1], 'w') as file:\n"
         "    print(json.dumps({'machine': 'none'}), file=file)\n"
         f"    for case, ms in {milliseconds!r}.items():\n"
-        "        print(json.dumps({'case': case, 'kernel': 'k', 'ms': ms}), file=file)\n"
+        "        print(json.dumps({'case': case, 'kernel': sys.argv[0], 'ms': ms}), file=file)\n"
     )
     path.chmod(0o755)
     return path
