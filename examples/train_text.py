@@ -95,8 +95,8 @@ def read_text(path: Path | None) -> Text:
         name = f"the documentation of Python {sys.version_info[0]}.{sys.version_info[1]}"
         data = "\n\n".join(topics[topic] for topic in sorted(topics)).encode()
     whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-    border = len(whole) * 9 // 10
-    return Text(name, whole[:border], whole[border:])
+    boundary = len(whole) * 9 // 10
+    return Text(name, whole[:boundary], whole[border:])
 
 
 def cut(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
