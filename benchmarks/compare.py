@@ -2,12 +2,14 @@
 """Time two builds of the `fdma` command against each other, case by case, in alternation.
 
     python benchmarks/compare.py OLD/fdma NEW/fdma [FILTER] [--rounds N] [--tolerance T]
-                                 [--device D] [--threads N] [--kernel NAME] [--json FILE]
+                                 [--rename OLD=NEW] [--device D] [--threads N]
+                                 [--kernel NAME] [--json FILE]
 
 Each round runs a case once with either command, in turn, so that a change of the machine's load
 meets both. A case's ratio is the least time of the new build over the least time of the old one;
 the median of the rounds' ratios stands beside it. The exit status is 1 if a case's two ratios
-both exceed 1 + tolerance, or if the two commands do not time the same cases.
+both exceed 1 + tolerance, or if the two commands do not time the same cases. --rename says which
+part of the old build's case names is called otherwise now: forward/row=forward/decode.
 """
 
 from __future__ import annotations
@@ -42,14 +44,22 @@ def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, f
 
 
 def compare(
-    old: str, new: str, pattern: str, rounds: int, options: Sequence[str]
+    old: str,
+    new: str,
+    pattern: str,
+    rounds: int,
+    options: Sequence[str],
+    rename: Sequence[str],
 ) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
-    """The (old, new) times of each round by case, and the cases that only one command has."""
+    """The (old, new) times of each round by case, and the cases that only one command has. `rename`
+    is a part of the old command's case names, and what it is called in the new one's."""
     times: dict[str, list[tuple[float, float]]] = {}
     unmatched: set[str] = set()
     for index in range(rounds):
         order = (old, new) if index % 2 == 0 else (new, old)
-        figures = {command: run_bench(command, pattern, options) for command in order}
+        patterns = {old: pattern.replace(rename[1], rename[0]), new: pattern}
+        figures = {command: run_bench(command, patterns[command], options) for command in order}
+        figures[old] = {case.replace(rename[0], rename[1]): ms for case, ms in figures[old].items()}
         unmatched |= figures[old].keys() ^ figures[new].keys()
         for case in figures[old].keys() & figures[new].keys():
             times.setdefault(case, []).append((figures[old][case], figures[new][case]))
@@ -69,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("filter", nargs="?", default="*", help="cases, as fdma bench takes them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: 3 %% slower passes")
+    parser.add_argument("--rename", default="=", help="OLD=NEW: a change of case names")
     parser.add_argument("--device", help="passed on to fdma bench")
     parser.add_argument("--threads", help="passed on to fdma bench")
     parser.add_argument("--kernel", help="passed on to fdma bench")
@@ -76,6 +87,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, want 1 or more")
+    if "=" not in options.rename:
+        parser.error(f"--rename is {options.rename}, want OLD=NEW")
     return options
 
 
@@ -93,6 +106,7 @@ def main() -> int:
         args.filter,
         args.rounds,
         passed_on,
+        args.rename.split("=", 1),
     )
     slower = 0
     rows = []

@@ -4,7 +4,7 @@
 #endif
 #include "cpu/cpu.h"
 
-#include "core/tensors.h"
+#include "core/signatures.h"
 #include "cpu/isa/isa.h"
 #include "cpu/parallel.h"
 

@@ -88,7 +88,7 @@ def test_every_struct_is_mirrored(header: str) -> None:
 def test_struct(name: str, layout: dict[str, int], header: str) -> None:
     mirror = STRUCTS[name]
     body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", header, re.DOTALL).group(1)
-    fields = re.findall(r"(\w+)(?:\[\d+\])*;", body)
+    fields = re.findall(r"(\w+)(?:\[\d+\])*[;,]", body)
     assert [field for field, *_ in mirror._fields_] == fields
     assert ctypes.sizeof(mirror) == layout[name]
     for field in fields:

@@ -75,6 +75,7 @@ def test_unknown_command() -> None:
         (["f"], "--window N is missing"),
         (["f", "--window"], "--window wants a value"),
         (["f", "--window", "-1"], "--window is '-1'"),
+        (["f", "--window", "0"], "--window is '0', want a whole number, 1 or more"),
         (["f", "--window", "4x"], "--window is '4x'"),
         (["f", "--window", "99999999999999999999"], "--window is '9999"),
         (["f", "--window", "4", "--scale", "nan"], "--scale is 'nan'"),
