@@ -56,19 +56,18 @@ static const char *const feature_names[] = {
 
 enum {
     feature_count = sizeof feature_names / sizeof feature_names[0],
-    // bits above those of the features
-    made_by_intel = 1 << 30,
+    made_by_intel = 1 << 30, // beside the bits of the features
     is_known = 1 << 29,
 };
 
-/* Compilers do not know all features. */
+/* Asks cpuid for what some compilers do not know. */
 static uint32_t ask_cpu(void) {
     enum { amx_bf16_and_tile = 1 << 22 | 1 << 24 };
     unsigned a, b, c, d;
     const bool intel = __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
     const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-    const bool amx = __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-                     (d & amx_bf16_and_tile) == amx_bf16_and_tile;
+    const bool amx =
+        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & amx_bf16_and_tile) == amx_bf16_and_tile;
     __builtin_cpu_init();
     const bool found[feature_count] = {
         __builtin_cpu_supports("avx2"),

@@ -102,9 +102,8 @@ static void load_lane_rows(const fdma_problem *problem, const fdma_tensor *tenso
         float *const line =
             to + lane / block_lanes * length + lane % block_lanes / terms * row_strip;
         for (int64_t n = 0; n < terms; n++)
-            row[n] = tile->left_out[lane + n]
-                         ? tile->logits.zeros
-                         : row_of_lane(problem, tensor, rows, lane + n);
+            row[n] = tile->left_out[lane + n] ? tile->logits.zeros
+                                              : row_of_lane(problem, tensor, rows, lane + n);
         for (int64_t d = 0; d < tile_dim(problem); d += vf_width) {
             const int64_t count = channels_at(d, dim);
             const vf word = terms == 2 ? vf_load_pairs(row[0], row[terms - 1], d, count)

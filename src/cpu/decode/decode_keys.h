@@ -10,10 +10,10 @@ enum {
     decode_keys = 32, /* of a block: their weights are held between the two products */
     decode_heads = 8, /* of a task, at most: neighbours in memory, visited side by side */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
-    strip_vectors = 4,         /* of channels: accumulators of the second product of one row */
-    min_split = 512,           /* keys */
-    max_splits = 32,           /* of a sequence */
-    scan_keys = 16,            /* expired keys that are skipped together */
+    strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
+    min_split = 512,               /* keys */
+    max_splits = 32,               /* of a sequence */
+    scan_keys = 16,                /* expired keys that are skipped together */
     bytes_per_microsecond = 10000, /* that a thread reads, roughly */
 };
 

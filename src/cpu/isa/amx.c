@@ -7,5 +7,4 @@
 #include "cpu/backward/backward.h"
 #include "cpu/forward/forward.h"
 
-KERNEL_TABLE(fdma_cpu_amx,
-             PRODUCT_KERNELS("cpu/amx", fdma_missing_amx, fdma_refuses_singles));
+KERNEL_TABLE(fdma_cpu_amx, PRODUCT_KERNELS("cpu/amx", fdma_missing_amx, fdma_refuses_singles));
