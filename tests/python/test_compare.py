@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import ROOT, python
 
-COMPARE = Path(__file__).resolve().parents[2] / "benchmarks" / "compare.py"
+COMPARE = ROOT / "benchmarks" / "compare.py"
 
 
 def fake_command(path: Path, milliseconds: dict[str, float]) -> Path:
@@ -37,10 +37,6 @@ def fake_command(path: Path, milliseconds: dict[str, float]) -> Path:
 def test_compare(tmp_path: Path, new: dict[str, float], status: int, words: str) -> None:
     old_command = fake_command(tmp_path / "old", {"a": 1.0, "b": 2.0})
     new_command = fake_command(tmp_path / "new", new)
-    done = subprocess.run(
-        [sys.executable, COMPARE, old_command, new_command, "--rounds", "2"],
-        capture_output=True,
-        text=True,
-    )
+    done = python(COMPARE, old_command, new_command, "--rounds", "2")
     assert done.returncode == status, done.stdout + done.stderr
     assert words in done.stdout
