@@ -108,15 +108,12 @@ static bool settles(const tensor_entry *entry, char letter) {
 static expectation want_of_origin(const tensor_entry *entry, char letter, int64_t wrong) {
     const int64_t size = size_of_axis(letter);
     const bool groups = operations[right.call.operation].selection != 0;
-    if (letter == 'd') {
+    if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};
-    }
-    if (letter == 'h' && groups) {
+    if (letter == 'h' && groups)
         return (expectation){FDMA_INVALID_ARGUMENT, {"q_heads", number(wrong), "2"}, 0};
-    }
-    if (letter == 'g' && groups && wrong == 3 && strcmp(entry->name, "k") == 0) {
+    if (letter == 'g' && groups && wrong == 3 && strcmp(entry->name, "k") == 0)
         return (expectation){FDMA_INVALID_ARGUMENT, {"q_heads", "4", number(wrong)}, 0};
-    }
     return (expectation){FDMA_INVALID_ARGUMENT, {number(size), number(wrong)}, 0};
 }
 
@@ -133,9 +130,8 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
             const expectation want = origin ? want_of_origin(entry, letter, wrong[i]) : other;
             tensor.shape[axis] = wrong[i];
             /* a list may be wider; without optional tensors nothing contradicts a settled size */
-            if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin)) {
+            if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin))
                 check_tensor(entry, tensor, "has an axis of another size", &want);
-            }
         }
         tensor.shape[axis] = size;
     }
@@ -147,9 +143,8 @@ static void check_ranks(const tensor_entry *entry, fdma_tensor tensor) {
         const expectation want = {
             FDMA_INVALID_ARGUMENT, {entry->name, number(wrong[i]), number(rank)}, 0};
         tensor.rank = wrong[i];
-        if (wrong[i] != 0 || !is_optional(entry)) { /* rank 0: absent */
+        if (wrong[i] != 0 || !is_optional(entry)) /* rank 0: absent */
             check_tensor(entry, tensor, "has another rank", &want);
-        }
     }
 }
 
@@ -175,9 +170,8 @@ static void check_dtypes(const tensor_entry *entry, fdma_tensor tensor) {
     for (int dtype = FDMA_FLOAT32; dtype <= FDMA_UINT8; dtype++) {
         const expectation want = {FDMA_UNSUPPORTED, {entry->name, names[dtype]}, 0};
         tensor.dtype = (fdma_dtype)dtype;
-        if (!may_have(entry, own, tensor.dtype)) {
+        if (!may_have(entry, own, tensor.dtype))
             check_tensor(entry, tensor, "has another dtype", &want);
-        }
     }
     tensor.dtype = (fdma_dtype)77;
     check_tensor(entry, tensor, "has no known dtype", &unknown);
@@ -193,9 +187,8 @@ static void check_strides(const tensor_entry *entry, fdma_tensor tensor) {
                                                     : "distinct";
             const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, word}, 0};
             tensor.stride[axis] = wrong[i];
-            if (last || i < 2 || (wrong[i] == 0 && is_output(entry))) {
+            if (last || i < 2 || (wrong[i] == 0 && is_output(entry)))
                 check_tensor(entry, tensor, "has a wrong stride", &want);
-            }
         }
         tensor.stride[axis] = stride;
     }
@@ -221,9 +214,8 @@ static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
         const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, other->name}, 1};
         const fdma_tensor *const at = call_tensor(&right.call, other);
         tensor.data = at->data;
-        if (is_output(entry) && other != entry && at->rank > 0) {
+        if (is_output(entry) && other != entry && at->rank > 0)
             check_tensor(entry, tensor, "lies on another tensor", &want);
-        }
     }
     const expectation want_first = {FDMA_INVALID_ARGUMENT, {entry->name}, 1};
     const expectation want_last = {FDMA_INVALID_ARGUMENT, {entry->name, "exec.workspace"}, 1};

@@ -113,12 +113,11 @@ static void list_range(const void *context, int64_t index, int32_t thread) {
         table.slot = ints_of(&problem->slot, b, g, 0);
     // in a corrupt selection slots may stay empty: they then list key 0
     memset(table.key, 0, (size_t)(lists->slots + 1) * sizeof *table.key);
-    for (int64_t t = first; t < end; t++) {
+    for (int64_t t = first; t < end; t++)
         if (lists->slots > 0)
             list_tile(lists, &table, b, g, t);
         else
             list_nothing(problem, b, g, t);
-    }
 }
 
 static int64_t slots_of_problem(const fdma_problem *problem) {

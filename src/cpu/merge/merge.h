@@ -123,12 +123,11 @@ static void merge_some_rows(const void *context, int64_t index, int32_t thread) 
     const int64_t end = min((index + 1) * merge_rows, rows_to_merge(problem));
     const uint32_t modes = keep_subnormals();
     (void)thread;
-    for (int64_t row = index * merge_rows; row < end; row++) {
+    for (int64_t row = index * merge_rows; row < end; row++)
         if (problem->operation == operation_merge)
             merge_row(problem, row);
         else
             merge_row_backward(problem, row);
-    }
     restore_modes(modes);
 }
 
