@@ -96,7 +96,7 @@ def read_text(path: Path | None) -> Text:
         data = "\n\n".join(topics[topic] for topic in sorted(topics)).encode()
     whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
     boundary = len(whole) * 9 // 10
-    return Text(name, whole[:boundary], whole[border:])
+    return Text(name, whole[:boundary], whole[boundary:])
 
 
 def cut(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
