@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Time two builds of the `fdma` command against each other, case by case, in alternation.
+"""Time two builds of the `fdma` command against each other, in alternation.
 
     python benchmarks/compare.py OLD/fdma NEW/fdma [FILTER] [--rounds N] [--tolerance T]
-                                 [--rename OLD=NEW] [--device D] [--threads N]
+                                 [--rename A=B] [--device D] [--threads N]
                                  [--kernel NAME] [--json FILE]
 
-Each round runs a case once with either command, in turn, so that a change of the machine's load
-meets both. A case's ratio is the least time of the new build over the least time of the old one;
-the median of the rounds' ratios stands beside it. The exit status is 1 if a case's two ratios
-both exceed 1 + tolerance, or if the two commands do not time the same cases. --rename says which
-part of the old build's case names is called otherwise now: forward/row=forward/decode.
+Each round runs all cases with one command and then with the other, and the next round in the other
+order, so that a lasting change of the machine's load affects both. A case's ratio is the least time
+of the new build over the least time of the old one; the median of the rounds' ratios is printed
+beside it. The exit status is 1 if a case's two ratios
+both exceed 1 + tolerance, or if the two commands do not time the same cases. --rename A=B
+reads A in the old build's case names as B, for cases that were renamed: forward/row=forward/decode.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("new", help="the fdma command of the build to judge")
     parser.add_argument("filter", nargs="?", default="*", help="cases, as fdma bench takes them")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: 3 %% slower passes")
-    parser.add_argument("--rename", default="=", help="OLD=NEW: a change of case names")
+    parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: at most 3 %% slower")
+    parser.add_argument("--rename", default="=", help="A=B: read A in the old names of cases as B")
     parser.add_argument("--device", help="passed on to fdma bench")
     parser.add_argument("--threads", help="passed on to fdma bench")
     parser.add_argument("--kernel", help="passed on to fdma bench")
@@ -88,7 +89,7 @@ def parse() -> argparse.Namespace:
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, want 1 or more")
     if "=" not in options.rename:
-        parser.error(f"--rename is {options.rename}, want OLD=NEW")
+        parser.error(f"--rename is {options.rename}, want A=B")
     return options
 
 
