@@ -45,11 +45,10 @@ static bool may_overlap(const fdma_tensor *a, const fdma_tensor *b) {
     if (is_empty(a) || is_empty(b) || are_apart(range_modulo(a, 0), range_modulo(b, 0)))
         return false;
     const int64_t size = (int64_t)fdma_dtype_size(a->dtype);
-    for (int axis = 0; axis < a->rank; axis++) {
+    for (int axis = 0; axis < a->rank; axis++)
         if (a->shape[axis] > 1 && a->stride[axis] > 0 &&
             are_apart_modulo(a, b, a->stride[axis] * size))
             return false;
-    }
     return true;
 }
 

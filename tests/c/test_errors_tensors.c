@@ -71,20 +71,17 @@ static void check_tensor(const tensor_entry *entry, fdma_tensor wrong, const cha
  * the dtype too. */
 static bool settles(const tensor_entry *entry, char letter) {
     const tensor_entry *first = fdma_tensors[right.call.operation].entries;
-    if (strchr("bijhgd", letter) == NULL || strchr(entry->dims, letter) == NULL) {
+    if (strchr("bijhgd", letter) == NULL || strchr(entry->dims, letter) == NULL)
         return false;
-    }
-    while (strchr(first->dims, letter) == NULL) {
+    while (strchr(first->dims, letter) == NULL)
         first++;
-    }
     return first == entry;
 }
 
 /* The answer if a tensor that settles a size has the size `wrong`. */
 static expectation want_of_origin(char letter, int64_t wrong) {
-    if (letter == 'd') {
+    if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};
-    }
     return (expectation){FDMA_INVALID_ARGUMENT, {number(size_of_axis(letter)), number(wrong)}, 0};
 }
 
@@ -101,9 +98,8 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
             const expectation want = origin ? want_of_origin(letter, wrong[i]) : other;
             tensor.shape[axis] = wrong[i];
             /* a list may be wider; without optional tensors nothing contradicts a settled size */
-            if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin)) {
+            if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin))
                 check_tensor(entry, tensor, "has an axis of another size", &want);
-            }
         }
         tensor.shape[axis] = size;
     }
@@ -115,9 +111,8 @@ static void check_ranks(const tensor_entry *entry, fdma_tensor tensor) {
         const expectation want = {
             FDMA_INVALID_ARGUMENT, {entry->name, number(wrong[i]), number(rank)}, 0};
         tensor.rank = wrong[i];
-        if (wrong[i] != 0 || !is_optional(entry)) { /* rank 0: absent */
+        if (wrong[i] != 0 || !is_optional(entry)) /* rank 0: absent */
             check_tensor(entry, tensor, "has another rank", &want);
-        }
     }
 }
 
@@ -143,9 +138,8 @@ static void check_dtypes(const tensor_entry *entry, fdma_tensor tensor) {
     for (int dtype = FDMA_FLOAT32; dtype <= FDMA_UINT8; dtype++) {
         const expectation want = {FDMA_UNSUPPORTED, {entry->name, names[dtype]}, 0};
         tensor.dtype = (fdma_dtype)dtype;
-        if (!may_have(entry, own, tensor.dtype)) {
+        if (!may_have(entry, own, tensor.dtype))
             check_tensor(entry, tensor, "has another dtype", &want);
-        }
     }
     tensor.dtype = (fdma_dtype)77;
     check_tensor(entry, tensor, "has no known dtype", &unknown);
@@ -161,9 +155,8 @@ static void check_strides(const tensor_entry *entry, fdma_tensor tensor) {
                                                     : "distinct";
             const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, word}, 0};
             tensor.stride[axis] = wrong[i];
-            if (last || i < 2 || (wrong[i] == 0 && is_output(entry))) {
+            if (last || i < 2 || (wrong[i] == 0 && is_output(entry)))
                 check_tensor(entry, tensor, "has a wrong stride", &want);
-            }
         }
         tensor.stride[axis] = stride;
     }
@@ -189,9 +182,8 @@ static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
         const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, other->name}, 1};
         const fdma_tensor *const at = call_tensor(&right.call, other);
         tensor.data = at->data;
-        if (is_output(entry) && other != entry && at->rank > 0) {
+        if (is_output(entry) && other != entry && at->rank > 0)
             check_tensor(entry, tensor, "lies on another tensor", &want);
-        }
     }
     const expectation want = {FDMA_INVALID_ARGUMENT, {"exec.workspace", entry->name}, 1};
     tensor.data = exec->workspace;

@@ -214,10 +214,9 @@ static int check_options(const bench_options *options) {
         print_error("fdma bench: --all and --kernel exclude each other");
         return EXIT_USAGE;
     }
-    for (int64_t index = 0; index < bench_case_count(options->device); index++) {
+    for (int64_t index = 0; index < bench_case_count(options->device); index++)
         if (matches(bench_case_at(options->device, index), options->filter))
             return EXIT_DONE;
-    }
     print_error("fdma bench: no case matches '%s'", options->filter);
     return EXIT_USAGE;
 }

@@ -166,11 +166,10 @@ static int read_option(const command_line *command, int argc, char **argv, int *
 
 static bool was_given(const option *known, int argc, char **argv) {
     const size_t length = strlen(known->name);
-    for (int at = 1; at < argc; at++) {
+    for (int at = 1; at < argc; at++)
         if (strncmp(argv[at], known->name, length) == 0 &&
             (argv[at][length] == '\0' || argv[at][length] == '='))
             return true;
-    }
     return false;
 }
 

@@ -123,12 +123,11 @@ static void print_kernel(const fdma_kernel_info *kernel, const device_choice *ch
     const bool backward = strcmp(kernel->operation, "backward") == 0;
     const bool forward = strcmp(kernel->operation, "forward") == 0;
     printf("yes");
-    for (int d = 0; d < dtype_count; d++) {
+    for (int d = 0; d < dtype_count; d++)
         if ((backward && is_chosen(choice->backward[d], kernel->name)) ||
             (forward && (is_chosen(choice->forward[d], kernel->name) ||
                          is_chosen(choice->decode[d], kernel->name))))
             printf(" %s", dtype_name(dtypes[d]));
-    }
     printf("\n");
 }
 
