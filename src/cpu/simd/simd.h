@@ -30,4 +30,13 @@
 #include "cpu/simd/singles.h"
 #endif
 
+/* The words that C's operators say in every vocabulary: compilers apply them to each lane. */
+static inline vf vf_add(vf a, vf b) { return a + b; }
+
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+
+static inline vf vf_div(vf a, vf b) { return a / b; }
+
 #endif
