@@ -153,8 +153,7 @@ static inline void add_tiles(float *out, const float *values, const float *weigh
 
 /* O += V P for all channels of a block of lanes, over all steps that have a listed group. The
  * weights of the other groups in these are 0. */
-static __attribute__((noinline)) void add_groups(const tile_step *step, int block,
-                                                 const group_list *groups) {
+NOINLINE void add_groups(const tile_step *step, int block, const group_list *groups) {
     const tile_state *const tile = step->tile;
     const int32_t end = groups->count > 0 ? groups->group[groups->count - 1].first + score_keys : 0;
     float *const out = block_out(step, block);
