@@ -4,23 +4,16 @@
 #define FDMA_CUDA_DEVICE_PTX_CUH
 
 #include "cuda/device/element.cuh"
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
 
 /* d += a b^T: a is 16 x 16 and b 8 x 16, both contiguous along k; d is 16 x 8 in float32. */
-__device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __nv_bfloat16) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+template <typename element>
+__device__ static inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.%10.%10.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
-}
-
-__device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __half) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
+                   "C"(element_type<element>::ptx));
 }
 
 /* Waits until the kernel ahead in the stream has ended and its writes are visible. For kernels
@@ -142,13 +135,6 @@ __device__ static inline void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-/* Copies 8 bytes to shared memory. Only the first `bytes` are read; the rest is 0. */
-__device__ static inline void cp_async_8(uint32_t shared, const void *global, uint32_t bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
-                 "r"(bytes)
-                 : "memory");
-}
-
 __device__ static inline void cp_async_commit_group(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -158,7 +144,14 @@ template <int pending> __device__ static inline void cp_async_wait_group(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-/* Loads four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix m. */
+/* Loads two or four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix
+ * m. */
+__device__ static inline void ldmatrix_x2(uint32_t (&to)[2], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1])
+                 : "r"(shared));
+}
+
 __device__ static inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -169,13 +162,6 @@ __device__ static inline void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t shar
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared));
-}
-
-/* The same, with a and b as separate registers. */
-template <typename element>
-__device__ static inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                           uint32_t b1) {
-    mma_m16n8k16(d, make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b0, b1), element());
 }
 
 /* The dynamic shared memory of the block. */
@@ -262,22 +248,6 @@ __device__ static inline uint32_t ld_relaxed_gpu(const uint32_t *address) {
 
 __device__ static inline void st_relaxed_gpu(uint32_t *address, uint32_t value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-/* Loads two or four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix
- * m. */
-__device__ static inline void ldmatrix_x2(uint2 &to, uint32_t shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(to.x), "=r"(to.y)
-                 : "r"(shared)
-                 : "memory");
-}
-
-__device__ static inline void ldmatrix_x4(uint4 &to, uint32_t shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                 : "r"(shared)
-                 : "memory");
 }
 
 /* Stores four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix m. */

@@ -39,11 +39,15 @@ struct gradient_params {
     bool dv_aligned, is_exp, accumulate;
 };
 
-/* ddt of a tile as operands of mma, a vector for each lane, and the factors that undo their
- * scales. */
+/* What a lane has of an operand of mma. */
+struct alignas(16) operand {
+    uint32_t pairs[4];
+};
+
+/* ddt of a tile as operands of mma, and the factors that undo their scales. */
 template <int head_tiles> struct alignas(16) tile_operands {
-    uint4 keys[head_tiles][32];  // with keys as rows
-    uint4 heads[head_tiles][32]; // with heads as rows: the upper limbs, then the lower ones
+    operand keys[head_tiles][32];  // with keys as rows
+    operand heads[head_tiles][32]; // with heads as rows: the upper limbs, then the lower ones
     float key_unscale[tile_keys];
     float head_unscale[head_tiles * tile_heads];
 };
@@ -136,7 +140,7 @@ template <typename element, int head_tiles>
 __device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
                                            const round_gradients<head_tiles> &from) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * tile_keys;
-    uint32_t limbs[head_tiles][4];
+    operand limbs[head_tiles];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int key = half * 8 + lane / 4;
@@ -154,13 +158,12 @@ __device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
         to->key_unscale[key] = scale.inverse;
 #pragma unroll
         for (int tile = 0; tile < head_tiles; tile++)
-            split_limbs<element>(limbs[tile][half], limbs[tile][2 + half],
+            split_limbs<element>(limbs[tile].pairs[half], limbs[tile].pairs[2 + half],
                                  pair[tile].x * scale.factor, pair[tile].y * scale.factor);
     }
 #pragma unroll
     for (int tile = 0; tile < head_tiles; tile++)
-        to->keys[tile][lane] =
-            make_uint4(limbs[tile][0], limbs[tile][1], limbs[tile][2], limbs[tile][3]);
+        to->keys[tile][lane] = limbs[tile];
 }
 
 /* Writes the operand with heads as rows. A lane has head lane / 4 of a tile of heads. */
@@ -172,7 +175,7 @@ __device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
     for (int tile = 0; tile < head_tiles; tile++) {
         const int head = tile * tile_heads + lane / 4;
         float x[4], most = 0;
-        uint32_t limbs[4];
+        operand limbs;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             x[i] = from.ddt[first + lane % 4 * 2 + i / 2 * 8 + i % 2][head];
@@ -182,9 +185,9 @@ __device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
         to->head_unscale[head] = scale.inverse;
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            split_limbs<element>(limbs[half * 2], limbs[half * 2 + 1], x[half * 2] * scale.factor,
-                                 x[half * 2 + 1] * scale.factor);
-        to->heads[tile][lane] = make_uint4(limbs[0], limbs[1], limbs[2], limbs[3]);
+            split_limbs<element>(limbs.pairs[half * 2], limbs.pairs[half * 2 + 1],
+                                 x[half * 2] * scale.factor, x[half * 2 + 1] * scale.factor);
+        to->heads[tile][lane] = limbs;
     }
 }
 

@@ -164,16 +164,13 @@ __device__ static inline void put_vec(element *to, uint4 old, const float (&sums
             to[x] = ((const element *)&sum)[x];
 }
 
-/* Two elements, each replaced by 0 if it is not finite. */
-template <typename element> __device__ static inline uint32_t finite_pair(uint32_t pair) {
+/* Replaces elements that are not finite by 0, for the second limb of dt_proj: inf times a second
+ * limb of 0 would be NaN. */
+template <typename element> __device__ static inline void drop_infinite(operand &x) {
     const uint32_t exponents = is_bfloat16<element>() ? 0x7f807f80 : 0x7c007c00;
-    return pair & ~__vcmpeq2(pair & exponents, exponents);
-}
-
-/* The operand for the second limb of dt_proj: inf times a second limb of 0 would be NaN. */
-template <typename element> __device__ static inline uint4 finite_operand(uint4 x) {
-    return make_uint4(finite_pair<element>(x.x), finite_pair<element>(x.y),
-                      finite_pair<element>(x.z), finite_pair<element>(x.w));
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        x.pairs[n] &= ~__vcmpeq2(x.pairs[n] & exponents, exponents);
 }
 
 /* Adds ddt times dt_proj to dv, for the keys of the mask of tile n of a split. */
@@ -189,15 +186,15 @@ add_to_dv(const tile_stage<config> &stage, const warp_weights<config> &weights,
         float sums[quad_tiles][4] = {};
 #pragma unroll
         for (int tile = 0; tile < config::head_tiles; tile++) {
-            uint4 ddt = operands.keys[tile][lane];
+            operand ddt = operands.keys[tile][lane];
 #pragma unroll
             for (int limb = 0; limb < config::limbs; limb++) {
                 if (limb == 1)
-                    ddt = finite_operand<element>(ddt);
+                    drop_infinite<element>(ddt);
 #pragma unroll
                 for (int x = 0; x < quad_tiles; x++) {
                     const uint32_t pair = weights.pair[limb][tile][quad * quad_tiles + x];
-                    mma_m16n8k16(sums[x], ddt, make_uint2(pair, pair), element());
+                    mma_m16n8k16<element>(sums[x], ddt.pairs, pair, pair);
                 }
             }
         }
@@ -233,14 +230,14 @@ __device__ static inline void add_to_sums(warp_sums<config> &sums, const tile_st
             v[two], shared_address(&stage.v[vec_index<config>(lane % 16, two * 2 + lane / 16)]));
 #pragma unroll
     for (int tile = 0; tile < config::head_tiles; tile++) {
-        const uint4 ddt = operands.heads[tile][lane];
+        const operand ddt = operands.heads[tile][lane];
         const float unscale =
             is_bfloat16<element>() ? 1 : operands.head_unscale[tile * tile_heads + lane / 4];
 #pragma unroll
         for (int c = 0; c < config::channel_tiles; c++) {
             const uint32_t *const pair = &v[c / 2][c % 2 * 2];
             float product[4] = {};
-            mma_m16n8k16(product, ddt, make_uint2(pair[0], pair[1]), element());
+            mma_m16n8k16<element>(product, ddt.pairs, pair[0], pair[1]);
             float2 &sum = sums.of[tile][c];
             sum.x = fmaf(product[0] + product[2], unscale, sum.x);
             sum.y = fmaf(product[1] + product[3], unscale, sum.y);
