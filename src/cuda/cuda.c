@@ -29,17 +29,17 @@ static struct machine {
 static pthread_once_t machine_once = PTHREAD_ONCE_INIT;
 
 static cudaError_t ask_device(int32_t index, cuda_device *device) {
+    int32_t major = 0, minor = 0;
     const struct {
         enum cudaDeviceAttr attribute;
         int32_t *value;
     } wanted[] = {
+        {cudaDevAttrComputeCapabilityMajor, &major},
+        {cudaDevAttrComputeCapabilityMinor, &minor},
         {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
         {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_bytes},
     };
-    int major = 0, minor = 0;
-    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    if (status == cudaSuccess)
-        status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    cudaError_t status = cudaSuccess;
     for (size_t i = 0; i < sizeof wanted / sizeof wanted[0] && status == cudaSuccess; i++)
         status = cudaDeviceGetAttribute(wanted[i].value, wanted[i].attribute, index);
     device->capability = 10 * major + minor;

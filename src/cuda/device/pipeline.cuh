@@ -19,6 +19,12 @@ __device__ static inline void wait(uint64_t *barrier, uint32_t parity) {
 #endif
 }
 
+/* Arrives once for each warp. */
+__device__ static inline void release(uint64_t *barrier) {
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(barrier);
+}
+
 /* Where a producer or a consumer stands in a pipeline: its stage, and the parity of that stage's
  * current phase. */
 template <int stages> struct pipeline_state {

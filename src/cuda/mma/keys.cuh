@@ -31,6 +31,14 @@ __device__ static inline int32_t own_entry(const tile_list &keys, int32_t n) {
     return column < config::keys ? entry_at(keys, n * config::keys + column) : -1;
 }
 
+/* Writes it to shared memory, which has the entries of three key blocks. */
+template <int keys>
+__device__ static inline void store_entry(int32_t (&key)[3][keys], int32_t n, int32_t entry) {
+    const uint32_t column = opaque(threadIdx.x);
+    if (column < keys)
+        key[n % 3][column] = entry;
+}
+
 /* Starts copying the record of an entry. Without records every row keeps a key; no row keeps an
  * entry that is no key. */
 template <int keys>
@@ -44,6 +52,15 @@ __device__ static inline void copy_record(key_records<keys> &records, int column
         records.bias[column] = 0;
         records.expiry[column] = there ? INT32_MAX : INT32_MIN;
     }
+}
+
+/* Starts copying the records of a key block. */
+template <int keys>
+__device__ static inline void copy_records(key_records<keys> &records, const tile_list &from,
+                                           const int32_t *entries) {
+    const uint32_t column = opaque(threadIdx.x);
+    if (column < keys)
+        copy_record(records, column, from, entries[column]);
 }
 
 /* Starts copying the rows of k or v of a key block. An entry that is no key becomes zeros, because

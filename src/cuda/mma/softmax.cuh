@@ -44,11 +44,7 @@ template <typename shape> __device__ static inline void clear_rows(row_state<sha
         state.row_max[r] = least_max;
         state.row_sum[r] = 0;
     }
-#pragma unroll
-    for (int t = 0; t < shape::row_tiles; t++)
-#pragma unroll
-        for (int d = 0; d < shape::head_dim / 8; d++)
-            state.out[t][d][0] = state.out[t][d][1] = state.out[t][d][2] = state.out[t][d][3] = 0;
+    clear_sums(state.out);
 }
 
 /* The records of a key block, in shared memory. */

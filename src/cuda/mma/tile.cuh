@@ -75,14 +75,19 @@ __device__ static inline lane_address<head_dim> right_first(const void *rows) {
     return lane_address<head_dim>(rows, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
+template <int tiles, int columns>
+__device__ static inline void clear_sums(float (&sums)[tiles][columns][4]) {
+#pragma unroll
+    for (int x = 0; x < tiles * columns * 4; x++)
+        (&sums[0][0][0])[x] = 0;
+}
+
 /* s = Q K^T. q is at the warp's first row, k at the first key of the block. */
 template <typename shape>
 __device__ static inline void mma_abt(float (&s)[shape::row_tiles][shape::keys / 8][4],
                                       const lane_address<shape::head_dim> &q,
                                       const lane_address<shape::head_dim> &k) {
-#pragma unroll
-    for (int x = 0; x < shape::row_tiles * shape::keys / 2; x++)
-        (&s[0][0][0])[x] = 0;
+    clear_sums(s);
 #pragma unroll
     for (int vec = 0; vec < shape::head_dim / vec_channels; vec += 2) {
         uint32_t rows[shape::row_tiles][4];

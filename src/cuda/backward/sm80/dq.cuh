@@ -48,9 +48,7 @@ __device__ static inline void load_keys(query_memory<config> &shared, int32_t n)
     const tile_inputs &inputs = shared.inputs;
     copy_block<config>((char *)shared.k[n % 2], keys, inputs.k, inputs.keys.kv_len);
     copy_block<config>((char *)shared.v[n % 2], keys, inputs.v, inputs.keys.kv_len);
-    const uint32_t column = opaque(threadIdx.x);
-    if (column < config::keys)
-        copy_record(shared.records[n % 2], column, inputs.keys, keys[column]);
+    copy_records(shared.records[n % 2], inputs.keys, keys);
     cp_async_commit_group();
 }
 
@@ -111,9 +109,7 @@ __device__ static inline void sum_blocks(query_memory<config> &shared, const row
             load_keys(shared, n + 1);
         mma_abt<config>(s, q_at.unhoisted(), right_first<head_dim>(shared.k[n % 2]));
         mma_abt<config>(dp, dout_at.unhoisted(), right_first<head_dim>(shared.v[n % 2]));
-        const uint32_t column = opaque(threadIdx.x);
-        if (column < config::keys)
-            shared.key[(n + 2) % 3][column] = upcoming;
+        store_entry(shared.key, n + 2, upcoming);
         find_gradients(shared, n, s, dp, stats, causal);
         mma_ab<config>(dq, dp, down_first<head_dim>(shared.k[n % 2]));
     }
@@ -174,12 +170,8 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     write_positions<config::rows>(shared.position, forward, range);
     load_rows(shared, plan, range, aligned);
     __syncthreads();
-    const uint32_t column = threadIdx.x;
-    for (int32_t n = 0; n < 2; n++) {
-        const int32_t entry = own_entry<config>(shared.inputs.keys, n);
-        if (column < config::keys)
-            shared.key[n][column] = entry;
-    }
+    for (int32_t n = 0; n < 2; n++)
+        store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
     const row_stats stats = load_row_stats<config>(plan, range);
     clear_sums(dq);
     __syncthreads();

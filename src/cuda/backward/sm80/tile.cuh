@@ -62,10 +62,4 @@ template <int column_warps> __device__ static inline int channel_of(int d, int c
     return tile_channel<column_warps>(d) + column_warp * 16 + opaque(threadIdx.x) % 4 * 2;
 }
 
-template <int columns> __device__ static inline void clear_sums(float (&sums)[1][columns][4]) {
-#pragma unroll
-    for (int d = 0; d < columns; d++)
-        sums[0][d][0] = sums[0][d][1] = sums[0][d][2] = sums[0][d][3] = 0;
-}
-
 #endif

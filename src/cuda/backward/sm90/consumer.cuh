@@ -49,12 +49,6 @@ template <class config> struct backward_consumer {
         bar_sync(all_barrier + 1 + index, warpgroup_threads);
     }
 
-    /* One arrival per warp. */
-    __device__ inline void release(uint64_t *barrier) {
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(barrier);
-    }
-
     __device__ inline void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
         fence_proxy_async(); // wgmma reads through another proxy than cp.async writes

@@ -33,12 +33,6 @@ template <class config> struct consumer {
         fence_proxy_async(); // wgmma reads through another proxy than cp.async writes
     }
 
-    /* One arrival per warp. */
-    __device__ inline void release(uint64_t *barrier) {
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(barrier);
-    }
-
     /* Named barriers 1 and 2 hand the tensor cores from consumer to consumer. */
     __device__ inline void acquire_tensor_cores(void) {
         bar_sync(1 + index, 2 * warpgroup_threads);
