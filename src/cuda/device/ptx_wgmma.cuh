@@ -6,16 +6,14 @@
 #include "cuda/device/element.cuh"
 
 /* Orders earlier accesses to registers and shared memory before the wgmma that follow. */
-__device__ static inline void wgmma_fence(void) {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+__device__ static void wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ static inline void wgmma_commit_group(void) {
+__device__ static void wgmma_commit_group(void) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 /* Waits until at most the `pending` latest groups are still in flight. */
-template <int pending> __device__ static inline void wgmma_wait_group(void) {
+template <int pending> __device__ static void wgmma_wait_group(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
@@ -44,7 +42,7 @@ template <int pending> __device__ static inline void wgmma_wait_group(void) {
  * contiguous along n. */
 
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
-__device__ static inline void wgmma_m64n32k16(float (&d)[16], uint64_t a, uint64_t b) {
+__device__ static void wgmma_m64n32k16(float (&d)[16], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.%21.%21 {" NAMES_16 "}, "
                  "%16, %17, %18, 1, 1, %19, %20;"
                  : SUMS_16(d, 0)
@@ -53,7 +51,7 @@ __device__ static inline void wgmma_m64n32k16(float (&d)[16], uint64_t a, uint64
 }
 
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
-__device__ static inline void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b) {
+__device__ static void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.%37.%37 {" NAMES_32 "}, "
                  "%32, %33, %34, 1, 1, %35, %36;"
                  : SUMS_32(d, 0)
@@ -62,7 +60,7 @@ __device__ static inline void wgmma_m64n64k16(float (&d)[32], uint64_t a, uint64
 }
 
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0>
-__device__ static inline void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b) {
+__device__ static void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.%69.%69 {" NAMES_64 "}, "
                  "%64, %65, %66, 1, 1, %67, %68;"
                  : SUMS_64(d, 0)
@@ -71,7 +69,7 @@ __device__ static inline void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint6
 }
 
 template <typename element>
-__device__ static inline void wgmma_m64n64k16(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+__device__ static void wgmma_m64n64k16(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.%37.%37 {" NAMES_32 "}, "
                  "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
                  : SUMS_32(d, 0)
@@ -80,7 +78,7 @@ __device__ static inline void wgmma_m64n64k16(float (&d)[32], const uint32_t (&a
 }
 
 template <typename element>
-__device__ static inline void wgmma_m64n128k16(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+__device__ static void wgmma_m64n128k16(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.%69.%69 {" NAMES_64 "}, "
                  "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
                  : SUMS_64(d, 0)
@@ -89,8 +87,7 @@ __device__ static inline void wgmma_m64n128k16(float (&d)[64], const uint32_t (&
 }
 
 template <typename element>
-__device__ static inline void wgmma_m64n256k16(float (&d)[128], const uint32_t (&a)[4],
-                                               uint64_t b) {
+__device__ static void wgmma_m64n256k16(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.%133.%133 {" NAMES_128 "}, "
                  "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
                  : SUMS_128(d, 0)

@@ -8,7 +8,7 @@
 static constexpr int quad_channels = 32; // of 16 bits, that a quad stores at once: 8 per lane
 
 /* Moves words[i] of lane l of a quad to words[l] of lane i. */
-__device__ static inline void transpose_quad(uint32_t (&words)[4]) {
+__device__ static void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
         const bool upper = (threadIdx.x & bit) != 0;

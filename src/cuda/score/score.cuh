@@ -30,7 +30,7 @@ struct score_params {
     bool is_aligned;           // v may be loaded 16 bytes at a time
 };
 
-__device__ static inline float softplus(float x) {
+__device__ static float softplus(float x) {
     return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
 }
 

@@ -29,7 +29,7 @@ template <typename config> struct tile_memory {
 
 /* Starts copying k and the records of key block n, whose entries are in shared memory. */
 template <typename config>
-__device__ static inline void load_keys(tile_memory<config> &shared, int32_t n) {
+__device__ static void load_keys(tile_memory<config> &shared, int32_t n) {
     const int32_t *const keys = shared.key[n % 3];
     copy_block<config>((char *)shared.k, keys, shared.inputs.k, shared.inputs.keys.kv_len);
     copy_records(shared.records[n % 2], shared.inputs.keys, keys);
@@ -37,7 +37,7 @@ __device__ static inline void load_keys(tile_memory<config> &shared, int32_t n) 
 }
 
 template <typename config>
-__device__ static inline void load_values(tile_memory<config> &shared, int32_t n) {
+__device__ static void load_values(tile_memory<config> &shared, int32_t n) {
     copy_block<config>((char *)shared.v, shared.key[n % 3], shared.inputs.v,
                        shared.inputs.keys.kv_len);
     cp_async_commit_group();
@@ -46,8 +46,8 @@ __device__ static inline void load_values(tile_memory<config> &shared, int32_t n
 /* A warp's rows against all key blocks. The values of a block arrive during its first product, the
  * keys of the next block during this one's softmax and second product. */
 template <typename config>
-__device__ static inline void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
-                                            bool causal) {
+__device__ static void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
+                                     bool causal) {
     constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
     const tile_list &keys = shared.inputs.keys;
     const int warp = threadIdx.x / warp_lanes;
@@ -79,8 +79,8 @@ __device__ static inline void attend_blocks(tile_memory<config> &shared, row_sta
 /* The epilogue. Rows go from registers to the warp's rows of q in shared memory, and from there to
  * out a vector at a time. */
 template <typename config>
-__device__ static inline void write_out(tile_memory<config> &shared, const row_state<config> &state,
-                                        const forward_plan &plan) {
+__device__ static void write_out(tile_memory<config> &shared, const row_state<config> &state,
+                                 const forward_plan &plan) {
     using type = element_type<typename config::element>;
     using layout = row_layout<config::head_dim>;
     const row_range &range = shared.inputs.range;
