@@ -68,11 +68,11 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
 template <typename T>
 __device__ static __noinline__ float dot_sequentially(const score_params &params, int64_t b,
                                                       int64_t j, int g) {
-    const T *const row = (const T *)params.v + b * params.v_batch + j * params.v_row;
+    const T *const row = (const T *)params.v.data + b * params.v.batch + j * params.v.row;
     float sum = 0;
     for (int other = 0; other < params.kv_heads; other++)
         for (int d = 0; d < params.head_dim; d++)
-            sum += to_float(row[other * params.v_head + d]) *
+            sum += to_float(row[other * params.v.head + d]) *
                    load_weight<T>(params, g, other * params.head_dim + d);
     return sum;
 }
@@ -247,14 +247,11 @@ __global__ void __launch_bounds__(32 * config::most_warps, 1)
 }
 
 static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
-    const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
+    const fdma_tensor *const dt_proj = &problem->dt_proj;
     score_params params = {};
-    params.v = v->data;
+    params.v = view_of(&problem->v);
     params.dt_proj = dt_proj->data;
     params.a = problem->a.data;
-    params.v_batch = v->stride[0];
-    params.v_row = v->stride[1];
-    params.v_head = v->stride[2];
     params.dt_row = dt_proj->stride[0];
     params.key_valid = (const uint8_t *)problem->key_valid.data;
     params.valid_batch = problem->key_valid.stride[0];
@@ -268,7 +265,7 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.bias_form = problem->bias_form;
     params.wide_dt_proj = dt_proj->dtype == FDMA_FLOAT32;
     params.wide_a = problem->a.dtype == FDMA_FLOAT32;
-    params.is_aligned = is_aligned(v->data, v->stride[0] | v->stride[1] | v->stride[2]);
+    params.is_aligned = is_aligned(params.v);
     params.limbs = params.wide_dt_proj ? 3 : 1;
     params.weights = dt_proj->data;
     params.weight_row = params.dt_row;

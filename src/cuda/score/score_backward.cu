@@ -151,14 +151,14 @@ __device__ static bool put_sums(const warp_sums<config> &sums, const gradient_pa
 template <typename element>
 __device__ static float sum_sequentially(const gradient_params &params, int32_t g, int32_t c) {
     const split_range range = find_split(params);
-    const element *const v = (const element *)params.score.v + range.b * params.score.v_batch +
-                             channel_offset(params, c, params.score.v_head);
+    const element *const v = (const element *)params.score.v.data + range.b * params.score.v.batch +
+                             channel_offset(params, c, params.score.v.head);
     const float *const ddt = ddt_of(params, range.b, g);
     const int32_t end = min((range.tile + split_length(params, range)) * tile_keys, params.kv_len);
     float sum = 0;
     for (int32_t j = range.tile * tile_keys; j < end; j++)
         if (is_term(ddt[j]))
-            sum += ddt[j] * to_float(v[j * params.score.v_row]);
+            sum += ddt[j] * to_float(v[j * params.score.v.row]);
     return sum;
 }
 

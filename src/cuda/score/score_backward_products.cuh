@@ -60,8 +60,8 @@ __device__ static lane_vecs<config> find_vecs(const gradient_params &params, int
 #pragma unroll
     for (int n = 0; n < config::quads; n++) {
         const int32_t c = first + (n * quad_tiles + threadIdx.x % 4) * vec_channels;
-        at.v[n] = (element *)params.score.v + range.b * params.score.v_batch +
-                  key * params.score.v_row + channel_offset(params, c, params.score.v_head);
+        at.v[n] = (element *)params.score.v.data + range.b * params.score.v.batch +
+                  key * params.score.v.row + channel_offset(params, c, params.score.v.head);
         at.dv[n] = (element *)params.dv.data + range.b * params.dv.batch + key * params.dv.row +
                    channel_offset(params, c, params.dv.head);
         at.are_there[n] = c < params.channels;
@@ -95,7 +95,7 @@ __device__ static void copy_tile(tile_stage<config> *stage, const gradient_param
         for (int quad = 0; quad < config::quads; quad++) {
             const bool there = at.are_there[quad] && (mask >> row & 1) != 0;
             const int range = vec_index<config>(row, quad * quad_tiles + lane % 4);
-            copy_vec(&stage->v[range], there ? at.v[quad] + key * params.score.v_row : at.v[0],
+            copy_vec(&stage->v[range], there ? at.v[quad] + key * params.score.v.row : at.v[0],
                      there, params.score.is_aligned);
             if (params.dv.data != NULL)
                 copy_vec(&stage->dv[range], there ? at.dv[quad] + key * params.dv.row : at.dv[0],

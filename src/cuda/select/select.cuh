@@ -14,7 +14,8 @@
  *
  * The steps have the same names in both implementations:
  *
- *     sort_keys            radix sort: {order, position} of each key, by rank
+ *     sort_keys            radix sort: {order, position} of each key, by rank. It is stable, which
+ *                          decides ties: of equal scores the later key has the higher rank
  *     count_earlier        fills earlier_count
  *     find_thresholds      fills threshold_rank from it
  *     decide_by_threshold  decides most keys by the two thresholds around their position; for each

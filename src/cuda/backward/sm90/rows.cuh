@@ -4,7 +4,6 @@
 #define FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
 
 #include "cuda/backward/sm90/tile.cuh"
-#include "cuda/device/quad.cuh"
 #include "cuda/device/softmax.cuh"
 
 template <typename element> __device__ static float2 unpack(uint32_t pair);

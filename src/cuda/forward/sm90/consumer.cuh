@@ -4,7 +4,6 @@
 #ifndef FDMA_CUDA_FORWARD_SM90_CONSUMER_CUH
 #define FDMA_CUDA_FORWARD_SM90_CONSUMER_CUH
 
-#include "cuda/device/quad.cuh"
 #include "cuda/forward/sm90/softmax.cuh"
 #include "cuda/forward/sm90/tile.cuh"
 

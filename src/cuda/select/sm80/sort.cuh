@@ -1,4 +1,5 @@
 /* sort_keys: radix sort of many segments of any length, one pass over memory per digit of 8 bits.
+ * Ascending and stable, which decides ties: of equal scores the later key has the higher rank.
  *
  * A tile, the keys of one block, finds where its keys of a digit go without a scan over all tiles:
  * it publishes its own counts, then looks back over the tiles before it until it finds one that has
