@@ -193,8 +193,9 @@ def test_one_call_is_its_three_steps(device: str, deterministic: None) -> None:
     dquery, dkey, dvalue, *rest = gradients(once, tensors)
     *same, other, ddt_proj, da_coef = gradients(steps, tensors)
     assert_same((dquery, dkey, *rest), (*same, ddt_proj, da_coef))
-    # One sum, or two that are added at the end.
-    torch.testing.assert_close(dvalue, other)
+    # One sum, or two that are rounded and added at the end.
+    rounding = 2 * torch.finfo(other.dtype).eps * other.abs().max().item()
+    torch.testing.assert_close(dvalue, other, rtol=0, atol=rounding)
 
 
 # ---- properties ----
