@@ -18,7 +18,7 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import _call, _library
-from programs import Done, output_of, python
+from programs import ROOT, Done, output_of, python
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
 SCORE, LSE = (1, 2, 6), (1, 4, 6)
@@ -176,10 +176,10 @@ def import_package(folder: Path, library: Path | None) -> Done:
 
 
 @pytest.fixture
-def package(root: Path, tmp_path: Path) -> Path:
+def package(tmp_path: Path) -> Path:
     """A folder that holds a copy of the package, without a library."""
     ignored = shutil.ignore_patterns("*.so", "*.dylib", "__pycache__")
-    shutil.copytree(root / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
+    shutil.copytree(ROOT / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
     return tmp_path
 
 
