@@ -13,7 +13,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     quick | full) length=$1 ;;
     --out)
-        [ $# -gt 1 ] || { echo "gpu_check: --out wants a folder" >&2; exit 2; }
+        [ $# -gt 1 ] || { echo "gpu_check: --out needs a folder" >&2; exit 2; }
         out=$2
         shift
         ;;

@@ -5,7 +5,7 @@
 
 #include "fixture.h"
 
-#include "core/tensors.h"
+#include "core/signatures.h"
 
 enum { operation_count = operation_attention_backward + 1 };
 
@@ -87,9 +87,8 @@ static inline fdma_exec *call_exec(call *x) {
 static inline void call_own_selection(call *x) {
     const size_t offset = operations[x->operation].selection;
     fdma_selection *const own = &x->selection;
-    if (offset != 0) {
+    if (offset != 0)
         memcpy((char *)&x->args + offset, &own, sizeof own);
-    }
 }
 
 static inline void call_copy(call *to, const call *from) {
@@ -97,9 +96,8 @@ static inline void call_copy(call *to, const call *from) {
     const fdma_selection *given = NULL;
     memcpy(to, from, sizeof *to);
     memcpy(&given, (const char *)&from->args + offset, sizeof given);
-    if (given != NULL) {
+    if (given != NULL)
         call_own_selection(to);
-    }
 }
 
 static inline fdma_tensor *call_tensor(call *x, const tensor_entry *entry) {

@@ -93,9 +93,8 @@ static inline void device_free_both(void) {
 static inline size_t device_extent(fdma_tensor tensor) {
     int64_t last = 0;
     for (int axis = 0; axis < tensor.rank; axis++) {
-        if (tensor.shape[axis] == 0) {
+        if (tensor.shape[axis] == 0)
             return 0;
-        }
         last += (tensor.shape[axis] - 1) * tensor.stride[axis];
     }
     return tensor.rank > 0 ? (size_t)(last + 1) * dtype_size(tensor.dtype) : 0;
@@ -118,9 +117,8 @@ static inline fdma_tensor device_tensor(fdma_tensor host) {
 
 /* Room on the device for what `like` is, full of guard bytes. */
 static inline fdma_tensor device_output(fdma_tensor like) {
-    if (like.rank > 0) {
+    if (like.rank > 0)
         like.data = device_alloc(device_extent(like));
-    }
     return like;
 }
 
@@ -145,11 +143,9 @@ static inline fdma_tensor device_read(fdma_tensor tensor) {
 /* An output must still be full of guard bytes. */
 static inline void device_check_unwritten(fdma_tensor tensor) {
     const fdma_tensor found = device_read(tensor);
-    for (size_t at = 0; at < bytes_of(found); at++) {
-        if (!CHECK_INT(((const unsigned char *)found.data)[at], test_guard_byte)) {
+    for (size_t at = 0; at < bytes_of(found); at++)
+        if (!CHECK_INT(((const unsigned char *)found.data)[at], test_guard_byte))
             return;
-        }
-    }
 }
 
 static inline void device_exec(fdma_exec *exec, size_t bytes) {
@@ -260,11 +256,10 @@ static inline kernel_list device_kernels(const char *operation) {
         fdma_kernel_info info = {.size = sizeof info};
         CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
         if (is_device_kernel(info.name) && strcmp(info.operation, operation) == 0) {
-            if (info.missing != NULL) {
+            if (info.missing != NULL)
                 printf("skipped %s %s: needs %s\n", info.name, operation, info.missing);
-            } else {
+            else
                 list.name[list.count++] = info.name;
-            }
         }
     }
     CHECK(list.count > 0);
@@ -276,12 +271,10 @@ static const fdma_dtype device_dtypes[] = {FDMA_FLOAT16, FDMA_BFLOAT16};
 enum { device_dtype_count = 2 };
 
 static inline int device_test_run(const test_entry *tests, int count) {
-    if (fdma_device_count() > 1) {
+    if (fdma_device_count() > 1)
         return test_run(tests, count);
-    }
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count; i++)
         printf("skip %s: no CUDA device\n", tests[i].name);
-    }
     return 0;
 }
 

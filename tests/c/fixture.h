@@ -30,9 +30,8 @@ static inline int operation_takes(const char *operation, const char *kernel, fdm
     const fdma_tensor lse = fdma_tensor_3d(row, FDMA_FLOAT32, 1, 1, q_len);
     const fdma_exec exec = {.kernel = kernel};
     fdma_tensor to[4] = {one, one, one, lse};
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; i++)
         to[i].data = written[i];
-    }
     size_t bytes;
     fdma_status status = FDMA_OK;
     if (strcmp(operation, "forward") == 0) {
@@ -77,12 +76,10 @@ static inline const char *forced_name(const char *name) {
     const char *const end = strstr(name, "/decode");
     const size_t length = end != NULL ? (size_t)(end - name) : 0;
     int n = 0;
-    if (end == NULL || is_device_kernel(name)) {
+    if (end == NULL || is_device_kernel(name))
         return name;
-    }
-    while (points[n][0] != 0 && (strncmp(points[n], name, length) != 0 || points[n][length] != 0)) {
+    while (points[n][0] != 0 && (strncmp(points[n], name, length) != 0 || points[n][length] != 0))
         n++;
-    }
     memcpy(points[n], name, length);
     return points[n];
 }
@@ -97,11 +94,10 @@ static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
             strcmp(info.name, "reference/float32") == 0) { // what tolerances are made from
             continue;
         }
-        if (info.missing != NULL) {
+        if (info.missing != NULL)
             printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
-        } else if (operation_takes(operation, forced_name(info.name), dtype)) {
+        else if (operation_takes(operation, forced_name(info.name), dtype))
             list.name[list.count++] = forced_name(info.name);
-        }
     }
     CHECK(list.count > 0);
     return list;
@@ -160,16 +156,13 @@ static inline void store_float(void *data, fdma_dtype dtype, int64_t at, float v
 }
 
 static inline double load_double(const void *data, fdma_dtype dtype, int64_t at) {
-    if (dtype == FDMA_FLOAT64) {
+    if (dtype == FDMA_FLOAT64)
         return ((const double *)data)[at];
-    }
-    if (dtype == FDMA_FLOAT32) {
+    if (dtype == FDMA_FLOAT32)
         return (double)((const float *)data)[at];
-    }
     const uint16_t bits = ((const uint16_t *)data)[at];
-    if (dtype == FDMA_BFLOAT16) {
+    if (dtype == FDMA_BFLOAT16)
         return (double)bits_to_float((uint32_t)bits << 16);
-    }
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
     const uint32_t normal = (uint32_t)(exponent + 127 - 15) << 23 | (uint32_t)fraction << 13;
     const double magnitude = exponent == 31 ? (fraction ? (double)NAN : (double)INFINITY)
@@ -190,9 +183,8 @@ static inline size_t dtype_size(fdma_dtype dtype) {
 
 static inline int64_t count_of(fdma_tensor tensor) {
     int64_t count = tensor.rank > 0;
-    for (int axis = 0; axis < tensor.rank; axis++) {
+    for (int axis = 0; axis < tensor.rank; axis++)
         count *= tensor.shape[axis];
-    }
     return count;
 }
 
@@ -205,9 +197,8 @@ static inline fdma_tensor new_tensor(fdma_dtype dtype, int64_t n0, int64_t n1, i
                                      int64_t n3) {
     const int64_t shape[4] = {n0, n1, n2, n3};
     int32_t rank = 0;
-    while (rank < 4 && shape[rank] >= 0) {
+    while (rank < 4 && shape[rank] >= 0)
         rank++;
-    }
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
     tensor.data = test_alloc(bytes_of(tensor));
     return tensor;
@@ -226,17 +217,15 @@ static inline fdma_tensor copy_tensor(fdma_tensor tensor) {
     const size_t bytes = bytes_of(tensor);
     fdma_tensor copy = tensor;
     copy.data = test_alloc(bytes);
-    if (bytes > 0) {
+    if (bytes > 0)
         memcpy(copy.data, tensor.data, bytes);
-    }
     return copy;
 }
 
 /* Contiguous tensors only: numbers in [-size, size). */
 static inline void fill_random(fdma_tensor tensor, uint64_t *state, float size) {
-    for (int64_t i = 0; i < count_of(tensor); i++) {
+    for (int64_t i = 0; i < count_of(tensor); i++)
         store_float(tensor.data, tensor.dtype, i, size * random_float(state));
-    }
 }
 
 static inline int same_tensor(fdma_tensor actual, fdma_tensor want) {

@@ -47,9 +47,8 @@ static inline problem problem_of(const shape *n, int64_t head_dim, fdma_dtype dt
     problem_fill(&x, 50);
     if (padded) {
         x.key_valid = new_tensor(FDMA_UINT8, 1, n->kv_len, -1, -1);
-        for (int64_t j = 0; j < n->kv_len; j++) {
+        for (int64_t j = 0; j < n->kv_len; j++)
             ((uint8_t *)x.key_valid.data)[j] = (n->kv_len - 1 - j) % 5 != 0;
-        }
     }
     problem_select(&x);
     return x;
@@ -112,14 +111,12 @@ static inline bool make_score(call *x, int c, int type, const char *kernel) {
     fill_random(args->v, &state, 1);
     fill_random(args->dt_proj, &state, 1);
     fill_random(args->a, &state, 1);
-    if (args->bias_form != FDMA_BIAS_NONE) {
+    if (args->bias_form != FDMA_BIAS_NONE)
         args->bias = new_output(FDMA_FLOAT32, 1, heads, kv_len, -1);
-    }
     if (c % 4 >= 2) {
         args->key_valid = new_tensor(FDMA_UINT8, 1, kv_len, -1, -1);
-        for (int64_t j = 0; j < kv_len; j++) {
+        for (int64_t j = 0; j < kv_len; j++)
             ((uint8_t *)args->key_valid.data)[j] = (kv_len - j) % 3 != 0;
-        }
     }
     return true;
 }
@@ -162,9 +159,8 @@ static inline void fill_select(call *x, const select_case *n) {
     x->operation = operation_select;
     x->selection = (fdma_selection){.size = sizeof x->selection,
                                     .expiry = new_output(FDMA_INT32, 2, 3, n->kv_len, -1)};
-    if (n->slotted) {
+    if (n->slotted)
         x->selection.slot = new_output(FDMA_INT32, 2, 3, n->kv_len, -1);
-    }
     fdma_select_args *const args = &x->args.select;
     *args = (fdma_select_args){.size = sizeof *args,
                                .score = new_tensor(FDMA_FLOAT32, 2, 3, n->kv_len, -1),
@@ -174,9 +170,8 @@ static inline void fill_select(call *x, const select_case *n) {
     fill_random(args->score, &state, 1);
     if (n->padded) {
         args->key_valid = new_tensor(FDMA_UINT8, 2, n->kv_len, -1, -1);
-        for (int64_t j = 0; j < 2 * n->kv_len; j++) {
+        for (int64_t j = 0; j < 2 * n->kv_len; j++)
             ((uint8_t *)args->key_valid.data)[j] = random_below(&state, 4) > 0;
-        }
     }
 }
 

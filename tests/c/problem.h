@@ -42,9 +42,8 @@ static inline void problem_fill(problem *x, uint64_t seed) {
 
 /* Selects by x->score, with the reference: all kernels select alike. */
 static inline void problem_select(problem *x) {
-    if (x->window < 0) {
+    if (x->window < 0)
         return;
-    }
     x->selection = (fdma_selection){
         .size = sizeof x->selection,
         .expiry = new_output(FDMA_INT32, x->batch, x->kv_heads, x->kv_len, -1),

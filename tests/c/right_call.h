@@ -61,9 +61,8 @@ static inline fdma_tensor right_tensor(fdma_operation operation, const tensor_en
                                        void *data) {
     int64_t shape[4] = {0};
     const int32_t rank = (int32_t)strlen(entry->dims);
-    for (int axis = 0; axis < rank; axis++) {
+    for (int axis = 0; axis < rank; axis++)
         shape[axis] = size_of_axis(entry->dims[axis]);
-    }
     return fdma_dense_tensor(data, right_dtype(operation, entry), rank, shape);
 }
 
@@ -82,19 +81,16 @@ static inline call *right_call(fdma_operation operation, bool with_optional) {
         .size = sizeof x->selection, .window = 4, .kv_len = 10, .scope = FDMA_SCOPE_CAUSAL};
     call_own_selection(x);
     right.bytes = (table.count + 1) * region;
-    for (size_t t = 0; t < table.count; t++) {
-        if (with_optional || !is_optional(&table.entries[t])) {
+    for (size_t t = 0; t < table.count; t++)
+        if (with_optional || !is_optional(&table.entries[t]))
             *call_tensor(x, &table.entries[t]) = right_tensor(operation, &table.entries[t], NULL);
-        }
-    }
     CHECK_OK(operations[operation].calls->workspace(&x->args, &bytes));
     call_exec(x)->workspace_size = bytes + spare_workspace;
     right.bytes += bytes + spare_workspace;
     right.memory = test_alloc_guarded(right.bytes);
     memset(right.memory, 0, right.bytes);
-    for (size_t t = 0; t < table.count; t++) {
+    for (size_t t = 0; t < table.count; t++)
         call_tensor(x, &table.entries[t])->data = right.memory + t * region;
-    }
     call_exec(x)->workspace = right.memory + table.count * region;
     CHECK_OK(operations[operation].calls->call(&x->args));
     memset(right.memory, untouched, right.bytes);

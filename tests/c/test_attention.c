@@ -67,9 +67,8 @@ static fdma_attention_args new_args(const sizes *n, fdma_dtype dtype, fdma_bias_
     fill_random(args.a, &state, 1);
     if (n->padded) {
         args.key_valid = new_tensor(FDMA_UINT8, n->batch, n->kv_len, -1, -1);
-        for (int64_t i = 0; i < count_of(args.key_valid); i++) {
+        for (int64_t i = 0; i < count_of(args.key_valid); i++)
             ((uint8_t *)args.key_valid.data)[i] = random_below(&state, 4) > 0;
-        }
     }
     return args;
 }
@@ -215,9 +214,8 @@ static void score_at_known_points(void) {
                 .bias_form = FDMA_BIAS_EXP,
                 .exec = {.kernel = kernels.name[kernel]},
             };
-            for (int64_t j = 0; j < 5; j++) {
+            for (int64_t j = 0; j < 5; j++)
                 store_float(args.v.data, FDMA_FLOAT32, j * 8 + 2, points[i]);
-            }
             ((float *)args.dt_proj.data)[2] = 1;
             ((float *)args.a.data)[0] = -0.5F;
             CHECK_OK(run_score(&args));
@@ -273,20 +271,17 @@ static void invalid_keys_score_nothing(void) {
                                     .bias = new_scores(&n),
                                     .exec = made.exec};
             const uint8_t *valid = made.key_valid.data;
-            for (int64_t i = 0; i < n.kv_len * 32; i++) {
-                if (!valid[i / 32]) {
+            for (int64_t i = 0; i < n.kv_len * 32; i++)
+                if (!valid[i / 32])
                     store_float(made.v.data, dtypes[type], i, NAN);
-                }
-            }
             CHECK_OK(run_score(&args));
             for (int64_t i = 0; i < 2 * n.kv_len; i++) {
                 const float score = ((float *)args.score.data)[i];
                 const float bias = ((float *)args.bias.data)[i];
-                if (valid[i % n.kv_len]) {
+                if (valid[i % n.kv_len])
                     CHECK(isfinite(score) && bias > 0);
-                } else {
+                else
                     CHECK(score == -INFINITY && bias == 0);
-                }
             }
         }
     }

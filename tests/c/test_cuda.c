@@ -73,9 +73,8 @@ static void check_empty(const problem *host, const problem *x, const char *kerne
         const int64_t b = at / host->q_len / host->q_heads,
                       g = h / (host->q_heads / host->kv_heads);
         int keeps = 0;
-        for (int64_t j = 0; j < host->kv_len && !keeps; j++) {
+        for (int64_t j = 0; j < host->kv_len && !keeps; j++)
             keeps = problem_keeps(host, b, g, i, j);
-        }
         const float lse = ((const float *)found.lse.data)[at];
         CHECK(keeps ? isfinite(lse) : lse == -INFINITY);
         for (int64_t d = 0; d < host->head_dim && !keeps; d++) {
@@ -186,14 +185,12 @@ static void two_hundred_runs_are_equal(void) {
 static void check_unread(const char *name, fdma_dtype dtype, const char *kernel) {
     static const float poisons[] = {NAN, INFINITY};
     problem x = unread_problem(name, dtype);
-    if (!device_takes(&x, kernel)) {
+    if (!device_takes(&x, kernel))
         return;
-    }
     const problem on_device = device_problem(&x);
     const attended clean = device_attend(&on_device, kernel);
-    for (int64_t i = 0; i < count_of(clean.lse); i++) {
+    for (int64_t i = 0; i < count_of(clean.lse); i++)
         CHECK(!isnan(((const float *)clean.lse.data)[i]));
-    }
     for (int p = 0; p < TEST_COUNT(poisons); p++) {
         CHECK(poison_unread(&x, poisons[p]) > 0); /* else nothing is shown */
         device_write(on_device.k, x.k);
@@ -221,9 +218,8 @@ static void unread_keys_do_not_show(void) {
 /* Every seventh key has one beside which products vanish, of either sign. */
 static void fill_large_biases(const problem *x) {
     float *const bias = x->bias.data;
-    for (int64_t at = 0; at < count_of(x->bias); at += 7) {
+    for (int64_t at = 0; at < count_of(x->bias); at += 7)
         bias[at] = (at % 2 == 0 ? 1e30F : -1e30F) * (1 + (float)(at % x->kv_len) / 1000);
-    }
 }
 
 static problem biased_problem(int64_t head_dim, fdma_dtype dtype, double scale, int large) {
@@ -240,9 +236,8 @@ static problem biased_problem(int64_t head_dim, fdma_dtype dtype, double scale, 
                  .scale = scale};
     problem_fill(&x, 3);
     problem_select(&x);
-    if (large) {
+    if (large)
         fill_large_biases(&x);
-    }
     return x;
 }
 

@@ -24,9 +24,8 @@ static fdma_backward_args upload(const fdma_backward_args *args, fdma_selection 
     fdma_tensor *list[backward_tensors];
     *selection = args->selection != NULL ? *args->selection : (fdma_selection){0};
     list_tensors(&there, selection, list);
-    for (int i = 0; i < backward_tensors; i++) {
+    for (int i = 0; i < backward_tensors; i++)
         *list[i] = device_tensor(*list[i]);
-    }
     there.selection = args->selection != NULL ? selection : NULL;
     return there;
 }
@@ -36,9 +35,8 @@ static void download(const fdma_backward_args *args, const fdma_backward_args *t
     device_read_into(args->dq, there->dq);
     device_read_into(args->dk, there->dk);
     device_read_into(args->dv, there->dv);
-    if (args->dbias.rank > 0) {
+    if (args->dbias.rank > 0)
         device_read_into(args->dbias, there->dbias);
-    }
 }
 
 static fdma_status run_there(fdma_backward_args *args) {
@@ -74,9 +72,8 @@ static void for_some_cases(property holds, int deterministic, int stride) {
         p.deterministic = deterministic;
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             test_context("%s %s, %s", kernels.name[kernel], dtype_name(dtype), name);
-            if (gradient_backend_takes(&p, kernels.name[kernel]) && taken[kernel]++ % stride == 0) {
+            if (gradient_backend_takes(&p, kernels.name[kernel]) && taken[kernel]++ % stride == 0)
                 holds(&p, kernels.name[kernel]);
-            }
         }
         test_free_all();
     }
@@ -130,9 +127,8 @@ static void many_epochs_are_each_alone(void) {
         gradient_problem p = gradient_of(&x, 1);
         p.deterministic = 1;
         test_context("%s, %s", kernel, n->name);
-        if (gradient_backend_takes(&p, kernel)) {
+        if (gradient_backend_takes(&p, kernel))
             check_alone(&p, kernel);
-        }
         test_free_all();
     }
 }
@@ -146,15 +142,13 @@ static void keys_that_all_leave_stop_nothing(void) {
     const problem x = shape_problem(&n, 91, FDMA_BFLOAT16);
     gradient_problem p = gradient_of(&x, 0);
     int32_t *const expiry = p.x.selection.expiry.data;
-    for (int64_t i = 0; i < count_of(p.x.selection.expiry); i++) {
+    for (int64_t i = 0; i < count_of(p.x.selection.expiry); i++)
         expiry[i] = expiry[i] < 896 ? expiry[i] : 896;
-    }
     for (p.deterministic = 0; p.deterministic < 2; p.deterministic++) {
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             test_context("%s", kernels.name[kernel]);
-            if (gradient_backend_takes(&p, kernels.name[kernel])) {
+            if (gradient_backend_takes(&p, kernels.name[kernel]))
                 gradient_run(&p, kernels.name[kernel], 1);
-            }
         }
     }
     test_free_all();
@@ -178,17 +172,14 @@ static void unread_keys_do_not_show(void) {
 static void check_unread_fast(const char *name, const char *kernel, fdma_dtype dtype) {
     problem x = unread_problem(name, dtype);
     const gradient_problem p = gradient_of(&x, 1);
-    if (!gradient_backend_takes(&p, kernel)) {
+    if (!gradient_backend_takes(&p, kernel))
         return;
-    }
     CHECK(poison_unread(&x, NAN) > 0);
     const gradients got = gradient_run(&p, kernel, 1);
     const fdma_tensor all[] = {got.dq, got.dk, got.dv, got.dbias};
-    for (int t = 0; t < TEST_COUNT(all); t++) {
-        for (int64_t i = 0; i < count_of(all[t]); i++) {
+    for (int t = 0; t < TEST_COUNT(all); t++)
+        for (int64_t i = 0; i < count_of(all[t]); i++)
             CHECK(isfinite(load_double(all[t].data, all[t].dtype, i)));
-        }
-    }
     check_unread_zero(&x, got);
 }
 
@@ -229,9 +220,8 @@ static void check_two_hundred(const gradient_problem *p, const char *kernel) {
         again[t] = copy_tensor(first[t]);
     }
     for (int run = 1; run < run_count; run++) {
-        for (int t = 0; t < 4; t++) {
+        for (int t = 0; t < 4; t++)
             device_clear(outputs[t]);
-        }
         CHECK_OK(fdma_backward(&there));
         device_wait();
         for (int t = 0; t < 4; t++) {
@@ -250,9 +240,8 @@ static void two_hundred_runs_are_equal(void) {
         p.deterministic = 1;
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             test_context("%s, %s", kernels.name[kernel], long_cases[s].name);
-            if (gradient_backend_takes(&p, kernels.name[kernel])) {
+            if (gradient_backend_takes(&p, kernels.name[kernel]))
                 check_two_hundred(&p, kernels.name[kernel]);
-            }
         }
         test_free_all();
     }

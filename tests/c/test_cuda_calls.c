@@ -210,17 +210,15 @@ static attention_results outputs_of(const fdma_attention_args *args) {
 
 static attention_results read_results(const fdma_attention_args *args) {
     attention_results results = outputs_of(args);
-    for (int i = 0; i < TEST_COUNT(results.tensor); i++) {
+    for (int i = 0; i < TEST_COUNT(results.tensor); i++)
         results.tensor[i] = device_read(results.tensor[i]);
-    }
     return results;
 }
 
 static void clear_results(const fdma_attention_args *args) {
     const attention_results results = outputs_of(args);
-    for (int i = 0; i < TEST_COUNT(results.tensor); i++) {
+    for (int i = 0; i < TEST_COUNT(results.tensor); i++)
         device_clear(results.tensor[i]);
-    }
 }
 
 /* Captured once, replayed on other numbers. */
@@ -251,9 +249,8 @@ static void graphs_replay_a_whole_call(void) {
         device_must(cudaGraphLaunch(replayed, stream), "a replay");
         device_wait();
         const attention_results found = read_results(&args);
-        for (int i = 0; i < TEST_COUNT(want.tensor); i++) {
+        for (int i = 0; i < TEST_COUNT(want.tensor); i++)
             CHECK_BYTES(found.tensor[i].data, want.tensor[i].data, bytes_of(want.tensor[i]));
-        }
     }
     device_must(cudaGraphExecDestroy(replayed), "destroy");
     device_must(cudaStreamDestroy(stream), "destroy");
@@ -272,9 +269,8 @@ static void check_corrupt(const problem *x, const problem *on_device, const char
         test_context("%s %s, expiry %d, slot %d", kernel, dtype_name(x->dtype),
                      i / corruption_count, i % corruption_count);
         memcpy(expiry.data, x->selection.expiry.data, bytes_of(expiry));
-        if (i / corruption_count < corruption_count) { /* else right */
+        if (i / corruption_count < corruption_count) /* else right */
             corrupt(expiry, (corruption)(i / corruption_count), &state);
-        }
         corrupt(slot, (corruption)(i % corruption_count), &state);
         device_write(on_device->selection.expiry, expiry);
         device_write(on_device->selection.slot, slot);
@@ -381,9 +377,8 @@ static void rows_far_apart(void) {
         const problem near = device_problem(&x);
         for (int kernel = 0; kernel < forward.count; kernel++) {
             test_context("%s, window %d", forward.name[kernel], window);
-            if (device_takes(&x, forward.name[kernel])) {
+            if (device_takes(&x, forward.name[kernel]))
                 check_far(&near, memory, forward.name[kernel]);
-            }
         }
         for (int kernel = 0; kernel < score.count; kernel++) {
             test_context("%s", score.name[kernel]);

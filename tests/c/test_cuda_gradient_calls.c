@@ -57,17 +57,15 @@ static void list_outputs(const fdma_attention_backward_args *args, fdma_tensor t
 static void read_outputs(const fdma_attention_backward_args *args, fdma_tensor to[output_count]) {
     device_wait();
     list_outputs(args, to);
-    for (int i = 0; i < output_count; i++) {
+    for (int i = 0; i < output_count; i++)
         to[i] = device_read(to[i]);
-    }
 }
 
 static void clear_outputs(const fdma_attention_backward_args *args) {
     fdma_tensor outputs[output_count];
     list_outputs(args, outputs);
-    for (int i = 0; i < output_count; i++) {
+    for (int i = 0; i < output_count; i++)
         device_clear(outputs[i]);
-    }
     device_wait();
 }
 
@@ -126,9 +124,8 @@ static void the_fused_call_is_its_steps(void) {
         device_wait();
         const fdma_tensor steps[output_count] = {step.dq, step.dk, step.dv, score.ddt_proj,
                                                  score.da};
-        for (int i = 0; i < output_count; i++) {
+        for (int i = 0; i < output_count; i++)
             CHECK_BYTES(device_read(steps[i]).data, fused[i].data, bytes_of(fused[i]));
-        }
         device_free_both();
     }
 }
@@ -160,9 +157,8 @@ static void graphs_replay_gradients(void) {
         clear_outputs(&call.args);
         device_must(cudaGraphLaunch(replayed, stream), "a replay");
         read_outputs(&call.args, found);
-        for (int i = 0; i < output_count; i++) {
+        for (int i = 0; i < output_count; i++)
             CHECK_BYTES(found[i].data, want[i].data, bytes_of(want[i]));
-        }
     }
     device_must(cudaGraphExecDestroy(replayed), "destroy");
     device_must(cudaStreamDestroy(stream), "destroy");
@@ -176,9 +172,8 @@ static void check_refused(whole_call *call, const expectation *want) {
     check_status(fdma_attention_backward(&call->args), want);
     device_wait();
     list_outputs(&call->args, outputs);
-    for (int i = 0; i < output_count; i++) {
+    for (int i = 0; i < output_count; i++)
         device_check_unwritten(outputs[i]);
-    }
 }
 
 static void memory_of_the_cpu_is_refused(void) {

@@ -119,10 +119,8 @@ static void workspaces_do_not_depend_on_addresses(void) {
     for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {
         for (int32_t i = 0; i < (*table)->count; i++) {
             const fdma_kernel *row = &(*table)->kernels[i];
-            if (row->operation != operation_backward &&
-                row->operation != operation_score_backward) {
+            if (row->operation != operation_backward && row->operation != operation_score_backward)
                 continue;
-            }
             for (int s = 0; s < 2 * TEST_COUNT(shapes); s++) {
                 test_context("%s, shape %d", row->name, s / 2);
                 check_row(row, &shapes[s / 2], s % 2);

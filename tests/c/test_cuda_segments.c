@@ -27,9 +27,8 @@ static void fill_rows(fdma_tensor rows, uint64_t *state) {
     int64_t kind = 0;
     for (int64_t row = 0; row < rows.shape[0] * rows.shape[1]; row++) {
         for (int64_t j = 0; j < rows.shape[2]; j++) {
-            if (random_below(state, 2000) == 0) {
+            if (random_below(state, 2000) == 0)
                 kind = random_below(state, 4);
-            }
             ((float *)rows.data)[row * rows.stride[1] + j] = kind == 0   ? random_float(state)
                                                              : kind == 1 ? (float)(j % 3)
                                                              : kind == 2 ? (float)j
@@ -74,9 +73,8 @@ static void check_as_cpu(const fdma_select_args *on_cpu, const char *kernel, int
     CHECK_OK(device_run_select(&args));
     device_wait();
     check_rows(selection.expiry, on_cpu->selection->expiry);
-    if (with_slots) {
+    if (with_slots)
         check_rows(selection.slot, on_cpu->selection->slot);
-    }
 }
 
 static void check_cases(const char *kernel, int with_slots) {

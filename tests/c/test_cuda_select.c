@@ -57,9 +57,8 @@ static float score_of(score_kind kind, int64_t j, uint64_t *state) {
 /* Stretches of one kind each, some `stretch` keys long; 0: all of `kind`. */
 static void fill_scores(fdma_tensor score, score_kind kind, int64_t stretch, uint64_t *state) {
     for (int64_t i = 0; i < count_of(score); i++) {
-        if (stretch > 0 && (i == 0 || random_below(state, stretch) == 0)) {
+        if (stretch > 0 && (i == 0 || random_below(state, stretch) == 0))
             kind = (score_kind)random_below(state, kind_count);
-        }
         ((float *)score.data)[i] = score_of(kind, i % score.shape[2], state);
     }
 }
@@ -107,9 +106,8 @@ static int check_as_cpu(const fdma_select_args *on_cpu, const char *kernel) {
     selection.expiry = device_output(selection.expiry);
     selection.slot = device_output(selection.slot);
     const fdma_status status = device_run_select(&args);
-    if (status == FDMA_UNSUPPORTED) {
+    if (status == FDMA_UNSUPPORTED)
         return 0;
-    }
     CHECK_OK(status);
     device_wait();
     const size_t bytes = bytes_of(selection.expiry);

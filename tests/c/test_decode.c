@@ -108,9 +108,8 @@ static void check_unread(const problem *x, const char *kernel) {
         const int64_t j = at % x->kv_len, g = at / x->kv_len % x->kv_heads;
         const int64_t b = at / x->kv_len / x->kv_heads;
         int kept = 0;
-        for (int64_t i = 0; i < x->q_len; i++) {
+        for (int64_t i = 0; i < x->q_len; i++)
             kept |= problem_keeps(x, b, g, i, j);
-        }
         if (!kept) {
             spoil_key(spoilt.k, b, j, g, NAN);
             spoil_key(spoilt.v, b, j, g, NAN);
@@ -150,9 +149,8 @@ static void small_values_count(void) {
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         const problem x = long_problem(keys);
         memset(x.bias.data, 0, bytes_of(x.bias));
-        for (int64_t n = 0; n < 8 * keys; n++) {
+        for (int64_t n = 0; n < 8 * keys; n++)
             ((float *)x.v.data)[n] = n < 8 ? 0x1p24F : 1;
-        }
         test_context("%s", kernels.name[kernel]);
         const attended got = problem_attend(&x, kernels.name[kernel], 1);
         const double want = (0x1p24 + keys - 1) / keys;
@@ -167,9 +165,8 @@ static void small_weights_count(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         const problem x = long_problem(keys);
-        for (int64_t n = 0; n < keys; n++) {
+        for (int64_t n = 0; n < keys; n++)
             ((float *)x.bias.data)[n] = n == 0 ? 0 : -24 * 0.693147181F;
-        }
         test_context("%s", kernels.name[kernel]);
         const attended got = problem_attend(&x, kernels.name[kernel], 1);
         CHECK_NEAR((double)*(float *)got.lse.data, log1p((keys - 1) * 0x1p-24), 2.5e-6);

@@ -25,9 +25,8 @@ static void check_on_all_kernels(property holds, int64_t window) {
     for (int type = 0; type < problem_dtype_count; type++) {
         const kernel_list kernels = kernels_for("forward", problem_dtypes[type]);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
-            if (type > 0 && strcmp(kernels.name[kernel], "reference") == 0) {
+            if (type > 0 && strcmp(kernels.name[kernel], "reference") == 0)
                 continue; /* slow; one path */
-            }
             test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
             problem x = new_problem(problem_dtypes[type], window);
             holds(&x, kernels.name[kernel]);
@@ -41,9 +40,8 @@ static void check_on_all_kernels(property holds, int64_t window) {
 static void check_threads(problem *x, const char *kernel) {
     static const int32_t threads[] = {1, 2, 3, 7, 0};
     const attended one = problem_attend(x, kernel, 1);
-    for (int t = 0; t < TEST_COUNT(threads); t++) {
+    for (int t = 0; t < TEST_COUNT(threads); t++)
         check_same_results(problem_attend(x, kernel, threads[t]), one);
-    }
 }
 
 static void threads_do_not_show(void) { check_on_all_kernels(check_threads, 50); }
@@ -59,9 +57,8 @@ static fdma_tensor sequence_of(fdma_tensor tensor, int64_t b) {
 static void infinite_values_do_not_tell_threads(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        if (strcmp(kernels.name[kernel], "reference") == 0) {
+        if (strcmp(kernels.name[kernel], "reference") == 0)
             continue; /* slow; one path */
-        }
         test_context("%s", kernels.name[kernel]);
         problem x = {.batch = 2,
                      .q_len = 1100,

@@ -53,9 +53,8 @@ static void check_same_outputs(call *x, call *want) {
     const tensor_table table = fdma_tensors[x->operation];
     for (size_t t = 0; t < table.count; t++) {
         const tensor_entry *const entry = &table.entries[t];
-        if (is_output(entry)) {
+        if (is_output(entry))
             CHECK(same_tensor(*call_tensor(x, entry), *call_tensor(want, entry)));
-        }
     }
 }
 

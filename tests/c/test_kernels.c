@@ -8,11 +8,9 @@ static const char *const operations[] = {"score",    "select",         "lists", 
                                          "backward", "score_backward", "merge", "merge_backward"};
 
 static int is_operation(const char *name) {
-    for (int o = 0; o < TEST_COUNT(operations); o++) {
-        if (strcmp(name, operations[o]) == 0) {
+    for (int o = 0; o < TEST_COUNT(operations); o++)
+        if (strcmp(name, operations[o]) == 0)
             return 1;
-        }
-    }
     return 0;
 }
 
@@ -41,9 +39,8 @@ static void plain_kernels_are_always_there(void) {
         const kernel_list kernels = kernels_of(operations[o]);
         for (int n = 0; n < TEST_COUNT(names); n++) {
             int found = 0;
-            for (int i = 0; i < kernels.count; i++) {
+            for (int i = 0; i < kernels.count; i++)
                 found += strcmp(kernels.name[i], names[n]) == 0;
-            }
             test_context("%s %s", names[n], operations[o]);
             CHECK_INT(found, 1);
         }

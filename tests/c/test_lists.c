@@ -59,9 +59,8 @@ static void select_keys(lists_case *test, int kind, int padded, uint64_t *state)
         .window = test->window,
         .scope = test->sight->scope,
     };
-    for (int64_t i = 0; i < count_of(args.score); i++) {
+    for (int64_t i = 0; i < count_of(args.score); i++)
         ((float *)args.score.data)[i] = score_of(kind, i % test->kv_len, state);
-    }
     test->selection = (fdma_selection){
         .size = sizeof test->selection,
         .expiry = new_output(FDMA_INT32, test->batch, test->kv_heads, test->kv_len, -1),
@@ -99,11 +98,9 @@ static int32_t brute_alive(const lists_case *test, int64_t at, int64_t p, int32_
     const int32_t *const slot = (const int32_t *)test->selection.slot.data + at;
     int64_t *const found = malloc((size_t)(test->kv_len + 1) * sizeof *found);
     int32_t alive = 0;
-    for (int64_t j = 0; j < test->kv_len; j++) {
-        if (is_kept(test, expiry, j, p)) {
+    for (int64_t j = 0; j < test->kv_len; j++)
+        if (is_kept(test, expiry, j, p))
             found[alive++] = (int64_t)slot[j] << 32 | j;
-        }
-    }
     qsort(found, (size_t)alive, sizeof *found, compare_ints);
     for (int32_t s = 0; s < alive; s++) {
         CHECK_INT(found[s] >> 32, s);
@@ -120,12 +117,10 @@ static void brute_tile(const lists_case *test, int64_t at, int64_t p0, int64_t p
     count[0] = count[1] = brute_alive(test, at, p0, list);
     for (int64_t j = 0; j < test->kv_len; j++) {
         int kept = 0;
-        for (int64_t p = p0 + 1; p <= p1 && !kept; p++) {
+        for (int64_t p = p0 + 1; p <= p1 && !kept; p++)
             kept = is_kept(test, expiry, j, p);
-        }
-        if (kept && !is_kept(test, expiry, j, p0)) {
+        if (kept && !is_kept(test, expiry, j, p0))
             list[count[1]++] = (int32_t)j;
-        }
     }
 }
 
@@ -260,9 +255,8 @@ static void threads_change_nothing(void) {
                            .tile_len = 1,
                            .sight = &sights[s]};
         select_keys(&test, iid, 0, &state);
-        if (i % 2) {
+        if (i % 2)
             corrupt(test.selection.slot, &state);
-        }
         const tile_lists want = list_with(&test, kernel, 1);
         for (int t = 0; t < TEST_COUNT(threads); t++) {
             const tile_lists got = list_with(&test, kernel, threads[t]);
@@ -304,9 +298,8 @@ static void strided_tensors(void) {
                         (const int32_t *)want.count.data + 2 * n, 2 * sizeof *list);
             CHECK_BYTES(list, (const int32_t *)want.list.data + n * width,
                         (size_t)width * sizeof *list);
-            for (int64_t x = width; x < pitch; x++) {
+            for (int64_t x = width; x < pitch; x++)
                 CHECK_INT(list[x], untouched);
-            }
         }
     }
 }
@@ -319,9 +312,8 @@ static void check_keys(const lists_case *test, const tile_lists *lists) {
         const int32_t *const list = (const int32_t *)lists->list.data + n * width;
         int keys = 0;
         CHECK(count[0] >= 0 && count[0] <= count[1] && count[1] <= width);
-        for (int32_t x = 0; x < count[1]; x++) {
+        for (int32_t x = 0; x < count[1]; x++)
             keys += list[x] >= 0 && list[x] < test->kv_len;
-        }
         CHECK_INT(keys, count[1]);
     }
 }
@@ -341,12 +333,10 @@ static void corrupt_selections_list_keys(void) {
                            .sight = &sights[i % TEST_COUNT(sights)]};
         test.q_len += test.sight->scope == FDMA_SCOPE_GLOBAL ? random_below(&state, n) : 0;
         select_keys(&test, i % kind_count, i % 4 == 3, &state);
-        if (i % 5 != 1) {
+        if (i % 5 != 1)
             corrupt(test.selection.expiry, &state);
-        }
-        if (i % 5 != 2) {
+        if (i % 5 != 2)
             corrupt(test.selection.slot, &state);
-        }
         for (int k = 0; k < kernels.count; k++) {
             const tile_lists lists = list_with(&test, kernels.name[k], 1 + i % 3);
             check_keys(&test, &lists);
@@ -375,14 +365,12 @@ static void nothing_to_list(void) {
         for (int k = 0; k < kernels.count; k++) {
             tile_lists lists = new_lists(&test, width_of(&test));
             fdma_lists_args args = lists_args(&test, &lists, kernels.name[k], 1);
-            if (count_of(args.list) == 0) {
+            if (count_of(args.list) == 0)
                 args.list.data = NULL;
-            }
             test_context("%s, sizes %d", kernels.name[k], s);
             CHECK_OK(run_lists(&args));
-            for (int64_t n = 0; n < count_of(lists.count); n++) {
+            for (int64_t n = 0; n < count_of(lists.count); n++)
                 CHECK_INT(((const int32_t *)lists.count.data)[n], 0);
-            }
         }
     }
 }

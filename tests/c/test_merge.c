@@ -141,9 +141,8 @@ static attended random_part(uint64_t seed, int64_t empty) {
     for (int64_t row = empty; row < 30; row += 4) {
         const int64_t i = row % 5, h = row / 5 % 3, b = row / 15;
         ((double *)part.lse.data)[row] = -(double)INFINITY;
-        for (int64_t d = 0; d < 8; d++) {
+        for (int64_t d = 0; d < 8; d++)
             ((double *)part.out.data)[((b * 5 + i) * 3 + h) * 8 + d] = (double)NAN;
-        }
     }
     return part;
 }
@@ -205,9 +204,8 @@ static void gradients_of_parts_are_the_wholes(void) {
         const gradients want = gradient_run(&p, "reference", 1);
         const double share = (double)(n->kv_len * n->head_dim) * DBL_EPSILON;
         check_near(got.dbias, want.dbias, (double)n->kv_len * (double)FLT_EPSILON);
-        for (int t = 0; t < 3; t++) {
+        for (int t = 0; t < 3; t++)
             check_near(got.all[t], want.all[t], share);
-        }
         test_free_all();
     }
 }
@@ -236,9 +234,8 @@ static attended edge_part(fdma_dtype dtype, uint64_t seed, const float lse[edge_
     fill_random(part.out, &seed, 1);
     for (int h = 0; h < edge_heads; h++) {
         ((float *)part.lse.data)[h] = lse[h];
-        for (int64_t d = 0; d < edge_dim && lse[h] == -INFINITY; d++) {
+        for (int64_t d = 0; d < edge_dim && lse[h] == -INFINITY; d++)
             store_float(part.out.data, dtype, h * edge_dim + d, NAN);
-        }
     }
     return part;
 }
@@ -255,11 +252,9 @@ static double edge_out(const attended parts[2], int h, int64_t d) {
     const int from = edge_from[h];
     const int64_t at = h * edge_dim + d;
     double sum = 0;
-    for (int n = 0; n < 2; n++) {
-        if (from == n || from == 2) {
+    for (int n = 0; n < 2; n++)
+        if (from == n || from == 2)
             sum += load_double(parts[n].out.data, parts[n].out.dtype, at) / (from == 2 ? 2 : 1);
-        }
-    }
     return sum;
 }
 
@@ -268,18 +263,16 @@ static void check_edges(const char *kernel, fdma_dtype dtype) {
     const attended got = merge(parts[0], parts[1], kernel);
     for (int h = 0; h < edge_heads; h++) {
         const double lse = (double)((const float *)got.lse.data)[h];
-        if (isnan(edge_merged[h])) {
+        if (isnan(edge_merged[h]))
             CHECK(isnan(lse));
-        } else {
+        else
             CHECK_NEAR(lse, (double)edge_merged[h], (double)FLT_EPSILON * fabs(lse));
-        }
         for (int64_t d = 0; d < edge_dim; d++) {
             const double out = load_double(got.out.data, dtype, h * edge_dim + d);
-            if (isnan(edge_merged[h])) {
+            if (isnan(edge_merged[h]))
                 CHECK(isnan(out));
-            } else {
+            else
                 CHECK_NEAR(out, edge_out(parts, h, d), 2 * step_of(dtype));
-            }
         }
     }
 }

@@ -11,18 +11,17 @@ enum { output_limit = 5 };
 typedef void (*call_with)(const gradient_problem *p, const char *kernel, int32_t threads,
                           fdma_tensor *outputs);
 
-/* Large enough for several threads. The scale is given: its default is found by the caller. */
+/* Large enough for several threads. The default scale, 1 / sqrt(40), has to be rounded. */
 static gradient_problem a_problem(fdma_dtype dtype) {
     problem x = {.batch = 1,
                  .q_len = 200,
                  .kv_len = 600,
                  .q_heads = 4,
                  .kv_heads = 2,
-                 .head_dim = 64,
+                 .head_dim = 40,
                  .window = 100,
                  .scope = FDMA_SCOPE_CAUSAL,
                  .causal = 1,
-                 .scale = 0.125,
                  .dtype = dtype};
     problem_fill(&x, 31);
     problem_select(&x);
@@ -108,17 +107,15 @@ static void check_modes_with(const char *operation, call_with call) {
         const gradient_problem p = a_problem(problem_dtypes[type]);
         for (int n = 0; n < kernels.count; n++) {
             fdma_tensor want[output_limit] = {{0}};
-            if (strcmp(kernels.name[n], "reference") == 0) {
+            if (strcmp(kernels.name[n], "reference") == 0)
                 continue;
-            }
             test_context("%s %s %s", kernels.name[n], operation, dtype_name(problem_dtypes[type]));
             call(&p, kernels.name[n], 1, want);
             for (int32_t threads = 1; threads <= 2; threads++) {
                 fdma_tensor actual[output_limit] = {{0}};
                 call_in_modes(call, &p, kernels.name[n], threads, actual);
-                for (int t = 0; t < output_limit && want[t].rank > 0; t++) {
+                for (int t = 0; t < output_limit && want[t].rank > 0; t++)
                     CHECK_BYTES(actual[t].data, want[t].data, bytes_of(want[t]));
-                }
             }
         }
         test_free_all();

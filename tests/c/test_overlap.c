@@ -46,24 +46,21 @@ static void check_accepted(fdma_forward_args args) { CHECK_OK(run_forward(&args)
 static void packed_slices_are_accepted(void) {
     float *const packed = new_packed(4, 0);
     uint64_t state = 1;
-    for (int64_t i = 0; i < 4 * count; i++) {
+    for (int64_t i = 0; i < 4 * count; i++)
         packed[i] = random_float(&state);
-    }
     fdma_forward_args apart = packed_args(packed, 4, 3), within = apart;
     apart.out = new_output(FDMA_FLOAT32, batch, length, heads, head_dim);
     CHECK_OK(run_forward(&apart));
     CHECK_OK(run_forward(&within));
     const float *want = apart.out.data, *got = within.out.data;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++)
         CHECK(got[i / row * 4 * row + i % row] == want[i]);
-    }
 }
 
 static void outputs_on_inputs_are_refused(void) {
     static const char *const names[] = {"q", "k", "v"};
-    for (int slice = 0; slice < TEST_COUNT(names); slice++) {
+    for (int slice = 0; slice < TEST_COUNT(names); slice++)
         check_refused(packed_args(new_packed(4, 0), 4, slice), "out", names[slice]);
-    }
 }
 
 /* One element is enough: the last of out is the first of k, or the first of out the last of k. */

@@ -16,19 +16,16 @@ static const char *missing_pairs(void) { return "a build with kernels of bfloat1
 /* To the nearest even; subnormal numbers, before or after, are 0. */
 static uint32_t rounded(float x) {
     const uint32_t bits = float_to_bits(x), sign = bits & 0x80000000;
-    if (isnan(x)) {
+    if (isnan(x))
         return bits >> 16 | 0x40;
-    }
-    if (fabsf(x) < FLT_MIN) {
+    if (fabsf(x) < FLT_MIN)
         return sign >> 16;
-    }
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 static void check_bits(const char *word, int lane, float actual, uint32_t want) {
-    if (!CHECK(float_to_bits(actual) == want)) {
+    if (!CHECK(float_to_bits(actual) == want))
         printf("    %s, lane %d: is %08x, want %08x\n", word, lane, float_to_bits(actual), want);
-    }
 }
 
 static void halves_are_rounded_and_told_apart(void) {
@@ -56,9 +53,8 @@ static void terms_are_rounded(void) {
     for (int round = 0; round < rounds; round++) {
         float from[lanes], words[lanes];
         fill_any(from, &state);
-        for (int i = 0; i < lanes; i++) {
+        for (int i = 0; i < lanes; i++)
             words[i] = 1;
-        }
         x->store_terms(words, from);
         for (int i = 0; i < x->width / 2; i++) {
             check_bits("vf_store_terms", i, words[i],
@@ -96,9 +92,8 @@ static void dots_are_sums_of_products(void) {
     for (int round = 0; round < rounds; round++) {
         float part[4][lanes], a[lanes], b[lanes], sum[lanes], to[lanes];
         for (int i = 0; i < lanes; i++) {
-            for (int p = 0; p < 4; p++) {
+            for (int p = 0; p < 4; p++)
                 part[p][i] = bits_to_float(rounded(8 * random_float(&state)) << 16);
-            }
             sum[i] = 100 * random_float(&state);
         }
         x->join(a, part[0], part[1]);
@@ -145,9 +140,8 @@ static void dots_of_special_numbers(void) {
             sum[i] = cases[c].sum;
         }
         x->dot(to, a, b, sum);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_lane("vf_dot", i, to[i], cases[c].want);
-        }
     }
 }
 

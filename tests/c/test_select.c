@@ -110,12 +110,10 @@ typedef struct ranked_key {
 static int compare_keys(const void *left, const void *right) {
     const ranked_key x = *(const ranked_key *)left, y = *(const ranked_key *)right;
     const int x_nan = isnan(x.score), y_nan = isnan(y.score);
-    if (x_nan != y_nan) {
+    if (x_nan != y_nan)
         return x_nan ? 1 : -1;
-    }
-    if (!x_nan && x.score != y.score) {
+    if (!x_nan && x.score != y.score)
         return x.score > y.score ? -1 : 1;
-    }
     return x.j > y.j ? -1 : x.j < y.j;
 }
 
@@ -125,14 +123,12 @@ static void rank_prefix(const float *score, const uint8_t *valid, int64_t length
     int64_t count = 0;
     for (int64_t j = 0; j < length; j++) {
         kept[j] = 0;
-        if (valid == NULL || valid[j]) {
+        if (valid == NULL || valid[j])
             keys[count++] = (ranked_key){.score = score[j], .j = (int32_t)j};
-        }
     }
     qsort(keys, (size_t)count, sizeof *keys, compare_keys);
-    for (int64_t r = 0; r < count && r < window; r++) {
+    for (int64_t r = 0; r < count && r < window; r++)
         kept[keys[r].j] = 1;
-    }
 }
 
 static void brute_global(const float *score, const uint8_t *valid, int64_t n, int64_t window,
@@ -169,9 +165,8 @@ static void brute_causal(const float *score, const uint8_t *valid, int64_t n, in
             }
         }
         CHECK(left <= kept[p]);
-        if (kept[p] && !left) {
+        if (kept[p] && !left)
             slot[p] = filled++;
-        }
         memcpy(before, kept, (size_t)n);
     }
     free(before);
@@ -235,9 +230,8 @@ static void check_keys(const char *what, const select_case *test, const char *ke
                        fdma_tensor actual, fdma_tensor want) {
     const int32_t *a = actual.data, *w = want.data;
     int64_t i = 0;
-    while (i + 1 < count_of(want) && a[i] == w[i]) {
+    while (i + 1 < count_of(want) && a[i] == w[i])
         i++;
-    }
     test_context("%s, %s of key %d of segment %d: %s, n %d, window %d, scope %d", kernel, what,
                  (int)(i % test->kv_len), (int)(i / test->kv_len), test->name, (int)test->kv_len,
                  (int)test->window, (int)test->scope);
@@ -255,9 +249,8 @@ static void check_on_all_kernels(const select_case *test, const kernel_list *ker
 
 static void fill_scores(select_case *test, score_order order, uint64_t *state) {
     test->score = new_tensor(FDMA_FLOAT32, test->batch, test->kv_heads, test->kv_len, -1);
-    for (int64_t i = 0; i < count_of(test->score); i++) {
+    for (int64_t i = 0; i < count_of(test->score); i++)
         ((float *)test->score.data)[i] = order(i % test->kv_len, test->kv_len, state);
-    }
 }
 
 static void fill_padding(select_case *test, uint64_t *state) {
@@ -290,9 +283,8 @@ static void compare_lengths(fdma_scope scope, int padded) {
                                     .window = windows[w],
                                     .scope = scope};
                 fill_scores(&test, orders[o].order, &state);
-                if (padded) {
+                if (padded)
                     fill_padding(&test, &state);
-                }
                 const fdma_selection want = brute_force(&test);
                 check_on_all_kernels(&test, &kernels, 1, &want);
                 test_free_all();
@@ -366,9 +358,8 @@ static void strided_tensors(void) {
                         .scope = FDMA_SCOPE_CAUSAL};
     fill_scores(&test, few_values, &state);
     fdma_tensor wide = new_tensor(FDMA_FLOAT32, 2, 3, 50 + 13, -1);
-    for (int64_t i = 0; i < count_of(test.score); i++) {
+    for (int64_t i = 0; i < count_of(test.score); i++)
         ((float *)wide.data)[i / 50 * 63 + i % 50] = ((const float *)test.score.data)[i];
-    }
     const fdma_selection want = brute_force(&test);
     for (int i = 0; i < kernels.count; i++) {
         select_case strided = test;

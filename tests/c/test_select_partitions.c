@@ -51,9 +51,8 @@ static float score_of(score_kind kind, int64_t j, uint64_t *state) {
 static void fill_scores(fdma_tensor score, int64_t stretch, uint64_t *state) {
     score_kind kind = kind_iid;
     for (int64_t i = 0; i < count_of(score); i++) {
-        if (i == 0 || random_below(state, stretch) == 0) {
+        if (i == 0 || random_below(state, stretch) == 0)
             kind = (score_kind)random_below(state, kind_count);
-        }
         ((float *)score.data)[i] = score_of(kind, i % score.shape[2], state);
     }
 }
@@ -114,17 +113,15 @@ static void check_cut(const fdma_problem *want, int64_t partitions, int32_t thre
     got.expiry = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
     got.slot = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
     const fdma_tensor slot = got.slot;
-    if (!named) {
+    if (!named)
         got.slot = (fdma_tensor){0};
-    }
     test_context("kv_len %d, window %d, %d partitions, %d threads, scope %d%s", (int)want->kv_len,
                  (int)want->window, (int)partitions, threads, (int)want->scope,
                  named ? "" : ", no slots");
     select_cut(&got, partitions, threads);
     CHECK(same_tensor(got.expiry, want->expiry));
-    if (named) {
+    if (named)
         CHECK(same_tensor(slot, want->slot));
-    }
 }
 
 /* ---- tests ---- */
@@ -162,13 +159,11 @@ static void every_border(void) {
     uint64_t state = 2;
     for (int kind = 0; kind < kind_count; kind++) {
         fdma_problem problem = new_problem(1, 1, 60, 9);
-        for (int64_t j = 0; j < problem.kv_len; j++) {
+        for (int64_t j = 0; j < problem.kv_len; j++)
             ((float *)problem.score.data)[j] = score_of((score_kind)kind, j, &state);
-        }
         select_reference(&problem);
-        for (int64_t partitions = 1; partitions <= problem.kv_len; partitions++) {
+        for (int64_t partitions = 1; partitions <= problem.kv_len; partitions++)
             check_cut(&problem, partitions, 1, 1);
-        }
         test_free_all();
     }
 }
@@ -279,9 +274,8 @@ static void calls_on_any_number_of_threads(void) {
             fdma_problem problem =
                 new_problem(1, 1 + i % 5 / 4, n, windows[i % TEST_COUNT(windows)]);
             problem.scope = i % 7 == 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL;
-            for (int64_t j = 0; j < count_of(problem.score); j++) {
+            for (int64_t j = 0; j < count_of(problem.score); j++)
                 ((float *)problem.score.data)[j] = score_of(kind, j, &state);
-            }
             if (i % 3 == 1) {
                 problem.key_valid = new_tensor(FDMA_UINT8, 1, n, -1, -1);
                 fill_padding(problem.key_valid, &state);

@@ -145,9 +145,8 @@ static void check_packed_out(const problem *x, const char *kernel) {
     memset(untouched, test_guard_byte, sizeof untouched);
     for (int64_t i = 0; i < count_of(packed); i++) {
         const int64_t head = i / 40 % (x->q_heads + 3);
-        if (head < 1 || head > x->q_heads) {
+        if (head < 1 || head > x->q_heads)
             CHECK_BYTES((char *)packed.data + (size_t)i * size, untouched, size);
-        }
     }
 }
 
@@ -219,9 +218,8 @@ static void check_far(const problem *x, const char *kernel) {
         CHECK_OK(run_forward(&args));
         check_same_results((attended){gathered(args.out), args.lse}, plain);
     }
-    while (mapped-- > 0) {
+    while (mapped-- > 0)
         munmap(pages[mapped], bytes);
-    }
 }
 
 static void offsets_beyond_32_bits(void) { check_on_all_kernels(check_far); }

@@ -20,16 +20,14 @@ static fdma_tensor empty_lse(int64_t batch, int64_t heads, int64_t q_len) {
 /* Ones, which a gradient of nothing overwrites. */
 static fdma_tensor ones(int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
     const fdma_tensor tensor = new_tensor(FDMA_FLOAT32, n0, n1, n2, n3);
-    for (int64_t i = 0; i < count_of(tensor); i++) {
+    for (int64_t i = 0; i < count_of(tensor); i++)
         ((float *)tensor.data)[i] = 1;
-    }
     return tensor;
 }
 
 static void check_zeros(fdma_tensor tensor) {
-    for (int64_t i = 0; i < count_of(tensor); i++) {
+    for (int64_t i = 0; i < count_of(tensor); i++)
         CHECK(((const float *)tensor.data)[i] == 0);
-    }
 }
 
 static void check_no_queries(const char *kernel) {
@@ -158,9 +156,8 @@ static size_t bytes_with_window(const char *kernel, int64_t window) {
 static void check_windows(const char *kernel) {
     static const int64_t windows[] = {1001, INT32_MAX, INT64_C(1) << 62, INT64_MAX - 1, INT64_MAX};
     const size_t all = bytes_with_window(kernel, 1000);
-    for (int n = 0; n < TEST_COUNT(windows); n++) {
+    for (int n = 0; n < TEST_COUNT(windows); n++)
         CHECK(bytes_with_window(kernel, windows[n]) == all);
-    }
 }
 
 static void windows_beyond_every_key_are_one(void) { for_each_kernel("backward", check_windows); }

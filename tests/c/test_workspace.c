@@ -103,9 +103,8 @@ static void check_small(int64_t kv_heads, int32_t threads, const char *kernel) {
 static void memory_is_linear(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        if (strcmp(kernels.name[kernel], "reference") == 0) {
+        if (strcmp(kernels.name[kernel], "reference") == 0)
             continue; /* made to be read, not for long sequences */
-        }
         for (int32_t threads = 1; threads <= 16; threads++) {
             check_small(1, threads, kernels.name[kernel]);
             check_small(8, threads, kernels.name[kernel]);
@@ -184,9 +183,8 @@ static void check_too_small(fdma_status status, size_t bytes, fdma_tensor output
     CHECK_WORD(fdma_last_error(), "workspace_size");
     CHECK_WORD(fdma_last_error(), wanted);
     const unsigned char *data = output.data;
-    for (size_t i = 0; i < bytes_of(output); i++) {
+    for (size_t i = 0; i < bytes_of(output); i++)
         CHECK(data[i] == 0);
-    }
 }
 
 /* One byte less than the query says is refused, and nothing is written; wherever in memory the
@@ -213,23 +211,18 @@ static void the_query_tells_the_truth(void) {
                 execs[call]->workspace = (char *)test_alloc_guarded(bytes[call] + shift) + shift;
                 execs[call]->workspace_size = bytes[call] - (bytes[call] > 0);
             }
-            if (bytes[0] > 0) {
+            if (bytes[0] > 0)
                 check_too_small(fdma_score(&x.score), bytes[0], x.score.score);
-            }
-            if (bytes[1] > 0) {
+            if (bytes[1] > 0)
                 check_too_small(fdma_select(&x.select), bytes[1], x.selection.expiry);
-            }
-            if (bytes[2] > 0) {
+            if (bytes[2] > 0)
                 check_too_small(fdma_forward(&x.forward), bytes[2], x.forward.out);
-            }
-            if (bytes[4] > 0) {
+            if (bytes[4] > 0)
                 check_too_small(fdma_lists(&x.lists), bytes[4], x.lists.count);
-            }
             CHECK(bytes[3] > 0);
             check_too_small(fdma_attention(&x.attention), bytes[3], x.attention.out);
-            for (int call = 0; call < TEST_COUNT(execs); call++) {
+            for (int call = 0; call < TEST_COUNT(execs); call++)
                 execs[call]->workspace_size = bytes[call];
-            }
             CHECK_OK(fdma_score(&x.score));
             CHECK_OK(fdma_select(&x.select));
             CHECK_OK(fdma_lists(&x.lists));
@@ -245,9 +238,8 @@ static void pieces_are_aligned(void) {
     for (size_t bytes = 1; bytes < 200; bytes++) {
         fdma_problem problem = {.exec = {.workspace = test_alloc(2048)}};
         fdma_arena arena = fdma_arena_of(&problem);
-        for (int piece = 0; piece < 4; piece++) {
+        for (int piece = 0; piece < 4; piece++)
             CHECK_INT((uintptr_t)fdma_arena_take(&arena, bytes) % arena_alignment, 0);
-        }
         test_free_all();
     }
 }

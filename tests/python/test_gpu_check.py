@@ -22,7 +22,7 @@ def gpu_check(*arguments: str | Path, **options: Any) -> Done:
     ("arguments", "words"),
     [
         ([], "--out DIR is missing"),
-        (["--out"], "--out wants a folder"),
+        (["--out"], "--out needs a folder"),
         (["slow", "--out", "x"], "'slow' is not quick, full or --out DIR"),
     ],
 )

@@ -53,6 +53,7 @@ REFUSED = {
     "attend f": "--window N is missing",
     "attend f --window": "--window wants a value",
     "attend f --window -1": "--window is '-1'",
+    "attend f --window 0": "--window is '0', want a whole number, 1 or more",
     "attend f --window 4x": "--window is '4x'",
     "attend f --window 99999999999999999999": "--window is '9999",
     "attend f --window 4 --scale nan": "--scale is 'nan'",

@@ -34,10 +34,9 @@ static int read_tensor(const safetensors *file, const char *name, int64_t rank, 
     fdma_tensor stored = {0};
     if (entry == NULL)
         return snprintf(message, SAFETENSORS_MESSAGE, "no tensor '%s'", name);
-    for (size_t d = 0; d < sizeof file_dtypes / sizeof file_dtypes[0]; d++) {
+    for (size_t d = 0; d < sizeof file_dtypes / sizeof file_dtypes[0]; d++)
         if (strcmp(file_dtypes[d].name, entry->dtype) == 0)
             stored.dtype = file_dtypes[d].dtype;
-    }
     if (stored.dtype == 0)
         return snprintf(message, SAFETENSORS_MESSAGE,
                         "tensor '%s': dtype is %s, want F16, BF16, F32 or F64", name, entry->dtype);

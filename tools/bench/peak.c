@@ -29,10 +29,9 @@ static float baseline_round(int64_t rounds) {
     lanes4 sums[SUMS];
     for (int s = 0; s < SUMS; s++)
         sums[s] = factor + (float)s;
-    for (int64_t round = 0; round < rounds; round++) {
+    for (int64_t round = 0; round < rounds; round++)
         for (int s = 0; s < SUMS; s++)
             sums[s] = sums[s] * factor + term;
-    }
     lanes4 total = term;
     for (int s = 0; s < SUMS; s++)
         total += sums[s];
@@ -46,10 +45,9 @@ static uint64_t baseline_read(const void *bytes, size_t count) {
     typedef uint64_t words2 __attribute__((vector_size(16), aligned(4), may_alias));
     enum { SUMS = 8, EACH = 16 };
     words2 sums[SUMS] = {{0}};
-    for (size_t at = 0; at + READ_STEP <= count; at += READ_STEP) {
+    for (size_t at = 0; at + READ_STEP <= count; at += READ_STEP)
         for (size_t x = 0; x < READ_STEP / EACH; x++)
             sums[x % SUMS] ^= *(const words2 *)((const char *)bytes + at + x * EACH);
-    }
     words2 total = {0};
     for (int s = 0; s < SUMS; s++)
         total ^= sums[s];
@@ -98,10 +96,9 @@ __attribute__((target("avx2,fma"))) static float avx2_round(int64_t rounds) {
     __m256 sums[SUMS];
     for (int s = 0; s < SUMS; s++)
         sums[s] = _mm256_set1_ps((float)s);
-    for (int64_t round = 0; round < rounds; round++) {
+    for (int64_t round = 0; round < rounds; round++)
         for (int s = 0; s < SUMS; s++)
             sums[s] = _mm256_fmadd_ps(sums[s], factor, term);
-    }
     __m256 total = term;
     for (int s = 0; s < SUMS; s++)
         total = _mm256_add_ps(total, sums[s]);
@@ -115,10 +112,9 @@ __attribute__((target("avx512f"))) static float avx512_round(int64_t rounds) {
     __m512 sums[SUMS];
     for (int s = 0; s < SUMS; s++)
         sums[s] = _mm512_set1_ps((float)s);
-    for (int64_t round = 0; round < rounds; round++) {
+    for (int64_t round = 0; round < rounds; round++)
         for (int s = 0; s < SUMS; s++)
             sums[s] = _mm512_fmadd_ps(sums[s], factor, term);
-    }
     __m512 total = term;
     for (int s = 0; s < SUMS; s++)
         total = _mm512_add_ps(total, sums[s]);
@@ -159,10 +155,9 @@ __attribute__((target("avx512f,avx512bf16"))) static float avx512bf16_round(int6
     __m512 sums[SUMS];
     for (int s = 0; s < SUMS; s++)
         sums[s] = _mm512_set1_ps((float)s);
-    for (int64_t round = 0; round < rounds; round++) {
+    for (int64_t round = 0; round < rounds; round++)
         for (int s = 0; s < SUMS; s++)
             sums[s] = _mm512_dpbf16_ps(sums[s], left, right);
-    }
     __m512 total = _mm512_set1_ps(shift);
     for (int s = 0; s < SUMS; s++)
         total = _mm512_add_ps(total, sums[s]);

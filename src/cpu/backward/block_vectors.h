@@ -5,18 +5,6 @@
 
 #include "cpu/backward/block.h"
 
-static __attribute__((noinline)) void find_block_probabilities(const backward_step *step, int block,
-                                                               const group_list *groups) {
-    for (int32_t n = 0; n < groups->count; n++)
-        find_group_probabilities(step, &groups->group[n], block);
-}
-
-static __attribute__((noinline)) void find_block_ds(const backward_step *step, int block,
-                                                    const group_list *groups) {
-    for (int32_t n = 0; n < groups->count; n++)
-        find_group_ds(step, &groups->group[n], block);
-}
-
 /* For one strip of channels, adds the sums over lanes of every group. */
 INLINE void add_strip(float *const *sums, const group_list *groups, const float *words,
                       const float *rows, int64_t d, int vectors) {
@@ -32,7 +20,7 @@ INLINE void add_strip(float *const *sums, const group_list *groups, const float 
 static __attribute__((noinline)) void add_block_lanes(float *const *sums, const group_list *groups,
                                                       const float *words, const float *rows,
                                                       int64_t width) {
-    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length) {
+    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length)
         if (width - d >= row_strip)
             add_strip(sums, groups, words, rows, d, tile_vectors);
         else if (width - d == 3 * vf_width)
@@ -41,7 +29,6 @@ static __attribute__((noinline)) void add_block_lanes(float *const *sums, const 
             add_strip(sums, groups, words, rows, d, 2);
         else
             add_strip(sums, groups, words, rows, d, 1);
-    }
 }
 
 /* Adds what a key block contributes to the gradients of a tile and of its keys. */
