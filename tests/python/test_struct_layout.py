@@ -56,8 +56,10 @@ def fields_of(name: str) -> list[str]:
 
 
 def mirrored_fields(mirror: type) -> dict[str, type]:
-    parts = [vars(base).get("_fields_", ()) for base in reversed(mirror.__mro__)]
-    return dict(sum((list(fields) for fields in parts), []))
+    fields: dict[str, type] = {}
+    for base in reversed(mirror.__mro__):
+        fields.update(vars(base).get("_fields_", ()))
+    return fields
 
 
 def test_every_struct_is_mirrored() -> None:
