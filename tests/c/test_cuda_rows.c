@@ -88,7 +88,7 @@ static fdma_problem score_problem(const sizes *n, place at) {
         .exec = {.device = 1},
     };
     fdma_problem checked;
-    CHECK_OK(fdma_check_score_backward(&args, check_shapes, &checked));
+    CHECK_OK(fdma_check_call(operation_score_backward, &args, check_shapes, &checked));
     return checked;
 }
 
@@ -145,7 +145,7 @@ static fdma_problem forward_problem(int64_t q_len) {
                                     .causal = 1,
                                     .exec = {.device = 1}};
     fdma_problem checked;
-    CHECK_OK(fdma_check_forward(&args, check_shapes, &checked));
+    CHECK_OK(fdma_check_call(operation_forward, &args, check_shapes, &checked));
     return checked;
 }
 
