@@ -67,7 +67,7 @@ static fdma_problem backward_problem(const sizes *n, place at, int deterministic
         .exec = {.device = 1},
     };
     fdma_problem checked;
-    CHECK_OK(fdma_check_backward(&args, check_shapes, &checked));
+    CHECK_OK(fdma_check_call(operation_backward, &args, check_shapes, &checked));
     return checked;
 }
 
