@@ -1,5 +1,5 @@
 """The ctypes mirror agrees with fdma.h: size and fields of structs, enumerators, functions. Its
-tensors, and those of the operators, are the ones that src/core/tensors.h lists."""
+tensors, and those of the operators, are the ones that src/core/signatures.c lists."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_every_function_is_declared() -> None:
 
 
 class Listed(NamedTuple):
-    """A line of src/core/tensors.h, where the words are explained."""
+    """A line of src/core/signatures.c, which explains the words."""
 
     dims: str
     dtypes: str
@@ -103,20 +103,21 @@ class Listed(NamedTuple):
 def read_tensors() -> dict[str, dict[str, Listed]]:
     """The tensors of each operation, by field."""
     found: dict[str, dict[str, Listed]] = {}
-    text = (ROOT / "src" / "core" / "tensors.h").read_text()
-    pattern = r"^#define FDMA_\w+_TENSORS(?=\()|^    [XSP]\([^)]*\)"
-    for line in re.findall(pattern, text, re.MULTILINE):
-        if line.startswith("#"):
-            operation = line.removeprefix("#define FDMA_").removesuffix("_TENSORS").lower()
-            found[operation] = {}
-            continue
-        kind, words = line.strip()[0], line.strip()[2:-1].replace('"', "").split(", ")
-        name = words[0] if kind == "S" else words[1]
-        found[operation][name] = Listed(words[-3], words[-2], kind == "S")
+    text = (ROOT / "src" / "core" / "signatures.c").read_text()
+    for operation, table in re.findall(
+        r"tensor_entry (\w+)_tensors\[\] = \{\n(.*?)^\};", text, re.DOTALL | re.M
+    ):
+        found[operation] = {}
+        for kind, arguments in re.findall(r"(\w+)\(([^)]*)\),", table):
+            words = arguments.replace('"', "").split(", ")
+            in_selection = kind == "SELECTION"
+            field = words[0] if in_selection else words[1]
+            found[operation][field] = Listed(words[-3], words[-2], in_selection)
     return found
 
 
 TENSORS = read_tensors()
+assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
 DIMENSIONS = {
     **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
     **{"d": "head_dim", "c": "kv_heads * head_dim"},
@@ -130,7 +131,8 @@ NO_FIELD = {"window", "scope", "deterministic", "wants_dbias"}
 def test_the_tensors_of_a_struct(operation: str) -> None:
     listed = [name for name, one in TENSORS[operation].items() if not one.in_selection]
     fields = mirrored_fields(_library.CALLS[f"fdma_{operation}"])
-    assert listed == [name for name, kind in fields.items() if kind is _library.Tensor]
+    mirrored = [name for name, kind in fields.items() if kind is _library.Tensor]
+    assert sorted(listed) == sorted(mirrored)
     selected = [name for name, one in TENSORS[operation].items() if one.in_selection]
     assert ("selection" in fields) == (selected == ["expiry", "slot"])
 
