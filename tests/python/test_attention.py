@@ -33,7 +33,7 @@ from cases import (
     options_of,
     runs_of,
     stepwise,
-    takes,
+    supports,
 )
 from evaluate import assert_same
 from flash_dmattn import _call, _library, ops
@@ -43,10 +43,10 @@ TARGETS = [("cpu", kernel) for kernel in KERNELS]
 TARGETS.append(pytest.param("cuda", None, marks=on_device))
 
 
-def test_every_kernel_takes_something() -> None:
+def test_what_kernels_support() -> None:
     for kernel in KERNELS:
-        assert takes(kernel, torch.bfloat16)
-        assert takes(kernel, torch.float64) == (kernel == "reference")
+        assert supports(kernel, torch.bfloat16)
+        assert supports(kernel, torch.float64) == (kernel == "reference")
     assert {"cpu/scalar", "reference"} <= set(WIDE)
 
 
@@ -233,11 +233,11 @@ def test_special_logits(kernel: str) -> None:
 @pytest.mark.parametrize(("device", "kernel"), TARGETS)
 @pytest.mark.parametrize("name", ["later/steps", "padding/left", "dense/pad-holes"])
 def test_a_sequence_does_not_feel_its_batch(name: str, device: str, kernel: str | None) -> None:
-    given, where = make_input(name, torch.bfloat16), (kernel, device)
-    together = attend_and_differentiate(name, given, *where, deterministic=True)
+    given, target = make_input(name, torch.bfloat16), (kernel, device)
+    together = attend_and_differentiate(name, given, *target, deterministic=True)
     for b in range(CASES[name].batch):
         one = Input(*(None if x is None else x[b : b + 1] for x in given))
-        alone = attend_and_differentiate(name, one, *where, deterministic=True)
+        alone = attend_and_differentiate(name, one, *target, deterministic=True)
         assert_same(alone, tuple(x[b : b + 1] for x in together))
 
 
@@ -350,7 +350,7 @@ def test_backends() -> None:
     assert (backends[0] == "cuda") == HAS_DEVICE
     assert len(set(backends)) == len(backends)
     for backend in backends:
-        if backend != "cuda":  # which takes CUDA tensors only
+        if backend != "cuda":  # which is for CUDA tensors
             attend("scores/saw", make_input("scores/saw", torch.float32), backend)
 
 

@@ -141,7 +141,7 @@ def in_global_scope(*tensors: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, dense, in_global_scope])
 def test_gradcheck(function: Callable[..., Any]) -> None:
-    """Against finite differences in float64, which only the reference takes."""
+    """Against finite differences in float64, which only the reference supports."""
     tensors = make_fused(60, dtype=torch.float64, head_dim=16)
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
 
@@ -166,7 +166,7 @@ def test_bias_forms(form: str, function: Callable[..., Any]) -> None:
     ("q_len", "causal", "window"), [(70, True, 9), (31, True, 9), (70, False, 9), (70, True, 70)]
 )
 def test_fused_against_float64(q_len: int, causal: bool, window: int, a: float | None) -> None:
-    """All five gradients. Training starts from a = 0, where all keys tie."""
+    """All five gradients. Training starts from a = 0, when all keys tie."""
     tensors = make_fused(70, head_dim=16, a_coef=a)
     tensors[0] = tensors[0].detach()[:, :q_len].requires_grad_()
     with torch.no_grad():

@@ -20,7 +20,7 @@ def make_tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
-    """Operators with their arguments, which are taken by name from `values`."""
+    """Operators with their arguments, by name from `values`."""
     query, key, value, dt_proj, a_coef = make_tensors()
     score = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(1))
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))

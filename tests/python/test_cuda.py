@@ -1,5 +1,5 @@
-"""What only a CUDA device can show: streams, graphs, waiting, kernels by name, failures. The other
-tests run on a device too, where their name says cuda. Without a device only one test runs."""
+"""What only a CUDA device can show: streams, graphs, waiting, kernels by name, failures. Other
+tests whose names say cuda run on a device too. Without a device only one test runs here."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_memory_is_linear() -> None:
 def test_tensors_of_the_cpu_are_refused(index: int) -> None:
     tensors = on_cuda()
     tensors[index] = tensors[index].detach().cpu()
-    # The first that is not where query is.
+    # The first that is not on the device of query.
     name = ["key", "key", "value", "dt_proj", "a_coef"][index]
     with pytest.raises(ValueError, match=f"{name}: is on c"):
         fused(*tensors)
@@ -196,7 +196,9 @@ def test_tensors_of_the_cpu_are_refused(index: int) -> None:
     ("dtype", "backend", "words"),
     [(torch.float64, None, "float16"), (torch.bfloat16, "cpu", "cpu")],
 )
-def test_what_no_kernel_of_the_device_takes(dtype: torch.dtype, backend: Any, words: str) -> None:
+def test_what_no_kernel_of_the_device_supports(
+    dtype: torch.dtype, backend: Any, words: str
+) -> None:
     tensors = on_cuda(dtype=dtype)
     with pytest.raises(NotImplementedError, match=words):
         flash_dmattn.attention(*tensors[:3], backend=backend)
