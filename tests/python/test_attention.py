@@ -159,16 +159,11 @@ def test_everything_that_the_fused_operator_returns() -> None:
 
 
 def test_the_defaults_of_flash_dma_attention() -> None:
-    generator = torch.Generator().manual_seed(6)
-    query = torch.randn(1, 1100, 1, 8, generator=generator)
-    key, value = torch.randn(2, 1, 1100, 1, 8, generator=generator)
-    dt_proj, a_coef = torch.randn(1, 8, generator=generator), torch.ones(1)
-    out = flash_dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef)
-    score, bias = flash_dmattn.score(value, dt_proj, a_coef)
-    selection = flash_dmattn.select(score, 1024, scope="global")
-    expected, _ = flash_dmattn.attention(query, key, value, bias=bias, selection=selection)
-    assert (selection.slot < 0).sum() == 1100 - 1024
-    assert torch.equal(out, expected)
+    tensors = [x.detach() for x in make_fused(1100, head_dim=8)]
+    out = flash_dmattn.flash_dma_attention(*tensors)
+    said = {"causal": False, "scope": "global", "bias_form": "exp", "softcap": 0.0}
+    assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1024, **said))
+    assert not torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1023, **said))
 
 
 # ---- properties of results and gradients ----
