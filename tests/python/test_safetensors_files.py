@@ -140,13 +140,13 @@ def zeros(*shape: int) -> np.ndarray:
 
 UNFIT = {
     "no q": (changed(q=None), "no tensor 'q'"),
-    "no score": (changed(score=None), "no tensor 'score', and not both of 'dt_proj' and 'a'"),
-    "a alone": (changed(score=None, a=zeros(2)), "and not both of 'dt_proj' and 'a'"),
+    "no score": (changed(score=None), "no tensor 'score', want it or both 'dt_proj' and 'a'"),
+    "a alone": (changed(score=None, a=zeros(2)), "want it or both 'dt_proj' and 'a'"),
     "integers": (changed(k=np.zeros((1, 24, 2, 16), np.int32)), "'k': dtype is I32, want F16"),
     "rank 3": (changed(v=zeros(24, 2, 16)), "'v': rank is 3, want 4"),
     "rank 5": (changed(q=zeros(1, 1, 24, 4, 16)), "'q': rank is 5, want 4"),
     "rank 9": (changed(q=zeros(1, 1, 1, 1, 1, 1, 24, 4, 16)), "'q': rank is 9, want 4"),
-    "nothing in it": (changed(q=zeros(1, 0, 4, 16)), "'q': no elements"),
+    "nothing in it": (changed(q=zeros(1, 0, 4, 16)), "'q': has no elements"),
     "other batch": (
         changed(k=zeros(2, 24, 2, 16), v=zeros(2, 24, 2, 16), score=zeros(2, 2, 24)),
         "k: ",

@@ -93,7 +93,7 @@ def test_every_function_is_declared() -> None:
 
 
 class Listed(NamedTuple):
-    """A line of src/core/signatures.c, which explains the words."""
+    """A line of src/core/signatures.c, where the words are explained."""
 
     dims: str
     dtypes: str
@@ -104,15 +104,14 @@ def read_tensors() -> dict[str, dict[str, Listed]]:
     """The tensors of each operation, by field."""
     found: dict[str, dict[str, Listed]] = {}
     text = (ROOT / "src" / "core" / "signatures.c").read_text()
-    for operation, table in re.findall(
-        r"tensor_entry (\w+)_tensors\[\] = \{\n(.*?)^\};", text, re.DOTALL | re.M
+    for operation, body in re.findall(
+        r"tensor_entry (\w+)_tensors\[\] = \{(.*?)^\};", text, re.DOTALL | re.MULTILINE
     ):
         found[operation] = {}
-        for kind, arguments in re.findall(r"(\w+)\(([^)]*)\),", table):
-            words = arguments.replace('"', "").split(", ")
-            in_selection = kind == "SELECTION"
-            field = words[0] if in_selection else words[1]
-            found[operation][field] = Listed(words[-3], words[-2], in_selection)
+        for kind, row in re.findall(r"(ARG|MEMBER|SELECTION)\((.*)\),", body):
+            words = row.replace('"', "").split(", ")
+            name = words[0] if kind == "SELECTION" else words[1]
+            found[operation][name] = Listed(words[-3], words[-2], kind == "SELECTION")
     return found
 
 
@@ -131,8 +130,7 @@ NO_FIELD = {"window", "scope", "deterministic", "wants_dbias"}
 def test_the_tensors_of_a_struct(operation: str) -> None:
     listed = [name for name, one in TENSORS[operation].items() if not one.in_selection]
     fields = mirrored_fields(_library.CALLS[f"fdma_{operation}"])
-    mirrored = [name for name, kind in fields.items() if kind is _library.Tensor]
-    assert sorted(listed) == sorted(mirrored)
+    assert sorted(listed) == sorted(x for x, kind in fields.items() if kind is _library.Tensor)
     selected = [name for name, one in TENSORS[operation].items() if one.in_selection]
     assert ("selection" in fields) == (selected == ["expiry", "slot"])
 

@@ -62,7 +62,7 @@ REFUSED = {
     "attend f --window 4 --dtype f64": "--dtype is 'f64'",
     "attend f --window 4 --causal=1": "--causal takes no value",
     "attend f --window 4 g": "'g' is one argument too many",
-    "attend f --window 4 --scope causal": "--scope causal wants --causal",
+    "attend f --window 4 --scope causal": "--scope is 'causal', want --causal with it",
     "attend f --window 4": "f: cannot be opened: No such file",
     "attend EXAMPLE --window 4 --kernel nonsense": "nonsense",
     "attend f --window \x1b": "\\x1b",

@@ -173,6 +173,7 @@ for check in arrows calls words commits sizes symbols; do
     gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
     gate "$check" "$python" "tools/gates/check_$check.py"
 done
+gate messages "$python" tools/gates/check_messages.py
 gate vocabulary words_tested
 gate header header_alone
 gate cpu_headers cpu_headers_alone
