@@ -5,30 +5,21 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
+import cases
 import flash_dmattn
 import pytest
 import torch
-from cases import (
-    FUNCTIONS,
-    Tensors,
-    fused,
-    gradients,
-    kernels_of,
-    make_fused,
-    on_device,
-    results,
-    stepwise,
-)
+from cases import fused, gradients, make_fused, on_device, results, stepwise
 from evaluate import assert_same
 from flash_dmattn import _library
 from programs import output_of, python
 from test_backward import assert_gradients
 
 built = pytest.mark.skipif(not _library.has_cuda(), reason="the library is built without CUDA")
-every_function = pytest.mark.parametrize("function", FUNCTIONS)
+every_function = pytest.mark.parametrize("function", cases.FUNCTIONS)
 forward_and_backward = pytest.mark.parametrize("run", [results, gradients])
 
-Run = Callable[..., Tensors]
+Run = Callable[..., cases.Tensors]
 
 
 def on_cuda(q_len: int = 300, kv_len: int = 300, **options: Any) -> list[torch.Tensor]:
@@ -40,7 +31,7 @@ def on_cuda(q_len: int = 300, kv_len: int = 300, **options: Any) -> list[torch.T
 def test_every_kernel_of_backward(name: str) -> None:
     """By name, because only the fastest kernel runs otherwise."""
     tried = []
-    for kernel in kernels_of("backward", ("cuda",)):
+    for kernel in cases.kernels_of("backward", ("cuda",)):
         try:
             assert_gradients(name, "cuda", kernel, torch.bfloat16)
         except NotImplementedError:  # another head_dim's
