@@ -66,18 +66,18 @@ static inline bool make_forward(call *x, int c, int type, const char *kernel) {
     const shape *const n = &forward_shapes[s];
     const int64_t size = n->q_len * n->group * head_dims[d];
     if ((strcmp(kernel, "reference") == 0 && size > 65 * 64) ||
-        (size > 65 * 128 && (s + d) % problem_dtype_count != type)) {
+        (size > 65 * 128 && (s + d) % test_dtype_count != type)) {
         return false;
     }
     const problem p =
-        problem_of(n, head_dims[d], problem_dtypes[type], (s + head_dims[d] / 8) % 2 != 0);
+        problem_of(n, head_dims[d], test_dtypes[type], (s + head_dims[d] / 8) % 2 != 0);
     *x = forward_call(&p, kernel);
     x->args.forward.selection = p.window >= 0 ? &x->selection : NULL;
     return true;
 }
 
 static inline bool make_backward(call *x, int s, int type, const char *kernel) {
-    const problem p = problem_of(&shapes[s], shapes[s].head_dim, problem_dtypes[type], s % 2 != 0);
+    const problem p = problem_of(&shapes[s], shapes[s].head_dim, test_dtypes[type], s % 2 != 0);
     const gradient_problem gradient = gradient_of(&p, s % 3);
     x->args.backward = gradient_args(&gradient, kernel);
     x->selection = p.selection;
@@ -96,7 +96,7 @@ static inline bool make_score(call *x, int c, int type, const char *kernel) {
     const int64_t kv_len = lengths[c % TEST_COUNT(lengths)];
     const int64_t heads = head_counts[rest % TEST_COUNT(head_counts)];
     const int64_t head_dim = head_dims[rest / TEST_COUNT(head_counts)];
-    const fdma_dtype dtype = problem_dtypes[type], weights = c % 2 ? dtype : FDMA_FLOAT32;
+    const fdma_dtype dtype = test_dtypes[type], weights = c % 2 ? dtype : FDMA_FLOAT32;
     uint64_t state = 9;
     fdma_score_args *const args = &x->args.score;
     *args = (fdma_score_args){
@@ -124,7 +124,7 @@ static inline bool make_score(call *x, int c, int type, const char *kernel) {
 static inline bool make_score_backward(call *x, int s, int type, const char *kernel) {
     const shape *const n = &shapes[s];
     const int64_t heads = n->kv_heads, width = heads * n->head_dim;
-    const fdma_dtype dtype = problem_dtypes[type], of_a = s % 2 ? dtype : FDMA_FLOAT32;
+    const fdma_dtype dtype = test_dtypes[type], of_a = s % 2 ? dtype : FDMA_FLOAT32;
     uint64_t state = 3;
     fdma_score_backward_args *const args = &x->args.score_backward;
     *args = (fdma_score_backward_args){
@@ -235,7 +235,7 @@ static inline bool make_merge(call *x, int s, int type, const char *kernel) {
     for (size_t t = 0; t < table.count; t++) {
         fdma_tensor *const tensor = call_tensor(x, &table.entries[t]);
         *tensor = strlen(table.entries[t].dims) == 4
-                      ? new_tensor(problem_dtypes[type], 2, n->q_len, heads, n->head_dim)
+                      ? new_tensor(test_dtypes[type], 2, n->q_len, heads, n->head_dim)
                       : new_tensor(FDMA_FLOAT32, 2, heads, n->q_len, -1);
         fill_random(*tensor, &state, 1);
     }
@@ -249,13 +249,13 @@ typedef bool make_case(call *x, int c, int type, const char *kernel);
 
 typedef struct operation_cases {
     make_case *make;
-    int types; /* the first of problem_dtypes */
+    int types; /* the first of test_dtypes */
     int count;
     bool all; /* every kernel takes every case; otherwise each takes some */
 } operation_cases;
 
 static const operation_cases cases_of[] = {
-    [operation_score] = {make_score, problem_dtype_count,
+    [operation_score] = {make_score, test_dtype_count,
                          TEST_COUNT(lengths) * TEST_COUNT(head_counts) * TEST_COUNT(head_dims),
                          false},
     [operation_select] = {make_select, 1, TEST_COUNT(select_lens) * TEST_COUNT(select_windows) * 8,
@@ -264,13 +264,12 @@ static const operation_cases cases_of[] = {
                          TEST_COUNT(list_lens) * TEST_COUNT(list_windows) * TEST_COUNT(tile_lens) *
                              3,
                          false},
-    [operation_forward] = {make_forward, problem_dtype_count,
+    [operation_forward] = {make_forward, test_dtype_count,
                            TEST_COUNT(forward_shapes) * TEST_COUNT(head_dims), false},
-    [operation_backward] = {make_backward, problem_dtype_count, TEST_COUNT(shapes), true},
-    [operation_score_backward] = {make_score_backward, problem_dtype_count, TEST_COUNT(shapes),
-                                  true},
-    [operation_merge] = {make_merge, problem_dtype_count, TEST_COUNT(shapes), true},
-    [operation_merge_backward] = {make_merge, problem_dtype_count, TEST_COUNT(shapes), true},
+    [operation_backward] = {make_backward, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_score_backward] = {make_score_backward, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_merge] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_merge_backward] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
 };
 
 /* Whether the kernel that a call forces is the one that runs it. A name without "/decode" also
@@ -286,8 +285,8 @@ static inline void check_cases(fdma_operation operation, int step, void (*check)
     const operation_cases *const cases = &cases_of[operation];
     const char *const name = operations[operation].name;
     for (int type = 0; type < cases->types; type++) {
-        const char *const dtype = dtype_name(problem_dtypes[type]);
-        const kernel_list kernels = kernels_for(name, problem_dtypes[type]);
+        const char *const dtype = dtype_name(test_dtypes[type]);
+        const kernel_list kernels = kernels_for(name, test_dtypes[type]);
         for (int k = 0; k < kernels.count; k++) {
             int made = 0, ran = 0;
             for (int c = 0; c < cases->count; c += step) {

@@ -1,5 +1,5 @@
 /* test_attention.c - fdma_attention() against its three steps, and fdma_score() at known points. */
-#include "fixture.h"
+#include "calls.h"
 
 #include <float.h>
 

@@ -106,7 +106,7 @@ static bool settles(const tensor_entry *entry, char letter) {
 
 /* The answer where a tensor that settles a size has the size `wrong`. */
 static expectation want_of_origin(const tensor_entry *entry, char letter, int64_t wrong) {
-    const int64_t size = size_of_axis(letter);
+    const int64_t size = size_of_axis(&right_sizes, letter);
     const bool groups = operations[right.call.operation].selection != 0;
     if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};

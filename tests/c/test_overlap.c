@@ -1,7 +1,7 @@
 /* test_overlap.c - an output that shares elements with another tensor is refused; slices that lie
  * interleaved in one packed buffer and share none are not. That every output of every operation is
  * compared with every other tensor is for test_errors_tensors.c to show. */
-#include "fixture.h"
+#include "calls.h"
 
 enum { batch = 2, length = 6, heads = 2, head_dim = 8, row = heads * head_dim };
 enum { count = batch * length * row };
