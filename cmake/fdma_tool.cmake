@@ -11,7 +11,7 @@ set_target_properties(fdma_tool PROPERTIES
   RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}"
   BUILD_RPATH "$ORIGIN"
   INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
-target_include_directories(fdma_tool PRIVATE tools tests)
+target_include_directories(fdma_tool PRIVATE tools tests src) # of src, core/tensors.h alone
 target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags Threads::Threads m)
 
 if(fdma_has_cuda)
