@@ -1,4 +1,4 @@
-# The fdma command: one source a subcommand, and what they share.
+# The fdma command: one folder per subcommand, and common/, which they share.
 
 file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c tools/*/*.c)
 if(NOT tool_sources)

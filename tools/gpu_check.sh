@@ -13,7 +13,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     quick | full) length=$1 ;;
     --out)
-        [ $# -gt 1 ] || { echo "gpu_check: --out wants a folder" >&2; exit 2; }
+        [ $# -gt 1 ] || { echo "gpu_check: --out needs a folder" >&2; exit 2; }
         out=$2
         shift
         ;;
@@ -121,8 +121,7 @@ done
 for test in $backend_tests; do
     step "$test" 200 "$build/tests/$test" cuda
 done
-step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_cuda_backward.py \
-    -q -p no:cacheprovider
+step pytest 200 python3 -m pytest tests/python/test_cuda.py -q -p no:cacheprovider
 
 if ! command -v compute-sanitizer >/dev/null; then
     skip sanitizer "compute-sanitizer is not installed"

@@ -151,8 +151,9 @@ class Prepared:
         words = self.selection_words if in_selection else self.args_words
         return words, (getattr(type(struct), field).offset + _library.Tensor.data.offset) // 8
 
-    def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs:
-        """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`."""
+    def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs | torch.Tensor:
+        """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`.
+        Returns several outputs, or the only one."""
         outputs = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs])
         for index in self.zeroed:
             outputs[index].zero_()
@@ -165,7 +166,7 @@ class Prepared:
             workspace = first.new_empty(self.workspace_size, dtype=torch.uint8)
             self.args_words[self.workspace_at] = workspace.data_ptr()
         check(self.function(self.reference), self.operation)
-        return outputs
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class Memory(threading.local):
@@ -235,7 +236,7 @@ def call(
     inputs: tuple[MaybeTensor, ...],
     options: tuple[Any, ...],
     backend: str | None,
-) -> Outputs:
+) -> Outputs | torch.Tensor:
     """Make the call on the device of its first input, in that device's current stream.
 
     A tensor is taken as it is, except that one whose last stride is not 1 is copied.

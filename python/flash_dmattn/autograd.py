@@ -73,7 +73,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         wanted = gradients if ctx.has_bias else without_bias
         return pick(found, wanted, needed)
 
-    forward.op.register_autograd(derivative, setup_context=setup_context)
+    forward.differentiate(setup_context, derivative)
 
 
 differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)
@@ -106,4 +106,4 @@ def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradien
     return pick(sums, SCORE_GRADIENTS, ctx.needs_input_grad)
 
 
-ops.SCORE.op.register_autograd(score_backward, setup_context=keep_score)
+ops.SCORE.differentiate(keep_score, score_backward)

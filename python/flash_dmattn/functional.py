@@ -77,11 +77,12 @@ def get_available_backends() -> list[str]:
 
 def check_window(name: str, value: int) -> int:
     """Check a window, and return it as an int."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
-    if isinstance(value, torch.SymInt):  # of a graph that is being traced
-        return value
-    value = operator.index(value)
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
+        if isinstance(value, torch.SymInt):  # of a graph that is being traced
+            return value
+        value = operator.index(value)
     if value < 1:
         raise ValueError(f"{name}: is {value}, want 1 or more; kv_len or more keeps all keys")
     if value >= 1 << 63:
@@ -253,6 +254,7 @@ def attention(
         lse = -inf.
 
     Raises:
+        TypeError: a query that is not a tensor, or a selection that select() did not make.
         ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.

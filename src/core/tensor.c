@@ -92,13 +92,6 @@ fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t
     return FDMA_OK;
 }
 
-static bool is_empty(const fdma_tensor *tensor) {
-    for (int axis = 0; axis < tensor->rank; axis++)
-        if (tensor->shape[axis] == 0)
-            return true;
-    return false;
-}
-
 static const int64_t most_bytes = INT64_C(1) << 48; // more than any memory holds
 
 /* Checks the strides, and that byte offsets and the number of elements fit int64. */

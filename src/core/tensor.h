@@ -34,6 +34,13 @@ const char *fdma_dtype_name(fdma_dtype dtype);
 
 static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank != 0; }
 
+static inline bool is_empty(const fdma_tensor *tensor) {
+    for (int axis = 0; axis < tensor->rank; axis++)
+        if (tensor->shape[axis] == 0)
+            return true;
+    return false;
+}
+
 /* Checks rank, dtype and that no axis is negative, so that the shape can be used. */
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,
                             unsigned dtypes);

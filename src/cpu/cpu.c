@@ -1,10 +1,10 @@
-/* CPU features, and the rows that they allow. */
+/* What this CPU has, and which kernels that allows. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE // syscall()
 #endif
 #include "cpu/cpu.h"
 
-#include "core/tensors.h"
+#include "core/signatures.h"
 #include "cpu/isa/isa.h"
 #include "cpu/parallel.h"
 
@@ -48,79 +48,59 @@ const kernel_table *const fdma_cpu_tables[] = {
 #include <sys/syscall.h>
 #endif
 
-#define FEATURE(name) {#name, __builtin_cpu_supports(#name) != 0}
+/* Kernels need the beginning of this list, each as many features as stand beside its `missing`. */
+static const char *const feature_names[] = {
+    "avx2",     "fma",      "f16c",     "bmi",        "bmi2", "avx512f",
+    "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "amx",
+};
 
-typedef struct feature {
-    const char *name;
-    bool found;
-} feature;
+enum {
+    feature_count = sizeof feature_names / sizeof feature_names[0],
+    made_by_intel = 1 << 30, // beside the bits of the features
+    is_known = 1 << 29,
+};
 
-enum { feature_count = 11 };
-
-/* What compilers do not know of, asked once: cpuid takes microseconds in a virtual machine. */
-enum { unknown, found_it, missed_it };
-
-static bool ask_once(_Atomic int *state, bool (*ask)(void)) {
-    if (*state == unknown)
-        *state = ask() ? found_it : missed_it;
-    return *state == found_it;
-}
-
-static bool ask_f16c(void) {
+/* Asks cpuid for what some compilers do not know. */
+static uint32_t ask_cpu(void) {
+    enum { amx_bf16_and_tile = 1 << 22 | 1 << 24 };
     unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && __builtin_cpu_supports("avx");
-}
-
-static bool ask_amx(void) {
-    enum { bit_amx_bf16 = 1 << 22, bit_amx_tile = 1 << 24 };
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bit_amx_bf16) && (d & bit_amx_tile);
-}
-
-/* Linux lets a process use AMX's tiles when it has asked for them; that makes its signal frames
- * larger, so that it is asked for only where the kernel may be used. */
-static bool ask_tile_permission(void) {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-    enum { request_permission = 0x1023, tile_data = 18 };
-    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-#else
-    return false;
-#endif
-}
-
-static bool has_f16c(void) {
-    static _Atomic int state = unknown;
-    return ask_once(&state, ask_f16c);
-}
-
-static bool has_amx(void) {
-    static _Atomic int state = unknown;
-    return ask_once(&state, ask_amx);
-}
-
-static bool has_tile_permission(void) {
-    static _Atomic int state = unknown;
-    return ask_once(&state, ask_tile_permission);
-}
-
-static void find_features(feature *features) {
+    const bool intel = __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
+    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    const bool amx =
+        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & amx_bf16_and_tile) == amx_bf16_and_tile;
     __builtin_cpu_init();
-    const feature found[feature_count] = {
-        FEATURE(avx2),     FEATURE(fma),        {"f16c", has_f16c()}, FEATURE(bmi),
-        FEATURE(bmi2),     FEATURE(avx512f),    FEATURE(avx512bw),    FEATURE(avx512dq),
-        FEATURE(avx512vl), FEATURE(avx512bf16), {"amx", has_amx()},
+    const bool found[feature_count] = {
+        __builtin_cpu_supports("avx2"),
+        __builtin_cpu_supports("fma"),
+        f16c && __builtin_cpu_supports("avx"),
+        __builtin_cpu_supports("bmi"),
+        __builtin_cpu_supports("bmi2"),
+        __builtin_cpu_supports("avx512f"),
+        __builtin_cpu_supports("avx512bw"),
+        __builtin_cpu_supports("avx512dq"),
+        __builtin_cpu_supports("avx512vl"),
+        __builtin_cpu_supports("avx512bf16"),
+        amx,
     };
-    memcpy(features, found, sizeof found);
+    uint32_t bits = is_known | (intel ? made_by_intel : 0);
+    for (int n = 0; n < feature_count; n++)
+        bits |= (uint32_t)found[n] << n;
+    return bits;
+}
+
+/* Bit n: whether this CPU has feature n. It is asked once, because cpuid takes microseconds in a
+ * virtual machine. */
+static uint32_t cpu_bits(void) {
+    static _Atomic uint32_t known;
+    if (known == 0)
+        known = ask_cpu();
+    return known;
 }
 
 /* The first of the first `count` features that this CPU lacks. */
 static const char *first_missing(int count) {
-    feature features[feature_count];
-    find_features(features);
-    for (int i = 0; i < count; i++)
-        if (!features[i].found)
-            return features[i].name;
-    return NULL;
+    const uint32_t missing = ~cpu_bits() & ((1U << count) - 1);
+    return missing != 0 ? feature_names[__builtin_ctz(missing)] : NULL;
 }
 
 const char *fdma_missing_avx2(void) { return first_missing(5); }
@@ -135,38 +115,39 @@ const char *fdma_missing_avx512bf16(void) {
     return first_missing(10);
 }
 
+/* Linux lets a process use AMX's tiles once it has asked for them. That makes its signal frames
+ * larger, so it is asked for only if the kernels could run. */
+static bool has_tile_permission(void) {
+    enum { unknown, granted, denied, request_permission = 0x1023, tile_data = 18 };
+    static _Atomic int state = unknown;
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    if (state == unknown)
+        state = syscall(SYS_arch_prctl, request_permission, tile_data) == 0 ? granted : denied;
+#endif
+    return state == granted;
+}
+
 const char *fdma_missing_amx(void) {
 #if !defined(FDMA_HAVE_AMX)
     return "a build with amx";
 #endif
-    const char *const missing = first_missing(11);
+    const char *const missing = first_missing(feature_count);
     return missing == NULL && !has_tile_permission() ? "the system's permission for amx" : missing;
 }
 
-/* Intel's vdpbf16ps does half as much a cycle as its float32 multiply-adds, AMD's twice as much. */
-static bool ask_fast_pairs(void) {
-    unsigned a, b, c, d;
-    return fdma_missing_avx512bf16() == NULL && __get_cpuid(0, &a, &b, &c, &d) &&
-           b != signature_INTEL_ebx;
+/* Intel's vdpbf16ps does half as much per cycle as its float32 multiply-adds, AMD's twice as much. */
+static bool has_faster_pairs(void) {
+    return (fdma_missing_avx512bf16() == NULL && (cpu_bits() & made_by_intel) == 0) ||
+           fdma_missing_amx() == NULL;
 }
-
-static bool has_fast_pairs(void) {
-    static _Atomic int state = unknown;
-    return ask_once(&state, ask_fast_pairs);
-}
-
-static bool has_faster_pairs(void) { return has_fast_pairs() || fdma_missing_amx() == NULL; }
 
 static void list_features(char *text, size_t size) {
-    feature features[feature_count];
     size_t used = 0;
-    find_features(features);
-    for (int i = 0; i < feature_count; i++) {
-        if (!features[i].found)
-            continue;
-        used +=
-            (size_t)snprintf(text + used, size - used, "%s%s", used ? " " : "", features[i].name);
-    }
+    *text = '\0';
+    for (int n = 0; n < feature_count; n++)
+        if (cpu_bits() >> n & 1)
+            used += (size_t)snprintf(text + used, size - used, "%s%s", used ? " " : "",
+                                     feature_names[n]);
 }
 
 static void name_cpu(char *text, size_t size) {
@@ -209,7 +190,7 @@ static void list_features(char *text, size_t size) {
     snprintf(text, size, "neon%s", has_bf16() ? " bf16" : "");
 }
 
-/* Who made the CPU, and which of theirs it is: numbers, as in /proc/cpuinfo, which has no names. */
+/* The CPU's maker and model, as the numbers that /proc/cpuinfo has too: there are no names. */
 static void name_cpu(char *text, size_t size) {
     enum { has_cpuid = 1 << 11 }; // HWCAP_CPUID: Linux lets programs read MIDR_EL1
     uint64_t midr = 0;
@@ -236,16 +217,14 @@ static void name_cpu(char *text, size_t size) { snprintf(text, size, "CPU"); }
 
 const char *fdma_missing_scalar(void) { return NULL; }
 
-static bool is_wide(const fdma_tensor *tensor) {
-    return is_present(tensor) && tensor->dtype == FDMA_FLOAT64;
-}
-
 /* The CPU kernels compute in float32. */
 const char *fdma_refuses_wide(const fdma_problem *problem) {
     const tensor_table table = fdma_tensors[problem->operation];
-    for (size_t t = 0; t < table.count; t++)
-        if (is_wide(tensor_at(problem, table.entries[t].member)))
+    for (size_t t = 0; t < table.count; t++) {
+        const fdma_tensor *const tensor = tensor_at(problem, table.entries[t].member);
+        if (is_present(tensor) && tensor->dtype == FDMA_FLOAT64)
             return "float64 tensors, supported: float32, float16, bfloat16";
+    }
     return NULL;
 }
 
@@ -254,8 +233,8 @@ const char *fdma_refuses_singles(const fdma_problem *problem) {
     return reason == NULL && problem->dtype != FDMA_BFLOAT16 ? "types other than bfloat16" : reason;
 }
 
-/* Takes all that float32 holds, but leaves to others what they do faster, unless forced by more
- * than the backend's name. */
+/* Leaves bfloat16 to kernels that do it faster, unless the call asks for this one by more than the
+ * backend's name. */
 const char *fdma_refuses_slow(const fdma_problem *problem) {
     const char *const kernel = problem->exec.kernel;
     const bool forced = kernel && strchr(kernel, '/');

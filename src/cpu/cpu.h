@@ -1,4 +1,4 @@
-/* The CPU backend: its rows, and the facts of this machine that they are chosen by. */
+/* The CPU backend: its kernels, and what the CPU is. */
 #ifndef FDMA_CPU_CPU_H
 #define FDMA_CPU_CPU_H
 

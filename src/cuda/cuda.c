@@ -2,7 +2,7 @@
 #include "cuda/cuda.h"
 
 #include "core/error.h"
-#include "core/tensors.h"
+#include "core/signatures.h"
 #include "cuda/devices.h"
 
 #include <cuda_runtime_api.h>

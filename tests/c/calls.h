@@ -5,7 +5,7 @@
 
 #include "fixture.h"
 
-#include "core/tensors.h"
+#include "core/signatures.h"
 
 enum { operation_count = operation_attention_backward + 1, kernel_limit = 32 };
 

@@ -8,6 +8,7 @@
 
 static fdma_operation tested;
 
+<<<<<<< HEAD
 /* Large enough for several threads. The scale is given: its default is found by the caller. */
 static void make_call(call *x, fdma_dtype dtype) {
     static const call_sizes n = {
@@ -22,6 +23,23 @@ static void make_call(call *x, fdma_dtype dtype) {
     call_alloc(x, &state);
     if (operations[tested].selection != 0)
         call_select(x, 100, FDMA_SCOPE_CAUSAL, &state);
+=======
+/* Large enough for several threads. The default scale, 1 / sqrt(40), has to be rounded. */
+static gradient_problem a_problem(fdma_dtype dtype) {
+    problem x = {.batch = 1,
+                 .q_len = 200,
+                 .kv_len = 600,
+                 .q_heads = 4,
+                 .kv_heads = 2,
+                 .head_dim = 40,
+                 .window = 100,
+                 .scope = FDMA_SCOPE_CAUSAL,
+                 .causal = 1,
+                 .dtype = dtype};
+    problem_fill(&x, 31);
+    problem_select(&x);
+    return gradient_of(&x, 1);
+>>>>>>> main
 }
 
 static void run_in_modes(call *x) {

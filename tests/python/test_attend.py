@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -13,13 +14,6 @@ from safetensors import torch as torch_files
 from tool import EXAMPLE, attend_json, make_inputs, run_tool
 
 ROUNDING = 1e-4  # rounding errors of float32 are smaller here; a wrong row is off by 0.1
-
-
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    path = tmp_path / "example.safetensors"
-    files.save_file(make_inputs(), path)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -51,55 +45,6 @@ def test_whole_window_has_all_the_mass() -> None:
     assert report["keys_per_query"] == report["keys_visible"] == 256.5
 
 
-def kept_keys(score: np.ndarray, window: int, causal: bool, own: bool, q_len: int) -> np.ndarray:
-    """Boolean [q_len, kv_len] of one head, by sorting the keys that each query ranks."""
-    kv_len = len(score)
-    kept = np.zeros((q_len, kv_len), bool)
-    for i in range(q_len):
-        position = i + kv_len - q_len
-        ranked = range(position + 1) if own else range(kv_len)
-        best = sorted(ranked, key=lambda j: (score[j], j), reverse=True)[:window]
-        kept[i, [j for j in best if not causal or j <= position]] = True
-    return kept
-
-
-def attention(
-    inputs: dict[str, np.ndarray],
-    kept: np.ndarray,
-    bias: np.ndarray,
-    softcap: float,
-    dtype: type,
-) -> tuple[np.ndarray, np.ndarray]:
-    """out and lse of batch 1, evaluated plainly in `dtype`; kept [kv_heads, q_len, kv_len]."""
-    q, k, v = (inputs[name][0].astype(dtype) for name in "qkv")
-    group = q.shape[1] // k.shape[1]
-    out = np.zeros(q.shape, dtype)
-    lse = np.full((q.shape[1], q.shape[0]), -np.inf, dtype)
-    for h in range(q.shape[1]):
-        g = h // group
-        logits = q[:, h] @ k[:, g].T * dtype(q.shape[2] ** -0.5)
-        if softcap > 0:
-            logits = dtype(softcap) * np.tanh(logits / dtype(softcap))
-        logits = np.where(kept[g], logits + bias[0, g].astype(dtype), dtype(-np.inf))
-        for i in np.flatnonzero(kept[g].any(axis=1)):
-            most = logits[i].max()
-            weights = np.exp(logits[i] - most)
-            out[i, h] = weights / weights.sum() @ v[:, g]
-            lse[h, i] = most + np.log(weights.sum())
-    return out, lse
-
-
-def assert_close(found: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> None:
-    """The error is at most twice that of plain float32, plus one rounding step."""
-    finite = np.isfinite(exact)
-    assert finite.any()
-    assert (np.where(finite, 0, found) == np.where(finite, 0, exact)).all()
-    largest = np.abs(exact[finite]).max()
-    found, plain, exact = found[finite], plain[finite], exact[finite]
-    limit = 2 * np.abs(plain - exact).max() + np.spacing(np.float32(largest))
-    assert np.abs(found - exact).max() <= limit
-
-
 @pytest.mark.parametrize("bias", ["none", "linear", "exp"])
 @pytest.mark.parametrize(
     ("mode", "softcap"),
@@ -113,17 +58,15 @@ def test_outputs_are_attention(tmp_path: Path, bias: str, mode: list[str], softc
         path, "--window", "5", "--bias", bias, *mode, "--softcap", str(softcap), "--out", out_path
     )
     assert report["out"] == str(out_path)
-    written = files.load_file(out_path)
-    score = inputs["score"]
-    terms = {"none": 0 * score, "linear": score, "exp": np.exp(score)}[bias]
-    causal, own = "--causal" in mode, mode == ["--causal"]
-    kept = np.array([kept_keys(row, 5, causal, own, 19) for row in score[0]])
-    exact = attention(inputs, kept, terms, softcap, np.float64)
-    plain = attention(inputs, kept, terms, softcap, np.float32)
+    q, k, v, score = (torch.from_numpy(inputs[name]) for name in ("q", "k", "v", "score"))
+    terms = {"none": None, "linear": score, "exp": score.exp()}[bias]
+    causal, scope = "--causal" in mode, "causal" if mode == ["--causal"] else "global"
+    mask = evaluate.visible_keys(19, 33, causal, evaluate.kept_keys(score, 5, scope))
+    written = torch_files.load_file(out_path)
     assert set(written) == {"out", "lse"}
-    assert_close(written["out"][0], plain[0], exact[0])
-    assert_close(written["lse"][0], plain[1], exact[1])
-    assert report["keys_per_query"] == pytest.approx(kept.sum() / (2 * 19), rel=1e-5)
+    results = (written["out"], written["lse"])
+    evaluate.assert_attention(results, q, k, v, mask, bias=terms, softcap=softcap)
+    assert report["keys_per_query"] == pytest.approx(mask.sum().item() / (2 * 19), rel=1e-5)
 
 
 def test_scores_from_projection(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from programs import output_of, run
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -18,15 +18,8 @@ def commands(root: Path, target: str, *, smi: str | None, folder: Path, argument
     program = folder / "nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n" if smi is None else f"#!/bin/sh\nprintf '{smi}'\n")
     program.chmod(0o755)
-    done = subprocess.run(
-        ["make", "-n", target, *argument.split()],
-        cwd=root,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    path = f"{folder}:{os.environ['PATH']}"
+    return output_of(run("make", "-n", target, *argument.split(), cwd=root, env={"PATH": path}))
 
 
 @pytest.mark.parametrize(

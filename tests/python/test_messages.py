@@ -10,8 +10,6 @@ import math  # noqa: F401 (calls in messages.txt use it)
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Callable
 
@@ -19,6 +17,7 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import _call, _library
+from programs import Done, output_of, python
 
 Layer = flash_dmattn.DynamicMaskAttention
 
@@ -185,47 +184,34 @@ def test_a_device_without_kernels() -> None:
     assert out.device.type == "meta" and out.shape == QUERY
 
 
-def import_package(environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: text for name, text in os.environ.items() if name != "FDMA_LIBRARY"}
-    return subprocess.run(
-        [sys.executable, "-c", "import flash_dmattn"],
-        env={**kept, "PYTHONPATH": str(folder), **environment},
-        capture_output=True,
-        text=True,
-    )
+def import_package(folder: Path, library: Path | None) -> Done:
+    path = {"PYTHONPATH": str(folder), "FDMA_LIBRARY": library and str(library)}
+    return python("-c", "import flash_dmattn", env=path)
 
 
 @pytest.fixture
 def package(root: Path, tmp_path: Path) -> Path:
-    """A folder that holds a copy of the package, without a library beside it."""
+    """A folder that holds a copy of the package, without a library."""
     ignored = shutil.ignore_patterns("*.so", "*.dylib", "__pycache__")
     shutil.copytree(root / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
     return tmp_path
 
 
-def test_no_library(package: Path) -> None:
-    found = import_package({}, package)
-    assert found.returncode == 1
-    last_line = found.stderr.splitlines()[-1]
-    assert last_line.startswith("ImportError: no library at ") and "FDMA_LIBRARY" in last_line
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        (None, "ImportError: no library at .*; set FDMA_LIBRARY to where libfdma.so is"),
+        ("nothing.so", "ImportError: FDMA_LIBRARY is .*nothing.so', which is not a file"),
+        ("other.so", "ImportError: .*other.so cannot be used: .*"),
+    ],
+)
+def test_no_library(library: str | None, words: str, package: Path) -> None:
+    (package / "other.so").write_text("not a library")
+    done = import_package(package, library and package / library)
+    assert done.returncode == 1
+    assert re.fullmatch(words, done.stderr.splitlines()[-1])
 
 
-def test_fdma_library_is_not_a_file(package: Path) -> None:
-    found = import_package({"FDMA_LIBRARY": str(package / "nothing.so")}, package)
-    assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].endswith("nothing.so', which is not a file")
-
-
-def test_fdma_library_is_something_else(package: Path) -> None:
-    other = package / "other.so"
-    other.write_text("not a library")
-    found = import_package({"FDMA_LIBRARY": str(other)}, package)
-    assert found.returncode == 1
-    assert "ImportError" in found.stderr.splitlines()[-1] and "cannot be used" in found.stderr
-
-
-def test_the_library_beside_the_package_is_found(package: Path) -> None:
-    beside = package / "flash_dmattn" / "libfdma.so"
-    shutil.copy(os.environ["FDMA_LIBRARY"], beside)
-    found = import_package({}, package)
-    assert found.returncode == 0, found.stderr
+def test_the_library_in_the_package_is_found(package: Path) -> None:
+    shutil.copy(os.environ["FDMA_LIBRARY"], package / "flash_dmattn" / "libfdma.so")
+    output_of(import_package(package, None))

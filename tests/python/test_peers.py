@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import flash_dmattn
+import peers
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import peers  # noqa: E402
+from programs import ROOT, output_of, python
 
 LENGTHS, WINDOW = [64, 128], 48
 TINY = ["--device", "cpu", "--lengths", "64,128", "--window", str(WINDOW), "--rounds", "1"]
@@ -34,17 +28,6 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def useful_flops(length: int, window: int) -> int:
     return 4 * peers.HEAD_DIM * sum(min(position + 1, window) for position in range(length))
 
@@ -54,10 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one tiny run: figures.json, picture.svg and its output, in `printed`."""
     folder = tmp_path_factory.mktemp("peers")
     files = ["--json", folder / "figures.json", "--picture", folder / "picture.svg"]
-    done = run(ROOT / "benchmarks" / "peers.py", *TINY, "--threads", "1", *files)
-    assert done.returncode == 0, done.stderr
+    done = python(ROOT / "benchmarks" / "peers.py", *TINY, "--threads", "1", *files)
+    (folder / "printed").write_text(output_of(done))
     assert done.stderr == ""
-    (folder / "printed").write_text(done.stdout)
     return folder
 
 
@@ -129,9 +111,8 @@ def test_picture(folder: Path) -> None:
 
 
 def test_table(folder: Path, lines: list[dict[str, Any]]) -> None:
-    done = run(ROOT / "benchmarks" / "table.py", folder / "figures.json")
-    assert done.returncode == 0, done.stderr
-    head, _, *table = done.stdout.splitlines()
+    printed = output_of(python(ROOT / "benchmarks" / "table.py", folder / "figures.json"))
+    head, _, *table = printed.splitlines()
     assert lines[0]["machine"] in head and f"PyTorch {torch.__version__}" in head
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert len(cells) == 2 + len(lines[1:])

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from programs import ROOT, Done, run
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = os.environ.get("FDMA_TOOL", str(ROOT / "build" / "fdma"))
 EXAMPLE = ROOT / "examples" / "data" / "minilm.safetensors"
 
 
-def run_tool(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_tool(*arguments: str | Path, **options: Any) -> Done:
     """Runs `fdma` with the arguments; asserts that it did not crash."""
-    done = subprocess.run(
-        [TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
-    )
+    done = run(TOOL, *arguments, **options)
     assert done.returncode in (0, 1, 2), f"exit {done.returncode}: {done.stderr}"
     return done
 

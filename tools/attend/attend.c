@@ -19,8 +19,8 @@ static const char *const bias_words[] = {"exp", "linear", "none", NULL}; // fdma
 static const char *const dtype_words[] = {"f32", "f16", "bf16", NULL};   // fdma_dtype - 1
 
 static const option option_table[] = {
-    {"--window", "N", "how many keys each query keeps", NULL, offsetof(attend_options, window),
-     OPTION_COUNT, true},
+    {"--window", "N", "how many keys each query keeps, 1 or more", NULL,
+     offsetof(attend_options, window), OPTION_POSITIVE, true},
     {"--causal", NULL, "a query sees only the keys up to its own position", NULL,
      offsetof(attend_options, causal), OPTION_FLAG, false},
     {"--scope", "S",

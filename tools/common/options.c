@@ -80,10 +80,11 @@ static int store_value(const command_line *command, const option *known, const c
         memcpy(field, &text, sizeof text);
     } else if (known->kind == OPTION_CHOICE) {
         return store_choice(command, known, text, field);
-    } else if (known->kind == OPTION_COUNT) {
+    } else if (known->kind == OPTION_COUNT || known->kind == OPTION_POSITIVE) {
+        const bool positive = known->kind == OPTION_POSITIVE;
         const long long number = strtoll(text, &end, 10);
-        if (end == text || *end != '\0' || errno != 0 || number < 0)
-            want = "a whole number, 0 or more";
+        if (end == text || *end != '\0' || errno != 0 || number < positive)
+            want = positive ? "a whole number, 1 or more" : "a whole number, 0 or more";
         else
             *(int64_t *)field = number;
     } else {

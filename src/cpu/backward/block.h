@@ -69,6 +69,15 @@ INLINE void find_group_probabilities(const backward_step *step, const key_group 
         find_slopes(step, group->first);
 }
 
+static __attribute__((noinline)) void find_block_probabilities(const backward_step *step, int block,
+                                                               const group_list *groups) {
+    int32_t scored = 0; // the keys before it have scores
+    for (int32_t n = 0; n < groups->count; n++) {
+        scored = score_ahead(&step->logits, &groups->group[n], block, scored);
+        find_group_probabilities(step, &groups->group[n], block);
+    }
+}
+
 /* dbias += dS, summed over the lanes of a block. */
 INLINE void add_dbias(const backward_step *step, score_block ds, int32_t first, int from) {
     UNROLL
@@ -136,6 +145,15 @@ INLINE void find_group_ds(const backward_step *step, const key_group *group, int
     } else {
         find_ds(ds, step, group, block, 0);
         store_ds(ds, step->tile, group->first, block, 0);
+    }
+}
+
+static __attribute__((noinline)) void find_block_ds(const backward_step *step, int block,
+                                                    const group_list *groups) {
+    int32_t scored = 0;
+    for (int32_t n = 0; n < groups->count; n++) {
+        scored = score_ahead(&step->dp, &groups->group[n], block, scored);
+        find_group_ds(step, &groups->group[n], block);
     }
 }
 

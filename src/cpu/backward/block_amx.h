@@ -21,24 +21,6 @@ static void clear_skipped_words(const backward_step *step, int block, const grou
     }
 }
 
-static __attribute__((noinline)) void find_block_probabilities(const backward_step *step, int block,
-                                                               const group_list *groups) {
-    int32_t scored = 0; // the keys before it have scores
-    for (int32_t n = 0; n < groups->count; n++) {
-        scored = score_keys_of(&step->logits, &groups->group[n], block, scored);
-        find_group_probabilities(step, &groups->group[n], block);
-    }
-}
-
-static __attribute__((noinline)) void find_block_ds(const backward_step *step, int block,
-                                                    const group_list *groups) {
-    int32_t scored = 0;
-    for (int32_t n = 0; n < groups->count; n++) {
-        scored = score_keys_of(&step->dp, &groups->group[n], block, scored);
-        find_group_ds(step, &groups->group[n], block);
-    }
-}
-
 /* dv += P dout, or dk += dS q, of all listed keys. */
 static __attribute__((noinline)) void add_all_lanes(const backward_step *step, float *const *sums,
                                                     const float *words, const float *rows,

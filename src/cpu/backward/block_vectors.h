@@ -5,18 +5,6 @@
 
 #include "cpu/backward/block.h"
 
-static __attribute__((noinline)) void find_block_probabilities(const backward_step *step, int block,
-                                                               const group_list *groups) {
-    for (int32_t n = 0; n < groups->count; n++)
-        find_group_probabilities(step, &groups->group[n], block);
-}
-
-static __attribute__((noinline)) void find_block_ds(const backward_step *step, int block,
-                                                    const group_list *groups) {
-    for (int32_t n = 0; n < groups->count; n++)
-        find_group_ds(step, &groups->group[n], block);
-}
-
 /* For one strip of channels, adds the sums over lanes of every group. */
 INLINE void add_strip(float *const *sums, const group_list *groups, const float *words,
                       const float *rows, int64_t d, int vectors) {

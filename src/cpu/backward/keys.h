@@ -15,12 +15,11 @@ typedef struct key_table {
     int32_t *spare;   /* [count]: rows without a key */
     int32_t *live;    /* [count]: keys with a row, in ascending order */
     int64_t spare_count, live_count;
-    int64_t next; /* the first key that has not been looked at */
-    int64_t
-        first_key; /* keys before it were alive before the sweep, and keep their rows to its end */
+    int64_t next;      /* the first key that has not been looked at */
+    int64_t first_key; /* of the sweep; those before it keep their rows to its end */
 } key_table;
 
-/* The rows of a table: for the keys of one window, for as many again that were alive before the
+/* The rows of a table: for the keys of one window, for as many again that were live before the
  * sweep of a partition, and for the positions of a tile, of which there are at most lanes + 1. */
 static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_partition) {
     if (!problem->selected || problem->window > problem->kv_len)
@@ -32,18 +31,18 @@ static int64_t table_width(const fdma_problem *problem) {
     return round_up(tile_dim(problem), vf_width);
 }
 
-static size_t sums_bytes(const fdma_problem *problem, int64_t rows) {
-    const int64_t row_size = 2 * table_width(problem) + vf_width;
-    return (size_t)((rows + 1) * row_size) * sizeof(float);
+/* The floats of the sums of a table. */
+static int64_t table_floats(const fdma_problem *problem, int64_t rows) {
+    return (rows + 1) * (2 * table_width(problem) + vf_width);
 }
 
 /* A table without its sums. */
 static key_table take_key_table(fdma_arena *arena, const fdma_problem *problem, int64_t rows) {
     key_table table = {.count = rows, .width = table_width(problem)};
     table.row_size = 2 * table.width + vf_width;
-    table.row_of = fdma_arena_take(arena, (size_t)problem->kv_len * sizeof(int32_t));
-    table.spare = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
-    table.live = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
+    table.row_of = take_ints(arena, problem->kv_len);
+    table.spare = take_ints(arena, rows);
+    table.live = take_ints(arena, rows);
     return table;
 }
 
@@ -63,31 +62,18 @@ static void begin_table(key_table *table) {
     clear_sums_of(table, table->count);
 }
 
-/* Writes the row of dk or dv of one key, or adds it to what is there. */
-static void write_key_row(const fdma_problem *problem, const fdma_tensor *tensor,
-                          const row_range *rows, int64_t j, const float *sums, float factor) {
-    const int64_t dim = problem->head_dim;
-    void *const to = head_row(tensor, rows->b, j, rows->g);
-    for (int64_t d = 0; d < dim; d += vf_width) {
-        const int64_t count = channels_at(d, dim);
-        vf x = vf_mul(vf_load(sums + d), vf_set(factor));
-        if (problem->accumulate)
-            x = vf_add(load_channels(to, problem->dtype, d, count), x);
-        store_channels(to, problem->dtype, d, x, count);
-    }
-}
-
 static void write_dbias(const fdma_problem *problem, const row_range *rows, int64_t j, float sum) {
-    const fdma_tensor *const dbias = &problem->dbias;
-    if (is_present(dbias))
-        ((float *)dbias->data)[rows->b * dbias->stride[0] + rows->g * dbias->stride[1] + j] = sum;
+    if (is_present(&problem->dbias))
+        *float_at(&problem->dbias, rows->b, rows->g, j) = sum;
 }
 
 /* The gradients of a key that no later query keeps. */
 static void write_sums(const fdma_problem *problem, const row_range *rows, const key_table *table,
                        int64_t j, const float *sums) {
-    write_key_row(problem, &problem->dk, rows, j, sums, (float)problem->scale);
-    write_key_row(problem, &problem->dv, rows, j, sums + table->width, 1);
+    const fdma_tensor *const dk = &problem->dk, *const dv = &problem->dv;
+    const bool add = problem->accumulate;
+    write_row(problem, head_row(dk, rows->b, j, rows->g), sums, (float)problem->scale, add);
+    write_row(problem, head_row(dv, rows->b, j, rows->g), sums + table->width, 1, add);
     write_dbias(problem, rows, j, vf_sum(vf_load(sums + 2 * table->width)));
 }
 
@@ -108,8 +94,9 @@ static void write_zeros(const fdma_problem *problem, const row_range *rows, int6
 
 /* Writes the gradients of the keys that no query at `position` or later keeps, and frees their
  * rows. */
-static void retire_keys(const fdma_problem *problem, const row_range *rows, const int32_t *expiry,
-                        int32_t position, key_table *table) {
+static void retire_keys(const fdma_problem *problem, const row_range *rows, int32_t position,
+                        key_table *table) {
+    const int32_t *const expiry = expiry_of_head(problem, rows->b, rows->g);
     int64_t left = 0;
     for (int64_t n = 0; n < table->live_count; n++) {
         const int32_t j = table->live[n];
@@ -125,8 +112,10 @@ static void retire_keys(const fdma_problem *problem, const row_range *rows, cons
 }
 
 /* Gives rows to the keys up to `last` that a query at `first_position` or later keeps. */
-static void admit_keys(const fdma_problem *problem, const row_range *rows, const int32_t *expiry,
-                       const uint8_t *valid, int64_t last, key_table *table) {
+static void admit_keys(const fdma_problem *problem, const row_range *rows, int64_t last,
+                       key_table *table) {
+    const int32_t *const expiry = expiry_of_head(problem, rows->b, rows->g);
+    const uint8_t *const valid = valid_keys(problem, rows->b);
     for (; table->next <= last; table->next++) {
         const int32_t j = (int32_t)table->next;
         const bool kept = outlives(expiry, valid, rows->first_position, j);
@@ -143,19 +132,18 @@ static void admit_keys(const fdma_problem *problem, const row_range *rows, const
 }
 
 /* Advances the table to a tile, and starts at the keys that the tile visits. */
-static key_cursor advance_table(const fdma_problem *problem, const row_range *rows,
-                                key_table *table, int32_t *expiring) {
+static void advance_table(const fdma_problem *problem, const row_range *rows, key_table *table,
+                          key_cursor *cursor) {
     const snapshots none = {.step = 1};
-    key_cursor cursor = start_keys(problem, &none, rows, expiring);
-    retire_keys(problem, rows, cursor.expiry, rows->first_position, table);
-    admit_keys(problem, rows, cursor.expiry, cursor.valid, rows->first_position, table);
-    cursor.live = table->live;
-    cursor.live_count = table->live_count;
-    while (cursor.live_count > 0 && table->live[cursor.live_count - 1] > rows->first_position)
-        cursor.live_count--; // it arrived within the tile before
-    cursor.next = rows->first_position + 1;
-    admit_keys(problem, rows, cursor.expiry, cursor.valid, rows->last_position, table);
-    return cursor;
+    start_keys(problem, &none, rows, cursor);
+    retire_keys(problem, rows, rows->first_position, table);
+    admit_keys(problem, rows, rows->first_position, table);
+    cursor->live = table->live;
+    cursor->live_count = table->live_count;
+    while (cursor->live_count > 0 && table->live[cursor->live_count - 1] > rows->first_position)
+        cursor->live_count--; // it arrived within the tile before
+    cursor->next = rows->first_position + 1;
+    admit_keys(problem, rows, rows->last_position, table);
 }
 
 /* Writes the gradients of all keys that are left after the last tile. */

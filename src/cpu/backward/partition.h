@@ -27,10 +27,10 @@ typedef struct partition {
 
 static partition take_partition(fdma_arena *arena, const fdma_problem *problem, int64_t rows) {
     partition one;
-    one.sums = fdma_arena_take(arena, sums_bytes(problem, rows));
-    one.inherited = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
-    one.outliving = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
-    one.outliving_row = fdma_arena_take(arena, (size_t)rows * sizeof(int32_t));
+    one.sums = take_floats(arena, table_floats(problem, rows));
+    one.inherited = take_ints(arena, rows);
+    one.outliving = take_ints(arena, rows);
+    one.outliving_row = take_ints(arena, rows);
     one.count = fdma_arena_take(arena, sizeof *one.count);
     return one;
 }
@@ -41,7 +41,7 @@ static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
     const double dim = (double)problem->head_dim;
     const double keys = 2 * (double)problem->kv_len * dim * (double)fdma_dtype_size(problem->dtype);
     const double rows = (double)(problem->q_len * problem->group) * dim;
-    const double table = (double)sums_bytes(problem, table_rows(problem, lanes, true));
+    const double table = 4 * (double)table_floats(problem, table_rows(problem, lanes, true));
     const double most = (free_table_bytes + 0.3 * keys + 4 * rows) / table;
     int64_t count = 1;
     while (2 * count * problem->kv_heads <= wanted_tasks && 2 * (double)count <= most &&
@@ -50,18 +50,13 @@ static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
     return count;
 }
 
-static int64_t first_tile(int64_t tiles, int64_t count, int64_t index) {
-    return tiles * index / count;
-}
-
 /* Gives rows to the keys that arrived before the first tile of a partition. */
 static void begin_partition(const fdma_problem *problem, const row_range *first, key_table *table,
                             partition *one) {
     const int32_t before = first->first > 0 ? row_position(problem, first->first - 1) : -1;
     table->first_key = before + 1;
     if (before >= 0)
-        admit_keys(problem, first, expiry_of_head(problem, first->b, first->g),
-                   valid_keys(problem, first->b), before, table);
+        admit_keys(problem, first, before, table);
     one->count->inherited = table->live_count;
     memcpy(one->inherited, table->live, (size_t)table->live_count * sizeof *one->inherited);
 }
@@ -69,8 +64,7 @@ static void begin_partition(const fdma_problem *problem, const row_range *first,
 /* Records the keys that are still live at the first position after the partition. */
 static void end_partition(const fdma_problem *problem, const row_range *next, key_table *table,
                           partition *one) {
-    retire_keys(problem, next, expiry_of_head(problem, next->b, next->g), next->first_position,
-                table);
+    retire_keys(problem, next, next->first_position, table);
     one->count->outliving = table->live_count;
     for (int64_t n = 0; n < table->live_count; n++) {
         one->outliving[n] = table->live[n];

@@ -39,23 +39,21 @@ INLINE float *words_at(float *words, int32_t key, int block) {
 static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *problem,
                                         int64_t lanes) {
     const int64_t dim = tile_dim(problem);
-    const size_t rows = (size_t)(lanes / block_lanes * block_rows(dim)) * sizeof(float);
-    const size_t lane_floats = (size_t)lanes * sizeof(float);
-    const size_t scores = sizeof(float) * key_block * block_lanes;
-    const size_t words = sizeof(float) * key_block * held_words;
+    const int64_t rows = lanes / block_lanes * block_rows(dim);
+    const int64_t scores = key_block * block_lanes, words = key_block * held_words;
     backward_tile tile;
     tile.logits = take_tile(arena, problem, lanes);
     tile.dp = tile.logits;
-    tile.dp.q = fdma_arena_take(arena, (size_t)dim * lane_floats / terms);
-    tile.dp.k_rows = fdma_arena_take(arena, key_block * (size_t)padded_row(dim) * sizeof(float));
-    tile.q_rows = fdma_arena_take(arena, rows);
-    tile.dout_rows = fdma_arena_take(arena, rows);
-    tile.p = fdma_arena_take(arena, scores);
-    tile.p_words = terms == 1 ? tile.p : fdma_arena_take(arena, words);
-    tile.ds_words = terms == 1 ? tile.logits.weights : fdma_arena_take(arena, words);
-    tile.slope = fdma_arena_take(arena, problem->softcap > 0 ? scores : 0);
-    tile.lse = fdma_arena_take(arena, lane_floats);
-    tile.minus_delta = fdma_arena_take(arena, lane_floats);
+    tile.dp.q = take_floats(arena, dim * lanes / terms);
+    tile.dp.k_rows = take_floats(arena, key_block * padded_row(dim));
+    tile.q_rows = take_floats(arena, rows);
+    tile.dout_rows = take_floats(arena, rows);
+    tile.p = take_floats(arena, scores);
+    tile.p_words = terms == 1 ? tile.p : take_floats(arena, words);
+    tile.ds_words = terms == 1 ? tile.logits.weights : take_floats(arena, words);
+    tile.slope = take_floats(arena, problem->softcap > 0 ? scores : 0);
+    tile.lse = take_floats(arena, lanes);
+    tile.minus_delta = take_floats(arena, lanes);
     tile.left_out = fdma_arena_take(arena, (size_t)lanes);
     return tile;
 }
@@ -80,18 +78,16 @@ static void load_lse_and_delta(const fdma_problem *problem, const row_range *row
                                const backward_tile *tile) {
     for (int64_t lane = 0; lane < used_lanes(rows); lane++) {
         const float lse =
-            lane < rows->count ? *float_at_lane(problem, &problem->lse, rows, lane) : -INFINITY;
+            lane < rows->count ? *float_of_lane(problem, &problem->lse, rows, lane) : -INFINITY;
         tile->left_out[lane] = lse == -INFINITY;
         tile->lse[lane] = tile->left_out[lane] ? INFINITY : lse;
         tile->minus_delta[lane] = 0;
         if (tile->left_out[lane])
             continue;
-        const void *const dout =
-            row_at(&problem->dout, row_offset(problem, &problem->dout, rows, lane));
-        const void *const out =
-            row_at(&problem->out, row_offset(problem, &problem->out, rows, lane));
+        const void *const dout = row_of_lane(problem, &problem->dout, rows, lane);
+        const void *const out = row_of_lane(problem, &problem->out, rows, lane);
         const float dlse =
-            is_present(&problem->dlse) ? *float_at_lane(problem, &problem->dlse, rows, lane) : 0;
+            is_present(&problem->dlse) ? *float_of_lane(problem, &problem->dlse, rows, lane) : 0;
         const double product = product_of_rows(dout, out, problem->dtype, problem->head_dim);
         tile->minus_delta[lane] = (float)((double)dlse - product);
     }
@@ -106,9 +102,8 @@ static void load_lane_rows(const fdma_problem *problem, const fdma_tensor *tenso
         float *const line =
             to + lane / block_lanes * length + lane % block_lanes / terms * row_strip;
         for (int64_t n = 0; n < terms; n++)
-            row[n] = tile->left_out[lane + n]
-                         ? tile->logits.zeros
-                         : row_at(tensor, row_offset(problem, tensor, rows, lane + n));
+            row[n] = tile->left_out[lane + n] ? tile->logits.zeros
+                                              : row_of_lane(problem, tensor, rows, lane + n);
         for (int64_t d = 0; d < tile_dim(problem); d += vf_width) {
             const int64_t count = channels_at(d, dim);
             const vf word = terms == 2 ? vf_load_pairs(row[0], row[terms - 1], d, count)

@@ -1,17 +1,17 @@
-/* The keys that a tile visits, a block at a time: first, in ascending order, those that live from
- * its first position to its last; then those that expire in between, the last to expire first; then
- * those that arrive in between, in ascending order. Neighbours in this order are kept by nearly the
- * same rows.
+/* The keys that a tile visits, a block at a time: first, in ascending order, those that are live
+ * from its first position to its last; then those that expire in between, the last to expire first;
+ * then those that arrive in between, in ascending order. Neighbours in this order are kept by
+ * nearly the same rows.
  *
- * At causal positions, keys that were alive before are only lost. So the keys that any row of a
- * tile keeps are those alive at its first position and those that arrive up to its last one.
+ * Keys that arrived before a position are only lost after it. So the keys that any row of a tile
+ * keeps are those that are live at its first position and those that arrive up to its last one.
  * Snapshots of the live keys at every `step` positions make finding them O(window) for a tile. */
 #ifndef FDMA_CPU_COMMON_KEYS_H
 #define FDMA_CPU_COMMON_KEYS_H
 
 #include "cpu/common/tile.h"
 
-/* Snapshot n (from 1) holds the keys before position n * step that are still alive there. */
+/* Snapshot n (from 1) holds the keys before position n * step that are live there. */
 typedef struct snapshots {
     int64_t step;
     int64_t count;    /* of each (b, g) */
@@ -23,37 +23,26 @@ typedef struct snapshots {
 enum { min_snapshot_step = 128 };
 
 static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) {
-    const int64_t window = min(problem->window, problem->kv_len);
-    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t window = slots_of(problem), heads = problem->batch * problem->kv_heads;
     snapshots all = {.step = max(window / 2, min_snapshot_step), .capacity = window};
     // a window that holds every key excludes none: its tiles start from the first key
     if (problem->selected && window < problem->kv_len)
         all.count = (problem->kv_len - 1) / all.step;
-    all.keys = fdma_arena_take(arena, (size_t)(heads * all.count * window) * sizeof *all.keys);
-    all.length = fdma_arena_take(arena, (size_t)(heads * all.count) * sizeof *all.length);
+    all.keys = take_ints(arena, heads * all.count * window);
+    all.length = take_ints(arena, heads * all.count);
     return all;
 }
 
 /* The expiry of the keys of (b, g); NULL without a selection. */
 static const int32_t *expiry_of_head(const fdma_problem *problem, int64_t b, int64_t g) {
-    const fdma_tensor *const expiry = &problem->expiry;
-    if (!problem->selected || problem->kv_len == 0)
-        return NULL;
-    return (const int32_t *)expiry->data + b * expiry->stride[0] + g * expiry->stride[1];
-}
-
-/* key_valid of sequence b, or NULL. */
-static const uint8_t *valid_keys(const fdma_problem *problem, int64_t b) {
-    const fdma_tensor *const valid = &problem->key_valid;
-    if (!is_present(valid) || problem->kv_len == 0)
-        return NULL;
-    return (const uint8_t *)valid->data + b * valid->stride[0];
+    const bool any = problem->selected && problem->kv_len > 0;
+    return any ? int_at(&problem->expiry, b, g, 0) : NULL;
 }
 
 /* Appends to `to` those keys of `from` (of first, first + 1, ... if NULL) that outlive `position`,
  * and returns how many `to` holds then. */
-static int64_t filter_alive(int32_t *to, int64_t used, int64_t capacity, const int32_t *from,
-                            int64_t first, int64_t count, const int32_t *expiry, int64_t position) {
+static int64_t filter_live(int32_t *to, int64_t used, int64_t capacity, const int32_t *from,
+                           int64_t first, int64_t count, const int32_t *expiry, int64_t position) {
     for (int64_t n = 0; n < count && used < capacity; n++) {
         const int32_t j = from != NULL ? from[n] : (int32_t)(first + n);
         to[used] = j;
@@ -62,7 +51,8 @@ static int64_t filter_alive(int32_t *to, int64_t used, int64_t capacity, const i
     return used;
 }
 
-/* Each snapshot holds what is left of the one before and of the keys that arrived since. */
+/* Fills the snapshots of one (b, g): each holds what is left of the one before and of the keys that
+ * arrived since. */
 static void fill_snapshots(const fdma_problem *problem, const snapshots *all, int64_t head) {
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
     const int32_t *const expiry = expiry_of_head(problem, b, g);
@@ -71,10 +61,9 @@ static void fill_snapshots(const fdma_problem *problem, const snapshots *all, in
     for (int64_t n = 0; n < all->count; n++) {
         const int64_t index = head * all->count + n, position = (n + 1) * all->step;
         int32_t *const keys = all->keys + index * all->capacity;
-        if (previous != NULL)
-            length = filter_alive(keys, 0, all->capacity, previous, 0, length, expiry, position);
-        length = filter_alive(keys, length, all->capacity, NULL, position - all->step, all->step,
-                              expiry, position);
+        length = filter_live(keys, 0, all->capacity, previous, 0, length, expiry, position);
+        length = filter_live(keys, length, all->capacity, NULL, position - all->step, all->step,
+                             expiry, position);
         all->length[index] = (int32_t)length;
         previous = keys;
     }
@@ -93,24 +82,24 @@ typedef struct key_cursor {
     bool is_sorted;
 } key_cursor;
 
-static key_cursor start_keys(const fdma_problem *problem, const snapshots *all,
-                             const row_range *rows, int32_t *expiring) {
-    key_cursor cursor = {
+/* Starts at the first key of a tile; the cursor holds nothing but its array yet. */
+static void start_keys(const fdma_problem *problem, const snapshots *all, const row_range *rows,
+                       key_cursor *cursor) {
+    *cursor = (key_cursor){
         .end = rows->last_position + 1,
         .expiry = expiry_of_head(problem, rows->b, rows->g),
         .valid = valid_keys(problem, rows->b),
         .first_position = rows->first_position,
         .last_position = rows->last_position,
-        .expiring = expiring,
+        .expiring = cursor->expiring,
     };
     const int64_t n = min(max(rows->first_position, 0) / all->step, all->count);
     if (n > 0) {
         const int64_t index = (rows->b * problem->kv_heads + rows->g) * all->count + n - 1;
-        cursor.live = all->keys + index * all->capacity;
-        cursor.live_count = all->length[index];
-        cursor.next = n * all->step;
+        cursor->live = all->keys + index * all->capacity;
+        cursor->live_count = all->length[index];
+        cursor->next = n * all->step;
     }
-    return cursor;
 }
 
 /* Whether some row at `first_position` or later may keep key j, by its expiry and validity (either
@@ -131,8 +120,8 @@ static bool is_visited(const key_cursor *cursor, int32_t j) {
 }
 
 /* Lists key j, or sets it aside if it expires within the tile. A sound selection loses no more keys
- * there than the tile has positions; those of an unsound one that do not fit are listed at once. */
-static int32_t take_key(key_cursor *cursor, int32_t *keys, int32_t count, int32_t j) {
+ * there than the tile has positions; those of a corrupt one that do not fit are listed at once. */
+static int32_t add_key(key_cursor *cursor, int32_t *keys, int32_t count, int32_t j) {
     const bool visited = is_visited(cursor, j);
     if (visited && cursor->expiry != NULL && cursor->expiry[j] <= cursor->last_position &&
         cursor->expiring_count < most_lanes) {
@@ -159,9 +148,9 @@ static void sort_expiring(key_cursor *cursor) {
 static int32_t next_keys(key_cursor *cursor, int32_t *keys) {
     int32_t count = 0;
     for (; cursor->live_count > 0 && count < key_block; cursor->live++, cursor->live_count--)
-        count = take_key(cursor, keys, count, *cursor->live);
+        count = add_key(cursor, keys, count, *cursor->live);
     for (; cursor->next <= cursor->first_position && count < key_block; cursor->next++)
-        count = take_key(cursor, keys, count, (int32_t)cursor->next);
+        count = add_key(cursor, keys, count, (int32_t)cursor->next);
     if (count == key_block)
         return count;
     sort_expiring(cursor);
@@ -216,7 +205,7 @@ static void mark_lanes(const fdma_problem *problem, const row_range *rows, key_l
 static void find_rows(const fdma_tensor *tensor, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, const void **sources) {
     const int64_t step = tensor->stride[1] * (int64_t)fdma_dtype_size(tensor->dtype);
-    const uint8_t *const data = row_at(tensor, b * tensor->stride[0] + g * tensor->stride[2]);
+    const uint8_t *const data = head_row(tensor, b, 0, g);
     for (int32_t n = 0; n < count; n++)
         sources[n] = data + key[n] * step;
 }
@@ -224,9 +213,8 @@ static void find_rows(const fdma_tensor *tensor, int64_t b, int64_t g, const int
 /* The bias of some keys, 0 where there is none. */
 static void find_bias(const fdma_tensor *bias, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, float *to) {
-    const int64_t row = b * bias->stride[0] + g * bias->stride[1];
     for (int32_t n = 0; n < count; n++)
-        to[n] = is_present(bias) ? ((const float *)bias->data)[row + key[n]] : 0;
+        to[n] = is_present(bias) ? *float_at(bias, b, g, key[n]) : 0;
 }
 
 /* Prefetches into the L2 cache one cache line of each row, if a line begins at this byte. */
@@ -254,6 +242,32 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
         list->bias[n] = 0;
         list->first_lane[n] = list->end_lane[n] = 0;
     }
+}
+
+/* The key blocks of a tile: the one that is worked on, and the next, so that its rows can be
+ * prefetched. */
+typedef struct key_blocks {
+    key_list *now, *next;
+    key_cursor cursor; /* behind the next */
+} key_blocks;
+
+static key_blocks take_key_blocks(fdma_arena *arena) {
+    key_blocks blocks;
+    blocks.now = fdma_arena_take(arena, sizeof *blocks.now);
+    blocks.next = fdma_arena_take(arena, sizeof *blocks.next);
+    blocks.cursor.expiring = take_ints(arena, most_lanes);
+    return blocks;
+}
+
+/* Goes to the next key block, or returns false at the end. */
+static bool advance_keys(const fdma_problem *problem, const row_range *rows, const tile_state *tile,
+                         key_blocks *blocks) {
+    key_list *const done = blocks->now;
+    blocks->now = blocks->next;
+    blocks->next = done;
+    if (blocks->now->count > 0)
+        list_keys(problem, rows, &blocks->cursor, tile, blocks->next);
+    return blocks->now->count > 0;
 }
 
 static int32_t whole_steps(int32_t keys) { return (int32_t)round_up(keys, key_step); }

@@ -99,28 +99,29 @@ static inline void score_tiles(float *scores, const float *k, const float *q, in
     store_sums(scores);
 }
 
-/* Writes the scores of the step of keys that begins at `first` to memory, for one block of lanes.
- * Interleaving this with the softmax of the step before takes 9 % longer. */
-static inline void score_key_step(const tile_step *step, int32_t first, int block) {
+/* Writes the scores of the step of keys that a group is in to memory, for one block of lanes, unless
+ * the keys before `scored` have them. Returns the end of the last step that has scores. Interleaving
+ * this with the softmax of the step before takes 9 % longer. */
+static inline int32_t score_ahead(const tile_step *step, const key_group *group, int block,
+                                  int32_t scored) {
+    const int32_t first = group->first / key_step * key_step;
     const float *const k = step->tile->k_rows + first * padded_row(step->dim);
     const float *const q = block_queries(step, block);
+    if (group->first < scored)
+        return scored;
     for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
         score_tiles(step->tile->scores + lane, k, q + lane, step->dim);
+    return first + key_step;
 }
 
-/* Loads the scores of the group that begins at `first`, which score_key_step() has written. */
+/* Loads the scores of the group that begins at `first`, which score_ahead() has written. */
 INLINE void score_group(score_block s, int from, const tile_step *step, int32_t first, int block) {
     const float *const scores = step->tile->scores + first % key_step * block_lanes;
     const void *const *const ahead = rows_ahead(step, first, block);
     for (int64_t byte = 0; ahead != NULL && byte < step->dim / terms * step->next->word_size;
          byte += 64)
         prefetch_rows(ahead, score_keys, byte);
-    UNROLL
-    for (int key = 0; key < score_keys; key++) {
-        UNROLL
-        for (int m = from; m < tile_vectors; m++)
-            s[key][m] = vf_load(scores + key * block_lanes + m * vf_width);
-    }
+    load_group(s, from, scores, block_lanes);
 }
 
 /* As score_group(), plus `start`, one number for each lane. */
@@ -152,16 +153,18 @@ static inline void add_tiles(float *out, const float *values, const float *weigh
     store_sums(out);
 }
 
-/* O += V P for all channels of a block of lanes, over words 0 to `words` - 1 and those that fill
- * the last step, whose weights are 0. */
-static inline void add_all_values(const tile_step *step, int block, int32_t words) {
+/* O += V P for all channels of a block of lanes, over all steps that have a listed group. The
+ * weights of the other groups in these are 0. */
+static __attribute__((noinline)) void add_groups(const tile_step *step, int block,
+                                                 const group_list *groups) {
     const tile_state *const tile = step->tile;
+    const int32_t end = groups->count > 0 ? groups->group[groups->count - 1].first + score_keys : 0;
     float *const out = block_out(step, block);
     for (int64_t d = 0; d < step->dim; d += 2 * amx_rows)
         for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
             add_tiles(out + d * block_lanes + lane,
                       tile->values + d / strip_channels * strip_length, tile->weights + lane,
-                      words);
+                      end / terms);
 }
 
 /* sums += words times rows, for a step of keys and some pairs of vectors of channels: the product

@@ -32,18 +32,22 @@ static __attribute__((noinline)) void cap_stored(float *scores, float scale, flo
 
 INLINE void cap_scores(score_block s, int from, float *stored, float scale, float cap) {
     UNROLL
-    for (int key = 0; key < score_keys; key++) {
-        UNROLL
-        for (int m = from; m < tile_vectors; m++)
-            vf_store(stored + key * block_lanes + m * vf_width, s[key][m]);
-    }
+    for (int key = 0; key < score_keys; key++)
+        store_vectors(stored + key * block_lanes, s[key], from, tile_vectors);
     cap_stored(stored, scale, cap);
-    UNROLL
-    for (int key = 0; key < score_keys; key++) {
-        UNROLL
-        for (int m = from; m < tile_vectors; m++)
-            s[key][m] = vf_load(stored + key * block_lanes + m * vf_width);
-    }
+    load_group(s, from, stored, block_lanes);
+}
+
+/* What a tile's steps have in common, before the first one. */
+static tile_step first_step(const fdma_problem *problem, const row_range *rows,
+                            const tile_state *tile) {
+    return (tile_step){
+        .tile = tile,
+        .dim = tile_dim(problem),
+        .scale = (float)problem->scale,
+        .cap = softcap_of(problem),
+        .blocks = (int)(used_lanes(rows) / block_lanes),
+    };
 }
 
 /* The logits of the group that begins at `first`, before any mask. */
@@ -95,12 +99,6 @@ INLINE bool has_outgrown(const vf *total, int from) {
     for (int m = from; m < tile_vectors; m++)
         outgrown |= vf_any_greater(total[m], vf_set(most_weight));
     return outgrown;
-}
-
-INLINE void add_total(float *sum, int from, const vf *total) {
-    UNROLL
-    for (int m = from; m < tile_vectors; m++)
-        vf_store(sum + m * vf_width, vf_add(vf_load(sum + m * vf_width), total[m]));
 }
 
 static void scale_at(float *at, vf factor) { vf_store(at, vf_mul(vf_load(at), factor)); }

@@ -26,11 +26,11 @@ INLINE const void *const *rows_ahead(const tile_step *step, int32_t first, int b
     return (block == 0 ? step->next->k_source : step->next->v_source) + first;
 }
 
-/* k of the group that begins at `first`, a row for each key. */
-INLINE void find_group(const float **row, const tile_step *step, int32_t first) {
+/* Loads the vectors of a group, whose keys are `length` floats apart. */
+INLINE void load_group(score_block s, int from, const float *p, int64_t length) {
     UNROLL
     for (int key = 0; key < score_keys; key++)
-        row[key] = step->tile->k_rows + (first + key) * padded_row(step->dim);
+        load_vectors(s[key], p + key * length, from, tile_vectors);
 }
 
 /* q of a block of lanes. */

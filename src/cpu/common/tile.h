@@ -4,10 +4,8 @@
 #ifndef FDMA_CPU_COMMON_TILE_H
 #define FDMA_CPU_COMMON_TILE_H
 
-#include "core/integers.h"
-#include "core/kernel.h"
-#include "cpu/common/unroll.h"
-#include "cpu/simd/simd.h"
+#include "cpu/common/memory.h"
+#include "cpu/common/vectors.h"
 
 #include <float.h>
 #include <math.h>
@@ -63,24 +61,20 @@ static int64_t tile_dim(const fdma_problem *problem) {
 /* Rows are one cache line longer than needed, which spreads them over the sets of the L1 cache. */
 static int64_t padded_row(int64_t dim) { return dim / terms + 16; }
 
-static int64_t strips_of(int64_t dim) { return divide_up(dim, strip_channels); }
-
 static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int64_t lanes) {
-    const size_t dim = (size_t)tile_dim(problem) * sizeof(float);
-    const size_t padded = (size_t)padded_row(tile_dim(problem)) * sizeof(float);
-    const size_t strips = (size_t)strips_of(tile_dim(problem)) * sizeof(float);
+    const int64_t dim = tile_dim(problem);
     tile_state tile;
-    tile.q = fdma_arena_take(arena, (size_t)lanes * dim / terms);
-    tile.out = fdma_arena_take(arena, (size_t)lanes * dim);
-    tile.weights = fdma_arena_take(arena, sizeof(float) * block_lanes * key_block / terms);
-    tile.scores = fdma_arena_take(arena, sizeof(float) * block_lanes * key_step);
-    tile.capped = fdma_arena_take(arena, sizeof(float) * block_lanes * score_keys);
-    tile.max = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
-    tile.sum = fdma_arena_take(arena, sizeof(float) * (size_t)lanes);
-    tile.block_sum = fdma_arena_take(arena, sizeof(float) * block_lanes);
-    tile.k_rows = fdma_arena_take(arena, key_block * padded);
-    tile.values = fdma_arena_take(arena, strips * strip_length);
-    tile.zeros = fdma_arena_take(arena, dim);
+    tile.q = take_floats(arena, lanes * dim / terms);
+    tile.out = take_floats(arena, lanes * dim);
+    tile.weights = take_floats(arena, block_lanes * key_block / terms);
+    tile.scores = take_floats(arena, block_lanes * key_step);
+    tile.capped = take_floats(arena, block_lanes * score_keys);
+    tile.max = take_floats(arena, lanes);
+    tile.sum = take_floats(arena, lanes);
+    tile.block_sum = take_floats(arena, block_lanes);
+    tile.k_rows = take_floats(arena, key_block * padded_row(dim));
+    tile.values = take_floats(arena, divide_up(dim, strip_channels) * strip_length);
+    tile.zeros = take_floats(arena, dim);
     return tile;
 }
 
@@ -108,44 +102,33 @@ static int32_t row_position(const fdma_problem *problem, int64_t row) {
     return (int32_t)(!problem->causal ? problem->kv_len - 1 : p < -1 ? -1 : p);
 }
 
-static row_range rows_of_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t lanes,
-                              int64_t index) {
-    const int64_t first = index * lanes;
-    const int64_t count = min(problem->q_len * problem->group - first, lanes);
-    return (row_range){
-        .b = b,
-        .g = g,
-        .first = first,
-        .count = count,
-        .first_position = row_position(problem, first),
-        .last_position = row_position(problem, first + count - 1),
-    };
+/* All rows of one (b, g), numbered by `head`; their positions are left open. */
+static row_range rows_of_head(const fdma_problem *problem, int64_t head) {
+    return (row_range){.b = head / problem->kv_heads, .g = head % problem->kv_heads};
 }
 
-/* The offset of a lane's row in a tensor of q's shape, in elements. */
-static int64_t row_offset(const fdma_problem *problem, const fdma_tensor *tensor,
-                          const row_range *rows, int64_t lane) {
-    const int64_t row = rows->first + lane;
-    const int64_t i = row / problem->group, h = rows->g * problem->group + row % problem->group;
-    return rows->b * tensor->stride[0] + i * tensor->stride[1] + h * tensor->stride[2];
+static row_range rows_of_tile(const fdma_problem *problem, int64_t head, int64_t lanes,
+                              int64_t index) {
+    row_range rows = rows_of_head(problem, head);
+    rows.first = index * lanes;
+    rows.count = min(problem->q_len * problem->group - rows.first, lanes);
+    rows.first_position = row_position(problem, rows.first);
+    rows.last_position = row_position(problem, rows.first + rows.count - 1);
+    return rows;
+}
+
+/* A lane's row in a tensor of q's shape. */
+static void *row_of_lane(const fdma_problem *problem, const fdma_tensor *tensor,
+                         const row_range *rows, int64_t lane) {
+    const int64_t row = rows->first + lane, first_head = rows->g * problem->group;
+    return head_row(tensor, rows->b, row / problem->group, first_head + row % problem->group);
 }
 
 /* A lane's element of a float32 tensor of lse's shape. */
-static float *float_at_lane(const fdma_problem *problem, const fdma_tensor *tensor,
+static float *float_of_lane(const fdma_problem *problem, const fdma_tensor *tensor,
                             const row_range *rows, int64_t lane) {
-    const int64_t row = rows->first + lane;
-    const int64_t h = rows->g * problem->group + row % problem->group;
-    return (float *)tensor->data + rows->b * tensor->stride[0] + h * tensor->stride[1] +
-           row / problem->group;
-}
-
-static void *row_at(const fdma_tensor *tensor, int64_t offset) {
-    return (uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
-}
-
-/* The channels at [b, n, head] of a tensor shaped as q or as k. */
-static void *head_row(const fdma_tensor *tensor, int64_t b, int64_t n, int64_t head) {
-    return row_at(tensor, b * tensor->stride[0] + n * tensor->stride[1] + head * tensor->stride[2]);
+    const int64_t row = rows->first + lane, first_head = rows->g * problem->group;
+    return float_at(tensor, rows->b, first_head + row % problem->group, row / problem->group);
 }
 
 /* `count` channels, at most vf_width, of a row in any dtype. */
@@ -168,6 +151,18 @@ static inline void store_channels(void *row, fdma_dtype dtype, int64_t d, vf x, 
 /* How many of the channels from d to d + vf_width - 1 exist. */
 static inline int64_t channels_at(int64_t d, int64_t dim) {
     return d > dim ? 0 : dim - d < vf_width ? dim - d : vf_width;
+}
+
+/* Writes a row of channels times a factor; with `add` it adds them to what the row holds. */
+static inline void write_row(const fdma_problem *problem, void *to, const float *from, float factor,
+                             bool add) {
+    for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
+        const int64_t count = channels_at(d, problem->head_dim);
+        vf x = vf_mul(vf_load_first(from + d, count), vf_set(factor));
+        if (add)
+            x = vf_add(load_channels(to, problem->dtype, d, count), x);
+        store_channels(to, problem->dtype, d, x, count);
+    }
 }
 
 static inline void load_row(float *to, const void *row, fdma_dtype dtype, int64_t dim) {
@@ -236,10 +231,6 @@ static void pack_rows(const fdma_problem *problem, const fdma_tensor *tensor, co
     }
 }
 
-static void pack_queries(const fdma_problem *problem, const row_range *rows, tile_state *tile) {
-    pack_rows(problem, &problem->q, rows, tile->q, NULL, NULL);
-}
-
 static void clear_tile(tile_state *tile, const row_range *rows, int64_t dim) {
     for (int64_t d = 0; d < dim; d++)
         tile->zeros[d] = 0;
@@ -252,7 +243,7 @@ static void clear_tile(tile_state *tile, const row_range *rows, int64_t dim) {
 static void write_lse(const fdma_problem *problem, const row_range *rows, const tile_state *tile) {
     for (int64_t lane = 0; lane < rows->count; lane++) {
         const double sum = (double)tile->sum[lane], max = (double)tile->max[lane];
-        *float_at_lane(problem, &problem->lse, rows, lane) =
+        *float_of_lane(problem, &problem->lse, rows, lane) =
             sum == 0 ? -INFINITY : (float)(max + log(sum));
     }
 }

@@ -46,9 +46,7 @@ INLINE void multiply_keys(float *products, const float *q, int64_t width, const 
     float lanes[decode_sums];
     vf sums[decode_sums];
     int64_t d = 0;
-    UNROLL
-    for (int x = 0; x < decode_sums; x++)
-        sums[x] = vf_set(0);
+    clear_vectors(sums, 0, decode_sums);
     for (; d + vf_width <= dim; d += vf_width) {
         prefetch_rows(ahead, keys, bytes_of(d, dtype));
         multiply_channels(sums, q, width, k, dtype, rows, d, vf_width);
@@ -90,11 +88,8 @@ INLINE void add_channels(float *out, int64_t length, const float *weights, const
                          int64_t d, int64_t count) {
     vf o[shared_rows][strip_vectors];
     UNROLL
-    for (int r = 0; r < rows; r++) {
-        UNROLL
-        for (int m = 0; m < vectors; m++)
-            o[r][m] = vf_set(0);
-    }
+    for (int r = 0; r < rows; r++)
+        clear_vectors(o[r], 0, vectors);
     for (int32_t n = 0; n < now->count; n++) {
         vf channels[strip_vectors];
         for (int m = 0; m < vectors; m++)
@@ -111,13 +106,8 @@ INLINE void add_channels(float *out, int64_t length, const float *weights, const
         }
     }
     UNROLL
-    for (int r = 0; r < rows; r++) {
-        UNROLL
-        for (int m = 0; m < vectors; m++) {
-            float *const at = out + r * length + d + m * vf_width;
-            vf_store(at, vf_add(vf_load(at), o[r][m]));
-        }
-    }
+    for (int r = 0; r < rows; r++)
+        add_vectors(out + r * length + d, o[r], 0, vectors);
 }
 
 /* The second product of a block of keys, while v of the next one is prefetched. */
@@ -231,8 +221,8 @@ static void begin_head(const decode_task *task, int64_t head) {
     const int64_t dim = problem->head_dim;
     const row_range rows = {.b = task->b, .g = task->first_head + head};
     for (int64_t row = 0; row < decode->padded; row++) {
-        const void *const from = row_at(
-            &problem->q, row_offset(problem, &problem->q, &rows, min(row, decode->rows - 1)));
+        const void *const from =
+            row_of_lane(problem, &problem->q, &rows, min(row, decode->rows - 1));
         const decode_partial partial = partial_of(decode, head_of(task, head), task->split, row);
         float *const q = task->q + (head * decode->padded + row) * decode->width;
         for (int64_t d = 0; d < dim; d += vf_width) {
@@ -247,7 +237,7 @@ static void begin_head(const decode_task *task, int64_t head) {
 /* Attends to one split of the keys of some heads. */
 static void attend_split(const void *context, int64_t index, int32_t thread) {
     const decode_context *const decode = context;
-    const uint32_t rounding = flush_subnormals();
+    const uint32_t modes = flush_subnormals();
     const int64_t set = index / decode->splits % decode->head_sets;
     const int64_t first_head = set * decode->heads;
     decode_task task = {
@@ -270,7 +260,7 @@ static void attend_split(const void *context, int64_t index, int32_t thread) {
         attend_decode_block(&task, &blocks[now],
                             &blocks[blocks[1 - now].count > 0 ? 1 - now : now]);
     }
-    restore_modes(rounding);
+    restore_modes(modes);
 }
 
 /* Merges the partial results of a row into that of the first split, and returns its sum. */
@@ -297,60 +287,46 @@ static float merge_splits(const decode_context *decode, int64_t head, int64_t ro
 static void merge_head(const void *context, int64_t head, int32_t thread) {
     const decode_context *const decode = context;
     const fdma_problem *const problem = decode->problem;
-    const fdma_tensor *const out = &problem->out;
-    const row_range rows = {.b = head / problem->kv_heads, .g = head % problem->kv_heads};
-    const uint32_t rounding = flush_subnormals();
+    const row_range rows = rows_of_head(problem, head);
+    const uint32_t modes = flush_subnormals();
     (void)thread;
     for (int64_t row = 0; row < decode->rows; row++) {
         const decode_partial merged = partial_of(decode, head, 0, row);
         const float sum = decode->splits > 0 ? merge_splits(decode, head, row) : 0;
         const vf inverse = vf_set(sum == 0 ? 0 : 1 / sum);
-        void *const to = row_at(out, row_offset(problem, out, &rows, row));
+        void *const to = row_of_lane(problem, &problem->out, &rows, row);
         for (int64_t d = 0; d < problem->head_dim; d += vf_width)
             store_channels(to, problem->dtype, d,
                            sum == 0 ? vf_set(0) : vf_mul(vf_load(merged.out + d), inverse),
                            channels_at(d, problem->head_dim));
         if (is_present(&problem->lse))
-            *float_at_lane(problem, &problem->lse, &rows, row) =
+            *float_of_lane(problem, &problem->lse, &rows, row) =
                 sum == 0 ? -INFINITY : (float)((double)*merged.max + log((double)sum));
     }
-    restore_modes(rounding);
+    restore_modes(modes);
 }
 
-static int32_t decode_threads(const decode_context *decode) {
-    const fdma_problem *const problem = decode->problem;
-    const int64_t keys =
-        problem->selected ? min(problem->window, problem->kv_len) : problem->kv_len;
-    const int64_t heads = problem->batch * problem->kv_heads;
-    const int64_t bytes =
-        2 * heads * keys * problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype);
-    return fdma_worthwhile_threads(problem->exec.threads, heads * decode->splits,
-                                   bytes / microsecond_bytes);
-}
-
-static int32_t merge_threads(const decode_context *decode) {
-    const fdma_problem *const problem = decode->problem;
-    const int64_t heads = problem->batch * problem->kv_heads;
-    const int64_t bytes =
-        heads * decode->splits * decode->rows * partial_length(decode) * (int64_t)sizeof(float);
-    return fdma_worthwhile_threads(problem->exec.threads, heads, bytes / microsecond_bytes);
+/* Threads for `tasks` tasks that read so many bytes altogether. */
+static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64_t bytes) {
+    return fdma_worthwhile_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond);
 }
 
 /* The heads of a task are neighbours in memory, and few enough that every thread gets a task. */
-static int64_t heads_of_task(const decode_context *decode, int32_t threads) {
-    const fdma_problem *const problem = decode->problem;
+static int64_t heads_of_task(const fdma_problem *problem, int64_t splits, int32_t threads) {
     if (problem->k.stride[2] > problem->k.stride[1])
         return 1;
     int64_t heads = min(problem->kv_heads, decode_heads);
-    while (heads > 1 && decode->splits * problem->batch * problem->kv_heads < 2 * threads * heads)
+    while (heads > 1 && splits < 2 * threads * heads)
         heads = divide_up(heads, 2);
     return heads;
 }
 
-/* Divides the workspace; the size of the arena is what the call needs. Splits depend on kv_len
+/* Divides the workspace, and returns the bytes that the call needs of it. Splits depend on kv_len
  * alone, and so the results do not depend on the threads or on the batch. */
-static fdma_arena plan_decode(const fdma_problem *problem, decode_context *decode) {
+static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
     const int64_t rows = problem->q_len * problem->group;
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t key_bytes = problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype);
     *decode = (decode_context){
         .problem = problem,
         .rows = rows,
@@ -359,32 +335,31 @@ static fdma_arena plan_decode(const fdma_problem *problem, decode_context *decod
         .split = round_up(max(divide_up(problem->kv_len, max_splits), min_split), decode_keys),
     };
     decode->splits = divide_up(problem->kv_len, decode->split);
-    const int32_t threads = decode_threads(decode);
-    decode->heads = heads_of_task(decode, threads);
+    const int64_t splits = heads * decode->splits;
+    decode->threads =
+        threads_to_read(problem, splits, 2 * heads * keys_of_query(problem) * key_bytes);
+    decode->heads = heads_of_task(problem, splits, decode->threads);
     decode->head_sets = divide_up(problem->kv_heads, decode->heads);
     decode->scratch_size = decode->padded * (decode->heads * decode->width + decode_keys);
-    const int64_t partials = problem->batch * problem->kv_heads * decode->splits * decode->padded;
     fdma_arena arena = fdma_arena_of(problem);
-    decode->partial =
-        fdma_arena_take(&arena, (size_t)(partials * partial_length(decode)) * sizeof(float));
-    decode->scratch =
-        fdma_arena_take(&arena, (size_t)(threads * decode->scratch_size) * sizeof(float));
-    return arena;
+    decode->partial = take_floats(&arena, splits * decode->padded * partial_length(decode));
+    decode->scratch = take_floats(&arena, decode->threads * decode->scratch_size);
+    return fdma_arena_size(&arena);
 }
 
 static size_t decode_workspace(const fdma_problem *problem) {
     decode_context decode;
-    const fdma_arena arena = plan_decode(problem, &decode);
-    return fdma_arena_size(&arena);
+    return plan_decode(problem, &decode);
 }
 
 static fdma_status run_decode(const fdma_problem *problem) {
     decode_context decode;
     plan_decode(problem, &decode);
-    fdma_parallel_for(decode_threads(&decode), problem->batch * decode.head_sets * decode.splits,
+    const int64_t heads = problem->batch * problem->kv_heads, splits = heads * decode.splits;
+    const int64_t bytes = splits * decode.rows * partial_length(&decode) * (int64_t)sizeof(float);
+    fdma_parallel_for(decode.threads, problem->batch * decode.head_sets * decode.splits,
                       attend_split, &decode);
-    fdma_parallel_for(merge_threads(&decode), problem->batch * problem->kv_heads, merge_head,
-                      &decode);
+    fdma_parallel_for(threads_to_read(problem, heads, bytes), heads, merge_head, &decode);
     return FDMA_OK;
 }
 

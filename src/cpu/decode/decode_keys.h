@@ -3,7 +3,6 @@
 #ifndef FDMA_CPU_DECODE_DECODE_KEYS_H
 #define FDMA_CPU_DECODE_DECODE_KEYS_H
 
-#include "core/integers.h"
 #include "cpu/common/keys.h"
 
 enum {
@@ -11,11 +10,11 @@ enum {
     decode_keys = 32, /* of a block: their weights are held between the two products */
     decode_heads = 8, /* of a task, at most: neighbours in memory, visited side by side */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
-    strip_vectors = 4,         /* of channels: accumulators of the second product of one row */
-    min_split = 512,           /* keys */
-    max_splits = 32,           /* of a sequence */
-    scan_keys = 16,            /* expired keys that are skipped together */
-    microsecond_bytes = 10000, /* that a thread reads in a microsecond, roughly */
+    strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
+    min_split = 512,               /* keys */
+    max_splits = 32,               /* of a sequence */
+    scan_keys = 16,                /* expired keys that are skipped together */
+    bytes_per_microsecond = 10000, /* that a thread reads, roughly */
 };
 
 _Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
@@ -30,6 +29,7 @@ typedef struct decode_context {
     int64_t head_sets; /* tasks that the heads of one sequence are divided among */
     int64_t split;     /* keys of a split */
     int64_t splits;
+    int32_t threads;
     float *partial; /* [batch * kv_heads][splits][padded][partial_length] */
     float *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
     int64_t scratch_size;

@@ -4,6 +4,14 @@
 
 #include "cpu/common/softmax.h"
 
+/* The logits of a group, -inf in lanes that do not keep the key. */
+INLINE void find_group_logits(score_block s, int from, const tile_step *step,
+                              const key_group *group, int block) {
+    find_logits(s, from, step, group->first, block);
+    if (group->masked)
+        mask_lanes(s, from, step->keys, group->first, block);
+}
+
 /* Raises the maximum of the lanes to that of a group, and weighs the group under it. */
 static __attribute__((noinline)) void raise_group(const tile_step *step, const key_group *group,
                                                   int block) {
@@ -11,9 +19,7 @@ static __attribute__((noinline)) void raise_group(const tile_step *step, const k
     const int32_t first = group->first;
     vf top[tile_vectors], total[tile_vectors];
     score_block s;
-    find_logits(s, 0, step, first, block);
-    if (group->masked)
-        mask_lanes(s, 0, step->keys, first, block);
+    find_group_logits(s, 0, step, group, block);
     for (int m = 0; m < tile_vectors; m++) {
         top[m] = s[0][m];
         for (int key = 1; key < score_keys; key++)
@@ -22,7 +28,7 @@ static __attribute__((noinline)) void raise_group(const tile_step *step, const k
     raise_max(step, block, top, first);
     weigh(s, 0, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
           total);
-    add_total(tile->block_sum, 0, total);
+    add_vectors(tile->block_sum, total, 0, tile_vectors);
 }
 
 INLINE void weigh_lanes(const tile_step *step, const key_group *group, int block, int from) {
@@ -30,15 +36,13 @@ INLINE void weigh_lanes(const tile_step *step, const key_group *group, int block
     const int32_t first = group->first;
     vf total[tile_vectors];
     score_block s;
-    find_logits(s, from, step, first, block);
-    if (group->masked)
-        mask_lanes(s, from, step->keys, first, block);
+    find_group_logits(s, from, step, group, block);
     weigh(s, from, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
           total);
     if (has_outgrown(total, from))
         raise_group(step, group, block);
     else
-        add_total(tile->block_sum, from, total);
+        add_vectors(tile->block_sum, total, from, tile_vectors);
 }
 
 /* P = e^(S - max) of a group. The first group that a block of lanes keeps sets its maximum. */
@@ -51,9 +55,7 @@ INLINE void weigh_group(const tile_step *step, const key_group *group, int block
         weigh_lanes(step, group, block, 0);
 }
 
-#if defined(FDMA_POINT_AMX)
-
-/* Sets the weights of the groups that no lane keeps to 0: the products on AMX take whole steps. */
+/* Sets the weights of the groups that no lane keeps to 0, for products that take whole steps. */
 static void clear_skipped(const tile_step *step, const group_list *groups) {
     const key_group *group = groups->group, *const end = group + groups->count;
     for (int32_t first = 0; first < whole_steps(step->keys->count); first += score_keys)
@@ -64,66 +66,22 @@ static void clear_skipped(const tile_step *step, const group_list *groups) {
                    sizeof(float) * score_keys / terms * block_lanes);
 }
 
-/* Computes the scores of the step of keys that a group is in, unless it ends at `scored` or before.
- * Returns the end of the last step that has scores. */
-static inline int32_t score_keys_of(const tile_step *step, const key_group *group, int block,
-                                    int32_t scored) {
-    const int32_t first = group->first / key_step * key_step;
-    if (group->first < scored)
-        return scored;
-    score_key_step(step, first, block);
-    return first + key_step;
-}
-
-/* P of all groups that a block of lanes keeps. Scores are computed for a step of keys at a time. */
+/* P of all groups that a block of lanes keeps. */
 static __attribute__((noinline)) void weigh_groups(const tile_step *step, int block,
                                                    const group_list *groups) {
     int32_t scored = 0; // the keys before it have scores
-    clear_skipped(step, groups);
+    if ((int)key_step > (int)score_keys)
+        clear_skipped(step, groups);
     for (int32_t n = 0; n < groups->count; n++) {
-        scored = score_keys_of(step, &groups->group[n], block, scored);
+        scored = score_ahead(step, &groups->group[n], block, scored);
         weigh_group(step, &groups->group[n], block, !step->begun && n == 0);
     }
 }
-
-/* O += V P. */
-static __attribute__((noinline)) void add_groups(const tile_step *step, int block,
-                                                 const group_list *groups) {
-    if (groups->count > 0)
-        add_all_values(step, block, (groups->group[groups->count - 1].first + score_keys) / terms);
-}
-
-#else
-
-/* P of all groups that a block of lanes keeps. Scores stay in registers until they are weights. */
-static __attribute__((noinline)) void weigh_groups(const tile_step *step, int block,
-                                                   const group_list *groups) {
-    for (int32_t n = 0; n < groups->count; n++)
-        weigh_group(step, &groups->group[n], block, !step->begun && n == 0);
-}
-
-/* O += V P, a run of groups at a time. */
-static __attribute__((noinline)) void add_groups(const tile_step *step, int block,
-                                                 const group_list *groups) {
-    for (int32_t n = 0; n < groups->count;) {
-        const key_run run = next_run(groups, &n);
-        const int32_t first = run.first / terms, end = run.end / terms;
-        if (run.upper)
-            add_all_values(step, block, half_vectors, first, end);
-        else if (end - first == key_block / terms) // a constant number of iterations is 3 % faster
-            add_all_values(step, block, 0, 0, key_block / terms);
-        else
-            add_all_values(step, block, 0, first, end);
-    }
-}
-
-#endif
 
 static void add_block_sum(const tile_state *tile, int block) {
     vf sum[tile_vectors];
-    for (int m = 0; m < tile_vectors; m++)
-        sum[m] = vf_load(tile->block_sum + m * vf_width);
-    add_total(tile->sum + block * block_lanes, 0, sum);
+    load_vectors(sum, tile->block_sum, 0, tile_vectors);
+    add_vectors(tile->sum + block * block_lanes, sum, 0, tile_vectors);
 }
 
 static void clear_out(const tile_step *step, int block) {

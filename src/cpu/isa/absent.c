@@ -2,14 +2,12 @@
  * that asks for one of them by name hear what this machine lacks. */
 #include "cpu/isa/isa.h"
 
-#define ABSENT(NAME, OPERATION, MISSING)                                                           \
+#undef CPU_KERNEL
+#define CPU_KERNEL(NAME, OPERATION, MISSING, REFUSES, FUNCTION)                                    \
     {.name = NAME, .operation = operation_##OPERATION, .missing = MISSING}
 
 #define ABSENT_KERNELS(NAME, MISSING)                                                              \
-    ABSENT(NAME, score, MISSING), ABSENT(NAME, select, MISSING), ABSENT(NAME, lists, MISSING),     \
-        ABSENT(NAME "/decode", forward, MISSING), ABSENT(NAME "/tile", forward, MISSING),          \
-        ABSENT(NAME, backward, MISSING), ABSENT(NAME, score_backward, MISSING),                    \
-        ABSENT(NAME, merge, MISSING), ABSENT(NAME, merge_backward, MISSING)
+    VECTOR_KERNELS(NAME, MISSING, NULL), PRODUCT_KERNELS(NAME, MISSING, NULL)
 
 #if !defined(FDMA_HAVE_AVX2)
 static const char *missing_x86(void) { return "x86-64"; }

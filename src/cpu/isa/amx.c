@@ -7,8 +7,4 @@
 #include "cpu/backward/backward.h"
 #include "cpu/forward/forward.h"
 
-static const fdma_kernel kernels[] = {
-    PRODUCT_KERNELS("cpu/amx", fdma_missing_amx, fdma_refuses_singles),
-};
-
-const kernel_table fdma_cpu_amx = {kernels, sizeof kernels / sizeof kernels[0]};
+KERNEL_TABLE(fdma_cpu_amx, PRODUCT_KERNELS("cpu/amx", fdma_missing_amx, fdma_refuses_singles));

@@ -7,8 +7,5 @@
 #include "cpu/backward/backward.h"
 #include "cpu/forward/forward.h"
 
-static const fdma_kernel kernels[] = {
-    PRODUCT_KERNELS("cpu/avx512bf16", fdma_missing_avx512bf16, fdma_refuses_singles),
-};
-
-const kernel_table fdma_cpu_avx512bf16 = {kernels, sizeof kernels / sizeof kernels[0]};
+KERNEL_TABLE(fdma_cpu_avx512bf16,
+             PRODUCT_KERNELS("cpu/avx512bf16", fdma_missing_avx512bf16, fdma_refuses_singles));

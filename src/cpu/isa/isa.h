@@ -28,6 +28,11 @@
     CPU_KERNEL(NAME "/tile", forward, MISSING, REFUSES, forward),                                  \
         CPU_KERNEL(NAME, backward, MISSING, REFUSES, backward)
 
+/* The table of a point, made of its kernels. */
+#define KERNEL_TABLE(TABLE, ...)                                                                   \
+    static const fdma_kernel TABLE##_kernels[] = {__VA_ARGS__};                                    \
+    const kernel_table TABLE = {TABLE##_kernels, sizeof TABLE##_kernels / sizeof TABLE##_kernels[0]}
+
 extern const kernel_table fdma_cpu_avx512;
 extern const kernel_table fdma_cpu_amx, fdma_cpu_amx_vectors;
 extern const kernel_table fdma_cpu_avx512bf16, fdma_cpu_avx512bf16_vectors;

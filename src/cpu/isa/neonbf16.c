@@ -7,8 +7,5 @@
 #include "cpu/backward/backward.h"
 #include "cpu/forward/forward.h"
 
-static const fdma_kernel kernels[] = {
-    PRODUCT_KERNELS("cpu/neonbf16", fdma_missing_neonbf16, fdma_refuses_singles),
-};
-
-const kernel_table fdma_cpu_neonbf16 = {kernels, sizeof kernels / sizeof kernels[0]};
+KERNEL_TABLE(fdma_cpu_neonbf16,
+             PRODUCT_KERNELS("cpu/neonbf16", fdma_missing_neonbf16, fdma_refuses_singles));

@@ -3,28 +3,27 @@
  * A slot that has been taken is never empty again: when its key is evicted, the next one takes it
  * at the same position. So the kept set is a table of the last key of each slot, in which each
  * arriving key changes one entry. A tile's list is a copy of the table at the tile's first
- * position, followed by the keys that arrive after it. Where threads share the tiles of one (b,
- * g), each has a range of tiles, and begins with the table that the keys before its range leave
- * behind. */
+ * position, followed by the keys that arrive after it. If threads divide the tiles of one (b, g),
+ * each has a range of tiles, and begins with the table that the keys before its range leave. */
 #ifndef FDMA_CPU_LISTS_LISTS_H
 #define FDMA_CPU_LISTS_LISTS_H
 
-#include "core/integers.h"
-#include "core/kernel.h"
+#include "cpu/common/memory.h"
 #include "cpu/common/unroll.h"
 #include "cpu/parallel.h"
 
 #include <string.h>
 
-/* How many keys a thread passes over, or copies, in a microsecond, about. */
+/* Keys per microsecond that a thread passes over, or copies, about. */
 enum { passed_keys = 1000, copied_keys = 2000 };
 
 typedef struct lists_context {
     const fdma_problem *problem;
     int64_t ranges;      /* of the tiles of each (b, g) */
     int64_t range_tiles; /* tiles of each range but the last */
-    int64_t slots;       /* min(window, kv_len) */
-    int32_t *tables;     /* [threads][slots + 1] */
+    int64_t slots;
+    int32_t threads;
+    int32_t *tables; /* [threads][slots + 1] */
 } lists_context;
 
 /* The table of one (b, g) after all keys before `next`. */
@@ -35,11 +34,6 @@ typedef struct slot_table {
     int64_t next;    /* the first key that the table does not know */
     int64_t arrived; /* keys before `next` that took a slot */
 } slot_table;
-
-static int32_t *ints_of(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
-    return (int32_t *)tensor->data + b * tensor->stride[0] + g * tensor->stride[1] +
-           t * tensor->stride[2];
-}
 
 /* The slot of a key; `slots` if it has none, and for any number that is no slot. */
 INLINE int64_t table_slot(const slot_table *table, int64_t j) {
@@ -78,22 +72,19 @@ static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
 
 /* Slots are taken in the order 0, 1, ... and stay taken, so the entries in use are the first ones
  * of the table. A list holds no more keys than have passed, so it has room for them. */
-static void list_tile(const lists_context *lists, slot_table *table, int64_t b, int64_t g,
+static void list_tile(const fdma_problem *problem, slot_table *table, int64_t b, int64_t g,
                       int64_t t) {
-    const fdma_problem *const problem = lists->problem;
-    int32_t *const list = ints_of(&problem->list, b, g, t);
-    int32_t *const count = ints_of(&problem->count, b, g, t);
+    int32_t *const count = int_at(&problem->count, b, g, t);
+    count[0] = count[1] = 0;
+    if (table->slots == 0)
+        return; // the tensors of slots and lists may have no memory
+    int32_t *const list = int_at(&problem->list, b, g, t);
     const tile_span span = span_of(problem, t);
     pass_keys(table, span.first + 1);
     const int64_t live = min(table->arrived, table->slots);
     memcpy(list, table->key, (size_t)live * sizeof *list);
     count[0] = (int32_t)live;
     count[1] = (int32_t)(live + pass_and_list(table, span.last + 1, list + live));
-}
-
-static void list_nothing(const fdma_problem *problem, int64_t b, int64_t g, int64_t t) {
-    int32_t *const count = ints_of(&problem->count, b, g, t);
-    count[0] = count[1] = 0;
 }
 
 /* The last ranges come first, because most keys precede them. */
@@ -106,60 +97,45 @@ static void list_range(const void *context, int64_t index, int32_t thread) {
     const int64_t end = min(first + lists->range_tiles, count_tiles(problem));
     slot_table table = {
         .key = lists->tables + thread * (lists->slots + 1),
+        .slot = lists->slots > 0 ? int_at(&problem->slot, b, g, 0) : NULL,
         .slots = lists->slots,
     };
-    // without slots the tensors of slots and lists may have no memory
-    if (lists->slots > 0)
-        table.slot = ints_of(&problem->slot, b, g, 0);
     // in a corrupt selection slots may stay empty: they then list key 0
     memset(table.key, 0, (size_t)(lists->slots + 1) * sizeof *table.key);
     for (int64_t t = first; t < end; t++)
-        if (lists->slots > 0)
-            list_tile(lists, &table, b, g, t);
-        else
-            list_nothing(problem, b, g, t);
+        list_tile(problem, &table, b, g, t);
 }
 
-static int64_t slots_of_problem(const fdma_problem *problem) {
-    return min(problem->window, problem->kv_len);
-}
-
-static int32_t lists_threads(const fdma_problem *problem) {
+/* Divides the workspace, and returns the bytes that the call needs of it. */
+static size_t plan_lists(const fdma_problem *problem, lists_context *lists) {
     const int64_t heads = problem->batch * problem->kv_heads, tiles = count_tiles(problem);
-    const int64_t copied = tiles * slots_of_problem(problem);
-    return fdma_worthwhile_threads(problem->exec.threads, heads * tiles,
-                                   heads * (problem->kv_len / passed_keys + copied / copied_keys));
-}
-
-static fdma_arena lay_out_lists(const fdma_problem *problem, int32_t threads,
-                                lists_context *lists) {
+    const int64_t slots = slots_of(problem), copied = tiles * slots;
+    const int64_t microseconds = heads * (problem->kv_len / passed_keys + copied / copied_keys);
+    const int32_t threads =
+        fdma_worthwhile_threads(problem->exec.threads, heads * tiles, microseconds);
+    const int64_t range_tiles = divide_up(tiles, heads > 0 ? divide_up(threads, heads) : 1);
     fdma_arena arena = fdma_arena_of(problem);
-    const int64_t heads = problem->batch * problem->kv_heads, tiles = count_tiles(problem);
-    const int64_t wanted = heads > 0 ? divide_up(threads, heads) : 1;
-    const int64_t range_tiles = divide_up(tiles, wanted);
     *lists = (lists_context){
         .problem = problem,
         .range_tiles = range_tiles,
         .ranges = range_tiles > 0 ? divide_up(tiles, range_tiles) : 1,
-        .slots = slots_of_problem(problem),
+        .slots = slots,
+        .threads = threads,
+        .tables = take_ints(&arena, threads * (slots + 1)),
     };
-    lists->tables = fdma_arena_take(&arena, (size_t)threads * (size_t)(lists->slots + 1) *
-                                                sizeof *lists->tables);
-    return arena;
+    return fdma_arena_size(&arena);
 }
 
 static size_t lists_workspace(const fdma_problem *problem) {
     lists_context lists;
-    const fdma_arena arena = lay_out_lists(problem, lists_threads(problem), &lists);
-    return fdma_arena_size(&arena);
+    return plan_lists(problem, &lists);
 }
 
 static fdma_status run_lists(const fdma_problem *problem) {
     lists_context lists;
-    const int32_t threads = lists_threads(problem);
-    lay_out_lists(problem, threads, &lists);
+    plan_lists(problem, &lists);
     const int64_t heads = problem->batch * problem->kv_heads;
-    fdma_parallel_for(threads, heads * lists.ranges, list_range, &lists);
+    fdma_parallel_for(lists.threads, heads * lists.ranges, list_range, &lists);
     return FDMA_OK;
 }
 

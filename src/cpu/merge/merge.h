@@ -6,111 +6,110 @@
 #include "cpu/common/tile.h"
 #include "cpu/parallel.h"
 
+#include <math.h>
+
 enum {
     merge_rows = 64,    /* of a task */
     merge_bytes = 5000, /* of out, that a thread merges in a microsecond, roughly */
 };
 
-/* The weights of two partial results in the merged one, from their lse; 0: that one is empty. */
-typedef struct merge_weights {
-    float lse; /* merged */
-    float of[2];
-} merge_weights;
-
-typedef struct row_index {
+/* A row of the merged result and of both partial results. */
+typedef struct merged_row {
+    const fdma_problem *problem;
     int64_t b, i, h;
-} row_index;
+    const void *out[2]; /* of the partial results */
+    float lse;          /* merged */
+    float weight[2];    /* of the partial results in the merged one; 0: that one is empty */
+} merged_row;
 
-static row_index index_of_row(const fdma_problem *problem, int64_t n) {
-    const int64_t h = n % problem->q_heads, row = n / problem->q_heads;
-    return (row_index){.b = row / problem->q_len, .i = row % problem->q_len, .h = h};
+static float *float_of_row(const merged_row *row, const fdma_tensor *tensor) {
+    return float_at(tensor, row->b, row->h, row->i);
 }
 
-static void *channels_at_row(const fdma_tensor *tensor, const row_index *row) {
+static void *channels_of_row(const merged_row *row, const fdma_tensor *tensor) {
     return head_row(tensor, row->b, row->i, row->h);
 }
 
-static float *float_at_row(const fdma_tensor *tensor, const row_index *row) {
-    return (float *)tensor->data + row->b * tensor->stride[0] + row->h * tensor->stride[1] +
-           row->i * tensor->stride[2];
-}
-
-static merge_weights weigh_partials(const fdma_problem *problem, const row_index *row) {
-    const double a = (double)*float_at_row(&problem->partial[0].lse, row);
-    const double b = (double)*float_at_row(&problem->partial[1].lse, row);
-    const double most = a > b ? a : b;
-    if (a != a || b != b)
-        return (merge_weights){NAN, {NAN, NAN}};
-    if (most == -(double)INFINITY)
-        return (merge_weights){.lse = -INFINITY};
-    const double lse = most + log(exp(a - most) + exp(b - most));
-    return (merge_weights){(float)lse, {(float)exp(a - lse), (float)exp(b - lse)}};
-}
-
-/* What partial result n adds to some channels of the merged one. Channels of an empty one are not
- * read. */
-static inline vf weighted_channels(const fdma_problem *problem, const void *const *rows,
-                                   const merge_weights *weights, int n, int64_t d, int64_t count) {
-    if (weights->of[n] == 0)
-        return vf_set(0);
-    return vf_mul(vf_set(weights->of[n]), load_channels(rows[n], problem->dtype, d, count));
-}
-
-static inline vf merged_channels(const fdma_problem *problem, const void *const *rows,
-                                 const merge_weights *weights, int64_t d, int64_t count) {
-    return vf_add(weighted_channels(problem, rows, weights, 0, d, count),
-                  weighted_channels(problem, rows, weights, 1, d, count));
-}
-
-static void merge_row(const fdma_problem *problem, int64_t n) {
-    const row_index row = index_of_row(problem, n);
-    const merge_weights weights = weigh_partials(problem, &row);
-    const void *const rows[] = {channels_at_row(&problem->partial[0].out, &row),
-                                channels_at_row(&problem->partial[1].out, &row)};
-    void *const to = channels_at_row(&problem->out, &row);
-    for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
-        const int64_t count = channels_at(d, problem->head_dim);
-        store_channels(to, problem->dtype, d, merged_channels(problem, rows, &weights, d, count),
-                       count);
+static void weigh_partials(merged_row *row) {
+    const fdma_partial *const partial = row->problem->partial;
+    const double a = (double)*float_of_row(row, &partial[0].lse);
+    const double b = (double)*float_of_row(row, &partial[1].lse);
+    const double most = a > b ? a : b, lse = most + log(exp(a - most) + exp(b - most));
+    if (a != a || b != b) {
+        row->lse = row->weight[0] = row->weight[1] = NAN;
+    } else if (most == -(double)INFINITY) {
+        row->lse = -INFINITY; // both are empty
+    } else {
+        row->lse = (float)lse;
+        row->weight[0] = (float)exp(a - lse);
+        row->weight[1] = (float)exp(b - lse);
     }
+}
+
+static merged_row find_row(const fdma_problem *problem, int64_t index) {
+    const int64_t row_index = index / problem->q_heads;
+    merged_row row = {
+        .problem = problem,
+        .b = row_index / problem->q_len,
+        .i = row_index % problem->q_len,
+        .h = index % problem->q_heads,
+    };
+    for (int n = 0; n < 2; n++)
+        row.out[n] = channels_of_row(&row, &problem->partial[n].out);
+    weigh_partials(&row);
+    return row;
+}
+
+/* Some channels times the weight of partial result n. Those of an empty one are not read. */
+static inline vf weighted_channels(const merged_row *row, int n, const void *from, int64_t d) {
+    const fdma_problem *const problem = row->problem;
+    if (row->weight[n] == 0)
+        return vf_set(0);
+    return vf_mul(vf_set(row->weight[n]),
+                  load_channels(from, problem->dtype, d, channels_at(d, problem->head_dim)));
+}
+
+static inline vf merged_channels(const merged_row *row, int64_t d) {
+    return vf_add(weighted_channels(row, 0, row->out[0], d),
+                  weighted_channels(row, 1, row->out[1], d));
+}
+
+static void merge_row(const merged_row *row) {
+    const fdma_problem *const problem = row->problem;
+    void *const to = channels_of_row(row, &problem->out);
+    for (int64_t d = 0; d < problem->head_dim; d += vf_width)
+        store_channels(to, problem->dtype, d, merged_channels(row, d),
+                       channels_at(d, problem->head_dim));
     if (is_present(&problem->lse))
-        *float_at_row(&problem->lse, &row) = weights.lse;
+        *float_of_row(row, &problem->lse) = row->lse;
 }
 
 /* <dout, out of partial result n - merged out>: the gradient of its weight. */
-static float weight_gradient(const fdma_problem *problem, const void *dout, const void *const *rows,
-                             const merge_weights *weights, int n) {
+static float weight_gradient(const merged_row *row, const void *dout, int n) {
+    const fdma_problem *const problem = row->problem;
     vf sum = vf_set(0);
-    if (weights->of[n] == 0)
-        return 0;
-    for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
+    for (int64_t d = 0; d < problem->head_dim && row->weight[n] != 0; d += vf_width) {
         const int64_t count = channels_at(d, problem->head_dim);
-        const vf merged = merged_channels(problem, rows, weights, d, count);
-        const vf own = load_channels(rows[n], problem->dtype, d, count);
-        sum = vf_fma(load_channels(dout, problem->dtype, d, count), vf_sub(own, merged), sum);
+        const vf own = load_channels(row->out[n], problem->dtype, d, count);
+        const vf difference = vf_sub(own, merged_channels(row, d));
+        sum = vf_fma(load_channels(dout, problem->dtype, d, count), difference, sum);
     }
     return vf_sum(sum);
 }
 
-static void merge_row_backward(const fdma_problem *problem, int64_t index) {
-    const row_index row = index_of_row(problem, index);
-    const merge_weights weights = weigh_partials(problem, &row);
-    const void *const dout = channels_at_row(&problem->dout, &row);
-    const void *const rows[] = {channels_at_row(&problem->partial[0].out, &row),
-                                channels_at_row(&problem->partial[1].out, &row)};
-    const float dlse = is_present(&problem->dlse) ? *float_at_row(&problem->dlse, &row) : 0;
+static void merge_row_backward(const merged_row *row) {
+    const fdma_problem *const problem = row->problem;
+    const void *const dout = channels_of_row(row, &problem->dout);
+    const float dlse = is_present(&problem->dlse) ? *float_of_row(row, &problem->dlse) : 0;
     for (int n = 0; n < 2; n++) {
         const fdma_partial *const partial = &problem->partial[n];
-        void *const to = channels_at_row(&partial->dout, &row);
-        const float weight = weights.of[n];
-        const float sum = dlse + weight_gradient(problem, dout, rows, &weights, n);
-        for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
-            const int64_t count = channels_at(d, problem->head_dim);
-            const vf gradient = load_channels(dout, problem->dtype, d, count);
-            store_channels(to, problem->dtype, d,
-                           weight == 0 ? vf_set(0) : vf_mul(vf_set(weight), gradient), count);
-        }
-        *float_at_row(&partial->dlse, &row) = weight == 0 ? 0 : weight * sum;
+        void *const to = channels_of_row(row, &partial->dout);
+        const float weight = row->weight[n];
+        const float sum = dlse + weight_gradient(row, dout, n);
+        for (int64_t d = 0; d < problem->head_dim; d += vf_width)
+            store_channels(to, problem->dtype, d, weighted_channels(row, n, dout, d),
+                           channels_at(d, problem->head_dim));
+        *float_of_row(row, &partial->dlse) = weight == 0 ? 0 : weight * sum;
     }
 }
 
@@ -121,14 +120,14 @@ static int64_t rows_to_merge(const fdma_problem *problem) {
 static void merge_some_rows(const void *context, int64_t index, int32_t thread) {
     const fdma_problem *const problem = context;
     const int64_t end = min((index + 1) * merge_rows, rows_to_merge(problem));
-    const uint32_t modes = keep_subnormals();
     (void)thread;
-    for (int64_t row = index * merge_rows; row < end; row++)
+    for (int64_t n = index * merge_rows; n < end; n++) {
+        const merged_row row = find_row(problem, n);
         if (problem->operation == operation_merge)
-            merge_row(problem, row);
+            merge_row(&row);
         else
-            merge_row_backward(problem, row);
-    restore_modes(modes);
+            merge_row_backward(&row);
+    }
 }
 
 static size_t merge_workspace(const fdma_problem *problem) {

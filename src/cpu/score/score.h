@@ -6,8 +6,6 @@
 #ifndef FDMA_CPU_SCORE_SCORE_H
 #define FDMA_CPU_SCORE_SCORE_H
 
-#include "core/element.h"
-#include "core/integers.h"
 #include "cpu/common/math.h"
 #include "cpu/common/tile.h"
 #include "cpu/parallel.h"
@@ -17,7 +15,7 @@ enum {
     batch_keys = 16,     /* keys that are multiplied with one slab before the next */
     task_keys = 256,     /* keys of a task */
     slab_channels = 256, /* of v, about: 8 heads' weights for them fit the L1 cache beside v's */
-    score_bytes = 10000, /* of v that a thread works through in a microsecond, about */
+    score_bytes = 10000, /* of v that a thread works through per microsecond, about */
 };
 
 _Static_assert(batch_keys % dot_keys == 0 && task_keys % batch_keys == 0,
@@ -33,9 +31,10 @@ typedef struct score_context {
     int64_t channel_size; /* bytes of a channel of v */
     int64_t head_bytes;   /* from one head of v to the next */
     bool is_ready;        /* slabs of v are multiplied where they are */
-    float *projection;    /* [slabs][heads][width]: dt_proj, padded with zeros */
-    float *a;             /* [kv_heads] */
-    float *scratch;       /* [threads][scratch_size] */
+    int32_t threads;
+    float *projection; /* [slabs][heads][width]: dt_proj, padded with zeros */
+    float *a;          /* [kv_heads] */
+    float *scratch;    /* [threads][scratch_size] */
     int64_t scratch_size;
 } score_context;
 
@@ -165,12 +164,9 @@ static void dot_slab(const score_context *score, const score_scratch *scratch, i
  * valid or not before `end`. */
 static void find_keys(const score_context *score, int64_t b, int64_t j, int64_t end,
                       const uint8_t **keys, int64_t count) {
-    const fdma_tensor *const v = &score->problem->v;
-    const uint8_t *const data = v->data;
     for (int64_t key = 0; key < count; key++) {
-        const int64_t offset = b * v->stride[0] + (j + key) * v->stride[1];
         const bool read = j + key < end && is_valid_key(score->problem, b, j + key);
-        keys[key] = read ? data + offset * score->channel_size : NULL;
+        keys[key] = read ? head_row(&score->problem->v, b, j + key, 0) : NULL;
     }
 }
 
@@ -194,10 +190,6 @@ static void dot_batch(const score_context *score, const score_scratch *scratch, 
     }
 }
 
-static float *line_of(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t j) {
-    return (float *)tensor->data + b * tensor->stride[0] + g * tensor->stride[1] + j;
-}
-
 /* Writes scores and biases of `count` keys of one head from their dt, which is overwritten. */
 static void write_scores(const score_context *score, int64_t b, int64_t g, int64_t j, int64_t count,
                          float *dots) {
@@ -209,12 +201,12 @@ static void write_scores(const score_context *score, int64_t b, int64_t g, int64
         if (!is_valid_key(problem, b, j + x))
             dots[x] = -INFINITY;
     if (is_present(&problem->score))
-        memcpy(line_of(&problem->score, b, g, j), dots, bytes);
+        memcpy(float_at(&problem->score, b, g, j), dots, bytes);
     if (!is_present(&problem->bias))
         return;
     for (int64_t x = 0; x < count && problem->bias_form == FDMA_BIAS_EXP; x++)
         dots[x] = expf(dots[x]);
-    memcpy(line_of(&problem->bias, b, g, j), dots, bytes);
+    memcpy(float_at(&problem->bias, b, g, j), dots, bytes);
 }
 
 static void score_task(const void *context, int64_t index, int32_t thread) {
@@ -247,57 +239,47 @@ static void pack_head(const void *context, int64_t g, int32_t thread) {
     }
 }
 
-static int64_t tasks_of(const fdma_problem *problem) {
-    return divide_up(problem->kv_len, task_keys);
-}
-
-static fdma_arena lay_out_score(const fdma_problem *problem, int32_t threads,
-                                score_context *context) {
+/* Divides the workspace, and returns the bytes that the call needs of it. */
+static size_t plan_score(const fdma_problem *problem, score_context *context) {
     fdma_arena arena = fdma_arena_of(problem);
     const int64_t slab_heads = min(slab_channels / problem->head_dim, problem->kv_heads);
     const int64_t slabs = divide_up(problem->kv_heads, slab_heads);
     const int64_t width = round_up(slab_heads * problem->head_dim, vf_width);
     const int64_t heads = round_up(problem->kv_heads, dot_heads);
     const int64_t size = (int64_t)fdma_dtype_size(problem->v.dtype);
+    const int64_t keys = problem->batch * problem->kv_len;
+    const int64_t bytes = keys * problem->kv_heads * problem->head_dim * size;
+    const int64_t tasks = divide_up(problem->kv_len, task_keys);
     *context = (score_context){
         .problem = problem,
         .slab_heads = slab_heads,
         .slabs = slabs,
         .width = width,
         .heads = heads,
-        .tasks = tasks_of(problem),
+        .tasks = tasks,
         .channel_size = size,
         .head_bytes = problem->v.stride[2] * size,
         .is_ready = has_ready_slabs(problem, slab_heads),
+        .threads = fdma_worthwhile_threads(problem->exec.threads, problem->batch * tasks,
+                                           bytes / score_bytes),
+        .projection = take_floats(&arena, slabs * heads * width),
+        .a = take_floats(&arena, heads),
+        .scratch_size = dot_keys * width + heads * batch_keys * vf_width + heads * task_keys,
     };
-    context->projection = fdma_arena_take(&arena, (size_t)(slabs * heads * width) * sizeof(float));
-    context->a = fdma_arena_take(&arena, (size_t)heads * sizeof(float));
-    context->scratch_size = dot_keys * width + heads * batch_keys * vf_width + heads * task_keys;
-    context->scratch =
-        fdma_arena_take(&arena, (size_t)threads * (size_t)context->scratch_size * sizeof(float));
-    return arena;
-}
-
-static int32_t score_threads(const fdma_problem *problem) {
-    const int64_t row = problem->kv_heads * problem->head_dim;
-    const int64_t bytes =
-        problem->batch * problem->kv_len * row * (int64_t)fdma_dtype_size(problem->v.dtype);
-    return fdma_worthwhile_threads(problem->exec.threads, problem->batch * tasks_of(problem),
-                                   bytes / score_bytes);
+    context->scratch = take_floats(&arena, context->threads * context->scratch_size);
+    return fdma_arena_size(&arena);
 }
 
 static size_t score_workspace(const fdma_problem *problem) {
     score_context context;
-    const fdma_arena arena = lay_out_score(problem, score_threads(problem), &context);
-    return fdma_arena_size(&arena);
+    return plan_score(problem, &context);
 }
 
 static fdma_status run_score(const fdma_problem *problem) {
     score_context context;
-    const int32_t threads = score_threads(problem);
-    lay_out_score(problem, threads, &context);
+    plan_score(problem, &context);
     fdma_parallel_for(1, context.heads, pack_head, &context);
-    fdma_parallel_for(threads, problem->batch * context.tasks, score_task, &context);
+    fdma_parallel_for(context.threads, problem->batch * context.tasks, score_task, &context);
     return FDMA_OK;
 }
 

@@ -6,8 +6,6 @@
 #ifndef FDMA_CPU_SCORE_SCORE_BACKWARD_H
 #define FDMA_CPU_SCORE_SCORE_BACKWARD_H
 
-#include "core/element.h"
-#include "core/integers.h"
 #include "cpu/common/tile.h"
 #include "cpu/parallel.h"
 
@@ -16,7 +14,7 @@ enum {
     most_ranges = 16,       /* of a sequence */
     least_range_keys = 256, /* keys of a range */
     line_floats = 16,       /* floats of a cache line */
-    gradient_flops = 20000, /* that a thread does in a microsecond, about */
+    gradient_flops = 20000, /* that a thread does per microsecond, about */
 };
 
 _Static_assert(line_floats % vf_width == 0, "a cache line is a whole number of vectors");
@@ -27,11 +25,12 @@ typedef struct gradient_context {
     int64_t width; /* `row` rounded up to an odd number of cache lines: if rows were a multiple of
                        4 KB apart, loads from one would wait for stores to another */
     int64_t range_keys, ranges; /* of every sequence */
-    float *weights;             /* [kv_heads][width]: dt_proj, padded with zeros */
-    float *a;                   /* [kv_heads] */
-    float *sums;                /* [ranges][kv_heads][width]: ddt_proj of each range */
-    double *da;                 /* [ranges][kv_heads] */
-    float *scratch;             /* [threads][scratch_size] */
+    int32_t threads;
+    float *weights; /* [kv_heads][width]: dt_proj, padded with zeros */
+    float *a;       /* [kv_heads] */
+    float *sums;    /* [ranges][kv_heads][width]: ddt_proj of each range */
+    double *da;     /* [ranges][kv_heads] */
+    float *scratch; /* [threads][scratch_size] */
     int64_t scratch_size;
 } gradient_context;
 
@@ -46,11 +45,6 @@ typedef struct gradient_batch {
     float *sums; /* [kv_heads][width], of the range */
     double *da;  /* [kv_heads] */
 } gradient_batch;
-
-static float dbias_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t j) {
-    const fdma_tensor *const dbias = &problem->dbias;
-    return ((const float *)dbias->data)[b * dbias->stride[0] + g * dbias->stride[1] + j];
-}
 
 /* dt of `keys` keys, whose v is [keys][width]. It is computed in double precision because da adds
  * up softplus(dt) of all keys to a single number. */
@@ -124,7 +118,7 @@ static void work_on_head(const gradient_batch *batch, int64_t g) {
     float dbias[gradient_keys];
     int count = 0;
     for (int key = 0; key < batch->count; key++) {
-        dbias[key] = dbias_of(batch->context->problem, batch->b, g, batch->key[key]);
+        dbias[key] = *float_at(&batch->context->problem->dbias, batch->b, g, batch->key[key]);
         count += dbias[key] != 0;
     }
     if (count == gradient_keys) {
@@ -151,15 +145,9 @@ static void add_dv(const gradient_batch *batch) {
     const fdma_problem *const problem = batch->context->problem;
     const int64_t width = batch->context->width, dim = problem->head_dim;
     for (int key = 0; key < batch->count; key++)
-        for (int64_t g = 0; g < problem->kv_heads; g++) {
-            void *const to = head_row(&problem->dv, batch->b, batch->key[key], g);
-            for (int64_t d = 0; d < dim; d += vf_width) {
-                const int64_t count = channels_at(d, dim);
-                const vf sum = vf_load_first(batch->dv + key * width + g * dim + d, count);
-                const vf held = load_channels(to, problem->dtype, d, count);
-                store_channels(to, problem->dtype, d, vf_add(held, sum), count);
-            }
-        }
+        for (int64_t g = 0; g < problem->kv_heads; g++)
+            write_row(problem, head_row(&problem->dv, batch->b, batch->key[key], g),
+                      batch->dv + key * width + g * dim, 1, true);
 }
 
 static void work_on_batch(gradient_batch *batch) {
@@ -177,7 +165,7 @@ static void work_on_batch(gradient_batch *batch) {
 static bool has_gradient(const fdma_problem *problem, int64_t b, int64_t j) {
     bool any = false;
     for (int64_t g = 0; g < problem->kv_heads; g++)
-        any |= dbias_of(problem, b, g, j) != 0;
+        any |= *float_at(&problem->dbias, b, g, j) != 0;
     return any && is_valid_key(problem, b, j);
 }
 
@@ -253,7 +241,8 @@ static int32_t gradient_threads(const gradient_context *context) {
                                    (int64_t)fmin(flops / gradient_flops, 1e15));
 }
 
-static fdma_arena lay_out_gradients(const fdma_problem *problem, gradient_context *context) {
+/* Divides the workspace, and returns the bytes that the call needs of it. */
+static size_t plan_gradients(const fdma_problem *problem, gradient_context *context) {
     const int64_t range_keys = max(divide_up(problem->kv_len, most_ranges), least_range_keys);
     const int64_t row = problem->kv_heads * problem->head_dim;
     const int64_t lines = divide_up(row, line_floats) | 1;
@@ -265,31 +254,28 @@ static fdma_arena lay_out_gradients(const fdma_problem *problem, gradient_contex
         .range_keys = range_keys,
         .ranges = divide_up(problem->kv_len, range_keys),
     };
-    const size_t heads = (size_t)problem->kv_heads, width = (size_t)context->width;
-    const size_t ranges = (size_t)context->ranges;
+    const int64_t heads = problem->kv_heads, size = heads * context->width;
+    context->threads = gradient_threads(context);
     context->scratch_size = 2 * gradient_keys * context->width;
-    context->weights = fdma_arena_take(&arena, heads * width * sizeof(float));
-    context->a = fdma_arena_take(&arena, heads * sizeof(float));
-    context->sums = fdma_arena_take(&arena, ranges * heads * width * sizeof(float));
-    context->da = fdma_arena_take(&arena, ranges * heads * sizeof(double));
-    context->scratch = fdma_arena_take(&arena, (size_t)gradient_threads(context) *
-                                                   (size_t)context->scratch_size * sizeof(float));
-    return arena;
+    context->weights = take_floats(&arena, size);
+    context->a = take_floats(&arena, heads);
+    context->sums = take_floats(&arena, context->ranges * size);
+    context->da = fdma_arena_take(&arena, (size_t)(context->ranges * heads) * sizeof(double));
+    context->scratch = take_floats(&arena, context->threads * context->scratch_size);
+    return fdma_arena_size(&arena);
 }
 
 static size_t score_backward_workspace(const fdma_problem *problem) {
     gradient_context context;
-    const fdma_arena arena = lay_out_gradients(problem, &context);
-    return fdma_arena_size(&arena);
+    return plan_gradients(problem, &context);
 }
 
 static fdma_status run_score_backward(const fdma_problem *problem) {
     gradient_context context;
-    lay_out_gradients(problem, &context);
-    const int32_t threads = gradient_threads(&context);
+    plan_gradients(problem, &context);
     fdma_parallel_for(1, problem->kv_heads, pack_weights, &context);
-    fdma_parallel_for(threads, context.ranges, add_range, &context);
-    fdma_parallel_for(threads, problem->kv_heads, write_weight_gradients, &context);
+    fdma_parallel_for(context.threads, context.ranges, add_range, &context);
+    fdma_parallel_for(context.threads, problem->kv_heads, write_weight_gradients, &context);
     return FDMA_OK;
 }
 

@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(merge_threads, 1)
             out += shared.out[w][d];
         to[d] = (typename config::element)(all.y == 0 ? 0 : out / all.y);
     }
-    if (threadIdx.x == 0 && plan.lse != NULL)
-        plan.lse[lse_offset(plan, range, row)] = lse_of(all.x, all.y);
+    if (threadIdx.x == 0 && plan.lse.data != NULL)
+        *lse_at(plan, range, row) = lse_of(all.x, all.y);
 }
 
 #endif

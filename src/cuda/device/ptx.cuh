@@ -24,14 +24,14 @@ __device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __ha
 }
 
 /* Waits until the kernel ahead in the stream has ended and its writes are visible. For kernels
- * launched with after_dependency. */
+ * launched with start_early. */
 __device__ static inline void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/* Lets the next kernel in the stream start, if it is launched with after_dependency. Call it after
+/* Lets the next kernel in the stream start, if it is launched with start_early. Call it after
  * griddepcontrol_wait(), so that every kernel before this one has ended by then. */
 __device__ static inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900

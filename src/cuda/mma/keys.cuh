@@ -6,32 +6,6 @@
 #include "cuda/mma/queries.cuh"
 #include "cuda/mma/softmax.cuh"
 
-struct tile_list {
-    const int32_t *list;       // NULL: the keys 0, 1, 2, ...
-    const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
-    int32_t entries;           // that some row of the tile may keep
-    int32_t kv_len;
-};
-
-/* The list of a tile that has the first `rows` rows of a range. */
-__device__ static inline tile_list tile_list_of(const forward_plan &plan, const row_range &range,
-                                                int32_t rows) {
-    const int64_t head = (int64_t)range.b * plan.kv_heads + range.g;
-    const int32_t last = row_position(plan, range, range.first + rows - 1);
-    const int32_t t = plan.lists == 1 ? 0 : range.first / plan.group / list_queries;
-    tile_list keys = {};
-    keys.kv_len = plan.kv_len;
-    keys.records = plan.records != NULL ? plan.records + head * plan.kv_len : NULL;
-    keys.list = plan.list != NULL ? plan.list + head * plan.list_head + t * plan.list_tile : NULL;
-    if (plan.causal && last < 0)
-        return keys;
-    if (plan.count == NULL)
-        keys.entries = plan.causal ? min(last + 1, plan.kv_len) : plan.kv_len;
-    else
-        keys.entries = visible_entries(plan, plan.count[head * plan.lists + t], t, last);
-    return keys;
-}
-
 /* What a tile works from. It is kept in shared memory to save registers. */
 struct tile_inputs {
     row_range range;
@@ -40,18 +14,14 @@ struct tile_inputs {
     logit_params logits;
 };
 
+/* Of a tile that has the first `rows` rows of a range. */
 __device__ static inline tile_inputs
 tile_inputs_of(const forward_plan &plan, const row_range &range, int32_t rows, bool aligned) {
-    return {range, tile_list_of(plan, range, rows),
+    const int64_t head = (int64_t)range.b * plan.kv_heads + range.g;
+    const int32_t last = row_position(plan, range, range.first + rows - 1);
+    return {range, tile_list_of(plan, head, range.first / plan.group, last),
             source_of(plan.k, range.b, range.g, plan.head_dim, aligned),
             source_of(plan.v, range.b, range.g, plan.head_dim, aligned), logit_params_of(plan)};
-}
-
-/* Entry n of a list: a key, or a number for which is_key() is false. */
-__device__ static inline int32_t entry_at(const tile_list &keys, int32_t n) {
-    if (n >= keys.entries)
-        return -1;
-    return keys.list != NULL ? keys.list[n] : n;
 }
 
 /* The entry of key block n that this thread looks up. */

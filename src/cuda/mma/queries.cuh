@@ -37,10 +37,10 @@ __device__ static inline int64_t row_offset(const head_view &view, const forward
     return range.b * view.batch + i * view.row + h * view.head;
 }
 
-__device__ static inline int64_t lse_offset(const forward_plan &plan, const row_range &range,
-                                            int32_t row) {
-    const int32_t i = row / plan.group, h = range.g * plan.group + row % plan.group;
-    return range.b * plan.lse_batch + h * plan.lse_head + i;
+/* Where the lse of a row is written, if it is wanted. */
+__device__ static inline float *lse_at(const forward_plan &plan, const row_range &range,
+                                       int32_t row) {
+    return plan.lse.at(range.b, range.g * plan.group + row % plan.group) + row / plan.group;
 }
 
 /* Writes the positions of the first `rows` rows of a range. */

@@ -112,11 +112,10 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
     if (isnan(dot) && params.limbs > 1 && valid)
         dot = dot_sequentially<T>(params, b, j, g);
     const float z = params.a == NULL ? dot : valid ? a * softplus(dot) : -INFINITY;
-    if (params.score != NULL)
-        params.score[b * params.score_batch + g * params.score_head + j] = z;
-    if (params.bias != NULL)
-        params.bias[b * params.bias_batch + g * params.bias_head + j] =
-            params.bias_form == FDMA_BIAS_EXP ? expf(z) : z;
+    if (params.score.data != NULL)
+        params.score.at(b, g)[j] = z;
+    if (params.bias.data != NULL)
+        params.bias.at(b, g)[j] = params.bias_form == FDMA_BIAS_EXP ? expf(z) : z;
 }
 
 /* Writes the scores of a tile. A lane has keys lane / 4 and lane / 4 + 8, and heads lane % 4 * 2
@@ -258,12 +257,8 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.dt_row = dt_proj->stride[0];
     params.key_valid = (const uint8_t *)problem->key_valid.data;
     params.valid_batch = problem->key_valid.stride[0];
-    params.score = (float *)problem->score.data;
-    params.bias = (float *)problem->bias.data;
-    params.score_batch = problem->score.stride[0];
-    params.score_head = problem->score.stride[1];
-    params.bias_batch = problem->bias.stride[0];
-    params.bias_head = problem->bias.stride[1];
+    params.score = numbers_of<float>(&problem->score);
+    params.bias = numbers_of<float>(&problem->bias);
     params.batch = problem->batch;
     params.kv_len = problem->kv_len;
     params.kv_heads = (int32_t)problem->kv_heads;
@@ -278,22 +273,14 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.weight_row = params.dt_row;
     params.weight_limb = (int64_t)params.kv_heads * params.channels;
     // taken in any case: a caller who asks for the size has no data whose alignment could be seen
-    void *const arranged =
-        fdma_arena_take(arena, (size_t)(params.limbs * params.weight_limb) * sizeof(uint16_t));
+    void *const arranged = take<uint16_t>(arena, params.limbs * params.weight_limb);
     if (params.wide_dt_proj || !is_aligned(dt_proj->data, params.dt_row)) {
         params.weight_row = params.channels;
         params.weights = arranged;
     }
     if (params.wide_dt_proj && problem->dtype == FDMA_FLOAT16)
-        params.scales =
-            (float *)fdma_arena_take(arena, (size_t)params.kv_heads * sizeof *params.scales);
+        params.scales = take<float>(arena, params.kv_heads);
     return params;
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    plan_score(problem, &arena);
-    return fdma_arena_size(&arena);
 }
 
 template <typename config> static int count_panel_bytes(const score_params &params, int steps) {
@@ -305,7 +292,7 @@ template <typename config> static int count_panel_bytes(const score_params &para
  * by one panel at most, so that a panel does not arrive later than the keys that are multiplied
  * with it. Returns false if the rings of so many warps do not fit. */
 template <typename config> static bool plan_shared(score_params *params, int shared) {
-    enum { most_stages = 8, most_panel_steps = 8 };
+    const int most_stages = 8, most_panel_steps = 8;
     const int steps = (int)divide_up(params->channels, config::step_channels);
     const int stages_bytes = params->key_warps * config::stage_bytes;
     params->is_resident = params->head_blocks == 1 && steps < shared / config::row_bytes &&
@@ -315,19 +302,19 @@ template <typename config> static bool plan_shared(score_params *params, int sha
         const int fit = (shared - count_panel_bytes<config>(*params, steps)) / stages_bytes;
         params->panels = 1;
         params->panel_steps = steps;
-        params->stages = fit < most_stages ? fit : most_stages;
+        params->stages = min(fit, most_stages);
     }
     for (int most = most_panel_steps; !params->is_resident && most > 0; most /= 2) {
         const int panels = (int)divide_up(steps, most);
         const int panel_steps = (int)divide_up(steps, panels);
         const int fit =
             (shared - 2 * count_panel_bytes<config>(*params, panel_steps)) / stages_bytes;
-        const int stages = fit < panel_steps + 1 ? fit : panel_steps + 1;
+        const int stages = min(fit, panel_steps + 1);
         if (stages <= params->stages)
             continue;
         params->panels = panels;
         params->panel_steps = panel_steps;
-        params->stages = stages < most_stages ? stages : most_stages;
+        params->stages = min(stages, most_stages);
     }
     return params->stages >= 2;
 }
@@ -348,13 +335,11 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
     const int warps = params.is_resident ? params.key_warps : config::most_warps;
     const int blocks = (int)divide_up(params.key_tiles, params.key_warps);
     const int panel_bytes = count_panel_bytes<config>(params, params.panel_steps);
-    launch_shape score;
-    score.grid =
-        dim3((unsigned)(blocks < device->multiprocessors ? blocks : device->multiprocessors));
-    score.block = dim3(32 * (unsigned)warps);
-    score.shared_bytes = (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
-                         (size_t)params.key_warps * params.stages * config::stage_bytes;
-    score.after_dependency = is_arranged;
+    const launch_shape score = {dim3((unsigned)min(blocks, device->multiprocessors)),
+                                dim3(32 * (unsigned)warps),
+                                (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
+                                    (size_t)params.key_warps * params.stages * config::stage_bytes,
+                                is_arranged ? start_early : start_after};
     if (is_arranged)
         FDMA_TRY(launch_arrange<typename config::element>(problem, params));
     return launch("score", score_keys<config>, score, problem, params);
@@ -383,11 +368,9 @@ score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *ar
     score_params params = plan_score(problem, arena);
     params.a = NULL;
     params.key_valid = NULL;
-    params.bias = NULL;
-    params.score_head = params.kv_len;
-    params.score_batch = params.kv_heads * params.score_head;
-    params.score = (float *)fdma_arena_take(arena, (size_t)(params.batch * params.score_batch) *
-                                                       sizeof(float));
+    params.bias = {};
+    const int64_t each = params.kv_heads * params.kv_len; // of a sequence
+    params.score = {take<float>(arena, params.batch * each), each, params.kv_len};
     return params;
 }
 
@@ -401,15 +384,12 @@ static const char *refuses(const fdma_problem *problem) {
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
         return "float32 tensors on CUDA: cast v to bfloat16 or float16";
     if (problem->score.dtype == FDMA_FLOAT64 || problem->bias.dtype == FDMA_FLOAT64)
-        return "float64 tensors, supported: float32 scores";
+        return "float64 scores; supported: float32";
     if (problem->batch * (problem->kv_len / mma_keys + 1) > most_tiles ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^30 tiles of 16 keys or 2^24 channels a key";
+        return "more than 2^30 tiles of 16 keys or 2^24 channels per key";
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel kernels[] = {
-    {"cuda/sm80", operation_score, fdma_missing_sm80, refuses, workspace, run, true},
-};
-
-extern "C" const kernel_table fdma_cuda_sm80_score = {kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(fdma_cuda_sm80_score, {"cuda/sm80", operation_score, fdma_missing_sm80, refuses,
+                                       workspace_of<plan_score>, run, true});

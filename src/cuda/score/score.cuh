@@ -5,7 +5,7 @@
 #define FDMA_CUDA_SCORE_SCORE_CUH
 
 #include "core/integers.h"
-#include "cuda/device/host.cuh"
+#include "cuda/device/head_view.cuh"
 #include "cuda/device/vec.cuh"
 
 struct score_params {
@@ -13,8 +13,7 @@ struct score_params {
     int64_t v_batch, v_row, v_head, dt_row; // strides in elements
     const uint8_t *key_valid;
     int64_t valid_batch;
-    float *score, *bias;
-    int64_t score_batch, score_head, bias_batch, bias_head;
+    number_view<float> score, bias;
     const void *weights; // [limbs][kv_heads][channels] in v's type: dt_proj, or in the workspace
     int64_t weight_row, weight_limb;
     float *scales; // by which the weights of each kv head were divided; NULL: 1

@@ -97,7 +97,7 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
             __syncwarp();
             const uint32_t mask = shared->masks[step % 3][t];
             const typename config::operands &operands = shared->operands[step % 2][t];
-            if (mask != 0 && params.dv != NULL)
+            if (mask != 0 && params.dv.data != NULL)
                 add_to_dv(ring[filled], weights, params, operands, at, step * step_tiles + t, mask);
             if (mask != 0)
                 add_to_sums(sums, ring[filled], operands);
@@ -274,11 +274,10 @@ static void plan_splits(gradient_params *params) {
                                : many * many_heads<__half, 1>::block_channels;
     const int64_t each = (int64_t)params->kv_heads * params->channels;
     const int64_t v_sums = (int64_t)params->kv_len * params->channels / 16;
-    const int64_t sums = v_sums > least_sums ? v_sums : least_sums;
-    const int64_t fit = each > 0 && sums / each > 1 ? sums / each : 1;
-    const int64_t fill = params->channels < wanted ? wanted / params->channels : 1;
+    const int64_t fit = max(max(v_sums, least_sums) / each, (int64_t)1);
+    const int64_t fill = max(wanted / params->channels, (int64_t)1);
     const int32_t rounds = (int32_t)divide_up(params->kv_len, round_keys);
-    const int32_t most = (int32_t)(fit < fill ? fit : fill);
+    const int32_t most = (int32_t)min(fit, fill);
     const int32_t split_rounds = rounds > most ? (int32_t)divide_up(rounds, most) : 1;
     params->tiles = rounds * round_tiles;
     params->split_tiles = split_rounds * round_tiles;
@@ -286,19 +285,13 @@ static void plan_splits(gradient_params *params) {
 }
 
 static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
-    const fdma_tensor *const dv = &problem->dv;
     gradient_params params = {};
     params.score = fdma_cuda_plan_products(problem, arena);
-    params.ddt = params.score.score;
+    params.ddt = params.score.score.data;
     params.a = problem->a.data;
-    params.dbias = (const float *)problem->dbias.data;
-    params.dbias_batch = problem->dbias.stride[0];
-    params.dbias_head = problem->dbias.stride[1];
-    params.dv = dv->data;
-    params.dv_batch = dv->stride[0];
-    params.dv_row = dv->stride[1];
-    params.dv_head = dv->stride[2];
-    params.dv_aligned = is_aligned(dv->data, dv->stride[0] | dv->stride[1] | dv->stride[2]);
+    params.dbias = numbers_of<const float>(&problem->dbias);
+    params.dv = view_of(&problem->dv);
+    params.dv_aligned = is_aligned(params.dv);
     params.ddt_proj = problem->ddt_proj.data;
     params.ddt_row = problem->ddt_proj.stride[0];
     params.da = problem->da.data;
@@ -316,20 +309,12 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     const int64_t tiles = divide_up(params.kv_heads, heads) * params.batch * params.tiles;
     const size_t tile_bytes = head_tiles == 1 ? sizeof(tile_operands<1>) : sizeof(tile_operands<4>);
     params.operands = fdma_arena_take(arena, (size_t)tiles * tile_bytes);
-    params.masks = (uint32_t *)fdma_arena_take(arena, (size_t)tiles * sizeof *params.masks);
+    params.masks = take<uint32_t>(arena, tiles);
     const int64_t splits = (int64_t)params.batch * params.splits * params.kv_heads;
-    params.dt_sums =
-        (float *)fdma_arena_take(arena, (size_t)(splits * params.channels) * sizeof(float));
+    params.dt_sums = take<float>(arena, splits * params.channels);
     const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
-    params.a_sums =
-        (float *)fdma_arena_take(arena, (size_t)(rounds * params.kv_heads) * sizeof(float));
+    params.a_sums = take<float>(arena, rounds * params.kv_heads);
     return params;
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    plan_gradients(problem, &arena);
-    return fdma_arena_size(&arena);
 }
 
 /* Gives each warp of a thread block channels of its own, as long as there are enough of them; warps
@@ -337,7 +322,6 @@ static size_t workspace(const fdma_problem *problem) {
 template <typename config>
 static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
     static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "a split fits everywhere");
-    launch_shape keys;
     params.key_warps = split_warps;
     while (params.key_warps > 1 &&
            split_warps / params.key_warps * config::channels < params.channels)
@@ -345,11 +329,10 @@ static fdma_status launch_keys(const fdma_problem *problem, gradient_params para
     // so that the copies of a step are done, and its masks have arrived, when it begins
     assert(params.key_warps * config::stages <= config::step_tiles);
     const int block_channels = split_warps / params.key_warps * config::channels;
-    keys.grid = dim3((unsigned)params.batch * params.splits,
-                     (unsigned)divide_up(params.channels, block_channels));
-    keys.block = dim3(split_threads);
-    keys.shared_bytes = sizeof(split_memory<config>);
-    keys.after_dependency = true;
+    const dim3 grid((unsigned)params.batch * params.splits,
+                    (unsigned)divide_up(params.channels, block_channels));
+    const launch_shape keys = {grid, dim3(split_threads), sizeof(split_memory<config>),
+                               start_early};
     for (int32_t g = 0; g < params.kv_heads; g += config::heads)
         FDMA_TRY(launch("score_backward", add_keys<config>, keys, problem, params, g));
     return FDMA_OK;
@@ -357,31 +340,26 @@ static fdma_status launch_keys(const fdma_problem *problem, gradient_params para
 
 template <typename element, int head_tiles>
 static fdma_status launch_gradients(const fdma_problem *problem, const gradient_params &params) {
-    const int heads = head_tiles * tile_heads;
-    launch_shape find;
-    find.grid = dim3((unsigned)params.batch * (params.tiles / round_tiles),
-                     (unsigned)divide_up(params.kv_heads, heads));
-    find.block = dim3(find_threads);
-    find.after_dependency = true;
-    return launch("score_backward", find_gradients<element, head_tiles>, find, problem, params);
+    const dim3 grid((unsigned)params.batch * (params.tiles / round_tiles),
+                    (unsigned)divide_up(params.kv_heads, head_tiles * tile_heads));
+    return launch("score_backward", find_gradients<element, head_tiles>,
+                  {grid, dim3(find_threads), 0, start_early}, problem, params);
 }
 
 template <typename element>
 static fdma_status launch_finish(const fdma_problem *problem, const gradient_params &params,
-                                 bool after_dependency) {
-    launch_shape finish;
-    finish.grid =
-        dim3((unsigned)divide_up(params.channels, finish_columns) + 1, (unsigned)params.kv_heads);
-    finish.block = dim3(finish_columns, finish_rows);
-    finish.after_dependency = after_dependency;
-    return launch("score_backward", finish_sums<element>, finish, problem, params);
+                                 launch_start start) {
+    const dim3 grid((unsigned)divide_up(params.channels, finish_columns) + 1,
+                    (unsigned)params.kv_heads);
+    return launch("score_backward", finish_sums<element>,
+                  {grid, dim3(finish_columns, finish_rows), 0, start}, problem, params);
 }
 
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
     const bool is_wide = params.score.limbs > 1;
     if (params.batch == 0 || params.kv_len == 0)
-        return launch_finish<element>(problem, params, false);
+        return launch_finish<element>(problem, params, start_after);
     FDMA_TRY(fdma_cuda_run_products(problem, params.score));
     if (count_head_tiles(&params) == 1) {
         FDMA_TRY((launch_gradients<element, 1>(problem, params)));
@@ -392,14 +370,12 @@ static fdma_status run_type(const fdma_problem *problem, const gradient_params &
         FDMA_TRY((is_wide ? launch_keys<many_heads<element, 2>>(problem, params)
                           : launch_keys<many_heads<element, 1>>(problem, params)));
     }
-    return launch_finish<element>(problem, params, true);
+    return launch_finish<element>(problem, params, start_early);
 }
 
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const gradient_params params = plan_gradients(problem, &arena);
-    if (params.channels == 0)
-        return FDMA_OK;
     return problem->dtype == FDMA_BFLOAT16 ? run_type<__nv_bfloat16>(problem, params)
                                            : run_type<__half>(problem, params);
 }
@@ -410,19 +386,16 @@ static const char *refuses(const fdma_problem *problem) {
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
         return "float32 tensors on CUDA: cast v to bfloat16 or float16";
     if (problem->dbias.dtype == FDMA_FLOAT64)
-        return "float64 dbias, supported: float32";
+        return "float64 dbias; supported: float32";
     if (problem->batch > most_sequences || problem->kv_heads > most_heads ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^22 sequences, 65535 heads or 2^20 channels a key";
+        return "more than 2^22 sequences, 65535 heads or 2^20 channels per key";
     if (problem->kv_len > most_keys ||
         problem->batch * (problem->kv_len / tile_keys + round_tiles) > most_tiles)
         return "more than 2^31 - 1024 keys of a sequence, or 2^30 tiles of 16 keys";
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel kernels[] = {
-    {"cuda/sm80", operation_score_backward, fdma_missing_sm80, refuses, workspace, run, true},
-};
-
-extern "C" const kernel_table fdma_cuda_sm80_score_backward = {kernels,
-                                                               sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(fdma_cuda_sm80_score_backward,
+                {"cuda/sm80", operation_score_backward, fdma_missing_sm80, refuses,
+                 workspace_of<plan_gradients>, run, true});

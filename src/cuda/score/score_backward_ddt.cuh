@@ -21,11 +21,12 @@ static constexpr int round_keys = round_tiles * tile_keys;
 struct gradient_params {
     score_params score; // v, the weights, and their products: dt
     const void *a;
-    const float *dbias;
-    const uint8_t *key_valid;                                            // NULL: all
-    void *dv, *ddt_proj, *da;                                            // dv NULL: not wanted
-    int64_t dbias_batch, dbias_head, dv_batch, dv_row, dv_head, ddt_row; // strides in elements
+    number_view<const float> dbias;
+    const uint8_t *key_valid; // NULL: all
     int64_t valid_batch;
+    head_view dv; // data NULL: not wanted
+    void *ddt_proj, *da;
+    int64_t ddt_row;
     float *ddt;      // [batch][kv_heads][kv_len], where dt was
     void *operands;  // tile_operands [blocks of kv heads][batch][tiles]
     uint32_t *masks; // of the same tiles; bit i: key i has a gradient
@@ -215,9 +216,7 @@ __device__ static inline void take_key(round_gradients<head_tiles> *round,
         for (int x = 0; x < together; x++) {
             const int32_t head = g + n + 2 * x;
             const bool is_head = head < params.kv_heads;
-            dbias[x] = is_head && there
-                           ? params.dbias[b * params.dbias_batch + head * params.dbias_head + j]
-                           : 0;
+            dbias[x] = is_head && there ? params.dbias.at(b, head)[j] : 0;
             dt[x] = is_head && is_key ? ddt_of(params, b, head)[j] : 0;
         }
 #pragma unroll

@@ -62,8 +62,8 @@ __device__ static inline lane_vecs<config> find_vecs(const gradient_params &para
         const int32_t c = first + (n * quad_tiles + threadIdx.x % 4) * vec_channels;
         at.v[n] = (element *)params.score.v + range.b * params.score.v_batch +
                   key * params.score.v_row + channel_offset(params, c, params.score.v_head);
-        at.dv[n] = (element *)params.dv + range.b * params.dv_batch + key * params.dv_row +
-                   channel_offset(params, c, params.dv_head);
+        at.dv[n] = (element *)params.dv.data + range.b * params.dv.batch + key * params.dv.row +
+                   channel_offset(params, c, params.dv.head);
         at.are_there[n] = c < params.channels;
     }
     return at;
@@ -97,8 +97,8 @@ __device__ static inline void copy_tile(tile_stage<config> *stage, const gradien
             const int range = vec_index<config>(row, quad * quad_tiles + lane % 4);
             copy_vec(&stage->v[range], there ? at.v[quad] + key * params.score.v_row : at.v[0],
                      there, params.score.is_aligned);
-            if (params.dv != NULL)
-                copy_vec(&stage->dv[range], there ? at.dv[quad] + key * params.dv_row : at.dv[0],
+            if (params.dv.data != NULL)
+                copy_vec(&stage->dv[range], there ? at.dv[quad] + key * params.dv.row : at.dv[0],
                          there, params.dv_aligned);
         }
     }
@@ -206,7 +206,7 @@ add_to_dv(const tile_stage<config> &stage, const warp_weights<config> &weights,
             const int row = half * 8 + lane / 4;
             const int64_t key = n * tile_keys + half * 8;
             if (at.are_there[quad] && (mask >> row & 1) != 0)
-                put_vec(at.dv[quad] + key * params.dv_row,
+                put_vec(at.dv[quad] + key * params.dv.row,
                         stage.dv[vec_index<config>(row, quad * quad_tiles + lane % 4)], sums, half,
                         is_bfloat16<element>() ? 1 : operands.key_unscale[row], params.dv_aligned);
         }

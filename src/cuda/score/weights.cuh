@@ -67,15 +67,15 @@ __global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_p
 
 template <typename T>
 static fdma_status launch_arrange(const fdma_problem *problem, const score_params &params) {
-    launch_shape scales, arrange;
-    const int vecs = params.channels / vec_channels;
-    scales.grid = dim3((unsigned)params.kv_heads);
-    scales.block = arrange.block = dim3(arrange_threads);
-    arrange.grid = dim3((unsigned)params.kv_heads, (unsigned)divide_up(vecs, arrange_threads));
-    arrange.after_dependency = params.scales != NULL;
+    const unsigned heads = (unsigned)params.kv_heads;
+    const int64_t blocks = divide_up(params.channels / vec_channels, arrange_threads);
     if (params.scales != NULL)
-        FDMA_TRY(launch("score", find_scales<T>, scales, problem, params));
-    return launch("score", arrange_weights<T>, arrange, problem, params);
+        FDMA_TRY(
+            launch("score", find_scales<T>, {dim3(heads), dim3(arrange_threads)}, problem, params));
+    return launch("score", arrange_weights<T>,
+                  {dim3(heads, (unsigned)blocks), dim3(arrange_threads), 0,
+                   params.scales != NULL ? start_early : start_after},
+                  problem, params);
 }
 
 #endif

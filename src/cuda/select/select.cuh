@@ -32,7 +32,7 @@
 #define FDMA_CUDA_SELECT_SELECT_CUH
 
 #include "core/integers.h"
-#include "cuda/device/host.cuh"
+#include "cuda/device/head_view.cuh"
 #include "cuda/device/ptx.cuh"
 
 /* Pointers to the first key of one segment. */
@@ -44,46 +44,33 @@ struct select_segment {
 };
 
 struct select_call {
-    select_segment first;
-    int64_t score_batch, score_head, valid_batch; // strides in elements
-    int64_t expiry_batch, expiry_head, slot_batch, slot_head;
+    number_view<const float> score;
+    number_view<int32_t> expiry, slot;
+    const uint8_t *valid;
+    int64_t valid_batch;
     uint32_t kv_heads, kv_len;
     uint32_t window; // at most kv_len
     bool causal;     // scope; also false if the window is 0
 };
 
 static inline select_call describe_select(const fdma_problem *problem) {
-    const fdma_tensor *const score = &problem->score, *const expiry = &problem->expiry;
-    const fdma_tensor *const slot = &problem->slot, *const valid = &problem->key_valid;
-    select_call call = {};
-    call.first.score = (const float *)score->data;
-    call.first.valid = is_present(valid) ? (const uint8_t *)valid->data : NULL;
-    call.first.expiry = (int32_t *)expiry->data;
-    call.first.slot = is_present(slot) ? (int32_t *)slot->data : NULL;
-    call.score_batch = score->stride[0];
-    call.score_head = score->stride[1];
-    call.valid_batch = is_present(valid) ? valid->stride[0] : 0;
-    call.expiry_batch = expiry->stride[0];
-    call.expiry_head = expiry->stride[1];
-    call.slot_batch = is_present(slot) ? slot->stride[0] : 0;
-    call.slot_head = is_present(slot) ? slot->stride[1] : 0;
+    select_call call;
+    call.score = numbers_of<const float>(&problem->score);
+    call.expiry = numbers_of<int32_t>(&problem->expiry);
+    call.slot = numbers_of<int32_t>(&problem->slot);
+    call.valid = (const uint8_t *)problem->key_valid.data;
+    call.valid_batch = problem->key_valid.stride[0];
     call.kv_heads = (uint32_t)problem->kv_heads;
     call.kv_len = (uint32_t)problem->kv_len;
-    call.window = (uint32_t)(problem->window < problem->kv_len ? problem->window : problem->kv_len);
+    call.window = (uint32_t)min(problem->window, problem->kv_len);
     call.causal = problem->scope == FDMA_SCOPE_CAUSAL && problem->window > 0;
     return call;
 }
 
 __device__ static inline select_segment segment_of(const select_call &call, uint32_t segment) {
     const int64_t b = segment / call.kv_heads, g = segment % call.kv_heads;
-    select_segment here = call.first;
-    here.score += b * call.score_batch + g * call.score_head;
-    here.expiry += b * call.expiry_batch + g * call.expiry_head;
-    if (here.valid != NULL)
-        here.valid += b * call.valid_batch;
-    if (here.slot != NULL)
-        here.slot += b * call.slot_batch + g * call.slot_head;
-    return here;
+    return {call.score.at(b, g), call.valid != NULL ? call.valid + b * call.valid_batch : NULL,
+            call.expiry.at(b, g), call.slot.data != NULL ? call.slot.at(b, g) : NULL};
 }
 
 /* This bit is set in the position of a key that is not valid or lies past the end, so that it
@@ -238,7 +225,7 @@ __device__ static inline void write_key(const select_segment &segment, uint32_t 
 }
 
 static inline const char *refuses_scores(const fdma_problem *problem) {
-    return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores, supported: float32";
+    return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores; supported: float32";
 }
 
 #endif

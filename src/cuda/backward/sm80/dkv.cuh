@@ -322,8 +322,8 @@ __device__ static inline void write_rows(const key_memory<config> &shared,
             add_sums<config, false>(dk, aligned, dim, sums.dk, s, column_warp, scale);
             element *const dv = row_at<element>(plan.dv, inputs, key);
             add_sums<config, false>(dv, aligned, dim, sums.dv, s, column_warp, 1);
-            if (is_first && plan.dbias != NULL)
-                plan.dbias[inputs.b * plan.dbias_batch + inputs.g * plan.dbias_head + key] += dbias;
+            if (is_first && plan.dbias.data != NULL)
+                plan.dbias.at(inputs.b, inputs.g)[key] += dbias;
         }
 #pragma unroll
         for (int d = 0; d < config::warp_columns; d++)

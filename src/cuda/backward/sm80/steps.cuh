@@ -69,9 +69,7 @@ __device__ static inline int32_t key_of_row(const backward_plan &plan, const key
         return key_in_slot(plan, inputs.head, query_block, slot);
     if (slot >= inputs.end_slot)
         return -1;
-    if (forward.list == NULL)
-        return slot;
-    return forward.list[inputs.head * forward.list_head + query_block * forward.list_tile + slot];
+    return forward.list == NULL ? slot : list_entry(forward, inputs.head, query_block, slot);
 }
 
 /* The first query that may see a key from list entry first_slot on, where entries ascend. It is in
@@ -101,15 +99,6 @@ __device__ static inline void start_diagonal(const backward_plan &plan, key_inpu
         inputs->end_block = inputs->query_block;
 }
 
-/* Entries of the list that all query blocks share. */
-__device__ static inline int32_t shared_entries(const backward_plan &plan, int64_t head) {
-    const forward_plan &forward = plan.forward;
-    if (forward.count == NULL)
-        return forward.kv_len;
-    const int2 count = forward.count[head * forward.lists + forward.lists - 1];
-    return (int32_t)min((int64_t)max(count.y, 0), forward.list_head);
-}
-
 /* Thread block n of a slot pass takes slot block n % blocks in partition n / blocks. */
 __device__ static inline void start_slots(const backward_plan &plan, key_inputs *inputs, int32_t n,
                                           int32_t rows) {
@@ -122,7 +111,7 @@ __device__ static inline void start_slots(const backward_plan &plan, key_inputs 
         inputs->end_block = min(inputs->query_block + plan.partition_lists, query_blocks);
         return;
     }
-    inputs->end_slot = shared_entries(plan, inputs->head);
+    inputs->end_slot = shared_entries(plan.forward, inputs->head);
     inputs->causal = plan.forward.causal;
     inputs->first_query = first_query(plan, *inputs);
     inputs->query_block = inputs->first_query / list_queries;

@@ -53,70 +53,23 @@ __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
-/* Writes dq from dq_sum, which is laid out as accumulators. A thread block takes a tile of 64
- * queries. */
-template <class config>
-__global__ void __launch_bounds__(warpgroup_threads)
-    write_dq(const __grid_constant__ backward_plan plan,
-             const __grid_constant__ backward_pass pass) {
-    using element = typename config::element;
-    const forward_plan &forward = plan.forward;
-    const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
-    const int32_t b = tile / pass.tiles / forward.q_heads, h = tile / pass.tiles % forward.q_heads;
-    const float4 *const sums =
-        (const float4 *)pass.dq_sum + (int64_t)tile * (config::q_rows * config::channels / 4);
-    element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
-#pragma unroll
-    for (int c = 0; c < config::channels; c += quad_channels) {
-        const int channel = c + 8 * lane;
-        float4 four[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-            four[n] = sums[(c / 8 + n) * warpgroup_threads + threadIdx.x];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int32_t query =
-                head_tile * config::q_rows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
-            uint32_t words[4];
-#pragma unroll
-            for (int n = 0; n < 4; n++)
-                words[n] = element_type<element>::pack((i ? four[n].z : four[n].x) * forward.scale,
-                                                       (i ? four[n].w : four[n].y) * forward.scale);
-            transpose_quad(words);
-            if (query >= forward.q_len || channel >= forward.head_dim)
-                continue;
-            uint4 *const to = (uint4 *)(rows + query * plan.dq.row + channel);
-            if (plan.accumulate) {
-                const uint4 old = *to;
-                words[0] = add_pairs<element>(old.x, words[0]);
-                words[1] = add_pairs<element>(old.y, words[1]);
-                words[2] = add_pairs<element>(old.z, words[2]);
-                words[3] = add_pairs<element>(old.w, words[3]);
-            }
-            *to = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-    }
-}
-
 /* Takes from the arena what this kernel needs beside the plan. */
 static backward_pass plan_pass(const backward_plan *plan, int32_t channels, int32_t consumers,
                                fdma_arena *arena) {
     backward_pass pass = {};
     const int64_t heads = (int64_t)plan->forward.batch * plan->forward.q_heads;
     pass.tiles = plan->rows / q_tile_rows;
-    pass.dq_sum = (float *)fdma_arena_take(arena, (size_t)(heads * plan->rows * channels) *
-                                                      sizeof *pass.dq_sum);
+    pass.dq_sum = take<float>(arena, heads * plan->rows * channels);
     if (plan->deterministic)
-        pass.dq_semaphore = (uint32_t *)fdma_arena_take(
-            arena, (size_t)(heads * pass.tiles * consumers) * sizeof *pass.dq_semaphore);
+        pass.dq_semaphore = take<uint32_t>(arena, heads * pass.tiles * consumers);
     return pass;
 }
 
 template <class config>
 static backward_plan plan_with(const fdma_problem *problem, fdma_arena *arena,
                                backward_pass *pass) {
-    const backward_shape shape = {config::slots, most_partitions, 0};
-    const backward_plan plan = fdma_cuda_plan_backward(problem, arena, shape);
+    const backward_plan plan =
+        fdma_cuda_plan_backward(problem, arena, {config::slots, most_partitions});
     *pass = plan_pass(&plan, config::channels, config::consumers, arena);
     return plan;
 }
@@ -125,8 +78,7 @@ static backward_plan plan_with(const fdma_problem *problem, fdma_arena *arena,
 static fdma_status clear_tiles(const fdma_problem *problem, const backward_plan *plan,
                                const backward_pass *pass, void *buffer, size_t tile_bytes) {
     const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
-    return check_cuda("backward", cudaMemsetAsync(buffer, 0, tiles * tile_bytes,
-                                                  (cudaStream_t)problem->exec.stream));
+    return clear("backward", problem, buffer, tiles * tile_bytes);
 }
 
 template <class config>
@@ -135,10 +87,8 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_plan *pl
     using memory = backward_memory<config>;
     static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
     const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
-    launch_shape shape;
-    shape.grid = dim3((unsigned)(pass->slot_blocks * heads * ranges));
-    shape.block = dim3(config::threads);
-    shape.shared_bytes = sizeof(memory);
+    const launch_shape shape = {dim3((unsigned)(pass->slot_blocks * heads * ranges)),
+                                dim3(config::threads), sizeof(memory)};
     const float softcap_scale =
         plan->forward.softcap == 0 ? 0 : plan->forward.scale / plan->forward.softcap;
     if (shape.grid.x == 0)
@@ -158,8 +108,7 @@ static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_p
     const int64_t waves = 4;
     const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
     const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
-    const int64_t query_blocks = heads * slot_blocks * plan->forward.lists / wanted;
-    return (int32_t)(query_blocks > 1 ? query_blocks : 1);
+    return (int32_t)max(heads * slot_blocks * plan->forward.lists / wanted, (int64_t)1);
 }
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
@@ -181,10 +130,8 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
         FDMA_TRY(run_pass<config>(problem, &plan, &pass,
                                   divide_up(plan.forward.lists, pass.query_blocks)));
     }
-    launch_shape shape;
-    shape.grid = dim3((unsigned)tiles);
-    shape.block = dim3(warpgroup_threads);
-    FDMA_TRY(launch("backward", write_dq<config>, shape, problem, plan, pass));
+    FDMA_TRY(launch("backward", write_dq<config>, {dim3((unsigned)tiles), dim3(warpgroup_threads)},
+                    problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
@@ -195,9 +142,8 @@ template <typename element> static fdma_status run_elements(const fdma_problem *
 }
 
 static fdma_status run(const fdma_problem *problem) {
-    if (problem->dtype == FDMA_FLOAT16)
-        return run_elements<__half>(problem);
-    return run_elements<__nv_bfloat16>(problem);
+    return problem->dtype == FDMA_FLOAT16 ? run_elements<__half>(problem)
+                                          : run_elements<__nv_bfloat16>(problem);
 }
 
 static size_t workspace(const fdma_problem *problem) {
@@ -214,11 +160,9 @@ static const char *refuses(const fdma_problem *problem) {
     enum { smallest = 64, most_blocks = INT32_MAX / 4 };
     const fdma_tensor *const tensors[] = {&problem->q,  &problem->k,  &problem->v, &problem->dout,
                                           &problem->dq, &problem->dk, &problem->dv};
-    const char *const reason = fdma_cuda_refuses_backward(problem);
+    const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    if (problem->head_dim > FDMA_HEAD_DIM)
-        return "a larger head_dim than its own";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim that a smaller shape takes";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
@@ -227,15 +171,12 @@ static const char *refuses(const fdma_problem *problem) {
         if (!is_near(tensors[i]))
             return "rows more than 2^31 elements apart";
     }
-    const int64_t longest = problem->q_len > problem->kv_len ? problem->q_len : problem->kv_len;
+    const int64_t longest = max(problem->q_len, problem->kv_len);
     if (problem->batch * problem->q_heads > most_blocks / (longest / q_tile_rows + 1))
         return "more than 2^29 tiles of queries or keys";
     return fdma_refuses_but_sm90a(problem);
 }
 
-static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
-                                       operation_backward, fdma_missing_sm90a, refuses, workspace,
-                                       run, true}};
-
-extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM) = {
-    kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM),
+                {FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM), operation_backward,
+                 fdma_missing_sm90a, refuses, workspace, run, true});

@@ -121,20 +121,13 @@ __device__ static inline int32_t slot_key(const backward_plan &plan, const backw
     if (pass.is_diagonal) {
         const int2 count = list_counts(plan, head, query_block);
         const int32_t n = count.x + slot;
-        if (n >= count.y)
-            return -1;
-        return key_of(forward,
-                      forward.list[head * forward.list_head + query_block * forward.list_tile + n]);
+        return n < count.y ? key_of(forward, list_entry(forward, head, query_block, n)) : -1;
     }
     if (plan.is_rolling)
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
-    const int32_t slots = forward.count == NULL
-                              ? forward.kv_len
-                              : forward.count[(int64_t)head * forward.lists + forward.lists - 1].y;
-    if (slot >= min(slots, plan.slots))
+    if (slot >= shared_entries(forward, head))
         return -1;
-    return key_of(forward,
-                  forward.list == NULL ? slot : forward.list[head * forward.list_head + slot]);
+    return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
 /* How many slots some query of a block sees. Later blocks see no fewer. */

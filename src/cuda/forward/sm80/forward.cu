@@ -100,8 +100,8 @@ __device__ static inline void write_out(tile_memory<config> &shared, const row_s
     for (int r = 0; r < row_state<config>::rows; r++) {
         const float sum = quad_sum(state.row_sum[r]), factor = sum == 0 ? 0 : 1 / sum;
         const int32_t row = first + lane / 4 * row_state<config>::rows + r;
-        if (plan.lse != NULL && lane % 4 == 0 && row < range.total)
-            plan.lse[lse_offset(plan, range, row)] = lse_of(state.row_max[r], sum);
+        if (plan.lse.data != NULL && lane % 4 == 0 && row < range.total)
+            *lse_at(plan, range, row) = lse_of(state.row_max[r], sum);
 #pragma unroll
         for (int d = 0; d < config::head_dim / 8; d++) {
             const float *const out = &state.out[r / 2][d][r % 2 * 2];
@@ -154,32 +154,16 @@ template <typename element>
 static fdma_status attend(const fdma_problem *problem, const forward_plan &plan) {
     using config = tile_config<element>;
     static_assert(sizeof(tile_memory<config>) <= least_shared_bytes, "a tile fits everywhere");
-    const bool aligned =
-        is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
     const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
     const int32_t heads = plan.batch * plan.kv_heads;
     return launch("forward", attend_tile<config>,
                   {dim3(heads * tiles), dim3(config::threads), sizeof(tile_memory<config>)},
-                  problem, plan, tiles, aligned);
+                  problem, plan, tiles, is_aligned(plan));
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const reason = fdma_cuda_refuses_plan(problem);
-    if (reason != NULL)
-        return reason;
-    const int64_t rows = problem->q_len * problem->group;
-    if (rows > INT32_MAX / 2 ||
-        problem->batch * problem->kv_heads > INT32_MAX / (rows / mma_rows + 1))
-        return "more than 2^31 tiles of queries";
-    if (problem->head_dim > FDMA_HEAD_DIM)
-        return "a larger head_dim than its own";
-    return fdma_refuses_before_sm80(problem);
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    fdma_cuda_plan_forward(problem, &arena);
-    return fdma_arena_size(&arena);
+    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
+    return reason != NULL ? reason : fdma_refuses_before_sm80(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -190,9 +174,6 @@ static fdma_status run(const fdma_problem *problem) {
                                           : attend<__nv_bfloat16>(problem, plan);
 }
 
-static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM),
-                                       operation_forward, fdma_missing_sm80, refuses, workspace,
-                                       run, true}};
-
-extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM) = {
-    kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM),
+                {FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM), operation_forward,
+                 fdma_missing_sm80, refuses, workspace_of<fdma_cuda_plan_forward>, run, true});

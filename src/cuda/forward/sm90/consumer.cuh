@@ -276,9 +276,8 @@ __device__ inline void consumer<config>::finish_tile(const forward_plan &plan, i
         const bool is_there = query < plan.q_len;
         const float sum = quad_sum(softmax.row_sum[i]);
         const float inverse = sum == 0 ? 0 : 1 / sum;
-        if (plan.lse != NULL && is_there && lane == 0)
-            plan.lse[tile.b * plan.lse_batch + h * plan.lse_head + query] =
-                lse_of(softmax.row_max[i], sum);
+        if (plan.lse.data != NULL && is_there && lane == 0)
+            plan.lse.at(tile.b, h)[query] = lse_of(softmax.row_max[i], sum);
         element *const to = (element *)plan.out.data + tile.b * plan.out.batch +
                             query * plan.out.row + h * plan.out.head;
 #pragma unroll

@@ -8,39 +8,9 @@
 
 static constexpr int32_t no_key = (int32_t)no_row;
 
-/* The keys of one tile. */
-struct tile_keys {
-    const int32_t *list; // NULL: entry j is key j
-    const key_record *records;
-    const char *k, *v;
-    int32_t entries;
-};
-
-/* How many entries of a list some row of the tile may see. */
-__device__ static int32_t count_entries(const forward_plan &plan, const row_tile &tile,
-                                        int32_t list) {
-    if (plan.count == NULL)
-        return plan.causal ? min(plan.kv_len, tile.last + 1) : plan.kv_len;
-    const int64_t head = tile.b * plan.kv_heads + tile.g;
-    return visible_entries(plan, plan.count[head * plan.lists + list], list, tile.last);
-}
-
 /* The first row of a head. */
 __device__ static const char *rows_of(const head_view &view, int32_t b, int32_t head) {
     return (const char *)view.data + 2 * (b * view.batch + head * view.head);
-}
-
-__device__ static tile_keys keys_of(const forward_plan &plan, const row_tile &tile) {
-    const int32_t head = tile.b * plan.kv_heads + tile.g;
-    const int32_t list = plan.causal ? tile.query / list_queries : 0;
-    tile_keys keys;
-    keys.list =
-        plan.list == NULL ? NULL : plan.list + head * plan.list_head + list * plan.list_tile;
-    keys.records = plan.records == NULL ? NULL : plan.records + (int64_t)head * plan.kv_len;
-    keys.k = rows_of(plan.k, tile.b, tile.g);
-    keys.v = rows_of(plan.v, tile.b, tile.g);
-    keys.entries = count_entries(plan, tile, list);
-    return keys;
 }
 
 /* The record of a key that no row of the tile keeps. A bias of -inf masks it at no cost, where an
@@ -74,16 +44,12 @@ template <class config> struct producer {
     pipeline_state<1> q;
     int32_t warp, own_column; // own_column: of this lane's key in a key block
 
-    __device__ inline int32_t fetch_key(const forward_plan &plan, const tile_keys &keys,
-                                        int32_t block) const {
-        const int32_t i = block * config::key_rows + own_column;
-        if (i >= keys.entries)
-            return no_key;
-        const int32_t entry = keys.list == NULL ? i : keys.list[i];
-        return is_key(entry, plan.kv_len) ? entry : no_key;
+    __device__ inline int32_t fetch_key(const tile_list &keys, int32_t block) const {
+        const int32_t entry = entry_at(keys, block * config::key_rows + own_column);
+        return is_key(entry, keys.kv_len) ? entry : no_key;
     }
 
-    __device__ inline key_record fetch_record(const tile_keys &keys, int32_t key) const {
+    __device__ inline key_record fetch_record(const tile_list &keys, int32_t key) const {
         if (keys.records == NULL)
             return {key == no_key ? INT32_MIN : INT32_MAX, 0};
         return key == no_key ? masked_record() : keys.records[key];
@@ -161,28 +127,31 @@ template <class config> struct producer {
     /* Loads k one key block ahead of v, list entries two blocks ahead, records one. */
     __device__ inline void load_tile(const forward_plan &plan, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
-        const tile_keys keys = keys_of(plan, tile);
+        const tile_list keys =
+            tile_list_of(plan, tile.b * plan.kv_heads + tile.g, tile.query, tile.last);
+        const char *const k = rows_of(plan.k, tile.b, tile.g), *const v =
+                                                                   rows_of(plan.v, tile.b, tile.g);
         const int32_t blocks = max(1, (keys.entries + config::key_rows - 1) / config::key_rows);
         const int32_t rest = keys.entries - (blocks - 1) * config::key_rows;
-        int32_t before = no_key, next = fetch_key(plan, keys, 1);
-        own_key own = {fetch_key(plan, keys, 0)};
+        int32_t before = no_key, next = fetch_key(keys, 1);
+        own_key own = {fetch_key(keys, 0)};
         own.record = fetch_record(keys, own.key);
         for (int32_t block = 0; block < blocks; block++) {
             const key_record next_record = fetch_record(keys, next);
-            const int32_t after = fetch_key(plan, keys, block + 2);
+            const int32_t after = fetch_key(keys, block + 2);
             if (plan.causal)
                 drop_expired(tile, &own);
-            load_rows(plan, plan.k, keys.k, own.key);
+            load_rows(plan, plan.k, k, own.key);
             if (block == 0)
                 load_queries(plan, tile, {index, blocks, rest <= config::short_keys});
             else
-                load_rows(plan, plan.v, keys.v, before);
+                load_rows(plan, plan.v, v, before);
             write_mask(plan, tile, own);
             before = own.key;
             own = {next, next_record};
             next = after;
         }
-        load_rows(plan, plan.v, keys.v, before);
+        load_rows(plan, plan.v, v, before);
     }
 
     /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that

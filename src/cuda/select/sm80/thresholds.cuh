@@ -30,7 +30,8 @@ struct select_space {
     uint32_t *kept_by_position, *kept_by_rank; // [segments][partitions]: kept keys
     uint32_t *kept_total;                      // [segments]
     uint32_t partitions;
-    int shift; // log2 of a partition's keys
+    int shift;         // log2 of a partition's keys
+    size_t zero_bytes; // of the workspace, which must be zero at first
 };
 
 /* The partition of a block. Warp w handles its keys from w * warp_keys on. */

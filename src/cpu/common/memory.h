@@ -1,0 +1,58 @@
+/* Rows and elements of the caller's tensors, and arrays in the caller's workspace. */
+#ifndef FDMA_CPU_COMMON_MEMORY_H
+#define FDMA_CPU_COMMON_MEMORY_H
+
+#include "core/element.h"
+#include "core/integers.h"
+#include "core/kernel.h"
+
+static inline float *take_floats(fdma_arena *arena, int64_t count) {
+    return fdma_arena_take(arena, (size_t)count * sizeof(float));
+}
+
+static inline int32_t *take_ints(fdma_arena *arena, int64_t count) {
+    return fdma_arena_take(arena, (size_t)count * sizeof(int32_t));
+}
+
+/* The scratch memory of one thread, of which all threads have `size` bytes each. */
+static inline fdma_arena scratch_of_thread(uint8_t *scratch, size_t size, int32_t thread) {
+    return (fdma_arena){.base = scratch + (size_t)thread * size};
+}
+
+static inline float *float_at(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
+    return (float *)tensor->data + offset_of(tensor, x0, x1, x2);
+}
+
+static inline int32_t *int_at(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
+    return (int32_t *)tensor->data + offset_of(tensor, x0, x1, x2);
+}
+
+/* The elements from `offset` on, in any dtype. */
+static inline void *row_at(const fdma_tensor *tensor, int64_t offset) {
+    return (uint8_t *)tensor->data + offset * (int64_t)fdma_dtype_size(tensor->dtype);
+}
+
+/* The channels at [b, n, head] of a tensor shaped as q or as k. */
+static inline void *head_row(const fdma_tensor *tensor, int64_t b, int64_t n, int64_t head) {
+    return row_at(tensor, offset_of(tensor, b, n, head));
+}
+
+/* key_valid of sequence b, or NULL. */
+static inline const uint8_t *valid_keys(const fdma_problem *problem, int64_t b) {
+    const fdma_tensor *const valid = &problem->key_valid;
+    if (!is_present(valid) || problem->kv_len == 0)
+        return NULL;
+    return (const uint8_t *)valid->data + b * valid->stride[0];
+}
+
+/* The slots of the kept keys of one (b, g). */
+static inline int64_t slots_of(const fdma_problem *problem) {
+    return min(problem->window, problem->kv_len);
+}
+
+/* The keys that a query attends to, at most. */
+static inline int64_t keys_of_query(const fdma_problem *problem) {
+    return problem->selected ? slots_of(problem) : problem->kv_len;
+}
+
+#endif

@@ -1,0 +1,16 @@
+/* The kernels of every operation, at the point that is being compiled. */
+#ifndef FDMA_CPU_ISA_EVERY_KERNEL_H
+#define FDMA_CPU_ISA_EVERY_KERNEL_H
+
+#include "cpu/isa/isa.h"
+
+#include "cpu/backward/backward.h"
+#include "cpu/decode/decode.h"
+#include "cpu/forward/forward.h"
+#include "cpu/lists/lists.h"
+#include "cpu/merge/merge.h"
+#include "cpu/score/score.h"
+#include "cpu/score/score_backward.h"
+#include "cpu/select/select.h"
+
+#endif
