@@ -235,7 +235,7 @@ typedef struct call_sizes {
     int64_t tiles, width; /* of lists */
 } call_sizes;
 
-/* Of an axis, by its letter in core/tensors.h. */
+/* Of an axis, by its letter in core/signatures.c. */
 static inline int64_t size_of_axis(const call_sizes *n, char letter) {
     const int64_t sizes[] = {
         ['b'] = n->batch,

@@ -43,10 +43,8 @@ static fdma_problem problem_at(fdma_operation operation, const shape *n, void *d
         x.args.backward.deterministic = deterministic;
         if (n->window < 0)
             call_drop_selection(&x);
-        CHECK_OK(fdma_check_backward(&x.args.backward, check_shapes, &checked));
-    } else {
-        CHECK_OK(fdma_check_score_backward(&x.args.score_backward, check_shapes, &checked));
     }
+    CHECK_OK(fdma_check_call(operation, &x.args, check_shapes, &checked));
     return checked;
 }
 
@@ -92,7 +90,7 @@ static fdma_problem forward_problem(int64_t q_len) {
     fdma_problem checked;
     call_make(&x, &n, FDMA_BFLOAT16, false);
     call_drop_selection(&x);
-    CHECK_OK(fdma_check_forward(&x.args.forward, check_shapes, &checked));
+    CHECK_OK(fdma_check_call(x.operation, &x.args, check_shapes, &checked));
     return checked;
 }
 

@@ -78,18 +78,12 @@ static bool settles(const tensor_entry *entry, char letter) {
     return first == entry;
 }
 
-<<<<<<< HEAD
-/* The answer where a tensor that settles a size has the size `wrong`. */
-static expectation want_of_origin(const tensor_entry *entry, char letter, int64_t wrong) {
-    const int64_t size = size_of_axis(&right_sizes, letter);
-    const bool groups = operations[right.call.operation].selection != 0;
-=======
 /* The answer if a tensor that settles a size has the size `wrong`. */
 static expectation want_of_origin(char letter, int64_t wrong) {
->>>>>>> main
     if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};
-    return (expectation){FDMA_INVALID_ARGUMENT, {number(size_of_axis(letter)), number(wrong)}, 0};
+    return (expectation){
+        FDMA_INVALID_ARGUMENT, {number(size_of_axis(&right_sizes, letter)), number(wrong)}, 0};
 }
 
 static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {

@@ -8,38 +8,20 @@
 
 static fdma_operation tested;
 
-<<<<<<< HEAD
-/* Large enough for several threads. The scale is given: its default is found by the caller. */
+/* Large enough for several threads. The default scale, 1 / sqrt(40), has to be rounded. */
 static void make_call(call *x, fdma_dtype dtype) {
     static const call_sizes n = {
-        .batch = 1, .q_len = 200, .kv_len = 600, .q_heads = 4, .kv_heads = 2, .head_dim = 64};
+        .batch = 1, .q_len = 200, .kv_len = 600, .q_heads = 4, .kv_heads = 2, .head_dim = 40};
     uint64_t state = 31;
     *x = (call){.operation = tested};
     if (tested == operation_forward)
-        x->args.forward = (fdma_forward_args){.causal = 1, .scale = 0.125};
+        x->args.forward = (fdma_forward_args){.causal = 1};
     if (tested == operation_backward)
-        x->args.backward = (fdma_backward_args){.causal = 1, .scale = 0.125};
+        x->args.backward = (fdma_backward_args){.causal = 1};
     call_make(x, &n, dtype, true);
     call_alloc(x, &state);
     if (operations[tested].selection != 0)
         call_select(x, 100, FDMA_SCOPE_CAUSAL, &state);
-=======
-/* Large enough for several threads. The default scale, 1 / sqrt(40), has to be rounded. */
-static gradient_problem a_problem(fdma_dtype dtype) {
-    problem x = {.batch = 1,
-                 .q_len = 200,
-                 .kv_len = 600,
-                 .q_heads = 4,
-                 .kv_heads = 2,
-                 .head_dim = 40,
-                 .window = 100,
-                 .scope = FDMA_SCOPE_CAUSAL,
-                 .causal = 1,
-                 .dtype = dtype};
-    problem_fill(&x, 31);
-    problem_select(&x);
-    return gradient_of(&x, 1);
->>>>>>> main
 }
 
 static void run_in_modes(call *x) {

@@ -1,5 +1,5 @@
 """The ctypes mirror agrees with fdma.h: size and fields of structs, enumerators, functions. Its
-tensors, and those of the operators, are the ones that src/core/tensors.h lists."""
+tensors, and those of the operators, are the ones that src/core/signatures.c lists."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def fields_of(name: str) -> list[str]:
 
 
 def mirrored_fields(mirror: type) -> dict[str, type]:
-    parts = [vars(base).get("_fields_", ()) for base in reversed(mirror.__mro__)]
-    return dict(sum((list(fields) for fields in parts), []))
+    fields: dict[str, type] = {}
+    for base in reversed(mirror.__mro__):
+        fields.update(vars(base).get("_fields_", ()))
+    return fields
 
 
 def test_every_struct_is_mirrored() -> None:
@@ -91,7 +93,7 @@ def test_every_function_is_declared() -> None:
 
 
 class Listed(NamedTuple):
-    """A line of src/core/tensors.h, where the words are explained."""
+    """A line of src/core/signatures.c, where the words are explained."""
 
     dims: str
     dtypes: str
@@ -101,16 +103,15 @@ class Listed(NamedTuple):
 def read_tensors() -> dict[str, dict[str, Listed]]:
     """The tensors of each operation, by field."""
     found: dict[str, dict[str, Listed]] = {}
-    text = (ROOT / "src" / "core" / "tensors.h").read_text()
-    pattern = r"^#define FDMA_\w+_TENSORS(?=\()|^    [XSP]\([^)]*\)"
-    for line in re.findall(pattern, text, re.MULTILINE):
-        if line.startswith("#"):
-            operation = line.removeprefix("#define FDMA_").removesuffix("_TENSORS").lower()
-            found[operation] = {}
-            continue
-        kind, words = line.strip()[0], line.strip()[2:-1].replace('"', "").split(", ")
-        name = words[0] if kind == "S" else words[1]
-        found[operation][name] = Listed(words[-3], words[-2], kind == "S")
+    text = (ROOT / "src" / "core" / "signatures.c").read_text()
+    for operation, body in re.findall(
+        r"tensor_entry (\w+)_tensors\[\] = \{(.*?)^\};", text, re.DOTALL | re.MULTILINE
+    ):
+        found[operation] = {}
+        for kind, row in re.findall(r"(ARG|MEMBER|SELECTION)\((.*)\),", body):
+            words = row.replace('"', "").split(", ")
+            name = words[0] if kind == "SELECTION" else words[1]
+            found[operation][name] = Listed(words[-3], words[-2], kind == "SELECTION")
     return found
 
 
@@ -128,7 +129,7 @@ NO_FIELD = {"window", "scope", "deterministic", "wants_dbias"}
 def test_the_tensors_of_a_struct(operation: str) -> None:
     listed = [name for name, one in TENSORS[operation].items() if not one.in_selection]
     fields = mirrored_fields(_library.CALLS[f"fdma_{operation}"])
-    assert listed == [name for name, kind in fields.items() if kind is _library.Tensor]
+    assert sorted(listed) == sorted(x for x, kind in fields.items() if kind is _library.Tensor)
     selected = [name for name, one in TENSORS[operation].items() if one.in_selection]
     assert ("selection" in fields) == (selected == ["expiry", "slot"])
 

@@ -1,7 +1,7 @@
 /* See check/run.h. */
 #include "check/run.h"
 
-#include "core/tensors.h"
+#include "core/signatures.h"
 
 #include "commands.h"
 #include "common/device.h"
@@ -30,32 +30,6 @@ typedef struct check_call {
     fdma_tensor outputs[most_tensors]; /* where these are wanted; rank 0 for inputs */
 } check_call;
 
-/* ---- the library's list of tensors ---- */
-
-typedef struct field {
-    const char *name;
-    size_t offset; /* in check_call */
-    tensor_role role;
-} field;
-
-#define OF_ARGS(operation, name, dims, dtypes, role)                                               \
-    {#name, offsetof(check_call, args.operation.name), role_##role},
-#define OF_PROBLEM(operation, name, member, dims, dtypes, role)                                    \
-    OF_ARGS(operation, name, dims, dtypes, role)
-#define OF_SELECTION(name, dims, dtypes, role)                                                     \
-    {#name, offsetof(check_call, selection.name), role_##role},
-#define FIELDS(name, LIST)                                                                         \
-    static const field name##_fields[] = {LIST(OF_ARGS, OF_SELECTION, OF_PROBLEM){NULL, 0, 0}};
-
-FIELDS(score, FDMA_SCORE_TENSORS)
-FIELDS(select, FDMA_SELECT_TENSORS)
-FIELDS(lists, FDMA_LISTS_TENSORS)
-FIELDS(forward, FDMA_FORWARD_TENSORS)
-FIELDS(backward, FDMA_BACKWARD_TENSORS)
-FIELDS(score_backward, FDMA_SCORE_BACKWARD_TENSORS)
-FIELDS(merge, FDMA_MERGE_TENSORS)
-FIELDS(merge_backward, FDMA_MERGE_BACKWARD_TENSORS)
-
 /* ---- operations, through pointers to their arguments ---- */
 
 #define DEFINE_OPERATION(name)                                                                     \
@@ -64,8 +38,7 @@ FIELDS(merge_backward, FDMA_MERGE_BACKWARD_TENSORS)
         return fdma_##name##_workspace(args, bytes);                                               \
     }
 #define OPERATION(name)                                                                            \
-    {name##_fields, sizeof(fdma_##name##_args), offsetof(check_call, args.name.exec), ask_##name,  \
-     call_##name}
+    {sizeof(fdma_##name##_args), offsetof(fdma_##name##_args, exec), ask_##name, call_##name}
 
 DEFINE_OPERATION(score)
 DEFINE_OPERATION(select)
@@ -76,10 +49,11 @@ DEFINE_OPERATION(score_backward)
 DEFINE_OPERATION(merge)
 DEFINE_OPERATION(merge_backward)
 
+_Static_assert((int)CHECK_MERGE_BACKWARD == (int)operation_merge_backward, "the same order");
+
 static const struct {
-    const field *fields; /* up to one without a name */
-    size_t size;         /* of the argument struct */
-    size_t exec;         /* offset in check_call */
+    size_t size; /* of the argument struct */
+    size_t exec; /* offset of that field */
     fdma_status (*ask)(const void *args, size_t *bytes);
     fdma_status (*call)(const void *args);
 } operations[check_operation_count] = {
@@ -169,20 +143,22 @@ static void set_options(check_call *call, const check_problem *problem, check_op
 
 static void set_tensors(check_call *call, const check_problem *problem, check_operation_id id,
                         const fdma_tensor *outputs) {
-    for (const field *f = operations[id].fields; f->name != NULL; f++) {
-        const bool is_output = f->role == role_output || f->role == role_optional_output;
-        const fdma_tensor host = is_output ? *outputs++ : input_named(problem, id, f->name);
+    const tensor_table table = fdma_tensors[id]; // the ids are those of the library
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
+        const bool is_output = entry->role == role_output || entry->role == role_optional_output;
+        const fdma_tensor host = is_output ? *outputs++ : input_named(problem, id, entry->name);
+        void *const base = entry->in_selection ? (void *)&call->selection : (void *)&call->args;
         const fdma_tensor copy = device_copy_of(call->device, &host);
         call->outputs[call->count] = is_output ? host : (fdma_tensor){0};
         call->copies[call->count++] = copy;
-        *(fdma_tensor *)((char *)call + f->offset) = copy;
+        *(fdma_tensor *)((char *)base + entry->offset) = copy;
     }
 }
 
 fdma_status check_run(const check_problem *problem, check_operation_id id, const char *kernel,
                       const fdma_tensor *outputs) {
     check_call call = {.device = runs_on(kernel, 0) ? 0 : problem->device};
-    fdma_exec *const exec = (fdma_exec *)((char *)&call + operations[id].exec);
+    fdma_exec *const exec = (fdma_exec *)((char *)&call.args + operations[id].exec);
     const int32_t device = call.device;
     size_t bytes = 0;
     set_options(&call, problem, id);
