@@ -89,7 +89,8 @@ static fdma_status run(fdma_operation operation, const void *args) {
 
 static fdma_status ask_workspace(fdma_operation operation, const void *args, size_t *bytes) {
     prepared_call call;
-    FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT, "bytes: is NULL");
+    FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
+                 "bytes: is NULL, want the address of a size_t");
     FDMA_TRY(prepare(operation, args, check_shapes, &call));
     *bytes = call.workspace;
     return FDMA_OK;
@@ -106,7 +107,8 @@ static fdma_status ask_kernels(fdma_operation operation, const void *args, const
 
 static fdma_status ask_kernel(fdma_operation operation, const void *args, const char **name) {
     const char *names[operation_attention];
-    FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT, "name: is NULL");
+    FDMA_REQUIRE(name != NULL, FDMA_INVALID_ARGUMENT,
+                 "name: is NULL, want the address of a const char *");
     FDMA_TRY(ask_kernels(operation, args, names));
     *name = names[operation];
     return FDMA_OK;
@@ -216,10 +218,10 @@ fdma_status fdma_attention_backward_workspace(const fdma_attention_backward_args
 /* A struct that a function fills in begins with its size, which the caller has set. */
 static fdma_status check_filled(const char *name, const void *filled, size_t known) {
     size_t size;
-    FDMA_REQUIRE(filled != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL", name);
+    FDMA_REQUIRE(filled != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL, want a struct", name);
     memcpy(&size, filled, sizeof size);
-    FDMA_REQUIRE(size >= known, FDMA_INVALID_ARGUMENT, "%s: size is %zu, want %zu", name, size,
-                 known);
+    FDMA_REQUIRE(size >= known, FDMA_INVALID_ARGUMENT,
+                 "%s: size is %zu, want sizeof the struct, %zu", name, size, known);
     return FDMA_OK;
 }
 

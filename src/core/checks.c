@@ -3,7 +3,7 @@
 #include "core/signatures.h"
 
 #include <math.h>
-#include <string.h>
+#include <stddef.h>
 
 static bool is_output(const tensor_entry *entry) {
     return entry->role == role_output || entry->role == role_optional_output;
@@ -39,22 +39,13 @@ static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
 
 /* The size that a letter of tensor_entry.dims stands for; NULL if it follows from others. */
 static int64_t *size_of(fdma_problem *problem, char dim) {
-    switch (dim) {
-    case 'b':
-        return &problem->batch;
-    case 'i':
-        return &problem->q_len;
-    case 'j':
-        return &problem->kv_len;
-    case 'h':
-        return &problem->q_heads;
-    case 'g':
-        return &problem->kv_heads;
-    case 'd':
-        return &problem->head_dim;
-    default:
-        return NULL;
-    }
+    static const size_t offsets['w' + 1] = {
+        ['b'] = offsetof(fdma_problem, batch),    ['i'] = offsetof(fdma_problem, q_len),
+        ['j'] = offsetof(fdma_problem, kv_len),   ['h'] = offsetof(fdma_problem, q_heads),
+        ['g'] = offsetof(fdma_problem, kv_heads), ['d'] = offsetof(fdma_problem, head_dim),
+    };
+    const size_t offset = offsets[(int)dim];
+    return offset != 0 ? (int64_t *)((char *)problem + offset) : NULL;
 }
 
 static int64_t derived_length(const fdma_problem *problem, char dim) {
@@ -85,10 +76,9 @@ static fdma_status check_size(char dim, int64_t size) {
 static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entry,
                                  unsigned *settled) {
     const fdma_tensor *const tensor = tensor_at(problem, entry->member);
-    if (may_be_absent(problem, entry) && !is_present(tensor))
+    if (!is_present(tensor) && may_be_absent(problem, entry))
         return FDMA_OK;
-    FDMA_TRY(fdma_check_form(entry->name, tensor, (int32_t)strlen(entry->dims),
-                             dtypes_of(problem, entry->dtypes)));
+    FDMA_TRY(fdma_check_form(entry->name, tensor, entry->rank, dtypes_of(problem, entry->dtypes)));
     if (problem->dtype == 0)
         problem->dtype = tensor->dtype;
     for (int axis = 0; axis < tensor->rank; axis++) {
@@ -151,13 +141,10 @@ static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
         if (!is_present(tensor))
             continue;
         FDMA_TRY(fdma_check_layout(entry->name, tensor, is_output(entry), depth == check_all));
+        settle_strides(tensor);
         tensors[count++] = (named_tensor){entry->name, tensor, is_output(entry)};
     }
-    if (depth == check_all)
-        FDMA_TRY(fdma_check_overlaps(tensors, count, &problem->exec));
-    for (size_t t = 0; t < table.count; t++)
-        settle_strides(problem_tensor(problem, &table.entries[t]));
-    return FDMA_OK;
+    return depth == check_all ? fdma_check_overlaps(tensors, count, &problem->exec) : FDMA_OK;
 }
 
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {

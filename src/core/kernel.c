@@ -82,7 +82,7 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
         used += (size_t)wrote;
         previous = kernel->name;
     }
-    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, there are %s",
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, want one of %s",
                      fdma_quote(name).text, names);
 }
 

@@ -21,13 +21,17 @@ typedef union any_args {
     fdma_attention_backward_args attention_backward;
 } any_args;
 
+static fdma_status check_absent(const char *name, const fdma_tensor *tensor) {
+    FDMA_REQUIRE(!is_present(tensor), FDMA_INVALID_ARGUMENT,
+                 "%s: is given, want none with FDMA_BIAS_NONE", name);
+    return FDMA_OK;
+}
+
 static fdma_status take_bias_form(fdma_bias_form form, fdma_problem *problem) {
     FDMA_REQUIRE((unsigned)form <= FDMA_BIAS_NONE, FDMA_INVALID_ARGUMENT,
                  "bias_form: is %d, want one of fdma_bias_form", (int)form);
-    FDMA_REQUIRE(form != FDMA_BIAS_NONE || !is_present(&problem->bias), FDMA_INVALID_ARGUMENT,
-                 "bias: is given, want none with FDMA_BIAS_NONE");
     problem->bias_form = form;
-    return FDMA_OK;
+    return form == FDMA_BIAS_NONE ? check_absent("bias", &problem->bias) : FDMA_OK;
 }
 
 static fdma_status take_window(int64_t window, fdma_scope scope, bool causal,
@@ -49,7 +53,7 @@ static fdma_status take_logit_options(double scale, double softcap, int32_t caus
     FDMA_REQUIRE(scale >= 0 && scale < INFINITY, FDMA_INVALID_ARGUMENT,
                  "scale: is %g, want a finite number, 0 or more", scale);
     FDMA_REQUIRE(scale <= FLT_MAX, FDMA_INVALID_ARGUMENT,
-                 "scale: is %g, want a number of float32, at most %g", scale, (double)FLT_MAX);
+                 "scale: is %g, want at most %g, the largest float32", scale, (double)FLT_MAX);
     FDMA_REQUIRE(softcap >= 0 && softcap < INFINITY, FDMA_INVALID_ARGUMENT,
                  "softcap: is %g, want a finite number, 0 or more", softcap);
     problem->scale = scale;
@@ -116,9 +120,8 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
     const fdma_attention_backward_args *const call = &args->attention_backward;
     FDMA_TRY(take_bias_form(call->bias_form, problem));
     if (call->bias_form == FDMA_BIAS_NONE) {
-        FDMA_REQUIRE(!is_present(&call->ddt_proj) && !is_present(&call->da), FDMA_INVALID_ARGUMENT,
-                     "%s: is given, want none with FDMA_BIAS_NONE",
-                     is_present(&call->da) ? "da" : "ddt_proj");
+        FDMA_TRY(check_absent("ddt_proj", &call->ddt_proj));
+        FDMA_TRY(check_absent("da", &call->da));
         problem->dt_proj = problem->a = (fdma_tensor){0}; // ignored, whatever they hold
     }
     problem->deterministic = call->deterministic != 0;
@@ -167,7 +170,7 @@ const char *fdma_operation_name(fdma_operation operation) { return operations[op
  * this library does not know must be zero. */
 static fdma_status copy_struct(const char *name, const void *caller, size_t first_size, void *known,
                                size_t known_size) {
-    FDMA_REQUIRE(caller != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL", name);
+    FDMA_REQUIRE(caller != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL, want a struct", name);
     size_t size;
     memcpy(&size, caller, sizeof size);
     FDMA_REQUIRE(size >= first_size && size < 4096, FDMA_INVALID_ARGUMENT,
@@ -175,10 +178,11 @@ static fdma_status copy_struct(const char *name, const void *caller, size_t firs
     const uint8_t *const bytes = caller;
     for (size_t i = known_size; i < size; i++)
         FDMA_REQUIRE(bytes[i] == 0, FDMA_UNSUPPORTED,
-                     "%s: size is %zu and byte %zu is set; this library knows %zu bytes", name,
-                     size, i, known_size);
-    memset(known, 0, known_size);
-    memcpy(known, caller, size < known_size ? size : known_size);
+                     "%s: byte %zu is set, want 0 after the %zu bytes that this library knows",
+                     name, i, known_size);
+    const size_t copied = size < known_size ? size : known_size;
+    memcpy(known, caller, copied);
+    memset((char *)known + copied, 0, known_size - copied);
     return FDMA_OK;
 }
 

@@ -4,7 +4,7 @@
 #include <stddef.h>
 
 #define ENTRY(field, dims, offset, member, dtypes, role, in_selection)                             \
-    {#field,          dims,        offset,      offsetof(fdma_problem, member),                    \
+    {#field,          dims,        sizeof dims - 1, offset, offsetof(fdma_problem, member),        \
      dtypes_##dtypes, role_##role, in_selection}
 
 /* A field of fdma_<operation>_args. */

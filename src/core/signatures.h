@@ -25,6 +25,7 @@ typedef enum tensor_role {
 typedef struct tensor_entry {
     const char *name;
     const char *dims; /* a letter for each axis, see signatures.c */
+    int32_t rank;     /* how many there are */
     size_t offset;    /* in the argument struct, or in fdma_selection */
     size_t member;    /* in fdma_problem */
     tensor_dtypes dtypes;

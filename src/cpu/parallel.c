@@ -1,8 +1,8 @@
-/* A pool of threads that sleep while there is nothing to do.
+/* A pool of threads that all calls share. They sleep while there is nothing to do.
  *
- * A call posts a job and works on it at once; workers that wake up in time join it. Tasks are taken
- * from a counter, so that a call waits only for tasks that have been started: a worker that the
- * system has not scheduled yet costs nothing. Several calls share the workers. */
+ * A call posts a job and works on it at once; workers that wake up in time join it. A counter hands
+ * out the tasks, so a call waits only for tasks that have begun, and never for a worker that has no
+ * core to run on. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE // sched_getaffinity()
 #endif
@@ -11,9 +11,6 @@
 #include "core/integers.h"
 #include "cpu/simd/modes.h"
 
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #if defined(__linux__)
@@ -33,46 +30,42 @@ int32_t fdma_usable_cpus(void) {
 #endif
 }
 
+#if defined(FDMA_HAVE_THREADS)
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <time.h>
+
+enum {
+    most_threads = 1024,
+    spin_ns = 50000, // that a thread spins before it sleeps: waking it takes as long
+};
+
 /* One call of fdma_parallel_for(). */
 typedef struct parallel_job {
     parallel_task task;
     const void *context;
     int64_t count;
-    _Atomic int64_t next;       // the first task that no thread has taken
+    _Atomic int64_t next;       // the next task to hand out
     _Atomic int32_t working;    // workers that have joined and not left
-    int32_t joined, threads;    // threads that ever joined, the caller too; at most
+    int32_t threads;            // that may join, the caller included
+    int32_t joined;             // that have joined, also if they have left
     struct parallel_job *later; // the next job of the pool
 } parallel_job;
 
-static void run_tasks(parallel_job *job, int32_t thread) {
-    const uint32_t modes = keep_subnormals();
-    int64_t index;
-    while ((index = atomic_fetch_add(&job->next, 1)) < job->count)
-        job->task(job->context, index, thread);
-    restore_modes(modes);
-}
-
-#if defined(FDMA_HAVE_THREADS)
-
-#include <pthread.h>
-#include <signal.h>
-#include <time.h>
-
-enum {
-    most_threads = 1024,
-    spin_ns = 50000, // that a thread looks for news before it sleeps: waking it takes as long
-};
-
 typedef struct thread_pool {
-    pthread_mutex_t mutex; // of all that is not atomic, here and in jobs
+    pthread_mutex_t mutex; // protects what is not atomic, here and in jobs
     pthread_cond_t posted; // a job was posted
-    pthread_cond_t left;   // the last worker left a job
+    pthread_cond_t left;   // a worker left a job
     parallel_job *jobs;    // in the order in which they were posted
     _Atomic uint32_t posts;
-    int32_t wanted;   // workers that all jobs would use
-    int32_t workers;  // in the pool,
-    int32_t idle;     // of which so many have no job,
-    int32_t sleeping; // and so many of those sleep
+    int32_t wanted;   // workers that all jobs together could use
+    int32_t workers;  // threads of the pool
+    int32_t idle;     // workers without a job
+    int32_t sleeping; // idle workers that sleep
 } thread_pool;
 
 static thread_pool pool;
@@ -83,7 +76,7 @@ static int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Waits for some cycles; false from `end` on. */
+/* Pauses for some cycles, and returns whether it is still before `end`. */
 static bool spin_before(int64_t end) {
 #if defined(__x86_64__)
     _mm_pause();
@@ -100,7 +93,15 @@ static parallel_job *find_job(void) {
     return job;
 }
 
-/* Called and left with the mutex locked, as wait_for_post(). */
+static void run_tasks(parallel_job *job, int32_t thread) {
+    const uint32_t modes = keep_subnormals();
+    int64_t index;
+    while ((index = atomic_fetch_add(&job->next, 1)) < job->count)
+        job->task(job->context, index, thread);
+    restore_modes(modes);
+}
+
+/* The mutex is locked before and after this function, and wait_for_post(). */
 static void join_job(parallel_job *job) {
     const int32_t thread = job->joined++;
     job->working++;
@@ -109,7 +110,7 @@ static void join_job(parallel_job *job) {
     run_tasks(job, thread);
     pthread_mutex_lock(&pool.mutex);
     pool.idle++;
-    job->working--; // its caller may return now: the job is gone
+    job->working--; // from here on the job may be gone, because its caller may return
     pthread_cond_broadcast(&pool.left);
 }
 
@@ -127,7 +128,7 @@ static void wait_for_post(int64_t spin_end) {
 }
 
 static void *work(void *unused) {
-    int64_t spin_end = 0; // later after work alone: jobs of others are no reason to stay awake
+    int64_t spin_end = 0; // a worker spins only after work of its own, not whenever a job is posted
     (void)unused;
     pthread_mutex_lock(&pool.mutex);
     for (;;) {
@@ -142,8 +143,8 @@ static void *work(void *unused) {
     return NULL;
 }
 
-/* Workers handle no signals of the program. If the system has no more threads to give, those that
- * there are do the work. */
+/* Workers handle no signals of the program. If the system refuses a thread, those that exist do the
+ * work. */
 static void add_workers(void) {
     sigset_t all, old;
     if (pool.workers >= min(pool.wanted, most_threads - 1))
@@ -161,7 +162,7 @@ static void add_workers(void) {
     pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
-/* In a new process, and in a child after fork(), which has none of its parent's threads. */
+/* For a new process, and for a child after fork(), which has none of its parent's threads. */
 static void empty_pool(void) {
     pool = (thread_pool){
         .mutex = PTHREAD_MUTEX_INITIALIZER,
@@ -174,7 +175,7 @@ static pthread_once_t started = PTHREAD_ONCE_INIT;
 static int32_t default_threads;
 
 static void start_pool(void) {
-    const char *const variable = getenv("OMP_NUM_THREADS"); // a list begins with its first number
+    const char *const variable = getenv("OMP_NUM_THREADS"); // of a list, strtol() reads the first
     const long wanted = variable != NULL ? strtol(variable, NULL, 10) : 0;
     default_threads = (int32_t)min(wanted > 0 ? wanted : fdma_usable_cpus(), most_threads);
     empty_pool();
@@ -200,7 +201,7 @@ static void post_job(parallel_job *job) {
         pthread_cond_signal(&pool.posted);
 }
 
-/* Returns when no worker is left that could look at the job. */
+/* Withdraws a job, and returns when no worker uses it any more. */
 static void close_job(parallel_job *job) {
     pthread_mutex_lock(&pool.mutex);
     parallel_job **at = &pool.jobs;
@@ -226,6 +227,14 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
     return (int32_t)min(wanted, max(tasks, 1));
 }
 
+static void run_together(int32_t threads, int64_t count, parallel_task task, const void *context) {
+    parallel_job job = {
+        .task = task, .context = context, .count = count, .threads = threads, .joined = 1};
+    post_job(&job);
+    run_tasks(&job, 0);
+    close_job(&job);
+}
+
 #else
 
 int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
@@ -233,37 +242,23 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
     return 1;
 }
 
-static void post_job(parallel_job *job) { (void)job; }
-
-static void close_job(parallel_job *job) { (void)job; }
-
 #endif
 
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds) {
-    enum { least_share = 100 }; // microseconds: waking a thread and waiting for it take up to 10
-    return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_share));
+    enum { least_microseconds = 100 }; // of a thread: to wake it and to wait for it take up to 10
+    return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_microseconds));
 }
 
-static void run_alone(int64_t count, parallel_task task, const void *context) {
+void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context) {
+#if defined(FDMA_HAVE_THREADS)
+    if (min(threads, count) > 1) {
+        run_together((int32_t)min(threads, count), count, task, context);
+        return;
+    }
+#endif
+    (void)threads;
     const uint32_t modes = keep_subnormals();
     for (int64_t index = 0; index < count; index++)
         task(context, index, 0);
     restore_modes(modes);
-}
-
-void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context) {
-    parallel_job job = {
-        .task = task,
-        .context = context,
-        .count = count,
-        .joined = 1,
-        .threads = (int32_t)min(threads, count),
-    };
-    if (job.threads <= 1) {
-        run_alone(count, task, context);
-        return;
-    }
-    post_job(&job);
-    run_tasks(&job, 0);
-    close_job(&job);
 }

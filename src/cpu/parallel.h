@@ -4,18 +4,18 @@
 
 #include <stdint.h>
 
-/* Does task `index` with the scratch memory of `thread`. */
+/* Does task `index` on thread number `thread`, whose scratch memory it may use. */
 typedef void (*parallel_task)(const void *context, int64_t index, int32_t thread);
 
 /* CPUs that this process may run on. */
 int32_t fdma_usable_cpus(void);
 
-/* The number of threads for `tasks` tasks when exec.threads is `asked`. 0 asks for OMP_NUM_THREADS
- * if the environment sets it, else for the CPUs that this process may use. */
+/* The number of threads for `tasks` tasks if exec.threads is `asked`. 0 asks for OMP_NUM_THREADS
+ * if the environment sets it, else for the CPUs that this process may run on. */
 int32_t fdma_thread_count(int32_t asked, int64_t tasks);
 
-/* The same for tasks that take about `microseconds` altogether on one thread: fewer threads if each
- * would have too little to do to be worth waking. */
+/* The same for tasks that take about `microseconds` altogether on one thread: no more threads than
+ * are worth waking. */
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds);
 
 /* Runs tasks 0 to count - 1, handed out in that order, on at most `threads` threads, of which the

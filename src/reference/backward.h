@@ -17,7 +17,7 @@ static key_gradients take_sums(const fdma_problem *problem, fdma_arena *arena) {
                            take_reals(arena, keys), take_reals(arena, dim)};
 }
 
-static inline size_t backward_workspace(const fdma_problem *problem) {
+static size_t backward_workspace(const fdma_problem *problem) {
     fdma_arena arena = {0};
     take_sums(problem, &arena);
     return fdma_arena_size(&arena);
@@ -85,7 +85,7 @@ static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const ke
     }
 }
 
-static inline fdma_status run_backward(const fdma_problem *problem) {
+static fdma_status run_backward(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const key_gradients sums = take_sums(problem, &arena);
     const size_t keys = (size_t)problem->kv_len, dim = (size_t)problem->head_dim;

@@ -55,13 +55,13 @@ static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_
         store(&problem->lse, offset_of(&problem->lse, b, h, i), row_max + log(sum));
 }
 
-static inline size_t forward_workspace(const fdma_problem *problem) {
+static size_t forward_workspace(const fdma_problem *problem) {
     fdma_arena arena = {0};
     take_row(problem, &arena);
     return fdma_arena_size(&arena);
 }
 
-static inline fdma_status run_forward(const fdma_problem *problem) {
+static fdma_status run_forward(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const row_scratch row = take_row(problem, &arena);
     for (int64_t b = 0; b < problem->batch; b++)

@@ -35,7 +35,7 @@ static real merged_at(const fdma_problem *problem, const merge_factors *factors,
     return rounded(problem->dtype, sum);
 }
 
-static inline fdma_status run_merge(const fdma_problem *problem) {
+static fdma_status run_merge(const fdma_problem *problem) {
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t h = 0; h < problem->q_heads; h++)
             for (int64_t i = 0; i < problem->q_len; i++) {
@@ -71,7 +71,7 @@ static void split_gradient(const fdma_problem *problem, int64_t b, int64_t i, in
     }
 }
 
-static inline fdma_status run_merge_backward(const fdma_problem *problem) {
+static fdma_status run_merge_backward(const fdma_problem *problem) {
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t h = 0; h < problem->q_heads; h++)
             for (int64_t i = 0; i < problem->q_len; i++)

@@ -13,8 +13,10 @@
 #include <tgmath.h> // exp() and its like, for either type
 
 #ifdef FDMA_REFERENCE_FLOAT32
+#define REFERENCE_NAME "reference/float32"
 typedef float real;
 #else
+#define REFERENCE_NAME "reference"
 typedef double real;
 #endif
 
@@ -55,13 +57,6 @@ static inline real dot(const fdma_tensor *x, int64_t at_x, const fdma_tensor *y,
 /* Writes a gradient, or adds it to what its tensor holds. */
 static inline void put(const fdma_tensor *tensor, int64_t at, real value, bool add) {
     store(tensor, at, add ? load(tensor, at) + value : value);
-}
-
-static inline const char *nothing_missing(void) { return NULL; }
-
-static inline size_t no_workspace(const fdma_problem *problem) {
-    (void)problem;
-    return 0;
 }
 
 /* Workspace for so many numbers. */

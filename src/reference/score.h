@@ -16,7 +16,7 @@ static real dt_of(const fdma_problem *problem, int64_t b, int64_t j, int64_t g) 
 }
 
 /* The bias is computed from the score as rounded to the score's dtype. */
-static inline fdma_status run_score(const fdma_problem *problem) {
+static fdma_status run_score(const fdma_problem *problem) {
     const fdma_tensor *const score = &problem->score, *const bias = &problem->bias;
     const fdma_dtype dtype = is_present(score) ? score->dtype : bias->dtype;
     for (int64_t b = 0; b < problem->batch; b++)

@@ -17,7 +17,7 @@ static score_gradients take_score_sums(const fdma_problem *problem, fdma_arena *
                              take_reals(arena, width)};
 }
 
-static inline size_t score_backward_workspace(const fdma_problem *problem) {
+static size_t score_backward_workspace(const fdma_problem *problem) {
     fdma_arena arena = {0};
     take_score_sums(problem, &arena);
     return fdma_arena_size(&arena);
@@ -56,7 +56,7 @@ static void add_scores(const fdma_problem *problem, int64_t b, int64_t j,
         put(dv, offset_of(dv, b, j, c / dim) + c % dim, rounded(problem->dtype, sums->dv[c]), true);
 }
 
-static inline fdma_status run_score_backward(const fdma_problem *problem) {
+static fdma_status run_score_backward(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const score_gradients sums = take_score_sums(problem, &arena);
     const fdma_tensor *const ddt_proj = &problem->ddt_proj;

@@ -103,7 +103,7 @@ static void options_of_scores_are_checked(void) {
     REJECTS(score_backward, args->bias_form = FDMA_BIAS_NONE, INVALID("bias_form"));
     REJECTS(attention, args->bias_form = FDMA_BIAS_NONE, INVALID("bias", "FDMA_BIAS_NONE"));
     REJECTS(attention_backward, (args->bias_form = FDMA_BIAS_NONE, args->bias = absent),
-            INVALID("da", "FDMA_BIAS_NONE"));
+            INVALID("ddt_proj", "FDMA_BIAS_NONE"));
     REJECTS(attention_backward,
             (args->bias_form = FDMA_BIAS_NONE, args->ddt_proj = args->da = absent),
             INVALID("bias", "FDMA_BIAS_NONE"));

@@ -204,9 +204,9 @@ static const struct {
     {"cpu/sse9", operation_score, 2, NULL,
      "score (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 has no such kernel"},
     {"cpu/sse", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named cpu/sse, there are cpu/sse9, cpu/any, cuda/sm1"},
+     "exec.kernel: no kernel is named cpu/sse, want one of cpu/sse9, cpu/any, cuda/sm1"},
     {"\x1b[31m\xff\n", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, there are cpu/sse9, "
+     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, want one of cpu/sse9, "
      "cpu/any, cuda/sm1"},
     {NULL, operation_backward, 2, NULL,
      "backward (float32, head_dim 8) on FDMA_CUDA(2): the library does not support float32 "

@@ -37,8 +37,7 @@ static void select_reference(fdma_problem *problem) {
 static void select_cut(fdma_problem *problem, int64_t partitions, int32_t threads) {
     problem->exec = (fdma_exec){.threads = threads};
     select_context select = cut_partitions(problem, partitions);
-    const fdma_arena wanted = lay_out_select(&select);
-    exec_alloc(&problem->exec, fdma_arena_size(&wanted));
+    exec_alloc(&problem->exec, lay_out_select(&select));
     lay_out_select(&select);
     select_partitions(&select);
 }

@@ -31,12 +31,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
-@pytest.fixture(scope="session")
-def root() -> Path:
-    """The root of the repository."""
-    return ROOT
-
-
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Gradients on a CUDA device are bit-equal from run to run."""

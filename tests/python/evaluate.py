@@ -281,7 +281,17 @@ def assert_same(found: torch.Tensor | Tensors, expected: torch.Tensor | Tensors)
 def assert_within(
     actual: torch.Tensor, exact: torch.Tensor, *plain: torch.Tensor, factor: int = 2
 ) -> None:
-    """`actual` errs at most `factor` times as much as plain evaluations, plus one rounding step."""
+    """`actual` errs at most `factor` times as much as plain evaluations, plus one rounding step.
+
+    In float32 correct kernels come close to this bound. A sum of n products of size t has partial
+    sums of size sqrt(k) t after k terms. Each is rounded by up to u of itself, u being half a step,
+    so that one accumulator errs by u n t / sqrt(6), root mean square; m accumulators of n / m terms
+    err sqrt(m) times less. torch's matrix product has several, a kernel one: with head_dim 256 and
+    1500 seeds, its largest error was 1.2 times that of plain evaluations in the mean, and beyond
+    the bound in 0.2 % of inputs for lse and 0.6 % for out. By plain evaluations that add one
+    product after the other, as the reference does, these are 0.8 times, 0 % and 0.07 %. So the
+    seeds of the inputs are fixed.
+    """
     assert exact.numel() > 0, "nothing to compare"
     assert_same_specials(actual, exact)
     size = exact[torch.isfinite(exact)].abs().max().item() if torch.isfinite(exact).any() else 0.0

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import numpy as files
-from safetensors import torch as torch_files
-from tool import EXAMPLE, attend_json, make_inputs, run_tool
+from tool import EXAMPLE, attend_json, attend_tensors, make_inputs, run_tool
 
 ROUNDING = 1e-4  # rounding errors of float32 are smaller here; a wrong row is off by 0.1
 
@@ -52,17 +51,12 @@ def test_whole_window_has_all_the_mass() -> None:
 )
 def test_outputs_are_attention(tmp_path: Path, bias: str, mode: list[str], softcap: float) -> None:
     inputs = make_inputs(seed=3, q_len=19, kv_len=33)
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    files.save_file(inputs, path)
-    report = attend_json(
-        path, "--window", "5", "--bias", bias, *mode, "--softcap", str(softcap), "--out", out_path
-    )
-    assert report["out"] == str(out_path)
+    options = ("--window", "5", "--bias", bias, *mode, "--softcap", str(softcap))
+    report, written = attend_tensors(tmp_path, inputs, *options)
     q, k, v, score = (torch.from_numpy(inputs[name]) for name in ("q", "k", "v", "score"))
     terms = {"none": None, "linear": score, "exp": score.exp()}[bias]
     causal, scope = "--causal" in mode, "causal" if mode == ["--causal"] else "global"
     mask = evaluate.visible_keys(19, 33, causal, evaluate.kept_keys(score, 5, scope))
-    written = torch_files.load_file(out_path)
     assert set(written) == {"out", "lse"}
     results = (written["out"], written["lse"])
     evaluate.assert_attention(results, q, k, v, mask, bias=terms, softcap=softcap)
@@ -96,28 +90,24 @@ def test_conversion_rounds_to_even(tmp_path: Path, dtype: str, kind: torch.dtype
     bits[::3] = bits[::3] & 0x807FFFFF | random.integers(98, 143, 1366, np.uint32) << 23
     values = bits.view(np.float32)
     values = np.where(np.abs(values) < 60000, values, 0).reshape(1, 1, 16, 256)
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     zero = np.zeros_like(values)
-    score = np.zeros((1, 16, 1), np.float32)
-    files.save_file({"q": zero, "k": zero, "v": values, "score": score}, path)
-    attend_json(path, "--window", "1", "--dtype", dtype, "--kernel", "reference", "--out", out_path)
-    out = torch_files.load_file(out_path)["out"]
-    assert out.dtype == kind
-    assert torch.equal(out, torch.from_numpy(values).to(kind))
+    tensors = {"q": zero, "k": zero, "v": values, "score": np.zeros((1, 16, 1), np.float32)}
+    options = ("--window", "1", "--dtype", dtype, "--kernel", "reference")
+    _, written = attend_tensors(tmp_path, tensors, *options)
+    assert written["out"].dtype == kind
+    assert torch.equal(written["out"], torch.from_numpy(values).to(kind))
 
 
 def test_nan_in_the_input(tmp_path: Path) -> None:
     """NaN is a value: the row with NaN in its q is NaN, in the kernel and in the reference."""
     inputs = make_inputs()
     inputs["q"][0, 3, 1, :] = np.nan
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    files.save_file(inputs, path)
-    report = attend_json(path, "--window", "4", "--out", out_path)
+    report, written = attend_tensors(tmp_path, inputs, "--window", "4")
     assert report["mass_mean"] is None and report["mass_worst"] is None
     assert report["mass_worst_row"] == [0, 1, 3]
     assert 0 < report["difference_dense"] < ROUNDING
     assert 0 < report["difference_selected"] < ROUNDING
-    nan = np.isnan(files.load_file(out_path)["out"])
+    nan = written["out"].isnan()
     assert nan[0, 3, 1].all() and nan.sum() == 16
 
 

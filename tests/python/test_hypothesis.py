@@ -1,4 +1,5 @@
-"""Any shape, stride, dtype and window that the header allows, against evaluations in float64."""
+"""Attention of any shape, stride, dtype and window that the header allows, against evaluations in
+float64."""
 
 from __future__ import annotations
 
@@ -46,32 +47,6 @@ def key_masks(draw: Draw, batch: int, kv_len: int) -> torch.Tensor | None:
         return None
     bits = draw(st.lists(st.booleans(), min_size=batch * kv_len, max_size=batch * kv_len))
     return torch.tensor(bits, dtype=torch.bool).reshape(batch, kv_len)
-
-
-@st.composite
-def score_tensors(draw: Draw, batch: int, kv_heads: int, kv_len: int) -> torch.Tensor:
-    """Scores with many ties and special values."""
-    values = st.one_of(
-        st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, 3.4e38]),
-        st.integers(-3, 3).map(float),
-        st.floats(width=32),
-    )
-    count = batch * kv_heads * kv_len
-    numbers = draw(st.lists(values, min_size=count, max_size=count))
-    return torch.tensor(numbers, dtype=torch.float32).reshape(batch, kv_heads, kv_len)
-
-
-@bounded
-@given(st.data())
-def test_select(data: st.DataObject) -> None:
-    batch, kv_heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    kv_len = data.draw(st.integers(0, 40))
-    window = data.draw(st.integers(1, 45))
-    scope = data.draw(st.sampled_from(["causal", "global"]))
-    score = data.draw(score_tensors(batch, kv_heads, kv_len))
-    key_valid = data.draw(key_masks(batch, kv_len))
-    found = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
-    evaluate.assert_same(found[:2], evaluate.selection(score, window, scope, key_valid))
 
 
 @bounded

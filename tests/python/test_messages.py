@@ -6,6 +6,7 @@ type than the operator's schema says, such as a str for softcap.
 
 from __future__ import annotations
 
+import functools
 import math  # noqa: F401 (calls in messages.txt use it)
 import os
 import re
@@ -17,20 +18,18 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import _call, _library
-from programs import Done, output_of, python
-
-Layer = flash_dmattn.DynamicMaskAttention
+from programs import ROOT, Done, output_of, python
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
 SCORE, LSE = (1, 2, 6), (1, 4, 6)
-CORRECT: dict[Callable[..., Any], dict[str, tuple[int, ...]]] = {
+CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
     flash_dmattn.attention: {"query": QUERY, "key": KEY, "value": KEY},
     flash_dmattn.flash_dma_attention: {
         **{"query": QUERY, "key": KEY, "value": KEY},
         **{"dt_proj": (2, 32), "a_coef": (2,)},
     },
     flash_dmattn.score: {"value": KEY, "dt_proj": (2, 32), "a_coef": (2,)},
-    flash_dmattn.select: {"score": SCORE},
+    flash_dmattn.select: {"score": SCORE, "window": 3},
     flash_dmattn.merge: {"out_a": QUERY, "lse_a": LSE, "out_b": QUERY, "lse_b": LSE},
 }
 
@@ -41,32 +40,19 @@ def randn(*shape: int, **options: Any) -> torch.Tensor:
 
 def wrong(function: Callable[..., Any], **changes: Any) -> Any:
     """A correct call, except for `changes`."""
-    given = {name: randn(*shape) for name, shape in CORRECT[function].items()}
+    given = {
+        name: randn(*one) if isinstance(one, tuple) else one
+        for name, one in CORRECT[function].items()
+    }
     return function(**{**given, **changes})
 
 
-def attend(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return wrong(flash_dmattn.attention, **changes)
-
-
-def fused(**changes: Any) -> torch.Tensor:
-    return wrong(flash_dmattn.flash_dma_attention, **changes)
-
-
-def score(**changes: Any) -> Any:
-    return wrong(flash_dmattn.score, **changes)
-
-
-def select(**changes: Any) -> flash_dmattn.Selection:
-    return wrong(flash_dmattn.select, **{"window": 3, **changes})
-
-
-def merge(**changes: Any) -> Any:
-    return wrong(flash_dmattn.merge, **changes)
-
-
-def layer(*sizes: Any, **options: Any) -> Any:
-    return flash_dmattn.DynamicMaskAttention(*sizes, **options)
+attend = functools.partial(wrong, flash_dmattn.attention)
+fused = functools.partial(wrong, flash_dmattn.flash_dma_attention)
+score = functools.partial(wrong, flash_dmattn.score)
+select = functools.partial(wrong, flash_dmattn.select)
+merge = functools.partial(wrong, flash_dmattn.merge)
+layer = flash_dmattn.DynamicMaskAttention
 
 
 def of_rows(**options: Any) -> dict[str, torch.Tensor]:
@@ -97,7 +83,7 @@ def test_message(call: str, expected: str) -> None:
 
 @pytest.mark.parametrize("function", CORRECT)
 def test_correct_calls(function: Callable[..., Any]) -> None:
-    wrong(function, **({"window": 3} if function is flash_dmattn.select else {}))
+    wrong(function)
 
 
 @pytest.mark.parametrize("head_dim", [4, 260, 264])
@@ -190,10 +176,10 @@ def import_package(folder: Path, library: Path | None) -> Done:
 
 
 @pytest.fixture
-def package(root: Path, tmp_path: Path) -> Path:
+def package(tmp_path: Path) -> Path:
     """A folder that holds a copy of the package, without a library."""
     ignored = shutil.ignore_patterns("*.so", "*.dylib", "__pycache__")
-    shutil.copytree(root / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
+    shutil.copytree(ROOT / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
     return tmp_path
 
 

@@ -27,9 +27,8 @@ def make_layer(window: int | None = WINDOW, learned: bool = True, **options: Any
     return layer
 
 
-def make_states(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randn(batch, length, HIDDEN, generator=generator)
+def make_states() -> torch.Tensor:
+    return torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(LENGTH))
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

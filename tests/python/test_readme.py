@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from programs import output_of, python, run
+from programs import ROOT, output_of, python, run
 
 LIBRARY = Path(os.environ["FDMA_LIBRARY"])
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -22,9 +22,9 @@ class Example(NamedTuple):
     printed: str | None
 
 
-def examples(root: Path, language: str) -> list[Example]:
+def examples(language: str) -> list[Example]:
     """The blocks of one language, each with the text block that it is followed by, if any."""
-    text = (root / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     blocks = list(FENCE.finditer(text))
     found = []
     for block, following in zip(blocks, [*blocks[1:], None]):
@@ -43,53 +43,53 @@ def assert_printed(example: Example, output: str) -> None:
         assert output.split() == example.printed.split()
 
 
-def test_python(root: Path, tmp_path: Path) -> None:
-    for example in examples(root, "python"):
+def test_python(tmp_path: Path) -> None:
+    for example in examples("python"):
         script = tmp_path / "example.py"
         script.write_text(example.code)
         assert_printed(example, output_of(python(script, cwd=tmp_path)))
 
 
-def run_c(source: Path, root: Path, tmp_path: Path) -> str:
+def run_c(source: Path, tmp_path: Path) -> str:
     program = tmp_path / "example"
     strict = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
-    link = [f"-I{root / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
+    link = [f"-I{ROOT / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
     output_of(run("cc", *strict, source, "-o", program, *link))
     return output_of(run(program, env={"LD_LIBRARY_PATH": str(LIBRARY.parent)}))
 
 
-def test_c(root: Path, tmp_path: Path) -> None:
-    for example in examples(root, "c"):
+def test_c(tmp_path: Path) -> None:
+    for example in examples("c"):
         source = tmp_path / "example.c"
         source.write_text(example.code)
-        assert_printed(example, run_c(source, root, tmp_path))
+        assert_printed(example, run_c(source, tmp_path))
 
 
-def test_installing(root: Path, tmp_path: Path) -> None:
+def test_installing(tmp_path: Path) -> None:
     """The lines from `cmake --install` on, as they stand, in an empty home."""
-    (tmp_path / "example.c").write_text(examples(root, "c")[0].code)
+    (tmp_path / "example.c").write_text(examples("c")[0].code)
     (tmp_path / "build").symlink_to(LIBRARY.parent)
     lines = re.search(
-        r"^    cmake --install .*\n(?:    .*\n)+", (root / "README.md").read_text(), re.M
+        r"^    cmake --install .*\n(?:    .*\n)+", (ROOT / "README.md").read_text(), re.M
     )
     assert lines and "pkg-config" in lines[0]
     environment = {"HOME": str(tmp_path), "LD_LIBRARY_PATH": None}
     output = output_of(run("sh", "-ec", lines[0], cwd=tmp_path, env=environment))
-    printed = examples(root, "c")[0].printed
+    printed = examples("c")[0].printed
     assert printed and output.endswith(printed)
 
 
-def test_tables_are_current(root: Path) -> None:
+def test_tables_are_current() -> None:
     """benchmarks/table.py --update README.md docs/performance.md would change nothing."""
-    documents = [root / "README.md", root / "docs" / "performance.md"]
-    output_of(python(root / "benchmarks" / "table.py", "--check", *documents))
+    documents = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+    output_of(python(ROOT / "benchmarks" / "table.py", "--check", *documents))
     assert all("<!-- table " in document.read_text() for document in documents)
 
 
-def test_old_tables_are_found(root: Path, tmp_path: Path) -> None:
+def test_old_tables_are_found(tmp_path: Path) -> None:
     """A figure that differs, and a table that tables.txt does not have."""
-    table = [root / "benchmarks" / "table.py", "--check", "README.md"]
-    text = (root / "README.md").read_text()
+    table = [ROOT / "benchmarks" / "table.py", "--check", "README.md"]
+    text = (ROOT / "README.md").read_text()
     (tmp_path / "README.md").write_text(re.sub(r"\| \d+\.", "| 9999.", text, count=1))
     done = python(*table, cwd=tmp_path)
     assert done.returncode == 1 and "README.md: its tables are not current" in done.stdout
@@ -98,11 +98,11 @@ def test_old_tables_are_found(root: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "has 0 tables none" in done.stderr
 
 
-def test_a_training_step_in_c(root: Path, tmp_path: Path) -> None:
-    output = run_c(root / "examples" / "train_step.c", root, tmp_path)
+def test_a_training_step_in_c(tmp_path: Path) -> None:
+    output = run_c(ROOT / "examples" / "train_step.c", tmp_path)
     assert output.count("slope by differences") == 5
     assert "loss before the step" in output
 
 
-def test_the_example_with_torch(root: Path, tmp_path: Path) -> None:
-    assert output_of(python(root / "examples" / "attend_torch.py", cwd=tmp_path)).strip()
+def test_the_example_with_torch(tmp_path: Path) -> None:
+    assert output_of(python(ROOT / "examples" / "attend_torch.py", cwd=tmp_path)).strip()

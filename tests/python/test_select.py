@@ -14,7 +14,9 @@ from evaluate import assert_same
 
 KERNELS = kernels_of("select")
 KV_LEN = 97
-WINDOWS = [1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000]
+# kv_len and window
+SIZES = [(KV_LEN, window) for window in (1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000)]
+SIZES += [(kv_len, window) for kv_len in (0, 1, 2, 3, 8, 17, 40) for window in (1, 2, 7, 17, 45)]
 
 
 def some(values: list[float]) -> Callable[[torch.Generator], torch.Tensor]:
@@ -68,9 +70,9 @@ def make_padding(name: str) -> torch.Tensor | None:
 @pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: str) -> None:
-    score = make_scores(pattern)
-    key_valid = make_padding(padding)
-    for window in WINDOWS:
+    for kv_len, window in SIZES:
+        score, key_valid = make_scores(pattern)[..., :kv_len], make_padding(padding)
+        key_valid = None if key_valid is None else key_valid[:, :kv_len]
         expected = evaluate.selection(score, window, scope, key_valid)
         for name in KERNELS:
             *found, seen_window, seen_scope = flash_dmattn.select(
@@ -101,10 +103,9 @@ def test_strided_scores_and_bytes_as_key_valid() -> None:
     assert_same(strided[:2], expected[:2])
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5), (2, 2, 0)])
-def test_nothing_to_select(shape: tuple[int, ...]) -> None:
-    selection = flash_dmattn.select(torch.empty(shape), 3)
-    assert selection.expiry.shape == selection.slot.shape == shape
+def test_no_sequence() -> None:
+    selection = flash_dmattn.select(torch.empty(0, 2, 5), 3)
+    assert selection.expiry.shape == selection.slot.shape == (0, 2, 5)
     assert selection.expiry.dtype == selection.slot.dtype == torch.int32
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Callable
 
 import pytest
-from programs import output_of, python
+from programs import ROOT, output_of, python
 
 # A small model, because the command line and the loop are tested here.
 SMALL = ["--length", "96", "--window", "16", "--width", "64", "--layers", "2", "--batch", "2"]
@@ -18,8 +18,8 @@ Run = Callable[..., int]
 
 
 @pytest.fixture
-def example(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(root / "examples"))
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import train_text
 
     return train_text
@@ -78,10 +78,10 @@ def test_without_tqdm(
     assert capsys.readouterr().err.startswith("100% step=2, loss=")
 
 
-def test_as_a_script_on_another_text(root: Path, tmp_path: Path) -> None:
-    text = root / "examples" / "data" / "text.txt"
+def test_as_a_script_on_another_text(tmp_path: Path) -> None:
+    text = ROOT / "examples" / "data" / "text.txt"
     options = ["--text", text, "--steps", "1", *SMALL, "--device", "cpu"]
-    done = python(root / "examples" / "train_text.py", *options, cwd=tmp_path)
+    done = python(ROOT / "examples" / "train_text.py", *options, cwd=tmp_path)
     assert output_of(done).startswith("text.txt: 42623 bytes")
     assert not list(tmp_path.iterdir())
 

@@ -152,7 +152,7 @@ int check_main(int argc, char **argv) {
     if (count > 0)
         code = check_cases(&options, device, tallies, count);
     else
-        print_error("fdma check: --kernel is '%s'; fdma info lists the kernels of device %d",
+        print_error("fdma check: --kernel is '%s', want a kernel of device %d that fdma info lists",
                     options.kernel != NULL ? options.kernel : "", device);
     free(tallies);
     return code;

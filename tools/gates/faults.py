@@ -122,7 +122,7 @@ SCORE = [
           "(dt < 0 ? power : 1)", "1",
           ("check group/", "test_backward")),
     Fault("dv is overwritten, not added to", "src/cpu/score/",
-          "vf_add(held, sum)", "sum",
+          "1, true)", "1, false)",
           ("check group/", "test_backward")),
 ]
 
@@ -138,7 +138,7 @@ SELECT = [
           "key_of(best[n]) < keys.first", "key_of(best[n]) <= keys.first",
           ("test_select_partitions", "test_select")),
     Fault("slots of a split keep their local names", "src/cpu/select/",
-          "= true_slot[rows.slot[j]];", "= rows.slot[j];",
+          "= true_slot[slot[n]];", "= slot[n];",
           ("test_select_partitions", "test_select")),
     Fault("global scope forgets padding", "src/cpu/select/",
           "const bool stays = valid &&", "const bool stays =",
@@ -159,7 +159,7 @@ FORWARD = [
           "expiry[j] > rows->last_position", "expiry[j] >= rows->last_position",
           ("check window/", "test_forward")),
     Fault("the first head's bias for all heads", "src/cpu/common/",
-          "b * bias->stride[0] + g * bias->stride[1]", "b * bias->stride[0]",
+          "float_at(bias, b, g, key[n])", "float_at(bias, b, 0, key[n])",
           ("check window/", "test_forward")),
     Fault("dropped padding mask", "src/cpu/common/",
           "kept &= valid[j] != 0;", "",
@@ -186,7 +186,7 @@ FORWARD = [
 
 BACKWARDS = [
     Fault("dk without the scale", "src/cpu/backward/",
-          "sums, (float)problem->scale)", "sums, 1)",
+          "sums, (float)problem->scale,", "sums, 1,",
           ("check group/", "check window/", "check softcap/")),
     Fault("sums of a partition are not handed on", "src/cpu/backward/",
           "add_row(to->sums + m * table->row_size, sums, table->row_size);", ";",
@@ -198,7 +198,7 @@ BACKWARDS = [
           "(double)dlse - product", "-product",
           ("check group/", "check window/", "check softcap/")),
     Fault("dk and dv are overwritten, not added to", "src/cpu/backward/",
-          "if (problem->accumulate)", "if (false)",
+          "add = problem->accumulate;", "add = false;",
           ("test_backward_shapes", "test_backward_rows")),
     Fault("a key's sums are kept one query too long", "src/cpu/backward/",
           "expiry[j] > position)", "expiry[j] > position + 1)",

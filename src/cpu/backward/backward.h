@@ -97,7 +97,7 @@ static void sweep_tile(const fdma_problem *problem, const row_range *rows,
 /* Sweeps over the tiles of one partition of a (b, g), in the order of positions. `one` is what it
  * leaves behind; NULL: the partition is the whole (b, g). */
 static void sweep_tiles(const backward_context *backward, backward_scratch *scratch, int64_t head,
-                        int64_t index, partition *one) {
+                        int64_t index, backward_partition *one) {
     const fdma_problem *const problem = backward->problem;
     const int64_t tiles = backward->tiles, lanes = backward->lanes;
     const int64_t begin = tiles * index / backward->count;
@@ -121,7 +121,8 @@ static void sweep_tiles(const backward_context *backward, backward_scratch *scra
         one->count->outliving = 0;
 }
 
-static partition partition_at(const backward_context *backward, int64_t head, int64_t index) {
+static backward_partition partition_at(const backward_context *backward, int64_t head,
+                                       int64_t index) {
     const size_t before = (size_t)(head * backward->count + index);
     fdma_arena arena = {.base = backward->partitions + before * backward->partition_size};
     return take_partition(&arena, backward->problem, context_rows(backward));
@@ -136,7 +137,7 @@ static void sweep_partition(const void *context, int64_t task, int32_t thread) {
     const uint32_t modes = flush_subnormals();
     fdma_arena arena = scratch_of_thread(backward->scratch, backward->scratch_size, thread);
     backward_scratch scratch = take_backward_scratch(&arena, backward);
-    partition own = {0};
+    backward_partition own = {0};
     if (count > 1) {
         own = partition_at(backward, head, index);
         scratch.table.sums = own.sums;
@@ -155,8 +156,8 @@ static void join_partitions(const void *context, int64_t head, int32_t thread) {
     const key_table table = take_key_table(&none, problem, context_rows(backward));
     (void)thread;
     for (int64_t n = 1; n < backward->count; n++) {
-        const partition from = partition_at(backward, head, n - 1),
-                        to = partition_at(backward, head, n);
+        const backward_partition from = partition_at(backward, head, n - 1),
+                                 to = partition_at(backward, head, n);
         add_inherited(problem, &rows, &table, &from, &to);
         write_inherited(problem, &rows, &table, &to);
     }

@@ -49,7 +49,7 @@ INLINE void find_probabilities(const backward_step *step, const key_group *group
 }
 
 /* The derivative of the softcap, 1 - tanh^2, from the capped logits that find_logits() has left. */
-static __attribute__((noinline)) void find_slopes(const backward_step *step, int32_t first) {
+NOINLINE void find_slopes(const backward_step *step, int32_t first) {
     const float *const capped = step->tile->logits.capped;
     float *const slope = step->tile->slope + first * block_lanes;
     const vf inverse = vf_set(1 / step->logits.cap);
@@ -69,8 +69,8 @@ INLINE void find_group_probabilities(const backward_step *step, const key_group 
         find_slopes(step, group->first);
 }
 
-static __attribute__((noinline)) void find_block_probabilities(const backward_step *step, int block,
-                                                               const group_list *groups) {
+NOINLINE void find_block_probabilities(const backward_step *step, int block,
+                                       const group_list *groups) {
     int32_t scored = 0; // the keys before it have scores
     for (int32_t n = 0; n < groups->count; n++) {
         scored = score_ahead(&step->logits, &groups->group[n], block, scored);
@@ -148,8 +148,7 @@ INLINE void find_group_ds(const backward_step *step, const key_group *group, int
     }
 }
 
-static __attribute__((noinline)) void find_block_ds(const backward_step *step, int block,
-                                                    const group_list *groups) {
+NOINLINE void find_block_ds(const backward_step *step, int block, const group_list *groups) {
     int32_t scored = 0;
     for (int32_t n = 0; n < groups->count; n++) {
         scored = score_ahead(&step->dp, &groups->group[n], block, scored);

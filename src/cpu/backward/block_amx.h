@@ -22,9 +22,8 @@ static void clear_skipped_words(const backward_step *step, int block, const grou
 }
 
 /* dv += P dout, or dk += dS q, of all listed keys. */
-static __attribute__((noinline)) void add_all_lanes(const backward_step *step, float *const *sums,
-                                                    const float *words, const float *rows,
-                                                    int64_t width, bool keeps[][backward_blocks]) {
+NOINLINE void add_all_lanes(const backward_step *step, float *const *sums, const float *words,
+                            const float *rows, int64_t width, bool keeps[][backward_blocks]) {
     const int64_t block_length = block_rows(step->logits.dim);
     for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length) {
         const int vectors = (int)min((width - d) / vf_width, tile_vectors);

@@ -17,9 +17,8 @@ INLINE void add_strip(float *const *sums, const group_list *groups, const float 
 }
 
 /* dv += P dout, or dk += dS q, of the keys that a block of lanes keeps. */
-static __attribute__((noinline)) void add_block_lanes(float *const *sums, const group_list *groups,
-                                                      const float *words, const float *rows,
-                                                      int64_t width) {
+NOINLINE void add_block_lanes(float *const *sums, const group_list *groups, const float *words,
+                              const float *rows, int64_t width) {
     for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length)
         if (width - d >= row_strip)
             add_strip(sums, groups, words, rows, d, tile_vectors);

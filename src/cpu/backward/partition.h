@@ -15,7 +15,7 @@ enum {
 };
 
 /* What the sweep over a partition leaves behind. Keys are in ascending order. */
-typedef struct partition {
+typedef struct backward_partition {
     float *sums;            /* rows of the key table; row n belongs to inherited[n] */
     int32_t *inherited;     /* keys also kept by queries before the partition */
     int32_t *outliving;     /* keys also kept by queries after the partition */
@@ -23,10 +23,11 @@ typedef struct partition {
     struct {
         int64_t inherited, outliving;
     } *count;
-} partition;
+} backward_partition;
 
-static partition take_partition(fdma_arena *arena, const fdma_problem *problem, int64_t rows) {
-    partition one;
+static backward_partition take_partition(fdma_arena *arena, const fdma_problem *problem,
+                                         int64_t rows) {
+    backward_partition one;
     one.sums = take_floats(arena, table_floats(problem, rows));
     one.inherited = take_ints(arena, rows);
     one.outliving = take_ints(arena, rows);
@@ -52,7 +53,7 @@ static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
 
 /* Gives rows to the keys that arrived before the first tile of a partition. */
 static void begin_partition(const fdma_problem *problem, const row_range *first, key_table *table,
-                            partition *one) {
+                            backward_partition *one) {
     const int32_t before = first->first > 0 ? row_position(problem, first->first - 1) : -1;
     table->first_key = before + 1;
     if (before >= 0)
@@ -63,7 +64,7 @@ static void begin_partition(const fdma_problem *problem, const row_range *first,
 
 /* Records the keys that are still live at the first position after the partition. */
 static void end_partition(const fdma_problem *problem, const row_range *next, key_table *table,
-                          partition *one) {
+                          backward_partition *one) {
     retire_keys(problem, next, next->first_position, table);
     one->count->outliving = table->live_count;
     for (int64_t n = 0; n < table->live_count; n++) {
@@ -80,7 +81,8 @@ static void add_row(float *to, const float *from, int64_t count) {
 /* Adds one partition's sums of the keys that the next partition inherits. In a sound selection
  * every key that outlives `from` is inherited by `to`. */
 static void add_inherited(const fdma_problem *problem, const row_range *rows,
-                          const key_table *table, const partition *from, const partition *to) {
+                          const key_table *table, const backward_partition *from,
+                          const backward_partition *to) {
     int64_t m = 0;
     for (int64_t n = 0; n < from->count->outliving; n++) {
         const float *const sums = from->sums + from->outliving_row[n] * table->row_size;
@@ -95,7 +97,7 @@ static void add_inherited(const fdma_problem *problem, const row_range *rows,
 
 /* Writes the gradients of the inherited keys that no query after the partition keeps. */
 static void write_inherited(const fdma_problem *problem, const row_range *rows,
-                            const key_table *table, const partition *one) {
+                            const key_table *table, const backward_partition *one) {
     int64_t m = 0;
     for (int64_t n = 0; n < one->count->inherited; n++) {
         while (m < one->count->outliving && one->outliving[m] < one->inherited[n])

@@ -11,6 +11,7 @@ enum {
     amx_words = 16,
     amx_lanes = 16,
     amx_bytes = 64,                  /* of a row */
+    lane_bytes = 4 * block_lanes,    /* from one row of a block of lanes to the next */
     summed_blocks = backward_blocks, /* blocks of lanes that one call of add_lanes() sums over */
 };
 
@@ -65,7 +66,6 @@ static inline void clear_sums(void) {
 }
 
 static inline void store_sums(float *to) {
-    const int64_t lane_bytes = block_lanes * 4;
     float *const lower = to + amx_rows * block_lanes;
     _tile_stored(0, to, lane_bytes);
     _tile_stored(1, to + amx_lanes, lane_bytes);
@@ -74,7 +74,6 @@ static inline void store_sums(float *to) {
 }
 
 static inline void load_sums(const float *from) {
-    const int64_t lane_bytes = block_lanes * 4;
     const float *const lower = from + amx_rows * block_lanes;
     _tile_loadd(0, from, lane_bytes);
     _tile_loadd(1, from + amx_lanes, lane_bytes);
@@ -82,20 +81,26 @@ static inline void load_sums(const float *from) {
     _tile_loadd(3, lower + amx_lanes, lane_bytes);
 }
 
+/* Adds the products of two tiles of words, whose rows are `length` floats apart, with two tiles of
+ * lanes. */
+static inline void multiply_tiles(const float *upper, const float *lower, int64_t length,
+                                  const float *lanes) {
+    _tile_loadd(4, upper, length * 4);
+    _tile_loadd(5, lower, length * 4);
+    _tile_loadd(6, lanes, lane_bytes);
+    _tile_loadd(7, lanes + amx_lanes, lane_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
 /* S = K Q^T of a step of keys and two vectors of lanes. */
 static inline void score_tiles(float *scores, const float *k, const float *q, int64_t dim) {
-    const int64_t row = padded_row(dim), row_bytes = row * 4, lane_bytes = block_lanes * 4;
+    const int64_t row = padded_row(dim);
     clear_sums();
-    for (int64_t w = 0; w < dim / terms; w += amx_words) {
-        _tile_loadd(4, k + w, row_bytes);
-        _tile_loadd(5, k + amx_rows * row + w, row_bytes);
-        _tile_loadd(6, q + w * block_lanes, lane_bytes);
-        _tile_loadd(7, q + w * block_lanes + amx_lanes, lane_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
+    for (int64_t w = 0; w < dim / terms; w += amx_words)
+        multiply_tiles(k + w, k + amx_rows * row + w, row, q + w * block_lanes);
     store_sums(scores);
 }
 
@@ -138,25 +143,17 @@ INLINE void score_group_from(score_block s, int from, const tile_step *step, int
 
 /* O += V P for two strips of channels and two vectors of lanes. */
 static inline void add_tiles(float *out, const float *values, const float *weights, int32_t words) {
-    const int64_t lane_bytes = block_lanes * 4;
     load_sums(out);
     for (int32_t w = 0; w < words; w += amx_words) {
-        _tile_loadd(4, values + w * strip_channels, amx_bytes);
-        _tile_loadd(6, weights + w * block_lanes, lane_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, weights + w * block_lanes + amx_lanes, lane_bytes);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, values + strip_length + w * strip_channels, amx_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        const float *const upper = values + w * strip_channels;
+        multiply_tiles(upper, upper + strip_length, amx_words, weights + w * block_lanes);
     }
     store_sums(out);
 }
 
 /* O += V P for all channels of a block of lanes, over all steps that have a listed group. The
  * weights of the other groups in these are 0. */
-static __attribute__((noinline)) void add_groups(const tile_step *step, int block,
-                                                 const group_list *groups) {
+NOINLINE void add_groups(const tile_step *step, int block, const group_list *groups) {
     const tile_state *const tile = step->tile;
     const int32_t end = groups->count > 0 ? groups->group[groups->count - 1].first + score_keys : 0;
     float *const out = block_out(step, block);
@@ -175,32 +172,21 @@ static __attribute__((noinline)) void add_groups(const tile_step *step, int bloc
 static inline void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
                              const float *rows, int64_t block_length, int vectors, int blocks,
                              const bool *keeps) {
-    const int64_t lane_bytes = block_lanes * 4, length_bytes = length * 4;
     float stored[key_step * block_lanes];
     for (int m = 0; m < vectors; m += 2) {
         clear_sums();
         for (int w = 0; w < blocks * (block_lanes / terms); w += amx_words) {
             const int block = w / (block_lanes / terms), line = w % (block_lanes / terms);
-            const float *const channels =
-                rows + block * block_length + line * block_lanes + m * amx_lanes;
-            if (!keeps[block])
-                continue;
-            _tile_loadd(4, words + w, length_bytes);
-            _tile_loadd(5, words + amx_rows * length + w, length_bytes);
-            _tile_loadd(6, channels, lane_bytes);
-            _tile_loadd(7, channels + amx_lanes, lane_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            if (keeps[block])
+                multiply_tiles(words + w, words + amx_rows * length + w, length,
+                               rows + block * block_length + line * block_lanes + m * amx_lanes);
         }
         store_sums(stored);
-        for (int key = 0; key < key_step; key++)
-            for (int x = 0; x < 2; x++) {
-                float *const at = sums[key] + d + (m + x) * amx_lanes;
-                const vf more = vf_load(stored + key * block_lanes + x * amx_lanes);
-                vf_store(at, vf_add(vf_load(at), more));
-            }
+        for (int key = 0; key < key_step; key++) {
+            vf more[2];
+            load_vectors(more, stored + key * block_lanes, 0, 2);
+            add_vectors(sums[key] + d + m * amx_lanes, more, 0, 2);
+        }
     }
 }
 

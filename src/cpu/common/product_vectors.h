@@ -139,8 +139,7 @@ INLINE void add_all_values(const tile_step *step, int block, int from, int32_t f
 }
 
 /* O += V P, a run of groups at a time. */
-static __attribute__((noinline)) void add_groups(const tile_step *step, int block,
-                                                 const group_list *groups) {
+NOINLINE void add_groups(const tile_step *step, int block, const group_list *groups) {
     for (int32_t n = 0; n < groups->count;) {
         const key_run run = next_run(groups, &n);
         const int32_t first = run.first / terms, end = run.end / terms;

@@ -23,7 +23,7 @@ INLINE void scale_and_bias(score_block s, int from, float scale, const float *bi
 
 /* cap * tanh(scores * scale / cap), in memory: the softcap is rare, and its code is kept out of the
  * loops that need all registers. */
-static __attribute__((noinline)) void cap_stored(float *scores, float scale, float cap) {
+NOINLINE void cap_stored(float *scores, float scale, float cap) {
     for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width) {
         const vf scaled = vf_mul(vf_load(scores + x), vf_set(scale_over_cap(scale, cap)));
         vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(scaled)));

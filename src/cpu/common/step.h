@@ -1,8 +1,59 @@
-/* One step of a tile: the key block that it works on, and the one to come. */
+/* One step of a tile: the key block that it works on, the one to come, and the groups of keys that a
+ * block of lanes keeps. Most groups are kept by every lane and need no mask, or by none and are
+ * skipped. */
 #ifndef FDMA_CPU_COMMON_STEP_H
 #define FDMA_CPU_COMMON_STEP_H
 
-#include "cpu/common/groups.h"
+#include "cpu/common/keys.h"
+
+/* score_keys listed keys, of which some lane keeps at least one. */
+typedef struct key_group {
+    int32_t first; /* in the list */
+    bool upper;    /* the lower half of the lanes comes before all of them: it is left out */
+    bool masked;   /* some lane does not keep some of them */
+} key_group;
+
+typedef struct group_list {
+    key_group group[key_groups];
+    int32_t count;
+} group_list;
+
+/* The groups that some of the lanes of a block keep, in the order of the list. */
+static void classify_groups(const key_list *list, int block, group_list *groups) {
+    const int32_t lane = block * block_lanes, end = lane + block_lanes;
+    const int32_t middle = lane + half_vectors * vf_width;
+    groups->count = 0;
+    for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
+        key_group group = {.first = first};
+        bool kept = !list->masked[first / score_keys];
+        for (int32_t n = first; !kept && n < first + score_keys; n++)
+            kept = list->first_lane[n] < min(end, list->end_lane[n]) && list->end_lane[n] > lane;
+        for (int32_t n = first; list->masked[first / score_keys] && n < first + score_keys; n++)
+            group.masked |= list->first_lane[n] > lane || list->end_lane[n] < end;
+        group.upper = half_vectors > 0 && list->first_lane[first] >= middle;
+        if (kept)
+            groups->group[groups->count++] = group;
+    }
+}
+
+/* Keys of adjacent groups, all of which take the same half of the lanes. */
+typedef struct key_run {
+    int32_t first, end;
+    bool upper;
+} key_run;
+
+/* The run that begins at group *n, which becomes the first group after it. */
+static inline key_run next_run(const group_list *groups, int32_t *n) {
+    const key_group *group = &groups->group[(*n)++];
+    key_run run = {group->first, group->first + score_keys, group->upper};
+    for (; *n < groups->count; ++*n) {
+        group = &groups->group[*n];
+        if (group->first != run.end || group->upper != run.upper)
+            break;
+        run.end += score_keys;
+    }
+    return run;
+}
 
 typedef struct tile_step {
     const tile_state *tile;

@@ -1,9 +1,19 @@
-/* Vectors `from` to `end` - 1 of a row of them, in registers. */
+/* Arrays of vectors that stay in registers. Compilers keep them there only if every index is a
+ * constant after unrolling and no function that is called takes their address: hence INLINE and
+ * UNROLL. The functions work on vectors `from` to `end` - 1. */
 #ifndef FDMA_CPU_COMMON_VECTORS_H
 #define FDMA_CPU_COMMON_VECTORS_H
 
-#include "cpu/common/unroll.h"
 #include "cpu/simd/simd.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 INLINE void clear_vectors(vf *x, int from, int end) {
     UNROLL

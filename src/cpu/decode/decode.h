@@ -151,8 +151,7 @@ static void find_row_logits(const decode_task *task, const decode_block *keys, i
 
 /* Raises the maximum of a row to the greatest lane of `top`, and rescales what has been summed
  * under the old maximum. */
-static __attribute__((noinline)) void raise_row_max(const decode_context *decode,
-                                                    decode_partial row, vf top) {
+NOINLINE void raise_row_max(const decode_context *decode, decode_partial row, vf top) {
     float lanes[vf_width];
     vf_store(lanes, top);
     for (int lane = 1; lane < vf_width; lane++)

@@ -13,8 +13,7 @@ INLINE void find_group_logits(score_block s, int from, const tile_step *step,
 }
 
 /* Raises the maximum of the lanes to that of a group, and weighs the group under it. */
-static __attribute__((noinline)) void raise_group(const tile_step *step, const key_group *group,
-                                                  int block) {
+NOINLINE void raise_group(const tile_step *step, const key_group *group, int block) {
     const tile_state *const tile = step->tile;
     const int32_t first = group->first;
     vf top[tile_vectors], total[tile_vectors];
@@ -67,8 +66,7 @@ static void clear_skipped(const tile_step *step, const group_list *groups) {
 }
 
 /* P of all groups that a block of lanes keeps. */
-static __attribute__((noinline)) void weigh_groups(const tile_step *step, int block,
-                                                   const group_list *groups) {
+NOINLINE void weigh_groups(const tile_step *step, int block, const group_list *groups) {
     int32_t scored = 0; // the keys before it have scores
     if ((int)key_step > (int)score_keys)
         clear_skipped(step, groups);

@@ -9,7 +9,7 @@
 #define FDMA_CPU_LISTS_LISTS_H
 
 #include "cpu/common/memory.h"
-#include "cpu/common/unroll.h"
+#include "cpu/common/vectors.h"
 #include "cpu/parallel.h"
 
 #include <string.h>

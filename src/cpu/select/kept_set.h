@@ -11,28 +11,8 @@
 
 #include "core/integers.h"
 #include "core/kernel.h"
-
-#include <string.h>
-
-/* A score as an integer that is ordered like it; NaN is lowest, and both zeros are equal. Integers
- * are compared because subnormal scores must keep their order, even on CPUs that flush them. */
-static inline int32_t score_order(float score) {
-    int32_t bits;
-    memcpy(&bits, &score, sizeof bits);
-    const int32_t size = bits & INT32_MAX, infinity = 0x7f800000;
-    const int32_t order = bits < 0 ? -size : size;
-    return size > infinity ? INT32_MIN : order;
-}
-
-/* The total order of keys as an integer, the greater the better: the score's order in the upper
- * half, the key in the lower. */
-static inline int64_t key_order(float score, int32_t key) {
-    return (int64_t)score_order(score) * ((int64_t)1 << 32) + key;
-}
-
-static inline int32_t key_of(int64_t order) { return (int32_t)order; }
-
-static inline int32_t score_order_of(int64_t order) { return (int32_t)(order >> 32); }
+#include "cpu/common/vectors.h"
+#include "cpu/select/order.h"
 
 /* Consecutive keys of one (b, g). */
 typedef struct key_range {
@@ -44,26 +24,17 @@ typedef struct key_range {
 
 enum { select_block = 64, marked_at_once = 32 };
 
-/* Bit n: whether the score of key `at` + n is of order `least` or above. `count` is at most 32,
- * because compilers vectorize the loop for marks of 32 bits and not of 64. */
-static inline uint32_t mark_orders(const key_range *keys, int64_t at, int64_t count,
-                                   int32_t least) {
-    uint32_t marks = 0;
+/* mark_keys() of at most 32 keys, because compilers vectorize the loops for marks of 32 bits and not
+ * of 64. */
+static inline uint64_t mark_some(const key_range *keys, int64_t at, int64_t count, int32_t least) {
+    uint32_t marks = 0, valid = 0;
     for (int64_t n = 0; n < count; n++)
         marks |= (uint32_t)(score_order(keys->score[at + n]) >= least) << n;
-    return marks;
-}
-
-static inline uint32_t mark_valid(const key_range *keys, int64_t at, int64_t count) {
-    uint32_t marks = 0;
+    if (keys->valid == NULL)
+        return marks;
     for (int64_t n = 0; n < count; n++)
-        marks |= (uint32_t)(keys->valid[at + n] != 0) << n;
-    return marks;
-}
-
-static inline uint64_t mark_some(const key_range *keys, int64_t at, int64_t count, int32_t least) {
-    const uint32_t marks = mark_orders(keys, at, count, least);
-    return keys->valid ? marks & mark_valid(keys, at, count) : marks;
+        valid |= (uint32_t)(keys->valid[at + n] != 0) << n;
+    return marks & valid;
 }
 
 /* Bit n: whether key `at` + n exists, is valid, and has a score of order `least` or above, for the
@@ -224,8 +195,7 @@ static inline void enter_all(const select_pass *pass, kept_set *shared, int32_t 
 
 /* Enters those of the marked keys from `at` on that outrank the worst. Not inlined, because the
  * marking loop would take registers from it. */
-__attribute__((noinline)) static void enter_marked(const select_pass *pass, kept_set *set,
-                                                   int32_t at, uint64_t marks) {
+NOINLINE void enter_marked(const select_pass *pass, kept_set *set, int32_t at, uint64_t marks) {
     if (pass->before > 0)
         enter_all(pass, set, at, marks, true);
     else

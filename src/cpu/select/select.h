@@ -1,4 +1,4 @@
-/* The rows of select. */
+/* Selection as a call makes it: in as many partitions as pay. */
 #ifndef FDMA_CPU_SELECT_SELECT_H
 #define FDMA_CPU_SELECT_SELECT_H
 
@@ -10,8 +10,7 @@ static select_context plan_select(const fdma_problem *problem) {
 
 static size_t select_workspace(const fdma_problem *problem) {
     select_context select = plan_select(problem);
-    const fdma_arena arena = lay_out_select(&select);
-    return fdma_arena_size(&arena);
+    return lay_out_select(&select);
 }
 
 static fdma_status run_select(const fdma_problem *problem) {

@@ -70,14 +70,6 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 }
 
-static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
-
-static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
-
-static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
-
-static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
-
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 
 static inline vf vf_rounding_error(vf a, vf b, vf product) {

@@ -57,14 +57,6 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     _mm256_mask_storeu_epi16(p, vf_first(count), _mm512_cvtepi32_epi16(quiet));
 }
 
-static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
-
-static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
-
-static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-
-static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
-
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 
 static inline vf vf_rounding_error(vf a, vf b, vf product) {

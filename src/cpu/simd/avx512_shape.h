@@ -1,7 +1,20 @@
-/* The shape of a tile in the registers of AVX-512. See scalar.h for what each word means. */
+/* The shape of a tile on AVX-512, in vectors or on AMX. See scalar.h for what each word means. */
 #ifndef FDMA_CPU_SIMD_AVX512_SHAPE_H
 #define FDMA_CPU_SIMD_AVX512_SHAPE_H
 
+#if defined(FDMA_POINT_AMX)
+enum {
+    tile_vectors = 4,
+    half_vectors = 0,
+    tile_blocks = 12,
+    key_block = 256,
+    score_keys = 4,
+    key_step = 32, /* AMX's own tiles are 16 rows of 16 words */
+    channel_step = 32,
+    value_channels = 16,
+    dot_keys = 4,
+};
+#else
 enum {
     tile_vectors = 4,
     half_vectors = 2,
@@ -13,5 +26,6 @@ enum {
     value_channels = 4,
     dot_keys = 4,
 };
+#endif
 
 #endif

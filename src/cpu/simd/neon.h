@@ -66,14 +66,6 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     vst1_u16(p, vshrn_n_u32(quiet, 16));
 }
 
-static inline vf vf_add(vf a, vf b) { return vaddq_f32(a, b); }
-
-static inline vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
-
-static inline vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
-
-static inline vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
-
 static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 
 /* a > b ? x : y */

@@ -98,14 +98,6 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     *p = (uint16_t)(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-static inline vf vf_add(vf a, vf b) { return a + b; }
-
-static inline vf vf_sub(vf a, vf b) { return a - b; }
-
-static inline vf vf_mul(vf a, vf b) { return a * b; }
-
-static inline vf vf_div(vf a, vf b) { return a / b; }
-
 /* a * b + c; every vocabulary but this one rounds once. */
 static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 

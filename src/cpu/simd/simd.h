@@ -4,11 +4,7 @@
 #ifndef FDMA_CPU_SIMD_SIMD_H
 #define FDMA_CPU_SIMD_SIMD_H
 
-#if defined(FDMA_POINT_AMX)
-#include "cpu/simd/amx_shape.h"
-#include "cpu/simd/avx512.h"
-#include "cpu/simd/bf16_pairs.h"
-#elif defined(FDMA_POINT_AVX512BF16)
+#if defined(FDMA_POINT_AMX) || defined(FDMA_POINT_AVX512BF16)
 #include "cpu/simd/avx512.h"
 #include "cpu/simd/avx512_shape.h"
 #include "cpu/simd/bf16_pairs.h"
@@ -29,5 +25,14 @@
 #include "cpu/simd/scalar.h"
 #include "cpu/simd/singles.h"
 #endif
+
+/* The words that C's operators say in every vocabulary: compilers apply them to each lane. */
+static inline vf vf_add(vf a, vf b) { return a + b; }
+
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+
+static inline vf vf_div(vf a, vf b) { return a / b; }
 
 #endif

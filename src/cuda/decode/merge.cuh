@@ -15,8 +15,8 @@ template <typename config> struct merge_memory {
 /* Turns the row_max of each split into the weight of the split. Returns row_max and row_sum of the
  * whole row. Every warp sums the same numbers in the same order. */
 template <typename config>
-__device__ static inline float2 weigh_splits(merge_memory<config> &shared, const float2 *stats,
-                                             int32_t count) {
+__device__ static float2 weigh_splits(merge_memory<config> &shared, const float2 *stats,
+                                      int32_t count) {
     float max = least_max, sum = 0;
     for (int n = threadIdx.x; n < count; n += merge_threads) {
         shared.weight[n] = stats[n].x;
@@ -41,8 +41,8 @@ __device__ static inline float2 weigh_splits(merge_memory<config> &shared, const
 
 /* Each warp adds up the weighted out of every eighth split, in shared memory. */
 template <typename config>
-__device__ static inline void sum_splits(merge_memory<config> &shared, const float *out,
-                                         int32_t count, int32_t head_dim) {
+__device__ static void sum_splits(merge_memory<config> &shared, const float *out, int32_t count,
+                                  int32_t head_dim) {
     constexpr int warps = merge_memory<config>::warps;
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     for (int d = lane * 4; d < head_dim; d += warp_lanes * 4) {

@@ -24,7 +24,7 @@ template <typename number> struct number_view {
     int64_t batch, head;
 
     /* The numbers of one head. */
-    __device__ inline number *at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
+    __device__ number *at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
 };
 
 template <typename number> static number_view<number> numbers_of(const fdma_tensor *tensor) {

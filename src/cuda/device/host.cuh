@@ -99,8 +99,6 @@ static inline dim3 grid_of(int64_t blocks, int64_t heads) {
 }
 
 /* The head of a block in such a grid. It may be past the end. */
-__device__ static inline int64_t head_of_block() {
-    return blockIdx.y + (int64_t)blockIdx.z * gridDim.y;
-}
+__device__ static int64_t head_of_block() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }
 
 #endif

@@ -24,13 +24,12 @@ struct merge_weights {
 };
 
 /* The lse or dlse of row i of a head, which counts the heads of all sequences. */
-__device__ static inline float *lse_at(const number_view<float> &view, const merge_params &params,
-                                       int64_t head, int64_t i) {
+__device__ static float *lse_at(const number_view<float> &view, const merge_params &params,
+                                int64_t head, int64_t i) {
     return view.at(head / params.heads, head % params.heads) + i;
 }
 
-__device__ static inline merge_weights find_weights(const merge_params &params, int64_t head,
-                                                    int64_t i) {
+__device__ static merge_weights find_weights(const merge_params &params, int64_t head, int64_t i) {
     const float a = *lse_at(params.partial[0].lse, params, head, i);
     const float b = *lse_at(params.partial[1].lse, params, head, i);
     const float most = fmaxf(a, b);
@@ -44,10 +43,9 @@ __device__ static inline merge_weights find_weights(const merge_params &params, 
 
 /* Merges eight channels of a row. out: those of the partial results, 0 if one is empty. */
 template <typename element>
-__device__ static inline void
-merge_channels(float (&merged)[vec_channels], float (&out)[2][vec_channels],
-               const merge_params &params, const merge_weights &weights, int64_t head, int64_t i,
-               int32_t d) {
+__device__ static void merge_channels(float (&merged)[vec_channels], float (&out)[2][vec_channels],
+                                      const merge_params &params, const merge_weights &weights,
+                                      int64_t head, int64_t i, int32_t d) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -85,9 +83,9 @@ __global__ void __launch_bounds__(row_threads) merge_rows(const merge_params par
 /* Writes eight channels of dout of both partial results. sums[n] += <dout, out[n] - merged> over
  * these channels. */
 template <typename element>
-__device__ static inline void differentiate_channels(float (&sums)[2], const merge_params &params,
-                                                     const merge_weights &weights, int64_t head,
-                                                     int64_t i, int32_t d) {
+__device__ static void differentiate_channels(float (&sums)[2], const merge_params &params,
+                                              const merge_weights &weights, int64_t head, int64_t i,
+                                              int32_t d) {
     float dout[vec_channels], merged[vec_channels], out[2][vec_channels];
     load_vec(dout, row_of<const element>(params.merged.dout, head, params.heads, i) + d,
              params.aligned);

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(row_threads)
 
 /* Adds eight channels of a sum to a gradient, and clears the sum. */
 template <typename element>
-__device__ static inline void add_channels(element *to, float (&sum)[vec_channels], bool aligned) {
+__device__ static void add_channels(element *to, float (&sum)[vec_channels], bool aligned) {
     float old[vec_channels];
     load_vec(old, to, aligned);
 #pragma unroll
@@ -80,7 +80,7 @@ __device__ static inline void add_channels(element *to, float (&sum)[vec_channel
 }
 
 /* Adds eight channels to a sum. */
-__device__ static inline void sum_channels(float (&sum)[vec_channels], const float *from) {
+__device__ static void sum_channels(float (&sum)[vec_channels], const float *from) {
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)
         sum[x] += from[x];

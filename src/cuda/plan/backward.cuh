@@ -56,20 +56,19 @@ struct backward_plan {
 
 /* The clamped counts of list t of (b, g), whatever a corrupt selection says: entries that are live
  * at its first position (x), and all of them (y). Only if is_rolling. */
-__device__ static inline int2 list_counts(const backward_plan &plan, int64_t head, int32_t t) {
+__device__ static int2 list_counts(const backward_plan &plan, int64_t head, int32_t t) {
     const int2 count = plan.forward.count[head * plan.forward.lists + t];
     const int32_t all = (int32_t)min((int64_t)max(count.y, 0), plan.forward.list_tile);
     return make_int2(min(max(count.x, 0), all), all);
 }
 
 /* Entry n of list t of (b, g), if the plan has lists. */
-__device__ static inline int32_t list_entry(const forward_plan &plan, int64_t head, int32_t t,
-                                            int32_t n) {
+__device__ static int32_t list_entry(const forward_plan &plan, int64_t head, int32_t t, int32_t n) {
     return plan.list[head * plan.list_head + t * plan.list_tile + n];
 }
 
 /* Entries of the list that all query blocks share. Only if not is_rolling. */
-__device__ static inline int32_t shared_entries(const forward_plan &plan, int64_t head) {
+__device__ static int32_t shared_entries(const forward_plan &plan, int64_t head) {
     if (plan.count == NULL)
         return plan.kv_len;
     const int2 count = plan.count[head * plan.lists + plan.lists - 1];
@@ -78,16 +77,16 @@ __device__ static inline int32_t shared_entries(const forward_plan &plan, int64_
 
 /* The key that is live in a slot at the first position of query block t, or a number for which
  * is_key() is false. */
-__device__ static inline int32_t key_in_slot(const backward_plan &plan, int64_t head, int32_t t,
-                                             int32_t slot) {
+__device__ static int32_t key_in_slot(const backward_plan &plan, int64_t head, int32_t t,
+                                      int32_t slot) {
     return slot < list_counts(plan, head, t).x ? list_entry(plan.forward, head, t, slot) : -1;
 }
 
 /* The boundary that takes what a partition has summed for the key in a slot: the one at its start
  * or the one at its end, if the key is live there. 0: neither, and the sums go to dk, dv and
  * dbias. */
-__device__ static inline int32_t boundary_of(const backward_plan &plan, int64_t head,
-                                             int32_t partition, int32_t slot, int32_t key) {
+__device__ static int32_t boundary_of(const backward_plan &plan, int64_t head, int32_t partition,
+                                      int32_t slot, int32_t key) {
     const int32_t first = partition * plan.partition_lists, next = partition + 1;
     if (partition > 0 && key_in_slot(plan, head, first, slot) == key)
         return partition;
@@ -97,8 +96,8 @@ __device__ static inline int32_t boundary_of(const backward_plan &plan, int64_t 
 }
 
 /* The index of a boundary and slot in boundary.dbias; times head_dim, in boundary.dk and dv. */
-__device__ static inline int64_t boundary_row(const backward_plan &plan, int64_t head,
-                                              int32_t boundary, int32_t slot) {
+__device__ static int64_t boundary_row(const backward_plan &plan, int64_t head, int32_t boundary,
+                                       int32_t slot) {
     return (head * (plan.partitions - 1) + boundary - 1) * plan.slots + slot;
 }
 

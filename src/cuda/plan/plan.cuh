@@ -50,20 +50,20 @@ struct forward_plan {
 
 /* Whether a list entry is a key to read. An absent key stands in a list as ~j, and a corrupt
  * selection may leave any number there. */
-__device__ static inline bool is_key(int32_t entry, int32_t kv_len) {
+__device__ static bool is_key(int32_t entry, int32_t kv_len) {
     return (uint32_t)entry < (uint32_t)kv_len;
 }
 
 /* p(i) = i + kv_len - q_len. */
-__device__ static inline int32_t query_position(const forward_plan &plan, int32_t query) {
+__device__ static int32_t query_position(const forward_plan &plan, int32_t query) {
     return query + plan.kv_len - plan.q_len;
 }
 
 /* Entries of list t of a kv head that some row up to position `last` may keep. Counts are clamped,
  * since a corrupt selection may leave anything there. The keys that arrive are distinct and ascend,
  * so at most one of them arrives at each position up to `last`. */
-__device__ static inline int32_t visible_entries(const forward_plan &plan, int64_t head, int32_t t,
-                                                 int32_t last) {
+__device__ static int32_t visible_entries(const forward_plan &plan, int64_t head, int32_t t,
+                                          int32_t last) {
     if (plan.count == NULL)
         return plan.causal ? min(last + 1, plan.kv_len) : plan.kv_len;
     const int2 count = plan.count[head * plan.lists + t];
@@ -83,8 +83,8 @@ struct tile_list {
 };
 
 /* The list of the rows of kv head `head` (of all sequences) from a query to a position. */
-__device__ static inline tile_list tile_list_of(const forward_plan &plan, int64_t head,
-                                                int32_t query, int32_t last) {
+__device__ static tile_list tile_list_of(const forward_plan &plan, int64_t head, int32_t query,
+                                         int32_t last) {
     const int32_t t = plan.causal ? query / list_queries : 0;
     tile_list keys;
     keys.list = plan.list == NULL ? NULL : plan.list + head * plan.list_head + t * plan.list_tile;
@@ -95,7 +95,7 @@ __device__ static inline tile_list tile_list_of(const forward_plan &plan, int64_
 }
 
 /* Entry n of a list: a key, or a number for which is_key() is false. */
-__device__ static inline int32_t entry_at(const tile_list &keys, int32_t n) {
+__device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
     if (n >= keys.entries)
         return -1;
     return keys.list == NULL ? n : keys.list[n];

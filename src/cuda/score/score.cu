@@ -12,24 +12,24 @@ static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, which truncates
 
 /* A warp's keys: 16 channels from `vec` on. */
-template <typename config> __device__ static void load_keys(uint4 &keys, uint32_t from, int vec) {
+template <typename config>
+__device__ static void load_keys(uint32_t (&keys)[4], uint32_t from, int vec) {
     const int lane = threadIdx.x % 32;
     ldmatrix_x4(keys, from + vec_offset<config>(lane % 16, vec + lane / 16));
 }
 
 /* The weights of all heads of a block in 16 channels from `vec` on, as the right operand of mma. */
 template <typename config>
-__device__ static void load_weights(uint2 (&weights)[config::head_tiles], uint32_t from, int vec) {
+__device__ static void load_weights(uint32_t (&weights)[config::head_tiles][2], uint32_t from,
+                                    int vec) {
     const int lane = threadIdx.x % 32, row = lane % 8;
     vec += lane / 8 % 2;
     if (config::head_tiles == 1)
         ldmatrix_x2(weights[0], from + vec_offset<config>(row, vec));
 #pragma unroll
     for (int n = 0; n + 1 < config::head_tiles; n += 2) {
-        uint4 two;
+        uint32_t (&two)[4] = *(uint32_t (*)[4])weights[n];
         ldmatrix_x4(two, from + vec_offset<config>((n + lane / 16) * mma_heads + row, vec));
-        weights[n] = make_uint2(two.x, two.y);
-        weights[n + 1] = make_uint2(two.z, two.w);
     }
 }
 
@@ -38,7 +38,7 @@ template <typename config>
 __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t keys_from,
                                 uint32_t weights_from, int vec, const score_params &params) {
     constexpr int steps = sum_channels / mma_channels, mma_vecs = mma_channels / vec_channels;
-    uint4 keys[steps];
+    uint32_t keys[steps][4];
     float new_sums[config::head_tiles][4] = {};
 #pragma unroll
     for (int k = 0; k < steps; k++)
@@ -47,11 +47,12 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
     for (int limb = 0; limb < params.limbs; limb++) {
 #pragma unroll
         for (int k = 0; k < steps; k++) {
-            uint2 weights[config::head_tiles];
+            uint32_t weights[config::head_tiles][2];
             load_weights<config>(weights, weights_from, vec + k * mma_vecs);
 #pragma unroll
             for (int n = 0; n < config::head_tiles; n++)
-                mma_m16n8k16(new_sums[n], keys[k], weights[n], typename config::element());
+                mma_m16n8k16<typename config::element>(new_sums[n], keys[k], weights[n][0],
+                                                       weights[n][1]);
         }
         weights_from += params.panel_steps * config::heads * config::row_bytes;
     }
@@ -67,11 +68,11 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
 template <typename T>
 __device__ static __noinline__ float dot_sequentially(const score_params &params, int64_t b,
                                                       int64_t j, int g) {
-    const T *const row = (const T *)params.v + b * params.v_batch + j * params.v_row;
+    const T *const row = (const T *)params.v.data + b * params.v.batch + j * params.v.row;
     float sum = 0;
     for (int other = 0; other < params.kv_heads; other++)
         for (int d = 0; d < params.head_dim; d++)
-            sum += to_float(row[other * params.v_head + d]) *
+            sum += to_float(row[other * params.v.head + d]) *
                    load_weight<T>(params, g, other * params.head_dim + d);
     return sum;
 }
@@ -246,14 +247,11 @@ __global__ void __launch_bounds__(32 * config::most_warps, 1)
 }
 
 static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
-    const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
+    const fdma_tensor *const dt_proj = &problem->dt_proj;
     score_params params = {};
-    params.v = v->data;
+    params.v = view_of(&problem->v);
     params.dt_proj = dt_proj->data;
     params.a = problem->a.data;
-    params.v_batch = v->stride[0];
-    params.v_row = v->stride[1];
-    params.v_head = v->stride[2];
     params.dt_row = dt_proj->stride[0];
     params.key_valid = (const uint8_t *)problem->key_valid.data;
     params.valid_batch = problem->key_valid.stride[0];
@@ -267,7 +265,7 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.bias_form = problem->bias_form;
     params.wide_dt_proj = dt_proj->dtype == FDMA_FLOAT32;
     params.wide_a = problem->a.dtype == FDMA_FLOAT32;
-    params.is_aligned = is_aligned(v->data, v->stride[0] | v->stride[1] | v->stride[2]);
+    params.is_aligned = is_aligned(params.v);
     params.limbs = params.wide_dt_proj ? 3 : 1;
     params.weights = dt_proj->data;
     params.weight_row = params.dt_row;

@@ -9,8 +9,9 @@
 #include "cuda/device/vec.cuh"
 
 struct score_params {
-    const void *v, *dt_proj, *a;            // a NULL: scores are the bare products
-    int64_t v_batch, v_row, v_head, dt_row; // strides in elements
+    head_view v;
+    const void *dt_proj, *a; // a NULL: scores are the bare products
+    int64_t dt_row;
     const uint8_t *key_valid;
     int64_t valid_batch;
     number_view<float> score, bias;
@@ -30,7 +31,7 @@ struct score_params {
     bool is_aligned;           // v may be loaded 16 bytes at a time
 };
 
-__device__ static inline float softplus(float x) {
+__device__ static float softplus(float x) {
     return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
 }
 

@@ -32,8 +32,8 @@ template <typename config> struct split_memory {
 
 /* Starts copying the items of step n of a split, if there is one. `from` has one for each tile. */
 template <typename config, typename item>
-__device__ static inline void copy_step(item *to, const void *from, const gradient_params &params,
-                                        int32_t g, int32_t n) {
+__device__ static void copy_step(item *to, const void *from, const gradient_params &params,
+                                 int32_t g, int32_t n) {
     constexpr int count = config::step_tiles;
     const split_range range = find_split(params);
     const int64_t first = first_tile(params, g / config::heads, range.b) + range.tile + n * count;
@@ -45,22 +45,22 @@ __device__ static inline void copy_step(item *to, const void *from, const gradie
 }
 
 template <typename config>
-__device__ static inline void copy_operands(split_memory<config> *shared,
-                                            const gradient_params &params, int32_t g, int32_t n) {
+__device__ static void copy_operands(split_memory<config> *shared, const gradient_params &params,
+                                     int32_t g, int32_t n) {
     copy_step<config>(shared->operands[n % 2], params.operands, params, g, n);
 }
 
 template <typename config>
-__device__ static inline void copy_masks(split_memory<config> *shared,
-                                         const gradient_params &params, int32_t g, int32_t n) {
+__device__ static void copy_masks(split_memory<config> *shared, const gradient_params &params,
+                                  int32_t g, int32_t n) {
     copy_step<config>(shared->masks[n % 3], params.masks, params, g, n);
 }
 
 /* The tiles of a split against a warp's channels. Operands are loaded one step ahead. Masks are
  * loaded two steps ahead, because the rings, which need them, run ahead too. */
 template <typename config>
-__device__ static inline void take_split(warp_sums<config> &sums, split_memory<config> *shared,
-                                         const gradient_params &params, int32_t g, int32_t first) {
+__device__ static void take_split(warp_sums<config> &sums, split_memory<config> *shared,
+                                  const gradient_params &params, int32_t g, int32_t first) {
     constexpr int stages = config::stages, step_tiles = config::step_tiles;
     const int32_t tiles = split_length(params, find_split(params));
     const lane_vecs<config> at = find_vecs<config>(params, first);
@@ -109,8 +109,8 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
 
 /* Adds the sums of the warps that have the same channels, in the first of them. */
 template <typename config>
-__device__ static inline void reduce_warps(warp_sums<config> &sums, split_memory<config> *shared,
-                                           int key_warps) {
+__device__ static void reduce_warps(warp_sums<config> &sums, split_memory<config> *shared,
+                                    int key_warps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads(); // every warp has read its ring, whose memory this takes
     if (warp % key_warps != 0)
@@ -129,8 +129,8 @@ __device__ static inline void reduce_warps(warp_sums<config> &sums, split_memory
 
 /* Writes what a split adds to ddt_proj. Returns whether none of it is NaN. */
 template <typename config>
-__device__ static inline bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
-                                       float *to, int32_t g, int32_t first) {
+__device__ static bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
+                                float *to, int32_t g, int32_t first) {
     const int lane = threadIdx.x % 32;
     bool no_nan = true;
 #pragma unroll
@@ -151,14 +151,14 @@ __device__ static inline bool put_sums(const warp_sums<config> &sums, const grad
 template <typename element>
 __device__ static float sum_sequentially(const gradient_params &params, int32_t g, int32_t c) {
     const split_range range = find_split(params);
-    const element *const v = (const element *)params.score.v + range.b * params.score.v_batch +
-                             channel_offset(params, c, params.score.v_head);
+    const element *const v = (const element *)params.score.v.data + range.b * params.score.v.batch +
+                             channel_offset(params, c, params.score.v.head);
     const float *const ddt = ddt_of(params, range.b, g);
     const int32_t end = min((range.tile + split_length(params, range)) * tile_keys, params.kv_len);
     float sum = 0;
     for (int32_t j = range.tile * tile_keys; j < end; j++)
         if (is_term(ddt[j]))
-            sum += ddt[j] * to_float(v[j * params.score.v_row]);
+            sum += ddt[j] * to_float(v[j * params.score.v.row]);
     return sum;
 }
 
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(split_threads, 2)
 
 /* Writes a sum, or adds it to what is there, in float32 (wide) or v's type. */
 template <typename element>
-__device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide, bool add) {
+__device__ static void put_sum(void *to, int64_t at, float sum, bool wide, bool add) {
     if (wide)
         ((float *)to)[at] = add ? ((float *)to)[at] + sum : sum;
     else
@@ -208,7 +208,7 @@ __device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide
 }
 
 /* Adds the numbers of each column of threads. The first row of threads gets the sums. */
-__device__ static inline float sum_columns(float sum) {
+__device__ static float sum_columns(float sum) {
     __shared__ float sums[finish_rows][finish_columns];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -218,8 +218,8 @@ __device__ static inline float sum_columns(float sum) {
 }
 
 /* The sum of one of `slices` equal ranges of `count` numbers that lie `stride` apart. */
-__device__ static inline float sum_slice(const float *from, int64_t count, int64_t stride,
-                                         int slice, int slices) {
+__device__ static float sum_slice(const float *from, int64_t count, int64_t stride, int slice,
+                                  int slices) {
     const int64_t each = divide_up(count, slices), end = min((slice + 1) * each, count);
     float sum = 0;
 #pragma unroll 8

@@ -53,85 +53,74 @@ __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
-/* Takes from the arena what this kernel needs beside the plan. */
-static backward_pass plan_pass(const backward_plan *plan, int32_t channels, int32_t consumers,
-                               fdma_arena *arena) {
-    backward_pass pass = {};
-    const int64_t heads = (int64_t)plan->forward.batch * plan->forward.q_heads;
-    pass.tiles = plan->rows / q_tile_rows;
-    pass.dq_sum = take<float>(arena, heads * plan->rows * channels);
-    if (plan->deterministic)
-        pass.dq_semaphore = take<uint32_t>(arena, heads * pass.tiles * consumers);
-    return pass;
+/* What a call works from, all of it in the workspace. */
+struct backward_task {
+    backward_plan plan;
+    backward_pass pass;
+    int64_t tiles; // of all heads
+};
+
+template <class config>
+static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
+    backward_task task = {};
+    task.plan = fdma_cuda_plan_backward(problem, arena, {config::slots, most_partitions});
+    task.pass.tiles = task.plan.rows / config::q_rows;
+    task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
+    task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);
+    if (problem->deterministic)
+        task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles * config::consumers);
+    return task;
 }
 
 template <class config>
-static backward_plan plan_with(const fdma_problem *problem, fdma_arena *arena,
-                               backward_pass *pass) {
-    const backward_plan plan =
-        fdma_cuda_plan_backward(problem, arena, {config::slots, most_partitions});
-    *pass = plan_pass(&plan, config::channels, config::consumers, arena);
-    return plan;
-}
-
-/* Clears a buffer that has tile_bytes bytes for each tile of each head. */
-static fdma_status clear_tiles(const fdma_problem *problem, const backward_plan *plan,
-                               const backward_pass *pass, void *buffer, size_t tile_bytes) {
-    const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
-    return clear("backward", problem, buffer, tiles * tile_bytes);
-}
-
-template <class config>
-static fdma_status run_pass(const fdma_problem *problem, const backward_plan *plan,
-                            const backward_pass *pass, int64_t ranges) {
+static fdma_status run_pass(const fdma_problem *problem, const backward_task &task,
+                            int64_t ranges) {
     using memory = backward_memory<config>;
     static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
-    const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
-    const launch_shape shape = {dim3((unsigned)(pass->slot_blocks * heads * ranges)),
-                                dim3(config::threads), sizeof(memory)};
-    const float softcap_scale =
-        plan->forward.softcap == 0 ? 0 : plan->forward.scale / plan->forward.softcap;
-    if (shape.grid.x == 0)
+    const forward_plan &forward = task.plan.forward;
+    const int64_t blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks * ranges;
+    const float softcap_scale = forward.softcap == 0 ? 0 : forward.scale / forward.softcap;
+    if (blocks == 0)
         return FDMA_OK;
-    if (pass->dq_semaphore != NULL) // each pass counts from 0
-        FDMA_TRY(clear_tiles(problem, plan, pass, pass->dq_semaphore,
-                             config::consumers * sizeof *pass->dq_semaphore));
-    return launch("backward", differentiate<config>, shape, problem, *plan, *pass, softcap_scale);
+    if (task.pass.dq_semaphore != NULL) // each pass counts from 0
+        FDMA_TRY(clear("backward", problem, task.pass.dq_semaphore,
+                       (size_t)task.tiles * config::consumers * sizeof(uint32_t)));
+    return launch("backward", differentiate<config>,
+                  {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory)}, problem,
+                  task.plan, task.pass, softcap_scale);
 }
 
 /* How many query blocks a thread block of the diagonal pass takes, one after the other. With one
  * query block it would mostly wait; with several, the queries of the next one are loaded while the
  * current one is multiplied, and the keys while the current gradients are written. As many as leave
  * each multiprocessor `waves` thread blocks, so that the load evens out. */
-static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_plan *plan,
-                                   int32_t slot_blocks) {
+static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_task &task) {
     const int64_t waves = 4;
     const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
-    const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
-    return (int32_t)max(heads * slot_blocks * plan->forward.lists / wanted, (int64_t)1);
+    const int64_t slot_blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks;
+    return (int32_t)max(slot_blocks * task.plan.forward.lists / wanted, (int64_t)1);
 }
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
-    backward_pass pass;
-    const backward_plan plan = plan_with<config>(problem, &arena, &pass);
+    backward_task task = lay_out<config>(problem, &arena);
+    const backward_plan &plan = task.plan;
+    backward_pass &pass = task.pass;
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
-    const int64_t tiles = (int64_t)plan.forward.batch * plan.forward.q_heads * pass.tiles;
-    if (tiles == 0)
+    if (task.tiles == 0)
         return FDMA_OK;
-    FDMA_TRY(clear_tiles(problem, &plan, &pass, pass.dq_sum,
-                         config::q_rows * config::channels * sizeof *pass.dq_sum));
+    FDMA_TRY(clear("backward", problem, pass.dq_sum,
+                   (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
     pass.slot_blocks = plan.slots / config::slots;
-    FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.partitions));
+    FDMA_TRY(run_pass<config>(problem, task, plan.partitions));
     if (plan.is_rolling) {
         pass.is_diagonal = true;
         pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
-        pass.query_blocks = count_blocks_in_row(problem, &plan, pass.slot_blocks);
-        FDMA_TRY(run_pass<config>(problem, &plan, &pass,
-                                  divide_up(plan.forward.lists, pass.query_blocks)));
+        pass.query_blocks = count_blocks_in_row(problem, task);
+        FDMA_TRY(run_pass<config>(problem, task, divide_up(plan.forward.lists, pass.query_blocks)));
     }
-    FDMA_TRY(launch("backward", write_dq<config>, {dim3((unsigned)tiles), dim3(warpgroup_threads)},
-                    problem, plan, pass));
+    FDMA_TRY(launch("backward", write_dq<config>,
+                    {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
@@ -146,12 +135,7 @@ static fdma_status run(const fdma_problem *problem) {
                                           : run_elements<__nv_bfloat16>(problem);
 }
 
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    backward_pass pass;
-    plan_with<backward_config<__half, FDMA_HEAD_DIM, false>>(problem, &arena, &pass);
-    return fdma_arena_size(&arena);
-}
+using any_config = backward_config<__half, FDMA_HEAD_DIM, false>; // all take the same workspace
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
@@ -179,4 +163,4 @@ static const char *refuses(const fdma_problem *problem) {
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM),
                 {FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM), operation_backward,
-                 fdma_missing_sm90a, refuses, workspace, run, true});
+                 fdma_missing_sm90a, refuses, workspace_of<lay_out<any_config>>, run, true});

@@ -4,10 +4,9 @@
 #define FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
 
 #include "cuda/backward/sm90/tile.cuh"
-#include "cuda/device/quad.cuh"
 #include "cuda/device/softmax.cuh"
 
-template <typename element> __device__ static inline float2 unpack(uint32_t pair);
+template <typename element> __device__ static float2 unpack(uint32_t pair);
 template <> __device__ inline float2 unpack<__half>(uint32_t pair) {
     return __half22float2(*(const __half2 *)&pair);
 }
@@ -15,14 +14,14 @@ template <> __device__ inline float2 unpack<__nv_bfloat16>(uint32_t pair) {
     return __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
 }
 
-template <typename element> __device__ static inline uint32_t add_pairs(uint32_t x, uint32_t y) {
+template <typename element> __device__ static uint32_t add_pairs(uint32_t x, uint32_t y) {
     const float2 a = unpack<element>(x), b = unpack<element>(y);
     return element_type<element>::pack(a.x + b.x, a.y + b.y);
 }
 
 /* Adds eight elements to those of `old`. */
 template <typename element>
-__device__ static inline uint4 add_words(uint4 old, const uint32_t (&words)[4]) {
+__device__ static uint4 add_words(uint4 old, const uint32_t (&words)[4]) {
     return make_uint4(add_pairs<element>(old.x, words[0]), add_pairs<element>(old.y, words[1]),
                       add_pairs<element>(old.z, words[2]), add_pairs<element>(old.w, words[3]));
 }
@@ -37,8 +36,8 @@ struct gradient_row {
 
 /* Loads this lane's channels of a row that is added to; 0 if it is overwritten. */
 template <typename element, int loads>
-__device__ static inline void load_row(const element *from, int32_t channels, bool adds,
-                                       uint4 (&old)[loads]) {
+__device__ static void load_row(const element *from, int32_t channels, bool adds,
+                                uint4 (&old)[loads]) {
 #pragma unroll
     for (int n = 0; n < loads; n++) {
         const int channel = opaque(n * quad_channels + 8 * (threadIdx.x % 4));
@@ -51,9 +50,9 @@ __device__ static inline void load_row(const element *from, int32_t channels, bo
 /* Writes row i of a thread's sums, times factor, plus `old`, to a row of 16-bit elements. By a
  * whole warp. */
 template <typename element, int registers, int stores>
-__device__ static inline void write_row(element *to, int32_t channels, bool is_written, int i,
-                                        float factor, const float (&sums)[registers],
-                                        const uint4 (&old)[stores]) {
+__device__ static void write_row(element *to, int32_t channels, bool is_written, int i,
+                                 float factor, const float (&sums)[registers],
+                                 const uint4 (&old)[stores]) {
     static_assert(stores * quad_channels == 2 * registers, "all channels are written");
 #pragma unroll
     for (int n = 0; n < stores; n++) {
@@ -73,8 +72,8 @@ __device__ static inline void write_row(element *to, int32_t channels, bool is_w
 
 /* Adds row i of a thread's sums, times factor, to a row of float32. */
 template <int registers>
-__device__ static inline void add_sums(float *to, int32_t head_dim, int i, float factor,
-                                       const float (&sums)[registers]) {
+__device__ static void add_sums(float *to, int32_t head_dim, int i, float factor,
+                                const float (&sums)[registers]) {
 #pragma unroll
     for (int c = 0; c < registers; c += 4) {
         const int channel = opaque(2 * c + 2 * (threadIdx.x % 4)), at = c + 2 * i;
@@ -84,18 +83,17 @@ __device__ static inline void add_sums(float *to, int32_t head_dim, int i, float
 }
 
 template <typename element>
-__device__ static inline element *row_at(const head_view &view, const backward_work &work,
-                                         const gradient_row &row) {
+__device__ static element *row_at(const head_view &view, const backward_work &work,
+                                  const gradient_row &row) {
     return (element *)view.data + work.b * view.batch + work.g * view.head +
            max(row.key, 0) * view.row + row.channel;
 }
 
 /* Writes row i of a thread's dk and dv, unless a boundary takes them. */
 template <typename element, int registers>
-__device__ static inline void write_sums(const backward_plan &plan, const backward_pass &pass,
-                                         const backward_work &work, const gradient_row &row, int i,
-                                         const float (&dk)[registers],
-                                         const float (&dv)[registers]) {
+__device__ static void write_sums(const backward_plan &plan, const backward_pass &pass,
+                                  const backward_work &work, const gradient_row &row, int i,
+                                  const float (&dk)[registers], const float (&dv)[registers]) {
     const int32_t channels = plan.forward.head_dim - row.channel;
     const bool is_own = row.is_written && row.boundary == 0;
     const bool adds = is_own && (plan.accumulate || pass.is_diagonal);
@@ -111,10 +109,10 @@ __device__ static inline void write_sums(const backward_plan &plan, const backwa
 
 /* Writes the row's dbias, and adds what a boundary takes. */
 template <int registers>
-__device__ static inline void write_rest(const backward_plan &plan, const backward_pass &pass,
-                                         const backward_work &work, const gradient_row &row, int i,
-                                         float dbias, const float (&dk)[registers],
-                                         const float (&dv)[registers]) {
+__device__ static void write_rest(const backward_plan &plan, const backward_pass &pass,
+                                  const backward_work &work, const gradient_row &row, int i,
+                                  float dbias, const float (&dk)[registers],
+                                  const float (&dv)[registers]) {
     // one lane of the quad, and one consumer, writes dbias
     const bool is_first = threadIdx.x % 4 == 0 && row.channel == 0;
     if (!row.is_written)

@@ -27,26 +27,17 @@ template <typename config> struct tile_memory {
     tile_inputs inputs;
 };
 
-template <typename config>
-__device__ static inline void store_entry(tile_memory<config> &shared, int32_t n, int32_t entry) {
-    const uint32_t column = opaque(threadIdx.x);
-    if (column < config::keys)
-        shared.key[n % 3][column] = entry;
-}
-
 /* Starts copying k and the records of key block n, whose entries are in shared memory. */
 template <typename config>
-__device__ static inline void load_keys(tile_memory<config> &shared, int32_t n) {
+__device__ static void load_keys(tile_memory<config> &shared, int32_t n) {
     const int32_t *const keys = shared.key[n % 3];
     copy_block<config>((char *)shared.k, keys, shared.inputs.k, shared.inputs.keys.kv_len);
-    const uint32_t column = opaque(threadIdx.x);
-    if (column < config::keys)
-        copy_record(shared.records[n % 2], column, shared.inputs.keys, keys[column]);
+    copy_records(shared.records[n % 2], shared.inputs.keys, keys);
     cp_async_commit_group();
 }
 
 template <typename config>
-__device__ static inline void load_values(tile_memory<config> &shared, int32_t n) {
+__device__ static void load_values(tile_memory<config> &shared, int32_t n) {
     copy_block<config>((char *)shared.v, shared.key[n % 3], shared.inputs.v,
                        shared.inputs.keys.kv_len);
     cp_async_commit_group();
@@ -55,8 +46,8 @@ __device__ static inline void load_values(tile_memory<config> &shared, int32_t n
 /* A warp's rows against all key blocks. The values of a block arrive during its first product, the
  * keys of the next block during this one's softmax and second product. */
 template <typename config>
-__device__ static inline void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
-                                            bool causal) {
+__device__ static void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
+                                     bool causal) {
     constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
     const tile_list &keys = shared.inputs.keys;
     const int warp = threadIdx.x / warp_lanes;
@@ -73,7 +64,7 @@ __device__ static inline void attend_blocks(tile_memory<config> &shared, row_sta
         mma_abt<config>(s, q_at.unhoisted(), k_at); // S = Q K^T
         cp_async_wait_group<0>();
         __syncthreads(); // v has arrived, and every warp has read k
-        store_entry(shared, n + 2, upcoming);
+        store_entry(shared.key, n + 2, upcoming);
         if ((n + 1) * config::keys < keys.entries)
             load_keys(shared, n + 1);
         find_logits<config>(s, records.bias, shared.inputs.logits);
@@ -88,8 +79,8 @@ __device__ static inline void attend_blocks(tile_memory<config> &shared, row_sta
 /* The epilogue. Rows go from registers to the warp's rows of q in shared memory, and from there to
  * out a vector at a time. */
 template <typename config>
-__device__ static inline void write_out(tile_memory<config> &shared, const row_state<config> &state,
-                                        const forward_plan &plan) {
+__device__ static void write_out(tile_memory<config> &shared, const row_state<config> &state,
+                                 const forward_plan &plan) {
     using type = element_type<typename config::element>;
     using layout = row_layout<config::head_dim>;
     const row_range &range = shared.inputs.range;
@@ -139,8 +130,8 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, range,
                                                          aligned);
     __syncthreads();
-    store_entry(shared, 0, own_entry<config>(shared.inputs.keys, 0));
-    store_entry(shared, 1, own_entry<config>(shared.inputs.keys, 1));
+    for (int32_t n = 0; n < 2; n++)
+        store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
     __syncthreads();
     load_keys(shared, 0);
     clear_rows(state);

@@ -15,11 +15,11 @@ __device__ static const char *rows_of(const head_view &view, int32_t b, int32_t 
 
 /* The record of a key that no row of the tile keeps. A bias of -inf masks it at no cost, where an
  * expiry would make the consumers compare positions. */
-__device__ static inline key_record masked_record(void) { return {INT32_MAX, -INFINITY}; }
+__device__ static key_record masked_record(void) { return {INT32_MAX, -INFINITY}; }
 
 /* Splits a bias into bfloat16 terms. An infinite bias becomes three times the largest number, and
  * the sum of those is infinite. NaN becomes +inf: either makes a row that keeps the key NaN. */
-__device__ static inline void write_bias(bias_octet *octet, int32_t column, float bias) {
+__device__ static void write_bias(bias_octet *octet, int32_t column, float bias) {
     const bool is_finite = fabsf(bias) <= FLT_MAX;
     float rest = is_finite ? bias : bias < 0 ? -FLT_MAX : FLT_MAX;
 #pragma unroll
@@ -44,20 +44,20 @@ template <class config> struct producer {
     pipeline_state<1> q;
     int32_t warp, own_column; // own_column: of this lane's key in a key block
 
-    __device__ inline int32_t fetch_key(const tile_list &keys, int32_t block) const {
+    __device__ int32_t fetch_key(const tile_list &keys, int32_t block) const {
         const int32_t entry = entry_at(keys, block * config::key_rows + own_column);
         return is_key(entry, keys.kv_len) ? entry : no_key;
     }
 
-    __device__ inline key_record fetch_record(const tile_list &keys, int32_t key) const {
+    __device__ key_record fetch_record(const tile_list &keys, int32_t key) const {
         if (keys.records == NULL)
             return {key == no_key ? INT32_MIN : INT32_MAX, 0};
         return key == no_key ? masked_record() : keys.records[key];
     }
 
     /* Gathers the rows of k or v of a key block into the next stage. */
-    __device__ inline void load_rows(const forward_plan &plan, const head_view &view,
-                                     const char *rows, int32_t key) {
+    __device__ void load_rows(const forward_plan &plan, const head_view &view, const char *rows,
+                              int32_t key) {
         wait(&memory->kv_free[kv.stage], kv.parity ^ 1);
         gather_rows<config::key_rows, config::panels, config::warp_keys>(
             shared_address(memory->kv[kv.stage]), warp * config::warp_keys, rows,
@@ -67,22 +67,21 @@ template <class config> struct producer {
     }
 
     /* Drops a key that has expired before the tile's first position, so that it is not read. */
-    __device__ static inline void drop_expired(const row_tile &tile, own_key *own) {
+    __device__ static void drop_expired(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
             *own = {no_key, masked_record()};
     }
 
     /* The positions of the tile at which a key is kept; past_tile stands for those after it. */
-    __device__ static inline position_range
-    kept_positions(const forward_plan &plan, const row_tile &tile, const own_key &own) {
+    __device__ static position_range kept_positions(const forward_plan &plan, const row_tile &tile,
+                                                    const own_key &own) {
         const int32_t end = own.record.expiry;
         const int32_t from = plan.causal ? own.key : tile.first;
         return {(int16_t)(from > tile.last ? past_tile : max(from, tile.first) - tile.first),
                 (int16_t)(end > tile.last ? past_tile : max(end, tile.first) - tile.first)};
     }
 
-    __device__ inline void write_mask(const forward_plan &plan, const row_tile &tile,
-                                      const own_key &own) {
+    __device__ void write_mask(const forward_plan &plan, const row_tile &tile, const own_key &own) {
         wait(&memory->mask_free[mask.stage], mask.parity ^ 1);
         block_mask<config> *const to = &memory->mask[mask.stage];
         const int32_t n = mask_index(own_column);
@@ -101,8 +100,8 @@ template <class config> struct producer {
         mask.advance();
     }
 
-    __device__ inline void load_queries(const forward_plan &plan, const row_tile &tile,
-                                        tile_header header) {
+    __device__ void load_queries(const forward_plan &plan, const row_tile &tile,
+                                 tile_header header) {
         constexpr int warp_rows = config::rows / warpgroup_warps;
         const int32_t row = tile.first_row + warp * warp_rows + threadIdx.x % 32;
         const int64_t own = row / plan.group * plan.q.row + row % plan.group * plan.q.head;
@@ -115,7 +114,7 @@ template <class config> struct producer {
     }
 
     /* Hands a tile to the consumers, as soon as its queries have arrived. */
-    __device__ inline void publish_tile(tile_header header) {
+    __device__ void publish_tile(tile_header header) {
         if (threadIdx.x == 0) {
             memory->header = header;
             mbarrier_arrive(&memory->q_ready);
@@ -125,7 +124,7 @@ template <class config> struct producer {
     }
 
     /* Loads k one key block ahead of v, list entries two blocks ahead, records one. */
-    __device__ inline void load_tile(const forward_plan &plan, int32_t index) {
+    __device__ void load_tile(const forward_plan &plan, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
         const tile_list keys =
             tile_list_of(plan, tile.b * plan.kv_heads + tile.g, tile.query, tile.last);
@@ -156,7 +155,7 @@ template <class config> struct producer {
 
     /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that
      * every thread block gets heavy and light ones. */
-    __device__ inline void run(const forward_plan &plan) {
+    __device__ void run(const forward_plan &plan) {
         const int32_t grid = gridDim.x, all = order.tiles * order.heads;
         for (int32_t round = 0; round * grid < all; round++) {
             const int32_t n = round % 2 == 0 ? blockIdx.x : grid - 1 - blockIdx.x;

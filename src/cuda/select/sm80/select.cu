@@ -99,7 +99,7 @@ __device__ static bool is_kept(const partition_memory &shared, uint32_t n, uint3
 }
 
 /* Counts a warp's kept keys by rank partition, which is usually the same for most of them. */
-__device__ static inline void count_by_rank(uint32_t *count, bool keeps, uint32_t partition) {
+__device__ static void count_by_rank(uint32_t *count, bool keeps, uint32_t partition) {
     const uint32_t lanes = __ballot_sync(all_lanes, keeps);
     if (lanes == 0)
         return;
@@ -207,8 +207,7 @@ struct head_work {
     size_t keys;
 };
 
-__device__ static inline head_work find_head_work(const select_call &call,
-                                                  const select_space &space) {
+__device__ static head_work find_head_work(const select_call &call, const select_space &space) {
     head_work work;
     work.segment = blockIdx.x % space.sort.segments; // the first keys of all segments come first
     work.first = blockIdx.x / space.sort.segments * head_keys;

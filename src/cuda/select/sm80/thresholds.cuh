@@ -40,8 +40,7 @@ struct partition_work {
     size_t keys, counts; // where the segment begins in arrays by key, by partition
 };
 
-__device__ static inline partition_work find_work(const select_call &call,
-                                                  const select_space &space) {
+__device__ static partition_work find_work(const select_call &call, const select_space &space) {
     partition_work work;
     work.segment = blockIdx.x / space.partitions;
     work.partition = blockIdx.x % space.partitions;
@@ -60,7 +59,7 @@ struct partition_memory {
 };
 
 /* The sum of count[0] to count[n - 1], by all threads. */
-__device__ static inline uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, uint32_t n) {
+__device__ static uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, uint32_t n) {
     uint32_t sum = 0, total;
     for (uint32_t i = threadIdx.x; i < n; i += threads)
         sum += count[i];

@@ -1,0 +1,29 @@
+/* The total order of keys: which of two keys outranks the other, and how ties between scores are
+ * decided. */
+#ifndef FDMA_CPU_SELECT_ORDER_H
+#define FDMA_CPU_SELECT_ORDER_H
+
+#include <stdint.h>
+#include <string.h>
+
+/* A score as an integer that is ordered like it; NaN is lowest, and both zeros are equal. Integers
+ * are compared because subnormal scores must keep their order, even on CPUs that flush them. */
+static inline int32_t score_order(float score) {
+    int32_t bits;
+    memcpy(&bits, &score, sizeof bits);
+    const int32_t size = bits & INT32_MAX, infinity = 0x7f800000;
+    const int32_t order = bits < 0 ? -size : size;
+    return size > infinity ? INT32_MIN : order;
+}
+
+/* The rank of a key as an integer, the greater the better: the score's order in the upper half and
+ * the key in the lower, so that of equal scores the later key is better. */
+static inline int64_t key_order(float score, int32_t key) {
+    return (int64_t)score_order(score) * ((int64_t)1 << 32) + key;
+}
+
+static inline int32_t key_of(int64_t order) { return (int32_t)order; }
+
+static inline int32_t score_order_of(int64_t order) { return (int32_t)(order >> 32); }
+
+#endif
