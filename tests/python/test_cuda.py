@@ -204,20 +204,9 @@ assert torch.isfinite(flash_dmattn.attention(x, x, x)[0]).all()
 """
 
 NO_DEVICE = """
-import ctypes
 from flash_dmattn import _library
 assert _library.library.fdma_device_count() == 1
 assert "cuda" not in flash_dmattn.get_available_backends()
-args = _library.ForwardArgs()
-for name in ("q", "k", "v", "out"):
-    shape = (1, 9, 1, 64)
-    setattr(args, name, _library.Tensor(shape=shape, stride=(576, 64, 64, 1), dtype=3, rank=4))
-args.exec.device = 1
-size = ctypes.c_size_t()
-status = _library.library.fdma_forward_workspace(ctypes.byref(args), ctypes.byref(size))
-words = _library.library.fdma_last_error().decode()
-assert status == _library.CUDA_ERROR, status
-assert words.startswith("exec.device: ") and "CUDA" in words, words
 """
 
 AFTER_A_FAULT = """
