@@ -82,7 +82,8 @@ static bool settles(const tensor_entry *entry, char letter) {
 static expectation want_of_origin(char letter, int64_t wrong) {
     if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};
-    return (expectation){FDMA_INVALID_ARGUMENT, {number(size_of_axis(letter)), number(wrong)}, 0};
+    return (expectation){
+        FDMA_INVALID_ARGUMENT, {number(size_of_axis(&right_sizes, letter)), number(wrong)}, 0};
 }
 
 static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {

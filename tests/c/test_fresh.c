@@ -38,9 +38,9 @@ static void run_filled(call *x, const call *original, int fill) {
         }
     }
     exec->threads = 1;
-    CHECK_OK(operations[x->operation].calls->workspace(&x->args, &exec->workspace_size));
+    CHECK_OK(operations[x->operation].workspace(&x->args, &exec->workspace_size));
     exec->workspace = filled(exec->workspace_size, fill);
-    CHECK_OK(operations[x->operation].calls->call(&x->args));
+    CHECK_OK(operations[x->operation].call(&x->args));
     free(exec->workspace);
 }
 

@@ -90,18 +90,18 @@ static void dots_are_sums_of_products(void) {
     const pair_vocabulary *x = pairs;
     uint64_t state = 7;
     for (int round = 0; round < rounds; round++) {
-        float part[4][lanes], a[lanes], b[lanes], sum[lanes], to[lanes];
+        float term[4][lanes], a[lanes], b[lanes], sum[lanes], to[lanes];
         for (int i = 0; i < lanes; i++) {
             for (int p = 0; p < 4; p++)
-                part[p][i] = bits_to_float(rounded(8 * random_float(&state)) << 16);
+                term[p][i] = bits_to_float(rounded(8 * random_float(&state)) << 16);
             sum[i] = 100 * random_float(&state);
         }
-        x->join(a, part[0], part[1]);
-        x->join(b, part[2], part[3]);
+        x->join(a, term[0], term[1]);
+        x->join(b, term[2], term[3]);
         x->dot(to, a, b, sum); /* the first word of a, every word of b */
         for (int i = 0; i < x->width; i++) {
-            const double even = (double)part[0][0] * (double)part[2][i];
-            const double odd = (double)part[1][0] * (double)part[3][i];
+            const double even = (double)term[0][0] * (double)term[2][i];
+            const double odd = (double)term[1][0] * (double)term[3][i];
             const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
             const double step = (double)FLT_EPSILON;
             CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, (2 + step) * step * size);

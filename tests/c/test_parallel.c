@@ -78,7 +78,7 @@ static void *call_again_and_again(void *unused) {
     return (void *)right;
 }
 
-static void callers_share_threads(void) {
+static void several_callers_at_once(void) {
     enum { callers = 6 };
     pthread_t threads[callers];
     for (int n = 0; n < callers; n++)
@@ -208,7 +208,7 @@ static const test_entry tests[] = {
     TEST(default_follows_the_environment),
     TEST(counts_follow_what_was_asked),
     TEST(tasks_are_done_once),
-    TEST(callers_share_threads),
+    TEST(several_callers_at_once),
     TEST(children_have_threads),
     TEST(modes_are_the_tasks_own),
     TEST(waiting_leaves_the_cpu_alone),

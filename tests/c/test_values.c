@@ -5,10 +5,10 @@
 typedef void (*property)(problem *x, const char *kernel);
 
 static void check_on_all_kernels(property holds, int64_t window) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("forward", problem_dtypes[type]);
+    for (int type = 0; type < test_dtype_count; type++) {
+        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
+            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
             problem x = {.batch = 1,
                          .q_len = 150,
                          .kv_len = 150,
@@ -17,7 +17,7 @@ static void check_on_all_kernels(property holds, int64_t window) {
                          .head_dim = 24,
                          .window = window,
                          .causal = 1,
-                         .dtype = problem_dtypes[type]};
+                         .dtype = test_dtypes[type]};
             problem_fill(&x, 21);
             problem_select(&x);
             holds(&x, kernels.name[kernel]);

@@ -2,9 +2,9 @@
  * the kernel "reference" in float64. */
 #include "check/case.h"
 #include "check/evaluate.h"
-#include "check/judge.h"
+#include "check/operations.h"
 #include "check/problem.h"
-#include "check/tally.h"
+#include "check/report.h"
 
 #include "commands.h"
 #include "common/arrays.h"

@@ -1,5 +1,5 @@
-/* See check/tally.h. */
-#include "check/tally.h"
+/* See check/report.h. */
+#include "check/report.h"
 
 #include "commands.h"
 #include "common/arrays.h"
