@@ -100,7 +100,6 @@
  *
  *   - FDMA_BIAS_EXP is the default. Its bias exp(z) overflows float32 to infinity above z = 88, and
  *     then out is NaN: keep `a` small, or use FDMA_BIAS_LINEAR.
- *   - With FDMA_BIAS_NONE scores only rank keys, so dt_proj and a have no gradient.
  *   - The default scope of fdma_select() is causal, because it does not know `causal`. Pass
  *     FDMA_SCOPE_GLOBAL for attention that is not causal.
  *   - A selection holds only for the number of keys that it was made for. When a key is appended,
@@ -166,13 +165,12 @@ typedef enum fdma_dtype {
 
 /*! fdma_tensor - a borrowed view of an array of rank 1 to 4.
  *  The element at [x0, x1, ...] is data[x0 * stride[0] + x1 * stride[1] + ...]. Rank 0 means
- *  absent, so an optional tensor is left out by leaving its field zero. A slice of a larger array,
- *  such as q, k and v of one packed projection, is a view with larger strides: nothing needs to be
- *  copied. The one exception is the last axis, whose elements must be adjacent.
+ *  absent. A slice of a larger array, such as q, k and v of one packed projection, is a view with
+ *  larger strides: nothing needs to be copied.
  *  Edge    the last stride is 1, the others are >= 0 (0 repeats an input along an axis; an output's
  *          elements must be distinct); strides of axes of length 1 do not matter; alignment to one
- *          element is enough, though a GPU is faster where rows start at multiples of 16 bytes;
- *          data may be NULL where there are no elements */
+ *          element is enough, though a GPU is faster if rows start at multiples of 16 bytes; data
+ *          may be NULL if there are no elements */
 typedef struct fdma_tensor {
     void *data;
     int64_t shape[4];
@@ -218,7 +216,7 @@ typedef struct fdma_exec {
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
     FDMA_BIAS_LINEAR = 1, /* bias = z */
-    FDMA_BIAS_NONE = 2,   /* no bias: scores rank keys and do nothing else */
+    FDMA_BIAS_NONE = 2,   /* no bias: scores only rank keys, so dt_proj and a have no gradient */
 } fdma_bias_form;
 
 typedef struct fdma_score_args {
