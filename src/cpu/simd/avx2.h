@@ -16,8 +16,8 @@ enum {
     half_vectors = 1,
     tile_blocks = 16,
     key_block = 120,
-    score_keys = 4, /* 12 of 16 registers hold sums */
-    key_step = score_keys,
+    group_keys = 4, /* 12 of 16 registers hold sums */
+    key_step = group_keys,
     channel_step = 8,
     value_channels = 4,
     dot_keys = 2,

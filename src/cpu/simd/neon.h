@@ -16,8 +16,8 @@ enum {
     half_vectors = 2,
     tile_blocks = 12, /* q and out of 128 channels: 192 KB, of L2 caches from 512 KB on */
     key_block = 120,
-    score_keys = 6, /* 24 of 32 registers hold sums */
-    key_step = score_keys,
+    group_keys = 6, /* 24 of 32 registers hold sums */
+    key_step = group_keys,
     channel_step = 8,
     value_channels = 4,
     dot_keys = 4,

@@ -18,8 +18,8 @@ enum {
     half_vectors = 2,      /* of which those before this one may be left out; 0: never */
     tile_blocks = 4,       /* such blocks in a tile, at most */
     key_block = 120,       /* keys whose weights are held between the two products */
-    score_keys = 2,        /* keys x lanes sums of the first product, and keys weighed at a time */
-    key_step = score_keys, /* keys that the products take at a time */
+    group_keys = 2,        /* keys x lanes sums of the first product, and keys weighed at a time */
+    key_step = group_keys, /* keys that the products take at a time */
     channel_step = 8,      /* channels that the products take at a time */
     value_channels = 2,    /* channels x lanes sums of the second product */
     dot_keys = 2,          /* keys x dot_heads sums of the scores */
