@@ -81,7 +81,7 @@ INLINE void multiply_group(product_block s, int from, const tile_step *step, int
 }
 
 /* As multiply_group(), accumulating onto `start`, one number for each lane. Short sums are made
- * apart and then added: where a row has most of its weight on one key, start nearly cancels the sum,
+ * apart and then added: where a row has most of its weight on one key, start nearly cancels it,
  * and rounding errors in proportion to start would remain. */
 INLINE void multiply_group_from(product_block s, int from, const tile_step *step, int32_t first,
                                 int block, const float *start) {
