@@ -44,29 +44,8 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
     return FDMA_OK;
 }
 
-/* False where all outputs are empty, so that kernels need not test for that. */
-static bool has_work(const fdma_problem *problem) {
-    const bool any_query = problem->batch > 0 && problem->q_len > 0;
-    const bool any_key = problem->batch > 0 && problem->kv_len > 0;
-    switch (problem->operation) {
-    case operation_score:
-        return any_key && (is_present(&problem->score) || is_present(&problem->bias));
-    case operation_select:
-        return any_key;
-    case operation_backward: // without queries, the gradients of keys are 0
-        return any_query || any_key;
-    case operation_score_backward: // without keys, those of the weights are 0
-        return true;
-    case operation_merge:
-    case operation_merge_backward:
-        return any_query && problem->q_heads > 0;
-    default:
-        return any_query;
-    }
-}
-
 static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *problem) {
-    if (!has_work(problem))
+    if (!fdma_has_work(problem))
         return FDMA_OK;
     return kernel->on_device ? fdma_run_cuda(kernel, problem) : kernel->run(problem);
 }

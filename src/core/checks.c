@@ -1,5 +1,6 @@
 /* The checks of tensors and sizes, driven by the list in signatures.c. */
 #include "core/error.h"
+#include "core/integers.h"
 #include "core/signatures.h"
 
 #include <math.h>
@@ -101,9 +102,7 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
  * after it. */
 static int64_t most_listed(const fdma_problem *problem) {
     const int64_t len = problem->kv_len;
-    const int64_t kept = problem->window < len ? problem->window : len;
-    const int64_t arriving = problem->tile_len - 1 < len ? problem->tile_len - 1 : len;
-    return kept + arriving < len ? kept + arriving : len;
+    return min(min(problem->window, len) + min(problem->tile_len - 1, len), len);
 }
 
 /* Checks the sizes against each other and against the options. */
@@ -159,4 +158,14 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
             problem->scale = 1 / sqrt((double)problem->head_dim);
     }
     return check_memory(problem, depth);
+}
+
+bool fdma_has_work(const fdma_problem *problem) {
+    const tensor_table table = fdma_tensors[problem->operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
+        const fdma_tensor *const tensor = tensor_at(problem, entry->member);
+        if (is_output(entry) && is_present(tensor) && !is_empty(tensor))
+            return true;
+    }
+    return false;
 }

@@ -59,6 +59,9 @@ fdma_status fdma_check_call(fdma_operation operation, const void *args, check_de
  * follows from them. */
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth);
 
+/* Whether any output has elements: if not, there is nothing to run. */
+bool fdma_has_work(const fdma_problem *problem);
+
 const char *fdma_operation_name(fdma_operation operation);
 
 /* Whether an operation computes attention, or its gradients, from q and k. */
