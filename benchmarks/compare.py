@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", help="the fdma command of the build to compare with")
     parser.add_argument("new", help="the fdma command of the build to judge")
-    parser.add_argument("filter", nargs="?", default="*", help="cases, as fdma bench takes them")
+    parser.add_argument("filter", nargs="?", default="*", help="cases, as for fdma bench")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: at most 3 %% slower")
     parser.add_argument("--rename", default="=", help="A=B: read A in the old names of cases as B")

@@ -140,7 +140,7 @@ def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
 
 
 def masked(inputs: Inputs) -> torch.Tensor:
-    """With keys repeated for each head: only the slowest back end takes groups under a mask."""
+    """With keys repeated for each head: only the slowest back end supports groups under a mask."""
     query, key, value = inputs.sdpa[0], *inputs.expanded
     return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
 

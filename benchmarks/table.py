@@ -12,8 +12,8 @@ in benchmarks/tables.txt:
     column: FIELD | LABEL
     row: CASE [FIELD=VALUE ...] | LABEL
 
-FILE is in benchmarks/results. FIELD is one below, or tflops. PEER.FIELD takes it from the line
-of that peer; FILE:FIELD and FILE:PEER.FIELD take it from another file. Machines, dates and commits
+FILE is in benchmarks/results. FIELD is one below, or tflops. PEER.FIELD is from the line
+of that peer; FILE:FIELD and FILE:PEER.FIELD are from another file. Machines, dates and commits
 are written below the table.
 
 Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over that of a loop
@@ -208,7 +208,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--update", action="store_true", help="write the tables of documents anew")
-    parser.add_argument("--check", action="store_true", help="exit 1 where they are not current")
+    parser.add_argument("--check", action="store_true", help="exit 1 if they are not current")
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args()
     if not options.update and not options.check:

@@ -74,11 +74,11 @@
  *              nothing before all arguments are checked. On the CPU it has finished when it
  *              returns. On a device it does not wait: its tensors and workspace must stay until
  *              `stream` has passed the call.
- *   Workspace  is scratch memory that the caller lends to a call; fdma_<operation>_workspace()
- *              returns its size for given arguments. It may have any alignment and contents. It
- *              must not overlap a tensor of the call, nor the workspace of a call that may run at
- *              the same time. Its size is linear in q_len and kv_len; fdma_merge() and its
- *              gradient need none today.
+ *   Workspace  is scratch memory that the caller lends to a call: at least as many bytes as
+ *              fdma_<operation>_workspace() says, linear in q_len and kv_len; none today for
+ *              fdma_merge() and its gradients. It may have any alignment and contents. It must not
+ *              overlap a tensor of the call, nor the workspace of a call that may run at the same
+ *              time.
  *   Edge       NaN and infinity inside tensors are values, not errors. An output may not share
  *              elements with any other tensor: nothing works in place.
  *   Errors     Every call returns an fdma_status. If it is not FDMA_OK, fdma_last_error() has one
@@ -88,8 +88,8 @@
  * All tensors and the workspace are then memory of that device; the argument structs are read
  * during the call and stay on the host. The call puts its work on `stream` and returns without
  * reading anything back, so a CUDA graph can capture it. On a device q, k, v, out and their
- * gradients are float16 or bfloat16: convert float32 tensors first, as they are FDMA_UNSUPPORTED.
- * A selection whose window is smaller than kv_len needs its slots there.
+ * gradients are float16 or bfloat16: float32 tensors must be converted first. A selection whose
+ * window is smaller than kv_len needs its slots there.
  *
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
@@ -196,8 +196,6 @@ FDMA_API fdma_tensor fdma_tensor_3d(void *data, fdma_dtype dtype, int64_t n0, in
 FDMA_API fdma_tensor fdma_tensor_4d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1,
                                     int64_t n2, int64_t n3);
 
-/* How and where a call runs */
-
 /* Values of fdma_exec.device. */
 #define FDMA_CPU 0
 #define FDMA_CUDA(n) ((n) + 1)
@@ -216,8 +214,6 @@ typedef struct fdma_exec {
                               it, else the CPUs that this process may use */
     uint64_t reserved[2];
 } fdma_exec;
-
-/* Score */
 
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
@@ -250,8 +246,6 @@ typedef struct fdma_score_args {
  *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read, its z is -inf
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_score(const fdma_score_args *args);
-
-/* Select */
 
 typedef enum fdma_scope {
     FDMA_SCOPE_DEFAULT = 0, /* fdma_attention(): causal scope if `causal`, else global scope;
@@ -301,11 +295,8 @@ typedef struct fdma_select_args {
  *  Workspace  O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
  *             all of them; global scope: slots number the kept keys in ascending j
- *  Errors     FDMA_INVALID_ARGUMENT also for a window below 1
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
-
-/* Tile lists */
 
 typedef struct fdma_lists_args {
     size_t size;                     /* sizeof(fdma_lists_args) */
@@ -342,8 +333,6 @@ typedef struct fdma_lists_args {
  *  Source     docs/algorithm.md, slots */
 FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
 
-/* Forward */
-
 typedef struct fdma_forward_args {
     size_t size;                     /* sizeof(fdma_forward_args) */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
@@ -376,8 +365,6 @@ typedef struct fdma_forward_args {
  *             a scale beyond float32, a selection made for another length or scope
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
-
-/* All in one call */
 
 typedef struct fdma_attention_args {
     size_t size;               /* sizeof(fdma_attention_args) */

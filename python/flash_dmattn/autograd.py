@@ -1,8 +1,8 @@
 """Gradients of the operators: which tensors autograd keeps, and which operator it calls with them.
 
-A backward operator takes the gradients of out and lse, then arguments and results of its forward
-operator, by the same names. Its result dX is the gradient of the argument X. Names are looked up
-when an operator is registered, not in every call.
+The arguments of a backward operator are the gradients of out and lse, then arguments and results
+of its forward operator, by the same names. Its result dX is the gradient of the argument X. Names
+are looked up when an operator is registered, not in every call.
 
 Beside its inputs an attention keeps out, lse and, for each key and kv head, expiry, slot and bias:
 nothing of size q_len x kv_len.

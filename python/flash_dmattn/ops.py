@@ -10,7 +10,7 @@ call lacks goes to its selection (`window`, `scope`) or to its gradients (`deter
 
 A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
 its gradient as a kernel of the Autograd key. torch.library.custom_op would do both in one, but its
-autograd takes longer than a small call: it walks the schema for every argument.
+autograd lasts longer than a small call: it reads the schema anew for every argument.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ SELECT = Operator(
     "-> (Tensor expiry, Tensor slot)",
     "select",
 )
-# Dense where expiry is None.
+# Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
     "Tensor? expiry, Tensor? slot, SymInt window, str scope, bool causal, float softmax_scale, "
@@ -166,7 +166,7 @@ FUSED = Operator(
     "Tensor lse, Tensor score, Tensor bias, Tensor expiry, Tensor slot)",
     "attention",
 )
-# Only out, where no gradient is wanted: the other results stay in the workspace.
+# Only out, if no gradient is wanted: the other results stay in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? key_valid, SymInt keep_window_size, str scope, str bias_form, bool causal, "

@@ -135,7 +135,7 @@ const char *fdma_missing_amx(void) {
     return missing == NULL && !has_tile_permission() ? "the system's permission for amx" : missing;
 }
 
-/* Intel's vdpbf16ps does half as much per cycle as its float32 multiply-adds, AMD's twice as much. */
+/* Per cycle, vdpbf16ps does half of what float32 multiply-adds do on Intel, on AMD twice that. */
 static bool has_faster_pairs(void) {
     return (fdma_missing_avx512bf16() == NULL && (cpu_bits() & made_by_intel) == 0) ||
            fdma_missing_amx() == NULL;

@@ -168,9 +168,9 @@ def attend(
     return leaves, results
 
 
-def attend_and_differentiate(name: str, given: Input, *where: Any, **options: Any) -> Tensors:
+def attend_and_differentiate(name: str, given: Input, *target: Any, **options: Any) -> Tensors:
     """out, lse, and the gradients of query, key, value and, if there is one, bias."""
-    leaves, (out, lse) = attend(name, given, *where, **options)
+    leaves, (out, lse) = attend(name, given, *target, **options)
     gradients = torch.autograd.grad(out, tuple(leaves.values()), given.dout.to(out.device))
     return (out.detach(), lse.detach(), *gradients)
 
@@ -178,8 +178,8 @@ def attend_and_differentiate(name: str, given: Input, *where: Any, **options: An
 # ---- kernels and dtypes ----
 
 
-def takes(kernel: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel of the CPU takes tensors of `dtype`, forward and backward."""
+def supports(kernel: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel of the CPU supports tensors of `dtype`, forward and backward."""
     row = torch.zeros(1, 1, 1, 8, dtype=dtype, requires_grad=True)
     try:
         out, _ = flash_dmattn.attention(row, row, row, backend=kernel)
@@ -204,17 +204,17 @@ def kernels_of(operation: str, backends: tuple[str, ...] = ("cpu", "reference"))
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-NARROW = [torch.float16, torch.bfloat16]  # what CUDA devices take
+NARROW = [torch.float16, torch.bfloat16]  # what CUDA kernels support
 KERNELS = kernels_of("forward")
-WIDE = [kernel for kernel in KERNELS if takes(kernel, torch.float32)]
+WIDE = [kernel for kernel in KERNELS if supports(kernel, torch.float32)]
 HAS_DEVICE = torch.cuda.is_available() and _library.library.fdma_device_count() > 1
 on_device = pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=on_device)]
 
 
 def runs_of(kernels: list[str], dtypes: list[torch.dtype]) -> list[Any]:
-    """Values of (device, kernel, dtype): every kernel on the CPU with every dtype that it takes."""
-    runs = [("cpu", one, dtype) for one in kernels for dtype in dtypes if takes(one, dtype)]
+    """Values of (device, kernel, dtype): every kernel of the CPU with the dtypes it supports."""
+    runs = [("cpu", one, dtype) for one in kernels for dtype in dtypes if supports(one, dtype)]
     return [pytest.param(*run, id=f"{run[1]}-{run[2]}") for run in runs]
 
 
@@ -239,7 +239,7 @@ def make_fused(
     a_coef: float | None = None,
 ) -> list[torch.Tensor]:
     """query, key, value, dt_proj and a_coef, which require gradients; the first three are views of
-    tensors whose heads come first. The default dtype is one that the device takes; a_coef is
+    tensors whose heads come first. The default dtype is one that the device supports; a_coef is
     float32, except beside float64."""
     kv_len = q_len if kv_len is None else kv_len
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)

@@ -6,60 +6,37 @@ from __future__ import annotations
 import math
 from typing import Any, Callable
 
+import cases
 import evaluate
 import flash_dmattn
 import pytest
 import torch
-from cases import (
-    CASES,
-    CUDA_RUNS,
-    DEVICES,
-    DTYPES,
-    HAS_DEVICE,
-    KERNELS,
-    NAMES,
-    NARROW,
-    WIDE,
-    WINDOW,
-    Input,
-    Tensors,
-    attend,
-    attend_and_differentiate,
-    fused,
-    make_fused,
-    make_input,
-    make_mask,
-    on_device,
-    options_of,
-    runs_of,
-    stepwise,
-    takes,
-)
+from cases import DEVICES, attend, fused, make_fused, make_input, make_mask, on_device, stepwise
 from evaluate import assert_same
 from flash_dmattn import _call, _library, ops
 
-RUNS = runs_of(KERNELS, DTYPES)
-TARGETS = [("cpu", kernel) for kernel in KERNELS]
+RUNS = cases.runs_of(cases.KERNELS, cases.DTYPES)
+TARGETS = [("cpu", kernel) for kernel in cases.KERNELS]
 TARGETS.append(pytest.param("cuda", None, marks=on_device))
 
 
-def test_every_kernel_takes_something() -> None:
-    for kernel in KERNELS:
-        assert takes(kernel, torch.bfloat16)
-        assert takes(kernel, torch.float64) == (kernel == "reference")
-    assert {"cpu/scalar", "reference"} <= set(WIDE)
+def test_what_kernels_support() -> None:
+    for kernel in cases.KERNELS:
+        assert cases.supports(kernel, torch.bfloat16)
+        assert cases.supports(kernel, torch.float64) == (kernel == "reference")
+    assert {"cpu/scalar", "reference"} <= set(cases.WIDE)
 
 
-@pytest.mark.parametrize(("device", "kernel", "dtype"), RUNS + CUDA_RUNS)
-@pytest.mark.parametrize("name", [*NAMES, "row/empty-rows", "row/1000"])
+@pytest.mark.parametrize(("device", "kernel", "dtype"), RUNS + cases.CUDA_RUNS)
+@pytest.mark.parametrize("name", [*cases.NAMES, "row/empty-rows", "row/1000"])
 def test_attention(name: str, device: str, kernel: str | None, dtype: torch.dtype) -> None:
     given = make_input(name, dtype)
     _, results = attend(name, given, kernel, device)
     assert all(one.is_contiguous() and one.device.type == device for one in results)
-    evaluate.assert_attention(results, *given[:3], make_mask(name), **options_of(name, given))
+    evaluate.assert_attention(results, *given[:3], make_mask(name), **cases.options_of(name, given))
 
 
-@pytest.mark.parametrize("kernel", WIDE)
+@pytest.mark.parametrize("kernel", cases.WIDE)
 def test_softmax_scale(kernel: str) -> None:
     query, key, value, *_ = make_input("softcap/selected", torch.float32)
     options = {"softmax_scale": 0.8, "softcap": 1.5}
@@ -106,10 +83,10 @@ FORMS: list[dict[str, Any]] = [
     {"causal": False, "bias_form": "none"},
     {"causal": True, "key_valid": True},
 ]
-FUSED_RUNS = [("cpu", dtype, 32) for dtype in DTYPES]
+FUSED_RUNS = [("cpu", dtype, 32) for dtype in cases.DTYPES]
 FUSED_RUNS += [
     pytest.param("cuda", dtype, head_dim, marks=on_device)
-    for dtype in NARROW
+    for dtype in cases.NARROW
     for head_dim in (40, 64, 128, 256)
 ]
 
@@ -136,15 +113,15 @@ def test_flash_dma_attention(
     scope = form.get("scope", "causal" if causal else "global")
     softcap, scale = form.get("softcap", 0.0), form.get("softmax_scale")
     score, bias = flash_dmattn.score(*tensors[2:], bias_form=bias_form, key_valid=key_valid)
-    selection = flash_dmattn.select(score, WINDOW, scope=scope, key_valid=key_valid)
+    selection = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=key_valid)
     rest = {"key_valid": key_valid, "causal": causal, "bias": bias}
     shape = {"softcap": softcap, "softmax_scale": scale}
     steps = flash_dmattn.attention(*tensors[:3], selection=selection, **rest, **shape)
     assert_same((out, lse), steps)
     score, bias, *rows = [None if x is None else x.cpu() for x in (score, bias, *tensors[:3])]
-    of_cpu = flash_dmattn.select(score, WINDOW, scope=scope, key_valid=on_cpu)
+    of_cpu = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=on_cpu)
     assert_same((selection.expiry.cpu(), selection.slot.cpu()), of_cpu[:2])
-    kept = evaluate.kept_keys(score, WINDOW, scope, on_cpu)
+    kept = evaluate.kept_keys(score, cases.WINDOW, scope, on_cpu)
     mask = evaluate.visible_keys(q_len, kv_len, causal, kept, on_cpu)
     evaluate.assert_attention((out, lse), *rows, mask, bias=bias, **shape)
 
@@ -152,30 +129,25 @@ def test_flash_dma_attention(
 def test_everything_that_the_fused_operator_returns() -> None:
     tensors = [x.detach() for x in make_fused(60)]
     out, lse, score, bias, *selection = ops.FUSED.op(
-        *tensors, None, WINDOW, "causal", "linear", True, 0.0, 3.0, False, None
+        *tensors, None, cases.WINDOW, "causal", "linear", True, 0.0, 3.0, False, None
     )
     assert_same((out, lse, score, *selection), stepwise(*tensors))
     assert torch.equal(bias, score)
 
 
 def test_the_defaults_of_flash_dma_attention() -> None:
-    generator = torch.Generator().manual_seed(6)
-    query = torch.randn(1, 1100, 1, 8, generator=generator)
-    key, value = torch.randn(2, 1, 1100, 1, 8, generator=generator)
-    dt_proj, a_coef = torch.randn(1, 8, generator=generator), torch.ones(1)
-    out = flash_dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef)
-    score, bias = flash_dmattn.score(value, dt_proj, a_coef)
-    selection = flash_dmattn.select(score, 1024, scope="global")
-    expected, _ = flash_dmattn.attention(query, key, value, bias=bias, selection=selection)
-    assert (selection.slot < 0).sum() == 1100 - 1024
-    assert torch.equal(out, expected)
+    tensors = [x.detach() for x in make_fused(1100, head_dim=8)]
+    out = flash_dmattn.flash_dma_attention(*tensors)
+    said = {"causal": False, "scope": "global", "bias_form": "exp", "softcap": 0.0}
+    assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1024, **said))
+    assert not torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1023, **said))
 
 
 # ---- properties of results and gradients ----
 
 
-def input_for(name: str, kernel: str | None) -> Input:
-    return make_input(name, torch.float32 if kernel in WIDE else torch.bfloat16)
+def input_for(name: str, kernel: str | None) -> cases.Input:
+    return make_input(name, torch.float32 if kernel in cases.WIDE else torch.bfloat16)
 
 
 SELECTED = ["later/steps", "padding/holes", "global/causal", "dense/pad-left", "scores/saw"]
@@ -193,7 +165,7 @@ def test_keys_that_nobody_keeps_are_not_read(name: str, device: str, kernel: str
         bias=given.bias.masked_fill(unread, math.nan),
     )
     found = [
-        attend_and_differentiate(name, one, kernel, device, deterministic=True)
+        cases.attend_and_differentiate(name, one, kernel, device, deterministic=True)
         for one in (given, poisoned)
     ]
     assert_same(found[0], found[1])
@@ -204,7 +176,7 @@ def test_keys_that_nobody_keeps_are_not_read(name: str, device: str, kernel: str
         assert (gradient[rows] == 0).all() and (gradient[~rows] != 0).any()
 
 
-@pytest.mark.parametrize("kernel", WIDE)
+@pytest.mark.parametrize("kernel", cases.WIDE)
 def test_special_logits(kernel: str) -> None:
     """A logit of -inf has no weight, and a row of only such logits is empty; a logit of +inf or NaN
     makes its row NaN."""
@@ -233,15 +205,15 @@ def test_special_logits(kernel: str) -> None:
 @pytest.mark.parametrize(("device", "kernel"), TARGETS)
 @pytest.mark.parametrize("name", ["later/steps", "padding/left", "dense/pad-holes"])
 def test_a_sequence_does_not_feel_its_batch(name: str, device: str, kernel: str | None) -> None:
-    given, where = make_input(name, torch.bfloat16), (kernel, device)
-    together = attend_and_differentiate(name, given, *where, deterministic=True)
-    for b in range(CASES[name].batch):
-        one = Input(*(None if x is None else x[b : b + 1] for x in given))
-        alone = attend_and_differentiate(name, one, *where, deterministic=True)
+    given, target = make_input(name, torch.bfloat16), (kernel, device)
+    together = cases.attend_and_differentiate(name, given, *target, deterministic=True)
+    for b in range(cases.CASES[name].batch):
+        one = cases.Input(*(None if x is None else x[b : b + 1] for x in given))
+        alone = cases.attend_and_differentiate(name, one, *target, deterministic=True)
         assert_same(alone, tuple(x[b : b + 1] for x in together))
 
 
-@pytest.mark.parametrize("kernel", WIDE)
+@pytest.mark.parametrize("kernel", cases.WIDE)
 @pytest.mark.parametrize("name", ["dense/causal-131", "scores/saw", "group/16"])
 def test_threads_change_nothing(name: str, kernel: str) -> None:
     given = make_input(name, torch.float32)
@@ -250,7 +222,7 @@ def test_threads_change_nothing(name: str, kernel: str) -> None:
     try:
         for count in (1, 2, 3, 1):
             torch.set_num_threads(count)
-            found.append(attend_and_differentiate(name, given, kernel))
+            found.append(cases.attend_and_differentiate(name, given, kernel))
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -286,7 +258,7 @@ class Spy:
         return call
 
 
-def spied_forward(monkeypatch: pytest.MonkeyPatch, tensors: Tensors) -> _library.ForwardArgs:
+def spied_forward(monkeypatch: pytest.MonkeyPatch, tensors: cases.Tensors) -> _library.ForwardArgs:
     spy = Spy(_library.library)
     monkeypatch.setattr(_library, "library", spy)
     # Prepared calls hold the library's own functions.
@@ -295,16 +267,18 @@ def spied_forward(monkeypatch: pytest.MonkeyPatch, tensors: Tensors) -> _library
     return spy.calls["fdma_forward"]
 
 
-def heads_first() -> Tensors:
+def heads_first() -> cases.Tensors:
     return tuple(torch.randn(2, heads, 31, 64).transpose(1, 2) for heads in (4, 2, 2))
 
 
-def slices_of_one_buffer() -> Tensors:
+def slices_of_one_buffer() -> cases.Tensors:
     return torch.randn(2, 31, 3, 2, 64).unbind(2)
 
 
 @pytest.mark.parametrize("make", [heads_first, slices_of_one_buffer])
-def test_views_are_not_copied(make: Callable[[], Tensors], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_are_not_copied(
+    make: Callable[[], cases.Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = make()
     args = spied_forward(monkeypatch, tensors)
     for name, tensor in zip("qkv", tensors):
@@ -347,16 +321,16 @@ def test_nothing_to_attend_to(selected: bool, shape: tuple[int, int, int]) -> No
 def test_backends() -> None:
     backends = flash_dmattn.get_available_backends()
     assert backends[-1] == "reference" and "cpu" in backends
-    assert (backends[0] == "cuda") == HAS_DEVICE
+    assert (backends[0] == "cuda") == cases.HAS_DEVICE
     assert len(set(backends)) == len(backends)
     for backend in backends:
-        if backend != "cuda":  # which takes CUDA tensors only
+        if backend != "cuda":  # which is for CUDA tensors
             attend("scores/saw", make_input("scores/saw", torch.float32), backend)
 
 
 def test_inputs_stay_as_they_were() -> None:
     given = make_input("padding/holes", torch.float32)
     before = [None if one is None else one.clone() for one in given]
-    attend_and_differentiate("padding/holes", given)
+    cases.attend_and_differentiate("padding/holes", given)
     for one, copy in zip(given, before):
         assert one is None or torch.equal(one, copy)

@@ -7,43 +7,23 @@ import functools
 import itertools
 from typing import Any, Callable
 
+import cases
 import evaluate
 import flash_dmattn
 import pytest
 import torch
-from cases import (
-    CASES,
-    CUDA_RUNS,
-    DEVICES,
-    DTYPES,
-    FUNCTIONS,
-    NAMES,
-    NARROW,
-    WIDE,
-    Input,
-    Tensors,
-    attend,
-    fused,
-    gradients,
-    kernels_of,
-    make_fused,
-    make_input,
-    make_mask,
-    options_of,
-    runs_of,
-    stepwise,
-)
+from cases import DEVICES, attend, fused, gradients, make_fused, make_input, make_mask, stepwise
 from evaluate import assert_same
 from flash_dmattn import _call, ops
 from torch.utils.checkpoint import checkpoint
 
-KERNELS = kernels_of("backward")
+KERNELS = cases.kernels_of("backward")
 # Backward treats a single query like any other.
-CASES_OF_BACKWARD = [name for name in NAMES if CASES[name].q_len > 1]
+CASES_OF_BACKWARD = [name for name in cases.NAMES if cases.CASES[name].q_len > 1]
 
 
 @functools.cache
-def exact_gradients(name: str, dtype: torch.dtype) -> Tensors:
+def exact_gradients(name: str, dtype: torch.dtype) -> cases.Tensors:
     """By autograd through the evaluation in float64."""
     given = make_input(name, dtype)
     names = ("query", "key", "value", "bias")
@@ -52,16 +32,16 @@ def exact_gradients(name: str, dtype: torch.dtype) -> Tensors:
         for one in names
         if getattr(given, one) is not None
     }
-    options = {"softcap": CASES[name].softcap, "bias": leaves.get("bias")}
+    options = {"softcap": cases.CASES[name].softcap, "bias": leaves.get("bias")}
     rows = [leaves[one] for one in names[:3]]
     out, _ = evaluate.attention(*rows, make_mask(name), torch.float64, **options)
     return torch.autograd.grad(out, tuple(leaves.values()), given.dout.double())
 
 
 def plain_gradients(
-    name: str, given: Input, results: Tensors, dlse: torch.Tensor | None = None
-) -> list[Tensors]:
-    options = options_of(name, given)
+    name: str, given: cases.Input, results: cases.Tensors, dlse: torch.Tensor | None = None
+) -> list[cases.Tensors]:
+    options = cases.options_of(name, given)
     return evaluate.plain_gradients(
         given.dout, dlse, results, given[:3], make_mask(name), **options
     )
@@ -80,15 +60,17 @@ def assert_gradients(
 
 
 # In float64 gradcheck judges.
-@pytest.mark.parametrize(("device", "kernel", "dtype"), runs_of(KERNELS, DTYPES[:3]) + CUDA_RUNS)
+@pytest.mark.parametrize(
+    ("device", "kernel", "dtype"), cases.runs_of(KERNELS, cases.DTYPES[:3]) + cases.CUDA_RUNS
+)
 @pytest.mark.parametrize("name", CASES_OF_BACKWARD)
 def test_against_float64(name: str, device: str, kernel: str | None, dtype: torch.dtype) -> None:
     for deterministic in (False, True) if device == "cuda" else (False,):
         assert_gradients(name, device, kernel, dtype, deterministic=deterministic)
 
 
-def formula(name: str, given: Input, dlse: torch.Tensor | None = None) -> Tensors:
-    options = options_of(name, given)
+def formula(name: str, given: cases.Input, dlse: torch.Tensor | None = None) -> cases.Tensors:
+    options = cases.options_of(name, given)
     results = evaluate.attention(*given[:3], make_mask(name), torch.float64, **options)
     return evaluate.attention_backward(
         given.dout, dlse, results, *given[:3], make_mask(name), torch.float64, **options
@@ -102,13 +84,13 @@ def test_the_formula_of_the_header(name: str) -> None:
     torch.testing.assert_close(found, exact_gradients(name, torch.float32))
 
 
-@pytest.mark.parametrize("kernel", WIDE)
+@pytest.mark.parametrize("kernel", cases.WIDE)
 @pytest.mark.parametrize(
     "name", ["group/2", "later/steps", "dense/empty-rows", "window/1", "scores/tied"]
 )
 def test_the_gradient_of_lse(name: str, kernel: str) -> None:
     """The gradient of lse, together with that of out, and alone."""
-    given, case = make_input(name, torch.float32), CASES[name]
+    given, case = make_input(name, torch.float32), cases.CASES[name]
     shape = (case.batch, case.q_heads, case.q_len)
     dlse = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     leaves, results = attend(name, given, kernel)
@@ -126,11 +108,13 @@ def test_the_gradient_of_lse(name: str, kernel: str) -> None:
 # ---- the fused form, and its steps ----
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: torch.Tensor) -> Tensors:
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: torch.Tensor
+) -> cases.Tensors:
     return flash_dmattn.attention(query, key, value, causal=True, softmax_scale=0.6, softcap=1.5)
 
 
-def biased(*tensors: torch.Tensor) -> Tensors:
+def biased(*tensors: torch.Tensor) -> cases.Tensors:
     """Attention under a bias that is a tensor like the others."""
     return flash_dmattn.attention(*tensors[:3], bias=tensors[3], causal=True)
 
@@ -139,9 +123,9 @@ def in_global_scope(*tensors: torch.Tensor) -> torch.Tensor:
     return fused(*tensors, causal=False)
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS, dense, in_global_scope])
+@pytest.mark.parametrize("function", [*cases.FUNCTIONS, dense, in_global_scope])
 def test_gradcheck(function: Callable[..., Any]) -> None:
-    """Against finite differences in float64, which only the reference takes."""
+    """Against finite differences in float64, which only the reference supports."""
     tensors = make_fused(60, dtype=torch.float64, head_dim=16)
     assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
 
@@ -166,7 +150,7 @@ def test_bias_forms(form: str, function: Callable[..., Any]) -> None:
     ("q_len", "causal", "window"), [(70, True, 9), (31, True, 9), (70, False, 9), (70, True, 70)]
 )
 def test_fused_against_float64(q_len: int, causal: bool, window: int, a: float | None) -> None:
-    """All five gradients. Training starts from a = 0, where all keys tie."""
+    """All five gradients. Training starts from a = 0, when all keys tie."""
     tensors = make_fused(70, head_dim=16, a_coef=a)
     tensors[0] = tensors[0].detach()[:, :q_len].requires_grad_()
     with torch.no_grad():
@@ -183,10 +167,10 @@ def test_fused_against_float64(q_len: int, causal: bool, window: int, a: float |
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_call_is_its_three_steps(device: str, deterministic: None) -> None:
-    def once(*tensors: torch.Tensor) -> Tensors:
+    def once(*tensors: torch.Tensor) -> cases.Tensors:
         return fused(*tensors, bias_form="linear", softcap=3.0, return_lse=True)
 
-    def steps(*tensors: torch.Tensor) -> Tensors:
+    def steps(*tensors: torch.Tensor) -> cases.Tensors:
         return stepwise(*tensors)[:2]
 
     tensors = make_fused(300, device=device)
@@ -231,7 +215,7 @@ def test_a_sequence_does_not_depend_on_its_batch(device: str, deterministic: Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", cases.FUNCTIONS)
 def test_deterministic_gradients_are_the_same_bits(
     function: Callable[..., Any], device: str, deterministic: None
 ) -> None:
@@ -344,7 +328,7 @@ def test_checkpoint(use_reentrant: bool, device: str, deterministic: None) -> No
 
 
 @pytest.mark.parametrize("function", [fused, lambda *tensors: stepwise(*tensors)[0]])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", cases.NARROW)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast(function: Callable[..., Any], dtype: torch.dtype, compiled: bool) -> None:
     """Query, key and value are cast, weights are not; gradients have the dtypes of the tensors."""

@@ -1,34 +1,25 @@
-"""What only a CUDA device can show: streams, graphs, waiting, kernels by name, failures. The other
-tests run on a device too, where their name says cuda. Without a device only one test runs."""
+"""What only a CUDA device can show: streams, graphs, waiting, kernels by name, failures. Other
+tests whose names say cuda run on a device too. Without a device only one test runs here."""
 
 from __future__ import annotations
 
 from typing import Any, Callable
 
+import cases
 import flash_dmattn
 import pytest
 import torch
-from cases import (
-    FUNCTIONS,
-    Tensors,
-    fused,
-    gradients,
-    kernels_of,
-    make_fused,
-    on_device,
-    results,
-    stepwise,
-)
+from cases import fused, gradients, make_fused, on_device, results, stepwise
 from evaluate import assert_same
 from flash_dmattn import _library
 from programs import output_of, python
 from test_backward import assert_gradients
 
 built = pytest.mark.skipif(not _library.has_cuda(), reason="the library is built without CUDA")
-every_function = pytest.mark.parametrize("function", FUNCTIONS)
+every_function = pytest.mark.parametrize("function", cases.FUNCTIONS)
 forward_and_backward = pytest.mark.parametrize("run", [results, gradients])
 
-Run = Callable[..., Tensors]
+Run = Callable[..., cases.Tensors]
 
 
 def on_cuda(q_len: int = 300, kv_len: int = 300, **options: Any) -> list[torch.Tensor]:
@@ -40,7 +31,7 @@ def on_cuda(q_len: int = 300, kv_len: int = 300, **options: Any) -> list[torch.T
 def test_every_kernel_of_backward(name: str) -> None:
     """By name, because only the fastest kernel runs otherwise."""
     tried = []
-    for kernel in kernels_of("backward", ("cuda",)):
+    for kernel in cases.kernels_of("backward", ("cuda",)):
         try:
             assert_gradients(name, "cuda", kernel, torch.bfloat16)
         except NotImplementedError:  # another head_dim's
@@ -185,7 +176,7 @@ def test_memory_is_linear() -> None:
 def test_tensors_of_the_cpu_are_refused(index: int) -> None:
     tensors = on_cuda()
     tensors[index] = tensors[index].detach().cpu()
-    # The first that is not where query is.
+    # The first that is not on the device of query.
     name = ["key", "key", "value", "dt_proj", "a_coef"][index]
     with pytest.raises(ValueError, match=f"{name}: is on c"):
         fused(*tensors)
@@ -196,7 +187,9 @@ def test_tensors_of_the_cpu_are_refused(index: int) -> None:
     ("dtype", "backend", "words"),
     [(torch.float64, None, "float16"), (torch.bfloat16, "cpu", "cpu")],
 )
-def test_what_no_kernel_of_the_device_takes(dtype: torch.dtype, backend: Any, words: str) -> None:
+def test_what_no_kernel_of_the_device_supports(
+    dtype: torch.dtype, backend: Any, words: str
+) -> None:
     tensors = on_cuda(dtype=dtype)
     with pytest.raises(NotImplementedError, match=words):
         flash_dmattn.attention(*tensors[:3], backend=backend)
@@ -211,20 +204,9 @@ assert torch.isfinite(flash_dmattn.attention(x, x, x)[0]).all()
 """
 
 NO_DEVICE = """
-import ctypes
 from flash_dmattn import _library
 assert _library.library.fdma_device_count() == 1
 assert "cuda" not in flash_dmattn.get_available_backends()
-args = _library.ForwardArgs()
-for name in ("q", "k", "v", "out"):
-    shape = (1, 9, 1, 64)
-    setattr(args, name, _library.Tensor(shape=shape, stride=(576, 64, 64, 1), dtype=3, rank=4))
-args.exec.device = 1
-size = ctypes.c_size_t()
-status = _library.library.fdma_forward_workspace(ctypes.byref(args), ctypes.byref(size))
-words = _library.library.fdma_last_error().decode()
-assert status == _library.CUDA_ERROR, status
-assert words.startswith("exec.device: ") and "CUDA" in words, words
 """
 
 AFTER_A_FAULT = """

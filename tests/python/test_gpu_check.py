@@ -1,4 +1,4 @@
-"""tools/gpu_check.sh where there is no GPU; whether the figures kept are of these kernels."""
+"""tools/gpu_check.sh without a GPU; whether the stored figures are of these kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_hash_is_of_names_and_contents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_results_are_of_these_kernels(path: Path) -> None:
-    """Says so where they are older: only a machine with a GPU makes new ones."""
+    """Says so if they are older: only a machine with a GPU makes new ones."""
     machine = json.loads(path.read_text().splitlines()[0])
     assert machine["machine"] and machine["device"] == "cuda"
     assert machine["date"] and machine["commit"]

@@ -55,11 +55,6 @@ merge = functools.partial(wrong, flash_dmattn.merge)
 layer = flash_dmattn.DynamicMaskAttention
 
 
-def of_rows(**options: Any) -> dict[str, torch.Tensor]:
-    shapes = CORRECT[flash_dmattn.attention]
-    return {name: randn(*shape, **options) for name, shape in shapes.items()}
-
-
 def read_messages() -> list[tuple[str, str]]:
     """Pairs of a call and the exception that it raises."""
     text = (Path(__file__).parent / "messages.txt").read_text()
@@ -94,7 +89,8 @@ def test_head_dim(head_dim: int) -> None:
 
 
 def test_float64_is_for_the_reference_alone() -> None:
-    tensors = of_rows(dtype=torch.float64)
+    shapes = CORRECT[flash_dmattn.attention]
+    tensors = {name: randn(*shape).double() for name, shape in shapes.items()}
     attend(**tensors)
     attend(**tensors, backend="reference")
     with pytest.raises(NotImplementedError, match="float64"):
@@ -108,7 +104,7 @@ def test_options_of_another_type(option: str) -> None:
         attend(**{option: []})
 
 
-JVPS: dict[str, Callable[[torch.Tensor], Any]] = {
+DIFFERENTIABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "score": lambda x: score(value=x)[0],
     "attention": lambda x: attend(value=x)[0],
     "flash_dma_attention": lambda x: fused(value=x),
@@ -116,37 +112,31 @@ JVPS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", JVPS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_forward_mode_says_that_it_is_missing(name: str) -> None:
-    x = randn(*(QUERY if name == "merge" else KEY))
+    function, x = DIFFERENTIABLE[name], randn(*(QUERY if name == "merge" else KEY))
     message = rf"flash_dmattn.{name}: forward-mode derivatives \(torch.func.jvp\) are not impl"
     with pytest.raises(NotImplementedError, match=message):
-        torch.func.jvp(JVPS[name], (x,), (torch.ones_like(x),))
+        torch.func.jvp(function, (x,), (torch.ones_like(x),))
     with torch.autograd.forward_ad.dual_level():
-        JVPS[name](x)  # a tensor without a tangent is taken
+        function(x)  # a tensor without a tangent is accepted
         with pytest.raises(NotImplementedError, match=message):
-            JVPS[name](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-def test_second_derivatives_say_that_they_are_missing() -> None:
-    value = randn(*KEY, requires_grad=True)
-    score, bias = flash_dmattn.score(value, randn(2, 32), randn(2))
-    selection = flash_dmattn.select(score, 3)
-    assert not selection.expiry.requires_grad and not selection.slot.requires_grad
-    attended = flash_dmattn.attention(randn(*QUERY), randn(*KEY), value)
-    results = {
-        "score": bias,
-        "attention": attended[0],
-        "merge": flash_dmattn.merge(*attended, *attended)[0],
-    }
-    results["flash_dma_attention"] = fused(value=value)
-    for name, result in results.items():
-        inputs = attended if name == "merge" else (value,)
-        gradient = torch.autograd.grad(result.square().sum(), inputs, create_graph=True)[0]
-        message = f"flash_dmattn.{name}: second derivatives are not implemented"
-        with pytest.raises(NotImplementedError, match=message):
-            gradient.sum().backward()
-    assert value.grad is None
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivatives_say_that_they_are_missing(name: str) -> None:
+    x = randn(*(QUERY if name == "merge" else KEY), requires_grad=True)
+    loss = DIFFERENTIABLE[name](x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    message = f"flash_dmattn.{name}: second derivatives are not implemented"
+    with pytest.raises(NotImplementedError, match=message):
+        gradient.sum().backward()
+
+
+def test_a_selection_has_no_gradient() -> None:
+    expiry, slot, *_ = select(score=randn(*SCORE, requires_grad=True))
+    assert not expiry.requires_grad and not slot.requires_grad
 
 
 def test_cuda_tensors_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

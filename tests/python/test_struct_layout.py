@@ -116,6 +116,7 @@ def read_tensors() -> dict[str, dict[str, Listed]]:
 
 
 TENSORS = read_tensors()
+assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
 DIMENSIONS = {
     **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
     **{"d": "head_dim", "c": "kv_heads * head_dim"},

@@ -1,4 +1,4 @@
-"""Check the messages of new commits: "area: what", and a body where the reason is speed.
+"""Check the messages of new commits: "area: what", and a body if the reason is speed.
 
     check_commits.py [--self-test] [BASE]
 

@@ -1,21 +1,26 @@
 """Check that messages.txt lists every message of the library and of the command `fdma`.
 
-    check_messages.py [--update]     --update writes the list anew
-
-The list is there to be read as a whole: each message says what is wrong and what is wanted, and the
-same thing is said in the same words. Those of the Python package are in tests/python/messages.txt.
+After a change of messages, --update writes the list anew. It is there to be read as a whole: each
+message says what is wrong and what is wanted, and the same thing is said in the same words. Those
+of the Python package are in tests/python/messages.txt.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import c_source
+import gate
 
-ROOT = Path(__file__).parents[2]
-LIST = ROOT / "tools/gates/messages.txt"
+LIST = "tools/gates/messages.txt"
+HEAD = (
+    "# Every message of the library and of the command, by folder; see check_messages.py.",
+    "# Texts without a colon are parts of messages, such as what a kernel does not support.",
+)
 FOLDERS = ("src/core", "src/cpu", "src/cuda", "src/reference", "src", "tools")
 
 COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|/\*.*?\*/|//[^\n]*', re.DOTALL)
@@ -48,30 +53,64 @@ def messages(text: str) -> set[str]:
     return found
 
 
-def listing() -> str:
-    lines = [
-        "# Every message of the library and of the command, by folder; see check_messages.py.",
-        "# Texts without a colon are parts of messages, such as what a kernel does not support.",
-    ]
+def said_in(root: Path) -> dict[str, dict[str, str]]:
+    """The messages of each folder, with the file that says each."""
+    said: dict[str, dict[str, str]] = {}
     seen: set[Path] = set()
     for folder in FOLDERS:
-        files = {path for path in (ROOT / folder).rglob("*") if path.suffix in c_source.SUFFIXES}
-        found = set().union(*(messages(path.read_text()) for path in files - seen))
+        files = {path for path in (root / folder).rglob("*") if path.suffix in c_source.SUFFIXES}
+        said[folder] = {
+            message: str(path.relative_to(root))
+            for path in sorted(files - seen)
+            for message in messages(path.read_text(encoding="utf-8"))
+        }
         seen |= files
+    return said
+
+
+def listing(said: Mapping[str, Iterable[str]]) -> str:
+    lines = list(HEAD)
+    for folder, found in said.items():
         lines += ["", f"# {folder}", *sorted(found)] if found else []
     return "\n".join(lines) + "\n"
 
 
+def check(root: Path) -> gate.Found:
+    said = said_in(root)
+    text, listed = listing(said), (root / LIST).read_text(encoding="utf-8")
+    found = [
+        f"{path}: not listed: {message}"
+        for in_folder in said.values()
+        for message, path in in_folder.items()
+        if message not in listed.splitlines()
+    ]
+    gone = sorted(set(listed.splitlines()) - set(text.splitlines()))
+    found += [f"{LIST}: no longer said: {line}" for line in gone]
+    if text != listed and not found:
+        found = [f"{LIST}: its lines are not in order"]
+    return sum(map(len, said.values())), found
+
+
+def self_test() -> list[str]:
+    call = 'int f(void) {{\n    return fdma_fail(1, "{}: is wrong, want right");\n}}\n'
+    sound = {
+        "src/core/sound.c": call.format("x"),
+        LIST: listing({"src/core": ["x: is wrong, want right"]}),
+    }
+    return gate.missed_plants(
+        check, sound, [("tools/planted.c", call.format("y")), (LIST, "z: is wrong, want right\n")]
+    )
+
+
 def main() -> int:
-    text = listing()
-    if "--update" in sys.argv:
-        LIST.write_text(text)
-    known = LIST.read_text().splitlines() if LIST.exists() else []
-    changed = set(known) ^ set(text.splitlines())
-    for line in sorted(changed):
-        print(f"{'no longer said' if line in known else 'not listed'}: {line}")
-    print(f"{text.count(chr(10))} lines, {len(changed)} differences")
-    return 1 if changed else 0
+    update = {"action": "store_true", "help": "write the list anew"}
+
+    def run(options: argparse.Namespace) -> gate.Found:
+        if options.update:
+            (gate.ROOT / LIST).write_text(listing(said_in(gate.ROOT)), encoding="utf-8")
+        return check(gate.ROOT)
+
+    return gate.main(__doc__, run, self_test, "{} messages, {} differences", {"--update": update})
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ static inline void score_tiles(float *scores, const float *k, const float *q, in
     store_sums(scores);
 }
 
-/* Writes the scores of the step of keys that a group is in to memory, for one block of lanes, unless
- * the keys before `scored` have them. Returns the end of the last step that has scores. Interleaving
- * this with the softmax of the step before takes 9 % longer. */
+/* Writes the scores of a group's step of keys to memory, for one block of lanes, unless it ends at
+ * `scored` or before. Returns the end of the last step that has scores. Interleaving this with the
+ * softmax of the step before takes 9 % longer. */
 static inline int32_t score_ahead(const tile_step *step, const key_group *group, int block,
                                   int32_t scored) {
     const int32_t first = group->first / key_step * key_step;

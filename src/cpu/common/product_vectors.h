@@ -112,12 +112,14 @@ INLINE void add_products(float *const *sums, int count, const float *words, int6
     UNROLL
     for (int n = 0; n < count; n++)
         clear_vectors(o[n], from, vectors);
-    for (int32_t w = first; w < end; w++) {
+    words += first * word_length;
+    rows += first * block_lanes;
+    for (int32_t w = first; w < end; w++, words += word_length, rows += block_lanes) {
         vf lanes[tile_vectors];
-        load_vectors(lanes, rows + w * block_lanes, from, vectors);
+        load_vectors(lanes, rows, from, vectors);
         UNROLL
         for (int n = 0; n < count; n++)
-            add_product(o[n], words + n * sum_length + w * word_length, lanes, from, vectors);
+            add_product(o[n], words + n * sum_length, lanes, from, vectors);
     }
     UNROLL
     for (int n = 0; n < count; n++)

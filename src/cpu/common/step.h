@@ -1,5 +1,5 @@
-/* One step of a tile: the key block that it works on, the one to come, and the groups of keys that a
- * block of lanes keeps. Most groups are kept by every lane and need no mask, or by none and are
+/* One step of a tile: the key block that it works on, the one to come, and the groups of keys that
+ * a block of lanes keeps. Most groups are kept by every lane and need no mask, or by none and are
  * skipped. */
 #ifndef FDMA_CPU_COMMON_STEP_H
 #define FDMA_CPU_COMMON_STEP_H

@@ -24,8 +24,7 @@ typedef struct key_range {
 
 enum { select_block = 64, marked_at_once = 32 };
 
-/* mark_keys() of at most 32 keys, because compilers vectorize the loops for marks of 32 bits and not
- * of 64. */
+/* mark_keys() of at most 32 keys: compilers vectorize the loops for marks of 32 bits, not of 64. */
 static inline uint64_t mark_some(const key_range *keys, int64_t at, int64_t count, int32_t least) {
     uint32_t marks = 0, valid = 0;
     for (int64_t n = 0; n < count; n++)

@@ -11,9 +11,7 @@ static constexpr int most_row_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
 
 static split_plan plan_splits(const forward_plan *plan, fdma_arena *arena) {
     split_plan splits = {};
-    const int64_t keys = plan->list_tile > 0   ? plan->list_tile
-                         : plan->list_head > 0 ? plan->list_head
-                                               : plan->kv_len;
+    const int64_t keys = list_keys(*plan);
     int64_t wanted = min(divide_up(keys, usual_splits), usual_keys);
     wanted = max(max(wanted, divide_up(keys, most_splits)), least_keys);
     splits.keys = (int32_t)round_up(wanted, 64); // whole key blocks of four warps

@@ -63,7 +63,7 @@ __device__ static void sum_splits(merge_memory<config> &shared, const float *out
 
 /* out and lse of one row. */
 template <typename config>
-__global__ void __launch_bounds__(merge_threads, 1)
+static __global__ void __launch_bounds__(merge_threads, 1)
     merge_splits(const __grid_constant__ forward_plan plan,
                  const __grid_constant__ split_plan splits) {
     __shared__ merge_memory<config> shared;

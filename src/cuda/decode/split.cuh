@@ -187,7 +187,7 @@ __device__ static void write_split(const decode_memory<config> &shared, const sp
 /* One split of the keys against one tile of rows. The tiles of a split are neighbours, so that they
  * find its keys in the L2 cache; so are the kv heads, whose rows share pages of memory. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_split(const __grid_constant__ forward_plan plan,
                  const __grid_constant__ split_plan splits, const int32_t tiles,
                  const bool aligned) {

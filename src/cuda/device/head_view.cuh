@@ -18,6 +18,11 @@ static inline bool is_aligned(const head_view &view) {
     return is_aligned(view.data, view.batch | view.row | view.head);
 }
 
+/* The first row of a head, of 16-bit elements. */
+__device__ static const char *rows_of(const head_view &view, int32_t b, int32_t head) {
+    return (const char *)view.data + 2 * (b * view.batch + head * view.head);
+}
+
 /* [batch, heads, length]: a number for each row or key. data NULL: absent. */
 template <typename number> struct number_view {
     number *data;

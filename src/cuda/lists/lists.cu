@@ -61,7 +61,7 @@ __device__ static int64_t most_slots(const list_params &params, tile_positions a
 }
 
 /* Each thread writes one key into its lists. */
-__global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
+static __global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;
     if (j >= params.kv_len || head >= params.heads)
@@ -123,7 +123,7 @@ __device__ static void confirm_slots(const list_params &params, const head_lists
 }
 
 /* Each thread block finishes one list. */
-__global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
+static __global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
     __shared__ int32_t in_use[2];
     const int64_t head = head_of_block(), tile = blockIdx.x;
     if (head >= params.heads)

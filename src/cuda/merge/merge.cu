@@ -63,7 +63,7 @@ __device__ static void merge_channels(float (&merged)[vec_channels], float (&out
 
 /* Merges rows. row_lanes lanes take a row. */
 template <typename element>
-__global__ void __launch_bounds__(row_threads) merge_rows(const merge_params params) {
+static __global__ void __launch_bounds__(row_threads) merge_rows(const merge_params params) {
     const int64_t head = head_of_block();
     const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
@@ -105,7 +105,8 @@ __device__ static void differentiate_channels(float (&sums)[2], const merge_para
 
 /* The gradients of merge_rows(). */
 template <typename element>
-__global__ void __launch_bounds__(row_threads) differentiate_rows(const merge_params params) {
+static __global__ void __launch_bounds__(row_threads)
+    differentiate_rows(const merge_params params) {
     const int64_t head = head_of_block();
     const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;

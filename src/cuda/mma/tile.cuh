@@ -148,8 +148,7 @@ struct row_source {
 
 __device__ static row_source source_of(const head_view &view, int32_t b, int32_t g,
                                        int32_t head_dim, bool aligned) {
-    return {(const char *)view.data + 2 * (b * view.batch + g * view.head), 2 * view.row,
-            head_dim / vec_channels, aligned};
+    return {rows_of(view, b, g), 2 * view.row, head_dim / vec_channels, aligned};
 }
 
 __device__ static const char *row_at(const row_source &source, uint32_t row) {

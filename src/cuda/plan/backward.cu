@@ -10,7 +10,7 @@ static constexpr int boundary_threads = 128;
 
 /* Writes row_lse and row_delta. row_lanes lanes take a row. */
 template <typename element>
-__global__ void __launch_bounds__(row_threads)
+static __global__ void __launch_bounds__(row_threads)
     find_row_stats(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block(), b = head / forward.q_heads, h = head % forward.q_heads;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(row_threads)
 }
 
 /* Clears dbias and, unless they accumulate, dk and dv. row_lanes lanes take a key. */
-__global__ void __launch_bounds__(row_threads)
+static __global__ void __launch_bounds__(row_threads)
     clear_keys(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block();
@@ -89,7 +89,7 @@ __device__ static void sum_channels(float (&sum)[vec_channels], const float *fro
 /* Adds the boundary sums of each key, in order, and the total to the key's gradients. A warp takes
  * a slot, a lane eight channels. */
 template <typename element>
-__global__ void __launch_bounds__(boundary_threads)
+static __global__ void __launch_bounds__(boundary_threads)
     add_boundaries(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block();

@@ -93,7 +93,7 @@ __device__ static void scatter_key(const forward_plan &plan, const selection_vie
 }
 
 /* Each thread writes the record of one key, and its entries in the scattered lists. */
-__global__ void __launch_bounds__(record_threads)
+static __global__ void __launch_bounds__(record_threads)
     write_records(const forward_plan plan, const selection_view selection) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
@@ -130,7 +130,7 @@ __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_
 
 /* For a global selection, a thread block counts the kept keys of one (b, g), and then how many of
  * them each query block sees. */
-__global__ void __launch_bounds__(roll_threads)
+static __global__ void __launch_bounds__(roll_threads)
     count_global(const forward_plan plan, const selection_view selection) {
     const int head = blockIdx.x;
     const head_selection of = selection_of(plan, selection, head);
@@ -240,7 +240,7 @@ __device__ static void roll_table(int32_t position, const int32_t *arriving, rol
 }
 
 /* The lists of one thread block. */
-__global__ void __launch_bounds__(roll_threads)
+static __global__ void __launch_bounds__(roll_threads)
     roll_lists(const forward_plan plan, const selection_view selection) {
     extern __shared__ int4 table[];
     __shared__ roll_memory shared;

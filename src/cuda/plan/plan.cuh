@@ -112,6 +112,11 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
 /* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
 
+/* Keys of the longest list. */
+static inline int64_t list_keys(const forward_plan &plan) {
+    return plan.list_tile > 0 ? plan.list_tile : plan.list_head > 0 ? plan.list_head : plan.kv_len;
+}
+
 /* Whether all rows of q, k, v and out can be copied 16 bytes at a time. */
 static inline bool is_aligned(const forward_plan &plan) {
     return is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);

@@ -208,7 +208,7 @@ __device__ static void next_panel(char *next, const score_params &params, int ro
 
 /* The tiles of a thread block, one for each of its warps at a time. */
 template <typename config>
-__global__ void __launch_bounds__(32 * config::most_warps, 1)
+static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     score_keys(const __grid_constant__ score_params params) {
     extern __shared__ uint4 memory[];
     const int step_bytes = config::heads * config::row_bytes;

@@ -183,7 +183,7 @@ __device__ static __noinline__ void redo_sums(const gradient_params &params, flo
 /* Adds to dv of a split's keys, and sums what they add to ddt_proj, for the kv heads from g on and
  * a block of channels. */
 template <typename config>
-__global__ void __launch_bounds__(split_threads, 2)
+static __global__ void __launch_bounds__(split_threads, 2)
     add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
     split_memory<config> *const shared = &shared_memory<split_memory<config>>();
     const int warp = threadIdx.x / 32, channel_warps = split_warps / params.key_warps;
@@ -231,7 +231,7 @@ __device__ static float sum_slice(const float *from, int64_t count, int64_t stri
 /* Writes the gradients of dt_proj and a for kv head blockIdx.y. Each column of threads takes a
  * channel of dt_proj; the last thread block takes a. */
 template <typename element>
-__global__ void __launch_bounds__(finish_columns *finish_rows)
+static __global__ void __launch_bounds__(finish_columns *finish_rows)
     finish_sums(const __grid_constant__ gradient_params params) {
     const score_params &score = params.score;
     const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;

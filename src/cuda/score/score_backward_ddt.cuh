@@ -257,7 +257,7 @@ __device__ static void put_coefficients(const round_gradients<head_tiles> &round
 /* From dt to ddt, its operands, and what they add to da. A thread block takes a round of a
  * sequence's keys, and a block of kv heads. */
 template <typename element, int head_tiles>
-__global__ void __launch_bounds__(find_threads)
+static __global__ void __launch_bounds__(find_threads)
     find_gradients(const __grid_constant__ gradient_params params) {
     __shared__ round_gradients<head_tiles> round;
     const int32_t g = blockIdx.y * round.heads, rounds = params.tiles / round_tiles;

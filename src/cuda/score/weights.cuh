@@ -20,7 +20,7 @@ __device__ static float load_weight(const score_params &params, int g, int chann
  * largest is near 2^14 and few limbs are subnormal in float16. bfloat16, with the exponents of
  * float32, needs no scale. */
 template <typename T>
-__global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
+static __global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
     __shared__ float most_of_warp[arrange_threads / 32];
     const int g = blockIdx.x;
     float most = 0;
@@ -48,7 +48,8 @@ template <typename T> __device__ static T limb_of(float x, int limb) {
 
 /* Each thread writes a vector of the weights of kv head blockIdx.x, all limbs of it. */
 template <typename T>
-__global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_params params) {
+static __global__ void __launch_bounds__(arrange_threads)
+    arrange_weights(const score_params params) {
     const int g = blockIdx.x;
     const int channel = (blockIdx.y * arrange_threads + threadIdx.x) * vec_channels;
     griddepcontrol_wait(); // for find_scales()

@@ -409,7 +409,7 @@ __device__ static void sum_steps(key_memory<config> &shared, const backward_plan
 
 /* One block of rows of a pass. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_keys(const __grid_constant__ backward_plan plan, const key_pass pass, const bool aligned) {
     extern __shared__ __align__(128) char bytes[];
     key_memory<config> &shared = *(key_memory<config> *)bytes;

@@ -154,7 +154,7 @@ __device__ static void load_rows(query_memory<config> &shared, const backward_pl
 
 /* One tile. The tiles of a kv head are neighbours, and the last ones come first, as in forward. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_queries(const __grid_constant__ backward_plan plan, const int32_t tiles,
                 const bool aligned) {
     extern __shared__ __align__(128) char bytes[];

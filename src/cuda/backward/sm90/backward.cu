@@ -24,7 +24,7 @@ template <class config> __device__ static void init_barriers(backward_memory<con
 }
 
 template <class config>
-__global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, 1)
     differentiate(const __grid_constant__ backward_plan plan,
                   const __grid_constant__ backward_pass pass, const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];

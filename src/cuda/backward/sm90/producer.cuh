@@ -13,10 +13,9 @@ template <class config> struct backward_producer {
     static constexpr int32_t no_keys = -1;
 
     backward_memory<config> *memory;
-    int32_t step;       // since the start of the kernel
-    int32_t generation; // of the keys that are in shared memory, or are the next to be loaded
-    int32_t
-        steps_ahead; // steps loaded since a generation's keys began to wait for room, or no_keys
+    int32_t step;        // since the start of the kernel
+    int32_t generation;  // of the keys that are in shared memory, or are the next to be loaded
+    int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
 
     __device__ int32_t own_slot(void) const { return threadIdx.x % warpgroup_threads; }
 
@@ -100,10 +99,8 @@ template <class config> struct backward_producer {
         constexpr int warp_rows = config::q_rows / warpgroup_warps;
         const int32_t warp = threadIdx.x / 32;
         const int32_t query = tile * config::q_rows + warp * warp_rows + threadIdx.x % warp_rows;
-        const char *const rows =
-            (const char *)view.data + 2 * (memory->work.b * view.batch + h * view.head);
         gather_rows<config::q_rows, config::panels, warp_rows, 2>(
-            block, warp * warp_rows, rows, (uint32_t)(2 * view.row),
+            block, warp * warp_rows, rows_of(view, memory->work.b, h), (uint32_t)(2 * view.row),
             query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
     }
 

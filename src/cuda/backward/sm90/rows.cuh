@@ -134,7 +134,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_pass
 /* Writes dq from dq_sum, which is laid out as accumulators. A thread block takes a tile of 64
  * queries. */
 template <class config>
-__global__ void __launch_bounds__(warpgroup_threads)
+static __global__ void __launch_bounds__(warpgroup_threads)
     write_dq(const __grid_constant__ backward_plan plan,
              const __grid_constant__ backward_pass pass) {
     using element = typename config::element;

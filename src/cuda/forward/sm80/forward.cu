@@ -116,7 +116,7 @@ __device__ static void write_out(tile_memory<config> &shared, const row_state<co
 /* One tile. The tiles of a kv head are neighbours, so that they find its keys in the L2 cache. The
  * last ones, which see the most keys, come first. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_tile(const __grid_constant__ forward_plan plan, const int32_t tiles,
                 const bool aligned) {
     extern __shared__ __align__(128) char bytes[];

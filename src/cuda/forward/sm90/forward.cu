@@ -31,7 +31,7 @@ template <class config> __device__ static void clear_masks(forward_memory<config
 }
 
 template <class config>
-__global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, 1)
     attend(const __grid_constant__ forward_plan plan, const tile_order order,
            const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
@@ -68,10 +68,7 @@ __global__ void __launch_bounds__(config::threads, 1)
  * multiprocessors busy if many heads are computed together, so they may use more of L2. */
 template <class config> static tile_order order_of(const forward_plan *plan) {
     const int64_t l2_bytes = (plan->list_tile > 0 ? 10 : 32) << 20; // of 50 MB
-    const int64_t keys = plan->list_tile > 0  ? plan->list_tile
-                         : plan->list != NULL ? plan->list_head
-                                              : plan->kv_len;
-    const int64_t fitting = l2_bytes / (2 * config::row_bytes * (keys + 1));
+    const int64_t fitting = l2_bytes / (2 * config::row_bytes * (list_keys(*plan) + 1));
     tile_order order;
     order.tiles = (int32_t)divide_up(plan->q_len * plan->group, config::rows);
     order.heads = plan->batch * plan->kv_heads;

@@ -8,11 +8,6 @@
 
 static constexpr int32_t no_key = (int32_t)no_row;
 
-/* The first row of a head. */
-__device__ static const char *rows_of(const head_view &view, int32_t b, int32_t head) {
-    return (const char *)view.data + 2 * (b * view.batch + head * view.head);
-}
-
 /* The record of a key that no row of the tile keeps. A bias of -inf masks it at no cost, where an
  * expiry would make the consumers compare positions. */
 __device__ static key_record masked_record(void) { return {INT32_MAX, -INFINITY}; }

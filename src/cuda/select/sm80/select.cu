@@ -69,7 +69,7 @@ __device__ static uint32_t find_allowed(const partition_memory &shared, const se
 }
 
 /* Writes the allowance of each key that may be kept to its position. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     decide_by_threshold(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -112,7 +112,7 @@ __device__ static void count_by_rank(uint32_t *count, bool keeps, uint32_t parti
 }
 
 /* Replaces `allowed` by 1 if the key is kept, else 0. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     decide_by_count(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(threads)
 /* ---- kept keys, by position and by rank ---- */
 
 /* Writes kept_index by rank, into `key` where the order was, and the position by kept_index. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     index_kept(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(threads)
 
 /* By rank: the i-th worst kept key is evicted by the key of kept_index window + i, whose parent it
  * becomes, since that key takes over its slot. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     match_evictions(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -222,7 +222,7 @@ struct head_memory {
 
 /* head: the first kept key of the block that has the same slot. Its parent is in an earlier block,
  * or, if it is the first key of its slot, is the slot itself. */
-__global__ void __launch_bounds__(head_threads)
+static __global__ void __launch_bounds__(head_threads)
     find_heads(const select_call call, const select_space space) {
     head_memory &shared = shared_memory<head_memory>();
     const head_work work = find_head_work(call, space);
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(head_threads)
 /* Each head goes from head to head up to its slot, all heads of a thread at once. A parent that it
  * reads may already have been moved by another thread: then it is an earlier key of the same slot,
  * or the slot, and the way is shorter. */
-__global__ void __launch_bounds__(head_threads)
+static __global__ void __launch_bounds__(head_threads)
     follow_heads(const select_call call, const select_space space) {
     const head_work work = find_head_work(call, space);
     const uint32_t *const head = space.head + work.keys;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(head_threads)
     }
 }
 
-__global__ void __launch_bounds__(head_threads)
+static __global__ void __launch_bounds__(head_threads)
     write_slots(const select_call call, const select_space space) {
     const head_work work = find_head_work(call, space);
     const select_segment segment = segment_of(call, work.segment);

@@ -46,7 +46,7 @@ struct total_memory {
 };
 
 /* Adds the counts of all digits of a tile to those of its segment. */
-__global__ void __launch_bounds__(sort_threads)
+static __global__ void __launch_bounds__(sort_threads)
     count_totals(const select_call call, const sort_space space) {
     total_memory &shared = shared_memory<total_memory>();
     const uint32_t segment = blockIdx.x / space.tiles, tile = blockIdx.x % space.tiles;
@@ -127,7 +127,7 @@ __device__ static void find_offsets(sort_memory &shared, const sort_space &space
 }
 
 /* Sorts by one digit. The first pass reads scores, every other what the pass before it wrote. */
-__global__ void __launch_bounds__(sort_threads, 2)
+static __global__ void __launch_bounds__(sort_threads, 2)
     sort_by_digit(const select_call call, const sort_space space, int pass) {
     sort_memory &shared = shared_memory<sort_memory>();
     if (threadIdx.x == 0)

@@ -69,7 +69,7 @@ __device__ static uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, 
 
 /* Counts the keys of each rank partition by position: after this, earlier_count[c][d] counts those
  * of rank partition c alone. find_thresholds adds the partitions above. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     count_earlier(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -159,7 +159,7 @@ __device__ static uint32_t find_rank(const uint2 *key, const select_space &space
 }
 
 /* A block takes 32 columns of earlier_count, and finds the threshold at the end of each. */
-__global__ void __launch_bounds__(column_threads)
+static __global__ void __launch_bounds__(column_threads)
     find_thresholds(const select_call call, const select_space space) {
     column_memory &shared = shared_memory<column_memory>();
     const uint32_t blocks = (space.partitions + warp_lanes - 1) / warp_lanes;

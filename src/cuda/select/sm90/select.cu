@@ -249,7 +249,7 @@ __device__ static void select_global(select_memory<config> &shared, const cluste
 }
 
 template <class config>
-__global__ void __launch_bounds__(threads, 1)
+static __global__ void __launch_bounds__(threads, 1)
     select_segments(const select_call call, uint32_t blocks) {
     select_memory<config> &shared = shared_memory<select_memory<config>>();
     cluster_work work;
