@@ -5,15 +5,15 @@ JOBS ?= $(shell nproc)
 # The CUDA backend: AUTO (where nvcc is found), ON or OFF.
 CUDA ?= AUTO
 # Compute capabilities to build CUDA code for. By default those of the GPUs here or, without a GPU,
-# one, so that `make test` compiles the kernels in little time. ARCHITECTURES= builds for all.
+# 9.0, so that `make test` compiles the kernels in little time. ARCHITECTURES= builds for all.
 ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
 	tr -d . | sort -nu | paste -sd ';'),90)
 EXAMPLE := examples/data/minilm.safetensors
 
 .PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
-.NOTPARALLEL: # apt-get and pip run once at a time
+.NOTPARALLEL: # apt-get and pip must not run twice at a time
 
-build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without GPUs)
+build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
 	@cmake --preset release -DFDMA_CUDA=$(CUDA) "-DFDMA_CUDA_ARCHITECTURES=$(ARCHITECTURES)" >/dev/null
 	@cmake --build --preset release -j $(JOBS)
 

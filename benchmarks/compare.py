@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Time two builds of the `fdma` command against each other, case by case, in alternation.
+"""Time two builds of the `fdma` command against each other, in alternation.
 
     python benchmarks/compare.py OLD/fdma NEW/fdma [FILTER] [--rounds N] [--tolerance T]
-                                 [--device D] [--threads N] [--kernel NAME] [--json FILE]
+                                 [--rename A=B] [--device D] [--threads N]
+                                 [--kernel NAME] [--json FILE]
 
-Each round runs a case once with either command, in turn, so that a change of the machine's load
-meets both. A case's ratio is the least time of the new build over the least time of the old one;
-the median of the rounds' ratios stands beside it. The exit status is 1 if a case's two ratios
-both exceed 1 + tolerance, or if the two commands do not time the same cases.
+Each round runs all cases with one command and then with the other, and the next round in the other
+order, so that a lasting change of the machine's load affects both. A case's ratio is the least time
+of the new build over the least time of the old one; the median of the rounds' ratios is printed
+beside it. The exit status is 1 if a case's two ratios
+both exceed 1 + tolerance, or if the two commands do not time the same cases. --rename A=B
+reads A in the old build's case names as B, for cases that were renamed: forward/row=forward/decode.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, float]:
-    """Milliseconds of every case that `command` times for `pattern`."""
+    """Milliseconds of every case that `command` times for `pattern`, whatever kernel runs it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         subprocess.run(
@@ -32,18 +36,31 @@ def run_bench(command: str, pattern: str, options: Sequence[str]) -> dict[str, f
             stdout=subprocess.DEVNULL,
         )
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {f"{row['case']} {row['kernel']}": row["ms"] for row in rows if "case" in row}
+    rows = [row for row in rows if "case" in row]
+    several = Counter(row["case"] for row in rows)  # --all times a case with several kernels
+    return {
+        f"{row['case']} {row['kernel']}" if several[row["case"]] > 1 else row["case"]: row["ms"]
+        for row in rows
+    }
 
 
 def compare(
-    old: str, new: str, pattern: str, rounds: int, options: Sequence[str]
+    old: str,
+    new: str,
+    pattern: str,
+    rounds: int,
+    options: Sequence[str],
+    rename: Sequence[str],
 ) -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
-    """The (old, new) times of each round by case, and the cases that only one command has."""
+    """The (old, new) times of each round by case, and the cases that only one command has. `rename`
+    is a part of the old command's case names, and what it is called in the new one's."""
     times: dict[str, list[tuple[float, float]]] = {}
     unmatched: set[str] = set()
     for index in range(rounds):
         order = (old, new) if index % 2 == 0 else (new, old)
-        figures = {command: run_bench(command, pattern, options) for command in order}
+        patterns = {old: pattern.replace(rename[1], rename[0]), new: pattern}
+        figures = {command: run_bench(command, patterns[command], options) for command in order}
+        figures[old] = {case.replace(rename[0], rename[1]): ms for case, ms in figures[old].items()}
         unmatched |= figures[old].keys() ^ figures[new].keys()
         for case in figures[old].keys() & figures[new].keys():
             times.setdefault(case, []).append((figures[old][case], figures[new][case]))
@@ -60,9 +77,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", help="the fdma command of the build to compare with")
     parser.add_argument("new", help="the fdma command of the build to judge")
-    parser.add_argument("filter", nargs="?", default="*", help="cases, as fdma bench takes them")
+    parser.add_argument("filter", nargs="?", default="*", help="cases, as for fdma bench")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: 3 %% slower passes")
+    parser.add_argument("--tolerance", type=float, default=0.03, help="0.03: at most 3 %% slower")
+    parser.add_argument("--rename", default="=", help="A=B: read A in the old names of cases as B")
     parser.add_argument("--device", help="passed on to fdma bench")
     parser.add_argument("--threads", help="passed on to fdma bench")
     parser.add_argument("--kernel", help="passed on to fdma bench")
@@ -70,6 +88,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, want 1 or more")
+    if "=" not in options.rename:
+        parser.error(f"--rename is {options.rename}, want A=B")
     return options
 
 
@@ -87,10 +107,11 @@ def main() -> int:
         args.filter,
         args.rounds,
         passed_on,
+        args.rename.split("=", 1),
     )
     slower = 0
     rows = []
-    print(f"{'case and kernel':60} {'old ms':>10} {'new ms':>10} {'least':>7} {'median':>7}")
+    print(f"{'case':60} {'old ms':>10} {'new ms':>10} {'least':>7} {'median':>7}")
     for case, pairs in sorted(times.items()):
         least, median = ratios(pairs)
         is_slower = min(least, median) > 1 + args.tolerance

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compare flash_dmattn with PyTorch's scaled_dot_product_attention (SDPA) in one process.
 
-Both read the same tensors: causal, batch 1, one head, head_dim 128. In each round every peer of a
+Both read the same tensors. On the CPU every case is causal, with batch 1, one head and
+head_dim 128 (--help lists the cases of a CUDA device). In each round every peer of a
 case runs once, so that a load on the machine slows all of them. Run it from the repository's root,
 with flash_dmattn installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
 
@@ -324,9 +325,8 @@ def print_head() -> None:
 
 
 def whole_number(text: str) -> int:
-    if (
-        not text.isdecimal() or not 1 <= int(text) < 2**24
-    ):  # float32 scores hold larger integers inexactly
+    # 2**24 and more would not be exact as float32 scores, see Inputs
+    if not text.isdecimal() or not 1 <= int(text) < 2**24:
         raise argparse.ArgumentTypeError(f"is {text!r}, want a number from 1 to 16777215")
     return int(text)
 
@@ -365,12 +365,12 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("filter", nargs="?", metavar="FILTER", help="which cases (default: all)")
     add("--device", default="cpu", help="where to run: cpu or cuda (default: cpu)")
-    add("--json", type=output, metavar="FILE", help="also write the figures, one object a line")
+    add("--json", type=output, metavar="FILE", help="also write the figures, one object per line")
     add("--picture", type=picture, metavar="FILE", help="draw time against length (.svg, .png)")
     add("--threads", type=whole_number, nargs="+", metavar="N", help="default: 1 2")
     add("--lengths", type=whole_numbers, metavar="N,...", help="default: 1024 to 16384, doubling")
     add("--window", type=whole_number, default=WINDOW, metavar="N", help="default: %(default)s")
-    add("--rounds", type=whole_number, metavar="N", help="exactly N rounds a case")
+    add("--rounds", type=whole_number, metavar="N", help="exactly N rounds per case")
     add("--quick", action="store_true", help="few rounds, and lengths up to 4096")
     return parser
 
@@ -417,7 +417,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     if not (cases := select_cases(args)):
         parser.error(f"no case matches {args.filter!r}")
     if args.picture and not find_spec("matplotlib"):
-        parser.error("--picture wants matplotlib, which is not installed")
+        parser.error("--picture needs matplotlib, which is not installed")
     return args, cases
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Rounds(NamedTuple):
-    """How often a case is run: until `seconds` are over, within the two limits."""
+    """How many times a case is run: until `seconds` are over, `least` to `most` times."""
 
     least: int
     most: int

@@ -55,8 +55,9 @@ and peers
   read       a plain read of the case's keys: half the time of a copy
   graph      the same call in a CUDA graph
 Columns: of dense is useful FLOP/s relative to cuDNN's (fdma-sm80: to FlashAttention's); of read is
-the time of a plain read over that of the case; of iid, of fast and of shorter are the time over
-that with random scores, with gradients summed in any order, and of a quarter of the length.
+the time of a plain read over that of the case; of iid is the time
+over that with random scores, of fast over that with gradients summed in any order, and of shorter
+over that of a quarter of the length.
 """
 
 
@@ -139,7 +140,7 @@ def sdpa(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
 
 
 def masked(inputs: Inputs) -> torch.Tensor:
-    """With keys repeated for each head: only the slowest back end takes groups under a mask."""
+    """With keys repeated for each head: only the slowest back end supports groups under a mask."""
     query, key, value = inputs.sdpa[0], *inputs.expanded
     return scaled_dot_product_attention(query, key, value, attn_mask=inputs.mask).transpose(1, 2)
 
@@ -312,7 +313,7 @@ def ratio(above: list[float], below: list[float]) -> float:
 def make_row(
     case: Case, peer: Peer, times: dict[str, list[float]], earlier: list[tuple[Case, float]]
 ) -> dict[str, Any]:
-    """The rows of a case; `earlier` holds fdma's medians in the cases before it."""
+    """One peer's row of a case; `earlier` has fdma's medians in the cases before it."""
     own, ours = times[peer.name], times["fdma"]
     low, median, high = quantiles(own)
     attends = peer.keys or peer is FUSED or case.kind in PASSES

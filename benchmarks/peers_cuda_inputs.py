@@ -17,6 +17,7 @@ SAMPLES = 32  # queries whose outputs are compared with float64, or have gradien
 SAW = 4096  # keys in a period of sawtooth scores
 ORDERS = ("rising", "falling", "equal", "sawtooth")
 LONGEST_DENSE = 131072  # dense attention takes a quarter of a second, and grows with the square
+# Kinds with gradients, and their useful operations relative to those of forward.
 PASSES = {"backward": 2.5, "selected-backward": 2.5, "dense-backward": 2.5, "training": 3.5}
 HIGHER = ("of_dense", "of_read")  # figures for which higher is better
 

@@ -12,17 +12,18 @@ in benchmarks/tables.txt:
     column: FIELD | LABEL
     row: CASE [FIELD=VALUE ...] | LABEL
 
-FILE is in benchmarks/results. FIELD is one of COLUMNS, or tflops. PEER.FIELD takes it from the line
-of that peer; FILE:FIELD and FILE:PEER.FIELD take it from another file. Machines, dates and commits
+FILE is in benchmarks/results. FIELD is one below, or tflops. PEER.FIELD is from the line
+of that peer; FILE:FIELD and FILE:PEER.FIELD are from another file. Machines, dates and commits
 are written below the table.
 
-Units: ms a call, spread relative to it, useful GFLOP/s or TFLOP/s, share of the peak loop that ran
-in alternation, time of a plain read as a share of the case's, selection and lists in ns a key,
-lists as a share of the attention over their selection, useful FLOP/s as a share of dense
-attention's, time as a multiple of that of random scores, of gradients in any order and of the case
-of a quarter of the length, how many times as fast as the peer flash_dmattn is.
+Fields: ms, per call; spread, relative to ms; useful_gflops; of_peak, the rate over that of a loop
+of multiply-adds that ran in alternation; of_read, the time of a plain read over that of the case;
+ns_per_key, of selection and lists; of_forward, the time of lists over that of attention over their
+selection; of_dense, useful FLOP/s over those of dense attention; of_iid, of_fast and of_shorter,
+the time over that with random scores, with gradients in any order, and of a quarter of the length,
+respectively; ratio, how many times as fast as the peer flash_dmattn is; goal and met, see peers.py.
 
-Raises ValueError for a file that is not such JSON lines, or that lacks a case.
+Raises ValueError for a file that is not in this form, or that lacks a case.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ COLUMNS = {
     "spread": "spread",
     "useful_gflops": "GFLOP/s",
     "of_peak": "of peak",
-    "ns_per_key": "ns a key",
+    "ns_per_key": "ns per key",
     "of_read": "of read",
     "of_forward": "of forward",
     "of_dense": "of dense",
@@ -207,7 +208,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--update", action="store_true", help="write the tables of documents anew")
-    parser.add_argument("--check", action="store_true", help="exit 1 where they are not current")
+    parser.add_argument("--check", action="store_true", help="exit 1 if they are not current")
     parser.add_argument("files", nargs="+", type=Path)
     options = parser.parse_args()
     if not options.update and not options.check:

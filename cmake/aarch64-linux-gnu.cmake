@@ -1,6 +1,6 @@
 # Toolchain: Debian's cross compiler for 64-bit ARM, whose programs qemu runs (packages
-# gcc-aarch64-linux-gnu and qemu-user). The emulated CPU has all that qemu knows, bfloat16 products
-# with it, unless QEMU_CPU in the environment names another: cortex-a72 has nothing beyond ARMv8.0.
+# gcc-aarch64-linux-gnu and qemu-user). The emulated CPU has all that qemu knows, including
+# bfloat16 products, unless QEMU_CPU in the environment names another: cortex-a72 has nothing beyond ARMv8.0.
 #   cmake -S . -B build/neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake
 
 set(CMAKE_SYSTEM_NAME Linux)

@@ -6,9 +6,9 @@ include(fdma_architectures)
 
 # sm_90a, whose instructions the tuned kernels use, came with CUDA 12.0.
 set(fdma_least_cuda 12.0)
-set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found; pip: and a driver), ON or OFF")
+set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found, and in pip builds a driver too), ON or OFF")
 set(FDMA_CUDA_ARCHITECTURES "" CACHE STRING
-    "compute capabilities to hold code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")
+    "compute capabilities to include code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")
 set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(fdma_has_cuda OFF)
@@ -18,7 +18,7 @@ if(FDMA_CUDA STREQUAL "AUTO" AND NOT CMAKE_CROSSCOMPILING)
   set(CMAKE_CUDA_ARCHITECTURES OFF)
   check_language(CUDA)
   find_library(fdma_driver libcuda.so.1 PATHS /usr/lib/wsl/lib)
-  if(CMAKE_CUDA_COMPILER AND SKBUILD AND NOT fdma_driver) # minutes of compiling for no device
+  if(CMAKE_CUDA_COMPILER AND SKBUILD AND NOT fdma_driver) # would compile for minutes although there is no device
     message(NOTICE "nvcc is found, but no NVIDIA driver: building without CUDA kernels; "
                    "set FDMA_CUDA=ON to build them all the same")
   elseif(CMAKE_CUDA_COMPILER)
@@ -53,15 +53,15 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY None)       # named below
 target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
 target_link_libraries(fdma_objects PRIVATE CUDA::cudart_static)
 target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
-target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests ask
+target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests depend on it
 
 set(nvcc_strict "${PROJECT_SOURCE_DIR}/cmake/nvcc_strict.sh")
 if(FDMA_WERROR)
   list(APPEND nvcc_strict --no-spills)
 endif()
 
-# fdma_add_cuda(NAME SOURCE CODE DEFINITION...): an object for each capability in CODE, such as
-# "80;90" or "90a".
+# fdma_add_cuda(NAME SOURCE CODE DEFINITION...): one object, with code for each capability in CODE,
+# such as "80;90" or "90a".
 function(fdma_add_cuda name source code)
   add_library(${name} OBJECT ${source})
   set_target_properties(${name} PROPERTIES
@@ -114,7 +114,7 @@ foreach(head_dim 64 96 128 192 256)
 endforeach()
 
 # Clusters came with 9.0; wgmma is an instruction of 9.0 alone. A kernel without code for a device
-# stays in the table and reports that it lacks its device.
+# stays in the table and reports the device as missing.
 set(cluster_code "${FDMA_CUDA_ARCHITECTURES}")
 list(FILTER cluster_code EXCLUDE REGEX "^[78]")
 if(NOT cluster_code) # nvcc without an architecture would compile for one of its own choice

@@ -1,4 +1,4 @@
-# What `cmake --install` installs. A Python wheel holds only the library, beside its package.
+# What `cmake --install` installs. Of this a Python wheel has only the library, inside the package flash_dmattn.
 
 if(SKBUILD)
   install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)

@@ -1,17 +1,17 @@
-# The fdma command: one source a subcommand, and what they share.
+# The fdma command: one folder per subcommand, and common/, which they share.
 
 file(GLOB tool_sources CONFIGURE_DEPENDS tools/*.c tools/*/*.c)
 if(NOT tool_sources)
   return()
 endif()
 
-add_executable(fdma_tool ${tool_sources})
+add_executable(fdma_tool ${tool_sources} src/core/signatures.c) # which fdma check walks
 set_target_properties(fdma_tool PROPERTIES
   OUTPUT_NAME fdma
   RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}"
   BUILD_RPATH "$ORIGIN"
   INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
-target_include_directories(fdma_tool PRIVATE tools tests)
+target_include_directories(fdma_tool PRIVATE tools tests src)
 target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags Threads::Threads m)
 
 if(fdma_has_cuda)

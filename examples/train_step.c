@@ -189,7 +189,7 @@ static double forward(layer *it) {
     return loss_of(it);
 }
 
-/* The loss with the selection as it was: what gradients are of. */
+/* The loss with the selection held fixed: gradients are derivatives of this function. */
 static double forward_as_selected(layer *it) {
     project_all(it);
     fdma_score_args score = {
@@ -253,8 +253,8 @@ static void move(parameter *p, const float *direction, double step) {
         p->value[i] += (float)(step * (double)direction[i]);
 }
 
-/* The loss's slope along the gradient itself, by central differences, over what the gradient says:
- * 1, but for curvature and rounding. */
+/* The slope of the loss along its gradient by central differences, divided by the slope that the
+ * gradient predicts: 1, except for curvature and rounding. */
 static double slope_ratio(layer *it, parameter *p) {
     const int64_t count = p->rows * p->columns;
     double squares = 0;

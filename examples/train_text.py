@@ -95,8 +95,8 @@ def read_text(path: Path | None) -> Text:
         name = f"the documentation of Python {sys.version_info[0]}.{sys.version_info[1]}"
         data = "\n\n".join(topics[topic] for topic in sorted(topics)).encode()
     whole = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-    border = len(whole) * 9 // 10
-    return Text(name, whole[:border], whole[border:])
+    boundary = len(whole) * 9 // 10
+    return Text(name, whole[:boundary], whole[boundary:])
 
 
 def cut(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
@@ -155,7 +155,7 @@ class Bar:
 
 
 class Curves:
-    """Losses of a run, each as (steps before it, seconds of training before it, loss)."""
+    """Losses of a run, each as (steps taken, seconds of training, loss)."""
 
     def __init__(self) -> None:
         self.train: list[tuple[int, float, float]] = []
@@ -209,7 +209,7 @@ def train(model: Model, text: Text, options: argparse.Namespace) -> Curves:
 
 
 def add_run(path: Path, name: str, run: dict[str, Any]) -> dict[str, Any]:
-    """Add a run to those of the file at `path`, which is replaced as a whole; all its runs."""
+    """Add a run to the file at `path`, which is replaced as a whole; returns all its runs."""
     runs = json.loads(path.read_text()) if path.exists() else {}
     runs[name] = run
     unfinished = path.with_name(path.name + ".unfinished")

@@ -11,7 +11,7 @@
  *   q_len * kv_len. Scores may also enter the logits as a bias, which is how they are learned.
  *
  *     fdma_score()     value states -> score and bias of each key
- *     fdma_select()    scores -> which queries keep which keys: a selection: expiry and slot
+ *     fdma_select()    scores -> a selection, which says for each key which queries keep it
  *     fdma_forward()   q, k, v and a selection -> out and lse; without a selection: dense
  *
  * Which call to use
@@ -29,13 +29,13 @@
  *
  * Positions. Query i is at position p(i) = i + kv_len - q_len: the last query is aligned with the
  * last key. To decode one token, pass q_len = 1 and all keys so far, its own included. Causal: key
- * j is visible to query i if j <= p(i), and a query at a negative position sees nothing. Not
- * causal: every valid key is visible.
+ * j is visible to query i if j <= p(i), so a query at a negative position sees nothing. Not causal:
+ * every valid key is visible to every query.
  *
  * Padding. A sequence of a batch may have fewer keys than kv_len. key_valid [batch, kv_len] uint8
- * is 0 for its padding, at any position: such keys are never read and never kept. kv_len includes
- * them, so padding on the left keeps the last query aligned with the last key. Queries have no
- * mask: ignore the rows of out that belong to padding.
+ * is 0 for its padding, which may be at any position: those keys are never read and never kept.
+ * kv_len counts them, so padding on the left keeps the last query aligned with the last key.
+ * Queries have no mask: ignore the rows of out that belong to padding.
  *
  *     uint8_t valid[2][6] = {{0, 0, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1}}; // sequences of 4 and 6 keys
  *     args.key_valid = fdma_tensor_2d(valid, FDMA_UINT8, 2, 6);
@@ -63,30 +63,38 @@
  *     if (fdma_attention(&args) != FDMA_OK)
  *         die(fdma_last_error());
  *
- * Workspace. Every operation has a query, fdma_<operation>_workspace(), that says how many bytes of
- * scratch memory a call needs. It looks only at shapes, strides, dtypes and options, so data may
- * still be NULL, and its answer serves every later call with the same ones. More is accepted, less
- * is FDMA_WORKSPACE_TOO_SMALL. The workspace may have any alignment and contents; it must not
- * overlap a tensor of the call, nor the workspace of a call that may run at the same time.
+ * What all operations share. The block of an operation adds only what is its own.
  *
- * Ownership. The caller owns every buffer. A call allocates nothing, keeps no pointer, and writes
- * nothing before all arguments are checked. On the CPU it has finished when it returns. On a device
- * it does not wait: its tensors and workspace must stay until `stream` has passed the call.
+ *   Shapes     beside each field of the argument struct. Tensors named after q, k, v and out,
+ *              their gradients included, have one dtype: float32, float16 or bfloat16. head_dim is
+ *              a multiple of 8 from 8 to 256, q_heads a multiple of kv_heads, and there are at most
+ *              INT32_MAX keys.
+ *   Units      scale multiplies logits; lse, bias and dbias are in nats; strides count elements.
+ *   Ownership  The caller owns every buffer. A call allocates nothing, keeps no pointer, and writes
+ *              nothing before all arguments are checked. On the CPU it has finished when it
+ *              returns. On a device it does not wait: its tensors and workspace must stay until
+ *              `stream` has passed the call.
+ *   Workspace  is scratch memory that the caller lends to a call: at least as many bytes as
+ *              fdma_<operation>_workspace() says, linear in q_len and kv_len; none today for
+ *              fdma_merge() and its gradients. It may have any alignment and contents. It must not
+ *              overlap a tensor of the call, nor the workspace of a call that may run at the same
+ *              time.
+ *   Edge       NaN and infinity inside tensors are values, not errors. An output may not share
+ *              elements with any other tensor: nothing works in place.
+ *   Errors     Every call returns an fdma_status. If it is not FDMA_OK, fdma_last_error() has one
+ *              line that names the argument, its value and what is wanted.
  *
  * Devices. exec.device is FDMA_CPU or FDMA_CUDA(n), a device of compute capability 8.0 or later.
  * All tensors and the workspace are then memory of that device; the argument structs are read
  * during the call and stay on the host. The call puts its work on `stream` and returns without
  * reading anything back, so a CUDA graph can capture it. On a device q, k, v, out and their
- * gradients are float16 or bfloat16 (cast float32: FDMA_UNSUPPORTED), and a selection needs its
- * slots where its window leaves keys out.
+ * gradients are float16 or bfloat16: float32 tensors must be converted first. A selection whose
+ * window is smaller than kv_len needs its slots there.
  *
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
  * are bit-equal for every number of threads, and a sequence's result does not depend on the others
  * of its batch. Sums may differ in their last bits between kernels, and so between machines.
- *
- * Errors. Every call returns a status, and fdma_last_error() then has one line that names the
- * argument, its value and what is wanted. NaN and infinity inside tensors are values, not errors.
  *
  * Traps
  *
@@ -95,8 +103,8 @@
  *   - With FDMA_BIAS_NONE scores only rank keys, so dt_proj and a have no gradient.
  *   - The default scope of fdma_select() is causal, because it does not know `causal`. Pass
  *     FDMA_SCOPE_GLOBAL for attention that is not causal.
- *   - A selection belongs to one kv_len. When a key is appended, select again.
- *   - An output may not share elements with any other tensor: nothing works in place.
+ *   - A selection holds only for the number of keys that it was made for. When a key is appended,
+ *     select again.
  *
  * Source: Trainable Dynamic Mask Sparse Attention, arXiv:2508.02124; FlashAttention,
  * arXiv:2205.14135.
@@ -125,8 +133,10 @@ extern "C" {
 
 typedef enum fdma_status {
     FDMA_OK = 0,
-    FDMA_INVALID_ARGUMENT = 1,    /* the arguments contradict each other or this header */
-    FDMA_UNSUPPORTED = 2,         /* meaningful, but no kernel of this machine does it */
+    FDMA_INVALID_ARGUMENT = 1,    /* the arguments contradict each other or this header: shapes,
+                                     strides, sizes, options; tensors that overlap */
+    FDMA_UNSUPPORTED = 2,         /* no kernel of this machine does it: a dtype, a head_dim, a name
+                                     in exec.kernel that is unknown or unusable here */
     FDMA_WORKSPACE_TOO_SMALL = 3, /* the message says how many bytes are wanted */
     FDMA_CUDA_ERROR = 4,          /* the message has the driver's words; the CPU still works */
 } fdma_status;
@@ -159,7 +169,6 @@ typedef enum fdma_dtype {
  *  absent, so an optional tensor is left out by leaving its field zero. A slice of a larger array,
  *  such as q, k and v of one packed projection, is a view with larger strides: nothing needs to be
  *  copied. The one exception is the last axis, whose elements must be adjacent.
- *  Units   strides in elements
  *  Edge    the last stride is 1, the others are >= 0 (0 repeats an input along an axis; an output's
  *          elements must be distinct); strides of axes of length 1 do not matter; alignment to one
  *          element is enough, though a GPU is faster where rows start at multiples of 16 bytes;
@@ -167,7 +176,7 @@ typedef enum fdma_dtype {
 typedef struct fdma_tensor {
     void *data;
     int64_t shape[4];
-    int64_t stride[4];
+    int64_t stride[4]; /* in elements */
     fdma_dtype dtype;
     int32_t rank;
 } fdma_tensor;
@@ -187,29 +196,24 @@ FDMA_API fdma_tensor fdma_tensor_3d(void *data, fdma_dtype dtype, int64_t n0, in
 FDMA_API fdma_tensor fdma_tensor_4d(void *data, fdma_dtype dtype, int64_t n0, int64_t n1,
                                     int64_t n2, int64_t n3);
 
-/* How and where a call runs */
-
 /* Values of fdma_exec.device. */
 #define FDMA_CPU 0
 #define FDMA_CUDA(n) ((n) + 1)
 
-/*! fdma_exec - how and where a call runs. Zeros are good defaults, but most calls need workspace.
- *  */
+/*! fdma_exec - zeros are good defaults, but most calls need workspace. */
 typedef struct fdma_exec {
     void *workspace;       /* scratch memory, any alignment; see the fdma_*_workspace functions */
     size_t workspace_size; /* bytes */
     void *stream;          /* device only: a cudaStream_t; NULL is the default stream */
-    const char *kernel;    /* NULL: the fastest kernel that takes the call. Otherwise a name, or the
-                              beginning of one up to a '/': "cpu", "cpu/avx2". It forces kernels of
-                              that name or below it; an operation that has none of those uses those
-                              above it, so that one name serves a whole fused call */
+    const char *kernel;    /* NULL: the fastest kernel that supports the call. Otherwise a name, or
+                              the beginning of one up to a '/': "cpu", "cpu/avx2". It forces kernels
+                              of that name or below it; an operation that has none of those uses
+                              those above it, so that one name serves a whole fused call */
     int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
     int32_t threads; /* CPU only: at most this many; 0: OMP_NUM_THREADS as the first call finds
                               it, else the CPUs that this process may use */
     uint64_t reserved[2];
 } fdma_exec;
-
-/* Score */
 
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
@@ -232,27 +236,16 @@ typedef struct fdma_score_args {
 
 /*! fdma_score() - the score and the bias of each key, from the value states of all kv heads.
  *  Use it to rank keys with learned weights. A key's score never changes as the sequence grows, so
- *  a decoder scores each key once, when it arrives. Scores from anywhere else serve fdma_select()
- *  just as well.
+ *  a decoder scores each key once, when it arrives. fdma_select() also accepts scores from anywhere
+ *  else.
  *  Formula    dt[b,j,g] = sum over g', d of v[b,j,g',d] * dt_proj[g, g' * head_dim + d]
  *             score[b,g,j] = z = a[g] * softplus(dt[b,j,g])
  *             bias[b,g,j] = exp(z) or z
  *             softplus(x) = max(x, 0) + log1p(exp(-|x|))
- *  Shapes     beside each field; v float32, float16 or bfloat16; dt_proj and a as v or float32
- *  Units      score and bias are float32; the bias is added to logits in nats
- *  Ownership  borrows everything; needs fdma_score_workspace() bytes
+ *  Shapes     dt_proj and a each have the dtype of v or are float32
  *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read, its z is -inf
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, sizes, overlaps; FDMA_UNSUPPORTED dtypes,
- *             head_dim; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_score(const fdma_score_args *args);
-
-/*! fdma_score_workspace() - bytes of workspace that fdma_score() needs for these arguments.
- *  Looks only at shapes, strides, dtypes and options: data and workspace may still be NULL.
- *  Errors     as fdma_score(), except FDMA_WORKSPACE_TOO_SMALL; *bytes is then not written */
-FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
-
-/* Select */
 
 typedef enum fdma_scope {
     FDMA_SCOPE_DEFAULT = 0, /* fdma_attention(): causal scope if `causal`, else global scope;
@@ -264,13 +257,13 @@ typedef enum fdma_scope {
 #define FDMA_WINDOW_ALL INT64_MAX /* a window that keeps every key */
 
 /*! fdma_selection - which queries keep which keys: made by fdma_select(), used by fdma_forward().
- *  It is the whole dynamic mask in one number a key. As the position grows a key may be evicted by
- *  better ones, and it never returns; `expiry` is the first position at which it is gone. The query
- *  at position p keeps key j if j <= p and p < expiry[b,g,j]. expiry = kv_len: kept to the end;
- *  expiry = j: never kept. (Global scope without causal masking: kept if expiry[b,g,j] = kv_len.)
+ *  It is the whole dynamic mask in one number per key. As the position grows a key may be evicted
+ *  by better ones, and it never returns; `expiry` is the first position at which it is gone. The
+ *  query at position p keeps key j if j <= p and p < expiry[b,g,j]. expiry = kv_len: kept to the
+ *  end; expiry = j: never kept. (Global scope without causal masking: kept if expiry = kv_len.)
  *  Kept keys have slots, numbers below `window`: a key that enters a full set takes over the slot
- *  of the key that it evicts, so at every position the live keys have distinct slots. -1: never
- *  kept. The caller sets size and the tensors; fdma_select() fills in the rest.
+ *  of the key that it evicts, so the keys that a query keeps have distinct slots. -1: never kept.
+ *  The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
  *  Edge       a selection changed by hand gives wrong numbers, never an access out of bounds */
 typedef struct fdma_selection {
@@ -299,68 +292,51 @@ typedef struct fdma_select_args {
  *  Formula    order: higher score first; of equal scores the more recent key (larger j) first; NaN
  *             below everything; -0 and 0 are equal. Keys that are not valid are never counted and
  *             never kept.
- *  Shapes     beside each field; at most INT32_MAX keys
- *  Ownership  borrows everything; needs fdma_select_workspace() bytes: O(batch * kv_heads * kv_len)
+ *  Workspace  O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
  *             all of them; global scope: slots number the kept keys in ascending j
- *  Errors     FDMA_INVALID_ARGUMENT shapes, overlaps, a window below 1; FDMA_WORKSPACE_TOO_SMALL
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
-
-/*! fdma_select_workspace() - bytes of workspace for fdma_select(); see fdma_score_workspace(). */
-FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
-
-/* Tile lists */
 
 typedef struct fdma_lists_args {
     size_t size;                     /* sizeof(fdma_lists_args) */
     const fdma_selection *selection; /* with its slots */
-    fdma_tensor list; /* output [batch, kv_heads, tiles, width] int32: the keys of each tile */
-    fdma_tensor
-        count;        /* output [batch, kv_heads, tiles, 2] int32: [0] the keys that are live at the
-                          tile's first position; [1] the keys that are listed */
-    int64_t q_len;    /* the queries are at positions kv_len - q_len to kv_len - 1 */
-    int64_t tile_len; /* consecutive queries that share a list */
-    int32_t causal;   /* as in fdma_forward_args */
+    fdma_tensor list;  /* output [batch, kv_heads, tiles, width] int32: the keys of each tile */
+    fdma_tensor count; /* output [batch, kv_heads, tiles, 2] int32: [0] the keys that are live at
+                          the tile's first position; [1] all keys that are listed */
+    int64_t q_len;     /* the queries are at positions kv_len - q_len to kv_len - 1 */
+    int64_t tile_len;  /* consecutive queries that share a list */
+    int32_t causal;    /* as in fdma_forward_args */
     int32_t reserved;
     fdma_exec exec;
 } fdma_lists_args;
 
-/*! fdma_lists() - the keys that each tile of consecutive queries keeps, one list a tile.
- *  Use it to feed attention kernels of your own, which want the keys of a block of queries. This
+/*! fdma_lists() - the keys that each tile of consecutive queries keeps, one list per tile.
+ *  Use it to feed attention kernels of your own that work on a block of queries at a time. This
  *  library's own kernels do not need it.
  *  Formula    tile t holds queries t * tile_len to (t + 1) * tile_len - 1, or to the last query;
- *             p0 is its first position, p1 its last. Its list has two parts:
- *             first the keys that are live at p0 (j <= p0 < expiry[j]), in the order of their
- *             slots: the slots in use are always 0 to count[0] - 1, and entry s is the key of slot
- *             s; then, in ascending order, the kept keys that arrive later (p0 < j <= p1 and
- *             expiry[j] > j)
- *  Shapes     beside each field; tiles = ceil(q_len / tile_len); width at least
- *             min(window + tile_len - 1, kv_len)
- *  Units      entries are indices of keys; strides in elements
- *  Ownership  borrows everything; needs fdma_lists_workspace() bytes: O(threads * window)
+ *             p0 is its first position, p1 its last. It lists first the keys that are live at p0
+ *             (j <= p0 < expiry[j]): the slots in use are always 0 to count[0] - 1, and entry s is
+ *             the key of slot s; then, in ascending order, the kept keys that arrive later
+ *             (p0 < j <= p1 and expiry[j] > j)
+ *  Shapes     tiles = ceil(q_len / tile_len); width at least min(window + tile_len - 1, kv_len)
+ *  Units      entries are indices of keys
+ *  Workspace  O(threads * window)
  *  Edge       a listed key may not be kept by every query of the tile: test its expiry. Global
  *             scope: kept keys are live from their own position on, and their slots are in
  *             ascending order; without causal masking every list has all of them, live. p0 < 0
  *             (more queries than keys): no key is live, and keys arrive from key 0 on. Entries from
  *             count[1] on are not written. Exact: bit-equal on every backend. A selection changed
  *             by hand gives wrong lists, but their entries are still keys from 0 to kv_len - 1
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, overlaps, too narrow a list, a negative q_len,
- *             a tile_len below 1, a selection made for another length or scope, or without slots;
- *             FDMA_UNSUPPORTED dtypes, an unknown or unusable kernel name; FDMA_WORKSPACE_TOO_SMALL
+ *  Errors     FDMA_INVALID_ARGUMENT also for too narrow a list, a negative q_len, a tile_len below
+ *             1, a selection made for another length or scope, or without slots
  *  Source     docs/algorithm.md, slots */
 FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
-
-/*! fdma_lists_workspace() - bytes of workspace for fdma_lists(); see fdma_score_workspace(). */
-FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
-
-/* Forward */
 
 typedef struct fdma_forward_args {
     size_t size;                     /* sizeof(fdma_forward_args) */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
-    fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor v;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor out;                 /* output [batch, q_len, q_heads, head_dim] */
@@ -379,33 +355,21 @@ typedef struct fdma_forward_args {
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
  *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
  *             lse[b,h,i] = log sum_j exp(s[i,j])
- *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to
- *             256; q, k, v and out of one dtype: float32, float16 or bfloat16
- *  Units      scale multiplies logits, 0 means 1/sqrt(head_dim); lse in nats; strides in elements
- *  Ownership  borrows everything; needs fdma_forward_workspace() bytes:
- *             O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len; for
- *             a few queries also some rows of out
+ *  Workspace  O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len; for a
+ *             few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
  *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
- *             valid or never kept are never read; out may overflow on its way, although the mean is
- *             finite, where |v| * kept keys * 2^11 exceeds the largest float32
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, overlaps, a negative, infinite or NaN scale or
- *             softcap, a scale beyond float32, a selection made for another length or scope;
- *             FDMA_UNSUPPORTED dtypes, head_dim, an unknown or unusable kernel name;
- *             FDMA_WORKSPACE_TOO_SMALL
+ *             valid or never kept are never read; sums may overflow, although the mean is finite,
+ *             if |v| * kept keys * 2^11 exceeds the largest float32
+ *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
+ *             a scale beyond float32, a selection made for another length or scope
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
-
-/*! fdma_forward_workspace() - bytes of workspace for fdma_forward(); see fdma_score_workspace(). */
-FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
-
-/* All in one call */
 
 typedef struct fdma_attention_args {
     size_t size;               /* sizeof(fdma_attention_args) */
     fdma_tensor q;             /* [batch, q_len, q_heads, head_dim] */
-    fdma_tensor k;             /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor v;             /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor k, v;          /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor dt_proj;       /* [kv_heads, kv_heads * head_dim] */
     fdma_tensor a;             /* [kv_heads] */
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
@@ -417,17 +381,16 @@ typedef struct fdma_attention_args {
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
     fdma_scope scope;          /* FDMA_SCOPE_CAUSAL only where `causal` */
     fdma_bias_form bias_form;
-    double scale; /* as in fdma_forward_args */
-    double softcap;
+    double scale, softcap; /* as in fdma_forward_args */
     int32_t causal;
     int32_t reserved;
     fdma_exec exec;
 } fdma_attention_args;
 
 /*! fdma_attention() - score, select and attend in one call.
- *  Use it unless a step is to be kept or replaced. "Making a call", above, is an example. To train,
- *  ask also for what fdma_attention_backward() takes: lse, the selection and, to save computing it
- *  again, the bias:
+ *  Use it unless you want to keep or replace a step. "Making a call", above, is an example. To
+ *  train, ask also for what fdma_attention_backward() reads: lse, the selection and, to save
+ *  computing it again, the bias:
  *
  *      fdma_selection selection = {.size = sizeof selection};
  *      selection.expiry = fdma_tensor_3d(expiry, FDMA_INT32, batch, kv_heads, kv_len);
@@ -437,18 +400,12 @@ typedef struct fdma_attention_args {
  *      args.bias = fdma_tensor_3d(bias, FDMA_FLOAT32, batch, kv_heads, kv_len);
  *
  *  Formula    fdma_score(), then fdma_select(), then fdma_forward(), with the same fields
- *  Shapes     beside each field
- *  Units      as the three calls
- *  Ownership  borrows everything; outputs that are not asked for are kept in the workspace
+ *  Workspace  holds the outputs that are not asked for and what the largest step needs
  *  Edge       as the three calls. Scores differ between kernels in their last bits, and keys whose
  *             scores nearly tie may then be ranked differently: ask for `score` to know what was
  *             ranked
- *  Errors     as the three calls
  *  Source     arXiv:2508.02124 */
 FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
-
-/*! fdma_attention_workspace() - bytes of workspace for fdma_attention(). */
-FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
 
 /* Gradients */
 
@@ -459,17 +416,13 @@ typedef struct fdma_backward_args {
     fdma_tensor out;                 /* what fdma_forward() wrote, given the fields below: */
     fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
-    fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor v;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
-    fdma_tensor dq;                  /* output, shaped as q */
-    fdma_tensor dk;                  /* output, shaped as k */
-    fdma_tensor dv;                  /* output, shaped as v */
+    fdma_tensor dq, dk, dv;          /* outputs, shaped as q, k and v */
     fdma_tensor dbias;               /* output, optional [batch, kv_heads, kv_len] float32 */
     const fdma_selection *selection; /* the one that forward was given; NULL: dense */
-    double scale;                    /* as in fdma_forward_args */
-    double softcap;
+    double scale, softcap;           /* as in fdma_forward_args */
     int32_t causal;
     int32_t deterministic; /* nonzero: bit-equal from run to run; the CPU always is */
     int32_t accumulate;    /* nonzero: dq, dk and dv are added to what they hold; dbias never */
@@ -485,33 +438,24 @@ typedef struct fdma_backward_args {
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
  *             sums over i run over the queries, and over the heads that share the key
- *  Shapes     beside each field; q_heads a multiple of kv_heads; head_dim a multiple of 8 up to
- *             256; dout, out, q, k, v, dq, dk and dv of one dtype
- *  Units      as fdma_forward(); dbias is the gradient of logits in nats
- *  Ownership  borrows everything; needs fdma_backward_workspace() bytes, linear in q_len and kv_len
  *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
  *             kept are never read, and their gradients are exactly 0; the choice of keys is not
  *             differentiable
- *  Errors     as fdma_forward(); FDMA_INVALID_ARGUMENT out or lse of another shape
+ *  Errors     as fdma_forward()
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
 
-/*! fdma_backward_workspace() - bytes of workspace for fdma_backward(). */
-FDMA_API fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes);
-
 typedef struct fdma_score_backward_args {
-    size_t size;           /* sizeof(fdma_score_backward_args) */
-    fdma_tensor dbias;     /* [batch, kv_heads, kv_len] float32: the gradient of bias */
-    fdma_tensor v;         /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor dt_proj;   /* [kv_heads, kv_heads * head_dim] */
-    fdma_tensor a;         /* [kv_heads] */
-    fdma_tensor key_valid; /* optional [batch, kv_len] uint8: 0 for padding */
-    fdma_tensor dv;        /* output, optional, shaped as v: always added to what it holds */
-    fdma_tensor ddt_proj;  /* output, shaped as dt_proj, of its dtype */
-    fdma_tensor da;        /* output, shaped as a, of its dtype */
-    fdma_bias_form
-        bias_form;      /* FDMA_BIAS_EXP or FDMA_BIAS_LINEAR: FDMA_BIAS_NONE has no gradient */
-    int32_t accumulate; /* nonzero: ddt_proj and da too are added to what they hold */
+    size_t size;              /* sizeof(fdma_score_backward_args) */
+    fdma_tensor dbias;        /* [batch, kv_heads, kv_len] float32: the gradient of bias */
+    fdma_tensor v;            /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor dt_proj;      /* [kv_heads, kv_heads * head_dim] */
+    fdma_tensor a;            /* [kv_heads] */
+    fdma_tensor key_valid;    /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor dv;           /* output, optional, shaped as v: always added to what it holds */
+    fdma_tensor ddt_proj, da; /* outputs, shaped as dt_proj and a, of their dtypes */
+    fdma_bias_form bias_form; /* not FDMA_BIAS_NONE, which has no gradient */
+    int32_t accumulate;       /* nonzero: ddt_proj and da too are added to what they hold */
     fdma_exec exec;
 } fdma_score_backward_args;
 
@@ -522,18 +466,12 @@ typedef struct fdma_score_backward_args {
  *             ddt[b,j,g] = dz a[g] / (1 + exp(-dt))
  *             ddt_proj[g, g' * head_dim + d] = sum over b, j of ddt[b,j,g] v[b,j,g',d]
  *             dv[b,j,g',d] += sum over g of ddt[b,j,g] dt_proj[g, g' * head_dim + d]
- *  Shapes     beside each field; dtypes as in fdma_score()
- *  Ownership  borrows everything; needs fdma_score_backward_workspace() bytes
- *  Edge       where dbias is exactly 0, or the key is not valid, the key contributes to no
- *             gradient, even if v is NaN, and its dv is not written; sums are bit-equal from run to
- *             run
- *  Errors     as fdma_score(); FDMA_INVALID_ARGUMENT FDMA_BIAS_NONE
+ *  Shapes     dtypes as in fdma_score()
+ *  Edge       a key that is not valid, or whose dbias is exactly 0, contributes to no gradient,
+ *             even if v is NaN, and its dv is not written; sums are bit-equal from run to run
+ *  Errors     FDMA_INVALID_ARGUMENT also for FDMA_BIAS_NONE
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_score_backward(const fdma_score_backward_args *args);
-
-/*! fdma_score_backward_workspace() - bytes of workspace for fdma_score_backward(). */
-FDMA_API fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args,
-                                                   size_t *bytes);
 
 typedef struct fdma_attention_backward_args {
     size_t size;                     /* sizeof(fdma_attention_backward_args) */
@@ -542,20 +480,15 @@ typedef struct fdma_attention_backward_args {
     fdma_tensor out;                 /* what fdma_attention() wrote, given the fields below: */
     fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
-    fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor v;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor dt_proj;             /* [kv_heads, kv_heads * head_dim] */
     fdma_tensor a;                   /* [kv_heads] */
     fdma_tensor bias;                /* optional: fdma_attention()'s; absent: computed again */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
-    fdma_tensor dq;                  /* output, shaped as q */
-    fdma_tensor dk;                  /* output, shaped as k */
-    fdma_tensor dv;                  /* output, shaped as v */
-    fdma_tensor ddt_proj;            /* output, as dt_proj; absent with FDMA_BIAS_NONE */
-    fdma_tensor da;                  /* output, as a; absent with FDMA_BIAS_NONE */
+    fdma_tensor dq, dk, dv;          /* outputs, shaped as q, k and v */
+    fdma_tensor ddt_proj, da;        /* outputs, as dt_proj and a; absent with FDMA_BIAS_NONE */
     const fdma_selection *selection; /* fdma_attention()'s */
-    double scale;                    /* as in fdma_attention_args */
-    double softcap;
+    double scale, softcap;           /* as in fdma_attention_args */
     fdma_bias_form bias_form;
     int32_t causal;
     int32_t deterministic; /* as in fdma_backward_args */
@@ -581,61 +514,41 @@ typedef struct fdma_attention_backward_args {
  *  then workspace and call as in "Making a call". Forward and backward may use one workspace.
  *
  *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward()
- *  Shapes     beside each field
- *  Units      as the three calls
- *  Ownership  borrows everything; dbias, and a bias that is not given, are kept in the workspace
+ *  Workspace  holds dbias and, if it is not given, the bias, and what the largest step needs
  *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj and a are ignored
- *  Errors     as the three calls; FDMA_INVALID_ARGUMENT no selection, FDMA_BIAS_NONE with bias,
- *             ddt_proj or da
+ *  Errors     as the three calls; FDMA_INVALID_ARGUMENT also without a selection, and for
+ *             FDMA_BIAS_NONE with bias, ddt_proj or da
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_attention_backward(const fdma_attention_backward_args *args);
-
-/*! fdma_attention_backward_workspace() - bytes of workspace for fdma_attention_backward(). */
-FDMA_API fdma_status fdma_attention_backward_workspace(const fdma_attention_backward_args *args,
-                                                       size_t *bytes);
 
 /* Partial results */
 
 typedef struct fdma_merge_args {
-    size_t size;       /* sizeof(fdma_merge_args) */
-    fdma_tensor out_a; /* [batch, q_len, q_heads, head_dim]: attention over some keys */
-    fdma_tensor lse_a; /* [batch, q_heads, q_len] float32 */
-    fdma_tensor out_b; /* the same queries over other keys */
-    fdma_tensor lse_b;
-    fdma_tensor out; /* output [batch, q_len, q_heads, head_dim]: over all of them */
-    fdma_tensor lse; /* output, optional [batch, q_heads, q_len] float32 */
+    size_t size;              /* sizeof(fdma_merge_args) */
+    fdma_tensor out_a;        /* [batch, q_len, q_heads, head_dim]: attention over some keys */
+    fdma_tensor lse_a;        /* [batch, q_heads, q_len] float32 */
+    fdma_tensor out_b, lse_b; /* the same queries over other keys */
+    fdma_tensor out;          /* output [batch, q_len, q_heads, head_dim]: over all of them */
+    fdma_tensor lse;          /* output, optional [batch, q_heads, q_len] float32 */
     fdma_exec exec;
 } fdma_merge_args;
 
 /*! fdma_merge() - attention over two disjoint sets of keys, from that over each of them.
- *  Use it where keys come in separate arrays: a prompt that sequences share and the keys of each,
- *  or shards of a sequence on several devices. For more than two sets, merge again.
+ *  Use it if keys come in separate arrays: a prompt that sequences share and the keys of each, or
+ *  shards of a sequence on several devices. For more than two sets, merge again.
  *  Formula    lse = log(exp(lse_a) + exp(lse_b))
  *             out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
- *  Shapes     beside each field; out_a, out_b and out of one dtype
- *  Units      lse in nats
- *  Ownership  borrows everything; needs no workspace
  *  Edge       lse of -inf: that partial result is empty and its out is not read; both: out = 0,
  *             lse = -inf; NaN in either lse makes the row NaN
- *  Errors     FDMA_INVALID_ARGUMENT shapes, strides, overlaps; FDMA_UNSUPPORTED dtypes, head_dim
  *  Source     arXiv:2205.14135, section 3.1 */
 FDMA_API fdma_status fdma_merge(const fdma_merge_args *args);
 
-/*! fdma_merge_workspace() - bytes of workspace for fdma_merge(): 0 today. */
-FDMA_API fdma_status fdma_merge_workspace(const fdma_merge_args *args, size_t *bytes);
-
 typedef struct fdma_merge_backward_args {
-    size_t size;       /* sizeof(fdma_merge_backward_args) */
-    fdma_tensor dout;  /* [batch, q_len, q_heads, head_dim]: the gradient of the merged out */
-    fdma_tensor dlse;  /* optional [batch, q_heads, q_len] float32: that of the merged lse */
-    fdma_tensor out_a; /* as in fdma_merge_args */
-    fdma_tensor lse_a;
-    fdma_tensor out_b;
-    fdma_tensor lse_b;
-    fdma_tensor dout_a; /* output, shaped as out_a */
-    fdma_tensor dlse_a; /* output, shaped as lse_a */
-    fdma_tensor dout_b; /* output, shaped as out_b */
-    fdma_tensor dlse_b; /* output, shaped as lse_b */
+    size_t size;      /* sizeof(fdma_merge_backward_args) */
+    fdma_tensor dout; /* [batch, q_len, q_heads, head_dim]: the gradient of the merged out */
+    fdma_tensor dlse; /* optional [batch, q_heads, q_len] float32: that of the merged lse */
+    fdma_tensor out_a, lse_a, out_b, lse_b;     /* as in fdma_merge_args */
+    fdma_tensor dout_a, dlse_a, dout_b, dlse_b; /* outputs, shaped as those above */
     fdma_exec exec;
 } fdma_merge_backward_args;
 
@@ -644,32 +557,42 @@ typedef struct fdma_merge_backward_args {
  *  partial result as dout and dlse, and dout_b and dlse_b to that of the second.
  *  Formula    w = exp(lse_a - lse);  dout_a = w dout
  *             dlse_a = w (dlse + <dout, out_a - out>); and the same for b
- *  Shapes     beside each field
- *  Ownership  borrows everything; needs no workspace
  *  Edge       the gradients of an empty partial result are 0
- *  Errors     as fdma_merge()
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
 
-/*! fdma_merge_backward_workspace() - bytes of workspace for fdma_merge_backward(): 0 today. */
+/* Workspace */
+
+/*! fdma_score_workspace() and the like - the bytes of workspace that a call with these arguments
+ *  needs. They look only at shapes, strides, dtypes and options, so data and workspace may still be
+ *  NULL, and the answer serves every later call with the same ones.
+ *  Errors     as the call itself, except FDMA_WORKSPACE_TOO_SMALL; *bytes is then not written */
+FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args,
+                                                   size_t *bytes);
+FDMA_API fdma_status fdma_attention_backward_workspace(const fdma_attention_backward_args *args,
+                                                       size_t *bytes);
+FDMA_API fdma_status fdma_merge_workspace(const fdma_merge_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_merge_backward_workspace(const fdma_merge_backward_args *args,
                                                    size_t *bytes);
 
 /* Kernels and devices */
 
-/*! fdma_kernel_count() - how many kernels this library holds, usable on this machine or not. */
+/*! fdma_kernel_count(), fdma_kernel_name() - how many kernels this library holds, usable on this
+ *  machine or not, and the name of kernel `index`, such as "cpu/avx512"; NULL past the end. Kernels
+ *  are listed in the order in which they are preferred. Several operations may share a name. */
 FDMA_API int32_t fdma_kernel_count(void);
-
-/*! fdma_kernel_name() - the name of kernel `index`, such as "cpu/avx512"; NULL past the end.
- *  Kernels are listed in the order in which they are preferred. Several operations may share a
- *  name. */
 FDMA_API const char *fdma_kernel_name(int32_t index);
 
 typedef struct fdma_kernel_info {
     size_t size;           /* sizeof(fdma_kernel_info), set by the caller */
     const char *name;      /* such as "cpu/avx512" */
-    const char *operation; /* "score", "select", "lists", "forward", "backward", "score_backward",
-                              "merge" or "merge_backward" */
+    const char *operation; /* of fdma_<operation>(): "score", "merge_backward" and so on */
     const char *missing; /* NULL if it runs here; else what this machine lacks, such as "avx512f" */
 } fdma_kernel_info;
 
@@ -678,10 +601,8 @@ typedef struct fdma_kernel_info {
  *  Errors     FDMA_INVALID_ARGUMENT an index out of range, size not set */
 FDMA_API fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info);
 
-/*! fdma_score_kernel() and the like - which kernel would run these arguments. Data and workspace
- *  may still be NULL.
- *  Ownership  *name is a constant
- *  Errors     as the call itself */
+/*! fdma_score_kernel() and the like - the name, a constant, of the kernel that would run a call
+ *  with these arguments. Data may be NULL and errors are as for fdma_score_workspace(). */
 FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name);
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
 FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);

@@ -10,7 +10,7 @@ Writes a safetensors file with, all float16:
 The fit. Key j of head h receives r[j] = sum over queries of softmax(q k / sqrt(32)): 1 where
 attention is uniform. The score is z = a softplus(v dt_proj) with a < 0, so z <= 0, and its target
 is log(r[j] / top), top being the head's 99th percentile: exp(z) then estimates the attention that
-a key receives as a share of what the head's best keys receive. Ridge regression on v, without an
+a key receives, relative to what the head's best keys receive. Ridge regression on v, without an
 intercept, gives dt_proj; a least-squares factor gives a. The windows of 512 tokens after the first
 are the training data, and their last quarter chooses the ridge penalty; the first, which is the
 captured one, is never trained on.
@@ -22,8 +22,8 @@ Run it, from the repository's root, with:
     python tools/capture.py                          # writes examples/data/minilm.safetensors
     python tools/capture.py --report                 # the tables of docs/algorithm.md
 
-The same packages give the same bytes on every run and, but for a freak of rounding, on every CPU:
-all arithmetic is in float64.
+All arithmetic is in float64, so that the same packages give the same bytes on every run and, save
+for rare roundings, on every CPU.
 
 Source: Wang et al., MiniLM (arXiv:2002.10957); Devlin et al., BERT (arXiv:1810.04805).
 """
@@ -50,7 +50,7 @@ LENGTH = 512  # tokens of a window: as many as the model has position embeddings
 LAYER_NORM_EPS = 1e-12
 
 PENALTIES = [10.0**e for e in range(-8, 0)]  # ridge, in units of the number of keys
-LEAST_DISTANCE = 0.05  # targets stop this far below 0, where softplus's inverse still is tame
+LEAST_DISTANCE = 0.05  # targets stop this far below 0, because softplus's inverse is steep there
 REPORT_WINDOWS = (32, 64, 128, 256)
 
 
@@ -103,7 +103,7 @@ def project_layers(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> list[
     layers = []
     for layer in range(LAYERS):
         at = f"encoder.layer.{layer}"
-        names = (f"{at}.attention.self.{part}" for part in ("query", "key", "value"))
+        names = (f"{at}.attention.self.{name}" for name in ("query", "key", "value"))
         qkv = torch.stack([linear(x, name).unflatten(-1, (HEADS, HEAD_DIM)) for name in names])
         layers.append(qkv)
         mixed = functional.scaled_dot_product_attention(*qkv.transpose(2, 3)).transpose(1, 2)
@@ -163,14 +163,14 @@ def kept(score: torch.Tensor, window: int, causal: bool) -> torch.Tensor:
     return keep
 
 
-def share(s: torch.Tensor, keep: torch.Tensor) -> float:
-    """Mean over heads and queries of the dense attention mass on kept keys. s [heads, i, j]."""
+def kept_mass(s: torch.Tensor, keep: torch.Tensor) -> float:
+    """The mass of dense attention on kept keys, mean over heads and queries. s [heads, i, j]."""
     inside = s.masked_fill(~keep, float("-inf")).logsumexp(-1)
     return float((inside - s.logsumexp(-1)).exp().mean())
 
 
-def share_row(qkv: torch.Tensor, fit: Fit, received: torch.Tensor, window: int, exp: bool) -> str:
-    """One table row: shares of the first window of text under several rankings of its keys."""
+def mass_row(qkv: torch.Tensor, fit: Fit, received: torch.Tensor, window: int, exp: bool) -> str:
+    """One table row: kept_mass() of the first window of text under several rankings of its keys."""
     random = torch.rand(HEADS, LENGTH, generator=torch.Generator().manual_seed(1))
     recent = torch.arange(LENGTH).expand(HEADS, -1)
     score = fit.z[0].float()
@@ -179,7 +179,7 @@ def share_row(qkv: torch.Tensor, fit: Fit, received: torch.Tensor, window: int, 
     for causal in (False, True):
         s = logits(qkv[0, 0], qkv[1, 0], causal) + bias
         rankings = [score, received[0], random] + ([recent] if causal else [])
-        cells += [share(s, kept(ranking, window, causal)) for ranking in rankings]
+        cells += [kept_mass(s, kept(ranking, window, causal)) for ranking in rankings]
     return " | ".join(f"{100 * cell:.0f}%" for cell in cells)
 
 
@@ -201,7 +201,7 @@ def change_by_bias(qkv: torch.Tensor, z: torch.Tensor) -> float:
 def report(layers: list[torch.Tensor], chosen: int) -> None:
     """Print the tables of docs/algorithm.md."""
     columns = "score | received | random"
-    print(f"shares of dense mass; bidirectional: {columns}; causal: {columns} | recent")
+    print(f"mass on kept keys; bidirectional: {columns}; causal: {columns} | recent")
     for layer, qkv in enumerate(layers):
         received = attention_received(qkv)
         fit = fit_scores(qkv[2], received)
@@ -213,7 +213,7 @@ def report(layers: list[torch.Tensor], chosen: int) -> None:
         print(f"exp(z) as bias moves the output by {100 * change_by_bias(qkv, fit.z):.1f}%")
         for window in REPORT_WINDOWS if layer == chosen else (64,):
             for bias in ("none", "exp") if layer == chosen else ("none",):
-                row = share_row(qkv, fit, received, window, bias == "exp")
+                row = mass_row(qkv, fit, received, window, bias == "exp")
                 print(f"| {layer} | {window} | {bias} | {row} |")
 
 
@@ -244,8 +244,10 @@ def main(argv: list[str] | None = None) -> int:
     tensors = {name: t[:1].contiguous() for name, t in zip("qkv", qkv)}
     tensors |= {"dt_proj": fit.dt_proj.contiguous(), "a": fit.a}
     # One entry only: safetensors writes several in an order that changes from run to run.
-    note = f"all-MiniLM-L6-v2 (Apache-2.0), layer {args.layer} of 0 to 5, made by tools/capture.py"
-    save_file(tensors, args.out, metadata={"source": note})
+    source = (
+        f"all-MiniLM-L6-v2 (Apache-2.0), layer {args.layer} of 0 to 5, made by tools/capture.py"
+    )
+    save_file(tensors, args.out, metadata={"source": source})
     print(f"{args.out}: {args.out.stat().st_size} bytes")
     return 0
 

@@ -50,10 +50,9 @@ static int run_command(int argc, char **argv) {
         printf("fdma %s\n", fdma_version());
         return EXIT_DONE;
     }
-    for (int c = 0; c < COMMAND_COUNT; c++) {
+    for (int c = 0; c < COMMAND_COUNT; c++)
         if (strcmp(commands[c].name, argv[1]) == 0)
             return commands[c].main(argc - 1, argv + 1);
-    }
     print_error("fdma: no command '%s'; see fdma --help", argv[1]);
     return EXIT_USAGE;
 }

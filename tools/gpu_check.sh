@@ -13,7 +13,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     quick | full) length=$1 ;;
     --out)
-        [ $# -gt 1 ] || { echo "gpu_check: --out wants a folder" >&2; exit 2; }
+        [ $# -gt 1 ] || { echo "gpu_check: --out needs a folder" >&2; exit 2; }
         out=$2
         shift
         ;;
@@ -97,14 +97,15 @@ tables() {
     wc -l "$out/tables.md"
 }
 
-tests="test_cuda test_cuda_select test_cuda_calls test_cuda_segments test_cuda_workspace
-    test_cuda_backward test_cuda_gradient_calls test_cuda_score_backward"
+tests="test_cuda test_cuda_select test_cuda_calls test_cuda_workspace test_cuda_score_backward"
+backend_tests="test_cases test_unread test_backward_shapes" # of any backend; see tests/c/backend.h
 begin=$(seconds)
 arch=$(capability)
 [ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }
 step configure 60 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON \
     "-DFDMA_CUDA_ARCHITECTURES=$arch" &&
-    step build 300 cmake --build "$build" -j "$(nproc)" --target fdma_shared fdma_tool $tests
+    step build 300 cmake --build "$build" -j "$(nproc)" --target fdma_shared fdma_tool $tests \
+        $backend_tests
 [ "$failed" = 0 ] || { echo "gpu_check: not built, see $log" && exit 1; }
 
 FDMA_LIBRARY=$PWD/$build/libfdma.so
@@ -117,8 +118,11 @@ step check 150 "$build/fdma" check --device cuda
 for test in $tests; do
     step "$test" 200 "$build/tests/$test"
 done
-step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_cuda_backward.py \
-    -q -p no:cacheprovider
+for test in $backend_tests; do
+    step "$test" 200 "$build/tests/$test" cuda
+done
+step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_attention.py \
+    tests/python/test_backward.py tests/python/test_compile.py -k cuda -q -p no:cacheprovider
 
 if ! command -v compute-sanitizer >/dev/null; then
     skip sanitizer "compute-sanitizer is not installed"

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the lifetimes of keys and the slots they live in: docs/figures/lifetimes.svg.
+"""Draw when keys are live, and in which slots: docs/figures/lifetimes.svg.
 
 Reads a safetensors file with v, dt_proj and a, scores and selects with flash_dmattn (causal scope)
-and draws one kv head. Left: each kept key as a bar over the positions that keep it. Right: the same
-bars, in the row of their slot. Both colour a key by its index and show the keys of one slot in red.
+and draws one kv head. Left: each kept key is a bar over the positions at which it is live. Right:
+the same bars, in the row of their slot. Both colour a key by its index, and show the keys of one
+slot in red.
 
 Run it, from the repository's root, with flash_dmattn installed (or PYTHONPATH=python and
 FDMA_LIBRARY=build/libfdma.so):
@@ -41,10 +42,10 @@ class Lifetimes:
     def kept(self) -> list[int]:
         return [j for j, end in enumerate(self.expiry) if end > j]
 
-    def longest_chain(self) -> int:
-        """The slot that most keys pass through."""
-        owners = [self.slot[j] for j in self.kept()]
-        return max(range(self.window), key=owners.count)
+    def busiest_slot(self) -> int:
+        """The slot that holds the most keys, one after another."""
+        slots = [self.slot[j] for j in self.kept()]
+        return max(range(self.window), key=slots.count)
 
 
 def read_lifetimes(path: Path, window: int, head: int) -> Lifetimes:
@@ -73,7 +74,7 @@ def draw_bars(
 
 
 def draw(life: Lifetimes, out: Path) -> None:
-    kv_len, marked = len(life.expiry), life.longest_chain()
+    kv_len, marked = len(life.expiry), life.busiest_slot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained")
     draw_bars(left, life, list(range(kv_len)), marked, gap=None)
     left.plot([0, kv_len], [0, kv_len], color="0.6", linewidth=0.8)

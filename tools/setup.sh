@@ -1,8 +1,8 @@
 #!/bin/sh
 # Installs what the build needs and this machine does not have.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
-#   setup.sh tests    and a C++ compiler, Python's headers, and .venv with the packages of tests/requirements.txt
-#   setup.sh gates    and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
+#   setup.sh tests    also a C++ compiler, Python's headers, and .venv with the packages of tests/requirements.txt
+#   setup.sh gates    all of these, and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
 #                     emulator of 64-bit ARM if apt has them
 # System packages come from apt, as root or through sudo. If neither is allowed, one line names what
 # is missing and the exit status is 2.
@@ -31,7 +31,7 @@ as_root() {
 install_missing() {
     [ -n "$missing" ] || return 0
     if ! command -v apt-get >/dev/null || ! as_root true 2>/dev/null; then
-        echo "setup: missing, and neither root nor sudo can install it:$missing" >&2
+        echo "setup: missing, and not installed for want of apt-get, or of root or sudo:$missing" >&2
         exit 2
     fi
     echo "setup: installing$missing"
@@ -94,7 +94,7 @@ tests | gates)
     [ "$what" = tests ] || need clang command -v clang
     ;;
 *)
-    echo "setup: unknown argument '$what', want nothing, tests or gates" >&2
+    echo "setup: unknown argument '$what': give none, or tests or gates" >&2
     exit 2
     ;;
 esac

@@ -109,7 +109,7 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
     Raises:
         ValueError: two tensors have different sizes along one dimension.
     """
-    owners: dict[str, str] = {}  # the tensor that each dimension's size is taken from
+    owners: dict[str, str] = {}  # the tensor that gives each dimension its size
     for name, tensor in tensors.items():
         if tensor is None:
             continue

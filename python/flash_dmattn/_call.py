@@ -2,7 +2,7 @@
 
 The first call for tensors of some layout (shapes, strides, dtypes, device) and some options checks
 the shapes, fills in the argument struct and asks for the size of the workspace. Later calls for
-the same layout only write addresses into that struct: for small inputs all the rest would take
+the same layout only write addresses into that struct: for small inputs all the rest would last
 longer than the call itself.
 """
 
@@ -27,7 +27,7 @@ DTYPES = {
     torch.bool: _library.UINT8,
 }
 LAYOUTS_MAX = 512  # that a thread remembers
-ALIGNMENT = 16  # bytes: which kernels take a tensor may depend on it
+ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
 IN_SELECTION = ("expiry", "slot")  # tensors of fdma_selection, not of the call's own struct
 
 Outputs = tuple[torch.Tensor, ...]
@@ -65,7 +65,7 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
         raise NotImplementedError(f"key_valid: dtype is {dtype}, supported: bool or uint8")
     if tensor.dtype not in DTYPES:
         shown = _arguments.SHOWN.get(name, name)
-        raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel takes")
+        raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel supports")
     absent = (0,) * (4 - tensor.dim())
     return _library.Tensor(
         data=tensor.data_ptr(),
@@ -151,8 +151,9 @@ class Prepared:
         words = self.selection_words if in_selection else self.args_words
         return words, (getattr(type(struct), field).offset + _library.Tensor.data.offset) // 8
 
-    def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs:
-        """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`."""
+    def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs | torch.Tensor:
+        """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`.
+        Returns several outputs, or the only one."""
         outputs = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs])
         for index in self.zeroed:
             outputs[index].zero_()
@@ -165,7 +166,7 @@ class Prepared:
             workspace = first.new_empty(self.workspace_size, dtype=torch.uint8)
             self.args_words[self.workspace_at] = workspace.data_ptr()
         check(self.function(self.reference), self.operation)
-        return outputs
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class Memory(threading.local):
@@ -235,10 +236,10 @@ def call(
     inputs: tuple[MaybeTensor, ...],
     options: tuple[Any, ...],
     backend: str | None,
-) -> Outputs:
+) -> Outputs | torch.Tensor:
     """Make the call on the device of its first input, in that device's current stream.
 
-    A tensor is taken as it is, except that one whose last stride is not 1 is copied.
+    Only a tensor whose last stride is not 1 is copied; the others are used as they are.
 
     Raises:
         ValueError: arguments contradict each other.

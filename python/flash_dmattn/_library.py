@@ -60,8 +60,14 @@ class Exec(ctypes.Structure):
     ]
 
 
+def tensors(names: str) -> list[tuple[str, Any]]:
+    return [(name, Tensor) for name in names.split()]
+
+
 class Sized(ctypes.Structure):
     """A struct that begins with its own size; the fields that are not given are zero."""
+
+    _fields_ = [("size", c_size_t)]
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(size=ctypes.sizeof(self), **fields)
@@ -69,13 +75,7 @@ class Sized(ctypes.Structure):
 
 class ScoreArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("v", Tensor),
-        ("dt_proj", Tensor),
-        ("a", Tensor),
-        ("key_valid", Tensor),
-        ("score", Tensor),
-        ("bias", Tensor),
+        *tensors("v dt_proj a key_valid score bias"),
         ("bias_form", c_int),
         ("reserved", c_int32),
         ("exec", Exec),
@@ -84,9 +84,7 @@ class ScoreArgs(Sized):
 
 class Selection(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("expiry", Tensor),
-        ("slot", Tensor),
+        *tensors("expiry slot"),
         ("window", c_int64),
         ("kv_len", c_int64),
         ("scope", c_int),
@@ -96,9 +94,7 @@ class Selection(Sized):
 
 class SelectArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("score", Tensor),
-        ("key_valid", Tensor),
+        *tensors("score key_valid"),
         ("selection", POINTER(Selection)),
         ("window", c_int64),
         ("scope", c_int),
@@ -109,10 +105,8 @@ class SelectArgs(Sized):
 
 class ListsArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
         ("selection", POINTER(Selection)),
-        ("list", Tensor),
-        ("count", Tensor),
+        *tensors("list count"),
         ("q_len", c_int64),
         ("tile_len", c_int64),
         ("causal", c_int32),
@@ -123,14 +117,7 @@ class ListsArgs(Sized):
 
 class ForwardArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("q", Tensor),
-        ("k", Tensor),
-        ("v", Tensor),
-        ("bias", Tensor),
-        ("key_valid", Tensor),
-        ("out", Tensor),
-        ("lse", Tensor),
+        *tensors("q k v bias key_valid out lse"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -142,17 +129,7 @@ class ForwardArgs(Sized):
 
 class AttentionArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("q", Tensor),
-        ("k", Tensor),
-        ("v", Tensor),
-        ("dt_proj", Tensor),
-        ("a", Tensor),
-        ("key_valid", Tensor),
-        ("out", Tensor),
-        ("lse", Tensor),
-        ("score", Tensor),
-        ("bias", Tensor),
+        *tensors("q k v dt_proj a key_valid out lse score bias"),
         ("selection", POINTER(Selection)),
         ("window", c_int64),
         ("scope", c_int),
@@ -167,20 +144,7 @@ class AttentionArgs(Sized):
 
 class BackwardArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("dout", Tensor),
-        ("dlse", Tensor),
-        ("out", Tensor),
-        ("lse", Tensor),
-        ("q", Tensor),
-        ("k", Tensor),
-        ("v", Tensor),
-        ("bias", Tensor),
-        ("key_valid", Tensor),
-        ("dq", Tensor),
-        ("dk", Tensor),
-        ("dv", Tensor),
-        ("dbias", Tensor),
+        *tensors("dout dlse out lse q k v bias key_valid dq dk dv dbias"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -194,15 +158,7 @@ class BackwardArgs(Sized):
 
 class ScoreBackwardArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("dbias", Tensor),
-        ("v", Tensor),
-        ("dt_proj", Tensor),
-        ("a", Tensor),
-        ("key_valid", Tensor),
-        ("dv", Tensor),
-        ("ddt_proj", Tensor),
-        ("da", Tensor),
+        *tensors("dbias v dt_proj a key_valid dv ddt_proj da"),
         ("bias_form", c_int),
         ("accumulate", c_int32),
         ("exec", Exec),
@@ -211,23 +167,7 @@ class ScoreBackwardArgs(Sized):
 
 class AttentionBackwardArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("dout", Tensor),
-        ("dlse", Tensor),
-        ("out", Tensor),
-        ("lse", Tensor),
-        ("q", Tensor),
-        ("k", Tensor),
-        ("v", Tensor),
-        ("dt_proj", Tensor),
-        ("a", Tensor),
-        ("bias", Tensor),
-        ("key_valid", Tensor),
-        ("dq", Tensor),
-        ("dk", Tensor),
-        ("dv", Tensor),
-        ("ddt_proj", Tensor),
-        ("da", Tensor),
+        *tensors("dout dlse out lse q k v dt_proj a bias key_valid dq dk dv ddt_proj da"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -241,37 +181,20 @@ class AttentionBackwardArgs(Sized):
 
 class MergeArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("out_a", Tensor),
-        ("lse_a", Tensor),
-        ("out_b", Tensor),
-        ("lse_b", Tensor),
-        ("out", Tensor),
-        ("lse", Tensor),
+        *tensors("out_a lse_a out_b lse_b out lse"),
         ("exec", Exec),
     ]
 
 
 class MergeBackwardArgs(Sized):
     _fields_ = [
-        ("size", c_size_t),
-        ("dout", Tensor),
-        ("dlse", Tensor),
-        ("out_a", Tensor),
-        ("lse_a", Tensor),
-        ("out_b", Tensor),
-        ("lse_b", Tensor),
-        ("dout_a", Tensor),
-        ("dlse_a", Tensor),
-        ("dout_b", Tensor),
-        ("dlse_b", Tensor),
+        *tensors("dout dlse out_a lse_a out_b lse_b dout_a dlse_a dout_b dlse_b"),
         ("exec", Exec),
     ]
 
 
 class KernelInfo(Sized):
     _fields_ = [
-        ("size", c_size_t),
         ("name", c_char_p),
         ("operation", c_char_p),
         ("missing", c_char_p),
@@ -280,7 +203,6 @@ class KernelInfo(Sized):
 
 class AttentionKernels(Sized):
     _fields_ = [
-        ("size", c_size_t),
         ("score", c_char_p),
         ("select", c_char_p),
         ("forward", c_char_p),
@@ -289,7 +211,6 @@ class AttentionKernels(Sized):
 
 class AttentionBackwardKernels(Sized):
     _fields_ = [
-        ("size", c_size_t),
         ("score", c_char_p),
         ("backward", c_char_p),
         ("score_backward", c_char_p),
@@ -298,7 +219,6 @@ class AttentionBackwardKernels(Sized):
 
 class DeviceInfo(Sized):
     _fields_ = [
-        ("size", c_size_t),
         ("name", c_char * 96),
         ("features", c_char * 256),
         ("cores", c_int32),

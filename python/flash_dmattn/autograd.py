@@ -1,8 +1,8 @@
 """Gradients of the operators: which tensors autograd keeps, and which operator it calls with them.
 
-A backward operator takes the gradients of out and lse, then arguments and results of its forward
-operator, by the same names. Its result dX is the gradient of the argument X. Names are looked up
-when an operator is registered, not in every call.
+The arguments of a backward operator are the gradients of out and lse, then arguments and results
+of its forward operator, by the same names. Its result dX is the gradient of the argument X. Names
+are looked up when an operator is registered, not in every call.
 
 Beside its inputs an attention keeps out, lse and, for each key and kv head, expiry, slot and bias:
 nothing of size q_len x kv_len.
@@ -73,7 +73,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         wanted = gradients if ctx.has_bias else without_bias
         return pick(found, wanted, needed)
 
-    forward.op.register_autograd(derivative, setup_context=setup_context)
+    forward.differentiate(setup_context, derivative)
 
 
 differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)
@@ -106,4 +106,4 @@ def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradien
     return pick(sums, SCORE_GRADIENTS, ctx.needs_input_grad)
 
 
-ops.SCORE.op.register_autograd(score_backward, setup_context=keep_score)
+ops.SCORE.differentiate(keep_score, score_backward)

@@ -60,10 +60,10 @@ class Selection(NamedTuple):
 
 
 def get_available_backends() -> list[str]:
-    """Values that `backend` may take on this machine, the preferred one first.
+    """Values of `backend` on this machine, the preferred one first.
 
-    A kernel's whole name, such as "cpu/avx2", may be given as `backend` too. "cuda" takes tensors
-    of CUDA devices, the others take those of the CPU.
+    A kernel's whole name, such as "cpu/avx2", may be given as `backend` too. "cuda" is for
+    tensors of CUDA devices, the others are for those of the CPU.
 
     Returns:
         Names, such as ["cuda", "cpu", "reference"].
@@ -77,11 +77,12 @@ def get_available_backends() -> list[str]:
 
 def check_window(name: str, value: int) -> int:
     """Check a window, and return it as an int."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
-    if isinstance(value, torch.SymInt):  # of a graph that is being traced
-        return value
-    value = operator.index(value)
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
+        if isinstance(value, torch.SymInt):  # of a graph that is being traced
+            return value
+        value = operator.index(value)
     if value < 1:
         raise ValueError(f"{name}: is {value}, want 1 or more; kv_len or more keeps all keys")
     if value >= 1 << 63:
@@ -90,7 +91,7 @@ def check_window(name: str, value: int) -> int:
 
 
 def _scale(softmax_scale: float | None) -> float:
-    """softmax_scale as fdma.h has it, where 0 stands for the default."""
+    """softmax_scale as fdma.h has it, in which 0 means the default."""
     if softmax_scale is None:
         return 0.0
     if softmax_scale == 0:
@@ -112,8 +113,8 @@ def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
-    """`rows` in autocast's dtype where autocast is on. `weights` in float32 stay as they are,
-    because kernels take them beside rows of any dtype. `name` is that of rows[0]."""
+    """`rows` in autocast's dtype if autocast is on. `weights` in float32 stay as they are, because
+    kernels support them beside rows of any dtype. `name` is that of rows[0]."""
     if not isinstance(rows[0], torch.Tensor):
         raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
     device = rows[0].device.type
@@ -253,6 +254,7 @@ def attention(
         lse = -inf.
 
     Raises:
+        TypeError: a query that is not a tensor, or a selection that select() did not make.
         ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
@@ -383,7 +385,7 @@ def flash_dma_attention(
         TypeError: a keep_window_size that is not an int.
         ValueError: shapes, devices or options that are inconsistent.
         NotImplementedError: dropout, probabilities, or a dtype, head_dim or backend that no kernel
-            of this machine takes.
+            on this machine supports.
 
     Example:
         >>> query = torch.randn(2, 16, 4, 8)

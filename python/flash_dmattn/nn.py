@@ -167,7 +167,7 @@ class DynamicMaskAttention(nn.Module):
 
         Raises:
             ValueError: shapes that contradict each other.
-            NotImplementedError: a dtype or head_dim that no kernel of the device takes.
+            NotImplementedError: a dtype or head_dim that no kernel of the device supports.
         """
         shape = f"x is [batch, len, {self.hidden}]"
         require(x.dim() == 3, f"x: rank is {x.dim()}, want 3; {shape}")

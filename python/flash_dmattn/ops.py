@@ -7,6 +7,10 @@ fdma.h.
 
 Schemas list the tensors first, then the options, then `backend`. An option that the struct of a
 call lacks goes to its selection (`window`, `scope`) or to its gradients (`deterministic`).
+
+A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
+its gradient as a kernel of the Autograd key. torch.library.custom_op would do both in one, but its
+autograd lasts longer than a small call: it reads the schema anew for every argument.
 """
 
 from __future__ import annotations
@@ -20,14 +24,13 @@ from . import _arguments, _library
 from ._call import Operation, Outputs, call
 
 DEVICES = ("cpu", "cuda")
-# For operators that need no autograd: that of custom_op takes a fifth of the time of a small call.
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 
 
 class Operator:
     """An operator of torch.library over one function of the C library: op(*arguments)."""
 
-    def __init__(self, schema: str, function: str, *, has_autograd: bool = True) -> None:
+    def __init__(self, schema: str, function: str) -> None:
         name, _, signature = schema.partition("(")
         inputs, _, results = signature.partition(") -> ")
         pairs = [argument.split(" ") for argument in inputs.split(", ")]
@@ -35,6 +38,8 @@ class Operator:
         count = sum(kind.startswith("Tensor") for kind, _ in pairs)
         assert names[-1] == "backend", schema
         assert all(kind.startswith("Tensor") for kind, _ in pairs[:count]), schema
+        self.schema = schema
+        self.count = count  # of the tensors, which come first
         self.arguments = tuple(names)
         self.operation = Operation(
             name=name,
@@ -43,35 +48,49 @@ class Operator:
             options=tuple(names[count:-1]),
             results=tuple(result.split(" ")[1] for result in results.strip("()").split(", ")),
         )
-        self.op = self.register(schema, has_autograd)
+        self.op = self.register("")
 
     @property
     def name(self) -> str:
         return self.operation.name
 
-    def register(self, schema: str, has_autograd: bool) -> Callable[..., Any]:
-        whole_name = f"flash_dmattn::{self.name}"
-        kernel = self.run if len(self.operation.results) > 1 else self.run_alone
-        if has_autograd:
-            signature = schema[len(self.name) :]
-            op = torch.library.custom_op(
-                whole_name, kernel, mutates_args=(), device_types=DEVICES, schema=signature
-            )
-            op.register_fake(self.fake)
-            return op
-        LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
-        for dispatch_key in ("CPU", "CUDA"):
-            LIBRARY.impl(self.name, kernel, dispatch_key)
-        torch.library.register_fake(whole_name, self.fake, lib=LIBRARY)
-        return getattr(torch.ops.flash_dmattn, self.name).default
+    def register(self, suffix: str) -> Callable[..., Any]:
+        """The operator whose name ends in `suffix`, with kernels that make the C call."""
+        name = self.name + suffix
+        LIBRARY.define(self.schema.replace(self.name, name, 1), tags=torch.Tag.pt2_compliant_tag)
+        for device in DEVICES:
+            LIBRARY.impl(name, self.run, device.upper())
+        torch.library.register_fake(f"flash_dmattn::{name}", self.fake, lib=LIBRARY)
+        return getattr(torch.ops.flash_dmattn, name).default
 
-    def run(self, *arguments: Any) -> Outputs:
+    def differentiate(
+        self, setup_context: Callable[..., None], backward: Callable[..., Any]
+    ) -> None:
+        """Register the gradient: `setup_context` and `backward` of torch.autograd.Function."""
+        count = self.count
+        call_alone = self.register("_no_grad")
+
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = call_alone(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        function = type(f"{self.name}_function", (torch.autograd.Function,), members)
+
+        def kernel(*inputs: Any) -> Any:
+            if torch.is_grad_enabled():
+                for tensor in inputs[:count]:
+                    if tensor is not None and tensor.requires_grad:
+                        return function.apply(*inputs)
+            return call_alone(*inputs)
+
+        LIBRARY.impl(self.name, kernel, "Autograd")
+
+    def run(self, *arguments: Any) -> Any:
         """The kernel: one C call."""
-        count = len(self.operation.tensors)
+        count = self.count
         return call(self.operation, arguments[:count], arguments[count:-1], arguments[-1])
-
-    def run_alone(self, *arguments: Any) -> torch.Tensor:
-        return self.run(*arguments)[0]
 
     def fake(self, *arguments: Any) -> Any:
         """The fake kernel: an allocation of the results."""
@@ -110,10 +129,10 @@ class BackwardOperator(Operator):
             raise NotImplementedError(message)
 
         # Registered so that the operator runs under grad mode, as create_graph=True makes it.
-        self.op.register_autograd(refuse)
+        self.differentiate(lambda ctx, inputs, output: None, refuse)
 
     def run(self, *arguments: Any) -> Outputs:
-        count = len(self.operation.tensors)
+        count = self.count
         options = arguments[count:-1]
         if self.deterministic is not None and torch.are_deterministic_algorithms_enabled():
             # Asked here, not when a graph is traced, so that compiled graphs follow the switch.
@@ -133,7 +152,7 @@ SELECT = Operator(
     "-> (Tensor expiry, Tensor slot)",
     "select",
 )
-# Dense where expiry is None.
+# Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
     "Tensor? expiry, Tensor? slot, SymInt window, str scope, bool causal, float softmax_scale, "
@@ -147,13 +166,12 @@ FUSED = Operator(
     "Tensor lse, Tensor score, Tensor bias, Tensor expiry, Tensor slot)",
     "attention",
 )
-# Only out, where no gradient is wanted: the other results stay in the workspace.
+# Only out, if no gradient is wanted: the other results stay in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? key_valid, SymInt keep_window_size, str scope, str bias_form, bool causal, "
     "float softmax_scale, float softcap, str? backend) -> Tensor out",
     "attention",
-    has_autograd=False,
 )
 MERGE = Operator(
     "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str? backend) "

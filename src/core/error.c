@@ -40,17 +40,10 @@ device_text fdma_device_text(int32_t device) {
 const char *fdma_last_error(void) { return message; }
 
 const char *fdma_status_name(fdma_status status) {
-    switch (status) {
-    case FDMA_OK:
-        return "FDMA_OK";
-    case FDMA_INVALID_ARGUMENT:
-        return "FDMA_INVALID_ARGUMENT";
-    case FDMA_UNSUPPORTED:
-        return "FDMA_UNSUPPORTED";
-    case FDMA_WORKSPACE_TOO_SMALL:
-        return "FDMA_WORKSPACE_TOO_SMALL";
-    case FDMA_CUDA_ERROR:
-        return "FDMA_CUDA_ERROR";
-    }
-    return "unknown status";
+    static const char *const names[] = {
+        "FDMA_OK",         "FDMA_INVALID_ARGUMENT", "FDMA_UNSUPPORTED", "FDMA_WORKSPACE_TOO_SMALL",
+        "FDMA_CUDA_ERROR",
+    };
+    const size_t count = sizeof names / sizeof names[0];
+    return (size_t)status < count ? names[status] : "unknown status";
 }

@@ -6,16 +6,6 @@
 #include <stdio.h>
 #include <string.h>
 
-const char *fdma_operation_name(fdma_operation operation) {
-    static const char *const names[] = {
-        [operation_score] = "score",       [operation_select] = "select",
-        [operation_lists] = "lists",       [operation_forward] = "forward",
-        [operation_backward] = "backward", [operation_score_backward] = "score_backward",
-        [operation_merge] = "merge",       [operation_merge_backward] = "merge_backward",
-    };
-    return names[operation];
-}
-
 const fdma_kernel *fdma_kernel_at(const kernel_backend *backends, int32_t index) {
     if (index < 0)
         return NULL;
@@ -92,7 +82,7 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
         used += (size_t)wrote;
         previous = kernel->name;
     }
-    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, there are %s",
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, want one of %s",
                      fdma_quote(name).text, names);
 }
 

@@ -23,8 +23,6 @@ typedef struct kernel_table {
     int32_t count;
 } kernel_table;
 
-const char *fdma_operation_name(fdma_operation operation);
-
 /* A backend is a list of tables, the fastest point first, that ends with NULL; a list of backends
  * ends with NULL too. */
 typedef const kernel_table *const *kernel_backend;

@@ -11,15 +11,6 @@ typedef struct byte_range {
     int64_t end;
 } byte_range;
 
-static bool has_elements(const fdma_tensor *tensor) {
-    if (!is_present(tensor) || tensor->data == NULL)
-        return false;
-    for (int axis = 0; axis < tensor->rank; axis++)
-        if (tensor->shape[axis] == 0)
-            return false;
-    return true;
-}
-
 static byte_range range_modulo(const fdma_tensor *tensor, int64_t period) {
     const int64_t size = (int64_t)fdma_dtype_size(tensor->dtype);
     const int64_t address = (int64_t)(uintptr_t)tensor->data;
@@ -51,16 +42,13 @@ static bool are_apart_modulo(const fdma_tensor *a, const fdma_tensor *b, int64_t
 }
 
 static bool may_overlap(const fdma_tensor *a, const fdma_tensor *b) {
-    if (!has_elements(a) || !has_elements(b))
-        return false;
-    if (are_apart(range_modulo(a, 0), range_modulo(b, 0)))
+    if (is_empty(a) || is_empty(b) || are_apart(range_modulo(a, 0), range_modulo(b, 0)))
         return false;
     const int64_t size = (int64_t)fdma_dtype_size(a->dtype);
-    for (int axis = 0; axis < a->rank; axis++) {
+    for (int axis = 0; axis < a->rank; axis++)
         if (a->shape[axis] > 1 && a->stride[axis] > 0 &&
             are_apart_modulo(a, b, a->stride[axis] * size))
             return false;
-    }
     return true;
 }
 

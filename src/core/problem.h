@@ -26,7 +26,7 @@ typedef struct fdma_partial {
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
-    fdma_dtype dtype; /* of q, k, v, out (score: of v; select: of score) */
+    fdma_dtype dtype; /* of the operation's first tensor */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t group; /* query heads of one kv head */
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
@@ -41,20 +41,31 @@ typedef struct fdma_problem {
     bool causal;
     bool selected;
     bool deterministic;
-    bool accumulate; /* gradients are added to what their tensors hold */
+    bool accumulate;      /* gradients are added to what their tensors hold */
+    fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
     fdma_exec exec;
 } fdma_problem;
 
-/* check_shapes, for a query: data and workspace may still be NULL. check_all, for a call. */
+/* Which checks a call makes: check_shapes leaves out data and workspace, which may still be NULL
+ * where only the workspace size or the kernel is asked for. */
 typedef enum check_depth { check_shapes, check_all } check_depth;
 
 /* Makes a problem of `args`, the operation's public argument struct. The first mistake is reported,
  * and nothing is written to the caller's memory. */
-typedef fdma_status problem_check(const void *args, check_depth depth, fdma_problem *problem);
+fdma_status fdma_check_call(fdma_operation operation, const void *args, check_depth depth,
+                            fdma_problem *problem);
 
-problem_check fdma_check_score, fdma_check_select, fdma_check_lists, fdma_check_forward;
-problem_check fdma_check_backward, fdma_check_score_backward;
-problem_check fdma_check_merge, fdma_check_merge_backward;
+/* Checks the tensors of a problem that has its options, and adds the dtype, the sizes and what
+ * follows from them. */
+fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth);
+
+const char *fdma_operation_name(fdma_operation operation);
+
+/* Whether an operation computes attention, or its gradients, from q and k. */
+static inline bool is_attending(fdma_operation operation) {
+    return operation == operation_forward || operation == operation_backward ||
+           operation == operation_attention || operation == operation_attention_backward;
+}
 
 /* The position of query i. */
 static inline int64_t query_position(const fdma_problem *problem, int64_t i) {

@@ -5,28 +5,14 @@
 
 #include <stdio.h>
 
-typedef struct dtype_entry {
-    const char *name;
-    size_t size;
-} dtype_entry;
-
-static const dtype_entry dtype_table[] = {
-    [0] = {"unset", 0},
-    [FDMA_FLOAT32] = {"float32", 4},
-    [FDMA_FLOAT16] = {"float16", 2},
-    [FDMA_BFLOAT16] = {"bfloat16", 2},
-    [FDMA_FLOAT64] = {"float64", 8},
-    [FDMA_INT32] = {"int32", 4},
-    [FDMA_UINT8] = {"uint8", 1},
+static const char *const dtype_names[] = {
+    [FDMA_FLOAT32] = "float32", [FDMA_FLOAT16] = "float16", [FDMA_BFLOAT16] = "bfloat16",
+    [FDMA_FLOAT64] = "float64", [FDMA_INT32] = "int32",     [FDMA_UINT8] = "uint8",
 };
-enum { dtype_count = sizeof dtype_table / sizeof dtype_table[0] };
-
-static bool is_dtype(fdma_dtype dtype) { return (int)dtype > 0 && (int)dtype < dtype_count; }
-
-size_t fdma_dtype_size(fdma_dtype dtype) { return is_dtype(dtype) ? dtype_table[dtype].size : 0; }
+enum { dtype_count = sizeof dtype_names / sizeof dtype_names[0] };
 
 const char *fdma_dtype_name(fdma_dtype dtype) {
-    return is_dtype(dtype) ? dtype_table[dtype].name : "unknown";
+    return fdma_dtype_size(dtype) > 0 ? dtype_names[dtype] : "unknown";
 }
 
 fdma_tensor fdma_dense_tensor(void *data, fdma_dtype dtype, int32_t rank, const int64_t *shape) {
@@ -70,7 +56,7 @@ static const char *list_dtypes(unsigned dtypes, char *text, size_t size) {
             continue;
         left--;
         const char *const join = left > 1 ? ", " : left == 1 ? " or " : "";
-        const int wrote = snprintf(text + used, size - used, "%s%s", dtype_table[dtype].name, join);
+        const int wrote = snprintf(text + used, size - used, "%s%s", dtype_names[dtype], join);
         used += (size_t)wrote;
     }
     return text;
@@ -81,8 +67,9 @@ fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t
     char list[96];
     FDMA_REQUIRE(tensor->rank == rank, FDMA_INVALID_ARGUMENT, "%s: rank is %d, want %d", name,
                  tensor->rank, rank);
-    FDMA_REQUIRE(is_dtype(tensor->dtype), FDMA_INVALID_ARGUMENT, "%s: dtype is %d, want %s", name,
-                 (int)tensor->dtype, list_dtypes(dtypes, list, sizeof list));
+    FDMA_REQUIRE(fdma_dtype_size(tensor->dtype) > 0, FDMA_INVALID_ARGUMENT,
+                 "%s: dtype is %d, want %s", name, (int)tensor->dtype,
+                 list_dtypes(dtypes, list, sizeof list));
     FDMA_REQUIRE(dtypes & 1u << tensor->dtype, FDMA_UNSUPPORTED, "%s: dtype is %s, supported: %s",
                  name, fdma_dtype_name(tensor->dtype), list_dtypes(dtypes, list, sizeof list));
     for (int axis = 0; axis < rank; axis++)
@@ -90,13 +77,6 @@ fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t
                      "%s: axis %d has %lld elements, want 0 or more", name, axis,
                      (long long)tensor->shape[axis]);
     return FDMA_OK;
-}
-
-static bool is_empty(const fdma_tensor *tensor) {
-    for (int axis = 0; axis < tensor->rank; axis++)
-        if (tensor->shape[axis] == 0)
-            return true;
-    return false;
 }
 
 static const int64_t most_bytes = INT64_C(1) << 48; // more than any memory holds
@@ -126,7 +106,8 @@ static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
     overflow |= __builtin_mul_overflow(extent, size, &extent);
     overflow |= extent > INT64_MAX - (int64_t)((uintptr_t)tensor->data & INT64_MAX);
     overflow |= elements > most_bytes; // so that sums of sizes stay far below 2^63
-    FDMA_REQUIRE(!overflow, FDMA_INVALID_ARGUMENT, "%s: its size overflows int64", name);
+    FDMA_REQUIRE(!overflow, FDMA_INVALID_ARGUMENT,
+                 "%s: its size overflows int64, want at most 2^48 bytes", name);
     return FDMA_OK;
 }
 
@@ -158,7 +139,8 @@ fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool 
                  "%s: its strides make elements overlap, want distinct elements", name);
     if (!data_needed || is_empty(tensor))
         return FDMA_OK;
-    FDMA_REQUIRE(tensor->data != NULL, FDMA_INVALID_ARGUMENT, "%s: data is NULL", name);
+    FDMA_REQUIRE(tensor->data != NULL, FDMA_INVALID_ARGUMENT, "%s: data is NULL, want its elements",
+                 name);
     FDMA_REQUIRE((uintptr_t)tensor->data % fdma_dtype_size(tensor->dtype) == 0,
                  FDMA_INVALID_ARGUMENT, "%s: data %p is not aligned to its %zu-byte elements", name,
                  tensor->data, fdma_dtype_size(tensor->dtype));

@@ -29,10 +29,22 @@ enum {
     takes_wide_floats = takes_float32 | takes_float64,
 };
 
-size_t fdma_dtype_size(fdma_dtype dtype);
+/* Bytes of an element; 0 if there is no such dtype. */
+static inline size_t fdma_dtype_size(fdma_dtype dtype) {
+    static const uint8_t sizes[] = {0, 4, 2, 2, 8, 4, 1}; // in the order of fdma_dtype
+    return (size_t)dtype < sizeof sizes ? sizes[dtype] : 0;
+}
+
 const char *fdma_dtype_name(fdma_dtype dtype);
 
 static inline bool is_present(const fdma_tensor *tensor) { return tensor->rank != 0; }
+
+static inline bool is_empty(const fdma_tensor *tensor) {
+    for (int axis = 0; axis < tensor->rank; axis++)
+        if (tensor->shape[axis] == 0)
+            return true;
+    return false;
+}
 
 /* Checks rank, dtype and that no axis is negative, so that the shape can be used. */
 fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t rank,

@@ -4,7 +4,7 @@
 #endif
 #include "cpu/cpu.h"
 
-#include "core/tensors.h"
+#include "core/signatures.h"
 #include "cpu/isa/isa.h"
 #include "cpu/parallel.h"
 
@@ -230,7 +230,8 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
 
 const char *fdma_refuses_singles(const fdma_problem *problem) {
     const char *const reason = fdma_refuses_wide(problem);
-    return reason == NULL && problem->dtype != FDMA_BFLOAT16 ? "types other than bfloat16" : reason;
+    return reason == NULL && problem->dtype != FDMA_BFLOAT16 ? "dtypes other than bfloat16"
+                                                             : reason;
 }
 
 /* Leaves bfloat16 to kernels that do it faster, unless the call asks for this one by more than the

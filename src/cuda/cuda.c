@@ -2,7 +2,7 @@
 #include "cuda/cuda.h"
 
 #include "core/error.h"
-#include "core/tensors.h"
+#include "core/signatures.h"
 #include "cuda/devices.h"
 
 #include <cuda_runtime_api.h>
@@ -29,17 +29,17 @@ static struct machine {
 static pthread_once_t machine_once = PTHREAD_ONCE_INIT;
 
 static cudaError_t ask_device(int32_t index, cuda_device *device) {
+    int32_t major = 0, minor = 0;
     const struct {
         enum cudaDeviceAttr attribute;
         int32_t *value;
     } wanted[] = {
+        {cudaDevAttrComputeCapabilityMajor, &major},
+        {cudaDevAttrComputeCapabilityMinor, &minor},
         {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
         {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_bytes},
     };
-    int major = 0, minor = 0;
-    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-    if (status == cudaSuccess)
-        status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
+    cudaError_t status = cudaSuccess;
     for (size_t i = 0; i < sizeof wanted / sizeof wanted[0] && status == cudaSuccess; i++)
         status = cudaDeviceGetAttribute(wanted[i].value, wanted[i].attribute, index);
     device->capability = 10 * major + minor;
@@ -130,11 +130,6 @@ fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info) {
     return FDMA_OK;
 }
 
-typedef struct named_pointer {
-    const char *name;
-    const void *pointer;
-} named_pointer;
-
 static bool is_of_device(const struct cudaPointerAttributes *found) {
     return found->type != cudaMemoryTypeUnregistered && found->devicePointer != NULL;
 }
@@ -161,23 +156,22 @@ static cudaError_t ask_with_context(const void *pointer, const fdma_exec *exec,
 
 /* Checks that a pointer is memory of exec.device, or pinned or managed memory, which every device
  * can access. */
-static fdma_status check_pointer(named_pointer given, const fdma_exec *exec) {
+static fdma_status check_pointer(const char *name, const void *pointer, const fdma_exec *exec) {
     const int32_t device = exec->device;
     struct cudaPointerAttributes found;
-    if (given.pointer == NULL)
+    if (pointer == NULL)
         return FDMA_OK;
-    cudaError_t status = cudaPointerGetAttributes(&found, given.pointer);
+    cudaError_t status = cudaPointerGetAttributes(&found, pointer);
     if (status == cudaSuccess && !is_of_device(&found))
-        status = ask_with_context(given.pointer, exec, &found);
+        status = ask_with_context(pointer, exec, &found);
     if (status != cudaSuccess)
-        return fail_driver(given.name, status);
+        return fail_driver(name, status);
     FDMA_REQUIRE(is_of_device(&found), FDMA_INVALID_ARGUMENT,
-                 "%s: is memory of the CPU, want memory of exec.device, %s", given.name,
+                 "%s: is memory of the CPU, want memory of exec.device, %s", name,
                  fdma_device_text(device).text);
     FDMA_REQUIRE(found.type != cudaMemoryTypeDevice || found.device == device - 1,
-                 FDMA_INVALID_ARGUMENT, "%s: is memory of %s, want memory of exec.device, %s",
-                 given.name, fdma_device_text(FDMA_CUDA(found.device)).text,
-                 fdma_device_text(device).text);
+                 FDMA_INVALID_ARGUMENT, "%s: is memory of %s, want memory of exec.device, %s", name,
+                 fdma_device_text(FDMA_CUDA(found.device)).text, fdma_device_text(device).text);
     return FDMA_OK;
 }
 
@@ -185,11 +179,10 @@ static fdma_status check_pointers(const fdma_problem *problem) {
     const tensor_table table = fdma_tensors[problem->operation];
     for (size_t t = 0; t < table.count; t++) {
         const tensor_entry *const entry = &table.entries[t];
-        const named_pointer data = {entry->name, tensor_at(problem, entry->member)->data};
-        FDMA_TRY(check_pointer(data, &problem->exec));
+        const fdma_tensor *const tensor = tensor_at(problem, entry->member);
+        FDMA_TRY(check_pointer(entry->name, tensor->data, &problem->exec));
     }
-    const named_pointer workspace = {"exec.workspace", problem->exec.workspace};
-    return check_pointer(workspace, &problem->exec);
+    return check_pointer("exec.workspace", problem->exec.workspace, &problem->exec);
 }
 
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {

@@ -30,6 +30,11 @@ const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
 #define FDMA_POINT_NAME(prefix, head_dim) prefix FDMA_TEXT(head_dim)
 #define FDMA_POINT_TABLE(prefix, head_dim) FDMA_JOIN(prefix, head_dim)
 
+/* Defines the table of a file from its rows, which are fdma_kernels. */
+#define FDMA_CUDA_TABLE(table, ...)                                                                \
+    static const fdma_kernel kernels[] = {__VA_ARGS__};                                            \
+    extern "C" const kernel_table table = {kernels, sizeof kernels / sizeof kernels[0]}
+
 /* The table of every point. Among kernels of one operation, the first that takes a call runs it. */
 #define FDMA_CUDA_TABLES(X)                                                                        \
     X(fdma_cuda_sm80_score)                                                                        \

@@ -1,28 +1,53 @@
-/* calls.h - a call of any operation, with the library's list of its tensors, so that a test can do
- * the same to every tensor of every operation. */
+/* calls.h - a call of any operation: its tensors by the library's own list of them, its workspace,
+ * and the kernels that can be forced to run it. */
 #ifndef CALLS_H
 #define CALLS_H
 
 #include "fixture.h"
 
-#include "core/tensors.h"
+#include "core/signatures.h"
 
-enum { operation_count = operation_attention_backward + 1 };
+enum { operation_count = operation_attention_backward + 1, kernel_limit = 32 };
 
-/* What fixture.h does not know of an operation. */
+/* Kernels of a device run calls on copies there: device.h sets `run`. */
+static inline bool is_device_kernel(const char *name) { return strncmp(name, "cuda/", 5) == 0; }
+
+static struct {
+    fdma_status (*run)(fdma_operation operation, void *args);
+    unsigned char fill; /* of workspace, before the call */
+} test_backend = {.fill = 0xa5};
+
+/* ---- operations, through pointers to their argument structs ---- */
+
 typedef struct operation_info {
     const char *name;
-    const operation_calls *calls;
+    fdma_status (*call)(const void *args);
+    fdma_status (*workspace)(const void *args, size_t *bytes);
     fdma_status (*kernel)(const void *args, const char **name); /* a fused call's first kernel */
     size_t args_size;
+    size_t exec;      /* offset of that field */
     size_t selection; /* offset of the pointer to the selection; 0: there is none */
 } operation_info;
 
-#define DEFINE_KERNEL_QUERY(operation)                                                             \
+static fdma_status run_operation(fdma_operation operation, void *args);
+
+/* Defines run_forward() and the like, which call with workspace of exactly the size that the
+ * operation asks for. */
+#define DEFINE_OPERATION(name)                                                                     \
+    static inline fdma_status untyped_##name(const void *args) { return fdma_##name(args); }       \
+    static inline fdma_status untyped_##name##_workspace(const void *args, size_t *bytes) {        \
+        return fdma_##name##_workspace(args, bytes);                                               \
+    }                                                                                              \
+    static inline fdma_status run_##name(fdma_##name##_args *args) {                               \
+        return run_operation(operation_##name, args);                                              \
+    }
+#define DEFINE_SINGLE_OPERATION(operation)                                                         \
+    DEFINE_OPERATION(operation)                                                                    \
     static inline fdma_status untyped_##operation##_kernel(const void *args, const char **name) {  \
         return fdma_##operation##_kernel(args, name);                                              \
     }
-#define DEFINE_FUSED_KERNEL_QUERY(operation, first)                                                \
+#define DEFINE_FUSED_OPERATION(operation, first)                                                   \
+    DEFINE_OPERATION(operation)                                                                    \
     static inline fdma_status untyped_##operation##_kernel(const void *args, const char **name) {  \
         fdma_##operation##_kernels names = {.size = sizeof names, .first = *name};                 \
         const fdma_status status = fdma_##operation##_kernel(args, &names);                        \
@@ -30,20 +55,25 @@ typedef struct operation_info {
         return status;                                                                             \
     }
 
-DEFINE_KERNEL_QUERY(score)
-DEFINE_KERNEL_QUERY(select)
-DEFINE_KERNEL_QUERY(lists)
-DEFINE_KERNEL_QUERY(forward)
-DEFINE_KERNEL_QUERY(backward)
-DEFINE_KERNEL_QUERY(score_backward)
-DEFINE_KERNEL_QUERY(merge)
-DEFINE_KERNEL_QUERY(merge_backward)
-DEFINE_FUSED_KERNEL_QUERY(attention, forward)
-DEFINE_FUSED_KERNEL_QUERY(attention_backward, backward)
+DEFINE_SINGLE_OPERATION(score)
+DEFINE_SINGLE_OPERATION(select)
+DEFINE_SINGLE_OPERATION(lists)
+DEFINE_SINGLE_OPERATION(forward)
+DEFINE_SINGLE_OPERATION(backward)
+DEFINE_SINGLE_OPERATION(score_backward)
+DEFINE_SINGLE_OPERATION(merge)
+DEFINE_SINGLE_OPERATION(merge_backward)
+DEFINE_FUSED_OPERATION(attention, forward)
+DEFINE_FUSED_OPERATION(attention_backward, backward)
 
 #define OPERATION(name, selection)                                                                 \
-    [operation_##name] = {#name, &name##_calls, untyped_##name##_kernel,                           \
-                          sizeof(fdma_##name##_args), selection}
+    [operation_##name] = {#name,                                                                   \
+                          untyped_##name,                                                          \
+                          untyped_##name##_workspace,                                              \
+                          untyped_##name##_kernel,                                                 \
+                          sizeof(fdma_##name##_args),                                              \
+                          offsetof(fdma_##name##_args, exec),                                      \
+                          selection}
 #define SELECTION_OF(name) offsetof(fdma_##name##_args, selection)
 
 static const operation_info operations[operation_count] = {
@@ -58,6 +88,28 @@ static const operation_info operations[operation_count] = {
     OPERATION(attention, SELECTION_OF(attention)),
     OPERATION(attention_backward, SELECTION_OF(attention_backward)),
 };
+
+static inline fdma_exec *exec_of(fdma_operation operation, void *args) {
+    return (fdma_exec *)((char *)args + operations[operation].exec);
+}
+
+static inline void exec_alloc(fdma_exec *exec, size_t bytes) {
+    exec->workspace = test_alloc_guarded(bytes);
+    exec->workspace_size = bytes;
+}
+
+static fdma_status run_operation(fdma_operation operation, void *args) {
+    fdma_exec *const exec = exec_of(operation, args);
+    size_t bytes = 0;
+    if (exec->kernel != NULL && is_device_kernel(exec->kernel))
+        return test_backend.run(operation, args);
+    FDMA_TRY(operations[operation].workspace(args, &bytes));
+    exec_alloc(exec, bytes);
+    memset(exec->workspace, test_backend.fill, bytes);
+    return operations[operation].call(args);
+}
+
+/* ---- a call ---- */
 
 /* The arguments of one call. If they hold a selection, they point to the one beside them: copies
  * are made by call_copy(). */
@@ -79,27 +131,42 @@ typedef struct call {
     fdma_selection selection;
 } call;
 
-static inline fdma_exec *call_exec(call *x) {
-    return (fdma_exec *)((char *)&x->args + operations[x->operation].calls->exec);
-}
+static inline fdma_exec *call_exec(call *x) { return exec_of(x->operation, &x->args); }
 
 /* Has the arguments point to the selection beside them. */
 static inline void call_own_selection(call *x) {
     const size_t offset = operations[x->operation].selection;
     fdma_selection *const own = &x->selection;
-    if (offset != 0) {
+    if (offset != 0)
         memcpy((char *)&x->args + offset, &own, sizeof own);
+}
+
+/* The selection that arguments point to, or NULL. */
+static inline fdma_selection *selection_of(fdma_operation operation, const void *args) {
+    const size_t offset = operations[operation].selection;
+    fdma_selection *given = NULL;
+    if (offset != 0)
+        memcpy(&given, (const char *)args + offset, sizeof given);
+    return given;
+}
+
+/* A call with these arguments, and their selection beside them. */
+static inline void call_of(call *x, fdma_operation operation, const void *args) {
+    const fdma_selection *const given = selection_of(operation, args);
+    x->operation = operation;
+    memcpy(&x->args, args, operations[operation].args_size);
+    x->selection = (fdma_selection){0};
+    if (given != NULL) {
+        x->selection = *given;
+        call_own_selection(x);
     }
 }
 
 static inline void call_copy(call *to, const call *from) {
-    const size_t offset = operations[from->operation].selection;
-    const fdma_selection *given = NULL;
+    const fdma_selection *const given = selection_of(from->operation, &from->args);
     memcpy(to, from, sizeof *to);
-    memcpy(&given, (const char *)&from->args + offset, sizeof given);
-    if (given != NULL) {
+    if (given != NULL)
         call_own_selection(to);
-    }
 }
 
 static inline fdma_tensor *call_tensor(call *x, const tensor_entry *entry) {
@@ -109,6 +176,257 @@ static inline fdma_tensor *call_tensor(call *x, const tensor_entry *entry) {
 
 static inline bool is_output(const tensor_entry *entry) {
     return entry->role == role_output || entry->role == role_optional_output;
+}
+
+static inline bool is_optional(const tensor_entry *entry) {
+    return entry->role == role_optional || entry->role == role_optional_output;
+}
+
+/* NULL: the operation has no tensor of that name. */
+static inline fdma_tensor *call_tensor_named(call *x, const char *name) {
+    const tensor_table table = fdma_tensors[x->operation];
+    for (size_t t = 0; t < table.count; t++)
+        if (strcmp(table.entries[t].name, name) == 0)
+            return call_tensor(x, &table.entries[t]);
+    return NULL;
+}
+
+/* As a caller has one that fdma_select() made. */
+static inline void call_describe_selection(call *x, int64_t window, fdma_scope scope) {
+    x->selection.window = window;
+    x->selection.kv_len = x->selection.expiry.shape[2];
+    x->selection.scope = scope;
+}
+
+/* Gives a call the tensors of another one as inputs of the same names. */
+static inline void call_take_inputs(call *to, call *from) {
+    const tensor_table table = fdma_tensors[to->operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
+        const fdma_tensor *const given = call_tensor_named(from, entry->name);
+        if (!is_output(entry) && given != NULL)
+            *call_tensor(to, entry) = *given;
+    }
+    if (operations[to->operation].selection != 0 && operations[from->operation].selection != 0)
+        call_describe_selection(to, from->selection.window, from->selection.scope);
+}
+
+/* Replaces the outputs by copies. */
+static inline void call_own_outputs(call *x) {
+    const tensor_table table = fdma_tensors[x->operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (is_output(entry) && call_tensor(x, entry)->rank > 0)
+            *call_tensor(x, entry) = copy_tensor(*call_tensor(x, entry));
+}
+
+static inline fdma_status call_run(call *x) { return run_operation(x->operation, &x->args); }
+
+static inline void check_same_outputs(call *actual, call *want) {
+    const tensor_table table = fdma_tensors[want->operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (is_output(entry) &&
+            !CHECK(same_tensor(*call_tensor(actual, entry), *call_tensor(want, entry))))
+            printf("    %s\n", entry->name);
+}
+
+/* ---- calls of given sizes ---- */
+
+typedef struct call_sizes {
+    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
+    int64_t tiles, width; /* of lists */
+} call_sizes;
+
+/* Of an axis, by its letter in core/signatures.c. */
+static inline int64_t size_of_axis(const call_sizes *n, char letter) {
+    const int64_t sizes[] = {
+        ['b'] = n->batch,
+        ['i'] = n->q_len,
+        ['j'] = n->kv_len,
+        ['h'] = n->q_heads,
+        ['g'] = n->kv_heads,
+        ['d'] = n->head_dim,
+        ['c'] = n->kv_heads * n->head_dim,
+        ['t'] = n->tiles,
+        ['w'] = n->width,
+        ['2'] = 2,
+    };
+    return sizes[(int)letter];
+}
+
+/* `dtype` is that of q, k, v and out; a is float32. */
+static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dtype) {
+    switch (entry->dtypes) {
+    case dtypes_int32:
+        return FDMA_INT32;
+    case dtypes_uint8:
+        return FDMA_UINT8;
+    case dtypes_wide:
+    case dtypes_as_a:
+        return FDMA_FLOAT32;
+    default:
+        return strcmp(entry->name, "a") == 0 ? FDMA_FLOAT32 : dtype;
+    }
+}
+
+/* Gives a call tensors of these sizes without data, all the optional ones or none. The fields that
+ * are no tensors stay as they are; the selection is still to be described. */
+static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, bool with_optional) {
+    const tensor_table table = fdma_tensors[x->operation];
+    x->args.size = operations[x->operation].args_size;
+    x->selection.size = sizeof x->selection;
+    call_own_selection(x);
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
+        const int32_t rank = (int32_t)strlen(entry->dims);
+        int64_t shape[4] = {0};
+        for (int axis = 0; axis < rank; axis++)
+            shape[axis] = size_of_axis(n, entry->dims[axis]);
+        if (with_optional || !is_optional(entry))
+            *call_tensor(x, entry) =
+                fdma_dense_tensor(NULL, dtype_of_entry(entry, dtype), rank, shape);
+    }
+}
+
+static inline void call_drop_selection(call *x) {
+    const size_t offset = operations[x->operation].selection;
+    x->selection = (fdma_selection){0};
+    if (offset != 0)
+        memset((char *)&x->args + offset, 0, sizeof(fdma_selection *));
+}
+
+/* Selects by random scores, with the reference: all kernels select alike. */
+static inline void call_select(call *x, int64_t window, fdma_scope scope, uint64_t *state) {
+    const int64_t *const n = x->selection.expiry.shape;
+    const fdma_tensor score = new_tensor(FDMA_FLOAT32, n[0], n[1], n[2], -1);
+    fdma_select_args args = {.size = sizeof args,
+                             .score = score,
+                             .selection = &x->selection,
+                             .window = window,
+                             .scope = scope,
+                             .exec = {.kernel = "reference"}};
+    fill_random(score, state, 1);
+    CHECK_OK(run_select(&args));
+}
+
+/* Gives every tensor memory: inputs random numbers in [-1, 1), key_valid ones, outputs guard bytes
+ * between guard bytes. An input selection is still to be made. */
+static inline void call_alloc(call *x, uint64_t *state) {
+    const tensor_table table = fdma_tensors[x->operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
+        fdma_tensor *const tensor = call_tensor(x, entry);
+        const size_t bytes = bytes_of(*tensor);
+        if (tensor->rank == 0)
+            continue;
+        const bool is_float = tensor->dtype <= FDMA_FLOAT64;
+        tensor->data =
+            is_float && !is_output(entry) ? test_alloc(bytes) : test_alloc_guarded(bytes);
+        if (is_output(entry))
+            memset(tensor->data, test_guard_byte, bytes);
+        else if (is_float)
+            fill_random(*tensor, state, 1);
+        else
+            memset(tensor->data, 1, bytes);
+    }
+}
+
+/* ---- kernels ---- */
+
+typedef struct kernel_list {
+    const char *name[kernel_limit];
+    int count;
+} kernel_list;
+
+/* Whether a kernel takes a call. A kernel of the CPU is not expected to refuse one. */
+static inline bool call_takes(fdma_operation operation, void *args) {
+    fdma_exec *const exec = exec_of(operation, args);
+    size_t bytes;
+    const bool on_device = is_device_kernel(exec->kernel);
+    exec->device = on_device;
+    const fdma_status status = operations[operation].workspace(args, &bytes);
+    exec->device = 0;
+    CHECK(status == FDMA_OK || (status == FDMA_UNSUPPORTED && on_device));
+    return status == FDMA_OK;
+}
+
+/* Whether a kernel that runs here takes tensors of this type, for more rows than decode takes. Only
+ * forward, backward and merge are asked; the others take every type. */
+static inline bool operation_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
+    static const fdma_operation asked[] = {operation_forward, operation_backward, operation_merge};
+    static const call_sizes n = {
+        .batch = 1, .q_len = 32, .kv_len = 32, .q_heads = 1, .kv_heads = 1, .head_dim = 8};
+    for (int i = 0; i < TEST_COUNT(asked); i++) {
+        call x = {.operation = asked[i]};
+        size_t bytes;
+        if (strcmp(operations[asked[i]].name, operation) != 0)
+            continue;
+        call_make(&x, &n, dtype, false);
+        call_describe_selection(&x, 4, FDMA_SCOPE_GLOBAL);
+        call_exec(&x)->kernel = kernel;
+        const fdma_status status = operations[asked[i]].workspace(&x.args, &bytes);
+        CHECK(status == FDMA_OK || status == FDMA_UNSUPPORTED);
+        return status == FDMA_OK;
+    }
+    return true;
+}
+
+/* The name under which tests force a kernel: of decode, which takes few rows only, that of its
+ * build point, under which its tiles take the others. */
+static inline const char *forced_name(const char *name) {
+    static char points[kernel_limit][32];
+    const char *const end = strstr(name, "/decode");
+    const size_t length = end != NULL ? (size_t)(end - name) : 0;
+    int n = 0;
+    if (end == NULL || is_device_kernel(name))
+        return name;
+    while (points[n][0] != 0 && (strncmp(points[n], name, length) != 0 || points[n][length] != 0))
+        n++;
+    memcpy(points[n], name, length);
+    return points[n];
+}
+
+/* Of one operation and type: those of this machine's CPU, or of its device if that is tested. A
+ * kernel of a device may still refuse a call: see call_takes(). */
+static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
+    static bool said[256];
+    const bool on_device = test_backend.run != NULL;
+    kernel_list list = {.count = 0};
+    for (int32_t i = 0; i < fdma_kernel_count() && list.count < kernel_limit; i++) {
+        fdma_kernel_info info = {.size = sizeof info};
+        CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
+        if (strcmp(info.operation, operation) != 0 || is_device_kernel(info.name) != on_device ||
+            strcmp(info.name, "reference/float32") == 0) // what tolerances are made from
+            continue;
+        if (info.missing != NULL && !said[i % TEST_COUNT(said)])
+            printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
+        said[i % TEST_COUNT(said)] = info.missing != NULL;
+        if (info.missing != NULL)
+            continue;
+        if (on_device || operation_takes(operation, forced_name(info.name), dtype))
+            list.name[list.count++] = forced_name(info.name);
+    }
+    CHECK(list.count > 0);
+    return list;
+}
+
+static inline kernel_list kernels_of(const char *operation) {
+    return kernels_for(operation, FDMA_FLOAT32);
+}
+
+/* The types that kernels compute in. Those of a device leave out the first. */
+static const fdma_dtype test_dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
+enum { test_dtype_count = 3 };
+
+static inline int first_dtype(void) { return test_backend.run != NULL; }
+
+/* Calls `run` for each kernel of an operation in each type that it takes. */
+static inline void for_each_kernel(const char *operation,
+                                   void (*run)(const char *kernel, fdma_dtype dtype)) {
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        const kernel_list kernels = kernels_for(operation, test_dtypes[type]);
+        for (int i = 0; i < kernels.count; i++) {
+            test_context("%s %s %s", kernels.name[i], operation, dtype_name(test_dtypes[type]));
+            run(kernels.name[i], test_dtypes[type]);
+            test_free_all();
+        }
+    }
 }
 
 #endif /* CALLS_H */

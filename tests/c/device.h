@@ -1,7 +1,7 @@
 /* device.h - a CUDA device for the C tests: tensors on it between guard bytes, and calls.
  *
- * What is made here lives until device_free_all(), which looks at the guards. A table of tests ends
- * in device_test_run(): where the machine has no device it says so for each test, and passes. */
+ * What is allocated here lives until device_free_all(), which looks at the guards. A table of tests
+ * ends in device_test_run(): on a machine without a device it says so for each test, and passes. */
 #ifndef DEVICE_H
 #define DEVICE_H
 
@@ -11,7 +11,7 @@
 
 enum {
     device_number = 1,   /* exec.device: the first CUDA device */
-    device_blocks = 512, /* alive at once */
+    device_blocks = 512, /* at once */
     device_guard = 4096, /* bytes before and after a block; keeps its alignment */
 };
 
@@ -23,8 +23,7 @@ typedef struct device_block {
 static struct {
     device_block block[device_blocks];
     int blocks;
-    unsigned char fill; /* of workspace before a call; a test may change it */
-} device_state = {.fill = 0xff};
+} device_state;
 
 /* A failure of the device itself leaves nothing to go on with. */
 static inline void device_must(cudaError_t status, const char *what) {
@@ -61,15 +60,17 @@ static inline void device_check_guard(const unsigned char *at) {
     CHECK_BYTES(found, want, sizeof want);
 }
 
-static inline void device_free_all(void) {
-    for (int i = 0; i < device_state.blocks; i++) {
-        const device_block block = device_state.block[i];
+/* Frees the blocks after the first `kept`. */
+static inline void device_free_after(int kept) {
+    while (device_state.blocks > kept) {
+        const device_block block = device_state.block[--device_state.blocks];
         device_check_guard(block.base);
         device_check_guard(block.base + device_guard + block.size);
         device_must(cudaFree(block.base), "cudaFree");
     }
-    device_state.blocks = 0;
 }
+
+static inline void device_free_all(void) { device_free_after(0); }
 
 /* Memory without guards; NULL, and a line, where the device has not so much. */
 static inline char *device_large(size_t bytes) {
@@ -93,9 +94,8 @@ static inline void device_free_both(void) {
 static inline size_t device_extent(fdma_tensor tensor) {
     int64_t last = 0;
     for (int axis = 0; axis < tensor.rank; axis++) {
-        if (tensor.shape[axis] == 0) {
+        if (tensor.shape[axis] == 0)
             return 0;
-        }
         last += (tensor.shape[axis] - 1) * tensor.stride[axis];
     }
     return tensor.rank > 0 ? (size_t)(last + 1) * dtype_size(tensor.dtype) : 0;
@@ -114,14 +114,6 @@ static inline fdma_tensor device_tensor(fdma_tensor host) {
         device_write(copy, host);
     }
     return copy;
-}
-
-/* Room on the device for what `like` is, full of guard bytes. */
-static inline fdma_tensor device_output(fdma_tensor like) {
-    if (like.rank > 0) {
-        like.data = device_alloc(device_extent(like));
-    }
-    return like;
 }
 
 /* Fills an output with guard bytes again. */
@@ -145,50 +137,104 @@ static inline fdma_tensor device_read(fdma_tensor tensor) {
 /* An output must still be full of guard bytes. */
 static inline void device_check_unwritten(fdma_tensor tensor) {
     const fdma_tensor found = device_read(tensor);
-    for (size_t at = 0; at < bytes_of(found); at++) {
-        if (!CHECK_INT(((const unsigned char *)found.data)[at], test_guard_byte)) {
+    for (size_t at = 0; at < bytes_of(found); at++)
+        if (!CHECK_INT(((const unsigned char *)found.data)[at], test_guard_byte))
             return;
-        }
-    }
 }
 
 static inline void device_exec(fdma_exec *exec, size_t bytes) {
     exec->workspace = device_alloc(bytes);
     exec->workspace_size = bytes;
-    device_must(cudaMemset(exec->workspace, device_state.fill, bytes), "cudaMemset");
+    device_must(cudaMemset(exec->workspace, test_backend.fill, bytes), "cudaMemset");
 }
 
-/* Defines device_run_forward() and the like: they call on the device with workspace of exactly the
- * size that the operation asks for, and do not wait. */
-#define DEFINE_DEVICE_OPERATION(name)                                                              \
-    static inline fdma_status device_run_##name(fdma_##name##_args *args) {                        \
-        args->exec.device = device_number;                                                         \
-        return run_operation(&name##_calls, args, device_exec);                                    \
+/* ---- calls ---- */
+
+/* A copy of a call with copies of its tensors on the device: with what lies between their rows, and
+ * what outputs hold. */
+static inline void device_copy_call(call *there, const call *here) {
+    const tensor_table table = fdma_tensors[here->operation];
+    call_copy(there, here);
+    for (size_t t = 0; t < table.count; t++) {
+        fdma_tensor *const tensor = call_tensor(there, &table.entries[t]);
+        *tensor = device_tensor(*tensor);
     }
-
-DEFINE_DEVICE_OPERATION(score)
-DEFINE_DEVICE_OPERATION(select)
-DEFINE_DEVICE_OPERATION(lists)
-DEFINE_DEVICE_OPERATION(forward)
-DEFINE_DEVICE_OPERATION(attention)
-DEFINE_DEVICE_OPERATION(backward)
-DEFINE_DEVICE_OPERATION(score_backward)
-
-/* The calls between these two become a graph. */
-
-static inline void device_begin_capture(fdma_exec *exec, cudaStream_t stream) {
-    exec->stream = stream;
-    device_must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
+    call_exec(there)->device = device_number;
 }
 
-static inline cudaGraphExec_t device_end_capture(fdma_exec *exec) {
-    cudaGraph_t graph;
-    cudaGraphExec_t replayed;
-    device_must(cudaStreamEndCapture(exec->stream, &graph), "end capture");
-    device_must(cudaGraphInstantiate(&replayed, graph, 0), "instantiate");
-    device_must(cudaGraphDestroy(graph), "destroy");
-    exec->stream = NULL;
-    return replayed;
+/* Gives a call on the device workspace of exactly the size that it asks for. */
+static inline fdma_status device_give_workspace(call *there) {
+    size_t bytes = 0;
+    FDMA_TRY(operations[there->operation].workspace(&there->args, &bytes));
+    device_exec(call_exec(there), bytes);
+    return FDMA_OK;
+}
+
+/* Runs it, and does not wait. */
+static inline fdma_status device_run_call(call *there) {
+    FDMA_TRY(device_give_workspace(there));
+    return operations[there->operation].call(&there->args);
+}
+
+/* Copies the outputs to tensors of the same layout on the host, after everything before. */
+static inline void device_read_outputs(call *here, call *there) {
+    const tensor_table table = fdma_tensors[here->operation];
+    device_wait();
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (is_output(entry) && call_tensor(here, entry)->rank > 0)
+            device_read_into(*call_tensor(here, entry), *call_tensor(there, entry));
+}
+
+/* A copy of a call with its outputs on the host. */
+static inline void device_fetch(call *here, call *there) {
+    const tensor_table table = fdma_tensors[there->operation];
+    call_copy(here, there);
+    device_wait();
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (is_output(entry) && call_tensor(here, entry)->rank > 0)
+            *call_tensor(here, entry) = device_read(*call_tensor(there, entry));
+}
+
+/* Has the outputs hold what those of the same call on the host do. */
+static inline void device_write_outputs(call *there, call *here) {
+    const tensor_table table = fdma_tensors[there->operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (is_output(entry) && call_tensor(here, entry)->rank > 0)
+            device_write(*call_tensor(there, entry), *call_tensor(here, entry));
+}
+
+/* Fills the outputs with guard bytes again. */
+static inline void device_clear_outputs(call *there) {
+    const tensor_table table = fdma_tensors[there->operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (is_output(entry) && call_tensor(there, entry)->rank > 0)
+            device_clear(*call_tensor(there, entry));
+}
+
+static inline void device_check_outputs_unwritten(call *there) {
+    const tensor_table table = fdma_tensors[there->operation];
+    device_wait();
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (is_output(entry) && call_tensor(there, entry)->rank > 0)
+            device_check_unwritten(*call_tensor(there, entry));
+}
+
+/* Runs an operation whose tensors are on the host. */
+static inline fdma_status device_run(fdma_operation operation, void *args) {
+    const int kept = device_state.blocks;
+    fdma_selection *const selection = selection_of(operation, args);
+    call here, there;
+    call_of(&here, operation, args);
+    device_copy_call(&there, &here);
+    const fdma_status status = device_run_call(&there);
+    device_read_outputs(&here, &there);
+    if (selection != NULL) {
+        selection->window = there.selection.window;
+        selection->kv_len = there.selection.kv_len;
+        selection->scope = there.selection.scope;
+    }
+    device_free_after(kept);
+    return status;
 }
 
 /* On the host, with its selection. */
@@ -208,80 +254,14 @@ static inline problem device_small_problem(fdma_dtype dtype) {
     return x;
 }
 
-/* A problem with its tensors and its selection on the device. */
-static inline problem device_problem(const problem *x) {
-    problem copy = *x;
-    copy.q = device_tensor(x->q);
-    copy.k = device_tensor(x->k);
-    copy.v = device_tensor(x->v);
-    copy.score = device_tensor(x->score);
-    copy.bias = device_tensor(x->bias);
-    copy.key_valid = device_tensor(x->key_valid);
-    copy.selection.expiry = device_tensor(x->selection.expiry);
-    copy.selection.slot = device_tensor(x->selection.slot);
-    return copy;
-}
-
-/* problem_args() of a problem on the device, with outputs there. */
-static inline fdma_forward_args device_args(const problem *x, const char *kernel) {
-    fdma_forward_args args = problem_args(x, kernel);
-    args.out = device_output(args.out);
-    args.lse = device_output(args.lse);
-    args.exec = (fdma_exec){.kernel = kernel, .device = device_number};
-    return args;
-}
-
-static inline attended device_read_results(const fdma_forward_args *args) {
-    device_wait();
-    return (attended){.out = device_read(args->out), .lse = device_read(args->lse)};
-}
-
-/* The results of a problem on the device, on the host. */
-static inline attended device_attend(const problem *x, const char *kernel) {
-    fdma_forward_args args = device_args(x, kernel);
-    CHECK_OK(device_run_forward(&args));
-    return device_read_results(&args);
-}
-
-/* Whether a row takes this problem. */
-static inline int device_takes(const problem *x, const char *kernel) {
-    fdma_forward_args args = problem_args(x, kernel);
-    size_t bytes;
-    args.exec.device = device_number;
-    const fdma_status status = fdma_forward_workspace(&args, &bytes);
-    CHECK(status == FDMA_OK || status == FDMA_UNSUPPORTED);
-    return status == FDMA_OK;
-}
-
-/* The names of one operation's rows that this machine's devices run. */
-static inline kernel_list device_kernels(const char *operation) {
-    kernel_list list = {.count = 0};
-    for (int32_t i = 0; i < fdma_kernel_count() && list.count < kernel_limit; i++) {
-        fdma_kernel_info info = {.size = sizeof info};
-        CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
-        if (is_device_kernel(info.name) && strcmp(info.operation, operation) == 0) {
-            if (info.missing != NULL) {
-                printf("skipped %s %s: needs %s\n", info.name, operation, info.missing);
-            } else {
-                list.name[list.count++] = info.name;
-            }
-        }
-    }
-    CHECK(list.count > 0);
-    return list;
-}
-
-/* The types that rows attend in. */
-static const fdma_dtype device_dtypes[] = {FDMA_FLOAT16, FDMA_BFLOAT16};
-enum { device_dtype_count = 2 };
-
+/* Has run_forward() and the like, and lists of kernels, be those of the device. */
 static inline int device_test_run(const test_entry *tests, int count) {
-    if (fdma_device_count() > 1) {
+    test_backend.run = device_run;
+    test_backend.fill = 0xff;
+    if (fdma_device_count() > 1)
         return test_run(tests, count);
-    }
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count; i++)
         printf("skip %s: no CUDA device\n", tests[i].name);
-    }
     return 0;
 }
 

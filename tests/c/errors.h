@@ -12,19 +12,17 @@ typedef struct expectation {
 
 static inline void check_status(fdma_status status, const expectation *want) {
     if (CHECK_INT(status, want->status)) {
-        for (int i = 0; i < 3 && want->words[i] != NULL; i++) {
+        for (int i = 0; i < 3 && want->words[i] != NULL; i++)
             CHECK_WORD(fdma_last_error(), want->words[i]);
-        }
         CHECK(strchr(fdma_last_error(), '\n') == NULL);
     }
 }
 
 static inline void check_query(fdma_status status, const expectation *want) {
-    if (want->data_only) {
+    if (want->data_only)
         CHECK_INT(status, FDMA_OK);
-    } else {
+    else
         check_status(status, want);
-    }
 }
 
 #endif /* ERRORS_H */

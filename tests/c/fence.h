@@ -57,11 +57,9 @@ static inline fence fence_new(size_t size, size_t element, fence_edge edge) {
 
 /* Whether the bytes around it are still guard bytes. */
 static inline int fence_intact(fence x) {
-    for (unsigned char *at = x.room; at < x.room + x.room_size; at++) {
-        if ((at < x.data || at >= x.data + x.size) && *at != test_guard_byte) {
+    for (unsigned char *at = x.room; at < x.room + x.room_size; at++)
+        if ((at < x.data || at >= x.data + x.size) && *at != test_guard_byte)
             return 0;
-        }
-    }
     return 1;
 }
 

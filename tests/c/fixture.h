@@ -1,5 +1,5 @@
-/* fixture.h - what the C tests of the library share: lists of kernels, repeatable numbers,
- * tensors from test_alloc(), and calls that allocate their own workspace. */
+/* fixture.h - what the C tests of the library share: repeatable numbers, and tensors of any dtype,
+ * whose memory is from test_alloc(). */
 #ifndef FIXTURE_H
 #define FIXTURE_H
 
@@ -9,107 +9,6 @@
 #include "core/error.h"
 
 #include <stddef.h>
-
-enum { kernel_limit = 32 };
-
-/* Kernels of a device have tests of their own: see device.h. */
-static inline int is_device_kernel(const char *name) { return strncmp(name, "cuda/", 5) == 0; }
-
-/* The names of the kernels of one operation that run on this machine's CPU. */
-typedef struct kernel_list {
-    const char *name[kernel_limit];
-    int count;
-} kernel_list;
-
-/* Whether a kernel that runs here takes tensors of this type, for more rows than decode takes. Only
- * forward, backward and merge are asked; the others take every type. */
-static inline int operation_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
-    enum { q_len = 32, head_dim = 8 };
-    static double row[q_len * head_dim], written[4][q_len * head_dim];
-    const fdma_tensor one = fdma_tensor_4d(row, dtype, 1, q_len, 1, head_dim);
-    const fdma_tensor lse = fdma_tensor_3d(row, FDMA_FLOAT32, 1, 1, q_len);
-    const fdma_exec exec = {.kernel = kernel};
-    fdma_tensor to[4] = {one, one, one, lse};
-    for (int i = 0; i < 4; i++) {
-        to[i].data = written[i];
-    }
-    size_t bytes;
-    fdma_status status = FDMA_OK;
-    if (strcmp(operation, "forward") == 0) {
-        const fdma_forward_args args = {
-            .size = sizeof args, .q = one, .k = one, .v = one, .out = to[0], .exec = exec};
-        status = fdma_forward_workspace(&args, &bytes);
-    } else if (strcmp(operation, "backward") == 0) {
-        const fdma_backward_args args = {.size = sizeof args,
-                                         .dout = one,
-                                         .out = one,
-                                         .lse = lse,
-                                         .q = one,
-                                         .k = one,
-                                         .v = one,
-                                         .dq = to[0],
-                                         .dk = to[1],
-                                         .dv = to[2],
-                                         .exec = exec};
-        status = fdma_backward_workspace(&args, &bytes);
-    } else if (strcmp(operation, "merge") == 0) {
-        const fdma_merge_args args = {.size = sizeof args,
-                                      .out_a = one,
-                                      .lse_a = lse,
-                                      .out_b = one,
-                                      .lse_b = lse,
-                                      .out = to[0],
-                                      .exec = exec};
-        status = fdma_merge_workspace(&args, &bytes);
-    }
-    CHECK(status == FDMA_OK || status == FDMA_UNSUPPORTED);
-    return status == FDMA_OK;
-}
-
-static inline int kernel_takes(const char *kernel, fdma_dtype dtype) {
-    return operation_takes("forward", kernel, dtype);
-}
-
-/* The name under which tests force a kernel: of decode, which takes few rows only, that of its
- * build point, under which its tiles take the others. */
-static inline const char *forced_name(const char *name) {
-    static char points[kernel_limit][32];
-    const char *const end = strstr(name, "/decode");
-    const size_t length = end != NULL ? (size_t)(end - name) : 0;
-    int n = 0;
-    if (end == NULL || is_device_kernel(name)) {
-        return name;
-    }
-    while (points[n][0] != 0 && (strncmp(points[n], name, length) != 0 || points[n][length] != 0)) {
-        n++;
-    }
-    memcpy(points[n], name, length);
-    return points[n];
-}
-
-/* Those for `dtype`. */
-static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
-    kernel_list list = {.count = 0};
-    for (int32_t i = 0; i < fdma_kernel_count() && list.count < kernel_limit; i++) {
-        fdma_kernel_info info = {.size = sizeof info};
-        CHECK_INT(fdma_describe_kernel(i, &info), FDMA_OK);
-        if (strcmp(info.operation, operation) != 0 || is_device_kernel(info.name) ||
-            strcmp(info.name, "reference/float32") == 0) { // what tolerances are made from
-            continue;
-        }
-        if (info.missing != NULL) {
-            printf("skipped %s %s: this machine lacks %s\n", info.name, operation, info.missing);
-        } else if (operation_takes(operation, forced_name(info.name), dtype)) {
-            list.name[list.count++] = forced_name(info.name);
-        }
-    }
-    CHECK(list.count > 0);
-    return list;
-}
-
-static inline kernel_list kernels_of(const char *operation) {
-    return kernels_for(operation, FDMA_FLOAT32);
-}
 
 /* splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. */
 static inline uint64_t random_bits(uint64_t *state) {
@@ -160,16 +59,13 @@ static inline void store_float(void *data, fdma_dtype dtype, int64_t at, float v
 }
 
 static inline double load_double(const void *data, fdma_dtype dtype, int64_t at) {
-    if (dtype == FDMA_FLOAT64) {
+    if (dtype == FDMA_FLOAT64)
         return ((const double *)data)[at];
-    }
-    if (dtype == FDMA_FLOAT32) {
+    if (dtype == FDMA_FLOAT32)
         return (double)((const float *)data)[at];
-    }
     const uint16_t bits = ((const uint16_t *)data)[at];
-    if (dtype == FDMA_BFLOAT16) {
+    if (dtype == FDMA_BFLOAT16)
         return (double)bits_to_float((uint32_t)bits << 16);
-    }
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
     const uint32_t normal = (uint32_t)(exponent + 127 - 15) << 23 | (uint32_t)fraction << 13;
     const double magnitude = exponent == 31 ? (fraction ? (double)NAN : (double)INFINITY)
@@ -190,9 +86,8 @@ static inline size_t dtype_size(fdma_dtype dtype) {
 
 static inline int64_t count_of(fdma_tensor tensor) {
     int64_t count = tensor.rank > 0;
-    for (int axis = 0; axis < tensor.rank; axis++) {
+    for (int axis = 0; axis < tensor.rank; axis++)
         count *= tensor.shape[axis];
-    }
     return count;
 }
 
@@ -205,9 +100,8 @@ static inline fdma_tensor new_tensor(fdma_dtype dtype, int64_t n0, int64_t n1, i
                                      int64_t n3) {
     const int64_t shape[4] = {n0, n1, n2, n3};
     int32_t rank = 0;
-    while (rank < 4 && shape[rank] >= 0) {
+    while (rank < 4 && shape[rank] >= 0)
         rank++;
-    }
     fdma_tensor tensor = fdma_dense_tensor(NULL, dtype, rank, shape);
     tensor.data = test_alloc(bytes_of(tensor));
     return tensor;
@@ -226,17 +120,25 @@ static inline fdma_tensor copy_tensor(fdma_tensor tensor) {
     const size_t bytes = bytes_of(tensor);
     fdma_tensor copy = tensor;
     copy.data = test_alloc(bytes);
-    if (bytes > 0) {
+    if (bytes > 0)
         memcpy(copy.data, tensor.data, bytes);
-    }
     return copy;
+}
+
+/* A copy of a contiguous tensor in float64; what is absent stays so. */
+static inline fdma_tensor widened(fdma_tensor tensor) {
+    fdma_tensor wide = tensor;
+    wide.dtype = tensor.rank > 0 ? FDMA_FLOAT64 : tensor.dtype;
+    wide.data = test_alloc(bytes_of(wide));
+    for (int64_t i = 0; i < count_of(tensor); i++)
+        ((double *)wide.data)[i] = load_double(tensor.data, tensor.dtype, i);
+    return tensor.rank > 0 ? wide : tensor;
 }
 
 /* Contiguous tensors only: numbers in [-size, size). */
 static inline void fill_random(fdma_tensor tensor, uint64_t *state, float size) {
-    for (int64_t i = 0; i < count_of(tensor); i++) {
+    for (int64_t i = 0; i < count_of(tensor); i++)
         store_float(tensor.data, tensor.dtype, i, size * random_float(state));
-    }
 }
 
 static inline int same_tensor(fdma_tensor actual, fdma_tensor want) {
@@ -244,49 +146,100 @@ static inline int same_tensor(fdma_tensor actual, fdma_tensor want) {
            (bytes_of(want) == 0 || memcmp(actual.data, want.data, bytes_of(want)) == 0);
 }
 
-static inline void exec_alloc(fdma_exec *exec, size_t bytes) {
-    exec->workspace = test_alloc_guarded(bytes);
-    exec->workspace_size = bytes;
-}
+/* What a selection that makes no sense is full of. */
+typedef enum corruption {
+    any_bits,
+    near_keys, /* in and just outside of the sequence */
+    all_kept,  /* far more keys than the window says */
+    all_lowest,
+    all_highest,
+    all_zero,
+    corruption_count,
+} corruption;
 
-/* An operation, called through pointers to its argument struct. */
-typedef struct operation_calls {
-    fdma_status (*call)(const void *args);
-    fdma_status (*workspace)(const void *args, size_t *bytes);
-    size_t exec; /* offset of the field in the argument struct */
-} operation_calls;
-
-/* Runs an operation with workspace of exactly the size that it asks for. */
-static inline fdma_status run_operation(const operation_calls *operation, void *args,
-                                        void (*give_workspace)(fdma_exec *, size_t)) {
-    size_t bytes = 0;
-    FDMA_TRY(operation->workspace(args, &bytes));
-    give_workspace((fdma_exec *)((char *)args + operation->exec), bytes);
-    return operation->call(args);
-}
-
-/* Defines run_forward() and the like. */
-#define DEFINE_OPERATION(name)                                                                     \
-    static inline fdma_status untyped_##name(const void *args) { return fdma_##name(args); }       \
-    static inline fdma_status untyped_##name##_workspace(const void *args, size_t *bytes) {        \
-        return fdma_##name##_workspace(args, bytes);                                               \
-    }                                                                                              \
-    static const operation_calls name##_calls = {untyped_##name, untyped_##name##_workspace,       \
-                                                 offsetof(fdma_##name##_args, exec)};              \
-    static inline fdma_status run_##name(fdma_##name##_args *args) {                               \
-        return run_operation(&name##_calls, args, exec_alloc);                                     \
+static inline void corrupt(fdma_tensor tensor, corruption how, uint64_t *state) {
+    int32_t *const data = tensor.data;
+    const int64_t len = tensor.shape[2];
+    for (int64_t i = 0; i < count_of(tensor); i++) {
+        const int32_t values[corruption_count] = {
+            (int32_t)(uint32_t)random_bits(state),
+            (int32_t)random_below(state, len + 20) - 10,
+            (int32_t)len,
+            INT32_MIN,
+            INT32_MAX,
+            0,
+        };
+        data[i] = values[how];
     }
+}
 
-DEFINE_OPERATION(score)
-DEFINE_OPERATION(select)
-DEFINE_OPERATION(lists)
-DEFINE_OPERATION(forward)
-DEFINE_OPERATION(backward)
-DEFINE_OPERATION(score_backward)
-DEFINE_OPERATION(merge)
-DEFINE_OPERATION(merge_backward)
-DEFINE_OPERATION(attention)
-DEFINE_OPERATION(attention_backward)
+/* ---- strides ---- */
+
+/* Copies between tensors of one shape and dtype and of any strides. */
+static inline void copy_elements(fdma_tensor to, fdma_tensor from) {
+    const size_t size = dtype_size(from.dtype);
+    for (int64_t index = 0; index < count_of(from); index++) {
+        int64_t rest = index, to_at = 0, from_at = 0;
+        for (int axis = from.rank - 1; axis >= 0; axis--) {
+            to_at += rest % from.shape[axis] * to.stride[axis];
+            from_at += rest % from.shape[axis] * from.stride[axis];
+            rest /= from.shape[axis];
+        }
+        memcpy((char *)to.data + (size_t)to_at * size, (char *)from.data + (size_t)from_at * size,
+               size);
+    }
+}
+
+static inline fdma_tensor gathered(fdma_tensor tensor) {
+    fdma_tensor dense = fdma_dense_tensor(NULL, tensor.dtype, tensor.rank, tensor.shape);
+    dense.data = test_alloc(bytes_of(tensor));
+    copy_elements(dense, tensor);
+    return dense;
+}
+
+/* The values of `like` at `data`, with these strides. */
+static inline fdma_tensor placed(fdma_tensor like, void *data, const int64_t stride[4]) {
+    fdma_tensor tensor = like;
+    tensor.data = data;
+    memcpy(tensor.stride, stride, sizeof tensor.stride);
+    copy_elements(tensor, like);
+    return tensor;
+}
+
+/* The values of `like` as [batch, heads, len, head_dim] in memory. */
+static inline fdma_tensor heads_first(fdma_tensor like) {
+    const int64_t length = like.shape[1], heads = like.shape[2], head_dim = like.shape[3];
+    const int64_t stride[4] = {length * heads * head_dim, head_dim, length * head_dim, 1};
+    return placed(like, test_alloc_guarded(bytes_of(like)), stride);
+}
+
+/* The values of `like` with `gap` elements of guard bytes after each row of the last axis. */
+static inline fdma_tensor with_gaps(fdma_tensor like, int64_t gap) {
+    const int last = like.rank - 1;
+    int64_t stride[4] = {0}, count = gap;
+    if (like.rank == 0)
+        return like;
+    stride[last] = 1;
+    count += like.shape[last];
+    for (int axis = last - 1; axis >= 0; axis--) {
+        stride[axis] = count;
+        count *= like.shape[axis];
+    }
+    const size_t bytes = (size_t)count * dtype_size(like.dtype);
+    void *const data = test_alloc_guarded(bytes);
+    memset(data, test_guard_byte, bytes);
+    return placed(like, data, stride);
+}
+
+/* The same values, and the gaps as they were. */
+static inline void check_gapped(fdma_tensor actual, fdma_tensor want, int64_t gap) {
+    const int64_t size = (int64_t)dtype_size(want.dtype);
+    const int64_t length = want.rank > 0 ? want.shape[want.rank - 1] : 0;
+    CHECK_BYTES(gathered(actual).data, want.data, bytes_of(want));
+    for (int64_t at = 0; length > 0 && at < count_of(want) / length * (length + gap) * size; at++)
+        if (at / size % (length + gap) >= length)
+            CHECK(((const unsigned char *)actual.data)[at] == test_guard_byte);
+}
 
 #define CHECK_OK(call)                                                                             \
     do {                                                                                           \

@@ -26,14 +26,6 @@ typedef struct gradient_problem {
     expected_gradients *expected;
 } gradient_problem;
 
-/* How gradient_run() calls the library; a program for a device sets it. */
-static struct {
-    fdma_status (*run)(fdma_backward_args *args);
-    fdma_status (*ask)(fdma_backward_args *args, size_t *bytes);
-    int32_t most_threads;
-    unsigned char fill; /* of workspace */
-} gradient_backend = {.run = run_backward};
-
 /* Out and lse of a problem in its dtype, by whichever kernel takes it: gradients are judged for the
  * out and lse that they are given. */
 static inline attended gradient_forward(const problem *x) {
@@ -95,7 +87,7 @@ static inline gradients gradient_run(const gradient_problem *p, const char *kern
                                      int32_t threads) {
     fdma_backward_args args = gradient_args(p, kernel);
     args.exec.threads = threads;
-    CHECK_OK(gradient_backend.run(&args));
+    CHECK_OK(run_backward(&args));
     return gradient_outputs(&args);
 }
 
@@ -155,15 +147,6 @@ static inline gradients last_gradients(gradients all) {
 }
 
 /* ---- comparison with the reference ---- */
-
-static inline fdma_tensor widened(fdma_tensor tensor) {
-    fdma_tensor wide = tensor;
-    wide.dtype = tensor.rank > 0 ? FDMA_FLOAT64 : tensor.dtype;
-    wide.data = test_alloc(bytes_of(wide));
-    for (int64_t i = 0; i < count_of(tensor); i++)
-        ((double *)wide.data)[i] = load_double(tensor.data, tensor.dtype, i);
-    return tensor.rank > 0 ? wide : tensor;
-}
 
 /* The gradients in float64, from the same inputs. */
 static inline gradients reference_gradients(const gradient_problem *p) {

@@ -3,8 +3,8 @@
 #ifndef GRADIENT_PROPERTIES_H
 #define GRADIENT_PROPERTIES_H
 
+#include "cases.h"
 #include "gradient.h"
-#include "unread.h"
 
 static const char *const gradient_cases[] = {
     "scores/tied",    "scores/rising",    "scores/falling",   "scores/crown",   "scores/crown-wide",
@@ -17,12 +17,9 @@ static const char *const gradient_cases[] = {
     "group/8",        "group/11",         "group/16",         "empty/queries",  "empty/keys-dense",
 };
 
-static inline int gradient_backend_takes(const gradient_problem *p, const char *kernel) {
+static inline bool gradient_is_taken(const gradient_problem *p, const char *kernel) {
     fdma_backward_args args = gradient_args(p, kernel);
-    size_t bytes;
-    const fdma_status status = gradient_backend.ask(&args, &bytes);
-    CHECK(status == FDMA_OK || (status == FDMA_UNSUPPORTED && is_device_kernel(kernel)));
-    return status == FDMA_OK;
+    return call_takes(operation_backward, &args);
 }
 
 static inline void check_right(const gradient_problem *p, const char *kernel) {
@@ -32,17 +29,20 @@ static inline void check_right(const gradient_problem *p, const char *kernel) {
 /* Neither what outputs and workspace hold nor the number of threads changes a bit. */
 static inline void check_repeats(const gradient_problem *p, const char *kernel) {
     static const unsigned char fills[] = {0x00, 0x7f, 0xff};
+    const unsigned char before = test_backend.fill;
+    const int32_t most_threads = is_device_kernel(kernel) ? 1 : 5;
     const gradients want = gradient_run(p, kernel, 1);
     for (int run = 0; run < TEST_COUNT(fills); run++) {
         fdma_backward_args args = gradient_args(p, kernel);
         const gradients outputs = gradient_outputs(&args);
         for (int i = 0; i < TEST_COUNT(outputs.all); i++)
             memset(outputs.all[i].data, fills[run], bytes_of(outputs.all[i]));
-        gradient_backend.fill = fills[run];
-        CHECK_OK(gradient_backend.run(&args));
+        test_backend.fill = fills[run];
+        CHECK_OK(run_backward(&args));
         check_same_gradients(gradient_outputs(&args), want);
     }
-    for (int32_t threads = 2; threads <= gradient_backend.most_threads; threads++)
+    test_backend.fill = before;
+    for (int32_t threads = 2; threads <= most_threads; threads++)
         check_same_gradients(gradient_run(p, kernel, threads), want);
 }
 
@@ -79,7 +79,7 @@ static inline void check_accumulated(const gradient_problem *p, const char *kern
         held[i] = copy_tensor(sums.all[i]);
     }
     args.accumulate = 1;
-    CHECK_OK(gradient_backend.run(&args));
+    CHECK_OK(run_backward(&args));
     for (int i = 0; i < 3; i++)
         check_added(sums.all[i], held[i], alone.all[i]);
     CHECK(same_tensor(args.dbias, alone.dbias)); /* never added to */
@@ -91,7 +91,7 @@ static inline void check_optional(const gradient_problem *p, const char *kernel)
     const gradients want = gradient_run(p, kernel, 1);
     fdma_backward_args args = gradient_args(p, kernel);
     args.dbias = (fdma_tensor){0};
-    CHECK_OK(gradient_backend.run(&args));
+    CHECK_OK(run_backward(&args));
     CHECK(same_tensor(args.dq, want.dq) && same_tensor(args.dk, want.dk));
     CHECK(same_tensor(args.dv, want.dv));
 
@@ -107,95 +107,25 @@ static inline void check_optional(const gradient_problem *p, const char *kernel)
 
 /* ---- strides ---- */
 
-/* The same elements of a rank 4 tensor as [batch, heads, len, head_dim] in memory. */
-static inline fdma_tensor swapped_rows(fdma_tensor tensor) {
-    const int64_t len = tensor.shape[1], heads = tensor.shape[2], dim = tensor.shape[3];
-    const size_t row = (size_t)dim * dtype_size(tensor.dtype);
-    fdma_tensor swapped = copy_tensor(tensor);
-    for (int64_t at = 0; at < tensor.shape[0] * len * heads; at++) {
-        const int64_t b = at / len / heads, j = at / heads % len, g = at % heads;
-        memcpy((char *)swapped.data + (size_t)((b * heads + g) * len + j) * row,
-               (char *)tensor.data + (size_t)at * row, row);
-    }
-    swapped.stride[1] = dim;
-    swapped.stride[2] = len * dim;
-    return swapped;
-}
-
-/* Room for the same elements with others between them: rows of the last axis `gap` apart more than
- * they are long. */
-static inline fdma_tensor with_gaps(fdma_tensor tensor, int64_t gap) {
-    const int last = tensor.rank - 1;
-    if (tensor.rank == 0)
-        return tensor;
-    const int64_t row = tensor.shape[last] + gap;
-    int64_t count = row;
-    for (int axis = last - 1; axis >= 0; axis--) {
-        tensor.stride[axis] = count;
-        count *= tensor.shape[axis];
-    }
-    const size_t bytes = (size_t)count * dtype_size(tensor.dtype);
-    tensor.data = test_alloc_guarded(bytes);
-    memset(tensor.data, test_guard_byte, bytes);
-    return tensor;
-}
-
-static inline void copy_row(fdma_tensor to, fdma_tensor from, int64_t row) {
-    const int last = to.rank - 1;
-    int64_t at_to = 0, at_from = 0, left = row;
-    for (int axis = last - 1; axis >= 0; axis--) {
-        at_to += left % to.shape[axis] * to.stride[axis];
-        at_from += left % to.shape[axis] * from.stride[axis];
-        left /= to.shape[axis];
-    }
-    const size_t size = dtype_size(to.dtype);
-    memcpy((char *)to.data + (size_t)at_to * size, (char *)from.data + (size_t)at_from * size,
-           (size_t)to.shape[last] * size);
-}
-
-static inline int64_t rows_of(fdma_tensor tensor) {
-    return count_of(tensor) > 0 ? count_of(tensor) / tensor.shape[tensor.rank - 1] : 0;
-}
-
-static inline fdma_tensor gapped(fdma_tensor tensor, int64_t gap) {
-    const fdma_tensor to = with_gaps(tensor, gap);
-    for (int64_t row = 0; row < rows_of(tensor); row++)
-        copy_row(to, tensor, row);
-    return to;
-}
-
-static inline void check_gapped(fdma_tensor actual, fdma_tensor want, int64_t gap) {
-    const fdma_tensor copy = copy_tensor(want);
-    for (int64_t row = 0; row < rows_of(want); row++)
-        copy_row(copy, actual, row);
-    CHECK_BYTES(copy.data, want.data, bytes_of(want));
-    /* What lies between the rows is as it was. */
-    const size_t size = dtype_size(want.dtype);
-    const int64_t length = want.rank > 0 ? want.shape[want.rank - 1] : 0;
-    for (int64_t at = 0; at < rows_of(want) * (length + gap) * (int64_t)size; at++)
-        if (at / (int64_t)size % (length + gap) >= length)
-            CHECK(((unsigned char *)actual.data)[at] == test_guard_byte);
-}
-
 static inline void check_layouts(const gradient_problem *p, const char *kernel) {
     static const int64_t gaps[] = {24, 24, 24, 5}; // elements; 24 keep rows aligned to 16 bytes
     const gradients want = gradient_run(p, kernel, 1);
     gradient_problem other = *p;
     fdma_tensor *const swapped[] = {&other.x.q, &other.x.k, &other.x.v, &other.out, &other.dout};
     for (int i = 0; i < TEST_COUNT(swapped); i++)
-        *swapped[i] = swapped_rows(*swapped[i]);
+        *swapped[i] = heads_first(*swapped[i]);
     check_same_gradients(gradient_run(&other, kernel, 1), want);
 
     fdma_tensor *const spread[] = {
         &other.x.bias,           &other.x.key_valid, &other.x.selection.expiry,
         &other.x.selection.slot, &other.lse,         &other.dlse};
     for (int i = 0; i < TEST_COUNT(spread); i++)
-        *spread[i] = gapped(*spread[i], 3);
+        *spread[i] = with_gaps(*spread[i], 3);
     fdma_backward_args args = gradient_args(&other, kernel);
     fdma_tensor *const outputs[] = {&args.dq, &args.dk, &args.dv, &args.dbias};
     for (int i = 0; i < TEST_COUNT(outputs); i++)
         *outputs[i] = with_gaps(*outputs[i], gaps[i]);
-    CHECK_OK(gradient_backend.run(&args));
+    CHECK_OK(run_backward(&args));
     for (int i = 0; i < TEST_COUNT(outputs); i++)
         check_gapped(*outputs[i], want.all[i], gaps[i]);
 }
@@ -225,7 +155,7 @@ static inline void check_unread(const char *name, const char *kernel, fdma_dtype
     problem x = unread_problem(name, dtype);
     gradient_problem p = gradient_of(&x, 1);
     p.deterministic = 1;
-    if (!gradient_backend_takes(&p, kernel))
+    if (!gradient_is_taken(&p, kernel))
         return;
     const gradients clean = gradient_run(&p, kernel, 1);
     check_unread_zero(&x, clean);
@@ -254,20 +184,12 @@ static inline void check_read_shows(const char *kernel, fdma_dtype dtype) {
 
 /* ---- rows that are NaN ---- */
 
-/* Does query i of the first sequence keep any key? */
-static inline int keeps_any(const problem *x, int64_t g, int64_t i) {
-    for (int64_t j = 0; j < x->kv_len; j++)
-        if (problem_keeps(x, 0, g, i, j))
-            return 1;
-    return 0;
-}
-
 /* A row whose lse is NaN has no finite gradient, and gives none to the keys that it keeps; others
  * are as if it were not there. */
 static inline void check_nan_row(const gradient_problem *p, const char *kernel) {
     const problem *x = &p->x;
     const int64_t i = 2 * x->q_len / 3, h = x->q_heads - 1, g = x->kv_heads - 1, dim = x->head_dim;
-    if (x->batch > 1 || x->q_len == 0 || !keeps_any(x, g, i))
+    if (x->batch > 1 || x->q_len == 0 || !keeps_any(x, 0, g, i))
         return;
     const gradients clean = gradient_run(p, kernel, 1);
     gradient_problem spoilt = *p;

@@ -47,9 +47,8 @@ static inline problem problem_of(const shape *n, int64_t head_dim, fdma_dtype dt
     problem_fill(&x, 50);
     if (padded) {
         x.key_valid = new_tensor(FDMA_UINT8, 1, n->kv_len, -1, -1);
-        for (int64_t j = 0; j < n->kv_len; j++) {
+        for (int64_t j = 0; j < n->kv_len; j++)
             ((uint8_t *)x.key_valid.data)[j] = (n->kv_len - 1 - j) % 5 != 0;
-        }
     }
     problem_select(&x);
     return x;
@@ -67,18 +66,18 @@ static inline bool make_forward(call *x, int c, int type, const char *kernel) {
     const shape *const n = &forward_shapes[s];
     const int64_t size = n->q_len * n->group * head_dims[d];
     if ((strcmp(kernel, "reference") == 0 && size > 65 * 64) ||
-        (size > 65 * 128 && (s + d) % problem_dtype_count != type)) {
+        (size > 65 * 128 && (s + d) % test_dtype_count != type)) {
         return false;
     }
     const problem p =
-        problem_of(n, head_dims[d], problem_dtypes[type], (s + head_dims[d] / 8) % 2 != 0);
+        problem_of(n, head_dims[d], test_dtypes[type], (s + head_dims[d] / 8) % 2 != 0);
     *x = forward_call(&p, kernel);
     x->args.forward.selection = p.window >= 0 ? &x->selection : NULL;
     return true;
 }
 
 static inline bool make_backward(call *x, int s, int type, const char *kernel) {
-    const problem p = problem_of(&shapes[s], shapes[s].head_dim, problem_dtypes[type], s % 2 != 0);
+    const problem p = problem_of(&shapes[s], shapes[s].head_dim, test_dtypes[type], s % 2 != 0);
     const gradient_problem gradient = gradient_of(&p, s % 3);
     x->args.backward = gradient_args(&gradient, kernel);
     x->selection = p.selection;
@@ -97,55 +96,36 @@ static inline bool make_score(call *x, int c, int type, const char *kernel) {
     const int64_t kv_len = lengths[c % TEST_COUNT(lengths)];
     const int64_t heads = head_counts[rest % TEST_COUNT(head_counts)];
     const int64_t head_dim = head_dims[rest / TEST_COUNT(head_counts)];
-    const fdma_dtype dtype = problem_dtypes[type], weights = c % 2 ? dtype : FDMA_FLOAT32;
+    const call_sizes n = {.batch = 1, .kv_len = kv_len, .kv_heads = heads, .head_dim = head_dim};
     uint64_t state = 9;
     fdma_score_args *const args = &x->args.score;
-    *args = (fdma_score_args){
-        .size = sizeof *args,
-        .v = new_tensor(dtype, 1, kv_len, heads, head_dim),
-        .dt_proj = new_tensor(weights, heads, heads * head_dim, -1, -1),
-        .a = new_tensor(weights, heads, -1, -1, -1),
-        .score = new_output(FDMA_FLOAT32, 1, heads, kv_len, -1),
-        .bias_form = (fdma_bias_form)(c % 3),
-        .exec = {.kernel = kernel},
-    };
-    fill_random(args->v, &state, 1);
-    fill_random(args->dt_proj, &state, 1);
-    fill_random(args->a, &state, 1);
-    if (args->bias_form != FDMA_BIAS_NONE) {
-        args->bias = new_output(FDMA_FLOAT32, 1, heads, kv_len, -1);
-    }
-    if (c % 4 >= 2) {
-        args->key_valid = new_tensor(FDMA_UINT8, 1, kv_len, -1, -1);
-        for (int64_t j = 0; j < kv_len; j++) {
-            ((uint8_t *)args->key_valid.data)[j] = (kv_len - j) % 3 != 0;
-        }
-    }
+    (void)kernel;
+    args->bias_form = (fdma_bias_form)(c % 3);
+    call_make(x, &n, test_dtypes[type], true);
+    args->dt_proj.dtype = args->a.dtype = c % 2 ? test_dtypes[type] : FDMA_FLOAT32;
+    if (args->bias_form == FDMA_BIAS_NONE)
+        args->bias = (fdma_tensor){0};
+    if (c % 4 < 2)
+        args->key_valid = (fdma_tensor){0};
+    call_alloc(x, &state);
+    for (int64_t j = 0; j < count_of(args->key_valid); j++)
+        ((uint8_t *)args->key_valid.data)[j] = (kv_len - j) % 3 != 0;
     return true;
 }
 
 static inline bool make_score_backward(call *x, int s, int type, const char *kernel) {
-    const shape *const n = &shapes[s];
-    const int64_t heads = n->kv_heads, width = heads * n->head_dim;
-    const fdma_dtype dtype = problem_dtypes[type], of_a = s % 2 ? dtype : FDMA_FLOAT32;
+    const call_sizes n = {.batch = 2,
+                          .kv_len = shapes[s].kv_len,
+                          .kv_heads = shapes[s].kv_heads,
+                          .head_dim = shapes[s].head_dim};
     uint64_t state = 3;
     fdma_score_backward_args *const args = &x->args.score_backward;
-    *args = (fdma_score_backward_args){
-        .size = sizeof *args,
-        .dbias = new_tensor(FDMA_FLOAT32, 2, heads, n->kv_len, -1),
-        .v = new_tensor(dtype, 2, n->kv_len, heads, n->head_dim),
-        .dt_proj = new_tensor(dtype, heads, width, -1, -1),
-        .a = new_tensor(of_a, heads, -1, -1, -1),
-        .dv = new_tensor(dtype, 2, n->kv_len, heads, n->head_dim),
-        .ddt_proj = new_tensor(dtype, heads, width, -1, -1),
-        .da = new_tensor(of_a, heads, -1, -1, -1),
-        .bias_form = s % 3 ? FDMA_BIAS_EXP : FDMA_BIAS_LINEAR,
-        .exec = {.kernel = kernel},
-    };
-    fill_random(args->dbias, &state, 1);
-    fill_random(args->v, &state, 1);
-    fill_random(args->dt_proj, &state, 0.2F);
-    fill_random(args->a, &state, 1);
+    (void)kernel;
+    args->bias_form = s % 3 ? FDMA_BIAS_EXP : FDMA_BIAS_LINEAR;
+    call_make(x, &n, test_dtypes[type], true);
+    args->key_valid = (fdma_tensor){0};
+    args->a.dtype = args->da.dtype = s % 2 ? test_dtypes[type] : FDMA_FLOAT32;
+    call_alloc(x, &state);
     return true;
 }
 
@@ -158,26 +138,20 @@ typedef struct select_case {
 } select_case;
 
 static inline void fill_select(call *x, const select_case *n) {
+    const call_sizes sizes = {.batch = 2, .kv_len = n->kv_len, .kv_heads = 3};
     uint64_t state = 17;
-    x->operation = operation_select;
-    x->selection = (fdma_selection){.size = sizeof x->selection,
-                                    .expiry = new_output(FDMA_INT32, 2, 3, n->kv_len, -1)};
-    if (n->slotted) {
-        x->selection.slot = new_output(FDMA_INT32, 2, 3, n->kv_len, -1);
-    }
     fdma_select_args *const args = &x->args.select;
-    *args = (fdma_select_args){.size = sizeof *args,
-                               .score = new_tensor(FDMA_FLOAT32, 2, 3, n->kv_len, -1),
-                               .selection = &x->selection,
-                               .window = n->window,
-                               .scope = n->scope};
-    fill_random(args->score, &state, 1);
-    if (n->padded) {
-        args->key_valid = new_tensor(FDMA_UINT8, 2, n->kv_len, -1, -1);
-        for (int64_t j = 0; j < 2 * n->kv_len; j++) {
-            ((uint8_t *)args->key_valid.data)[j] = random_below(&state, 4) > 0;
-        }
-    }
+    x->operation = operation_select;
+    args->window = n->window;
+    args->scope = n->scope;
+    call_make(x, &sizes, FDMA_FLOAT32, true);
+    if (!n->slotted)
+        x->selection.slot = (fdma_tensor){0};
+    if (!n->padded)
+        args->key_valid = (fdma_tensor){0};
+    call_alloc(x, &state);
+    for (int64_t j = 0; j < count_of(args->key_valid); j++)
+        ((uint8_t *)args->key_valid.data)[j] = random_below(&state, 4) > 0;
 }
 
 static const int64_t select_lens[] = {1, 5, 65, 200, 1030};
@@ -229,21 +203,15 @@ static inline bool make_lists(call *x, int c, int type, const char *kernel) {
 
 /* ---- merge and its gradients ---- */
 
-/* Every tensor of the list is filled with numbers. */
 static inline bool make_merge(call *x, int s, int type, const char *kernel) {
-    const shape *const n = &shapes[s];
-    const tensor_table table = fdma_tensors[x->operation];
-    const int64_t heads = n->kv_heads * n->group;
+    const call_sizes n = {.batch = 2,
+                          .q_len = shapes[s].q_len,
+                          .q_heads = shapes[s].kv_heads * shapes[s].group,
+                          .head_dim = shapes[s].head_dim};
     uint64_t state = 4;
     (void)kernel;
-    x->args.size = operations[x->operation].args_size;
-    for (size_t t = 0; t < table.count; t++) {
-        fdma_tensor *const tensor = call_tensor(x, &table.entries[t]);
-        *tensor = strlen(table.entries[t].dims) == 4
-                      ? new_tensor(problem_dtypes[type], 2, n->q_len, heads, n->head_dim)
-                      : new_tensor(FDMA_FLOAT32, 2, heads, n->q_len, -1);
-        fill_random(*tensor, &state, 1);
-    }
+    call_make(x, &n, test_dtypes[type], true);
+    call_alloc(x, &state);
     return true;
 }
 
@@ -254,13 +222,13 @@ typedef bool make_case(call *x, int c, int type, const char *kernel);
 
 typedef struct operation_cases {
     make_case *make;
-    int types; /* the first of problem_dtypes */
+    int types; /* the first of test_dtypes */
     int count;
     bool all; /* every kernel takes every case; otherwise each takes some */
 } operation_cases;
 
 static const operation_cases cases_of[] = {
-    [operation_score] = {make_score, problem_dtype_count,
+    [operation_score] = {make_score, test_dtype_count,
                          TEST_COUNT(lengths) * TEST_COUNT(head_counts) * TEST_COUNT(head_dims),
                          false},
     [operation_select] = {make_select, 1, TEST_COUNT(select_lens) * TEST_COUNT(select_windows) * 8,
@@ -269,13 +237,12 @@ static const operation_cases cases_of[] = {
                          TEST_COUNT(list_lens) * TEST_COUNT(list_windows) * TEST_COUNT(tile_lens) *
                              3,
                          false},
-    [operation_forward] = {make_forward, problem_dtype_count,
+    [operation_forward] = {make_forward, test_dtype_count,
                            TEST_COUNT(forward_shapes) * TEST_COUNT(head_dims), false},
-    [operation_backward] = {make_backward, problem_dtype_count, TEST_COUNT(shapes), true},
-    [operation_score_backward] = {make_score_backward, problem_dtype_count, TEST_COUNT(shapes),
-                                  true},
-    [operation_merge] = {make_merge, problem_dtype_count, TEST_COUNT(shapes), true},
-    [operation_merge_backward] = {make_merge, problem_dtype_count, TEST_COUNT(shapes), true},
+    [operation_backward] = {make_backward, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_score_backward] = {make_score_backward, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_merge] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_merge_backward] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
 };
 
 /* Whether the kernel that a call forces is the one that runs it. A name without "/decode" also
@@ -291,8 +258,8 @@ static inline void check_cases(fdma_operation operation, int step, void (*check)
     const operation_cases *const cases = &cases_of[operation];
     const char *const name = operations[operation].name;
     for (int type = 0; type < cases->types; type++) {
-        const char *const dtype = dtype_name(problem_dtypes[type]);
-        const kernel_list kernels = kernels_for(name, problem_dtypes[type]);
+        const char *const dtype = dtype_name(test_dtypes[type]);
+        const kernel_list kernels = kernels_for(name, test_dtypes[type]);
         for (int k = 0; k < kernels.count; k++) {
             int made = 0, ran = 0;
             for (int c = 0; c < cases->count; c += step) {

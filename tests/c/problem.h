@@ -2,7 +2,7 @@
 #ifndef PROBLEM_H
 #define PROBLEM_H
 
-#include "fixture.h"
+#include "calls.h"
 
 #include <float.h>
 
@@ -23,9 +23,6 @@ typedef struct attended {
     fdma_tensor out, lse;
 } attended;
 
-static const fdma_dtype problem_dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
-enum { problem_dtype_count = 3 };
-
 /* The caller has set sizes, options and dtype; this makes random tensors, contiguous. */
 static inline void problem_fill(problem *x, uint64_t seed) {
     uint64_t state = seed;
@@ -42,9 +39,8 @@ static inline void problem_fill(problem *x, uint64_t seed) {
 
 /* Selects by x->score, with the reference: all kernels select alike. */
 static inline void problem_select(problem *x) {
-    if (x->window < 0) {
+    if (x->window < 0)
         return;
-    }
     x->selection = (fdma_selection){
         .size = sizeof x->selection,
         .expiry = new_output(FDMA_INT32, x->batch, x->kv_heads, x->kv_len, -1),
@@ -135,12 +131,50 @@ static inline int problem_keeps(const problem *x, int64_t b, int64_t g, int64_t 
     return x->causal ? visible && p < expiry : expiry > j;
 }
 
+/* Does query i keep any key? */
+static inline bool keeps_any(const problem *x, int64_t b, int64_t g, int64_t i) {
+    for (int64_t j = 0; j < x->kv_len; j++)
+        if (problem_keeps(x, b, g, i, j))
+            return true;
+    return false;
+}
+
+/* Does any query keep key j? */
+static inline bool is_read(const problem *x, int64_t b, int64_t g, int64_t j) {
+    for (int64_t i = 0; i < x->q_len; i++)
+        if (problem_keeps(x, b, g, i, j))
+            return true;
+    return false;
+}
+
+/* Whether a kernel takes a problem: those of the CPU must. */
+static inline bool problem_is_taken(const problem *x, const char *kernel) {
+    fdma_forward_args args = problem_args(x, kernel);
+    return call_takes(operation_forward, &args);
+}
+
 static inline void spoil_key(fdma_tensor tensor, int64_t b, int64_t j, int64_t g, float value) {
     const int64_t kv_len = tensor.shape[1], kv_heads = tensor.shape[2], head_dim = tensor.shape[3];
     for (int64_t d = 0; d < head_dim; d++) {
         store_float(tensor.data, tensor.dtype, ((b * kv_len + j) * kv_heads + g) * head_dim + d,
                     value);
     }
+}
+
+/* Writes `poison` into the keys that are not read; returns how many there are. */
+static inline int64_t poison_unread(problem *x, float poison) {
+    int64_t unread = 0;
+    for (int64_t key = 0; key < x->batch * x->kv_heads * x->kv_len; key++) {
+        const int64_t j = key % x->kv_len, g = key / x->kv_len % x->kv_heads;
+        const int64_t b = key / x->kv_len / x->kv_heads;
+        if (!is_read(x, b, g, j)) {
+            spoil_key(x->k, b, j, g, poison);
+            spoil_key(x->v, b, j, g, poison);
+            ((float *)x->bias.data)[key] = poison;
+            unread++;
+        }
+    }
+    return unread;
 }
 
 /* The last sequence of a tensor's batch; what is absent stays so. */
@@ -165,33 +199,6 @@ static inline problem last_problem(const problem *x) {
     last.selection.expiry = last_of(x->selection.expiry);
     last.selection.slot = last_of(x->selection.slot);
     return last;
-}
-
-/* What a selection that makes no sense is full of. */
-typedef enum corruption {
-    any_bits,
-    near_keys, /* in and just outside of the sequence */
-    all_alive, /* far more keys than the window says */
-    all_lowest,
-    all_highest,
-    all_zero,
-    corruption_count,
-} corruption;
-
-static inline void corrupt(fdma_tensor tensor, corruption how, uint64_t *state) {
-    int32_t *const data = tensor.data;
-    const int64_t len = tensor.shape[2];
-    for (int64_t i = 0; i < count_of(tensor); i++) {
-        const int32_t values[corruption_count] = {
-            (int32_t)(uint32_t)random_bits(state),
-            (int32_t)random_below(state, len + 20) - 10,
-            (int32_t)len,
-            INT32_MIN,
-            INT32_MAX,
-            0,
-        };
-        data[i] = values[how];
-    }
 }
 
 #endif /* PROBLEM_H */

@@ -56,15 +56,13 @@ __attribute__((format(printf, 1, 2))) static inline void test_context(const char
 
 __attribute__((format(printf, 3, 4))) static inline void test_fail(const char *file, int line,
                                                                    const char *format, ...) {
-    if (test_state.failures++ >= test_reports) {
+    if (test_state.failures++ >= test_reports)
         return;
-    }
     va_list list;
     va_start(list, format);
     printf("%s:%d: ", file, line);
-    if (test_state.context[0] != '\0') {
+    if (test_state.context[0] != '\0')
         printf("[%s] ", test_state.context);
-    }
     vprintf(format, list);
     printf("\n");
     va_end(list);
@@ -72,18 +70,16 @@ __attribute__((format(printf, 3, 4))) static inline void test_fail(const char *f
 
 static inline int test_true(int holds, const char *file, int line, const char *text) {
     test_state.checks++;
-    if (!holds) {
+    if (!holds)
         test_fail(file, line, "%s", text);
-    }
     return holds;
 }
 
 static inline int test_int(long long actual, long long want, const char *file, int line,
                            const char *text) {
     test_state.checks++;
-    if (actual != want) {
+    if (actual != want)
         test_fail(file, line, "%s is %lld, want %lld", text, actual, want);
-    }
     return actual == want;
 }
 
@@ -93,9 +89,8 @@ static inline int test_near(double actual, double want, double tolerance, const 
     test_state.checks++;
     const int near =
         isinf(want) ? actual == want : fabs(actual - want) <= tolerance && tolerance < INFINITY;
-    if (!near) {
+    if (!near)
         test_fail(file, line, "%s is %.9g, want %.9g within %.3g", text, actual, want, tolerance);
-    }
     return near;
 }
 
@@ -122,9 +117,8 @@ static inline int test_has_word(const char *text, const char *word) {
     const size_t length = strlen(word);
     for (const char *at = strstr(text, word); at != NULL; at = strstr(at + 1, word)) {
         const int begins = at == text || !test_is_word_char(at[-1]) || !test_is_word_char(word[0]);
-        if (begins && !test_is_word_char(at[length])) {
+        if (begins && !test_is_word_char(at[length]))
             return 1;
-        }
     }
     return 0;
 }
@@ -132,9 +126,8 @@ static inline int test_has_word(const char *text, const char *word) {
 static inline int test_word(const char *text, const char *word, const char *file, int line) {
     test_state.checks++;
     const int found = test_has_word(text, word);
-    if (!found) {
+    if (!found)
         test_fail(file, line, "\"%s\" does not say \"%s\"", text, word);
-    }
     return found;
 }
 

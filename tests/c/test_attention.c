@@ -1,170 +1,137 @@
 /* test_attention.c - fdma_attention() against its three steps, and fdma_score() at known points. */
-#include "fixture.h"
+#include "calls.h"
 
 #include <float.h>
 
-static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
-
-typedef struct sizes {
-    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim, window;
+typedef struct attention_case {
+    call_sizes sizes;
+    int64_t window;
     int causal;
     fdma_scope scope;
     int padded;
-} sizes;
+} attention_case;
 
-static const sizes cases[] = {
-    {2, 60, 60, 4, 2, 32, 13, 1, FDMA_SCOPE_CAUSAL, 0},
-    {1, 33, 90, 3, 1, 64, 90, 1, FDMA_SCOPE_CAUSAL, 0},
-    {2, 41, 70, 4, 4, 16, 20, 0, FDMA_SCOPE_GLOBAL, 1},
-    {1, 50, 50, 2, 1, 40, 9, 1, FDMA_SCOPE_GLOBAL, 1},
-    {2, 50, 50, 2, 1, 24, 1, 1, FDMA_SCOPE_CAUSAL, 1},
-    {1, 40, 60, 2, 1, 16, 9, 1, FDMA_SCOPE_DEFAULT, 0},
-    {1, 40, 60, 2, 1, 16, 9, 0, FDMA_SCOPE_DEFAULT, 0},
+static const attention_case cases[] = {
+    {{2, 60, 60, 4, 2, 32, 0, 0}, 13, 1, FDMA_SCOPE_CAUSAL, 0},
+    {{1, 33, 90, 3, 1, 64, 0, 0}, 90, 1, FDMA_SCOPE_CAUSAL, 0},
+    {{2, 41, 70, 4, 4, 16, 0, 0}, 20, 0, FDMA_SCOPE_GLOBAL, 1},
+    {{1, 50, 50, 2, 1, 40, 0, 0}, 9, 1, FDMA_SCOPE_GLOBAL, 1},
+    {{2, 50, 50, 2, 1, 24, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1},
+    {{1, 40, 60, 2, 1, 16, 0, 0}, 9, 1, FDMA_SCOPE_DEFAULT, 0},
+    {{1, 40, 60, 2, 1, 16, 0, 0}, 9, 0, FDMA_SCOPE_DEFAULT, 0},
 };
 
 /* What the default stands for. */
-static fdma_scope scope_of(const sizes *n) {
+static fdma_scope scope_of(const attention_case *n) {
     if (n->scope != FDMA_SCOPE_DEFAULT)
         return n->scope;
     return n->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
 }
 
-static fdma_tensor new_scores(const sizes *n) {
-    return new_output(FDMA_FLOAT32, n->batch, n->kv_heads, n->kv_len, -1);
-}
-
-static fdma_selection new_selection(const sizes *n) {
-    return (fdma_selection){
-        .size = sizeof(fdma_selection),
-        .expiry = new_output(FDMA_INT32, n->batch, n->kv_heads, n->kv_len, -1),
-        .slot = new_output(FDMA_INT32, n->batch, n->kv_heads, n->kv_len, -1),
-    };
-}
-
-static fdma_attention_args new_args(const sizes *n, fdma_dtype dtype, fdma_bias_form form,
-                                    const char *kernel) {
+/* Gives a call tensors and memory, without those that the bias form and the case do not have. */
+static void fill_call(call *x, const attention_case *n, fdma_dtype dtype, fdma_bias_form form) {
     uint64_t state = 41;
-    fdma_attention_args args = {
-        .size = sizeof args,
-        .q = new_tensor(dtype, n->batch, n->q_len, n->q_heads, n->head_dim),
-        .k = new_tensor(dtype, n->batch, n->kv_len, n->kv_heads, n->head_dim),
-        .v = new_tensor(dtype, n->batch, n->kv_len, n->kv_heads, n->head_dim),
-        .dt_proj = new_tensor(dtype, n->kv_heads, n->kv_heads * n->head_dim, -1, -1),
-        .a = new_tensor(FDMA_FLOAT32, n->kv_heads, -1, -1, -1),
-        .out = new_output(dtype, n->batch, n->q_len, n->q_heads, n->head_dim),
-        .lse = new_output(FDMA_FLOAT32, n->batch, n->q_heads, n->q_len, -1),
-        .window = n->window,
-        .scope = n->scope,
-        .bias_form = form,
-        .causal = n->causal,
-        .softcap = 3,
-        .exec = {.kernel = kernel},
+    call_make(x, &n->sizes, dtype, true);
+    fdma_tensor *const bias = call_tensor_named(x, "bias");
+    fdma_tensor *const valid = call_tensor_named(x, "key_valid");
+    if (bias != NULL && form == FDMA_BIAS_NONE)
+        *bias = (fdma_tensor){0};
+    if (!n->padded)
+        *valid = (fdma_tensor){0};
+    call_alloc(x, &state);
+    for (int64_t i = 0; i < count_of(*valid); i++)
+        ((uint8_t *)valid->data)[i] = random_below(&state, 4) > 0;
+}
+
+static void make_fused(call *x, const attention_case *n, fdma_dtype dtype, fdma_bias_form form,
+                       const char *kernel) {
+    *x = (call){.operation = operation_attention,
+                .args.attention = {.window = n->window,
+                                   .scope = n->scope,
+                                   .bias_form = form,
+                                   .causal = n->causal,
+                                   .softcap = 3,
+                                   .exec = {.kernel = kernel}}};
+    fill_call(x, n, dtype, form);
+}
+
+typedef struct three_steps {
+    call score, select, forward;
+} three_steps;
+
+/* The three calls with the inputs of a fused one. */
+static void run_steps(three_steps *steps, call *fused, const attention_case *n) {
+    const fdma_attention_args *const args = &fused->args.attention;
+    const fdma_dtype dtype = args->q.dtype;
+    const fdma_exec exec = {.kernel = args->exec.kernel};
+    *steps = (three_steps){
+        .score = {.operation = operation_score,
+                  .args.score = {.bias_form = args->bias_form, .exec = exec}},
+        .select = {.operation = operation_select,
+                   .args.select = {.window = n->window, .scope = scope_of(n), .exec = exec}},
+        .forward = {.operation = operation_forward,
+                    .args.forward = {.softcap = args->softcap, .causal = n->causal, .exec = exec}},
     };
-    fill_random(args.q, &state, 2);
-    fill_random(args.k, &state, 2);
-    fill_random(args.v, &state, 2);
-    fill_random(args.dt_proj, &state, 0.5F);
-    fill_random(args.a, &state, 1);
-    if (n->padded) {
-        args.key_valid = new_tensor(FDMA_UINT8, n->batch, n->kv_len, -1, -1);
-        for (int64_t i = 0; i < count_of(args.key_valid); i++) {
-            ((uint8_t *)args.key_valid.data)[i] = random_below(&state, 4) > 0;
-        }
+    call *const calls[] = {&steps->score, &steps->select, &steps->forward};
+    for (int i = 0; i < TEST_COUNT(calls); i++) {
+        fill_call(calls[i], n, dtype, args->bias_form);
+        call_take_inputs(calls[i], fused);
     }
-    return args;
+    CHECK_OK(call_run(&steps->score));
+    steps->select.args.select.score = steps->score.args.score.score;
+    CHECK_OK(call_run(&steps->select));
+    steps->forward.args.forward.bias = steps->score.args.score.bias;
+    steps->forward.selection = steps->select.selection;
+    CHECK_OK(call_run(&steps->forward));
 }
 
-/* The three calls with the fields of `args`, into outputs of their own. */
-static void three_steps(const fdma_attention_args *args, const sizes *n,
-                        fdma_attention_args *steps) {
-    const int biased = args->bias_form != FDMA_BIAS_NONE;
-    static fdma_selection selection;
-    selection = new_selection(n);
-    *steps = *args;
-    steps->selection = &selection;
-    steps->score = new_scores(n);
-    steps->bias = biased ? new_scores(n) : (fdma_tensor){0};
-    steps->out = new_output(args->q.dtype, n->batch, n->q_len, n->q_heads, n->head_dim);
-    steps->lse = new_output(FDMA_FLOAT32, n->batch, n->q_heads, n->q_len, -1);
-    fdma_score_args score = {.size = sizeof score,
-                             .v = args->v,
-                             .dt_proj = args->dt_proj,
-                             .a = args->a,
-                             .key_valid = args->key_valid,
-                             .score = steps->score,
-                             .bias = steps->bias,
-                             .bias_form = args->bias_form,
-                             .exec = {.kernel = args->exec.kernel}};
-    fdma_select_args select = {.size = sizeof select,
-                               .score = steps->score,
-                               .key_valid = args->key_valid,
-                               .selection = &selection,
-                               .window = args->window,
-                               .scope = scope_of(n),
-                               .exec = score.exec};
-    fdma_forward_args forward = {.size = sizeof forward,
-                                 .q = args->q,
-                                 .k = args->k,
-                                 .v = args->v,
-                                 .bias = steps->bias,
-                                 .key_valid = args->key_valid,
-                                 .out = steps->out,
-                                 .lse = steps->lse,
-                                 .selection = &selection,
-                                 .scale = args->scale,
-                                 .softcap = args->softcap,
-                                 .causal = args->causal,
-                                 .exec = score.exec};
-    CHECK_OK(run_score(&score));
-    CHECK_OK(run_select(&select));
-    CHECK_OK(run_forward(&forward));
-}
-
-static void check_equal(fdma_tensor actual, fdma_tensor want) {
-    CHECK_BYTES(actual.data, want.data, bytes_of(want));
+/* Outputs that are called alike are equal. */
+static void check_as_steps(call *fused, three_steps *steps) {
+    call *const calls[] = {&steps->score, &steps->select, &steps->forward};
+    const tensor_table table = fdma_tensors[operation_attention];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
+        const fdma_tensor actual = *call_tensor(fused, entry);
+        fdma_tensor want = {0};
+        if (!is_output(entry) || actual.rank == 0)
+            continue;
+        for (int i = TEST_COUNT(calls) - 1; i >= 0; i--) /* the first has it as an output */
+            if (call_tensor_named(calls[i], entry->name) != NULL)
+                want = *call_tensor_named(calls[i], entry->name);
+        if (!CHECK(want.rank > 0 && same_tensor(actual, want)))
+            printf("    %s\n", entry->name);
+    }
 }
 
 /* With every output asked for, with only `out`, and in between: the rest lives in the workspace. */
-static void compare_with_steps(const sizes *n, fdma_dtype dtype, fdma_bias_form form,
+static void compare_with_steps(const attention_case *n, fdma_dtype dtype, fdma_bias_form form,
                                const char *kernel) {
-    fdma_attention_args args = new_args(n, dtype, form, kernel), steps;
-    three_steps(&args, n, &steps);
+    three_steps steps;
+    call fused, bare, some;
+    make_fused(&fused, n, dtype, form, kernel);
+    run_steps(&steps, &fused, n);
+    CHECK_OK(call_run(&fused));
+    check_as_steps(&fused, &steps);
+    CHECK_INT(fused.selection.window, n->window);
+    CHECK_INT(fused.selection.kv_len, n->sizes.kv_len);
+    CHECK_INT(fused.selection.scope, scope_of(n));
 
-    fdma_selection selection = new_selection(n);
-    args.score = new_scores(n);
-    args.bias = form == FDMA_BIAS_NONE ? (fdma_tensor){0} : new_scores(n);
-    args.selection = &selection;
-    CHECK_OK(run_attention(&args));
-    check_equal(args.out, steps.out);
-    check_equal(args.lse, steps.lse);
-    check_equal(args.score, steps.score);
-    check_equal(args.bias, steps.bias);
-    check_equal(selection.expiry, steps.selection->expiry);
-    check_equal(selection.slot, steps.selection->slot);
-    CHECK_INT(selection.window, n->window);
-    CHECK_INT(selection.kv_len, n->kv_len);
-    CHECK_INT(selection.scope, scope_of(n));
+    make_fused(&bare, n, dtype, form, kernel);
+    bare.args.attention.lse = bare.args.attention.score = (fdma_tensor){0};
+    bare.args.attention.bias = (fdma_tensor){0};
+    call_drop_selection(&bare);
+    CHECK_OK(call_run(&bare));
+    check_as_steps(&bare, &steps);
 
-    fdma_attention_args bare = new_args(n, dtype, form, kernel);
-    bare.lse = (fdma_tensor){0};
-    CHECK_OK(run_attention(&bare));
-    check_equal(bare.out, steps.out);
-
-    fdma_attention_args partial = new_args(n, dtype, form, kernel);
-    fdma_selection no_slots = new_selection(n);
-    no_slots.slot = (fdma_tensor){0};
-    partial.selection = &no_slots;
-    partial.score = new_scores(n);
-    CHECK_OK(run_attention(&partial));
-    check_equal(partial.out, steps.out);
-    check_equal(partial.score, steps.score);
-    check_equal(no_slots.expiry, steps.selection->expiry);
+    make_fused(&some, n, dtype, form, kernel);
+    some.args.attention.bias = some.selection.slot = (fdma_tensor){0};
+    CHECK_OK(call_run(&some));
+    check_as_steps(&some, &steps);
 }
 
 static void one_call_is_three(void) {
     static const fdma_bias_form forms[] = {FDMA_BIAS_EXP, FDMA_BIAS_LINEAR, FDMA_BIAS_NONE};
     for (int i = 0; i < TEST_COUNT(cases) * 3 * 3; i++) {
-        const fdma_dtype dtype = dtypes[i % 3];
+        const fdma_dtype dtype = test_dtypes[i % 3];
         const kernel_list kernels = kernels_for("forward", dtype);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             const fdma_bias_form form = forms[i / 3 % 3];
@@ -179,18 +146,18 @@ static void one_call_is_three(void) {
 /* a = 0, as at the start of a training: every score ties, and the window is a sliding one. */
 static void untrained_scores_slide(void) {
     const kernel_list kernels = kernels_of("forward");
-    const sizes n = {1, 40, 40, 2, 1, 8, 6, 1, FDMA_SCOPE_CAUSAL, 0};
+    const attention_case n = {{1, 40, 40, 2, 1, 8, 0, 0}, 6, 1, FDMA_SCOPE_CAUSAL, 0};
     for (int kernel = 0; kernel < kernels.count; kernel++) {
+        call x;
         test_context("%s", kernels.name[kernel]);
-        fdma_attention_args args = new_args(&n, FDMA_FLOAT32, FDMA_BIAS_EXP, kernels.name[kernel]);
-        fdma_selection selection = new_selection(&n);
-        args.selection = &selection;
-        memset(args.a.data, 0, bytes_of(args.a));
-        CHECK_OK(run_attention(&args));
-        for (int64_t j = 0; j < n.kv_len; j++) {
+        make_fused(&x, &n, FDMA_FLOAT32, FDMA_BIAS_EXP, kernels.name[kernel]);
+        memset(x.args.attention.a.data, 0, bytes_of(x.args.attention.a));
+        CHECK_OK(call_run(&x));
+        for (int64_t j = 0; j < n.sizes.kv_len; j++) {
             const int64_t out_at = j + n.window;
-            CHECK_INT(((int32_t *)selection.expiry.data)[j], out_at < n.kv_len ? out_at : n.kv_len);
-            CHECK_INT(((int32_t *)selection.slot.data)[j], j % n.window);
+            CHECK_INT(((int32_t *)x.selection.expiry.data)[j],
+                      out_at < n.sizes.kv_len ? out_at : n.sizes.kv_len);
+            CHECK_INT(((int32_t *)x.selection.slot.data)[j], j % n.window);
         }
     }
 }
@@ -215,9 +182,8 @@ static void score_at_known_points(void) {
                 .bias_form = FDMA_BIAS_EXP,
                 .exec = {.kernel = kernels.name[kernel]},
             };
-            for (int64_t j = 0; j < 5; j++) {
+            for (int64_t j = 0; j < 5; j++)
                 store_float(args.v.data, FDMA_FLOAT32, j * 8 + 2, points[i]);
-            }
             ((float *)args.dt_proj.data)[2] = 1;
             ((float *)args.a.data)[0] = -0.5F;
             CHECK_OK(run_score(&args));
@@ -256,41 +222,26 @@ static void bias_may_overflow(void) {
 }
 
 /* Padding is not read: z is -inf, and the bias what becomes of it. */
-static void invalid_keys_score_nothing(void) {
-    const kernel_list kernels = kernels_of("score");
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int type = 0; type < TEST_COUNT(dtypes); type++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(dtypes[type]));
-            const sizes n = {1, 1, 20, 1, 2, 16, 1, 1, FDMA_SCOPE_CAUSAL, 1};
-            const fdma_attention_args made =
-                new_args(&n, dtypes[type], FDMA_BIAS_EXP, kernels.name[kernel]);
-            fdma_score_args args = {.size = sizeof args,
-                                    .v = made.v,
-                                    .dt_proj = made.dt_proj,
-                                    .a = made.a,
-                                    .key_valid = made.key_valid,
-                                    .score = new_scores(&n),
-                                    .bias = new_scores(&n),
-                                    .exec = made.exec};
-            const uint8_t *valid = made.key_valid.data;
-            for (int64_t i = 0; i < n.kv_len * 32; i++) {
-                if (!valid[i / 32]) {
-                    store_float(made.v.data, dtypes[type], i, NAN);
-                }
-            }
-            CHECK_OK(run_score(&args));
-            for (int64_t i = 0; i < 2 * n.kv_len; i++) {
-                const float score = ((float *)args.score.data)[i];
-                const float bias = ((float *)args.bias.data)[i];
-                if (valid[i % n.kv_len]) {
-                    CHECK(isfinite(score) && bias > 0);
-                } else {
-                    CHECK(score == -INFINITY && bias == 0);
-                }
-            }
-        }
+static void check_invalid(const char *kernel, fdma_dtype dtype) {
+    const attention_case n = {{1, 1, 20, 1, 2, 16, 0, 0}, 1, 1, FDMA_SCOPE_CAUSAL, 1};
+    call x = {.operation = operation_score, .args.score = {.exec = {.kernel = kernel}}};
+    fill_call(&x, &n, dtype, FDMA_BIAS_EXP);
+    const fdma_score_args *const args = &x.args.score;
+    const uint8_t *valid = args->key_valid.data;
+    for (int64_t i = 0; i < count_of(args->v); i++)
+        if (!valid[i / 32])
+            store_float(args->v.data, dtype, i, NAN);
+    CHECK_OK(call_run(&x));
+    for (int64_t i = 0; i < count_of(args->score); i++) {
+        const float score = ((float *)args->score.data)[i], bias = ((float *)args->bias.data)[i];
+        if (valid[i % n.sizes.kv_len])
+            CHECK(isfinite(score) && bias > 0);
+        else
+            CHECK(score == -INFINITY && bias == 0);
     }
 }
+
+static void invalid_keys_score_nothing(void) { for_each_kernel("score", check_invalid); }
 
 static const test_entry tests[] = {
     TEST(one_call_is_three), TEST(untrained_scores_slide),     TEST(score_at_known_points),

@@ -69,9 +69,9 @@ static void backward_is_the_derivative_of_forward(void) {
 
 /* Its error is a tolerance elsewhere, and must itself be small. */
 static void the_plain_evaluation_is_near_the_reference(void) {
-    for (int i = 0; i < TEST_COUNT(cases) * problem_dtype_count; i++) {
-        const int index = i / problem_dtype_count;
-        const fdma_dtype dtype = problem_dtypes[i % problem_dtype_count];
+    for (int i = 0; i < TEST_COUNT(cases) * test_dtype_count; i++) {
+        const int index = i / test_dtype_count;
+        const fdma_dtype dtype = test_dtypes[i % test_dtype_count];
         if (is_tiny(index)) {
             test_context("%s %s", cases[index].name, dtype_name(dtype));
             const tiny_case tiny = tiny_of(index, dtype);

@@ -78,7 +78,7 @@ static void gradients_are_the_references(void) {
     uint64_t state = 5;
     const char *const only = getenv("FDMA_TEST_KERNEL");
     for (int round = 0; round < rounds; round++) {
-        const fdma_dtype dtype = problem_dtypes[round % problem_dtype_count];
+        const fdma_dtype dtype = test_dtypes[round % test_dtype_count];
         const kernel_list kernels = kernels_for("backward", dtype);
         const backward_problem y = random_problem(&state, dtype);
         const gradients want = run_problem(&y, "reference", 1);

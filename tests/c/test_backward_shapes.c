@@ -1,81 +1,137 @@
-/* test_backward_shapes.c - every backward kernel of the CPU, in every dtype that it takes, on the
- * cases where such kernels go wrong: its gradients are right, and their bits do not depend on what
- * must not matter. */
+/* test_backward_shapes.c - every backward kernel, in every dtype that it takes, on the cases where
+ * such kernels go wrong: its gradients are right, and their bits do not depend on what must not
+ * matter. All calls are deterministic, but for those that say so: only a device has another form,
+ * whose bits may differ from run to run. */
+#include "backend.h"
 #include "gradient_properties.h"
-
-static fdma_status run_here(fdma_backward_args *args) {
-    size_t bytes = 0;
-    FDMA_TRY(fdma_backward_workspace(args, &bytes));
-    exec_alloc(&args->exec, bytes);
-    memset(args->exec.workspace, gradient_backend.fill, bytes);
-    return fdma_backward(args);
-}
-
-static fdma_status ask_here(fdma_backward_args *args, size_t *bytes) {
-    return fdma_backward_workspace(args, bytes);
-}
 
 typedef void (*property)(const gradient_problem *p, const char *kernel);
 
-/* The reference is slow, and computes in double whatever the dtype: it is tested in one of them. */
-static kernel_list backward_kernels(fdma_dtype dtype) {
-    kernel_list all = kernels_for("backward", dtype), some = {.count = 0};
-    for (int i = 0; i < all.count; i++)
-        if (dtype == FDMA_FLOAT32 || strcmp(all.name[i], "reference") != 0)
-            some.name[some.count++] = all.name[i];
-    return some;
-}
+static bool is_reference(const char *kernel) { return strcmp(kernel, "reference") == 0; }
 
-static void for_each_kernel(void (*run)(const char *kernel, fdma_dtype dtype)) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = backward_kernels(problem_dtypes[type]);
-        for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
-            run(kernels.name[kernel], problem_dtypes[type]);
-            test_free_all();
-        }
-    }
-}
-
-/* Every stride-th case: some properties are slow to test and depend on little of the shape. */
-static void for_some_cases(property holds, int stride) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const fdma_dtype dtype = problem_dtypes[type];
-        const kernel_list kernels = backward_kernels(dtype);
-        for (int n = 0; n < TEST_COUNT(gradient_cases); n += stride) {
+/* Calls `holds` for every stride-th case that a kernel takes: some properties are slow to test on a
+ * device, or depend on little of the shape. The reference is slow, and computes in double whatever
+ * the dtype: it is tested in one of them. */
+static void for_some_cases(property holds, int deterministic, int stride) {
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        const fdma_dtype dtype = test_dtypes[type];
+        const kernel_list kernels = kernels_for("backward", dtype);
+        int taken[kernel_limit] = {0};
+        for (int n = 0; n < TEST_COUNT(gradient_cases); n++) {
             const problem x = case_problem(find_case(gradient_cases[n]), dtype);
-            const gradient_problem p = gradient_of(&x, (n + type) % 2);
-            for (int kernel = 0; kernel < kernels.count; kernel++) {
-                test_context("%s %s, %s", kernels.name[kernel], dtype_name(dtype),
-                             gradient_cases[n]);
-                holds(&p, kernels.name[kernel]);
+            gradient_problem p = gradient_of(&x, (n + type) % 2);
+            p.deterministic = deterministic;
+            for (int i = 0; i < kernels.count; i++) {
+                test_context("%s %s, %s", kernels.name[i], dtype_name(dtype), gradient_cases[n]);
+                if ((type == 0 || !is_reference(kernels.name[i])) &&
+                    gradient_is_taken(&p, kernels.name[i]) && taken[i]++ % stride == 0)
+                    holds(&p, kernels.name[i]);
             }
             test_free_all();
         }
+        for (int i = 0; i < kernels.count; i++) {
+            test_context("%s %s", kernels.name[i], dtype_name(dtype));
+            CHECK(taken[i] > 0 || is_reference(kernels.name[i]));
+        }
     }
 }
 
-static void for_each_case(property holds) { for_some_cases(holds, 1); }
+static void for_each_case(property holds, int device_stride) {
+    for_some_cases(holds, 1, test_backend.run != NULL ? device_stride : 1);
+}
 
-static void gradients_are_right(void) { for_each_case(check_right); }
-static void runs_and_threads_are_equal(void) { for_each_case(check_repeats); }
-static void each_sequence_is_alone(void) { for_each_case(check_alone); }
-static void gradients_accumulate(void) { for_each_case(check_accumulated); }
-static void bias_and_its_gradient_are_optional(void) { for_each_case(check_optional); }
-static void memory_order_does_not_matter(void) { for_each_case(check_layouts); }
-static void nan_rows_stay_with_their_keys(void) { for_each_case(check_nan_row); }
+static void gradients_are_right(void) { for_each_case(check_right, 1); }
+static void runs_and_threads_are_equal(void) { for_each_case(check_repeats, 3); }
+static void each_sequence_is_alone(void) { for_each_case(check_alone, 1); }
+static void gradients_accumulate(void) { for_each_case(check_accumulated, 5); }
+static void bias_and_its_gradient_are_optional(void) { for_each_case(check_optional, 5); }
+static void memory_order_does_not_matter(void) { for_each_case(check_layouts, 3); }
+static void nan_rows_stay_with_their_keys(void) { for_each_case(check_nan_row, 3); }
+static void corrupt_selections_stay_inside(void) {
+    for_some_cases(check_corrupt, 1, test_backend.run != NULL ? 17 : 5);
+}
 
-static void corrupt_selections_stay_inside(void) { for_some_cases(check_corrupt, 5); }
+/* ---- keys that none keeps ---- */
 
 static void check_unread_cases(const char *kernel, fdma_dtype dtype) {
     for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
-        test_context("%s %s, unread case %d", kernel, dtype_name(dtype), s);
-        check_unread(unread_cases[s], kernel, dtype);
+        test_context("%s %s, %s", kernel, dtype_name(dtype), unread_cases[s]);
+        if (dtype == FDMA_FLOAT32 || !is_reference(kernel))
+            check_unread(unread_cases[s], kernel, dtype);
     }
 }
 
-static void unread_keys_do_not_show(void) { for_each_kernel(check_unread_cases); }
-static void read_keys_show(void) { for_each_kernel(check_read_shows); }
+static void unread_keys_do_not_show(void) { for_each_kernel("backward", check_unread_cases); }
+static void read_keys_show(void) { for_each_kernel("backward", check_read_shows); }
+
+/* ---- calls that are not deterministic ---- */
+
+/* There are no bits to compare with: what is poisoned is not finite. */
+static void check_unread_fast(const char *kernel, fdma_dtype dtype) {
+    for (int s = 0; s < TEST_COUNT(unread_cases); s++) {
+        problem x = unread_problem(unread_cases[s], dtype);
+        const gradient_problem p = gradient_of(&x, 1);
+        test_context("%s %s, %s", kernel, dtype_name(dtype), unread_cases[s]);
+        if (test_dtypes[1 + s % 2] != dtype || !gradient_is_taken(&p, kernel))
+            continue;
+        CHECK(poison_unread(&x, NAN) > 0);
+        const gradients got = gradient_run(&p, kernel, 1);
+        for (int t = 0; t < TEST_COUNT(got.all); t++)
+            for (int64_t i = 0; i < count_of(got.all[t]); i++)
+                CHECK(isfinite(load_double(got.all[t].data, got.all[t].dtype, i)));
+        check_unread_zero(&x, got);
+    }
+}
+
+static void fast_gradients_are_right(void) { for_some_cases(check_right, 0, 1); }
+static void unread_keys_do_not_show_in_fast_gradients(void) {
+    for_each_kernel("backward", check_unread_fast);
+}
+static void corrupt_selections_stay_inside_in_fast_calls(void) {
+    for_some_cases(run_corrupt, 0, 19);
+}
+
+/* ---- more query blocks than a device has room for at once ---- */
+
+/* A thread block then computes the arriving keys of several query blocks, of a sequence by itself
+ * those of one; in between are query blocks in which none arrives. */
+static const shape_case large_cases[] = {
+    SHAPE("saw", 44, 390, 390, 8, 8, 64, 20, CAUSAL, LINEAR, 0, SAW, PLAIN, NONE),
+    SHAPE("falling", 44, 390, 390, 8, 8, 64, 150, CAUSAL, LINEAR, 0, FALLING, PLAIN, NONE),
+    SHAPE("wide", 22, 390, 390, 8, 8, 256, 90, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
+};
+
+static void check_large(const char *kernel, fdma_dtype dtype) {
+    for (int s = 0; s < TEST_COUNT(large_cases) && dtype == FDMA_BFLOAT16; s++) {
+        const problem x = shape_problem(&large_cases[s], 91, dtype);
+        gradient_problem p = gradient_of(&x, 1);
+        p.deterministic = 1;
+        test_context("%s, %s", kernel, large_cases[s].name);
+        if (gradient_is_taken(&p, kernel))
+            check_alone(&p, kernel);
+    }
+}
+
+static void many_query_blocks_are_each_alone(void) { for_each_kernel("backward", check_large); }
+
+/* In a selection whose keys all leave at once, later lists have fewer keys than those before, which
+ * no selection of this library has: blocks that wait for one another must still end. */
+static void check_leaving(const char *kernel, fdma_dtype dtype) {
+    const shape_case n =
+        SHAPE("leave", 8, 1024, 1024, 32, 32, 8, 200, CAUSAL, LINEAR, 0, IID, PLAIN, NONE);
+    if (dtype != FDMA_BFLOAT16)
+        return;
+    const problem x = shape_problem(&n, 91, dtype);
+    gradient_problem p = gradient_of(&x, 0);
+    int32_t *const expiry = p.x.selection.expiry.data;
+    for (int64_t i = 0; i < count_of(p.x.selection.expiry); i++)
+        expiry[i] = expiry[i] < 896 ? expiry[i] : 896;
+    for (p.deterministic = 0; p.deterministic < 2; p.deterministic++)
+        if (gradient_is_taken(&p, kernel))
+            gradient_run(&p, kernel, 1);
+}
+
+static void keys_that_all_leave_stop_nothing(void) { for_each_kernel("backward", check_leaving); }
 
 /* ---- what the fused call, and in it that of scores, adds to ---- */
 
@@ -114,7 +170,9 @@ static void check_fused_accumulated(const char *kernel, fdma_dtype dtype) {
         check_added(sum[i], held[i], alone[i]);
 }
 
-static void the_fused_call_accumulates(void) { for_each_kernel(check_fused_accumulated); }
+static void the_fused_call_accumulates(void) {
+    for_each_kernel("backward", check_fused_accumulated);
+}
 
 static const test_entry tests[] = {
     TEST(gradients_are_right),
@@ -130,9 +188,24 @@ static const test_entry tests[] = {
     TEST(nan_rows_stay_with_their_keys),
 };
 
-int main(void) {
-    gradient_backend.run = run_here;
-    gradient_backend.ask = ask_here;
-    gradient_backend.most_threads = 5;
-    return test_run(tests, TEST_COUNT(tests));
+static const test_entry device_tests[] = {
+    TEST(gradients_are_right),
+    TEST(runs_and_threads_are_equal),
+    TEST(each_sequence_is_alone),
+    TEST(gradients_accumulate),
+    TEST(bias_and_its_gradient_are_optional),
+    TEST(memory_order_does_not_matter),
+    TEST(unread_keys_do_not_show),
+    TEST(corrupt_selections_stay_inside),
+    TEST(nan_rows_stay_with_their_keys),
+    TEST(fast_gradients_are_right),
+    TEST(unread_keys_do_not_show_in_fast_gradients),
+    TEST(corrupt_selections_stay_inside_in_fast_calls),
+    TEST(many_query_blocks_are_each_alone),
+    TEST(keys_that_all_leave_stop_nothing),
+};
+
+int main(int argc, char **argv) {
+    return argc > 1 ? test_run_backend(argc, argv, device_tests, TEST_COUNT(device_tests))
+                    : test_run(tests, TEST_COUNT(tests));
 }

@@ -1,274 +1,194 @@
-/* test_cuda.c - attention on a CUDA device: on every case each row gives the same bits again, stays
- * within its outputs, answers a sequence as if it were alone and reads no key that none keeps.
- * (`fdma check --device cuda` walks the same cases for accuracy.) */
+/* test_cuda.c - what only calls on a CUDA device can show: hundreds of runs of long problems give
+ * the same bits, and biases of any size count. (The programs that tests/CMakeLists.txt also runs
+ * with the argument "cuda" test the kernels of a device like those of the CPU.) */
 #include "cases.h"
 #include "device.h"
-#include "unread.h"
+#include "gradient.h"
 
-static void every_operation_has_rows(void) {
-    CHECK(device_kernels("score").count > 0);
-    CHECK(device_kernels("select").count > 0);
-    CHECK(device_kernels("lists").count > 0);
-    CHECK(device_kernels("forward").count > 0);
+static void every_operation_has_kernels(void) {
+    for (int operation = 0; operation < operation_attention; operation++)
+        CHECK(kernels_of(operations[operation].name).count > 0);
 }
 
-/* For each row, type and case that the row takes. */
-static void for_each_case(void (*check)(const problem *host, const problem *on_device,
-                                        const char *kernel)) {
-    const kernel_list kernels = device_kernels("forward");
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        int taken = 0;
-        for (int i = 0; i < TEST_COUNT(cases) * device_dtype_count; i++) {
-            const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
-            const int index = i / device_dtype_count;
-            test_context("%s %s %s", kernels.name[kernel], cases[index].name, dtype_name(dtype));
-            const problem x = case_problem(index, dtype);
-            if (device_takes(&x, kernels.name[kernel])) {
-                const problem on_device = device_problem(&x);
-                check(&x, &on_device, kernels.name[kernel]);
-                taken++;
-            }
-            device_free_both();
-        }
-        test_context("%s", kernels.name[kernel]);
-        CHECK(taken > 0);
+/* Outputs hold before each run what they hold on the host. */
+static void check_runs(const call *host, int runs) {
+    call first, again, there;
+    call_copy(&first, host);
+    call_own_outputs(&first);
+    call_copy(&again, &first);
+    call_own_outputs(&again);
+    device_copy_call(&there, host);
+    CHECK_OK(device_run_call(&there));
+    device_read_outputs(&first, &there);
+    for (int run = 1; run < runs; run++) {
+        call before;
+        call_copy(&before, host);
+        device_write_outputs(&there, &before);
+        CHECK_OK(operations[there.operation].call(&there.args));
+        device_read_outputs(&again, &there);
+        check_same_outputs(&again, &first);
     }
+    device_free_all();
 }
 
-/* Whatever lay in the workspace and the outputs before. */
-static void check_repeats(const problem *host, const problem *x, const char *kernel) {
-    static const unsigned char fills[] = {0xff, 0x00, 0x7f};
-    attended first = {0};
-    (void)host;
-    for (int run = 0; run < TEST_COUNT(fills); run++) {
-        device_state.fill = fills[run];
-        const attended now = device_attend(x, kernel);
-        check_written(now.out);
-        check_written(now.lse);
-        first = run == 0 ? now : first;
-        check_same_results(now, first);
-    }
-    device_state.fill = fills[0];
-}
+/* ---- attention ---- */
 
-static void results_repeat_and_stay_inside(void) { for_each_case(check_repeats); }
+#define LONG(n_batch, n_q, n_kv, n_q_heads, n_kv_heads, n_dim, n_window, mask)                     \
+    SHAPE("long", n_batch, n_q, n_kv, n_q_heads, n_kv_heads, n_dim, n_window, mask, NONE, 0, IID,  \
+          PLAIN, NONE)
 
-static void check_alone(const problem *host, const problem *x, const char *kernel) {
-    if (host->batch > 1) {
-        const attended all = device_attend(x, kernel);
-        const attended want = {last_of(all.out), last_of(all.lse)};
-        const problem last = last_problem(x);
-        check_same_results(device_attend(&last, kernel), want);
-    }
-}
-
-static void each_sequence_is_alone(void) { for_each_case(check_alone); }
-
-/* A row without keys is 0, its lse -inf; one with keys is neither. */
-static void check_empty(const problem *host, const problem *x, const char *kernel) {
-    const attended found = device_attend(x, kernel);
-    const int64_t rows = host->batch * host->q_heads * host->q_len;
-    for (int64_t at = 0; at < rows; at++) {
-        const int64_t i = at % host->q_len, h = at / host->q_len % host->q_heads;
-        const int64_t b = at / host->q_len / host->q_heads,
-                      g = h / (host->q_heads / host->kv_heads);
-        int keeps = 0;
-        for (int64_t j = 0; j < host->kv_len && !keeps; j++) {
-            keeps = problem_keeps(host, b, g, i, j);
-        }
-        const float lse = ((const float *)found.lse.data)[at];
-        CHECK(keeps ? isfinite(lse) : lse == -INFINITY);
-        for (int64_t d = 0; d < host->head_dim && !keeps; d++) {
-            const int64_t element =
-                ((b * host->q_len + i) * host->q_heads + h) * host->head_dim + d;
-            CHECK(load_double(found.out.data, host->dtype, element) == 0);
-        }
-    }
-}
-
-static void rows_without_keys_are_empty(void) { for_each_case(check_empty); }
-
-/* ---- longer than any case ---- */
-
-static const problem long_shapes[] = {
-    {.batch = 1,
-     .q_len = 1200,
-     .kv_len = 1200,
-     .q_heads = 8,
-     .kv_heads = 2,
-     .head_dim = 128,
-     .window = 200,
-     .scope = FDMA_SCOPE_CAUSAL,
-     .causal = 1},
-    {.batch = 2,
-     .q_len = 700,
-     .kv_len = 1500,
-     .q_heads = 4,
-     .kv_heads = 4,
-     .head_dim = 64,
-     .window = -1,
-     .scope = FDMA_SCOPE_CAUSAL,
-     .causal = 1},
-    {.batch = 3,
-     .q_len = 1,
-     .kv_len = 9000,
-     .q_heads = 8,
-     .kv_heads = 2,
-     .head_dim = 128,
-     .window = -1,
-     .scope = FDMA_SCOPE_CAUSAL,
-     .causal = 1},
-    {.batch = 2,
-     .q_len = 7,
-     .kv_len = 20000,
-     .q_heads = 8,
-     .kv_heads = 2,
-     .head_dim = 64,
-     .window = 3000,
-     .scope = FDMA_SCOPE_CAUSAL,
-     .causal = 1},
-    {.batch = 2,
-     .q_len = 300,
-     .kv_len = 2000,
-     .q_heads = 2,
-     .kv_heads = 1,
-     .head_dim = 256,
-     .window = 333,
-     .scope = FDMA_SCOPE_GLOBAL,
-     .causal = 0},
+static const shape_case forward_cases[] = {
+    LONG(1, 1200, 1200, 8, 2, 128, 200, CAUSAL), LONG(2, 700, 1500, 4, 4, 64, -1, CAUSAL),
+    LONG(3, 1, 9000, 8, 2, 128, -1, CAUSAL),     LONG(2, 7, 20000, 8, 2, 64, 3000, CAUSAL),
+    LONG(2, 300, 2000, 2, 1, 256, 333, FULL),
 };
 
-static problem long_problem(int shape, fdma_dtype dtype) {
-    problem x = long_shapes[shape];
-    x.dtype = dtype;
-    problem_fill(&x, (uint64_t)shape + 7);
-    problem_select(&x);
+/* The seed is odd: all keys are valid, and key_valid is not needed. */
+static problem unpadded(const shape_case *n, uint64_t seed, fdma_dtype dtype) {
+    problem x = shape_problem(n, seed, dtype);
+    x.key_valid = (fdma_tensor){0};
     return x;
 }
 
-static void check_run_to_run(const problem *x, const char *kernel) {
-    enum { runs = 200 };
-    fdma_forward_args args = device_args(x, kernel);
-    CHECK_OK(device_run_forward(&args));
-    const attended first = device_read_results(&args);
-    const attended again = {copy_tensor(first.out), copy_tensor(first.lse)};
-    for (int run = 1; run < runs; run++) {
-        device_clear(args.out);
-        device_clear(args.lse);
-        CHECK_OK(fdma_forward(&args));
-        device_wait();
-        device_read_into(again.out, args.out);
-        device_read_into(again.lse, args.lse);
-        CHECK(same_tensor(again.out, first.out) && same_tensor(again.lse, first.lse));
-    }
+static void check_alone(const problem *x, const char *kernel) {
+    const problem last = last_problem(x);
+    const attended all = problem_attend(x, kernel, 1);
+    const attended want = {last_of(all.out), last_of(all.lse)};
+    check_same_results(problem_attend(&last, kernel, 1), want);
 }
 
-static void two_hundred_runs_are_equal(void) {
-    const kernel_list kernels = device_kernels("forward");
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int i = 0; i < TEST_COUNT(long_shapes) * device_dtype_count; i++) {
-            const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
-            const problem x = long_problem(i / device_dtype_count, dtype);
-            test_context("%s, shape %d, %s", kernels.name[kernel], i / device_dtype_count,
-                         dtype_name(dtype));
-            if (device_takes(&x, kernels.name[kernel])) {
-                const problem on_device = device_problem(&x);
-                check_run_to_run(&on_device, kernels.name[kernel]);
-                check_alone(&x, &on_device, kernels.name[kernel]);
-            }
-            device_free_both();
+static void check_forward(const char *kernel, fdma_dtype dtype) {
+    for (int shape = 0; shape < TEST_COUNT(forward_cases); shape++) {
+        const problem x = unpadded(&forward_cases[shape], 7, dtype);
+        const fdma_forward_args args = problem_args(&x, kernel);
+        call host;
+        test_context("%s, shape %d, %s", kernel, shape, dtype_name(dtype));
+        if (problem_is_taken(&x, kernel)) {
+            call_of(&host, operation_forward, &args);
+            check_runs(&host, 200);
+            check_alone(&x, kernel);
         }
+        test_free_all();
     }
 }
 
-/* ---- keys that none keeps ---- */
+static void results_repeat(void) { for_each_kernel("forward", check_forward); }
 
-static void check_unread(const char *name, fdma_dtype dtype, const char *kernel) {
-    static const float poisons[] = {NAN, INFINITY};
-    problem x = unread_problem(name, dtype);
-    if (!device_takes(&x, kernel)) {
-        return;
-    }
-    const problem on_device = device_problem(&x);
-    const attended clean = device_attend(&on_device, kernel);
-    for (int64_t i = 0; i < count_of(clean.lse); i++) {
-        CHECK(!isnan(((const float *)clean.lse.data)[i]));
-    }
-    for (int p = 0; p < TEST_COUNT(poisons); p++) {
-        CHECK(poison_unread(&x, poisons[p]) > 0); /* else nothing is shown */
-        device_write(on_device.k, x.k);
-        device_write(on_device.v, x.v);
-        device_write(on_device.bias, x.bias);
-        check_same_results(device_attend(&on_device, kernel), clean);
-    }
-}
+static const shape_case backward_cases[] = {
+    SHAPE("iid", 1, 1200, 1200, 8, 2, 128, 200, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("rising", 2, 700, 1500, 4, 4, 64, 100, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
+    SHAPE("dense", 1, 900, 900, 4, 1, 128, -1, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("full", 2, 300, 1000, 2, 1, 256, 333, FULL, LINEAR, 0, IID, PLAIN, HOLES),
+    SHAPE("crown", 1, 1500, 1500, 2, 1, 96, 3, CAUSAL, LINEAR, 0, CROWN, PLAIN, NONE),
+    SHAPE("saw", 1, 1100, 1100, 16, 1, 192, 70, CAUSAL, LINEAR, 2, SAW, PLAIN, NONE),
+};
 
-static void unread_keys_do_not_show(void) {
-    const kernel_list kernels = device_kernels("forward");
-    for (int kernel = 0; kernel < kernels.count; kernel++) {
-        for (int i = 0; i < TEST_COUNT(unread_cases) * device_dtype_count; i++) {
-            const fdma_dtype dtype = device_dtypes[i % device_dtype_count];
-            test_context("%s %s, unread case %d", kernels.name[kernel], dtype_name(dtype),
-                         i / device_dtype_count);
-            check_unread(unread_cases[i / device_dtype_count], dtype, kernels.name[kernel]);
-            device_free_both();
+static void gradients_repeat(void) {
+    const kernel_list kernels = kernels_of("backward");
+    for (int s = 0; s < TEST_COUNT(backward_cases); s++) {
+        const problem x = shape_problem(&backward_cases[s], 91, test_dtypes[1 + s % 2]);
+        gradient_problem p = gradient_of(&x, 1);
+        p.deterministic = 1;
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
+            const fdma_backward_args args = gradient_args(&p, kernels.name[kernel]);
+            call host;
+            test_context("%s, %s", kernels.name[kernel], backward_cases[s].name);
+            call_of(&host, operation_backward, &args);
+            if (call_takes(operation_backward, &host.args))
+                check_runs(&host, 200);
         }
+        test_free_all();
     }
 }
-
-/* ---- biases ---- */
 
 /* Every seventh key has one beside which products vanish, of either sign. */
 static void fill_large_biases(const problem *x) {
     float *const bias = x->bias.data;
-    for (int64_t at = 0; at < count_of(x->bias); at += 7) {
+    for (int64_t at = 0; at < count_of(x->bias); at += 7)
         bias[at] = (at % 2 == 0 ? 1e30F : -1e30F) * (1 + (float)(at % x->kv_len) / 1000);
-    }
-}
-
-static problem biased_problem(int64_t head_dim, fdma_dtype dtype, double scale, int large) {
-    problem x = {.batch = 1,
-                 .q_len = 200,
-                 .kv_len = 300,
-                 .q_heads = 4,
-                 .kv_heads = 2,
-                 .head_dim = head_dim,
-                 .window = 90,
-                 .scope = FDMA_SCOPE_CAUSAL,
-                 .causal = 1,
-                 .dtype = dtype,
-                 .scale = scale};
-    problem_fill(&x, 3);
-    problem_select(&x);
-    if (large) {
-        fill_large_biases(&x);
-    }
-    return x;
 }
 
 /* Whatever the scale: bias / scale need not be a float32. */
 static void biases_of_any_size_count(void) {
-    static const int64_t head_dims[] = {64, 128, 256};
+    static const shape_case shapes[] = {LONG(1, 200, 300, 4, 2, 64, 90, CAUSAL),
+                                        LONG(1, 200, 300, 4, 2, 128, 90, CAUSAL),
+                                        LONG(1, 200, 300, 4, 2, 256, 90, CAUSAL)};
     static const double scales[] = {0, 1e-39, 3};
-    for (int i = 0; i < TEST_COUNT(head_dims) * TEST_COUNT(scales) * device_dtype_count * 2; i++) {
-        const fdma_dtype dtype = device_dtypes[i / 2 % device_dtype_count];
-        const int shape = i / 2 / device_dtype_count;
-        const problem x = biased_problem(head_dims[shape / TEST_COUNT(scales)], dtype,
-                                         scales[shape % TEST_COUNT(scales)], i % 2);
-        const problem on_device = device_problem(&x);
+    for (int i = 0; i < TEST_COUNT(shapes) * TEST_COUNT(scales) * 4; i++) {
+        const fdma_dtype dtype = test_dtypes[1 + i / 2 % 2];
+        const bool large = i % 2;
+        problem x = unpadded(&shapes[i / 4 / TEST_COUNT(scales)], 3, dtype);
+        x.scale = scales[i / 4 % TEST_COUNT(scales)];
+        if (large)
+            fill_large_biases(&x);
+        fdma_forward_args args = problem_args(&x, NULL);
         test_context("head_dim %d, %s, scale %g, large %d", (int)x.head_dim, dtype_name(dtype),
-                     x.scale, i % 2);
-        check_close_results(&x, device_attend(&on_device, NULL),
-                            problem_attend(&x, "reference", 1));
-        device_free_both();
+                     x.scale, large);
+        CHECK_OK(device_run(operation_forward, &args));
+        check_close_results(&x, (attended){args.out, args.lse}, problem_attend(&x, "reference", 1));
+        test_free_all();
     }
 }
 
+/* ---- scores ---- */
+
+static const call_sizes score_sizes[] = {
+    {.batch = 1, .kv_len = 1, .kv_heads = 1, .head_dim = 8},
+    {.batch = 2, .kv_len = 1000, .kv_heads = 2, .head_dim = 64},
+    {.batch = 3, .kv_len = 777, .kv_heads = 5, .head_dim = 40},
+    {.batch = 2, .kv_len = 500, .kv_heads = 32, .head_dim = 128},
+    {.batch = 2, .kv_len = 300, .kv_heads = 8, .head_dim = 256},
+};
+
+static void check_score_alone(const call *host) {
+    call all, last;
+    call_copy(&all, host);
+    CHECK_OK(call_run(&all));
+    call_copy(&last, host);
+    fdma_score_args *const args = &last.args.score;
+    args->v = last_of(args->v);
+    args->key_valid = last_of(args->key_valid);
+    args->score = copy_tensor(last_of(args->score));
+    args->bias = (fdma_tensor){0};
+    CHECK_OK(call_run(&last));
+    CHECK(same_tensor(args->score, last_of(all.args.score.score)));
+}
+
+static void check_scores(const char *kernel, fdma_dtype dtype) {
+    for (int n = 0; n < TEST_COUNT(score_sizes); n++) {
+        call x = {.operation = operation_score};
+        uint64_t state = 3;
+        test_context("%s %s, shape %d", kernel, dtype_name(dtype), n);
+        call_make(&x, &score_sizes[n], dtype, true);
+        call_alloc(&x, &state);
+        call_exec(&x)->kernel = kernel;
+        check_runs(&x, 20);
+        check_score_alone(&x);
+        test_free_all();
+    }
+}
+
+static void scores_repeat(void) { for_each_kernel("score", check_scores); }
+
+/* dv is added to, so it starts from the same each time. */
+static void check_score_gradients(const char *kernel, fdma_dtype dtype) {
+    static const call_sizes n = {.batch = 2, .kv_len = 1500, .kv_heads = 4, .head_dim = 64};
+    call x = {.operation = operation_score_backward};
+    uint64_t state = 23;
+    call_make(&x, &n, dtype, true);
+    call_alloc(&x, &state);
+    x.args.score_backward.dv = copy_tensor(x.args.score_backward.v);
+    call_exec(&x)->kernel = kernel;
+    check_runs(&x, 200);
+}
+
+static void gradients_of_scores_repeat(void) {
+    for_each_kernel("score_backward", check_score_gradients);
+}
+
 static const test_entry tests[] = {
-    TEST(every_operation_has_rows),   TEST(results_repeat_and_stay_inside),
-    TEST(each_sequence_is_alone),     TEST(rows_without_keys_are_empty),
-    TEST(two_hundred_runs_are_equal), TEST(unread_keys_do_not_show),
-    TEST(biases_of_any_size_count),
+    TEST(every_operation_has_kernels), TEST(results_repeat), TEST(gradients_repeat),
+    TEST(biases_of_any_size_count),    TEST(scores_repeat),  TEST(gradients_of_scores_repeat),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

@@ -1,86 +1,90 @@
-/* test_cuda_calls.c - calls on a CUDA device: what they refuse, graphs, corrupt selections, and
- * tensors with elements further apart than an int32 counts. */
+/* test_cuda_calls.c - calls on a CUDA device: what they refuse, graphs, the fused gradients against
+ * their steps, corrupt selections, and tensors with elements further apart than an int32 counts. */
 #include "device.h"
 #include "errors.h"
 
+/* A call on the host. */
+static void make_here(call *x, fdma_operation operation, fdma_dtype dtype) {
+    static const call_sizes n = {
+        .batch = 2, .q_len = 300, .kv_len = 700, .q_heads = 8, .kv_heads = 2, .head_dim = 64};
+    uint64_t state = 9;
+    *x = (call){.operation = operation};
+    if (operation == operation_forward)
+        x->args.forward = (fdma_forward_args){.causal = 1};
+    if (operation == operation_attention)
+        x->args.attention = (fdma_attention_args){.window = 50, .causal = 1};
+    if (operation == operation_backward)
+        x->args.backward = (fdma_backward_args){.causal = 1, .deterministic = 1};
+    if (operation == operation_score_backward)
+        x->args.score_backward = (fdma_score_backward_args){.bias_form = FDMA_BIAS_LINEAR};
+    if (operation == operation_attention_backward)
+        x->args.attention_backward = (fdma_attention_backward_args){
+            .bias_form = FDMA_BIAS_LINEAR, .causal = 1, .deterministic = 1};
+    call_make(x, &n, dtype, true);
+    *call_tensor_named(x, "key_valid") = (fdma_tensor){0};
+    call_alloc(x, &state);
+    if (operations[operation].selection != 0 && operation != operation_attention)
+        call_select(x, 50, FDMA_SCOPE_CAUSAL, &state);
+}
+
+/* The same on the device, with workspace. */
+static void make_there(call *there, fdma_operation operation, fdma_dtype dtype) {
+    call here;
+    make_here(&here, operation, dtype);
+    device_copy_call(there, &here);
+    CHECK_OK(device_give_workspace(there));
+    CHECK(call_exec(there)->workspace_size > 0);
+}
+
+static fdma_status run(call *there) { return operations[there->operation].call(&there->args); }
+
 /* ---- what is refused ---- */
 
-/* A forward call on the device, whole. */
-typedef struct forward_call {
-    problem on_device;
-    fdma_forward_args args;
-} forward_call;
-
-static forward_call new_call(void) {
-    const problem x = device_small_problem(FDMA_BFLOAT16);
-    forward_call call = {.on_device = device_problem(&x)};
-    call.args = device_args(&call.on_device, NULL);
-    call.args.selection = NULL; /* of a copy that is gone when this returns */
-    return call;
+static void check_refused(call *there, const expectation *want) {
+    check_status(run(there), want);
+    device_check_outputs_unwritten(there);
 }
 
-static fdma_status attend(forward_call *call) {
-    call->args.selection = &call->on_device.selection;
-    return fdma_forward(&call->args);
-}
-
-static void give_workspace(forward_call *call) {
-    size_t bytes = 0;
-    call->args.selection = &call->on_device.selection;
-    CHECK_OK(fdma_forward_workspace(&call->args, &bytes));
-    device_exec(&call->args.exec, bytes);
-}
-
-static void check_refused(forward_call *call, const expectation *want) {
-    check_status(attend(call), want);
-    device_wait();
-    device_check_unwritten(call->args.out);
-}
-
-/* Where each tensor's address stands in a call. */
-static void **address_of(forward_call *call, int which) {
-    void **const addresses[] = {
-        &call->args.q.data,
-        &call->args.k.data,
-        &call->args.v.data,
-        &call->args.bias.data,
-        &call->args.out.data,
-        &call->args.lse.data,
-        &call->on_device.selection.expiry.data,
-        &call->on_device.selection.slot.data,
-        &call->args.exec.workspace,
-    };
-    return addresses[which];
-}
-
-static const char *const address_names[] = {"q",   "k",      "v",    "bias",     "out",
-                                            "lse", "expiry", "slot", "workspace"};
+static const struct {
+    fdma_operation operation;
+    const char *names[9];
+} pointers[] = {
+    {operation_forward, {"q", "k", "v", "bias", "out", "lse", "expiry", "slot", "workspace"}},
+    {operation_attention_backward, {"dout", "dlse", "out", "lse", "q", "k", "v", "dt_proj"}},
+};
 
 enum { elsewhere = 1 << 22 }; /* bytes: more than any of these tensors has */
 
-static void check_elsewhere(void *there, int which, const expectation *want) {
-    forward_call call = new_call();
-    test_context("%s", address_names[which]);
-    give_workspace(&call);
-    void *const own = *address_of(&call, which);
-    *address_of(&call, which) = there;
-    check_status(attend(&call), want);
-    *address_of(&call, which) = own;
-    device_wait();
-    device_check_unwritten(call.args.out);
-    device_free_both();
+/* Each pointer of a call in turn is `there`; the message says whose memory that is. */
+static void check_elsewhere(void *there, const char *whose) {
+    for (int i = 0; i < TEST_COUNT(pointers) * TEST_COUNT(pointers[0].names); i++) {
+        const fdma_operation operation = pointers[i / TEST_COUNT(pointers[0].names)].operation;
+        const char *const name =
+            pointers[i / TEST_COUNT(pointers[0].names)].names[i % TEST_COUNT(pointers[0].names)];
+        const expectation want = {FDMA_INVALID_ARGUMENT, {name, whose}, 1};
+        call x;
+        if (name == NULL)
+            continue;
+        test_context("%s: %s", operations[operation].name, name);
+        make_there(&x, operation, FDMA_BFLOAT16);
+        fdma_tensor *const tensor = call_tensor_named(&x, name);
+        void **const pointer = tensor != NULL ? &tensor->data : &call_exec(&x)->workspace;
+        void *const own = *pointer;
+        *pointer = there;
+        check_status(run(&x), &want);
+        *pointer = own;
+        device_check_outputs_unwritten(&x);
+        device_free_both();
+    }
 }
 
 static void memory_of_the_cpu_is_refused(void) {
-    for (int which = 0; which < TEST_COUNT(address_names); which++) {
-        const expectation want = {FDMA_INVALID_ARGUMENT, {address_names[which], "CPU"}, 1};
-        unsigned char *const there = malloc(elsewhere);
-        memset(there, test_guard_byte, elsewhere);
-        check_elsewhere(there, which, &want);
-        for (int at = 0; at < elsewhere && CHECK_INT(there[at], test_guard_byte); at++) {
-        }
-        free(there);
+    unsigned char *const there = malloc(elsewhere);
+    memset(there, test_guard_byte, elsewhere);
+    check_elsewhere(there, "CPU");
+    for (int at = 0; at < elsewhere && CHECK_INT(there[at], test_guard_byte); at++) {
     }
+    free(there);
 }
 
 static void memory_of_another_device_is_refused(void) {
@@ -94,315 +98,285 @@ static void memory_of_another_device_is_refused(void) {
     device_must(cudaSetDevice(1), "cudaSetDevice");
     device_must(cudaMalloc(&there, elsewhere), "cudaMalloc");
     device_must(cudaSetDevice(0), "cudaSetDevice");
-    for (int which = 0; which < TEST_COUNT(address_names); which++) {
-        const expectation want = {FDMA_INVALID_ARGUMENT, {address_names[which], "device 2"}, 1};
-        check_elsewhere(there, which, &want);
-    }
+    check_elsewhere(there, "device 2");
     device_must(cudaFree(there), "cudaFree");
 }
 
-static void devices_that_are_not_there_are_refused(void) {
-    const expectation want = {FDMA_INVALID_ARGUMENT, {"exec.device", "the last here is"}, 0};
-    forward_call call = new_call();
-    give_workspace(&call);
-    call.args.exec.device = fdma_device_count();
-    check_refused(&call, &want);
-    call.args.exec.device = INT32_MAX;
-    check_refused(&call, &want);
-    device_free_both();
-}
-
-static void kernels_of_the_cpu_are_refused(void) {
-    const expectation want = {FDMA_UNSUPPORTED, {"exec.kernel", "cpu"}, 0};
-    forward_call call = new_call();
-    give_workspace(&call);
-    call.args.exec.kernel = "cpu";
-    check_refused(&call, &want);
+static void devices_and_kernels_elsewhere_are_refused(void) {
+    static const expectation no_device = {
+        FDMA_INVALID_ARGUMENT, {"exec.device", "the last here is"}, 0};
+    static const expectation no_kernel = {FDMA_UNSUPPORTED, {"exec.kernel", "cpu"}, 0};
+    call x;
+    make_there(&x, operation_forward, FDMA_BFLOAT16);
+    call_exec(&x)->device = fdma_device_count();
+    check_refused(&x, &no_device);
+    call_exec(&x)->device = INT32_MAX;
+    check_refused(&x, &no_device);
+    call_exec(&x)->device = device_number;
+    call_exec(&x)->kernel = "cpu";
+    check_refused(&x, &no_kernel);
     device_free_both();
 }
 
 static void small_workspaces_are_refused(void) {
-    forward_call call = new_call();
-    give_workspace(&call);
-    char bytes[32];
-    snprintf(bytes, sizeof bytes, "want %zu", call.args.exec.workspace_size);
-    const expectation want = {FDMA_WORKSPACE_TOO_SMALL, {"workspace_size", bytes}, 1};
-    CHECK(call.args.exec.workspace_size > 0); /* lists */
-    call.args.exec.workspace_size--;
-    check_refused(&call, &want);
+    for (int i = 0; i < TEST_COUNT(pointers); i++) {
+        call x;
+        char bytes[32];
+        make_there(&x, pointers[i].operation, FDMA_BFLOAT16);
+        snprintf(bytes, sizeof bytes, "want %zu", call_exec(&x)->workspace_size);
+        const expectation want = {FDMA_WORKSPACE_TOO_SMALL, {"workspace_size", bytes}, 1};
+        call_exec(&x)->workspace_size--;
+        check_refused(&x, &want);
+        device_free_both();
+    }
+}
+
+static void gradients_without_slots_are_refused(void) {
+    static const expectation want = {FDMA_UNSUPPORTED, {"slots"}, 0};
+    call x;
+    make_there(&x, operation_attention_backward, FDMA_BFLOAT16);
+    x.selection.slot = (fdma_tensor){0};
+    check_refused(&x, &want);
     device_free_both();
 }
 
-/* float64 always; float32 where no row takes it, with what to cast to. */
+/* float64 always; float32 if no kernel takes it, as those of gradients do not, with what to cast
+ * to. */
 static void types_without_a_kernel_are_refused(void) {
+    static const fdma_operation asked[] = {operation_forward, operation_backward};
     static const fdma_dtype types[] = {FDMA_FLOAT32, FDMA_FLOAT64};
-    const int64_t shape[] = {1, 9, 1, 64};
-    for (int type = 0; type < TEST_COUNT(types); type++) {
-        const fdma_tensor tensor = fdma_dense_tensor(NULL, types[type], 4, shape);
-        const fdma_forward_args args = {.size = sizeof args,
-                                        .q = tensor,
-                                        .k = tensor,
-                                        .v = tensor,
-                                        .out = tensor,
-                                        .exec = {.device = device_number}};
-        size_t bytes;
-        const fdma_status status = fdma_forward_workspace(&args, &bytes);
-        test_context("%s", dtype_name(types[type]));
-        CHECK(status == FDMA_UNSUPPORTED || (status == FDMA_OK && types[type] == FDMA_FLOAT32));
+    for (int i = 0; i < TEST_COUNT(asked) * TEST_COUNT(types); i++) {
+        const fdma_operation operation = asked[i / TEST_COUNT(types)];
+        const fdma_dtype dtype = types[i % TEST_COUNT(types)];
+        size_t bytes = 99;
+        call x;
+        test_context("%s %s", operations[operation].name, dtype_name(dtype));
+        make_here(&x, operation, dtype);
+        call_exec(&x)->device = device_number;
+        const fdma_status status = operations[operation].workspace(&x.args, &bytes);
+        CHECK(status == FDMA_UNSUPPORTED ||
+              (status == FDMA_OK && dtype == FDMA_FLOAT32 && operation == operation_forward));
         if (status == FDMA_UNSUPPORTED) {
+            CHECK(bytes == 99);
             CHECK_WORD(fdma_last_error(), "float16");
             CHECK_WORD(fdma_last_error(), "bfloat16");
         }
+        test_free_all();
     }
 }
 
 /* After everything that was refused, and beside calls on the device. */
 static void the_cpu_works_on(void) {
     const problem x = device_small_problem(FDMA_FLOAT32);
-    forward_call call = new_call();
-    give_workspace(&call);
-    CHECK_OK(attend(&call));
+    call there;
+    make_there(&there, operation_forward, FDMA_BFLOAT16);
+    CHECK_OK(run(&there));
     const attended on_cpu = problem_attend(&x, "cpu", 1);
     check_close_results(&x, on_cpu, problem_attend(&x, "reference", 1));
     device_wait();
     device_free_both();
 }
 
-/* ---- one call in a graph ---- */
+/* ---- graphs ---- */
 
-static fdma_attention_args new_attention(const problem *on_device, fdma_selection *selection) {
-    uint64_t state = 9;
-    const int64_t heads = on_device->kv_heads;
-    const fdma_tensor dt_proj =
-        new_tensor(on_device->dtype, heads, heads * on_device->head_dim, -1, -1);
-    const fdma_tensor a = new_tensor(FDMA_FLOAT32, heads, -1, -1, -1);
-    const fdma_forward_args forward = device_args(on_device, NULL);
-    fill_random(dt_proj, &state, 0.2F);
-    fill_random(a, &state, 1);
-    *selection = on_device->selection;
-    selection->expiry = device_output(selection->expiry);
-    selection->slot = device_output(selection->slot);
-    return (fdma_attention_args){
-        .size = sizeof(fdma_attention_args),
-        .q = forward.q,
-        .k = forward.k,
-        .v = forward.v,
-        .dt_proj = device_tensor(dt_proj),
-        .a = device_tensor(a),
-        .out = forward.out,
-        .lse = forward.lse,
-        .score = device_output(on_device->score),
-        .bias = device_output(on_device->bias),
-        .selection = selection,
-        .window = on_device->window,
-        .causal = 1,
-    };
+static cudaGraphExec_t capture(call *x, cudaStream_t stream) {
+    cudaGraph_t graph;
+    cudaGraphExec_t replayed;
+    call_exec(x)->stream = stream;
+    device_must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
+    CHECK_OK(run(x));
+    device_must(cudaStreamEndCapture(stream, &graph), "end capture");
+    device_must(cudaGraphInstantiate(&replayed, graph, 0), "instantiate");
+    device_must(cudaGraphDestroy(graph), "destroy");
+    call_exec(x)->stream = NULL;
+    return replayed;
 }
 
-typedef struct attention_results {
-    fdma_tensor tensor[6];
-} attention_results;
-
-static attention_results outputs_of(const fdma_attention_args *args) {
-    return (attention_results){{args->out, args->lse, args->score, args->bias,
-                                args->selection->expiry, args->selection->slot}};
-}
-
-static attention_results read_results(const fdma_attention_args *args) {
-    attention_results results = outputs_of(args);
-    for (int i = 0; i < TEST_COUNT(results.tensor); i++) {
-        results.tensor[i] = device_read(results.tensor[i]);
-    }
-    return results;
-}
-
-static void clear_results(const fdma_attention_args *args) {
-    const attention_results results = outputs_of(args);
-    for (int i = 0; i < TEST_COUNT(results.tensor); i++) {
-        device_clear(results.tensor[i]);
-    }
-}
-
-/* Captured once, replayed on other numbers. */
-static void graphs_replay_a_whole_call(void) {
-    const problem x = device_small_problem(FDMA_BFLOAT16), on_device = device_problem(&x);
-    fdma_selection selection;
-    fdma_attention_args args = new_attention(&on_device, &selection);
+/* A call is captured once and replayed on other numbers in a tensor. */
+static void check_replays(fdma_operation operation, const char *changed) {
     uint64_t state = 31;
     cudaStream_t stream;
-    CHECK_OK(device_run_attention(&args));
+    call x, want, found;
+    make_there(&x, operation, FDMA_BFLOAT16);
+    CHECK_OK(run(&x));
     device_wait();
     device_must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
-    device_begin_capture(&args.exec, stream);
-    CHECK_OK(fdma_attention(&args));
-    const cudaGraphExec_t replayed = device_end_capture(&args.exec);
+    const cudaGraphExec_t replayed = capture(&x, stream);
     for (int round = 0; round < 3; round++) {
-        test_context("round %d", round);
-        fill_random(x.q, &state, 2);
-        fill_random(x.v, &state, 2);
-        device_write(on_device.q, x.q);
-        device_write(on_device.v, x.v);
-        clear_results(&args);
-        CHECK_OK(fdma_attention(&args));
-        device_wait();
-        const attention_results want = read_results(&args);
-        clear_results(&args);
+        const fdma_tensor on_device = *call_tensor_named(&x, changed);
+        const fdma_tensor numbers = device_read(on_device);
+        test_context("%s, round %d", operations[operation].name, round);
+        fill_random(numbers, &state, 2);
+        device_write(on_device, numbers);
+        device_clear_outputs(&x);
+        CHECK_OK(run(&x));
+        device_fetch(&want, &x);
+        device_clear_outputs(&x);
         device_wait();
         device_must(cudaGraphLaunch(replayed, stream), "a replay");
-        device_wait();
-        const attention_results found = read_results(&args);
-        for (int i = 0; i < TEST_COUNT(want.tensor); i++) {
-            CHECK_BYTES(found.tensor[i].data, want.tensor[i].data, bytes_of(want.tensor[i]));
-        }
+        device_fetch(&found, &x);
+        check_same_outputs(&found, &want);
     }
     device_must(cudaGraphExecDestroy(replayed), "destroy");
     device_must(cudaStreamDestroy(stream), "destroy");
     device_free_both();
 }
 
+static void graphs_replay_whole_calls(void) {
+    check_replays(operation_attention, "q");
+    check_replays(operation_attention, "v");
+    check_replays(operation_attention_backward, "dout");
+}
+
+/* ---- the fused call is its steps ---- */
+
+static void check_steps(fdma_dtype dtype) {
+    call fused, backward, score;
+    test_context("%s", dtype_name(dtype));
+    make_here(&fused, operation_attention_backward, dtype);
+    make_here(&backward, operation_backward, dtype);
+    make_here(&score, operation_score_backward, dtype);
+    fdma_attention_backward_args *const want = &fused.args.attention_backward;
+    fdma_backward_args *const first = &backward.args.backward;
+    fdma_score_backward_args *const second = &score.args.score_backward;
+    call_take_inputs(&backward, &fused);
+    call_take_inputs(&score, &fused);
+    second->dbias = first->dbias;
+    second->dv = first->dv;
+    CHECK_OK(device_run(fused.operation, want));
+    CHECK_OK(device_run(backward.operation, first));
+    CHECK_OK(device_run(score.operation, second));
+    CHECK(same_tensor(first->dq, want->dq) && same_tensor(first->dk, want->dk));
+    CHECK(same_tensor(second->dv, want->dv) && same_tensor(second->da, want->da));
+    CHECK(same_tensor(second->ddt_proj, want->ddt_proj));
+}
+
+static void the_fused_call_is_its_steps(void) {
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        check_steps(test_dtypes[type]);
+        test_free_all();
+    }
+}
+
 /* ---- corrupt selections ---- */
 
 /* No fault, nothing written outside (the guards say), and no harm to the calls that follow. */
-static void check_corrupt(const problem *x, const problem *on_device, const char *kernel) {
-    const attended want = device_attend(on_device, kernel);
+static void check_corrupt(const char *kernel, fdma_dtype dtype) {
+    const problem x = device_small_problem(dtype);
+    problem wrong = x;
     uint64_t state = 77;
-    const fdma_tensor expiry = copy_tensor(x->selection.expiry);
-    const fdma_tensor slot = copy_tensor(x->selection.slot);
+    if (!problem_is_taken(&x, kernel))
+        return;
+    const attended want = problem_attend(&x, kernel, 1);
     for (int i = 0; i < corruption_count * (corruption_count + 1); i++) {
-        test_context("%s %s, expiry %d, slot %d", kernel, dtype_name(x->dtype),
-                     i / corruption_count, i % corruption_count);
-        memcpy(expiry.data, x->selection.expiry.data, bytes_of(expiry));
-        if (i / corruption_count < corruption_count) { /* else right */
-            corrupt(expiry, (corruption)(i / corruption_count), &state);
-        }
-        corrupt(slot, (corruption)(i % corruption_count), &state);
-        device_write(on_device->selection.expiry, expiry);
-        device_write(on_device->selection.slot, slot);
-        device_attend(on_device, kernel);
+        test_context("%s %s, expiry %d, slot %d", kernel, dtype_name(dtype), i / corruption_count,
+                     i % corruption_count);
+        wrong.selection.expiry = copy_tensor(x.selection.expiry);
+        wrong.selection.slot = copy_tensor(x.selection.slot);
+        if (i / corruption_count < corruption_count) /* else right */
+            corrupt(wrong.selection.expiry, (corruption)(i / corruption_count), &state);
+        corrupt(wrong.selection.slot, (corruption)(i % corruption_count), &state);
+        problem_attend(&wrong, kernel, 1);
     }
-    device_write(on_device->selection.expiry, x->selection.expiry);
-    device_write(on_device->selection.slot, x->selection.slot);
-    check_same_results(device_attend(on_device, kernel), want);
+    check_same_results(problem_attend(&x, kernel, 1), want);
 }
 
-static void corrupt_selections_stay_inside(void) {
-    const kernel_list kernels = device_kernels("forward");
-    for (int i = 0; i < kernels.count * device_dtype_count; i++) {
-        const char *const kernel = kernels.name[i / device_dtype_count];
-        const problem x = device_small_problem(device_dtypes[i % device_dtype_count]);
-        if (device_takes(&x, kernel)) {
-            const problem on_device = device_problem(&x);
-            check_corrupt(&x, &on_device, kernel);
-        }
-        device_free_both();
-    }
-}
+static void corrupt_selections_stay_inside(void) { for_each_kernel("forward", check_corrupt); }
 
 /* ---- elements further apart than an int32 counts ---- */
 
-enum { far_rows = 70, far_heads = 4 };
+enum { far_rows = 70 };
 static const int64_t far_stride = ((int64_t)1 << 31) / 64 + 1024; /* elements between two rows */
 
-/* The rows of a contiguous tensor, far apart, `offset` elements into each. */
-static fdma_tensor spread(fdma_tensor near, char *memory, int64_t offset) {
-    const size_t size = dtype_size(near.dtype), row = (size_t)near.stride[1] * size;
-    fdma_tensor far = near;
-    far.data = memory + (size_t)offset * size;
-    far.stride[1] = far_stride;
-    device_must(cudaMemcpy2D(far.data, (size_t)far_stride * size, near.data, row, row,
-                             (size_t)near.shape[1], cudaMemcpyDeviceToDevice),
-                "cudaMemcpy2D");
-    return far;
-}
-
-static void check_far(const problem *near, char *memory, const char *kernel) {
-    const int64_t width = near->q_heads * near->head_dim,
-                  kv_width = near->kv_heads * near->head_dim;
-    const size_t row = (size_t)width * dtype_size(near->dtype);
-    const attended want = device_attend(near, kernel);
-    problem far = *near;
-    far.q = spread(near->q, memory, 0);
-    far.k = spread(near->k, memory, width);
-    far.v = spread(near->v, memory, width + kv_width);
-    fdma_forward_args args = device_args(&far, kernel);
-    const fdma_tensor out = args.out;
-    args.out = spread(out, memory, width + 2 * kv_width);
-    CHECK_OK(device_run_forward(&args));
-    device_wait();
-    device_must(cudaMemcpy2D(out.data, row, args.out.data,
-                             (size_t)far_stride * dtype_size(near->dtype), row, far_rows,
+/* Copies rows between tensors of one shape. */
+static void copy_rows(fdma_tensor to, fdma_tensor from) {
+    const size_t size = dtype_size(to.dtype);
+    device_must(cudaMemcpy2D(to.data, (size_t)to.stride[1] * size, from.data,
+                             (size_t)from.stride[1] * size,
+                             (size_t)(to.shape[2] * to.shape[3]) * size, (size_t)to.shape[1],
                              cudaMemcpyDeviceToDevice),
                 "cudaMemcpy2D");
-    const attended found = {device_read(out), device_read(args.lse)};
-    check_same_results(found, want);
 }
 
-static void check_far_score(const problem *near, char *memory, const char *kernel) {
-    uint64_t state = 4;
-    const int64_t heads = near->kv_heads;
-    const fdma_tensor dt_proj = new_tensor(near->dtype, heads, heads * near->head_dim, -1, -1);
-    const fdma_tensor a = new_tensor(FDMA_FLOAT32, heads, -1, -1, -1);
-    fill_random(dt_proj, &state, 0.2F);
-    fill_random(a, &state, 1);
-    fdma_score_args args = {
-        .size = sizeof args,
-        .v = near->v,
-        .dt_proj = device_tensor(dt_proj),
-        .a = device_tensor(a),
-        .score = device_output(near->score),
-        .bias_form = FDMA_BIAS_NONE,
-        .exec = {.kernel = kernel},
-    };
-    const size_t bytes = bytes_of(near->score);
-    CHECK_OK(device_run_score(&args));
-    const fdma_tensor want = device_read(args.score);
-    device_clear(args.score);
-    args.v = spread(near->v, memory, 0);
-    CHECK_OK(device_run_score(&args));
-    CHECK_BYTES(device_read(args.score).data, want.data, bytes);
+/* A call whose tensors of those names have their rows far apart, in `memory`. */
+static void check_far(const call *here, const char *const *names, int count, char *memory) {
+    call near, far, want, found;
+    size_t offset = 0;
+    device_copy_call(&near, here);
+    CHECK_OK(device_run_call(&near));
+    device_fetch(&want, &near);
+    device_clear_outputs(&near);
+    call_copy(&far, &near);
+    for (int n = 0; n < count; n++) {
+        fdma_tensor *const tensor = call_tensor_named(&far, names[n]);
+        tensor->data = memory + offset;
+        offset += (size_t)tensor->stride[1] * dtype_size(tensor->dtype);
+        tensor->stride[1] = far_stride;
+        copy_rows(*tensor, *call_tensor_named(&near, names[n]));
+    }
+    CHECK_OK(device_run_call(&far));
+    for (int n = 0; n < count; n++)
+        copy_rows(*call_tensor_named(&near, names[n]), *call_tensor_named(&far, names[n]));
+    device_fetch(&found, &near);
+    check_same_outputs(&found, &want);
+    device_free_all();
 }
 
-static void rows_far_apart(void) {
-    char *const memory = device_large((size_t)far_stride * far_rows * 2);
-    const kernel_list forward = device_kernels("forward"), score = device_kernels("score");
-    for (int window = -1; window < 60 && memory != NULL; window += 20) {
+static char *far_memory;
+
+static void check_far_forward(const char *kernel, fdma_dtype dtype) {
+    static const char *const names[] = {"q", "k", "v", "out"};
+    for (int window = -1; window < 60 && dtype == FDMA_BFLOAT16; window += 20) {
         problem x = {.batch = 1,
                      .q_len = far_rows,
                      .kv_len = far_rows,
-                     .q_heads = far_heads,
+                     .q_heads = 4,
                      .kv_heads = 2,
                      .head_dim = 64,
                      .window = window,
                      .scope = FDMA_SCOPE_CAUSAL,
                      .causal = 1,
-                     .dtype = FDMA_BFLOAT16};
+                     .dtype = dtype};
         problem_fill(&x, 8);
         problem_select(&x);
-        const problem near = device_problem(&x);
-        for (int kernel = 0; kernel < forward.count; kernel++) {
-            test_context("%s, window %d", forward.name[kernel], window);
-            if (device_takes(&x, forward.name[kernel])) {
-                check_far(&near, memory, forward.name[kernel]);
-            }
-        }
-        for (int kernel = 0; kernel < score.count; kernel++) {
-            test_context("%s", score.name[kernel]);
-            check_far_score(&near, memory, score.name[kernel]);
-        }
-        device_free_both();
+        const fdma_forward_args args = problem_args(&x, kernel);
+        call here;
+        test_context("%s, window %d", kernel, window);
+        call_of(&here, operation_forward, &args);
+        if (problem_is_taken(&x, kernel))
+            check_far(&here, names, TEST_COUNT(names), far_memory);
     }
-    cudaFree(memory);
+}
+
+static void check_far_score(const char *kernel, fdma_dtype dtype) {
+    static const char *const names[] = {"v"};
+    static const call_sizes n = {.batch = 1, .kv_len = far_rows, .kv_heads = 2, .head_dim = 64};
+    uint64_t state = 4;
+    call here = {.operation = operation_score, .args.score = {.exec = {.kernel = kernel}}};
+    call_make(&here, &n, dtype, true);
+    call_alloc(&here, &state);
+    check_far(&here, names, TEST_COUNT(names), far_memory);
+}
+
+static void rows_far_apart(void) {
+    far_memory = device_large((size_t)far_stride * far_rows * 2);
+    if (far_memory != NULL) {
+        for_each_kernel("forward", check_far_forward);
+        for_each_kernel("score", check_far_score);
+    }
+    cudaFree(far_memory);
 }
 
 static const test_entry tests[] = {
     TEST(memory_of_the_cpu_is_refused),
     TEST(memory_of_another_device_is_refused),
-    TEST(devices_that_are_not_there_are_refused),
-    TEST(kernels_of_the_cpu_are_refused),
+    TEST(devices_and_kernels_elsewhere_are_refused),
     TEST(small_workspaces_are_refused),
+    TEST(gradients_without_slots_are_refused),
     TEST(types_without_a_kernel_are_refused),
     TEST(the_cpu_works_on),
-    TEST(graphs_replay_a_whole_call),
+    TEST(graphs_replay_whole_calls),
+    TEST(the_fused_call_is_its_steps),
     TEST(corrupt_selections_stay_inside),
     TEST(rows_far_apart),
 };

@@ -40,9 +40,8 @@ static float *dbias_at(const score_problem *p, int64_t b, int64_t g, int64_t j) 
 
 static int has_gradient(const score_problem *p, int64_t b, int64_t j) {
     int any = 0;
-    for (int64_t g = 0; g < p->shape.heads; g++) {
+    for (int64_t g = 0; g < p->shape.heads; g++)
         any |= *dbias_at(p, b, g, j) != 0;
-    }
     return any && ((const uint8_t *)p->key_valid.data)[b * p->shape.kv_len + j];
 }
 
@@ -82,11 +81,9 @@ static score_problem make_problem(const score_case *shape) {
         const int64_t b = n / shape->kv_len, j = n % shape->kv_len;
         ((uint8_t *)p.key_valid.data)[n] = random_below(&state, 10) != 0 || shape->kv_len == 1;
         const int64_t kind = shape->kv_len == 1 ? 0 : random_below(&state, 4);
-        for (int64_t g = 0; g < heads; g++) { /* of all heads, of some, of none */
-            if (kind == 3 || (kind == 2 && random_below(&state, 2) == 0)) {
+        for (int64_t g = 0; g < heads; g++) /* of all heads, of some, of none */
+            if (kind == 3 || (kind == 2 && random_below(&state, 2) == 0))
                 *dbias_at(&p, b, g, j) = 0;
-            }
-        }
     }
     return p;
 }
@@ -108,48 +105,46 @@ static fdma_score_backward_args args_of(const score_problem *p, int accumulate) 
 }
 
 /* A dense copy in float64. */
-static fdma_tensor widen(fdma_tensor x) {
-    const fdma_tensor wide = fdma_dense_tensor(NULL, FDMA_FLOAT64, x.rank, x.shape);
-    fdma_tensor copy = wide;
-    copy.data = test_alloc(bytes_of(wide));
-    for (int64_t i = 0; i < count_of(x); i++) {
-        int64_t at = 0, rest = i;
-        for (int d = x.rank; d-- > 0; rest /= x.shape[d]) {
-            at += rest % x.shape[d] * x.stride[d];
-        }
-        ((double *)copy.data)[i] = load_double(x.data, x.dtype, at);
-    }
-    return copy;
-}
+static fdma_tensor widen(fdma_tensor x) { return widened(gathered(x)); }
 
-/* A case's arguments, of copies. */
-static fdma_score_backward_args copied_args(const score_problem *p, int accumulate,
-                                            fdma_tensor (*copy)(fdma_tensor)) {
+static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
     fdma_score_backward_args args = args_of(p, accumulate);
     fdma_tensor *const tensors[] = {&args.dbias, &args.v,        &args.dt_proj, &args.a,
                                     &args.dv,    &args.ddt_proj, &args.da};
-    for (int i = 0; i < TEST_COUNT(tensors); i++) {
-        *tensors[i] = copy(*tensors[i]);
-    }
-    return args;
-}
-
-static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
-    fdma_score_backward_args args = copied_args(p, accumulate, widen);
+    for (int i = 0; i < TEST_COUNT(tensors); i++)
+        *tensors[i] = widen(*tensors[i]);
     args.exec.kernel = "reference";
     CHECK_OK(run_score_backward(&args));
     return args;
 }
 
+/* A copy with the same strides. */
+static fdma_tensor copied(fdma_tensor x) {
+    const void *const data = x.data;
+    x.data = test_alloc(device_extent(x));
+    memcpy(x.data, data, device_extent(x));
+    return x;
+}
+
 static fdma_score_backward_args run_device(const score_problem *p, int accumulate) {
-    fdma_score_backward_args args = copied_args(p, accumulate, device_tensor);
-    args.key_valid = device_tensor(args.key_valid);
-    CHECK_OK(device_run_score_backward(&args));
-    device_wait();
-    args.dv = device_read(args.dv);
-    args.ddt_proj = device_read(args.ddt_proj);
-    args.da = device_read(args.da);
+    fdma_score_backward_args args = args_of(p, accumulate);
+    if (args.dv.rank > 0)
+        args.dv = copied(args.dv);
+    args.ddt_proj = copied(args.ddt_proj);
+    args.da = copied(args.da);
+    CHECK_OK(device_run(operation_score_backward, &args));
     return args;
+}
+
+static void check_same_weights(const fdma_score_backward_args *got,
+                               const fdma_score_backward_args *want) {
+    CHECK_BYTES(got->ddt_proj.data, want->ddt_proj.data, bytes_of(want->ddt_proj));
+    CHECK_BYTES(got->da.data, want->da.data, bytes_of(want->da));
+}
+
+static void check_same(const fdma_score_backward_args *got, const fdma_score_backward_args *want) {
+    CHECK(same_tensor(gathered(got->dv), gathered(want->dv)));
+    check_same_weights(got, want);
 }
 
 /* As precise as the type, and as ddt in two parts of 8 bits, beside the largest; what is rounded
@@ -158,18 +153,15 @@ static void check_near(fdma_tensor actual, fdma_tensor want, int64_t roundings) 
     const fdma_tensor got = widen(actual);
     const double *const x = got.data, *const y = want.data;
     double largest = 0;
-    for (int64_t i = 0; i < count_of(want); i++) {
+    for (int64_t i = 0; i < count_of(want); i++)
         largest = isfinite(y[i]) ? fmax(largest, fabs(y[i])) : largest;
-    }
     const double step = step_of(actual.dtype);
     const double rounded = (0x1p-14 + step * (double)roundings) * largest;
-    for (int64_t i = 0; i < count_of(want); i++) {
-        if (isfinite(y[i])) {
+    for (int64_t i = 0; i < count_of(want); i++)
+        if (isfinite(y[i]))
             CHECK_NEAR(x[i], y[i], step * fabs(y[i]) + rounded);
-        } else {
+        else
             CHECK(isnan(y[i]) ? isnan(x[i]) : x[i] == y[i]);
-        }
-    }
 }
 
 static void check_case(const score_problem *p, int accumulate) {
@@ -198,9 +190,8 @@ static void gradients_accumulate(void) { for_each_case(check_accumulated); }
 /* All channels of a key in all heads. */
 static void set_key(const score_problem *p, int64_t b, int64_t j, float value) {
     const int64_t row = b * p->v.stride[0] + j * p->v.stride[1];
-    for (int64_t c = 0; c < p->shape.heads * p->shape.head_dim; c++) {
+    for (int64_t c = 0; c < p->shape.heads * p->shape.head_dim; c++)
         store_float(p->v.data, p->v.dtype, row + c, value);
-    }
 }
 
 /* NaN in keys that have no gradient changes no bit. */
@@ -217,9 +208,7 @@ static void check_unread(score_problem *p) {
     }
     CHECK(spoilt > 0 || p->shape.kv_len == 1);
     const fdma_score_backward_args got = run_device(p, 0);
-    CHECK_BYTES(widen(got.dv).data, widen(want.dv).data, bytes_of(widen(want.dv)));
-    CHECK_BYTES(got.ddt_proj.data, want.ddt_proj.data, bytes_of(want.ddt_proj));
-    CHECK_BYTES(got.da.data, want.da.data, bytes_of(want.da));
+    check_same(&got, &want);
     device_free_both();
 }
 
@@ -238,9 +227,8 @@ static void infinities_stay_with_their_heads(void) {
         const int64_t key = 17;
         test_context("%s, wide %d, values %d", dtype_name(dtype), is_wide, of_values);
         ((uint8_t *)p.key_valid.data)[key] = 1;
-        for (int64_t g = 0; g < shape.heads; g++) {
+        for (int64_t g = 0; g < shape.heads; g++)
             *dbias_at(&p, 0, g, key) = g != 1 ? 0 : of_values ? 0.5F : INFINITY;
-        }
         store_float(p.dt_proj.data, p.dt_proj.dtype, p.dt_proj.stride[0] + 5, 0.25F);
         store_float(p.v.data, p.v.dtype, key * p.v.stride[1] + 5, values[of_values]);
         check_case(&p, 0);
@@ -252,8 +240,7 @@ static void check_without_dv(score_problem *p) {
     const fdma_score_backward_args want = run_device(p, 0);
     p->dv = (fdma_tensor){0};
     const fdma_score_backward_args got = run_device(p, 0);
-    CHECK_BYTES(got.ddt_proj.data, want.ddt_proj.data, bytes_of(want.ddt_proj));
-    CHECK_BYTES(got.da.data, want.da.data, bytes_of(want.da));
+    check_same_weights(&got, &want);
     device_free_both();
 }
 
@@ -265,10 +252,7 @@ static void runs_are_equal(void) {
     const fdma_score_backward_args want = run_device(&p, 0);
     for (int n = 0; n < 20; n++) {
         const fdma_score_backward_args got = run_device(&p, 0);
-        CHECK_BYTES(got.dv.data, want.dv.data, bytes_of(want.dv));
-        CHECK_BYTES(got.ddt_proj.data, want.ddt_proj.data, bytes_of(want.ddt_proj));
-        CHECK_BYTES(got.da.data, want.da.data, bytes_of(want.da));
-        device_free_all();
+        check_same(&got, &want);
     }
     device_free_both();
 }

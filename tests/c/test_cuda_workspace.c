@@ -1,75 +1,66 @@
 /* test_cuda_workspace.c - workspace on a CUDA device that was asked for before there was data is
- * enough wherever the data then lies: rows that want 16 bytes' alignment leave the call to others,
- * or copy. And how much of it gradients want. */
+ * enough wherever the data then lies: kernels that want 16 bytes' alignment leave the call to
+ * others, or copy. And how much of it gradients want. */
 #include "device.h"
 
-/* A copy on the device that begins `elements` into its memory. */
-static fdma_tensor shifted(fdma_tensor host, int elements) {
-    const size_t offset = (size_t)elements * dtype_size(host.dtype);
+/* A copy on the device that begins one element into its memory, if `shift`. */
+static fdma_tensor shifted(fdma_tensor host, int shift) {
+    const size_t offset = shift ? dtype_size(host.dtype) : 0;
     fdma_tensor copy = host;
     copy.data = (char *)device_alloc(device_extent(host) + offset) + offset;
     device_write(copy, host);
     return copy;
 }
 
-/* ---- score ---- */
-
-enum { shift_v = 1, shift_dt_proj = 2, shift_all = 3 };
-
-static fdma_score_args score_of(const problem *x) {
-    uint64_t state = 3;
-    fdma_score_args args = {
-        .size = sizeof args,
-        .v = x->v,
-        .dt_proj = new_tensor(x->dtype, x->kv_heads, x->kv_heads * x->head_dim, -1, -1),
-        .a = new_tensor(FDMA_FLOAT32, x->kv_heads, -1, -1, -1),
-        .score = x->score,
-        .bias_form = FDMA_BIAS_NONE,
-        .exec = {.device = device_number},
-    };
-    fill_random(args.dt_proj, &state, 0.2F);
-    fill_random(args.a, &state, 1);
-    return args;
-}
-
-static size_t score_bytes_without_data(fdma_score_args args) {
+/* Runs a call on the device, with workspace asked for when no tensor has data; bit n of `shifts`:
+ * whether the tensor names[n] is shifted. The outputs are then in `here`. */
+static void run_shifted(call *here, const char *const *names, int count, int shifts) {
+    const tensor_table table = fdma_tensors[here->operation];
+    const int kept = device_state.blocks;
     size_t bytes = 0;
-    args.v.data = args.dt_proj.data = args.a.data = args.score.data = NULL;
-    CHECK_OK(fdma_score_workspace(&args, &bytes));
-    return bytes;
+    call there, bare;
+    call_copy(&bare, here);
+    for (size_t t = 0; t < table.count; t++)
+        call_tensor(&bare, &table.entries[t])->data = NULL;
+    call_exec(&bare)->device = device_number;
+    CHECK_OK(operations[bare.operation].workspace(&bare.args, &bytes));
+    device_copy_call(&there, here);
+    for (int n = 0; n < count; n++)
+        *call_tensor_named(&there, names[n]) =
+            shifted(*call_tensor_named(here, names[n]), shifts >> n & 1);
+    device_exec(call_exec(&there), bytes);
+    CHECK_OK(operations[there.operation].call(&there.args));
+    device_read_outputs(here, &there);
+    device_free_after(kept);
 }
 
-static fdma_tensor score_shifted(const fdma_score_args *host, int shift) {
-    fdma_score_args args = *host;
-    args.v = shifted(host->v, (shift & shift_v) != 0);
-    args.dt_proj = shifted(host->dt_proj, (shift & shift_dt_proj) != 0);
-    args.a = device_tensor(host->a);
-    args.score = device_output(host->score);
-    device_exec(&args.exec, score_bytes_without_data(*host));
-    CHECK_OK(fdma_score(&args));
-    return device_read(args.score);
-}
+/* ---- score ---- */
 
 /* The same sums in the same order, whatever the way to them. */
 static void scores_of_shifted_data(void) {
-    for (int type = 0; type < device_dtype_count; type++) {
-        problem x = {.batch = 2, .kv_len = 300, .kv_heads = 3, .head_dim = 64};
-        x.q_len = x.q_heads = x.kv_heads;
-        x.dtype = device_dtypes[type];
-        problem_fill(&x, 21);
-        const fdma_score_args args = score_of(&x);
-        fdma_score_args on_cpu = args;
-        on_cpu.exec.device = 0;
-        CHECK_OK(run_score(&on_cpu));
-        const fdma_tensor want = copy_tensor(on_cpu.score), aligned = score_shifted(&args, 0);
-        const double sums = (double)(x.kv_heads * x.head_dim) * (double)FLT_EPSILON;
-        for (int64_t i = 0; i < count_of(want); i++) {
-            const double score = (double)((const float *)want.data)[i];
-            CHECK_NEAR((double)((const float *)aligned.data)[i], score, (1 + fabs(score)) * sums);
+    static const call_sizes n = {.batch = 2, .kv_len = 300, .kv_heads = 3, .head_dim = 64};
+    static const char *const names[] = {"v", "dt_proj"};
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        call x = {.operation = operation_score, .args.score = {.bias_form = FDMA_BIAS_NONE}};
+        call on_cpu;
+        uint64_t state = 21;
+        call_make(&x, &n, test_dtypes[type], false);
+        call_alloc(&x, &state);
+        x.args.score.score = new_output(FDMA_FLOAT32, n.batch, n.kv_heads, n.kv_len, -1);
+        call_copy(&on_cpu, &x);
+        call_own_outputs(&on_cpu);
+        CHECK_OK(call_run(&on_cpu));
+        run_shifted(&x, names, TEST_COUNT(names), 0);
+        const fdma_tensor aligned = copy_tensor(x.args.score.score);
+        const double sums = (double)(n.kv_heads * n.head_dim) * (double)FLT_EPSILON;
+        for (int64_t i = 0; i < count_of(aligned); i++) {
+            const double score = load_double(on_cpu.args.score.score.data, FDMA_FLOAT32, i);
+            CHECK_NEAR(load_double(aligned.data, FDMA_FLOAT32, i), score, (1 + fabs(score)) * sums);
         }
-        for (int shift = 1; shift <= shift_all; shift++) {
-            test_context("%s, shift %d", dtype_name(x.dtype), shift);
-            CHECK_BYTES(score_shifted(&args, shift).data, aligned.data, bytes_of(aligned));
+        for (int shifts = 1; shifts < 4; shifts++) {
+            test_context("%s, shifts %d", dtype_name(test_dtypes[type]), shifts);
+            run_shifted(&x, names, TEST_COUNT(names), shifts);
+            CHECK(same_tensor(x.args.score.score, aligned));
         }
         device_free_both();
     }
@@ -77,116 +68,64 @@ static void scores_of_shifted_data(void) {
 
 /* ---- forward ---- */
 
-static size_t forward_bytes_without_data(const problem *x) {
-    problem bare = *x;
-    bare.selection.expiry.data = bare.selection.slot.data = NULL;
-    fdma_forward_args args = problem_args(&bare, NULL);
-    size_t bytes = 0;
-    args.q.data = args.k.data = args.v.data = args.bias.data = NULL;
-    args.out.data = args.lse.data = NULL;
-    args.exec.device = device_number;
-    CHECK_OK(fdma_forward_workspace(&args, &bytes));
-    return bytes;
+static void check_forward_shifted(const problem *x) {
+    static const char *const names[] = {"q", "k", "v", "out"};
+    const attended want = problem_attend(x, "reference", 1);
+    const fdma_forward_args args = problem_args(x, NULL);
+    for (int shifts = 0; shifts < 1 << TEST_COUNT(names); shifts++) {
+        call here;
+        call_of(&here, operation_forward, &args);
+        test_context("q_len %d, window %d, %s, shifts %d", (int)x->q_len, (int)x->window,
+                     dtype_name(x->dtype), shifts);
+        run_shifted(&here, names, TEST_COUNT(names), shifts);
+        check_close_results(x, (attended){args.out, args.lse}, want);
+    }
 }
 
-static attended attend_shifted(const problem *x, int shift) {
-    problem on_device = *x;
-    on_device.q = shifted(x->q, shift & 1);
-    on_device.k = shifted(x->k, shift >> 1 & 1);
-    on_device.v = shifted(x->v, shift >> 2 & 1);
-    on_device.bias = device_tensor(x->bias);
-    on_device.selection.expiry = device_tensor(x->selection.expiry);
-    on_device.selection.slot = device_tensor(x->selection.slot);
-    fdma_forward_args args = device_args(&on_device, NULL);
-    args.out = shifted(problem_args(x, NULL).out, shift >> 3 & 1);
-    device_exec(&args.exec, forward_bytes_without_data(x));
-    CHECK_OK(fdma_forward(&args));
-    return device_read_results(&args);
-}
-
-/* Few queries and many, few keys and many: each is another kernel's where the data is aligned. */
+/* Few queries and many, few keys and many: each is another kernel's if the data is aligned. */
 static void forward_of_shifted_data(void) {
     static const int64_t lengths[][2] = {{1, 1000}, {16, 1024}, {16, 40}, {7, 3000}, {200, 300}};
-    enum { tensors = 4 };
-    for (int i = 0; i < TEST_COUNT(lengths) * device_dtype_count * 2; i++) {
-        const int length = i / 2 / device_dtype_count;
+    for (int i = 0; i < TEST_COUNT(lengths) * 4; i++) {
         problem x = {.batch = 2,
-                     .q_len = lengths[length][0],
-                     .kv_len = lengths[length][1],
+                     .q_len = lengths[i / 4][0],
+                     .kv_len = lengths[i / 4][1],
                      .q_heads = 4,
                      .kv_heads = 2,
                      .head_dim = 64,
                      .window = i % 2 ? 33 : -1,
                      .scope = FDMA_SCOPE_CAUSAL,
                      .causal = 1,
-                     .dtype = device_dtypes[i / 2 % device_dtype_count]};
+                     .dtype = test_dtypes[1 + i / 2 % 2]};
         problem_fill(&x, (uint64_t)i);
         problem_select(&x);
-        const attended want = problem_attend(&x, "reference", 1);
-        for (int shift = 0; shift < 1 << tensors; shift++) {
-            test_context("lengths %d, window %d, %s, shift %d", length, (int)x.window,
-                         dtype_name(x.dtype), shift);
-            check_close_results(&x, attend_shifted(&x, shift), want);
-            device_free_all();
-        }
+        check_forward_shifted(&x);
         device_free_both();
     }
 }
 
 /* ---- gradients ---- */
 
-static fdma_tensor bare_tensor(fdma_dtype dtype, int64_t heads) {
-    const int64_t shape[] = {1, 131072, heads, 128};
-    return fdma_dense_tensor(NULL, dtype, 4, shape);
-}
-
-static fdma_tensor bare_numbers(fdma_dtype dtype, int64_t heads) {
-    const int64_t shape[] = {1, heads, 131072};
-    return fdma_dense_tensor(NULL, dtype, 3, shape);
-}
-
 /* Beside inputs, outputs and gradients: four bytes for an element of dq, and 30 % of k and v. */
 static void gradients_want_little_memory(void) {
-    enum { q_heads = 32, kv_heads = 8 };
-    const int64_t weights[] = {kv_heads, kv_heads * 128};
-    for (int type = 0; type < device_dtype_count; type++) {
-        const fdma_dtype dtype = device_dtypes[type];
-        const fdma_tensor q = bare_tensor(dtype, q_heads), k = bare_tensor(dtype, kv_heads);
-        const fdma_tensor dt_proj = fdma_dense_tensor(NULL, dtype, 2, weights);
-        const fdma_tensor a = fdma_dense_tensor(NULL, dtype, 1, weights);
-        const fdma_selection selection = {
-            .size = sizeof selection,
-            .expiry = bare_numbers(FDMA_INT32, kv_heads),
-            .slot = bare_numbers(FDMA_INT32, kv_heads),
-            .window = 2048,
-            .kv_len = 131072,
-            .scope = FDMA_SCOPE_CAUSAL,
-        };
-        const fdma_attention_backward_args args = {
-            .size = sizeof args,
-            .dout = q,
-            .out = q,
-            .lse = bare_numbers(FDMA_FLOAT32, q_heads),
-            .q = q,
-            .k = k,
-            .v = k,
-            .dt_proj = dt_proj,
-            .a = a,
-            .bias = bare_numbers(FDMA_FLOAT32, kv_heads),
-            .dq = q,
-            .dk = k,
-            .dv = k,
-            .ddt_proj = dt_proj,
-            .da = a,
-            .selection = &selection,
-            .bias_form = FDMA_BIAS_LINEAR,
-            .causal = 1,
-            .exec = {.device = device_number},
-        };
+    static const call_sizes n = {.batch = 1,
+                                 .q_len = 131072,
+                                 .kv_len = 131072,
+                                 .q_heads = 32,
+                                 .kv_heads = 8,
+                                 .head_dim = 128};
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        call x = {.operation = operation_attention_backward};
+        fdma_attention_backward_args *const args = &x.args.attention_backward;
         size_t bytes = 0;
-        test_context("%s", dtype_name(dtype));
-        CHECK_OK(fdma_attention_backward_workspace(&args, &bytes));
-        const double sums = 4 * (double)count_of(q), keys = 2 * (double)bytes_of(k);
+        args->bias_form = FDMA_BIAS_LINEAR;
+        args->causal = 1;
+        args->exec.device = device_number;
+        call_make(&x, &n, test_dtypes[type], true);
+        args->dlse = args->key_valid = (fdma_tensor){0};
+        call_describe_selection(&x, 2048, FDMA_SCOPE_CAUSAL);
+        test_context("%s", dtype_name(test_dtypes[type]));
+        CHECK_OK(fdma_attention_backward_workspace(args, &bytes));
+        const double sums = 4 * (double)count_of(args->q), keys = 2 * (double)bytes_of(args->k);
         CHECK((double)bytes > sums);
         CHECK((double)bytes <= sums + 0.3 * keys);
     }

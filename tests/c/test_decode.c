@@ -31,9 +31,9 @@ static const struct {
 static void for_each_form(void (*test)(const problem *x, const char *kernel)) {
     const kernel_list kernels = kernels_of("forward");
     for (int form = 0; form < TEST_COUNT(forms); form++) {
-        for (int dtype = 0; dtype < problem_dtype_count; dtype++) {
+        for (int dtype = 0; dtype < test_dtype_count; dtype++) {
             const problem x =
-                decode_problem(problem_dtypes[dtype], forms[form].q_len, forms[form].window);
+                decode_problem(test_dtypes[dtype], forms[form].q_len, forms[form].window);
             for (int kernel = 0; kernel < kernels.count; kernel++) {
                 test_context("%s %s q_len %d window %d", kernels.name[kernel], dtype_name(x.dtype),
                              (int)x.q_len, (int)x.window);
@@ -53,45 +53,19 @@ static void check_threads(const problem *x, const char *kernel) {
 
 static void threads_work_on_one_row(void) { for_each_form(check_threads); }
 
-/* The second sequence alone. */
 static void check_alone(const problem *x, const char *kernel) {
-    problem alone = *x;
-    fdma_tensor *const tensors[] = {
-        &alone.q, &alone.k, &alone.v, &alone.bias, &alone.selection.expiry, &alone.selection.slot};
-    alone.batch = 1;
-    for (int i = 0; i < TEST_COUNT(tensors); i++) {
-        if (tensors[i]->rank > 0) {
-            tensors[i]->data = (char *)tensors[i]->data +
-                               (size_t)tensors[i]->stride[0] * dtype_size(tensors[i]->dtype);
-            tensors[i]->shape[0] = 1;
-        }
-    }
-    const attended both = problem_attend(x, kernel, 2), one = problem_attend(&alone, kernel, 2);
-    CHECK_BYTES(one.out.data, (char *)both.out.data + bytes_of(one.out), bytes_of(one.out));
-    CHECK_BYTES(one.lse.data, (char *)both.lse.data + bytes_of(one.lse), bytes_of(one.lse));
+    const problem last = last_problem(x);
+    const attended both = problem_attend(x, kernel, 2);
+    const attended want = {last_of(both.out), last_of(both.lse)};
+    check_same_results(problem_attend(&last, kernel, 2), want);
 }
 
 static void each_sequence_is_alone(void) { for_each_form(check_alone); }
 
-/* The same elements as [batch, heads, len, head_dim] in memory. */
-static fdma_tensor swap_axes(fdma_tensor tensor) {
-    const int64_t len = tensor.shape[1], heads = tensor.shape[2], dim = tensor.shape[3];
-    const size_t row = (size_t)dim * dtype_size(tensor.dtype);
-    fdma_tensor swapped = copy_tensor(tensor);
-    for (int64_t at = 0; at < tensor.shape[0] * len * heads; at++) {
-        const int64_t b = at / len / heads, j = at / heads % len, g = at % heads;
-        memcpy((char *)swapped.data + (size_t)((b * heads + g) * len + j) * row,
-               (char *)tensor.data + (size_t)at * row, row);
-    }
-    swapped.stride[1] = dim;
-    swapped.stride[2] = len * dim;
-    return swapped;
-}
-
 static void check_layout(const problem *x, const char *kernel) {
     problem swapped = *x;
-    swapped.k = swap_axes(x->k);
-    swapped.v = swap_axes(x->v);
+    swapped.k = heads_first(x->k);
+    swapped.v = heads_first(x->v);
     check_same_results(problem_attend(&swapped, kernel, 1), problem_attend(x, kernel, 1));
 }
 
@@ -100,25 +74,10 @@ static void memory_order_does_not_matter(void) { for_each_form(check_layout); }
 /* NaN in every key that no query keeps. */
 static void check_unread(const problem *x, const char *kernel) {
     problem spoilt = *x;
-    int64_t planted = 0;
     spoilt.k = copy_tensor(x->k);
     spoilt.v = copy_tensor(x->v);
     spoilt.bias = copy_tensor(x->bias);
-    for (int64_t at = 0; at < x->batch * x->kv_heads * x->kv_len; at++) {
-        const int64_t j = at % x->kv_len, g = at / x->kv_len % x->kv_heads;
-        const int64_t b = at / x->kv_len / x->kv_heads;
-        int kept = 0;
-        for (int64_t i = 0; i < x->q_len; i++) {
-            kept |= problem_keeps(x, b, g, i, j);
-        }
-        if (!kept) {
-            spoil_key(spoilt.k, b, j, g, NAN);
-            spoil_key(spoilt.v, b, j, g, NAN);
-            ((float *)spoilt.bias.data)[at] = NAN;
-            planted++;
-        }
-    }
-    CHECK(planted > 0 || x->window < 0);
+    CHECK(poison_unread(&spoilt, NAN) > 0 || x->window < 0);
     check_same_results(problem_attend(&spoilt, kernel, 1), problem_attend(x, kernel, 1));
 }
 
@@ -150,9 +109,8 @@ static void small_values_count(void) {
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         const problem x = long_problem(keys);
         memset(x.bias.data, 0, bytes_of(x.bias));
-        for (int64_t n = 0; n < 8 * keys; n++) {
+        for (int64_t n = 0; n < 8 * keys; n++)
             ((float *)x.v.data)[n] = n < 8 ? 0x1p24F : 1;
-        }
         test_context("%s", kernels.name[kernel]);
         const attended got = problem_attend(&x, kernels.name[kernel], 1);
         const double want = (0x1p24 + keys - 1) / keys;
@@ -167,9 +125,8 @@ static void small_weights_count(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         const problem x = long_problem(keys);
-        for (int64_t n = 0; n < keys; n++) {
+        for (int64_t n = 0; n < keys; n++)
             ((float *)x.bias.data)[n] = n == 0 ? 0 : -24 * 0.693147181F;
-        }
         test_context("%s", kernels.name[kernel]);
         const attended got = problem_attend(&x, kernels.name[kernel], 1);
         CHECK_NEAR((double)*(float *)got.lse.data, log1p((keys - 1) * 0x1p-24), 2.5e-6);

@@ -103,10 +103,10 @@ static void options_of_scores_are_checked(void) {
     REJECTS(score_backward, args->bias_form = FDMA_BIAS_NONE, INVALID("bias_form"));
     REJECTS(attention, args->bias_form = FDMA_BIAS_NONE, INVALID("bias", "FDMA_BIAS_NONE"));
     REJECTS(attention_backward, (args->bias_form = FDMA_BIAS_NONE, args->bias = absent),
-            INVALID("bias_form", "ddt_proj", "da"));
+            INVALID("ddt_proj", "FDMA_BIAS_NONE"));
     REJECTS(attention_backward,
             (args->bias_form = FDMA_BIAS_NONE, args->ddt_proj = args->da = absent),
-            INVALID("bias_form", "bias"));
+            INVALID("bias", "FDMA_BIAS_NONE"));
     REJECTS(score, args->reserved = 5, INVALID("reserved", "5"));
     REJECTS(select, args->reserved = 1, INVALID("reserved", "1"));
     REJECTS(select, args->selection = NULL, INVALID("selection", "NULL"));
@@ -178,11 +178,12 @@ static void exec_is_checked(void) {
 
 /* ---- workspace ---- */
 
-/* A byte less than the call asks for is too little; what it asks for is enough. */
+/* A byte less than the call asks for is too little; what it asks for is enough, wherever in memory
+ * it lies, and nothing around it is touched. */
 static void check_workspace(call *x) {
     fdma_exec *const exec = call_exec(x);
     size_t bytes = 0;
-    CHECK_OK(operations[x->operation].calls->workspace(&x->args, &bytes));
+    CHECK_OK(operations[x->operation].workspace(&x->args, &bytes));
     if (bytes > 0) {
         const size_t less[] = {bytes - 1, 5};
         for (int i = 0; i < TEST_COUNT(less); i++) {
@@ -195,9 +196,11 @@ static void check_workspace(call *x) {
         }
     }
     memset(right.memory, 0, right.bytes);
-    exec->workspace = test_alloc_guarded(bytes);
     exec->workspace_size = bytes;
-    CHECK_OK(operations[x->operation].calls->call(&x->args));
+    for (size_t shift = 0; shift < 70; shift += 23) {
+        exec->workspace = (char *)test_alloc_guarded(bytes + shift) + shift;
+        CHECK_OK(operations[x->operation].call(&x->args));
+    }
 }
 
 static void calls_need_their_workspace(void) {
@@ -214,15 +217,6 @@ static void calls_need_their_workspace(void) {
             check_workspace(x);
         }
     }
-}
-
-/* The part of the workspace that passes between the steps of a fused call, too, may not overlap a
- * tensor of the call. */
-static void workspace_of_a_fused_call_overlaps_nothing(void) {
-    const expectation want = {FDMA_INVALID_ARGUMENT, {"exec.workspace", "dout"}, 1};
-    call *const x = right_call(operation_attention_backward, false);
-    call_exec(x)->workspace = x->args.attention_backward.dout.data;
-    check_rejected(x, &want);
 }
 
 /* ---- argument structs ---- */
@@ -254,10 +248,10 @@ static void structs_may_be_longer(void) {
         memset(right.memory, 0, right.bytes);
         x->args.size = size;
         memcpy(longer, &x->args, operations[i].args_size);
-        CHECK_OK(operations[i].calls->call(longer));
+        CHECK_OK(operations[i].call(longer));
         longer[size - 1] = 1;
-        CHECK_INT(operations[i].calls->call(longer), FDMA_UNSUPPORTED);
-        CHECK_INT(operations[i].calls->workspace(longer, &bytes), FDMA_UNSUPPORTED);
+        CHECK_INT(operations[i].call(longer), FDMA_UNSUPPORTED);
+        CHECK_INT(operations[i].workspace(longer, &bytes), FDMA_UNSUPPORTED);
         CHECK_INT(bytes, 99);
     }
 }
@@ -268,11 +262,11 @@ static void null_arguments(void) {
         const char *name = NULL;
         const call *const x = right_call((fdma_operation)i, true);
         test_context("%s", operations[i].name);
-        CHECK_INT(operations[i].calls->call(NULL), FDMA_INVALID_ARGUMENT);
-        CHECK_INT(operations[i].calls->workspace(NULL, &bytes), FDMA_INVALID_ARGUMENT);
+        CHECK_INT(operations[i].call(NULL), FDMA_INVALID_ARGUMENT);
+        CHECK_INT(operations[i].workspace(NULL, &bytes), FDMA_INVALID_ARGUMENT);
         CHECK_INT(operations[i].kernel(NULL, &name), FDMA_INVALID_ARGUMENT);
         CHECK(bytes == 99 && name == NULL);
-        CHECK_INT(operations[i].calls->workspace(&x->args, NULL), FDMA_INVALID_ARGUMENT);
+        CHECK_INT(operations[i].workspace(&x->args, NULL), FDMA_INVALID_ARGUMENT);
         CHECK_WORD(fdma_last_error(), "bytes");
         if (i < operation_attention) {
             CHECK_INT(operations[i].kernel(&x->args, NULL), FDMA_INVALID_ARGUMENT);
@@ -322,7 +316,6 @@ static const test_entry tests[] = {
     TEST(selections_are_checked),
     TEST(exec_is_checked),
     TEST(calls_need_their_workspace),
-    TEST(workspace_of_a_fused_call_overlaps_nothing),
     TEST(sizes_of_structs_are_checked),
     TEST(structs_may_be_longer),
     TEST(null_arguments),

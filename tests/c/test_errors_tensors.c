@@ -4,40 +4,36 @@
 
 /* ---- the list of tensors ---- */
 
-/* What fdma.h says of each tensor: >output, optional?, required with a selection*; its axes; and
- * its dtype: s that of q, k and v; w that or float32; f float32; i int32; u uint8; d that of
- * dt_proj; a that of a. */
+/* What fdma.h says of each tensor: >output, optional?; its axes; and its dtype: s that of q, k and
+ * v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a that of a. */
 static const char *const documented[operation_count] = {
     [operation_score] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u >score?:bgj:f >bias?:bgj:f",
     [operation_select] = " score:bgj:f key_valid?:bj:u >expiry:bgj:i >slot?:bgj:i",
     [operation_lists] = " expiry:bgj:i slot:bgj:i >list:bgtw:i >count:bgt2:i",
-    [operation_forward] = " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u expiry*:bgj:i"
+    [operation_forward] = " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u expiry:bgj:i"
                           " slot?:bgj:i >out:bihd:s >lse?:bhi:f",
     [operation_backward] =
-        " dout:bihd:s dlse?:bhi:f out:bihd:s lse:bhi:f q:bihd:s k:bjgd:s v:bjgd:s"
-        " bias?:bgj:f key_valid?:bj:u expiry*:bgj:i slot?:bgj:i >dq:bihd:s"
-        " >dk:bjgd:s >dv:bjgd:s >dbias?:bgj:f",
-    [operation_score_backward] = " dbias:bgj:f v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u"
+        " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u expiry:bgj:i slot?:bgj:i"
+        " out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bjgd:s >dv:bjgd:s"
+        " >dbias?:bgj:f",
+    [operation_score_backward] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u dbias:bgj:f"
                                  " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a",
     [operation_merge] = " out_a:bihd:s lse_a:bhi:f out_b:bihd:s lse_b:bhi:f >out:bihd:s"
                         " >lse?:bhi:f",
-    [operation_merge_backward] = " dout:bihd:s dlse?:bhi:f out_a:bihd:s lse_a:bhi:f out_b:bihd:s"
-                                 " lse_b:bhi:f >dout_a:bihd:s >dlse_a:bhi:f >dout_b:bihd:s"
-                                 " >dlse_b:bhi:f",
+    [operation_merge_backward] = " out_a:bihd:s lse_a:bhi:f out_b:bihd:s lse_b:bhi:f"
+                                 " dout:bihd:s dlse?:bhi:f >dout_a:bihd:s >dlse_a:bhi:f"
+                                 " >dout_b:bihd:s >dlse_b:bhi:f",
     [operation_attention] = " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u"
                             " >out:bihd:s >lse?:bhi:f >score?:bgj:f >bias?:bgj:f >expiry:bgj:i"
                             " >slot?:bgj:i",
     [operation_attention_backward] =
-        " dout:bihd:s dlse?:bhi:f out:bihd:s lse:bhi:f q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w"
-        " a:g:w bias?:bgj:f key_valid?:bj:u expiry:bgj:i slot?:bgj:i >dq:bihd:s >dk:bjgd:s"
+        " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w bias?:bgj:f key_valid?:bj:u expiry:bgj:i"
+        " slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bjgd:s"
         " >dv:bjgd:s >ddt_proj:gc:d >da:g:a",
 };
 
 /* Otherwise the cases below would follow a mistake in the list. */
 static void list_is_as_documented(void) {
-    static const char *const before[] = {[role_output] = ">", [role_optional_output] = ">"};
-    static const char *const after[] = {
-        [role_optional] = "?", [role_selected] = "*", [role_optional_output] = "?"};
     static const char dtypes[] = {
         [dtypes_same] = 's',  [dtypes_weight] = 'w',     [dtypes_wide] = 'f', [dtypes_int32] = 'i',
         [dtypes_uint8] = 'u', [dtypes_as_dt_proj] = 'd', [dtypes_as_a] = 'a',
@@ -48,11 +44,9 @@ static void list_is_as_documented(void) {
         for (size_t t = 0; t < table.count; t++) {
             const tensor_entry *const entry = &table.entries[t];
             const size_t used = strlen(text);
-            const char *const output = is_output(entry) ? before[entry->role] : "";
-            const char *const need =
-                entry->role == role_input || entry->role == role_output ? "" : after[entry->role];
-            snprintf(text + used, sizeof text - used, " %s%s%s:%s:%c", output, entry->name, need,
-                     entry->dims, dtypes[entry->dtypes]);
+            snprintf(text + used, sizeof text - used, " %s%s%s:%s:%c", is_output(entry) ? ">" : "",
+                     entry->name, is_optional(entry) ? "?" : "", entry->dims,
+                     dtypes[entry->dtypes]);
         }
         test_context("%s has%s", operations[operation].name, text);
         CHECK(strcmp(text, documented[operation]) == 0);
@@ -72,52 +66,24 @@ static void check_tensor(const tensor_entry *entry, fdma_tensor wrong, const cha
     check_rejected(&x, want);
 }
 
-/* Whether the library takes a size of the call from this tensor. If it is wrong, the message names
- * another tensor, or the size itself. The tensor that gives head_dim gives the dtype too. */
+/* Whether the library takes a size of the call from this tensor, the first that has it. If it is
+ * wrong, the message names another tensor, or the size itself. The tensor that gives head_dim gives
+ * the dtype too. */
 static bool settles(const tensor_entry *entry, char letter) {
-    static const struct {
-        fdma_operation operation;
-        const char *name, *letters;
-    } origins[] = {
-        {operation_score, "v", "bjgd"},
-        {operation_select, "score", "bgj"},
-        {operation_lists, "expiry", "bgj"},
-        {operation_forward, "q", "bihd"},
-        {operation_forward, "k", "jg"},
-        {operation_backward, "q", "bihd"},
-        {operation_backward, "k", "jg"},
-        {operation_score_backward, "v", "bjgd"},
-        {operation_merge, "out", "bihd"},
-        {operation_merge_backward, "dout", "bihd"},
-        {operation_attention, "q", "bihd"},
-        {operation_attention, "k", "jg"},
-        {operation_attention, "v", "bjgd"},
-        {operation_attention_backward, "q", "bihd"},
-        {operation_attention_backward, "k", "jg"},
-    };
-    for (int i = 0; i < TEST_COUNT(origins); i++) {
-        if (origins[i].operation == right.call.operation &&
-            strcmp(origins[i].name, entry->name) == 0 && strchr(origins[i].letters, letter)) {
-            return true;
-        }
-    }
-    return false;
+    const tensor_entry *first = fdma_tensors[right.call.operation].entries;
+    if (strchr("bijhgd", letter) == NULL || strchr(entry->dims, letter) == NULL)
+        return false;
+    while (strchr(first->dims, letter) == NULL)
+        first++;
+    return first == entry;
 }
 
-/* The answer where a tensor that settles a size has the size `wrong`. */
-static expectation want_of_origin(const tensor_entry *entry, char letter, int64_t wrong) {
-    const int64_t size = size_of_axis(letter);
-    const bool groups = operations[right.call.operation].selection != 0;
-    if (letter == 'd') {
+/* The answer if a tensor that settles a size has the size `wrong`. */
+static expectation want_of_origin(char letter, int64_t wrong) {
+    if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};
-    }
-    if (letter == 'h' && groups) {
-        return (expectation){FDMA_INVALID_ARGUMENT, {"q_heads", number(wrong), "2"}, 0};
-    }
-    if (letter == 'g' && groups && wrong == 3 && strcmp(entry->name, "k") == 0) {
-        return (expectation){FDMA_INVALID_ARGUMENT, {"q_heads", "4", number(wrong)}, 0};
-    }
-    return (expectation){FDMA_INVALID_ARGUMENT, {number(size), number(wrong)}, 0};
+    return (expectation){
+        FDMA_INVALID_ARGUMENT, {number(size_of_axis(&right_sizes, letter)), number(wrong)}, 0};
 }
 
 static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {
@@ -130,12 +96,11 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
                 FDMA_INVALID_ARGUMENT,
                 {entry->name, number(wrong[i]), wrong[i] > 0 ? number(size) : NULL},
                 0};
-            const expectation want = origin ? want_of_origin(entry, letter, wrong[i]) : other;
+            const expectation want = origin ? want_of_origin(letter, wrong[i]) : other;
             tensor.shape[axis] = wrong[i];
             /* a list may be wider; without optional tensors nothing contradicts a settled size */
-            if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin)) {
+            if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin))
                 check_tensor(entry, tensor, "has an axis of another size", &want);
-            }
         }
         tensor.shape[axis] = size;
     }
@@ -147,9 +112,8 @@ static void check_ranks(const tensor_entry *entry, fdma_tensor tensor) {
         const expectation want = {
             FDMA_INVALID_ARGUMENT, {entry->name, number(wrong[i]), number(rank)}, 0};
         tensor.rank = wrong[i];
-        if (wrong[i] != 0 || !is_optional(entry)) { /* rank 0: absent */
+        if (wrong[i] != 0 || !is_optional(entry)) /* rank 0: absent */
             check_tensor(entry, tensor, "has another rank", &want);
-        }
     }
 }
 
@@ -175,9 +139,8 @@ static void check_dtypes(const tensor_entry *entry, fdma_tensor tensor) {
     for (int dtype = FDMA_FLOAT32; dtype <= FDMA_UINT8; dtype++) {
         const expectation want = {FDMA_UNSUPPORTED, {entry->name, names[dtype]}, 0};
         tensor.dtype = (fdma_dtype)dtype;
-        if (!may_have(entry, own, tensor.dtype)) {
+        if (!may_have(entry, own, tensor.dtype))
             check_tensor(entry, tensor, "has another dtype", &want);
-        }
     }
     tensor.dtype = (fdma_dtype)77;
     check_tensor(entry, tensor, "has no known dtype", &unknown);
@@ -193,9 +156,8 @@ static void check_strides(const tensor_entry *entry, fdma_tensor tensor) {
                                                     : "distinct";
             const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, word}, 0};
             tensor.stride[axis] = wrong[i];
-            if (last || i < 2 || (wrong[i] == 0 && is_output(entry))) {
+            if (last || i < 2 || (wrong[i] == 0 && is_output(entry)))
                 check_tensor(entry, tensor, "has a wrong stride", &want);
-            }
         }
         tensor.stride[axis] = stride;
     }
@@ -221,16 +183,14 @@ static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
         const expectation want = {FDMA_INVALID_ARGUMENT, {entry->name, other->name}, 1};
         const fdma_tensor *const at = call_tensor(&right.call, other);
         tensor.data = at->data;
-        if (is_output(entry) && other != entry && at->rank > 0) {
+        if (is_output(entry) && other != entry && at->rank > 0)
             check_tensor(entry, tensor, "lies on another tensor", &want);
-        }
     }
-    const expectation want_first = {FDMA_INVALID_ARGUMENT, {entry->name}, 1};
-    const expectation want_last = {FDMA_INVALID_ARGUMENT, {entry->name, "exec.workspace"}, 1};
+    const expectation want = {FDMA_INVALID_ARGUMENT, {"exec.workspace", entry->name}, 1};
     tensor.data = exec->workspace;
-    check_tensor(entry, tensor, "lies where the workspace begins", &want_first);
+    check_tensor(entry, tensor, "lies where the workspace begins", &want);
     tensor.data = (char *)exec->workspace + (exec->workspace_size - 16) / 16 * 16;
-    check_tensor(entry, tensor, "lies where the workspace ends", &want_last);
+    check_tensor(entry, tensor, "lies where the workspace ends", &want);
 }
 
 static void tensors_are_checked(void) {

@@ -22,14 +22,13 @@ static problem new_problem(fdma_dtype dtype, int64_t window) {
 typedef void (*property)(problem *x, const char *kernel);
 
 static void check_on_all_kernels(property holds, int64_t window) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("forward", problem_dtypes[type]);
+    for (int type = 0; type < test_dtype_count; type++) {
+        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
-            if (type > 0 && strcmp(kernels.name[kernel], "reference") == 0) {
+            if (type > 0 && strcmp(kernels.name[kernel], "reference") == 0)
                 continue; /* slow; one path */
-            }
-            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
-            problem x = new_problem(problem_dtypes[type], window);
+            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
+            problem x = new_problem(test_dtypes[type], window);
             holds(&x, kernels.name[kernel]);
             test_free_all();
         }
@@ -41,9 +40,8 @@ static void check_on_all_kernels(property holds, int64_t window) {
 static void check_threads(problem *x, const char *kernel) {
     static const int32_t threads[] = {1, 2, 3, 7, 0};
     const attended one = problem_attend(x, kernel, 1);
-    for (int t = 0; t < TEST_COUNT(threads); t++) {
+    for (int t = 0; t < TEST_COUNT(threads); t++)
         check_same_results(problem_attend(x, kernel, threads[t]), one);
-    }
 }
 
 static void threads_do_not_show(void) { check_on_all_kernels(check_threads, 50); }
@@ -59,9 +57,8 @@ static fdma_tensor sequence_of(fdma_tensor tensor, int64_t b) {
 static void infinite_values_do_not_tell_threads(void) {
     const kernel_list kernels = kernels_of("forward");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        if (strcmp(kernels.name[kernel], "reference") == 0) {
+        if (strcmp(kernels.name[kernel], "reference") == 0)
             continue; /* slow; one path */
-        }
         test_context("%s", kernels.name[kernel]);
         problem x = {.batch = 2,
                      .q_len = 1100,
@@ -181,8 +178,8 @@ static void check_expiries(problem *x, const char *kernel) {
         for (int64_t row = 0; row < x->batch * x->q_len * x->q_heads; row++) {
             const int64_t h = row % x->q_heads, i = row / x->q_heads % x->q_len;
             const int64_t b = row / x->q_heads / x->q_len;
-            const double share = load_double(got.out.data, x->dtype, row * x->head_dim);
-            CHECK_INT(share > 0, problem_keeps(x, b, h / group, i, j));
+            const double weight = load_double(got.out.data, x->dtype, row * x->head_dim);
+            CHECK_INT(weight > 0, problem_keeps(x, b, h / group, i, j));
         }
     }
 }
@@ -227,15 +224,9 @@ static void softcap_bounds_logits(void) { check_on_all_kernels(check_softcap, 50
 /* A damaged selection gives wrong numbers; the guards and the sanitizers see to the rest. */
 static void check_damaged(problem *x, const char *kernel) {
     uint64_t state = 11;
-    static const int32_t wild[] = {INT32_MIN, INT32_MAX, -1, 0, 1, 50, 229, 230, 231, 1 << 20};
-    for (int round = 0; round < 4; round++) {
-        for (int64_t i = 0; i < count_of(x->selection.expiry); i++) {
-            const int32_t any = (int32_t)random_below(&state, 240);
-            ((int32_t *)x->selection.expiry.data)[i] =
-                round % 2 ? any : wild[random_below(&state, TEST_COUNT(wild))];
-            ((int32_t *)x->selection.slot.data)[i] =
-                round / 2 ? any : wild[random_below(&state, TEST_COUNT(wild))];
-        }
+    for (int how = 0; how < corruption_count * corruption_count; how++) {
+        corrupt(x->selection.expiry, (corruption)(how / corruption_count), &state);
+        corrupt(x->selection.slot, (corruption)(how % corruption_count), &state);
         problem_attend(x, kernel, 2);
     }
 }

@@ -12,9 +12,8 @@ static void *filled(size_t size, int fill) {
         printf("out of memory\n");
         exit(1);
     }
-    if (fill != as_it_is) {
+    if (fill != as_it_is)
         memset(data, fill, size);
-    }
     return data;
 }
 
@@ -34,15 +33,14 @@ static void run_filled(call *x, const call *original, int fill) {
         if (is_output(&table.entries[t]) && tensor->rank > 0) {
             const void *const held = tensor->data;
             tensor->data = filled(bytes_of(*tensor), fill);
-            if (keeps_content(x, &table.entries[t])) {
+            if (keeps_content(x, &table.entries[t]))
                 memcpy(tensor->data, held, bytes_of(*tensor));
-            }
         }
     }
     exec->threads = 1;
-    CHECK_OK(operations[x->operation].calls->workspace(&x->args, &exec->workspace_size));
+    CHECK_OK(operations[x->operation].workspace(&x->args, &exec->workspace_size));
     exec->workspace = filled(exec->workspace_size, fill);
-    CHECK_OK(operations[x->operation].calls->call(&x->args));
+    CHECK_OK(operations[x->operation].call(&x->args));
     free(exec->workspace);
 }
 

@@ -45,37 +45,22 @@ static void fence_call(call *x, fence_edge edge) {
         *tensor =
             is_output(&table.entries[t]) ? fence_output(*tensor, edge) : fence_input(*tensor, edge);
     }
-    CHECK_OK(operations[x->operation].calls->workspace(&x->args, &bytes));
+    CHECK_OK(operations[x->operation].workspace(&x->args, &bytes));
     fence_workspace(call_exec(x), bytes, edge);
 }
 
-static void check_same_outputs(call *x, call *want) {
-    const tensor_table table = fdma_tensors[x->operation];
-    for (size_t t = 0; t < table.count; t++) {
-        const tensor_entry *const entry = &table.entries[t];
-        if (is_output(entry)) {
-            CHECK(same_tensor(*call_tensor(x, entry), *call_tensor(want, entry)));
-        }
-    }
-}
-
 static void check_fenced(const call *original) {
-    const operation_calls *const calls = operations[original->operation].calls;
-    const tensor_table table = fdma_tensors[original->operation];
     call want;
     call_copy(&want, original);
-    for (size_t t = 0; t < table.count; t++) {
-        fdma_tensor *const tensor = call_tensor(&want, &table.entries[t]);
-        *tensor = is_output(&table.entries[t]) ? copy_tensor(*tensor) : *tensor;
-    }
+    call_own_outputs(&want);
     call_exec(&want)->threads = 1;
-    CHECK_OK(run_operation(calls, &want.args, exec_alloc));
+    CHECK_OK(call_run(&want));
     for (int edge = 0; edge < fence_edges; edge++) {
         call x;
         call_copy(&x, original);
         call_exec(&x)->threads = 1 + edge; /* each thread has scratch of its own */
         fence_call(&x, (fence_edge)edge);
-        CHECK_OK(calls->call(&x.args));
+        CHECK_OK(operations[x.operation].call(&x.args));
         check_same_outputs(&x, &want);
         fence_free_all();
     }

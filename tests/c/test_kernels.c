@@ -1,18 +1,13 @@
 /* test_kernels.c - the list of kernels, how one is forced by name, and what the library says of
  * itself and of its devices. */
-#include "fixture.h"
+#include "right_call.h"
 
 #include "core/kernel.h"
 
-static const char *const operations[] = {"score",    "select",         "lists", "forward",
-                                         "backward", "score_backward", "merge", "merge_backward"};
-
 static int is_operation(const char *name) {
-    for (int o = 0; o < TEST_COUNT(operations); o++) {
-        if (strcmp(name, operations[o]) == 0) {
+    for (int o = 0; o < operation_attention; o++)
+        if (strcmp(name, operations[o].name) == 0)
             return 1;
-        }
-    }
     return 0;
 }
 
@@ -37,14 +32,13 @@ static void every_kernel_is_described(void) {
 /* These two run anywhere, and do everything. */
 static void plain_kernels_are_always_there(void) {
     static const char *const names[] = {"cpu/scalar", "reference"};
-    for (int o = 0; o < TEST_COUNT(operations); o++) {
-        const kernel_list kernels = kernels_of(operations[o]);
+    for (int o = 0; o < operation_attention; o++) {
+        const kernel_list kernels = kernels_of(operations[o].name);
         for (int n = 0; n < TEST_COUNT(names); n++) {
             int found = 0;
-            for (int i = 0; i < kernels.count; i++) {
+            for (int i = 0; i < kernels.count; i++)
                 found += strcmp(kernels.name[i], names[n]) == 0;
-            }
-            test_context("%s %s", names[n], operations[o]);
+            test_context("%s %s", names[n], operations[o].name);
             CHECK_INT(found, 1);
         }
     }
@@ -63,67 +57,18 @@ static void indices_out_of_range(void) {
     CHECK_WORD(fdma_last_error(), "size");
 }
 
-static fdma_select_args small_select(fdma_selection *selection, const char *kernel) {
-    *selection =
-        (fdma_selection){.size = sizeof *selection, .expiry = new_output(FDMA_INT32, 1, 1, 9, -1)};
-    return (fdma_select_args){.size = sizeof(fdma_select_args),
-                              .score = new_tensor(FDMA_FLOAT32, 1, 1, 9, -1),
-                              .selection = selection,
-                              .window = 2,
-                              .exec = {.kernel = kernel}};
-}
-
-/* The kernel that would run, by each of its four queries: `forward_want` for three queries, `want`
- * for the other operations. */
+/* The kernel that would run: `forward_want` for few queries, `want` for the other operations. */
 static void check_picked(const char *forced, const char *want, const char *forward_want) {
-    fdma_selection selection;
-    const char *name = NULL;
-    fdma_select_args select = small_select(&selection, forced);
-    CHECK_OK(fdma_select_kernel(&select, &name));
-    CHECK(name != NULL && strcmp(name, want) == 0);
-
-    selection.slot = new_output(FDMA_INT32, 1, 1, 9, -1);
-    selection.window = 2;
-    selection.kv_len = 9;
-    selection.scope = FDMA_SCOPE_CAUSAL;
-    fdma_lists_args lists = {.size = sizeof lists,
-                             .selection = &selection,
-                             .list = new_output(FDMA_INT32, 1, 1, 3, 4),
-                             .count = new_output(FDMA_INT32, 1, 1, 3, 2),
-                             .q_len = 9,
-                             .tile_len = 3,
-                             .causal = 1,
-                             .exec = {.kernel = forced}};
-    name = NULL;
-    CHECK_OK(fdma_lists_kernel(&lists, &name));
-    CHECK(name != NULL && strcmp(name, want) == 0);
-
-    fdma_forward_args forward = {.size = sizeof forward,
-                                 .q = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
-                                 .k = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
-                                 .v = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
-                                 .out = new_output(FDMA_FLOAT32, 1, 3, 1, 8),
-                                 .exec = {.kernel = forced}};
-    name = NULL;
-    CHECK_OK(fdma_forward_kernel(&forward, &name));
-    CHECK(name != NULL && strcmp(name, forward_want) == 0);
-
-    fdma_score_args score = {.size = sizeof score,
-                             .v = forward.v,
-                             .dt_proj = new_tensor(FDMA_FLOAT32, 1, 8, -1, -1),
-                             .a = new_tensor(FDMA_FLOAT32, 1, -1, -1, -1),
-                             .score = new_output(FDMA_FLOAT32, 1, 1, 3, -1),
-                             .bias_form = FDMA_BIAS_NONE,
-                             .exec = {.kernel = forced}};
-    name = NULL;
-    CHECK_OK(fdma_score_kernel(&score, &name));
-    CHECK(name != NULL && strcmp(name, want) == 0);
-}
-
-static const char *joined(const char *point, const char *variant) {
-    char *const name = test_alloc(64);
-    snprintf(name, 64, "%s%s", point, variant);
-    return name;
+    static const fdma_operation asked[] = {operation_score, operation_select, operation_lists,
+                                           operation_forward};
+    for (int i = 0; i < TEST_COUNT(asked); i++) {
+        call *const x = right_call(asked[i], true);
+        const char *name = NULL;
+        call_exec(x)->kernel = forced;
+        CHECK_OK(operations[asked[i]].kernel(&x->args, &name));
+        CHECK(name != NULL &&
+              strcmp(name, asked[i] == operation_forward ? forward_want : want) == 0);
+    }
 }
 
 /* The name of a point forces decode for few rows; each name of a kernel of forward forces that
@@ -137,7 +82,9 @@ static void names_force_kernels(void) {
             check_picked(point, point, point);
             continue;
         }
-        const char *const tile = joined(point, "/tile"), *const decode = joined(point, "/decode");
+        char tile[64], decode[64];
+        snprintf(tile, sizeof tile, "%s/tile", point);
+        snprintf(decode, sizeof decode, "%s/decode", point);
         if (operation_takes("forward", tile, FDMA_FLOAT32)) {
             check_picked(point, point, decode);
             check_picked(decode, point, decode);
@@ -150,21 +97,19 @@ static void names_force_kernels(void) {
  * evaluation "reference/float32" is thus chosen only by its whole name. */
 static void prefixes_force_backends(void) {
     const kernel_list kernels = kernels_of("score");
-    const char *const decode = joined(kernels.name[0], "/decode");
+    char decode[64];
+    snprintf(decode, sizeof decode, "%s/decode", kernels.name[0]);
     CHECK(strncmp(kernels.name[0], "cpu/", 4) == 0);
     check_picked("cpu", kernels.name[0], decode);
     check_picked(NULL, kernels.name[0], decode);
 }
 
 static void check_refused(const char *kernel) {
-    fdma_selection selection;
-    fdma_select_args args = small_select(&selection, kernel);
-    size_t bytes = 99;
+    static const expectation want = {FDMA_UNSUPPORTED, {"kernel"}, 0};
+    call *const x = right_call(operation_select, true);
     test_context("kernel \"%s\"", kernel);
-    CHECK_INT(fdma_select_workspace(&args, &bytes), FDMA_UNSUPPORTED);
-    CHECK_INT(bytes, 99);
-    CHECK_INT(fdma_select(&args), FDMA_UNSUPPORTED);
-    CHECK_WORD(fdma_last_error(), "kernel");
+    call_exec(x)->kernel = kernel;
+    check_rejected(x, &want);
 }
 
 /* A part of a name is a name only up to a '/'; the message lists what there is. */
@@ -259,9 +204,9 @@ static const struct {
     {"cpu/sse9", operation_score, 2, NULL,
      "score (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 has no such kernel"},
     {"cpu/sse", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named cpu/sse, there are cpu/sse9, cpu/any, cuda/sm1"},
+     "exec.kernel: no kernel is named cpu/sse, want one of cpu/sse9, cpu/any, cuda/sm1"},
     {"\x1b[31m\xff\n", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, there are cpu/sse9, "
+     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, want one of cpu/sse9, "
      "cpu/any, cuda/sm1"},
     {NULL, operation_backward, 2, NULL,
      "backward (float32, head_dim 8) on FDMA_CUDA(2): the library does not support float32 "
@@ -365,79 +310,45 @@ static void absent_devices_are_refused(void) {
 #else
     const fdma_status want = FDMA_UNSUPPORTED;
 #endif
-    fdma_forward_args args = {.size = sizeof args,
-                              .q = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
-                              .k = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
-                              .v = new_tensor(FDMA_FLOAT32, 1, 3, 1, 8),
-                              .out = new_output(FDMA_FLOAT32, 1, 3, 1, 8)};
-    size_t bytes;
-    const char *name;
-    args.exec.device = absent;
-    CHECK_INT(fdma_forward(&args), want);
-    CHECK_WORD(fdma_last_error(), "exec.device");
-    CHECK_INT(fdma_forward_workspace(&args, &bytes), want);
-    CHECK_INT(fdma_forward_kernel(&args, &name), want);
-    args.exec.device = 0;
-    CHECK_OK(run_forward(&args));
+    const expectation refusal = {want, {"exec.device"}, 0};
+    call *const x = right_call(operation_forward, true);
+    call_exec(x)->device = absent;
+    check_rejected(x, &refusal);
+    call_exec(x)->device = 0;
+    memset(right.memory, 0, right.bytes);
+    CHECK_OK(fdma_forward(&x->args.forward));
 }
 
 static void fused_calls_name_their_kernels(void) {
-    fdma_selection selection = {.size = sizeof selection,
-                                .expiry = new_output(FDMA_INT32, 1, 1, 9, -1),
-                                .window = 2,
-                                .kv_len = 9,
-                                .scope = FDMA_SCOPE_CAUSAL};
-    const fdma_tensor x = new_tensor(FDMA_FLOAT32, 1, 9, 1, 8);
-    const fdma_tensor dt_proj = new_tensor(FDMA_FLOAT32, 1, 8, -1, -1);
-    const fdma_tensor a = new_tensor(FDMA_FLOAT32, 1, -1, -1, -1);
-    fdma_attention_args args = {.size = sizeof args,
-                                .q = x,
-                                .k = x,
-                                .v = x,
-                                .dt_proj = dt_proj,
-                                .a = a,
-                                .out = x,
-                                .window = 2,
-                                .exec = {.kernel = "cpu/scalar"}};
     fdma_attention_kernels names = {.size = sizeof names};
-    CHECK_OK(fdma_attention_kernel(&args, &names));
+    fdma_attention_args *const args = &right_call(operation_attention, true)->args.attention;
+    args->exec.kernel = "cpu/scalar";
+    CHECK_OK(fdma_attention_kernel(args, &names));
     CHECK(strncmp(names.score, "cpu/scalar", 10) == 0);
     CHECK(strncmp(names.select, "cpu/scalar", 10) == 0);
     CHECK(strncmp(names.forward, "cpu/scalar", 10) == 0);
     CHECK_INT(names.size, sizeof names);
     names.size--;
-    CHECK_INT(fdma_attention_kernel(&args, &names), FDMA_INVALID_ARGUMENT);
-    CHECK_INT(fdma_attention_kernel(&args, NULL), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_attention_kernel(args, &names), FDMA_INVALID_ARGUMENT);
+    CHECK_INT(fdma_attention_kernel(args, NULL), FDMA_INVALID_ARGUMENT);
+}
 
-    fdma_attention_backward_args back = {.size = sizeof back,
-                                         .dout = x,
-                                         .out = x,
-                                         .lse = new_tensor(FDMA_FLOAT32, 1, 1, 9, -1),
-                                         .q = x,
-                                         .k = x,
-                                         .v = x,
-                                         .dt_proj = dt_proj,
-                                         .a = a,
-                                         .dq = x,
-                                         .dk = x,
-                                         .dv = x,
-                                         .ddt_proj = dt_proj,
-                                         .da = a,
-                                         .selection = &selection,
-                                         .causal = 1,
-                                         .exec = {.kernel = "reference"}};
-    fdma_attention_backward_kernels steps = {.size = sizeof steps};
-    CHECK_OK(fdma_attention_backward_kernel(&back, &steps));
-    CHECK(strcmp(steps.score, "reference") == 0);
-    CHECK(strcmp(steps.backward, "reference") == 0);
-    CHECK(strcmp(steps.score_backward, "reference") == 0);
-    back.bias = new_tensor(FDMA_FLOAT32, 1, 1, 9, -1);
-    CHECK_OK(fdma_attention_backward_kernel(&back, &steps));
-    CHECK(steps.score == NULL && steps.score_backward != NULL);
-    back.bias = back.dt_proj = back.a = back.ddt_proj = back.da = (fdma_tensor){0};
-    back.bias_form = FDMA_BIAS_NONE;
-    CHECK_OK(fdma_attention_backward_kernel(&back, &steps));
-    CHECK(steps.score == NULL && steps.backward != NULL && steps.score_backward == NULL);
+static void fused_gradients_name_their_kernels(void) {
+    fdma_attention_backward_kernels names = {.size = sizeof names};
+    fdma_attention_backward_args *const args =
+        &right_call(operation_attention_backward, true)->args.attention_backward;
+    args->exec.kernel = "reference";
+    CHECK_OK(fdma_attention_backward_kernel(args, &names));
+    CHECK(names.score == NULL && names.score_backward != NULL);
+    args->bias = (fdma_tensor){0}; /* is computed again, then */
+    CHECK_OK(fdma_attention_backward_kernel(args, &names));
+    CHECK(strcmp(names.score, "reference") == 0);
+    CHECK(strcmp(names.backward, "reference") == 0);
+    CHECK(strcmp(names.score_backward, "reference") == 0);
+    args->dt_proj = args->a = args->ddt_proj = args->da = (fdma_tensor){0};
+    args->bias_form = FDMA_BIAS_NONE;
+    CHECK_OK(fdma_attention_backward_kernel(args, &names));
+    CHECK(names.score == NULL && names.backward != NULL && names.score_backward == NULL);
 }
 
 static void check_same_view(fdma_tensor tensor, int32_t rank) {
@@ -487,6 +398,7 @@ static const test_entry tests[] = {
     TEST(devices_are_described),
     TEST(absent_devices_are_refused),
     TEST(fused_calls_name_their_kernels),
+    TEST(fused_gradients_name_their_kernels),
     TEST(constructors_are_dense),
     TEST(dense_tensors_are_dense),
 };

@@ -1,6 +1,6 @@
 /* test_lists.c - the tile lists of every kernel against lists made from the meaning of expiry,
  * entry by entry; and that they list keys of the sequence only, whatever a selection says. */
-#include "fixture.h"
+#include "scores.h"
 
 /* How queries see keys: the scope of the selection and causal masking. */
 typedef struct sight {
@@ -23,25 +23,8 @@ typedef struct lists_case {
 
 /* ---- selections ---- */
 
-enum score_kind { iid, tied, rising, falling, few_values, kind_count };
-
-static float score_of(int kind, int64_t j, uint64_t *state) {
-    switch (kind) {
-    case iid:
-        return random_float(state);
-    case tied:
-        return 0;
-    case rising:
-        return (float)j;
-    case falling:
-        return (float)-j;
-    default:
-        return (float)random_below(state, 3);
-    }
-}
-
 /* Every third key is not valid, the second sequence begins with padding, the third has no keys. */
-static fdma_tensor new_padding(const lists_case *test) {
+static fdma_tensor some_padding(const lists_case *test) {
     const fdma_tensor valid = new_tensor(FDMA_UINT8, test->batch, test->kv_len, -1, -1);
     for (int64_t i = 0; i < count_of(valid); i++) {
         const int64_t b = i / test->kv_len, j = i % test->kv_len;
@@ -50,23 +33,17 @@ static fdma_tensor new_padding(const lists_case *test) {
     return valid;
 }
 
-static void select_keys(lists_case *test, int kind, int padded, uint64_t *state) {
+static void select_keys(lists_case *test, score_kind kind, int padded, uint64_t *state) {
     fdma_select_args args = {
         .size = sizeof args,
         .score = new_tensor(FDMA_FLOAT32, test->batch, test->kv_heads, test->kv_len, -1),
-        .key_valid = padded ? new_padding(test) : (fdma_tensor){0},
+        .key_valid = padded ? some_padding(test) : (fdma_tensor){0},
         .selection = &test->selection,
         .window = test->window,
         .scope = test->sight->scope,
     };
-    for (int64_t i = 0; i < count_of(args.score); i++) {
-        ((float *)args.score.data)[i] = score_of(kind, i % test->kv_len, state);
-    }
-    test->selection = (fdma_selection){
-        .size = sizeof test->selection,
-        .expiry = new_output(FDMA_INT32, test->batch, test->kv_heads, test->kv_len, -1),
-        .slot = new_output(FDMA_INT32, test->batch, test->kv_heads, test->kv_len, -1),
-    };
+    fill_kind(args.score, kind, state);
+    test->selection = selection_for(args.score);
     CHECK_OK(run_select(&args));
 }
 
@@ -84,7 +61,7 @@ static int64_t width_of(const lists_case *test) {
     return lesser(window + lesser(test->tile_len - 1, test->kv_len), test->kv_len);
 }
 
-static int is_kept(const lists_case *test, const int32_t *expiry, int64_t j, int64_t p) {
+static int keeps(const lists_case *test, const int32_t *expiry, int64_t j, int64_t p) {
     return test->sight->causal ? j <= p && p < expiry[j] : expiry[j] == test->kv_len;
 }
 
@@ -99,11 +76,9 @@ static int32_t brute_alive(const lists_case *test, int64_t at, int64_t p, int32_
     const int32_t *const slot = (const int32_t *)test->selection.slot.data + at;
     int64_t *const found = malloc((size_t)(test->kv_len + 1) * sizeof *found);
     int32_t alive = 0;
-    for (int64_t j = 0; j < test->kv_len; j++) {
-        if (is_kept(test, expiry, j, p)) {
+    for (int64_t j = 0; j < test->kv_len; j++)
+        if (keeps(test, expiry, j, p))
             found[alive++] = (int64_t)slot[j] << 32 | j;
-        }
-    }
     qsort(found, (size_t)alive, sizeof *found, compare_ints);
     for (int32_t s = 0; s < alive; s++) {
         CHECK_INT(found[s] >> 32, s);
@@ -120,12 +95,10 @@ static void brute_tile(const lists_case *test, int64_t at, int64_t p0, int64_t p
     count[0] = count[1] = brute_alive(test, at, p0, list);
     for (int64_t j = 0; j < test->kv_len; j++) {
         int kept = 0;
-        for (int64_t p = p0 + 1; p <= p1 && !kept; p++) {
-            kept = is_kept(test, expiry, j, p);
-        }
-        if (kept && !is_kept(test, expiry, j, p0)) {
+        for (int64_t p = p0 + 1; p <= p1 && !kept; p++)
+            kept = keeps(test, expiry, j, p);
+        if (kept && !keeps(test, expiry, j, p0))
             list[count[1]++] = (int32_t)j;
-        }
     }
 }
 
@@ -211,7 +184,7 @@ static void check_length(const kernel_list *kernels, const sight *how, int64_t n
                            .window = windows[rest / TEST_COUNT(queries)],
                            .tile_len = tile_lens[i % TEST_COUNT(tile_lens)],
                            .sight = how};
-        select_keys(&test, i % kind_count, padded, state);
+        select_keys(&test, (score_kind)(i % kind_count), padded, state);
         check_case(&test, kernels);
         test_free_all();
     }
@@ -231,18 +204,6 @@ static void causal_scope(void) { check_lengths(&sights[0]); }
 static void global_scope_with_causal_masking(void) { check_lengths(&sights[1]); }
 static void global_scope(void) { check_lengths(&sights[2]); }
 
-/* Numbers that no selection has, in between some that it may have. */
-static void corrupt(fdma_tensor tensor, uint64_t *state) {
-    static const int32_t odd[] = {-1, -2, INT32_MIN, INT32_MAX, 0, 1 << 30};
-    const int64_t n = tensor.shape[2], kind = random_below(state, 4);
-    for (int64_t i = 0; i < count_of(tensor); i++) {
-        const int64_t choice = kind < 3 ? kind : random_below(state, 3);
-        ((int32_t *)tensor.data)[i] = choice == 0   ? odd[random_below(state, TEST_COUNT(odd))]
-                                      : choice == 1 ? (int32_t)(random_below(state, n + 2))
-                                                    : (int32_t)(n - (i % n == 0));
-    }
-}
-
 /* Large enough that eight threads have a share each, of one (b, g) or of two. What a selection
  * says does not matter to that. */
 static void threads_change_nothing(void) {
@@ -259,10 +220,9 @@ static void threads_change_nothing(void) {
                            .window = 500,
                            .tile_len = 1,
                            .sight = &sights[s]};
-        select_keys(&test, iid, 0, &state);
-        if (i % 2) {
-            corrupt(test.selection.slot, &state);
-        }
+        select_keys(&test, kind_iid, 0, &state);
+        if (i % 2)
+            corrupt(test.selection.slot, near_keys, &state);
         const tile_lists want = list_with(&test, kernel, 1);
         for (int t = 0; t < TEST_COUNT(threads); t++) {
             const tile_lists got = list_with(&test, kernel, threads[t]);
@@ -284,30 +244,18 @@ static void strided_tensors(void) {
                        .window = 9,
                        .tile_len = 8,
                        .sight = &sights[0]};
-    select_keys(&test, few_values, 0, &state);
+    select_keys(&test, kind_few_values, 0, &state);
     const tile_lists want = brute_force(&test);
-    const int64_t width = width_of(&test), pitch = width + wider + apart;
     for (int k = 0; k < kernels.count; k++) {
         test_context("%s", kernels.name[k]);
-        const tile_lists all = new_lists(&test, pitch);
-        tile_lists got = all;
-        got.list.shape[3] = width + wider;
-        got.count = new_output(FDMA_INT32, 2, 3, tiles_of(&test), 3);
-        got.count.shape[3] = 2;
+        tile_lists got = new_lists(&test, width_of(&test) + wider);
+        got.list = with_gaps(got.list, apart);
+        got.count = with_gaps(got.count, 1);
         fdma_lists_args args = lists_args(&test, &got, kernels.name[k], 1);
         CHECK_OK(run_lists(&args));
-        for (int64_t n = 0; n < count_of(want.count) / 2; n++) {
-            const int32_t *const list = (const int32_t *)all.list.data + n * pitch;
-            int32_t untouched;
-            memset(&untouched, test_guard_byte, sizeof untouched);
-            CHECK_BYTES((const int32_t *)got.count.data + 3 * n,
-                        (const int32_t *)want.count.data + 2 * n, 2 * sizeof *list);
-            CHECK_BYTES(list, (const int32_t *)want.list.data + n * width,
-                        (size_t)width * sizeof *list);
-            for (int64_t x = width; x < pitch; x++) {
-                CHECK_INT(list[x], untouched);
-            }
-        }
+        got.list.shape[3] = width_of(&test);
+        check_gapped(got.list, want.list, wider + apart);
+        check_gapped(got.count, want.count, 1);
     }
 }
 
@@ -319,11 +267,14 @@ static void check_keys(const lists_case *test, const tile_lists *lists) {
         const int32_t *const list = (const int32_t *)lists->list.data + n * width;
         int keys = 0;
         CHECK(count[0] >= 0 && count[0] <= count[1] && count[1] <= width);
-        for (int32_t x = 0; x < count[1]; x++) {
+        for (int32_t x = 0; x < count[1]; x++)
             keys += list[x] >= 0 && list[x] < test->kv_len;
-        }
         CHECK_INT(keys, count[1]);
     }
+}
+
+static corruption any_corruption(uint64_t *state) {
+    return (corruption)random_below(state, corruption_count);
 }
 
 static void corrupt_selections_list_keys(void) {
@@ -340,13 +291,11 @@ static void corrupt_selections_list_keys(void) {
                            .tile_len = 1 + random_below(&state, i % 3 ? 9 : n + 9),
                            .sight = &sights[i % TEST_COUNT(sights)]};
         test.q_len += test.sight->scope == FDMA_SCOPE_GLOBAL ? random_below(&state, n) : 0;
-        select_keys(&test, i % kind_count, i % 4 == 3, &state);
-        if (i % 5 != 1) {
-            corrupt(test.selection.expiry, &state);
-        }
-        if (i % 5 != 2) {
-            corrupt(test.selection.slot, &state);
-        }
+        select_keys(&test, (score_kind)(i % kind_count), i % 4 == 3, &state);
+        if (i % 5 != 1)
+            corrupt(test.selection.expiry, any_corruption(&state), &state);
+        if (i % 5 != 2)
+            corrupt(test.selection.slot, any_corruption(&state), &state);
         for (int k = 0; k < kernels.count; k++) {
             const tile_lists lists = list_with(&test, kernels.name[k], 1 + i % 3);
             check_keys(&test, &lists);
@@ -371,18 +320,16 @@ static void nothing_to_list(void) {
                            .tile_len = 1,
                            .sight = &sights[1]};
         uint64_t state = 5;
-        select_keys(&test, iid, 0, &state);
+        select_keys(&test, kind_iid, 0, &state);
         for (int k = 0; k < kernels.count; k++) {
             tile_lists lists = new_lists(&test, width_of(&test));
             fdma_lists_args args = lists_args(&test, &lists, kernels.name[k], 1);
-            if (count_of(args.list) == 0) {
+            if (count_of(args.list) == 0)
                 args.list.data = NULL;
-            }
             test_context("%s, sizes %d", kernels.name[k], s);
             CHECK_OK(run_lists(&args));
-            for (int64_t n = 0; n < count_of(lists.count); n++) {
+            for (int64_t n = 0; n < count_of(lists.count); n++)
                 CHECK_INT(((const int32_t *)lists.count.data)[n], 0);
-            }
         }
     }
 }

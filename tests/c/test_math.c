@@ -15,9 +15,8 @@ static void check_function(const vocabulary *x, const function_case *f) {
     int wrong = 0;
     for (int n = 0; n < samples; n += x->width) {
         float from[lanes], to[lanes];
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             from[i] = f->first + (f->last - f->first) * (float)(n + i) / (samples + lanes);
-        }
         f->function(to, from);
         for (int i = 0; i < x->width; i++) {
             const double exact = f->exact((double)from[i]);
@@ -35,9 +34,8 @@ static void check_functions(const vocabulary *x) {
         {"log1p_of", x->log1p, log1p, 1e-6F, 1, 2.5e-7},
         {"tanh_of", x->tanh, tanh, 1e-6F, 12, 2.5e-7},
     };
-    for (int f = 0; f < TEST_COUNT(functions); f++) {
+    for (int f = 0; f < TEST_COUNT(functions); f++)
         check_function(x, &functions[f]);
-    }
 }
 
 static void functions_are_as_near_as_promised(void) { on_each(check_functions); }

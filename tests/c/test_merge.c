@@ -1,5 +1,5 @@
 /* test_merge.c - attention over two sets of keys, merged, is attention over all of them, and so are
- * its gradients; parts that are empty, that are NaN, that are far apart. */
+ * its gradients; partial results that are empty, that are NaN, that are far apart. */
 #include "differences.h"
 #include "gradient.h"
 
@@ -12,7 +12,7 @@ typedef struct split {
 
 static const split splits[] = {
     {2, 20, 60, 4, 2, 24, 23, 0}, {1, 30, 60, 3, 1, 64, 30, 1},
-    {1, 30, 60, 2, 2, 8, 31, 1}, /* the later part is empty for the first query */
+    {1, 30, 60, 2, 2, 8, 31, 1}, /* the later result is empty for the first query */
     {2, 7, 33, 8, 1, 40, 1, 0},   {1, 1, 70, 4, 4, 128, 69, 1},
 };
 
@@ -39,14 +39,14 @@ static fdma_tensor cut_tensor(fdma_tensor tensor, int64_t first, int64_t end) {
     return tensor;
 }
 
-static problem part_of(const problem *x, int64_t first, int64_t end) {
-    problem part = *x;
-    part.kv_len = end - first;
-    part.k = cut_tensor(x->k, first, end);
-    part.v = cut_tensor(x->v, first, end);
-    part.bias = cut_tensor(x->bias, first, end);
-    part.causal = x->causal && end == x->kv_len;
-    return part;
+static problem partial_of(const problem *x, int64_t first, int64_t end) {
+    problem partial = *x;
+    partial.kv_len = end - first;
+    partial.k = cut_tensor(x->k, first, end);
+    partial.v = cut_tensor(x->v, first, end);
+    partial.bias = cut_tensor(x->bias, first, end);
+    partial.causal = x->causal && end == x->kv_len;
+    return partial;
 }
 
 static fdma_merge_args merge_args(attended a, attended b, const char *kernel) {
@@ -88,7 +88,7 @@ static attended merge(attended a, attended b, const char *kernel) {
     return (attended){args.out, args.lse};
 }
 
-/* Both parts are rounded, and what they make together. */
+/* Both partial results are rounded, and what they make together. */
 static void check_merged(const problem *x, attended actual, attended want) {
     for (int64_t i = 0; i < count_of(want.out); i++) {
         CHECK_NEAR(load_double(actual.out.data, x->dtype, i),
@@ -101,23 +101,19 @@ static void check_merged(const problem *x, attended actual, attended want) {
     }
 }
 
-static void parts_merge_to_the_whole(void) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("merge", problem_dtypes[type]);
-        for (int i = 0; i < kernels.count * TEST_COUNT(splits); i++) {
-            const char *kernel = kernels.name[i / TEST_COUNT(splits)];
-            const split *n = &splits[i % TEST_COUNT(splits)];
-            test_context("%s %s, split %d", kernel, dtype_name(problem_dtypes[type]),
-                         i % TEST_COUNT(splits));
-            const problem x = whole_of(n, problem_dtypes[type]);
-            const problem early = part_of(&x, 0, n->cut), late = part_of(&x, n->cut, n->kv_len);
-            const attended a = gradient_forward(&early), b = gradient_forward(&late);
-            check_merged(&x, merge(a, b, kernel), gradient_forward(&x));
-            check_merged(&x, merge(b, a, kernel), gradient_forward(&x));
-            test_free_all();
-        }
+static void check_splits(const char *kernel, fdma_dtype dtype) {
+    for (int i = 0; i < TEST_COUNT(splits); i++) {
+        const split *n = &splits[i];
+        const problem x = whole_of(n, dtype);
+        const problem early = partial_of(&x, 0, n->cut), late = partial_of(&x, n->cut, n->kv_len);
+        const attended a = gradient_forward(&early), b = gradient_forward(&late);
+        test_context("%s %s, split %d", kernel, dtype_name(dtype), i);
+        check_merged(&x, merge(a, b, kernel), gradient_forward(&x));
+        check_merged(&x, merge(b, a, kernel), gradient_forward(&x));
     }
 }
+
+static void partial_results_merge_to_the_whole(void) { for_each_kernel("merge", check_splits); }
 
 /* ---- gradients ---- */
 
@@ -132,26 +128,25 @@ static loss loss_of_merge(const void *context) {
     return loss_sum(weighted_sum(m->dout, m->args.out), weighted_sum(m->dlse, m->args.lse));
 }
 
-/* Random parts; each of them is empty in some rows, and NaN there. */
-static attended random_part(uint64_t seed, int64_t empty) {
-    const attended part = {new_tensor(FDMA_FLOAT64, 2, 5, 3, 8),
-                           new_tensor(FDMA_FLOAT64, 2, 3, 5, -1)};
-    fill_random(part.out, &seed, 1);
-    fill_random(part.lse, &seed, 2);
+/* Random partial results; each of them is empty in some rows, and NaN there. */
+static attended random_partial(uint64_t seed, int64_t empty) {
+    const attended partial = {new_tensor(FDMA_FLOAT64, 2, 5, 3, 8),
+                              new_tensor(FDMA_FLOAT64, 2, 3, 5, -1)};
+    fill_random(partial.out, &seed, 1);
+    fill_random(partial.lse, &seed, 2);
     for (int64_t row = empty; row < 30; row += 4) {
         const int64_t i = row % 5, h = row / 5 % 3, b = row / 15;
-        ((double *)part.lse.data)[row] = -(double)INFINITY;
-        for (int64_t d = 0; d < 8; d++) {
-            ((double *)part.out.data)[((b * 5 + i) * 3 + h) * 8 + d] = (double)NAN;
-        }
+        ((double *)partial.lse.data)[row] = -(double)INFINITY;
+        for (int64_t d = 0; d < 8; d++)
+            ((double *)partial.out.data)[((b * 5 + i) * 3 + h) * 8 + d] = (double)NAN;
     }
-    return part;
+    return partial;
 }
 
 static void merge_backward_is_the_derivative_of_merge(void) {
-    for (int both = 0; both < 2; both++) { /* rows in which both parts are empty, too */
-        test_context("both parts empty: %d", both);
-        const attended a = random_part(3, 1), b = random_part(4, both ? 1 : 2);
+    for (int both = 0; both < 2; both++) { /* rows in which both are empty, too */
+        test_context("both partials empty: %d", both);
+        const attended a = random_partial(3, 1), b = random_partial(4, both ? 1 : 2);
         uint64_t state = 8;
         merge_loss m = {.args = merge_args(a, b, "reference"),
                         .dout = new_tensor(FDMA_FLOAT64, 2, 5, 3, 8),
@@ -169,12 +164,12 @@ static void merge_backward_is_the_derivative_of_merge(void) {
     }
 }
 
-/* The gradients of one part, into its share of the whole's; dq is added up. */
-static void add_part(const gradient_problem *p, const problem *part, attended done,
-                     fdma_tensor dout, fdma_tensor dlse, gradients to, int64_t first) {
+/* The gradients of one range of keys, into its rows of the whole's; dq is added up. */
+static void add_partial(const gradient_problem *p, const problem *partial, attended done,
+                        fdma_tensor dout, fdma_tensor dlse, gradients to, int64_t first) {
     const gradient_problem own = {
-        .x = *part, .out = done.out, .lse = done.lse, .dout = dout, .dlse = dlse};
-    const int64_t end = first + part->kv_len;
+        .x = *partial, .out = done.out, .lse = done.lse, .dout = dout, .dlse = dlse};
+    const int64_t end = first + partial->kv_len;
     fdma_backward_args args = gradient_args(&own, "reference");
     args.dq = to.dq;
     args.dk = cut_tensor(to.dk, first, end);
@@ -185,12 +180,12 @@ static void add_part(const gradient_problem *p, const problem *part, attended do
     CHECK_OK(run_backward(&args));
 }
 
-static void gradients_of_parts_are_the_wholes(void) {
+static void gradients_of_partials_are_the_wholes(void) {
     for (int s = 0; s < TEST_COUNT(splits); s++) {
         test_context("split %d", s);
         const split *n = &splits[s];
         const problem x = whole_of(n, FDMA_FLOAT64);
-        const problem early = part_of(&x, 0, n->cut), late = part_of(&x, n->cut, n->kv_len);
+        const problem early = partial_of(&x, 0, n->cut), late = partial_of(&x, n->cut, n->kv_len);
         const attended a = gradient_forward(&early), b = gradient_forward(&late);
         const gradient_problem p = gradient_of(&x, 1);
         fdma_merge_backward_args merged = merge_backward_args(a, b, p.dout, p.dlse, "reference");
@@ -200,47 +195,32 @@ static void gradients_of_parts_are_the_wholes(void) {
                     copy_tensor(x.k), copy_tensor(x.v), copy_tensor(x.bias)}};
         memset(got.dk.data, 0, bytes_of(got.dk));
         memset(got.dv.data, 0, bytes_of(got.dv));
-        add_part(&p, &early, a, merged.dout_a, merged.dlse_a, got, 0);
-        add_part(&p, &late, b, merged.dout_b, merged.dlse_b, got, n->cut);
+        add_partial(&p, &early, a, merged.dout_a, merged.dlse_a, got, 0);
+        add_partial(&p, &late, b, merged.dout_b, merged.dlse_b, got, n->cut);
         const gradients want = gradient_run(&p, "reference", 1);
-        const double share = (double)(n->kv_len * n->head_dim) * DBL_EPSILON;
+        const double relative = (double)(n->kv_len * n->head_dim) * DBL_EPSILON;
         check_near(got.dbias, want.dbias, (double)n->kv_len * (double)FLT_EPSILON);
-        for (int t = 0; t < 3; t++) {
-            check_near(got.all[t], want.all[t], share);
-        }
+        for (int t = 0; t < 3; t++)
+            check_near(got.all[t], want.all[t], relative);
         test_free_all();
     }
 }
 
 /* ---- rows at the edges, of every kernel ---- */
 
-typedef void (*edge)(const char *kernel, fdma_dtype dtype);
-
-static void for_each_kernel(const char *operation, edge holds) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = kernels_for(operation, problem_dtypes[type]);
-        for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
-            holds(kernels.name[kernel], problem_dtypes[type]);
-            test_free_all();
-        }
-    }
-}
-
 enum { edge_heads = 8, edge_dim = 24 };
 
-/* One query of 8 heads; NaN where a part is empty. */
-static attended edge_part(fdma_dtype dtype, uint64_t seed, const float lse[edge_heads]) {
-    const attended part = {new_tensor(dtype, 1, 1, edge_heads, edge_dim),
-                           new_tensor(FDMA_FLOAT32, 1, edge_heads, 1, -1)};
-    fill_random(part.out, &seed, 1);
+/* One query of 8 heads; NaN in empty ones. */
+static attended edge_partial(fdma_dtype dtype, uint64_t seed, const float lse[edge_heads]) {
+    const attended partial = {new_tensor(dtype, 1, 1, edge_heads, edge_dim),
+                              new_tensor(FDMA_FLOAT32, 1, edge_heads, 1, -1)};
+    fill_random(partial.out, &seed, 1);
     for (int h = 0; h < edge_heads; h++) {
-        ((float *)part.lse.data)[h] = lse[h];
-        for (int64_t d = 0; d < edge_dim && lse[h] == -INFINITY; d++) {
-            store_float(part.out.data, dtype, h * edge_dim + d, NAN);
-        }
+        ((float *)partial.lse.data)[h] = lse[h];
+        for (int64_t d = 0; d < edge_dim && lse[h] == -INFINITY; d++)
+            store_float(partial.out.data, dtype, h * edge_dim + d, NAN);
     }
-    return part;
+    return partial;
 }
 
 static const float edge_lse[2][edge_heads] = {
@@ -248,38 +228,36 @@ static const float edge_lse[2][edge_heads] = {
     {-INFINITY, -INFINITY, -700, 1, -1000, 2, NAN, -INFINITY},
 };
 static const float edge_merged[edge_heads] = {-INFINITY, 3, -700, NAN, 1000, 2.6931472F, NAN, NAN};
-/* The part that a head's out is; -1: none, 2: half of each. */
+/* The partial result that a head's out is; -1: none, 2: half of each. */
 static const int edge_from[edge_heads] = {-1, 0, 1, 3, 0, 2, 3, 3};
 
-static double edge_out(const attended parts[2], int h, int64_t d) {
+static double edge_out(const attended partials[2], int h, int64_t d) {
     const int from = edge_from[h];
     const int64_t at = h * edge_dim + d;
     double sum = 0;
-    for (int n = 0; n < 2; n++) {
-        if (from == n || from == 2) {
-            sum += load_double(parts[n].out.data, parts[n].out.dtype, at) / (from == 2 ? 2 : 1);
-        }
-    }
+    for (int n = 0; n < 2; n++)
+        if (from == n || from == 2)
+            sum +=
+                load_double(partials[n].out.data, partials[n].out.dtype, at) / (from == 2 ? 2 : 1);
     return sum;
 }
 
 static void check_edges(const char *kernel, fdma_dtype dtype) {
-    const attended parts[2] = {edge_part(dtype, 5, edge_lse[0]), edge_part(dtype, 6, edge_lse[1])};
-    const attended got = merge(parts[0], parts[1], kernel);
+    const attended partials[2] = {edge_partial(dtype, 5, edge_lse[0]),
+                                  edge_partial(dtype, 6, edge_lse[1])};
+    const attended got = merge(partials[0], partials[1], kernel);
     for (int h = 0; h < edge_heads; h++) {
         const double lse = (double)((const float *)got.lse.data)[h];
-        if (isnan(edge_merged[h])) {
+        if (isnan(edge_merged[h]))
             CHECK(isnan(lse));
-        } else {
+        else
             CHECK_NEAR(lse, (double)edge_merged[h], (double)FLT_EPSILON * fabs(lse));
-        }
         for (int64_t d = 0; d < edge_dim; d++) {
             const double out = load_double(got.out.data, dtype, h * edge_dim + d);
-            if (isnan(edge_merged[h])) {
+            if (isnan(edge_merged[h]))
                 CHECK(isnan(out));
-            } else {
-                CHECK_NEAR(out, edge_out(parts, h, d), 2 * step_of(dtype));
-            }
+            else
+                CHECK_NEAR(out, edge_out(partials, h, d), 2 * step_of(dtype));
         }
     }
 }
@@ -287,24 +265,25 @@ static void check_edges(const char *kernel, fdma_dtype dtype) {
 static void edges_of_merge(void) { for_each_kernel("merge", check_edges); }
 
 static void check_gradient_edges(const char *kernel, fdma_dtype dtype) {
-    const attended parts[2] = {edge_part(dtype, 5, edge_lse[0]), edge_part(dtype, 6, edge_lse[1])};
+    const attended partials[2] = {edge_partial(dtype, 5, edge_lse[0]),
+                                  edge_partial(dtype, 6, edge_lse[1])};
     uint64_t state = 7;
     const fdma_tensor dout = new_tensor(dtype, 1, 1, edge_heads, edge_dim);
     fill_random(dout, &state, 1);
     fdma_merge_backward_args args =
-        merge_backward_args(parts[0], parts[1], dout, (fdma_tensor){0}, kernel);
+        merge_backward_args(partials[0], partials[1], dout, (fdma_tensor){0}, kernel);
     CHECK_OK(run_merge_backward(&args));
     const fdma_tensor douts[2] = {args.dout_a, args.dout_b}, dlses[2] = {args.dlse_a, args.dlse_b};
     for (int at = 0; at < 2 * edge_heads * edge_dim; at++) {
         const int n = at % 2, h = at / 2 / edge_dim, element = at / 2;
         const double got = load_double(douts[n].data, dtype, element);
         const double dlse = (double)((const float *)dlses[n].data)[h];
-        const double share = edge_from[h] == n ? 1 : edge_from[h] == 2 ? 0.5 : 0;
+        const double weight = edge_from[h] == n ? 1 : edge_from[h] == 2 ? 0.5 : 0;
         if (edge_from[h] == 3) {
             CHECK(isnan(got) && isnan(dlse));
         } else {
-            CHECK_NEAR(got, share * load_double(dout.data, dtype, element), step_of(dtype));
-            CHECK(share == 0.5 || fabs(dlse) <= edge_dim * step_of(dtype));
+            CHECK_NEAR(got, weight * load_double(dout.data, dtype, element), step_of(dtype));
+            CHECK(weight == 0.5 || fabs(dlse) <= edge_dim * step_of(dtype));
         }
     }
 }
@@ -314,9 +293,10 @@ static void edges_of_merge_backward(void) {
 }
 
 static void check_no_lse(const char *kernel, fdma_dtype dtype) {
-    const attended parts[2] = {edge_part(dtype, 5, edge_lse[0]), edge_part(dtype, 6, edge_lse[1])};
-    const attended with = merge(parts[0], parts[1], kernel);
-    fdma_merge_args args = merge_args(parts[0], parts[1], kernel);
+    const attended partials[2] = {edge_partial(dtype, 5, edge_lse[0]),
+                                  edge_partial(dtype, 6, edge_lse[1])};
+    const attended with = merge(partials[0], partials[1], kernel);
+    fdma_merge_args args = merge_args(partials[0], partials[1], kernel);
     args.lse = (fdma_tensor){0};
     CHECK_OK(run_merge(&args));
     CHECK(same_tensor(args.out, with.out));
@@ -325,9 +305,12 @@ static void check_no_lse(const char *kernel, fdma_dtype dtype) {
 static void lse_need_not_be_asked_for(void) { for_each_kernel("merge", check_no_lse); }
 
 static const test_entry tests[] = {
-    TEST(parts_merge_to_the_whole),          TEST(merge_backward_is_the_derivative_of_merge),
-    TEST(gradients_of_parts_are_the_wholes), TEST(edges_of_merge),
-    TEST(edges_of_merge_backward),           TEST(lse_need_not_be_asked_for),
+    TEST(partial_results_merge_to_the_whole),
+    TEST(merge_backward_is_the_derivative_of_merge),
+    TEST(gradients_of_partials_are_the_wholes),
+    TEST(edges_of_merge),
+    TEST(edges_of_merge_backward),
+    TEST(lse_need_not_be_asked_for),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -2,99 +2,34 @@
  * neither its rounding direction nor its traps, on any number of threads. */
 #define _GNU_SOURCE /* feenableexcept */
 
-#include "gradient.h"
+#include "calls.h"
 
 #include <fenv.h>
 
-enum { output_limit = 5 };
+static fdma_operation tested;
 
-typedef void (*call_with)(const gradient_problem *p, const char *kernel, int32_t threads,
-                          fdma_tensor *outputs);
-
-/* Large enough for several threads. The scale is given: its default is found by the caller. */
-static gradient_problem a_problem(fdma_dtype dtype) {
-    problem x = {.batch = 1,
-                 .q_len = 200,
-                 .kv_len = 600,
-                 .q_heads = 4,
-                 .kv_heads = 2,
-                 .head_dim = 64,
-                 .window = 100,
-                 .scope = FDMA_SCOPE_CAUSAL,
-                 .causal = 1,
-                 .scale = 0.125,
-                 .dtype = dtype};
-    problem_fill(&x, 31);
-    problem_select(&x);
-    return gradient_of(&x, 1);
+/* Large enough for several threads. The default scale, 1 / sqrt(40), has to be rounded. */
+static void make_call(call *x, fdma_dtype dtype) {
+    static const call_sizes n = {
+        .batch = 1, .q_len = 200, .kv_len = 600, .q_heads = 4, .kv_heads = 2, .head_dim = 40};
+    uint64_t state = 31;
+    *x = (call){.operation = tested};
+    if (tested == operation_forward)
+        x->args.forward = (fdma_forward_args){.causal = 1};
+    if (tested == operation_backward)
+        x->args.backward = (fdma_backward_args){.causal = 1};
+    call_make(x, &n, dtype, true);
+    call_alloc(x, &state);
+    if (operations[tested].selection != 0)
+        call_select(x, 100, FDMA_SCOPE_CAUSAL, &state);
 }
 
-static void call_forward(const gradient_problem *p, const char *kernel, int32_t threads,
-                         fdma_tensor *outputs) {
-    fdma_forward_args args = problem_args(&p->x, kernel);
-    args.exec.threads = threads;
-    CHECK_OK(run_forward(&args));
-    outputs[0] = args.out;
-    outputs[1] = args.lse;
-}
-
-static void call_backward(const gradient_problem *p, const char *kernel, int32_t threads,
-                          fdma_tensor *outputs) {
-    const gradients all = gradient_run(p, kernel, threads);
-    const fdma_tensor each[] = {all.dq, all.dk, all.dv, all.dbias};
-    memcpy(outputs, each, sizeof each);
-}
-
-static fdma_tensor random_like(fdma_dtype dtype, int64_t n0, int64_t n1, uint64_t seed) {
-    const fdma_tensor tensor = new_tensor(dtype, n0, n1, -1, -1);
-    fill_random(tensor, &seed, 1);
-    return tensor;
-}
-
-static void call_score(const gradient_problem *p, const char *kernel, int32_t threads,
-                       fdma_tensor *outputs) {
-    const problem *const x = &p->x;
-    fdma_score_args args = {
-        .size = sizeof args,
-        .v = x->v,
-        .dt_proj = random_like(x->dtype, x->kv_heads, x->kv_heads * x->head_dim, 5),
-        .a = random_like(x->dtype, x->kv_heads, -1, 6),
-        .score = new_output(FDMA_FLOAT32, x->batch, x->kv_heads, x->kv_len, -1),
-        .bias = new_output(FDMA_FLOAT32, x->batch, x->kv_heads, x->kv_len, -1),
-        .exec = {.kernel = kernel, .threads = threads},
-    };
-    CHECK_OK(run_score(&args));
-    outputs[0] = args.score;
-    outputs[1] = args.bias;
-}
-
-static void call_score_backward(const gradient_problem *p, const char *kernel, int32_t threads,
-                                fdma_tensor *outputs) {
-    const problem *const x = &p->x;
-    fdma_score_backward_args args = {
-        .size = sizeof args,
-        .dbias = x->bias,
-        .v = x->v,
-        .dt_proj = random_like(x->dtype, x->kv_heads, x->kv_heads * x->head_dim, 5),
-        .a = random_like(x->dtype, x->kv_heads, -1, 6),
-        .dv = copy_tensor(x->k), /* added to */
-        .ddt_proj = new_output(x->dtype, x->kv_heads, x->kv_heads * x->head_dim, -1, -1),
-        .da = new_output(x->dtype, x->kv_heads, -1, -1, -1),
-        .exec = {.kernel = kernel, .threads = threads},
-    };
-    CHECK_OK(run_score_backward(&args));
-    outputs[0] = args.dv;
-    outputs[1] = args.ddt_proj;
-    outputs[2] = args.da;
-}
-
-static void call_in_modes(call_with call, const gradient_problem *p, const char *kernel,
-                          int32_t threads, fdma_tensor *outputs) {
+static void run_in_modes(call *x) {
     fesetround(FE_UPWARD);
 #if defined(__GLIBC__)
     feenableexcept(FE_DIVBYZERO | FE_INVALID | FE_OVERFLOW | FE_UNDERFLOW);
 #endif
-    call(p, kernel, threads, outputs);
+    CHECK_OK(call_run(x));
 #if defined(__GLIBC__)
     fedisableexcept(FE_ALL_EXCEPT);
 #endif
@@ -102,41 +37,35 @@ static void call_in_modes(call_with call, const gradient_problem *p, const char 
     fesetround(FE_TONEAREST);
 }
 
-static void check_modes_with(const char *operation, call_with call) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = kernels_for(operation, problem_dtypes[type]);
-        const gradient_problem p = a_problem(problem_dtypes[type]);
-        for (int n = 0; n < kernels.count; n++) {
-            fdma_tensor want[output_limit] = {{0}};
-            if (strcmp(kernels.name[n], "reference") == 0) {
-                continue;
-            }
-            test_context("%s %s %s", kernels.name[n], operation, dtype_name(problem_dtypes[type]));
-            call(&p, kernels.name[n], 1, want);
-            for (int32_t threads = 1; threads <= 2; threads++) {
-                fdma_tensor actual[output_limit] = {{0}};
-                call_in_modes(call, &p, kernels.name[n], threads, actual);
-                for (int t = 0; t < output_limit && want[t].rank > 0; t++) {
-                    CHECK_BYTES(actual[t].data, want[t].data, bytes_of(want[t]));
-                }
-            }
-        }
-        test_free_all();
+static void check_modes(const char *kernel, fdma_dtype dtype) {
+    call original, want;
+    if (strcmp(kernel, "reference") == 0)
+        return;
+    make_call(&original, dtype);
+    call_exec(&original)->kernel = kernel;
+    call_exec(&original)->threads = 1;
+    call_copy(&want, &original);
+    call_own_outputs(&want);
+    CHECK_OK(call_run(&want));
+    for (int32_t threads = 1; threads <= 2; threads++) {
+        call actual;
+        call_copy(&actual, &original);
+        call_own_outputs(&actual);
+        call_exec(&actual)->threads = threads;
+        run_in_modes(&actual);
+        check_same_outputs(&actual, &want);
     }
 }
 
-static void forward_has_its_own(void) { check_modes_with("forward", call_forward); }
-static void backward_has_its_own(void) { check_modes_with("backward", call_backward); }
-static void score_has_its_own(void) { check_modes_with("score", call_score); }
-static void score_backward_has_its_own(void) {
-    check_modes_with("score_backward", call_score_backward);
+static void modes_are_the_kernels_own(void) {
+    static const fdma_operation all[] = {operation_forward, operation_backward, operation_score,
+                                         operation_score_backward};
+    for (int i = 0; i < TEST_COUNT(all); i++) {
+        tested = all[i];
+        for_each_kernel(operations[tested].name, check_modes);
+    }
 }
 
-static const test_entry tests[] = {
-    TEST(forward_has_its_own),
-    TEST(backward_has_its_own),
-    TEST(score_has_its_own),
-    TEST(score_backward_has_its_own),
-};
+static const test_entry tests[] = {TEST(modes_are_the_kernels_own)};
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

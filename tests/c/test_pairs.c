@@ -16,19 +16,16 @@ static const char *missing_pairs(void) { return "a build with kernels of bfloat1
 /* To the nearest even; subnormal numbers, before or after, are 0. */
 static uint32_t rounded(float x) {
     const uint32_t bits = float_to_bits(x), sign = bits & 0x80000000;
-    if (isnan(x)) {
+    if (isnan(x))
         return bits >> 16 | 0x40;
-    }
-    if (fabsf(x) < FLT_MIN) {
+    if (fabsf(x) < FLT_MIN)
         return sign >> 16;
-    }
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 static void check_bits(const char *word, int lane, float actual, uint32_t want) {
-    if (!CHECK(float_to_bits(actual) == want)) {
+    if (!CHECK(float_to_bits(actual) == want))
         printf("    %s, lane %d: is %08x, want %08x\n", word, lane, float_to_bits(actual), want);
-    }
 }
 
 static void halves_are_rounded_and_told_apart(void) {
@@ -56,9 +53,8 @@ static void terms_are_rounded(void) {
     for (int round = 0; round < rounds; round++) {
         float from[lanes], words[lanes];
         fill_any(from, &state);
-        for (int i = 0; i < lanes; i++) {
+        for (int i = 0; i < lanes; i++)
             words[i] = 1;
-        }
         x->store_terms(words, from);
         for (int i = 0; i < x->width / 2; i++) {
             check_bits("vf_store_terms", i, words[i],
@@ -94,19 +90,18 @@ static void dots_are_sums_of_products(void) {
     const pair_vocabulary *x = pairs;
     uint64_t state = 7;
     for (int round = 0; round < rounds; round++) {
-        float part[4][lanes], a[lanes], b[lanes], sum[lanes], to[lanes];
+        float term[4][lanes], a[lanes], b[lanes], sum[lanes], to[lanes];
         for (int i = 0; i < lanes; i++) {
-            for (int p = 0; p < 4; p++) {
-                part[p][i] = bits_to_float(rounded(8 * random_float(&state)) << 16);
-            }
+            for (int p = 0; p < 4; p++)
+                term[p][i] = bits_to_float(rounded(8 * random_float(&state)) << 16);
             sum[i] = 100 * random_float(&state);
         }
-        x->join(a, part[0], part[1]);
-        x->join(b, part[2], part[3]);
+        x->join(a, term[0], term[1]);
+        x->join(b, term[2], term[3]);
         x->dot(to, a, b, sum); /* the first word of a, every word of b */
         for (int i = 0; i < x->width; i++) {
-            const double even = (double)part[0][0] * (double)part[2][i];
-            const double odd = (double)part[1][0] * (double)part[3][i];
+            const double even = (double)term[0][0] * (double)term[2][i];
+            const double odd = (double)term[1][0] * (double)term[3][i];
             const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
             const double step = (double)FLT_EPSILON;
             CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, (2 + step) * step * size);
@@ -145,9 +140,8 @@ static void dots_of_special_numbers(void) {
             sum[i] = cases[c].sum;
         }
         x->dot(to, a, b, sum);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_lane("vf_dot", i, to[i], cases[c].want);
-        }
     }
 }
 

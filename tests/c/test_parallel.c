@@ -25,9 +25,8 @@ typedef struct tally {
 
 static void work_for(int64_t rounds) {
     volatile int64_t sink = 0;
-    for (int64_t n = 0; n < rounds; n++) {
+    for (int64_t n = 0; n < rounds; n++)
         sink = sink + n;
-    }
 }
 
 /* Rounds to nearest and keeps subnormal numbers; the division traps where traps are on. */
@@ -50,9 +49,8 @@ static int is_done_once(int32_t threads, int64_t count, int64_t work) {
     tally t = {.work = work};
     fdma_parallel_for(threads, count, count_task, &t);
     int right = t.clashes == 0 && t.wrong_modes == 0;
-    for (int64_t n = 0; n < most_tasks; n++) {
+    for (int64_t n = 0; n < most_tasks; n++)
         right &= t.done[n] == (n < count);
-    }
     return right;
 }
 
@@ -61,9 +59,8 @@ static void tasks_are_done_once(void) {
     for (int32_t threads = 1; threads <= most_workers; threads++) {
         for (int c = 0; c < TEST_COUNT(counts); c++) {
             test_context("%d threads, %lld tasks", threads, (long long)counts[c]);
-            for (int round = 0; round < 20; round++) {
+            for (int round = 0; round < 20; round++)
                 CHECK(is_done_once(threads, counts[c], round * 100));
-            }
         }
     }
 }
@@ -75,19 +72,17 @@ static void *call_again_and_again(void *unused) {
     (void)unused;
     for (int round = 0; round < 100; round++) {
         right &= is_done_once(1 + round % most_workers, round % 40, round * 10);
-        if (round % 10 == 0) {
+        if (round % 10 == 0)
             nanosleep(&pause, NULL);
-        }
     }
     return (void *)right;
 }
 
-static void callers_share_threads(void) {
+static void several_callers_at_once(void) {
     enum { callers = 6 };
     pthread_t threads[callers];
-    for (int n = 0; n < callers; n++) {
+    for (int n = 0; n < callers; n++)
         CHECK(pthread_create(&threads[n], NULL, call_again_and_again, NULL) == 0);
-    }
     for (int n = 0; n < callers; n++) {
         void *right = NULL;
         CHECK(pthread_join(threads[n], &right) == 0 && right != NULL);
@@ -178,11 +173,10 @@ static void waiting_leaves_the_cpu_alone(void) { puts("skipped: no sched_setaffi
 static int32_t default_of_child(const char *variable) {
     const pid_t child = fork();
     if (child == 0) {
-        if (variable != NULL) {
+        if (variable != NULL)
             setenv("OMP_NUM_THREADS", variable, 1);
-        } else {
+        else
             unsetenv("OMP_NUM_THREADS");
-        }
         _exit(fdma_thread_count(0, 100));
     }
     int status = -1;
@@ -214,7 +208,7 @@ static const test_entry tests[] = {
     TEST(default_follows_the_environment),
     TEST(counts_follow_what_was_asked),
     TEST(tasks_are_done_once),
-    TEST(callers_share_threads),
+    TEST(several_callers_at_once),
     TEST(children_have_threads),
     TEST(modes_are_the_tasks_own),
     TEST(waiting_leaves_the_cpu_alone),

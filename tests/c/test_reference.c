@@ -1,7 +1,7 @@
 /* test_reference.c - the kernels "reference" in float64 and "reference/float32" in float32 against
  * golden vectors, and the selections of every kernel against the same vectors.
  * tests/golden/make_golden.py computes them from the definitions, without the library. */
-#include "fixture.h"
+#include "calls.h"
 
 #include <float.h>
 

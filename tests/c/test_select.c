@@ -1,103 +1,5 @@
 /* test_select.c - the selection of every kernel against brute force, key by key and bit by bit. */
-#include "fixture.h"
-
-/* ---- scores ---- */
-
-typedef float (*score_order)(int64_t j, int64_t n, uint64_t *state);
-
-static float iid(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n;
-    return random_float(state);
-}
-
-static float tied(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n, (void)state;
-    return 0;
-}
-
-static float few_values(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n;
-    return (float)random_below(state, 3);
-}
-
-static float rising(int64_t j, int64_t n, uint64_t *state) {
-    (void)n, (void)state;
-    return (float)j;
-}
-
-static float falling(int64_t j, int64_t n, uint64_t *state) {
-    (void)n, (void)state;
-    return (float)-j;
-}
-
-static float sawtooth(int64_t j, int64_t n, uint64_t *state) {
-    (void)n, (void)state;
-    return (float)(j % 7);
-}
-
-static float falling_steps(int64_t j, int64_t n, uint64_t *state) {
-    (void)n, (void)state;
-    return -(float)(j / 5);
-}
-
-static float all_nan(int64_t j, int64_t n, uint64_t *state) {
-    (void)n, (void)state;
-    return j % 2 ? NAN : -NAN;
-}
-
-static float some_nan(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n;
-    return random_below(state, 3) ? random_float(state) : NAN;
-}
-
-static float all_low(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n, (void)state;
-    return -INFINITY;
-}
-
-static float infinities(int64_t j, int64_t n, uint64_t *state) {
-    static const float values[] = {INFINITY, -INFINITY, NAN, 3e38F, -3e38F, 0};
-    (void)j, (void)n;
-    return values[random_below(state, TEST_COUNT(values))];
-}
-
-static float zeros(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n;
-    return random_below(state, 2) ? 0.0F : -0.0F;
-}
-
-/* Kernels must neither flush denormals nor take them for zero. */
-static float denormals(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n;
-    const uint32_t sign = (uint32_t)random_below(state, 2) << 31;
-    return bits_to_float(sign | (uint32_t)random_below(state, 6));
-}
-
-/* Any 32 bits: quiet and signalling NaN, everything. */
-static float any_bits(int64_t j, int64_t n, uint64_t *state) {
-    (void)j, (void)n;
-    return bits_to_float((uint32_t)(random_bits(state) >> 32));
-}
-
-static const struct {
-    const char *name;
-    score_order order;
-} orders[] = {
-    {"iid", iid},
-    {"tied", tied},
-    {"few values", few_values},
-    {"rising", rising},
-    {"falling", falling},
-    {"sawtooth", sawtooth},
-    {"falling steps", falling_steps},
-    {"all NaN", all_nan},
-    {"some NaN", some_nan},
-    {"all -inf", all_low},
-    {"infinities", infinities},
-    {"zeros of both signs", zeros},
-    {"denormals", denormals},
-    {"any bits", any_bits},
-};
+#include "scores.h"
 
 /* ---- brute force ---- */
 
@@ -110,12 +12,10 @@ typedef struct ranked_key {
 static int compare_keys(const void *left, const void *right) {
     const ranked_key x = *(const ranked_key *)left, y = *(const ranked_key *)right;
     const int x_nan = isnan(x.score), y_nan = isnan(y.score);
-    if (x_nan != y_nan) {
+    if (x_nan != y_nan)
         return x_nan ? 1 : -1;
-    }
-    if (!x_nan && x.score != y.score) {
+    if (!x_nan && x.score != y.score)
         return x.score > y.score ? -1 : 1;
-    }
     return x.j > y.j ? -1 : x.j < y.j;
 }
 
@@ -125,14 +25,12 @@ static void rank_prefix(const float *score, const uint8_t *valid, int64_t length
     int64_t count = 0;
     for (int64_t j = 0; j < length; j++) {
         kept[j] = 0;
-        if (valid == NULL || valid[j]) {
+        if (valid == NULL || valid[j])
             keys[count++] = (ranked_key){.score = score[j], .j = (int32_t)j};
-        }
     }
     qsort(keys, (size_t)count, sizeof *keys, compare_keys);
-    for (int64_t r = 0; r < count && r < window; r++) {
+    for (int64_t r = 0; r < count && r < window; r++)
         kept[keys[r].j] = 1;
-    }
 }
 
 static void brute_global(const float *score, const uint8_t *valid, int64_t n, int64_t window,
@@ -169,9 +67,8 @@ static void brute_causal(const float *score, const uint8_t *valid, int64_t n, in
             }
         }
         CHECK(left <= kept[p]);
-        if (kept[p] && !left) {
+        if (kept[p] && !left)
             slot[p] = filled++;
-        }
         memcpy(before, kept, (size_t)n);
     }
     free(before);
@@ -188,16 +85,8 @@ typedef struct select_case {
     fdma_tensor score, key_valid;
 } select_case;
 
-static fdma_selection new_selection(const select_case *test) {
-    return (fdma_selection){
-        .size = sizeof(fdma_selection),
-        .expiry = new_output(FDMA_INT32, test->batch, test->kv_heads, test->kv_len, -1),
-        .slot = new_output(FDMA_INT32, test->batch, test->kv_heads, test->kv_len, -1),
-    };
-}
-
 static fdma_selection select_with(const select_case *test, const char *kernel, int32_t threads) {
-    fdma_selection selection = new_selection(test);
+    fdma_selection selection = selection_for(test->score);
     fdma_select_args args = {
         .size = sizeof args,
         .score = test->score,
@@ -217,7 +106,7 @@ static fdma_selection select_with(const select_case *test, const char *kernel, i
 }
 
 static fdma_selection brute_force(const select_case *test) {
-    fdma_selection want = new_selection(test);
+    fdma_selection want = selection_for(test->score);
     for (int64_t segment = 0; segment < test->batch * test->kv_heads; segment++) {
         const int64_t b = segment / test->kv_heads, at = segment * test->kv_len;
         const uint8_t *valid = test->key_valid.rank > 0
@@ -235,9 +124,8 @@ static void check_keys(const char *what, const select_case *test, const char *ke
                        fdma_tensor actual, fdma_tensor want) {
     const int32_t *a = actual.data, *w = want.data;
     int64_t i = 0;
-    while (i + 1 < count_of(want) && a[i] == w[i]) {
+    while (i + 1 < count_of(want) && a[i] == w[i])
         i++;
-    }
     test_context("%s, %s of key %d of segment %d: %s, n %d, window %d, scope %d", kernel, what,
                  (int)(i % test->kv_len), (int)(i / test->kv_len), test->name, (int)test->kv_len,
                  (int)test->window, (int)test->scope);
@@ -253,11 +141,10 @@ static void check_on_all_kernels(const select_case *test, const kernel_list *ker
     }
 }
 
-static void fill_scores(select_case *test, score_order order, uint64_t *state) {
+static void fill_scores(select_case *test, score_kind kind, uint64_t *state) {
+    test->name = kind_names[kind];
     test->score = new_tensor(FDMA_FLOAT32, test->batch, test->kv_heads, test->kv_len, -1);
-    for (int64_t i = 0; i < count_of(test->score); i++) {
-        ((float *)test->score.data)[i] = order(i % test->kv_len, test->kv_len, state);
-    }
+    fill_kind(test->score, kind, state);
 }
 
 static void fill_padding(select_case *test, uint64_t *state) {
@@ -277,22 +164,20 @@ static void compare_lengths(fdma_scope scope, int padded) {
     static const int64_t lengths[] = {1, 2, 3, 8, 17, 64, 97};
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 1;
-    for (int o = 0; o < TEST_COUNT(orders); o++) {
+    for (int kind = 0; kind < kind_count; kind++) {
         for (int l = 0; l < TEST_COUNT(lengths); l++) {
             const int64_t n = lengths[l];
             const int64_t windows[] = {1, 2,     n / 3 + 1,      n > 1 ? n - 1 : 1,
                                        n, n + 5, FDMA_WINDOW_ALL};
             for (int w = 0; w < TEST_COUNT(windows); w++) {
-                select_case test = {.name = orders[o].name,
-                                    .batch = padded ? 3 : 1,
+                select_case test = {.batch = padded ? 3 : 1,
                                     .kv_heads = 2,
                                     .kv_len = n,
                                     .window = windows[w],
                                     .scope = scope};
-                fill_scores(&test, orders[o].order, &state);
-                if (padded) {
+                fill_scores(&test, (score_kind)kind, &state);
+                if (padded)
                     fill_padding(&test, &state);
-                }
                 const fdma_selection want = brute_force(&test);
                 check_on_all_kernels(&test, &kernels, 1, &want);
                 test_free_all();
@@ -309,14 +194,13 @@ static void global_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_GLOBAL,
 static void longer_sequences(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 2;
-    for (int o = 0; o < TEST_COUNT(orders); o++) {
-        select_case test = {.name = orders[o].name,
-                            .batch = 1,
+    for (int kind = 0; kind < kind_count; kind++) {
+        select_case test = {.batch = 1,
                             .kv_heads = 2,
                             .kv_len = 601,
                             .window = 100,
-                            .scope = o % 2 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL};
-        fill_scores(&test, orders[o].order, &state);
+                            .scope = kind % 2 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL};
+        fill_scores(&test, (score_kind)kind, &state);
         const fdma_selection want = brute_force(&test);
         check_on_all_kernels(&test, &kernels, 1, &want);
         check_on_all_kernels(&test, &kernels, 3, &want);
@@ -330,13 +214,9 @@ static void slots_hold_one_key_at_a_time(void) {
     uint64_t state = 3;
     for (int i = 0; i < kernels.count; i++) {
         test_context("%s", kernels.name[i]);
-        select_case test = {.name = "iid",
-                            .batch = 1,
-                            .kv_heads = 1,
-                            .kv_len = 400,
-                            .window = 37,
-                            .scope = FDMA_SCOPE_CAUSAL};
-        fill_scores(&test, iid, &state);
+        select_case test = {
+            .batch = 1, .kv_heads = 1, .kv_len = 400, .window = 37, .scope = FDMA_SCOPE_CAUSAL};
+        fill_scores(&test, kind_iid, &state);
         const fdma_selection got = select_with(&test, kernels.name[i], 0);
         const int32_t *expiry = got.expiry.data, *slot = got.slot.data;
         for (int32_t p = 0; p < test.kv_len; p++) {
@@ -354,42 +234,27 @@ static void slots_hold_one_key_at_a_time(void) {
     }
 }
 
-/* Rows of scores, expiry and slot may lie apart, and score rows may repeat. */
+/* Rows of scores, expiry and slot may lie apart. */
 static void strided_tensors(void) {
+    enum { gap = 13 };
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 4;
-    select_case test = {.name = "strided",
-                        .batch = 2,
-                        .kv_heads = 3,
-                        .kv_len = 50,
-                        .window = 9,
-                        .scope = FDMA_SCOPE_CAUSAL};
-    fill_scores(&test, few_values, &state);
-    fdma_tensor wide = new_tensor(FDMA_FLOAT32, 2, 3, 50 + 13, -1);
-    for (int64_t i = 0; i < count_of(test.score); i++) {
-        ((float *)wide.data)[i / 50 * 63 + i % 50] = ((const float *)test.score.data)[i];
-    }
+    select_case test = {
+        .batch = 2, .kv_heads = 3, .kv_len = 50, .window = 9, .scope = FDMA_SCOPE_CAUSAL};
+    fill_scores(&test, kind_few_values, &state);
     const fdma_selection want = brute_force(&test);
     for (int i = 0; i < kernels.count; i++) {
-        select_case strided = test;
-        strided.score = wide;
-        strided.score.shape[2] = 50;
-        fdma_selection got = new_selection(&test);
-        got.expiry = new_output(FDMA_INT32, 2, 3, 63, -1);
-        got.expiry.shape[2] = 50;
+        fdma_selection got = selection_for(test.score);
+        got.expiry = with_gaps(got.expiry, gap);
         fdma_select_args args = {.size = sizeof args,
-                                 .score = strided.score,
+                                 .score = with_gaps(test.score, gap),
                                  .selection = &got,
-                                 .window = 9,
+                                 .window = test.window,
                                  .exec = {.kernel = kernels.name[i]}};
+        test_context("%s", kernels.name[i]);
         CHECK_OK(run_select(&args));
+        check_gapped(got.expiry, want.expiry, gap);
         check_keys("slot", &test, kernels.name[i], got.slot, want.slot);
-        const int32_t *expiry = got.expiry.data, *wanted = want.expiry.data;
-        for (int64_t at = 0; at < count_of(wide); at++) {
-            int32_t untouched;
-            memset(&untouched, test_guard_byte, sizeof untouched);
-            CHECK_INT(expiry[at], at % 63 < 50 ? wanted[at / 63 * 50 + at % 63] : untouched);
-        }
     }
 }
 
@@ -397,16 +262,12 @@ static void without_slots(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 5;
     for (int scope = FDMA_SCOPE_CAUSAL; scope <= FDMA_SCOPE_GLOBAL; scope++) {
-        select_case test = {.name = "no slots",
-                            .batch = 1,
-                            .kv_heads = 1,
-                            .kv_len = 80,
-                            .window = 11,
-                            .scope = (fdma_scope)scope};
-        fill_scores(&test, iid, &state);
+        select_case test = {
+            .batch = 1, .kv_heads = 1, .kv_len = 80, .window = 11, .scope = (fdma_scope)scope};
+        fill_scores(&test, kind_iid, &state);
         const fdma_selection want = brute_force(&test);
         for (int i = 0; i < kernels.count; i++) {
-            fdma_selection got = new_selection(&test);
+            fdma_selection got = selection_for(test.score);
             got.slot = (fdma_tensor){0};
             fdma_select_args args = {.size = sizeof args,
                                      .score = test.score,
@@ -424,13 +285,9 @@ static void without_slots(void) {
 static void invalid_scores_do_not_matter(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;
-    select_case test = {.name = "padding",
-                        .batch = 3,
-                        .kv_heads = 1,
-                        .kv_len = 90,
-                        .window = 20,
-                        .scope = FDMA_SCOPE_CAUSAL};
-    fill_scores(&test, iid, &state);
+    select_case test = {
+        .batch = 3, .kv_heads = 1, .kv_len = 90, .window = 20, .scope = FDMA_SCOPE_CAUSAL};
+    fill_scores(&test, kind_iid, &state);
     fill_padding(&test, &state);
     const fdma_selection want = brute_force(&test);
     int replaced = 0;

@@ -2,74 +2,8 @@
  * what a call cuts: bit for bit what the reference selects, and what one partition does. Then
  * calls that cut. */
 #include "cpu/select/partitions.h"
-#include "fixture.h"
 #include "reference/reference.h"
-
-/* ---- scores: stretches of one kind each ---- */
-
-typedef enum score_kind {
-    kind_iid,
-    kind_few_values,
-    kind_equal,
-    kind_rising,
-    kind_falling,
-    kind_steps,
-    kind_sawtooth,
-    kind_nan,
-    kind_infinite,
-    kind_subnormal,
-    kind_count,
-} score_kind;
-
-static float score_of(score_kind kind, int64_t j, uint64_t *state) {
-    static const float ends[] = {INFINITY, -INFINITY, NAN, 3e38F, 0};
-    switch (kind) {
-    case kind_few_values:
-        return (float)random_below(state, 3);
-    case kind_equal:
-        return 1;
-    case kind_rising:
-        return (float)j;
-    case kind_falling:
-        return (float)-j;
-    case kind_steps:
-        return (float)(j / 5);
-    case kind_sawtooth:
-        return (float)(j % 7);
-    case kind_nan:
-        return NAN;
-    case kind_infinite:
-        return ends[random_below(state, TEST_COUNT(ends))];
-    case kind_subnormal:
-        return bits_to_float((uint32_t)random_below(state, 2) << 31 |
-                             (uint32_t)random_below(state, 5));
-    default:
-        return random_float(state);
-    }
-}
-
-static void fill_scores(fdma_tensor score, int64_t stretch, uint64_t *state) {
-    score_kind kind = kind_iid;
-    for (int64_t i = 0; i < count_of(score); i++) {
-        if (i == 0 || random_below(state, stretch) == 0) {
-            kind = (score_kind)random_below(state, kind_count);
-        }
-        ((float *)score.data)[i] = score_of(kind, i % score.shape[2], state);
-    }
-}
-
-/* None, some at the left, some anywhere, or nearly all. */
-static void fill_padding(fdma_tensor valid, uint64_t *state) {
-    const int64_t n = valid.shape[1];
-    for (int64_t b = 0; b < valid.shape[0]; b++) {
-        const int64_t left = random_below(state, 2) * random_below(state, n);
-        const int64_t kept = 1 + random_below(state, 8);
-        for (int64_t j = 0; j < n; j++) {
-            ((uint8_t *)valid.data)[b * n + j] =
-                (uint8_t)(j >= left && random_below(state, 8) < kept);
-        }
-    }
-}
+#include "scores.h"
 
 /* ---- one problem, cut in some way ---- */
 
@@ -113,17 +47,15 @@ static void check_cut(const fdma_problem *want, int64_t partitions, int32_t thre
     got.expiry = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
     got.slot = new_output(FDMA_INT32, want->batch, want->kv_heads, want->kv_len, -1);
     const fdma_tensor slot = got.slot;
-    if (!named) {
+    if (!named)
         got.slot = (fdma_tensor){0};
-    }
     test_context("kv_len %d, window %d, %d partitions, %d threads, scope %d%s", (int)want->kv_len,
                  (int)want->window, (int)partitions, threads, (int)want->scope,
                  named ? "" : ", no slots");
     select_cut(&got, partitions, threads);
     CHECK(same_tensor(got.expiry, want->expiry));
-    if (named) {
+    if (named)
         CHECK(same_tensor(slot, want->slot));
-    }
 }
 
 /* ---- tests ---- */
@@ -135,11 +67,9 @@ static fdma_problem random_problem(uint64_t *state) {
     fdma_problem problem = new_problem(1 + random_below(state, 2), 1 + random_below(state, 2), n,
                                        windows[random_below(state, TEST_COUNT(windows))]);
     problem.scope = random_below(state, 4) ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
-    fill_scores(problem.score, 1 + random_below(state, 2 * n), state);
-    if (random_below(state, 3) == 0) {
-        problem.key_valid = new_tensor(FDMA_UINT8, problem.batch, n, -1, -1);
-        fill_padding(problem.key_valid, state);
-    }
+    fill_kinds(problem.score, 1 + random_below(state, 2 * n), state);
+    if (random_below(state, 3) == 0)
+        problem.key_valid = new_padding(problem.batch, n, state);
     return problem;
 }
 
@@ -156,18 +86,15 @@ static void partitions_select_what_the_reference_does(void) {
     }
 }
 
-/* Chunks that begin and end at every key. */
+/* Partitions that begin and end at every key. */
 static void every_border(void) {
     uint64_t state = 2;
     for (int kind = 0; kind < kind_count; kind++) {
         fdma_problem problem = new_problem(1, 1, 60, 9);
-        for (int64_t j = 0; j < problem.kv_len; j++) {
-            ((float *)problem.score.data)[j] = score_of((score_kind)kind, j, &state);
-        }
+        fill_kind(problem.score, (score_kind)kind, &state);
         select_reference(&problem);
-        for (int64_t partitions = 1; partitions <= problem.kv_len; partitions++) {
+        for (int64_t partitions = 1; partitions <= problem.kv_len; partitions++)
             check_cut(&problem, partitions, 1, 1);
-        }
         test_free_all();
     }
 }
@@ -217,24 +144,18 @@ static void long_partitions(void) {
         const int64_t window = 1 + random_below(&state, random_below(&state, 2) ? 40 : n / 3);
         fdma_problem problem = new_problem(1, 1, n, window);
         problem.scope = i % 5 ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
-        fill_scores(problem.score, 1 + random_below(&state, n), &state);
-        if (i % 3 == 0) {
-            problem.key_valid = new_tensor(FDMA_UINT8, 1, n, -1, -1);
-            fill_padding(problem.key_valid, &state);
-        }
+        fill_kinds(problem.score, 1 + random_below(&state, n), &state);
+        if (i % 3 == 0)
+            problem.key_valid = new_padding(1, n, &state);
         select_cut(&problem, 1, 1);
         check_cut(&problem, 2 + random_below(&state, 4), 1 + i % 2, i % 6 != 0);
         test_free_all();
     }
 }
 
-static fdma_selection call_select(const fdma_problem *problem, const char *kernel,
+static fdma_selection select_with(const fdma_problem *problem, const char *kernel,
                                   int32_t threads) {
-    fdma_selection selection = {
-        .size = sizeof selection,
-        .expiry = new_output(FDMA_INT32, 1, problem->kv_heads, problem->kv_len, -1),
-        .slot = new_output(FDMA_INT32, 1, problem->kv_heads, problem->kv_len, -1),
-    };
+    fdma_selection selection = selection_for(problem->score);
     fdma_select_args args = {.size = sizeof args,
                              .score = problem->score,
                              .key_valid = problem->key_valid,
@@ -255,7 +176,7 @@ static void check_calls(const fdma_problem *problem, const kernel_list *kernels)
     select_cut(&want, 1, 1);
     for (int k = 0; k < kernels->count; k++) {
         for (int t = 0; t < TEST_COUNT(threads) && strcmp(kernels->name[k], "reference"); t++) {
-            const fdma_selection got = call_select(problem, kernels->name[k], threads[t]);
+            const fdma_selection got = select_with(problem, kernels->name[k], threads[t]);
             CHECK(same_tensor(got.expiry, want.expiry));
             CHECK(same_tensor(got.slot, want.slot));
         }
@@ -278,13 +199,9 @@ static void calls_on_any_number_of_threads(void) {
             fdma_problem problem =
                 new_problem(1, 1 + i % 5 / 4, n, windows[i % TEST_COUNT(windows)]);
             problem.scope = i % 7 == 3 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL;
-            for (int64_t j = 0; j < count_of(problem.score); j++) {
-                ((float *)problem.score.data)[j] = score_of(kind, j, &state);
-            }
-            if (i % 3 == 1) {
-                problem.key_valid = new_tensor(FDMA_UINT8, 1, n, -1, -1);
-                fill_padding(problem.key_valid, &state);
-            }
+            fill_kind(problem.score, kind, &state);
+            if (i % 3 == 1)
+                problem.key_valid = new_padding(1, n, &state);
             check_calls(&problem, &kernels);
             test_free_all();
         }

@@ -25,55 +25,18 @@ static problem new_problem(fdma_dtype dtype) {
 typedef void (*property)(const problem *x, const char *kernel);
 
 static void check_on_all_kernels(property holds) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("forward", problem_dtypes[type]);
+    for (int type = 0; type < test_dtype_count; type++) {
+        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
-            const problem x = new_problem(problem_dtypes[type]);
+            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
+            const problem x = new_problem(test_dtypes[type]);
             holds(&x, kernels.name[kernel]);
             test_free_all();
         }
     }
 }
 
-/* Copies between tensors of one shape and dtype and of any strides. */
-static void copy_elements(fdma_tensor to, fdma_tensor from) {
-    const size_t size = dtype_size(from.dtype);
-    for (int64_t index = 0; index < count_of(from); index++) {
-        int64_t rest = index, to_at = 0, from_at = 0;
-        for (int axis = from.rank - 1; axis >= 0; axis--) {
-            to_at += rest % from.shape[axis] * to.stride[axis];
-            from_at += rest % from.shape[axis] * from.stride[axis];
-            rest /= from.shape[axis];
-        }
-        memcpy((char *)to.data + (size_t)to_at * size, (char *)from.data + (size_t)from_at * size,
-               size);
-    }
-}
-
-static fdma_tensor gathered(fdma_tensor tensor) {
-    fdma_tensor dense = fdma_dense_tensor(NULL, tensor.dtype, tensor.rank, tensor.shape);
-    dense.data = test_alloc(bytes_of(tensor));
-    copy_elements(dense, tensor);
-    return dense;
-}
-
-/* The values of `like` at `data`, with these strides. */
-static fdma_tensor placed(fdma_tensor like, void *data, const int64_t stride[4]) {
-    fdma_tensor tensor = like;
-    tensor.data = data;
-    memcpy(tensor.stride, stride, sizeof tensor.stride);
-    copy_elements(tensor, like);
-    return tensor;
-}
-
 /* ---- a view of [batch, heads, len, head_dim] ---- */
-
-static fdma_tensor heads_first(fdma_tensor like) {
-    const int64_t length = like.shape[1], heads = like.shape[2], head_dim = like.shape[3];
-    const int64_t stride[4] = {length * heads * head_dim, head_dim, length * head_dim, 1};
-    return placed(like, test_alloc_guarded(bytes_of(like)), stride);
-}
 
 static void check_heads_first(const problem *x, const char *kernel) {
     const attended plain = problem_attend(x, kernel, 1);
@@ -145,9 +108,8 @@ static void check_packed_out(const problem *x, const char *kernel) {
     memset(untouched, test_guard_byte, sizeof untouched);
     for (int64_t i = 0; i < count_of(packed); i++) {
         const int64_t head = i / 40 % (x->q_heads + 3);
-        if (head < 1 || head > x->q_heads) {
+        if (head < 1 || head > x->q_heads)
             CHECK_BYTES((char *)packed.data + (size_t)i * size, untouched, size);
-        }
     }
 }
 
@@ -219,9 +181,8 @@ static void check_far(const problem *x, const char *kernel) {
         CHECK_OK(run_forward(&args));
         check_same_results((attended){gathered(args.out), args.lse}, plain);
     }
-    while (mapped-- > 0) {
+    while (mapped-- > 0)
         munmap(pages[mapped], bytes);
-    }
 }
 
 static void offsets_beyond_32_bits(void) { check_on_all_kernels(check_far); }
@@ -253,8 +214,8 @@ static void check_projection(const char *kernel, fdma_dtype dtype, fdma_tensor v
 }
 
 static void rows_of_dt_proj_apart(void) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const fdma_dtype dtype = problem_dtypes[type];
+    for (int type = 0; type < test_dtype_count; type++) {
+        const fdma_dtype dtype = test_dtypes[type];
         const kernel_list kernels = kernels_for("score", dtype);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             uint64_t state = 9;

@@ -5,10 +5,10 @@
 typedef void (*property)(problem *x, const char *kernel);
 
 static void check_on_all_kernels(property holds, int64_t window) {
-    for (int type = 0; type < problem_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("forward", problem_dtypes[type]);
+    for (int type = 0; type < test_dtype_count; type++) {
+        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
         for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(problem_dtypes[type]));
+            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
             problem x = {.batch = 1,
                          .q_len = 150,
                          .kv_len = 150,
@@ -17,7 +17,7 @@ static void check_on_all_kernels(property holds, int64_t window) {
                          .head_dim = 24,
                          .window = window,
                          .causal = 1,
-                         .dtype = problem_dtypes[type]};
+                         .dtype = test_dtypes[type]};
             problem_fill(&x, 21);
             problem_select(&x);
             holds(&x, kernels.name[kernel]);
@@ -38,16 +38,14 @@ static void set_bias(problem *x, int64_t j, float value) { ((float *)x->bias.dat
 
 static void check_nan_row(const problem *x, attended got, int64_t h, int64_t i) {
     CHECK(isnan(lse_of(x, got, h, i)));
-    for (int64_t d = 0; d < x->head_dim; d++) {
+    for (int64_t d = 0; d < x->head_dim; d++)
         CHECK(isnan(out_of(x, got, h, i, d)));
-    }
 }
 
 static void check_empty_row(const problem *x, attended got, int64_t h, int64_t i) {
     CHECK_NEAR(lse_of(x, got, h, i), -(double)INFINITY, 0);
-    for (int64_t d = 0; d < x->head_dim; d++) {
+    for (int64_t d = 0; d < x->head_dim; d++)
         CHECK_NEAR(out_of(x, got, h, i, d), 0, 0);
-    }
 }
 
 /* The row's bits are those of another run. */
@@ -62,9 +60,8 @@ static void check_same_row(const problem *x, attended got, attended want, int64_
 static void check_close_row(const problem *x, attended got, attended want, int64_t h, int64_t i) {
     const double lse = lse_of(x, want, h, i);
     CHECK_NEAR(lse_of(x, got, h, i), lse, problem_lse_tolerance(x, lse));
-    for (int64_t d = 0; d < x->head_dim; d++) {
+    for (int64_t d = 0; d < x->head_dim; d++)
         CHECK_NEAR(out_of(x, got, h, i, d), out_of(x, want, h, i, d), problem_out_tolerance(x));
-    }
 }
 
 /* A NaN or +inf logit makes NaN of the rows that keep its key, and of no other. */
@@ -88,9 +85,8 @@ static void check_poisoned(problem *x, attended got, attended clean, int64_t poi
 static int64_t passing_key(const problem *x) {
     for (int64_t j = 60; x->window >= 0 && j < x->kv_len; j++) {
         const int32_t expiry = ((const int32_t *)x->selection.expiry.data)[j];
-        if (expiry > j + 5 && expiry < x->kv_len - 5) {
+        if (expiry > j + 5 && expiry < x->kv_len - 5)
             return j;
-        }
     }
     return 70;
 }
@@ -122,17 +118,15 @@ static void nan_keys_stay_in_their_rows_dense(void) {
 static void check_poisonous_query(problem *x, const char *kernel) {
     const int64_t i = 77, h = 1;
     const attended clean = problem_attend(x, kernel, 1);
-    for (int64_t d = 0; d < x->head_dim; d++) {
+    for (int64_t d = 0; d < x->head_dim; d++)
         store_float(x->q.data, x->dtype, (i * x->q_heads + h) * x->head_dim + d, NAN);
-    }
     const attended got = problem_attend(x, kernel, 1);
     for (int64_t row = 0; row < x->q_heads * x->q_len; row++) {
         const int64_t other_h = row / x->q_len, other_i = row % x->q_len;
-        if (other_h == h && other_i == i) {
+        if (other_h == h && other_i == i)
             check_nan_row(x, got, h, i);
-        } else {
+        else
             check_same_row(x, got, clean, other_h, other_i);
-        }
     }
 }
 
@@ -171,11 +165,9 @@ static void minus_infinity_weighs_nothing_dense(void) {
 
 static void check_all_empty(problem *x, const char *kernel) {
     const attended got = problem_attend(x, kernel, 2);
-    for (int64_t h = 0; h < x->q_heads; h++) {
-        for (int64_t i = 0; i < x->q_len; i++) {
+    for (int64_t h = 0; h < x->q_heads; h++)
+        for (int64_t i = 0; i < x->q_len; i++)
             check_empty_row(x, got, h, i);
-        }
-    }
 }
 
 static void check_none_kept(problem *x, const char *kernel) {
@@ -209,13 +201,11 @@ static void check_early_queries(problem *x, const char *kernel) {
     shorter.bias = new_tensor(FDMA_FLOAT32, 1, 1, 40, -1);
     const attended got = problem_attend(&shorter, kernel, 1);
     for (int64_t h = 0; h < x->q_heads; h++) {
-        for (int64_t i = 0; i < x->q_len; i++) {
-            if (i < x->q_len - 40) {
+        for (int64_t i = 0; i < x->q_len; i++)
+            if (i < x->q_len - 40)
                 check_empty_row(x, got, h, i);
-            } else {
+            else
                 CHECK(isfinite(lse_of(x, got, h, i)));
-            }
-        }
         for (int64_t d = 0; d < x->head_dim; d++) { /* the first query that sees one key */
             const double v = load_double(x->v.data, x->dtype, d);
             CHECK_NEAR(out_of(x, got, h, x->q_len - 40, d), v, 0x1p-7 * fabs(v));
@@ -249,9 +239,8 @@ static void logits_far_apart(void) { check_on_all_kernels(check_dominated, -1); 
 static void check_softcaps(problem *x, const char *kernel) {
     static const double caps[] = {1e12, 1e30, 1e38, 1e39, 1e300};
     static const double none[] = {1e-25, 1e-38, 1e-39, 1e-300};
-    for (int64_t j = 0; j < x->kv_len; j++) {
+    for (int64_t j = 0; j < x->kv_len; j++)
         set_bias(x, j, 0);
-    }
     const attended uncapped = problem_attend(x, kernel, 1);
     for (int c = 0; c < TEST_COUNT(caps); c++) {
         x->softcap = caps[c];
@@ -264,9 +253,8 @@ static void check_softcaps(problem *x, const char *kernel) {
     for (int c = 0; c < TEST_COUNT(none); c++) {
         x->softcap = none[c];
         const attended got = problem_attend(x, kernel, 1);
-        for (int64_t i = 0; i < x->q_len; i++) {
+        for (int64_t i = 0; i < x->q_len; i++)
             CHECK_NEAR(lse_of(x, got, 0, i), log((double)(i + 1)), 1e-5);
-        }
     }
 }
 

@@ -37,9 +37,8 @@ static void check_copies(const vocabulary *x) {
         x->copy(to.data, from.data);
         CHECK(same_tensor(to, from));
         x->set(to.data, values[0]);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_lane("vf_set", i, ((const float *)to.data)[i], values[0]);
-        }
         fence_free_all();
     }
 }
@@ -80,9 +79,8 @@ static void check_firsts(const vocabulary *x) {
     static const fdma_dtype dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
     for (int type = 0; type < TEST_COUNT(dtypes); type++) {
         for (int edge = 0; edge < fence_edges; edge++) {
-            for (int64_t count = 8; count < x->width; count += 8) {
+            for (int64_t count = 8; count < x->width; count += 8)
                 check_first(x, dtypes[type], count, (fence_edge)edge);
-            }
             check_first(x, dtypes[type], x->width, (fence_edge)edge);
         }
     }
@@ -115,9 +113,8 @@ static void check_stores(const vocabulary *x, fdma_dtype dtype, const float *fro
         uint16_t to[lanes];
         const uint32_t old = flush ? x->flush_subnormals() : 0;
         (half ? x->store_f16 : x->store_bf16)(to, from, x->width);
-        if (flush) {
+        if (flush)
             x->restore_modes(old);
-        }
         for (int i = 0; i < x->width; i++) {
             const int lost = flush && fabsf(from[i]) < FLT_MIN;
             const uint16_t want = nearest16(from[i], half ? 10 : 7, half ? -14 : -126);
@@ -161,13 +158,11 @@ static void check_all_loads(const vocabulary *x, fdma_dtype dtype) {
     for (uint32_t first = 0; first < 0x10000; first += (uint32_t)x->width) {
         uint16_t from[lanes];
         float to[lanes];
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             from[i] = (uint16_t)(first + (uint32_t)i);
-        }
         (dtype == FDMA_FLOAT16 ? x->load_f16 : x->load_bf16)(to, from, x->width);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_lane(dtype_name(dtype), i, to[i], (float)load_double(from, dtype, i));
-        }
     }
 }
 
@@ -212,14 +207,12 @@ static void check_pairs(const vocabulary *x) {
         fill_any(b, &state);
         for (int w = 0; w < TEST_COUNT(words); w++) {
             words[w].word(to, a, b);
-            for (int i = 0; i < x->width; i++) {
+            for (int i = 0; i < x->width; i++)
                 check_lane(words[w].name, i, to[i], words[w].plain(a[i], b[i]));
-            }
         }
         x->abs(to, a);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_lane("vf_abs", i, to[i], plain_copy_sign(a[i], 1));
-        }
     }
 }
 
@@ -236,9 +229,8 @@ static void check_fused(const vocabulary *x) {
         x->fma(to, a, b, c);
         for (int i = 0; i < x->width; i++) {
             const volatile float product = a[i] * b[i]; /* no compiler may fuse it */
-            if (!is_same(to[i], product + c[i])) {
+            if (!is_same(to[i], product + c[i]))
                 check_lane("vf_fma", i, to[i], fmaf(a[i], b[i], c[i]));
-            }
         }
     }
     CHECK(1);
@@ -307,9 +299,8 @@ static void check_greater(const vocabulary *x) {
         }
         CHECK_INT(x->any_greater(a, b), any);
         x->pick_greater(to, a, b, yes, no);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_lane("vf_pick_greater", i, to[i], a[i] > b[i] ? yes[i] : no[i]);
-        }
     }
     for (int lane = 0; lane < x->width; lane++) { /* one alone counts */
         float a[lanes] = {0};
@@ -329,18 +320,16 @@ static void check_range(const vocabulary *x, int32_t first, int32_t end) {
     float from[lanes], to[lanes];
     fill_any(from, &state);
     x->keep(to, from, first, end);
-    for (int i = 0; i < x->width; i++) {
+    for (int i = 0; i < x->width; i++)
         check_lane("vf_keep", i, to[i], i >= first && i < end ? from[i] : -INFINITY);
-    }
 }
 
 static void check_ranges(const vocabulary *x) {
     static const int32_t far[] = {INT32_MIN, INT32_MIN + 1, -1000, 1000, INT32_MAX};
     const int32_t beyond = x->width + 2;
     for (int32_t first = -2; first <= beyond; first++) {
-        for (int32_t end = -2; end <= beyond; end++) {
+        for (int32_t end = -2; end <= beyond; end++)
             check_range(x, first, end);
-        }
         for (int f = 0; f < TEST_COUNT(far); f++) {
             check_range(x, first, far[f]);
             check_range(x, far[f], first);
@@ -355,13 +344,11 @@ static void check_transposed(const vocabulary *x) {
     static float from[lanes * lanes], to[lanes * lanes];
     uint64_t state = 19;
     for (int round = 0; round < 20; round++) {
-        for (int i = 0; i < x->width * x->width; i++) {
+        for (int i = 0; i < x->width * x->width; i++)
             to[i] = from[i] = round == 0 ? (float)i : any_float(&state);
-        }
         x->transpose(to);
-        for (int i = 0; i < x->width * x->width; i++) {
+        for (int i = 0; i < x->width * x->width; i++)
             check_lane("vf_transpose", i, to[i], from[i % x->width * x->width + i / x->width]);
-        }
     }
 }
 
@@ -384,15 +371,14 @@ static void powers_of(const vocabulary *x, float *to, const float *from) {
  * whole one, by 2^-25. Scaling is exact. */
 static void check_power(float actual, float x) {
     const double want = exp2((double)x);
-    if (isnan(x)) {
+    if (isnan(x))
         CHECK(isnan(actual));
-    } else if (x >= 128) {
+    else if (x >= 128)
         CHECK(actual == INFINITY);
-    } else if (x < -126) {
+    else if (x < -126)
         CHECK(actual == 0 || fabs((double)actual - want) <= want * (double)FLT_EPSILON + 0x1p-149);
-    } else {
+    else
         CHECK_NEAR((double)actual, want, want * (double)FLT_EPSILON);
-    }
 }
 
 static void check_powers(const vocabulary *x) {
@@ -400,13 +386,11 @@ static void check_powers(const vocabulary *x) {
     for (int round = 0; round < rounds; round++) {
         float from[lanes], to[lanes];
         fill_any(from, &state);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             from[i] = i % 3 ? from[i] : 140 * random_float(&state);
-        }
         powers_of(x, to, from);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_power(to[i], from[i]);
-        }
     }
     for (int n = -126; n < 128; n++) { /* whole powers, and the same with a rest: exact */
         float whole[lanes], rest[lanes], to[lanes], sized[lanes];
@@ -446,9 +430,8 @@ static void check_flushed(const vocabulary *x) {
             CHECK(scaled[i] == 0 || scaled[i] == 0x1p-110F);
         }
         x->mul(to, small, factor);
-        for (int i = 0; i < x->width; i++) {
+        for (int i = 0; i < x->width; i++)
             check_lane("restore_modes", i, to[i], 0x1p-127F);
-        }
         x->mul(to, tiny, up);
         check_lane("restore_modes", 0, to[0], 0x1p-110F);
     }

@@ -283,66 +283,38 @@ static void make_merge_backward(call *to) {
     to->work = elements(&args->dout);
 }
 
-static fdma_status run_score(const void *args) { return fdma_score(args); }
-static fdma_status run_select(const void *args) { return fdma_select(args); }
-static fdma_status run_lists(const void *args) { return fdma_lists(args); }
-static fdma_status run_forward(const void *args) { return fdma_forward(args); }
-static fdma_status run_attention(const void *args) { return fdma_attention(args); }
-static fdma_status run_backward(const void *args) { return fdma_backward(args); }
-static fdma_status run_score_backward(const void *args) { return fdma_score_backward(args); }
-static fdma_status run_attention_backward(const void *args) {
-    return fdma_attention_backward(args);
-}
-static fdma_status run_merge(const void *args) { return fdma_merge(args); }
-static fdma_status run_merge_backward(const void *args) { return fdma_merge_backward(args); }
-static fdma_status ask_score(const void *args, size_t *n) { return fdma_score_workspace(args, n); }
-static fdma_status ask_select(const void *args, size_t *n) {
-    return fdma_select_workspace(args, n);
-}
-static fdma_status ask_lists(const void *args, size_t *n) { return fdma_lists_workspace(args, n); }
-static fdma_status ask_forward(const void *args, size_t *n) {
-    return fdma_forward_workspace(args, n);
-}
-static fdma_status ask_attention(const void *args, size_t *n) {
-    return fdma_attention_workspace(args, n);
-}
-static fdma_status ask_backward(const void *args, size_t *n) {
-    return fdma_backward_workspace(args, n);
-}
-static fdma_status ask_score_backward(const void *args, size_t *n) {
-    return fdma_score_backward_workspace(args, n);
-}
-static fdma_status ask_attention_backward(const void *args, size_t *n) {
-    return fdma_attention_backward_workspace(args, n);
-}
-static fdma_status ask_merge(const void *args, size_t *n) { return fdma_merge_workspace(args, n); }
-static fdma_status ask_merge_backward(const void *args, size_t *n) {
-    return fdma_merge_backward_workspace(args, n);
-}
+/* The calls, through pointers to their argument structs. */
+#define DEFINE_OPERATION(name)                                                                     \
+    static fdma_status run_##name(const void *args) { return fdma_##name(args); }                  \
+    static fdma_status ask_##name(const void *args, size_t *bytes) {                               \
+        return fdma_##name##_workspace(args, bytes);                                               \
+    }
+#define OPERATION(name)                                                                            \
+    {sizeof(fdma_##name##_args), offsetof(fdma_##name##_args, exec), make_##name, ask_##name,      \
+     run_##name}
+
+DEFINE_OPERATION(score)
+DEFINE_OPERATION(select)
+DEFINE_OPERATION(forward)
+DEFINE_OPERATION(attention)
+DEFINE_OPERATION(lists)
+DEFINE_OPERATION(backward)
+DEFINE_OPERATION(score_backward)
+DEFINE_OPERATION(attention_backward)
+DEFINE_OPERATION(merge)
+DEFINE_OPERATION(merge_backward)
 
 static const struct operation {
-    size_t size, exec; /* of the argument struct; where it says how to run */
+    size_t size, exec; /* of the argument struct; its offset there */
     void (*make)(call *);
     fdma_status (*workspace)(const void *args, size_t *bytes);
     fdma_status (*run)(const void *args);
 } operations[] = {
-    {sizeof(fdma_score_args), offsetof(fdma_score_args, exec), make_score, ask_score, run_score},
-    {sizeof(fdma_select_args), offsetof(fdma_select_args, exec), make_select, ask_select,
-     run_select},
-    {sizeof(fdma_forward_args), offsetof(fdma_forward_args, exec), make_forward, ask_forward,
-     run_forward},
-    {sizeof(fdma_attention_args), offsetof(fdma_attention_args, exec), make_attention,
-     ask_attention, run_attention},
-    {sizeof(fdma_lists_args), offsetof(fdma_lists_args, exec), make_lists, ask_lists, run_lists},
-    {sizeof(fdma_backward_args), offsetof(fdma_backward_args, exec), make_backward, ask_backward,
-     run_backward},
-    {sizeof(fdma_score_backward_args), offsetof(fdma_score_backward_args, exec),
-     make_score_backward, ask_score_backward, run_score_backward},
-    {sizeof(fdma_attention_backward_args), offsetof(fdma_attention_backward_args, exec),
-     make_attention_backward, ask_attention_backward, run_attention_backward},
-    {sizeof(fdma_merge_args), offsetof(fdma_merge_args, exec), make_merge, ask_merge, run_merge},
-    {sizeof(fdma_merge_backward_args), offsetof(fdma_merge_backward_args, exec),
-     make_merge_backward, ask_merge_backward, run_merge_backward},
+    OPERATION(score),          OPERATION(select),
+    OPERATION(forward),        OPERATION(attention),
+    OPERATION(lists),          OPERATION(backward),
+    OPERATION(score_backward), OPERATION(attention_backward),
+    OPERATION(merge),          OPERATION(merge_backward),
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 

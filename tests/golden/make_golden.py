@@ -4,7 +4,7 @@
 Everything is evaluated in float64 with numpy, straight from the definitions: per query, the
 visible valid keys are sorted and the best ones attended to. Nothing of the library is used.
 
-Run: python3 make_golden.py > golden.inc (the same bytes every time).
+Run: python3 make_golden.py > golden.inc (the last bits of sums depend on the BLAS of numpy)
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def select(case: Case, score: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray
     slot = np.full(case.kv_len, NEVER)
     if case.mask != "causal":
         chosen = best(score, [j for j in range(case.kv_len) if valid[j]], case.window)
-        for place, j in enumerate(sorted(chosen)):
-            expiry[j], slot[j] = case.kv_len, place
+        for number, j in enumerate(sorted(chosen)):
+            expiry[j], slot[j] = case.kv_len, number
         return expiry, slot
     before: set[int] = set()
     filled = 0
@@ -222,11 +222,10 @@ def make_case(case: Case, seed: int) -> None:
                 out[b, i, h], lse[b, h, i] = attend(
                     case, q[b, i, h], k[b, :, g], v[b, :, g], bias[b, g], keys
                 )
-    for values, name in ((q, "q"), (k, "k"), (v, "v"), (dt_proj, "dt_proj"), (a, "a")):
+    inputs = {"q": q, "k": k, "v": v, "dt_proj": dt_proj, "a": a, "score": score, "bias": bias}
+    for name, values in {**inputs, "z": z, "out": out, "lse": lse}.items():
         emit(values, f"{case.name}_{name}", "double")
-    for values, name in ((score, "score"), (bias, "bias"), (z, "z"), (out, "out"), (lse, "lse")):
-        emit(values, f"{case.name}_{name}", "double")
-    for values, name in ((valid, "valid"), (expiry, "expiry"), (slot, "slot")):
+    for name, values in {"valid": valid, "expiry": expiry, "slot": slot}.items():
         emit(values, f"{case.name}_{name}", "int32_t")
     print()
 
@@ -245,9 +244,9 @@ def main() -> None:
         print(f"     {int(case.mask != 'full')}, {int(case.mask != 'causal')},", end="")
         print(f" FDMA_BIAS_{case.bias_form.upper()}, {case.softcap}, {case.scale},")
         names = "q k v dt_proj a score bias z out lse valid expiry slot".split()
-        for part in (names[:4], names[4:8], names[8:11], names[11:]):
-            comma = "}," if part[-1] == "slot" else ","
-            print("     " + ", ".join(f"{case.name}_{name}" for name in part) + comma)
+        for line in (names[:4], names[4:8], names[8:11], names[11:]):
+            comma = "}," if line[-1] == "slot" else ","
+            print("     " + ", ".join(f"{case.name}_{name}" for name in line) + comma)
     print("};")
 
 

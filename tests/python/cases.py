@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import evaluate
 import flash_dmattn
+import pytest
 import torch
-from flash_dmattn import _library
+from flash_dmattn import _arguments, _library
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -167,20 +168,22 @@ def attend(
     return leaves, results
 
 
-def our_gradients(name: str, given: Input, *where: Any, **options: Any) -> Tensors:
-    """dquery, dkey, dvalue and dbias, if there is a bias."""
-    leaves, (out, _) = attend(name, given, *where, **options)
-    return torch.autograd.grad(out, tuple(leaves.values()), given.dout.to(out.device))
+def attend_and_differentiate(name: str, given: Input, *target: Any, **options: Any) -> Tensors:
+    """out, lse, and the gradients of query, key, value and, if there is one, bias."""
+    leaves, (out, lse) = attend(name, given, *target, **options)
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), given.dout.to(out.device))
+    return (out.detach(), lse.detach(), *gradients)
 
 
 # ---- kernels and dtypes ----
 
 
-def takes(kernel: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel of the CPU takes tensors of `dtype`, forward and backward."""
+def supports(kernel: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel of the CPU supports tensors of `dtype`, forward and backward."""
     row = torch.zeros(1, 1, 1, 8, dtype=dtype, requires_grad=True)
     try:
-        flash_dmattn.attention(row, row, row, backend=kernel)[0].sum().backward()
+        out, _ = flash_dmattn.attention(row, row, row, backend=kernel)
+        torch.autograd.grad(out, row, torch.zeros_like(out))
     except NotImplementedError:
         return False
     return True
@@ -201,27 +204,45 @@ def kernels_of(operation: str, backends: tuple[str, ...] = ("cpu", "reference"))
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+NARROW = [torch.float16, torch.bfloat16]  # what CUDA kernels support
 KERNELS = kernels_of("forward")
-WIDE = [kernel for kernel in KERNELS if takes(kernel, torch.float32)]
-RUNS = [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES if takes(kernel, dtype)]
-RUN_IDS = [f"{kernel}-{dtype}".replace("torch.", "") for kernel, dtype in RUNS]
+WIDE = [kernel for kernel in KERNELS if supports(kernel, torch.float32)]
+HAS_DEVICE = torch.cuda.is_available() and _library.library.fdma_device_count() > 1
+on_device = pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=on_device)]
 
 
-# ---- tensors of the fused form ----
+def runs_of(kernels: list[str], dtypes: list[torch.dtype]) -> list[Any]:
+    """Values of (device, kernel, dtype): every kernel of the CPU with the dtypes it supports."""
+    runs = [("cpu", one, dtype) for one in kernels for dtype in dtypes if supports(one, dtype)]
+    return [pytest.param(*run, id=f"{run[1]}-{run[2]}") for run in runs]
+
+
+# The same on a CUDA device, for the kernel that it prefers.
+CUDA_RUNS = [
+    pytest.param("cuda", None, dtype, marks=on_device, id=f"cuda-{dtype}") for dtype in NARROW
+]
+
+
+# ---- the fused form and its steps ----
+
+WINDOW = 40
 
 
 def make_fused(
     q_len: int,
     kv_len: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     *,
-    head_dim: int = 16,
+    head_dim: int = 64,
     device: str = "cpu",
     a_coef: float | None = None,
 ) -> list[torch.Tensor]:
     """query, key, value, dt_proj and a_coef, which require gradients; the first three are views of
-    tensors whose heads come first."""
+    tensors whose heads come first. The default dtype is one that the device supports; a_coef is
+    float32, except beside float64."""
     kv_len = q_len if kv_len is None else kv_len
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     generator = torch.Generator().manual_seed(q_len + kv_len)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -229,6 +250,56 @@ def make_fused(
 
     rows = [normal(2, h, n, head_dim).transpose(1, 2) for h, n in ((4, q_len), (2, kv_len))]
     value = normal(2, 2, kv_len, head_dim).transpose(1, 2)
-    a = normal(2) if a_coef is None else torch.full((2,), a_coef, dtype=dtype, device=device)
+    a = normal(2) if a_coef is None else torch.full((2,), a_coef, device=device)
+    a = a.to(_arguments.wide(dtype))
     dt_proj = normal(2, 2 * head_dim) / head_dim**0.5
     return [x.requires_grad_() for x in (*rows, value, dt_proj, a)]
+
+
+def fused(*tensors: torch.Tensor, **options: Any) -> Any:
+    options = {"keep_window_size": WINDOW, "causal": True, **options}
+    return flash_dmattn.flash_dma_attention(*tensors, **options)
+
+
+def stepwise(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *weights: torch.Tensor,
+    bias_form: str = "linear",
+    softcap: float = 3.0,
+) -> Tensors:
+    """All results of the three calls; the score is a result with a gradient of its own."""
+    score, bias = flash_dmattn.score(value, *weights, bias_form=bias_form)
+    selection = flash_dmattn.select(score, WINDOW)
+    out, lse = flash_dmattn.attention(
+        query, key, value, bias=bias, selection=selection, causal=True, softcap=softcap
+    )
+    return out, lse, score, selection.expiry, selection.slot
+
+
+def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: torch.Tensor) -> Any:
+    """Attention over two sets of keys; the first queries see no key of the second."""
+    first = flash_dmattn.attention(query, key[:, :20], value[:, :20])
+    key_valid = torch.arange(key.shape[1] - 20, device=key.device).expand(2, -1) % 3 != 1
+    second = flash_dmattn.attention(
+        query, key[:, 20:], value[:, 20:], causal=True, key_valid=key_valid
+    )
+    return flash_dmattn.merge(*first, *second)
+
+
+FUNCTIONS = [fused, stepwise, merged]
+
+
+def results(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Tensors:
+    with torch.no_grad():
+        found = function(*tensors)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def gradients(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Tensors:
+    """The gradients of a loss that depends on every result; 0 for tensors that do not matter."""
+    found = function(*tensors)
+    found = found if isinstance(found, tuple) else (found,)
+    loss = sum(one.float().cos().sum() for one in found if one.requires_grad)
+    return torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(os.environ.setdefault("FDMA_LIBRARY", str(ROOT / "build" / "libfdma.so")))
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmarks")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +31,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
-@pytest.fixture(scope="session")
-def root() -> Path:
-    """The root of the repository."""
-    return ROOT
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Gradients on a CUDA device are bit-equal from run to run."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A small input of `fdma attend`."""
+    from safetensors.numpy import save_file
+    from tool import make_inputs
+
+    path = tmp_path / "example.safetensors"
+    save_file(make_inputs(), path)
+    return path

@@ -54,6 +54,53 @@ def kept_keys(
     return kept
 
 
+def expiry_of(kept: torch.Tensor, scope: str) -> torch.Tensor:
+    """expiry as fdma.h defines it, from the keys that are kept at each position."""
+    kv_len = kept.shape[-1]
+    expiry = torch.empty(kept.shape[:2] + (kv_len,), dtype=torch.int32)
+    for j in range(kv_len):
+        life = kept[:, :, j:, j]  # [batch, kv_heads, positions from j on]
+        first_out = torch.where(life.all(-1), kv_len, j + (~life).int().argmax(-1))
+        if scope == "causal":
+            after = torch.arange(j, kv_len) >= first_out[..., None]
+            assert not (life & after).any(), "a key that was evicted is kept again"
+        expiry[:, :, j] = first_out
+    return expiry
+
+
+def slot_of(
+    expiry: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None
+) -> torch.Tensor:
+    """slot as fdma.h defines it: free slots in order, then that of the evicted key."""
+    slot = torch.full_like(expiry, -1)
+    batch, kv_heads, kv_len = expiry.shape
+    for b in range(batch):
+        valid = [True] * kv_len if key_valid is None else key_valid[b].bool().tolist()
+        for g in range(kv_heads):
+            ends = expiry[b, g].tolist()
+            slots = slot[b, g]
+            used = 0
+            for j in (j for j in range(kv_len) if ends[j] > j):
+                leaving = [r for r in range(j) if ends[r] == j and slots[r] >= 0]
+                if scope == "global" or not leaving:
+                    assert used < window and valid[j], "distinct slots, of valid keys"
+                    slots[j] = used
+                    used += 1
+                else:
+                    assert len(leaving) == 1, "each arriving key evicts one"
+                    slots[j] = slots[leaving[0]]
+    return slot
+
+
+def selection(
+    score: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None = None
+) -> Tensors:
+    """expiry and slot, by brute force."""
+    kept = kept_keys(score, window, scope, key_valid).expand(-1, -1, score.shape[-1], -1)
+    expiry = expiry_of(kept, scope)
+    return expiry, slot_of(expiry, window, scope, key_valid)
+
+
 def visible_keys(
     q_len: int,
     kv_len: int,
@@ -222,14 +269,35 @@ def plain_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def assert_within(actual: torch.Tensor, exact: torch.Tensor, *plain: torch.Tensor) -> None:
-    """`actual` errs at most twice as much as plain evaluations do, plus one rounding step."""
+def assert_same(found: torch.Tensor | Tensors, expected: torch.Tensor | Tensors) -> None:
+    """Equal in every bit that counts: a tensor or several."""
+    if isinstance(expected, torch.Tensor):
+        found, expected = (found,), (expected,)
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+
+
+def assert_within(
+    actual: torch.Tensor, exact: torch.Tensor, *plain: torch.Tensor, factor: int = 2
+) -> None:
+    """`actual` errs at most `factor` times as much as plain evaluations, plus one rounding step.
+
+    In float32 correct kernels come close to this bound. A sum of n products of size t has partial
+    sums of size sqrt(k) t after k terms. Each is rounded by up to u of itself, u being half a step,
+    so that one accumulator errs by u n t / sqrt(6), root mean square; m accumulators of n / m terms
+    err sqrt(m) times less. torch's matrix product has several, a kernel one: with head_dim 256 and
+    1500 seeds, its largest error was 1.2 times that of plain evaluations in the mean, and beyond
+    the bound in 0.2 % of inputs for lse and 0.6 % for out. By plain evaluations that add one
+    product after the other, as the reference does, these are 0.8 times, 0 % and 0.07 %. So the
+    seeds of the inputs are fixed.
+    """
     assert exact.numel() > 0, "nothing to compare"
     assert_same_specials(actual, exact)
     size = exact[torch.isfinite(exact)].abs().max().item() if torch.isfinite(exact).any() else 0.0
     step = torch.finfo(actual.dtype).eps
     plain_error = max(largest_error(one, exact) / torch.finfo(one.dtype).eps for one in plain)
-    allowed = (2 * plain_error + size) * step
+    allowed = (factor * plain_error + size) * step
     if actual.dtype == exact.dtype:
         allowed += plain_error * step  # the exact evaluation is itself one more plain one
     error = largest_error(actual, exact)
@@ -258,8 +326,10 @@ def assert_attention(
     mask: torch.Tensor,
     **options: Any,
 ) -> None:
-    """out and lse are within tolerance; that of lse comes from evaluations in its own dtype."""
-    out, lse = results
+    """out and lse are within tolerance; that of lse comes from evaluations in its own dtype. Tensor
+    cores truncate sums where a plain evaluation rounds, which doubles the error of lse."""
+    factor = 4 if results[1].is_cuda else 2
+    out, lse = (result.detach().cpu() for result in results)
     exact = attention(query, key, value, mask, torch.float64, **options)
     orders = orders_of(query.shape[3], lse.numel())
 
@@ -269,7 +339,7 @@ def assert_attention(
 
     assert out.dtype == query.dtype
     assert_within(out, exact.out, *(one.out for one in plain(out.dtype)))
-    assert_within(lse, exact.lse, *(one.lse for one in plain(lse.dtype)))
+    assert_within(lse, exact.lse, *(one.lse for one in plain(lse.dtype)), factor=factor)
 
 
 def plain_gradients(

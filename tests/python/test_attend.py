@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import evaluate
 import numpy as np
 import pytest
 import torch
 from safetensors import numpy as files
-from safetensors import torch as torch_files
-from tool import EXAMPLE, attend_json, make_inputs, run_tool
+from tool import EXAMPLE, attend_json, attend_tensors, make_inputs, run_tool
 
 ROUNDING = 1e-4  # rounding errors of float32 are smaller here; a wrong row is off by 0.1
-
-
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    path = tmp_path / "example.safetensors"
-    files.save_file(make_inputs(), path)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -51,55 +44,6 @@ def test_whole_window_has_all_the_mass() -> None:
     assert report["keys_per_query"] == report["keys_visible"] == 256.5
 
 
-def kept_keys(score: np.ndarray, window: int, causal: bool, own: bool, q_len: int) -> np.ndarray:
-    """Boolean [q_len, kv_len] of one head, by sorting the keys that each query ranks."""
-    kv_len = len(score)
-    kept = np.zeros((q_len, kv_len), bool)
-    for i in range(q_len):
-        position = i + kv_len - q_len
-        ranked = range(position + 1) if own else range(kv_len)
-        best = sorted(ranked, key=lambda j: (score[j], j), reverse=True)[:window]
-        kept[i, [j for j in best if not causal or j <= position]] = True
-    return kept
-
-
-def attention(
-    inputs: dict[str, np.ndarray],
-    kept: np.ndarray,
-    bias: np.ndarray,
-    softcap: float,
-    dtype: type,
-) -> tuple[np.ndarray, np.ndarray]:
-    """out and lse of batch 1, evaluated plainly in `dtype`; kept [kv_heads, q_len, kv_len]."""
-    q, k, v = (inputs[name][0].astype(dtype) for name in "qkv")
-    group = q.shape[1] // k.shape[1]
-    out = np.zeros(q.shape, dtype)
-    lse = np.full((q.shape[1], q.shape[0]), -np.inf, dtype)
-    for h in range(q.shape[1]):
-        g = h // group
-        logits = q[:, h] @ k[:, g].T * dtype(q.shape[2] ** -0.5)
-        if softcap > 0:
-            logits = dtype(softcap) * np.tanh(logits / dtype(softcap))
-        logits = np.where(kept[g], logits + bias[0, g].astype(dtype), dtype(-np.inf))
-        for i in np.flatnonzero(kept[g].any(axis=1)):
-            most = logits[i].max()
-            weights = np.exp(logits[i] - most)
-            out[i, h] = weights / weights.sum() @ v[:, g]
-            lse[h, i] = most + np.log(weights.sum())
-    return out, lse
-
-
-def assert_close(found: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> None:
-    """The error is at most twice that of plain float32, plus one rounding step."""
-    finite = np.isfinite(exact)
-    assert finite.any()
-    assert (np.where(finite, 0, found) == np.where(finite, 0, exact)).all()
-    largest = np.abs(exact[finite]).max()
-    found, plain, exact = found[finite], plain[finite], exact[finite]
-    limit = 2 * np.abs(plain - exact).max() + np.spacing(np.float32(largest))
-    assert np.abs(found - exact).max() <= limit
-
-
 @pytest.mark.parametrize("bias", ["none", "linear", "exp"])
 @pytest.mark.parametrize(
     ("mode", "softcap"),
@@ -107,23 +51,16 @@ def assert_close(found: np.ndarray, plain: np.ndarray, exact: np.ndarray) -> Non
 )
 def test_outputs_are_attention(tmp_path: Path, bias: str, mode: list[str], softcap: float) -> None:
     inputs = make_inputs(seed=3, q_len=19, kv_len=33)
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    files.save_file(inputs, path)
-    report = attend_json(
-        path, "--window", "5", "--bias", bias, *mode, "--softcap", str(softcap), "--out", out_path
-    )
-    assert report["out"] == str(out_path)
-    written = files.load_file(out_path)
-    score = inputs["score"]
-    terms = {"none": 0 * score, "linear": score, "exp": np.exp(score)}[bias]
-    causal, own = "--causal" in mode, mode == ["--causal"]
-    kept = np.array([kept_keys(row, 5, causal, own, 19) for row in score[0]])
-    exact = attention(inputs, kept, terms, softcap, np.float64)
-    plain = attention(inputs, kept, terms, softcap, np.float32)
+    options = ("--window", "5", "--bias", bias, *mode, "--softcap", str(softcap))
+    report, written = attend_tensors(tmp_path, inputs, *options)
+    q, k, v, score = (torch.from_numpy(inputs[name]) for name in ("q", "k", "v", "score"))
+    terms = {"none": None, "linear": score, "exp": score.exp()}[bias]
+    causal, scope = "--causal" in mode, "causal" if mode == ["--causal"] else "global"
+    mask = evaluate.visible_keys(19, 33, causal, evaluate.kept_keys(score, 5, scope))
     assert set(written) == {"out", "lse"}
-    assert_close(written["out"][0], plain[0], exact[0])
-    assert_close(written["lse"][0], plain[1], exact[1])
-    assert report["keys_per_query"] == pytest.approx(kept.sum() / (2 * 19), rel=1e-5)
+    results = (written["out"], written["lse"])
+    evaluate.assert_attention(results, q, k, v, mask, bias=terms, softcap=softcap)
+    assert report["keys_per_query"] == pytest.approx(mask.sum().item() / (2 * 19), rel=1e-5)
 
 
 def test_scores_from_projection(tmp_path: Path) -> None:
@@ -153,28 +90,24 @@ def test_conversion_rounds_to_even(tmp_path: Path, dtype: str, kind: torch.dtype
     bits[::3] = bits[::3] & 0x807FFFFF | random.integers(98, 143, 1366, np.uint32) << 23
     values = bits.view(np.float32)
     values = np.where(np.abs(values) < 60000, values, 0).reshape(1, 1, 16, 256)
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     zero = np.zeros_like(values)
-    score = np.zeros((1, 16, 1), np.float32)
-    files.save_file({"q": zero, "k": zero, "v": values, "score": score}, path)
-    attend_json(path, "--window", "1", "--dtype", dtype, "--kernel", "reference", "--out", out_path)
-    out = torch_files.load_file(out_path)["out"]
-    assert out.dtype == kind
-    assert torch.equal(out, torch.from_numpy(values).to(kind))
+    tensors = {"q": zero, "k": zero, "v": values, "score": np.zeros((1, 16, 1), np.float32)}
+    options = ("--window", "1", "--dtype", dtype, "--kernel", "reference")
+    _, written = attend_tensors(tmp_path, tensors, *options)
+    assert written["out"].dtype == kind
+    assert torch.equal(written["out"], torch.from_numpy(values).to(kind))
 
 
 def test_nan_in_the_input(tmp_path: Path) -> None:
     """NaN is a value: the row with NaN in its q is NaN, in the kernel and in the reference."""
     inputs = make_inputs()
     inputs["q"][0, 3, 1, :] = np.nan
-    path, out_path = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    files.save_file(inputs, path)
-    report = attend_json(path, "--window", "4", "--out", out_path)
+    report, written = attend_tensors(tmp_path, inputs, "--window", "4")
     assert report["mass_mean"] is None and report["mass_worst"] is None
     assert report["mass_worst_row"] == [0, 1, 3]
     assert 0 < report["difference_dense"] < ROUNDING
     assert 0 < report["difference_selected"] < ROUNDING
-    nan = np.isnan(files.load_file(out_path)["out"])
+    nan = written["out"].isnan()
     assert nan[0, 3, 1].all() and nan.sum() == 16
 
 

@@ -1,56 +1,42 @@
-"""score, attention and flash_dma_attention against evaluations in float64, on every kernel."""
+"""score, attention and flash_dma_attention against evaluations in float64, and by their properties;
+on every kernel of the CPU, and on a CUDA device if there is one."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Callable
 
+import cases
 import evaluate
 import flash_dmattn
 import pytest
 import torch
-from cases import (
-    CASES,
-    DTYPES,
-    KERNELS,
-    NAMES,
-    RUN_IDS,
-    RUNS,
-    WIDE,
-    Input,
-    Tensors,
-    attend,
-    make_fused,
-    make_input,
-    make_mask,
-    options_of,
-    takes,
-)
+from cases import DEVICES, attend, fused, make_fused, make_input, make_mask, on_device, stepwise
+from evaluate import assert_same
 from flash_dmattn import _call, _library, ops
 
-
-def test_every_kernel_takes_something() -> None:
-    for kernel in KERNELS:
-        assert takes(kernel, torch.bfloat16)
-        assert takes(kernel, torch.float64) == (kernel == "reference")
-    assert {"cpu/scalar", "reference"} <= set(WIDE)
+RUNS = cases.runs_of(cases.KERNELS, cases.DTYPES)
+TARGETS = [("cpu", kernel) for kernel in cases.KERNELS]
+TARGETS.append(pytest.param("cuda", None, marks=on_device))
 
 
-def run(name: str, given: Input, backend: str | None = None) -> Tensors:
-    """out and lse."""
-    return tuple(one.detach() for one in attend(name, given, backend)[1])
+def test_what_kernels_support() -> None:
+    for kernel in cases.KERNELS:
+        assert cases.supports(kernel, torch.bfloat16)
+        assert cases.supports(kernel, torch.float64) == (kernel == "reference")
+    assert {"cpu/scalar", "reference"} <= set(cases.WIDE)
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), RUNS, ids=RUN_IDS)
-@pytest.mark.parametrize("name", [*NAMES, "row/empty-rows"])
-def test_attention(name: str, kernel: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("device", "kernel", "dtype"), RUNS + cases.CUDA_RUNS)
+@pytest.mark.parametrize("name", [*cases.NAMES, "row/empty-rows", "row/1000"])
+def test_attention(name: str, device: str, kernel: str | None, dtype: torch.dtype) -> None:
     given = make_input(name, dtype)
-    results = run(name, given, kernel)
-    assert all(one.is_contiguous() for one in results)
-    evaluate.assert_attention(results, *given[:3], make_mask(name), **options_of(name, given))
+    _, results = attend(name, given, kernel, device)
+    assert all(one.is_contiguous() and one.device.type == device for one in results)
+    evaluate.assert_attention(results, *given[:3], make_mask(name), **cases.options_of(name, given))
 
 
-@pytest.mark.parametrize("kernel", WIDE)
+@pytest.mark.parametrize("kernel", cases.WIDE)
 def test_softmax_scale(kernel: str) -> None:
     query, key, value, *_ = make_input("softcap/selected", torch.float32)
     options = {"softmax_scale": 0.8, "softcap": 1.5}
@@ -59,10 +45,10 @@ def test_softmax_scale(kernel: str) -> None:
     evaluate.assert_attention(results, query, key, value, mask, **options)
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), RUNS, ids=RUN_IDS)
+@pytest.mark.parametrize(("device", "kernel", "dtype"), RUNS)
 @pytest.mark.parametrize("bias_form", ["exp", "linear", "none"])
 @pytest.mark.parametrize("weights", ["same", "float32"])
-def test_score(bias_form: str, weights: str, kernel: str, dtype: torch.dtype) -> None:
+def test_score(bias_form: str, weights: str, device: str, kernel: str, dtype: torch.dtype) -> None:
     batch, kv_len, kv_heads, head_dim = 2, 53, 3, 24
     generator = torch.Generator().manual_seed(3)
     value = torch.randn(batch, kv_len, kv_heads, head_dim, generator=generator).to(dtype)
@@ -97,81 +83,100 @@ FORMS: list[dict[str, Any]] = [
     {"causal": False, "bias_form": "none"},
     {"causal": True, "key_valid": True},
 ]
+FUSED_RUNS = [("cpu", dtype, 32) for dtype in cases.DTYPES]
+FUSED_RUNS += [
+    pytest.param("cuda", dtype, head_dim, marks=on_device)
+    for dtype in cases.NARROW
+    for head_dim in (40, 64, 128, 256)
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "dtype", "head_dim"), FUSED_RUNS)
 @pytest.mark.parametrize("form", FORMS)
-def test_flash_dma_attention(form: dict[str, Any], dtype: torch.dtype) -> None:
-    """With every option the results equal those of the three steps, and are within tolerance."""
-    length, window = 83, 19
-    tensors = [x.detach() for x in make_fused(length, dtype=dtype, head_dim=32)]
+def test_flash_dma_attention(
+    form: dict[str, Any], device: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    """With every option the results equal those of the three steps, and are within tolerance; every
+    device selects the same keys."""
+    q_len, kv_len = 150, 300
+    tensors = make_fused(q_len, kv_len, dtype, head_dim=head_dim, device=device)
+    tensors = [x.detach() for x in tensors]
     causal, bias_form = form["causal"], form.get("bias_form", "exp")
-    key_valid = (torch.arange(length) % 5 != 1).expand(2, -1) if "key_valid" in form else None
-    options = {**form, "key_valid": key_valid, "keep_window_size": window}
-    out, lse = flash_dmattn.flash_dma_attention(*tensors, **options, return_lse=True)
-    assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, **options))
-    named = flash_dmattn.flash_dma_attention(*tensors, **options, backend="reference")
-    assert torch.allclose(named, out, rtol=0.02, atol=0.02)
+    on_cpu = (torch.arange(kv_len) % 5 != 1).expand(2, -1) if "key_valid" in form else None
+    key_valid = None if on_cpu is None else on_cpu.to(device)
+    options = {**form, "key_valid": key_valid}
+    out, lse = fused(*tensors, **options, return_lse=True)
+    assert torch.equal(out, fused(*tensors, **options))
+    if device == "cpu":
+        named = fused(*tensors, **options, backend="reference")
+        assert torch.allclose(named, out, rtol=0.02, atol=0.02)
     scope = form.get("scope", "causal" if causal else "global")
     softcap, scale = form.get("softcap", 0.0), form.get("softmax_scale")
     score, bias = flash_dmattn.score(*tensors[2:], bias_form=bias_form, key_valid=key_valid)
-    selection = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
-    rest = {"key_valid": key_valid, "causal": causal}
-    shape = {"bias": bias, "softcap": softcap, "softmax_scale": scale}
+    selection = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=key_valid)
+    rest = {"key_valid": key_valid, "causal": causal, "bias": bias}
+    shape = {"softcap": softcap, "softmax_scale": scale}
     steps = flash_dmattn.attention(*tensors[:3], selection=selection, **rest, **shape)
-    assert torch.equal(out, steps[0]) and torch.equal(lse, steps[1])
-    kept = evaluate.kept_keys(score, window, scope, key_valid)
-    mask = evaluate.visible_keys(length, length, causal, kept, key_valid)
-    evaluate.assert_attention((out, lse), *tensors[:3], mask, **shape)
+    assert_same((out, lse), steps)
+    score, bias, *rows = [None if x is None else x.cpu() for x in (score, bias, *tensors[:3])]
+    of_cpu = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=on_cpu)
+    assert_same((selection.expiry.cpu(), selection.slot.cpu()), of_cpu[:2])
+    kept = evaluate.kept_keys(score, cases.WINDOW, scope, on_cpu)
+    mask = evaluate.visible_keys(q_len, kv_len, causal, kept, on_cpu)
+    evaluate.assert_attention((out, lse), *rows, mask, bias=bias, **shape)
 
 
 def test_everything_that_the_fused_operator_returns() -> None:
-    tensors = [x.detach() for x in make_fused(40)]
-    out, lse, score, bias, expiry, slot = ops.FUSED.op(
-        *tensors, None, 7, "causal", "exp", True, 0.0, 0.0, False, None
+    tensors = [x.detach() for x in make_fused(60)]
+    out, lse, score, bias, *selection = ops.FUSED.op(
+        *tensors, None, cases.WINDOW, "causal", "linear", True, 0.0, 3.0, False, None
     )
-    steps = flash_dmattn.score(*tensors[2:])
-    assert torch.equal(score, steps[0]) and torch.equal(bias, steps[1])
-    selection = flash_dmattn.select(score, 7)
-    assert torch.equal(expiry, selection.expiry) and torch.equal(slot, selection.slot)
-    given = {"bias": bias, "selection": selection, "causal": True}
-    for one, other in zip((out, lse), flash_dmattn.attention(*tensors[:3], **given)):
-        assert torch.equal(one, other)
+    assert_same((out, lse, score, *selection), stepwise(*tensors))
+    assert torch.equal(bias, score)
 
 
 def test_the_defaults_of_flash_dma_attention() -> None:
-    generator = torch.Generator().manual_seed(6)
-    query = torch.randn(1, 1100, 1, 8, generator=generator)
-    key, value = torch.randn(2, 1, 1100, 1, 8, generator=generator)
-    dt_proj, a_coef = torch.randn(1, 8, generator=generator), torch.ones(1)
-    out = flash_dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef)
-    score, bias = flash_dmattn.score(value, dt_proj, a_coef)
-    selection = flash_dmattn.select(score, 1024, scope="global")
-    expected, _ = flash_dmattn.attention(query, key, value, bias=bias, selection=selection)
-    assert (selection.slot < 0).sum() == 1100 - 1024
-    assert torch.equal(out, expected)
+    tensors = [x.detach() for x in make_fused(1100, head_dim=8)]
+    out = flash_dmattn.flash_dma_attention(*tensors)
+    said = {"causal": False, "scope": "global", "bias_form": "exp", "softcap": 0.0}
+    assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1024, **said))
+    assert not torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1023, **said))
 
 
-SELECTED = ["later/steps", "padding/holes", "global/causal", "dense/pad-left"]
+# ---- properties of results and gradients ----
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+def input_for(name: str, kernel: str | None) -> cases.Input:
+    return make_input(name, torch.float32 if kernel in cases.WIDE else torch.bfloat16)
+
+
+SELECTED = ["later/steps", "padding/holes", "global/causal", "dense/pad-left", "scores/saw"]
+
+
+@pytest.mark.parametrize(("device", "kernel"), TARGETS)
 @pytest.mark.parametrize("name", SELECTED)
-def test_keys_that_nobody_keeps_are_not_read(name: str, kernel: str) -> None:
-    given = make_input(name, torch.float32 if kernel in WIDE else torch.bfloat16)
-    unread = ~make_mask(name).any(2)  # [batch, kv_heads, kv_len]
-    assert unread.any()
-    poison = unread.expand(given.score.shape).transpose(1, 2)[..., None]
+def test_keys_that_nobody_keeps_are_not_read(name: str, device: str, kernel: str | None) -> None:
+    given = input_for(name, kernel)
+    unread = ~make_mask(name).any(2).expand(given.score.shape)  # [batch, kv_heads, kv_len]
+    rows = unread.transpose(1, 2)[..., None]
     poisoned = given._replace(
-        key=torch.where(poison, math.nan, given.key),
-        value=torch.where(poison, math.nan, given.value),
-        bias=torch.where(unread, math.nan, given.bias),
+        key=given.key.masked_fill(rows, math.nan),
+        value=given.value.masked_fill(rows, math.nan),
+        bias=given.bias.masked_fill(unread, math.nan),
     )
-    for clean, other in zip(run(name, given, kernel), run(name, poisoned, kernel)):
-        assert torch.equal(clean, other)
+    found = [
+        cases.attend_and_differentiate(name, one, kernel, device, deterministic=True)
+        for one in (given, poisoned)
+    ]
+    assert_same(found[0], found[1])
+    *_, dkey, dvalue, dbias = (one.cpu() for one in found[0])
+    assert unread.any() and (dbias[unread] == 0).all()
+    rows = rows.expand_as(dkey)
+    for gradient in (dkey, dvalue):
+        assert (gradient[rows] == 0).all() and (gradient[~rows] != 0).any()
 
 
-@pytest.mark.parametrize("kernel", WIDE)
+@pytest.mark.parametrize("kernel", cases.WIDE)
 def test_special_logits(kernel: str) -> None:
     """A logit of -inf has no weight, and a row of only such logits is empty; a logit of +inf or NaN
     makes its row NaN."""
@@ -197,32 +202,42 @@ def test_special_logits(kernel: str) -> None:
     evaluate.assert_within(out[:, whole], exact.out[:, whole], plain.out[:, whole])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("device", "kernel"), TARGETS)
 @pytest.mark.parametrize("name", ["later/steps", "padding/left", "dense/pad-holes"])
-def test_a_sequence_does_not_feel_its_batch(name: str, kernel: str) -> None:
-    given = make_input(name, torch.bfloat16)
-    out, lse = run(name, given, kernel)
-    for b in range(CASES[name].batch):
-        alone = Input(*(None if one is None else one[b : b + 1] for one in given))
-        one_out, one_lse = run(name, alone, kernel)
-        assert torch.equal(one_out, out[b : b + 1])
-        assert torch.equal(one_lse, lse[b : b + 1])
+def test_a_sequence_does_not_feel_its_batch(name: str, device: str, kernel: str | None) -> None:
+    given, target = make_input(name, torch.bfloat16), (kernel, device)
+    together = cases.attend_and_differentiate(name, given, *target, deterministic=True)
+    for b in range(cases.CASES[name].batch):
+        one = cases.Input(*(None if x is None else x[b : b + 1] for x in given))
+        alone = cases.attend_and_differentiate(name, one, *target, deterministic=True)
+        assert_same(alone, tuple(x[b : b + 1] for x in together))
 
 
+@pytest.mark.parametrize("kernel", cases.WIDE)
 @pytest.mark.parametrize("name", ["dense/causal-131", "scores/saw", "group/16"])
-def test_threads_change_nothing(name: str) -> None:
+def test_threads_change_nothing(name: str, kernel: str) -> None:
     given = make_input(name, torch.float32)
     threads = torch.get_num_threads()
-    results = []
+    found = []
     try:
         for count in (1, 2, 3, 1):
             torch.set_num_threads(count)
-            results.append(run(name, given))
+            found.append(cases.attend_and_differentiate(name, given, kernel))
     finally:
         torch.set_num_threads(threads)
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(lse, results[0][1])
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layouts_are_kept_apart(device: str) -> None:
+    """Alternating calls of different shapes and options give the results of first calls."""
+    shapes = [(150, 300), (150, 301), (1, 300), (300, 300)]
+    inputs = [make_fused(*shape, device=device) for shape in shapes]
+    expected = [stepwise(*tensors) for tensors in inputs]
+    for _ in range(3):
+        for tensors, want in zip(inputs, expected):
+            assert_same(stepwise(*tensors), want)
 
 
 class Spy:
@@ -243,20 +258,28 @@ class Spy:
         return call
 
 
-def spied_forward(
-    monkeypatch: pytest.MonkeyPatch, tensors: tuple[torch.Tensor, ...]
-) -> _library.ForwardArgs:
+def spied_forward(monkeypatch: pytest.MonkeyPatch, tensors: cases.Tensors) -> _library.ForwardArgs:
     spy = Spy(_library.library)
     monkeypatch.setattr(_library, "library", spy)
-    monkeypatch.setattr(
-        _call, "memory", _call.Memory()
-    )  # prepared calls have the library's own functions
+    # Prepared calls hold the library's own functions.
+    monkeypatch.setattr(_call, "memory", _call.Memory())
     flash_dmattn.attention(*tensors, causal=True)
     return spy.calls["fdma_forward"]
 
 
-def test_transposed_views_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = tuple(torch.randn(2, heads, 31, 64).transpose(1, 2) for heads in (4, 2, 2))
+def heads_first() -> cases.Tensors:
+    return tuple(torch.randn(2, heads, 31, 64).transpose(1, 2) for heads in (4, 2, 2))
+
+
+def slices_of_one_buffer() -> cases.Tensors:
+    return torch.randn(2, 31, 3, 2, 64).unbind(2)
+
+
+@pytest.mark.parametrize("make", [heads_first, slices_of_one_buffer])
+def test_views_are_not_copied(
+    make: Callable[[], cases.Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = make()
     args = spied_forward(monkeypatch, tensors)
     for name, tensor in zip("qkv", tensors):
         seen = getattr(args, name)
@@ -267,54 +290,47 @@ def test_transposed_views_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
     assert args.exec.threads == torch.get_num_threads()
 
 
-def test_slices_of_one_packed_buffer_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = torch.randn(2, 31, 3, 2, 64)
-    args = spied_forward(monkeypatch, packed.unbind(2))
-    for name, tensor in zip("qkv", packed.unbind(2)):
-        assert getattr(args, name).data == tensor.data_ptr()
-        assert tuple(getattr(args, name).stride) == tensor.stride()
-
-
-def test_only_a_strided_last_axis_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key = torch.randn(2, 1, 31, 2, 64)
-    value = torch.randn(1, 64, 31, 2).permute(0, 2, 3, 1)
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_a_strided_last_axis_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = torch.randn(2, 1, 31, 2, 64).bfloat16().to(device)
+    value = torch.randn(1, 64, 31, 2).bfloat16().to(device).permute(0, 2, 3, 1)
     expected = flash_dmattn.attention(query, key, value.contiguous(), causal=True)
     args = spied_forward(monkeypatch, (query, key, value))
     assert args.q.data == query.data_ptr() and args.k.data == key.data_ptr()
     assert args.v.data != value.data_ptr() and args.v.stride[3] == 1
-    out, _ = flash_dmattn.attention(query, key, value, causal=True)
-    assert torch.equal(out, expected[0])
+    assert_same(flash_dmattn.attention(query, key, value, causal=True), expected)
 
 
-@pytest.mark.parametrize(
-    ("q_shape", "kv_shape"),
-    [
-        ((0, 5, 2, 16), (0, 5, 1, 16)),
-        ((2, 0, 2, 16), (2, 5, 1, 16)),
-        ((2, 5, 2, 16), (2, 0, 1, 16)),
-    ],
-)
-def test_nothing_to_attend_to(q_shape: tuple[int, ...], kv_shape: tuple[int, ...]) -> None:
-    out, lse = flash_dmattn.attention(
-        torch.randn(q_shape), torch.randn(kv_shape), torch.randn(kv_shape)
-    )
-    assert torch.equal(out, torch.zeros(q_shape))
-    assert torch.equal(lse, torch.full((q_shape[0], q_shape[2], q_shape[1]), -math.inf))
+@pytest.mark.parametrize("shape", [(0, 4, 4), (1, 0, 4), (1, 4, 0), (1, 0, 0)])
+@pytest.mark.parametrize("selected", [False, True])
+def test_nothing_to_attend_to(selected: bool, shape: tuple[int, int, int]) -> None:
+    batch, q_len, kv_len = shape
+    tensors = [torch.randn(batch, q_len, 4, 16)]
+    tensors += [torch.randn(batch, kv_len, 2, 16) for _ in range(2)]
+    if selected:
+        tensors += [torch.randn(2, 32), torch.zeros(2)]
+        out, lse = fused(*(x.requires_grad_() for x in tensors), causal=False, return_lse=True)
+    else:
+        out, lse = flash_dmattn.attention(*(x.requires_grad_() for x in tensors))
+    assert torch.equal(out, torch.zeros(batch, q_len, 4, 16))
+    assert torch.equal(lse, torch.full((batch, 4, q_len), -math.inf))
+    found = torch.autograd.grad(out.sum(), tensors)
+    assert_same(found, tuple(torch.zeros_like(tensor) for tensor in tensors))
 
 
 def test_backends() -> None:
     backends = flash_dmattn.get_available_backends()
     assert backends[-1] == "reference" and "cpu" in backends
+    assert (backends[0] == "cuda") == cases.HAS_DEVICE
     assert len(set(backends)) == len(backends)
-    given = make_input("scores/saw", torch.float32)
     for backend in backends:
-        if backend != "cuda":  # which takes CUDA tensors only
-            run("scores/saw", given, backend)
+        if backend != "cuda":  # which is for CUDA tensors
+            attend("scores/saw", make_input("scores/saw", torch.float32), backend)
 
 
 def test_inputs_stay_as_they_were() -> None:
     given = make_input("padding/holes", torch.float32)
     before = [None if one is None else one.clone() for one in given]
-    run("padding/holes", given)
+    cases.attend_and_differentiate("padding/holes", given)
     for one, copy in zip(given, before):
         assert one is None or torch.equal(one, copy)

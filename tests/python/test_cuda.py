@@ -1,174 +1,78 @@
-"""The functions on tensors of a CUDA device: results, streams, graphs, compilation, bad devices.
-
-Without a device only the last tests run."""
+"""What only a CUDA device can show: streams, graphs, waiting, kernels by name, failures. Other
+tests whose names say cuda run on a device too. Without a device only one test runs here."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any, Callable
 
-import evaluate
+import cases
 import flash_dmattn
 import pytest
 import torch
-from cases import make_fused
-from evaluate import (
-    assert_same_specials,
-    assert_within,
-    kept_keys,
-    largest_error,
-    visible_keys,
-)
+from cases import fused, gradients, make_fused, on_device, results, stepwise
+from evaluate import assert_same
 from flash_dmattn import _library
+from programs import output_of, python
+from test_backward import assert_gradients
 
-BUILT = any(kernel.name.startswith("cuda/") for kernel in _library.kernels())
-on_device = pytest.mark.skipif(
-    not (torch.cuda.is_available() and _library.library.fdma_device_count() > 1),
-    reason="no CUDA device",
-)
-built = pytest.mark.skipif(not BUILT, reason="the library is built without CUDA")
-DTYPES = [torch.float16, torch.bfloat16]
-WINDOW = 40
+built = pytest.mark.skipif(not _library.has_cuda(), reason="the library is built without CUDA")
+every_function = pytest.mark.parametrize("function", cases.FUNCTIONS)
+forward_and_backward = pytest.mark.parametrize("run", [results, gradients])
 
-Tensors = list[torch.Tensor]
+Run = Callable[..., cases.Tensors]
 
 
-def make_tensors(
-    q_len: int = 150,
-    kv_len: int = 300,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cuda",
-    head_dim: int = 64,
-) -> Tensors:
-    """make_fused() without gradients, a_coef in float32."""
-    tensors = make_fused(q_len, kv_len, dtype, head_dim=head_dim, device=device)
-    tensors[4] = tensors[4].float()
-    return [tensor.detach() for tensor in tensors]
+def on_cuda(q_len: int = 300, kv_len: int = 300, **options: Any) -> list[torch.Tensor]:
+    return make_fused(q_len, kv_len, **{"device": "cuda", **options})
 
 
-def stepwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
-    """All results of the three calls."""
-    score, bias = flash_dmattn.score(value, *rest, bias_form="linear")
-    selection = flash_dmattn.select(score, WINDOW)
-    out, lse = flash_dmattn.attention(
-        query, key, value, bias=bias, selection=selection, causal=True
-    )
-    return out, lse, score, selection.expiry, selection.slot
+@on_device
+@pytest.mark.parametrize("name", ["group/2", "later/steps", "padding/left", "head-dim/256"])
+def test_every_kernel_of_backward(name: str) -> None:
+    """By name, because only the fastest kernel runs otherwise."""
+    tried = []
+    for kernel in cases.kernels_of("backward", ("cuda",)):
+        try:
+            assert_gradients(name, "cuda", kernel, torch.bfloat16)
+        except NotImplementedError:  # another head_dim's
+            continue
+        tried.append(kernel)
+    assert any(kernel.startswith("cuda/sm80") for kernel in tried)
 
 
-def fused(*tensors: torch.Tensor) -> torch.Tensor:
-    return flash_dmattn.flash_dma_attention(*tensors, keep_window_size=WINDOW, causal=True)
+@on_device
+@every_function
+def test_gradients_are_those_of_the_cpu(function: Callable[..., Any]) -> None:
+    """Scores are exact numbers, so that both select the same keys."""
+    tensors = on_cuda()
+    with torch.no_grad():  # numbers of few bits, whose sums are exact in every order
+        tensors[2].copy_((tensors[2] * 4).round().clamp(-8, 8) / 4)
+        tensors[3].copy_((tensors[3] * 64).round() / 64)
+        tensors[4].copy_(torch.tensor([0.5, -0.5]))
+    on_cpu = [tensor.detach().cpu().requires_grad_() for tensor in tensors]
+    for one, other in zip(gradients(function, tensors), gradients(function, on_cpu)):
+        size = other.float().abs().max().item()
+        torch.testing.assert_close(one.cpu(), other, rtol=0.05, atol=0.02 * size)
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(actual, expected)
-    else:
-        assert len(actual) == len(expected) > 0
-        for one, other in zip(actual, expected):
-            assert torch.equal(one, other)
-
-
-def assert_attention(
-    results: tuple[torch.Tensor, torch.Tensor],
-    tensors: Tensors,
-    mask: torch.Tensor,
-    **options: Any,
+@on_device
+@every_function
+@forward_and_backward
+def test_the_current_stream_is_used(
+    run: Run, function: Callable[..., Any], deterministic: None
 ) -> None:
-    """out has at most twice the error of a plain evaluation in its dtype, plus a rounding step. lse
-    has at most four times that of one in float32: tensor cores truncate sums where a plain
-    evaluation rounds, which doubles the error."""
-    out, lse = (result.cpu() for result in results)
-    given = [tensor.cpu() for tensor in tensors[:3]]
-    exact = evaluate.attention(*given, mask, torch.float64, **options)
-    assert_within(out, exact.out, evaluate.attention(*given, mask, out.dtype, **options).out)
-    assert_same_specials(lse, exact.lse)
-    plain = largest_error(evaluate.attention(*given, mask, torch.float32, **options).lse, exact.lse)
-    finite = exact.lse[torch.isfinite(exact.lse)]
-    step = torch.finfo(torch.float32).eps * finite.abs().max().item()
-    assert largest_error(lse, exact.lse) <= 4 * plain + step
-
-
-@on_device
-def test_the_backend_is_there() -> None:
-    assert flash_dmattn.get_available_backends()[0] == "cuda"
-
-
-@on_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-def test_selected(dtype: torch.dtype, causal: bool, head_dim: int) -> None:
-    query, key, value, dt_proj, a_coef = make_tensors(dtype=dtype, head_dim=head_dim)
-    scope = "causal" if causal else "global"
-    score, bias = flash_dmattn.score(value, dt_proj, a_coef)
-    selection = flash_dmattn.select(score, WINDOW, scope=scope)
-    on_cpu = flash_dmattn.select(score.cpu(), WINDOW, scope=scope)
-    assert torch.equal(selection.expiry.cpu(), on_cpu.expiry)
-    assert torch.equal(selection.slot.cpu(), on_cpu.slot)
-    out, lse = flash_dmattn.attention(
-        query, key, value, bias=bias, selection=selection, causal=causal
-    )
-    assert out.device == query.device and lse.device == query.device
-    mask = visible_keys(150, 300, causal, kept_keys(score.cpu(), WINDOW, scope))
-    assert_attention((out, lse), [query, key, value], mask, bias=bias.cpu())
-
-
-@on_device
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (1, 300), (7, 5000), (20, 11)])
-def test_dense(dtype: torch.dtype, q_len: int, kv_len: int) -> None:
-    query, key, value, *_ = make_tensors(q_len, kv_len, dtype)
-    key_valid = (torch.arange(kv_len, device="cuda") % 7 != 3).expand(2, -1)
-    out, lse = flash_dmattn.attention(query, key, value, key_valid=key_valid, causal=True)
-    mask = visible_keys(q_len, kv_len, True, key_valid=key_valid.cpu())
-    assert_attention((out, lse), [query, key, value], mask)
-
-
-@on_device
-def test_one_call_is_its_three_steps() -> None:
-    tensors = make_tensors()
-    score, bias = flash_dmattn.score(*tensors[2:])
-    selection = flash_dmattn.select(score, WINDOW)
-    out, _ = flash_dmattn.attention(*tensors[:3], bias=bias, selection=selection, causal=True)
-    assert torch.equal(fused(*tensors), out)
-
-
-@on_device
-def test_a_strided_last_axis_is_copied() -> None:
-    query, key, value, *_ = make_tensors()
-    strided = value.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)
-    assert strided.stride(-1) != 1
-    expected = flash_dmattn.attention(query, key, value, causal=True)
-    assert_same(flash_dmattn.attention(query, key, strided, causal=True), expected)
-
-
-@on_device
-def test_layouts_are_kept_apart() -> None:
-    """Alternating calls of different shapes and options give the results of first calls."""
-    shapes = [(150, 300), (150, 301), (1, 300), (300, 300)]
-    expected = [stepwise(*make_tensors(*shape)) for shape in shapes]
-    for _ in range(3):
-        for shape, want in zip(shapes, expected):
-            assert_same(stepwise(*make_tensors(*shape)), want)
-
-
-@on_device
-@pytest.mark.parametrize("function", [fused, stepwise])
-def test_the_current_stream_is_used(function: Callable[..., Any]) -> None:
     """A call is put on the current stream and does not wait: it reads inputs that are made late."""
-    tensors = make_tensors()
-    expected = function(*tensors)
-    late = [torch.zeros_like(tensor) for tensor in tensors]
+    tensors = on_cuda()
+    expected = run(function, tensors)
+    late = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # about 0.1 s
-        for tensor, source in zip(late, tensors):
-            tensor.copy_(source)
-        found = function(*late)
+        with torch.no_grad():
+            for tensor, source in zip(late, tensors):
+                tensor.copy_(source)
+        found = run(function, late)
         assert not stream.query(), "the call waited"
     stream.synchronize()
     assert_same(found, expected)
@@ -176,15 +80,15 @@ def test_the_current_stream_is_used(function: Callable[..., Any]) -> None:
 
 @on_device
 def test_streams_have_their_own_workspace() -> None:
-    tensors = [make_tensors(q_len, 400) for q_len in (100, 200, 300, 400)]
-    expected = [stepwise(*one) for one in tensors]
+    tensors = [on_cuda(q_len, 400) for q_len in (100, 200, 300, 400)]
+    expected = [results(stepwise, one) for one in tensors]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in tensors]
     for _ in range(10):
         found = []
         for stream, one in zip(streams, tensors):
             with torch.cuda.stream(stream):
-                found.append(stepwise(*one))
+                found.append(results(stepwise, one))
         torch.cuda.synchronize()
         for actual, want in zip(found, expected):
             assert_same(actual, want)
@@ -193,81 +97,105 @@ def test_streams_have_their_own_workspace() -> None:
 @on_device
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
 def test_the_tensors_device_is_used() -> None:
-    expected = stepwise(*make_tensors(device="cuda:0"))
-    found = stepwise(*make_tensors(device="cuda:1"))
+    expected = results(stepwise, on_cuda(device="cuda:0"))
+    found = results(stepwise, on_cuda(device="cuda:1"))
     assert torch.cuda.current_device() == 0
     assert all(tensor.device.index == 1 for tensor in found)
-    assert_same([tensor.cpu() for tensor in found], [tensor.cpu() for tensor in expected])
-    query, *rest = make_tensors(device="cuda:0")
+    assert_same(tuple(x.cpu() for x in found), tuple(x.cpu() for x in expected))
+    query, *rest = on_cuda(device="cuda:0")
     with pytest.raises(ValueError, match="key: is on cuda:0, want cuda:1"):
         fused(query.to("cuda:1"), *rest)
 
 
 @on_device
-@pytest.mark.parametrize("function", [fused, stepwise])
-def test_graphs(function: Callable[..., Any]) -> None:
-    tensors = make_tensors()
-    function(*tensors)
+@every_function
+@forward_and_backward
+def test_graphs(run: Run, function: Callable[..., Any], deterministic: None) -> None:
+    """One graph of a step, replayed on new inputs."""
+    tensors = on_cuda()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run(function, tensors)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = function(*tensors)
+        found = run(function, tensors)
     for seed in range(3):
         torch.manual_seed(seed)
-        for tensor in tensors[:3]:
-            tensor.copy_(torch.randn_like(tensor))
-        expected = function(*tensors)
+        with torch.no_grad():
+            for tensor in tensors[:3]:
+                tensor.copy_(torch.randn_like(tensor))
+        expected = run(function, tensors)
         graph.replay()
         assert_same(found, expected)
 
 
 @on_device
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("function", [fused, stepwise])
-def test_one_compiled_graph(function: Callable[..., Any], backend: str) -> None:
+def test_graphs_that_the_compiler_makes(deterministic: None) -> None:
+    """mode="reduce-overhead" captures forward and backward, and replays them."""
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    tensors = make_tensors()
-    assert_same(compiled(*tensors), function(*tensors))
+    compiled = torch.compile(fused, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tensors = [torch.randn_like(tensor).requires_grad_() for tensor in on_cuda()]
+        torch.compiler.cudagraph_mark_step_begin()
+        for one, other in zip(gradients(compiled, tensors), gradients(fused, tensors)):
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
 @on_device
-def test_no_call_synchronises() -> None:
-    tensors = make_tensors()
-    stepwise(*tensors)
+@every_function
+@forward_and_backward
+def test_no_call_synchronises(run: Run, function: Callable[..., Any]) -> None:
+    tensors = on_cuda()
+    run(function, tensors)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        stepwise(*tensors)
-        fused(*tensors)
+        run(function, tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @on_device
+def test_memory_is_linear() -> None:
+    """The memory of a step grows with the length, not with its square."""
+    peaks = []
+    for length in (8192, 16384):
+        tensors = on_cuda(length, length)
+        gradients(fused, tensors)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradients(fused, tensors)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 2.2 * peaks[0], peaks
+
+
+@on_device
 @pytest.mark.parametrize("index", range(5))
 def test_tensors_of_the_cpu_are_refused(index: int) -> None:
-    tensors = make_tensors()
-    tensors[index] = tensors[index].cpu()
-    name = ["key", "key", "value", "dt_proj", "a_coef"][
-        index
-    ]  # the first that is not where query is
+    tensors = on_cuda()
+    tensors[index] = tensors[index].detach().cpu()
+    # The first that is not on the device of query.
+    name = ["key", "key", "value", "dt_proj", "a_coef"][index]
     with pytest.raises(ValueError, match=f"{name}: is on c"):
         fused(*tensors)
 
 
 @on_device
-def test_types_without_a_kernel_are_refused() -> None:
-    tensors = make_tensors(dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="float16"):
-        flash_dmattn.attention(*tensors[:3])
+@pytest.mark.parametrize(
+    ("dtype", "backend", "words"),
+    [(torch.float64, None, "float16"), (torch.bfloat16, "cpu", "cpu")],
+)
+def test_what_no_kernel_of_the_device_supports(
+    dtype: torch.dtype, backend: Any, words: str
+) -> None:
+    tensors = on_cuda(dtype=dtype)
+    with pytest.raises(NotImplementedError, match=words):
+        flash_dmattn.attention(*tensors[:3], backend=backend)
 
 
-@on_device
-def test_backends_of_the_cpu_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="cpu"):
-        flash_dmattn.attention(*make_tensors()[:3], backend="cpu")
-
-
-# ---- without a device, or after it has failed ----
+# ---- programs of their own ----
 
 ON_CPU = """
 import torch, flash_dmattn
@@ -276,20 +204,9 @@ assert torch.isfinite(flash_dmattn.attention(x, x, x)[0]).all()
 """
 
 NO_DEVICE = """
-import ctypes
 from flash_dmattn import _library
 assert _library.library.fdma_device_count() == 1
 assert "cuda" not in flash_dmattn.get_available_backends()
-args = _library.ForwardArgs()
-for name in ("q", "k", "v", "out"):
-    shape = (1, 9, 1, 64)
-    setattr(args, name, _library.Tensor(shape=shape, stride=(576, 64, 64, 1), dtype=3, rank=4))
-args.exec.device = 1
-size = ctypes.c_size_t()
-status = _library.library.fdma_forward_workspace(ctypes.byref(args), ctypes.byref(size))
-words = _library.library.fdma_last_error().decode()
-assert status == _library.CUDA_ERROR, status
-assert words.startswith("exec.device: ") and "CUDA" in words, words
 """
 
 AFTER_A_FAULT = """
@@ -310,23 +227,32 @@ except RuntimeError as error:
     assert "CUDA" in str(error) or "device" in str(error), error
 """
 
-
-def run_program(text: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+FRESH_THREADS = """
+import threading
+import torch, flash_dmattn
+x = torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16)
+found = []
+thread = threading.Thread(target=lambda: found.append(flash_dmattn.attention(x, x, x)[0]))
+thread.start()
+thread.join()
+assert torch.equal(found[0], flash_dmattn.attention(x, x, x)[0])
+x.requires_grad_()
+flash_dmattn.attention(x, x, x)[0].sum().backward()
+assert x.grad.isfinite().all()
+"""
 
 
 @built
 def test_without_a_device_the_cpu_works() -> None:
-    run_program(ON_CPU + NO_DEVICE + ON_CPU, CUDA_VISIBLE_DEVICES="")
+    output_of(python("-c", ON_CPU + NO_DEVICE + ON_CPU, env={"CUDA_VISIBLE_DEVICES": ""}))
 
 
 @on_device
 def test_after_a_fault_the_cpu_works() -> None:
-    run_program(ON_CPU + AFTER_A_FAULT + ON_CPU)
+    output_of(python("-c", ON_CPU + AFTER_A_FAULT + ON_CPU))
+
+
+@on_device
+def test_threads_that_have_not_used_the_device() -> None:
+    """The first CUDA call of a thread, and of PyTorch's thread for gradients, is the library's."""
+    output_of(python("-c", FRESH_THREADS))

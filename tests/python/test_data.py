@@ -34,8 +34,10 @@ def kept_mass(data: dict[str, torch.Tensor], score: torch.Tensor, causal: bool) 
     return (lse - dense).exp().mean(dim=(0, 2))
 
 
-def random_score(seed: int) -> torch.Tensor:
-    return torch.rand(1, HEADS, LENGTH, generator=torch.Generator().manual_seed(seed))
+def rival_score(rival: int | str) -> torch.Tensor:
+    if rival == "recent":
+        return torch.arange(LENGTH, dtype=torch.float32).expand(1, HEADS, LENGTH).contiguous()
+    return torch.rand(1, HEADS, LENGTH, generator=torch.Generator().manual_seed(rival))
 
 
 def test_contents(data: dict[str, torch.Tensor]) -> None:
@@ -62,21 +64,14 @@ def test_score_predicts_attention_received(
         assert torch.corrcoef(ranks)[0, 1] > 0.9, head
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_scores_keep_more_than_random(
-    data: dict[str, torch.Tensor], score: torch.Tensor, causal: bool, seed: int
+# Seeds of random scores, or "recent" for a sliding window; and whether attention is causal.
+RIVALS = [(seed, causal) for seed in range(5) for causal in (False, True)] + [("recent", True)]
+
+
+@pytest.mark.parametrize(("rival", "causal"), RIVALS)
+def test_scores_keep_more_than_others(
+    rival: int | str, causal: bool, data: dict[str, torch.Tensor], score: torch.Tensor
 ) -> None:
-    ours = kept_mass(data, score, causal)
-    random = kept_mass(data, random_score(seed), causal)
-    assert (ours > random).all(), (ours, random)
+    ours, others = (kept_mass(data, one, causal) for one in (score, rival_score(rival)))
+    assert (ours > others).all(), (ours, others)
     assert (ours <= 1.001).all(), ours
-
-
-def test_scores_keep_more_than_a_sliding_window(
-    data: dict[str, torch.Tensor], score: torch.Tensor
-) -> None:
-    recent = torch.arange(LENGTH, dtype=torch.float32).expand(1, HEADS, LENGTH).contiguous()
-    ours = kept_mass(data, score, causal=True)
-    sliding = kept_mass(data, recent, causal=True)
-    assert (ours > sliding).all(), (ours, sliding)

@@ -5,28 +5,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from programs import ROOT, output_of, run
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-def commands(root: Path, target: str, *, smi: str | None, folder: Path, argument: str = "") -> str:
+def commands(target: str, *, smi: str | None, folder: Path, argument: str = "") -> str:
     """What make would run, on a machine whose nvidia-smi prints `smi`, or fails if it is None."""
     program = folder / "nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n" if smi is None else f"#!/bin/sh\nprintf '{smi}'\n")
     program.chmod(0o755)
-    done = subprocess.run(
-        ["make", "-n", target, *argument.split()],
-        cwd=root,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    path = f"{folder}:{os.environ['PATH']}"
+    return output_of(run("make", "-n", target, *argument.split(), cwd=ROOT, env={"PATH": path}))
 
 
 @pytest.mark.parametrize(
@@ -39,14 +32,12 @@ def commands(root: Path, target: str, *, smi: str | None, folder: Path, argument
         ("8.0\\n", "ARCHITECTURES=120", "120"),
     ],
 )
-def test_architectures(
-    smi: str | None, argument: str, architectures: str, root: Path, tmp_path: Path
-) -> None:
+def test_architectures(smi: str | None, argument: str, architectures: str, tmp_path: Path) -> None:
     for target in ("build", "test"):
-        printed = commands(root, target, smi=smi, folder=tmp_path, argument=argument)
+        printed = commands(target, smi=smi, folder=tmp_path, argument=argument)
         assert f'"-DFDMA_CUDA_ARCHITECTURES={architectures}"' in printed
 
 
-def test_the_demo_builds_what_is_installed(root: Path, tmp_path: Path) -> None:
-    assert "--target fdma_installed" in commands(root, "demo", smi=None, folder=tmp_path)
-    assert "add_custom_target(fdma_installed" in (root / "cmake/fdma_install.cmake").read_text()
+def test_the_demo_builds_what_is_installed(tmp_path: Path) -> None:
+    assert "--target fdma_installed" in commands("demo", smi=None, folder=tmp_path)
+    assert "add_custom_target(fdma_installed" in (ROOT / "cmake/fdma_install.cmake").read_text()

@@ -6,12 +6,11 @@ type than the operator's schema says, such as a str for softcap.
 
 from __future__ import annotations
 
+import functools
 import math  # noqa: F401 (calls in messages.txt use it)
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Callable
 
@@ -19,19 +18,18 @@ import flash_dmattn
 import pytest
 import torch
 from flash_dmattn import _call, _library
-
-Layer = flash_dmattn.DynamicMaskAttention
+from programs import ROOT, Done, output_of, python
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
 SCORE, LSE = (1, 2, 6), (1, 4, 6)
-CORRECT: dict[Callable[..., Any], dict[str, tuple[int, ...]]] = {
+CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
     flash_dmattn.attention: {"query": QUERY, "key": KEY, "value": KEY},
     flash_dmattn.flash_dma_attention: {
         **{"query": QUERY, "key": KEY, "value": KEY},
         **{"dt_proj": (2, 32), "a_coef": (2,)},
     },
     flash_dmattn.score: {"value": KEY, "dt_proj": (2, 32), "a_coef": (2,)},
-    flash_dmattn.select: {"score": SCORE},
+    flash_dmattn.select: {"score": SCORE, "window": 3},
     flash_dmattn.merge: {"out_a": QUERY, "lse_a": LSE, "out_b": QUERY, "lse_b": LSE},
 }
 
@@ -42,37 +40,19 @@ def randn(*shape: int, **options: Any) -> torch.Tensor:
 
 def wrong(function: Callable[..., Any], **changes: Any) -> Any:
     """A correct call, except for `changes`."""
-    given = {name: randn(*shape) for name, shape in CORRECT[function].items()}
+    given = {
+        name: randn(*one) if isinstance(one, tuple) else one
+        for name, one in CORRECT[function].items()
+    }
     return function(**{**given, **changes})
 
 
-def attend(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return wrong(flash_dmattn.attention, **changes)
-
-
-def fused(**changes: Any) -> torch.Tensor:
-    return wrong(flash_dmattn.flash_dma_attention, **changes)
-
-
-def score(**changes: Any) -> Any:
-    return wrong(flash_dmattn.score, **changes)
-
-
-def select(**changes: Any) -> flash_dmattn.Selection:
-    return wrong(flash_dmattn.select, **{"window": 3, **changes})
-
-
-def merge(**changes: Any) -> Any:
-    return wrong(flash_dmattn.merge, **changes)
-
-
-def layer(*sizes: Any, **options: Any) -> Any:
-    return flash_dmattn.DynamicMaskAttention(*sizes, **options)
-
-
-def of_rows(**options: Any) -> dict[str, torch.Tensor]:
-    shapes = CORRECT[flash_dmattn.attention]
-    return {name: randn(*shape, **options) for name, shape in shapes.items()}
+attend = functools.partial(wrong, flash_dmattn.attention)
+fused = functools.partial(wrong, flash_dmattn.flash_dma_attention)
+score = functools.partial(wrong, flash_dmattn.score)
+select = functools.partial(wrong, flash_dmattn.select)
+merge = functools.partial(wrong, flash_dmattn.merge)
+layer = flash_dmattn.DynamicMaskAttention
 
 
 def read_messages() -> list[tuple[str, str]]:
@@ -98,7 +78,7 @@ def test_message(call: str, expected: str) -> None:
 
 @pytest.mark.parametrize("function", CORRECT)
 def test_correct_calls(function: Callable[..., Any]) -> None:
-    wrong(function, **({"window": 3} if function is flash_dmattn.select else {}))
+    wrong(function)
 
 
 @pytest.mark.parametrize("head_dim", [4, 260, 264])
@@ -109,7 +89,8 @@ def test_head_dim(head_dim: int) -> None:
 
 
 def test_float64_is_for_the_reference_alone() -> None:
-    tensors = of_rows(dtype=torch.float64)
+    shapes = CORRECT[flash_dmattn.attention]
+    tensors = {name: randn(*shape).double() for name, shape in shapes.items()}
     attend(**tensors)
     attend(**tensors, backend="reference")
     with pytest.raises(NotImplementedError, match="float64"):
@@ -123,7 +104,7 @@ def test_options_of_another_type(option: str) -> None:
         attend(**{option: []})
 
 
-JVPS: dict[str, Callable[[torch.Tensor], Any]] = {
+DIFFERENTIABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "score": lambda x: score(value=x)[0],
     "attention": lambda x: attend(value=x)[0],
     "flash_dma_attention": lambda x: fused(value=x),
@@ -131,37 +112,31 @@ JVPS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", JVPS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_forward_mode_says_that_it_is_missing(name: str) -> None:
-    x = randn(*(QUERY if name == "merge" else KEY))
+    function, x = DIFFERENTIABLE[name], randn(*(QUERY if name == "merge" else KEY))
     message = rf"flash_dmattn.{name}: forward-mode derivatives \(torch.func.jvp\) are not impl"
     with pytest.raises(NotImplementedError, match=message):
-        torch.func.jvp(JVPS[name], (x,), (torch.ones_like(x),))
+        torch.func.jvp(function, (x,), (torch.ones_like(x),))
     with torch.autograd.forward_ad.dual_level():
-        JVPS[name](x)  # a tensor without a tangent is taken
+        function(x)  # a tensor without a tangent is accepted
         with pytest.raises(NotImplementedError, match=message):
-            JVPS[name](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            function(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-def test_second_derivatives_say_that_they_are_missing() -> None:
-    value = randn(*KEY, requires_grad=True)
-    score, bias = flash_dmattn.score(value, randn(2, 32), randn(2))
-    selection = flash_dmattn.select(score, 3)
-    assert not selection.expiry.requires_grad and not selection.slot.requires_grad
-    attended = flash_dmattn.attention(randn(*QUERY), randn(*KEY), value)
-    results = {
-        "score": bias,
-        "attention": attended[0],
-        "merge": flash_dmattn.merge(*attended, *attended)[0],
-    }
-    results["flash_dma_attention"] = fused(value=value)
-    for name, result in results.items():
-        inputs = attended if name == "merge" else (value,)
-        gradient = torch.autograd.grad(result.square().sum(), inputs, create_graph=True)[0]
-        message = f"flash_dmattn.{name}: second derivatives are not implemented"
-        with pytest.raises(NotImplementedError, match=message):
-            gradient.sum().backward()
-    assert value.grad is None
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_derivatives_say_that_they_are_missing(name: str) -> None:
+    x = randn(*(QUERY if name == "merge" else KEY), requires_grad=True)
+    loss = DIFFERENTIABLE[name](x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    message = f"flash_dmattn.{name}: second derivatives are not implemented"
+    with pytest.raises(NotImplementedError, match=message):
+        gradient.sum().backward()
+
+
+def test_a_selection_has_no_gradient() -> None:
+    expiry, slot, *_ = select(score=randn(*SCORE, requires_grad=True))
+    assert not expiry.requires_grad and not slot.requires_grad
 
 
 def test_cuda_tensors_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,47 +160,34 @@ def test_a_device_without_kernels() -> None:
     assert out.device.type == "meta" and out.shape == QUERY
 
 
-def import_package(environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: text for name, text in os.environ.items() if name != "FDMA_LIBRARY"}
-    return subprocess.run(
-        [sys.executable, "-c", "import flash_dmattn"],
-        env={**kept, "PYTHONPATH": str(folder), **environment},
-        capture_output=True,
-        text=True,
-    )
+def import_package(folder: Path, library: Path | None) -> Done:
+    path = {"PYTHONPATH": str(folder), "FDMA_LIBRARY": library and str(library)}
+    return python("-c", "import flash_dmattn", env=path)
 
 
 @pytest.fixture
-def package(root: Path, tmp_path: Path) -> Path:
-    """A folder that holds a copy of the package, without a library beside it."""
+def package(tmp_path: Path) -> Path:
+    """A folder that holds a copy of the package, without a library."""
     ignored = shutil.ignore_patterns("*.so", "*.dylib", "__pycache__")
-    shutil.copytree(root / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
+    shutil.copytree(ROOT / "python" / "flash_dmattn", tmp_path / "flash_dmattn", ignore=ignored)
     return tmp_path
 
 
-def test_no_library(package: Path) -> None:
-    found = import_package({}, package)
-    assert found.returncode == 1
-    last_line = found.stderr.splitlines()[-1]
-    assert last_line.startswith("ImportError: no library at ") and "FDMA_LIBRARY" in last_line
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        (None, "ImportError: no library at .*; set FDMA_LIBRARY to where libfdma.so is"),
+        ("nothing.so", "ImportError: FDMA_LIBRARY is .*nothing.so', which is not a file"),
+        ("other.so", "ImportError: .*other.so cannot be used: .*"),
+    ],
+)
+def test_no_library(library: str | None, words: str, package: Path) -> None:
+    (package / "other.so").write_text("not a library")
+    done = import_package(package, library and package / library)
+    assert done.returncode == 1
+    assert re.fullmatch(words, done.stderr.splitlines()[-1])
 
 
-def test_fdma_library_is_not_a_file(package: Path) -> None:
-    found = import_package({"FDMA_LIBRARY": str(package / "nothing.so")}, package)
-    assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].endswith("nothing.so', which is not a file")
-
-
-def test_fdma_library_is_something_else(package: Path) -> None:
-    other = package / "other.so"
-    other.write_text("not a library")
-    found = import_package({"FDMA_LIBRARY": str(other)}, package)
-    assert found.returncode == 1
-    assert "ImportError" in found.stderr.splitlines()[-1] and "cannot be used" in found.stderr
-
-
-def test_the_library_beside_the_package_is_found(package: Path) -> None:
-    beside = package / "flash_dmattn" / "libfdma.so"
-    shutil.copy(os.environ["FDMA_LIBRARY"], beside)
-    found = import_package({}, package)
-    assert found.returncode == 0, found.stderr
+def test_the_library_in_the_package_is_found(package: Path) -> None:
+    shutil.copy(os.environ["FDMA_LIBRARY"], package / "flash_dmattn" / "libfdma.so")
+    output_of(import_package(package, None))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,9 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
+from cases import DEVICES
 from flash_dmattn.nn import rotate
+from programs import output_of, python
 from torch.nn.functional import softplus
 
 HIDDEN, HEADS, KV_HEADS, WINDOW, LENGTH = 48, 6, 2, 7, 40
@@ -27,9 +27,8 @@ def make_layer(window: int | None = WINDOW, learned: bool = True, **options: Any
     return layer
 
 
-def make_states(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randn(batch, length, HIDDEN, generator=generator)
+def make_states() -> torch.Tensor:
+    return torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(LENGTH))
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -91,12 +90,9 @@ def test_training_starts_from_a_sliding_window() -> None:
     layer, x = make_layer(learned=False), make_states()
     assert torch.equal(layer.A, torch.zeros(KV_HEADS))
     dense = make_layer(None)
-    dense.load_state_dict(
-        {name: t for name, t in layer.state_dict().items() if name in dense.state_dict()}
-    )
-    last = x[:, -WINDOW:]
+    dense.load_state_dict(layer.state_dict(), strict=False)
     positions = torch.arange(LENGTH - WINDOW, LENGTH)[None]
-    expected = dense(last, positions=positions)[:, -1]
+    expected = dense(x[:, -WINDOW:], positions=positions)[:, -1]
     torch.testing.assert_close(layer(x)[:, -1], expected)
     layer(x).square().sum().backward()
     assert (layer.A.grad != 0).all(), "a sliding window learns nothing"
@@ -159,25 +155,34 @@ def test_angles_are_exact_in_16_bits() -> None:
     torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
 
 
-def test_causality() -> None:
-    """Later states change nothing."""
-    layer, x = make_layer(), make_states()
-    changed = torch.cat((x[:, :25], torch.randn(2, 15, HIDDEN)), 1)
-    assert torch.equal(layer(changed)[:, :25], layer(x)[:, :25])
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_16_bit_parameters(dtype: torch.dtype) -> None:
-    layer, x = make_layer(), make_states()
-    with torch.autocast("cpu", dtype):
+def test_autocast_and_16_bit_parameters(dtype: torch.dtype, device: str) -> None:
+    """Parameters in float32, attention in 16 bits; steps of training lower the loss."""
+    torch.manual_seed(0)
+    layer = flash_dmattn.DynamicMaskAttention(256, 4, 2, 40).to(device)
+    torch.nn.init.normal_(layer.A)  # from 0 dt_proj has no gradient in the first step
+    x, target = torch.randn(2, 2, 300, 256, device=device)
+    losses = []
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    for _ in range(5):
+        with torch.autocast(device, dtype):
+            out = layer(x)
+        assert out.dtype == dtype
+        loss = (out.float() - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        for one in layer.parameters():
+            assert one.grad.dtype == torch.float32
+            assert one.grad.isfinite().all() and (one.grad != 0).any()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    with torch.autocast(device, dtype):
         out = layer(x)
-    assert out.dtype == dtype
-    out.float().square().sum().backward()
-    assert all(one.grad.dtype == torch.float32 for one in layer.parameters())
-    assert all(one.grad.isfinite().all() and (one.grad != 0).any() for one in layer.parameters())
-    narrow = copy.deepcopy(layer).to(dtype)
-    assert narrow(x.to(dtype)).dtype == dtype
-    torch.testing.assert_close(narrow(x.to(dtype)).float(), layer(x), rtol=0.1, atol=0.1)
+    found = copy.deepcopy(layer).to(dtype)(x.to(dtype))
+    # Their scores differ a little, and so some kept keys.
+    assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 
 def test_one_compiled_graph() -> None:
@@ -221,19 +226,9 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     torch.save(x, tmp_path / "x.pt")
     script = tmp_path / "train.py"
     script.write_text(DISTRIBUTED)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for run in runs:
-        _, errors = run.communicate(timeout=120)
-        assert run.returncode == 0, errors
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(lambda rank: python(script, rank, tmp_path), ("0", "1")):
+            output_of(done)
     layer(x).square().sum().backward()
     found = [torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(2)]
     for first, second, parameter in zip(*found, layer.parameters()):

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import flash_dmattn
+import peers
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import peers  # noqa: E402
+from programs import ROOT, output_of, python
 
 LENGTHS, WINDOW = [64, 128], 48
 TINY = ["--device", "cpu", "--lengths", "64,128", "--window", str(WINDOW), "--rounds", "1"]
@@ -34,17 +28,6 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def useful_flops(length: int, window: int) -> int:
     return 4 * peers.HEAD_DIM * sum(min(position + 1, window) for position in range(length))
 
@@ -54,10 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one tiny run: figures.json, picture.svg and its output, in `printed`."""
     folder = tmp_path_factory.mktemp("peers")
     files = ["--json", folder / "figures.json", "--picture", folder / "picture.svg"]
-    done = run(ROOT / "benchmarks" / "peers.py", *TINY, "--threads", "1", *files)
-    assert done.returncode == 0, done.stderr
+    done = python(ROOT / "benchmarks" / "peers.py", *TINY, "--threads", "1", *files)
+    (folder / "printed").write_text(output_of(done))
     assert done.stderr == ""
-    (folder / "printed").write_text(done.stdout)
     return folder
 
 
@@ -75,21 +57,17 @@ def test_first_line_is_the_machine(lines: list[dict[str, Any]]) -> None:
 
 
 def test_every_case_has_every_peer(lines: list[dict[str, Any]]) -> None:
+    peers_of = {
+        "forward/dense": ["fdma", "sdpa"],
+        "forward/selected": ["fdma", "sdpa", "sdpa-masked", "mask"],
+        "training/selected": ["fdma", "sdpa-masked"],
+    }
     wanted = [
-        (f"forward/{form}/{dtype}/d128/n{length}{end}", peer)
-        for form, end, names in (
-            ("dense", "", ["fdma", "sdpa"]),
-            ("selected", f"/w{WINDOW}", ["fdma", "sdpa", "sdpa-masked", "mask"]),
-        )
+        (f"{form}/{dtype}/d128/n{length}" + (f"/w{WINDOW}" if "selected" in form else ""), peer)
+        for form, names in peers_of.items()
         for dtype in ("f32", "bf16")
         for length in LENGTHS
         for peer in names
-    ]
-    wanted += [
-        (f"training/selected/{dtype}/d128/n{length}/w{WINDOW}", peer)
-        for dtype in ("f32", "bf16")
-        for length in LENGTHS
-        for peer in ("fdma", "sdpa-masked")
     ]
     assert [(row["case"], row["peer"]) for row in lines[1:]] == wanted
 
@@ -129,9 +107,8 @@ def test_picture(folder: Path) -> None:
 
 
 def test_table(folder: Path, lines: list[dict[str, Any]]) -> None:
-    done = run(ROOT / "benchmarks" / "table.py", folder / "figures.json")
-    assert done.returncode == 0, done.stderr
-    head, _, *table = done.stdout.splitlines()
+    printed = output_of(python(ROOT / "benchmarks" / "table.py", folder / "figures.json"))
+    head, _, *table = printed.splitlines()
     assert lines[0]["machine"] in head and f"PyTorch {torch.__version__}" in head
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert len(cells) == 2 + len(lines[1:])
@@ -140,34 +117,30 @@ def test_table(folder: Path, lines: list[dict[str, Any]]) -> None:
         assert ratio == ("" if row["ratio"] is None else f"{row['ratio']:.2f}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--thread", "1"], "unrecognized arguments: --thread"),
-        pytest.param(
-            ["--device", "cuda"],
-            "there is no CUDA backend in this build",
-            marks=pytest.mark.skipif(
-                "cuda" in flash_dmattn.get_available_backends(), reason="there is one"
-            ),
-        ),
-        (["--device", "reference"], "--device is 'reference'"),
-        (["--threads", "0"], "--threads: is '0'"),
-        (["--threads", "100000"], "--threads is 100000"),
-        (["--lengths", "64,-1"], "--lengths: is '-1'"),
-        (["--window", "x"], "--window: is 'x'"),
-        (["--rounds"], "--rounds: expected one argument"),
-        (["--json", "/no/such/folder/file"], "--json: is '/no/such/folder/file'"),
-        (["--picture", "time.pdf"], "--picture: is 'time.pdf'"),
-        (["no-such-case"], "no case matches 'no-such-case'"),
-    ],
-)
-def test_bad_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+# Arguments, and words of the line that refuses them.
+REFUSED = {
+    "--thread 1": "unrecognized arguments: --thread",
+    "--device reference": "--device is 'reference'",
+    "--threads 0": "--threads: is '0'",
+    "--threads 100000": "--threads is 100000",
+    "--lengths 64,-1": "--lengths: is '-1'",
+    "--window x": "--window: is 'x'",
+    "--rounds": "--rounds: expected one argument",
+    "--json /no/such/folder/file": "--json: is '/no/such/folder/file'",
+    "--picture time.pdf": "--picture: is 'time.pdf'",
+    "no-such-case": "no case matches 'no-such-case'",
+}
+if "cuda" not in flash_dmattn.get_available_backends():
+    REFUSED["--device cuda"] = "there is no CUDA backend in this build"
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        peers.main(arguments)
+        peers.main(arguments.split())
     assert refused.value.code == 2
     printed = capsys.readouterr()
-    assert words in printed.err and printed.err.count("\n") == 1
+    assert REFUSED[arguments] in printed.err and printed.err.count("\n") == 1
     assert printed.out == ""
 
 

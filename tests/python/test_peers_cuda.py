@@ -4,22 +4,17 @@ picture. CPU tensors stand in for its inputs."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import evaluate
 import flash_dmattn
+import peers_common
+import peers_cuda
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import peers_common  # noqa: E402
-import peers_cuda  # noqa: E402
+from programs import ROOT, output_of, python
 
 CASE = peers_cuda.Case(
     "attention", 4, 2, 16, 90, 20, {"fdma": peers_cuda.Goal("of_dense", 0.7, 1.0)}
@@ -133,14 +128,10 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 4
     assert json.loads(path.read_text().splitlines()[1])["met"] is True
 
-    table = [sys.executable, str(ROOT / "benchmarks" / "table.py"), str(path)]
-    done = subprocess.run(table, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "A GPU" in done.stdout and "src/cuda 0123" in done.stdout
-    assert "| >= 0.7 of dense (aim 1) | yes |" in done.stdout
+    table = output_of(python(ROOT / "benchmarks" / "table.py", path))
+    assert "A GPU" in table and "src/cuda 0123" in table
+    assert "| >= 0.7 of dense (aim 1) | yes |" in table
 
     picture = tmp_path / "figures.svg"
-    draw = [sys.executable, str(ROOT / "benchmarks" / "peers_picture.py"), str(path), "--out"]
-    done = subprocess.run([*draw, str(picture)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(python(ROOT / "benchmarks" / "peers_picture.py", path, "--out", picture))
     assert picture.read_text().rstrip().endswith("</svg>")

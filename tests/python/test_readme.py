@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
+from programs import ROOT, output_of, python, run
 
 LIBRARY = Path(os.environ["FDMA_LIBRARY"])
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -24,9 +22,9 @@ class Example(NamedTuple):
     printed: str | None
 
 
-def examples(root: Path, language: str) -> list[Example]:
+def examples(language: str) -> list[Example]:
     """The blocks of one language, each with the text block that it is followed by, if any."""
-    text = (root / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     blocks = list(FENCE.finditer(text))
     found = []
     for block, following in zip(blocks, [*blocks[1:], None]):
@@ -39,89 +37,72 @@ def examples(root: Path, language: str) -> list[Example]:
     return found
 
 
-def run(command: list[str], folder: Path, root: Path) -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(root / "python"),
-        "LD_LIBRARY_PATH": str(LIBRARY.parent),
-    }
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command} gave {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
 def assert_printed(example: Example, output: str) -> None:
     assert output.strip(), "the example prints nothing"
     if example.printed is not None:
         assert output.split() == example.printed.split()
 
 
-def test_python(root: Path, tmp_path: Path) -> None:
-    for example in examples(root, "python"):
+def test_python(tmp_path: Path) -> None:
+    for example in examples("python"):
         script = tmp_path / "example.py"
         script.write_text(example.code)
-        assert_printed(example, run([sys.executable, str(script)], tmp_path, root))
+        assert_printed(example, output_of(python(script, cwd=tmp_path)))
 
 
-def run_c(source: Path, root: Path, tmp_path: Path) -> str:
+def run_c(source: Path, tmp_path: Path) -> str:
     program = tmp_path / "example"
     strict = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
-    link = [f"-I{root / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
-    run(["cc", *strict, str(source), "-o", str(program), *link], tmp_path, root)
-    return run([str(program)], tmp_path, root)
+    link = [f"-I{ROOT / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
+    output_of(run("cc", *strict, source, "-o", program, *link))
+    return output_of(run(program, env={"LD_LIBRARY_PATH": str(LIBRARY.parent)}))
 
 
-def test_c(root: Path, tmp_path: Path) -> None:
-    for example in examples(root, "c"):
+def test_c(tmp_path: Path) -> None:
+    for example in examples("c"):
         source = tmp_path / "example.c"
         source.write_text(example.code)
-        assert_printed(example, run_c(source, root, tmp_path))
+        assert_printed(example, run_c(source, tmp_path))
 
 
-def test_installing(root: Path, tmp_path: Path) -> None:
+def test_installing(tmp_path: Path) -> None:
     """The lines from `cmake --install` on, as they stand, in an empty home."""
-    (tmp_path / "example.c").write_text(examples(root, "c")[0].code)
+    (tmp_path / "example.c").write_text(examples("c")[0].code)
     (tmp_path / "build").symlink_to(LIBRARY.parent)
     lines = re.search(
-        r"^    cmake --install .*\n(?:    .*\n)+", (root / "README.md").read_text(), re.M
+        r"^    cmake --install .*\n(?:    .*\n)+", (ROOT / "README.md").read_text(), re.M
     )
     assert lines and "pkg-config" in lines[0]
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    environment.pop("LD_LIBRARY_PATH", None)
-    done = subprocess.run(
-        ["sh", "-ec", lines[0]], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{lines[0]}{done.stdout}{done.stderr}"
-    printed = examples(root, "c")[0].printed
-    assert printed and done.stdout.endswith(printed)
+    environment = {"HOME": str(tmp_path), "LD_LIBRARY_PATH": None}
+    output = output_of(run("sh", "-ec", lines[0], cwd=tmp_path, env=environment))
+    printed = examples("c")[0].printed
+    assert printed and output.endswith(printed)
 
 
-def test_tables_are_current(root: Path) -> None:
+def test_tables_are_current() -> None:
     """benchmarks/table.py --update README.md docs/performance.md would change nothing."""
-    documents = [root / "README.md", root / "docs" / "performance.md"]
-    table = [sys.executable, str(root / "benchmarks" / "table.py"), "--check"]
-    run([*table, *map(str, documents)], root, root)
+    documents = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+    output_of(python(ROOT / "benchmarks" / "table.py", "--check", *documents))
     assert all("<!-- table " in document.read_text() for document in documents)
 
 
-def test_old_tables_are_found(root: Path, tmp_path: Path) -> None:
+def test_old_tables_are_found(tmp_path: Path) -> None:
     """A figure that differs, and a table that tables.txt does not have."""
-    table = [sys.executable, str(root / "benchmarks" / "table.py"), "--check", "README.md"]
-    text = (root / "README.md").read_text()
+    table = [ROOT / "benchmarks" / "table.py", "--check", "README.md"]
+    text = (ROOT / "README.md").read_text()
     (tmp_path / "README.md").write_text(re.sub(r"\| \d+\.", "| 9999.", text, count=1))
-    done = subprocess.run(table, cwd=tmp_path, capture_output=True, text=True)
+    done = python(*table, cwd=tmp_path)
     assert done.returncode == 1 and "README.md: its tables are not current" in done.stdout
     (tmp_path / "README.md").write_text(text.replace("<!-- table readme-cpu", "<!-- table none"))
-    done = subprocess.run(table, cwd=tmp_path, capture_output=True, text=True)
+    done = python(*table, cwd=tmp_path)
     assert done.returncode == 1 and "has 0 tables none" in done.stderr
 
 
-def test_a_training_step_in_c(root: Path, tmp_path: Path) -> None:
-    output = run_c(root / "examples" / "train_step.c", root, tmp_path)
+def test_a_training_step_in_c(tmp_path: Path) -> None:
+    output = run_c(ROOT / "examples" / "train_step.c", tmp_path)
     assert output.count("slope by differences") == 5
     assert "loss before the step" in output
 
 
-@pytest.mark.parametrize("name", ["attend_torch.py"])
-def test_the_examples_folder(name: str, root: Path, tmp_path: Path) -> None:
-    assert run([sys.executable, str(root / "examples" / name)], tmp_path, root).strip()
+def test_the_example_with_torch(tmp_path: Path) -> None:
+    assert output_of(python(ROOT / "examples" / "attend_torch.py", cwd=tmp_path)).strip()

@@ -1,129 +1,153 @@
-"""The ctypes mirror agrees with fdma.h: size and fields of structs, enumerators, functions."""
+"""The ctypes mirror agrees with fdma.h: size and fields of structs, enumerators, functions. Its
+tensors, and those of the operators, are the ones that src/core/signatures.c lists."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
-from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from flash_dmattn import _arguments, _library, ops
+from programs import ROOT, output_of, run
+
+
+def c_name(mirror: type) -> str:
+    return "fdma" + re.sub("([A-Z])", r"_\1", mirror.__name__).lower()
+
 
 STRUCTS = {
-    "fdma_tensor": _library.Tensor,
-    "fdma_exec": _library.Exec,
-    "fdma_score_args": _library.ScoreArgs,
-    "fdma_selection": _library.Selection,
-    "fdma_select_args": _library.SelectArgs,
-    "fdma_lists_args": _library.ListsArgs,
-    "fdma_forward_args": _library.ForwardArgs,
-    "fdma_attention_args": _library.AttentionArgs,
-    "fdma_backward_args": _library.BackwardArgs,
-    "fdma_score_backward_args": _library.ScoreBackwardArgs,
-    "fdma_attention_backward_args": _library.AttentionBackwardArgs,
-    "fdma_merge_args": _library.MergeArgs,
-    "fdma_merge_backward_args": _library.MergeBackwardArgs,
-    "fdma_kernel_info": _library.KernelInfo,
-    "fdma_attention_kernels": _library.AttentionKernels,
-    "fdma_attention_backward_kernels": _library.AttentionBackwardKernels,
-    "fdma_device_info": _library.DeviceInfo,
+    c_name(one): one
+    for one in vars(_library).values()
+    if isinstance(one, type) and issubclass(one, ctypes.Structure) and one is not _library.Sized
 }
 ENUMERATORS = {
-    "FDMA_OK": _library.OK,
-    "FDMA_INVALID_ARGUMENT": _library.INVALID_ARGUMENT,
-    "FDMA_UNSUPPORTED": _library.UNSUPPORTED,
-    "FDMA_WORKSPACE_TOO_SMALL": _library.WORKSPACE_TOO_SMALL,
-    "FDMA_CUDA_ERROR": _library.CUDA_ERROR,
-    "FDMA_FLOAT32": _library.FLOAT32,
-    "FDMA_FLOAT16": _library.FLOAT16,
-    "FDMA_BFLOAT16": _library.BFLOAT16,
-    "FDMA_FLOAT64": _library.FLOAT64,
-    "FDMA_INT32": _library.INT32,
-    "FDMA_UINT8": _library.UINT8,
-    "FDMA_BIAS_EXP": _library.BIAS_FORMS["exp"],
-    "FDMA_BIAS_LINEAR": _library.BIAS_FORMS["linear"],
-    "FDMA_BIAS_NONE": _library.BIAS_FORMS["none"],
-    "FDMA_SCOPE_DEFAULT": _library.SCOPE_DEFAULT,
-    "FDMA_SCOPE_CAUSAL": _library.SCOPES["causal"],
-    "FDMA_SCOPE_GLOBAL": _library.SCOPES["global"],
+    **{f"FDMA_{name}": n for name, n in vars(_library).items() if name.isupper() and n in range(9)},
+    **{f"FDMA_BIAS_{name.upper()}": number for name, number in _library.BIAS_FORMS.items()},
+    **{f"FDMA_SCOPE_{name.upper()}": number for name, number in _library.SCOPES.items()},
 }
+HEADER = re.sub(r"/\*.*?\*/", "", (ROOT / "include" / "fdma.h").read_text(), flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def header(root: Path) -> str:
-    """fdma.h without its comments."""
-    text = (root / "include" / "fdma.h").read_text()
-    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def layout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+def layout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Sizes and offsets, by the C compiler: {"struct": sizeof, "struct.field": offsetof, ...}."""
     lines = []
-    for name, mirror in STRUCTS.items():
+    for name in STRUCTS:
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
-        for field, *_ in mirror._fields_:
+        for field in fields_of(name):
             lines.append(f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));')
             lines.append(f'printf("{name}.{field}# %zu\\n", sizeof((({name} *)0)->{field}));')
     lines += [f'printf("{name} %zu\\n", (size_t){name});' for name in ENUMERATORS]
-    folder = tmp_path_factory.mktemp("layout")
-    source = folder / "layout.c"
+    program = tmp_path_factory.mktemp("layout") / "layout"
+    source = program.with_suffix(".c")
     source.write_text(
         '#include "fdma.h"\n#include <stdio.h>\nint main(void) {\n' + "\n".join(lines) + "\n}\n"
     )
-    program = folder / "layout"
-    command = ["cc", "-std=c11", f"-I{root / 'include'}", str(source), "-o", str(program)]
-    subprocess.run(command, check=True)
-    output = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
-    return {name: int(number) for name, number in map(str.split, output.splitlines())}
+    output_of(run("cc", "-std=c11", f"-I{ROOT / 'include'}", source, "-o", program))
+    printed = output_of(run(program)).splitlines()
+    return {name: int(number) for name, number in map(str.split, printed)}
 
 
-def test_every_struct_is_mirrored(header: str) -> None:
-    declared = re.findall(r"typedef struct (fdma_\w+) \{", header)
-    assert sorted(declared) == sorted(STRUCTS)
+def fields_of(name: str) -> list[str]:
+    """The fields of a struct, by the header."""
+    body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADER, re.DOTALL).group(1)
+    return re.findall(r"(\w+)(?:\[\d+\])*[;,]", body)
+
+
+def mirrored_fields(mirror: type) -> dict[str, type]:
+    fields: dict[str, type] = {}
+    for base in reversed(mirror.__mro__):
+        fields.update(vars(base).get("_fields_", ()))
+    return fields
+
+
+def test_every_struct_is_mirrored() -> None:
+    assert sorted(re.findall(r"typedef struct (fdma_\w+) \{", HEADER)) == sorted(STRUCTS)
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_struct(name: str, layout: dict[str, int], header: str) -> None:
+def test_struct(name: str, layout: dict[str, int]) -> None:
     mirror = STRUCTS[name]
-    body = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", header, re.DOTALL).group(1)
-    fields = re.findall(r"(\w+)(?:\[\d+\])*;", body)
-    assert [field for field, *_ in mirror._fields_] == fields
+    assert list(mirrored_fields(mirror)) == fields_of(name)
     assert ctypes.sizeof(mirror) == layout[name]
-    for field in fields:
+    for field in fields_of(name):
         assert getattr(mirror, field).offset == layout[f"{name}.{field}"], field
         assert getattr(mirror, field).size == layout[f"{name}.{field}#"], field
 
 
-def test_every_enumerator_is_mirrored(layout: dict[str, int], header: str) -> None:
-    bodies = re.findall(r"typedef enum fdma_\w+ \{(.*?)\}", header, re.DOTALL)
+def test_every_enumerator_is_mirrored(layout: dict[str, int]) -> None:
+    bodies = re.findall(r"typedef enum fdma_\w+ \{(.*?)\}", HEADER, re.DOTALL)
     declared = [name for body in bodies for name in re.findall(r"(FDMA_\w+) =", body)]
     assert sorted(declared) == sorted(ENUMERATORS)
     for name, value in ENUMERATORS.items():
         assert value == layout[name], name
 
 
-def test_every_function_is_declared(header: str) -> None:
-    declared = re.findall(r"FDMA_API [\w\s]+?\*?\s*(fdma_\w+)\(([^)]*)\)", header)
+def test_every_function_is_declared() -> None:
+    declared = re.findall(r"FDMA_API [\w\s]+?\*?\s*(fdma_\w+)\(([^)]*)\)", HEADER)
     assert sorted(name for name, _ in declared) == sorted(_library.FUNCTIONS)
     for name, parameters in declared:
         count = 0 if parameters == "void" else parameters.count(",") + 1
         assert len(_library.FUNCTIONS[name]) == count, name
 
 
+class Listed(NamedTuple):
+    """A line of src/core/signatures.c, where the words are explained."""
+
+    dims: str
+    dtypes: str
+    in_selection: bool
+
+
+def read_tensors() -> dict[str, dict[str, Listed]]:
+    """The tensors of each operation, by field."""
+    found: dict[str, dict[str, Listed]] = {}
+    text = (ROOT / "src" / "core" / "signatures.c").read_text()
+    for operation, body in re.findall(
+        r"tensor_entry (\w+)_tensors\[\] = \{(.*?)^\};", text, re.DOTALL | re.MULTILINE
+    ):
+        found[operation] = {}
+        for kind, row in re.findall(r"(ARG|MEMBER|SELECTION)\((.*)\),", body):
+            words = row.replace('"', "").split(", ")
+            name = words[0] if kind == "SELECTION" else words[1]
+            found[operation][name] = Listed(words[-3], words[-2], kind == "SELECTION")
+    return found
+
+
+TENSORS = read_tensors()
+assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
+DIMENSIONS = {
+    **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
+    **{"d": "head_dim", "c": "kv_heads * head_dim"},
+}
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
-# What a struct lacks is for the selection, for the gradients, or for the allocation of results.
+# Options for the selection, for the gradients, or for the allocation of results.
 NO_FIELD = {"window", "scope", "deterministic", "wants_dbias"}
 
 
+@pytest.mark.parametrize("operation", TENSORS)
+def test_the_tensors_of_a_struct(operation: str) -> None:
+    listed = [name for name, one in TENSORS[operation].items() if not one.in_selection]
+    fields = mirrored_fields(_library.CALLS[f"fdma_{operation}"])
+    assert sorted(listed) == sorted(x for x, kind in fields.items() if kind is _library.Tensor)
+    selected = [name for name, one in TENSORS[operation].items() if one.in_selection]
+    assert ("selection" in fields) == (selected == ["expiry", "slot"])
+
+
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda one: one.name)
-def test_every_argument_of_an_operator_has_a_field(operator: ops.Operator) -> None:
+def test_the_arguments_of_an_operator(operator: ops.Operator) -> None:
+    """Each has a field; tensors have the shapes, and results the dtypes, of the library's list."""
     operation = operator.operation
-    fields = {name for name, *_ in _library.CALLS[f"fdma_{operation.function}"]._fields_}
-    fields |= {"expiry", "slot"} if "selection" in fields else set()
-    names = (*operation.tensors, *operation.options, *operation.results)
-    assert {_arguments.field_of(name) for name in names} - fields <= NO_FIELD
+    listed = TENSORS[operation.function]
+    for name in (*operation.tensors, *operation.results):
+        one = listed[_arguments.field_of(name)]
+        assert _arguments.shape_of(name) == tuple(DIMENSIONS[letter] for letter in one.dims)
+        if name in operation.results:
+            assert (one.dtypes == "int32") == (name in _arguments.INT32_RESULTS)
+            assert (one.dtypes == "wide") == (name in _arguments.FLOAT32_RESULTS)
+    fields = mirrored_fields(_library.CALLS[f"fdma_{operation.function}"])
+    assert {_arguments.field_of(name) for name in operation.options} - set(fields) <= NO_FIELD
 
 
 def test_every_status_is_an_exception() -> None:

@@ -19,28 +19,14 @@ from tool import EXAMPLE, TOOL, attend_json, make_inputs, refusal, run_tool
 COMMANDS = ["attend", "check", "bench", "info"]
 
 
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    path = tmp_path / "example.safetensors"
-    files.save_file(make_inputs(), path)
-    return path
-
-
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command(command: str, flag: str) -> None:
-    done = run_tool(command, flag)
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"usage: fdma {command}")
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help(flag: str) -> None:
-    done = run_tool(flag)
+@pytest.mark.parametrize("command", [[], *([one] for one in COMMANDS)])
+def test_help(command: list[str], flag: str) -> None:
+    done = run_tool(*command, flag)
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("usage: fdma COMMAND")
-    assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
+    assert done.stdout.startswith(f"usage: fdma {'COMMAND' if not command else command[0]}")
+    if not command:
+        assert all(f"\n  {one} " in done.stdout for one in COMMANDS)
 
 
 def test_version() -> None:
@@ -49,50 +35,56 @@ def test_version() -> None:
     assert re.fullmatch(r"fdma \d+\.\d+\.\d+\n", done.stdout)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_mistyped_option(command: str) -> None:
-    assert "--tread" in refusal(command, "--tread", "2")
-
-
-def test_mistyped_option_is_recognised() -> None:
-    assert "did you mean --window?" in refusal("attend", EXAMPLE, "--windov", "64")
-
-
 def test_no_command() -> None:
     done = run_tool()
     assert done.returncode == 2
     assert "usage: fdma COMMAND" in done.stderr
 
 
-def test_unknown_command() -> None:
-    assert "'atend'" in refusal("atend")
+# Arguments of `fdma`, and words of the line that refuses them.
+REFUSED = {
+    "atend": "'atend'",
+    "attend --tread 2": "--tread",
+    "check --tread 2": "--tread",
+    "bench --tread 2": "--tread",
+    "info --tread 2": "--tread",
+    "attend f --windov 64": "did you mean --window?",
+    "attend --window 4": "FILE.safetensors is missing",
+    "attend f": "--window N is missing",
+    "attend f --window": "--window wants a value",
+    "attend f --window -1": "--window is '-1'",
+    "attend f --window 0": "--window is '0', want a whole number, 1 or more",
+    "attend f --window 4x": "--window is '4x'",
+    "attend f --window 99999999999999999999": "--window is '9999",
+    "attend f --window 4 --scale nan": "--scale is 'nan'",
+    "attend f --window 4 --softcap -2": "--softcap is '-2'",
+    "attend f --window 4 --bias cubic": "--bias is 'cubic'",
+    "attend f --window 4 --dtype f64": "--dtype is 'f64'",
+    "attend f --window 4 --causal=1": "--causal takes no value",
+    "attend f --window 4 g": "'g' is one argument too many",
+    "attend f --window 4 --scope causal": "--scope is 'causal', want --causal with it",
+    "attend f --window 4": "f: cannot be opened: No such file",
+    "attend EXAMPLE --window 4 --kernel nonsense": "nonsense",
+    "attend f --window \x1b": "\\x1b",
+    "\x1b[31m": "\\x1b",
+    "check no-such-case": "no case matches 'no-such-case'",
+    "check padding --kernel cpu/av": "--kernel is 'cpu/av'",
+    "check --device x": "want cpu, cuda or a number",
+    "check --device 99": "--device is '99'",
+    "bench no-such-case": "no case matches 'no-such-case'",
+    "bench --threads 0": "--threads is 0",
+    "bench --all --kernel cpu": "exclude each other",
+    "bench select/falling more": "'more' is one argument too many",
+    "bench --device x": "want cpu, cuda or a number",
+    "bench --device 99": "--device is '99'",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--window", "4"], "FILE.safetensors is missing"),
-        (["f"], "--window N is missing"),
-        (["f", "--window"], "--window wants a value"),
-        (["f", "--window", "-1"], "--window is '-1'"),
-        (["f", "--window", "4x"], "--window is '4x'"),
-        (["f", "--window", "99999999999999999999"], "--window is '9999"),
-        (["f", "--window", "4", "--scale", "nan"], "--scale is 'nan'"),
-        (["f", "--window", "4", "--softcap", "-2"], "--softcap is '-2'"),
-        (["f", "--window", "4", "--bias", "cubic"], "--bias is 'cubic'"),
-        (["f", "--window", "4", "--dtype", "f64"], "--dtype is 'f64'"),
-        (["f", "--window", "4", "--causal=1"], "--causal takes no value"),
-        (["f", "--window", "4", "g"], "'g' is one argument too many"),
-        (["f", "--window", "4", "--scope", "causal"], "--scope causal wants --causal"),
-        (["f", "--window", "4"], "f: cannot be opened: No such file"),
-    ],
-)
-def test_bad_usage_of_attend(arguments: list[str], words: str) -> None:
-    assert words in refusal("attend", *arguments)
-
-
-def test_unknown_kernel(example: Path) -> None:
-    assert "nonsense" in refusal("attend", example, "--window", "4", "--kernel", "nonsense")
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_usage(arguments: str, tmp_path: Path) -> None:
+    words = [str(EXAMPLE) if word == "EXAMPLE" else word for word in arguments.split(" ")]
+    assert REFUSED[arguments] in refusal(*words, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_info_names_kernels_and_choices() -> None:
@@ -176,8 +168,6 @@ HOSTILE = os.fsdecode(b"\xff\x1b[31m\xc2\x9b\xe2\x82\xac.safetensors")  # not UT
 def test_hostile_path_in_messages(tmp_path: Path) -> None:
     line = refusal("attend", tmp_path / HOSTILE, "--window", "4")
     assert "\\xff\\x1b[31m\\xc2\\x9b€.safetensors: cannot be opened" in line
-    assert "\\x1b" in refusal("attend", "f", "--window", "\x1b")
-    assert "\\x1b" in refusal("\x1b[31m")
 
 
 def test_hostile_path_in_reports(tmp_path: Path) -> None:
@@ -223,14 +213,6 @@ def test_check_reports_every_kernel() -> None:
     ]
     reported = [line.split()[:2] for line in run_tool("check", "padding/left").stdout.splitlines()]
     assert [kernel for kernel in kernels if not kernel[0].startswith("cuda/")] == reported[:-1]
-
-
-def test_check_of_no_case() -> None:
-    assert "no case matches 'no-such-case'" in refusal("check", "no-such-case")
-
-
-def test_check_of_no_kernel() -> None:
-    assert "--kernel is 'cpu/av'" in refusal("check", "padding", "--kernel", "cpu/av")
 
 
 @pytest.mark.parametrize("old", [b"old", None])
@@ -280,6 +262,7 @@ def bench_lines(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
 def test_bench_forward(tmp_path: Path) -> None:
     machine, row = bench_lines(tmp_path, "forward/dense/f32/d128/n1024")
     assert list(machine) == ["machine", "cores", "device", "compiler", "date", "commit"]
+    assert machine["cores"] >= 1
     assert list(row) == [
         *("case", "kernel", "threads", "ms", "spread"),
         *("useful_gflops", "of_peak", "ns_per_key"),
@@ -291,49 +274,27 @@ def test_bench_forward(tmp_path: Path) -> None:
     assert row["of_peak"] > 0
 
 
-def test_bench_select(tmp_path: Path) -> None:
-    machine, *rows = bench_lines(tmp_path, "select/falling/*", "--all")
-    assert machine["cores"] >= 1
-    kernels = {row["kernel"] for row in rows}
-    assert "cpu/scalar" in kernels and "reference" not in kernels
-    for row in rows:
-        assert row["case"] == "select/falling/n131072/w2048"
-        assert row["useful_gflops"] is None and row["of_peak"] is None
-        assert row["ns_per_key"] * 131072 == pytest.approx(row["ms"] * 1e6, rel=1e-4)
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("name", "options", "keys"),
     [
-        "backward/dense/f32/d64/n4096",
-        "score_backward/f32/d128/n16384/h8g8",
+        ("select/falling/n131072/w2048", ["--all"], 131072),
+        ("lists/iid/t512/n16384/w1024", [], 16384),
+        ("backward/dense/f32/d64/n4096", ["--all"], None),
+        ("score_backward/f32/d128/n16384/h8g8", ["--all"], None),
     ],
 )
-def test_bench_of_every_kernel(tmp_path: Path, name: str) -> None:
-    _, *rows = bench_lines(tmp_path, name, "--all")
+def test_bench(tmp_path: Path, name: str, options: list[str], keys: int | None) -> None:
+    _, *rows = bench_lines(tmp_path, name, *options)
     kernels = [row["kernel"] for row in rows]
-    assert "cpu/scalar" in kernels and "reference" not in kernels
-    assert all(row["case"] == name and row["ms"] > 0 for row in rows)
-
-
-def test_bench_lists(tmp_path: Path) -> None:
-    _, row = bench_lines(tmp_path, "lists/iid/t512/n16384/w1024")
-    assert row["useful_gflops"] is None and row["of_peak"] is None
-    assert row["ns_per_key"] * 16384 == pytest.approx(row["ms"] * 1e6, rel=1e-4)
-    assert 0 < row["of_forward"] < 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["no-such-case"], "no case matches 'no-such-case'"),
-        (["--threads", "0"], "--threads is 0"),
-        (["--all", "--kernel", "cpu"], "exclude each other"),
-        (["select/falling", "more"], "'more' is one argument too many"),
-    ],
-)
-def test_bad_usage_of_bench(arguments: list[str], words: str) -> None:
-    assert words in refusal("bench", *arguments)
+    assert "reference" not in kernels
+    assert ("cpu/scalar" in kernels) == ("--all" in options)
+    for row in rows:
+        assert row["case"] == name and row["ms"] > 0
+        if keys is not None:
+            assert row["useful_gflops"] is None and row["of_peak"] is None
+            assert row["ns_per_key"] * keys == pytest.approx(row["ms"] * 1e6, rel=1e-4)
+        if name.startswith("lists/"):
+            assert 0 < row["of_forward"] < 1
 
 
 def test_bench_of_an_unknown_kernel_writes_nothing(tmp_path: Path) -> None:
@@ -348,7 +309,11 @@ def test_interrupted_bench_leaves_no_file(tmp_path: Path, number: signal.Signals
     path = tmp_path / "bench.json"
     path.write_text("old")
     arguments = [TOOL, "bench", "forward/dense", "--json", path]
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as bench:
+
+    def heed_signal() -> None:  # which a shell's background jobs ignore
+        signal.signal(number, signal.SIG_DFL)
+
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, preexec_fn=heed_signal) as bench:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -357,11 +322,3 @@ def test_interrupted_bench_leaves_no_file(tmp_path: Path, number: signal.Signals
         assert bench.wait(timeout=60) == -number
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_text() == "old"
-
-
-@pytest.mark.parametrize("command", ["check", "bench"])
-@pytest.mark.parametrize(
-    ("device", "words"), [("x", "want cpu, cuda or a number"), ("99", "--device is '99'")]
-)
-def test_devices_that_are_not_there(command: str, device: str, words: str) -> None:
-    assert words in refusal(command, "--device", device)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Callable
 
 import pytest
+from programs import ROOT, output_of, python
 
 # A small model, because the command line and the loop are tested here.
 SMALL = ["--length", "96", "--window", "16", "--width", "64", "--layers", "2", "--batch", "2"]
@@ -19,8 +18,8 @@ Run = Callable[..., int]
 
 
 @pytest.fixture
-def example(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(root / "examples"))
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import train_text
 
     return train_text
@@ -79,19 +78,11 @@ def test_without_tqdm(
     assert capsys.readouterr().err.startswith("100% step=2, loss=")
 
 
-def test_as_a_script_on_another_text(root: Path, tmp_path: Path) -> None:
-    text = root / "examples" / "data" / "text.txt"
-    command = [sys.executable, str(root / "examples" / "train_text.py"), "--text", str(text)]
-    done = subprocess.run(
-        [*command, "--steps", "1", *SMALL, "--device", "cpu"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("text.txt: 42623 bytes")
+def test_as_a_script_on_another_text(tmp_path: Path) -> None:
+    text = ROOT / "examples" / "data" / "text.txt"
+    options = ["--text", text, "--steps", "1", *SMALL, "--device", "cpu"]
+    done = python(ROOT / "examples" / "train_text.py", *options, cwd=tmp_path)
+    assert output_of(done).startswith("text.txt: 42623 bytes")
     assert not list(tmp_path.iterdir())
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from programs import ROOT, Done, run
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = os.environ.get("FDMA_TOOL", str(ROOT / "build" / "fdma"))
 EXAMPLE = ROOT / "examples" / "data" / "minilm.safetensors"
 
 
-def run_tool(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_tool(*arguments: str | Path, **options: Any) -> Done:
     """Runs `fdma` with the arguments; asserts that it did not crash."""
-    done = subprocess.run(
-        [TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
-    )
+    done = run(TOOL, *arguments, **options)
     assert done.returncode in (0, 1, 2), f"exit {done.returncode}: {done.stderr}"
     return done
 
@@ -40,6 +40,17 @@ def attend_json(*arguments: str | Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return json.loads(done.stdout)
+
+
+def attend_tensors(
+    folder: Path, tensors: dict[str, np.ndarray], *arguments: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The report and the outputs of `fdma attend` on a file of these tensors."""
+    path, out_path = folder / "in.safetensors", folder / "out.safetensors"
+    save_file(tensors, path)
+    report = attend_json(path, *arguments, "--out", out_path)
+    assert report["out"] == str(out_path)
+    return report, load_file(out_path)
 
 
 def pack(header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> bytes:

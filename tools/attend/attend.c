@@ -10,6 +10,7 @@
 #include "common/text.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,8 +20,8 @@ static const char *const bias_words[] = {"exp", "linear", "none", NULL}; // fdma
 static const char *const dtype_words[] = {"f32", "f16", "bf16", NULL};   // fdma_dtype - 1
 
 static const option option_table[] = {
-    {"--window", "N", "how many keys each query keeps", NULL, offsetof(attend_options, window),
-     OPTION_COUNT, true},
+    {"--window", "N", "how many keys each query keeps, 1 or more", NULL,
+     offsetof(attend_options, window), OPTION_POSITIVE, true},
     {"--causal", NULL, "a query sees only the keys up to its own position", NULL,
      offsetof(attend_options, causal), OPTION_FLAG, false},
     {"--scope", "S",
@@ -141,11 +142,12 @@ int attend_main(int argc, char **argv) {
     else
         options.scope += FDMA_SCOPE_CAUSAL; // the words begin with that one
     if (options.scope == FDMA_SCOPE_CAUSAL && !options.causal) {
-        print_error("fdma attend: --scope causal wants --causal");
+        print_error("fdma attend: --scope is 'causal', want --causal with it");
         return EXIT_USAGE;
     }
     if (options.threads > INT32_MAX) {
-        print_error("fdma attend: --threads is above %d", INT32_MAX);
+        print_error("fdma attend: --threads is %" PRId64 ", want 0 to %d", options.threads,
+                    INT32_MAX);
         return EXIT_USAGE;
     }
     options.device = find_device(command.name, options.where);

@@ -26,10 +26,9 @@ int64_t live_queries(const fdma_selection *selection, int64_t j, int32_t expiry,
 }
 
 static const char *shade_of(double fraction) {
-    for (size_t s = 0; s < sizeof shades / sizeof shades[0]; s++) {
+    for (size_t s = 0; s < sizeof shades / sizeof shades[0]; s++)
         if (fraction > shades[s].above)
             return shades[s].glyph;
-    }
     return " ";
 }
 

@@ -34,10 +34,9 @@ static int read_tensor(const safetensors *file, const char *name, int64_t rank, 
     fdma_tensor stored = {0};
     if (entry == NULL)
         return snprintf(message, SAFETENSORS_MESSAGE, "no tensor '%s'", name);
-    for (size_t d = 0; d < sizeof file_dtypes / sizeof file_dtypes[0]; d++) {
+    for (size_t d = 0; d < sizeof file_dtypes / sizeof file_dtypes[0]; d++)
         if (strcmp(file_dtypes[d].name, entry->dtype) == 0)
             stored.dtype = file_dtypes[d].dtype;
-    }
     if (stored.dtype == 0)
         return snprintf(message, SAFETENSORS_MESSAGE,
                         "tensor '%s': dtype is %s, want F16, BF16, F32 or F64", name, entry->dtype);
@@ -45,7 +44,8 @@ static int read_tensor(const safetensors *file, const char *name, int64_t rank, 
         return snprintf(message, SAFETENSORS_MESSAGE,
                         "tensor '%s': rank is %" PRId64 ", want %" PRId64, name, entry->rank, rank);
     if (entry->bytes == 0)
-        return snprintf(message, SAFETENSORS_MESSAGE, "tensor '%s': no elements", name);
+        return snprintf(message, SAFETENSORS_MESSAGE,
+                        "tensor '%s': has no elements, want at least one", name);
     stored = allocate_array(stored.dtype, (int32_t)rank, entry->shape);
     memcpy(stored.data, file->bytes + entry->begin, entry->bytes);
     *tensor = stored;
@@ -91,7 +91,7 @@ static int read_all(const attend_options *options, const safetensors *file, atte
                check_score_shape(inputs, message) != 0;
     if (safetensors_find(file, "dt_proj") == NULL || safetensors_find(file, "a") == NULL)
         return snprintf(message, SAFETENSORS_MESSAGE,
-                        "no tensor 'score', and not both of 'dt_proj' and 'a'");
+                        "no tensor 'score', want it or both 'dt_proj' and 'a'");
     return read_tensor(file, "dt_proj", 2, single, &inputs->dt_proj, message) != 0 ||
            read_tensor(file, "a", 1, single, &inputs->a, message) != 0;
 }

@@ -50,7 +50,7 @@ static const command_line command = {
     .more =
         "Cases are causal, with batch 1 and one head unless /h32g8 (query and kv heads)\n"
         "follows; d is head_dim, n the length, w the window, t the queries that share a list.\n"
-        "A selected forward includes the selection; row and tiny are one query, over many or\n"
+        "A selected forward includes the selection; decode and tiny are one query, over many or\n"
         "a few keys, without it. backward does not include the forward call.\n"
         "\n"
         "ms        median of at least 5 runs\n"
@@ -117,7 +117,8 @@ static void print_cell(const char *format, double number) {
 }
 
 static void print_figures(const char *name, const char *kernel, const bench_figures *figures) {
-    printf("%-52s %-14s %10.*f", name, kernel, figures->ms < 0.1 ? 6 : 3, figures->ms);
+    printf("%-52s %-*s %10.*f", name, kernel_width(), kernel, figures->ms < 0.1 ? 6 : 3,
+           figures->ms);
     print_cell("%.3f", figures->spread);
     print_cell("%.1f", figures->useful_gflops);
     print_cell("%.3f", figures->of_peak);
@@ -171,8 +172,8 @@ static int bench_every_kernel(const bench_options *options, const bench_case *it
 
 static int bench_cases(const bench_options *options, FILE *json) {
     int code = EXIT_DONE;
-    printf("%-52s %-14s %10s %8s %8s %8s %8s %8s %8s\n", "case", "kernel", "ms", "spread",
-           "GFLOP/s", "of peak", "ns/key", "of read", "of fwd");
+    printf("%-52s %-*s %10s %8s %8s %8s %8s %8s %8s\n", "case", kernel_width(), "kernel", "ms",
+           "spread", "GFLOP/s", "of peak", "ns/key", "of read", "of fwd");
     for (int64_t index = 0; index < bench_case_count(options->device) && code == EXIT_DONE;
          index++) {
         const bench_case *item = bench_case_at(options->device, index);
@@ -213,10 +214,9 @@ static int check_options(const bench_options *options) {
         print_error("fdma bench: --all and --kernel exclude each other");
         return EXIT_USAGE;
     }
-    for (int64_t index = 0; index < bench_case_count(options->device); index++) {
+    for (int64_t index = 0; index < bench_case_count(options->device); index++)
         if (matches(bench_case_at(options->device, index), options->filter))
             return EXIT_DONE;
-    }
     print_error("fdma bench: no case matches '%s'", options->filter);
     return EXIT_USAGE;
 }

@@ -171,7 +171,7 @@ static const char *form_of(const bench_case *item) {
     if (item->operation != BENCH_FORWARD && item->operation != BENCH_BACKWARD)
         return "";
     if (item->q_len == 1)
-        return item->kv_len > TINY_KEYS ? "/row" : "/tiny";
+        return item->kv_len > TINY_KEYS ? "/decode" : "/tiny";
     return item->window > 0 ? "/selected" : "/dense";
 }
 

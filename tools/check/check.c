@@ -2,9 +2,9 @@
  * the kernel "reference" in float64. */
 #include "check/case.h"
 #include "check/evaluate.h"
-#include "check/judge.h"
+#include "check/operations.h"
 #include "check/problem.h"
-#include "check/tally.h"
+#include "check/report.h"
 
 #include "commands.h"
 #include "common/arrays.h"
@@ -152,7 +152,7 @@ int check_main(int argc, char **argv) {
     if (count > 0)
         code = check_cases(&options, device, tallies, count);
     else
-        print_error("fdma check: --kernel is '%s'; fdma info lists the kernels of device %d",
+        print_error("fdma check: --kernel is '%s', want a kernel of device %d that fdma info lists",
                     options.kernel != NULL ? options.kernel : "", device);
     free(tallies);
     return code;

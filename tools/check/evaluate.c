@@ -5,7 +5,7 @@
  * the sum of the magnitudes of its groups' errors: the plain error of the worst order. */
 #include "check/evaluate.h"
 
-#include "check/judge.h"
+#include "check/operations.h"
 #include "common/arrays.h"
 
 #include <math.h>
@@ -48,12 +48,12 @@ static fdma_status run(const check_problem *problem, check_operation_id id, bool
     if (plainly)
         given.scale = (double)(1 / sqrtf((float)problem->test->head_dim));
     check_make_outputs(&given, &check_operations[id], false, outputs);
-    return check_operations[id].run(&given, plainly ? "reference/float32" : "reference", outputs);
+    return check_run(&given, id, plainly ? "reference/float32" : "reference", outputs);
 }
 
 static fdma_status evaluate(check_problem *problem, check_operation_id id, bool plainly) {
     const check_operation *const operation = &check_operations[id];
-    if (operation->run == NULL || !operation->applies(problem))
+    if (operation->outputs[0] == NULL || !operation->applies(problem))
         return FDMA_OK;
     fdma_tensor outputs[check_output_limit];
     const fdma_status status = run(problem, id, plainly, outputs);
@@ -106,8 +106,9 @@ static fdma_status scatter_da(check_problem *problem, int group) {
 
 fdma_status check_evaluate(check_problem *problem) {
     fdma_status status = FDMA_OK;
+    const fdma_tensor selection[] = {problem->selection.expiry, problem->selection.slot};
     if (check_is_selected(problem->test))
-        status = check_run_select(problem, "reference", &problem->selection);
+        status = check_run(problem, CHECK_SELECT, "reference", selection);
     for (int id = 0; id < check_operation_count && status == FDMA_OK; id++) {
         if (id == CHECK_BACKWARD)
             check_make_gradient_inputs(problem);

@@ -1,6 +1,5 @@
 /* A case made concrete in one dtype: the inputs of every operation, and the results that they
- * should give. problem.c makes the inputs of score, select, lists and forward; gradient_inputs.c
- * those of backward, score_backward, merge and merge_backward. */
+ * should give. */
 #ifndef FDMA_TOOLS_CHECK_PROBLEM_H
 #define FDMA_TOOLS_CHECK_PROBLEM_H
 
@@ -32,10 +31,10 @@ enum { check_output_limit = 4 }; /* outputs of an operation */
 typedef struct check_problem {
     const check_case *test;
     fdma_dtype dtype;
-    int32_t
-        device;   /* whose kernels are checked; tensors are in host memory, copied for each call */
-    double scale; /* of logits; 0: the default */
+    int32_t device;                  /* whose kernels are checked; tensors are in host memory */
+    double scale;                    /* of logits; 0: the default */
     bool deterministic;              /* of fdma_backward() */
+    int64_t tile_len;                /* of fdma_lists() */
     fdma_tensor q, k, v, dt_proj, a; /* in dtype */
     fdma_tensor key_valid;           /* uint8 */
     fdma_tensor score;               /* float32, what the selection ranks */

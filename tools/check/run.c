@@ -1,97 +1,181 @@
-/* Score, select, lists and forward: workspace query, workspace, call. See check/run.h. */
+/* See check/run.h. */
 #include "check/run.h"
 
-#include "check/call.h"
+#include "core/signatures.h"
 
-fdma_status check_run_score(const check_problem *problem, const char *kernel,
-                            const fdma_tensor *outputs) {
-    check_call call = call_begin(problem, kernel);
-    fdma_score_args args = {
-        .size = sizeof args,
-        .v = call_input(&call, problem->v),
-        .dt_proj = call_input(&call, problem->dt_proj),
-        .a = call_input(&call, problem->a),
-        .key_valid = call_input(&call, problem->key_valid),
-        .score = call_output(&call, outputs[0]),
-        .bias = call_output(&call, outputs[1]),
-        .bias_form = problem->test->bias_form,
-        .exec = call.exec,
+#include "commands.h"
+#include "common/device.h"
+#include "common/text.h"
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* One call: its arguments, and the tensors that it is given. */
+typedef struct check_call {
+    union {
+        fdma_score_args score;
+        fdma_select_args select;
+        fdma_lists_args lists;
+        fdma_forward_args forward;
+        fdma_backward_args backward;
+        fdma_score_backward_args score_backward;
+        fdma_merge_args merge;
+        fdma_merge_backward_args merge_backward;
+    } args;
+    fdma_selection selection;
+    int32_t device;
+    int count;
+    fdma_tensor copies[most_tensors];
+    fdma_tensor outputs[most_tensors]; /* where these are wanted; rank 0 for inputs */
+} check_call;
+
+/* ---- operations, through pointers to their arguments ---- */
+
+#define DEFINE_OPERATION(name)                                                                     \
+    static fdma_status call_##name(const void *args) { return fdma_##name(args); }                 \
+    static fdma_status ask_##name(const void *args, size_t *bytes) {                               \
+        return fdma_##name##_workspace(args, bytes);                                               \
+    }
+#define OPERATION(name)                                                                            \
+    {sizeof(fdma_##name##_args), offsetof(fdma_##name##_args, exec), ask_##name, call_##name}
+
+DEFINE_OPERATION(score)
+DEFINE_OPERATION(select)
+DEFINE_OPERATION(lists)
+DEFINE_OPERATION(forward)
+DEFINE_OPERATION(backward)
+DEFINE_OPERATION(score_backward)
+DEFINE_OPERATION(merge)
+DEFINE_OPERATION(merge_backward)
+
+_Static_assert((int)CHECK_MERGE_BACKWARD == (int)operation_merge_backward, "the same order");
+
+static const struct {
+    size_t size; /* of the argument struct */
+    size_t exec; /* offset of that field */
+    fdma_status (*ask)(const void *args, size_t *bytes);
+    fdma_status (*call)(const void *args);
+} operations[check_operation_count] = {
+    [CHECK_SCORE] = OPERATION(score),       [CHECK_SELECT] = OPERATION(select),
+    [CHECK_LISTS] = OPERATION(lists),       [CHECK_FORWARD] = OPERATION(forward),
+    [CHECK_BACKWARD] = OPERATION(backward), [CHECK_SCORE_BACKWARD] = OPERATION(score_backward),
+    [CHECK_MERGE] = OPERATION(merge),       [CHECK_MERGE_BACKWARD] = OPERATION(merge_backward),
+};
+
+/* The problem's tensor that an operation is given under a name. */
+static fdma_tensor input_named(const check_problem *problem, check_operation_id id,
+                               const char *name) {
+    const struct {
+        const char *name;
+        fdma_tensor tensor;
+    } inputs[] = {
+        {"q", problem->q},
+        {"k", problem->k},
+        {"v", id == CHECK_SCORE_BACKWARD ? problem->score_v : problem->v},
+        {"dt_proj", problem->dt_proj},
+        {"a", problem->a},
+        {"key_valid", problem->key_valid},
+        {"score", problem->score},
+        {"bias", problem->bias},
+        {"expiry", problem->selection.expiry},
+        {"slot", problem->selection.slot},
+        {"out", problem->forward_out},
+        {"lse", problem->forward_lse},
+        {"dout", problem->dout},
+        {"dlse", problem->dlse},
+        {"dbias", problem->score_dbias},
+        {"out_a", problem->partial_out[0]},
+        {"lse_a", problem->partial_lse[0]},
+        {"out_b", problem->partial_out[1]},
+        {"lse_b", problem->partial_lse[1]},
     };
-    size_t bytes = 0;
-    fdma_status status = fdma_score_workspace(&args, &bytes);
-    if (call_give_workspace(&call, &args.exec, status, bytes))
-        status = fdma_score(&args);
-    return call_end(&call, status);
+    for (size_t i = 0; i < sizeof inputs / sizeof inputs[0]; i++)
+        if (strcmp(inputs[i].name, name) == 0)
+            return inputs[i].tensor;
+    print_error("fdma check: no tensor is named %s", name);
+    exit(EXIT_FAILED);
 }
 
-fdma_status check_run_select(const check_problem *problem, const char *kernel,
-                             fdma_selection *selection) {
-    check_call call = call_begin(problem, kernel);
-    fdma_selection found = *selection;
-    found.expiry = call_output(&call, selection->expiry);
-    found.slot = call_output(&call, selection->slot);
-    fdma_select_args args = {
-        .size = sizeof args,
-        .score = call_input(&call, problem->score),
-        .key_valid = call_input(&call, problem->key_valid),
-        .selection = &found,
-        .window = problem->test->window,
-        .scope = check_scope(problem->test),
-        .exec = call.exec,
-    };
-    size_t bytes = 0;
-    fdma_status status = fdma_select_workspace(&args, &bytes);
-    if (call_give_workspace(&call, &args.exec, status, bytes))
-        status = fdma_select(&args);
-    selection->window = found.window;
-    selection->kv_len = found.kv_len;
-    selection->scope = found.scope;
-    return call_end(&call, status);
+/* ---- one call ---- */
+
+/* The fields that are no tensors. */
+static void set_options(check_call *call, const check_problem *problem, check_operation_id id) {
+    const check_case *const test = problem->test;
+    const int32_t causal = check_is_causal(test);
+    const fdma_selection *const selection = check_is_selected(test) ? &call->selection : NULL;
+    call->selection = problem->selection;
+    switch (id) {
+    case CHECK_SCORE:
+        call->args.score.bias_form = test->bias_form;
+        break;
+    case CHECK_SELECT:
+        call->args.select = (fdma_select_args){
+            .selection = &call->selection, .window = test->window, .scope = check_scope(test)};
+        break;
+    case CHECK_LISTS:
+        call->args.lists = (fdma_lists_args){.selection = selection,
+                                             .q_len = test->q_len,
+                                             .tile_len = problem->tile_len,
+                                             .causal = causal};
+        break;
+    case CHECK_FORWARD:
+        call->args.forward = (fdma_forward_args){.selection = selection,
+                                                 .scale = problem->scale,
+                                                 .softcap = test->softcap,
+                                                 .causal = causal};
+        break;
+    case CHECK_BACKWARD:
+        call->args.backward = (fdma_backward_args){.selection = selection,
+                                                   .scale = problem->scale,
+                                                   .softcap = test->softcap,
+                                                   .causal = causal,
+                                                   .deterministic = problem->deterministic};
+        break;
+    case CHECK_SCORE_BACKWARD:
+        call->args.score_backward.bias_form = test->bias_form;
+        break;
+    default:
+        break;
+    }
+    *(size_t *)&call->args = operations[id].size; // the first field of each
 }
 
-fdma_status check_run_lists(const check_problem *problem, const char *kernel, int64_t tile_len,
-                            fdma_tensor list, fdma_tensor count) {
-    check_call call = call_begin(problem, kernel);
-    const fdma_selection selection = call_selection(&call);
-    fdma_lists_args args = {
-        .size = sizeof args,
-        .selection = &selection,
-        .list = call_output(&call, list),
-        .count = call_output(&call, count),
-        .q_len = problem->test->q_len,
-        .tile_len = tile_len,
-        .causal = check_is_causal(problem->test),
-        .exec = call.exec,
-    };
-    size_t bytes = 0;
-    fdma_status status = fdma_lists_workspace(&args, &bytes);
-    if (call_give_workspace(&call, &args.exec, status, bytes))
-        status = fdma_lists(&args);
-    return call_end(&call, status);
+static void set_tensors(check_call *call, const check_problem *problem, check_operation_id id,
+                        const fdma_tensor *outputs) {
+    const tensor_table table = fdma_tensors[id]; // the ids are those of the library
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
+        const bool is_output = entry->role == role_output || entry->role == role_optional_output;
+        const fdma_tensor host = is_output ? *outputs++ : input_named(problem, id, entry->name);
+        void *const base = entry->in_selection ? (void *)&call->selection : (void *)&call->args;
+        const fdma_tensor copy = device_copy_of(call->device, &host);
+        call->outputs[call->count] = is_output ? host : (fdma_tensor){0};
+        call->copies[call->count++] = copy;
+        *(fdma_tensor *)((char *)base + entry->offset) = copy;
+    }
 }
 
-fdma_status check_run_forward(const check_problem *problem, const char *kernel,
-                              const fdma_tensor *outputs) {
-    check_call call = call_begin(problem, kernel);
-    const fdma_selection selection = call_selection(&call);
-    fdma_forward_args args = {
-        .size = sizeof args,
-        .q = call_input(&call, problem->q),
-        .k = call_input(&call, problem->k),
-        .v = call_input(&call, problem->v),
-        .bias = call_input(&call, problem->bias),
-        .key_valid = call_input(&call, problem->key_valid),
-        .out = call_output(&call, outputs[0]),
-        .lse = call_output(&call, outputs[1]),
-        .selection = check_is_selected(problem->test) ? &selection : NULL,
-        .scale = problem->scale,
-        .softcap = problem->test->softcap,
-        .causal = check_is_causal(problem->test),
-        .exec = call.exec,
-    };
+fdma_status check_run(const check_problem *problem, check_operation_id id, const char *kernel,
+                      const fdma_tensor *outputs) {
+    check_call call = {.device = runs_on(kernel, 0) ? 0 : problem->device};
+    fdma_exec *const exec = (fdma_exec *)((char *)&call.args + operations[id].exec);
+    const int32_t device = call.device;
     size_t bytes = 0;
-    fdma_status status = fdma_forward_workspace(&args, &bytes);
-    if (call_give_workspace(&call, &args.exec, status, bytes))
-        status = fdma_forward(&args);
-    return call_end(&call, status);
+    set_options(&call, problem, id);
+    set_tensors(&call, problem, id, outputs);
+    *exec = (fdma_exec){.kernel = kernel, .device = device};
+    fdma_status status = operations[id].ask(&call.args, &bytes);
+    if (status == FDMA_OK) {
+        exec->workspace = device > 0 ? device_allocate(device, bytes) : check_alloc(1, bytes);
+        exec->workspace_size = bytes;
+        status = operations[id].call(&call.args);
+    }
+    device_wait(device);
+    for (int i = 0; i < call.count; i++) {
+        device_fetch(device, &call.outputs[i], &call.copies[i]);
+        device_release(device, &call.copies[i]);
+    }
+    if (device > 0 && exec->workspace != NULL)
+        device_free(device, exec->workspace);
+    return status;
 }

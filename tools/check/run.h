@@ -1,22 +1,14 @@
-/* One call of each operation with the problem's tensors, by the kernel of that name. Outputs are
- * the caller's, in host memory, in the order of check_operations[]. When the status is not FDMA_OK,
- * fdma_last_error() says why. */
+/* One call of an operation with the problem's tensors, by the kernel of that name, on its device:
+ * tensors are copied there and outputs back. On the CPU they are used in place. */
 #ifndef FDMA_TOOLS_CHECK_RUN_H
 #define FDMA_TOOLS_CHECK_RUN_H
 
 #include "check/problem.h"
 
-typedef fdma_status check_run(const check_problem *problem, const char *kernel,
-                              const fdma_tensor *outputs);
-
-/* run.c */
-check_run check_run_score, check_run_forward;
-fdma_status check_run_select(const check_problem *problem, const char *kernel,
-                             fdma_selection *selection);
-fdma_status check_run_lists(const check_problem *problem, const char *kernel, int64_t tile_len,
-                            fdma_tensor list, fdma_tensor count);
-
-/* run_backward.c */
-check_run check_run_backward, check_run_score_backward, check_run_merge, check_run_merge_backward;
+/*! check_run() - `outputs` are the caller's, in host memory, in the order of core/signatures.c. If
+ *  the status is not FDMA_OK, fdma_last_error() says why. The reference runs on the CPU, whatever
+ *  the problem's device is. */
+fdma_status check_run(const check_problem *problem, check_operation_id id, const char *kernel,
+                      const fdma_tensor *outputs);
 
 #endif /* FDMA_TOOLS_CHECK_RUN_H */

@@ -19,18 +19,16 @@ static const struct {
 };
 
 const char *dtype_name(fdma_dtype dtype) {
-    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++)
         if (dtypes[d].dtype == dtype)
             return dtypes[d].name;
-    }
     return "?";
 }
 
 size_t dtype_bytes(fdma_dtype dtype) {
-    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++)
         if (dtypes[d].dtype == dtype)
             return dtypes[d].bytes;
-    }
     return 0;
 }
 

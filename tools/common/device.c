@@ -102,6 +102,15 @@ bool runs_on(const char *kernel, int32_t device) {
     return (strncmp(kernel, "cuda/", 5) == 0) == (device > 0);
 }
 
+int kernel_width(void) {
+    size_t longest = 0;
+    for (int32_t index = 0; index < fdma_kernel_count(); index++) {
+        const size_t length = strlen(fdma_kernel_name(index));
+        longest = length > longest ? length : longest;
+    }
+    return (int)longest;
+}
+
 void *device_allocate(int32_t device, size_t bytes) {
     return device > 0 ? allocate_on_device(bytes) : allocate(bytes);
 }

@@ -17,6 +17,9 @@ const char *why_no_device(void);
 /*! runs_on() - whether the kernel of that name is one of `device`. */
 bool runs_on(const char *kernel, int32_t device);
 
+/*! kernel_width() - the length of the longest kernel name, the width of columns of such names. */
+int kernel_width(void);
+
 /* If the device fails, everything below exits with EXIT_FAILED after a line on stderr. */
 
 /*! device_allocate() - zeroed memory of the device, or of the CPU. Free with device_free(). */

@@ -80,10 +80,11 @@ static int store_value(const command_line *command, const option *known, const c
         memcpy(field, &text, sizeof text);
     } else if (known->kind == OPTION_CHOICE) {
         return store_choice(command, known, text, field);
-    } else if (known->kind == OPTION_COUNT) {
+    } else if (known->kind == OPTION_COUNT || known->kind == OPTION_POSITIVE) {
+        const bool positive = known->kind == OPTION_POSITIVE;
         const long long number = strtoll(text, &end, 10);
-        if (end == text || *end != '\0' || errno != 0 || number < 0)
-            want = "a whole number, 0 or more";
+        if (end == text || *end != '\0' || errno != 0 || number < positive)
+            want = positive ? "a whole number, 1 or more" : "a whole number, 0 or more";
         else
             *(int64_t *)field = number;
     } else {
@@ -165,11 +166,10 @@ static int read_option(const command_line *command, int argc, char **argv, int *
 
 static bool was_given(const option *known, int argc, char **argv) {
     const size_t length = strlen(known->name);
-    for (int at = 1; at < argc; at++) {
+    for (int at = 1; at < argc; at++)
         if (strncmp(argv[at], known->name, length) == 0 &&
             (argv[at][length] == '\0' || argv[at][length] == '='))
             return true;
-    }
     return false;
 }
 

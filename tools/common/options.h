@@ -8,11 +8,12 @@
 #include <stdint.h>
 
 typedef enum option_kind {
-    OPTION_FLAG,   /* bool: true if given */
-    OPTION_COUNT,  /* int64_t >= 0 */
-    OPTION_NUMBER, /* double, finite and >= 0 */
-    OPTION_TEXT,   /* const char *, borrowed from argv */
-    OPTION_CHOICE, /* int: the index of the word in choices */
+    OPTION_FLAG,     /* bool: true if given */
+    OPTION_COUNT,    /* int64_t >= 0 */
+    OPTION_POSITIVE, /* int64_t >= 1 */
+    OPTION_NUMBER,   /* double, finite and >= 0 */
+    OPTION_TEXT,     /* const char *, borrowed from argv */
+    OPTION_CHOICE,   /* int: the index of the word in choices */
 } option_kind;
 
 typedef struct option {

@@ -20,11 +20,10 @@ __attribute__((format(printf, 2, 3))) static int refuse(message_buffer message, 
     va_start(values, format);
     vsnprintf(message.text, message.size, format, values);
     va_end(values);
-    for (char *c = message.text; message.size > 0 && *c != '\0'; c++) {
+    for (char *c = message.text; message.size > 0 && *c != '\0'; c++)
         if ((unsigned char)*c < ' ' ||
             *c == '\x7f') // names come from the file: the message stays one line
             *c = '?';
-    }
     return -1;
 }
 
@@ -217,10 +216,9 @@ static int check_names(const cJSON *tree, size_t count, message_buffer message) 
     cJSON_ArrayForEach(member, tree) sorted[filled++] = member;
     qsort(sorted, filled, sizeof(*sorted), by_name);
     int status = 0;
-    for (size_t n = 1; n < filled && status == 0; n++) {
+    for (size_t n = 1; n < filled && status == 0; n++)
         if (strcmp(sorted[n - 1]->string, sorted[n]->string) == 0)
             status = refuse(message, "header: '%.64s' occurs twice", sorted[n]->string);
-    }
     free(sorted);
     return status;
 }
@@ -343,9 +341,8 @@ void safetensors_free(safetensors *file) { *file = (safetensors){0}; }
 #endif
 
 const safetensors_entry *safetensors_find(const safetensors *file, const char *name) {
-    for (size_t e = 0; e < file->entry_count; e++) {
+    for (size_t e = 0; e < file->entry_count; e++)
         if (strcmp(file->entries[e].name, name) == 0)
             return &file->entries[e];
-    }
     return NULL;
 }

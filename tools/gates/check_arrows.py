@@ -6,11 +6,11 @@ Each zone names the zones that it may include besides itself. Whatever is not na
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-import tempfile
 from pathlib import Path
+
+import gate
 
 # (zone, path prefix). More special prefixes stand first.
 ZONES = (
@@ -52,6 +52,7 @@ ZONES = (
     ("cases", "tests/cases.def"),
     ("fuzz", "tests/fuzz/"),
     ("tests", "tests/"),
+    ("check run", "tools/check/run.c"),
     ("tools", "tools/"),
     ("examples", "examples/"),
     ("python", "python/"),
@@ -103,6 +104,7 @@ ALLOWED = {
     "cases": (),
     "fuzz": ("public", "tools"),
     "tests": tuple(zone for zone, prefix in ZONES if prefix.split("/")[0] in TESTED),
+    "check run": ("public", "core", "tools"),
     "tools": ("public", "cases"),
     "examples": ("public",),
     "python": ("public",),
@@ -165,7 +167,7 @@ def check(root: Path) -> tuple[int, list[str]]:
                 if problem:
                     line = text.count("\n", 0, match.start()) + 1
                     found.append(f"{source.relative_to(root)}:{line}: {problem}")
-    return count, found
+    return count, found if count > 0 else ["fails: there is no include"]
 
 
 # A small tree in order, and includes that must each be refused when planted in it.
@@ -190,60 +192,32 @@ SOUND = {
     "tools/check/check.c": '#include <fdma.h>\n#include "cases.def"',
 }
 PLANTS = (
-    ("include/fdma.h", '#include "core/error.h"'),
-    ("src/core/error.h", '#include "cpu/cpu.h"'),
-    ("src/core/error.h", '#include "reference/reference.h"'),
-    ("src/reference/reference.c", '#include "cpu/cpu.h"'),
-    ("src/cpu/cpu.c", '#include "reference/reference.h"'),
-    ("src/cpu/simd/avx2.h", '#include "cpu/forward/forward.h"'),
-    ("src/cpu/forward/forward.h", '#include "cpu/isa/isa.h"'),
-    ("src/cpu/forward/forward.h", "#include <immintrin.h>"),
-    ("src/cpu/forward/forward.h", "#  include <omp.h>"),
-    ("src/cpu/parallel.h", '#include "cpu/forward/forward.h"'),
-    ("src/cpu/isa/avx2.c", '#include "cpu/cpu.h"'),
-    ("src/fdma.c", '#include "cpu/isa/isa.h"'),
-    ("src/fdma.c", '#include "nowhere.h"'),
-    ("tools/check/check.c", '#include "../../src/core/error.h"'),
-    ("examples/attend.c", '#include "core/error.h"'),
-    ("src/elsewhere/new.c", '#include "fdma.h"'),
+    ("include/fdma.h", '\n#include "core/error.h"'),
+    ("src/core/error.h", '\n#include "cpu/cpu.h"'),
+    ("src/core/error.h", '\n#include "reference/reference.h"'),
+    ("src/reference/reference.c", '\n#include "cpu/cpu.h"'),
+    ("src/cpu/cpu.c", '\n#include "reference/reference.h"'),
+    ("src/cpu/simd/avx2.h", '\n#include "cpu/forward/forward.h"'),
+    ("src/cpu/forward/forward.h", '\n#include "cpu/isa/isa.h"'),
+    ("src/cpu/forward/forward.h", "\n#include <immintrin.h>"),
+    ("src/cpu/forward/forward.h", "\n#  include <omp.h>"),
+    ("src/cpu/parallel.h", '\n#include "cpu/forward/forward.h"'),
+    ("src/cpu/isa/avx2.c", '\n#include "cpu/cpu.h"'),
+    ("src/fdma.c", '\n#include "cpu/isa/isa.h"'),
+    ("src/fdma.c", '\n#include "nowhere.h"'),
+    ("tools/check/check.c", '\n#include "../../src/core/error.h"'),
+    ("examples/attend.c", '\n#include "core/error.h"'),
+    ("src/elsewhere/new.c", '\n#include "fdma.h"'),
 )
 
 
-def self_test() -> list[str]:
-    """What the check gets wrong on the small tree: nothing, or the gate is worth nothing."""
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-
-        def write(path: str, text: str) -> None:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text + "\n", encoding="utf-8")
-
-        for path, text in SOUND.items():
-            write(path, text)
-        wrong = [f"refused without reason: {line}" for line in check(root)[1]]
-        for path, include in PLANTS:
-            write(path, f"{SOUND.get(path, '')}\n{include}")
-            if not any(line.startswith(f"{path}:") for line in check(root)[1]):
-                wrong.append(f"did not see {include} in {path}")
-            (root / path).unlink()
-            if path in SOUND:
-                write(path, SOUND[path])
-    return wrong
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--self-test", action="store_true", help="plant faults and find them")
-    options = parser.parse_args()
-    if options.self_test:
-        wrong = self_test()
-        print(*wrong, sep="\n", end="\n" if wrong else "")
-        print(f"{len(PLANTS)} planted includes, {len(wrong)} mistakes")
-        return 1 if wrong else 0
-    count, found = check(Path(__file__).parents[2])
-    print(*found, sep="\n", end="\n" if found else "")
-    print(f"{count} includes, {len(found)} against the arrows")
-    return 1 if found or count == 0 else 0
+    return gate.main(
+        __doc__,
+        lambda options: check(gate.ROOT),
+        lambda: gate.missed_plants(check, SOUND, PLANTS),
+        "{} includes, {} against the arrows",
+    )
 
 
 if __name__ == "__main__":

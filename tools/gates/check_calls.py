@@ -12,13 +12,12 @@ left out.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import c_source
+import gate
 
 TOPS = ("src", "tools")
 HEADERS = (".h", ".cuh")
@@ -115,7 +114,8 @@ def circles(files: Functions) -> list[str]:
 def check(root: Path) -> tuple[int, list[str]]:
     """The number of functions looked at, and a line for each fault."""
     files = read(root)
-    return sum(map(len, files.values())), misplaced(files) + circles(files)
+    count = sum(map(len, files.values()))
+    return count, misplaced(files) + circles(files) if count > 0 else ["fails: no function"]
 
 
 # A small tree in order; each plant adds text to one of its files, and must be refused.
@@ -132,6 +132,8 @@ SOUND = {
     "tools/common/device.h": "int find_device(void);\n",
     "tools/common/device.c": "int find_device(void) { return 0; }\n",
     "tools/check/check.c": "int main(void) { return find_device(); }\n",
+    # What the circle of the last plant goes through.
+    "src/cuda/plan/launch.cu": "void launch(int x) { plan_lists(x); }\n",
 }
 PLANTS = (
     ("src/cuda/forward/sm80/tile.cuh", "void plan_lists(int x);\n"),
@@ -141,47 +143,15 @@ PLANTS = (
     ("src/cpu/table.c", "int call(void) { return run_lists(); }\n"),
     ("src/cuda/plan/lists.cu", "\ntemplate <int n> void kernel(int x) { launch(x); }\n"),
 )
-PLANTED_WITH = {  # what the last plant's circle goes through
-    "src/cuda/plan/launch.cu": "void launch(int x) { plan_lists(x); }\n",
-}
-
-
-def self_test() -> list[str]:
-    """What the check gets wrong on the small tree: nothing, or the gate is worth nothing."""
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        tree = {**SOUND, **PLANTED_WITH}
-
-        def write(path: str, text: str) -> None:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text, encoding="utf-8")
-
-        for path, text in tree.items():
-            write(path, text)
-        wrong = [f"refused without reason: {line}" for line in check(root)[1]]
-        for path, text in PLANTS:
-            write(path, tree.get(path, "") + text)
-            if not check(root)[1]:
-                wrong.append(f"did not see {text!r} in {path}")
-            (root / path).unlink()
-            if path in tree:
-                write(path, tree[path])
-    return wrong
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--self-test", action="store_true", help="plant faults and find them")
-    options = parser.parse_args()
-    if options.self_test:
-        wrong = self_test()
-        print(*wrong, sep="\n", end="\n" if wrong else "")
-        print(f"{len(PLANTS)} planted calls, {len(wrong)} mistakes")
-        return 1 if wrong else 0
-    count, found = check(Path(__file__).parents[2])
-    print(*found, sep="\n", end="\n" if found else "")
-    print(f"{count} functions, {len(found)} against the arrows")
-    return 1 if found or count == 0 else 0
+    return gate.main(
+        __doc__,
+        lambda options: check(gate.ROOT),
+        lambda: gate.missed_plants(check, SOUND, PLANTS),
+        "{} functions, {} against the arrows",
+    )
 
 
 if __name__ == "__main__":

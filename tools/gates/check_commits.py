@@ -1,10 +1,10 @@
-"""Check the messages of new commits: "area: what", and a body where the reason is speed.
+"""Check the messages of new commits: "area: what", and a body if the reason is speed.
 
     check_commits.py [--self-test] [BASE]
 
-New are the commits since BASE, by default those that origin's main branch lacks; without an origin
-there is nothing to check. Merges are exempt. A subject has at most 100 characters and names one
-topic; a commit whose area is perf gives its measurement in the body.
+New are the commits since BASE: by default those that origin's main branch lacks or, without an
+origin, those that the branch main or the last tag lacks. Merges are exempt. A subject has at most
+100 characters and names one topic; a commit whose area is perf gives its measurement in the body.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import argparse
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import gate
+
 SUBJECT_CHARACTERS = 100
 SUBJECT = re.compile(r"^(?P<areas>[\w./-]+(, [\w./-]+)*): \S")
 
@@ -39,26 +39,36 @@ def complaints(message: str) -> list[str]:
 
 
 def git(*arguments: str) -> str | None:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    done = subprocess.run(["git", "-C", str(gate.ROOT), *arguments], capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None
 
 
 def default_base() -> str | None:
-    return next((name for name in ("origin/main", "origin/HEAD") if git("rev-parse", name)), None)
+    """What HEAD is compared with: the first that is there and has not all of HEAD's commits."""
+    tag = git("describe", "--tags", "--abbrev=0")
+    for base in ("origin/main", "origin/HEAD", "main", (tag or "").strip()):
+        is_own = base == "main" and git("merge-base", "--is-ancestor", "HEAD", base) is not None
+        if base and git("rev-parse", "--verify", base) is not None and not is_own:
+            return base
+    return None
 
 
-def check(base: str) -> tuple[int, list[str]]:
-    """The number of commits since `base`, and a line for each thing that is wrong."""
+def check(options: argparse.Namespace) -> gate.Found:
+    """The number of new commits, and a line for each thing that is wrong."""
+    base = options.base or default_base()
+    if base is None:
+        print("skipped: no origin, tag, other branch or BASE says which commits are new")
+        return 0, []
     listed = git("log", "--no-merges", "--format=%h%x00%B%x01", f"{base}..HEAD")
     if listed is None:
         return 0, [f"fails: git knows no commit {base}"]
     commits = [entry.strip().split("\0") for entry in listed.split("\1") if entry.strip()]
-    found = [
+    print(f"since {base}:")
+    return len(commits), [
         f"{name} fails: {problem}: {message.splitlines()[0]}"
         for name, message in commits
         for problem in complaints(message)
     ]
-    return len(commits), found
 
 
 SOUND = (
@@ -84,24 +94,8 @@ def self_test() -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--self-test", action="store_true", help="check messages with faults")
-    parser.add_argument("base", nargs="?", default=default_base(), metavar="BASE")
-    options = parser.parse_args()
-    if options.self_test:
-        wrong = self_test()
-        print(*wrong, sep="\n", end="\n" if wrong else "")
-        print(f"{len(PLANTS)} planted messages, {len(wrong)} mistakes")
-        return 1 if wrong else 0
-    if options.base is None:
-        print("no origin and no BASE: no commit is new")
-        return 0
-    count, found = check(options.base)
-    print(*found, sep="\n", end="\n" if found else "")
-    print(f"{count} commits since {options.base}, {len(found)} faults")
-    return 1 if found else 0
+    base = {"nargs": "?", "metavar": "BASE"}
+    return gate.main(__doc__, check, self_test, "{} commits, {} faults", {"base": base})
 
 
 if __name__ == "__main__":

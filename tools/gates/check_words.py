@@ -11,11 +11,11 @@ import argparse
 import io
 import re
 import sys
-import tempfile
 import tokenize
 from pathlib import Path
 
 import c_source
+import gate
 
 # word, and what to use instead
 EVERYWHERE = {
@@ -109,18 +109,16 @@ def files_of(root: Path) -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def check(root: Path) -> tuple[int, dict[str, list[str]]]:
-    """The number of files looked at, and what is wrong in each that is not clean."""
+def check(root: Path) -> gate.Found:
+    """The number of files looked at, and a line for each that has a banned word."""
     count = 0
-    found = {}
+    found = []
     for source in files_of(root):
         path = source.relative_to(root).as_posix()
-        if EXEMPT.match(path):
-            continue
-        count += 1
-        if lines := check_text(path, source.read_text(encoding="utf-8")):
-            found[path] = lines
-    return count, found
+        if not EXEMPT.match(path):
+            count += 1
+            found += check_text(path, source.read_text(encoding="utf-8"))
+    return count, found if count > 0 else ["fails: there is no file"]
 
 
 SOUND = {
@@ -143,51 +141,26 @@ PLANTS = (
 )
 
 
-def self_test() -> list[str]:
-    """What the check gets wrong on a small tree: nothing, or the gate is worth nothing."""
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-
-        def write(path: str, text: str) -> None:
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text, encoding="utf-8")
-
-        for path, text in SOUND.items():
-            write(path, text)
-        wrong = [f"refused without reason: {line}" for line in sum(check(root)[1].values(), [])]
-        for path, text in PLANTS:
-            write(path, SOUND.get(path, "") + text)
-            if path not in check(root)[1]:
-                wrong.append(f"did not see {text!r} in {path}")
-            (root / path).unlink()
-            if path in SOUND:
-                write(path, SOUND[path])
-    return wrong
+def check_listed(options: argparse.Namespace) -> gate.Found:
+    """As check(), without the lines of the files that unclean_words.txt lists."""
+    count, found = check(gate.ROOT)
+    listed = UNCLEAN.read_text(encoding="utf-8").split() if UNCLEAN.exists() else []
+    waiting = {path: [line for line in found if line.startswith(f"{path}:")] for path in listed}
+    for path, lines in waiting.items():
+        print(*(lines if options.list else ()), sep="\n", end="\n" if options.list else "")
+        print(f"{path}: {len(lines)} lines to mend" if lines else f"{path}: clean, take it off")
+    known = sum(waiting.values(), [])
+    return count, [line for line in found if line not in known]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--self-test", action="store_true", help="plant words and find them")
-    parser.add_argument("--list", action="store_true", help="print the lines of listed files too")
-    options = parser.parse_args()
-    if options.self_test:
-        wrong = self_test()
-        print(*wrong, sep="\n", end="\n" if wrong else "")
-        print(f"{len(PLANTS)} planted words, {len(wrong)} mistakes")
-        return 1 if wrong else 0
-    count, found = check(Path(__file__).parents[2])
-    listed = UNCLEAN.read_text(encoding="utf-8").split() if UNCLEAN.exists() else []
-    refused = [line for path, lines in found.items() if path not in listed for line in lines]
-    waiting = [line for path, lines in found.items() if path in listed for line in lines]
-    shown = refused + (waiting if options.list else [])
-    print(*shown, sep="\n", end="\n" if shown else "")
-    for path in listed:
-        state = (
-            f"{len(found[path])} lines to mend" if path in found else "clean: take it off the list"
-        )
-        print(f"{path}: {state}")
-    print(f"{count} files, {len(refused)} differences from the glossary, {len(waiting)} known")
-    return 1 if refused or count == 0 else 0
+    return gate.main(
+        __doc__,
+        check_listed,
+        lambda: gate.missed_plants(check, SOUND, PLANTS),
+        "{} files, {} differences from the glossary",
+        {"--list": {"action": "store_true", "help": "print the lines of listed files too"}},
+    )
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ gate() { # gate NAME COMMAND...
     name=$1
     shift
     if "$@" >"$logs/$name.log" 2>&1; then
-        echo "ok    $name"
-        passed=$((passed + 1))
+        if ! sed -n "s/^skipped:/skip  $name:/p" "$logs/$name.log" | grep .; then
+            echo "ok    $name"
+            passed=$((passed + 1))
+        fi
     else
         echo "FAIL  $name: $(reason "$logs/$name.log") ($logs/$name.log)"
         failed=$((failed + 1))
@@ -167,18 +169,10 @@ fuzz() { # fuzz NAME: starts from the kept inputs; an input that crashes is left
 }
 
 gate format tools/gates/format.sh
-gate arrows_find_plants "$python" tools/gates/check_arrows.py --self-test
-gate arrows "$python" tools/gates/check_arrows.py
-gate calls_find_plants "$python" tools/gates/check_calls.py --self-test
-gate calls "$python" tools/gates/check_calls.py
-gate words_find_plants "$python" tools/gates/check_words.py --self-test
-gate words "$python" tools/gates/check_words.py
-gate commits_find_plants "$python" tools/gates/check_commits.py --self-test
-gate commits "$python" tools/gates/check_commits.py
-gate sizes_find_plants "$python" tools/gates/check_sizes.py --self-test
-gate sizes "$python" tools/gates/check_sizes.py
-gate symbols_find_plants "$python" tools/gates/check_symbols.py --self-test
-gate symbols "$python" tools/gates/check_symbols.py build/libfdma.so
+for check in arrows calls words commits messages sizes symbols; do
+    gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
+    gate "$check" "$python" "tools/gates/check_$check.py"
+done
 gate vocabulary words_tested
 gate header header_alone
 gate cpu_headers cpu_headers_alone

@@ -77,10 +77,13 @@ static void print_choice(int32_t device, const device_choice *choice) {
     char where[32] = "cpu";
     if (device > 0)
         snprintf(where, sizeof where, "cuda %d", device);
-    printf("\nruns on %-7s %-20s %-22s %s\n", where, "forward", "one query (decode)", "backward");
+    const int width = kernel_width();
+    printf("\nruns on %-7s %-*s %-*s %s\n", where, width, "forward", width, "one query (decode)",
+           "backward");
     for (int d = 0; d < dtype_count; d++)
-        printf("  %-13s %-20s %-22s %s\n", dtype_name(dtypes[d]), name_or_none(choice->forward[d]),
-               name_or_none(choice->decode[d]), name_or_none(choice->backward[d]));
+        printf("  %-13s %-*s %-*s %s\n", dtype_name(dtypes[d]), width,
+               name_or_none(choice->forward[d]), width, name_or_none(choice->decode[d]),
+               name_or_none(choice->backward[d]));
 }
 
 static void print_cpu(void) {
@@ -112,7 +115,7 @@ static bool is_chosen(const char *chosen, const char *kernel) {
 }
 
 static void print_kernel(const fdma_kernel_info *kernel, const device_choice *choice) {
-    printf("%-20s %-14s ", kernel->name, kernel->operation);
+    printf("%-*s %-14s ", kernel_width(), kernel->name, kernel->operation);
     if (kernel->missing != NULL) {
         printf("no: lacks %s\n", kernel->missing);
         return;
@@ -120,18 +123,18 @@ static void print_kernel(const fdma_kernel_info *kernel, const device_choice *ch
     const bool backward = strcmp(kernel->operation, "backward") == 0;
     const bool forward = strcmp(kernel->operation, "forward") == 0;
     printf("yes");
-    for (int d = 0; d < dtype_count; d++) {
+    for (int d = 0; d < dtype_count; d++)
         if ((backward && is_chosen(choice->backward[d], kernel->name)) ||
             (forward && (is_chosen(choice->forward[d], kernel->name) ||
                          is_chosen(choice->decode[d], kernel->name))))
             printf(" %s", dtype_name(dtypes[d]));
-    }
     printf("\n");
 }
 
 /* `choices` are those of the CPU and of the first CUDA device. */
 static void print_kernels(const device_choice choices[2]) {
-    printf("\n%-20s %-14s %s\n", "kernel", "operation", "available, and what runs on it");
+    printf("\n%-*s %-14s %s\n", kernel_width(), "kernel", "operation",
+           "available, and what runs on it");
     for (int32_t index = 0; index < fdma_kernel_count(); index++) {
         fdma_kernel_info kernel = {.size = sizeof kernel};
         if (fdma_describe_kernel(index, &kernel) == FDMA_OK)

@@ -19,7 +19,7 @@ INLINE void add_strip(float *const *sums, const group_list *groups, const float 
 /* dv += P dout, or dk += dS q, of the keys that a block of lanes keeps. */
 NOINLINE void add_block_lanes(float *const *sums, const group_list *groups, const float *words,
                               const float *rows, int64_t width) {
-    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length) {
+    for (int64_t d = 0; d < width; d += row_strip, rows += row_strip_length)
         if (width - d >= row_strip)
             add_strip(sums, groups, words, rows, d, tile_vectors);
         else if (width - d == 3 * vf_width)
@@ -28,7 +28,6 @@ NOINLINE void add_block_lanes(float *const *sums, const group_list *groups, cons
             add_strip(sums, groups, words, rows, d, 2);
         else
             add_strip(sums, groups, words, rows, d, 1);
-    }
 }
 
 /* Adds what a key block contributes to the gradients of a tile and of its keys. */

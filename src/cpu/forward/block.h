@@ -57,13 +57,12 @@ INLINE void weigh_group(const tile_step *step, const key_group *group, int block
 /* Sets the weights of the groups that no lane keeps to 0, for products that take whole steps. */
 static void clear_skipped(const tile_step *step, const group_list *groups) {
     const key_group *group = groups->group, *const end = group + groups->count;
-    for (int32_t first = 0; first < whole_steps(step->keys->count); first += score_keys) {
+    for (int32_t first = 0; first < whole_steps(step->keys->count); first += score_keys)
         if (group < end && group->first == first)
             group++;
         else
             memset(step->tile->weights + first / terms * block_lanes, 0,
                    sizeof(float) * score_keys / terms * block_lanes);
-    }
 }
 
 /* P of all groups that a block of lanes keeps. */

@@ -77,14 +77,13 @@ static const float *gather_slab(const score_context *score, float *to, int64_t h
                                 const uint8_t *from) {
     const fdma_tensor *const v = &score->problem->v;
     const int64_t dim = score->problem->head_dim;
-    for (int64_t g = 0; g < heads; g++, from += score->head_bytes, to += dim) {
+    for (int64_t g = 0; g < heads; g++, from += score->head_bytes, to += dim)
         if (v->dtype == FDMA_FLOAT32)
             widen_row(to, from, FDMA_FLOAT32, dim);
         else if (v->dtype == FDMA_FLOAT16)
             widen_row(to, from, FDMA_FLOAT16, dim);
         else
             widen_row(to, from, FDMA_BFLOAT16, dim);
-    }
     return to - heads * dim;
 }
 

@@ -76,15 +76,14 @@ static inline void vf_store_first_f16(uint16_t *p, vf x, int64_t count) {
     const uint32_t sign = bits_of(x) >> 16 & 0x8000;
     const uint32_t size = bits_of(x) & 0x7fffffff;
     uint32_t bits;
-    if (size > 0x7f800000) {
+    if (size > 0x7f800000)
         bits = 0x7e00;
-    } else if (size >= bits_of(65520.0f)) {
+    else if (size >= bits_of(65520.0f))
         bits = 0x7c00;
-    } else if (size < bits_of(0x1p-14f)) {
+    else if (size < bits_of(0x1p-14f))
         bits = bits_of(float_of(size) + 0.5f) - bits_of(0.5f); // the addition rounds to 2^-24
-    } else {
+    else
         bits = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
-    }
     *p = (uint16_t)(sign | bits);
 }
 

@@ -11,18 +11,14 @@ static constexpr int most_row_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
 
 static split_plan plan_splits(const forward_plan *plan, fdma_arena *arena) {
     split_plan splits = {};
-    const int64_t keys = plan->list_tile > 0   ? plan->list_tile
-                         : plan->list_head > 0 ? plan->list_head
-                                               : plan->kv_len;
-    int64_t wanted = divide_up(keys, usual_splits);
-    wanted = wanted < usual_keys ? wanted : usual_keys;
-    wanted = wanted > divide_up(keys, most_splits) ? wanted : divide_up(keys, most_splits);
-    wanted = wanted > least_keys ? wanted : least_keys;
+    const int64_t keys = list_keys(*plan);
+    int64_t wanted = min(divide_up(keys, usual_splits), usual_keys);
+    wanted = max(max(wanted, divide_up(keys, most_splits)), least_keys);
     splits.keys = (int32_t)round_up(wanted, 64); // whole key blocks of four warps
     splits.count = keys > 0 ? (int32_t)divide_up(keys, splits.keys) : 1;
-    const size_t results = (size_t)plan->batch * plan->q_heads * plan->q_len * splits.count;
-    splits.out = (float *)fdma_arena_take(arena, results * plan->head_dim * sizeof(float));
-    splits.stats = (float2 *)fdma_arena_take(arena, results * sizeof(float2));
+    const int64_t results = (int64_t)plan->batch * plan->q_heads * plan->q_len * splits.count;
+    splits.out = take<float>(arena, results * plan->head_dim);
+    splits.stats = take<float2>(arena, results);
     return splits;
 }
 
@@ -30,13 +26,11 @@ template <typename config>
 static fdma_status attend_splits(const fdma_problem *problem, const forward_plan &plan,
                                  const split_plan &splits) {
     static_assert(sizeof(decode_memory<config>) <= least_shared_bytes, "a split fits everywhere");
-    const bool aligned =
-        is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
     const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
     const int32_t blocks = plan.batch * plan.kv_heads * splits.count * tiles;
     return launch("forward", attend_split<config>,
                   {dim3(blocks), dim3(config::threads), sizeof(decode_memory<config>)}, problem,
-                  plan, splits, tiles, aligned);
+                  plan, splits, tiles, is_aligned(plan));
 }
 
 template <typename element>
@@ -49,23 +43,20 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
         FDMA_TRY(attend_splits<one_tile>(problem, plan, splits));
     else
         FDMA_TRY(attend_splits<more_tiles>(problem, plan, splits));
-    launch_shape merge = {dim3(plan.batch * plan.kv_heads * rows), dim3(merge_threads)};
-    merge.after_dependency = true;
+    const launch_shape merge = {dim3(plan.batch * plan.kv_heads * rows), dim3(merge_threads), 0,
+                                start_early};
     return launch("forward", merge_splits<one_tile>, merge, problem, plan, splits);
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const reason = fdma_cuda_refuses_plan(problem);
+    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
     if (problem->q_len > most_queries)
         return "more than 16 queries";
-    const int64_t rows = problem->q_len * problem->group;
-    const int64_t blocks = (rows / mma_rows + 1) * most_splits;
-    if (rows > INT32_MAX / 2 || problem->batch * problem->kv_heads > INT32_MAX / blocks)
-        return "more than 2^31 splits and tiles of queries";
-    if (problem->head_dim > FDMA_HEAD_DIM)
-        return "a larger head_dim than its own";
+    const int64_t tiles = problem->q_len * problem->group / mma_rows + 1;
+    if (problem->batch * problem->kv_heads > INT32_MAX / (tiles * most_splits))
+        return "more than 2^31 splits of tiles of queries";
     return fdma_refuses_before_sm80(problem);
 }
 
@@ -82,12 +73,6 @@ static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return task;
 }
 
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    lay_out(problem, &arena);
-    return fdma_arena_size(&arena);
-}
-
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const decode_task task = lay_out(problem, &arena);
@@ -96,9 +81,6 @@ static fdma_status run(const fdma_problem *problem) {
                                           : attend<__nv_bfloat16>(problem, task.plan, task.splits);
 }
 
-static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm80/decode/d", FDMA_HEAD_DIM),
-                                       operation_forward, fdma_missing_sm80, refuses, workspace,
-                                       run, true}};
-
-extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm80_decode_d, FDMA_HEAD_DIM) = {
-    kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_decode_d, FDMA_HEAD_DIM),
+                {FDMA_POINT_NAME("cuda/sm80/decode/d", FDMA_HEAD_DIM), operation_forward,
+                 fdma_missing_sm80, refuses, workspace_of<lay_out>, run, true});

@@ -15,8 +15,8 @@ template <typename config> struct merge_memory {
 /* Turns the row_max of each split into the weight of the split. Returns row_max and row_sum of the
  * whole row. Every warp sums the same numbers in the same order. */
 template <typename config>
-__device__ static inline float2 weigh_splits(merge_memory<config> &shared, const float2 *stats,
-                                             int32_t count) {
+__device__ static float2 weigh_splits(merge_memory<config> &shared, const float2 *stats,
+                                      int32_t count) {
     float max = least_max, sum = 0;
     for (int n = threadIdx.x; n < count; n += merge_threads) {
         shared.weight[n] = stats[n].x;
@@ -41,8 +41,8 @@ __device__ static inline float2 weigh_splits(merge_memory<config> &shared, const
 
 /* Each warp adds up the weighted out of every eighth split, in shared memory. */
 template <typename config>
-__device__ static inline void sum_splits(merge_memory<config> &shared, const float *out,
-                                         int32_t count, int32_t head_dim) {
+__device__ static void sum_splits(merge_memory<config> &shared, const float *out, int32_t count,
+                                  int32_t head_dim) {
     constexpr int warps = merge_memory<config>::warps;
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     for (int d = lane * 4; d < head_dim; d += warp_lanes * 4) {
@@ -63,7 +63,7 @@ __device__ static inline void sum_splits(merge_memory<config> &shared, const flo
 
 /* out and lse of one row. */
 template <typename config>
-__global__ void __launch_bounds__(merge_threads, 1)
+static __global__ void __launch_bounds__(merge_threads, 1)
     merge_splits(const __grid_constant__ forward_plan plan,
                  const __grid_constant__ split_plan splits) {
     __shared__ merge_memory<config> shared;
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(merge_threads, 1)
             out += shared.out[w][d];
         to[d] = (typename config::element)(all.y == 0 ? 0 : out / all.y);
     }
-    if (threadIdx.x == 0 && plan.lse != NULL)
-        plan.lse[lse_offset(plan, range, row)] = lse_of(all.x, all.y);
+    if (threadIdx.x == 0 && plan.lse.data != NULL)
+        *lse_at(plan, range, row) = lse_of(all.x, all.y);
 }
 
 #endif

@@ -54,8 +54,8 @@ template <typename config> struct decode_memory {
 
 /* Starts copying rows of k or v of a warp's key block. Lane n has the nth entry. */
 template <typename config>
-__device__ static inline void copy_keys(char *to, const row_source &source, int32_t entry,
-                                        int32_t kv_len) {
+__device__ static void copy_keys(char *to, const row_source &source, int32_t entry,
+                                 int32_t kv_len) {
     constexpr int copiers = row_layout<config::head_dim>::copiers;
     const row_source from = source; // a copy in registers, or each cp.async would read it again
 #pragma unroll
@@ -69,8 +69,8 @@ __device__ static inline void copy_keys(char *to, const row_source &source, int3
 }
 
 template <typename config>
-__device__ static inline void load_keys(decode_stage<config> &stage, const tile_inputs &inputs,
-                                        int32_t entry) {
+__device__ static void load_keys(decode_stage<config> &stage, const tile_inputs &inputs,
+                                 int32_t entry) {
     const int lane = threadIdx.x % warp_lanes;
     copy_keys<config>((char *)stage.k, inputs.k, entry, inputs.keys.kv_len);
     if (lane < config::keys) {
@@ -81,15 +81,15 @@ __device__ static inline void load_keys(decode_stage<config> &stage, const tile_
 }
 
 template <typename config>
-__device__ static inline void load_values(decode_stage<config> &stage, const tile_inputs &inputs,
-                                          int32_t entry) {
+__device__ static void load_values(decode_stage<config> &stage, const tile_inputs &inputs,
+                                   int32_t entry) {
     copy_keys<config>((char *)stage.v, inputs.v, entry, inputs.keys.kv_len);
     cp_async_commit_group();
 }
 
 /* The list entry that this lane looks up of the warp's key block at `from`. */
 template <typename config>
-__device__ static inline int32_t lane_entry(const tile_list &keys, int32_t from) {
+__device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
     const int lane = threadIdx.x % warp_lanes;
     return lane < config::keys ? entry_at(keys, from + lane) : -1;
 }
@@ -97,9 +97,8 @@ __device__ static inline int32_t lane_entry(const tile_list &keys, int32_t from)
 /* One key block of a warp. As soon as k or v of the stage has been read, it is loaded again for the
  * block two steps later (`later` has its entries), so that three of four copies are under way. */
 template <typename config>
-__device__ static inline void attend_block(decode_memory<config> &shared,
-                                           decode_stage<config> &stage, row_state<config> &state,
-                                           int32_t later, bool causal) {
+__device__ static void attend_block(decode_memory<config> &shared, decode_stage<config> &stage,
+                                    row_state<config> &state, int32_t later, bool causal) {
     float s[config::row_tiles][config::keys / 8][4];
     cp_async_wait_group<3>();
     __syncwarp(); // k has arrived
@@ -119,8 +118,8 @@ __device__ static inline void attend_block(decode_memory<config> &shared,
 
 /* A warp's key blocks: the first is at `from`, the others follow at equal distances. */
 template <typename config>
-__device__ static inline void attend_blocks(decode_memory<config> &shared, row_state<config> &state,
-                                            int32_t from, bool causal) {
+__device__ static void attend_blocks(decode_memory<config> &shared, row_state<config> &state,
+                                     int32_t from, bool causal) {
     constexpr int step = config::warps * config::keys;
     decode_stage<config> *const stages = shared.stages[threadIdx.x / warp_lanes];
     const tile_list &keys = shared.inputs.keys;
@@ -142,8 +141,7 @@ __device__ static inline void attend_blocks(decode_memory<config> &shared, row_s
 
 /* Writes a warp's partial results to shared memory, in the order of the range. */
 template <typename config>
-__device__ static inline void stage_rows(decode_memory<config> &shared,
-                                         const row_state<config> &state) {
+__device__ static void stage_rows(decode_memory<config> &shared, const row_state<config> &state) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
 #pragma unroll
     for (int r = 0; r < row_state<config>::rows; r++) {
@@ -162,9 +160,9 @@ __device__ static inline void stage_rows(decode_memory<config> &shared,
 
 /* Merges the partial results of the warps, and writes those of the split to the workspace. */
 template <typename config>
-__device__ static inline void write_split(const decode_memory<config> &shared,
-                                          const split_plan &splits, const row_range &range,
-                                          int64_t head, int32_t split, int32_t head_dim) {
+__device__ static void write_split(const decode_memory<config> &shared, const split_plan &splits,
+                                   const row_range &range, int64_t head, int32_t split,
+                                   int32_t head_dim) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     for (int r = warp; r < min(config::rows, range.total - range.first); r += config::warps) {
         const int64_t at = (head * range.total + range.first + r) * splits.count + split;
@@ -189,7 +187,7 @@ __device__ static inline void write_split(const decode_memory<config> &shared,
 /* One split of the keys against one tile of rows. The tiles of a split are neighbours, so that they
  * find its keys in the L2 cache; so are the kv heads, whose rows share pages of memory. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_split(const __grid_constant__ forward_plan plan,
                  const __grid_constant__ split_plan splits, const int32_t tiles,
                  const bool aligned) {

@@ -9,9 +9,9 @@
 template <typename T> __host__ __device__ constexpr bool is_bfloat16() { return false; }
 template <> __host__ __device__ constexpr bool is_bfloat16<__nv_bfloat16>() { return true; }
 
-__device__ static inline float to_float(float x) { return x; }
-__device__ static inline float to_float(__half x) { return __half2float(x); }
-__device__ static inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ static float to_float(float x) { return x; }
+__device__ static float to_float(__half x) { return __half2float(x); }
+__device__ static float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <typename T> __device__ T from_float(float x);
 template <> __device__ inline float from_float(float x) { return x; }
@@ -30,7 +30,7 @@ template <typename element> struct element_type;
 
 template <> struct element_type<__half> {
     static constexpr const char ptx[] = "f16";
-    static __device__ inline uint32_t pack(float low, float high) {
+    static __device__ uint32_t pack(float low, float high) {
         const __half2 both = __floats2half2_rn(low, high);
         return *(const uint32_t *)&both;
     }
@@ -38,7 +38,7 @@ template <> struct element_type<__half> {
 
 template <> struct element_type<__nv_bfloat16> {
     static constexpr const char ptx[] = "bf16";
-    static __device__ inline uint32_t pack(float low, float high) {
+    static __device__ uint32_t pack(float low, float high) {
         const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
         return *(const uint32_t *)&both;
     }

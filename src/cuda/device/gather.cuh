@@ -16,8 +16,8 @@ static constexpr uint32_t no_row = UINT32_MAX;
  * head_dim on are zero. batch: shuffles that are in flight together, since one shuffle takes as
  * long as six copies. */
 template <int rows, int panels, int warp_rows, int batch = 4>
-__device__ static inline void gather_rows(uint32_t block, int first_row, const char *source,
-                                          uint32_t unit, uint32_t own_row, int head_dim) {
+__device__ static void gather_rows(uint32_t block, int first_row, const char *source, uint32_t unit,
+                                   uint32_t own_row, int head_dim) {
     static_assert(warp_rows % swizzle_rows == 0, "rows of a warp begin where the swizzle does");
     constexpr int copies = warp_rows / copy_rows;
     const int lane = threadIdx.x % 32, vec = lane % line_lanes, row = lane / line_lanes;

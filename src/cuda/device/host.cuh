@@ -1,4 +1,4 @@
-/* The host side of a .cu file: the library's core, and the launch of a kernel. */
+/* The host side of a .cu file: the library's core, workspace, and the launch of a kernel. */
 #ifndef FDMA_CUDA_DEVICE_HOST_CUH
 #define FDMA_CUDA_DEVICE_HOST_CUH
 
@@ -13,17 +13,42 @@ extern "C" {
 /* The shared memory that a block can have on the devices with the least: 8.6, 8.9 and 12.0. */
 static constexpr size_t least_shared_bytes = 99 * 1024;
 
+/* When a kernel may start: after the one ahead of it in the stream has ended, or earlier, in which
+ * case it waits for that one itself, by griddepcontrol_wait(). */
+enum launch_start { start_after, start_early };
+
 struct launch_shape {
     dim3 grid, block;
-    size_t shared_bytes = 0;       // of dynamic shared memory
-    unsigned cluster = 0;          // blocks of a cluster along x; 0: no cluster
-    bool after_dependency = false; // the kernel may start before the one ahead of it has ended
+    size_t shared_bytes = 0; // of dynamic shared memory
+    launch_start start = start_after;
+    unsigned cluster = 0; // blocks of a cluster along x; 0: no cluster
 };
 
 static inline fdma_status check_cuda(const char *what, cudaError_t status) {
     FDMA_REQUIRE(status == cudaSuccess, FDMA_CUDA_ERROR, "%s: %s", what,
                  cudaGetErrorString(status));
     return FDMA_OK;
+}
+
+/* Takes an array of `count` elements from the arena. */
+template <typename element> static element *take(fdma_arena *arena, int64_t count) {
+    return (element *)fdma_arena_take(arena, (size_t)count * sizeof(element));
+}
+
+/* fdma_kernel.workspace of a kernel whose run() lays out its workspace with `lay_out`. */
+template <auto lay_out> static size_t workspace_of(const fdma_problem *problem) {
+    fdma_arena arena = {};
+    lay_out(problem, &arena);
+    return fdma_arena_size(&arena);
+}
+
+static inline size_t no_workspace(const fdma_problem *) { return 0; }
+
+/* Clears memory on the problem's stream. */
+static inline fdma_status clear(const char *what, const fdma_problem *problem, void *to,
+                                size_t bytes) {
+    const cudaStream_t stream = (cudaStream_t)problem->exec.stream;
+    return bytes == 0 ? FDMA_OK : check_cuda(what, cudaMemsetAsync(to, 0, bytes, stream));
 }
 
 /* Whether rows of 16-bit elements can be copied 16 bytes at a time. strides: the bitwise or of all
@@ -53,7 +78,7 @@ static fdma_status launch(const char *what, void (*kernel)(Params...), const lau
         cluster->val.clusterDim.z = 1;
     }
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
-    if (shape.after_dependency && device->capability >= 90) {
+    if (shape.start == start_early && device->capability >= 90) {
         cudaLaunchAttribute *const overlap = &attributes[config.numAttrs++];
         overlap->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlap->val.programmaticStreamSerializationAllowed = 1;
@@ -74,8 +99,6 @@ static inline dim3 grid_of(int64_t blocks, int64_t heads) {
 }
 
 /* The head of a block in such a grid. It may be past the end. */
-__device__ static inline int64_t head_of_block() {
-    return blockIdx.y + (int64_t)blockIdx.z * gridDim.y;
-}
+__device__ static int64_t head_of_block() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }
 
 #endif

@@ -7,7 +7,7 @@
 
 /* Waits until the phase of this parity is over. The first phase of a barrier has parity 0; the
  * phase before it, of parity 1, counts as over. A debug build traps after some seconds. */
-__device__ static inline void wait(uint64_t *barrier, uint32_t parity) {
+__device__ static void wait(uint64_t *barrier, uint32_t parity) {
 #ifdef NDEBUG
     while (!mbarrier_try_wait(barrier, parity)) {
     }
@@ -19,13 +19,19 @@ __device__ static inline void wait(uint64_t *barrier, uint32_t parity) {
 #endif
 }
 
+/* Arrives once for each warp. */
+__device__ static void release(uint64_t *barrier) {
+    if (threadIdx.x % 32 == 0)
+        mbarrier_arrive(barrier);
+}
+
 /* Where a producer or a consumer stands in a pipeline: its stage, and the parity of that stage's
  * current phase. */
 template <int stages> struct pipeline_state {
     int32_t stage = 0;
     uint32_t parity = 0;
 
-    __device__ inline void advance(void) {
+    __device__ void advance(void) {
         stage++;
         if (stage == stages) {
             stage = 0;

@@ -4,57 +4,50 @@
 #define FDMA_CUDA_DEVICE_PTX_CUH
 
 #include "cuda/device/element.cuh"
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
 
 /* d += a b^T: a is 16 x 16 and b 8 x 16, both contiguous along k; d is 16 x 8 in float32. */
-__device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __nv_bfloat16) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+template <typename element>
+__device__ static void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.%10.%10.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
-}
-
-__device__ static inline void mma_m16n8k16(float (&d)[4], uint4 a, uint2 b, __half) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
+                   "C"(element_type<element>::ptx));
 }
 
 /* Waits until the kernel ahead in the stream has ended and its writes are visible. For kernels
- * launched with after_dependency. */
-__device__ static inline void griddepcontrol_wait() {
+ * launched with start_early. */
+__device__ static void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/* Lets the next kernel in the stream start, if it is launched with after_dependency. Call it after
+/* Lets the next kernel in the stream start, if it is launched with start_early. Call it after
  * griddepcontrol_wait(), so that every kernel before this one has ended by then. */
-__device__ static inline void griddepcontrol_launch_dependents() {
+__device__ static void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-__device__ static inline uint32_t shared_address(const void *pointer) {
+__device__ static uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-__device__ static inline void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
+__device__ static void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                  "r"(arrivals)
                  : "memory");
 }
 
-__device__ static inline void mbarrier_arrive(uint64_t *barrier) {
+__device__ static void mbarrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                  : "memory");
 }
 
-__device__ static inline bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
+__device__ static bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     uint32_t done;
     asm volatile("{\n"
                  ".reg .pred done;\n"
@@ -68,13 +61,13 @@ __device__ static inline bool mbarrier_try_wait(uint64_t *barrier, uint32_t pari
 }
 
 /* Makes barriers that this thread initialised visible to asynchronous operations. */
-__device__ static inline void fence_mbarrier_init(void) {
+__device__ static void fence_mbarrier_init(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 /* Copies 16 bytes to shared memory, bypassing L1. Only the first `bytes` are read; the rest is
  * 0. */
-__device__ static inline void cp_async_16(uint32_t shared, const void *global, uint32_t bytes) {
+__device__ static void cp_async_16(uint32_t shared, const void *global, uint32_t bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                  "r"(bytes)
                  : "memory");
@@ -82,35 +75,35 @@ __device__ static inline void cp_async_16(uint32_t shared, const void *global, u
 
 /* Arrives at `barrier` once all earlier cp.async of this thread are done. The barrier's count must
  * include this arrival. */
-__device__ static inline void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
+__device__ static void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
     asm volatile(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
         : "memory");
 }
 
 /* Orders earlier ordinary writes to shared memory before accesses by wgmma or TMA. */
-__device__ static inline void fence_proxy_async(void) {
+__device__ static void fence_proxy_async(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-template <uint32_t registers> __device__ static inline void setmaxnreg_dec(void) {
+template <uint32_t registers> __device__ static void setmaxnreg_dec(void) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-template <uint32_t registers> __device__ static inline void setmaxnreg_inc(void) {
+template <uint32_t registers> __device__ static void setmaxnreg_inc(void) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-__device__ static inline void bar_sync(uint32_t barrier, uint32_t threads) {
+__device__ static void bar_sync(uint32_t barrier, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-__device__ static inline void bar_arrive(uint32_t barrier, uint32_t threads) {
+__device__ static void bar_arrive(uint32_t barrier, uint32_t threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 /* a * b + c. */
-__device__ static inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
+__device__ static uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
     uint64_t d;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
     return d;
@@ -118,73 +111,66 @@ __device__ static inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t 
 
 /* Returns x, but hides its value from the compiler. What depends on it is computed again where it
  * is used, instead of being kept in registers from an earlier use. */
-__device__ static inline uint32_t opaque(uint32_t x) {
+__device__ static uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
 /* A copy of x in another register. */
-__device__ static inline uint32_t mov_b32(uint32_t x) {
+__device__ static uint32_t mov_b32(uint32_t x) {
     uint32_t y;
     asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 
 /* 2^x; 0 for -inf. Subnormal results are 0. */
-__device__ static inline float ex2_approx(float x) {
+__device__ static float ex2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 /* Copies 4 bytes to shared memory. */
-__device__ static inline void cp_async_4(uint32_t shared, const void *global) {
+__device__ static void cp_async_4(uint32_t shared, const void *global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-/* Copies 8 bytes to shared memory. Only the first `bytes` are read; the rest is 0. */
-__device__ static inline void cp_async_8(uint32_t shared, const void *global, uint32_t bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global),
-                 "r"(bytes)
-                 : "memory");
-}
-
-__device__ static inline void cp_async_commit_group(void) {
+__device__ static void cp_async_commit_group(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 /* Waits until at most the `pending` latest groups of this thread are still in flight. */
-template <int pending> __device__ static inline void cp_async_wait_group(void) {
+template <int pending> __device__ static void cp_async_wait_group(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-/* Loads four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix m. */
-__device__ static inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t shared) {
+/* Loads two or four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix
+ * m. */
+__device__ static void ldmatrix_x2(uint32_t (&to)[2], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1])
+                 : "r"(shared));
+}
+
+__device__ static void ldmatrix_x4(uint32_t (&to)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared));
 }
 
-__device__ static inline void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t shared) {
+__device__ static void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared));
 }
 
-/* The same, with a and b as separate registers. */
-template <typename element>
-__device__ static inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                           uint32_t b1) {
-    mma_m16n8k16(d, make_uint4(a[0], a[1], a[2], a[3]), make_uint2(b0, b1), element());
-}
-
 /* The dynamic shared memory of the block. */
-template <typename memory> __device__ static inline memory &shared_memory(void) {
+template <typename memory> __device__ static memory &shared_memory(void) {
     extern __shared__ uint4 dynamic_shared[];
     return *reinterpret_cast<memory *>(dynamic_shared);
 }
 
-__device__ static inline uint32_t lanemask_lt(void) {
+__device__ static uint32_t lanemask_lt(void) {
     uint32_t mask;
     asm("mov.u32 %0, %%lanemask_lt;" : "=r"(mask));
     return mask;
@@ -192,7 +178,7 @@ __device__ static inline uint32_t lanemask_lt(void) {
 
 /* The lanes that agree with this one in the bits `bit` of `word`, by vote.sync.ballot. In assembly,
  * because the compiler would shift the bit down first, twice. */
-__device__ static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
+__device__ static uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
     uint32_t same;
     asm volatile("{\n"
                  ".reg .pred set;\n"
@@ -208,36 +194,36 @@ __device__ static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) 
 }
 
 /* The rank of this block in its cluster. */
-__device__ static inline uint32_t cluster_ctarank(void) {
+__device__ static uint32_t cluster_ctarank(void) {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
 /* The address of the same variable in the shared memory of another block of the cluster. */
-__device__ static inline uint32_t mapa(uint32_t shared, uint32_t rank) {
+__device__ static uint32_t mapa(uint32_t shared, uint32_t rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
     return address;
 }
 
-__device__ static inline void st_shared_cluster(uint32_t address, uint32_t value) {
+__device__ static void st_shared_cluster(uint32_t address, uint32_t value) {
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ static inline void st_shared_cluster(uint32_t address, uint2 value) {
+__device__ static void st_shared_cluster(uint32_t address, uint2 value) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x),
                  "r"(value.y)
                  : "memory");
 }
 
-__device__ static inline void st_shared_cluster(uint32_t address, uint4 value) {
+__device__ static void st_shared_cluster(uint32_t address, uint4 value) {
     asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
 }
 
-__device__ static inline uint32_t ld_shared_cluster(uint32_t address) {
+__device__ static uint32_t ld_shared_cluster(uint32_t address) {
     uint32_t value;
     asm volatile("ld.relaxed.cluster.shared::cluster.u32 %0, [%1];"
                  : "=r"(value)
@@ -246,49 +232,33 @@ __device__ static inline uint32_t ld_shared_cluster(uint32_t address) {
     return value;
 }
 
-__device__ static inline void barrier_cluster_arrive(void) {
+__device__ static void barrier_cluster_arrive(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-__device__ static inline void barrier_cluster_wait(void) {
+__device__ static void barrier_cluster_wait(void) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ static inline uint32_t ld_relaxed_gpu(const uint32_t *address) {
+__device__ static uint32_t ld_relaxed_gpu(const uint32_t *address) {
     uint32_t value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 
-__device__ static inline void st_relaxed_gpu(uint32_t *address, uint32_t value) {
+__device__ static void st_relaxed_gpu(uint32_t *address, uint32_t value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-/* Loads two or four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix
- * m. */
-__device__ static inline void ldmatrix_x2(uint2 &to, uint32_t shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(to.x), "=r"(to.y)
-                 : "r"(shared)
-                 : "memory");
-}
-
-__device__ static inline void ldmatrix_x4(uint4 &to, uint32_t shared) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                 : "r"(shared)
-                 : "memory");
-}
-
 /* Stores four matrices of 8 x 8 elements. Lane 8 m + r passes the address of row r of matrix m. */
-__device__ static inline void stmatrix_x4(uint32_t shared, const uint32_t (&from)[4]) {
+__device__ static void stmatrix_x4(uint32_t shared, const uint32_t (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
                  "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
 /* Waits for `threads` threads at a named barrier; returns whether the predicate holds for any. */
-__device__ static inline bool bar_red_or(uint32_t barrier, uint32_t threads, bool predicate) {
+__device__ static bool bar_red_or(uint32_t barrier, uint32_t threads, bool predicate) {
     uint32_t any;
     asm volatile("{\n"
                  ".reg .pred mine, any;\n"
@@ -303,24 +273,22 @@ __device__ static inline bool bar_red_or(uint32_t barrier, uint32_t threads, boo
 }
 
 /* Adds to four, or two, consecutive floats in device memory, without returning them. */
-__device__ static inline void red_add_v4(float *address, float x, float y, float z, float w) {
+__device__ static void red_add_v4(float *address, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x),
                  "f"(y), "f"(z), "f"(w)
                  : "memory");
 }
 
-__device__ static inline void red_add_v2(float *address, float x, float y) {
+__device__ static void red_add_v2(float *address, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y)
                  : "memory");
 }
 
 /* Orders this thread's earlier accesses to device memory before its later ones, also as seen by
  * threads that synchronise with it. */
-__device__ static inline void fence_acq_rel_gpu(void) {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
+__device__ static void fence_acq_rel_gpu(void) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-__device__ static inline uint32_t ld_acquire_gpu(const uint32_t *address) {
+__device__ static uint32_t ld_acquire_gpu(const uint32_t *address) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;

@@ -13,14 +13,13 @@ static constexpr int block_rows = row_threads / row_lanes;
 
 /* The first element of a row of head `head`, which counts the heads of all sequences. */
 template <typename element>
-__device__ static inline element *row_of(const head_view &view, int64_t head, int64_t heads,
-                                         int64_t row) {
+__device__ static element *row_of(const head_view &view, int64_t head, int64_t heads, int64_t row) {
     return (element *)view.data + head / heads * view.batch + row * view.row +
            head % heads * view.head;
 }
 
 /* The sum over the lanes of a row. */
-__device__ static inline float row_sum(float x) {
+__device__ static float row_sum(float x) {
     for (int step = row_lanes / 2; step > 0; step /= 2)
         x += __shfl_xor_sync(~0u, x, step);
     return x;

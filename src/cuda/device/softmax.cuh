@@ -14,19 +14,19 @@ static constexpr float ln_2 = 0.69314718055994530942f;
 /* Where row_max starts: no finite number is less, and -inf minus it is -inf, not NaN. */
 static constexpr float least_max = -FLT_MAX;
 
-__device__ static inline float quad_max(float x) {
+__device__ static float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-__device__ static inline float quad_sum(float x) {
+__device__ static float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 /* tanh(x) with relative error 2e-7: an odd polynomial up to 0.625 (Cephes' coefficients), above it
  * an exponential. */
-__device__ static inline float tanh_of(float x) {
+__device__ static float tanh_of(float x) {
     const float size = fabsf(x), square = x * x;
     float p = fmaf(square, -5.70498872745e-3f, 2.06390887954e-2f);
     p = fmaf(p, square, -5.37397155531e-2f);
@@ -39,12 +39,12 @@ __device__ static inline float tanh_of(float x) {
 
 /* The factor that turns sums of weights relative to the maximum `from` into sums relative to `to`,
  * which is no less. */
-__device__ static inline float growth_factor(float from, float to) {
+__device__ static float growth_factor(float from, float to) {
     return from == to ? 1 : ex2_approx(from - to);
 }
 
 /* The lse of a row in nats; -inf if the row is empty. */
-__device__ static inline float lse_of(float row_max, float row_sum) {
+__device__ static float lse_of(float row_max, float row_sum) {
     return (row_max + log2f(row_sum)) * ln_2;
 }
 

@@ -9,8 +9,7 @@ static constexpr int vec_bytes = 16;
 
 /* Loads a vector. `aligned`: `from` is aligned to 16 bytes. */
 template <typename element>
-__device__ static inline void load_vec(float (&to)[vec_channels], const element *from,
-                                       bool aligned) {
+__device__ static void load_vec(float (&to)[vec_channels], const element *from, bool aligned) {
     alignas(16) element raw[vec_channels];
     if (aligned)
 #pragma unroll
@@ -26,8 +25,7 @@ __device__ static inline void load_vec(float (&to)[vec_channels], const element 
 }
 
 template <typename element>
-__device__ static inline void store_vec(element *to, const float (&from)[vec_channels],
-                                        bool aligned) {
+__device__ static void store_vec(element *to, const float (&from)[vec_channels], bool aligned) {
     alignas(16) element raw[vec_channels];
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)

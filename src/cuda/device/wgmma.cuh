@@ -24,13 +24,13 @@ static constexpr int swizzle_rows = 8;    // after which the pattern repeats
 static constexpr int wgmma_k = 16;        // channels or keys that one wgmma sums over
 
 /* The offset of a vector of a row in its panel. */
-__device__ static inline uint32_t swizzled(uint32_t row, uint32_t vec) {
+__device__ static uint32_t swizzled(uint32_t row, uint32_t vec) {
     return row * line_bytes + ((vec ^ row % swizzle_rows) * vec_bytes);
 }
 
 /* The descriptor of a matrix in shared memory that begins at `address`. panel_bytes: from one panel
  * to the next; wgmma reads it only if channels are the matrix's M or N dimension. */
-__device__ static inline uint64_t describe_matrix(uint32_t address, uint32_t panel_bytes) {
+__device__ static uint64_t describe_matrix(uint32_t address, uint32_t panel_bytes) {
     const uint64_t swizzle_128 = 1;
     return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(panel_bytes >> 4) << 16 |
            (uint64_t)(swizzle_rows * line_bytes >> 4) << 32 | swizzle_128 << 62;
@@ -39,13 +39,13 @@ __device__ static inline uint64_t describe_matrix(uint32_t address, uint32_t pan
 /* The descriptor of a matrix [16][columns] without a swizzle, whose rows 8 to 15 repeat rows 0 to
  * 7. Eight columns of eight rows are 128 bytes; the next eight columns follow after
  * `octet_bytes`. */
-__device__ static inline uint64_t describe_octets(uint32_t address, uint32_t octet_bytes) {
+__device__ static uint64_t describe_octets(uint32_t address, uint32_t octet_bytes) {
     return (uint64_t)(address & 0x3ffff) >> 4 | (uint64_t)(octet_bytes >> 4) << 32;
 }
 
 template <typename element, int accumulate, int transpose_a = 0, int transpose_b = 0,
           int accumulators>
-__device__ static inline void multiply(float (&d)[accumulators], uint64_t a, uint64_t b) {
+__device__ static void multiply(float (&d)[accumulators], uint64_t a, uint64_t b) {
     if constexpr (accumulators == 16)
         wgmma_m64n32k16<element, accumulate, transpose_a, transpose_b>(d, a, b);
     else if constexpr (accumulators == 32)
@@ -55,8 +55,7 @@ __device__ static inline void multiply(float (&d)[accumulators], uint64_t a, uin
 }
 
 template <typename element, int accumulators>
-__device__ static inline void multiply(float (&d)[accumulators], const uint32_t (&a)[4],
-                                       uint64_t b) {
+__device__ static void multiply(float (&d)[accumulators], const uint32_t (&a)[4], uint64_t b) {
     if constexpr (accumulators == 32)
         wgmma_m64n64k16<element>(d, a, b);
     else if constexpr (accumulators == 64)
@@ -68,7 +67,7 @@ __device__ static inline void multiply(float (&d)[accumulators], const uint32_t 
 /* Issues S = Q K^T. q: 64 rows of a block of q_rows; k: 2 * accumulators keys of a block of
  * key_rows. */
 template <typename element, int channels, int q_rows, int key_rows, int accumulators>
-__device__ static inline void issue_abt(float (&scores)[accumulators], uint32_t q, uint32_t k) {
+__device__ static void issue_abt(float (&scores)[accumulators], uint32_t q, uint32_t k) {
     const uint64_t a = describe_matrix(q, 0), b = describe_matrix(k, 0);
     multiply<element, 0>(scores, a, b);
 #pragma unroll
@@ -82,8 +81,8 @@ __device__ static inline void issue_abt(float (&scores)[accumulators], uint32_t 
 /* Issues O += P V with P in registers, as the accumulators of S packed in pairs. v: 16 * steps keys
  * of a block of key_rows, 2 * accumulators channels. */
 template <typename element, int key_rows, int steps, int accumulators>
-__device__ static inline void
-issue_ab(float (&out)[accumulators], const uint32_t (&weights)[key_rows / wgmma_k][4], uint32_t v) {
+__device__ static void issue_ab(float (&out)[accumulators],
+                                const uint32_t (&weights)[key_rows / wgmma_k][4], uint32_t v) {
     const uint64_t b = describe_matrix(v, key_rows * line_bytes);
 #pragma unroll
     for (int j = 0; j < steps; j++)
@@ -93,8 +92,7 @@ issue_ab(float (&out)[accumulators], const uint32_t (&weights)[key_rows / wgmma_
 /* Issues D = A^T B. a: 16 * steps rows of 64 columns; b: 16 * steps rows of a block of b_rows,
  * 2 * accumulators channels. */
 template <typename element, int b_rows, int steps, int accumulators>
-__device__ static inline void issue_atb(float (&d)[accumulators], uint32_t a_address,
-                                        uint32_t b_address) {
+__device__ static void issue_atb(float (&d)[accumulators], uint32_t a_address, uint32_t b_address) {
     const uint64_t a = describe_matrix(a_address, 0);
     const uint64_t b = describe_matrix(b_address, b_rows * line_bytes);
     multiply<element, 0, 1, 1>(d, a, b);
@@ -107,14 +105,33 @@ __device__ static inline void issue_atb(float (&d)[accumulators], uint32_t a_add
 /* Issues D += A B. a: 64 rows of 16 * steps columns, one panel; b: 16 * steps rows of a block of
  * b_rows, 2 * accumulators channels. */
 template <typename element, int b_rows, int steps, int accumulators>
-__device__ static inline void issue_ab(float (&d)[accumulators], uint32_t a_address,
-                                       uint32_t b_address) {
+__device__ static void issue_ab(float (&d)[accumulators], uint32_t a_address, uint32_t b_address) {
     const uint64_t a = describe_matrix(a_address, 0);
     const uint64_t b = describe_matrix(b_address, b_rows * line_bytes);
 #pragma unroll
     for (int j = 0; j < steps; j++)
         multiply<element, 1, 0, 1>(d, a + (j * wgmma_k * 2 >> 4),
                                    b + (j * wgmma_k * line_bytes >> 4));
+}
+
+static constexpr int quad_channels = 32; // of 16 bits, that a quad stores at once: 8 per lane
+
+/* Moves words[i] of lane l of a quad to words[l] of lane i, so that each lane can store 16 contiguous
+ * bytes of a row of accumulators. */
+__device__ static void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if ((i & bit) != 0)
+                continue;
+            const uint32_t sent = upper ? words[i] : words[i | bit];
+            const uint32_t received = __shfl_xor_sync(~0u, sent, bit);
+            words[i] = upper ? received : words[i];
+            words[i | bit] = upper ? words[i | bit] : received;
+        }
+    }
 }
 
 #endif

@@ -4,16 +4,15 @@
  *
  * Source: docs/algorithm.md, slots. */
 #include "core/integers.h"
-#include "cuda/device/host.cuh"
+#include "cuda/device/head_view.cuh"
 
 static constexpr int scatter_threads = 256;
 static constexpr int finish_threads = 128;
 
 struct list_params {
-    const int32_t *expiry, *slot;
-    int64_t expiry_batch, expiry_head, slot_batch, slot_head;
-    int32_t *list, *count;
-    int64_t list_batch, list_head, list_tile, count_batch, count_head, count_tile;
+    number_view<const int32_t> expiry, slot;
+    number_view<int32_t> list, count; // of tile 0
+    int64_t list_tile, count_tile;    // from tile to tile
     int64_t kv_len, q_len, tile_len, tiles, kv_heads, heads;
     int64_t slots; // that a selection may use
     bool causal, is_global;
@@ -32,12 +31,8 @@ struct tile_positions {
 
 __device__ static head_lists lists_of(const list_params &params, int64_t head) {
     const int64_t b = head / params.kv_heads, g = head % params.kv_heads;
-    head_lists of;
-    of.expiry = params.expiry + b * params.expiry_batch + g * params.expiry_head;
-    of.slot = params.slot + b * params.slot_batch + g * params.slot_head;
-    of.list = params.list + b * params.list_batch + g * params.list_head;
-    of.count = params.count + b * params.count_batch + g * params.count_head;
-    return of;
+    return {params.expiry.at(b, g), params.slot.at(b, g), params.list.at(b, g),
+            params.count.at(b, g)};
 }
 
 __device__ static tile_positions positions_of(const list_params &params, int64_t tile) {
@@ -66,7 +61,7 @@ __device__ static int64_t most_slots(const list_params &params, tile_positions a
 }
 
 /* Each thread writes one key into its lists. */
-__global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
+static __global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;
     if (j >= params.kv_len || head >= params.heads)
@@ -128,7 +123,7 @@ __device__ static void confirm_slots(const list_params &params, const head_lists
 }
 
 /* Each thread block finishes one list. */
-__global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
+static __global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
     __shared__ int32_t in_use[2];
     const int64_t head = head_of_block(), tile = blockIdx.x;
     if (head >= params.heads)
@@ -161,19 +156,11 @@ __global__ void __launch_bounds__(finish_threads) finish_lists(const list_params
 
 static list_params describe_lists(const fdma_problem *problem) {
     list_params params;
-    params.expiry = (const int32_t *)problem->expiry.data;
-    params.slot = (const int32_t *)problem->slot.data;
-    params.expiry_batch = problem->expiry.stride[0];
-    params.expiry_head = problem->expiry.stride[1];
-    params.slot_batch = problem->slot.stride[0];
-    params.slot_head = problem->slot.stride[1];
-    params.list = (int32_t *)problem->list.data;
-    params.count = (int32_t *)problem->count.data;
-    params.list_batch = problem->list.stride[0];
-    params.list_head = problem->list.stride[1];
+    params.expiry = numbers_of<const int32_t>(&problem->expiry);
+    params.slot = numbers_of<const int32_t>(&problem->slot);
+    params.list = numbers_of<int32_t>(&problem->list);
+    params.count = numbers_of<int32_t>(&problem->count);
     params.list_tile = problem->list.stride[2];
-    params.count_batch = problem->count.stride[0];
-    params.count_head = problem->count.stride[1];
     params.count_tile = problem->count.stride[2];
     params.kv_len = problem->kv_len;
     params.q_len = problem->q_len;
@@ -181,26 +168,23 @@ static list_params describe_lists(const fdma_problem *problem) {
     params.tiles = count_tiles(problem);
     params.kv_heads = problem->kv_heads;
     params.heads = problem->batch * problem->kv_heads;
-    params.slots = problem->window < problem->kv_len ? problem->window : problem->kv_len;
+    params.slots = min(problem->window, problem->kv_len);
     params.causal = problem->causal;
     params.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
     return params;
 }
 
-static size_t workspace(const fdma_problem *) { return 0; }
-
 static fdma_status run(const fdma_problem *problem) {
     const list_params params = describe_lists(problem);
-    launch_shape scatter, finish;
     if (params.tiles == 0 || params.heads == 0)
         return FDMA_OK;
-    scatter.grid = grid_of(divide_up(params.kv_len, scatter_threads), params.heads);
-    scatter.block = dim3(scatter_threads);
-    finish.grid = grid_of(params.tiles, params.heads);
-    finish.block = dim3(finish_threads);
     if (params.kv_len > 0)
-        FDMA_TRY(launch("lists", scatter_keys, scatter, problem, params));
-    return launch("lists", finish_lists, finish, problem, params);
+        FDMA_TRY(launch("lists", scatter_keys,
+                        {grid_of(divide_up(params.kv_len, scatter_threads), params.heads),
+                         dim3(scatter_threads)},
+                        problem, params));
+    return launch("lists", finish_lists,
+                  {grid_of(params.tiles, params.heads), dim3(finish_threads)}, problem, params);
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -210,8 +194,5 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel kernels[] = {
-    {"cuda/sm80", operation_lists, fdma_missing_sm80, refuses, workspace, run, true},
-};
-
-extern "C" const kernel_table fdma_cuda_sm80_lists = {kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(fdma_cuda_sm80_lists, {"cuda/sm80", operation_lists, fdma_missing_sm80, refuses,
+                                       no_workspace, run, true});

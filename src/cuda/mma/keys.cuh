@@ -6,32 +6,6 @@
 #include "cuda/mma/queries.cuh"
 #include "cuda/mma/softmax.cuh"
 
-struct tile_list {
-    const int32_t *list;       // NULL: the keys 0, 1, 2, ...
-    const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
-    int32_t entries;           // that some row of the tile may keep
-    int32_t kv_len;
-};
-
-/* The list of a tile that has the first `rows` rows of a range. */
-__device__ static inline tile_list tile_list_of(const forward_plan &plan, const row_range &range,
-                                                int32_t rows) {
-    const int64_t head = (int64_t)range.b * plan.kv_heads + range.g;
-    const int32_t last = row_position(plan, range, range.first + rows - 1);
-    const int32_t t = plan.lists == 1 ? 0 : range.first / plan.group / list_queries;
-    tile_list keys = {};
-    keys.kv_len = plan.kv_len;
-    keys.records = plan.records != NULL ? plan.records + head * plan.kv_len : NULL;
-    keys.list = plan.list != NULL ? plan.list + head * plan.list_head + t * plan.list_tile : NULL;
-    if (plan.causal && last < 0)
-        return keys;
-    if (plan.count == NULL)
-        keys.entries = plan.causal ? min(last + 1, plan.kv_len) : plan.kv_len;
-    else
-        keys.entries = visible_entries(plan, plan.count[head * plan.lists + t], t, last);
-    return keys;
-}
-
 /* What a tile works from. It is kept in shared memory to save registers. */
 struct tile_inputs {
     row_range range;
@@ -40,32 +14,35 @@ struct tile_inputs {
     logit_params logits;
 };
 
-__device__ static inline tile_inputs
-tile_inputs_of(const forward_plan &plan, const row_range &range, int32_t rows, bool aligned) {
-    return {range, tile_list_of(plan, range, rows),
+/* Of a tile that has the first `rows` rows of a range. */
+__device__ static tile_inputs tile_inputs_of(const forward_plan &plan, const row_range &range,
+                                             int32_t rows, bool aligned) {
+    const int64_t head = (int64_t)range.b * plan.kv_heads + range.g;
+    const int32_t last = row_position(plan, range, range.first + rows - 1);
+    return {range, tile_list_of(plan, head, range.first / plan.group, last),
             source_of(plan.k, range.b, range.g, plan.head_dim, aligned),
             source_of(plan.v, range.b, range.g, plan.head_dim, aligned), logit_params_of(plan)};
 }
 
-/* Entry n of a list: a key, or a number for which is_key() is false. */
-__device__ static inline int32_t entry_at(const tile_list &keys, int32_t n) {
-    if (n >= keys.entries)
-        return -1;
-    return keys.list != NULL ? keys.list[n] : n;
-}
-
 /* The entry of key block n that this thread looks up. */
-template <typename config>
-__device__ static inline int32_t own_entry(const tile_list &keys, int32_t n) {
+template <typename config> __device__ static int32_t own_entry(const tile_list &keys, int32_t n) {
     const int32_t column = threadIdx.x;
     return column < config::keys ? entry_at(keys, n * config::keys + column) : -1;
+}
+
+/* Writes it to shared memory, which has the entries of three key blocks. */
+template <int keys>
+__device__ static void store_entry(int32_t (&key)[3][keys], int32_t n, int32_t entry) {
+    const uint32_t column = opaque(threadIdx.x);
+    if (column < keys)
+        key[n % 3][column] = entry;
 }
 
 /* Starts copying the record of an entry. Without records every row keeps a key; no row keeps an
  * entry that is no key. */
 template <int keys>
-__device__ static inline void copy_record(key_records<keys> &records, int column,
-                                          const tile_list &from, int32_t entry) {
+__device__ static void copy_record(key_records<keys> &records, int column, const tile_list &from,
+                                   int32_t entry) {
     const bool there = is_key(entry, from.kv_len);
     if (there && from.records != NULL) {
         cp_async_4(shared_address(&records.bias[column]), &from.records[entry].bias);
@@ -76,11 +53,20 @@ __device__ static inline void copy_record(key_records<keys> &records, int column
     }
 }
 
+/* Starts copying the records of a key block. */
+template <int keys>
+__device__ static void copy_records(key_records<keys> &records, const tile_list &from,
+                                    const int32_t *entries) {
+    const uint32_t column = opaque(threadIdx.x);
+    if (column < keys)
+        copy_record(records, column, from, entries[column]);
+}
+
 /* Starts copying the rows of k or v of a key block. An entry that is no key becomes zeros, because
  * whatever lies there is multiplied by a weight of 0. */
 template <typename config>
-__device__ static inline void copy_block(char *to, const int32_t *keys, const row_source &source,
-                                         int32_t kv_len) {
+__device__ static void copy_block(char *to, const int32_t *keys, const row_source &source,
+                                  int32_t kv_len) {
     using layout = row_layout<config::head_dim>;
     constexpr int copiers = layout::copiers, step = config::threads / copiers;
     static_assert(step % 8 == 0, "all rows of a lane are swizzled alike");

@@ -13,40 +13,38 @@ struct row_range {
     int32_t total; // rows of (b, g); a tile's last rows may be past the end
 };
 
-__device__ static inline row_range row_range_of(const forward_plan &plan, int32_t head,
-                                                int32_t first) {
+__device__ static row_range row_range_of(const forward_plan &plan, int32_t head, int32_t first) {
     return {head / plan.kv_heads, head % plan.kv_heads, first, plan.q_len * plan.group};
 }
 
 /* The position of a row; past the end, that of the last row. */
-__device__ static inline int32_t row_position(const forward_plan &plan, const row_range &range,
-                                              int32_t row) {
+__device__ static int32_t row_position(const forward_plan &plan, const row_range &range,
+                                       int32_t row) {
     return query_position(plan, min(row, range.total - 1) / plan.group);
 }
 
 /* The row of its warp, in the order of the range, that is row r of the warp's tiles. Rows are
  * permuted so that a lane's accumulators belong to neighbours, mostly heads of one query. */
-template <typename shape> __device__ static inline int row_order(int r) {
+template <typename shape> __device__ static int row_order(int r) {
     return r % 8 * (2 * shape::row_tiles) + r / 8;
 }
 
 /* The offset of a row in a tensor of q's shape, in elements. */
-__device__ static inline int64_t row_offset(const head_view &view, const forward_plan &plan,
-                                            const row_range &range, int32_t row) {
+__device__ static int64_t row_offset(const head_view &view, const forward_plan &plan,
+                                     const row_range &range, int32_t row) {
     const int32_t i = row / plan.group, h = range.g * plan.group + row % plan.group;
     return range.b * view.batch + i * view.row + h * view.head;
 }
 
-__device__ static inline int64_t lse_offset(const forward_plan &plan, const row_range &range,
-                                            int32_t row) {
-    const int32_t i = row / plan.group, h = range.g * plan.group + row % plan.group;
-    return range.b * plan.lse_batch + h * plan.lse_head + i;
+/* Where the lse of a row is written, if it is wanted. */
+__device__ static float *lse_at(const forward_plan &plan, const row_range &range, int32_t row) {
+    return plan.lse.at(range.b, range.g * plan.group + row % plan.group) + row / plan.group;
 }
 
 /* Writes the positions of the first `rows` rows of a range. */
 template <int rows>
-__device__ static inline void write_positions(int32_t *position, const forward_plan &plan,
-                                              const row_range &range) {
+__device__ static void write_positions(int32_t *position, const forward_plan &plan,
+                                       const row_range &range) {
     for (int r = threadIdx.x; r < rows; r += blockDim.x)
         position[r] = row_position(plan, range, range.first + r);
 }
@@ -54,9 +52,8 @@ __device__ static inline void write_positions(int32_t *position, const forward_p
 /* Starts copying the rows of `warps` warps, of q or of another tensor of its shape, with `threads`
  * threads. Rows past the end become zeros. */
 template <typename shape, int warps, int threads>
-__device__ static inline void load_queries(char *to, const head_view &view,
-                                           const forward_plan &plan, const row_range &range,
-                                           bool aligned) {
+__device__ static void load_queries(char *to, const head_view &view, const forward_plan &plan,
+                                    const row_range &range, bool aligned) {
     using layout = row_layout<shape::head_dim>;
     constexpr int warp_size = shape::row_tiles * mma_rows;
 #pragma unroll 1

@@ -20,7 +20,7 @@ struct logit_params {
     float scale;         // multiplies the product, or its tanh
 };
 
-__device__ static inline logit_params logit_params_of(const forward_plan &plan) {
+__device__ static logit_params logit_params_of(const forward_plan &plan) {
     // a softcap beyond all logits does nothing, one far below them makes them all 0
     const float least = 1e-30f, most = 1e30f;
     const float cap = fminf(fmaxf(plan.softcap, least), most);
@@ -38,17 +38,13 @@ template <typename shape> struct row_state {
     float out[shape::row_tiles][shape::head_dim / 8][4];
 };
 
-template <typename shape> __device__ static inline void clear_rows(row_state<shape> &state) {
+template <typename shape> __device__ static void clear_rows(row_state<shape> &state) {
 #pragma unroll
     for (int r = 0; r < row_state<shape>::rows; r++) {
         state.row_max[r] = least_max;
         state.row_sum[r] = 0;
     }
-#pragma unroll
-    for (int t = 0; t < shape::row_tiles; t++)
-#pragma unroll
-        for (int d = 0; d < shape::head_dim / 8; d++)
-            state.out[t][d][0] = state.out[t][d][1] = state.out[t][d][2] = state.out[t][d][3] = 0;
+    clear_sums(state.out);
 }
 
 /* The records of a key block, in shared memory. */
@@ -59,8 +55,8 @@ template <int keys> struct key_records {
 
 /* Products become logits. */
 template <typename shape>
-__device__ static inline void find_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                          const float *bias_of, const logit_params &params) {
+__device__ static void find_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
+                                   const float *bias_of, const logit_params &params) {
     if (params.softcap_scale > 0) {
 #pragma unroll
         for (int x = 0; x < shape::row_tiles * shape::keys / 2; x++)
@@ -79,9 +75,9 @@ __device__ static inline void find_logits(float (&s)[shape::row_tiles][shape::ke
 
 /* -inf in column tile n where a row does not keep the key. `position` is of the warp's rows. */
 template <typename shape>
-__device__ static inline void mask_columns(float (&s)[shape::row_tiles][shape::keys / 8][4], int n,
-                                           const int32_t *expiry_of, const int32_t *key_of,
-                                           const int32_t *position, bool causal) {
+__device__ static void mask_columns(float (&s)[shape::row_tiles][shape::keys / 8][4], int n,
+                                    const int32_t *expiry_of, const int32_t *key_of,
+                                    const int32_t *position, bool causal) {
     constexpr int rows = 2 * shape::row_tiles;
     const int lane = threadIdx.x % warp_lanes;
     const int2 key = ((const int2 *)key_of)[n * 4 + lane % 4];
@@ -102,9 +98,9 @@ __device__ static inline void mask_columns(float (&s)[shape::row_tiles][shape::k
 /* The same in every column. It first finds the column tiles that need it: most key blocks have
  * none, most of the others few. */
 template <typename shape>
-__device__ static inline void mask_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                          const int32_t *expiry_of, const int32_t *key_of,
-                                          const int32_t *position, bool causal) {
+__device__ static void mask_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
+                                   const int32_t *expiry_of, const int32_t *key_of,
+                                   const int32_t *position, bool causal) {
     const int32_t first = position[0], last = position[shape::row_tiles * mma_rows - 1];
     bool some = false;
 #pragma unroll
@@ -131,8 +127,8 @@ __device__ static inline void mask_logits(float (&s)[shape::row_tiles][shape::ke
 /* Raises row_max of the rows that have outgrown theirs, and rescales what was summed under the old
  * one. `top` has the greatest logits of this lane's columns. */
 template <typename shape>
-__device__ static inline void raise_max(row_state<shape> &state,
-                                        const float (&top)[2 * shape::row_tiles]) {
+__device__ static void raise_max(row_state<shape> &state,
+                                 const float (&top)[2 * shape::row_tiles]) {
 #pragma unroll
     for (int r = 0; r < 2 * shape::row_tiles; r++) {
         const float most = quad_max(top[r]), old = state.row_max[r];
@@ -150,9 +146,9 @@ __device__ static inline void raise_max(row_state<shape> &state,
 /* Finds the greatest logits of this lane's columns. Returns whether one has outgrown its
  * row_max. */
 template <typename shape>
-__device__ static inline bool find_top(float (&top)[2 * shape::row_tiles],
-                                       const float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                       const row_state<shape> &state) {
+__device__ static bool find_top(float (&top)[2 * shape::row_tiles],
+                                const float (&s)[shape::row_tiles][shape::keys / 8][4],
+                                const row_state<shape> &state) {
     bool outgrown = false;
 #pragma unroll
     for (int r = 0; r < 2 * shape::row_tiles; r++) {
@@ -168,8 +164,8 @@ __device__ static inline bool find_top(float (&top)[2 * shape::row_tiles],
 /* Logits become weights, which are added to the rows' sums. A logit of NaN makes its weight NaN,
  * and with it the row. */
 template <typename shape>
-__device__ static inline void weigh(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                    row_state<shape> &state) {
+__device__ static void weigh(float (&s)[shape::row_tiles][shape::keys / 8][4],
+                             row_state<shape> &state) {
     float top[2 * shape::row_tiles];
     if (__any_sync(~0u, find_top(top, s, state)))
         raise_max<shape>(state, top);

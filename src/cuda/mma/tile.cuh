@@ -27,9 +27,9 @@ template <int head_dim> struct row_layout {
     static constexpr int period = row_bytes % 128 == 0 ? 8 : 4; // vectors permuted among themselves
     static constexpr int copiers = period;                      // lanes that copy a row together
 
-    __device__ static inline int swizzle(int row) { return period == 8 ? row & 7 : (row >> 1) & 3; }
+    __device__ static int swizzle(int row) { return period == 8 ? row & 7 : (row >> 1) & 3; }
 
-    __device__ static inline uint32_t offset(int row, int vec) {
+    __device__ static uint32_t offset(int row, int vec) {
         return row * row_bytes + (vec ^ swizzle(row)) * vec_bytes;
     }
 };
@@ -41,19 +41,19 @@ template <int head_dim> struct lane_address {
     using layout = row_layout<head_dim>;
     uint32_t row, swizzle;
 
-    __device__ inline lane_address(const void *rows, int lane_row, int vec)
+    __device__ lane_address(const void *rows, int lane_row, int vec)
         : row(shared_address(rows) + lane_row * layout::row_bytes),
           swizzle((vec ^ layout::swizzle(lane_row)) * vec_bytes) {}
 
     /* The same address. It stops the compiler from hoisting address arithmetic out of a loop, which
      * would take too many registers. */
-    __device__ inline lane_address unhoisted() const {
+    __device__ lane_address unhoisted() const {
         lane_address other = *this;
         other.swizzle = opaque(swizzle);
         return other;
     }
 
-    __device__ inline uint32_t at(int rows, int vecs) const {
+    __device__ uint32_t at(int rows, int vecs) const {
         const int inside = vecs % layout::period, before = vecs - inside;
         return row + (swizzle ^ (inside * vec_bytes)) + rows * layout::row_bytes +
                before * vec_bytes;
@@ -63,26 +63,30 @@ template <int head_dim> struct lane_address {
 /* ldmatrix loads 16 rows x 16 channels as four 8 x 8 matrices. Their order is down first, then
  * right, for the left operand of a product, and for the right one if it is transposed. */
 template <int head_dim>
-__device__ static inline lane_address<head_dim> down_first(const void *rows, int first_vec = 0) {
+__device__ static lane_address<head_dim> down_first(const void *rows, int first_vec = 0) {
     const int lane = threadIdx.x % warp_lanes;
     return lane_address<head_dim>(rows, lane % 16, lane / 16 + first_vec);
 }
 
 /* Right first, then down: for a right operand that is not transposed. */
-template <int head_dim>
-__device__ static inline lane_address<head_dim> right_first(const void *rows) {
+template <int head_dim> __device__ static lane_address<head_dim> right_first(const void *rows) {
     const int lane = threadIdx.x % warp_lanes;
     return lane_address<head_dim>(rows, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
+template <int tiles, int columns>
+__device__ static void clear_sums(float (&sums)[tiles][columns][4]) {
+#pragma unroll
+    for (int x = 0; x < tiles * columns * 4; x++)
+        (&sums[0][0][0])[x] = 0;
+}
+
 /* s = Q K^T. q is at the warp's first row, k at the first key of the block. */
 template <typename shape>
-__device__ static inline void mma_abt(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                      const lane_address<shape::head_dim> &q,
-                                      const lane_address<shape::head_dim> &k) {
-#pragma unroll
-    for (int x = 0; x < shape::row_tiles * shape::keys / 2; x++)
-        (&s[0][0][0])[x] = 0;
+__device__ static void mma_abt(float (&s)[shape::row_tiles][shape::keys / 8][4],
+                               const lane_address<shape::head_dim> &q,
+                               const lane_address<shape::head_dim> &k) {
+    clear_sums(s);
 #pragma unroll
     for (int vec = 0; vec < shape::head_dim / vec_channels; vec += 2) {
         uint32_t rows[shape::row_tiles][4];
@@ -106,9 +110,9 @@ __device__ static inline void mma_abt(float (&s)[shape::row_tiles][shape::keys /
  * has only some of v's column tiles, it has pairs of them, equally far apart, and v is at the first
  * of them. */
 template <typename shape, int columns>
-__device__ static inline void mma_ab(float (&out)[shape::row_tiles][columns][4],
-                                     const float (&p)[shape::row_tiles][shape::keys / 8][4],
-                                     const lane_address<shape::head_dim> &v) {
+__device__ static void mma_ab(float (&out)[shape::row_tiles][columns][4],
+                              const float (&p)[shape::row_tiles][shape::keys / 8][4],
+                              const lane_address<shape::head_dim> &v) {
     using type = element_type<typename shape::element>;
     constexpr int spread = shape::head_dim / vec_channels / columns;
 #pragma unroll
@@ -142,20 +146,19 @@ struct row_source {
     bool aligned;   // every vector is aligned to 16 bytes
 };
 
-__device__ static inline row_source source_of(const head_view &view, int32_t b, int32_t g,
-                                              int32_t head_dim, bool aligned) {
-    return {(const char *)view.data + 2 * (b * view.batch + g * view.head), 2 * view.row,
-            head_dim / vec_channels, aligned};
+__device__ static row_source source_of(const head_view &view, int32_t b, int32_t g,
+                                       int32_t head_dim, bool aligned) {
+    return {rows_of(view, b, g), 2 * view.row, head_dim / vec_channels, aligned};
 }
 
-__device__ static inline const char *row_at(const row_source &source, uint32_t row) {
+__device__ static const char *row_at(const row_source &source, uint32_t row) {
     return source.data + row * source.stride;
 }
 
 /* Copies a row that is aligned to its elements only. */
 template <int head_dim>
-__device__ static inline void copy_row_unaligned(char *rows, int row, const char *from,
-                                                 int32_t vecs, bool there) {
+__device__ static void copy_row_unaligned(char *rows, int row, const char *from, int32_t vecs,
+                                          bool there) {
     using layout = row_layout<head_dim>;
 #pragma unroll 1
     for (int x = threadIdx.x % layout::copiers * 2; x < layout::row_bytes; x += layout::copiers * 2)
@@ -166,8 +169,8 @@ __device__ static inline void copy_row_unaligned(char *rows, int row, const char
 /* Starts copying a row to shared memory, or zeros if !there, with `copiers` lanes. `aligned`: every
  * vector is aligned to 16 bytes. */
 template <int head_dim>
-__device__ static inline void copy_row(char *rows, int row, const char *from, int32_t vecs,
-                                       bool there, bool aligned) {
+__device__ static void copy_row(char *rows, int row, const char *from, int32_t vecs, bool there,
+                                bool aligned) {
     using layout = row_layout<head_dim>;
     if (!aligned) {
         copy_row_unaligned<head_dim>(rows, row, from, vecs, there);
@@ -183,8 +186,7 @@ __device__ static inline void copy_row(char *rows, int row, const char *from, in
 
 /* Writes a row of shared memory to a tensor, with `copiers` lanes. */
 template <int head_dim>
-__device__ static inline void store_row(char *to, const char *rows, int row, int32_t vecs,
-                                        bool aligned) {
+__device__ static void store_row(char *to, const char *rows, int row, int32_t vecs, bool aligned) {
     using layout = row_layout<head_dim>;
     for (int vec = threadIdx.x % layout::copiers; vec < vecs; vec += layout::copiers) {
         const char *const from = rows + layout::offset(row, vec);

@@ -1,6 +1,5 @@
 /* The prologue and the epilogue of a backward call (plan/backward.cuh), on any device from compute
- * capability 8.0: the workspace, lse and delta of each row, zeros, sums across partitions, and dq
- * from its sums in float32.
+ * capability 8.0: the workspace, lse and delta of each row, zeros, and sums across partitions.
  *
  * Source: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #include "cuda/device/rows.cuh"
@@ -11,7 +10,7 @@ static constexpr int boundary_threads = 128;
 
 /* Writes row_lse and row_delta. row_lanes lanes take a row. */
 template <typename element>
-__global__ void __launch_bounds__(row_threads)
+static __global__ void __launch_bounds__(row_threads)
     find_row_stats(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block(), b = head / forward.q_heads, h = head % forward.q_heads;
@@ -20,8 +19,7 @@ __global__ void __launch_bounds__(row_threads)
     if (head >= (int64_t)forward.batch * forward.q_heads)
         return;
     const bool there = i < forward.q_len;
-    const float lse =
-        there ? forward.lse[b * forward.lse_batch + h * forward.lse_head + i] : -INFINITY;
+    const float lse = there ? forward.lse.at(b, h)[i] : -INFINITY;
     const bool empty = lse == -INFINITY; // a row of NaN is not
     float delta = 0;
     if (there) { // even if it is empty: to wait for lse first would take longer
@@ -40,14 +38,14 @@ __global__ void __launch_bounds__(row_threads)
     delta = row_sum(delta);
     if (lane != 0)
         return;
-    if (!empty && plan.dlse != NULL)
-        delta -= plan.dlse[b * plan.dlse_batch + h * plan.dlse_head + i];
+    if (!empty && plan.dlse.data != NULL)
+        delta -= plan.dlse.at(b, h)[i];
     plan.row_lse[head * plan.rows + i] = empty ? INFINITY : lse * log2_e;
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
 }
 
 /* Clears dbias and, unless they accumulate, dk and dv. row_lanes lanes take a key. */
-__global__ void __launch_bounds__(row_threads)
+static __global__ void __launch_bounds__(row_threads)
     clear_keys(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block();
@@ -55,9 +53,8 @@ __global__ void __launch_bounds__(row_threads)
     const int32_t lane = threadIdx.x % row_lanes;
     if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
         return;
-    if (plan.dbias != NULL && lane == 0)
-        plan.dbias[head / forward.kv_heads * plan.dbias_batch +
-                   head % forward.kv_heads * plan.dbias_head + j] = 0;
+    if (plan.dbias.data != NULL && lane == 0)
+        plan.dbias.at(head / forward.kv_heads, head % forward.kv_heads)[j] = 0;
     if (plan.accumulate)
         return;
     const float zeros[vec_channels] = {};
@@ -69,34 +66,9 @@ __global__ void __launch_bounds__(row_threads)
     }
 }
 
-/* Writes dq from its sums in float32. row_lanes lanes take a row. */
-template <typename element>
-__global__ void __launch_bounds__(row_threads)
-    round_dq(const backward_plan plan, const bool aligned) {
-    const forward_plan &forward = plan.forward;
-    const int64_t head = head_of_block();
-    const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
-    if (head >= (int64_t)forward.batch * forward.q_heads || i >= forward.q_len)
-        return;
-    element *const dq = row_of<element>(plan.dq, head, forward.q_heads, i);
-    const float *const from = plan.dq_sum + (head * plan.rows + i) * plan.sum_dim;
-    for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
-         d += row_lanes * vec_channels) {
-        float sum[vec_channels], old[vec_channels] = {};
-        *(float4 *)&sum[0] = *(const float4 *)&from[d];
-        *(float4 *)&sum[4] = *(const float4 *)&from[d + 4];
-        if (plan.accumulate)
-            load_vec(old, dq + d, aligned);
-#pragma unroll
-        for (int x = 0; x < vec_channels; x++)
-            sum[x] = fmaf(sum[x], forward.scale, old[x]);
-        store_vec(dq + d, sum, aligned);
-    }
-}
-
 /* Adds eight channels of a sum to a gradient, and clears the sum. */
 template <typename element>
-__device__ static inline void add_channels(element *to, float (&sum)[vec_channels], bool aligned) {
+__device__ static void add_channels(element *to, float (&sum)[vec_channels], bool aligned) {
     float old[vec_channels];
     load_vec(old, to, aligned);
 #pragma unroll
@@ -108,7 +80,7 @@ __device__ static inline void add_channels(element *to, float (&sum)[vec_channel
 }
 
 /* Adds eight channels to a sum. */
-__device__ static inline void sum_channels(float (&sum)[vec_channels], const float *from) {
+__device__ static void sum_channels(float (&sum)[vec_channels], const float *from) {
 #pragma unroll
     for (int x = 0; x < vec_channels; x++)
         sum[x] += from[x];
@@ -117,7 +89,7 @@ __device__ static inline void sum_channels(float (&sum)[vec_channels], const flo
 /* Adds the boundary sums of each key, in order, and the total to the key's gradients. A warp takes
  * a slot, a lane eight channels. */
 template <typename element>
-__global__ void __launch_bounds__(boundary_threads)
+static __global__ void __launch_bounds__(boundary_threads)
     add_boundaries(const backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
     const int64_t head = head_of_block();
@@ -146,22 +118,18 @@ __global__ void __launch_bounds__(boundary_threads)
                 add_channels(row_of<element>(plan.dv, head, forward.kv_heads, key) + d, dv,
                              aligned);
             }
-            if (plan.dbias != NULL && lane == 0)
-                plan.dbias[head / forward.kv_heads * plan.dbias_batch +
-                           head % forward.kv_heads * plan.dbias_head + key] += dbias;
+            if (plan.dbias.data != NULL && lane == 0)
+                plan.dbias.at(head / forward.kv_heads, head % forward.kv_heads)[key] += dbias;
             dbias = 0;
         }
         key = next;
     }
 }
 
-const char *fdma_cuda_refuses_backward(const fdma_problem *problem) {
-    const char *const reason = fdma_cuda_refuses_plan(problem);
-    if (reason != NULL)
-        return reason;
+const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most_head_dim) {
     if (problem->dlse.dtype == FDMA_FLOAT64 || problem->dbias.dtype == FDMA_FLOAT64)
-        return "float64 dlse or dbias, supported: float32";
-    return fdma_refuses_before_sm80(problem);
+        return "float64 dlse or dbias; supported: float32";
+    return fdma_cuda_refuses_plan(problem, most_head_dim);
 }
 
 /* How many partitions it takes for one sequence to fill a large device with thread blocks, as long
@@ -170,15 +138,13 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem) {
 static int32_t count_partitions(const fdma_problem *problem, const backward_shape &shape,
                                 int32_t lists) {
     enum { wanted_blocks = 128, long_len = 65536 };
-    const int64_t window = problem->window > 0 ? problem->window : 1;
+    const int64_t window = max(problem->window, (int64_t)1);
     const int64_t blocks = problem->kv_heads * divide_up(window, shape.block_slots);
     // boundary sums have at most as many bytes as k and v, those of a long sequence 1/32 as many
     const int64_t least_windows = problem->kv_len < long_len ? 2 : 64; // of a partition
-    int64_t partitions = divide_up(wanted_blocks, blocks);
     const int64_t most = 1 + problem->kv_len / (least_windows * window);
-    partitions = partitions < most ? partitions : most;
-    partitions = partitions < shape.most_partitions ? partitions : shape.most_partitions;
-    return (int32_t)(partitions < lists ? partitions : lists);
+    const int64_t partitions = min(divide_up(wanted_blocks, blocks), most);
+    return (int32_t)min(partitions, (int64_t)min(shape.most_partitions, lists));
 }
 
 static void describe_gradients(const fdma_problem *problem, backward_plan *plan) {
@@ -186,12 +152,8 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->dq = view_of(&problem->dq);
     plan->dk = view_of(&problem->dk);
     plan->dv = view_of(&problem->dv);
-    plan->dbias = (float *)problem->dbias.data;
-    plan->dbias_batch = problem->dbias.stride[0];
-    plan->dbias_head = problem->dbias.stride[1];
-    plan->dlse = (const float *)problem->dlse.data;
-    plan->dlse_batch = problem->dlse.stride[0];
-    plan->dlse_head = problem->dlse.stride[1];
+    plan->dbias = numbers_of<float>(&problem->dbias);
+    plan->dlse = numbers_of<const float>(&problem->dlse);
     plan->accumulate = problem->accumulate;
     plan->deterministic = problem->deterministic;
 }
@@ -200,10 +162,6 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
 static int64_t boundary_rows(const backward_plan *plan) {
     return (int64_t)plan->forward.batch * plan->forward.kv_heads * (plan->partitions - 1) *
            plan->slots;
-}
-
-static float *take_floats(fdma_arena *arena, int64_t count) {
-    return (float *)fdma_arena_take(arena, (size_t)count * sizeof(float));
 }
 
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
@@ -218,38 +176,27 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     plan.slots = (int32_t)round_up(is_listed ? problem->window : problem->kv_len,
                                    (int64_t)shape.block_slots);
     plan.rows = (int32_t)round_up(problem->q_len, list_queries);
-    plan.sum_dim = shape.sum_dim;
     const int32_t lists = forward->lists > 0 ? forward->lists : 1;
     plan.partitions =
         plan.is_rolling && plan.slots > 0 ? count_partitions(problem, shape, lists) : 1;
     plan.partition_lists = (int32_t)divide_up(lists, plan.partitions);
     plan.partitions = (int32_t)divide_up(lists, plan.partition_lists);
-    plan.row_lse = take_floats(arena, heads * plan.rows);
-    plan.row_delta = take_floats(arena, heads * plan.rows);
-    if (shape.sum_dim > 0)
-        plan.dq_sum = take_floats(arena, heads * plan.rows * shape.sum_dim);
+    plan.row_lse = take<float>(arena, heads * plan.rows);
+    plan.row_delta = take<float>(arena, heads * plan.rows);
     if (plan.partitions > 1) {
-        plan.boundary.dk = take_floats(arena, boundary_rows(&plan) * forward->head_dim);
-        plan.boundary.dv = take_floats(arena, boundary_rows(&plan) * forward->head_dim);
-        plan.boundary.dbias = take_floats(arena, boundary_rows(&plan));
+        plan.boundary.dk = take<float>(arena, boundary_rows(&plan) * forward->head_dim);
+        plan.boundary.dv = take<float>(arena, boundary_rows(&plan) * forward->head_dim);
+        plan.boundary.dbias = take<float>(arena, boundary_rows(&plan));
     }
     return plan;
 }
 
-static fdma_status clear_floats(const fdma_problem *problem, float *at, int64_t count) {
-    if (at == NULL || count == 0)
-        return FDMA_OK;
-    return check_cuda("backward", cudaMemsetAsync(at, 0, (size_t)count * sizeof *at,
-                                                  (cudaStream_t)problem->exec.stream));
-}
-
-static fdma_status clear_workspace(const fdma_problem *problem, const backward_plan *plan) {
-    const int64_t heads = problem->batch * problem->q_heads, rows = boundary_rows(plan);
-    const int64_t dim = problem->head_dim;
-    FDMA_TRY(clear_floats(problem, plan->dq_sum, heads * plan->rows * plan->sum_dim));
-    FDMA_TRY(clear_floats(problem, plan->boundary.dk, rows * dim));
-    FDMA_TRY(clear_floats(problem, plan->boundary.dv, rows * dim));
-    return clear_floats(problem, plan->boundary.dbias, rows);
+static fdma_status clear_boundaries(const fdma_problem *problem, const backward_plan *plan) {
+    const size_t dbias_bytes = (size_t)boundary_rows(plan) * sizeof(float);
+    const size_t bytes = dbias_bytes * (size_t)problem->head_dim;
+    FDMA_TRY(clear("backward", problem, plan->boundary.dk, bytes));
+    FDMA_TRY(clear("backward", problem, plan->boundary.dv, bytes));
+    return clear("backward", problem, plan->boundary.dbias, dbias_bytes);
 }
 
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
@@ -262,27 +209,19 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
         return FDMA_OK;
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
     const bool is_half = problem->dtype == FDMA_FLOAT16;
-    FDMA_TRY(clear_workspace(problem, plan));
+    FDMA_TRY(clear_boundaries(problem, plan));
     FDMA_TRY(launch("backward", is_half ? find_row_stats<__half> : find_row_stats<__nv_bfloat16>,
                     over_rows(plan->rows, heads), problem, *plan, aligned));
     return fdma_cuda_build_lists(problem, &plan->forward);
 }
 
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan) {
-    const int64_t heads = problem->batch * problem->q_heads;
     const int64_t key_heads = problem->batch * problem->kv_heads;
     const bool is_half = problem->dtype == FDMA_FLOAT16;
-    if (plan->rows == 0 || heads == 0)
+    if (plan->rows == 0 || problem->batch == 0 || plan->partitions == 1)
         return FDMA_OK;
-    if (plan->partitions > 1) {
-        const int64_t blocks = divide_up(plan->slots, boundary_threads / 32);
-        FDMA_TRY(launch("backward",
-                        is_half ? add_boundaries<__half> : add_boundaries<__nv_bfloat16>,
-                        {grid_of(blocks, key_heads), dim3(boundary_threads)}, problem, *plan,
-                        is_aligned(plan->dk) && is_aligned(plan->dv)));
-    }
-    if (plan->dq_sum == NULL)
-        return FDMA_OK;
-    return launch("backward", is_half ? round_dq<__half> : round_dq<__nv_bfloat16>,
-                  over_rows(problem->q_len, heads), problem, *plan, is_aligned(plan->dq));
+    return launch(
+        "backward", is_half ? add_boundaries<__half> : add_boundaries<__nv_bfloat16>,
+        {grid_of(divide_up(plan->slots, boundary_threads / 32), key_heads), dim3(boundary_threads)},
+        problem, *plan, is_aligned(plan->dk) && is_aligned(plan->dv));
 }

@@ -4,8 +4,8 @@
  *   fdma_cuda_plan_backward()   on the host: lays out the workspace
  *   fdma_cuda_begin_backward()  on the stream, the prologue: lists and records, lse and delta of
  *                               each row, zeros
- *   the kernel's passes         add to dk, dv and dbias, and to dq or dq_sum
- *   fdma_cuda_end_backward()    the epilogue: adds the sums across partitions, rounds dq_sum to dq
+ *   the kernel's passes         write dq, and add to dk, dv and dbias
+ *   fdma_cuda_end_backward()    the epilogue: adds the sums across partitions
  *
  * Positions are cut into query blocks of list_queries, each with a list. A kernel makes dk, dv and
  * dbias in two passes. The slot pass takes the keys that are live at a block's first position, slot
@@ -28,7 +28,6 @@
 struct backward_shape {
     int32_t block_slots; // slots of a slot block
     int32_t most_partitions;
-    int32_t sum_dim; // channels of a row of dq_sum; 0: no dq_sum
 };
 
 /* Sums of the keys that are live at a boundary: [batch * kv_heads][partitions - 1][slots], all zero
@@ -41,16 +40,12 @@ struct boundary_sums {
 struct backward_plan {
     forward_plan forward; // its out and lse are inputs here
     head_view dout, dq, dk, dv;
-    float *dbias; // [batch, kv_heads, kv_len] with these strides; NULL: not wanted
-    int64_t dbias_batch, dbias_head;
-    const float *dlse; // [batch, q_heads, q_len] with these strides; NULL: none
-    int64_t dlse_batch, dlse_head;
+    number_view<float> dbias;
+    number_view<const float> dlse;
     // of row i of (b, h), at (b * q_heads + h) * rows + i:
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len
-    float *dq_sum;    // rows of sum_dim, before the multiplication by scale; NULL: not asked for
     boundary_sums boundary;
-    int32_t sum_dim;
     int32_t rows;  // q_len rounded up to whole query blocks
     int32_t slots; // of a list, or keys of a list that is shared, rounded up to whole slot blocks
     int32_t partitions;
@@ -61,27 +56,37 @@ struct backward_plan {
 
 /* The clamped counts of list t of (b, g), whatever a corrupt selection says: entries that are live
  * at its first position (x), and all of them (y). Only if is_rolling. */
-__device__ static inline int2 list_counts(const backward_plan &plan, int64_t head, int32_t t) {
+__device__ static int2 list_counts(const backward_plan &plan, int64_t head, int32_t t) {
     const int2 count = plan.forward.count[head * plan.forward.lists + t];
     const int32_t all = (int32_t)min((int64_t)max(count.y, 0), plan.forward.list_tile);
     return make_int2(min(max(count.x, 0), all), all);
 }
 
+/* Entry n of list t of (b, g), if the plan has lists. */
+__device__ static int32_t list_entry(const forward_plan &plan, int64_t head, int32_t t, int32_t n) {
+    return plan.list[head * plan.list_head + t * plan.list_tile + n];
+}
+
+/* Entries of the list that all query blocks share. Only if not is_rolling. */
+__device__ static int32_t shared_entries(const forward_plan &plan, int64_t head) {
+    if (plan.count == NULL)
+        return plan.kv_len;
+    const int2 count = plan.count[head * plan.lists + plan.lists - 1];
+    return (int32_t)min((int64_t)max(count.y, 0), plan.list_head);
+}
+
 /* The key that is live in a slot at the first position of query block t, or a number for which
  * is_key() is false. */
-__device__ static inline int32_t key_in_slot(const backward_plan &plan, int64_t head, int32_t t,
-                                             int32_t slot) {
-    const forward_plan &forward = plan.forward;
-    if (slot >= list_counts(plan, head, t).x)
-        return -1;
-    return forward.list[head * forward.list_head + t * forward.list_tile + slot];
+__device__ static int32_t key_in_slot(const backward_plan &plan, int64_t head, int32_t t,
+                                      int32_t slot) {
+    return slot < list_counts(plan, head, t).x ? list_entry(plan.forward, head, t, slot) : -1;
 }
 
 /* The boundary that takes what a partition has summed for the key in a slot: the one at its start
  * or the one at its end, if the key is live there. 0: neither, and the sums go to dk, dv and
  * dbias. */
-__device__ static inline int32_t boundary_of(const backward_plan &plan, int64_t head,
-                                             int32_t partition, int32_t slot, int32_t key) {
+__device__ static int32_t boundary_of(const backward_plan &plan, int64_t head, int32_t partition,
+                                      int32_t slot, int32_t key) {
     const int32_t first = partition * plan.partition_lists, next = partition + 1;
     if (partition > 0 && key_in_slot(plan, head, first, slot) == key)
         return partition;
@@ -91,23 +96,23 @@ __device__ static inline int32_t boundary_of(const backward_plan &plan, int64_t 
 }
 
 /* The index of a boundary and slot in boundary.dbias; times head_dim, in boundary.dk and dv. */
-__device__ static inline int64_t boundary_row(const backward_plan &plan, int64_t head,
-                                              int32_t boundary, int32_t slot) {
+__device__ static int64_t boundary_row(const backward_plan &plan, int64_t head, int32_t boundary,
+                                       int32_t slot) {
     return (head * (plan.partitions - 1) + boundary - 1) * plan.slots + slot;
 }
 
-/* Why no plan can hold this problem, or NULL. */
-const char *fdma_cuda_refuses_backward(const fdma_problem *problem);
+/* As fdma_cuda_refuses_plan(). */
+const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most_head_dim);
 
 /* Returns the plan, laid out in the arena. With base NULL the arena only counts bytes. */
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
                                       const backward_shape &shape);
 
 /* Fills in lists, records, row_lse and row_delta, and clears dk and dv (unless they accumulate),
- * dbias, dq_sum and the boundary sums. */
+ * dbias and the boundary sums. */
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan);
 
-/* Adds the boundary sums to dk, dv and dbias, and writes dq from dq_sum if there is one. */
+/* Adds the boundary sums to dk, dv and dbias. */
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan);
 
 #endif

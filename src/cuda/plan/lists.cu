@@ -13,17 +13,17 @@
 
 static constexpr int record_threads = 256;
 static constexpr int roll_threads = 256;
-static constexpr int least_block_lists = 4; // because scattering costs more than rolling
-static constexpr int most_block_lists = 16;
+static constexpr int64_t least_block_lists = 4; // because scattering costs more than rolling
+static constexpr int64_t most_block_lists = 16;
 static constexpr int wanted_blocks = 264;    // two on each multiprocessor of a large device
 static constexpr int most_table = 48 * 1024; // slots whose table fits in shared memory
 
 /* The selection, and how many lists a thread block builds. */
 struct selection_view {
-    const int32_t *expiry, *slot; // NULL: dense
-    const uint8_t *key_valid;     // NULL: all
-    const float *bias;            // NULL: none
-    int64_t expiry_batch, expiry_head, slot_batch, slot_head, valid_batch, bias_batch, bias_head;
+    number_view<const int32_t> expiry, slot; // absent: dense
+    number_view<const float> bias;
+    const uint8_t *key_valid; // NULL: all
+    int64_t valid_batch;
     int32_t slots;       // that the selection may use
     int32_t block_lists; // lists of a thread block, the first of which is scattered
     bool is_global;
@@ -40,14 +40,14 @@ __device__ static head_selection selection_of(const forward_plan &plan,
                                               const selection_view &selection, int head) {
     const int64_t b = head / plan.kv_heads, g = head % plan.kv_heads;
     head_selection of = {};
-    if (selection.expiry != NULL)
-        of.expiry = selection.expiry + b * selection.expiry_batch + g * selection.expiry_head;
-    if (selection.slot != NULL)
-        of.slot = selection.slot + b * selection.slot_batch + g * selection.slot_head;
+    if (selection.expiry.data != NULL)
+        of.expiry = selection.expiry.at(b, g);
+    if (selection.slot.data != NULL)
+        of.slot = selection.slot.at(b, g);
     if (selection.key_valid != NULL)
         of.key_valid = selection.key_valid + b * selection.valid_batch;
-    if (selection.bias != NULL)
-        of.bias = selection.bias + b * selection.bias_batch + g * selection.bias_head;
+    if (selection.bias.data != NULL)
+        of.bias = selection.bias.at(b, g);
     return of;
 }
 
@@ -93,7 +93,7 @@ __device__ static void scatter_key(const forward_plan &plan, const selection_vie
 }
 
 /* Each thread writes the record of one key, and its entries in the scattered lists. */
-__global__ void __launch_bounds__(record_threads)
+static __global__ void __launch_bounds__(record_threads)
     write_records(const forward_plan plan, const selection_view selection) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * record_threads + threadIdx.x;
@@ -130,7 +130,7 @@ __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_
 
 /* For a global selection, a thread block counts the kept keys of one (b, g), and then how many of
  * them each query block sees. */
-__global__ void __launch_bounds__(roll_threads)
+static __global__ void __launch_bounds__(roll_threads)
     count_global(const forward_plan plan, const selection_view selection) {
     const int head = blockIdx.x;
     const head_selection of = selection_of(plan, selection, head);
@@ -240,7 +240,7 @@ __device__ static void roll_table(int32_t position, const int32_t *arriving, rol
 }
 
 /* The lists of one thread block. */
-__global__ void __launch_bounds__(roll_threads)
+static __global__ void __launch_bounds__(roll_threads)
     roll_lists(const forward_plan plan, const selection_view selection) {
     extern __shared__ int4 table[];
     __shared__ roll_memory shared;
@@ -287,9 +287,7 @@ static void describe_problem(const fdma_problem *problem, forward_plan *plan) {
     plan->k = view_of(&problem->k);
     plan->v = view_of(&problem->v);
     plan->out = view_of(&problem->out);
-    plan->lse = (float *)problem->lse.data;
-    plan->lse_batch = problem->lse.stride[0];
-    plan->lse_head = problem->lse.stride[1];
+    plan->lse = numbers_of<float>(&problem->lse);
     plan->batch = (int32_t)problem->batch;
     plan->q_len = (int32_t)problem->q_len;
     plan->kv_len = (int32_t)problem->kv_len;
@@ -320,24 +318,26 @@ static bool has_vast_lists(const fdma_problem *problem) {
     return is_listed(problem) && lists * (double)list_size(problem) > most_entries;
 }
 
-const char *fdma_cuda_refuses_plan(const fdma_problem *problem) {
-    enum {
-        most_rows = INT32_MAX - 1024
-    }; // so that the positions of a tile past the end do not overflow
+const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim) {
+    const int64_t most_rows = INT32_MAX - 1024; // positions of rows past the end do not overflow
     if (problem->dtype == FDMA_FLOAT32)
         return "float32 tensors: cast q, k and v to bfloat16 or float16";
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
-        return "float64 tensors, supported: float16, bfloat16";
+        return "float64 tensors; supported: float16, bfloat16";
     if (problem->bias.dtype == FDMA_FLOAT64 || problem->lse.dtype == FDMA_FLOAT64)
-        return "float64 bias or lse, supported: float32";
+        return "float64 bias or lse; supported: float32";
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||
         problem->batch * problem->q_heads > most_rows)
-        return "more than 2^31 queries, keys or heads";
+        return "more than 2^31 - 1025 queries, keys or heads";
+    const int64_t rows = problem->q_len * problem->group, tile_rows = 16; // of a kv head
+    if (rows > INT32_MAX / 2 ||
+        problem->batch * problem->kv_heads > INT32_MAX / (rows / tile_rows + 1))
+        return "more than 2^30 rows of a kv head, or 2^31 tiles of 16 rows";
     if (is_listed(problem) && !is_present(&problem->slot))
         return "a selection without slots";
     if (has_vast_lists(problem))
         return "more than 2^46 keys in lists";
-    return NULL;
+    return problem->head_dim > most_head_dim ? "a larger head_dim than its own" : NULL;
 }
 
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
@@ -347,18 +347,16 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     describe_problem(problem, &plan);
     plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
     if (!plain || is_present(&problem->bias))
-        plan.records = (key_record *)fdma_arena_take(arena, (size_t)(heads * problem->kv_len) *
-                                                                sizeof *plan.records);
+        plan.records = take<key_record>(arena, heads * problem->kv_len);
     if (plain)
         return plan;
     const bool is_rolling = is_listed(problem) && !is_global(problem);
     const int64_t size = round_up(list_size(problem), 4);
     plan.list_tile = is_rolling ? size : 0;
     plan.list_head = is_rolling ? size * plan.lists : size;
-    plan.list =
-        (int32_t *)fdma_arena_take(arena, (size_t)(heads * plan.list_head) * sizeof *plan.list);
+    plan.list = take<int32_t>(arena, heads * plan.list_head);
     if (is_listed(problem))
-        plan.count = (int2 *)fdma_arena_take(arena, (size_t)(heads * plan.lists) * sizeof(int2));
+        plan.count = take<int2>(arena, heads * plan.lists);
     return plan;
 }
 
@@ -366,21 +364,13 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection_view selection = {};
     const int64_t heads = problem->batch * problem->kv_heads;
     const int64_t block_lists = heads * plan->lists / wanted_blocks;
-    selection.expiry = (const int32_t *)problem->expiry.data;
-    selection.slot = (const int32_t *)problem->slot.data;
+    selection.expiry = numbers_of<const int32_t>(&problem->expiry);
+    selection.slot = numbers_of<const int32_t>(&problem->slot);
+    selection.bias = numbers_of<const float>(&problem->bias);
     selection.key_valid = (const uint8_t *)problem->key_valid.data;
-    selection.bias = (const float *)problem->bias.data;
-    selection.expiry_batch = problem->expiry.stride[0];
-    selection.expiry_head = problem->expiry.stride[1];
-    selection.slot_batch = problem->slot.stride[0];
-    selection.slot_head = problem->slot.stride[1];
     selection.valid_batch = problem->key_valid.stride[0];
-    selection.bias_batch = problem->bias.stride[0];
-    selection.bias_head = problem->bias.stride[1];
     selection.slots = (int32_t)problem->window;
-    selection.block_lists = (int32_t)(block_lists < least_block_lists  ? least_block_lists
-                                      : block_lists > most_block_lists ? most_block_lists
-                                                                       : block_lists);
+    selection.block_lists = (int32_t)min(max(block_lists, least_block_lists), most_block_lists);
     if (problem->window > most_table)
         selection.block_lists = 1;
     selection.is_global = is_global(problem);
@@ -390,22 +380,21 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const selection_view selection = describe_selection(problem, plan);
-    launch_shape records, lists;
+    const size_t table = selection.block_lists > 1 ? selection.slots * sizeof(int32_t) : 0;
     if (plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
-    records.grid = grid_of(divide_up(problem->kv_len, record_threads), heads);
-    records.block = dim3(record_threads);
-    records.after_dependency = true;
-    lists.after_dependency = true;
-    FDMA_TRY(launch("forward", write_records, records, problem, *plan, selection));
+    FDMA_TRY(launch("forward", write_records,
+                    {grid_of(divide_up(problem->kv_len, record_threads), heads),
+                     dim3(record_threads), 0, start_early},
+                    problem, *plan, selection));
     if (plan->count == NULL)
         return FDMA_OK;
-    lists.block = dim3(roll_threads);
-    if (selection.is_global) {
-        lists.grid = dim3((unsigned)heads);
-        return launch("forward", count_global, lists, problem, *plan, selection);
-    }
-    lists.grid = grid_of(divide_up(plan->lists, selection.block_lists), heads);
-    lists.shared_bytes = selection.block_lists > 1 ? (size_t)selection.slots * sizeof(int32_t) : 0;
-    return launch("forward", roll_lists, lists, problem, *plan, selection);
+    if (selection.is_global)
+        return launch("forward", count_global,
+                      {dim3((unsigned)heads), dim3(roll_threads), 0, start_early}, problem, *plan,
+                      selection);
+    return launch("forward", roll_lists,
+                  {grid_of(divide_up(plan->lists, selection.block_lists), heads),
+                   dim3(roll_threads), table, start_early},
+                  problem, *plan, selection);
 }

@@ -2,11 +2,8 @@
  * list of keys that any of them keeps. Every kernel of forward, decode and backward works from it,
  * whatever the architecture.
  *
- * From a selection to a result:
- *
- *   fdma_select()             expiry and slot of every key
  *   fdma_cuda_plan_forward()  on the host: lays out records and lists in the workspace
- *   fdma_cuda_build_lists()   on the stream: fills them in (plan/lists.cu)
+ *   fdma_cuda_build_lists()   on the stream: fills them in from a selection (plan/lists.cu)
  *   a kernel                  takes tiles of rows, and for each tile visits the keys of its list:
  *                               forward/sm90, forward/sm80   tiles of 64 or 128 rows
  *                               decode                       up to 16 queries, keys in splits
@@ -39,8 +36,7 @@ struct alignas(8) key_record {
  *   list and count given      a selection's */
 struct forward_plan {
     head_view q, k, v, out;
-    float *lse; // [batch, q_heads, q_len] with these strides; NULL: not wanted
-    int64_t lse_batch, lse_head;
+    number_view<float> lse;
     key_record *records; // [batch * kv_heads][kv_len]; NULL: every key is kept, and has no bias
     int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
     int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
@@ -54,20 +50,23 @@ struct forward_plan {
 
 /* Whether a list entry is a key to read. An absent key stands in a list as ~j, and a corrupt
  * selection may leave any number there. */
-__device__ static inline bool is_key(int32_t entry, int32_t kv_len) {
+__device__ static bool is_key(int32_t entry, int32_t kv_len) {
     return (uint32_t)entry < (uint32_t)kv_len;
 }
 
 /* p(i) = i + kv_len - q_len. */
-__device__ static inline int32_t query_position(const forward_plan &plan, int32_t query) {
+__device__ static int32_t query_position(const forward_plan &plan, int32_t query) {
     return query + plan.kv_len - plan.q_len;
 }
 
-/* Entries of list t, whose counts are `count`, that some row up to position `last` may keep. Counts
- * are clamped, since a corrupt selection may leave anything there. The keys that arrive are
- * distinct and ascend, so at most one of them arrives at each position up to `last`. */
-__device__ static inline int32_t visible_entries(const forward_plan &plan, int2 count, int32_t t,
-                                                 int32_t last) {
+/* Entries of list t of a kv head that some row up to position `last` may keep. Counts are clamped,
+ * since a corrupt selection may leave anything there. The keys that arrive are distinct and ascend,
+ * so at most one of them arrives at each position up to `last`. */
+__device__ static int32_t visible_entries(const forward_plan &plan, int64_t head, int32_t t,
+                                          int32_t last) {
+    if (plan.count == NULL)
+        return plan.causal ? min(last + 1, plan.kv_len) : plan.kv_len;
+    const int2 count = plan.count[head * plan.lists + t];
     const int64_t size = plan.list_tile > 0 ? plan.list_tile : plan.list_head;
     const int32_t all = (int32_t)min((int64_t)max(count.y, 0), size);
     const int32_t live = min(max(count.x, 0), all);
@@ -75,8 +74,36 @@ __device__ static inline int32_t visible_entries(const forward_plan &plan, int2 
     return plan.causal ? live + min(all - live, seen) : all;
 }
 
-/* Why no plan can hold this problem, or NULL. Every kernel's refuses() asks it first. */
-const char *fdma_cuda_refuses_plan(const fdma_problem *problem);
+/* The list of a tile of rows. */
+struct tile_list {
+    const int32_t *list;       // NULL: the keys 0, 1, 2, ...
+    const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
+    int32_t entries;           // that some row of the tile may keep; none if not above 0
+    int32_t kv_len;
+};
+
+/* The list of the rows of kv head `head` (of all sequences) from a query to a position. */
+__device__ static tile_list tile_list_of(const forward_plan &plan, int64_t head, int32_t query,
+                                         int32_t last) {
+    const int32_t t = plan.causal ? query / list_queries : 0;
+    tile_list keys;
+    keys.list = plan.list == NULL ? NULL : plan.list + head * plan.list_head + t * plan.list_tile;
+    keys.records = plan.records == NULL ? NULL : plan.records + head * plan.kv_len;
+    keys.entries = visible_entries(plan, head, t, last);
+    keys.kv_len = plan.kv_len;
+    return keys;
+}
+
+/* Entry n of a list: a key, or a number for which is_key() is false. */
+__device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
+    if (n >= keys.entries)
+        return -1;
+    return keys.list == NULL ? n : keys.list[n];
+}
+
+/* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or
+ * NULL. Every kernel's refuses() asks it first. */
+const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
 
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
  * counts bytes. */
@@ -84,5 +111,15 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
 
 /* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
+
+/* Keys of the longest list. */
+static inline int64_t list_keys(const forward_plan &plan) {
+    return plan.list_tile > 0 ? plan.list_tile : plan.list_head > 0 ? plan.list_head : plan.kv_len;
+}
+
+/* Whether all rows of q, k, v and out can be copied 16 bytes at a time. */
+static inline bool is_aligned(const forward_plan &plan) {
+    return is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
+}
 
 #endif

@@ -63,7 +63,7 @@ __device__ static void advance(key_ring<config> &ring, const score_params &param
     ring.d += channels;
     ring.from += channels;
     for (; ring.d >= params.head_dim; ring.d -= params.head_dim)
-        ring.from += params.v_head - params.head_dim;
+        ring.from += params.v.head - params.head_dim;
 }
 
 /* Starts on the tile of a round. */
@@ -75,10 +75,10 @@ __device__ static void enter_round(key_ring<config> &ring, const score_params &p
     ring.round = round;
     ring.step = ring.channel = ring.d = 0;
     ring.valid = 0;
-    ring.from = (const typename config::element *)params.v;
+    ring.from = (const typename config::element *)params.v.data;
     if (!tile.is_there)
         return;
-    ring.from += tile.b * params.v_batch + j * params.v_row;
+    ring.from += tile.b * params.v.batch + j * params.v.row;
 #pragma unroll
     for (int i = 0; i < config::copies; i++)
         ring.valid |= (uint32_t)is_valid(params, tile.b, j + i * config::copy_rows) << i;
@@ -109,7 +109,7 @@ copy_unaligned(char *stage, const typename config::element *from, int64_t stride
 template <typename config>
 __device__ static void copy_keys(key_ring<config> &ring, const score_params &params) {
     const int row = threadIdx.x % 32 / config::row_vecs, vec = threadIdx.x % config::row_vecs;
-    const int64_t stride = config::copy_rows * params.v_row;
+    const int64_t stride = config::copy_rows * params.v.row;
     const uint32_t valid = ring.channel < params.channels ? ring.valid : 0;
     char *const stage = ring.stages + ring.free * config::stage_bytes;
     const uint32_t to = shared_address(stage);

@@ -12,24 +12,24 @@ static constexpr int mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, which truncates
 
 /* A warp's keys: 16 channels from `vec` on. */
-template <typename config> __device__ static void load_keys(uint4 &keys, uint32_t from, int vec) {
+template <typename config>
+__device__ static void load_keys(uint32_t (&keys)[4], uint32_t from, int vec) {
     const int lane = threadIdx.x % 32;
     ldmatrix_x4(keys, from + vec_offset<config>(lane % 16, vec + lane / 16));
 }
 
 /* The weights of all heads of a block in 16 channels from `vec` on, as the right operand of mma. */
 template <typename config>
-__device__ static void load_weights(uint2 (&weights)[config::head_tiles], uint32_t from, int vec) {
+__device__ static void load_weights(uint32_t (&weights)[config::head_tiles][2], uint32_t from,
+                                    int vec) {
     const int lane = threadIdx.x % 32, row = lane % 8;
     vec += lane / 8 % 2;
     if (config::head_tiles == 1)
         ldmatrix_x2(weights[0], from + vec_offset<config>(row, vec));
 #pragma unroll
     for (int n = 0; n + 1 < config::head_tiles; n += 2) {
-        uint4 two;
+        uint32_t (&two)[4] = *(uint32_t (*)[4])weights[n];
         ldmatrix_x4(two, from + vec_offset<config>((n + lane / 16) * mma_heads + row, vec));
-        weights[n] = make_uint2(two.x, two.y);
-        weights[n + 1] = make_uint2(two.z, two.w);
     }
 }
 
@@ -38,7 +38,7 @@ template <typename config>
 __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t keys_from,
                                 uint32_t weights_from, int vec, const score_params &params) {
     constexpr int steps = sum_channels / mma_channels, mma_vecs = mma_channels / vec_channels;
-    uint4 keys[steps];
+    uint32_t keys[steps][4];
     float new_sums[config::head_tiles][4] = {};
 #pragma unroll
     for (int k = 0; k < steps; k++)
@@ -47,11 +47,12 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
     for (int limb = 0; limb < params.limbs; limb++) {
 #pragma unroll
         for (int k = 0; k < steps; k++) {
-            uint2 weights[config::head_tiles];
+            uint32_t weights[config::head_tiles][2];
             load_weights<config>(weights, weights_from, vec + k * mma_vecs);
 #pragma unroll
             for (int n = 0; n < config::head_tiles; n++)
-                mma_m16n8k16(new_sums[n], keys[k], weights[n], typename config::element());
+                mma_m16n8k16<typename config::element>(new_sums[n], keys[k], weights[n][0],
+                                                       weights[n][1]);
         }
         weights_from += params.panel_steps * config::heads * config::row_bytes;
     }
@@ -67,11 +68,11 @@ __device__ static void multiply(float (&sums)[config::head_tiles][4], uint32_t k
 template <typename T>
 __device__ static __noinline__ float dot_sequentially(const score_params &params, int64_t b,
                                                       int64_t j, int g) {
-    const T *const row = (const T *)params.v + b * params.v_batch + j * params.v_row;
+    const T *const row = (const T *)params.v.data + b * params.v.batch + j * params.v.row;
     float sum = 0;
     for (int other = 0; other < params.kv_heads; other++)
         for (int d = 0; d < params.head_dim; d++)
-            sum += to_float(row[other * params.v_head + d]) *
+            sum += to_float(row[other * params.v.head + d]) *
                    load_weight<T>(params, g, other * params.head_dim + d);
     return sum;
 }
@@ -112,11 +113,10 @@ __device__ static void write_score(const score_params &params, int64_t b, int64_
     if (isnan(dot) && params.limbs > 1 && valid)
         dot = dot_sequentially<T>(params, b, j, g);
     const float z = params.a == NULL ? dot : valid ? a * softplus(dot) : -INFINITY;
-    if (params.score != NULL)
-        params.score[b * params.score_batch + g * params.score_head + j] = z;
-    if (params.bias != NULL)
-        params.bias[b * params.bias_batch + g * params.bias_head + j] =
-            params.bias_form == FDMA_BIAS_EXP ? expf(z) : z;
+    if (params.score.data != NULL)
+        params.score.at(b, g)[j] = z;
+    if (params.bias.data != NULL)
+        params.bias.at(b, g)[j] = params.bias_form == FDMA_BIAS_EXP ? expf(z) : z;
 }
 
 /* Writes the scores of a tile. A lane has keys lane / 4 and lane / 4 + 8, and heads lane % 4 * 2
@@ -208,7 +208,7 @@ __device__ static void next_panel(char *next, const score_params &params, int ro
 
 /* The tiles of a thread block, one for each of its warps at a time. */
 template <typename config>
-__global__ void __launch_bounds__(32 * config::most_warps, 1)
+static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     score_keys(const __grid_constant__ score_params params) {
     extern __shared__ uint4 memory[];
     const int step_bytes = config::heads * config::row_bytes;
@@ -247,23 +247,16 @@ __global__ void __launch_bounds__(32 * config::most_warps, 1)
 }
 
 static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
-    const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
+    const fdma_tensor *const dt_proj = &problem->dt_proj;
     score_params params = {};
-    params.v = v->data;
+    params.v = view_of(&problem->v);
     params.dt_proj = dt_proj->data;
     params.a = problem->a.data;
-    params.v_batch = v->stride[0];
-    params.v_row = v->stride[1];
-    params.v_head = v->stride[2];
     params.dt_row = dt_proj->stride[0];
     params.key_valid = (const uint8_t *)problem->key_valid.data;
     params.valid_batch = problem->key_valid.stride[0];
-    params.score = (float *)problem->score.data;
-    params.bias = (float *)problem->bias.data;
-    params.score_batch = problem->score.stride[0];
-    params.score_head = problem->score.stride[1];
-    params.bias_batch = problem->bias.stride[0];
-    params.bias_head = problem->bias.stride[1];
+    params.score = numbers_of<float>(&problem->score);
+    params.bias = numbers_of<float>(&problem->bias);
     params.batch = problem->batch;
     params.kv_len = problem->kv_len;
     params.kv_heads = (int32_t)problem->kv_heads;
@@ -272,28 +265,20 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.bias_form = problem->bias_form;
     params.wide_dt_proj = dt_proj->dtype == FDMA_FLOAT32;
     params.wide_a = problem->a.dtype == FDMA_FLOAT32;
-    params.is_aligned = is_aligned(v->data, v->stride[0] | v->stride[1] | v->stride[2]);
+    params.is_aligned = is_aligned(params.v);
     params.limbs = params.wide_dt_proj ? 3 : 1;
     params.weights = dt_proj->data;
     params.weight_row = params.dt_row;
     params.weight_limb = (int64_t)params.kv_heads * params.channels;
     // taken in any case: a caller who asks for the size has no data whose alignment could be seen
-    void *const arranged =
-        fdma_arena_take(arena, (size_t)(params.limbs * params.weight_limb) * sizeof(uint16_t));
+    void *const arranged = take<uint16_t>(arena, params.limbs * params.weight_limb);
     if (params.wide_dt_proj || !is_aligned(dt_proj->data, params.dt_row)) {
         params.weight_row = params.channels;
         params.weights = arranged;
     }
     if (params.wide_dt_proj && problem->dtype == FDMA_FLOAT16)
-        params.scales =
-            (float *)fdma_arena_take(arena, (size_t)params.kv_heads * sizeof *params.scales);
+        params.scales = take<float>(arena, params.kv_heads);
     return params;
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    plan_score(problem, &arena);
-    return fdma_arena_size(&arena);
 }
 
 template <typename config> static int count_panel_bytes(const score_params &params, int steps) {
@@ -305,7 +290,7 @@ template <typename config> static int count_panel_bytes(const score_params &para
  * by one panel at most, so that a panel does not arrive later than the keys that are multiplied
  * with it. Returns false if the rings of so many warps do not fit. */
 template <typename config> static bool plan_shared(score_params *params, int shared) {
-    enum { most_stages = 8, most_panel_steps = 8 };
+    const int most_stages = 8, most_panel_steps = 8;
     const int steps = (int)divide_up(params->channels, config::step_channels);
     const int stages_bytes = params->key_warps * config::stage_bytes;
     params->is_resident = params->head_blocks == 1 && steps < shared / config::row_bytes &&
@@ -315,19 +300,19 @@ template <typename config> static bool plan_shared(score_params *params, int sha
         const int fit = (shared - count_panel_bytes<config>(*params, steps)) / stages_bytes;
         params->panels = 1;
         params->panel_steps = steps;
-        params->stages = fit < most_stages ? fit : most_stages;
+        params->stages = min(fit, most_stages);
     }
     for (int most = most_panel_steps; !params->is_resident && most > 0; most /= 2) {
         const int panels = (int)divide_up(steps, most);
         const int panel_steps = (int)divide_up(steps, panels);
         const int fit =
             (shared - 2 * count_panel_bytes<config>(*params, panel_steps)) / stages_bytes;
-        const int stages = fit < panel_steps + 1 ? fit : panel_steps + 1;
+        const int stages = min(fit, panel_steps + 1);
         if (stages <= params->stages)
             continue;
         params->panels = panels;
         params->panel_steps = panel_steps;
-        params->stages = stages < most_stages ? stages : most_stages;
+        params->stages = min(stages, most_stages);
     }
     return params->stages >= 2;
 }
@@ -348,13 +333,11 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
     const int warps = params.is_resident ? params.key_warps : config::most_warps;
     const int blocks = (int)divide_up(params.key_tiles, params.key_warps);
     const int panel_bytes = count_panel_bytes<config>(params, params.panel_steps);
-    launch_shape score;
-    score.grid =
-        dim3((unsigned)(blocks < device->multiprocessors ? blocks : device->multiprocessors));
-    score.block = dim3(32 * (unsigned)warps);
-    score.shared_bytes = (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
-                         (size_t)params.key_warps * params.stages * config::stage_bytes;
-    score.after_dependency = is_arranged;
+    const launch_shape score = {dim3((unsigned)min(blocks, device->multiprocessors)),
+                                dim3(32 * (unsigned)warps),
+                                (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
+                                    (size_t)params.key_warps * params.stages * config::stage_bytes,
+                                is_arranged ? start_early : start_after};
     if (is_arranged)
         FDMA_TRY(launch_arrange<typename config::element>(problem, params));
     return launch("score", score_keys<config>, score, problem, params);
@@ -383,11 +366,9 @@ score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *ar
     score_params params = plan_score(problem, arena);
     params.a = NULL;
     params.key_valid = NULL;
-    params.bias = NULL;
-    params.score_head = params.kv_len;
-    params.score_batch = params.kv_heads * params.score_head;
-    params.score = (float *)fdma_arena_take(arena, (size_t)(params.batch * params.score_batch) *
-                                                       sizeof(float));
+    params.bias = {};
+    const int64_t each = params.kv_heads * params.kv_len; // of a sequence
+    params.score = {take<float>(arena, params.batch * each), each, params.kv_len};
     return params;
 }
 
@@ -401,15 +382,12 @@ static const char *refuses(const fdma_problem *problem) {
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
         return "float32 tensors on CUDA: cast v to bfloat16 or float16";
     if (problem->score.dtype == FDMA_FLOAT64 || problem->bias.dtype == FDMA_FLOAT64)
-        return "float64 tensors, supported: float32 scores";
+        return "float64 scores; supported: float32";
     if (problem->batch * (problem->kv_len / mma_keys + 1) > most_tiles ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^30 tiles of 16 keys or 2^24 channels a key";
+        return "more than 2^30 tiles of 16 keys or 2^24 channels per key";
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel kernels[] = {
-    {"cuda/sm80", operation_score, fdma_missing_sm80, refuses, workspace, run, true},
-};
-
-extern "C" const kernel_table fdma_cuda_sm80_score = {kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(fdma_cuda_sm80_score, {"cuda/sm80", operation_score, fdma_missing_sm80, refuses,
+                                       workspace_of<plan_score>, run, true});

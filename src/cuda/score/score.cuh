@@ -5,16 +5,16 @@
 #define FDMA_CUDA_SCORE_SCORE_CUH
 
 #include "core/integers.h"
-#include "cuda/device/host.cuh"
+#include "cuda/device/head_view.cuh"
 #include "cuda/device/vec.cuh"
 
 struct score_params {
-    const void *v, *dt_proj, *a;            // a NULL: scores are the bare products
-    int64_t v_batch, v_row, v_head, dt_row; // strides in elements
+    head_view v;
+    const void *dt_proj, *a; // a NULL: scores are the bare products
+    int64_t dt_row;
     const uint8_t *key_valid;
     int64_t valid_batch;
-    float *score, *bias;
-    int64_t score_batch, score_head, bias_batch, bias_head;
+    number_view<float> score, bias;
     const void *weights; // [limbs][kv_heads][channels] in v's type: dt_proj, or in the workspace
     int64_t weight_row, weight_limb;
     float *scales; // by which the weights of each kv head were divided; NULL: 1
@@ -31,7 +31,7 @@ struct score_params {
     bool is_aligned;           // v may be loaded 16 bytes at a time
 };
 
-__device__ static inline float softplus(float x) {
+__device__ static float softplus(float x) {
     return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
 }
 

@@ -32,8 +32,8 @@ template <typename config> struct split_memory {
 
 /* Starts copying the items of step n of a split, if there is one. `from` has one for each tile. */
 template <typename config, typename item>
-__device__ static inline void copy_step(item *to, const void *from, const gradient_params &params,
-                                        int32_t g, int32_t n) {
+__device__ static void copy_step(item *to, const void *from, const gradient_params &params,
+                                 int32_t g, int32_t n) {
     constexpr int count = config::step_tiles;
     const split_range range = find_split(params);
     const int64_t first = first_tile(params, g / config::heads, range.b) + range.tile + n * count;
@@ -45,22 +45,22 @@ __device__ static inline void copy_step(item *to, const void *from, const gradie
 }
 
 template <typename config>
-__device__ static inline void copy_operands(split_memory<config> *shared,
-                                            const gradient_params &params, int32_t g, int32_t n) {
+__device__ static void copy_operands(split_memory<config> *shared, const gradient_params &params,
+                                     int32_t g, int32_t n) {
     copy_step<config>(shared->operands[n % 2], params.operands, params, g, n);
 }
 
 template <typename config>
-__device__ static inline void copy_masks(split_memory<config> *shared,
-                                         const gradient_params &params, int32_t g, int32_t n) {
+__device__ static void copy_masks(split_memory<config> *shared, const gradient_params &params,
+                                  int32_t g, int32_t n) {
     copy_step<config>(shared->masks[n % 3], params.masks, params, g, n);
 }
 
 /* The tiles of a split against a warp's channels. Operands are loaded one step ahead. Masks are
  * loaded two steps ahead, because the rings, which need them, run ahead too. */
 template <typename config>
-__device__ static inline void take_split(warp_sums<config> &sums, split_memory<config> *shared,
-                                         const gradient_params &params, int32_t g, int32_t first) {
+__device__ static void take_split(warp_sums<config> &sums, split_memory<config> *shared,
+                                  const gradient_params &params, int32_t g, int32_t first) {
     constexpr int stages = config::stages, step_tiles = config::step_tiles;
     const int32_t tiles = split_length(params, find_split(params));
     const lane_vecs<config> at = find_vecs<config>(params, first);
@@ -97,7 +97,7 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
             __syncwarp();
             const uint32_t mask = shared->masks[step % 3][t];
             const typename config::operands &operands = shared->operands[step % 2][t];
-            if (mask != 0 && params.dv != NULL)
+            if (mask != 0 && params.dv.data != NULL)
                 add_to_dv(ring[filled], weights, params, operands, at, step * step_tiles + t, mask);
             if (mask != 0)
                 add_to_sums(sums, ring[filled], operands);
@@ -109,8 +109,8 @@ __device__ static inline void take_split(warp_sums<config> &sums, split_memory<c
 
 /* Adds the sums of the warps that have the same channels, in the first of them. */
 template <typename config>
-__device__ static inline void reduce_warps(warp_sums<config> &sums, split_memory<config> *shared,
-                                           int key_warps) {
+__device__ static void reduce_warps(warp_sums<config> &sums, split_memory<config> *shared,
+                                    int key_warps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads(); // every warp has read its ring, whose memory this takes
     if (warp % key_warps != 0)
@@ -129,8 +129,8 @@ __device__ static inline void reduce_warps(warp_sums<config> &sums, split_memory
 
 /* Writes what a split adds to ddt_proj. Returns whether none of it is NaN. */
 template <typename config>
-__device__ static inline bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
-                                       float *to, int32_t g, int32_t first) {
+__device__ static bool put_sums(const warp_sums<config> &sums, const gradient_params &params,
+                                float *to, int32_t g, int32_t first) {
     const int lane = threadIdx.x % 32;
     bool no_nan = true;
 #pragma unroll
@@ -151,14 +151,14 @@ __device__ static inline bool put_sums(const warp_sums<config> &sums, const grad
 template <typename element>
 __device__ static float sum_sequentially(const gradient_params &params, int32_t g, int32_t c) {
     const split_range range = find_split(params);
-    const element *const v = (const element *)params.score.v + range.b * params.score.v_batch +
-                             channel_offset(params, c, params.score.v_head);
+    const element *const v = (const element *)params.score.v.data + range.b * params.score.v.batch +
+                             channel_offset(params, c, params.score.v.head);
     const float *const ddt = ddt_of(params, range.b, g);
     const int32_t end = min((range.tile + split_length(params, range)) * tile_keys, params.kv_len);
     float sum = 0;
     for (int32_t j = range.tile * tile_keys; j < end; j++)
         if (is_term(ddt[j]))
-            sum += ddt[j] * to_float(v[j * params.score.v_row]);
+            sum += ddt[j] * to_float(v[j * params.score.v.row]);
     return sum;
 }
 
@@ -183,7 +183,7 @@ __device__ static __noinline__ void redo_sums(const gradient_params &params, flo
 /* Adds to dv of a split's keys, and sums what they add to ddt_proj, for the kv heads from g on and
  * a block of channels. */
 template <typename config>
-__global__ void __launch_bounds__(split_threads, 2)
+static __global__ void __launch_bounds__(split_threads, 2)
     add_keys(const __grid_constant__ gradient_params params, const int32_t g) {
     split_memory<config> *const shared = &shared_memory<split_memory<config>>();
     const int warp = threadIdx.x / 32, channel_warps = split_warps / params.key_warps;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(split_threads, 2)
 
 /* Writes a sum, or adds it to what is there, in float32 (wide) or v's type. */
 template <typename element>
-__device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide, bool add) {
+__device__ static void put_sum(void *to, int64_t at, float sum, bool wide, bool add) {
     if (wide)
         ((float *)to)[at] = add ? ((float *)to)[at] + sum : sum;
     else
@@ -208,7 +208,7 @@ __device__ static inline void put_sum(void *to, int64_t at, float sum, bool wide
 }
 
 /* Adds the numbers of each column of threads. The first row of threads gets the sums. */
-__device__ static inline float sum_columns(float sum) {
+__device__ static float sum_columns(float sum) {
     __shared__ float sums[finish_rows][finish_columns];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -218,8 +218,8 @@ __device__ static inline float sum_columns(float sum) {
 }
 
 /* The sum of one of `slices` equal ranges of `count` numbers that lie `stride` apart. */
-__device__ static inline float sum_slice(const float *from, int64_t count, int64_t stride,
-                                         int slice, int slices) {
+__device__ static float sum_slice(const float *from, int64_t count, int64_t stride, int slice,
+                                  int slices) {
     const int64_t each = divide_up(count, slices), end = min((slice + 1) * each, count);
     float sum = 0;
 #pragma unroll 8
@@ -231,7 +231,7 @@ __device__ static inline float sum_slice(const float *from, int64_t count, int64
 /* Writes the gradients of dt_proj and a for kv head blockIdx.y. Each column of threads takes a
  * channel of dt_proj; the last thread block takes a. */
 template <typename element>
-__global__ void __launch_bounds__(finish_columns *finish_rows)
+static __global__ void __launch_bounds__(finish_columns *finish_rows)
     finish_sums(const __grid_constant__ gradient_params params) {
     const score_params &score = params.score;
     const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;
@@ -274,11 +274,10 @@ static void plan_splits(gradient_params *params) {
                                : many * many_heads<__half, 1>::block_channels;
     const int64_t each = (int64_t)params->kv_heads * params->channels;
     const int64_t v_sums = (int64_t)params->kv_len * params->channels / 16;
-    const int64_t sums = v_sums > least_sums ? v_sums : least_sums;
-    const int64_t fit = each > 0 && sums / each > 1 ? sums / each : 1;
-    const int64_t fill = params->channels < wanted ? wanted / params->channels : 1;
+    const int64_t fit = max(max(v_sums, least_sums) / each, (int64_t)1);
+    const int64_t fill = max(wanted / params->channels, (int64_t)1);
     const int32_t rounds = (int32_t)divide_up(params->kv_len, round_keys);
-    const int32_t most = (int32_t)(fit < fill ? fit : fill);
+    const int32_t most = (int32_t)min(fit, fill);
     const int32_t split_rounds = rounds > most ? (int32_t)divide_up(rounds, most) : 1;
     params->tiles = rounds * round_tiles;
     params->split_tiles = split_rounds * round_tiles;
@@ -286,19 +285,13 @@ static void plan_splits(gradient_params *params) {
 }
 
 static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *arena) {
-    const fdma_tensor *const dv = &problem->dv;
     gradient_params params = {};
     params.score = fdma_cuda_plan_products(problem, arena);
-    params.ddt = params.score.score;
+    params.ddt = params.score.score.data;
     params.a = problem->a.data;
-    params.dbias = (const float *)problem->dbias.data;
-    params.dbias_batch = problem->dbias.stride[0];
-    params.dbias_head = problem->dbias.stride[1];
-    params.dv = dv->data;
-    params.dv_batch = dv->stride[0];
-    params.dv_row = dv->stride[1];
-    params.dv_head = dv->stride[2];
-    params.dv_aligned = is_aligned(dv->data, dv->stride[0] | dv->stride[1] | dv->stride[2]);
+    params.dbias = numbers_of<const float>(&problem->dbias);
+    params.dv = view_of(&problem->dv);
+    params.dv_aligned = is_aligned(params.dv);
     params.ddt_proj = problem->ddt_proj.data;
     params.ddt_row = problem->ddt_proj.stride[0];
     params.da = problem->da.data;
@@ -316,20 +309,12 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     const int64_t tiles = divide_up(params.kv_heads, heads) * params.batch * params.tiles;
     const size_t tile_bytes = head_tiles == 1 ? sizeof(tile_operands<1>) : sizeof(tile_operands<4>);
     params.operands = fdma_arena_take(arena, (size_t)tiles * tile_bytes);
-    params.masks = (uint32_t *)fdma_arena_take(arena, (size_t)tiles * sizeof *params.masks);
+    params.masks = take<uint32_t>(arena, tiles);
     const int64_t splits = (int64_t)params.batch * params.splits * params.kv_heads;
-    params.dt_sums =
-        (float *)fdma_arena_take(arena, (size_t)(splits * params.channels) * sizeof(float));
+    params.dt_sums = take<float>(arena, splits * params.channels);
     const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
-    params.a_sums =
-        (float *)fdma_arena_take(arena, (size_t)(rounds * params.kv_heads) * sizeof(float));
+    params.a_sums = take<float>(arena, rounds * params.kv_heads);
     return params;
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    plan_gradients(problem, &arena);
-    return fdma_arena_size(&arena);
 }
 
 /* Gives each warp of a thread block channels of its own, as long as there are enough of them; warps
@@ -337,7 +322,6 @@ static size_t workspace(const fdma_problem *problem) {
 template <typename config>
 static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
     static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "a split fits everywhere");
-    launch_shape keys;
     params.key_warps = split_warps;
     while (params.key_warps > 1 &&
            split_warps / params.key_warps * config::channels < params.channels)
@@ -345,11 +329,10 @@ static fdma_status launch_keys(const fdma_problem *problem, gradient_params para
     // so that the copies of a step are done, and its masks have arrived, when it begins
     assert(params.key_warps * config::stages <= config::step_tiles);
     const int block_channels = split_warps / params.key_warps * config::channels;
-    keys.grid = dim3((unsigned)params.batch * params.splits,
-                     (unsigned)divide_up(params.channels, block_channels));
-    keys.block = dim3(split_threads);
-    keys.shared_bytes = sizeof(split_memory<config>);
-    keys.after_dependency = true;
+    const dim3 grid((unsigned)params.batch * params.splits,
+                    (unsigned)divide_up(params.channels, block_channels));
+    const launch_shape keys = {grid, dim3(split_threads), sizeof(split_memory<config>),
+                               start_early};
     for (int32_t g = 0; g < params.kv_heads; g += config::heads)
         FDMA_TRY(launch("score_backward", add_keys<config>, keys, problem, params, g));
     return FDMA_OK;
@@ -357,31 +340,26 @@ static fdma_status launch_keys(const fdma_problem *problem, gradient_params para
 
 template <typename element, int head_tiles>
 static fdma_status launch_gradients(const fdma_problem *problem, const gradient_params &params) {
-    const int heads = head_tiles * tile_heads;
-    launch_shape find;
-    find.grid = dim3((unsigned)params.batch * (params.tiles / round_tiles),
-                     (unsigned)divide_up(params.kv_heads, heads));
-    find.block = dim3(find_threads);
-    find.after_dependency = true;
-    return launch("score_backward", find_gradients<element, head_tiles>, find, problem, params);
+    const dim3 grid((unsigned)params.batch * (params.tiles / round_tiles),
+                    (unsigned)divide_up(params.kv_heads, head_tiles * tile_heads));
+    return launch("score_backward", find_gradients<element, head_tiles>,
+                  {grid, dim3(find_threads), 0, start_early}, problem, params);
 }
 
 template <typename element>
 static fdma_status launch_finish(const fdma_problem *problem, const gradient_params &params,
-                                 bool after_dependency) {
-    launch_shape finish;
-    finish.grid =
-        dim3((unsigned)divide_up(params.channels, finish_columns) + 1, (unsigned)params.kv_heads);
-    finish.block = dim3(finish_columns, finish_rows);
-    finish.after_dependency = after_dependency;
-    return launch("score_backward", finish_sums<element>, finish, problem, params);
+                                 launch_start start) {
+    const dim3 grid((unsigned)divide_up(params.channels, finish_columns) + 1,
+                    (unsigned)params.kv_heads);
+    return launch("score_backward", finish_sums<element>,
+                  {grid, dim3(finish_columns, finish_rows), 0, start}, problem, params);
 }
 
 template <typename element>
 static fdma_status run_type(const fdma_problem *problem, const gradient_params &params) {
     const bool is_wide = params.score.limbs > 1;
     if (params.batch == 0 || params.kv_len == 0)
-        return launch_finish<element>(problem, params, false);
+        return launch_finish<element>(problem, params, start_after);
     FDMA_TRY(fdma_cuda_run_products(problem, params.score));
     if (count_head_tiles(&params) == 1) {
         FDMA_TRY((launch_gradients<element, 1>(problem, params)));
@@ -392,14 +370,12 @@ static fdma_status run_type(const fdma_problem *problem, const gradient_params &
         FDMA_TRY((is_wide ? launch_keys<many_heads<element, 2>>(problem, params)
                           : launch_keys<many_heads<element, 1>>(problem, params)));
     }
-    return launch_finish<element>(problem, params, true);
+    return launch_finish<element>(problem, params, start_early);
 }
 
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const gradient_params params = plan_gradients(problem, &arena);
-    if (params.channels == 0)
-        return FDMA_OK;
     return problem->dtype == FDMA_BFLOAT16 ? run_type<__nv_bfloat16>(problem, params)
                                            : run_type<__half>(problem, params);
 }
@@ -410,19 +386,16 @@ static const char *refuses(const fdma_problem *problem) {
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
         return "float32 tensors on CUDA: cast v to bfloat16 or float16";
     if (problem->dbias.dtype == FDMA_FLOAT64)
-        return "float64 dbias, supported: float32";
+        return "float64 dbias; supported: float32";
     if (problem->batch > most_sequences || problem->kv_heads > most_heads ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^22 sequences, 65535 heads or 2^20 channels a key";
+        return "more than 2^22 sequences, 65535 heads or 2^20 channels per key";
     if (problem->kv_len > most_keys ||
         problem->batch * (problem->kv_len / tile_keys + round_tiles) > most_tiles)
         return "more than 2^31 - 1024 keys of a sequence, or 2^30 tiles of 16 keys";
     return fdma_refuses_before_sm80(problem);
 }
 
-static const fdma_kernel kernels[] = {
-    {"cuda/sm80", operation_score_backward, fdma_missing_sm80, refuses, workspace, run, true},
-};
-
-extern "C" const kernel_table fdma_cuda_sm80_score_backward = {kernels,
-                                                               sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(fdma_cuda_sm80_score_backward,
+                {"cuda/sm80", operation_score_backward, fdma_missing_sm80, refuses,
+                 workspace_of<plan_gradients>, run, true});

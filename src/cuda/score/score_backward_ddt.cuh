@@ -21,11 +21,12 @@ static constexpr int round_keys = round_tiles * tile_keys;
 struct gradient_params {
     score_params score; // v, the weights, and their products: dt
     const void *a;
-    const float *dbias;
-    const uint8_t *key_valid;                                            // NULL: all
-    void *dv, *ddt_proj, *da;                                            // dv NULL: not wanted
-    int64_t dbias_batch, dbias_head, dv_batch, dv_row, dv_head, ddt_row; // strides in elements
+    number_view<const float> dbias;
+    const uint8_t *key_valid; // NULL: all
     int64_t valid_batch;
+    head_view dv; // data NULL: not wanted
+    void *ddt_proj, *da;
+    int64_t ddt_row;
     float *ddt;      // [batch][kv_heads][kv_len], where dt was
     void *operands;  // tile_operands [blocks of kv heads][batch][tiles]
     uint32_t *masks; // of the same tiles; bit i: key i has a gradient
@@ -38,11 +39,15 @@ struct gradient_params {
     bool dv_aligned, is_exp, accumulate;
 };
 
-/* ddt of a tile as operands of mma, a vector for each lane, and the factors that undo their
- * scales. */
+/* What a lane has of an operand of mma. */
+struct alignas(16) operand {
+    uint32_t pairs[4];
+};
+
+/* ddt of a tile as operands of mma, and the factors that undo their scales. */
 template <int head_tiles> struct alignas(16) tile_operands {
-    uint4 keys[head_tiles][32];  // with keys as rows
-    uint4 heads[head_tiles][32]; // with heads as rows: the upper limbs, then the lower ones
+    operand keys[head_tiles][32];  // with keys as rows
+    operand heads[head_tiles][32]; // with heads as rows: the upper limbs, then the lower ones
     float key_unscale[tile_keys];
     float head_unscale[head_tiles * tile_heads];
 };
@@ -52,27 +57,26 @@ struct split_range {
     int32_t b, tile; // tile: the first, in its sequence
 };
 
-__device__ static inline split_range find_split(const gradient_params &params) {
+__device__ static split_range find_split(const gradient_params &params) {
     const int32_t split = opaque(blockIdx.x); // not hoisted: registers are few
     return {split / params.splits, split % params.splits * params.split_tiles};
 }
 
 /* The tiles of a split. */
-__device__ static inline int32_t split_length(const gradient_params &params, split_range range) {
+__device__ static int32_t split_length(const gradient_params &params, split_range range) {
     return min(params.split_tiles, params.tiles - range.tile);
 }
 
 /* The index of a sequence's first tile, for a block of kv heads. */
-__device__ static inline int64_t first_tile(const gradient_params &params, int32_t head_block,
-                                            int32_t b) {
+__device__ static int64_t first_tile(const gradient_params &params, int32_t head_block, int32_t b) {
     return ((int64_t)head_block * params.batch + b) * params.tiles;
 }
 
-__device__ static inline float *ddt_of(const gradient_params &params, int32_t b, int32_t g) {
+__device__ static float *ddt_of(const gradient_params &params, int32_t b, int32_t g) {
     return params.ddt + ((int64_t)b * params.kv_heads + g) * params.kv_len;
 }
 
-__device__ static inline bool is_valid(const gradient_params &params, int32_t b, int32_t j) {
+__device__ static bool is_valid(const gradient_params &params, int32_t b, int32_t j) {
     return params.key_valid == NULL || params.key_valid[b * params.valid_batch + j] != 0;
 }
 
@@ -82,11 +86,11 @@ struct key_gradient {
     float ddt, da;
 };
 
-__device__ static inline bool is_term(float ddt) { return __float_as_uint(ddt) != 0; }
+__device__ static bool is_term(float ddt) { return __float_as_uint(ddt) != 0; }
 
 template <typename element>
-__device__ static inline key_gradient find_gradient(const gradient_params &params, int32_t g,
-                                                    float dbias, float dt) {
+__device__ static key_gradient find_gradient(const gradient_params &params, int32_t g, float dbias,
+                                             float dt) {
     if (dbias == 0)
         return {};
     const float a = params.score.wide_a ? ((const float *)params.a)[g]
@@ -103,7 +107,7 @@ struct power_scale {
     float factor, inverse;
 };
 
-template <typename element> __device__ static inline power_scale find_power(float most) {
+template <typename element> __device__ static power_scale find_power(float most) {
     const int exponent = __float_as_int(most) >> 23;
     if (is_bfloat16<element>() || exponent == 255) // bfloat16 needs none; inf and NaN have none
         return {1, 1};
@@ -113,7 +117,7 @@ template <typename element> __device__ static inline power_scale find_power(floa
 
 /* x and y as two limbs each: the upper bits, and what they leave over. */
 template <typename element>
-__device__ static inline void split_limbs(uint32_t &upper, uint32_t &lower, float x, float y) {
+__device__ static void split_limbs(uint32_t &upper, uint32_t &lower, float x, float y) {
     alignas(4)
         element pair[2] = {from_float_toward_zero<element>(x), from_float_toward_zero<element>(y)};
     upper = *(const uint32_t *)pair;
@@ -132,10 +136,10 @@ template <int head_tiles> struct round_gradients {
 
 /* Writes the operand with keys as rows. A lane has keys lane / 4 and lane / 4 + 8. */
 template <typename element, int head_tiles>
-__device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
-                                           const round_gradients<head_tiles> &from) {
+__device__ static void arrange_keys(tile_operands<head_tiles> *to,
+                                    const round_gradients<head_tiles> &from) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * tile_keys;
-    uint32_t limbs[head_tiles][4];
+    operand limbs[head_tiles];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int key = half * 8 + lane / 4;
@@ -153,25 +157,24 @@ __device__ static inline void arrange_keys(tile_operands<head_tiles> *to,
         to->key_unscale[key] = scale.inverse;
 #pragma unroll
         for (int tile = 0; tile < head_tiles; tile++)
-            split_limbs<element>(limbs[tile][half], limbs[tile][2 + half],
+            split_limbs<element>(limbs[tile].pairs[half], limbs[tile].pairs[2 + half],
                                  pair[tile].x * scale.factor, pair[tile].y * scale.factor);
     }
 #pragma unroll
     for (int tile = 0; tile < head_tiles; tile++)
-        to->keys[tile][lane] =
-            make_uint4(limbs[tile][0], limbs[tile][1], limbs[tile][2], limbs[tile][3]);
+        to->keys[tile][lane] = limbs[tile];
 }
 
 /* Writes the operand with heads as rows. A lane has head lane / 4 of a tile of heads. */
 template <typename element, int head_tiles>
-__device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
-                                            const round_gradients<head_tiles> &from) {
+__device__ static void arrange_heads(tile_operands<head_tiles> *to,
+                                     const round_gradients<head_tiles> &from) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * tile_keys;
 #pragma unroll
     for (int tile = 0; tile < head_tiles; tile++) {
         const int head = tile * tile_heads + lane / 4;
         float x[4], most = 0;
-        uint32_t limbs[4];
+        operand limbs;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             x[i] = from.ddt[first + lane % 4 * 2 + i / 2 * 8 + i % 2][head];
@@ -181,15 +184,15 @@ __device__ static inline void arrange_heads(tile_operands<head_tiles> *to,
         to->head_unscale[head] = scale.inverse;
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            split_limbs<element>(limbs[half * 2], limbs[half * 2 + 1], x[half * 2] * scale.factor,
-                                 x[half * 2 + 1] * scale.factor);
-        to->heads[tile][lane] = make_uint4(limbs[0], limbs[1], limbs[2], limbs[3]);
+            split_limbs<element>(limbs.pairs[half * 2], limbs.pairs[half * 2 + 1],
+                                 x[half * 2] * scale.factor, x[half * 2 + 1] * scale.factor);
+        to->heads[tile][lane] = limbs;
     }
 }
 
 /* The keys of a warp's tile that have a gradient, a bit each. */
 template <int head_tiles>
-__device__ static inline uint32_t find_mask(const round_gradients<head_tiles> &from) {
+__device__ static uint32_t find_mask(const round_gradients<head_tiles> &from) {
     const int lane = threadIdx.x % 32;
     const float *const row = from.ddt[threadIdx.x / 32 * tile_keys + lane % tile_keys];
     bool any = false;
@@ -202,9 +205,8 @@ __device__ static inline uint32_t find_mask(const round_gradients<head_tiles> &f
 
 /* Finds ddt of a thread's key, for every second kv head from g on; 0 where dbias is 0. */
 template <typename element, int head_tiles>
-__device__ static inline void take_key(round_gradients<head_tiles> *round,
-                                       const gradient_params &params, int32_t b, int32_t g,
-                                       int32_t j) {
+__device__ static void take_key(round_gradients<head_tiles> *round, const gradient_params &params,
+                                int32_t b, int32_t g, int32_t j) {
     constexpr int together = 4; // heads that are loaded at once
     const int key = threadIdx.x % round_keys, first = threadIdx.x / round_keys;
     const bool is_key = j < params.kv_len, there = is_key && is_valid(params, b, j);
@@ -215,9 +217,7 @@ __device__ static inline void take_key(round_gradients<head_tiles> *round,
         for (int x = 0; x < together; x++) {
             const int32_t head = g + n + 2 * x;
             const bool is_head = head < params.kv_heads;
-            dbias[x] = is_head && there
-                           ? params.dbias[b * params.dbias_batch + head * params.dbias_head + j]
-                           : 0;
+            dbias[x] = is_head && there ? params.dbias.at(b, head)[j] : 0;
             dt[x] = is_head && is_key ? ddt_of(params, b, head)[j] : 0;
         }
 #pragma unroll
@@ -233,7 +233,7 @@ __device__ static inline void take_key(round_gradients<head_tiles> *round,
 }
 
 /* The sum over a warp, in every lane. */
-__device__ static inline float sum_lanes(float x) {
+__device__ static float sum_lanes(float x) {
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2)
         x += __shfl_xor_sync(~0u, x, lane);
@@ -242,8 +242,8 @@ __device__ static inline float sum_lanes(float x) {
 
 /* Writes what a round adds to da. A warp takes a head. */
 template <int head_tiles>
-__device__ static inline void put_coefficients(const round_gradients<head_tiles> &round,
-                                               const gradient_params &params, int32_t g) {
+__device__ static void put_coefficients(const round_gradients<head_tiles> &round,
+                                        const gradient_params &params, int32_t g) {
     for (int n = threadIdx.x / 32; n < round.heads && g + n < params.kv_heads; n += find_warps) {
         float sum = 0;
         for (int key = threadIdx.x % 32; key < round_keys; key += 32)
@@ -257,7 +257,7 @@ __device__ static inline void put_coefficients(const round_gradients<head_tiles>
 /* From dt to ddt, its operands, and what they add to da. A thread block takes a round of a
  * sequence's keys, and a block of kv heads. */
 template <typename element, int head_tiles>
-__global__ void __launch_bounds__(find_threads)
+static __global__ void __launch_bounds__(find_threads)
     find_gradients(const __grid_constant__ gradient_params params) {
     __shared__ round_gradients<head_tiles> round;
     const int32_t g = blockIdx.y * round.heads, rounds = params.tiles / round_tiles;

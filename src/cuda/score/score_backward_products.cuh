@@ -32,7 +32,7 @@ template <typename config> struct tile_stage {
 };
 
 /* The swizzled index of a vector: those that ldmatrix reads together are in different banks. */
-template <typename config> __device__ static inline int vec_index(int row, int vec) {
+template <typename config> __device__ static int vec_index(int row, int vec) {
     constexpr int line_rows = 8 / config::row_vecs;
     return row * config::row_vecs + (vec ^ row / line_rows % config::row_vecs);
 }
@@ -45,14 +45,14 @@ template <typename config> struct lane_vecs {
 };
 
 /* The offset of a channel, counted over all heads, in a key's row of v or dv. */
-__device__ static inline int64_t channel_offset(const gradient_params &params, int32_t channel,
-                                                int64_t head_stride) {
+__device__ static int64_t channel_offset(const gradient_params &params, int32_t channel,
+                                         int64_t head_stride) {
     return channel / params.head_dim * head_stride + channel % params.head_dim;
 }
 
 /* Finds the vectors of the channels from `first` on. */
 template <typename config>
-__device__ static inline lane_vecs<config> find_vecs(const gradient_params &params, int32_t first) {
+__device__ static lane_vecs<config> find_vecs(const gradient_params &params, int32_t first) {
     using element = typename config::element;
     const split_range range = find_split(params);
     const int64_t key = (int64_t)range.tile * tile_keys + threadIdx.x % 32 / 4;
@@ -60,10 +60,10 @@ __device__ static inline lane_vecs<config> find_vecs(const gradient_params &para
 #pragma unroll
     for (int n = 0; n < config::quads; n++) {
         const int32_t c = first + (n * quad_tiles + threadIdx.x % 4) * vec_channels;
-        at.v[n] = (element *)params.score.v + range.b * params.score.v_batch +
-                  key * params.score.v_row + channel_offset(params, c, params.score.v_head);
-        at.dv[n] = (element *)params.dv + range.b * params.dv_batch + key * params.dv_row +
-                   channel_offset(params, c, params.dv_head);
+        at.v[n] = (element *)params.score.v.data + range.b * params.score.v.batch +
+                  key * params.score.v.row + channel_offset(params, c, params.score.v.head);
+        at.dv[n] = (element *)params.dv.data + range.b * params.dv.batch + key * params.dv.row +
+                   channel_offset(params, c, params.dv.head);
         at.are_there[n] = c < params.channels;
     }
     return at;
@@ -71,7 +71,7 @@ __device__ static inline lane_vecs<config> find_vecs(const gradient_params &para
 
 /* Copies eight elements, or writes zeros if !there. */
 template <typename element>
-__device__ static inline void copy_vec(uint4 *to, const element *from, bool there, bool aligned) {
+__device__ static void copy_vec(uint4 *to, const element *from, bool there, bool aligned) {
     if (aligned) {
         cp_async_16(shared_address(to), from, there ? sizeof *to : 0);
         return;
@@ -84,8 +84,8 @@ __device__ static inline void copy_vec(uint4 *to, const element *from, bool ther
 
 /* Starts copying the keys of the mask of tile n of a split, and their dv if it is wanted. */
 template <typename config>
-__device__ static inline void copy_tile(tile_stage<config> *stage, const gradient_params &params,
-                                        const lane_vecs<config> &at, int32_t n, uint32_t mask) {
+__device__ static void copy_tile(tile_stage<config> *stage, const gradient_params &params,
+                                 const lane_vecs<config> &at, int32_t n, uint32_t mask) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -95,10 +95,10 @@ __device__ static inline void copy_tile(tile_stage<config> *stage, const gradien
         for (int quad = 0; quad < config::quads; quad++) {
             const bool there = at.are_there[quad] && (mask >> row & 1) != 0;
             const int range = vec_index<config>(row, quad * quad_tiles + lane % 4);
-            copy_vec(&stage->v[range], there ? at.v[quad] + key * params.score.v_row : at.v[0],
+            copy_vec(&stage->v[range], there ? at.v[quad] + key * params.score.v.row : at.v[0],
                      there, params.score.is_aligned);
-            if (params.dv != NULL)
-                copy_vec(&stage->dv[range], there ? at.dv[quad] + key * params.dv_row : at.dv[0],
+            if (params.dv.data != NULL)
+                copy_vec(&stage->dv[range], there ? at.dv[quad] + key * params.dv.row : at.dv[0],
                          there, params.dv_aligned);
         }
     }
@@ -112,8 +112,8 @@ template <typename config> struct warp_weights {
 };
 
 /* A vector of a limb of dt_proj: kv head g, from channel c on. */
-__device__ static inline uint4 load_weight_vec(const gradient_params &params, int limb, int32_t g,
-                                               int32_t c) {
+__device__ static uint4 load_weight_vec(const gradient_params &params, int limb, int32_t g,
+                                        int32_t c) {
     const score_params &score = params.score;
     if (g >= params.kv_heads || c >= params.channels)
         return make_uint4(0, 0, 0, 0);
@@ -122,9 +122,8 @@ __device__ static inline uint4 load_weight_vec(const gradient_params &params, in
 }
 
 template <typename config>
-__device__ static inline void load_weights(warp_weights<config> &weights,
-                                           const gradient_params &params, int32_t g,
-                                           int32_t first) {
+__device__ static void load_weights(warp_weights<config> &weights, const gradient_params &params,
+                                    int32_t g, int32_t first) {
     const int lane = threadIdx.x % 32, column = lane / 4;
     const uint32_t selector = column % 2 == 0 ? 0x5410 : 0x7632; // picks the same half of two words
     uint32_t (*const pairs)[config::channel_tiles] = weights.pair[0];
@@ -147,8 +146,8 @@ __device__ static inline void load_weights(warp_weights<config> &weights,
 
 /* Writes old + sums * unscale to dv: a lane's vector of key lane / 4 + half * 8. */
 template <typename element>
-__device__ static inline void put_vec(element *to, uint4 old, const float (&sums)[quad_tiles][4],
-                                      int half, float unscale, bool aligned) {
+__device__ static void put_vec(element *to, uint4 old, const float (&sums)[quad_tiles][4], int half,
+                               float unscale, bool aligned) {
     const element *const from = (const element *)&old;
     uint4 sum;
     uint32_t *const pairs = (uint32_t *)&sum;
@@ -164,24 +163,21 @@ __device__ static inline void put_vec(element *to, uint4 old, const float (&sums
             to[x] = ((const element *)&sum)[x];
 }
 
-/* Two elements, each replaced by 0 if it is not finite. */
-template <typename element> __device__ static inline uint32_t finite_pair(uint32_t pair) {
+/* Replaces elements that are not finite by 0, for the second limb of dt_proj: inf times a second
+ * limb of 0 would be NaN. */
+template <typename element> __device__ static void drop_infinite(operand &x) {
     const uint32_t exponents = is_bfloat16<element>() ? 0x7f807f80 : 0x7c007c00;
-    return pair & ~__vcmpeq2(pair & exponents, exponents);
-}
-
-/* The operand for the second limb of dt_proj: inf times a second limb of 0 would be NaN. */
-template <typename element> __device__ static inline uint4 finite_operand(uint4 x) {
-    return make_uint4(finite_pair<element>(x.x), finite_pair<element>(x.y),
-                      finite_pair<element>(x.z), finite_pair<element>(x.w));
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        x.pairs[n] &= ~__vcmpeq2(x.pairs[n] & exponents, exponents);
 }
 
 /* Adds ddt times dt_proj to dv, for the keys of the mask of tile n of a split. */
 template <typename config>
-__device__ static inline void
-add_to_dv(const tile_stage<config> &stage, const warp_weights<config> &weights,
-          const gradient_params &params, const typename config::operands &operands,
-          const lane_vecs<config> &at, int32_t n, uint32_t mask) {
+__device__ static void add_to_dv(const tile_stage<config> &stage,
+                                 const warp_weights<config> &weights, const gradient_params &params,
+                                 const typename config::operands &operands,
+                                 const lane_vecs<config> &at, int32_t n, uint32_t mask) {
     using element = typename config::element;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -189,15 +185,15 @@ add_to_dv(const tile_stage<config> &stage, const warp_weights<config> &weights,
         float sums[quad_tiles][4] = {};
 #pragma unroll
         for (int tile = 0; tile < config::head_tiles; tile++) {
-            uint4 ddt = operands.keys[tile][lane];
+            operand ddt = operands.keys[tile][lane];
 #pragma unroll
             for (int limb = 0; limb < config::limbs; limb++) {
                 if (limb == 1)
-                    ddt = finite_operand<element>(ddt);
+                    drop_infinite<element>(ddt);
 #pragma unroll
                 for (int x = 0; x < quad_tiles; x++) {
                     const uint32_t pair = weights.pair[limb][tile][quad * quad_tiles + x];
-                    mma_m16n8k16(sums[x], ddt, make_uint2(pair, pair), element());
+                    mma_m16n8k16<element>(sums[x], ddt.pairs, pair, pair);
                 }
             }
         }
@@ -206,7 +202,7 @@ add_to_dv(const tile_stage<config> &stage, const warp_weights<config> &weights,
             const int row = half * 8 + lane / 4;
             const int64_t key = n * tile_keys + half * 8;
             if (at.are_there[quad] && (mask >> row & 1) != 0)
-                put_vec(at.dv[quad] + key * params.dv_row,
+                put_vec(at.dv[quad] + key * params.dv.row,
                         stage.dv[vec_index<config>(row, quad * quad_tiles + lane % 4)], sums, half,
                         is_bfloat16<element>() ? 1 : operands.key_unscale[row], params.dv_aligned);
         }
@@ -222,8 +218,8 @@ template <typename config> struct warp_sums {
 /* Adds ddt times v of a tile. Only the sums within a tile are left to the tensor cores, which
  * truncate. */
 template <typename config>
-__device__ static inline void add_to_sums(warp_sums<config> &sums, const tile_stage<config> &stage,
-                                          const typename config::operands &operands) {
+__device__ static void add_to_sums(warp_sums<config> &sums, const tile_stage<config> &stage,
+                                   const typename config::operands &operands) {
     using element = typename config::element;
     const int lane = threadIdx.x % 32;
     uint32_t v[config::channel_tiles / 2][4];
@@ -233,14 +229,14 @@ __device__ static inline void add_to_sums(warp_sums<config> &sums, const tile_st
             v[two], shared_address(&stage.v[vec_index<config>(lane % 16, two * 2 + lane / 16)]));
 #pragma unroll
     for (int tile = 0; tile < config::head_tiles; tile++) {
-        const uint4 ddt = operands.heads[tile][lane];
+        const operand ddt = operands.heads[tile][lane];
         const float unscale =
             is_bfloat16<element>() ? 1 : operands.head_unscale[tile * tile_heads + lane / 4];
 #pragma unroll
         for (int c = 0; c < config::channel_tiles; c++) {
             const uint32_t *const pair = &v[c / 2][c % 2 * 2];
             float product[4] = {};
-            mma_m16n8k16(product, ddt, make_uint2(pair[0], pair[1]), element());
+            mma_m16n8k16<element>(product, ddt.pairs, pair[0], pair[1]);
             float2 &sum = sums.of[tile][c];
             sum.x = fmaf(product[0] + product[2], unscale, sum.x);
             sum.y = fmaf(product[1] + product[3], unscale, sum.y);

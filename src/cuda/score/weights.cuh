@@ -20,7 +20,7 @@ __device__ static float load_weight(const score_params &params, int g, int chann
  * largest is near 2^14 and few limbs are subnormal in float16. bfloat16, with the exponents of
  * float32, needs no scale. */
 template <typename T>
-__global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
+static __global__ void __launch_bounds__(arrange_threads) find_scales(const score_params params) {
     __shared__ float most_of_warp[arrange_threads / 32];
     const int g = blockIdx.x;
     float most = 0;
@@ -48,7 +48,8 @@ template <typename T> __device__ static T limb_of(float x, int limb) {
 
 /* Each thread writes a vector of the weights of kv head blockIdx.x, all limbs of it. */
 template <typename T>
-__global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_params params) {
+static __global__ void __launch_bounds__(arrange_threads)
+    arrange_weights(const score_params params) {
     const int g = blockIdx.x;
     const int channel = (blockIdx.y * arrange_threads + threadIdx.x) * vec_channels;
     griddepcontrol_wait(); // for find_scales()
@@ -67,15 +68,15 @@ __global__ void __launch_bounds__(arrange_threads) arrange_weights(const score_p
 
 template <typename T>
 static fdma_status launch_arrange(const fdma_problem *problem, const score_params &params) {
-    launch_shape scales, arrange;
-    const int vecs = params.channels / vec_channels;
-    scales.grid = dim3((unsigned)params.kv_heads);
-    scales.block = arrange.block = dim3(arrange_threads);
-    arrange.grid = dim3((unsigned)params.kv_heads, (unsigned)divide_up(vecs, arrange_threads));
-    arrange.after_dependency = params.scales != NULL;
+    const unsigned heads = (unsigned)params.kv_heads;
+    const int64_t blocks = divide_up(params.channels / vec_channels, arrange_threads);
     if (params.scales != NULL)
-        FDMA_TRY(launch("score", find_scales<T>, scales, problem, params));
-    return launch("score", arrange_weights<T>, arrange, problem, params);
+        FDMA_TRY(
+            launch("score", find_scales<T>, {dim3(heads), dim3(arrange_threads)}, problem, params));
+    return launch("score", arrange_weights<T>,
+                  {dim3(heads, (unsigned)blocks), dim3(arrange_threads), 0,
+                   params.scales != NULL ? start_early : start_after},
+                  problem, params);
 }
 
 #endif

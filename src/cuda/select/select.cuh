@@ -14,7 +14,8 @@
  *
  * The steps have the same names in both implementations:
  *
- *     sort_keys            radix sort: {order, position} of each key, by rank
+ *     sort_keys            radix sort: {order, position} of each key, by rank. It is stable, which
+ *                          decides ties: of equal scores the later key has the higher rank
  *     count_earlier        fills earlier_count
  *     find_thresholds      fills threshold_rank from it
  *     decide_by_threshold  decides most keys by the two thresholds around their position; for each
@@ -32,7 +33,7 @@
 #define FDMA_CUDA_SELECT_SELECT_CUH
 
 #include "core/integers.h"
-#include "cuda/device/host.cuh"
+#include "cuda/device/head_view.cuh"
 #include "cuda/device/ptx.cuh"
 
 /* Pointers to the first key of one segment. */
@@ -44,46 +45,33 @@ struct select_segment {
 };
 
 struct select_call {
-    select_segment first;
-    int64_t score_batch, score_head, valid_batch; // strides in elements
-    int64_t expiry_batch, expiry_head, slot_batch, slot_head;
+    number_view<const float> score;
+    number_view<int32_t> expiry, slot;
+    const uint8_t *valid;
+    int64_t valid_batch;
     uint32_t kv_heads, kv_len;
     uint32_t window; // at most kv_len
     bool causal;     // scope; also false if the window is 0
 };
 
 static inline select_call describe_select(const fdma_problem *problem) {
-    const fdma_tensor *const score = &problem->score, *const expiry = &problem->expiry;
-    const fdma_tensor *const slot = &problem->slot, *const valid = &problem->key_valid;
-    select_call call = {};
-    call.first.score = (const float *)score->data;
-    call.first.valid = is_present(valid) ? (const uint8_t *)valid->data : NULL;
-    call.first.expiry = (int32_t *)expiry->data;
-    call.first.slot = is_present(slot) ? (int32_t *)slot->data : NULL;
-    call.score_batch = score->stride[0];
-    call.score_head = score->stride[1];
-    call.valid_batch = is_present(valid) ? valid->stride[0] : 0;
-    call.expiry_batch = expiry->stride[0];
-    call.expiry_head = expiry->stride[1];
-    call.slot_batch = is_present(slot) ? slot->stride[0] : 0;
-    call.slot_head = is_present(slot) ? slot->stride[1] : 0;
+    select_call call;
+    call.score = numbers_of<const float>(&problem->score);
+    call.expiry = numbers_of<int32_t>(&problem->expiry);
+    call.slot = numbers_of<int32_t>(&problem->slot);
+    call.valid = (const uint8_t *)problem->key_valid.data;
+    call.valid_batch = problem->key_valid.stride[0];
     call.kv_heads = (uint32_t)problem->kv_heads;
     call.kv_len = (uint32_t)problem->kv_len;
-    call.window = (uint32_t)(problem->window < problem->kv_len ? problem->window : problem->kv_len);
+    call.window = (uint32_t)min(problem->window, problem->kv_len);
     call.causal = problem->scope == FDMA_SCOPE_CAUSAL && problem->window > 0;
     return call;
 }
 
-__device__ static inline select_segment segment_of(const select_call &call, uint32_t segment) {
+__device__ static select_segment segment_of(const select_call &call, uint32_t segment) {
     const int64_t b = segment / call.kv_heads, g = segment % call.kv_heads;
-    select_segment here = call.first;
-    here.score += b * call.score_batch + g * call.score_head;
-    here.expiry += b * call.expiry_batch + g * call.expiry_head;
-    if (here.valid != NULL)
-        here.valid += b * call.valid_batch;
-    if (here.slot != NULL)
-        here.slot += b * call.slot_batch + g * call.slot_head;
-    return here;
+    return {call.score.at(b, g), call.valid != NULL ? call.valid + b * call.valid_batch : NULL,
+            call.expiry.at(b, g), call.slot.data != NULL ? call.slot.at(b, g) : NULL};
 }
 
 /* This bit is set in the position of a key that is not valid or lies past the end, so that it
@@ -92,7 +80,7 @@ static constexpr uint32_t absent = 1U << 31;
 
 /* Maps a score to an integer of the same order: both zeros are equal, NaN is below every number,
  * and 0 is left for absent keys. Integers, because float comparisons may flush subnormals. */
-__device__ static inline uint32_t order_of(float score) {
+__device__ static uint32_t order_of(float score) {
     const uint32_t bits = __float_as_uint(score), magnitude = bits & ~(1U << 31);
     const uint32_t infinity = 0x7f800000, order_nan = 1;
     if (magnitude > infinity)
@@ -103,8 +91,7 @@ __device__ static inline uint32_t order_of(float score) {
 }
 
 /* Key j of a segment as it is sorted: {order, position}. */
-__device__ static inline uint2 load_key(const select_segment &segment, uint32_t j,
-                                        uint32_t kv_len) {
+__device__ static uint2 load_key(const select_segment &segment, uint32_t j, uint32_t kv_len) {
     if (j >= kv_len || (segment.valid != NULL && segment.valid[j] == 0))
         return make_uint2(0, j | absent);
     return make_uint2(order_of(segment.score[j]), j);
@@ -118,12 +105,12 @@ enum { warp_lanes = 32, digit_bits = 8, digits = 1 << digit_bits, key_bits = 32 
 
 static constexpr uint32_t all_lanes = 0xffffffff;
 
-__device__ static inline uint32_t digit_of(uint32_t order, int shift) {
+__device__ static uint32_t digit_of(uint32_t order, int shift) {
     return order >> shift & (digits - 1);
 }
 
 /* The lanes that have the same digit as this one. */
-__device__ static inline uint32_t match_digit(uint32_t order, int shift) {
+__device__ static uint32_t match_digit(uint32_t order, int shift) {
     uint32_t same = all_lanes;
 #pragma unroll
     for (int bit = 0; bit < digit_bits; bit++)
@@ -134,8 +121,8 @@ __device__ static inline uint32_t match_digit(uint32_t order, int shift) {
 /* Counts the digits of a warp's keys into count[]. before[r]: how many of the warp's keys with the
  * same digit precede key r of this lane, which is the warp's key 32 r + lane. */
 template <int items>
-__device__ static inline void count_digits(uint32_t *count, const uint32_t (&order)[items],
-                                           int shift, uint32_t (&before)[items]) {
+__device__ static void count_digits(uint32_t *count, const uint32_t (&order)[items], int shift,
+                                    uint32_t (&before)[items]) {
     const uint32_t lane = threadIdx.x % warp_lanes;
     uint4 *const quads = reinterpret_cast<uint4 *>(count);
     for (uint32_t n = lane; n < digits / 4; n += warp_lanes)
@@ -159,8 +146,7 @@ __device__ static inline void count_digits(uint32_t *count, const uint32_t (&ord
 
 /* Replaces each warp's count of a digit by the sum over the lower warps; returns the sum of all. */
 template <int warps>
-__device__ static inline uint32_t sum_digit(uint32_t (&digit_count)[warps][digits],
-                                            uint32_t digit) {
+__device__ static uint32_t sum_digit(uint32_t (&digit_count)[warps][digits], uint32_t digit) {
     uint32_t sum = 0;
 #pragma unroll
     for (int w = 0; w < warps; w++) {
@@ -172,7 +158,7 @@ __device__ static inline uint32_t sum_digit(uint32_t (&digit_count)[warps][digit
 }
 
 /* The sum of `value` over the lower lanes. */
-__device__ static inline uint32_t sum_lower_lanes(uint32_t value) {
+__device__ static uint32_t sum_lower_lanes(uint32_t value) {
     const uint32_t lane = threadIdx.x % warp_lanes;
     uint32_t sum = value;
 #pragma unroll
@@ -186,8 +172,7 @@ __device__ static inline uint32_t sum_lower_lanes(uint32_t value) {
 /* The sum of `value`, one per warp, over the lower warps, and its total over all. count[] is
  * scratch, one word per warp. All threads of the block call it. */
 template <int warps>
-__device__ static inline uint32_t sum_lower_warps(uint32_t *count, uint32_t value,
-                                                  uint32_t *total) {
+__device__ static uint32_t sum_lower_warps(uint32_t *count, uint32_t value, uint32_t *total) {
     const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     if (lane == 0)
         count[warp] = value;
@@ -200,7 +185,7 @@ __device__ static inline uint32_t sum_lower_warps(uint32_t *count, uint32_t valu
 }
 
 /* Numbers the lanes whose `flag` is set from *next on, and advances *next past them. */
-__device__ static inline uint32_t number_flag(bool flag, uint32_t *next) {
+__device__ static uint32_t number_flag(bool flag, uint32_t *next) {
     const uint32_t lanes = __ballot_sync(all_lanes, flag), first = *next;
     *next += __popc(lanes);
     return first + __popc(lanes & lanemask_lt());
@@ -210,8 +195,8 @@ __device__ static inline uint32_t number_flag(bool flag, uint32_t *next) {
  * head[r], and next[] with it, to the first entry of its chain, which follows itself. Each round
  * halves the length of all chains. */
 template <int items>
-__device__ static inline void jump_to_heads(uint32_t *next, uint32_t (&head)[items], uint32_t first,
-                                            uint32_t stride) {
+__device__ static void jump_to_heads(uint32_t *next, uint32_t (&head)[items], uint32_t first,
+                                     uint32_t stride) {
     bool changed = true;
     while (__syncthreads_or(changed)) {
         changed = false;
@@ -230,15 +215,15 @@ __device__ static inline void jump_to_heads(uint32_t *next, uint32_t (&head)[ite
 
 /* Writes what is final once key j is known to be kept or not. In causal scope the expiry and slot
  * of a kept key follow in later steps. */
-__device__ static inline void write_key(const select_segment &segment, uint32_t j, uint32_t expiry,
-                                        int32_t slot) {
+__device__ static void write_key(const select_segment &segment, uint32_t j, uint32_t expiry,
+                                 int32_t slot) {
     segment.expiry[j] = (int32_t)expiry;
     if (segment.slot != NULL)
         segment.slot[j] = slot;
 }
 
 static inline const char *refuses_scores(const fdma_problem *problem) {
-    return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores, supported: float32";
+    return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores; supported: float32";
 }
 
 #endif

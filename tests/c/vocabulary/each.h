@@ -66,9 +66,8 @@ static inline float any_float(uint64_t *state) {
 }
 
 static inline void fill_any(float *to, uint64_t *state) {
-    for (int i = 0; i < lanes; i++) {
+    for (int i = 0; i < lanes; i++)
         to[i] = any_float(state);
-    }
 }
 
 /* The same bits; one NaN is as good as another. */
@@ -77,9 +76,8 @@ static inline int is_same(float actual, float want) {
 }
 
 static inline void check_lane(const char *word, int lane, float actual, float want) {
-    if (!CHECK(is_same(actual, want))) {
+    if (!CHECK(is_same(actual, want)))
         printf("    %s, lane %d: is %a, want %a\n", word, lane, (double)actual, (double)want);
-    }
 }
 
 #endif /* VOCABULARY_EACH_H */

@@ -83,13 +83,11 @@ static void word_keep(float *to, const float *x, int32_t first, int32_t end) {
 
 static void word_transpose(float *x) {
     vf rows[vf_width];
-    for (int i = 0; i < vf_width; i++) {
+    for (int i = 0; i < vf_width; i++)
         rows[i] = vf_load(x + i * vf_width);
-    }
     vf_transpose(rows);
-    for (int i = 0; i < vf_width; i++) {
+    for (int i = 0; i < vf_width; i++)
         vf_store(x + i * vf_width, rows[i]);
-    }
 }
 
 static void word_fraction(float *to, const float *x) { vf_store(to, vf_fraction(vf_load(x))); }

@@ -20,9 +20,7 @@ static fdma_status sum_for_keys(const fdma_problem *problem, const backward_plan
     static_assert(config::rows == block_slots, "the rows of a thread block are a slot block");
     const int64_t heads = (int64_t)plan.forward.batch * plan.forward.kv_heads;
     const int64_t blocks = (int64_t)plan.slots / config::rows * plan.partitions;
-    launch_shape shape;
-    shape.block = dim3(config::threads);
-    shape.shared_bytes = sizeof(key_memory<config>);
+    launch_shape shape = {dim3(), dim3(config::threads), sizeof(key_memory<config>)};
     if (plan.is_rolling) {
         shape.grid = grid_of((int64_t)plan.forward.lists * (list_queries / config::rows), heads);
         FDMA_TRY(
@@ -54,46 +52,30 @@ static fdma_status sum_gradients(const fdma_problem *problem, const backward_pla
     const bool aligned = is_aligned(forward.q) && is_aligned(forward.k) && is_aligned(forward.v) &&
                          is_aligned(plan.dout) && is_aligned(plan.dq) && is_aligned(plan.dk) &&
                          is_aligned(plan.dv);
-    if (forward.batch == 0 || forward.q_heads == 0 || forward.q_len == 0)
+    if (forward.batch == 0 || forward.q_len == 0)
         return FDMA_OK;
     FDMA_TRY(sum_for_queries<element>(problem, plan, aligned));
     return sum_for_keys<element>(problem, plan, aligned);
 }
 
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    return fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions, 0});
+    return fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions});
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const reason = fdma_cuda_refuses_backward(problem);
-    if (reason != NULL)
-        return reason;
-    const int64_t rows = problem->q_len * problem->group;
-    if (rows > INT32_MAX / 2 || problem->batch * problem->kv_heads > INT32_MAX / (rows / 64 + 1))
-        return "more than 2^31 tiles of queries";
-    return problem->head_dim > FDMA_HEAD_DIM ? "a larger head_dim than its own" : NULL;
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    lay_out(problem, &arena);
-    return fdma_arena_size(&arena);
+    const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
+    return reason != NULL ? reason : fdma_refuses_before_sm80(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const backward_plan plan = lay_out(problem, &arena);
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
-    if (problem->dtype == FDMA_FLOAT16)
-        FDMA_TRY(sum_gradients<__half>(problem, plan));
-    else
-        FDMA_TRY(sum_gradients<__nv_bfloat16>(problem, plan));
+    FDMA_TRY(problem->dtype == FDMA_FLOAT16 ? sum_gradients<__half>(problem, plan)
+                                            : sum_gradients<__nv_bfloat16>(problem, plan));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
-static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM),
-                                       operation_backward, fdma_missing_sm80, refuses, workspace,
-                                       run, true}};
-
-extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm80_backward_d, FDMA_HEAD_DIM) = {
-    kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_backward_d, FDMA_HEAD_DIM),
+                {FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM), operation_backward,
+                 fdma_missing_sm80, refuses, workspace_of<lay_out>, run, true});

@@ -34,8 +34,8 @@ struct key_rows {
 
 /* Starts copying k and v of the rows whose key is not the one before, and loads their records. */
 template <typename config>
-__device__ static inline void load_rows(key_memory<config> &shared, const backward_plan &plan,
-                                        const int32_t *before, const int32_t *keys) {
+__device__ static void load_rows(key_memory<config> &shared, const backward_plan &plan,
+                                 const int32_t *before, const int32_t *keys) {
     using layout = row_layout<config::head_dim>;
     const key_inputs &inputs = shared.inputs;
     const int32_t kv_len = plan.forward.kv_len;
@@ -70,8 +70,8 @@ __device__ static inline void load_rows(key_memory<config> &shared, const backwa
 
 /* Starts copying the rows of q, dout, lse and delta of a step; q and dout are zero past the end. */
 template <typename config>
-__device__ static inline void load_step(key_memory<config> &shared, const backward_plan &plan,
-                                        const query_step &step, int stage) {
+__device__ static void load_step(key_memory<config> &shared, const backward_plan &plan,
+                                 const query_step &step, int stage) {
     using layout = row_layout<config::head_dim>;
     const key_inputs &inputs = shared.inputs;
     const forward_plan &forward = plan.forward;
@@ -105,7 +105,7 @@ __device__ static inline void load_step(key_memory<config> &shared, const backwa
 
 /* Clears q and dout of empty rows, which have no gradient whatever they hold: 0 * NaN is NaN. */
 template <typename config>
-__device__ static inline void clear_empty(key_memory<config> &shared, int stage) {
+__device__ static void clear_empty(key_memory<config> &shared, int stage) {
     constexpr int row_words = config::head_dim / 2;
     const float *const lse = shared.lse[stage];
     bool some = false;
@@ -123,7 +123,7 @@ __device__ static inline void clear_empty(key_memory<config> &shared, int stage)
 }
 
 template <typename config>
-__device__ static inline key_rows load_key_rows(const key_memory<config> &shared, int current) {
+__device__ static key_rows load_key_rows(const key_memory<config> &shared, int current) {
     const int warp = threadIdx.x / warp_lanes % config::row_warps;
     key_rows rows;
 #pragma unroll
@@ -142,27 +142,27 @@ struct column_stats {
 };
 
 template <typename config>
-__device__ static inline column_stats stats_of(const key_memory<config> &shared, int stage, int n) {
+__device__ static column_stats stats_of(const key_memory<config> &shared, int stage, int n) {
     const int pair = n * 4 + threadIdx.x % 4;
     return {((const float2 *)shared.lse[stage])[pair], ((const float2 *)shared.delta[stage])[pair]};
 }
 
 /* A logit becomes its weight, and dp its gradient. */
-__device__ static inline void weigh(float &s, float &dp, const column_stats &stats, int x) {
+__device__ static void weigh(float &s, float &dp, const column_stats &stats, int x) {
     s = ex2_approx(s - (x % 2 == 0 ? stats.lse.x : stats.lse.y));
     dp = s * (dp - (x % 2 == 0 ? stats.delta.x : stats.delta.y));
 }
 
-__device__ static inline bool is_kept(const key_rows &rows, int r, int32_t position, bool causal) {
+__device__ static bool is_kept(const key_rows &rows, int r, int32_t position, bool causal) {
     return position < rows.expiry[r] && (!causal || rows.key[r] <= position);
 }
 
 /* Clears the weight and the gradient where a query does not keep the key. Logits of -inf would not
  * do, because a query of NaN would still reach the key. `position` is of column 0. */
 template <typename config>
-__device__ static inline void mask_weights(float (&s)[1][config::keys / 8][4],
-                                           float (&dp)[1][config::keys / 8][4],
-                                           const key_rows &rows, int32_t position, bool causal) {
+__device__ static void mask_weights(float (&s)[1][config::keys / 8][4],
+                                    float (&dp)[1][config::keys / 8][4], const key_rows &rows,
+                                    int32_t position, bool causal) {
     const int32_t last = position + config::keys - 1, lane = threadIdx.x % warp_lanes;
     const bool masked = rows.expiry[0] <= last || rows.expiry[1] <= last ||
                         (causal && (rows.key[0] > position || rows.key[1] > position));
@@ -181,10 +181,9 @@ __device__ static inline void mask_weights(float (&s)[1][config::keys / 8][4],
 
 /* s becomes weights, and dp the gradients of logits. */
 template <typename config>
-__device__ static inline void
-weigh_step(const key_memory<config> &shared, int stage, const key_rows &rows, int32_t position,
-           float (&s)[1][config::keys / 8][4], float (&dp)[1][config::keys / 8][4],
-           float (&step_dbias)[2]) {
+__device__ static void weigh_step(const key_memory<config> &shared, int stage, const key_rows &rows,
+                                  int32_t position, float (&s)[1][config::keys / 8][4],
+                                  float (&dp)[1][config::keys / 8][4], float (&step_dbias)[2]) {
     const float scale = shared.inputs.logits.scale;
 #pragma unroll
     for (int n = 0; n < config::keys / 8; n++) {
@@ -206,10 +205,10 @@ weigh_step(const key_memory<config> &shared, int stage, const key_rows &rows, in
 /* The same with softcap. It goes element by element, so that no second copy of the products is
  * kept. dp becomes the gradient of the logit before softcap. */
 template <typename config>
-__device__ static inline void
-weigh_softcap(const key_memory<config> &shared, int stage, const key_rows &rows, int32_t position,
-              float (&s)[1][config::keys / 8][4], float (&dp)[1][config::keys / 8][4],
-              float (&step_dbias)[2]) {
+__device__ static void weigh_softcap(const key_memory<config> &shared, int stage,
+                                     const key_rows &rows, int32_t position,
+                                     float (&s)[1][config::keys / 8][4],
+                                     float (&dp)[1][config::keys / 8][4], float (&step_dbias)[2]) {
     const logit_params logits = shared.inputs.logits;
     const bool causal = shared.inputs.causal;
 #pragma unroll
@@ -231,10 +230,10 @@ weigh_softcap(const key_memory<config> &shared, int stage, const key_rows &rows,
 
 /* Products become weights, and gradients of <q, k> times scale. */
 template <typename config>
-__device__ static inline void find_weights(const key_memory<config> &shared, int stage,
-                                           const key_rows &rows, int32_t position,
-                                           float (&s)[1][config::keys / 8][4],
-                                           float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
+__device__ static void find_weights(const key_memory<config> &shared, int stage,
+                                    const key_rows &rows, int32_t position,
+                                    float (&s)[1][config::keys / 8][4],
+                                    float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
     float step_dbias[2] = {}; // errors grow with the number of steps, not of queries
     if (shared.inputs.logits.softcap_scale == 0)
         weigh_step(shared, stage, rows, position, s, dp, step_dbias);
@@ -246,8 +245,8 @@ __device__ static inline void find_weights(const key_memory<config> &shared, int
 
 /* One step against the rows' keys in this query block. */
 template <typename config>
-__device__ static inline void add_step(key_memory<config> &shared, const backward_plan &plan,
-                                       key_sums<config> &sums, int stage, int current) {
+__device__ static void add_step(key_memory<config> &shared, const backward_plan &plan,
+                                key_sums<config> &sums, int stage, int current) {
     constexpr int head_dim = config::head_dim;
     const int warp = opaque(threadIdx.x) / warp_lanes;
     const int first = warp % config::row_warps * mma_rows * head_dim;
@@ -267,9 +266,9 @@ __device__ static inline void add_step(key_memory<config> &shared, const backwar
 /* Adds row s of the sums times scale to what is at `to`: a gradient, which no other thread block
  * changes meanwhile, or a boundary sum, to which two may add at once. */
 template <typename config, bool to_boundary>
-__device__ static inline void add_sums(void *to, bool aligned, int32_t head_dim,
-                                       const float (&sums)[1][config::warp_columns][4], int s,
-                                       int column_warp, float scale) {
+__device__ static void add_sums(void *to, bool aligned, int32_t head_dim,
+                                const float (&sums)[1][config::warp_columns][4], int s,
+                                int column_warp, float scale) {
     using element = typename config::element;
     const int first = channel_of<config::column_warps>(0, column_warp);
 #pragma unroll
@@ -289,9 +288,9 @@ __device__ static inline void add_sums(void *to, bool aligned, int32_t head_dim,
 
 /* Writes and clears the sums of the rows whose next key is another one. */
 template <typename config>
-__device__ static inline void write_rows(const key_memory<config> &shared,
-                                         const backward_plan &plan, key_sums<config> &sums,
-                                         const int32_t *keys, const int32_t *next, bool aligned) {
+__device__ static void write_rows(const key_memory<config> &shared, const backward_plan &plan,
+                                  key_sums<config> &sums, const int32_t *keys, const int32_t *next,
+                                  bool aligned) {
     using element = typename config::element;
     const key_inputs &inputs = shared.inputs;
     const uint32_t thread = opaque(threadIdx.x);
@@ -322,8 +321,8 @@ __device__ static inline void write_rows(const key_memory<config> &shared,
             add_sums<config, false>(dk, aligned, dim, sums.dk, s, column_warp, scale);
             element *const dv = row_at<element>(plan.dv, inputs, key);
             add_sums<config, false>(dv, aligned, dim, sums.dv, s, column_warp, 1);
-            if (is_first && plan.dbias != NULL)
-                plan.dbias[inputs.b * plan.dbias_batch + inputs.g * plan.dbias_head + key] += dbias;
+            if (is_first && plan.dbias.data != NULL)
+                plan.dbias.at(inputs.b, inputs.g)[key] += dbias;
         }
 #pragma unroll
         for (int d = 0; d < config::warp_columns; d++)
@@ -339,9 +338,9 @@ __device__ static inline void write_rows(const key_memory<config> &shared,
 /* At the end of a query block, moves on to the next one's keys. `upcoming` is that of row
  * threadIdx.x, and no key after the last query block. Returns whether `current` must change. */
 template <typename config>
-__device__ static inline bool change_keys(key_memory<config> &shared, const backward_plan &plan,
-                                          key_sums<config> &sums, int current, int32_t upcoming,
-                                          bool aligned) {
+__device__ static bool change_keys(key_memory<config> &shared, const backward_plan &plan,
+                                   key_sums<config> &sums, int current, int32_t upcoming,
+                                   bool aligned) {
     const uint32_t n = opaque(threadIdx.x);
     bool other = false;
     if (n < config::rows) {
@@ -357,8 +356,8 @@ __device__ static inline bool change_keys(key_memory<config> &shared, const back
 
 /* The key of row threadIdx.x in a query block. */
 template <typename config>
-__device__ static inline int32_t own_key(const key_memory<config> &shared,
-                                         const backward_plan &plan, int32_t query_block) {
+__device__ static int32_t own_key(const key_memory<config> &shared, const backward_plan &plan,
+                                  int32_t query_block) {
     const uint32_t n = opaque(threadIdx.x);
     return n < config::rows && query_block < shared.inputs.end_block
                ? key_of_row(plan, shared.inputs, query_block, n)
@@ -367,15 +366,14 @@ __device__ static inline int32_t own_key(const key_memory<config> &shared,
 
 /* The step after that of a stage. Steps are kept in shared memory to save registers. */
 template <typename config>
-__device__ static inline query_step next_step(const key_memory<config> &shared,
-                                              const backward_plan &plan, int stage) {
+__device__ static query_step next_step(const key_memory<config> &shared, const backward_plan &plan,
+                                       int stage) {
     return step_after(shared.step[stage], config::keys, plan.forward.group, plan.forward.q_len);
 }
 
 /* Starts loading the next step, if there is one, into the other stage. */
 template <typename config>
-__device__ static inline void load_next(key_memory<config> &shared, const backward_plan &plan,
-                                        int stage) {
+__device__ static void load_next(key_memory<config> &shared, const backward_plan &plan, int stage) {
     const query_step next = next_step(shared, plan, stage);
     if (threadIdx.x == 0)
         shared.step[stage ^ 1] = next;
@@ -385,8 +383,8 @@ __device__ static inline void load_next(key_memory<config> &shared, const backwa
 
 /* All steps of a thread block. */
 template <typename config>
-__device__ static inline void sum_steps(key_memory<config> &shared, const backward_plan &plan,
-                                        key_sums<config> &sums, bool aligned) {
+__device__ static void sum_steps(key_memory<config> &shared, const backward_plan &plan,
+                                 key_sums<config> &sums, bool aligned) {
     const int32_t end = shared.inputs.end_block;
     int32_t query_block = shared.step[0].query_block,
             upcoming = own_key(shared, plan, query_block + 1);
@@ -411,7 +409,7 @@ __device__ static inline void sum_steps(key_memory<config> &shared, const backwa
 
 /* One block of rows of a pass. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_keys(const __grid_constant__ backward_plan plan, const key_pass pass, const bool aligned) {
     extern __shared__ __align__(128) char bytes[];
     key_memory<config> &shared = *(key_memory<config> *)bytes;

@@ -24,8 +24,7 @@ struct row_stats {
 };
 
 template <typename config>
-__device__ static inline row_stats load_row_stats(const backward_plan &plan,
-                                                  const row_range &range) {
+__device__ static row_stats load_row_stats(const backward_plan &plan, const row_range &range) {
     const int lane = threadIdx.x % warp_lanes, warp = threadIdx.x / warp_lanes;
     row_stats stats;
 #pragma unroll
@@ -43,22 +42,20 @@ __device__ static inline row_stats load_row_stats(const backward_plan &plan,
 
 /* Starts copying key block n, whose entries are in shared memory. */
 template <typename config>
-__device__ static inline void load_keys(query_memory<config> &shared, int32_t n) {
+__device__ static void load_keys(query_memory<config> &shared, int32_t n) {
     const int32_t *const keys = shared.key[n % 3];
     const tile_inputs &inputs = shared.inputs;
     copy_block<config>((char *)shared.k[n % 2], keys, inputs.k, inputs.keys.kv_len);
     copy_block<config>((char *)shared.v[n % 2], keys, inputs.v, inputs.keys.kv_len);
-    const uint32_t column = opaque(threadIdx.x);
-    if (column < config::keys)
-        copy_record(shared.records[n % 2], column, inputs.keys, keys[column]);
+    copy_records(shared.records[n % 2], inputs.keys, keys);
     cp_async_commit_group();
 }
 
 /* dp becomes (dp - delta) times the slope of softcap, and s the tanh of softcap. */
 template <typename config>
-__device__ static inline void find_slopes(float (&s)[1][config::keys / 8][4],
-                                          float (&dp)[1][config::keys / 8][4],
-                                          const row_stats &stats, float softcap_scale) {
+__device__ static void find_slopes(float (&s)[1][config::keys / 8][4],
+                                   float (&dp)[1][config::keys / 8][4], const row_stats &stats,
+                                   float softcap_scale) {
 #pragma unroll
     for (int n = 0; n < config::keys / 8; n++)
 #pragma unroll
@@ -78,7 +75,7 @@ __device__ static inline void find_slopes(float (&s)[1][config::keys / 8][4],
 
 /* dp becomes the gradient of scale * <q, k>. */
 template <typename config>
-__device__ static inline void
+__device__ static void
 find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::keys / 8][4],
                float (&dp)[1][config::keys / 8][4], const row_stats &stats, bool causal) {
     const key_records<config::keys> &keys = shared.records[n % 2];
@@ -95,8 +92,8 @@ find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::ke
 
 /* dq of a warp's rows over all key blocks. */
 template <typename config>
-__device__ static inline void sum_blocks(query_memory<config> &shared, const row_stats &stats,
-                                         float (&dq)[1][config::head_dim / 8][4], bool causal) {
+__device__ static void sum_blocks(query_memory<config> &shared, const row_stats &stats,
+                                  float (&dq)[1][config::head_dim / 8][4], bool causal) {
     constexpr int head_dim = config::head_dim;
     const tile_list &keys = shared.inputs.keys;
     const int first = threadIdx.x / warp_lanes * mma_rows * head_dim;
@@ -111,18 +108,16 @@ __device__ static inline void sum_blocks(query_memory<config> &shared, const row
             load_keys(shared, n + 1);
         mma_abt<config>(s, q_at.unhoisted(), right_first<head_dim>(shared.k[n % 2]));
         mma_abt<config>(dp, dout_at.unhoisted(), right_first<head_dim>(shared.v[n % 2]));
-        const uint32_t column = opaque(threadIdx.x);
-        if (column < config::keys)
-            shared.key[(n + 2) % 3][column] = upcoming;
+        store_entry(shared.key, n + 2, upcoming);
         find_gradients(shared, n, s, dp, stats, causal);
         mma_ab<config>(dq, dp, down_first<head_dim>(shared.k[n % 2]));
     }
 }
 
 template <typename config>
-__device__ static inline void write_dq(const float (&dq)[1][config::head_dim / 8][4],
-                                       const backward_plan &plan, const row_range &range,
-                                       const row_stats &stats, bool aligned) {
+__device__ static void write_dq(const float (&dq)[1][config::head_dim / 8][4],
+                                const backward_plan &plan, const row_range &range,
+                                const row_stats &stats, bool aligned) {
     using element = typename config::element;
     const int lane = threadIdx.x % warp_lanes, warp = threadIdx.x / warp_lanes;
     const float scale = plan.forward.scale;
@@ -148,8 +143,8 @@ __device__ static inline void write_dq(const float (&dq)[1][config::head_dim / 8
 
 /* Starts copying q and dout. */
 template <typename config>
-__device__ static inline void load_rows(query_memory<config> &shared, const backward_plan &plan,
-                                        const row_range &range, bool aligned) {
+__device__ static void load_rows(query_memory<config> &shared, const backward_plan &plan,
+                                 const row_range &range, bool aligned) {
     const forward_plan &forward = plan.forward;
     load_queries<config, config::row_warps, config::threads>((char *)shared.q, forward.q, forward,
                                                              range, aligned);
@@ -159,7 +154,7 @@ __device__ static inline void load_rows(query_memory<config> &shared, const back
 
 /* One tile. The tiles of a kv head are neighbours, and the last ones come first, as in forward. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     sum_queries(const __grid_constant__ backward_plan plan, const int32_t tiles,
                 const bool aligned) {
     extern __shared__ __align__(128) char bytes[];
@@ -174,12 +169,8 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     write_positions<config::rows>(shared.position, forward, range);
     load_rows(shared, plan, range, aligned);
     __syncthreads();
-    const uint32_t column = threadIdx.x;
-    for (int32_t n = 0; n < 2; n++) {
-        const int32_t entry = own_entry<config>(shared.inputs.keys, n);
-        if (column < config::keys)
-            shared.key[n][column] = entry;
-    }
+    for (int32_t n = 0; n < 2; n++)
+        store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
     const row_stats stats = load_row_stats<config>(plan, range);
     clear_sums(dq);
     __syncthreads();

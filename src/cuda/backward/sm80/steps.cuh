@@ -27,8 +27,7 @@ struct key_inputs {
 
 /* The row of a key in dk or dv. */
 template <typename element>
-__device__ static inline element *row_at(const head_view &view, const key_inputs &inputs,
-                                         int32_t key) {
+__device__ static element *row_at(const head_view &view, const key_inputs &inputs, int32_t key) {
     return (element *)view.data + inputs.b * view.batch + key * view.row + inputs.g * view.head;
 }
 
@@ -40,13 +39,13 @@ struct query_step {
 };
 
 /* The first step, where steps have `step` queries. */
-__device__ static inline query_step first_step(const key_inputs &inputs, int32_t step) {
+__device__ static query_step first_step(const key_inputs &inputs, int32_t step) {
     const int32_t first = max(inputs.query_block * list_queries, inputs.first_query / step * step);
     return {inputs.query_block, 0, first, first};
 }
 
-__device__ static inline query_step step_after(const query_step &now, int32_t step, int32_t group,
-                                               int32_t q_len) {
+__device__ static query_step step_after(const query_step &now, int32_t step, int32_t group,
+                                        int32_t q_len) {
     const int32_t end = min((now.query_block + 1) * list_queries, q_len);
     query_step next = now;
     next.query += step;
@@ -61,22 +60,20 @@ __device__ static inline query_step step_after(const query_step &now, int32_t st
 }
 
 /* The key of row n in a query block, or a number for which is_key() is false. */
-__device__ static inline int32_t key_of_row(const backward_plan &plan, const key_inputs &inputs,
-                                            int32_t query_block, int32_t n) {
+__device__ static int32_t key_of_row(const backward_plan &plan, const key_inputs &inputs,
+                                     int32_t query_block, int32_t n) {
     const forward_plan &forward = plan.forward;
     const int32_t slot = inputs.first_slot + n;
     if (inputs.changes_keys)
         return key_in_slot(plan, inputs.head, query_block, slot);
     if (slot >= inputs.end_slot)
         return -1;
-    if (forward.list == NULL)
-        return slot;
-    return forward.list[inputs.head * forward.list_head + query_block * forward.list_tile + slot];
+    return forward.list == NULL ? slot : list_entry(forward, inputs.head, query_block, slot);
 }
 
 /* The first query that may see a key from list entry first_slot on, where entries ascend. It is in
  * range whatever a corrupt selection says. */
-__device__ static inline int32_t first_query(const backward_plan &plan, const key_inputs &inputs) {
+__device__ static int32_t first_query(const backward_plan &plan, const key_inputs &inputs) {
     if (!inputs.causal || inputs.first_slot >= inputs.end_slot)
         return 0;
     const int32_t entry = key_of_row(plan, inputs, inputs.query_block, 0);
@@ -87,8 +84,8 @@ __device__ static inline int32_t first_query(const backward_plan &plan, const ke
 
 /* Thread block n of a diagonal pass takes tile n % tiles of the keys that arrive in query block
  * n / tiles. */
-__device__ static inline void start_diagonal(const backward_plan &plan, key_inputs *inputs,
-                                             int32_t n, int32_t rows) {
+__device__ static void start_diagonal(const backward_plan &plan, key_inputs *inputs, int32_t n,
+                                      int32_t rows) {
     const int32_t tiles = list_queries / rows;
     inputs->query_block = n / tiles;
     inputs->end_block = inputs->query_block + 1;
@@ -101,18 +98,9 @@ __device__ static inline void start_diagonal(const backward_plan &plan, key_inpu
         inputs->end_block = inputs->query_block;
 }
 
-/* Entries of the list that all query blocks share. */
-__device__ static inline int32_t shared_entries(const backward_plan &plan, int64_t head) {
-    const forward_plan &forward = plan.forward;
-    if (forward.count == NULL)
-        return forward.kv_len;
-    const int2 count = forward.count[head * forward.lists + forward.lists - 1];
-    return (int32_t)min((int64_t)max(count.y, 0), forward.list_head);
-}
-
 /* Thread block n of a slot pass takes slot block n % blocks in partition n / blocks. */
-__device__ static inline void start_slots(const backward_plan &plan, key_inputs *inputs, int32_t n,
-                                          int32_t rows) {
+__device__ static void start_slots(const backward_plan &plan, key_inputs *inputs, int32_t n,
+                                   int32_t rows) {
     const int32_t blocks = plan.slots / rows, query_blocks = plan.rows / list_queries;
     inputs->first_slot = n % blocks * rows;
     inputs->changes_keys = plan.is_rolling;
@@ -122,16 +110,15 @@ __device__ static inline void start_slots(const backward_plan &plan, key_inputs 
         inputs->end_block = min(inputs->query_block + plan.partition_lists, query_blocks);
         return;
     }
-    inputs->end_slot = shared_entries(plan, inputs->head);
+    inputs->end_slot = shared_entries(plan.forward, inputs->head);
     inputs->causal = plan.forward.causal;
     inputs->first_query = first_query(plan, *inputs);
     inputs->query_block = inputs->first_query / list_queries;
     inputs->end_block = inputs->first_slot < inputs->end_slot ? query_blocks : 0;
 }
 
-__device__ static inline key_inputs key_inputs_of(const backward_plan &plan, key_pass pass,
-                                                  int64_t head, int32_t n, int32_t rows,
-                                                  bool aligned) {
+__device__ static key_inputs key_inputs_of(const backward_plan &plan, key_pass pass, int64_t head,
+                                           int32_t n, int32_t rows, bool aligned) {
     const forward_plan &forward = plan.forward;
     const int32_t b = (int32_t)(head / forward.kv_heads), g = (int32_t)(head % forward.kv_heads);
     const int32_t h = g * forward.group;

@@ -34,8 +34,7 @@ template <typename element> struct gradient_row {
 
 /* Writes or adds two neighbouring channels of a gradient. */
 template <typename element>
-__device__ static inline void put_pair(const gradient_row<element> &row, int channel, float x,
-                                       float y) {
+__device__ static void put_pair(const gradient_row<element> &row, int channel, float x, float y) {
     using type = element_type<element>;
     element *const at = row.data + channel;
     if (!row.aligned) {
@@ -53,19 +52,13 @@ __device__ static inline void put_pair(const gradient_row<element> &row, int cha
 
 /* The first channel of a warp's column tile d, from the warp's first channel on. Pairs of column
  * tiles are dealt to the column warps in turn. */
-template <int column_warps> __device__ static inline constexpr int tile_channel(int d) {
+template <int column_warps> __device__ static constexpr int tile_channel(int d) {
     return (d / 2 * 2 * column_warps + d % 2) * 8;
 }
 
 /* The first of this lane's two channels in column tile d of a column warp. */
-template <int column_warps> __device__ static inline int channel_of(int d, int column_warp) {
+template <int column_warps> __device__ static int channel_of(int d, int column_warp) {
     return tile_channel<column_warps>(d) + column_warp * 16 + opaque(threadIdx.x) % 4 * 2;
-}
-
-template <int columns> __device__ static inline void clear_sums(float (&sums)[1][columns][4]) {
-#pragma unroll
-    for (int d = 0; d < columns; d++)
-        sums[0][d][0] = sums[0][d][1] = sums[0][d][2] = sums[0][d][3] = 0;
 }
 
 #endif

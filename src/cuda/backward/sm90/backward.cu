@@ -24,7 +24,7 @@ template <class config> __device__ static void init_barriers(backward_memory<con
 }
 
 template <class config>
-__global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, 1)
     differentiate(const __grid_constant__ backward_plan plan,
                   const __grid_constant__ backward_pass pass, const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
@@ -53,138 +53,74 @@ __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
-/* Writes dq from dq_sum, which is laid out as accumulators. A thread block takes a tile of 64
- * queries. */
-template <class config>
-__global__ void __launch_bounds__(warpgroup_threads)
-    write_dq(const __grid_constant__ backward_plan plan,
-             const __grid_constant__ backward_pass pass) {
-    using element = typename config::element;
-    const forward_plan &forward = plan.forward;
-    const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
-    const int32_t b = tile / pass.tiles / forward.q_heads, h = tile / pass.tiles % forward.q_heads;
-    const float4 *const sums =
-        (const float4 *)pass.dq_sum + (int64_t)tile * (config::q_rows * config::channels / 4);
-    element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
-#pragma unroll
-    for (int c = 0; c < config::channels; c += quad_channels) {
-        const int channel = c + 8 * lane;
-        float4 four[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-            four[n] = sums[(c / 8 + n) * warpgroup_threads + threadIdx.x];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int32_t query =
-                head_tile * config::q_rows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
-            uint32_t words[4];
-#pragma unroll
-            for (int n = 0; n < 4; n++)
-                words[n] = element_type<element>::pack((i ? four[n].z : four[n].x) * forward.scale,
-                                                       (i ? four[n].w : four[n].y) * forward.scale);
-            transpose_quad(words);
-            if (query >= forward.q_len || channel >= forward.head_dim)
-                continue;
-            uint4 *const to = (uint4 *)(rows + query * plan.dq.row + channel);
-            if (plan.accumulate) {
-                const uint4 old = *to;
-                words[0] = add_pairs<element>(old.x, words[0]);
-                words[1] = add_pairs<element>(old.y, words[1]);
-                words[2] = add_pairs<element>(old.z, words[2]);
-                words[3] = add_pairs<element>(old.w, words[3]);
-            }
-            *to = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-    }
-}
+/* What a call works from, all of it in the workspace. */
+struct backward_task {
+    backward_plan plan;
+    backward_pass pass;
+    int64_t tiles; // of all heads
+};
 
-/* Takes from the arena what this kernel needs beside the plan. */
-static backward_pass plan_pass(const backward_plan *plan, int32_t channels, int32_t consumers,
-                               fdma_arena *arena) {
-    backward_pass pass = {};
-    const int64_t heads = (int64_t)plan->forward.batch * plan->forward.q_heads;
-    pass.tiles = plan->rows / q_tile_rows;
-    pass.dq_sum = (float *)fdma_arena_take(arena, (size_t)(heads * plan->rows * channels) *
-                                                      sizeof *pass.dq_sum);
-    if (plan->deterministic)
-        pass.dq_semaphore = (uint32_t *)fdma_arena_take(
-            arena, (size_t)(heads * pass.tiles * consumers) * sizeof *pass.dq_semaphore);
-    return pass;
+template <class config>
+static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
+    backward_task task = {};
+    task.plan = fdma_cuda_plan_backward(problem, arena, {config::slots, most_partitions});
+    task.pass.tiles = task.plan.rows / config::q_rows;
+    task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
+    task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);
+    if (problem->deterministic)
+        task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles * config::consumers);
+    return task;
 }
 
 template <class config>
-static backward_plan plan_with(const fdma_problem *problem, fdma_arena *arena,
-                               backward_pass *pass) {
-    const backward_shape shape = {config::slots, most_partitions, 0};
-    const backward_plan plan = fdma_cuda_plan_backward(problem, arena, shape);
-    *pass = plan_pass(&plan, config::channels, config::consumers, arena);
-    return plan;
-}
-
-/* Clears a buffer that has tile_bytes bytes for each tile of each head. */
-static fdma_status clear_tiles(const fdma_problem *problem, const backward_plan *plan,
-                               const backward_pass *pass, void *buffer, size_t tile_bytes) {
-    const size_t tiles = (size_t)plan->forward.batch * plan->forward.q_heads * pass->tiles;
-    return check_cuda("backward", cudaMemsetAsync(buffer, 0, tiles * tile_bytes,
-                                                  (cudaStream_t)problem->exec.stream));
-}
-
-template <class config>
-static fdma_status run_pass(const fdma_problem *problem, const backward_plan *plan,
-                            const backward_pass *pass, int64_t ranges) {
+static fdma_status run_pass(const fdma_problem *problem, const backward_task &task,
+                            int64_t ranges) {
     using memory = backward_memory<config>;
     static_assert(sizeof(memory) <= memory::most_bytes, "too many stages for shared memory");
-    const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
-    launch_shape shape;
-    shape.grid = dim3((unsigned)(pass->slot_blocks * heads * ranges));
-    shape.block = dim3(config::threads);
-    shape.shared_bytes = sizeof(memory);
-    const float softcap_scale =
-        plan->forward.softcap == 0 ? 0 : plan->forward.scale / plan->forward.softcap;
-    if (shape.grid.x == 0)
+    const forward_plan &forward = task.plan.forward;
+    const int64_t blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks * ranges;
+    const float softcap_scale = forward.softcap == 0 ? 0 : forward.scale / forward.softcap;
+    if (blocks == 0)
         return FDMA_OK;
-    if (pass->dq_semaphore != NULL) // each pass counts from 0
-        FDMA_TRY(clear_tiles(problem, plan, pass, pass->dq_semaphore,
-                             config::consumers * sizeof *pass->dq_semaphore));
-    return launch("backward", differentiate<config>, shape, problem, *plan, *pass, softcap_scale);
+    if (task.pass.dq_semaphore != NULL) // each pass counts from 0
+        FDMA_TRY(clear("backward", problem, task.pass.dq_semaphore,
+                       (size_t)task.tiles * config::consumers * sizeof(uint32_t)));
+    return launch("backward", differentiate<config>,
+                  {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory)}, problem,
+                  task.plan, task.pass, softcap_scale);
 }
 
 /* How many query blocks a thread block of the diagonal pass takes, one after the other. With one
  * query block it would mostly wait; with several, the queries of the next one are loaded while the
  * current one is multiplied, and the keys while the current gradients are written. As many as leave
  * each multiprocessor `waves` thread blocks, so that the load evens out. */
-static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_plan *plan,
-                                   int32_t slot_blocks) {
+static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_task &task) {
     const int64_t waves = 4;
     const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
-    const int64_t heads = (int64_t)plan->forward.batch * plan->forward.kv_heads;
-    const int64_t query_blocks = heads * slot_blocks * plan->forward.lists / wanted;
-    return (int32_t)(query_blocks > 1 ? query_blocks : 1);
+    const int64_t slot_blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks;
+    return (int32_t)max(slot_blocks * task.plan.forward.lists / wanted, (int64_t)1);
 }
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
-    backward_pass pass;
-    const backward_plan plan = plan_with<config>(problem, &arena, &pass);
+    backward_task task = lay_out<config>(problem, &arena);
+    const backward_plan &plan = task.plan;
+    backward_pass &pass = task.pass;
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
-    const int64_t tiles = (int64_t)plan.forward.batch * plan.forward.q_heads * pass.tiles;
-    if (tiles == 0)
+    if (task.tiles == 0)
         return FDMA_OK;
-    FDMA_TRY(clear_tiles(problem, &plan, &pass, pass.dq_sum,
-                         config::q_rows * config::channels * sizeof *pass.dq_sum));
+    FDMA_TRY(clear("backward", problem, pass.dq_sum,
+                   (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
     pass.slot_blocks = plan.slots / config::slots;
-    FDMA_TRY(run_pass<config>(problem, &plan, &pass, plan.partitions));
+    FDMA_TRY(run_pass<config>(problem, task, plan.partitions));
     if (plan.is_rolling) {
         pass.is_diagonal = true;
         pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
-        pass.query_blocks = count_blocks_in_row(problem, &plan, pass.slot_blocks);
-        FDMA_TRY(run_pass<config>(problem, &plan, &pass,
-                                  divide_up(plan.forward.lists, pass.query_blocks)));
+        pass.query_blocks = count_blocks_in_row(problem, task);
+        FDMA_TRY(run_pass<config>(problem, task, divide_up(plan.forward.lists, pass.query_blocks)));
     }
-    launch_shape shape;
-    shape.grid = dim3((unsigned)tiles);
-    shape.block = dim3(warpgroup_threads);
-    FDMA_TRY(launch("backward", write_dq<config>, shape, problem, plan, pass));
+    FDMA_TRY(launch("backward", write_dq<config>,
+                    {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
 }
 
@@ -195,17 +131,11 @@ template <typename element> static fdma_status run_elements(const fdma_problem *
 }
 
 static fdma_status run(const fdma_problem *problem) {
-    if (problem->dtype == FDMA_FLOAT16)
-        return run_elements<__half>(problem);
-    return run_elements<__nv_bfloat16>(problem);
+    return problem->dtype == FDMA_FLOAT16 ? run_elements<__half>(problem)
+                                          : run_elements<__nv_bfloat16>(problem);
 }
 
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    backward_pass pass;
-    plan_with<backward_config<__half, FDMA_HEAD_DIM, false>>(problem, &arena, &pass);
-    return fdma_arena_size(&arena);
-}
+using any_config = backward_config<__half, FDMA_HEAD_DIM, false>; // all take the same workspace
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
@@ -214,11 +144,9 @@ static const char *refuses(const fdma_problem *problem) {
     enum { smallest = 64, most_blocks = INT32_MAX / 4 };
     const fdma_tensor *const tensors[] = {&problem->q,  &problem->k,  &problem->v, &problem->dout,
                                           &problem->dq, &problem->dk, &problem->dv};
-    const char *const reason = fdma_cuda_refuses_backward(problem);
+    const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    if (problem->head_dim > FDMA_HEAD_DIM)
-        return "a larger head_dim than its own";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim that a smaller shape takes";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
@@ -227,15 +155,12 @@ static const char *refuses(const fdma_problem *problem) {
         if (!is_near(tensors[i]))
             return "rows more than 2^31 elements apart";
     }
-    const int64_t longest = problem->q_len > problem->kv_len ? problem->q_len : problem->kv_len;
+    const int64_t longest = max(problem->q_len, problem->kv_len);
     if (problem->batch * problem->q_heads > most_blocks / (longest / q_tile_rows + 1))
         return "more than 2^29 tiles of queries or keys";
     return fdma_refuses_but_sm90a(problem);
 }
 
-static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
-                                       operation_backward, fdma_missing_sm90a, refuses, workspace,
-                                       run, true}};
-
-extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM) = {
-    kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM),
+                {FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM), operation_backward,
+                 fdma_missing_sm90a, refuses, workspace_of<lay_out<any_config>>, run, true});

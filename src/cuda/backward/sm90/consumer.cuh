@@ -29,39 +29,31 @@ template <class config> struct backward_consumer {
     float dk[sum_registers], dv[sum_registers];
 
     /* This consumer's first slot in the slot block. */
-    __device__ inline int32_t first_slot(void) const {
+    __device__ int32_t first_slot(void) const {
         return config::is_wide ? 0 : index * config::warpgroup_slots;
     }
 
     /* This consumer's first query in a step. */
-    __device__ inline int32_t first_query(void) const {
+    __device__ int32_t first_query(void) const {
         return config::is_wide ? index * config::own_queries : 0;
     }
 
     /* The slot of this thread's first row; its second row is eight slots later. */
-    __device__ inline int32_t own_row(void) const {
+    __device__ int32_t own_row(void) const {
         return first_slot() + threadIdx.x % warpgroup_threads / 32 * 16 + threadIdx.x % 32 / 4;
     }
 
-    static __device__ inline int32_t stage_of(int32_t step) { return step % config::stages; }
+    static __device__ int32_t stage_of(int32_t step) { return step % config::stages; }
 
-    __device__ inline void sync_warpgroup(void) {
-        bar_sync(all_barrier + 1 + index, warpgroup_threads);
-    }
+    __device__ void sync_warpgroup(void) { bar_sync(all_barrier + 1 + index, warpgroup_threads); }
 
-    /* One arrival per warp. */
-    __device__ inline void release(uint64_t *barrier) {
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(barrier);
-    }
-
-    __device__ inline void wait_step(int32_t step) {
+    __device__ void wait_step(int32_t step) {
         wait(&memory->step_ready[stage_of(step)], step / config::stages % 2);
         fence_proxy_async(); // wgmma reads through another proxy than cp.async writes
     }
 
     /* Issues d = keys queries^T: the rows of k or v by those of a step's q or dout. */
-    __device__ inline void issue_product(scores &d, const uint8_t *keys, const uint8_t *queries) {
+    __device__ void issue_product(scores &d, const uint8_t *keys, const uint8_t *queries) {
         wgmma_fence();
         issue_abt<element, config::channels, config::slots, config::q_rows>(
             d, opaque(shared_address(keys) + first_slot() * line_bytes),
@@ -69,29 +61,29 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    __device__ inline void issue_scores(scores &s, int32_t step) {
+    __device__ void issue_scores(scores &s, int32_t step) {
         issue_product(s, memory->k, memory->q[stage_of(step)]);
     }
 
-    __device__ inline void issue_dp(scores &dp, int32_t step) {
+    __device__ void issue_dp(scores &dp, int32_t step) {
         issue_product(dp, memory->v, memory->dout[stage_of(step)]);
     }
 
     /* Where the columns of this lane begin in lse or delta of a step. */
-    __device__ inline const float2 *own_columns(const float *row) const {
+    __device__ const float2 *own_columns(const float *row) const {
         return (const float2 *)(row + first_query()) + threadIdx.x % 4;
     }
 
     /* The positions x <= p < y at which the key of a slot is kept. */
-    __device__ static inline int2
-    kept_positions(const backward_plan &plan, const backward_pass &pass, const slot_record &slot) {
+    __device__ static int2 kept_positions(const backward_plan &plan, const backward_pass &pass,
+                                          const slot_record &slot) {
         const bool arrives = plan.forward.causal && (pass.is_diagonal || !plan.is_rolling);
         return make_int2(arrives ? slot.key : INT32_MIN, slot.expiry);
     }
 
     /* Clears the pairs of queries that do not keep their key. first: position of the lane's first
      * column. */
-    __device__ static inline void mask_pairs(int32_t first, const int2 (&kept)[2], pairs &packed) {
+    __device__ static void mask_pairs(int32_t first, const int2 (&kept)[2], pairs &packed) {
 #pragma unroll
         for (int i = 0; i < score_registers; i += 2) {
             const int32_t position = first + i / 4 * 8, row = i / 2 % 2;
@@ -104,8 +96,8 @@ template <class config> struct backward_consumer {
     /* P = 2^(S - lse) of a step, 0 where the query does not keep the key. With softcap also P times
      * the derivative of softcap, in `sloped`. Both only in pairs, for lack of registers. True if
      * some entry of the warp may be masked. */
-    __device__ inline bool weigh(const backward_plan &plan, const backward_pass &pass, int32_t step,
-                                 const scores &s, pairs &weights, pairs &sloped) const {
+    __device__ bool weigh(const backward_plan &plan, const backward_pass &pass, int32_t step,
+                          const scores &s, pairs &weights, pairs &sloped) const {
         const int32_t stage = stage_of(step);
         const float2 *const lse = own_columns(memory->lse[stage]);
         const step_header header = memory->header[stage];
@@ -130,8 +122,8 @@ template <class config> struct backward_consumer {
         return is_masked;
     }
 
-    __device__ inline void weigh_plain(const backward_plan &plan, const float (&bias)[2],
-                                       const float2 *lse, const scores &s, pairs &weights) const {
+    __device__ void weigh_plain(const backward_plan &plan, const float (&bias)[2],
+                                const float2 *lse, const scores &s, pairs &weights) const {
         const float unit = plan.forward.scale * log2_e;
 #pragma unroll
         for (int i = 0; i < score_registers; i += 2) {
@@ -143,9 +135,9 @@ template <class config> struct backward_consumer {
         }
     }
 
-    __device__ inline void weigh_softcapped(const backward_plan &plan, const float (&bias)[2],
-                                            const float2 *lse, const scores &s, pairs &weights,
-                                            pairs &sloped) const {
+    __device__ void weigh_softcapped(const backward_plan &plan, const float (&bias)[2],
+                                     const float2 *lse, const scores &s, pairs &weights,
+                                     pairs &sloped) const {
         const float unit = plan.forward.softcap * log2_e;
 #pragma unroll
         for (int i = 0; i < score_registers; i += 2) {
@@ -168,8 +160,8 @@ template <class config> struct backward_consumer {
     /* dS = P (dP - delta) of a step; its sums go to dbias. masked: where P is 0, dS is 0 even if dP
      * is NaN. */
     template <bool masked>
-    __device__ inline void differentiate(int32_t step, const scores &dp, const pairs &weights,
-                                         const pairs &sloped, pairs &ds) {
+    __device__ void differentiate(int32_t step, const scores &dp, const pairs &weights,
+                                  const pairs &sloped, pairs &ds) {
         const float2 *const delta = own_columns(memory->delta[stage_of(step)]);
         float sums[2] = {0, 0};
 #pragma unroll
@@ -190,15 +182,15 @@ template <class config> struct backward_consumer {
         add_dbias(sums);
     }
 
-    __device__ inline void differentiate(bool is_masked, int32_t step, const scores &dp,
-                                         const pairs &weights, const pairs &sloped, pairs &ds) {
+    __device__ void differentiate(bool is_masked, int32_t step, const scores &dp,
+                                  const pairs &weights, const pairs &sloped, pairs &ds) {
         if (is_masked || config::has_softcap) // with softcap, a second path spills registers
             differentiate<true>(step, dp, weights, sloped, ds);
         else
             differentiate<false>(step, dp, weights, sloped, ds);
     }
 
-    __device__ inline void add_dbias(const float (&sums)[2]) {
+    __device__ void add_dbias(const float (&sums)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if constexpr (config::dbias_in_shared) {
@@ -213,7 +205,7 @@ template <class config> struct backward_consumer {
 
     /* Returns dbias of row i up to this generation, in the first lane of the quad, and starts again
      * from 0 if the slot's key changes. */
-    __device__ inline float take_dbias(int i, bool changes) {
+    __device__ float take_dbias(int i, bool changes) {
         if constexpr (config::dbias_in_shared) {
             const int32_t row = own_row() + 8 * i, past = (generation + 1) % 2;
             if (threadIdx.x % 4 != 0 || (config::is_wide && index > 0))
@@ -232,7 +224,7 @@ template <class config> struct backward_consumer {
     }
 
     /* Writes P or dS to shared memory as [slot][query], where both consumers read it. */
-    __device__ inline void store_pairs(const uint8_t *block, const pairs &packed) {
+    __device__ void store_pairs(const uint8_t *block, const pairs &packed) {
         const int thread = opaque(threadIdx.x) % warpgroup_threads, lane = thread % 32;
         const int row = first_slot() + thread / 32 * 16 + lane % 16;
         const uint32_t to = shared_address(block) + swizzled(row, first_query() / 8 + lane / 16);
@@ -241,11 +233,11 @@ template <class config> struct backward_consumer {
             stmatrix_x4(to ^ j * 2 * vec_bytes, packed[j]);
     }
 
-    __device__ inline const uint8_t *ds_block(int32_t step) const {
+    __device__ const uint8_t *ds_block(int32_t step) const {
         return memory->ds[step % config::ds_buffers];
     }
 
-    __device__ inline void store_ds(int32_t step, const pairs &ds) {
+    __device__ void store_ds(int32_t step, const pairs &ds) {
         store_pairs(ds_block(step), ds);
         fence_proxy_async();
         sync_warpgroup();
@@ -254,12 +246,10 @@ template <class config> struct backward_consumer {
     }
 
     /* Waits until both consumers have stored their dS. */
-    __device__ inline void wait_ds(int32_t step) {
-        wait(&memory->ds_ready[step % 2], step / 2 % 2);
-    }
+    __device__ void wait_ds(int32_t step) { wait(&memory->ds_ready[step % 2], step / 2 % 2); }
 
     /* Issues dQ = dS K for the n-th dq_columns channels of this consumer. */
-    __device__ inline void issue_dq(dq_tile &dq, int32_t step, int n = 0) {
+    __device__ void issue_dq(dq_tile &dq, int32_t step, int n = 0) {
         const int channel = index * config::dq_channels + n * config::dq_columns;
         const uint32_t keys = shared_address(memory->k) +
                               channel / panel_channels * config::slots * line_bytes +
@@ -271,7 +261,7 @@ template <class config> struct backward_consumer {
     }
 
     /* Issues dV += P^T dO, with P from registers. */
-    __device__ inline void issue_dv(const pairs &weights, int32_t step) {
+    __device__ void issue_dv(const pairs &weights, int32_t step) {
         wgmma_fence();
         issue_ab<element, config::q_rows, config::q_rows / wgmma_k>(
             dv, weights, shared_address(memory->dout[stage_of(step)]));
@@ -279,8 +269,8 @@ template <class config> struct backward_consumer {
     }
 
     /* Issues sums += block rows, with P or dS from shared memory. */
-    __device__ inline void issue_sums(float (&sums)[sum_registers], const uint8_t *block,
-                                      const uint8_t *rows) {
+    __device__ void issue_sums(float (&sums)[sum_registers], const uint8_t *block,
+                               const uint8_t *rows) {
         const int panel = config::is_wide ? index * config::own_channels / panel_channels : 0;
         wgmma_fence();
         issue_ab<element, config::q_rows, config::q_rows / wgmma_k>(
@@ -289,16 +279,16 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    __device__ inline void issue_dk(int32_t step) {
+    __device__ void issue_dk(int32_t step) {
         issue_sums(dk, ds_block(step), memory->q[stage_of(step)]);
     }
 
-    __device__ inline void issue_wide_dv(int32_t step) {
+    __device__ void issue_wide_dv(int32_t step) {
         issue_sums(dv, memory->p, memory->dout[stage_of(step)]);
     }
 
     /* Lets the next slot block add to the tile that this consumer has added to, if there is one. */
-    __device__ inline void release_semaphore(const backward_pass &pass) {
+    __device__ void release_semaphore(const backward_pass &pass) {
         fence_acq_rel_gpu(); // costs little, as the additions were issued a step ago
         sync_warpgroup();
         if (threadIdx.x % warpgroup_threads == 0 && memory->held_semaphore[index] >= 0)
@@ -307,8 +297,8 @@ template <class config> struct backward_consumer {
     }
 
     /* Waits until `order` slot blocks have added to a tile. */
-    __device__ inline void acquire_semaphore(const backward_pass &pass, int32_t semaphore,
-                                             uint32_t order) {
+    __device__ void acquire_semaphore(const backward_pass &pass, int32_t semaphore,
+                                      uint32_t order) {
         release_semaphore(pass);
         if (threadIdx.x % warpgroup_threads == 0) {
             while (ld_acquire_gpu(&pass.dq_semaphore[semaphore]) != order) {
@@ -320,8 +310,7 @@ template <class config> struct backward_consumer {
     }
 
     /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer. */
-    __device__ inline void add_dq(const backward_pass &pass, int32_t step, const dq_tile &dq,
-                                  int n = 0) {
+    __device__ void add_dq(const backward_pass &pass, int32_t step, const dq_tile &dq, int n = 0) {
         constexpr int products = config::dq_channels / config::dq_columns;
         const step_header header = memory->header[stage_of(step)];
         const int32_t half = header.tile * config::consumers + index;
@@ -336,7 +325,7 @@ template <class config> struct backward_consumer {
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 
-    __device__ inline void finish_dq(const backward_pass &pass, int32_t step, const dq_tile &dq) {
+    __device__ void finish_dq(const backward_pass &pass, int32_t step, const dq_tile &dq) {
         wgmma_wait_group<0>();
         add_dq(pass, step, dq);
     }
@@ -344,8 +333,8 @@ template <class config> struct backward_consumer {
     /* The steps of a generation from `now` on; returns the first step of the next one. dq needs the
      * dS of both consumers, so it is multiplied together with the next step's scores: then neither
      * consumer has to wait for the other. */
-    __device__ inline int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
-                                             int32_t now) {
+    __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
+                                      int32_t now) {
         scores s, dp;
         dq_tile dq;
         pairs weights, sloped, ds;
@@ -383,8 +372,8 @@ template <class config> struct backward_consumer {
     }
 
     /* The same in the wide form, where the consumers share P and dS and so keep step. */
-    __device__ inline int32_t run_wide_generation(const backward_plan &plan,
-                                                  const backward_pass &pass, int32_t now) {
+    __device__ int32_t run_wide_generation(const backward_plan &plan, const backward_pass &pass,
+                                           int32_t now) {
         for (bool is_last = false; !is_last; now++) {
             scores s, dp;
             pairs weights, sloped, ds;
@@ -407,7 +396,7 @@ template <class config> struct backward_consumer {
         return now;
     }
 
-    __device__ inline void multiply_wide(const backward_pass &pass, int32_t now) {
+    __device__ void multiply_wide(const backward_pass &pass, int32_t now) {
         dq_tile dq;
         issue_dq(dq, now);
         issue_wide_dv(now);
@@ -422,7 +411,7 @@ template <class config> struct backward_consumer {
 
     /* Takes over the slots of the next generation, and writes the gradients of the keys that leave.
      * False if there is no next generation. */
-    __device__ inline bool take_slots(const backward_plan &plan, const backward_pass &pass) {
+    __device__ bool take_slots(const backward_plan &plan, const backward_pass &pass) {
         wait(&memory->slots_ready, generation & 1);
         const bool is_over = memory->is_over;
         __syncwarp(); // until all lanes have read it
@@ -434,7 +423,7 @@ template <class config> struct backward_consumer {
     }
 
     /* Writes the gradients of row i of this thread if its slot changes its key, and clears them. */
-    __device__ inline void change_row(const backward_plan &plan, const backward_pass &pass, int i) {
+    __device__ void change_row(const backward_plan &plan, const backward_pass &pass, int i) {
         const int32_t slot = own_row() + 8 * i;
         const int32_t next = memory->slots[generation % slots_buffers][slot].key;
         const slot_record leaving = generation == 0
@@ -460,7 +449,7 @@ template <class config> struct backward_consumer {
         }
     }
 
-    __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
+    __device__ void run(const backward_plan &plan, const backward_pass &pass) {
         int32_t step = 0; // since the start of the kernel
         for (generation = 0; take_slots(plan, pass); generation++) {
             wait(&memory->keys_ready, generation & 1);

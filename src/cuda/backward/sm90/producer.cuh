@@ -13,15 +13,14 @@ template <class config> struct backward_producer {
     static constexpr int32_t no_keys = -1;
 
     backward_memory<config> *memory;
-    int32_t step;       // since the start of the kernel
-    int32_t generation; // of the keys that are in shared memory, or are the next to be loaded
-    int32_t
-        steps_ahead; // steps loaded since a generation's keys began to wait for room, or no_keys
+    int32_t step;        // since the start of the kernel
+    int32_t generation;  // of the keys that are in shared memory, or are the next to be loaded
+    int32_t steps_ahead; // steps loaded since keys began to wait for room, or no_keys
 
-    __device__ inline int32_t own_slot(void) const { return threadIdx.x % warpgroup_threads; }
+    __device__ int32_t own_slot(void) const { return threadIdx.x % warpgroup_threads; }
 
-    __device__ inline int32_t key_in_block(const backward_plan &plan, const backward_pass &pass,
-                                           int32_t query_block) const {
+    __device__ int32_t key_in_block(const backward_plan &plan, const backward_pass &pass,
+                                    int32_t query_block) const {
         const backward_work &work = memory->work;
         const int32_t slot = own_slot();
         if (query_block >= work.end)
@@ -32,14 +31,14 @@ template <class config> struct backward_producer {
     }
 
     /* The key of this thread's slot in a generation. */
-    __device__ inline int32_t key_in_generation(int32_t which) const {
+    __device__ int32_t key_in_generation(int32_t which) const {
         return own_slot() < config::slots ? memory->slots[which % slots_buffers][own_slot()].key
                                           : -1;
     }
 
     /* Hands the slot records of the next generation to the consumers. */
-    __device__ inline void publish_slots(const backward_plan &plan, const backward_pass &pass,
-                                         int32_t key) {
+    __device__ void publish_slots(const backward_plan &plan, const backward_pass &pass,
+                                  int32_t key) {
         const forward_plan &forward = plan.forward;
         const backward_work &work = memory->work;
         slot_record own = {key, INT32_MIN, 0, 0};
@@ -62,7 +61,7 @@ template <class config> struct backward_producer {
     }
 
     /* Loads k and v of one key, or zeros if there is none. By a whole warp. */
-    __device__ inline void load_key(const backward_plan &plan, int32_t slot, int32_t key) {
+    __device__ void load_key(const backward_plan &plan, int32_t slot, int32_t key) {
         constexpr int vecs = config::channels * 2 / vec_bytes; // of a row
         const forward_plan &forward = plan.forward;
         const backward_work &work = memory->work;
@@ -81,7 +80,7 @@ template <class config> struct backward_producer {
     }
 
     /* Loads the new keys of a generation once the consumers have released the old ones. */
-    __device__ inline void load_keys(const backward_plan &plan) {
+    __device__ void load_keys(const backward_plan &plan) {
         const int32_t current = opaque(generation);
         wait(&memory->keys_free, current & 1);
         const int32_t key = key_in_generation(current);
@@ -95,21 +94,19 @@ template <class config> struct backward_producer {
         steps_ahead = no_keys;
     }
 
-    __device__ inline void load_rows(const backward_plan &plan, const head_view &view, int32_t h,
-                                     int32_t tile, uint32_t block) {
+    __device__ void load_rows(const backward_plan &plan, const head_view &view, int32_t h,
+                              int32_t tile, uint32_t block) {
         constexpr int warp_rows = config::q_rows / warpgroup_warps;
         const int32_t warp = threadIdx.x / 32;
         const int32_t query = tile * config::q_rows + warp * warp_rows + threadIdx.x % warp_rows;
-        const char *const rows =
-            (const char *)view.data + 2 * (memory->work.b * view.batch + h * view.head);
         gather_rows<config::q_rows, config::panels, warp_rows, 2>(
-            block, warp * warp_rows, rows, (uint32_t)(2 * view.row),
+            block, warp * warp_rows, rows_of(view, memory->work.b, h), (uint32_t)(2 * view.row),
             query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
     }
 
     /* Loads q, dout, lse and delta of 64 queries of head h. */
-    __device__ inline void load_step(const backward_plan &plan, const backward_pass &pass,
-                                     int32_t h, int32_t tile, bool is_last, bool ends_block) {
+    __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
+                              int32_t tile, bool is_last, bool ends_block) {
         const int32_t stage = step % config::stages, n = threadIdx.x % config::q_rows;
         wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
         load_rows(plan, plan.forward.q, h, tile, shared_address(memory->q[stage]));
@@ -138,8 +135,8 @@ template <class config> struct backward_producer {
      * lower slot blocks do: lower slots become visible no later, and a slot block visits every
      * query block from its first one on, even if the selection is corrupt. slot_block is returned
      * in two places because returning it in one spills a register. */
-    __device__ inline uint32_t dq_order(const backward_plan &plan, const backward_pass &pass,
-                                        int32_t query_block) const {
+    __device__ uint32_t dq_order(const backward_plan &plan, const backward_pass &pass,
+                                 int32_t query_block) const {
         const backward_work &work = memory->work;
         if (plan.is_rolling && !pass.is_diagonal)
             return work.slot_block;
@@ -150,8 +147,8 @@ template <class config> struct backward_producer {
 
     /* Loads the steps of a query block. True if a slot changes its key after it, or nothing
      * follows. */
-    __device__ inline bool load_query_block(const backward_plan &plan, const backward_pass &pass,
-                                            int32_t query_block) {
+    __device__ bool load_query_block(const backward_plan &plan, const backward_pass &pass,
+                                     int32_t query_block) {
         constexpr int tiles = list_queries / config::q_rows;
         const int32_t group = plan.forward.group;
         bool changes = false;
@@ -171,7 +168,7 @@ template <class config> struct backward_producer {
         return changes;
     }
 
-    __device__ inline void run(const backward_plan &plan, const backward_pass &pass) {
+    __device__ void run(const backward_plan &plan, const backward_pass &pass) {
         int32_t query_block = first_query_block(plan, pass, memory->work);
         step = 0;
         generation = -1;

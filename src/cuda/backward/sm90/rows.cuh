@@ -1,12 +1,12 @@
-/* Writes the gradients of a key that leaves its slot: the epilogue of a generation. */
+/* Writes the gradients: dk, dv and dbias of a key that leaves its slot, which is the epilogue of a
+ * generation, and dq of all rows, which is a kernel of its own. */
 #ifndef FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
 #define FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
 
 #include "cuda/backward/sm90/tile.cuh"
-#include "cuda/device/quad.cuh"
 #include "cuda/device/softmax.cuh"
 
-template <typename element> __device__ static inline float2 unpack(uint32_t pair);
+template <typename element> __device__ static float2 unpack(uint32_t pair);
 template <> __device__ inline float2 unpack<__half>(uint32_t pair) {
     return __half22float2(*(const __half2 *)&pair);
 }
@@ -14,9 +14,16 @@ template <> __device__ inline float2 unpack<__nv_bfloat16>(uint32_t pair) {
     return __bfloat1622float2(*(const __nv_bfloat162 *)&pair);
 }
 
-template <typename element> __device__ static inline uint32_t add_pairs(uint32_t x, uint32_t y) {
+template <typename element> __device__ static uint32_t add_pairs(uint32_t x, uint32_t y) {
     const float2 a = unpack<element>(x), b = unpack<element>(y);
     return element_type<element>::pack(a.x + b.x, a.y + b.y);
+}
+
+/* Adds eight elements to those of `old`. */
+template <typename element>
+__device__ static uint4 add_words(uint4 old, const uint32_t (&words)[4]) {
+    return make_uint4(add_pairs<element>(old.x, words[0]), add_pairs<element>(old.y, words[1]),
+                      add_pairs<element>(old.z, words[2]), add_pairs<element>(old.w, words[3]));
 }
 
 /* The dk or dv of one slot, which the lanes of a quad hold together. */
@@ -29,8 +36,8 @@ struct gradient_row {
 
 /* Loads this lane's channels of a row that is added to; 0 if it is overwritten. */
 template <typename element, int loads>
-__device__ static inline void load_row(const element *from, int32_t channels, bool adds,
-                                       uint4 (&old)[loads]) {
+__device__ static void load_row(const element *from, int32_t channels, bool adds,
+                                uint4 (&old)[loads]) {
 #pragma unroll
     for (int n = 0; n < loads; n++) {
         const int channel = opaque(n * quad_channels + 8 * (threadIdx.x % 4));
@@ -43,9 +50,9 @@ __device__ static inline void load_row(const element *from, int32_t channels, bo
 /* Writes row i of a thread's sums, times factor, plus `old`, to a row of 16-bit elements. By a
  * whole warp. */
 template <typename element, int registers, int stores>
-__device__ static inline void write_row(element *to, int32_t channels, bool is_written, int i,
-                                        float factor, const float (&sums)[registers],
-                                        const uint4 (&old)[stores]) {
+__device__ static void write_row(element *to, int32_t channels, bool is_written, int i,
+                                 float factor, const float (&sums)[registers],
+                                 const uint4 (&old)[stores]) {
     static_assert(stores * quad_channels == 2 * registers, "all channels are written");
 #pragma unroll
     for (int n = 0; n < stores; n++) {
@@ -59,16 +66,14 @@ __device__ static inline void write_row(element *to, int32_t channels, bool is_w
         }
         transpose_quad(words);
         if (is_written && channel < channels)
-            *(uint4 *)(to + channel) = make_uint4(
-                add_pairs<element>(old[n].x, words[0]), add_pairs<element>(old[n].y, words[1]),
-                add_pairs<element>(old[n].z, words[2]), add_pairs<element>(old[n].w, words[3]));
+            *(uint4 *)(to + channel) = add_words<element>(old[n], words);
     }
 }
 
 /* Adds row i of a thread's sums, times factor, to a row of float32. */
 template <int registers>
-__device__ static inline void add_sums(float *to, int32_t head_dim, int i, float factor,
-                                       const float (&sums)[registers]) {
+__device__ static void add_sums(float *to, int32_t head_dim, int i, float factor,
+                                const float (&sums)[registers]) {
 #pragma unroll
     for (int c = 0; c < registers; c += 4) {
         const int channel = opaque(2 * c + 2 * (threadIdx.x % 4)), at = c + 2 * i;
@@ -78,18 +83,17 @@ __device__ static inline void add_sums(float *to, int32_t head_dim, int i, float
 }
 
 template <typename element>
-__device__ static inline element *row_at(const head_view &view, const backward_work &work,
-                                         const gradient_row &row) {
+__device__ static element *row_at(const head_view &view, const backward_work &work,
+                                  const gradient_row &row) {
     return (element *)view.data + work.b * view.batch + work.g * view.head +
            max(row.key, 0) * view.row + row.channel;
 }
 
 /* Writes row i of a thread's dk and dv, unless a boundary takes them. */
 template <typename element, int registers>
-__device__ static inline void write_sums(const backward_plan &plan, const backward_pass &pass,
-                                         const backward_work &work, const gradient_row &row, int i,
-                                         const float (&dk)[registers],
-                                         const float (&dv)[registers]) {
+__device__ static void write_sums(const backward_plan &plan, const backward_pass &pass,
+                                  const backward_work &work, const gradient_row &row, int i,
+                                  const float (&dk)[registers], const float (&dv)[registers]) {
     const int32_t channels = plan.forward.head_dim - row.channel;
     const bool is_own = row.is_written && row.boundary == 0;
     const bool adds = is_own && (plan.accumulate || pass.is_diagonal);
@@ -105,10 +109,10 @@ __device__ static inline void write_sums(const backward_plan &plan, const backwa
 
 /* Writes the row's dbias, and adds what a boundary takes. */
 template <int registers>
-__device__ static inline void write_rest(const backward_plan &plan, const backward_pass &pass,
-                                         const backward_work &work, const gradient_row &row, int i,
-                                         float dbias, const float (&dk)[registers],
-                                         const float (&dv)[registers]) {
+__device__ static void write_rest(const backward_plan &plan, const backward_pass &pass,
+                                  const backward_work &work, const gradient_row &row, int i,
+                                  float dbias, const float (&dk)[registers],
+                                  const float (&dv)[registers]) {
     // one lane of the quad, and one consumer, writes dbias
     const bool is_first = threadIdx.x % 4 == 0 && row.channel == 0;
     if (!row.is_written)
@@ -121,10 +125,48 @@ __device__ static inline void write_rest(const backward_plan &plan, const backwa
         const int64_t to = at * head_dim + row.channel;
         add_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
         add_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
-    } else if (plan.dbias != NULL && is_first) {
-        float *const to =
-            plan.dbias + work.b * plan.dbias_batch + work.g * plan.dbias_head + row.key;
+    } else if (plan.dbias.data != NULL && is_first) {
+        float *const to = plan.dbias.at(work.b, work.g) + row.key;
         *to = pass.is_diagonal ? *to + dbias : dbias;
+    }
+}
+
+/* Writes dq from dq_sum, which is laid out as accumulators. A thread block takes a tile of 64
+ * queries. */
+template <class config>
+static __global__ void __launch_bounds__(warpgroup_threads)
+    write_dq(const __grid_constant__ backward_plan plan,
+             const __grid_constant__ backward_pass pass) {
+    using element = typename config::element;
+    const forward_plan &forward = plan.forward;
+    const int32_t tile = blockIdx.x, lane = threadIdx.x % 4, head_tile = tile % pass.tiles;
+    const int32_t b = tile / pass.tiles / forward.q_heads, h = tile / pass.tiles % forward.q_heads;
+    const float4 *const sums =
+        (const float4 *)pass.dq_sum + (int64_t)tile * (config::q_rows * config::channels / 4);
+    element *const rows = (element *)plan.dq.data + b * plan.dq.batch + h * plan.dq.head;
+#pragma unroll
+    for (int c = 0; c < config::channels; c += quad_channels) {
+        const int channel = c + 8 * lane;
+        float4 four[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            four[n] = sums[(c / 8 + n) * warpgroup_threads + threadIdx.x];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int32_t query =
+                head_tile * config::q_rows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i;
+            uint32_t words[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                words[n] = element_type<element>::pack((i ? four[n].z : four[n].x) * forward.scale,
+                                                       (i ? four[n].w : four[n].y) * forward.scale);
+            transpose_quad(words);
+            if (query >= forward.q_len || channel >= forward.head_dim)
+                continue;
+            uint4 *const to = (uint4 *)(rows + query * plan.dq.row + channel);
+            *to = plan.accumulate ? add_words<element>(*to, words)
+                                  : make_uint4(words[0], words[1], words[2], words[3]);
+        }
     }
 }
 

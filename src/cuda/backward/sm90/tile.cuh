@@ -109,37 +109,30 @@ template <class config> struct backward_memory {
 };
 
 /* The key of a list entry; -1: none. */
-__device__ static inline int32_t key_of(const forward_plan &plan, int32_t entry) {
+__device__ static int32_t key_of(const forward_plan &plan, int32_t entry) {
     return is_key(entry, plan.kv_len) ? entry : -1;
 }
 
 /* The key that a slot has in a query block, or the slot-th key that arrives inside the block; -1:
  * none. */
-__device__ static inline int32_t slot_key(const backward_plan &plan, const backward_pass &pass,
-                                          int32_t head, int32_t query_block, int32_t slot) {
+__device__ static int32_t slot_key(const backward_plan &plan, const backward_pass &pass,
+                                   int32_t head, int32_t query_block, int32_t slot) {
     const forward_plan &forward = plan.forward;
     if (pass.is_diagonal) {
         const int2 count = list_counts(plan, head, query_block);
         const int32_t n = count.x + slot;
-        if (n >= count.y)
-            return -1;
-        return key_of(forward,
-                      forward.list[head * forward.list_head + query_block * forward.list_tile + n]);
+        return n < count.y ? key_of(forward, list_entry(forward, head, query_block, n)) : -1;
     }
     if (plan.is_rolling)
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
-    const int32_t slots = forward.count == NULL
-                              ? forward.kv_len
-                              : forward.count[(int64_t)head * forward.lists + forward.lists - 1].y;
-    if (slot >= min(slots, plan.slots))
+    if (slot >= shared_entries(forward, head))
         return -1;
-    return key_of(forward,
-                  forward.list == NULL ? slot : forward.list[head * forward.list_head + slot]);
+    return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
 /* How many slots some query of a block sees. Later blocks see no fewer. */
-__device__ static inline int32_t visible_slots(const backward_plan &plan, int32_t head,
-                                               int32_t query_block) {
+__device__ static int32_t visible_slots(const backward_plan &plan, int32_t head,
+                                        int32_t query_block) {
     const forward_plan &forward = plan.forward;
     if (plan.is_rolling)
         return list_counts(plan, head, query_block).x;
@@ -151,22 +144,18 @@ __device__ static inline int32_t visible_slots(const backward_plan &plan, int32_
     return max(0, queries + forward.kv_len - forward.q_len);
 }
 
-/* How many keys arrive inside a query block. */
-__device__ static inline int32_t count_arrivals(const backward_plan &plan, int32_t head,
-                                                int32_t query_block) {
-    const int2 count = list_counts(plan, head, query_block);
-    return count.y - count.x;
-}
-
 /* The first query block of the work in which some query sees one of its slots. By a whole warp. */
-__device__ static inline int32_t
-first_query_block(const backward_plan &plan, const backward_pass &pass, const backward_work &work) {
+__device__ static int32_t first_query_block(const backward_plan &plan, const backward_pass &pass,
+                                            const backward_work &work) {
     for (int32_t base = work.query_block; base < work.end; base += 32) {
         const int32_t query_block = base + threadIdx.x % 32;
         int32_t slots = 0;
-        if (query_block < work.end)
-            slots = pass.is_diagonal ? count_arrivals(plan, work.head, query_block)
-                                     : visible_slots(plan, work.head, query_block);
+        if (query_block < work.end && pass.is_diagonal) {
+            const int2 count = list_counts(plan, work.head, query_block);
+            slots = count.y - count.x; // keys that arrive inside the block
+        } else if (query_block < work.end) {
+            slots = visible_slots(plan, work.head, query_block);
+        }
         const uint32_t mask = __ballot_sync(~0u, slots > work.first_slot);
         if (mask != 0)
             return base + __ffs(mask) - 1;
@@ -174,16 +163,11 @@ first_query_block(const backward_plan &plan, const backward_pass &pass, const ba
     return work.end;
 }
 
-__device__ static inline int32_t count_query_blocks(const backward_plan &plan) {
-    return plan.rows / list_queries;
-}
-
 /* The slot blocks of one head are neighbours in the grid, as they read the same queries. A block
  * that waits for the dq of another one comes after it: slot blocks add in reverse where lists do
  * not roll, so there they start in reverse. */
 template <class config>
-__device__ static inline backward_work find_work(const backward_plan &plan,
-                                                 const backward_pass &pass) {
+__device__ static backward_work find_work(const backward_plan &plan, const backward_pass &pass) {
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
     const int32_t n = blockIdx.x / pass.slot_blocks;
     const int32_t block = blockIdx.x % pass.slot_blocks;
@@ -194,17 +178,13 @@ __device__ static inline backward_work find_work(const backward_plan &plan,
     work.head = n % heads;
     work.b = work.head / plan.forward.kv_heads;
     work.g = work.head % plan.forward.kv_heads;
-    work.partition = n / heads;
-    if (pass.is_diagonal) {
-        work.query_block = work.partition * pass.query_blocks;
-        work.end = min(work.query_block + pass.query_blocks, count_query_blocks(plan));
-        work.partition = 0;
-    } else {
-        work.query_block = work.partition * plan.partition_lists;
-        work.end = plan.partitions > 1
-                       ? min(work.query_block + plan.partition_lists, count_query_blocks(plan))
-                       : count_query_blocks(plan);
-    }
+    const int32_t range = n / heads, all = plan.rows / list_queries;
+    const int32_t query_blocks = pass.is_diagonal       ? pass.query_blocks
+                                 : plan.partitions == 1 ? all
+                                                        : plan.partition_lists;
+    work.partition = pass.is_diagonal ? 0 : range;
+    work.query_block = range * query_blocks;
+    work.end = min(work.query_block + query_blocks, all);
     return work;
 }
 

@@ -27,26 +27,17 @@ template <typename config> struct tile_memory {
     tile_inputs inputs;
 };
 
-template <typename config>
-__device__ static inline void store_entry(tile_memory<config> &shared, int32_t n, int32_t entry) {
-    const uint32_t column = opaque(threadIdx.x);
-    if (column < config::keys)
-        shared.key[n % 3][column] = entry;
-}
-
 /* Starts copying k and the records of key block n, whose entries are in shared memory. */
 template <typename config>
-__device__ static inline void load_keys(tile_memory<config> &shared, int32_t n) {
+__device__ static void load_keys(tile_memory<config> &shared, int32_t n) {
     const int32_t *const keys = shared.key[n % 3];
     copy_block<config>((char *)shared.k, keys, shared.inputs.k, shared.inputs.keys.kv_len);
-    const uint32_t column = opaque(threadIdx.x);
-    if (column < config::keys)
-        copy_record(shared.records[n % 2], column, shared.inputs.keys, keys[column]);
+    copy_records(shared.records[n % 2], shared.inputs.keys, keys);
     cp_async_commit_group();
 }
 
 template <typename config>
-__device__ static inline void load_values(tile_memory<config> &shared, int32_t n) {
+__device__ static void load_values(tile_memory<config> &shared, int32_t n) {
     copy_block<config>((char *)shared.v, shared.key[n % 3], shared.inputs.v,
                        shared.inputs.keys.kv_len);
     cp_async_commit_group();
@@ -55,8 +46,8 @@ __device__ static inline void load_values(tile_memory<config> &shared, int32_t n
 /* A warp's rows against all key blocks. The values of a block arrive during its first product, the
  * keys of the next block during this one's softmax and second product. */
 template <typename config>
-__device__ static inline void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
-                                            bool causal) {
+__device__ static void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
+                                     bool causal) {
     constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
     const tile_list &keys = shared.inputs.keys;
     const int warp = threadIdx.x / warp_lanes;
@@ -73,7 +64,7 @@ __device__ static inline void attend_blocks(tile_memory<config> &shared, row_sta
         mma_abt<config>(s, q_at.unhoisted(), k_at); // S = Q K^T
         cp_async_wait_group<0>();
         __syncthreads(); // v has arrived, and every warp has read k
-        store_entry(shared, n + 2, upcoming);
+        store_entry(shared.key, n + 2, upcoming);
         if ((n + 1) * config::keys < keys.entries)
             load_keys(shared, n + 1);
         find_logits<config>(s, records.bias, shared.inputs.logits);
@@ -88,8 +79,8 @@ __device__ static inline void attend_blocks(tile_memory<config> &shared, row_sta
 /* The epilogue. Rows go from registers to the warp's rows of q in shared memory, and from there to
  * out a vector at a time. */
 template <typename config>
-__device__ static inline void write_out(tile_memory<config> &shared, const row_state<config> &state,
-                                        const forward_plan &plan) {
+__device__ static void write_out(tile_memory<config> &shared, const row_state<config> &state,
+                                 const forward_plan &plan) {
     using type = element_type<typename config::element>;
     using layout = row_layout<config::head_dim>;
     const row_range &range = shared.inputs.range;
@@ -100,8 +91,8 @@ __device__ static inline void write_out(tile_memory<config> &shared, const row_s
     for (int r = 0; r < row_state<config>::rows; r++) {
         const float sum = quad_sum(state.row_sum[r]), factor = sum == 0 ? 0 : 1 / sum;
         const int32_t row = first + lane / 4 * row_state<config>::rows + r;
-        if (plan.lse != NULL && lane % 4 == 0 && row < range.total)
-            plan.lse[lse_offset(plan, range, row)] = lse_of(state.row_max[r], sum);
+        if (plan.lse.data != NULL && lane % 4 == 0 && row < range.total)
+            *lse_at(plan, range, row) = lse_of(state.row_max[r], sum);
 #pragma unroll
         for (int d = 0; d < config::head_dim / 8; d++) {
             const float *const out = &state.out[r / 2][d][r % 2 * 2];
@@ -125,7 +116,7 @@ __device__ static inline void write_out(tile_memory<config> &shared, const row_s
 /* One tile. The tiles of a kv head are neighbours, so that they find its keys in the L2 cache. The
  * last ones, which see the most keys, come first. */
 template <typename config>
-__global__ void __launch_bounds__(config::threads, config::blocks)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_tile(const __grid_constant__ forward_plan plan, const int32_t tiles,
                 const bool aligned) {
     extern __shared__ __align__(128) char bytes[];
@@ -139,8 +130,8 @@ __global__ void __launch_bounds__(config::threads, config::blocks)
     load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, range,
                                                          aligned);
     __syncthreads();
-    store_entry(shared, 0, own_entry<config>(shared.inputs.keys, 0));
-    store_entry(shared, 1, own_entry<config>(shared.inputs.keys, 1));
+    for (int32_t n = 0; n < 2; n++)
+        store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
     __syncthreads();
     load_keys(shared, 0);
     clear_rows(state);
@@ -154,32 +145,16 @@ template <typename element>
 static fdma_status attend(const fdma_problem *problem, const forward_plan &plan) {
     using config = tile_config<element>;
     static_assert(sizeof(tile_memory<config>) <= least_shared_bytes, "a tile fits everywhere");
-    const bool aligned =
-        is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
     const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
     const int32_t heads = plan.batch * plan.kv_heads;
     return launch("forward", attend_tile<config>,
                   {dim3(heads * tiles), dim3(config::threads), sizeof(tile_memory<config>)},
-                  problem, plan, tiles, aligned);
+                  problem, plan, tiles, is_aligned(plan));
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const reason = fdma_cuda_refuses_plan(problem);
-    if (reason != NULL)
-        return reason;
-    const int64_t rows = problem->q_len * problem->group;
-    if (rows > INT32_MAX / 2 ||
-        problem->batch * problem->kv_heads > INT32_MAX / (rows / mma_rows + 1))
-        return "more than 2^31 tiles of queries";
-    if (problem->head_dim > FDMA_HEAD_DIM)
-        return "a larger head_dim than its own";
-    return fdma_refuses_before_sm80(problem);
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    fdma_cuda_plan_forward(problem, &arena);
-    return fdma_arena_size(&arena);
+    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
+    return reason != NULL ? reason : fdma_refuses_before_sm80(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -190,9 +165,6 @@ static fdma_status run(const fdma_problem *problem) {
                                           : attend<__nv_bfloat16>(problem, plan);
 }
 
-static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM),
-                                       operation_forward, fdma_missing_sm80, refuses, workspace,
-                                       run, true}};
-
-extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM) = {
-    kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM),
+                {FDMA_POINT_NAME("cuda/sm80/d", FDMA_HEAD_DIM), operation_forward,
+                 fdma_missing_sm80, refuses, workspace_of<fdma_cuda_plan_forward>, run, true});

@@ -4,7 +4,6 @@
 #ifndef FDMA_CUDA_FORWARD_SM90_CONSUMER_CUH
 #define FDMA_CUDA_FORWARD_SM90_CONSUMER_CUH
 
-#include "cuda/device/quad.cuh"
 #include "cuda/forward/sm90/softmax.cuh"
 #include "cuda/forward/sm90/tile.cuh"
 
@@ -28,31 +27,20 @@ template <class config> struct consumer {
     block_weights weights; // of the block whose values come next
 
     /* Waits for the next stage of k or v, and thereby for all stages before it. */
-    __device__ inline void wait_rows(void) {
+    __device__ void wait_rows(void) {
         wait(&memory->kv_ready[kv.stage], kv.parity);
         fence_proxy_async(); // wgmma reads through another proxy than cp.async writes
     }
 
-    /* One arrival per warp. */
-    __device__ inline void release(uint64_t *barrier) {
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(barrier);
-    }
-
     /* Named barriers 1 and 2 hand the tensor cores from consumer to consumer. */
-    __device__ inline void acquire_tensor_cores(void) {
-        bar_sync(1 + index, 2 * warpgroup_threads);
-    }
+    __device__ void acquire_tensor_cores(void) { bar_sync(1 + index, 2 * warpgroup_threads); }
 
-    __device__ inline void release_tensor_cores(void) {
-        bar_arrive(2 - index, 2 * warpgroup_threads);
-    }
+    __device__ void release_tensor_cores(void) { bar_arrive(2 - index, 2 * warpgroup_threads); }
 
     /* Issues S = Q K^T for the keys of a stage. Without softcap the result is logits / scale: the
      * bias is added as 16 more channels. */
     template <int registers>
-    __device__ inline void issue_scores(const forward_plan &plan, float (&scores)[registers],
-                                        int keys) {
+    __device__ void issue_scores(const forward_plan &plan, float (&scores)[registers], int keys) {
         const uint32_t first_row = index * config::warpgroup_rows;
         const uint32_t ones[4] = {ones_of_bias(), ones_of_bias(), 0, 0};
         wait(&memory->mask_ready[mask.stage], mask.parity);
@@ -68,14 +56,14 @@ template <class config> struct consumer {
     }
 
     /* This lane's two of 16 channels: 1 in the channels of the bias terms, else 0. */
-    __device__ static inline uint32_t ones_of_bias(void) {
+    __device__ static uint32_t ones_of_bias(void) {
         const int channel = threadIdx.x % 4 * 2;
         return element_type<__nv_bfloat16>::pack(channel < bias_terms ? 1 : 0,
                                                  channel + 1 < bias_terms ? 1 : 0);
     }
 
     /* Issues O += P V for the values of a stage. */
-    template <int keys = config::key_rows> __device__ inline void issue_out(int values) {
+    template <int keys = config::key_rows> __device__ void issue_out(int values) {
         wgmma_fence();
         issue_ab<element, config::key_rows, keys / wgmma_k>(out, weights,
                                                             shared_address(memory->kv[values]));
@@ -85,7 +73,7 @@ template <class config> struct consumer {
     /* Sets scores to -inf where a row does not keep a key, in those groups of 16 keys of which some
      * row does not keep all. */
     template <int registers>
-    __device__ inline void apply_mask(const block_mask<config> *from, float (&scores)[registers]) {
+    __device__ void apply_mask(const block_mask<config> *from, float (&scores)[registers]) {
         const uint32_t partial = *(const uint32_t *)from->is_partial;
         if (partial == 0)
             return;
@@ -107,8 +95,8 @@ template <class config> struct consumer {
 
     /* Turns scores into logits, as exponents of 2, by softcap and bias. */
     template <int registers>
-    __device__ inline void soften(const forward_plan &plan, const block_mask<config> *from,
-                                  float (&scores)[registers]) {
+    __device__ void soften(const forward_plan &plan, const block_mask<config> *from,
+                           float (&scores)[registers]) {
         const float cap = plan.softcap * log2_e;
 #pragma unroll
         for (int i = 0; i < registers; i += 8) {
@@ -125,9 +113,8 @@ template <class config> struct consumer {
     /* Turns the scores of a key block into its weights, `next`. Returns true if row_max was raised,
      * so that out must be multiplied by `rescale`. The first block of a tile always raises it. */
     template <int registers>
-    __device__ inline bool weigh(const forward_plan &plan, bool is_first,
-                                 float (&scores)[registers], uint32_t (&next)[registers / 8][4],
-                                 float (&rescale)[2]) {
+    __device__ bool weigh(const forward_plan &plan, bool is_first, float (&scores)[registers],
+                          uint32_t (&next)[registers / 8][4], float (&rescale)[2]) {
         const block_mask<config> *const from = &memory->mask[mask.stage];
         const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
@@ -147,25 +134,25 @@ template <class config> struct consumer {
 
     /* Copies the next weights once out no longer reads the current ones. They need registers of
      * their own, since they are computed while out is multiplied. */
-    template <int steps> __device__ inline void set_weights(const uint32_t (&next)[steps][4]) {
+    template <int steps> __device__ void set_weights(const uint32_t (&next)[steps][4]) {
 #pragma unroll
         for (int i = 0; i < steps * 4; i++)
             weights[i / 4][i % 4] = mov_b32(next[i / 4][i % 4]);
     }
 
-    __device__ inline void rescale_out(const float (&rescale)[2]) {
+    __device__ void rescale_out(const float (&rescale)[2]) {
 #pragma unroll
         for (int i = 0; i < out_registers; i++)
             out[i] *= rescale[i / 2 % 2];
     }
 
     /* This thread's first row of the kv head; its second row is eight rows later. */
-    __device__ inline int32_t first_row_of(const row_tile &tile) const {
+    __device__ int32_t first_row_of(const row_tile &tile) const {
         const int32_t warp = threadIdx.x % warpgroup_threads / 32;
         return tile.first_row + index * config::warpgroup_rows + warp * 16 + threadIdx.x % 32 / 4;
     }
 
-    __device__ inline void start_tile(const forward_plan &plan, int32_t tile_index) {
+    __device__ void start_tile(const forward_plan &plan, int32_t tile_index) {
         const row_tile tile = tile_at<config>(plan, order, tile_index);
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -178,14 +165,14 @@ template <class config> struct consumer {
     }
 
     /* Frees the keys of a block that has its scores, and q after the last block. */
-    __device__ inline void release_scored(int keys, bool is_last) {
+    __device__ void release_scored(int keys, bool is_last) {
         release(&memory->kv_free[keys]);
         if (is_last)
             mbarrier_arrive(&memory->q_free);
     }
 
     /* The first key block: its scores and weights. */
-    __device__ inline void attend_first(const forward_plan &plan, bool is_last) {
+    __device__ void attend_first(const forward_plan &plan, bool is_last) {
         float scores[score_registers], rescale[2];
         block_weights next;
         wait_rows();
@@ -200,7 +187,7 @@ template <class config> struct consumer {
     /* The scores of a key block together with out of the block before it, then its weights. The
      * softmax overlaps with this consumer's out and with the products of the other consumer. */
     template <int block_keys = config::key_rows>
-    __device__ inline void attend_next(const forward_plan &plan, bool is_last) {
+    __device__ void attend_next(const forward_plan &plan, bool is_last) {
         float scores[block_keys / 2], rescale[2];
         uint32_t next[block_keys / wgmma_k][4];
         const int keys = kv.stage;
@@ -224,7 +211,7 @@ template <class config> struct consumer {
     }
 
     /* Out of the last key block. */
-    template <int keys> __device__ inline void attend_last(void) {
+    template <int keys> __device__ void attend_last(void) {
         wait_rows();
         issue_out<keys>(kv.stage);
         wgmma_wait_group<0>();
@@ -232,9 +219,9 @@ template <class config> struct consumer {
         kv.advance();
     }
 
-    __device__ inline void finish_tile(const forward_plan &plan, int32_t tile_index);
+    __device__ void finish_tile(const forward_plan &plan, int32_t tile_index);
 
-    __device__ inline void run(const forward_plan &plan) {
+    __device__ void run(const forward_plan &plan) {
         if (index == 1)
             bar_arrive(1, 2 * warpgroup_threads); // gives the tensor cores to consumer 0 first
         for (;;) {
@@ -266,7 +253,7 @@ template <class config> struct consumer {
 /* The epilogue of a tile: divides by row_sum, and writes out and lse. Empty rows are 0, not 0 *
  * NaN. */
 template <class config>
-__device__ inline void consumer<config>::finish_tile(const forward_plan &plan, int32_t tile_index) {
+__device__ void consumer<config>::finish_tile(const forward_plan &plan, int32_t tile_index) {
     const int lane = threadIdx.x % 4;
     const row_tile tile = tile_at<config>(plan, order, tile_index);
 #pragma unroll
@@ -276,9 +263,8 @@ __device__ inline void consumer<config>::finish_tile(const forward_plan &plan, i
         const bool is_there = query < plan.q_len;
         const float sum = quad_sum(softmax.row_sum[i]);
         const float inverse = sum == 0 ? 0 : 1 / sum;
-        if (plan.lse != NULL && is_there && lane == 0)
-            plan.lse[tile.b * plan.lse_batch + h * plan.lse_head + query] =
-                lse_of(softmax.row_max[i], sum);
+        if (plan.lse.data != NULL && is_there && lane == 0)
+            plan.lse.at(tile.b, h)[query] = lse_of(softmax.row_max[i], sum);
         element *const to = (element *)plan.out.data + tile.b * plan.out.batch +
                             query * plan.out.row + h * plan.out.head;
 #pragma unroll

@@ -31,7 +31,7 @@ template <class config> __device__ static void clear_masks(forward_memory<config
 }
 
 template <class config>
-__global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, 1)
     attend(const __grid_constant__ forward_plan plan, const tile_order order,
            const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
@@ -68,16 +68,11 @@ __global__ void __launch_bounds__(config::threads, 1)
  * multiprocessors busy if many heads are computed together, so they may use more of L2. */
 template <class config> static tile_order order_of(const forward_plan *plan) {
     const int64_t l2_bytes = (plan->list_tile > 0 ? 10 : 32) << 20; // of 50 MB
-    const int64_t keys = plan->list_tile > 0  ? plan->list_tile
-                         : plan->list != NULL ? plan->list_head
-                                              : plan->kv_len;
-    const int64_t fitting = l2_bytes / (2 * config::row_bytes * (keys + 1));
+    const int64_t fitting = l2_bytes / (2 * config::row_bytes * (list_keys(*plan) + 1));
     tile_order order;
     order.tiles = (int32_t)divide_up(plan->q_len * plan->group, config::rows);
     order.heads = plan->batch * plan->kv_heads;
-    order.heads_together = (int32_t)(fitting < 1             ? 1
-                                     : fitting < order.heads ? fitting
-                                                             : order.heads);
+    order.heads_together = (int32_t)max(min(fitting, (int64_t)order.heads), (int64_t)1);
     return order;
 }
 
@@ -88,11 +83,8 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
     const tile_order order = order_of<config>(plan);
     const int64_t tiles = (int64_t)order.tiles * order.heads;
     const int64_t blocks = fdma_cuda_device(problem->exec.device)->multiprocessors;
-    launch_shape shape;
-    shape.grid = dim3((unsigned)(tiles < blocks ? tiles : blocks));
-    shape.block = dim3(config::threads);
-    shape.shared_bytes = sizeof(memory);
-    shape.after_dependency = true;
+    const launch_shape shape = {dim3((unsigned)min(tiles, blocks)), dim3(config::threads),
+                                sizeof(memory), start_early};
     const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
     if (tiles == 0)
         return FDMA_OK;
@@ -106,12 +98,6 @@ static fdma_status attend_elements(const fdma_problem *problem, const forward_pl
     return attend_with<forward_config<element, FDMA_HEAD_DIM, false>>(problem, plan);
 }
 
-static fdma_status attend_plan(const fdma_problem *problem, const forward_plan *plan) {
-    if (problem->dtype == FDMA_FLOAT16)
-        return attend_elements<__half>(problem, plan);
-    return attend_elements<__nv_bfloat16>(problem, plan);
-}
-
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_problem *problem) {
     const int64_t q_last =
@@ -122,21 +108,15 @@ static bool is_near(const fdma_problem *problem) {
 
 static const char *refuses(const fdma_problem *problem) {
     const double least_scale = 1e-6;
-    enum { few_queries = 16, smallest = 64, most_tiles = INT32_MAX / 2 };
-    const int64_t rows = problem->q_len * problem->group;
-    const char *const reason = fdma_cuda_refuses_plan(problem);
+    enum { few_queries = 16, smallest = 64 };
+    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
-    if (problem->head_dim > FDMA_HEAD_DIM)
-        return "a larger head_dim than its own";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim that a smaller shape takes";
     if (!is_aligned(view_of(&problem->q)) || !is_aligned(view_of(&problem->k)) ||
         !is_aligned(view_of(&problem->v)) || !is_aligned(view_of(&problem->out)))
         return "rows that do not begin at multiples of 16 bytes";
-    if (rows > INT32_MAX / 2 ||
-        problem->batch * problem->kv_heads > most_tiles / (rows / smallest + 1))
-        return "more than 2^30 rows of a kv head, or 2^30 tiles of them";
     if (!is_near(problem))
         return "rows more than 2^31 elements apart";
     if (problem->scale < least_scale)
@@ -148,22 +128,14 @@ static const char *refuses(const fdma_problem *problem) {
     return fdma_refuses_but_sm90a(problem);
 }
 
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    fdma_cuda_plan_forward(problem, &arena);
-    return fdma_arena_size(&arena);
-}
-
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const forward_plan plan = fdma_cuda_plan_forward(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
-    return attend_plan(problem, &plan);
+    return problem->dtype == FDMA_FLOAT16 ? attend_elements<__half>(problem, &plan)
+                                          : attend_elements<__nv_bfloat16>(problem, &plan);
 }
 
-static const fdma_kernel kernels[] = {{FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM),
-                                       operation_forward, fdma_missing_sm90a, refuses, workspace,
-                                       run, true}};
-
-extern "C" const kernel_table FDMA_POINT_TABLE(fdma_cuda_sm90_d, FDMA_HEAD_DIM) = {
-    kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_d, FDMA_HEAD_DIM),
+                {FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM), operation_forward,
+                 fdma_missing_sm90a, refuses, workspace_of<fdma_cuda_plan_forward>, run, true});

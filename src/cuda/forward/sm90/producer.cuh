@@ -8,48 +8,13 @@
 
 static constexpr int32_t no_key = (int32_t)no_row;
 
-/* The keys of one tile. */
-struct tile_keys {
-    const int32_t *list; // NULL: entry j is key j
-    const key_record *records;
-    const char *k, *v;
-    int32_t entries;
-};
-
-/* How many entries of a list some row of the tile may see. */
-__device__ static int32_t count_entries(const forward_plan &plan, const row_tile &tile,
-                                        int32_t list) {
-    if (plan.count == NULL)
-        return plan.causal ? min(plan.kv_len, tile.last + 1) : plan.kv_len;
-    const int64_t head = tile.b * plan.kv_heads + tile.g;
-    return visible_entries(plan, plan.count[head * plan.lists + list], list, tile.last);
-}
-
-/* The first row of a head. */
-__device__ static const char *rows_of(const head_view &view, int32_t b, int32_t head) {
-    return (const char *)view.data + 2 * (b * view.batch + head * view.head);
-}
-
-__device__ static tile_keys keys_of(const forward_plan &plan, const row_tile &tile) {
-    const int32_t head = tile.b * plan.kv_heads + tile.g;
-    const int32_t list = plan.causal ? tile.query / list_queries : 0;
-    tile_keys keys;
-    keys.list =
-        plan.list == NULL ? NULL : plan.list + head * plan.list_head + list * plan.list_tile;
-    keys.records = plan.records == NULL ? NULL : plan.records + (int64_t)head * plan.kv_len;
-    keys.k = rows_of(plan.k, tile.b, tile.g);
-    keys.v = rows_of(plan.v, tile.b, tile.g);
-    keys.entries = count_entries(plan, tile, list);
-    return keys;
-}
-
 /* The record of a key that no row of the tile keeps. A bias of -inf masks it at no cost, where an
  * expiry would make the consumers compare positions. */
-__device__ static inline key_record masked_record(void) { return {INT32_MAX, -INFINITY}; }
+__device__ static key_record masked_record(void) { return {INT32_MAX, -INFINITY}; }
 
 /* Splits a bias into bfloat16 terms. An infinite bias becomes three times the largest number, and
  * the sum of those is infinite. NaN becomes +inf: either makes a row that keeps the key NaN. */
-__device__ static inline void write_bias(bias_octet *octet, int32_t column, float bias) {
+__device__ static void write_bias(bias_octet *octet, int32_t column, float bias) {
     const bool is_finite = fabsf(bias) <= FLT_MAX;
     float rest = is_finite ? bias : bias < 0 ? -FLT_MAX : FLT_MAX;
 #pragma unroll
@@ -74,24 +39,20 @@ template <class config> struct producer {
     pipeline_state<1> q;
     int32_t warp, own_column; // own_column: of this lane's key in a key block
 
-    __device__ inline int32_t fetch_key(const forward_plan &plan, const tile_keys &keys,
-                                        int32_t block) const {
-        const int32_t i = block * config::key_rows + own_column;
-        if (i >= keys.entries)
-            return no_key;
-        const int32_t entry = keys.list == NULL ? i : keys.list[i];
-        return is_key(entry, plan.kv_len) ? entry : no_key;
+    __device__ int32_t fetch_key(const tile_list &keys, int32_t block) const {
+        const int32_t entry = entry_at(keys, block * config::key_rows + own_column);
+        return is_key(entry, keys.kv_len) ? entry : no_key;
     }
 
-    __device__ inline key_record fetch_record(const tile_keys &keys, int32_t key) const {
+    __device__ key_record fetch_record(const tile_list &keys, int32_t key) const {
         if (keys.records == NULL)
             return {key == no_key ? INT32_MIN : INT32_MAX, 0};
         return key == no_key ? masked_record() : keys.records[key];
     }
 
     /* Gathers the rows of k or v of a key block into the next stage. */
-    __device__ inline void load_rows(const forward_plan &plan, const head_view &view,
-                                     const char *rows, int32_t key) {
+    __device__ void load_rows(const forward_plan &plan, const head_view &view, const char *rows,
+                              int32_t key) {
         wait(&memory->kv_free[kv.stage], kv.parity ^ 1);
         gather_rows<config::key_rows, config::panels, config::warp_keys>(
             shared_address(memory->kv[kv.stage]), warp * config::warp_keys, rows,
@@ -101,22 +62,21 @@ template <class config> struct producer {
     }
 
     /* Drops a key that has expired before the tile's first position, so that it is not read. */
-    __device__ static inline void drop_expired(const row_tile &tile, own_key *own) {
+    __device__ static void drop_expired(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
             *own = {no_key, masked_record()};
     }
 
     /* The positions of the tile at which a key is kept; past_tile stands for those after it. */
-    __device__ static inline position_range
-    kept_positions(const forward_plan &plan, const row_tile &tile, const own_key &own) {
+    __device__ static position_range kept_positions(const forward_plan &plan, const row_tile &tile,
+                                                    const own_key &own) {
         const int32_t end = own.record.expiry;
         const int32_t from = plan.causal ? own.key : tile.first;
         return {(int16_t)(from > tile.last ? past_tile : max(from, tile.first) - tile.first),
                 (int16_t)(end > tile.last ? past_tile : max(end, tile.first) - tile.first)};
     }
 
-    __device__ inline void write_mask(const forward_plan &plan, const row_tile &tile,
-                                      const own_key &own) {
+    __device__ void write_mask(const forward_plan &plan, const row_tile &tile, const own_key &own) {
         wait(&memory->mask_free[mask.stage], mask.parity ^ 1);
         block_mask<config> *const to = &memory->mask[mask.stage];
         const int32_t n = mask_index(own_column);
@@ -135,8 +95,8 @@ template <class config> struct producer {
         mask.advance();
     }
 
-    __device__ inline void load_queries(const forward_plan &plan, const row_tile &tile,
-                                        tile_header header) {
+    __device__ void load_queries(const forward_plan &plan, const row_tile &tile,
+                                 tile_header header) {
         constexpr int warp_rows = config::rows / warpgroup_warps;
         const int32_t row = tile.first_row + warp * warp_rows + threadIdx.x % 32;
         const int64_t own = row / plan.group * plan.q.row + row % plan.group * plan.q.head;
@@ -149,7 +109,7 @@ template <class config> struct producer {
     }
 
     /* Hands a tile to the consumers, as soon as its queries have arrived. */
-    __device__ inline void publish_tile(tile_header header) {
+    __device__ void publish_tile(tile_header header) {
         if (threadIdx.x == 0) {
             memory->header = header;
             mbarrier_arrive(&memory->q_ready);
@@ -159,35 +119,38 @@ template <class config> struct producer {
     }
 
     /* Loads k one key block ahead of v, list entries two blocks ahead, records one. */
-    __device__ inline void load_tile(const forward_plan &plan, int32_t index) {
+    __device__ void load_tile(const forward_plan &plan, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
-        const tile_keys keys = keys_of(plan, tile);
+        const tile_list keys =
+            tile_list_of(plan, tile.b * plan.kv_heads + tile.g, tile.query, tile.last);
+        const char *const k = rows_of(plan.k, tile.b, tile.g), *const v =
+                                                                   rows_of(plan.v, tile.b, tile.g);
         const int32_t blocks = max(1, (keys.entries + config::key_rows - 1) / config::key_rows);
         const int32_t rest = keys.entries - (blocks - 1) * config::key_rows;
-        int32_t before = no_key, next = fetch_key(plan, keys, 1);
-        own_key own = {fetch_key(plan, keys, 0)};
+        int32_t before = no_key, next = fetch_key(keys, 1);
+        own_key own = {fetch_key(keys, 0)};
         own.record = fetch_record(keys, own.key);
         for (int32_t block = 0; block < blocks; block++) {
             const key_record next_record = fetch_record(keys, next);
-            const int32_t after = fetch_key(plan, keys, block + 2);
+            const int32_t after = fetch_key(keys, block + 2);
             if (plan.causal)
                 drop_expired(tile, &own);
-            load_rows(plan, plan.k, keys.k, own.key);
+            load_rows(plan, plan.k, k, own.key);
             if (block == 0)
                 load_queries(plan, tile, {index, blocks, rest <= config::short_keys});
             else
-                load_rows(plan, plan.v, keys.v, before);
+                load_rows(plan, plan.v, v, before);
             write_mask(plan, tile, own);
             before = own.key;
             own = {next, next_record};
             next = after;
         }
-        load_rows(plan, plan.v, keys.v, before);
+        load_rows(plan, plan.v, v, before);
     }
 
     /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that
      * every thread block gets heavy and light ones. */
-    __device__ inline void run(const forward_plan &plan) {
+    __device__ void run(const forward_plan &plan) {
         const int32_t grid = gridDim.x, all = order.tiles * order.heads;
         for (int32_t round = 0; round * grid < all; round++) {
             const int32_t n = round % 2 == 0 ? blockIdx.x : grid - 1 - blockIdx.x;

@@ -17,7 +17,7 @@ static constexpr float most_sum = 32768;
 static constexpr float most_row_max = 1 << 24;
 
 /* What is subtracted from the logits of a row: not -inf, because -inf - -inf is NaN. */
-__device__ static inline float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
+__device__ static float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
 
 /* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
  * 2^(logit - row_max). Logits are unit * scores. Scores are in the order of accumulators: [8
@@ -29,7 +29,7 @@ struct row_softmax {
     /* Raises row_max to the maximum of the logits, if that is greater. rescale: the factor for all
      * earlier weights. */
     template <int registers>
-    __device__ inline void raise(const float (&logits)[registers], float (&rescale)[2]) {
+    __device__ void raise(const float (&logits)[registers], float (&rescale)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; row++) {
             float most[4]; // four independent maxima, to cut the latency to a quarter
@@ -50,8 +50,8 @@ struct row_softmax {
      * false and adds nothing if the warp must raise row_max first. It need not look for the maximum
      * of the logits, since a row_max that is too low shows in the sum of the weights. */
     template <typename element, bool checked, int registers>
-    __device__ inline bool weigh(const float (&scores)[registers], float unit,
-                                 uint32_t (&weights)[registers / 8][4]) {
+    __device__ bool weigh(const float (&scores)[registers], float unit,
+                          uint32_t (&weights)[registers / 8][4]) {
         const float base[2] = {base_of(row_max[0]), base_of(row_max[1])};
         float partial[2][2] = {{0, 0}, {0, 0}}; // two sums per row, to halve the latency
 #pragma unroll

@@ -64,7 +64,7 @@ template <class config> struct alignas(16) block_mask {
 
 /* The index of a key in a mask. Of 16 keys, the four whose columns a thread's accumulators hold are
  * neighbours: 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 for lane q of a quad. */
-__device__ static inline int32_t mask_index(int32_t column) {
+__device__ static int32_t mask_index(int32_t column) {
     const int32_t inside = column % 16;
     return column - inside + inside % 8 / 2 * 4 + inside / 8 * 2 + inside % 2;
 }
@@ -98,7 +98,7 @@ struct row_tile {
 };
 
 /* The position of a query; 0 if not causal, as then all queries see the same keys. */
-__device__ static inline int32_t row_position(const forward_plan &plan, int32_t query) {
+__device__ static int32_t row_position(const forward_plan &plan, int32_t query) {
     return plan.causal ? query_position(plan, query) : 0;
 }
 
@@ -114,8 +114,8 @@ struct tile_order {
  * to the next: otherwise a thread block would always get the same heads, and heads differ in the
  * cost of their softmax. */
 template <class config>
-__device__ static inline row_tile tile_at(const forward_plan &plan, const tile_order &order,
-                                          int32_t index) {
+__device__ static row_tile tile_at(const forward_plan &plan, const tile_order &order,
+                                   int32_t index) {
     const int32_t first_head = index / (order.tiles * order.heads_together) * order.heads_together;
     const int32_t n = index - first_head * order.tiles;
     const int32_t together = min(order.heads_together, order.heads - first_head);

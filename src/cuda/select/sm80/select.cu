@@ -69,7 +69,7 @@ __device__ static uint32_t find_allowed(const partition_memory &shared, const se
 }
 
 /* Writes the allowance of each key that may be kept to its position. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     decide_by_threshold(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -99,7 +99,7 @@ __device__ static bool is_kept(const partition_memory &shared, uint32_t n, uint3
 }
 
 /* Counts a warp's kept keys by rank partition, which is usually the same for most of them. */
-__device__ static inline void count_by_rank(uint32_t *count, bool keeps, uint32_t partition) {
+__device__ static void count_by_rank(uint32_t *count, bool keeps, uint32_t partition) {
     const uint32_t lanes = __ballot_sync(all_lanes, keeps);
     if (lanes == 0)
         return;
@@ -112,7 +112,7 @@ __device__ static inline void count_by_rank(uint32_t *count, bool keeps, uint32_
 }
 
 /* Replaces `allowed` by 1 if the key is kept, else 0. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     decide_by_count(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(threads)
 /* ---- kept keys, by position and by rank ---- */
 
 /* Writes kept_index by rank, into `key` where the order was, and the position by kept_index. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     index_kept(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(threads)
 
 /* By rank: the i-th worst kept key is evicted by the key of kept_index window + i, whose parent it
  * becomes, since that key takes over its slot. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     match_evictions(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -207,8 +207,7 @@ struct head_work {
     size_t keys;
 };
 
-__device__ static inline head_work find_head_work(const select_call &call,
-                                                  const select_space &space) {
+__device__ static head_work find_head_work(const select_call &call, const select_space &space) {
     head_work work;
     work.segment = blockIdx.x % space.sort.segments; // the first keys of all segments come first
     work.first = blockIdx.x / space.sort.segments * head_keys;
@@ -223,7 +222,7 @@ struct head_memory {
 
 /* head: the first kept key of the block that has the same slot. Its parent is in an earlier block,
  * or, if it is the first key of its slot, is the slot itself. */
-__global__ void __launch_bounds__(head_threads)
+static __global__ void __launch_bounds__(head_threads)
     find_heads(const select_call call, const select_space space) {
     head_memory &shared = shared_memory<head_memory>();
     const head_work work = find_head_work(call, space);
@@ -251,7 +250,7 @@ __global__ void __launch_bounds__(head_threads)
 /* Each head goes from head to head up to its slot, all heads of a thread at once. A parent that it
  * reads may already have been moved by another thread: then it is an earlier key of the same slot,
  * or the slot, and the way is shorter. */
-__global__ void __launch_bounds__(head_threads)
+static __global__ void __launch_bounds__(head_threads)
     follow_heads(const select_call call, const select_space space) {
     const head_work work = find_head_work(call, space);
     const uint32_t *const head = space.head + work.keys;
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(head_threads)
     }
 }
 
-__global__ void __launch_bounds__(head_threads)
+static __global__ void __launch_bounds__(head_threads)
     write_slots(const select_call call, const select_space space) {
     const head_work work = find_head_work(call, space);
     const select_segment segment = segment_of(call, work.segment);
@@ -294,9 +293,8 @@ static const char *refuses(const fdma_problem *problem) {
     const char *const refused = refuses_scores(problem);
     if (refused != NULL)
         return refused;
-    if (problem->kv_len > most_kv_len)
-        return "more than 2^28 keys";
-    return fdma_refuses_before_sm80(problem);
+    return problem->kv_len > most_kv_len ? "more than 2^28 keys"
+                                         : fdma_refuses_before_sm80(problem);
 }
 
 /* The least shift for which there are no more partitions than keys in one. */
@@ -307,47 +305,39 @@ static int find_shift(int64_t kv_len) {
     return shift;
 }
 
-static select_space lay_out(const fdma_problem *problem, fdma_arena *arena, size_t *zeros) {
+static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     select_space space = {};
-    const size_t segments = (size_t)(problem->batch * problem->kv_heads);
-    const size_t kv_len = (size_t)problem->kv_len, word = sizeof(uint32_t);
+    const int64_t segments = problem->batch * problem->kv_heads;
+    const int64_t keys = segments * problem->kv_len;
     space.shift = find_shift(problem->kv_len);
-    space.partitions = (uint32_t)((kv_len + ((size_t)1 << space.shift) - 1) >> space.shift);
+    space.partitions = (uint32_t)divide_up(problem->kv_len, (int64_t)1 << space.shift);
     space.sort.segments = (uint32_t)segments;
     space.sort.tiles = (uint32_t)divide_up(problem->kv_len, sort_tile);
-    const size_t counts = segments * space.partitions, tiles = segments * space.sort.tiles;
-    // these must be zero at first
-    space.sort.next_tile = (uint32_t *)fdma_arena_take(arena, passes * word);
-    space.sort.digit_total = (uint32_t *)fdma_arena_take(arena, segments * passes * digits * word);
-    space.sort.tile_count = (uint32_t *)fdma_arena_take(arena, tiles * passes * digits * word);
-    space.kept_by_rank = (uint32_t *)fdma_arena_take(arena, counts * word);
-    *zeros = arena->used;
-    space.kept_by_position = (uint32_t *)fdma_arena_take(arena, counts * word);
-    space.kept_total = (uint32_t *)fdma_arena_take(arena, segments * word);
-    space.threshold_rank = (uint32_t *)fdma_arena_take(arena, (counts + segments) * word);
-    space.earlier_count = (uint32_t *)fdma_arena_take(arena, counts * space.partitions * word);
-    space.kept_position = (uint32_t *)fdma_arena_take(arena, segments * kv_len * word);
-    space.sort.key = (uint2 *)fdma_arena_take(arena, segments * kv_len * sizeof(uint2));
-    space.sort.other = (uint2 *)fdma_arena_take(arena, segments * kv_len * sizeof(uint2));
+    const int64_t counts = segments * space.partitions, tiles = segments * space.sort.tiles;
+    space.sort.next_tile = take<uint32_t>(arena, passes);
+    space.sort.digit_total = take<uint32_t>(arena, segments * passes * digits);
+    space.sort.tile_count = take<uint32_t>(arena, tiles * passes * digits);
+    space.kept_by_rank = take<uint32_t>(arena, counts);
+    space.zero_bytes = arena->used;
+    space.kept_by_position = take<uint32_t>(arena, counts);
+    space.kept_total = take<uint32_t>(arena, segments);
+    space.threshold_rank = take<uint32_t>(arena, counts + segments);
+    space.earlier_count = take<uint32_t>(arena, counts * space.partitions);
+    space.kept_position = take<uint32_t>(arena, keys);
+    space.sort.key = take<uint2>(arena, keys);
+    space.sort.other = take<uint2>(arena, keys);
     // these share memory, as each is used after the one before it
     space.allowance = space.sort.other;
     space.parent = (uint32_t *)space.sort.other;
-    space.head = space.parent != NULL ? space.parent + segments * kv_len : NULL;
+    space.head = space.parent != NULL ? space.parent + keys : NULL;
     return space;
-}
-
-static size_t workspace(const fdma_problem *problem) {
-    fdma_arena arena = {};
-    size_t zeros;
-    lay_out(problem, &arena, &zeros);
-    return fdma_arena_size(&arena);
 }
 
 static fdma_status hand_down_slots(const fdma_problem *problem, const select_call &call,
                                    const select_space &space) {
     const uint32_t blocks = (uint32_t)divide_up(call.kv_len, head_keys);
-    launch_shape shape = {dim3(space.sort.segments * blocks), dim3(head_threads)};
-    shape.shared_bytes = sizeof(head_memory);
+    launch_shape shape = {dim3(space.sort.segments * blocks), dim3(head_threads),
+                          sizeof(head_memory)};
     FDMA_TRY(launch("select", find_heads, shape, problem, call, space));
     shape.shared_bytes = 0;
     FDMA_TRY(launch("select", follow_heads, shape, problem, call, space));
@@ -357,24 +347,20 @@ static fdma_status hand_down_slots(const fdma_problem *problem, const select_cal
 static fdma_status run(const fdma_problem *problem) {
     const select_call call = describe_select(problem);
     fdma_arena arena = fdma_arena_of(problem);
-    size_t zeros;
-    const select_space space = lay_out(problem, &arena, &zeros);
+    const select_space space = lay_out(problem, &arena);
     if (space.sort.segments == 0 || call.kv_len == 0)
         return FDMA_OK;
     const uint32_t column_blocks =
         space.sort.segments * (uint32_t)divide_up(space.partitions, warp_lanes);
-    launch_shape by_partition = {dim3(space.sort.segments * space.partitions), dim3(threads)};
-    launch_shape by_column = {dim3(column_blocks), dim3(column_threads)};
-    const uint32_t size = 1U << space.shift;
-    const uint32_t words = size > space.partitions ? size : space.partitions;
+    const uint32_t words = max(1U << space.shift, space.partitions);
+    const launch_shape by_partition = {dim3(space.sort.segments * space.partitions), dim3(threads),
+                                       sizeof(partition_memory) + sizeof(uint32_t) * words};
+    const launch_shape by_column = {dim3(column_blocks), dim3(column_threads),
+                                    sizeof(column_memory)};
     const size_t allowance_bytes = (size_t)space.sort.segments * call.kv_len * sizeof(uint2);
-    by_partition.shared_bytes = sizeof(partition_memory) + sizeof(uint32_t) * words;
-    by_column.shared_bytes = sizeof(column_memory);
-    FDMA_TRY(check_cuda("select",
-                        cudaMemsetAsync(arena.base, 0, zeros, (cudaStream_t)problem->exec.stream)));
+    FDMA_TRY(clear("select", problem, arena.base, space.zero_bytes));
     FDMA_TRY(sort_keys(problem, call, space.sort));
-    FDMA_TRY(check_cuda("select", cudaMemsetAsync(space.allowance, 0, allowance_bytes,
-                                                  (cudaStream_t)problem->exec.stream)));
+    FDMA_TRY(clear("select", problem, space.allowance, allowance_bytes));
     if (call.causal) {
         FDMA_TRY(launch("select", count_earlier, by_partition, problem, call, space));
         FDMA_TRY(launch("select", find_thresholds, by_column, problem, call, space));
@@ -385,10 +371,8 @@ static fdma_status run(const fdma_problem *problem) {
     if (!call.causal)
         return FDMA_OK;
     FDMA_TRY(launch("select", match_evictions, by_partition, problem, call, space));
-    return call.first.slot == NULL ? FDMA_OK : hand_down_slots(problem, call, space);
+    return call.slot.data == NULL ? FDMA_OK : hand_down_slots(problem, call, space);
 }
 
-static const fdma_kernel kernels[] = {
-    {"cuda/sm80", operation_select, fdma_missing_sm80, refuses, workspace, run, true}};
-
-extern "C" const kernel_table fdma_cuda_sm80_select = {kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(fdma_cuda_sm80_select, {"cuda/sm80", operation_select, fdma_missing_sm80, refuses,
+                                        workspace_of<lay_out>, run, true});

@@ -1,4 +1,5 @@
 /* sort_keys: radix sort of many segments of any length, one pass over memory per digit of 8 bits.
+ * Ascending and stable, which decides ties: of equal scores the later key has the higher rank.
  *
  * A tile, the keys of one block, finds where its keys of a digit go without a scan over all tiles:
  * it publishes its own counts, then looks back over the tiles before it until it finds one that has
@@ -45,7 +46,7 @@ struct total_memory {
 };
 
 /* Adds the counts of all digits of a tile to those of its segment. */
-__global__ void __launch_bounds__(sort_threads)
+static __global__ void __launch_bounds__(sort_threads)
     count_totals(const select_call call, const sort_space space) {
     total_memory &shared = shared_memory<total_memory>();
     const uint32_t segment = blockIdx.x / space.tiles, tile = blockIdx.x % space.tiles;
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(sort_threads)
 }
 
 /* Waits until another tile has published a word. A debug build traps after two seconds. */
-__device__ static inline uint32_t wait_for(const uint32_t *count) {
+__device__ static uint32_t wait_for(const uint32_t *count) {
     uint32_t seen = ld_relaxed_gpu(count);
 #ifdef NDEBUG
     while (seen == 0)
@@ -86,7 +87,7 @@ __device__ static inline uint32_t wait_for(const uint32_t *count) {
 
 /* How many keys of this digit the earlier tiles of the segment have. own: where this tile publishes
  * its count; the word of the tile before it is `digits` words earlier. */
-__device__ static inline uint32_t look_back(uint32_t *own, uint32_t count, uint32_t tile) {
+__device__ static uint32_t look_back(uint32_t *own, uint32_t count, uint32_t tile) {
     uint32_t before = 0;
     if (tile > 0)
         st_relaxed_gpu(own, count | own_count);
@@ -103,8 +104,8 @@ __device__ static inline uint32_t look_back(uint32_t *own, uint32_t count, uint3
 }
 
 /* Fills start and offset of digit `threadIdx.x`. */
-__device__ static inline void find_offsets(sort_memory &shared, const sort_space &space,
-                                           uint32_t segment, uint32_t tile, int pass) {
+__device__ static void find_offsets(sort_memory &shared, const sort_space &space, uint32_t segment,
+                                    uint32_t tile, int pass) {
     const uint32_t digit = threadIdx.x, last = warp_lanes - 1;
     uint32_t count = 0, before = 0, total = 0, sum;
     if (digit < digits) {
@@ -126,7 +127,7 @@ __device__ static inline void find_offsets(sort_memory &shared, const sort_space
 }
 
 /* Sorts by one digit. The first pass reads scores, every other what the pass before it wrote. */
-__global__ void __launch_bounds__(sort_threads, 2)
+static __global__ void __launch_bounds__(sort_threads, 2)
     sort_by_digit(const select_call call, const sort_space space, int pass) {
     sort_memory &shared = shared_memory<sort_memory>();
     if (threadIdx.x == 0)

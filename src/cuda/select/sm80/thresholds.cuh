@@ -30,7 +30,8 @@ struct select_space {
     uint32_t *kept_by_position, *kept_by_rank; // [segments][partitions]: kept keys
     uint32_t *kept_total;                      // [segments]
     uint32_t partitions;
-    int shift; // log2 of a partition's keys
+    int shift;         // log2 of a partition's keys
+    size_t zero_bytes; // of the workspace, which must be zero at first
 };
 
 /* The partition of a block. Warp w handles its keys from w * warp_keys on. */
@@ -39,8 +40,7 @@ struct partition_work {
     size_t keys, counts; // where the segment begins in arrays by key, by partition
 };
 
-__device__ static inline partition_work find_work(const select_call &call,
-                                                  const select_space &space) {
+__device__ static partition_work find_work(const select_call &call, const select_space &space) {
     partition_work work;
     work.segment = blockIdx.x / space.partitions;
     work.partition = blockIdx.x % space.partitions;
@@ -59,7 +59,7 @@ struct partition_memory {
 };
 
 /* The sum of count[0] to count[n - 1], by all threads. */
-__device__ static inline uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, uint32_t n) {
+__device__ static uint32_t sum_counts(uint32_t *scratch, const uint32_t *count, uint32_t n) {
     uint32_t sum = 0, total;
     for (uint32_t i = threadIdx.x; i < n; i += threads)
         sum += count[i];
@@ -69,7 +69,7 @@ __device__ static inline uint32_t sum_counts(uint32_t *scratch, const uint32_t *
 
 /* Counts the keys of each rank partition by position: after this, earlier_count[c][d] counts those
  * of rank partition c alone. find_thresholds adds the partitions above. */
-__global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads)
     count_earlier(const select_call call, const select_space space) {
     partition_memory &shared = shared_memory<partition_memory>();
     const partition_work work = find_work(call, space);
@@ -159,7 +159,7 @@ __device__ static uint32_t find_rank(const uint2 *key, const select_space &space
 }
 
 /* A block takes 32 columns of earlier_count, and finds the threshold at the end of each. */
-__global__ void __launch_bounds__(column_threads)
+static __global__ void __launch_bounds__(column_threads)
     find_thresholds(const select_call call, const select_space space) {
     column_memory &shared = shared_memory<column_memory>();
     const uint32_t blocks = (space.partitions + warp_lanes - 1) / warp_lanes;

@@ -6,7 +6,7 @@
 
 /* The column of position partition d in earlier_count. After the partitions that one lane sums, a
  * word is left out, so that lanes use different banks. */
-template <class config> __device__ static inline uint32_t column_of(uint32_t d) {
+template <class config> __device__ static uint32_t column_of(uint32_t d) {
     return d + d / config::lane_partitions;
 }
 

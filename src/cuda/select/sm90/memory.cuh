@@ -71,24 +71,23 @@ struct cluster_work {
     uint32_t warp, lane;
 };
 
-__device__ static inline void sync_cluster(void) {
+__device__ static void sync_cluster(void) {
     barrier_cluster_arrive();
     barrier_cluster_wait();
 }
 
 /* Writes to, or reads from, the same address in the shared memory of another block. */
 template <typename value_type>
-__device__ static inline void store_at(uint32_t block, const void *shared, value_type value) {
+__device__ static void store_at(uint32_t block, const void *shared, value_type value) {
     st_shared_cluster(mapa(shared_address(shared), block), value);
 }
 
-__device__ static inline uint32_t load_at(uint32_t block, const void *shared) {
+__device__ static uint32_t load_at(uint32_t block, const void *shared) {
     return ld_shared_cluster(mapa(shared_address(shared), block));
 }
 
 /* Index in its block of key r of a thread. */
-template <class config>
-__device__ static inline uint32_t own_index(const cluster_work &work, int r) {
+template <class config> __device__ static uint32_t own_index(const cluster_work &work, int r) {
     return work.warp * config::warp_keys + r * warp_lanes + work.lane;
 }
 

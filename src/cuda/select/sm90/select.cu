@@ -223,7 +223,7 @@ __device__ static void select_causal(select_memory<config> &shared, const cluste
     sync_cluster();
     match_evictions(shared, work, call);
     sync_cluster();
-    if (call.first.slot != NULL) {
+    if (call.slot.data != NULL) {
         uint32_t head[config::items];
         find_heads(shared, work, call.window, head);
         sync_cluster();
@@ -249,7 +249,7 @@ __device__ static void select_global(select_memory<config> &shared, const cluste
 }
 
 template <class config>
-__global__ void __launch_bounds__(threads, 1)
+static __global__ void __launch_bounds__(threads, 1)
     select_segments(const select_call call, uint32_t blocks) {
     select_memory<config> &shared = shared_memory<select_memory<config>>();
     cluster_work work;
@@ -289,32 +289,50 @@ static int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
     return clusters > 1 ? clusters : 1;
 }
 
+template <int items> static fdma_status run_with(const fdma_problem *problem, uint32_t blocks) {
+    typedef config_of<items> config;
+    const auto kernel = select_segments<config>;
+    const uint32_t segments = (uint32_t)(problem->batch * problem->kv_heads);
+    const launch_shape shape = {dim3(segments * blocks), dim3(threads),
+                                sizeof(select_memory<config>), start_early, blocks};
+    if (blocks > portable_blocks)
+        FDMA_TRY(check_cuda(
+            "select",
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
+    return launch("select", kernel, shape, problem, describe_select(problem), blocks);
+}
+
 typedef struct segment_plan {
-    int items; // 0: there is no such cluster
+    fdma_status (*run)(const fdma_problem *problem, uint32_t blocks); // NULL: no cluster suffices
     uint32_t blocks;
     int64_t time; // us, on an H200
 } segment_plan;
 
 /* Fewer keys per thread are faster, as long as all clusters run at once. */
 static segment_plan plan_segments(const fdma_problem *problem) {
-    static const int choices[] = {1, 2, 3, 4, 6, 8, most_items};
+    static const struct {
+        int items;
+        fdma_status (*run)(const fdma_problem *problem, uint32_t blocks);
+    } choices[] = {{1, run_with<1>},
+                   {2, run_with<2>},
+                   {3, run_with<3>},
+                   {4, run_with<4>},
+                   {6, run_with<6>},
+                   {8, run_with<8>},
+                   {most_items, run_with<most_items>}};
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
     const int64_t most = device->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
-    segment_plan best = {};
-    best.time = INT64_MAX;
-    for (size_t i = 0; i < sizeof choices / sizeof choices[0]; i++) {
-        const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choices[i]);
-        const int64_t blocks = wanted > 1 ? wanted : 1; // also where there are no keys
-        if (blocks > most || blocks > most_blocks_of(choices[i]))
+    segment_plan best = {NULL, 0, INT64_MAX};
+    for (const auto &choice : choices) {
+        const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choice.items);
+        const int64_t blocks = max(wanted, (int64_t)1); // also if there are no keys
+        if (blocks > min(most, (int64_t)most_blocks_of(choice.items)))
             continue;
         const int64_t waves =
             divide_up(problem->batch * problem->kv_heads, clusters_at_once(device, blocks));
-        const int64_t time = waves * (14 + 7 * choices[i] + blocks / 2);
-        if (time >= best.time)
-            continue;
-        best.items = choices[i];
-        best.blocks = (uint32_t)blocks;
-        best.time = time;
+        const int64_t time = waves * (14 + 7 * choice.items + blocks / 2);
+        if (time < best.time)
+            best = {choice.run, (uint32_t)blocks, time};
     }
     return best;
 }
@@ -335,60 +353,17 @@ static const char *refuses(const fdma_problem *problem) {
     if (sizeof(select_memory<config_of<most_items>>) > (size_t)device->shared_bytes)
         return "a device whose blocks have less shared memory than its tables take";
     const segment_plan plan = plan_segments(problem);
-    if (plan.items == 0)
+    if (plan.run == NULL)
         return "more keys than a cluster of blocks holds";
     if (problem->exec.kernel == NULL && plan.time > sm80_time(problem))
         return "so many segments that cuda/sm80 is faster";
     return NULL;
 }
 
-static size_t workspace(const fdma_problem *problem) {
-    (void)problem;
-    return 0;
-}
-
-template <int items>
-static fdma_status run_with(const fdma_problem *problem, const segment_plan &plan) {
-    typedef config_of<items> config;
-    const auto kernel = select_segments<config>;
-    const uint32_t segments = (uint32_t)(problem->batch * problem->kv_heads);
-    launch_shape shape = {dim3(segments * plan.blocks), dim3(threads)};
-    shape.shared_bytes = sizeof(select_memory<config>);
-    shape.cluster = plan.blocks;
-    shape.after_dependency = true;
-    if (plan.blocks > portable_blocks)
-        FDMA_TRY(check_cuda(
-            "select",
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
-    return launch("select", kernel, shape, problem, describe_select(problem), plan.blocks);
-}
-
-static fdma_status run_plan(const fdma_problem *problem, const segment_plan &plan) {
-    switch (plan.items) {
-    case 1:
-        return run_with<1>(problem, plan);
-    case 2:
-        return run_with<2>(problem, plan);
-    case 3:
-        return run_with<3>(problem, plan);
-    case 4:
-        return run_with<4>(problem, plan);
-    case 6:
-        return run_with<6>(problem, plan);
-    case 8:
-        return run_with<8>(problem, plan);
-    default:
-        return run_with<most_items>(problem, plan);
-    }
-}
-
 static fdma_status run(const fdma_problem *problem) {
-    if (problem->batch == 0 || problem->kv_heads == 0 || problem->kv_len == 0)
-        return FDMA_OK;
-    return run_plan(problem, plan_segments(problem));
+    const segment_plan plan = plan_segments(problem);
+    return problem->batch == 0 || problem->kv_len == 0 ? FDMA_OK : plan.run(problem, plan.blocks);
 }
 
-static const fdma_kernel kernels[] = {
-    {"cuda/sm90", operation_select, fdma_missing_sm90, refuses, workspace, run, true}};
-
-extern "C" const kernel_table fdma_cuda_sm90_select = {kernels, sizeof kernels / sizeof kernels[0]};
+FDMA_CUDA_TABLE(fdma_cuda_sm90_select, {"cuda/sm90", operation_select, fdma_missing_sm90, refuses,
+                                        no_workspace, run, true});

@@ -79,8 +79,8 @@ __device__ static void send_keys(select_memory<config> &shared, const cluster_wo
     }
 }
 
-/* Ascending and stable, so that of equal keys the later one has the higher rank. Returns positions
- * in registers, by rank, and clears the memory of the keys for the allowances. */
+/* Ascending and stable, which decides ties: of equal scores the later key has the higher rank.
+ * Returns positions in registers, by rank, and clears the memory of the keys for the allowances. */
 template <class config>
 __device__ static void sort_keys(select_memory<config> &shared, const cluster_work &work,
                                  const select_segment &segment, uint32_t kv_len,

@@ -1,8 +1,8 @@
 /* What has become of each kernel: the cases that it took, passed, failed and refused. */
-#ifndef FDMA_TOOLS_CHECK_TALLY_H
-#define FDMA_TOOLS_CHECK_TALLY_H
+#ifndef FDMA_TOOLS_CHECK_REPORT_H
+#define FDMA_TOOLS_CHECK_REPORT_H
 
-#include "check/judge.h"
+#include "check/operations.h"
 
 /* A kernel and the sums of its results. */
 typedef struct check_tally {
@@ -29,4 +29,4 @@ void check_count(check_tally *tally, const check_problem *problem, fdma_status s
  *  kernels were asked. Returns the exit code. */
 int check_report(const check_tally *tallies, int count, const check_coverage *coverage);
 
-#endif /* FDMA_TOOLS_CHECK_TALLY_H */
+#endif /* FDMA_TOOLS_CHECK_REPORT_H */

@@ -1,16 +1,15 @@
 /* The operations, and how a kernel of each is judged: it runs on the problem's inputs, and its
- * outputs are compared with the reference's. */
-#ifndef FDMA_TOOLS_CHECK_JUDGE_H
-#define FDMA_TOOLS_CHECK_JUDGE_H
+ * outputs are compared with the reference's. Which errors pass, check/tolerance.h says. */
+#ifndef FDMA_TOOLS_CHECK_OPERATIONS_H
+#define FDMA_TOOLS_CHECK_OPERATIONS_H
 
-#include "check/compare.h"
 #include "check/run.h"
+#include "check/tolerance.h"
 
 typedef struct check_operation {
-    const char *name;                       /* as in fdma_kernel_info.operation */
-    bool (*applies)(const check_problem *); /* whether the problem is worth running */
-    check_run *run;                         /* NULL: select and lists, which are exact */
-    const char *outputs[check_output_limit];
+    const char *name;                        /* as in fdma_kernel_info.operation */
+    bool (*applies)(const check_problem *);  /* whether the problem is worth running */
+    const char *outputs[check_output_limit]; /* none of select and lists, which are exact */
     size_t like[check_output_limit]; /* offset of the tensor that an output has the shape of */
 } check_operation;
 
@@ -30,4 +29,4 @@ void check_make_outputs(const check_problem *problem, const check_operation *ope
 fdma_status check_judge(const check_problem *problem, const check_operation *operation,
                         const char *kernel, check_error *error);
 
-#endif /* FDMA_TOOLS_CHECK_JUDGE_H */
+#endif /* FDMA_TOOLS_CHECK_OPERATIONS_H */

@@ -1,5 +1,5 @@
-/* See check/compare.h. */
-#include "check/compare.h"
+/* See check/tolerance.h. */
+#include "check/tolerance.h"
 
 #include "common/arrays.h"
 

@@ -1,5 +1,5 @@
-/* See check/tally.h. */
-#include "check/tally.h"
+/* See check/report.h. */
+#include "check/report.h"
 
 #include "commands.h"
 #include "common/arrays.h"
@@ -48,7 +48,7 @@ static bool refuses_some(const check_tally *tally) {
 }
 
 static void print_tally(const check_tally *tally) {
-    printf("%-20s %-14s ", tally->info.name, tally->info.operation);
+    printf("%-*s %-14s ", kernel_width(), tally->info.name, tally->info.operation);
     if (tally->info.missing != NULL)
         printf("skipped: this machine lacks %s\n", tally->info.missing);
     else if (check_find_operation(tally->info.operation) == NULL)

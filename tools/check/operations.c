@@ -1,5 +1,5 @@
-/* See check/judge.h. */
-#include "check/judge.h"
+/* See check/operations.h. */
+#include "check/operations.h"
 
 #include "common/arrays.h"
 #include "common/device.h"
@@ -24,30 +24,21 @@ static bool applies_to_bias(const check_problem *problem) {
 #define LIKE(tensor) offsetof(check_problem, tensor)
 
 const check_operation check_operations[check_operation_count] = {
-    [CHECK_SCORE] =
-        {"score", applies_always, check_run_score, {"score", "bias"}, {LIKE(score), LIKE(bias)}},
-    [CHECK_SELECT] = {.name = "select", .applies = applies_once},
-    [CHECK_LISTS] = {.name = "lists", .applies = applies_once},
-    [CHECK_FORWARD] = {"forward",
-                       applies_always,
-                       check_run_forward,
-                       {"out", "lse"},
-                       {LIKE(q), LIKE(forward_lse)}},
+    [CHECK_SCORE] = {"score", applies_always, {"score", "bias"}, {LIKE(score), LIKE(bias)}},
+    [CHECK_SELECT] = {"select", applies_once, {NULL}, {0}},
+    [CHECK_LISTS] = {"lists", applies_once, {NULL}, {0}},
+    [CHECK_FORWARD] = {"forward", applies_always, {"out", "lse"}, {LIKE(q), LIKE(forward_lse)}},
     [CHECK_BACKWARD] = {"backward",
                         applies_always,
-                        check_run_backward,
                         {"dq", "dk", "dv", "dbias"},
                         {LIKE(q), LIKE(k), LIKE(v), LIKE(bias)}},
     [CHECK_SCORE_BACKWARD] = {"score_backward",
                               applies_to_bias,
-                              check_run_score_backward,
                               {"dv", "ddt_proj", "da"},
                               {LIKE(prior_dv), LIKE(dt_proj), LIKE(a)}},
-    [CHECK_MERGE] =
-        {"merge", applies_always, check_run_merge, {"out", "lse"}, {LIKE(q), LIKE(forward_lse)}},
+    [CHECK_MERGE] = {"merge", applies_always, {"out", "lse"}, {LIKE(q), LIKE(forward_lse)}},
     [CHECK_MERGE_BACKWARD] = {"merge_backward",
                               applies_always,
-                              check_run_merge_backward,
                               {"dout_a", "dlse_a", "dout_b", "dlse_b"},
                               {LIKE(q), LIKE(forward_lse), LIKE(q), LIKE(forward_lse)}},
 };
@@ -94,14 +85,11 @@ static check_error judge_bias(const check_problem *problem, fdma_tensor score, f
 
 static fdma_status judge_select(const check_problem *problem, const char *kernel,
                                 check_error *error) {
-    fdma_selection selection = {
-        .size = sizeof selection,
-        .expiry = check_tensor(FDMA_INT32, 3, problem->score.shape),
-        .slot = check_tensor(FDMA_INT32, 3, problem->score.shape),
-    };
-    const fdma_status status = check_run_select(problem, kernel, &selection);
-    *error = check_worse(check_compare_exact("expiry", selection.expiry, problem->selection.expiry),
-                         check_compare_exact("slot", selection.slot, problem->selection.slot));
+    const fdma_tensor found[] = {check_tensor_like(problem->selection.expiry),
+                                 check_tensor_like(problem->selection.slot)};
+    const fdma_status status = check_run(problem, CHECK_SELECT, kernel, found);
+    *error = check_worse(check_compare_exact("expiry", found[0], problem->selection.expiry),
+                         check_compare_exact("slot", found[1], problem->selection.slot));
     return status;
 }
 
@@ -113,18 +101,19 @@ static fdma_status judge_lists(const check_problem *problem, const char *kernel,
     fdma_status status = FDMA_OK;
     *error = (check_error){0};
     for (size_t t = 0; t < sizeof tile_lens / sizeof tile_lens[0] && status == FDMA_OK; t++) {
-        const int64_t tiles = (test->q_len + tile_lens[t] - 1) / tile_lens[t];
+        check_problem tiled = *problem;
+        tiled.tile_len = tile_lens[t];
+        const int64_t tiles = (test->q_len + tiled.tile_len - 1) / tiled.tile_len;
         const int64_t list_shape[] = {test->batch, test->kv_heads, tiles, test->kv_len};
         const int64_t count_shape[] = {test->batch, test->kv_heads, tiles, 2};
-        const fdma_tensor list = check_tensor(FDMA_INT32, 4, list_shape);
-        const fdma_tensor count = check_tensor(FDMA_INT32, 4, count_shape);
-        const fdma_tensor expected_list = check_tensor(FDMA_INT32, 4, list_shape);
-        const fdma_tensor expected_count = check_tensor(FDMA_INT32, 4, count_shape);
-        status = check_run_lists(problem, "reference", tile_lens[t], expected_list, expected_count);
+        const fdma_tensor found[] = {check_tensor(FDMA_INT32, 4, list_shape),
+                                     check_tensor(FDMA_INT32, 4, count_shape)};
+        const fdma_tensor expected[] = {check_tensor_like(found[0]), check_tensor_like(found[1])};
+        status = check_run(&tiled, CHECK_LISTS, "reference", expected);
         if (status == FDMA_OK)
-            status = check_run_lists(problem, kernel, tile_lens[t], list, count);
-        *error = check_worse(*error, check_compare_exact("list", list, expected_list));
-        *error = check_worse(*error, check_compare_exact("count", count, expected_count));
+            status = check_run(&tiled, CHECK_LISTS, kernel, found);
+        *error = check_worse(*error, check_compare_exact("list", found[0], expected[0]));
+        *error = check_worse(*error, check_compare_exact("count", found[1], expected[1]));
     }
     return status;
 }
@@ -134,7 +123,7 @@ static fdma_status judge_outputs(const check_problem *problem, const check_opera
     const check_operation_id id = (check_operation_id)(operation - check_operations);
     fdma_tensor outputs[check_output_limit];
     check_make_outputs(problem, operation, true, outputs);
-    const fdma_status status = operation->run(problem, kernel, outputs);
+    const fdma_status status = check_run(problem, id, kernel, outputs);
     *error = check_compare(operation->outputs[0], &problem->results[id][0], outputs[0]);
     if (id == CHECK_SCORE) {
         if (problem->bias.rank > 0)

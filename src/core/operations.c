@@ -1,0 +1,264 @@
+/* From the argument struct of an operation to a problem: the options, the selection and exec. The
+ * tensors are checked by checks.c. */
+#include "core/error.h"
+#include "core/signatures.h"
+
+#include <float.h>
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+typedef union any_args {
+    fdma_score_args score;
+    fdma_select_args select;
+    fdma_lists_args lists;
+    fdma_forward_args forward;
+    fdma_backward_args backward;
+    fdma_score_backward_args score_backward;
+    fdma_merge_args merge;
+    fdma_merge_backward_args merge_backward;
+    fdma_attention_args attention;
+    fdma_attention_backward_args attention_backward;
+} any_args;
+
+static fdma_status check_absent(const char *name, const fdma_tensor *tensor) {
+    FDMA_REQUIRE(!is_present(tensor), FDMA_INVALID_ARGUMENT,
+                 "%s: is given, want none with FDMA_BIAS_NONE", name);
+    return FDMA_OK;
+}
+
+static fdma_status take_bias_form(fdma_bias_form form, fdma_problem *problem) {
+    FDMA_REQUIRE((unsigned)form <= FDMA_BIAS_NONE, FDMA_INVALID_ARGUMENT,
+                 "bias_form: is %d, want one of fdma_bias_form", (int)form);
+    problem->bias_form = form;
+    return form == FDMA_BIAS_NONE ? check_absent("bias", &problem->bias) : FDMA_OK;
+}
+
+static fdma_status take_window(int64_t window, fdma_scope scope, bool causal,
+                               fdma_problem *problem) {
+    FDMA_REQUIRE(window >= 1, FDMA_INVALID_ARGUMENT,
+                 "window: is %lld, want 1 or more, or FDMA_WINDOW_ALL for all keys",
+                 (long long)window);
+    FDMA_REQUIRE((unsigned)scope <= FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
+                 "scope: is %d, want one of fdma_scope", (int)scope);
+    FDMA_REQUIRE(causal || scope != FDMA_SCOPE_CAUSAL, FDMA_INVALID_ARGUMENT,
+                 "scope: is FDMA_SCOPE_CAUSAL, want FDMA_SCOPE_GLOBAL if causal is 0");
+    problem->window = window;
+    problem->scope = causal && scope != FDMA_SCOPE_GLOBAL ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    return FDMA_OK;
+}
+
+static fdma_status take_logit_options(double scale, double softcap, int32_t causal,
+                                      fdma_problem *problem) {
+    FDMA_REQUIRE(scale >= 0 && scale < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "scale: is %g, want a finite number, 0 or more", scale);
+    FDMA_REQUIRE(scale <= FLT_MAX, FDMA_INVALID_ARGUMENT,
+                 "scale: is %g, want at most %g, the largest float32", scale, (double)FLT_MAX);
+    FDMA_REQUIRE(softcap >= 0 && softcap < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "softcap: is %g, want a finite number, 0 or more", softcap);
+    problem->scale = scale;
+    problem->softcap = softcap;
+    problem->causal = causal != 0;
+    return FDMA_OK;
+}
+
+static fdma_status take_score(const any_args *args, fdma_problem *problem) {
+    return take_bias_form(args->score.bias_form, problem);
+}
+
+static fdma_status take_select(const any_args *args, fdma_problem *problem) {
+    return take_window(args->select.window, args->select.scope, true, problem);
+}
+
+static fdma_status take_lists(const any_args *args, fdma_problem *problem) {
+    const fdma_lists_args *const lists = &args->lists;
+    FDMA_REQUIRE(lists->q_len >= 0, FDMA_INVALID_ARGUMENT, "q_len: is %lld, want 0 or more",
+                 (long long)lists->q_len);
+    FDMA_REQUIRE(lists->tile_len >= 1, FDMA_INVALID_ARGUMENT, "tile_len: is %lld, want 1 or more",
+                 (long long)lists->tile_len);
+    problem->q_len = lists->q_len;
+    problem->tile_len = lists->tile_len;
+    problem->causal = lists->causal != 0;
+    return FDMA_OK;
+}
+
+static fdma_status take_forward(const any_args *args, fdma_problem *problem) {
+    const fdma_forward_args *const forward = &args->forward;
+    return take_logit_options(forward->scale, forward->softcap, forward->causal, problem);
+}
+
+static fdma_status take_backward(const any_args *args, fdma_problem *problem) {
+    const fdma_backward_args *const backward = &args->backward;
+    problem->deterministic = backward->deterministic != 0;
+    problem->accumulate = backward->accumulate != 0;
+    return take_logit_options(backward->scale, backward->softcap, backward->causal, problem);
+}
+
+static fdma_status take_score_backward(const any_args *args, fdma_problem *problem) {
+    const fdma_bias_form form = args->score_backward.bias_form;
+    FDMA_REQUIRE((unsigned)form < FDMA_BIAS_NONE, FDMA_INVALID_ARGUMENT,
+                 "bias_form: is %d, want FDMA_BIAS_EXP or FDMA_BIAS_LINEAR", (int)form);
+    problem->bias_form = form;
+    problem->accumulate = args->score_backward.accumulate != 0;
+    return FDMA_OK;
+}
+
+static fdma_status take_nothing(const any_args *args, fdma_problem *problem) {
+    (void)args;
+    (void)problem;
+    return FDMA_OK;
+}
+
+static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
+    const fdma_attention_args *const call = &args->attention;
+    FDMA_TRY(take_bias_form(call->bias_form, problem));
+    FDMA_TRY(take_window(call->window, call->scope, call->causal != 0, problem));
+    return take_logit_options(call->scale, call->softcap, call->causal, problem);
+}
+
+static fdma_status take_attention_backward(const any_args *args, fdma_problem *problem) {
+    const fdma_attention_backward_args *const call = &args->attention_backward;
+    FDMA_TRY(take_bias_form(call->bias_form, problem));
+    if (call->bias_form == FDMA_BIAS_NONE) {
+        FDMA_TRY(check_absent("ddt_proj", &call->ddt_proj));
+        FDMA_TRY(check_absent("da", &call->da));
+        problem->dt_proj = problem->a = (fdma_tensor){0}; // ignored, whatever they hold
+    }
+    problem->deterministic = call->deterministic != 0;
+    problem->accumulate = call->accumulate != 0;
+    return take_logit_options(call->scale, call->softcap, call->causal, problem);
+}
+
+typedef struct operation_entry {
+    const char *name, *args_name;
+    size_t size;                      /* of the argument struct */
+    size_t exec, reserved, selection; /* where they are in it; 0: it has no such field */
+    bool needs_selection;             /* it may not be NULL */
+    fdma_status (*take_options)(const any_args *args, fdma_problem *problem);
+} operation_entry;
+
+#define OF(operation, field) offsetof(fdma_##operation##_args, field)
+#define OPERATION(name, reserved, selection, needs_selection, take_options)                        \
+    [operation_##name] = {#name,                                                                   \
+                          "fdma_" #name "_args",                                                   \
+                          sizeof(fdma_##name##_args),                                              \
+                          OF(name, exec),                                                          \
+                          reserved,                                                                \
+                          selection,                                                               \
+                          needs_selection,                                                         \
+                          take_options}
+
+/* clang-format off: a table */
+static const operation_entry operations[] = {
+    OPERATION(score, OF(score, reserved), 0, false, take_score),
+    OPERATION(select, OF(select, reserved), OF(select, selection), true, take_select),
+    OPERATION(lists, OF(lists, reserved), OF(lists, selection), true, take_lists),
+    OPERATION(forward, OF(forward, reserved), OF(forward, selection), false, take_forward),
+    OPERATION(backward, OF(backward, reserved), OF(backward, selection), false, take_backward),
+    OPERATION(score_backward, 0, 0, false, take_score_backward),
+    OPERATION(merge, 0, 0, false, take_nothing),
+    OPERATION(merge_backward, 0, 0, false, take_nothing),
+    OPERATION(attention, OF(attention, reserved), OF(attention, selection), false, take_attention),
+    OPERATION(attention_backward, 0, OF(attention_backward, selection), true,
+              take_attention_backward),
+};
+/* clang-format on */
+
+const char *fdma_operation_name(fdma_operation operation) { return operations[operation].name; }
+
+/* Copies a caller's struct: fields that the caller's version of it lacks become zero, fields that
+ * this library does not know must be zero. */
+static fdma_status copy_struct(const char *name, const void *caller, size_t first_size, void *known,
+                               size_t known_size) {
+    FDMA_REQUIRE(caller != NULL, FDMA_INVALID_ARGUMENT, "%s: is NULL, want a struct", name);
+    size_t size;
+    memcpy(&size, caller, sizeof size);
+    FDMA_REQUIRE(size >= first_size && size < 4096, FDMA_INVALID_ARGUMENT,
+                 "%s: size is %zu, want sizeof the struct, %zu", name, size, known_size);
+    const uint8_t *const bytes = caller;
+    for (size_t i = known_size; i < size; i++)
+        FDMA_REQUIRE(bytes[i] == 0, FDMA_UNSUPPORTED,
+                     "%s: byte %zu is set, want 0 after the %zu bytes that this library knows",
+                     name, i, known_size);
+    const size_t copied = size < known_size ? size : known_size;
+    memcpy(known, caller, copied);
+    memset((char *)known + copied, 0, known_size - copied);
+    return FDMA_OK;
+}
+
+static fdma_status check_exec(const fdma_exec *exec, check_depth depth) {
+    FDMA_REQUIRE(exec->threads >= 0, FDMA_INVALID_ARGUMENT, "exec.threads: is %d, want 0 or more",
+                 exec->threads);
+    FDMA_REQUIRE(exec->device >= 0, FDMA_INVALID_ARGUMENT,
+                 "exec.device: is %d, want FDMA_CPU or FDMA_CUDA(n)", exec->device);
+    FDMA_REQUIRE(exec->reserved[0] == 0 && exec->reserved[1] == 0, FDMA_INVALID_ARGUMENT,
+                 "exec.reserved: is set, want 0");
+    FDMA_REQUIRE(depth == check_shapes || exec->workspace_size == 0 || exec->workspace != NULL,
+                 FDMA_INVALID_ARGUMENT,
+                 "exec.workspace: is NULL, want %zu bytes as exec.workspace_size says",
+                 exec->workspace_size);
+    return FDMA_OK;
+}
+
+static fdma_status check_reserved(const char *name, int32_t reserved) {
+    FDMA_REQUIRE(reserved == 0, FDMA_INVALID_ARGUMENT, "%s: is %d, want 0", name, reserved);
+    return FDMA_OK;
+}
+
+static void take_tensors(fdma_problem *problem, const void *base, bool in_selection) {
+    const tensor_table table = fdma_tensors[problem->operation];
+    for (size_t t = 0; t < table.count; t++)
+        if (table.entries[t].in_selection == in_selection)
+            *problem_tensor(problem, &table.entries[t]) = *tensor_at(base, table.entries[t].offset);
+}
+
+/* Takes the tensors of a selection and, if it is an input, what it was made for. */
+static fdma_status take_selection(fdma_selection *given, fdma_selection *selection,
+                                  fdma_problem *problem) {
+    FDMA_TRY(copy_struct("selection", given, sizeof *selection, selection, sizeof *selection));
+    FDMA_TRY(check_reserved("selection.reserved", selection->reserved));
+    take_tensors(problem, selection, true);
+    problem->selected = true;
+    if (problem->operation == operation_select || problem->operation == operation_attention) {
+        problem->made = given;
+        return FDMA_OK;
+    }
+    FDMA_REQUIRE(selection->window >= 1, FDMA_INVALID_ARGUMENT,
+                 "selection: its window is %lld, want 1 or more", (long long)selection->window);
+    FDMA_REQUIRE(selection->scope == FDMA_SCOPE_CAUSAL || selection->scope == FDMA_SCOPE_GLOBAL,
+                 FDMA_INVALID_ARGUMENT,
+                 "selection: its scope is %d, want FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL",
+                 (int)selection->scope);
+    FDMA_REQUIRE(problem->causal || selection->scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
+                 "selection: its scope is causal, want global if causal is 0");
+    problem->window = selection->window;
+    problem->scope = selection->scope;
+    return FDMA_OK;
+}
+
+fdma_status fdma_check_call(fdma_operation operation, const void *caller, check_depth depth,
+                            fdma_problem *problem) {
+    const operation_entry *const entry = &operations[operation];
+    any_args args;
+    int32_t reserved = 0;
+    fdma_selection *given = NULL, selection;
+    FDMA_TRY(
+        copy_struct(entry->args_name, caller, entry->exec + sizeof(fdma_exec), &args, entry->size));
+    *problem = (fdma_problem){.operation = operation};
+    memcpy(&problem->exec, (const char *)&args + entry->exec, sizeof problem->exec);
+    FDMA_TRY(check_exec(&problem->exec, depth));
+    take_tensors(problem, &args, false);
+    FDMA_TRY(entry->take_options(&args, problem));
+    if (entry->reserved != 0)
+        memcpy(&reserved, (const char *)&args + entry->reserved, sizeof reserved);
+    FDMA_TRY(check_reserved("reserved", reserved));
+    if (entry->selection != 0)
+        memcpy(&given, (const char *)&args + entry->selection, sizeof given);
+    if (given != NULL || entry->needs_selection)
+        FDMA_TRY(take_selection(given, &selection, problem));
+    FDMA_TRY(fdma_settle_problem(problem, depth));
+    FDMA_REQUIRE(given == NULL || problem->made != NULL || selection.kv_len == problem->kv_len,
+                 FDMA_INVALID_ARGUMENT, "selection: was made for kv_len %lld, want %lld",
+                 (long long)selection.kv_len, (long long)problem->kv_len);
+    return FDMA_OK;
+}

@@ -1,0 +1,54 @@
+/* The tensors of every operation: the one list from which arguments are copied and checked, and
+ * which the tests walk. */
+#ifndef FDMA_CORE_SIGNATURES_H
+#define FDMA_CORE_SIGNATURES_H
+
+#include "core/problem.h"
+
+typedef enum tensor_dtypes {
+    dtypes_same,   /* that of the first tensor, which may have any floating-point dtype */
+    dtypes_weight, /* the same, or float32 */
+    dtypes_wide,   /* float32, or float64 for the reference */
+    dtypes_int32,
+    dtypes_uint8,
+    dtypes_as_dt_proj,
+    dtypes_as_a,
+} tensor_dtypes;
+
+typedef enum tensor_role {
+    role_input,
+    role_optional,
+    role_output,
+    role_optional_output,
+} tensor_role;
+
+typedef struct tensor_entry {
+    const char *name;
+    const char *dims; /* a letter for each axis, see signatures.c */
+    int32_t rank;     /* how many there are */
+    size_t offset;    /* in the argument struct, or in fdma_selection */
+    size_t member;    /* in fdma_problem */
+    tensor_dtypes dtypes;
+    tensor_role role;
+    bool in_selection; /* absent where the call has no selection */
+} tensor_entry;
+
+enum { most_tensors = 18 }; /* of one operation */
+
+/* The tensors of one operation, in the order in which they are checked. */
+typedef struct tensor_table {
+    const tensor_entry *entries;
+    size_t count;
+} tensor_table;
+
+extern const tensor_table fdma_tensors[]; /* indexed by fdma_operation */
+
+static inline const fdma_tensor *tensor_at(const void *base, size_t offset) {
+    return (const fdma_tensor *)((const char *)base + offset);
+}
+
+static inline fdma_tensor *problem_tensor(fdma_problem *problem, const tensor_entry *entry) {
+    return (fdma_tensor *)((char *)problem + entry->member);
+}
+
+#endif

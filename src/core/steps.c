@@ -1,0 +1,98 @@
+/* Splits a fused call: fdma_attention() into score, select and forward;
+ * fdma_attention_backward() into score, backward and score_backward. */
+#include "core/steps.h"
+
+#include "core/error.h"
+#include "core/signatures.h"
+
+/* A [batch, kv_heads, kv_len] tensor in the workspace. */
+static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_problem *whole, fdma_dtype dtype) {
+    const int64_t count = whole->batch * whole->kv_heads * whole->kv_len;
+    void *const data = fdma_arena_take(arena, (size_t)count * fdma_dtype_size(dtype));
+    return fdma_tensor_3d(data, dtype, whole->batch, whole->kv_heads, whole->kv_len);
+}
+
+static fdma_tensor take_key_floats(fdma_arena *arena, const fdma_problem *whole) {
+    const bool wide = whole->dtype == FDMA_FLOAT64;
+    return take_key_tensor(arena, whole, wide ? FDMA_FLOAT64 : FDMA_FLOAT32);
+}
+
+/* Adds the tensors that pass between the steps and that the caller did not give. */
+static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
+    const bool forward = whole->operation == operation_attention;
+    const bool has_bias = whole->bias_form != FDMA_BIAS_NONE;
+    if (forward && !is_present(&whole->score))
+        whole->score = take_key_floats(arena, whole);
+    if (has_bias && !is_present(&whole->bias))
+        whole->bias = take_key_floats(arena, whole);
+    if (!forward && has_bias)
+        whole->dbias = take_key_floats(arena, whole);
+    if (forward && !is_present(&whole->expiry))
+        whole->expiry = take_key_tensor(arena, whole, FDMA_INT32);
+    if (forward && !is_present(&whole->slot))
+        whole->slot = take_key_tensor(arena, whole, FDMA_INT32);
+}
+
+/* Leaves in `exec` the workspace that the arena has not used. */
+static void set_aside(fdma_exec *exec, const fdma_arena *arena) {
+    if (arena->base == NULL || arena->used == 0)
+        return;
+    const uintptr_t rest = (uintptr_t)arena->base + arena->used; // see fdma_arena_take()
+    const size_t taken = (size_t)(rest - (uintptr_t)exec->workspace);
+    exec->workspace = (void *)rest;
+    exec->workspace_size = exec->workspace_size > taken ? exec->workspace_size - taken : 0;
+}
+
+/* A step has the options of the whole call, and of its tensors those that the operation has. */
+static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
+                            fdma_operation operation) {
+    fdma_problem *const step = &steps->problems[steps->count++];
+    const tensor_table table = fdma_tensors[operation];
+    *step = (fdma_problem){
+        .operation = operation,
+        .window = whole->window,
+        .scale = whole->scale,
+        .softcap = whole->softcap,
+        .scope = whole->scope,
+        .bias_form = whole->bias_form,
+        .causal = whole->causal,
+        .selected = true,
+        .deterministic = whole->deterministic,
+        .accumulate = whole->accumulate,
+        .made = whole->made,
+        .exec = whole->exec,
+    };
+    for (size_t t = 0; t < table.count; t++)
+        *problem_tensor(step, &table.entries[t]) = *tensor_at(whole, table.entries[t].member);
+    return fdma_settle_problem(step, check_shapes);
+}
+
+static fdma_status split_fused(call_steps *steps) {
+    fdma_problem whole = steps->problems[0];
+    fdma_arena arena = fdma_arena_of(&whole);
+    const bool has_bias = whole.bias_form != FDMA_BIAS_NONE;
+    const bool needs_score = has_bias && !is_present(&whole.bias);
+    add_scratch(&arena, &whole);
+    set_aside(&whole.exec, &arena);
+    steps->scratch = fdma_arena_size(&arena);
+    steps->count = 0;
+    if (whole.operation == operation_attention) {
+        FDMA_TRY(add_step(steps, &whole, operation_score));
+        FDMA_TRY(add_step(steps, &whole, operation_select));
+        return add_step(steps, &whole, operation_forward);
+    }
+    if (needs_score)
+        FDMA_TRY(add_step(steps, &whole, operation_score));
+    FDMA_TRY(add_step(steps, &whole, operation_backward));
+    return has_bias ? add_step(steps, &whole, operation_score_backward) : FDMA_OK;
+}
+
+fdma_status fdma_split_call(call_steps *steps) {
+    const fdma_operation operation = steps->problems[0].operation;
+    steps->count = 1;
+    steps->lent = steps->problems[0].exec.workspace_size;
+    steps->scratch = 0;
+    const bool fused =
+        operation == operation_attention || operation == operation_attention_backward;
+    return fused ? split_fused(steps) : FDMA_OK;
+}

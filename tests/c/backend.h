@@ -1,0 +1,22 @@
+/* backend.h - the tests of a program by kernels of the CPU or, if its argument is "cuda", by those
+ * of a device: tests/CMakeLists.txt lists the programs that have both. */
+#ifndef BACKEND_H
+#define BACKEND_H
+
+#if defined(FDMA_HAVE_CUDA)
+#include "device.h"
+#else
+#include "calls.h"
+#endif
+
+static inline int test_run_backend(int argc, char **argv, const test_entry *tests, int count) {
+#if defined(FDMA_HAVE_CUDA)
+    if (argc > 1 && strcmp(argv[1], "cuda") == 0)
+        return device_test_run(tests, count);
+#endif
+    if (argc > 1)
+        printf("%s is not tested: this build has the CPU alone\n", argv[1]);
+    return argc > 1 || test_run(tests, count);
+}
+
+#endif /* BACKEND_H */
