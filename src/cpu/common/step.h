@@ -36,7 +36,7 @@ static void classify_groups(const key_list *list, int block, group_list *groups)
     }
 }
 
-/* Keys of adjacent groups, all of which take the same half of the lanes. */
+/* Keys of adjacent groups that have the same `upper`. */
 typedef struct key_run {
     int32_t first, end;
     bool upper;

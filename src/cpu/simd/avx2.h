@@ -124,8 +124,8 @@ static inline void vf_transpose(vf x[vf_width]) {
     }
 }
 
-/* 2^-127 is 0 and 2^128 infinite in vf_scale2, so that nothing beyond needs an exponent. NaN, as
- * the second operand, stays. */
+/* In vf_scale2 2^-127 gives 0 and 2^128 infinity, so exponents beyond are not needed. NaN stays,
+ * because it is the second operand. */
 static inline vf vf_clamp_exponent(vf x) {
     return _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(_mm256_set1_ps(-127.0f), x));
 }

@@ -1,4 +1,5 @@
-/* The vocabulary in plain C, one lane wide: what each word means, and the kernels on any CPU. */
+/* The vocabulary in plain C, one lane wide: what each word means, and the kernels on any CPU. The
+ * words of arithmetic are in simd.h. */
 #ifndef FDMA_CPU_SIMD_SCALAR_H
 #define FDMA_CPU_SIMD_SCALAR_H
 
@@ -25,9 +26,9 @@ enum {
     dot_keys = 2,          /* keys x dot_heads sums of the scores */
 };
 
-/* Like keep_subnormals(), but float32 operations take subnormal numbers for 0: arithmetic on them
- * takes a hundred times as long on some CPUs. Here they stay, because the conversions from and to
- * float16 below compute with them. */
+/* Like keep_subnormals(), but float32 operations treat subnormal numbers as 0: arithmetic on them
+ * takes a hundred times as long on some CPUs. Here they are kept, because the conversions from and
+ * to float16 below compute with them. */
 static inline uint32_t flush_subnormals(void) { return keep_subnormals(); }
 
 static inline vf vf_set(float x) { return x; }
