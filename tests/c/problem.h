@@ -177,28 +177,51 @@ static inline int64_t poison_unread(problem *x, float poison) {
     return unread;
 }
 
-/* The last sequence of a tensor's batch; what is absent stays so. */
-static inline fdma_tensor last_of(fdma_tensor tensor) {
+/* A sequence of a tensor's batch; what is absent stays so. */
+static inline fdma_tensor sequence_of(fdma_tensor tensor, int64_t b) {
     if (tensor.rank > 0) {
-        tensor.data = (char *)tensor.data +
-                      (size_t)((tensor.shape[0] - 1) * tensor.stride[0]) * dtype_size(tensor.dtype);
+        tensor.data =
+            (char *)tensor.data + (size_t)(b * tensor.stride[0]) * dtype_size(tensor.dtype);
         tensor.shape[0] = 1;
     }
     return tensor;
 }
 
-/* The last sequence of a problem, by itself. */
-static inline problem last_problem(const problem *x) {
-    problem last = *x;
-    last.batch = 1;
-    last.q = last_of(x->q);
-    last.k = last_of(x->k);
-    last.v = last_of(x->v);
-    last.bias = last_of(x->bias);
-    last.key_valid = last_of(x->key_valid);
-    last.selection.expiry = last_of(x->selection.expiry);
-    last.selection.slot = last_of(x->selection.slot);
-    return last;
+static inline fdma_tensor last_of(fdma_tensor tensor) {
+    return sequence_of(tensor, tensor.shape[0] - 1);
+}
+
+/* A sequence of a problem, by itself. */
+static inline problem problem_sequence(const problem *x, int64_t b) {
+    problem alone = *x;
+    alone.batch = 1;
+    alone.q = sequence_of(x->q, b);
+    alone.k = sequence_of(x->k, b);
+    alone.v = sequence_of(x->v, b);
+    alone.bias = sequence_of(x->bias, b);
+    alone.key_valid = sequence_of(x->key_valid, b);
+    alone.selection.expiry = sequence_of(x->selection.expiry, b);
+    alone.selection.slot = sequence_of(x->selection.slot, b);
+    return alone;
+}
+
+static inline problem last_problem(const problem *x) { return problem_sequence(x, x->batch - 1); }
+
+/* Checks a property of random problems of these sizes and options, by every kernel of forward. */
+static inline void for_each_problem(const problem *sizes, uint64_t seed,
+                                    void (*holds)(problem *x, const char *kernel)) {
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
+        for (int kernel = 0; kernel < kernels.count; kernel++) {
+            problem x = *sizes;
+            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
+            x.dtype = test_dtypes[type];
+            problem_fill(&x, seed);
+            problem_select(&x);
+            holds(&x, kernels.name[kernel]);
+            test_free_all();
+        }
+    }
 }
 
 #endif /* PROBLEM_H */

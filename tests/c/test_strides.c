@@ -7,38 +7,23 @@
 
 #include "problem.h"
 
-static problem new_problem(fdma_dtype dtype) {
-    problem x = {.batch = 2,
-                 .q_len = 70,
-                 .kv_len = 90,
-                 .q_heads = 4,
-                 .kv_heads = 2,
-                 .head_dim = 40,
-                 .window = 25,
-                 .causal = 1,
-                 .dtype = dtype};
-    problem_fill(&x, 31);
-    problem_select(&x);
-    return x;
-}
-
-typedef void (*property)(const problem *x, const char *kernel);
+typedef void (*property)(problem *x, const char *kernel);
 
 static void check_on_all_kernels(property holds) {
-    for (int type = 0; type < test_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
-        for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
-            const problem x = new_problem(test_dtypes[type]);
-            holds(&x, kernels.name[kernel]);
-            test_free_all();
-        }
-    }
+    const problem sizes = {.batch = 2,
+                           .q_len = 70,
+                           .kv_len = 90,
+                           .q_heads = 4,
+                           .kv_heads = 2,
+                           .head_dim = 40,
+                           .window = 25,
+                           .causal = 1};
+    for_each_problem(&sizes, 31, holds);
 }
 
 /* ---- a view of [batch, heads, len, head_dim] ---- */
 
-static void check_heads_first(const problem *x, const char *kernel) {
+static void check_heads_first(problem *x, const char *kernel) {
     const attended plain = problem_attend(x, kernel, 1);
     fdma_forward_args args = problem_args(x, kernel);
     args.q = heads_first(x->q);
@@ -67,7 +52,7 @@ static fdma_tensor off_by_one_word(fdma_tensor like) {
     return placed(like, base + size, like.stride);
 }
 
-static void check_unaligned(const problem *x, const char *kernel) {
+static void check_unaligned(problem *x, const char *kernel) {
     const attended plain = problem_attend(x, kernel, 1);
     problem odd = *x;
     odd.selection.expiry = off_by_one_word(x->selection.expiry);
@@ -93,7 +78,7 @@ static void aligned_to_one_element(void) { check_on_all_kernels(check_unaligned)
 
 /* ---- out is one of the slices of a packed buffer: the others stay as they are ---- */
 
-static void check_packed_out(const problem *x, const char *kernel) {
+static void check_packed_out(problem *x, const char *kernel) {
     const attended plain = problem_attend(x, kernel, 1);
     const fdma_tensor packed = new_output(x->dtype, x->batch, x->q_len, x->q_heads + 3, 40);
     fdma_forward_args args = problem_args(x, kernel);
@@ -117,7 +102,7 @@ static void out_within_a_packed_buffer(void) { check_on_all_kernels(check_packed
 
 /* ---- a stride of 0 repeats ---- */
 
-static void check_repeated(const problem *x, const char *kernel) {
+static void check_repeated(problem *x, const char *kernel) {
     problem repeated = *x;
     repeated.k.stride[0] = repeated.v.stride[0] = 0; /* the batch shares its keys */
     repeated.q.stride[2] = 0;                        /* all heads ask the same */
@@ -134,11 +119,8 @@ static void repeated_axes(void) { check_on_all_kernels(check_repeated); }
 
 /* ---- strides of axes of length 1 mean nothing ---- */
 
-static void check_single(const problem *x, const char *kernel) {
-    problem single = *x;
-    single.batch = 1;
-    single.q.shape[0] = single.k.shape[0] = single.v.shape[0] = single.bias.shape[0] = 1;
-    single.selection.expiry.shape[0] = single.selection.slot.shape[0] = 1;
+static void check_single(problem *x, const char *kernel) {
+    problem single = problem_sequence(x, 0);
     const attended plain = problem_attend(&single, kernel, 1);
     single.q.stride[0] = -7;
     single.k.stride[0] = INT64_MAX;
@@ -158,7 +140,7 @@ static void axes_of_length_one(void) { check_on_all_kernels(check_single); }
 
 #if defined(__linux__)
 /* Two sequences, more than 2^31 elements apart, in pages that exist only where they are touched. */
-static void check_far(const problem *x, const char *kernel) {
+static void check_far(problem *x, const char *kernel) {
     const int64_t apart = (INT64_C(1) << 32) + 64;
     const size_t size = dtype_size(x->dtype), bytes = (size_t)(apart + (1 << 20)) * size;
     const attended plain = problem_attend(x, kernel, 1);
@@ -190,45 +172,24 @@ static void offsets_beyond_32_bits(void) { check_on_all_kernels(check_far); }
 
 /* ---- rows of dt_proj that lie apart ---- */
 
-static void check_projection(const char *kernel, fdma_dtype dtype, fdma_tensor v,
-                             fdma_tensor dense) {
-    const int64_t stride[4] = {dense.shape[1] + 5, 1, 0, 0};
-    const size_t bytes = (size_t)(dense.shape[0] * stride[0]) * dtype_size(dtype);
-    fdma_tensor a = new_tensor(dtype, 2, -1, -1, -1);
-    store_float(a.data, dtype, 0, 1);
-    store_float(a.data, dtype, 1, -1);
-    fdma_score_args args = {
-        .size = sizeof args,
-        .v = v,
-        .dt_proj = dense,
-        .a = a,
-        .score = new_tensor(FDMA_FLOAT32, 1, 2, v.shape[1], -1),
-        .exec = {.kernel = kernel},
-    };
-    CHECK_OK(run_score(&args));
-    const fdma_tensor plain = args.score;
-    args.dt_proj = placed(dense, test_alloc_guarded(bytes), stride);
-    args.score = new_tensor(FDMA_FLOAT32, 1, 2, v.shape[1], -1);
-    CHECK_OK(run_score(&args));
-    CHECK(same_tensor(args.score, plain));
+static void check_projection(const char *kernel, fdma_dtype dtype) {
+    static const call_sizes n = {.batch = 1, .kv_len = 40, .kv_heads = 2, .head_dim = 24};
+    static const int64_t stride[4] = {2 * 24 + 5, 1};
+    call plain = {.operation = operation_score, .args.score = {.exec = {.kernel = kernel}}}, apart;
+    uint64_t state = 9;
+    call_make(&plain, &n, dtype, true);
+    call_alloc(&plain, &state);
+    call_copy(&apart, &plain);
+    call_own_outputs(&apart);
+    apart.args.score.dt_proj =
+        placed(plain.args.score.dt_proj,
+               test_alloc_guarded((size_t)(2 * stride[0]) * dtype_size(dtype)), stride);
+    CHECK_OK(call_run(&plain));
+    CHECK_OK(call_run(&apart));
+    check_same_outputs(&apart, &plain);
 }
 
-static void rows_of_dt_proj_apart(void) {
-    for (int type = 0; type < test_dtype_count; type++) {
-        const fdma_dtype dtype = test_dtypes[type];
-        const kernel_list kernels = kernels_for("score", dtype);
-        for (int kernel = 0; kernel < kernels.count; kernel++) {
-            uint64_t state = 9;
-            const fdma_tensor v = new_tensor(dtype, 1, 40, 2, 24);
-            const fdma_tensor dt_proj = new_tensor(dtype, 2, 48, -1, -1);
-            test_context("%s %s", kernels.name[kernel], dtype_name(dtype));
-            fill_random(v, &state, 1);
-            fill_random(dt_proj, &state, 1);
-            check_projection(kernels.name[kernel], dtype, v, dt_proj);
-            test_free_all();
-        }
-    }
-}
+static void rows_of_dt_proj_apart(void) { for_each_kernel("score", check_projection); }
 
 static const test_entry tests[] = {
     TEST(rows_of_dt_proj_apart),      TEST(heads_before_length), TEST(aligned_to_one_element),

@@ -5,25 +5,15 @@
 typedef void (*property)(problem *x, const char *kernel);
 
 static void check_on_all_kernels(property holds, int64_t window) {
-    for (int type = 0; type < test_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
-        for (int kernel = 0; kernel < kernels.count; kernel++) {
-            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
-            problem x = {.batch = 1,
-                         .q_len = 150,
-                         .kv_len = 150,
-                         .q_heads = 3,
-                         .kv_heads = 1,
-                         .head_dim = 24,
-                         .window = window,
-                         .causal = 1,
-                         .dtype = test_dtypes[type]};
-            problem_fill(&x, 21);
-            problem_select(&x);
-            holds(&x, kernels.name[kernel]);
-            test_free_all();
-        }
-    }
+    const problem sizes = {.batch = 1,
+                           .q_len = 150,
+                           .kv_len = 150,
+                           .q_heads = 3,
+                           .kv_heads = 1,
+                           .head_dim = 24,
+                           .window = window,
+                           .causal = 1};
+    for_each_problem(&sizes, 21, holds);
 }
 
 static double lse_of(const problem *x, attended got, int64_t h, int64_t i) {

@@ -24,13 +24,13 @@ INLINE void find_probabilities(const backward_step *step, const key_group *group
                                int from) {
     const backward_tile *const tile = step->tile;
     const int32_t first = group->first;
-    score_block s;
+    product_block s;
     find_logits(s, from, &step->logits, first, block);
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         const vf lse = vf_load(tile->lse + block * block_lanes + m * vf_width);
         UNROLL
-        for (int key = 0; key < score_keys; key++)
+        for (int key = 0; key < group_keys; key++)
             s[key][m] = vf_sub(s[key][m], lse);
     }
     if (group->masked)
@@ -38,7 +38,7 @@ INLINE void find_probabilities(const backward_step *step, const key_group *group
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         UNROLL
-        for (int key = 0; key < score_keys; key++) {
+        for (int key = 0; key < group_keys; key++) {
             const vf p = weight_of(s[key][m]);
             vf_store(tile->p + (first + key) * block_lanes + m * vf_width, p);
             if (terms == 2)
@@ -53,7 +53,7 @@ NOINLINE void find_slopes(const backward_step *step, int32_t first) {
     const float *const capped = step->tile->logits.capped;
     float *const slope = step->tile->slope + first * block_lanes;
     const vf inverse = vf_set(1 / step->logits.cap);
-    for (int x = 0; x < score_keys * block_lanes; x += vf_width) {
+    for (int x = 0; x < group_keys * block_lanes; x += vf_width) {
         const vf scaled = vf_mul(vf_load(capped + x), inverse);
         const vf square = vf_mul(scaled, scaled);
         vf_store(slope + x, vf_sub(vf_set(1), square));
@@ -71,17 +71,17 @@ INLINE void find_group_probabilities(const backward_step *step, const key_group 
 
 NOINLINE void find_block_probabilities(const backward_step *step, int block,
                                        const group_list *groups) {
-    int32_t scored = 0; // the keys before it have scores
+    int32_t multiplied = 0; // the products of the keys before it are in memory
     for (int32_t n = 0; n < groups->count; n++) {
-        scored = score_ahead(&step->logits, &groups->group[n], block, scored);
+        multiplied = multiply_ahead(&step->logits, &groups->group[n], block, multiplied);
         find_group_probabilities(step, &groups->group[n], block);
     }
 }
 
 /* dbias += dS, summed over the lanes of a block. */
-INLINE void add_dbias(const backward_step *step, score_block ds, int32_t first, int from) {
+INLINE void add_dbias(const backward_step *step, product_block ds, int32_t first, int from) {
     UNROLL
-    for (int key = 0; key < score_keys; key++) {
+    for (int key = 0; key < group_keys; key++) {
         vf sum = ds[key][from];
         UNROLL
         for (int m = from + 1; m < tile_vectors; m++)
@@ -91,16 +91,16 @@ INLINE void add_dbias(const backward_step *step, score_block ds, int32_t first, 
 }
 
 /* dS = P (dP - delta) of a group; then, under a softcap, dS times its derivative. */
-INLINE void find_ds(score_block s, const backward_step *step, const key_group *group, int block,
+INLINE void find_ds(product_block s, const backward_step *step, const key_group *group, int block,
                     int from) {
     const backward_tile *const tile = step->tile;
     const int64_t at = group->first * block_lanes;
-    score_group_from(s, from, &step->dp, group->first, block,
-                     tile->minus_delta + block * block_lanes);
+    multiply_group_from(s, from, &step->dp, group->first, block,
+                        tile->minus_delta + block * block_lanes);
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         UNROLL
-        for (int key = 0; key < score_keys; key++) {
+        for (int key = 0; key < group_keys; key++) {
             const vf p = vf_load(tile->p + at + key * block_lanes + m * vf_width);
             const vf ds = vf_mul(p, s[key][m]);
             // a key that the row does not keep may make dP NaN
@@ -113,7 +113,7 @@ INLINE void find_ds(score_block s, const backward_step *step, const key_group *g
         UNROLL
         for (int m = from; m < tile_vectors; m++) {
             UNROLL
-            for (int key = 0; key < score_keys; key++)
+            for (int key = 0; key < group_keys; key++)
                 s[key][m] =
                     vf_mul(s[key][m], vf_load(tile->slope + at + key * block_lanes + m * vf_width));
         }
@@ -121,12 +121,12 @@ INLINE void find_ds(score_block s, const backward_step *step, const key_group *g
 }
 
 /* Stores dS of a group in words of keys and, where those differ, in words of lanes. */
-INLINE void store_ds(score_block ds, const backward_tile *tile, int32_t first, int block,
+INLINE void store_ds(product_block ds, const backward_tile *tile, int32_t first, int block,
                      int from) {
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         UNROLL
-        for (int key = 0; key < score_keys; key++) {
+        for (int key = 0; key < group_keys; key++) {
             if (terms == 2)
                 vf_store_terms(words_at(tile->ds_words, first + key, block) + m * vf_width / terms,
                                ds[key][m]);
@@ -138,7 +138,7 @@ INLINE void store_ds(score_block ds, const backward_tile *tile, int32_t first, i
 }
 
 INLINE void find_group_ds(const backward_step *step, const key_group *group, int block) {
-    score_block ds;
+    product_block ds;
     if (group->upper) {
         find_ds(ds, step, group, block, half_vectors);
         store_ds(ds, step->tile, group->first, block, half_vectors);
@@ -149,9 +149,9 @@ INLINE void find_group_ds(const backward_step *step, const key_group *group, int
 }
 
 NOINLINE void find_block_ds(const backward_step *step, int block, const group_list *groups) {
-    int32_t scored = 0;
+    int32_t multiplied = 0;
     for (int32_t n = 0; n < groups->count; n++) {
-        scored = score_ahead(&step->dp, &groups->group[n], block, scored);
+        multiplied = multiply_ahead(&step->dp, &groups->group[n], block, multiplied);
         find_group_ds(step, &groups->group[n], block);
     }
 }

@@ -9,12 +9,12 @@
 static void clear_skipped_words(const backward_step *step, int block, const group_list *groups) {
     const key_group *group = groups->group, *const end = group + groups->count;
     clear_skipped(&step->logits, groups);
-    for (int32_t first = 0; first < whole_steps(step->logits.keys->count); first += score_keys) {
+    for (int32_t first = 0; first < whole_steps(step->logits.keys->count); first += group_keys) {
         if (group < end && group->first == first) {
             group++;
             continue;
         }
-        for (int32_t key = first; key < first + score_keys; key++) {
+        for (int32_t key = first; key < first + group_keys; key++) {
             memset(words_at(step->tile->p_words, key, block), 0, sizeof(float) * lane_words);
             memset(words_at(step->tile->ds_words, key, block), 0, sizeof(float) * lane_words);
         }

@@ -40,7 +40,7 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
                                         int64_t lanes) {
     const int64_t dim = tile_dim(problem);
     const int64_t rows = lanes / block_lanes * block_rows(dim);
-    const int64_t scores = key_block * block_lanes, words = key_block * held_words;
+    const int64_t products = key_block * block_lanes, words = key_block * held_words;
     backward_tile tile;
     tile.logits = take_tile(arena, problem, lanes);
     tile.dp = tile.logits;
@@ -48,10 +48,10 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     tile.dp.k_rows = take_floats(arena, key_block * padded_row(dim));
     tile.q_rows = take_floats(arena, rows);
     tile.dout_rows = take_floats(arena, rows);
-    tile.p = take_floats(arena, scores);
+    tile.p = take_floats(arena, products);
     tile.p_words = terms == 1 ? tile.p : take_floats(arena, words);
     tile.ds_words = terms == 1 ? tile.logits.weights : take_floats(arena, words);
-    tile.slope = take_floats(arena, problem->softcap > 0 ? scores : 0);
+    tile.slope = take_floats(arena, problem->softcap > 0 ? products : 0);
     tile.lse = take_floats(arena, lanes);
     tile.minus_delta = take_floats(arena, lanes);
     tile.left_out = fdma_arena_take(arena, (size_t)lanes);

@@ -164,7 +164,7 @@ static int32_t next_keys(key_cursor *cursor, int32_t *keys) {
 }
 
 /* A key block, ready for the products. The rows of a tile that keep a key are one range of lanes.
- * A group of score_keys keys is masked unless every row keeps all of them. */
+ * A group of group_keys keys is masked unless every row keeps all of them. */
 typedef struct key_list {
     int32_t count;
     bool masked[key_groups];
@@ -188,13 +188,13 @@ static void mark_lanes(const fdma_problem *problem, const row_range *rows, key_l
         const bool by_all =
             !problem->causal ||
             (j <= rows->first_position && (expiry == NULL || expiry[j] > rows->last_position));
-        if (n % score_keys == 0)
-            list->masked[n / score_keys] = false;
+        if (n % group_keys == 0)
+            list->masked[n / group_keys] = false;
         list->first_lane[n] = 0;
         list->end_lane[n] = most_lanes;
         if (by_all)
             continue;
-        list->masked[n / score_keys] = true;
+        list->masked[n / group_keys] = true;
         list->first_lane[n] = clamp_lane((j - origin) * group - rows->first);
         if (expiry != NULL)
             list->end_lane[n] = clamp_lane((expiry[j] - origin) * group - rows->first);
@@ -237,7 +237,7 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
     find_rows(&problem->v, rows->b, rows->g, list->key, list->count, list->v_source);
     find_bias(&problem->bias, rows->b, rows->g, list->key, list->count, list->bias);
     for (int32_t n = list->count; n < key_block; n++) {
-        list->masked[n / score_keys] = true;
+        list->masked[n / group_keys] = true;
         list->k_source[n] = list->v_source[n] = tile->zeros;
         list->bias[n] = 0;
         list->first_lane[n] = list->end_lane[n] = 0;

@@ -33,8 +33,8 @@ static inline vf tanh_of(vf x) {
     return vf_pick_greater(size, vf_set(0.625f), vf_copy_sign(high, x), low);
 }
 
-/* The softcap, clamped so that products with it and with its inverse are finite and not subnormal.
- * A cap above the clamp changes no logit; one below it makes every logit 0. 0 means no softcap. */
+/* The softcap, clamped so that it and its inverse are finite and not subnormal. A cap above the
+ * clamp changes no logit; one below it makes every logit 0. 0 means no softcap. */
 static inline float softcap_of(const fdma_problem *problem) {
     const double least = 1e-30, most = 1e30, cap = problem->softcap;
     return (float)(cap == 0 ? 0 : cap < least ? least : cap > most ? most : cap);

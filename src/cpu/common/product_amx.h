@@ -96,45 +96,47 @@ static inline void multiply_tiles(const float *upper, const float *lower, int64_
 }
 
 /* S = K Q^T of a step of keys and two vectors of lanes. */
-static inline void score_tiles(float *scores, const float *k, const float *q, int64_t dim) {
+static inline void multiply_key_tiles(float *products, const float *k, const float *q,
+                                      int64_t dim) {
     const int64_t row = padded_row(dim);
     clear_sums();
     for (int64_t w = 0; w < dim / terms; w += amx_words)
         multiply_tiles(k + w, k + amx_rows * row + w, row, q + w * block_lanes);
-    store_sums(scores);
+    store_sums(products);
 }
 
-/* Writes the scores of a group's step of keys to memory, for one block of lanes, unless it ends at
- * `scored` or before. Returns the end of the last step that has scores. Interleaving this with the
- * softmax of the step before takes 9 % longer. */
-static inline int32_t score_ahead(const tile_step *step, const key_group *group, int block,
-                                  int32_t scored) {
+/* Writes the products of a group's step of keys to memory, for one block of lanes, unless that step
+ * ends at `multiplied` or before. Returns the end of the last step that was multiplied.
+ * Interleaving this with the softmax of the step before takes 9 % longer. */
+static inline int32_t multiply_ahead(const tile_step *step, const key_group *group, int block,
+                                     int32_t multiplied) {
     const int32_t first = group->first / key_step * key_step;
     const float *const k = step->tile->k_rows + first * padded_row(step->dim);
     const float *const q = block_queries(step, block);
-    if (group->first < scored)
-        return scored;
+    if (group->first < multiplied)
+        return multiplied;
     for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)
-        score_tiles(step->tile->scores + lane, k, q + lane, step->dim);
+        multiply_key_tiles(step->tile->products + lane, k, q + lane, step->dim);
     return first + key_step;
 }
 
-/* Loads the scores of the group that begins at `first`, which score_ahead() has written. */
-INLINE void score_group(score_block s, int from, const tile_step *step, int32_t first, int block) {
-    const float *const scores = step->tile->scores + first % key_step * block_lanes;
+/* Loads the products of the group that begins at `first`, which multiply_ahead() has written. */
+INLINE void multiply_group(product_block s, int from, const tile_step *step, int32_t first,
+                           int block) {
+    const float *const products = step->tile->products + first % key_step * block_lanes;
     const void *const *const ahead = rows_ahead(step, first, block);
     for (int64_t byte = 0; ahead != NULL && byte < step->dim / terms * step->next->word_size;
          byte += 64)
-        prefetch_rows(ahead, score_keys, byte);
-    load_group(s, from, scores, block_lanes);
+        prefetch_rows(ahead, group_keys, byte);
+    load_group(s, from, products, block_lanes);
 }
 
-/* As score_group(), plus `start`, one number for each lane. */
-INLINE void score_group_from(score_block s, int from, const tile_step *step, int32_t first,
-                             int block, const float *start) {
-    score_group(s, from, step, first, block);
+/* As multiply_group(), plus `start`, one number for each lane. */
+INLINE void multiply_group_from(product_block s, int from, const tile_step *step, int32_t first,
+                                int block, const float *start) {
+    multiply_group(s, from, step, first, block);
     UNROLL
-    for (int key = 0; key < score_keys; key++) {
+    for (int key = 0; key < group_keys; key++) {
         UNROLL
         for (int m = from; m < tile_vectors; m++)
             s[key][m] = vf_add(s[key][m], vf_load(start + m * vf_width));
@@ -155,7 +157,7 @@ static inline void add_tiles(float *out, const float *values, const float *weigh
  * weights of the other groups in these are 0. */
 NOINLINE void add_groups(const tile_step *step, int block, const group_list *groups) {
     const tile_state *const tile = step->tile;
-    const int32_t end = groups->count > 0 ? groups->group[groups->count - 1].first + score_keys : 0;
+    const int32_t end = groups->count > 0 ? groups->group[groups->count - 1].first + group_keys : 0;
     float *const out = block_out(step, block);
     for (int64_t d = 0; d < step->dim; d += 2 * amx_rows)
         for (int lane = 0; lane < block_lanes; lane += 2 * amx_lanes)

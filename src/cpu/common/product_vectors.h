@@ -9,19 +9,19 @@ enum {
     short_sum = 32,    /* words */
     summed_blocks = 1, /* blocks of lanes that one call of add_lanes() sums over */
     /* sums that one call of add_products() holds */
-    summed_rows = (int)score_keys > (int)value_channels ? (int)score_keys : (int)value_channels,
+    summed_rows = (int)group_keys > (int)value_channels ? (int)group_keys : (int)value_channels,
 };
 
 static inline void begin_products(void) {}
 
 static inline void end_products(void) {}
 
-/* score_group() computes the scores that it is asked for; products that compute them for whole
- * steps do so here. */
-INLINE int32_t score_ahead(const tile_step *step, const key_group *group, int block,
-                           int32_t scored) {
+/* Vectors need nothing ahead: multiply_group() computes the products of a group when it is asked
+ * for them. AMX computes those of a whole step of keys here. */
+INLINE int32_t multiply_ahead(const tile_step *step, const key_group *group, int block,
+                              int32_t multiplied) {
     (void)step, (void)group, (void)block;
-    return scored;
+    return multiplied;
 }
 
 /* Divides the rows of the listed keys into strips, which the second product reads in order. */
@@ -41,16 +41,17 @@ static void load_values(const fdma_problem *problem, float *values, const void *
 
 /* s += K Q^T of a group of keys, over words w to end - 1. Meanwhile it prefetches the rows `ahead`
  * (or NULL), a cache line of each at a time. */
-INLINE void add_scores(score_block s, int from, const float *const *row, const float *q, int64_t w,
-                       int64_t end, const void *const *ahead, int64_t word_size) {
+INLINE void add_group_products(product_block s, int from, const float *const *row, const float *q,
+                               int64_t w, int64_t end, const void *const *ahead,
+                               int64_t word_size) {
     for (q += w * block_lanes; w < end;) {
         if (ahead)
-            prefetch_rows(ahead, score_keys, w * word_size);
+            prefetch_rows(ahead, group_keys, w * word_size);
         for (const int64_t stop = w + 4; w < stop; w++, q += block_lanes) {
             vf lanes[tile_vectors];
             load_vectors(lanes, q, from, tile_vectors);
             UNROLL
-            for (int key = 0; key < score_keys; key++)
+            for (int key = 0; key < group_keys; key++)
                 add_product(s[key], row[key] + w, lanes, from, tile_vectors);
         }
     }
@@ -59,41 +60,42 @@ INLINE void add_scores(score_block s, int from, const float *const *row, const f
 /* k of the group that begins at `first`, a row for each key. */
 INLINE void find_group(const float **row, const tile_step *step, int32_t first) {
     UNROLL
-    for (int key = 0; key < score_keys; key++)
+    for (int key = 0; key < group_keys; key++)
         row[key] = step->tile->k_rows + (first + key) * padded_row(step->dim);
 }
 
-INLINE void clear_group(score_block s, int from) {
+INLINE void clear_group(product_block s, int from) {
     UNROLL
-    for (int key = 0; key < score_keys; key++)
+    for (int key = 0; key < group_keys; key++)
         clear_vectors(s[key], from, tile_vectors);
 }
 
 /* S = K Q^T of the group that begins at `first`. */
-INLINE void score_group(score_block s, int from, const tile_step *step, int32_t first, int block) {
-    const float *row[score_keys];
+INLINE void multiply_group(product_block s, int from, const tile_step *step, int32_t first,
+                           int block) {
+    const float *row[group_keys];
     find_group(row, step, first);
     clear_group(s, from);
-    add_scores(s, from, row, block_queries(step, block), 0, step->dim / terms,
-               rows_ahead(step, first, block), step->next->word_size);
+    add_group_products(s, from, row, block_queries(step, block), 0, step->dim / terms,
+                       rows_ahead(step, first, block), step->next->word_size);
 }
 
-/* As score_group(), accumulating onto `start`, one number for each lane. Short sums are made apart
- * and then added: where a row has most of its weight on one key, start nearly cancels the sum, and
- * rounding errors in proportion to start would remain. */
-INLINE void score_group_from(score_block s, int from, const tile_step *step, int32_t first,
-                             int block, const float *start) {
+/* As multiply_group(), accumulating onto `start`, one number for each lane. Short sums are made
+ * apart and then added: where a row has most of its weight on one key, start nearly cancels it,
+ * and rounding errors in proportion to start would remain. */
+INLINE void multiply_group_from(product_block s, int from, const tile_step *step, int32_t first,
+                                int block, const float *start) {
     const int64_t words = step->dim / terms;
-    const float *row[score_keys];
+    const float *row[group_keys];
     find_group(row, step, first);
     load_group(s, from, start, 0);
     for (int64_t w = 0; w < words; w += short_sum) {
         const int64_t end = w + short_sum < words ? w + short_sum : words;
-        score_block sum;
+        product_block sum;
         clear_group(sum, from);
-        add_scores(sum, from, row, block_queries(step, block), w, end, NULL, 0);
+        add_group_products(sum, from, row, block_queries(step, block), w, end, NULL, 0);
         UNROLL
-        for (int key = 0; key < score_keys; key++) {
+        for (int key = 0; key < group_keys; key++) {
             UNROLL
             for (int m = from; m < tile_vectors; m++)
                 s[key][m] = vf_add(s[key][m], sum[key][m]);
@@ -159,11 +161,11 @@ NOINLINE void add_groups(const tile_step *step, int block, const group_list *gro
  * `length` apart; rows hold as many channels as a block has lanes. */
 INLINE void add_lanes(float *const *sums, int64_t d, const float *words, int64_t length,
                       const float *rows, int vectors, int first, int end) {
-    float *channels[score_keys];
+    float *channels[group_keys];
     UNROLL
-    for (int key = 0; key < score_keys; key++)
+    for (int key = 0; key < group_keys; key++)
         channels[key] = sums[key] + d;
-    add_products(channels, score_keys, words, length, 1, rows, first, end, 0, vectors);
+    add_products(channels, group_keys, words, length, 1, rows, first, end, 0, vectors);
 }
 
 #endif

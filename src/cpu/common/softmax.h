@@ -11,9 +11,9 @@
 static const float most_weight = 2048;
 
 /* scale * s + bias. Scaling q instead would round every channel once more. */
-INLINE void scale_and_bias(score_block s, int from, float scale, const float *bias) {
+INLINE void scale_and_bias(product_block s, int from, float scale, const float *bias) {
     UNROLL
-    for (int key = 0; key < score_keys; key++) {
+    for (int key = 0; key < group_keys; key++) {
         const vf b = vf_set(bias[key]);
         UNROLL
         for (int m = from; m < tile_vectors; m++)
@@ -21,18 +21,18 @@ INLINE void scale_and_bias(score_block s, int from, float scale, const float *bi
     }
 }
 
-/* cap * tanh(scores * scale / cap), in memory: the softcap is rare, and its code is kept out of the
- * loops that need all registers. */
-NOINLINE void cap_stored(float *scores, float scale, float cap) {
-    for (int64_t x = 0; x < score_keys * block_lanes; x += vf_width) {
-        const vf scaled = vf_mul(vf_load(scores + x), vf_set(scale_over_cap(scale, cap)));
-        vf_store(scores + x, vf_mul(vf_set(cap), tanh_of(scaled)));
+/* cap * tanh(products * scale / cap), in memory: the softcap is rare, and its code is kept out of
+ * the loops that need all registers. */
+NOINLINE void cap_stored(float *products, float scale, float cap) {
+    for (int64_t x = 0; x < group_keys * block_lanes; x += vf_width) {
+        const vf scaled = vf_mul(vf_load(products + x), vf_set(scale_over_cap(scale, cap)));
+        vf_store(products + x, vf_mul(vf_set(cap), tanh_of(scaled)));
     }
 }
 
-INLINE void cap_scores(score_block s, int from, float *stored, float scale, float cap) {
+INLINE void cap_products(product_block s, int from, float *stored, float scale, float cap) {
     UNROLL
-    for (int key = 0; key < score_keys; key++)
+    for (int key = 0; key < group_keys; key++)
         store_vectors(stored + key * block_lanes, s[key], from, tile_vectors);
     cap_stored(stored, scale, cap);
     load_group(s, from, stored, block_lanes);
@@ -51,21 +51,22 @@ static tile_step first_step(const fdma_problem *problem, const row_range *rows,
 }
 
 /* The logits of the group that begins at `first`, before any mask. */
-INLINE void find_logits(score_block s, int from, const tile_step *step, int32_t first, int block) {
+INLINE void find_logits(product_block s, int from, const tile_step *step, int32_t first,
+                        int block) {
     const float cap = step->cap, scale = step->scale;
-    score_group(s, from, step, first, block);
+    multiply_group(s, from, step, first, block);
     if (cap > 0)
-        cap_scores(s, from, step->tile->capped, scale, cap);
+        cap_products(s, from, step->tile->capped, scale, cap);
     scale_and_bias(s, from, cap > 0 ? 1 : scale, step->keys->bias + first);
 }
 
 /* Makes the logits of the group that begins at `first` -inf in lanes that do not keep the key. */
-INLINE void mask_lanes(score_block s, int from, const key_list *keys, int32_t first, int block) {
+INLINE void mask_lanes(product_block s, int from, const key_list *keys, int32_t first, int block) {
     const int32_t *const first_lane = keys->first_lane + first;
     const int32_t *const end_lane = keys->end_lane + first;
     const int32_t lane = block * block_lanes;
     UNROLL
-    for (int key = 0; key < score_keys; key++) {
+    for (int key = 0; key < group_keys; key++) {
         UNROLL
         for (int m = from; m < tile_vectors; m++)
             s[key][m] = vf_keep(s[key][m], first_lane[key] - lane - m * vf_width,
@@ -75,13 +76,13 @@ INLINE void mask_lanes(score_block s, int from, const key_list *keys, int32_t fi
 
 /* Turns logits into weights, P = e^(S - max), stores them in words of keys, and sums them up in
  * `total`. */
-INLINE void weigh(score_block s, int from, const float *max, float *weights, vf *total) {
+INLINE void weigh(product_block s, int from, const float *max, float *weights, vf *total) {
     UNROLL
     for (int m = from; m < tile_vectors; m++) {
         const vf top = vf_load(max + m * vf_width);
         total[m] = vf_set(0);
         UNROLL
-        for (int key = 0; key < score_keys; key++) {
+        for (int key = 0; key < group_keys; key++) {
             s[key][m] = exp2_of(vf_mul(vf_sub(s[key][m], top), vf_set(log2e)));
             total[m] = vf_add(total[m], s[key][m]);
             if (key % terms == terms - 1)

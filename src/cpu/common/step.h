@@ -6,7 +6,7 @@
 
 #include "cpu/common/keys.h"
 
-/* score_keys listed keys, of which some lane keeps at least one. */
+/* group_keys listed keys, of which some lane keeps at least one. */
 typedef struct key_group {
     int32_t first; /* in the list */
     bool upper;    /* the lower half of the lanes comes before all of them: it is left out */
@@ -23,12 +23,12 @@ static void classify_groups(const key_list *list, int block, group_list *groups)
     const int32_t lane = block * block_lanes, end = lane + block_lanes;
     const int32_t middle = lane + half_vectors * vf_width;
     groups->count = 0;
-    for (int32_t first = 0; first < whole_steps(list->count); first += score_keys) {
+    for (int32_t first = 0; first < whole_steps(list->count); first += group_keys) {
         key_group group = {.first = first};
-        bool kept = !list->masked[first / score_keys];
-        for (int32_t n = first; !kept && n < first + score_keys; n++)
+        bool kept = !list->masked[first / group_keys];
+        for (int32_t n = first; !kept && n < first + group_keys; n++)
             kept = list->first_lane[n] < min(end, list->end_lane[n]) && list->end_lane[n] > lane;
-        for (int32_t n = first; list->masked[first / score_keys] && n < first + score_keys; n++)
+        for (int32_t n = first; list->masked[first / group_keys] && n < first + group_keys; n++)
             group.masked |= list->first_lane[n] > lane || list->end_lane[n] < end;
         group.upper = half_vectors > 0 && list->first_lane[first] >= middle;
         if (kept)
@@ -36,7 +36,7 @@ static void classify_groups(const key_list *list, int block, group_list *groups)
     }
 }
 
-/* Keys of adjacent groups, all of which take the same half of the lanes. */
+/* Keys of adjacent groups that have the same `upper`. */
 typedef struct key_run {
     int32_t first, end;
     bool upper;
@@ -45,12 +45,12 @@ typedef struct key_run {
 /* The run that begins at group *n, which becomes the first group after it. */
 static inline key_run next_run(const group_list *groups, int32_t *n) {
     const key_group *group = &groups->group[(*n)++];
-    key_run run = {group->first, group->first + score_keys, group->upper};
+    key_run run = {group->first, group->first + group_keys, group->upper};
     for (; *n < groups->count; ++*n) {
         group = &groups->group[*n];
         if (group->first != run.end || group->upper != run.upper)
             break;
-        run.end += score_keys;
+        run.end += group_keys;
     }
     return run;
 }
@@ -67,7 +67,7 @@ typedef struct tile_step {
 } tile_step;
 
 /* Scores, logits or weights of a group, in registers. */
-typedef vf score_block[score_keys][tile_vectors];
+typedef vf product_block[group_keys][tile_vectors];
 
 /* The rows of the next key block to prefetch while a group is multiplied with a block of lanes: k
  * with the first block, v with the second. */
@@ -78,9 +78,9 @@ INLINE const void *const *rows_ahead(const tile_step *step, int32_t first, int b
 }
 
 /* Loads the vectors of a group, whose keys are `length` floats apart. */
-INLINE void load_group(score_block s, int from, const float *p, int64_t length) {
+INLINE void load_group(product_block s, int from, const float *p, int64_t length) {
     UNROLL
-    for (int key = 0; key < score_keys; key++)
+    for (int key = 0; key < group_keys; key++)
         load_vectors(s[key], p + key * length, from, tile_vectors);
 }
 

@@ -18,15 +18,15 @@ enum {
     backward_blocks = tile_blocks > 8 ? tile_blocks / 3
     : tile_blocks > 4                 ? tile_blocks / 2
                                       : 4,
-    key_groups = key_block / score_keys,
+    key_groups = key_block / group_keys,
     /* v of a key block is divided into strips: a few channels of every key, side by side */
     strip_channels = (int)vf_width > (int)value_channels ? (int)vf_width : (int)value_channels,
     strip_length = key_block / terms * strip_channels,
 };
 
 _Static_assert(key_block % key_step == 0, "steps of keys fill a block");
-_Static_assert(key_step % score_keys == 0, "groups of keys fill a step");
-_Static_assert(score_keys % terms == 0, "words of keys fill a group");
+_Static_assert(key_step % group_keys == 0, "groups of keys fill a step");
+_Static_assert(group_keys % terms == 0, "words of keys fill a group");
 _Static_assert(strip_channels % value_channels == 0, "registers of channels fill a strip");
 
 /* The rows of a tile. */
@@ -43,8 +43,8 @@ typedef struct tile_state {
     float *q;         /* [blocks][dim / terms][block_lanes] */
     float *out;       /* [blocks][dim][block_lanes], not yet divided by sum */
     float *weights;   /* [key_block / terms][block_lanes], of one block of lanes at a time */
-    float *scores;    /* [key_step][block_lanes], for products that leave them in memory */
-    float *capped;    /* [score_keys][block_lanes] */
+    float *products;  /* [key_step][block_lanes], for products that leave them in memory */
+    float *capped;    /* [group_keys][block_lanes] */
     float *max;       /* [tile lanes], may lag behind the true maximum: see most_weight */
     float *sum;       /* [tile lanes], of the weights of all key blocks before */
     float *block_sum; /* [block_lanes], of those of this key block, for one block of lanes */
@@ -67,8 +67,8 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
     tile.q = take_floats(arena, lanes * dim / terms);
     tile.out = take_floats(arena, lanes * dim);
     tile.weights = take_floats(arena, block_lanes * key_block / terms);
-    tile.scores = take_floats(arena, block_lanes * key_step);
-    tile.capped = take_floats(arena, block_lanes * score_keys);
+    tile.products = take_floats(arena, block_lanes * key_step);
+    tile.capped = take_floats(arena, block_lanes * group_keys);
     tile.max = take_floats(arena, lanes);
     tile.sum = take_floats(arena, lanes);
     tile.block_sum = take_floats(arena, block_lanes);

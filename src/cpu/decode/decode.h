@@ -14,7 +14,7 @@ INLINE int64_t bytes_of(int64_t channels, fdma_dtype dtype) {
     return channels * (dtype == FDMA_FLOAT32 ? 4 : 2);
 }
 
-/* Channels d, d + 1, ... of a row; `dtype` is a constant at compile time. */
+/* Channels d, d + 1, ... of a row. */
 INLINE vf channels_of(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
     if (dtype == FDMA_FLOAT32 && count == vf_width)
         return vf_load((const float *)row + d);
@@ -193,23 +193,23 @@ INLINE void attend_block_as(const decode_task *task, const decode_block *now,
     add_block(task, now, next, dtype, rows);
 }
 
+INLINE void attend_block_of(const decode_task *task, const decode_block *now,
+                            const decode_block *next, fdma_dtype dtype) {
+    if (task->decode->padded == 1)
+        attend_block_as(task, now, next, dtype, 1);
+    else
+        attend_block_as(task, now, next, dtype, shared_rows);
+}
+
 /* The loops are compiled for each dtype, for one row and for more. */
 static void attend_decode_block(const decode_task *task, const decode_block *now,
                                 const decode_block *next) {
-    const fdma_dtype dtype = task->decode->problem->dtype;
-    const bool one = task->decode->padded == 1;
-    if (dtype == FDMA_FLOAT32 && one)
-        attend_block_as(task, now, next, FDMA_FLOAT32, 1);
-    else if (dtype == FDMA_FLOAT32)
-        attend_block_as(task, now, next, FDMA_FLOAT32, shared_rows);
-    else if (dtype == FDMA_FLOAT16 && one)
-        attend_block_as(task, now, next, FDMA_FLOAT16, 1);
-    else if (dtype == FDMA_FLOAT16)
-        attend_block_as(task, now, next, FDMA_FLOAT16, shared_rows);
-    else if (one)
-        attend_block_as(task, now, next, FDMA_BFLOAT16, 1);
+    if (task->decode->problem->dtype == FDMA_FLOAT32)
+        attend_block_of(task, now, next, FDMA_FLOAT32);
+    else if (task->decode->problem->dtype == FDMA_FLOAT16)
+        attend_block_of(task, now, next, FDMA_FLOAT16);
     else
-        attend_block_as(task, now, next, FDMA_BFLOAT16, shared_rows);
+        attend_block_of(task, now, next, FDMA_BFLOAT16);
 }
 
 /* Loads q of a head in float32, with zeros past the last channel, and clears its partial results.

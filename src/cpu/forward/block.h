@@ -5,7 +5,7 @@
 #include "cpu/common/softmax.h"
 
 /* The logits of a group, -inf in lanes that do not keep the key. */
-INLINE void find_group_logits(score_block s, int from, const tile_step *step,
+INLINE void find_group_logits(product_block s, int from, const tile_step *step,
                               const key_group *group, int block) {
     find_logits(s, from, step, group->first, block);
     if (group->masked)
@@ -17,11 +17,11 @@ NOINLINE void raise_group(const tile_step *step, const key_group *group, int blo
     const tile_state *const tile = step->tile;
     const int32_t first = group->first;
     vf top[tile_vectors], total[tile_vectors];
-    score_block s;
+    product_block s;
     find_group_logits(s, 0, step, group, block);
     for (int m = 0; m < tile_vectors; m++) {
         top[m] = s[0][m];
-        for (int key = 1; key < score_keys; key++)
+        for (int key = 1; key < group_keys; key++)
             top[m] = vf_max(top[m], s[key][m]);
     }
     raise_max(step, block, top, first);
@@ -34,7 +34,7 @@ INLINE void weigh_lanes(const tile_step *step, const key_group *group, int block
     const tile_state *const tile = step->tile;
     const int32_t first = group->first;
     vf total[tile_vectors];
-    score_block s;
+    product_block s;
     find_group_logits(s, from, step, group, block);
     weigh(s, from, tile->max + block * block_lanes, tile->weights + first / terms * block_lanes,
           total);
@@ -57,21 +57,21 @@ INLINE void weigh_group(const tile_step *step, const key_group *group, int block
 /* Sets the weights of the groups that no lane keeps to 0, for products that take whole steps. */
 static void clear_skipped(const tile_step *step, const group_list *groups) {
     const key_group *group = groups->group, *const end = group + groups->count;
-    for (int32_t first = 0; first < whole_steps(step->keys->count); first += score_keys)
+    for (int32_t first = 0; first < whole_steps(step->keys->count); first += group_keys)
         if (group < end && group->first == first)
             group++;
         else
             memset(step->tile->weights + first / terms * block_lanes, 0,
-                   sizeof(float) * score_keys / terms * block_lanes);
+                   sizeof(float) * group_keys / terms * block_lanes);
 }
 
 /* P of all groups that a block of lanes keeps. */
 NOINLINE void weigh_groups(const tile_step *step, int block, const group_list *groups) {
-    int32_t scored = 0; // the keys before it have scores
-    if ((int)key_step > (int)score_keys)
+    int32_t multiplied = 0; // the products of the keys before it are in memory
+    if ((int)key_step > (int)group_keys)
         clear_skipped(step, groups);
     for (int32_t n = 0; n < groups->count; n++) {
-        scored = score_ahead(step, &groups->group[n], block, scored);
+        multiplied = multiply_ahead(step, &groups->group[n], block, multiplied);
         weigh_group(step, &groups->group[n], block, !step->begun && n == 0);
     }
 }
@@ -86,7 +86,7 @@ static void clear_out(const tile_step *step, int block) {
     memset(block_out(step, block), 0, sizeof(float) * (size_t)(step->dim * block_lanes));
 }
 
-/* A key block: scores and weights of the groups that are kept, then O += V P. */
+/* A key block: logits and weights of the groups that are kept, then O += V P. */
 static void attend_block(const tile_step *step, int block) {
     const tile_state *const tile = step->tile;
     group_list groups;

@@ -16,8 +16,8 @@ static inline int32_t score_order(float score) {
     return size > infinity ? INT32_MIN : order;
 }
 
-/* The rank of a key as an integer, the greater the better: the score's order in the upper half and
- * the key in the lower, so that of equal scores the later key is better. */
+/* The order of a key as an integer, the greater the better: that of its score in the upper half,
+ * the key in the lower, so that a tie goes to the later key. */
 static inline int64_t key_order(float score, int32_t key) {
     return (int64_t)score_order(score) * ((int64_t)1 << 32) + key;
 }

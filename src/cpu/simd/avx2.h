@@ -16,8 +16,8 @@ enum {
     half_vectors = 1,
     tile_blocks = 16,
     key_block = 120,
-    score_keys = 4, /* 12 of 16 registers hold sums */
-    key_step = score_keys,
+    group_keys = 4, /* 12 of 16 registers hold sums */
+    key_step = group_keys,
     channel_step = 8,
     value_channels = 4,
     dot_keys = 2,
@@ -124,8 +124,8 @@ static inline void vf_transpose(vf x[vf_width]) {
     }
 }
 
-/* 2^-127 is 0 and 2^128 infinite in vf_scale2, so that nothing beyond needs an exponent. NaN, as
- * the second operand, stays. */
+/* In vf_scale2 2^-127 gives 0 and 2^128 infinity, so exponents beyond are not needed. NaN stays,
+ * because it is the second operand. */
 static inline vf vf_clamp_exponent(vf x) {
     return _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(_mm256_set1_ps(-127.0f), x));
 }

@@ -8,7 +8,7 @@ enum {
     half_vectors = 0,
     tile_blocks = 12,
     key_block = 256,
-    score_keys = 4,
+    group_keys = 4,
     key_step = 32, /* AMX's own tiles are 16 rows of 16 words */
     channel_step = 32,
     value_channels = 16,
@@ -20,8 +20,8 @@ enum {
     half_vectors = 2,
     tile_blocks = 8,
     key_block = 120,
-    score_keys = 6, /* 24 of 32 registers hold sums */
-    key_step = score_keys,
+    group_keys = 6, /* 24 of 32 registers hold sums */
+    key_step = group_keys,
     channel_step = 8,
     value_channels = 4,
     dot_keys = 4,

@@ -23,8 +23,8 @@ static inline uint32_t set_modes(uint32_t modes) {
 
 #elif defined(__aarch64__)
 
-/* FZ concerns operands and results of float32; conversions from and to float16 still know its
- * subnormal numbers. */
+/* FZ flushes operands and results of float32; conversions from and to float16 keep subnormal
+ * numbers of float16. */
 enum { default_modes = 0, flush_to_zero = 1 << 24 };
 
 static inline uint32_t set_modes(uint32_t modes) {
@@ -47,8 +47,8 @@ static inline uint32_t set_modes(uint32_t modes) {
 
 #endif
 
-/* Makes this thread round to nearest without traps and keep subnormal numbers, whatever the
- * caller's modes are. Returns these, for restore_modes(). */
+/* Makes this thread round to nearest, without traps, and keep subnormal numbers. Returns the modes
+ * that it had, for restore_modes(). */
 static inline uint32_t keep_subnormals(void) { return set_modes(default_modes); }
 
 static inline void restore_modes(uint32_t old) { set_modes(old); }

@@ -14,10 +14,10 @@ enum {
     vf_width = 4,
     tile_vectors = 4,
     half_vectors = 2,
-    tile_blocks = 12, /* q and out of 128 channels: 192 KB, of L2 caches from 512 KB on */
+    tile_blocks = 12, /* q and out of 128 channels take 192 KB; L2 caches have 512 KB or more */
     key_block = 120,
-    score_keys = 6, /* 24 of 32 registers hold sums */
-    key_step = score_keys,
+    group_keys = 6, /* 24 of 32 registers hold sums */
+    key_step = group_keys,
     channel_step = 8,
     value_channels = 4,
     dot_keys = 4,
@@ -68,16 +68,15 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
 
 static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 
-/* a > b ? x : y */
 static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
     return vbslq_f32(vcgtq_f32(a, b), x, y);
 }
 
-/* FMAX would give NaN where a alone is NaN. */
 static inline vf vf_rounding_error(vf a, vf b, vf product) {
     return vfmaq_f32(vnegq_f32(product), a, b);
 }
 
+/* FMAX would give NaN where only a is NaN. */
 static inline vf vf_max(vf a, vf b) { return vf_pick_greater(a, b, a, b); }
 
 static inline vf vf_abs(vf x) { return vabsq_f32(x); }
@@ -110,8 +109,7 @@ static inline void vf_transpose(vf x[vf_width]) {
     x[3] = vreinterpretq_f32_f64(vtrn2q_f64(vf_halves(odd01), vf_halves(odd23)));
 }
 
-/* 2^-127 is 0 and 2^128 infinite in vf_scale2, so that nothing beyond needs an exponent. NaN
- * stays. */
+/* In vf_scale2 2^-127 gives 0 and 2^128 infinity, so exponents beyond are not needed. NaN stays. */
 static inline vf vf_clamp_exponent(vf x) {
     return vminq_f32(vmaxq_f32(x, vdupq_n_f32(-127)), vdupq_n_f32(128));
 }

@@ -10,14 +10,14 @@
 
 enum { terms = 2 };
 
-/* In the lowest lane, from where BFDOT takes it for every lane: loads that fill all lanes cost a
- * vector operation each. */
+/* The word is in the lowest lane, which BFDOT can multiply with every lane: a load that fills all
+ * lanes costs a vector operation. */
 typedef bfloat16x4_t vf_word;
 
 static inline vf_word vf_load_word(const float *p) {
     uint32_t bits;
     memcpy(&bits, p, sizeof bits);
-    // in this form both gcc and clang make it one scalar load
+    // gcc and clang both compile this form to one scalar load
     return vreinterpret_bf16_u32(vset_lane_u32(bits, vdup_n_u32(0), 0));
 }
 

@@ -1,4 +1,5 @@
-/* The vocabulary in plain C, one lane wide: what each word means, and the kernels on any CPU. */
+/* The vocabulary in plain C, one lane wide: what each word means, and the kernels on any CPU. The
+ * words of arithmetic are in simd.h. */
 #ifndef FDMA_CPU_SIMD_SCALAR_H
 #define FDMA_CPU_SIMD_SCALAR_H
 
@@ -18,16 +19,16 @@ enum {
     half_vectors = 2,      /* of which those before this one may be left out; 0: never */
     tile_blocks = 4,       /* such blocks in a tile, at most */
     key_block = 120,       /* keys whose weights are held between the two products */
-    score_keys = 2,        /* keys x lanes sums of the first product, and keys weighed at a time */
-    key_step = score_keys, /* keys that the products take at a time */
+    group_keys = 2,        /* keys x lanes sums of the first product, and keys weighed at a time */
+    key_step = group_keys, /* keys that the products take at a time */
     channel_step = 8,      /* channels that the products take at a time */
     value_channels = 2,    /* channels x lanes sums of the second product */
     dot_keys = 2,          /* keys x dot_heads sums of the scores */
 };
 
-/* Like keep_subnormals(), but float32 operations take subnormal numbers for 0: arithmetic on them
- * takes a hundred times as long on some CPUs. Here they stay, because the conversions from and to
- * float16 below compute with them. */
+/* Like keep_subnormals(), but float32 operations treat subnormal numbers as 0: arithmetic on them
+ * takes a hundred times as long on some CPUs. Here they are kept, because the conversions from and
+ * to float16 below compute with them. */
 static inline uint32_t flush_subnormals(void) { return keep_subnormals(); }
 
 static inline vf vf_set(float x) { return x; }

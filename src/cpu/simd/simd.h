@@ -1,6 +1,6 @@
 /* The vocabulary, the products and the tile shape of the point of the build matrix that is being
  * compiled. Each file of src/cpu/isa names its point before it includes anything; a kernel header
- * that is opened alone is read in the scalar vocabulary. */
+ * that is opened alone is compiled in the scalar vocabulary. */
 #ifndef FDMA_CPU_SIMD_SIMD_H
 #define FDMA_CPU_SIMD_SIMD_H
 
@@ -26,7 +26,7 @@
 #include "cpu/simd/singles.h"
 #endif
 
-/* The words that C's operators say in every vocabulary: compilers apply them to each lane. */
+/* The same in every vocabulary, because compilers apply C's operators to each lane of a vector. */
 static inline vf vf_add(vf a, vf b) { return a + b; }
 
 static inline vf vf_sub(vf a, vf b) { return a - b; }

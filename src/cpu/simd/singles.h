@@ -14,7 +14,7 @@ static inline vf_word vf_load_word(const float *p) { return vf_set(*p); }
 /* sum + word * lanes, over the terms of the words */
 static inline vf vf_dot(vf_word word, vf lanes, vf sum) { return vf_fma(word, lanes, sum); }
 
-/* Words of pairs, that single terms have no use for. */
+/* Words of pairs, which single terms do not need. */
 static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_t d,
                                int64_t count) {
     (void)odd;

@@ -67,13 +67,13 @@ __device__ static void multiply(float (&d)[accumulators], const uint32_t (&a)[4]
 /* Issues S = Q K^T. q: 64 rows of a block of q_rows; k: 2 * accumulators keys of a block of
  * key_rows. */
 template <typename element, int channels, int q_rows, int key_rows, int accumulators>
-__device__ static void issue_abt(float (&scores)[accumulators], uint32_t q, uint32_t k) {
+__device__ static void issue_abt(float (&products)[accumulators], uint32_t q, uint32_t k) {
     const uint64_t a = describe_matrix(q, 0), b = describe_matrix(k, 0);
-    multiply<element, 0>(scores, a, b);
+    multiply<element, 0>(products, a, b);
 #pragma unroll
     for (int c = wgmma_k; c < channels; c += wgmma_k) {
         const int panel = c / panel_channels, inside = c % panel_channels * 2;
-        multiply<element, 1>(scores, a + ((panel * q_rows * line_bytes + inside) >> 4),
+        multiply<element, 1>(products, a + ((panel * q_rows * line_bytes + inside) >> 4),
                              b + ((panel * key_rows * line_bytes + inside) >> 4));
     }
 }
@@ -116,8 +116,8 @@ __device__ static void issue_ab(float (&d)[accumulators], uint32_t a_address, ui
 
 static constexpr int quad_channels = 32; // of 16 bits, that a quad stores at once: 8 per lane
 
-/* Moves words[i] of lane l of a quad to words[l] of lane i, so that each lane can store 16 contiguous
- * bytes of a row of accumulators. */
+/* Moves words[i] of lane l of a quad to words[l] of lane i, so that each lane can store 16
+ * contiguous bytes of a row of accumulators. */
 __device__ static void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {

@@ -5,4 +5,4 @@
 
 #include "words.h"
 
-const vocabulary vocabulary_avx2 = VOCABULARY_WORDS;
+const vocabulary vocabulary_avx2 = VOCABULARY;

@@ -5,4 +5,4 @@
 
 #include "words.h"
 
-const vocabulary vocabulary_avx512 = VOCABULARY_WORDS;
+const vocabulary vocabulary_avx512 = VOCABULARY;

@@ -5,4 +5,4 @@
 
 #include "words.h"
 
-const vocabulary vocabulary_neon = VOCABULARY_WORDS;
+const vocabulary vocabulary_neon = VOCABULARY;

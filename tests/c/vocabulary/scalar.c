@@ -3,4 +3,4 @@
 
 #include "words.h"
 
-const vocabulary vocabulary_scalar = VOCABULARY_WORDS;
+const vocabulary vocabulary_scalar = VOCABULARY;

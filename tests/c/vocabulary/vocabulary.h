@@ -8,40 +8,47 @@
 
 enum { vocabulary_most_lanes = 64 };
 
-/* Arrays have `width` elements, but for transpose's: width rows of width. */
+/* The words: WORD(what it returns, name, parameters). Arrays have `width` elements, but for
+ * transpose's: width rows of width. */
+#define VOCABULARY_WORDS(WORD)                                                                     \
+    WORD(uint32_t, flush_subnormals, (void))                                                       \
+    WORD(uint32_t, keep_subnormals, (void))                                                        \
+    WORD(void, restore_modes, (uint32_t old))                                                      \
+    WORD(void, set, (float *to, float x))                                                          \
+    WORD(void, copy, (float *to, const float *from)) /* vf_load, vf_store */                       \
+    WORD(void, copy_first, (float *to, const float *from, int64_t count))                          \
+    WORD(void, load_first, (float *to, const float *from, int64_t count))                          \
+    WORD(void, load_f16, (float *to, const uint16_t *from, int64_t count))                         \
+    WORD(void, store_f16, (uint16_t *to, const float *from, int64_t count))                        \
+    WORD(void, load_bf16, (float *to, const uint16_t *from, int64_t count))                        \
+    WORD(void, store_bf16, (uint16_t *to, const float *from, int64_t count))                       \
+    WORD(void, add, (float *to, const float *a, const float *b))                                   \
+    WORD(void, sub, (float *to, const float *a, const float *b))                                   \
+    WORD(void, mul, (float *to, const float *a, const float *b))                                   \
+    WORD(void, div, (float *to, const float *a, const float *b))                                   \
+    WORD(void, max, (float *to, const float *a, const float *b))                                   \
+    WORD(void, copy_sign, (float *to, const float *size, const float *sign))                       \
+    WORD(void, fma, (float *to, const float *a, const float *b, const float *c))                   \
+    WORD(void, rounding_error, (float *to, const float *a, const float *b, const float *product))  \
+    WORD(void, abs, (float *to, const float *x))                                                   \
+    WORD(float, sum, (const float *x))                                                             \
+    WORD(bool, any_greater, (const float *a, const float *b))                                      \
+    WORD(void, pick_greater,                                                                       \
+         (float *to, const float *a, const float *b, const float *x, const float *y))              \
+    WORD(void, keep, (float *to, const float *x, int32_t first, int32_t end))                      \
+    WORD(void, transpose, (float *x))                                                              \
+    WORD(void, fraction, (float *to, const float *x))                                              \
+    WORD(void, scale2, (float *to, const float *fraction, const float *x))                         \
+    WORD(void, exp2, (float *to, const float *x)) /* of src/cpu/common/math.h, as those below */   \
+    WORD(void, exp, (float *to, const float *x))                                                   \
+    WORD(void, log1p, (float *to, const float *x))                                                 \
+    WORD(void, tanh, (float *to, const float *x))
+
+#define VOCABULARY_FIELD(type, name, parameters) type(*name) parameters;
+
 typedef struct vocabulary {
     int width;
-    uint32_t (*flush_subnormals)(void);
-    uint32_t (*keep_subnormals)(void);
-    void (*restore_modes)(uint32_t old);
-    void (*set)(float *to, float x);
-    void (*copy)(float *to, const float *from); /* vf_load, vf_store */
-    void (*copy_first)(float *to, const float *from, int64_t count);
-    void (*load_first)(float *to, const float *from, int64_t count);
-    void (*load_f16)(float *to, const uint16_t *from, int64_t count);
-    void (*store_f16)(uint16_t *to, const float *from, int64_t count);
-    void (*load_bf16)(float *to, const uint16_t *from, int64_t count);
-    void (*store_bf16)(uint16_t *to, const float *from, int64_t count);
-    void (*add)(float *to, const float *a, const float *b);
-    void (*sub)(float *to, const float *a, const float *b);
-    void (*mul)(float *to, const float *a, const float *b);
-    void (*div)(float *to, const float *a, const float *b);
-    void (*max)(float *to, const float *a, const float *b);
-    void (*copy_sign)(float *to, const float *size, const float *sign);
-    void (*fma)(float *to, const float *a, const float *b, const float *c);
-    void (*rounding_error)(float *to, const float *a, const float *b, const float *product);
-    void (*abs)(float *to, const float *x);
-    float (*sum)(const float *x);
-    bool (*any_greater)(const float *a, const float *b);
-    void (*pick_greater)(float *to, const float *a, const float *b, const float *x, const float *y);
-    void (*keep)(float *to, const float *x, int32_t first, int32_t end);
-    void (*transpose)(float *x);
-    void (*fraction)(float *to, const float *x);
-    void (*scale2)(float *to, const float *fraction, const float *x);
-    void (*exp2)(float *to, const float *x); /* of src/cpu/common/math.h, as the others below */
-    void (*exp)(float *to, const float *x);
-    void (*log1p)(float *to, const float *x);
-    void (*tanh)(float *to, const float *x);
+    VOCABULARY_WORDS(VOCABULARY_FIELD)
 } vocabulary;
 
 /* Words of two bfloat16. Of dot's `word` the first one counts, for every lane. */

@@ -104,40 +104,10 @@ static void word_log1p(float *to, const float *x) { vf_store(to, log1p_of(vf_loa
 
 static void word_tanh(float *to, const float *x) { vf_store(to, tanh_of(vf_load(x))); }
 
-#define VOCABULARY_WORDS                                                                           \
-    {                                                                                              \
-        .width = vf_width,                                                                         \
-        .flush_subnormals = flush_subnormals,                                                      \
-        .keep_subnormals = keep_subnormals,                                                        \
-        .restore_modes = restore_modes,                                                            \
-        .set = word_set,                                                                           \
-        .copy = word_copy,                                                                         \
-        .copy_first = word_copy_first,                                                             \
-        .load_first = word_load_first,                                                             \
-        .load_f16 = word_load_f16,                                                                 \
-        .store_f16 = word_store_f16,                                                               \
-        .load_bf16 = word_load_bf16,                                                               \
-        .store_bf16 = word_store_bf16,                                                             \
-        .add = word_add,                                                                           \
-        .sub = word_sub,                                                                           \
-        .mul = word_mul,                                                                           \
-        .div = word_div,                                                                           \
-        .max = word_max,                                                                           \
-        .copy_sign = word_copy_sign,                                                               \
-        .fma = word_fma,                                                                           \
-        .rounding_error = word_rounding_error,                                                     \
-        .abs = word_abs,                                                                           \
-        .sum = word_sum,                                                                           \
-        .any_greater = word_any_greater,                                                           \
-        .pick_greater = word_pick_greater,                                                         \
-        .keep = word_keep,                                                                         \
-        .transpose = word_transpose,                                                               \
-        .fraction = word_fraction,                                                                 \
-        .scale2 = word_scale2,                                                                     \
-        .exp2 = word_exp2,                                                                         \
-        .exp = word_exp,                                                                           \
-        .log1p = word_log1p,                                                                       \
-        .tanh = word_tanh,                                                                         \
-    }
+#define word_flush_subnormals flush_subnormals
+#define word_keep_subnormals keep_subnormals
+#define word_restore_modes restore_modes
+#define VOCABULARY_ENTRY(type, name, parameters) .name = word_##name,
+#define VOCABULARY {.width = vf_width, VOCABULARY_WORDS(VOCABULARY_ENTRY)}
 
 #endif /* VOCABULARY_WORDS_H */

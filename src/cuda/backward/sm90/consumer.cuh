@@ -11,13 +11,13 @@
 
 template <class config> struct backward_consumer {
     using element = typename config::element;
-    static constexpr int score_registers = config::own_queries / 2; // of 64 slots
-    static constexpr int sum_registers = config::own_channels / 2;  // of dk, of dv
+    static constexpr int product_registers = config::own_queries / 2; // of 64 slots
+    static constexpr int sum_registers = config::own_channels / 2;    // of dk, of dv
     static constexpr int all_barrier = 2; // named barrier of both consumers; 3 and 4 of each alone
     // softcap leaves no registers to hold dq while the next step's weights are computed
     static constexpr bool adds_dq_first = config::has_softcap;
 
-    using scores = float[score_registers];
+    using products = float[product_registers];
     using pairs = uint32_t[config::own_queries / wgmma_k][4]; // 16-bit pairs, as wgmma takes them
     using dq_tile = float[config::dq_registers];
 
@@ -53,7 +53,7 @@ template <class config> struct backward_consumer {
     }
 
     /* Issues d = keys queries^T: the rows of k or v by those of a step's q or dout. */
-    __device__ void issue_product(scores &d, const uint8_t *keys, const uint8_t *queries) {
+    __device__ void issue_product(products &d, const uint8_t *keys, const uint8_t *queries) {
         wgmma_fence();
         issue_abt<element, config::channels, config::slots, config::q_rows>(
             d, opaque(shared_address(keys) + first_slot() * line_bytes),
@@ -61,11 +61,11 @@ template <class config> struct backward_consumer {
         wgmma_commit_group();
     }
 
-    __device__ void issue_scores(scores &s, int32_t step) {
+    __device__ void issue_s(products &s, int32_t step) {
         issue_product(s, memory->k, memory->q[stage_of(step)]);
     }
 
-    __device__ void issue_dp(scores &dp, int32_t step) {
+    __device__ void issue_dp(products &dp, int32_t step) {
         issue_product(dp, memory->v, memory->dout[stage_of(step)]);
     }
 
@@ -85,7 +85,7 @@ template <class config> struct backward_consumer {
      * column. */
     __device__ static void mask_pairs(int32_t first, const int2 (&kept)[2], pairs &packed) {
 #pragma unroll
-        for (int i = 0; i < score_registers; i += 2) {
+        for (int i = 0; i < product_registers; i += 2) {
             const int32_t position = first + i / 4 * 8, row = i / 2 % 2;
             const bool low = kept[row].x <= position && position < kept[row].y;
             const bool high = kept[row].x <= position + 1 && position + 1 < kept[row].y;
@@ -97,7 +97,7 @@ template <class config> struct backward_consumer {
      * the derivative of softcap, in `sloped`. Both only in pairs, for lack of registers. True if
      * some entry of the warp may be masked. */
     __device__ bool weigh(const backward_plan &plan, const backward_pass &pass, int32_t step,
-                          const scores &s, pairs &weights, pairs &sloped) const {
+                          const products &s, pairs &weights, pairs &sloped) const {
         const int32_t stage = stage_of(step);
         const float2 *const lse = own_columns(memory->lse[stage]);
         const step_header header = memory->header[stage];
@@ -123,10 +123,10 @@ template <class config> struct backward_consumer {
     }
 
     __device__ void weigh_plain(const backward_plan &plan, const float (&bias)[2],
-                                const float2 *lse, const scores &s, pairs &weights) const {
+                                const float2 *lse, const products &s, pairs &weights) const {
         const float unit = plan.forward.scale * log2_e;
 #pragma unroll
-        for (int i = 0; i < score_registers; i += 2) {
+        for (int i = 0; i < product_registers; i += 2) {
             const float2 column = lse[i / 4 * 4];
             const float b = bias[i / 2 % 2];
             weights[i / 8][i / 2 % 4] =
@@ -136,11 +136,11 @@ template <class config> struct backward_consumer {
     }
 
     __device__ void weigh_softcapped(const backward_plan &plan, const float (&bias)[2],
-                                     const float2 *lse, const scores &s, pairs &weights,
+                                     const float2 *lse, const products &s, pairs &weights,
                                      pairs &sloped) const {
         const float unit = plan.forward.softcap * log2_e;
 #pragma unroll
-        for (int i = 0; i < score_registers; i += 2) {
+        for (int i = 0; i < product_registers; i += 2) {
             if (i % 8 == 0)
                 __syncwarp(); // so that lse is not loaded all at once: registers do not suffice
             const float2 column = lse[i / 4 * 4];
@@ -160,12 +160,12 @@ template <class config> struct backward_consumer {
     /* dS = P (dP - delta) of a step; its sums go to dbias. masked: where P is 0, dS is 0 even if dP
      * is NaN. */
     template <bool masked>
-    __device__ void differentiate(int32_t step, const scores &dp, const pairs &weights,
+    __device__ void differentiate(int32_t step, const products &dp, const pairs &weights,
                                   const pairs &sloped, pairs &ds) {
         const float2 *const delta = own_columns(memory->delta[stage_of(step)]);
         float sums[2] = {0, 0};
 #pragma unroll
-        for (int i = 0; i < score_registers; i += 2) {
+        for (int i = 0; i < product_registers; i += 2) {
             const float2 column = delta[i / 4 * 4];
             const float low = dp[i] - column.x, high = dp[i + 1] - column.y;
             const float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
@@ -182,7 +182,7 @@ template <class config> struct backward_consumer {
         add_dbias(sums);
     }
 
-    __device__ void differentiate(bool is_masked, int32_t step, const scores &dp,
+    __device__ void differentiate(bool is_masked, int32_t step, const products &dp,
                                   const pairs &weights, const pairs &sloped, pairs &ds) {
         if (is_masked || config::has_softcap) // with softcap, a second path spills registers
             differentiate<true>(step, dp, weights, sloped, ds);
@@ -331,15 +331,15 @@ template <class config> struct backward_consumer {
     }
 
     /* The steps of a generation from `now` on; returns the first step of the next one. dq needs the
-     * dS of both consumers, so it is multiplied together with the next step's scores: then neither
+     * dS of both consumers, so it is multiplied together with the next step's S: then neither
      * consumer has to wait for the other. */
     __device__ int32_t run_generation(const backward_plan &plan, const backward_pass &pass,
                                       int32_t now) {
-        scores s, dp;
+        products s, dp;
         dq_tile dq;
         pairs weights, sloped, ds;
         wait_step(now);
-        issue_scores(s, now);
+        issue_s(s, now);
         wgmma_wait_group<0>();
         bool is_masked = weigh(plan, pass, now, s, weights, sloped);
         for (;; now++) {
@@ -353,10 +353,10 @@ template <class config> struct backward_consumer {
                 break;
             const int32_t next = now + 1;
             wait_step(next);
-            issue_scores(s, next);
+            issue_s(s, next);
             wait_ds(now);
             issue_dq(dq, now);
-            wgmma_wait_group<1>(); // for dk and the scores, not for dq
+            wgmma_wait_group<1>(); // for dk and S, not for dq
             if (adds_dq_first)
                 finish_dq(pass, now, dq);
             is_masked = weigh(plan, pass, next, s, weights, sloped);
@@ -375,12 +375,12 @@ template <class config> struct backward_consumer {
     __device__ int32_t run_wide_generation(const backward_plan &plan, const backward_pass &pass,
                                            int32_t now) {
         for (bool is_last = false; !is_last; now++) {
-            scores s, dp;
+            products s, dp;
             pairs weights, sloped, ds;
             wait_step(now);
-            issue_scores(s, now);
+            issue_s(s, now);
             issue_dp(dp, now);
-            wgmma_wait_group<1>(); // for the scores
+            wgmma_wait_group<1>(); // for S
             is_last = memory->header[stage_of(now)].is_last;
             const bool is_masked = weigh(plan, pass, now, s, weights, sloped);
             store_pairs(memory->p, weights);

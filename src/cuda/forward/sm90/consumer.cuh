@@ -9,14 +9,14 @@
 
 template <class config> struct consumer {
     using element = typename config::element;
-    static constexpr int score_registers = config::key_rows / 2;
+    static constexpr int product_registers = config::key_rows / 2;
     static constexpr int out_registers = config::channels / 2;
 
     using block_weights = uint32_t[config::key_rows / wgmma_k][4]; // pairs, as wgmma takes them
 
     forward_memory<config> *memory;
     tile_order order;
-    float softcap_scale; // multiplies scores inside tanh
+    float softcap_scale; // multiplies products inside tanh
     pipeline_state<config::kv_stages> kv;
     pipeline_state<config::mask_stages> mask;
     pipeline_state<1> q;
@@ -40,16 +40,16 @@ template <class config> struct consumer {
     /* Issues S = Q K^T for the keys of a stage. Without softcap the result is logits / scale: the
      * bias is added as 16 more channels. */
     template <int registers>
-    __device__ void issue_scores(const forward_plan &plan, float (&scores)[registers], int keys) {
+    __device__ void issue_s(const forward_plan &plan, float (&products)[registers], int keys) {
         const uint32_t first_row = index * config::warpgroup_rows;
         const uint32_t ones[4] = {ones_of_bias(), ones_of_bias(), 0, 0};
         wait(&memory->mask_ready[mask.stage], mask.parity);
         wgmma_fence();
         issue_abt<element, config::channels, config::rows, config::key_rows>(
-            scores, opaque(shared_address(memory->q) + first_row * line_bytes),
+            products, opaque(shared_address(memory->q) + first_row * line_bytes),
             shared_address(memory->kv[keys]));
         if (!config::has_softcap && plan.records != NULL)
-            multiply<__nv_bfloat16>(scores, ones,
+            multiply<__nv_bfloat16>(products, ones,
                                     describe_octets(shared_address(memory->mask[mask.stage].octet),
                                                     sizeof(bias_octet)));
         wgmma_commit_group();
@@ -70,10 +70,10 @@ template <class config> struct consumer {
         wgmma_commit_group();
     }
 
-    /* Sets scores to -inf where a row does not keep a key, in those groups of 16 keys of which some
+    /* Sets logits to -inf where a row does not keep a key, in those groups of 16 keys of which some
      * row does not keep all. */
     template <int registers>
-    __device__ void apply_mask(const block_mask<config> *from, float (&scores)[registers]) {
+    __device__ void apply_mask(const block_mask<config> *from, float (&products)[registers]) {
         const uint32_t partial = *(const uint32_t *)from->is_partial;
         if (partial == 0)
             return;
@@ -88,15 +88,15 @@ template <class config> struct consumer {
             for (int k = 0; k < 8; k++) {
                 const int32_t p = position[k / 2 % 2], range = ranges[k / 4 * 2 + k % 2];
                 const bool kept = (int16_t)range <= p && p < range >> 16;
-                scores[i + k] = kept ? scores[i + k] : -INFINITY;
+                products[i + k] = kept ? products[i + k] : -INFINITY;
             }
         }
     }
 
-    /* Turns scores into logits, as exponents of 2, by softcap and bias. */
+    /* Turns products into logits, as exponents of 2, by softcap and bias. */
     template <int registers>
     __device__ void soften(const forward_plan &plan, const block_mask<config> *from,
-                           float (&scores)[registers]) {
+                           float (&products)[registers]) {
         const float cap = plan.softcap * log2_e;
 #pragma unroll
         for (int i = 0; i < registers; i += 8) {
@@ -104,31 +104,31 @@ template <class config> struct consumer {
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const float low = k < 4 ? b.x : b.z, high = k < 4 ? b.y : b.w;
-                scores[i + k] =
-                    fmaf(cap, tanh_of(scores[i + k] * softcap_scale), k % 2 == 0 ? low : high);
+                products[i + k] =
+                    fmaf(cap, tanh_of(products[i + k] * softcap_scale), k % 2 == 0 ? low : high);
             }
         }
     }
 
-    /* Turns the scores of a key block into its weights, `next`. Returns true if row_max was raised,
+    /* Turns S of a key block into its weights, `next`. Returns true if row_max was raised,
      * so that out must be multiplied by `rescale`. The first block of a tile always raises it. */
     template <int registers>
-    __device__ bool weigh(const forward_plan &plan, bool is_first, float (&scores)[registers],
+    __device__ bool weigh(const forward_plan &plan, bool is_first, float (&products)[registers],
                           uint32_t (&next)[registers / 8][4], float (&rescale)[2]) {
         const block_mask<config> *const from = &memory->mask[mask.stage];
         const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
-            soften(plan, from, scores);
-        apply_mask(from, scores); // after the bias, as -inf + inf is NaN
+            soften(plan, from, products);
+        apply_mask(from, products); // after the bias, as -inf + inf is NaN
         mbarrier_arrive(&memory->mask_free[mask.stage]);
         mask.advance();
-        if (!is_first && softmax.weigh<element, true>(scores, unit, next))
+        if (!is_first && softmax.weigh<element, true>(products, unit, next))
             return false;
 #pragma unroll
         for (int i = 0; i < registers; i++)
-            scores[i] = __fmul_rn(scores[i], unit); // rounded: see most_row_max
-        softmax.raise(scores, rescale);
-        softmax.weigh<element, false>(scores, 1, next);
+            products[i] = __fmul_rn(products[i], unit); // rounded: see most_row_max
+        softmax.raise(products, rescale);
+        softmax.weigh<element, false>(products, 1, next);
         return true;
     }
 
@@ -164,31 +164,31 @@ template <class config> struct consumer {
             out[i] = 0;
     }
 
-    /* Frees the keys of a block that has its scores, and q after the last block. */
-    __device__ void release_scored(int keys, bool is_last) {
+    /* Frees the keys of a block once its S is complete, and q after the last block. */
+    __device__ void release_keys(int keys, bool is_last) {
         release(&memory->kv_free[keys]);
         if (is_last)
             mbarrier_arrive(&memory->q_free);
     }
 
-    /* The first key block: its scores and weights. */
+    /* S and the weights of the first key block. */
     __device__ void attend_first(const forward_plan &plan, bool is_last) {
-        float scores[score_registers], rescale[2];
+        float products[product_registers], rescale[2];
         block_weights next;
         wait_rows();
-        issue_scores(plan, scores, kv.stage);
+        issue_s(plan, products, kv.stage);
         wgmma_wait_group<0>();
-        release_scored(kv.stage, is_last);
+        release_keys(kv.stage, is_last);
         kv.advance();
-        weigh(plan, true, scores, next, rescale);
+        weigh(plan, true, products, next, rescale);
         set_weights(next);
     }
 
-    /* The scores of a key block together with out of the block before it, then its weights. The
+    /* S of a key block together with O += P V of the block before it, then its weights. The
      * softmax overlaps with this consumer's out and with the products of the other consumer. */
     template <int block_keys = config::key_rows>
     __device__ void attend_next(const forward_plan &plan, bool is_last) {
-        float scores[block_keys / 2], rescale[2];
+        float products[block_keys / 2], rescale[2];
         uint32_t next[block_keys / wgmma_k][4];
         const int keys = kv.stage;
         kv.advance();
@@ -196,12 +196,12 @@ template <class config> struct consumer {
         wait_rows();
         kv.advance();
         acquire_tensor_cores();
-        issue_scores(plan, scores, keys);
+        issue_s(plan, products, keys);
         issue_out(values);
         release_tensor_cores();
-        wgmma_wait_group<1>(); // for the scores
-        release_scored(keys, is_last);
-        if (weigh(plan, false, scores, next, rescale)) {
+        wgmma_wait_group<1>(); // for S
+        release_keys(keys, is_last);
+        if (weigh(plan, false, products, next, rescale)) {
             wgmma_wait_group<0>();
             rescale_out(rescale);
         }

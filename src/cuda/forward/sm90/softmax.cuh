@@ -20,7 +20,7 @@ static constexpr float most_row_max = 1 << 24;
 __device__ static float base_of(float row_max) { return row_max == -INFINITY ? 0 : row_max; }
 
 /* The state of a thread's two rows: row_max, and this thread's share of row_sum, the sum of
- * 2^(logit - row_max). Logits are unit * scores. Scores are in the order of accumulators: [8
+ * 2^(logit - row_max). Logits are unit * products. Both are in the order of accumulators: [8
  * columns][row][2 columns]. NaN never becomes a maximum; it shows in the sum. */
 struct row_softmax {
     float row_max[2] = {-INFINITY, -INFINITY};
@@ -50,7 +50,7 @@ struct row_softmax {
      * false and adds nothing if the warp must raise row_max first. It need not look for the maximum
      * of the logits, since a row_max that is too low shows in the sum of the weights. */
     template <typename element, bool checked, int registers>
-    __device__ bool weigh(const float (&scores)[registers], float unit,
+    __device__ bool weigh(const float (&products)[registers], float unit,
                           uint32_t (&weights)[registers / 8][4]) {
         const float base[2] = {base_of(row_max[0]), base_of(row_max[1])};
         float partial[2][2] = {{0, 0}, {0, 0}}; // two sums per row, to halve the latency
@@ -59,8 +59,8 @@ struct row_softmax {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int row = k % 2;
-                const float low = ex2_approx(fmaf(scores[i + 2 * k], unit, -base[row]));
-                const float high = ex2_approx(fmaf(scores[i + 2 * k + 1], unit, -base[row]));
+                const float low = ex2_approx(fmaf(products[i + 2 * k], unit, -base[row]));
+                const float high = ex2_approx(fmaf(products[i + 2 * k + 1], unit, -base[row]));
                 partial[row][0] += low;
                 partial[row][1] += high;
                 weights[i / 8][k] = element_type<element>::pack(low, high);

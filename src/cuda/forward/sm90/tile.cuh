@@ -18,7 +18,7 @@ template <typename element_, int most_channels, bool softcap> struct forward_con
     static constexpr int consumers = 2;                     // warpgroups
     static constexpr int warpgroup_rows = 64;               // of a wgmma
     static constexpr int rows = consumers * warpgroup_rows; // (query, head of the group) pairs
-    // keys of a key block. A consumer's scores and out take (key_rows + channels) / 2 registers,
+    // keys of a key block. A consumer's S and out take (key_rows + channels) / 2 registers,
     // its weights, which are held twice, key_rows / 2
     static constexpr int key_rows = channels > 128 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
