@@ -39,10 +39,8 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
     using one_tile = decode_config<element, 1>;
     using more_tiles = decode_config<element, most_row_tiles>;
     const int32_t rows = plan.q_len * plan.group;
-    if (rows <= one_tile::rows)
-        FDMA_TRY(attend_splits<one_tile>(problem, plan, splits));
-    else
-        FDMA_TRY(attend_splits<more_tiles>(problem, plan, splits));
+    FDMA_TRY(rows <= one_tile::rows ? attend_splits<one_tile>(problem, plan, splits)
+                                    : attend_splits<more_tiles>(problem, plan, splits));
     const launch_shape merge = {dim3(plan.batch * plan.kv_heads * rows), dim3(merge_threads), 0,
                                 start_early};
     return launch("forward", merge_splits<one_tile>, merge, problem, plan, splits);

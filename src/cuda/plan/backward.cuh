@@ -14,11 +14,11 @@
  * added to what dk, dv and dbias hold, in the order of the launches.
  *
  * Where there are few slots, the slot pass runs once for each of several partitions: consecutive
- * query blocks that are worked on independently. A key that is live at a boundary, which is the
- * first position of a partition after the first, has sums in more than one partition. Each of them
- * goes to the boundary sums of that slot and boundary. At most two partitions add to one of them,
- * both to a sum that begins at 0, so the order does not matter; fdma_cuda_end_backward() adds the
- * boundary sums of a key in order. Results are therefore bit-equal from run to run. */
+ * query blocks that are worked on independently. A key that is live at a boundary (the first
+ * position of a partition after the first) has sums in several partitions, which go to the boundary
+ * sums of its slot. At most two partitions add to one boundary sum, and it begins at 0, so their
+ * order does not matter; fdma_cuda_end_backward() adds a key's boundary sums in order. So results
+ * are bit-equal from run to run. */
 #ifndef FDMA_CUDA_PLAN_BACKWARD_CUH
 #define FDMA_CUDA_PLAN_BACKWARD_CUH
 

@@ -44,18 +44,6 @@ __device__ static void copy_step(item *to, const void *from, const gradient_para
         cp_async_16(shared_address(to) + x, bytes + x, 16);
 }
 
-template <typename config>
-__device__ static void copy_operands(split_memory<config> *shared, const gradient_params &params,
-                                     int32_t g, int32_t n) {
-    copy_step<config>(shared->operands[n % 2], params.operands, params, g, n);
-}
-
-template <typename config>
-__device__ static void copy_masks(split_memory<config> *shared, const gradient_params &params,
-                                  int32_t g, int32_t n) {
-    copy_step<config>(shared->masks[n % 3], params.masks, params, g, n);
-}
-
 /* The tiles of a split against a warp's channels. Operands are loaded one step ahead. Masks are
  * loaded two steps ahead, because the rings, which need them, run ahead too. */
 template <typename config>
@@ -66,9 +54,9 @@ __device__ static void take_split(warp_sums<config> &sums, split_memory<config> 
     const lane_vecs<config> at = find_vecs<config>(params, first);
     tile_stage<config> *const ring = shared->ring[threadIdx.x / 32];
     warp_weights<config> weights;
-    copy_masks(shared, params, g, 0);
-    copy_masks(shared, params, g, 1);
-    copy_operands(shared, params, g, 0);
+    copy_step<config>(shared->masks[0], params.masks, params, g, 0);
+    copy_step<config>(shared->masks[1], params.masks, params, g, 1);
+    copy_step<config>(shared->operands[0], params.operands, params, g, 0);
     cp_async_commit_group();
     load_weights(weights, params, g, first);
     cp_async_wait_group<0>();
@@ -84,8 +72,8 @@ __device__ static void take_split(warp_sums<config> &sums, split_memory<config> 
     }
     for (int32_t step = 0; step * step_tiles < tiles; step++) {
         __syncthreads(); // each warp has waited for its own copies, so those of this step are done
-        copy_operands(shared, params, g, step + 1);
-        copy_masks(shared, params, g, step + 2);
+        copy_step<config>(shared->operands[(step + 1) % 2], params.operands, params, g, step + 1);
+        copy_step<config>(shared->masks[(step + 2) % 3], params.masks, params, g, step + 2);
         for (int t = threadIdx.x / 32 % params.key_warps; t < step_tiles; t += params.key_warps) {
             __syncwarp(); // every lane has read the stage
             if (next < tiles)

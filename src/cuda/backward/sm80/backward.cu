@@ -1,10 +1,8 @@
 /* Backward for head_dim up to FDMA_HEAD_DIM, on any device from compute capability 8.0, with
  * mma.sync. One pass makes dq (dq.cuh) as forward makes out; the others make dk, dv and dbias
  * (dkv.cuh), first for the keys that arrive inside a query block, then slot by slot. Each pass
- * computes the weights again, and none reduces through memory, so that results are bit-equal
- * from run to run. plan/backward.cuh says what comes before and after.
- *
- * Source: arXiv:2205.14135, algorithm 4. */
+ * computes the weights again, and none reduces through memory, so results are bit-equal from run to
+ * run. Source: arXiv:2205.14135, algorithm 4. */
 #include "cuda/backward/sm80/dkv.cuh"
 #include "cuda/backward/sm80/dq.cuh"
 

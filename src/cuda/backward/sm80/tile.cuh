@@ -1,7 +1,5 @@
-/* What both passes of the backward share: 64 rows that stay in a thread block (queries or keys)
- * against blocks of columns that are streamed past them (keys or queries), and writing gradients.
- *
- * Source: arXiv:2205.14135, algorithm 4. */
+/* What the passes of backward share: 64 rows that stay in a thread block (queries or keys) against
+ * blocks of columns that are streamed past them (keys or queries), and writing gradients. */
 #ifndef FDMA_CUDA_BACKWARD_SM80_TILE_CUH
 #define FDMA_CUDA_BACKWARD_SM80_TILE_CUH
 
