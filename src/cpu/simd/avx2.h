@@ -32,16 +32,6 @@ static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
 static inline void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
 
 /* Rows are multiples of 8 channels, so that `count` is always the whole width. */
-static inline vf vf_load_first(const float *p, int64_t count) {
-    (void)count;
-    return _mm256_loadu_ps(p);
-}
-
-static inline void vf_store_first(float *p, vf x, int64_t count) {
-    (void)count;
-    _mm256_storeu_ps(p, x);
-}
-
 static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
     (void)count;
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));

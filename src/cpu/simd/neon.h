@@ -32,16 +32,6 @@ static inline vf vf_load(const float *p) { return vld1q_f32(p); }
 static inline void vf_store(float *p, vf x) { vst1q_f32(p, x); }
 
 /* Rows are multiples of 8 channels, so that `count` is always the whole width. */
-static inline vf vf_load_first(const float *p, int64_t count) {
-    (void)count;
-    return vld1q_f32(p);
-}
-
-static inline void vf_store_first(float *p, vf x, int64_t count) {
-    (void)count;
-    vst1q_f32(p, x);
-}
-
 static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
     (void)count;
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));

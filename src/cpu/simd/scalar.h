@@ -37,17 +37,6 @@ static inline vf vf_load(const float *p) { return *p; }
 
 static inline void vf_store(float *p, vf x) { *p = x; }
 
-/* Loads and stores of the first `count` lanes, 1 to vf_width; the other lanes load as 0. */
-static inline vf vf_load_first(const float *p, int64_t count) {
-    (void)count;
-    return *p;
-}
-
-static inline void vf_store_first(float *p, vf x, int64_t count) {
-    (void)count;
-    *p = x;
-}
-
 static inline uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -60,7 +49,8 @@ static inline float float_of(uint32_t bits) {
     return x;
 }
 
-/* The same from and to float16: round to nearest even, NaN stays NaN. */
+/* Loads and stores of the first `count` lanes from and to float16, as vf_load_first() does it for
+ * float32: round to nearest even, NaN stays NaN. */
 static inline vf vf_load_first_f16(const uint16_t *p, int64_t count) {
     (void)count;
     const uint32_t sign = (uint32_t)(*p & 0x8000) << 16;

@@ -26,6 +26,20 @@
 #include "cpu/simd/singles.h"
 #endif
 
+#if !defined(FDMA_POINT_AMX) && !defined(FDMA_POINT_AVX512BF16) && !defined(FDMA_POINT_AVX512)
+/* Loads and stores of the first `count` lanes, 1 to vf_width; on AVX-512 the other lanes load as 0.
+ * Rows are multiples of 8 channels, so that in shorter vectors `count` is always the whole width. */
+static inline vf vf_load_first(const float *p, int64_t count) {
+    (void)count;
+    return vf_load(p);
+}
+
+static inline void vf_store_first(float *p, vf x, int64_t count) {
+    (void)count;
+    vf_store(p, x);
+}
+#endif
+
 /* The same in every vocabulary, because compilers apply C's operators to each lane of a vector. */
 static inline vf vf_add(vf a, vf b) { return a + b; }
 
