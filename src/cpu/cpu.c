@@ -223,7 +223,7 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
     for (size_t t = 0; t < table.count; t++) {
         const fdma_tensor *const tensor = tensor_at(problem, table.entries[t].member);
         if (is_present(tensor) && tensor->dtype == FDMA_FLOAT64)
-            return "float64 tensors, supported: float32, float16, bfloat16";
+            return "float64 tensors; supported: float32, float16, bfloat16";
     }
     return NULL;
 }

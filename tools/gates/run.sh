@@ -54,7 +54,7 @@ words_tested() {
     for word in $(sed -n 's/^static inline [^(]*[ *]\([a-z0-9_]*\)(.*/\1/p' src/cpu/simd/scalar.h); do
         # a function that some ISA lacks is a helper, not a word
         for isa in avx2 avx512; do
-            grep -qw "$word" "src/cpu/simd/$isa.h" src/cpu/simd/x86_modes.h || continue 2
+            grep -qw "$word" "src/cpu/simd/$isa.h" src/cpu/simd/modes.h || continue 2
         done
         words=$((words + 1))
         grep -qw "$word" tests/c/vocabulary/words.h && continue
