@@ -27,8 +27,8 @@
 #endif
 
 #if !defined(FDMA_POINT_AMX) && !defined(FDMA_POINT_AVX512BF16) && !defined(FDMA_POINT_AVX512)
-/* Loads and stores of the first `count` lanes, 1 to vf_width; on AVX-512 the other lanes load as 0.
- * Rows are multiples of 8 channels, so that in shorter vectors `count` is always the whole width. */
+/* Loads and stores of the first `count` lanes, 1 to vf_width; on AVX-512 the others load as 0. Rows
+ * are multiples of 8 channels, so that in shorter vectors `count` is always the whole width. */
 static inline vf vf_load_first(const float *p, int64_t count) {
     (void)count;
     return vf_load(p);
