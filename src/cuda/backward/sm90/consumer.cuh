@@ -313,6 +313,7 @@ template <class config> struct backward_consumer {
     __device__ void add_dq(const backward_pass &pass, int32_t step, const dq_tile &dq, int n = 0) {
         constexpr int products = config::dq_channels / config::dq_columns;
         const step_header header = memory->header[stage_of(step)];
+        __syncwarp(); // until all lanes have read it, because one lane frees the step
         const int32_t half = header.tile * config::consumers + index;
         float *const to =
             pass.dq_sum +
