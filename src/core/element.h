@@ -1,7 +1,6 @@
 /* Single elements of any floating-point dtype as doubles, correctly rounded. For code that need not
  * be fast: kernels have conversions of their own. */
-#ifndef FDMA_CORE_ELEMENT_H
-#define FDMA_CORE_ELEMENT_H
+#pragma once
 
 #include "core/tensor.h"
 
@@ -22,5 +21,3 @@ void fdma_store(const fdma_tensor *tensor, int64_t offset, double value);
 static inline int64_t offset_of(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
     return x0 * tensor->stride[0] + x1 * tensor->stride[1] + x2 * tensor->stride[2];
 }
-
-#endif

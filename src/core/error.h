@@ -1,6 +1,5 @@
 /* The status of a call and the one line that explains it. */
-#ifndef FDMA_CORE_ERROR_H
-#define FDMA_CORE_ERROR_H
+#pragma once
 
 #include "fdma.h"
 
@@ -35,5 +34,3 @@ device_text fdma_device_text(int32_t device);
         if (try_status != FDMA_OK)                                                                 \
             return try_status;                                                                     \
     } while (0)
-
-#endif

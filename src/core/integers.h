@@ -1,6 +1,5 @@
 /* Arithmetic of sizes and indices, for hosts and devices. */
-#ifndef FDMA_CORE_INTEGERS_H
-#define FDMA_CORE_INTEGERS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -19,5 +18,3 @@ INTEGER_FUNCTION int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / 
 
 /* The least multiple of `step` that is not below x, for x >= 0. */
 INTEGER_FUNCTION int64_t round_up(int64_t x, int64_t step) { return divide_up(x, step) * step; }
-
-#endif

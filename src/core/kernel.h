@@ -1,6 +1,5 @@
 /* Kernels as table entries, the choice among them, and the arena that workspace is taken from. */
-#ifndef FDMA_CORE_KERNEL_H
-#define FDMA_CORE_KERNEL_H
+#pragma once
 
 #include "core/problem.h"
 
@@ -46,5 +45,3 @@ enum { arena_alignment = 64 }; /* bytes: a cache line, and the widest vector */
 fdma_arena fdma_arena_of(const fdma_problem *problem);
 void *fdma_arena_take(fdma_arena *arena, size_t bytes);
 size_t fdma_arena_size(const fdma_arena *arena); /* bytes that the caller must provide */
-
-#endif

@@ -1,7 +1,6 @@
 /* A validated call, which is what every kernel works from. It is made once from a public argument
  * struct. */
-#ifndef FDMA_CORE_PROBLEM_H
-#define FDMA_CORE_PROBLEM_H
+#pragma once
 
 #include "core/tensor.h"
 
@@ -111,5 +110,3 @@ static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, in
         ((const int32_t *)expiry->data)[b * expiry->stride[0] + g * expiry->stride[1] + j];
     return problem->causal ? p < end : end == (int32_t)problem->kv_len;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* The tensors of every operation: the one list from which arguments are copied and checked, and
  * which the tests walk. */
-#ifndef FDMA_CORE_SIGNATURES_H
-#define FDMA_CORE_SIGNATURES_H
+#pragma once
 
 #include "core/problem.h"
 
@@ -50,5 +49,3 @@ static inline const fdma_tensor *tensor_at(const void *base, size_t offset) {
 static inline fdma_tensor *problem_tensor(fdma_problem *problem, const tensor_entry *entry) {
     return (fdma_tensor *)((char *)problem + entry->member);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* A call as its steps: those of a fused call, or the one of any other. */
-#ifndef FDMA_CORE_STEPS_H
-#define FDMA_CORE_STEPS_H
+#pragma once
 
 #include "core/kernel.h"
 
@@ -16,5 +15,3 @@ typedef struct call_steps {
 /* Replaces problems[0], if it is a fused call, by its steps. Tensors that the caller did not ask
  * for are taken from the workspace, and each step may use the rest of it. */
 fdma_status fdma_split_call(call_steps *steps);
-
-#endif

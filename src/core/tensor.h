@@ -1,6 +1,5 @@
 /* Tensors as arguments: whether one is well-formed, and whether two of them share elements. */
-#ifndef FDMA_CORE_TENSOR_H
-#define FDMA_CORE_TENSOR_H
+#pragma once
 
 #include "fdma.h"
 
@@ -65,5 +64,3 @@ typedef struct named_tensor {
 /* Checks that no output shares an element with another tensor, and that no tensor overlaps the
  * workspace. */
 fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const fdma_exec *exec);
-
-#endif

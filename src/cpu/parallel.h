@@ -1,6 +1,5 @@
 /* Threads. No other file of the CPU backend starts one or waits for one. */
-#ifndef FDMA_CPU_PARALLEL_H
-#define FDMA_CPU_PARALLEL_H
+#pragma once
 
 #include <stdint.h>
 
@@ -22,5 +21,3 @@ int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microsecon
  * caller is one. Tasks round to nearest, without floating-point traps and with subnormal numbers,
  * whatever the caller's modes are. */
 void fdma_parallel_for(int32_t threads, int64_t count, parallel_task task, const void *context);
-
-#endif

@@ -1,7 +1,6 @@
 /* The CUDA backend as the library's entry points see it: its kernels, its devices, and running a
  * kernel on one. */
-#ifndef FDMA_CUDA_CUDA_H
-#define FDMA_CUDA_CUDA_H
+#pragma once
 
 #include "core/kernel.h"
 
@@ -19,5 +18,3 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
 /* Runs a kernel of this backend with the problem's device set, and restores the caller's device. */
 fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem);
-
-#endif

@@ -1,6 +1,5 @@
 /* The points of the CUDA build matrix, and what kernels ask of the devices of this machine. */
-#ifndef FDMA_CUDA_DEVICES_H
-#define FDMA_CUDA_DEVICES_H
+#pragma once
 
 #include "core/kernel.h"
 
@@ -64,5 +63,3 @@ const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
     X(fdma_cuda_sm80_backward_d256)                                                                \
     X(fdma_cuda_sm80_score_backward)                                                               \
     X(fdma_cuda_sm80_merge)
-
-#endif

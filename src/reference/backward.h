@@ -1,6 +1,5 @@
 /* The gradients of attention, one row after another. */
-#ifndef FDMA_REFERENCE_BACKWARD_H
-#define FDMA_REFERENCE_BACKWARD_H
+#pragma once
 
 #include "reference/logit.h"
 
@@ -102,5 +101,3 @@ static fdma_status run_backward(const fdma_problem *problem) {
         }
     return FDMA_OK;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Attention, one row after another. */
-#ifndef FDMA_REFERENCE_FORWARD_H
-#define FDMA_REFERENCE_FORWARD_H
+#pragma once
 
 #include "reference/logit.h"
 
@@ -70,5 +69,3 @@ static fdma_status run_forward(const fdma_problem *problem) {
                 attend_row(problem, b, i, h, &row);
     return FDMA_OK;
 }
-
-#endif

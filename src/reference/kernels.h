@@ -1,6 +1,5 @@
 /* The kernels that are compiled in two precisions, as entries of a table. */
-#ifndef FDMA_REFERENCE_KERNELS_H
-#define FDMA_REFERENCE_KERNELS_H
+#pragma once
 
 #include "reference/reference.h"
 
@@ -31,5 +30,3 @@ static size_t no_workspace(const fdma_problem *problem) {
         KERNEL(score_backward, score_backward_workspace, run_score_backward),                      \
         KERNEL(merge, no_workspace, run_merge),                                                    \
         KERNEL(merge_backward, no_workspace, run_merge_backward)
-
-#endif

@@ -1,6 +1,5 @@
 /* The logit of a query and a key. */
-#ifndef FDMA_REFERENCE_LOGIT_H
-#define FDMA_REFERENCE_LOGIT_H
+#pragma once
 
 #include "reference/real.h"
 
@@ -26,5 +25,3 @@ static inline logit logit_of(const fdma_problem *problem, int64_t b, int64_t i, 
         s += load(&problem->bias, offset_of(&problem->bias, b, g, j));
     return (logit){rounded(dtype, s), slope};
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Two partial results as one, and the gradients of that. */
-#ifndef FDMA_REFERENCE_MERGE_H
-#define FDMA_REFERENCE_MERGE_H
+#pragma once
 
 #include "reference/real.h"
 
@@ -78,5 +77,3 @@ static fdma_status run_merge_backward(const fdma_problem *problem) {
                 split_gradient(problem, b, i, h);
     return FDMA_OK;
 }
-
-#endif

@@ -3,8 +3,7 @@
  * framework does that has one kernel for each tensor operation. Products are summed in float32,
  * and every intermediate tensor (logits, probabilities, their gradients) is rounded to the dtype
  * of the call. */
-#ifndef FDMA_REFERENCE_REAL_H
-#define FDMA_REFERENCE_REAL_H
+#pragma once
 
 #include "core/element.h"
 #include "core/kernel.h"
@@ -63,5 +62,3 @@ static inline void put(const fdma_tensor *tensor, int64_t at, real value, bool a
 static inline real *take_reals(fdma_arena *arena, int64_t count) {
     return fdma_arena_take(arena, (size_t)count * sizeof(real));
 }
-
-#endif

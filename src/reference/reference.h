@@ -1,7 +1,6 @@
 /* The reference backend: docs/algorithm.md in plain loops. The operations that compute with real
  * numbers are compiled in two precisions; selection and lists have no arithmetic. */
-#ifndef FDMA_REFERENCE_REFERENCE_H
-#define FDMA_REFERENCE_REFERENCE_H
+#pragma once
 
 #include "core/element.h"
 #include "core/kernel.h"
@@ -12,5 +11,3 @@ extern const kernel_table *const fdma_reference_tables[];
 size_t fdma_reference_select_workspace(const fdma_problem *problem);
 fdma_status fdma_reference_select(const fdma_problem *problem);
 fdma_status fdma_reference_lists(const fdma_problem *problem);
-
-#endif

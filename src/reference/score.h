@@ -1,6 +1,5 @@
 /* z = a * softplus(<v, dt_proj>) of each key and kv head, and its bias. */
-#ifndef FDMA_REFERENCE_SCORE_H
-#define FDMA_REFERENCE_SCORE_H
+#pragma once
 
 #include "reference/real.h"
 
@@ -34,5 +33,3 @@ static fdma_status run_score(const fdma_problem *problem) {
             }
     return FDMA_OK;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The gradients of scores and of their bias, one key after another. */
-#ifndef FDMA_REFERENCE_SCORE_BACKWARD_H
-#define FDMA_REFERENCE_SCORE_BACKWARD_H
+#pragma once
 
 #include "reference/score.h"
 
@@ -75,5 +74,3 @@ static fdma_status run_score_backward(const fdma_problem *problem) {
     }
     return FDMA_OK;
 }
-
-#endif

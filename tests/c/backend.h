@@ -1,7 +1,6 @@
 /* backend.h - the tests of a program by kernels of the CPU or, if its argument is "cuda", by those
  * of a device: tests/CMakeLists.txt lists the programs that have both. */
-#ifndef BACKEND_H
-#define BACKEND_H
+#pragma once
 
 #if defined(FDMA_HAVE_CUDA)
 #include "device.h"
@@ -18,5 +17,3 @@ static inline int test_run_backend(int argc, char **argv, const test_entry *test
         printf("%s is not tested: this build has the CPU alone\n", argv[1]);
     return argc > 1 || test_run(tests, count);
 }
-
-#endif /* BACKEND_H */

@@ -1,7 +1,6 @@
 /* calls.h - a call of any operation: its tensors by the library's own list of them, its workspace,
  * and the kernels that can be forced to run it. */
-#ifndef CALLS_H
-#define CALLS_H
+#pragma once
 
 #include "fixture.h"
 
@@ -428,5 +427,3 @@ static inline void for_each_kernel(const char *operation,
         }
     }
 }
-
-#endif /* CALLS_H */

@@ -1,8 +1,7 @@
 /* cases.h - tests/cases.def as problems: each case's shape, options, order of scores and padding,
  * with random tensors. The steep orders and the special values are left to `fdma check`: here they
  * are random. */
-#ifndef CASES_H
-#define CASES_H
+#pragma once
 
 #include "problem.h"
 
@@ -149,5 +148,3 @@ static inline void check_written(fdma_tensor tensor) {
         if (!CHECK(memcmp(data + at, unwritten, size) != 0))
             return;
 }
-
-#endif /* CASES_H */

@@ -2,8 +2,7 @@
  *
  * What is allocated here lives until device_free_all(), which looks at the guards. A table of tests
  * ends in device_test_run(): on a machine without a device it says so for each test, and passes. */
-#ifndef DEVICE_H
-#define DEVICE_H
+#pragma once
 
 #include "problem.h"
 
@@ -264,5 +263,3 @@ static inline int device_test_run(const test_entry *tests, int count) {
         printf("skip %s: no CUDA device\n", tests[i].name);
     return 0;
 }
-
-#endif /* DEVICE_H */

@@ -1,6 +1,5 @@
 /* differences.h - derivatives by central differences, with the error that they have. */
-#ifndef DIFFERENCES_H
-#define DIFFERENCES_H
+#pragma once
 
 #include "fixture.h"
 
@@ -56,5 +55,3 @@ static inline void check_differences(loss_function f, const void *context, fdma_
     }
     CHECK(largest > 0 || count_of(tensor) == 0); /* else nothing is shown */
 }
-
-#endif /* DIFFERENCES_H */

@@ -1,6 +1,5 @@
 /* errors.h - what a call with bad arguments must answer. */
-#ifndef ERRORS_H
-#define ERRORS_H
+#pragma once
 
 #include "fixture.h"
 
@@ -24,5 +23,3 @@ static inline void check_query(fdma_status status, const expectation *want) {
     else
         check_status(status, want);
 }
-
-#endif /* ERRORS_H */

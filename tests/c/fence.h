@@ -1,8 +1,7 @@
 /* fence.h - memory between two guard pages: an access outside it raises SIGSEGV.
  *
  * A program that includes this file defines _GNU_SOURCE before its first #include, for mmap(). */
-#ifndef FENCE_H
-#define FENCE_H
+#pragma once
 
 #include "fixture.h"
 
@@ -128,5 +127,3 @@ static inline int fence_kills(void (*run)(void *), void *context) {
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
     return WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV;
 }
-
-#endif /* FENCE_H */

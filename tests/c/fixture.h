@@ -1,7 +1,6 @@
 /* fixture.h - what the C tests of the library share: repeatable numbers, and tensors of any dtype,
  * whose memory is from test_alloc(). */
-#ifndef FIXTURE_H
-#define FIXTURE_H
+#pragma once
 
 #include "fdma.h"
 #include "test.h"
@@ -247,5 +246,3 @@ static inline void check_gapped(fdma_tensor actual, fdma_tensor want, int64_t ga
             printf("    %s\n", fdma_last_error());                                                 \
         }                                                                                          \
     } while (0)
-
-#endif /* FIXTURE_H */

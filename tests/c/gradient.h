@@ -1,7 +1,6 @@
 /* gradient.h - a backward problem for the C tests: its tensors, calls on it, and the comparison of
  * gradients with those of the kernel "reference" in float64. */
-#ifndef GRADIENT_H
-#define GRADIENT_H
+#pragma once
 
 #include "problem.h"
 
@@ -210,5 +209,3 @@ static inline void check_expected(const gradient_problem *p, gradients actual) {
 static inline void check_near(fdma_tensor actual, fdma_tensor want, double relative) {
     CHECK_NEAR(largest_difference(actual, want), 0, relative * largest_of(want) + DBL_MIN);
 }
-
-#endif /* GRADIENT_H */

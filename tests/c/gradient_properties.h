@@ -1,7 +1,6 @@
 /* gradient_properties.h - what every backward kernel must do, on the CPU and on a device: each
  * property for one problem, and the cases of tests/cases.def at which backward kernels go wrong. */
-#ifndef GRADIENT_PROPERTIES_H
-#define GRADIENT_PROPERTIES_H
+#pragma once
 
 #include "cases.h"
 #include "gradient.h"
@@ -236,5 +235,3 @@ static inline void check_corrupt(const gradient_problem *p, const char *kernel) 
     run_corrupt(p, kernel);
     check_same_gradients(gradient_run(p, kernel, 1), want);
 }
-
-#endif /* GRADIENT_PROPERTIES_H */

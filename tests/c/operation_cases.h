@@ -1,7 +1,6 @@
 /* operation_cases.h - calls of every operation that has kernels, at sizes below, at and above those
  * of their tiles and blocks, and a loop that checks each call by each kernel. */
-#ifndef OPERATION_CASES_H
-#define OPERATION_CASES_H
+#pragma once
 
 #include "calls.h"
 #include "gradient.h"
@@ -280,5 +279,3 @@ static inline void check_cases(fdma_operation operation, int step, void (*check)
         }
     }
 }
-
-#endif /* OPERATION_CASES_H */

@@ -1,6 +1,5 @@
 /* problem.h - a forward problem for the C tests: its tensors, its selection, its results. */
-#ifndef PROBLEM_H
-#define PROBLEM_H
+#pragma once
 
 #include "calls.h"
 
@@ -223,5 +222,3 @@ static inline void for_each_problem(const problem *sizes, uint64_t seed,
         }
     }
 }
-
-#endif /* PROBLEM_H */

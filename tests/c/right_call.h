@@ -2,8 +2,7 @@
  * check that it is refused once a test has made one thing in it wrong. The call, its workspace
  * query and its kernel query must agree on the status and the message, and nothing may be written.
  */
-#ifndef RIGHT_CALL_H
-#define RIGHT_CALL_H
+#pragma once
 
 #include "calls.h"
 #include "errors.h"
@@ -96,5 +95,3 @@ static inline const char *number(int64_t value) {
     snprintf(text, sizeof texts[0], "%lld", (long long)value);
     return text;
 }
-
-#endif /* RIGHT_CALL_H */

@@ -1,6 +1,5 @@
 /* scores.h - scores of every kind for the tests of selection, and padding. */
-#ifndef SCORES_H
-#define SCORES_H
+#pragma once
 
 #include "calls.h"
 
@@ -108,5 +107,3 @@ static inline fdma_selection selection_for(fdma_tensor score) {
                             .expiry = new_output(FDMA_INT32, n[0], n[1], n[2], -1),
                             .slot = new_output(FDMA_INT32, n[0], n[1], n[2], -1)};
 }
-
-#endif /* SCORES_H */

@@ -6,8 +6,7 @@
  *
  * A test that checks nothing fails. Every comparison of numbers is written so that NaN fails.
  */
-#ifndef TEST_H
-#define TEST_H
+#pragma once
 
 #include <math.h>
 #include <stdarg.h>
@@ -200,5 +199,3 @@ static inline int test_run(const test_entry *tests, int count) {
     printf("%d passed, %d failed\n", count - failed, failed);
     return failed > 0 || count == 0;
 }
-
-#endif /* TEST_H */

@@ -1,8 +1,7 @@
 /* Random tensors and other pieces of argument structs. Most are nearly right. Every tensor is a
  * heap block of exactly the bytes that it describes, which lets AddressSanitizer see any step
  * outside. */
-#ifndef FDMA_TESTS_FUZZ_ARGUMENTS_H
-#define FDMA_TESTS_FUZZ_ARGUMENTS_H
+#pragma once
 
 #include "fdma.h"
 
@@ -280,5 +279,3 @@ static void make_selection(call *to, bool output, int64_t window, fdma_scope sco
     if (seldom(&to->in))
         to->selection.reserved = take(&to->in);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* What the steps of `fdma attend` share: options, inputs and results. */
-#ifndef FDMA_TOOLS_ATTEND_ATTEND_H
-#define FDMA_TOOLS_ATTEND_ATTEND_H
+#pragma once
 
 #include "common/timing.h"
 #include "fdma.h"
@@ -96,5 +95,3 @@ void print_report(FILE *stream, const attend_options *options, const attend_inpu
                   const attend_results *results, const attend_summary *summary);
 void print_json_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                        const attend_results *results, const attend_summary *summary);
-
-#endif /* FDMA_TOOLS_ATTEND_ATTEND_H */

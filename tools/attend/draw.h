@@ -1,6 +1,5 @@
 /* A picture of a selection, made of characters. */
-#ifndef FDMA_TOOLS_ATTEND_DRAW_H
-#define FDMA_TOOLS_ATTEND_DRAW_H
+#pragma once
 
 #include "fdma.h"
 
@@ -15,5 +14,3 @@ void draw_selection(FILE *stream, const fdma_selection *selection, int64_t q_len
  *  expiry is given. */
 int64_t live_queries(const fdma_selection *selection, int64_t j, int32_t expiry, int64_t q_len,
                      bool causal, int64_t first, int64_t count);
-
-#endif /* FDMA_TOOLS_ATTEND_DRAW_H */

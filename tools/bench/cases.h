@@ -1,6 +1,5 @@
 /* The cases of `fdma bench`: what is run, its name, and how much work it is. */
-#ifndef FDMA_TOOLS_BENCH_CASES_H
-#define FDMA_TOOLS_BENCH_CASES_H
+#pragma once
 
 #include "fdma.h"
 
@@ -60,5 +59,3 @@ double bench_case_flops(const bench_case *item);
 
 /*! bench_case_reads() - whether its time is mostly that of reading k and v, or a score's v. */
 bool bench_case_reads(const bench_case *item);
-
-#endif /* FDMA_TOOLS_BENCH_CASES_H */

@@ -1,6 +1,5 @@
 /* A case of `fdma bench` on its device: tensors, workspace and calls. */
-#ifndef FDMA_TOOLS_BENCH_JOB_H
-#define FDMA_TOOLS_BENCH_JOB_H
+#pragma once
 
 #include "bench/cases.h"
 
@@ -35,5 +34,3 @@ typedef struct bench_job {
 /*! fill_job() - the tensors of a case, random if they are inputs, and the calls' arguments.
  *  job->target is set. */
 void fill_job(const bench_case *item, bench_job *job);
-
-#endif /* FDMA_TOOLS_BENCH_JOB_H */

@@ -1,7 +1,6 @@
 /* What the machine can do: for each instruction set a loop of multiply-adds in registers, and one
  * that reads memory. Timed in turn with a kernel, they show how much of the machine it uses. */
-#ifndef FDMA_TOOLS_BENCH_PEAK_H
-#define FDMA_TOOLS_BENCH_PEAK_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -23,5 +22,3 @@ double measure_peak(const peak_loop *peak);
 
 /*! measure_read() - milliseconds in which the threads read `count` bytes, each its own range. */
 double measure_read(const peak_loop *peak, const void *bytes, size_t count);
-
-#endif /* FDMA_TOOLS_BENCH_PEAK_H */

@@ -1,6 +1,5 @@
 /* Running and timing the jobs of `fdma bench`. */
-#ifndef FDMA_TOOLS_BENCH_RUN_H
-#define FDMA_TOOLS_BENCH_RUN_H
+#pragma once
 
 #include "bench/job.h"
 
@@ -22,5 +21,3 @@ typedef struct bench_figures {
  *  read, or the attention that lists are for. On a device there is no peak loop, and a plain
  *  read takes half the time of a copy. Returns the status of the calls. */
 fdma_status measure_job(const bench_case *item, bench_job *job, bench_figures *figures);
-
-#endif /* FDMA_TOOLS_BENCH_RUN_H */

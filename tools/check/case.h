@@ -1,6 +1,5 @@
 /* The cases of `fdma check`: the lines of tests/cases.def and what they imply. */
-#ifndef FDMA_TOOLS_CHECK_CASE_H
-#define FDMA_TOOLS_CHECK_CASE_H
+#pragma once
 
 #include "check/tensor.h"
 
@@ -55,5 +54,3 @@ bool check_key_is_valid(const check_case *test, int64_t b, int64_t j);
 
 /*! check_seed() - a seed for the random numbers of the case, made from its name. */
 uint64_t check_seed(const check_case *test);
-
-#endif /* FDMA_TOOLS_CHECK_CASE_H */

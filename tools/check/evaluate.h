@@ -2,13 +2,10 @@
  * same inputs in float64, and those of the plain evaluation, "reference/float32", on the inputs
  * that the kernel is given. The error of the plain evaluation is what the dtype itself costs; a
  * kernel may make twice that. */
-#ifndef FDMA_TOOLS_CHECK_EVALUATE_H
-#define FDMA_TOOLS_CHECK_EVALUATE_H
+#pragma once
 
 #include "check/problem.h"
 
 /*! check_evaluate() - fills the problem's selection, the inputs of its gradients and its results.
  *  check_make_inputs() has made the other inputs. */
 fdma_status check_evaluate(check_problem *problem);
-
-#endif /* FDMA_TOOLS_CHECK_EVALUATE_H */

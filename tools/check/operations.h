@@ -1,7 +1,6 @@
 /* The operations, and how a kernel of each is judged: it runs on the problem's inputs, and its
  * outputs are compared with the reference's. Which errors pass, check/tolerance.h says. */
-#ifndef FDMA_TOOLS_CHECK_OPERATIONS_H
-#define FDMA_TOOLS_CHECK_OPERATIONS_H
+#pragma once
 
 #include "check/run.h"
 #include "check/tolerance.h"
@@ -28,5 +27,3 @@ void check_make_outputs(const check_problem *problem, const check_operation *ope
 /*! check_judge() - runs the kernel; `error` is that of its worst output. */
 fdma_status check_judge(const check_problem *problem, const check_operation *operation,
                         const char *kernel, check_error *error);
-
-#endif /* FDMA_TOOLS_CHECK_OPERATIONS_H */

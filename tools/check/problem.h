@@ -1,7 +1,6 @@
 /* A case made concrete in one dtype: the inputs of every operation, and the results that they
  * should give. */
-#ifndef FDMA_TOOLS_CHECK_PROBLEM_H
-#define FDMA_TOOLS_CHECK_PROBLEM_H
+#pragma once
 
 #include "check/case.h"
 
@@ -60,5 +59,3 @@ void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtyp
  *  merge_backward. The reference's results of forward are known already: every kernel is given the
  *  same ones, whichever kernel would have computed forward. */
 void check_make_gradient_inputs(check_problem *problem);
-
-#endif /* FDMA_TOOLS_CHECK_PROBLEM_H */

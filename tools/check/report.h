@@ -1,6 +1,5 @@
 /* What has become of each kernel: the cases that it took, passed, failed and refused. */
-#ifndef FDMA_TOOLS_CHECK_REPORT_H
-#define FDMA_TOOLS_CHECK_REPORT_H
+#pragma once
 
 #include "check/operations.h"
 
@@ -28,5 +27,3 @@ void check_count(check_tally *tally, const check_problem *problem, fdma_status s
 /*! check_report() - prints a line for each kernel and the sums. `coverage` is NULL if not all
  *  kernels were asked. Returns the exit code. */
 int check_report(const check_tally *tallies, int count, const check_coverage *coverage);
-
-#endif /* FDMA_TOOLS_CHECK_REPORT_H */

@@ -1,7 +1,6 @@
 /* One call of an operation with the problem's tensors, by the kernel of that name, on its device:
  * tensors are copied there and outputs back. On the CPU they are used in place. */
-#ifndef FDMA_TOOLS_CHECK_RUN_H
-#define FDMA_TOOLS_CHECK_RUN_H
+#pragma once
 
 #include "check/problem.h"
 
@@ -10,5 +9,3 @@
  *  the problem's device is. */
 fdma_status check_run(const check_problem *problem, check_operation_id id, const char *kernel,
                       const fdma_tensor *outputs);
-
-#endif /* FDMA_TOOLS_CHECK_RUN_H */

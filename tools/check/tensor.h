@@ -1,7 +1,6 @@
 /* Zeroed tensors of any dtype and layout, allocated from an arena that check_free_all() empties.
  * Elements are addressed by their flat index, last axis fastest, whatever the strides are. */
-#ifndef FDMA_TOOLS_CHECK_TENSOR_H
-#define FDMA_TOOLS_CHECK_TENSOR_H
+#pragma once
 
 #include "fdma.h"
 
@@ -31,5 +30,3 @@ double *check_widen(fdma_tensor tensor);
 
 /*! check_wide_tensor() - the same as a float64 tensor; an absent tensor stays absent. */
 fdma_tensor check_wide_tensor(fdma_tensor tensor);
-
-#endif /* FDMA_TOOLS_CHECK_TENSOR_H */

@@ -1,6 +1,5 @@
 /* The rule by which results are judged. */
-#ifndef FDMA_TOOLS_CHECK_TOLERANCE_H
-#define FDMA_TOOLS_CHECK_TOLERANCE_H
+#pragma once
 
 #include "check/problem.h"
 
@@ -20,5 +19,3 @@ check_error check_compare_exact(const char *tensor, fdma_tensor actual, fdma_ten
 
 /*! check_worse() - the larger of two errors, with the elements of both. */
 check_error check_worse(check_error x, check_error y);
-
-#endif /* FDMA_TOOLS_CHECK_TOLERANCE_H */

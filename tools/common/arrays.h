@@ -1,6 +1,5 @@
 /* Contiguous arrays that the tool owns, and single elements of any dtype. */
-#ifndef FDMA_TOOLS_COMMON_ARRAYS_H
-#define FDMA_TOOLS_COMMON_ARRAYS_H
+#pragma once
 
 #include "fdma.h"
 
@@ -29,5 +28,3 @@ void store_element(void *data, fdma_dtype dtype, int64_t index, double value);
 
 /*! rounding_step() - the distance between neighbours of that magnitude in a floating dtype. */
 double rounding_step(fdma_dtype dtype, double magnitude);
-
-#endif /* FDMA_TOOLS_COMMON_ARRAYS_H */

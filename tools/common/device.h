@@ -1,7 +1,6 @@
 /* The device of a subcommand's tensors and calls: the CPU, or a CUDA device if the backend is
  * built. Devices are numbered as in fdma_exec.device. */
-#ifndef FDMA_TOOLS_COMMON_DEVICE_H
-#define FDMA_TOOLS_COMMON_DEVICE_H
+#pragma once
 
 #include "fdma.h"
 
@@ -49,5 +48,3 @@ double stop_clock(int32_t device);
 
 /*! time_copy() - milliseconds of a copy within the device; NaN on the CPU. */
 double time_copy(int32_t device, void *to, const void *from, size_t bytes);
-
-#endif /* FDMA_TOOLS_COMMON_DEVICE_H */

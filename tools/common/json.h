@@ -1,6 +1,5 @@
 /* Writing JSON values. */
-#ifndef FDMA_TOOLS_COMMON_JSON_H
-#define FDMA_TOOLS_COMMON_JSON_H
+#pragma once
 
 #include "fdma.h"
 
@@ -18,5 +17,3 @@ void json_bool(FILE *stream, bool value);
 
 /*! json_shape() - the tensor's shape as an array. */
 void json_shape(FILE *stream, const fdma_tensor *tensor);
-
-#endif /* FDMA_TOOLS_COMMON_JSON_H */

@@ -1,6 +1,5 @@
 /* The machine, compiler and commit that figures belong to. */
-#ifndef FDMA_TOOLS_COMMON_MACHINE_H
-#define FDMA_TOOLS_COMMON_MACHINE_H
+#pragma once
 
 #include <stdint.h>
 #include <stdio.h>
@@ -21,5 +20,3 @@ void print_machine(const machine_info *machine, int threads);
 
 /*! write_machine_json() - one line of JSON: machine, cores, device, compiler, date, commit. */
 void write_machine_json(FILE *stream, const machine_info *machine);
-
-#endif /* FDMA_TOOLS_COMMON_MACHINE_H */

@@ -1,7 +1,6 @@
 /* Command lines, described by tables. A subcommand has a table of options; one parser fills the
  * subcommand's struct of values, prints its help and reports what is wrong. */
-#ifndef FDMA_TOOLS_COMMON_OPTIONS_H
-#define FDMA_TOOLS_COMMON_OPTIONS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -47,5 +46,3 @@ bool is_help(const char *argument);
  *  Returns OPTIONS_READ to go on, or the exit code: EXIT_DONE after printing the help text,
  *  EXIT_USAGE after one line on stderr that says what is wrong */
 int read_options(const command_line *command, int argc, char **argv, void *values);
-
-#endif /* FDMA_TOOLS_COMMON_OPTIONS_H */

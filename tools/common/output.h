@@ -1,6 +1,5 @@
 /* Output files that are complete or not there at all. */
-#ifndef FDMA_TOOLS_COMMON_OUTPUT_H
-#define FDMA_TOOLS_COMMON_OUTPUT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdio.h>
@@ -27,5 +26,3 @@ void abandon_output(output_file *output);
 
 /*! is_standard_output() - whether `path` names the file or pipe that standard output goes to. */
 bool is_standard_output(const char *path);
-
-#endif /* FDMA_TOOLS_COMMON_OUTPUT_H */

@@ -1,6 +1,5 @@
 /* Pseudorandom numbers, the same on every machine. */
-#ifndef FDMA_TOOLS_COMMON_RANDOM_H
-#define FDMA_TOOLS_COMMON_RANDOM_H
+#pragma once
 
 #include <stdint.h>
 
@@ -11,5 +10,3 @@ uint64_t random_bits(uint64_t *state);
 /*! random_normal() - the next number of a normal distribution with mean 0 and variance 1.
  *  Source  Box, Muller: A note on the generation of random normal deviates */
 double random_normal(uint64_t *state);
-
-#endif /* FDMA_TOOLS_COMMON_RANDOM_H */

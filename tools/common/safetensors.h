@@ -2,8 +2,7 @@
  * JSON, the bytes of the tensors. Files are not trusted: whatever is inconsistent is refused with
  * one line that says what is wrong and where.
  * Source: the format section of the safetensors library's documentation */
-#ifndef FDMA_TOOLS_COMMON_SAFETENSORS_H
-#define FDMA_TOOLS_COMMON_SAFETENSORS_H
+#pragma once
 
 #include "fdma.h"
 
@@ -53,5 +52,3 @@ void safetensors_close(safetensors *file);
  *  Returns 0, or -1 with errno set if the stream fails */
 int safetensors_write(FILE *stream, size_t count, const char *const *names,
                       const fdma_tensor *tensors);
-
-#endif /* FDMA_TOOLS_COMMON_SAFETENSORS_H */

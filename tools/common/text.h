@@ -1,7 +1,6 @@
 /* Text from outside (paths, arguments, names in files) on its way to a terminal or into JSON.
  * Control characters could steer the terminal, and bytes that are not UTF-8 make invalid JSON. */
-#ifndef FDMA_TOOLS_COMMON_TEXT_H
-#define FDMA_TOOLS_COMMON_TEXT_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -16,5 +15,3 @@ void print_text(FILE *stream, const char *text);
 
 /*! print_error() - a formatted line on stderr, through print_text(). */
 __attribute__((format(printf, 1, 2))) void print_error(const char *format, ...);
-
-#endif /* FDMA_TOOLS_COMMON_TEXT_H */

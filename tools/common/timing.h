@@ -1,6 +1,5 @@
 /* Wall-clock time, and statistics of a few samples. */
-#ifndef FDMA_TOOLS_COMMON_TIMING_H
-#define FDMA_TOOLS_COMMON_TIMING_H
+#pragma once
 
 enum { SAMPLE_LIMIT = 100 };
 
@@ -22,5 +21,3 @@ double median(const samples *set);
 
 /*! spread() - (90th percentile - 10th percentile) / median. */
 double spread(const samples *set);
-
-#endif /* FDMA_TOOLS_COMMON_TIMING_H */

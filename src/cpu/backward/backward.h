@@ -2,8 +2,7 @@
  * a tile is complete once its keys have been visited; the sums of the keys are held in a table that
  * moves along with the tiles. So every sum has one order, whatever the number of threads. Sources:
  * arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
-#ifndef FDMA_CPU_BACKWARD_BACKWARD_H
-#define FDMA_CPU_BACKWARD_BACKWARD_H
+#pragma once
 
 #include "cpu/backward/partition.h"
 #if defined(FDMA_POINT_AMX)
@@ -198,5 +197,3 @@ static fdma_status run_backward(const fdma_problem *problem) {
                           &context);
     return FDMA_OK;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* One block of a tile's lanes and one key block in the backward pass: probabilities P and their
  * gradients dS = P (dP - delta), then the three sums dq += dS k, dk += dS q and dv += P dout. These
  * are the five products of arXiv:2205.14135, algorithm 4. */
-#ifndef FDMA_CPU_BACKWARD_BLOCK_H
-#define FDMA_CPU_BACKWARD_BLOCK_H
+#pragma once
 
 #include "cpu/backward/tile.h"
 #include "cpu/forward/block.h"
@@ -155,5 +154,3 @@ NOINLINE void find_block_ds(const backward_step *step, int block, const group_li
         find_group_ds(step, &groups->group[n], block);
     }
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* The backward pass over one key block, with the products on AMX: dk and dv are summed over all
  * blocks of lanes at once. */
-#ifndef FDMA_CPU_BACKWARD_BLOCK_AMX_H
-#define FDMA_CPU_BACKWARD_BLOCK_AMX_H
+#pragma once
 
 #include "cpu/backward/block.h"
 
@@ -52,5 +51,3 @@ static void add_key_block(const backward_step *step, int64_t width) {
     add_all_lanes(step, step->dk, tile->ds_words, tile->q_rows, width, keeps);
     end_products();
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* The backward pass over one key block, with the products in vectors. Each block of lanes is
  * finished before the next, while its P and dS are still in the L1 cache. */
-#ifndef FDMA_CPU_BACKWARD_BLOCK_VECTORS_H
-#define FDMA_CPU_BACKWARD_BLOCK_VECTORS_H
+#pragma once
 
 #include "cpu/backward/block.h"
 
@@ -44,5 +43,3 @@ static void add_key_block(const backward_step *step, int64_t width) {
         add_block_lanes(step->dk, &groups, tile->ds_words, tile->q_rows + block * rows, width);
     }
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The keys that a sweep over the tiles of one (b, g) keeps sums for. A key has a row of sums from
  * the tile of its first query to that of its last one; then the row passes on to another key, as
  * slots do, so that the sums of a window stay in the cache. */
-#ifndef FDMA_CPU_BACKWARD_KEYS_H
-#define FDMA_CPU_BACKWARD_KEYS_H
+#pragma once
 
 #include "cpu/backward/tile.h"
 
@@ -153,5 +152,3 @@ static void end_table(const fdma_problem *problem, const row_range *rows, key_ta
     for (; table->next < problem->kv_len; table->next++)
         write_zeros(problem, rows, table->next);
 }
-
-#endif

@@ -3,8 +3,7 @@
  * partition that keeps it; they are added up at the end, in the order of positions. Partitions
  * depend on the problem's shape but not on its batch size, so the results depend neither on the
  * threads nor on the batch. */
-#ifndef FDMA_CPU_BACKWARD_PARTITION_H
-#define FDMA_CPU_BACKWARD_PARTITION_H
+#pragma once
 
 #include "cpu/backward/keys.h"
 
@@ -106,5 +105,3 @@ static void write_inherited(const fdma_problem *problem, const row_range *rows,
             write_sums(problem, rows, table, one->inherited[n], one->sums + n * table->row_size);
     }
 }
-
-#endif

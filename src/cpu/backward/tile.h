@@ -1,7 +1,6 @@
 /* A tile of the backward pass: for dout the buffers that forward has for q, and both of them again
  * row by row, for the sums over lanes that give dk and dv. */
-#ifndef FDMA_CPU_BACKWARD_TILE_H
-#define FDMA_CPU_BACKWARD_TILE_H
+#pragma once
 
 #include "cpu/common/product.h"
 
@@ -131,5 +130,3 @@ static void write_dq(const fdma_problem *problem, const row_range *rows,
         write_lanes(problem, &problem->dq, rows, tile->logits.out, first, scale,
                     problem->accumulate);
 }
-
-#endif

@@ -6,8 +6,7 @@
  * Keys that arrived before a position are only lost after it. So the keys that any row of a tile
  * keeps are those that are live at its first position and those that arrive up to its last one.
  * Snapshots of the live keys at every `step` positions make finding them O(window) for a tile. */
-#ifndef FDMA_CPU_COMMON_KEYS_H
-#define FDMA_CPU_COMMON_KEYS_H
+#pragma once
 
 #include "cpu/common/tile.h"
 
@@ -285,5 +284,3 @@ static void load_keys(const fdma_problem *problem, float *rows, const void *cons
         }
     }
 }
-
-#endif

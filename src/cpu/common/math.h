@@ -1,6 +1,5 @@
 /* Elementary functions of vectors. */
-#ifndef FDMA_CPU_COMMON_MATH_H
-#define FDMA_CPU_COMMON_MATH_H
+#pragma once
 
 #include "core/problem.h"
 #include "cpu/simd/simd.h"
@@ -83,5 +82,3 @@ static inline vf log1p_of(vf t) {
 static inline vf softplus_of(vf x) {
     return vf_add(vf_max(vf_set(0), x), log1p_of(exp_of(vf_sub(vf_set(0), vf_abs(x)))));
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Rows and elements of the caller's tensors, and arrays in the caller's workspace. */
-#ifndef FDMA_CPU_COMMON_MEMORY_H
-#define FDMA_CPU_COMMON_MEMORY_H
+#pragma once
 
 #include "core/element.h"
 #include "core/integers.h"
@@ -54,5 +53,3 @@ static inline int64_t slots_of(const fdma_problem *problem) {
 static inline int64_t keys_of_query(const fdma_problem *problem) {
     return problem->selected ? slots_of(problem) : problem->kv_len;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The products of a tile on AMX, which multiplies tiles of 16 rows by 16 words of two bfloat16.
  * Tile registers 0 to 3 hold the sums of 2 x 2 tiles, whose rows are keys or channels and whose
  * columns are lanes. */
-#ifndef FDMA_CPU_COMMON_PRODUCT_AMX_H
-#define FDMA_CPU_COMMON_PRODUCT_AMX_H
+#pragma once
 
 #include "cpu/common/step.h"
 
@@ -191,5 +190,3 @@ static inline void add_lanes(float *const *sums, int64_t d, const float *words, 
         }
     }
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* The products of a tile in vectors: for one block of lanes, with the sums in registers. `from` is
  * the first vector of lanes that takes part. */
-#ifndef FDMA_CPU_COMMON_PRODUCT_VECTORS_H
-#define FDMA_CPU_COMMON_PRODUCT_VECTORS_H
+#pragma once
 
 #include "cpu/common/step.h"
 
@@ -167,5 +166,3 @@ INLINE void add_lanes(float *const *sums, int64_t d, const float *words, int64_t
         channels[key] = sums[key] + d;
     add_products(channels, group_keys, words, length, 1, rows, first, end, 0, vectors);
 }
-
-#endif

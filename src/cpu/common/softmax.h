@@ -1,7 +1,6 @@
 /* The online softmax of a tile. The running maximum of a row is raised only when its weights have
  * outgrown a margin. */
-#ifndef FDMA_CPU_COMMON_SOFTMAX_H
-#define FDMA_CPU_COMMON_SOFTMAX_H
+#pragma once
 
 #include "cpu/common/math.h"
 #include "cpu/common/product.h"
@@ -138,5 +137,3 @@ static void raise_max(const tile_step *step, int block, const vf *top, int32_t w
         scale_out(block_out(step, block), step->dim, factor);
     scale_weights(tile->weights, weighed / terms, factor);
 }
-
-#endif

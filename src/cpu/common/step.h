@@ -1,8 +1,7 @@
 /* One step of a tile: the key block that it works on, the one to come, and the groups of keys that
  * a block of lanes keeps. Most groups are kept by every lane and need no mask, or by none and are
  * skipped. */
-#ifndef FDMA_CPU_COMMON_STEP_H
-#define FDMA_CPU_COMMON_STEP_H
+#pragma once
 
 #include "cpu/common/keys.h"
 
@@ -92,5 +91,3 @@ INLINE const float *block_queries(const tile_step *step, int block) {
 static inline float *block_out(const tile_step *step, int block) {
     return step->tile->out + block * step->dim * block_lanes;
 }
-
-#endif

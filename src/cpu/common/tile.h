@@ -1,8 +1,7 @@
 /* A tile: up to most_lanes rows of one kv head, where a row is a (query, head of the group) pair
  * and stands in one vector lane. Rows are numbered by query first: row = i * group + head.
  * All data of a tile is stored channel by channel or key by key, with the lanes side by side. */
-#ifndef FDMA_CPU_COMMON_TILE_H
-#define FDMA_CPU_COMMON_TILE_H
+#pragma once
 
 #include "cpu/common/memory.h"
 #include "cpu/common/vectors.h"
@@ -285,5 +284,3 @@ static void write_out(const fdma_problem *problem, const row_range *rows, const 
         write_lanes(problem, &problem->out, rows, tile->out, first, vf_load(inverse), false);
     }
 }
-
-#endif

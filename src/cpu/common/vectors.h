@@ -1,8 +1,7 @@
 /* Arrays of vectors that stay in registers. Compilers keep them there only if every index is a
  * constant after unrolling and no function that is called takes their address: hence INLINE and
  * UNROLL. The functions work on vectors `from` to `end` - 1. */
-#ifndef FDMA_CPU_COMMON_VECTORS_H
-#define FDMA_CPU_COMMON_VECTORS_H
+#pragma once
 
 #include "cpu/simd/simd.h"
 
@@ -47,5 +46,3 @@ INLINE void add_product(vf *sums, const float *word, const vf *lanes, int from, 
     for (int m = from; m < end; m++)
         sums[m] = vf_dot(factor, lanes[m], sums[m]);
 }
-
-#endif

@@ -2,8 +2,7 @@
  * and each row of k and v is read once for all rows that keep its key. The time goes into reading
  * memory, so the rows of the next block are prefetched. The keys are divided into splits, which
  * threads work on independently and whose partial results are merged in order. */
-#ifndef FDMA_CPU_DECODE_DECODE_H
-#define FDMA_CPU_DECODE_DECODE_H
+#pragma once
 
 #include "cpu/common/math.h"
 #include "cpu/decode/decode_keys.h"
@@ -361,5 +360,3 @@ static fdma_status run_decode(const fdma_problem *problem) {
     fdma_parallel_for(threads_to_read(problem, heads, bytes), heads, merge_head, &decode);
     return FDMA_OK;
 }
-
-#endif

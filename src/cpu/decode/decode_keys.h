@@ -1,7 +1,6 @@
 /* The keys that a split of decode.h visits, a block of one head at a time, and the state of a task
  * while it does. */
-#ifndef FDMA_CPU_DECODE_DECODE_KEYS_H
-#define FDMA_CPU_DECODE_DECODE_KEYS_H
+#pragma once
 
 #include "cpu/common/keys.h"
 
@@ -160,5 +159,3 @@ static void list_decode_keys(decode_task *task, decode_block *keys) {
     find_rows(&problem->v, task->b, g, keys->key, decode_keys, keys->v);
     find_bias(&problem->bias, task->b, g, keys->key, decode_keys, keys->bias);
 }
-
-#endif

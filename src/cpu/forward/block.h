@@ -1,6 +1,5 @@
 /* One block of a tile's lanes attends to one key block: weights, then O += V P. */
-#ifndef FDMA_CPU_FORWARD_BLOCK_H
-#define FDMA_CPU_FORWARD_BLOCK_H
+#pragma once
 
 #include "cpu/common/softmax.h"
 
@@ -98,5 +97,3 @@ static void attend_block(const tile_step *step, int block) {
         clear_out(step, block); // only now, so that it is in the cache when it is added to
     add_groups(step, block, &groups);
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Forward: the loop of FlashAttention over the key blocks that a tile visits, with queries in the
  * lanes. Sources: arXiv:2205.14135; docs/algorithm.md. */
-#ifndef FDMA_CPU_FORWARD_FORWARD_H
-#define FDMA_CPU_FORWARD_FORWARD_H
+#pragma once
 
 #include "cpu/forward/block.h"
 #include "cpu/parallel.h"
@@ -122,5 +121,3 @@ static fdma_status run_forward(const fdma_problem *problem) {
     fdma_parallel_for(context.threads, context.tasks, attend_tile, &context);
     return FDMA_OK;
 }
-
-#endif

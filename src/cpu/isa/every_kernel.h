@@ -1,6 +1,5 @@
 /* The kernels of every operation, at the point that is being compiled. */
-#ifndef FDMA_CPU_ISA_EVERY_KERNEL_H
-#define FDMA_CPU_ISA_EVERY_KERNEL_H
+#pragma once
 
 #include "cpu/isa/isa.h"
 
@@ -12,5 +11,3 @@
 #include "cpu/score/score.h"
 #include "cpu/score/score_backward.h"
 #include "cpu/select/select.h"
-
-#endif

@@ -1,6 +1,5 @@
 /* The points of the CPU's build matrix: their tables of kernels, and what these depend on. */
-#ifndef FDMA_CPU_ISA_ISA_H
-#define FDMA_CPU_ISA_ISA_H
+#pragma once
 
 #include "core/kernel.h"
 
@@ -55,5 +54,3 @@ const char *fdma_refuses_slow(const fdma_problem *problem);
 const char *fdma_refuses_singles(const fdma_problem *problem);
 const char *fdma_refuses_decode(const fdma_problem *problem);
 const char *fdma_refuses_decode_singles(const fdma_problem *problem);
-
-#endif

@@ -5,8 +5,7 @@
  * arriving key changes one entry. A tile's list is a copy of the table at the tile's first
  * position, followed by the keys that arrive after it. If threads divide the tiles of one (b, g),
  * each has a range of tiles, and begins with the table that the keys before its range leave. */
-#ifndef FDMA_CPU_LISTS_LISTS_H
-#define FDMA_CPU_LISTS_LISTS_H
+#pragma once
 
 #include "cpu/common/memory.h"
 #include "cpu/common/vectors.h"
@@ -138,5 +137,3 @@ static fdma_status run_lists(const fdma_problem *problem) {
     fdma_parallel_for(lists.threads, heads * lists.ranges, list_range, &lists);
     return FDMA_OK;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Merge of attention over two disjoint sets of keys, and its gradients: one row at a time, with
  * channels in the lanes. Source: arXiv:2205.14135, section 3.1. */
-#ifndef FDMA_CPU_MERGE_MERGE_H
-#define FDMA_CPU_MERGE_MERGE_H
+#pragma once
 
 #include "cpu/common/tile.h"
 #include "cpu/parallel.h"
@@ -143,5 +142,3 @@ static fdma_status run_merge(const fdma_problem *problem) {
     fdma_parallel_for(threads, tasks, merge_some_rows, problem);
     return FDMA_OK;
 }
-
-#endif

@@ -3,8 +3,7 @@
  * The value states of a key, of all kv heads side by side, are multiplied with dt_proj a slab of
  * channels at a time, so that v is read from memory once and the slab's weights stay in the L1
  * cache. */
-#ifndef FDMA_CPU_SCORE_SCORE_H
-#define FDMA_CPU_SCORE_SCORE_H
+#pragma once
 
 #include "cpu/common/math.h"
 #include "cpu/common/tile.h"
@@ -282,5 +281,3 @@ static fdma_status run_score(const fdma_problem *problem) {
     fdma_parallel_for(context.threads, problem->batch * context.tasks, score_task, &context);
     return FDMA_OK;
 }
-
-#endif

@@ -3,8 +3,7 @@
  * A few keys at a time share each load of the weights and of the weights' gradients. Keys are cut
  * into ranges, which depend on kv_len alone; the sums of the ranges are added in their order, so
  * that results do not depend on the number of threads. */
-#ifndef FDMA_CPU_SCORE_SCORE_BACKWARD_H
-#define FDMA_CPU_SCORE_SCORE_BACKWARD_H
+#pragma once
 
 #include "cpu/common/tile.h"
 #include "cpu/parallel.h"
@@ -278,5 +277,3 @@ static fdma_status run_score_backward(const fdma_problem *problem) {
     fdma_parallel_for(context.threads, problem->kv_heads, write_weight_gradients, &context);
     return FDMA_OK;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The best keys of a range, without a pass that finds expiries, and the best of several ranges. */
-#ifndef FDMA_CPU_SELECT_BEST_KEYS_H
-#define FDMA_CPU_SELECT_BEST_KEYS_H
+#pragma once
 
 #include "cpu/select/kept_set.h"
 
@@ -130,5 +129,3 @@ static int32_t merge_best(const int64_t *left, int32_t left_count, const int64_t
         to[--n] = l > 0 ? left[--l] : right[--r];
     return count;
 }
-
-#endif

@@ -6,8 +6,7 @@
  * the tree; that costs one path of log2(window) comparisons. Scores that rise or tie go to the
  * queue, random scores nearly all to the tree. Keys that may enter are found a block at a time,
  * without branches. */
-#ifndef FDMA_CPU_SELECT_KEPT_SET_H
-#define FDMA_CPU_SELECT_KEPT_SET_H
+#pragma once
 
 #include "core/integers.h"
 #include "core/kernel.h"
@@ -231,5 +230,3 @@ static int32_t list_kept(const kept_set *set, int64_t *orders) {
         orders[count++] = set->queue[n & set->ring];
     return count;
 }
-
-#endif

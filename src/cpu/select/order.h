@@ -1,7 +1,6 @@
 /* The total order of keys: which of two keys outranks the other, and how ties between scores are
  * decided. */
-#ifndef FDMA_CPU_SELECT_ORDER_H
-#define FDMA_CPU_SELECT_ORDER_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -25,5 +24,3 @@ static inline int64_t key_order(float score, int32_t key) {
 static inline int32_t key_of(int64_t order) { return (int32_t)order; }
 
 static inline int32_t score_order_of(int64_t order) { return (int32_t)(order >> 32); }
-
-#endif

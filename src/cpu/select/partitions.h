@@ -6,8 +6,7 @@
  * set, in which keys get slots that are numbered within the partition; these are renamed when all
  * passes are done. Global scope needs only the best keys of all. Results do not depend on where
  * keys are cut. */
-#ifndef FDMA_CPU_SELECT_PARTITIONS_H
-#define FDMA_CPU_SELECT_PARTITIONS_H
+#pragma once
 
 #include "cpu/common/memory.h"
 #include "cpu/parallel.h"
@@ -319,5 +318,3 @@ static void select_partitions(const select_context *select) {
     else
         select_causal(select);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Selection as a call makes it: in as many partitions as pay. */
-#ifndef FDMA_CPU_SELECT_SELECT_H
-#define FDMA_CPU_SELECT_SELECT_H
+#pragma once
 
 #include "cpu/select/partitions.h"
 
@@ -19,5 +18,3 @@ static fdma_status run_select(const fdma_problem *problem) {
     select_partitions(&select);
     return FDMA_OK;
 }
-
-#endif

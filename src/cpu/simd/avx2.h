@@ -1,6 +1,5 @@
 /* The vocabulary on AVX2, FMA and F16C. See scalar.h for what each word means. */
-#ifndef FDMA_CPU_SIMD_AVX2_H
-#define FDMA_CPU_SIMD_AVX2_H
+#pragma once
 
 #include "cpu/simd/modes.h"
 
@@ -130,5 +129,3 @@ static inline vf vf_scale2(vf fraction, vf x) {
     const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(whole, _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(fraction, _mm256_castsi256_ps(power));
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The vocabulary on AVX-512 (F, BW, DQ, VL) and F16C. See scalar.h for what each word means. */
-#ifndef FDMA_CPU_SIMD_AVX512_H
-#define FDMA_CPU_SIMD_AVX512_H
+#pragma once
 
 #include "cpu/simd/modes.h"
 
@@ -117,5 +116,3 @@ static inline vf vf_fraction(vf x) {
 }
 
 static inline vf vf_scale2(vf fraction, vf x) { return _mm512_scalef_ps(fraction, x); }
-
-#endif

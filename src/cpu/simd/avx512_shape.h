@@ -1,6 +1,5 @@
 /* The shape of a tile on AVX-512, in vectors or on AMX. See scalar.h for what each word means. */
-#ifndef FDMA_CPU_SIMD_AVX512_SHAPE_H
-#define FDMA_CPU_SIMD_AVX512_SHAPE_H
+#pragma once
 
 #if defined(FDMA_POINT_AMX)
 enum {
@@ -26,6 +25,4 @@ enum {
     value_channels = 4,
     dot_keys = 4,
 };
-#endif
-
 #endif

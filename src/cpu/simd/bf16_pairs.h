@@ -1,7 +1,6 @@
 /* Products of bfloat16 on AVX-512 BF16: a word is two channels, or two keys, the even one in its
  * low half. Products are exact, sums float32; subnormal numbers count as 0. */
-#ifndef FDMA_CPU_SIMD_BF16_PAIRS_H
-#define FDMA_CPU_SIMD_BF16_PAIRS_H
+#pragma once
 
 #include "cpu/simd/avx512.h"
 
@@ -46,5 +45,3 @@ static inline vf vf_odd(vf word) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000);
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(word), high));
 }
-
-#endif

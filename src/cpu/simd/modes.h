@@ -1,6 +1,5 @@
 /* The floating-point modes of a thread: rounding, traps and subnormal numbers. */
-#ifndef FDMA_CPU_SIMD_MODES_H
-#define FDMA_CPU_SIMD_MODES_H
+#pragma once
 
 #include <stdint.h>
 
@@ -52,5 +51,3 @@ static inline uint32_t set_modes(uint32_t modes) {
 static inline uint32_t keep_subnormals(void) { return set_modes(default_modes); }
 
 static inline void restore_modes(uint32_t old) { set_modes(old); }
-
-#endif

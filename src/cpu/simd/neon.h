@@ -1,6 +1,5 @@
 /* The vocabulary on NEON, as every AArch64 CPU has it. See scalar.h for what each word means. */
-#ifndef FDMA_CPU_SIMD_NEON_H
-#define FDMA_CPU_SIMD_NEON_H
+#pragma once
 
 #include "cpu/simd/modes.h"
 
@@ -114,5 +113,3 @@ static inline vf vf_scale2(vf fraction, vf x) {
     const int32x4_t power = vshlq_n_s32(vaddq_s32(whole, vdupq_n_s32(127)), 23);
     return vmulq_f32(fraction, vreinterpretq_f32_s32(power));
 }
-
-#endif

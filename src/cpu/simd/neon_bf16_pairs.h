@@ -1,8 +1,7 @@
 /* Products of bfloat16 on NEON with FEAT_BF16: a word is two channels, or two keys, the even one in
  * its low half. Products are exact; sums are float32, rounded to odd, and subnormal numbers count
  * as 0, as BFDOT does while FPCR.EBF is clear, which flush_subnormals sees to. */
-#ifndef FDMA_CPU_SIMD_NEON_BF16_PAIRS_H
-#define FDMA_CPU_SIMD_NEON_BF16_PAIRS_H
+#pragma once
 
 #include "cpu/simd/neon.h"
 
@@ -56,5 +55,3 @@ static inline vf vf_odd(vf word) {
     const uint32x4_t high = vdupq_n_u32(0xffff0000);
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(word), high));
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* The vocabulary in plain C, one lane wide: what each word means, and the kernels on any CPU. The
  * words of arithmetic are in simd.h. */
-#ifndef FDMA_CPU_SIMD_SCALAR_H
-#define FDMA_CPU_SIMD_SCALAR_H
+#pragma once
 
 #include "cpu/simd/modes.h"
 
@@ -140,5 +139,3 @@ static inline vf vf_scale2(vf fraction, vf x) {
                ? fraction * float_of((uint32_t)((int32_t)floorf(clamped) + 127) << 23)
                : clamped;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The vocabulary, the products and the tile shape of the point of the build matrix that is being
  * compiled. Each file of src/cpu/isa names its point before it includes anything; a kernel header
  * that is opened alone is compiled in the scalar vocabulary. */
-#ifndef FDMA_CPU_SIMD_SIMD_H
-#define FDMA_CPU_SIMD_SIMD_H
+#pragma once
 
 #if defined(FDMA_POINT_AMX) || defined(FDMA_POINT_AVX512BF16)
 #include "cpu/simd/avx512.h"
@@ -48,5 +47,3 @@ static inline vf vf_sub(vf a, vf b) { return a - b; }
 static inline vf vf_mul(vf a, vf b) { return a * b; }
 
 static inline vf vf_div(vf a, vf b) { return a / b; }
-
-#endif

@@ -1,6 +1,5 @@
 /* Products of float32: a word is one channel, or one key. */
-#ifndef FDMA_CPU_SIMD_SINGLES_H
-#define FDMA_CPU_SIMD_SINGLES_H
+#pragma once
 
 #include "cpu/simd/simd.h"
 
@@ -32,5 +31,3 @@ static inline void vf_store_terms(float *p, vf x) { vf_store(p, x); }
 static inline vf vf_even(vf word) { return word; }
 
 static inline vf vf_odd(vf word) { return word; }
-
-#endif

@@ -1,6 +1,5 @@
 /* The second kernel of decode: a thread block merges the splits of one row, in order. */
-#ifndef FDMA_CUDA_DECODE_MERGE_CUH
-#define FDMA_CUDA_DECODE_MERGE_CUH
+#pragma once
 
 #include "cuda/decode/split.cuh"
 
@@ -85,5 +84,3 @@ static __global__ void __launch_bounds__(merge_threads, 1)
     if (threadIdx.x == 0 && plan.lse.data != NULL)
         *lse_at(plan, range, row) = lse_of(all.x, all.y);
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The first kernel of decode: a thread block takes one split of the keys, and its warps take key
  * blocks of 16 keys in turn. Reading memory is all the work, so every warp has a pipeline of its
  * own. */
-#ifndef FDMA_CUDA_DECODE_SPLIT_CUH
-#define FDMA_CUDA_DECODE_SPLIT_CUH
+#pragma once
 
 #include "cuda/mma/keys.cuh"
 
@@ -216,5 +215,3 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     __syncthreads();
     write_split(shared, splits, range, head, split, plan.head_dim);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Elements of the 16-bit types and of float32: conversion and packing. */
-#ifndef FDMA_CUDA_DEVICE_ELEMENT_CUH
-#define FDMA_CUDA_DEVICE_ELEMENT_CUH
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -43,5 +42,3 @@ template <> struct element_type<__nv_bfloat16> {
         return *(const uint32_t *)&both;
     }
 };
-
-#endif

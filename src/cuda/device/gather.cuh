@@ -1,7 +1,6 @@
 /* Gathers rows of a tensor into swizzled panels (wgmma.cuh) by 16-byte asynchronous copies: eight
  * lanes copy one 128-byte line, a warp four rows at a time. */
-#ifndef FDMA_CUDA_DEVICE_GATHER_CUH
-#define FDMA_CUDA_DEVICE_GATHER_CUH
+#pragma once
 
 #include "cuda/device/wgmma.cuh"
 
@@ -47,5 +46,3 @@ __device__ static void gather_rows(uint32_t block, int first_row, const char *so
         }
     }
 }
-
-#endif

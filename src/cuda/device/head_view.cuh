@@ -1,6 +1,5 @@
 /* Tensors as kernels take them. Strides are in elements. */
-#ifndef FDMA_CUDA_DEVICE_HEAD_VIEW_CUH
-#define FDMA_CUDA_DEVICE_HEAD_VIEW_CUH
+#pragma once
 
 #include "cuda/device/host.cuh"
 
@@ -35,5 +34,3 @@ template <typename number> struct number_view {
 template <typename number> static number_view<number> numbers_of(const fdma_tensor *tensor) {
     return {(number *)tensor->data, tensor->stride[0], tensor->stride[1]};
 }
-
-#endif

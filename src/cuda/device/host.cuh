@@ -1,6 +1,5 @@
 /* The host side of a .cu file: the library's core, workspace, and the launch of a kernel. */
-#ifndef FDMA_CUDA_DEVICE_HOST_CUH
-#define FDMA_CUDA_DEVICE_HOST_CUH
+#pragma once
 
 extern "C" {
 #include "core/error.h"
@@ -100,5 +99,3 @@ static inline dim3 grid_of(int64_t blocks, int64_t heads) {
 
 /* The head of a block in such a grid. It may be past the end. */
 __device__ static int64_t head_of_block() { return blockIdx.y + (int64_t)blockIdx.z * gridDim.y; }
-
-#endif

@@ -1,7 +1,6 @@
 /* A pipeline of stages in shared memory that a producer fills and consumers empty, and the wait for
  * its barriers. */
-#ifndef FDMA_CUDA_DEVICE_PIPELINE_CUH
-#define FDMA_CUDA_DEVICE_PIPELINE_CUH
+#pragma once
 
 #include "cuda/device/ptx.cuh"
 
@@ -39,5 +38,3 @@ template <int stages> struct pipeline_state {
         }
     }
 };
-
-#endif

@@ -1,7 +1,6 @@
 /* One wrapper per PTX instruction, named after it. All inline assembly is here and in
  * ptx_wgmma.cuh. Source: PTX ISA 9.0. */
-#ifndef FDMA_CUDA_DEVICE_PTX_CUH
-#define FDMA_CUDA_DEVICE_PTX_CUH
+#pragma once
 
 #include "cuda/device/element.cuh"
 
@@ -293,5 +292,3 @@ __device__ static uint32_t ld_acquire_gpu(const uint32_t *address) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
-
-#endif

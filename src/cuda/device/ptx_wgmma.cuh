@@ -1,7 +1,6 @@
 /* The wrappers of wgmma, Hopper's warpgroup matrix product: one per instruction and shape.
  * Source: PTX ISA 9.0, asynchronous warpgroup level matrix instructions. */
-#ifndef FDMA_CUDA_DEVICE_PTX_WGMMA_CUH
-#define FDMA_CUDA_DEVICE_PTX_WGMMA_CUH
+#pragma once
 
 #include "cuda/device/element.cuh"
 
@@ -94,5 +93,3 @@ __device__ static void wgmma_m64n256k16(float (&d)[128], const uint32_t (&a)[4],
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
                    "C"(element_type<element>::ptx));
 }
-
-#endif

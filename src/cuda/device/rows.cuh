@@ -1,7 +1,6 @@
 /* Kernels that go over the rows of a tensor once: row_lanes neighbouring lanes take a row, one
  * vector each at a time. */
-#ifndef FDMA_CUDA_DEVICE_ROWS_CUH
-#define FDMA_CUDA_DEVICE_ROWS_CUH
+#pragma once
 
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
@@ -29,5 +28,3 @@ __device__ static float row_sum(float x) {
 static inline launch_shape over_rows(int64_t rows, int64_t heads) {
     return {grid_of(divide_up(rows, block_rows), heads), dim3(row_threads)};
 }
-
-#endif

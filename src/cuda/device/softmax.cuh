@@ -1,8 +1,7 @@
 /* Functions of the online softmax for rows whose logits are in the accumulators of mma.sync or
  * wgmma, where each lane of a quad holds a quarter of a row's columns. Logits are exponents of
  * 2. */
-#ifndef FDMA_CUDA_DEVICE_SOFTMAX_CUH
-#define FDMA_CUDA_DEVICE_SOFTMAX_CUH
+#pragma once
 
 #include "cuda/device/ptx.cuh"
 
@@ -47,5 +46,3 @@ __device__ static float growth_factor(float from, float to) {
 __device__ static float lse_of(float row_max, float row_sum) {
     return (row_max + log2f(row_sum)) * ln_2;
 }
-
-#endif

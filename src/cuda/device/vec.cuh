@@ -1,6 +1,5 @@
 /* Vectors: eight consecutive channels of a row, 16 bytes of a 16-bit type. */
-#ifndef FDMA_CUDA_DEVICE_VEC_CUH
-#define FDMA_CUDA_DEVICE_VEC_CUH
+#pragma once
 
 #include "cuda/device/element.cuh"
 
@@ -39,5 +38,3 @@ __device__ static void store_vec(element *to, const float (&from)[vec_channels],
         for (int x = 0; x < vec_channels; x++)
             to[x] = raw[x];
 }
-
-#endif

@@ -9,8 +9,7 @@
  *
  * Accumulators: thread t of a warp holds columns 8 n + 2 (t % 4) and the next one of rows t / 4 and
  * t / 4 + 8, at index 4 n + 2 * (0 or 1 for the row) + (0 or 1 for the column). */
-#ifndef FDMA_CUDA_DEVICE_WGMMA_CUH
-#define FDMA_CUDA_DEVICE_WGMMA_CUH
+#pragma once
 
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/ptx_wgmma.cuh"
@@ -133,5 +132,3 @@ __device__ static void transpose_quad(uint32_t (&words)[4]) {
         }
     }
 }
-
-#endif

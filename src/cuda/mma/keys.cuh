@@ -1,7 +1,6 @@
 /* The keys that a tile of query rows visits: its range of a tile list, and loading a key block into
  * shared memory. */
-#ifndef FDMA_CUDA_MMA_KEYS_CUH
-#define FDMA_CUDA_MMA_KEYS_CUH
+#pragma once
 
 #include "cuda/mma/queries.cuh"
 #include "cuda/mma/softmax.cuh"
@@ -97,5 +96,3 @@ __device__ static void copy_block(char *to, const int32_t *keys, const row_sourc
                         there && x + lane < from.vecs ? vec_bytes : 0);
     }
 }
-
-#endif

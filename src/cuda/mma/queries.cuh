@@ -1,7 +1,6 @@
 /* The query rows of a tile: (query, head of the group) pairs of one kv head, the heads of a query
  * side by side. Their coordinates, and loading q into shared memory. */
-#ifndef FDMA_CUDA_MMA_QUERIES_CUH
-#define FDMA_CUDA_MMA_QUERIES_CUH
+#pragma once
 
 #include "cuda/mma/tile.cuh"
 #include "cuda/plan/plan.cuh"
@@ -67,5 +66,3 @@ __device__ static void load_queries(char *to, const head_view &view, const forwa
         copy_row<shape::head_dim>(to, r, from, plan.head_dim / vec_channels, there, aligned);
     }
 }
-
-#endif

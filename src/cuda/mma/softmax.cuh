@@ -3,8 +3,7 @@
  *
  * `shape` is that of mma/tile.cuh. Logits are exponents of 2.
  * Source: arXiv:2205.14135, algorithm 1; arXiv:2307.08691. */
-#ifndef FDMA_CUDA_MMA_SOFTMAX_CUH
-#define FDMA_CUDA_MMA_SOFTMAX_CUH
+#pragma once
 
 #include "cuda/device/softmax.cuh"
 #include "cuda/mma/tile.cuh"
@@ -182,5 +181,3 @@ __device__ static void weigh(float (&s)[shape::row_tiles][shape::keys / 8][4],
         state.row_sum[r] += block_sum;
     }
 }
-
-#endif

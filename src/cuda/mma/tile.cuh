@@ -5,8 +5,7 @@
  * keys (of a key block). Accumulators are [row tile][tile of 8 columns][4]: of a lane's four
  * elements two are in row lane / 4 and two in row lane / 4 + 8, at columns 2 * (lane % 4) and the
  * next. Source: PTX ISA, "Matrix fragments for mma.m16n8k16". */
-#ifndef FDMA_CUDA_MMA_TILE_CUH
-#define FDMA_CUDA_MMA_TILE_CUH
+#pragma once
 
 #include "cuda/device/head_view.cuh"
 #include "cuda/device/ptx.cuh"
@@ -197,5 +196,3 @@ __device__ static void store_row(char *to, const char *rows, int row, int32_t ve
                 *(uint16_t *)(to + vec * vec_bytes + e) = *(const uint16_t *)(from + e);
     }
 }
-
-#endif

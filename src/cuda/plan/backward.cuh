@@ -19,8 +19,7 @@
  * sums of its slot. At most two partitions add to one boundary sum, and it begins at 0, so their
  * order does not matter; fdma_cuda_end_backward() adds a key's boundary sums in order. So results
  * are bit-equal from run to run. */
-#ifndef FDMA_CUDA_PLAN_BACKWARD_CUH
-#define FDMA_CUDA_PLAN_BACKWARD_CUH
+#pragma once
 
 #include "cuda/plan/plan.cuh"
 
@@ -114,5 +113,3 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
 
 /* Adds the boundary sums to dk, dv and dbias. */
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan);
-
-#endif

@@ -11,8 +11,7 @@
  *
  * A row of attention is a (query, query head) pair. The rows of one kv head are numbered with the
  * heads of its group side by side: row r is query r / group, head r % group. */
-#ifndef FDMA_CUDA_PLAN_PLAN_CUH
-#define FDMA_CUDA_PLAN_PLAN_CUH
+#pragma once
 
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
@@ -121,5 +120,3 @@ static inline int64_t list_keys(const forward_plan &plan) {
 static inline bool is_aligned(const forward_plan &plan) {
     return is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* How a score kernel loads keys and weights into shared memory. */
-#ifndef FDMA_CUDA_SCORE_COPY_CUH
-#define FDMA_CUDA_SCORE_COPY_CUH
+#pragma once
 
 #include "cuda/score/weights.cuh"
 
@@ -148,5 +147,3 @@ __device__ static void copy_panel(char *panel, const score_params &params, int h
         to += vecs * vec_bytes;
     }
 }
-
-#endif

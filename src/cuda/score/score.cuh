@@ -1,8 +1,7 @@
 /* What the kernels of score and score_backward work from. Their weights are dt_proj in v's type,
  * aligned to 16 bytes: dt_proj itself if it is that already, otherwise a copy in the workspace. A
  * float32 weight becomes a sum of limbs, which are numbers of v's type. */
-#ifndef FDMA_CUDA_SCORE_SCORE_CUH
-#define FDMA_CUDA_SCORE_SCORE_CUH
+#pragma once
 
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
@@ -39,5 +38,3 @@ __device__ static float softplus(float x) {
  * [batch][kv_heads][kv_len] in the arena; it and params.weights remain valid afterwards. */
 score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena);
 fdma_status fdma_cuda_run_products(const fdma_problem *problem, const score_params &params);
-
-#endif

@@ -3,8 +3,7 @@
  *
  * An operand has ddt as a sum of two limbs of v's type. So 8 kv heads fill an mma, whether they
  * are the 16 numbers that it sums over or its 16 rows. */
-#ifndef FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
-#define FDMA_CUDA_SCORE_SCORE_BACKWARD_DDT_CUH
+#pragma once
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/ptx.cuh"
@@ -280,5 +279,3 @@ static __global__ void __launch_bounds__(find_threads)
         params.masks[mine] = mask;
     put_coefficients(round, params, g);
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* The products of score_backward on the tensor cores, for a tile of keys and a warp's channels: ddt
  * times dt_proj, which is added to dv, and ddt times v, which is summed for ddt_proj. */
-#ifndef FDMA_CUDA_SCORE_SCORE_BACKWARD_PRODUCTS_CUH
-#define FDMA_CUDA_SCORE_SCORE_BACKWARD_PRODUCTS_CUH
+#pragma once
 
 #include "cuda/score/score_backward_ddt.cuh"
 
@@ -243,5 +242,3 @@ __device__ static void add_to_sums(warp_sums<config> &sums, const tile_stage<con
         }
     }
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Makes the weights of score kernels from dt_proj. If dt_proj is not of v's type or not aligned to
  * 16 bytes, arrange_weights() writes it to the workspace, with three limbs for a float32 weight. */
-#ifndef FDMA_CUDA_SCORE_WEIGHTS_CUH
-#define FDMA_CUDA_SCORE_WEIGHTS_CUH
+#pragma once
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/ptx.cuh"
@@ -78,5 +77,3 @@ static fdma_status launch_arrange(const fdma_problem *problem, const score_param
                    params.scales != NULL ? start_early : start_after},
                   problem, params);
 }
-
-#endif

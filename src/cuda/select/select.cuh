@@ -29,8 +29,7 @@
  *
  * Global scope needs no thresholds: the `window` best keys of the segment are kept, and a kept
  * key's kept_index is its slot. */
-#ifndef FDMA_CUDA_SELECT_SELECT_CUH
-#define FDMA_CUDA_SELECT_SELECT_CUH
+#pragma once
 
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
@@ -225,5 +224,3 @@ __device__ static void write_key(const select_segment &segment, uint32_t j, uint
 static inline const char *refuses_scores(const fdma_problem *problem) {
     return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores; supported: float32";
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* each.h - the vocabularies of this build, and the numbers that test_vocabulary.c tries them on. */
-#ifndef VOCABULARY_EACH_H
-#define VOCABULARY_EACH_H
+#pragma once
 
 #include "../fixture.h"
 
@@ -79,5 +78,3 @@ static inline void check_lane(const char *word, int lane, float actual, float wa
     if (!CHECK(is_same(actual, want)))
         printf("    %s, lane %d: is %a, want %a\n", word, lane, (double)actual, (double)want);
 }
-
-#endif /* VOCABULARY_EACH_H */

@@ -1,8 +1,7 @@
 /* pairs.h - the words of bfloat16 pairs that were included before, as functions on arrays, with
  * subnormal numbers flushed as in the kernels: not every CPU has their conversions do so by
  * themselves. */
-#ifndef VOCABULARY_PAIRS_H
-#define VOCABULARY_PAIRS_H
+#pragma once
 
 #include "vocabulary.h"
 
@@ -42,5 +41,3 @@ static void word_dot(float *to, const float *word, const float *x, const float *
         .odd = word_odd,                                                                           \
         .dot = word_dot,                                                                           \
     }
-
-#endif /* VOCABULARY_PAIRS_H */

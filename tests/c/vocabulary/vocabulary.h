@@ -1,7 +1,6 @@
 /* vocabulary.h - the words of src/cpu/simd as functions on arrays, so that one test, compiled for
  * any CPU, can run those of every instruction set. */
-#ifndef VOCABULARY_H
-#define VOCABULARY_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -69,5 +68,3 @@ extern const vocabulary vocabulary_avx512;
 extern const vocabulary vocabulary_neon;
 extern const pair_vocabulary vocabulary_avx512bf16;
 extern const pair_vocabulary vocabulary_neonbf16;
-
-#endif /* VOCABULARY_H */

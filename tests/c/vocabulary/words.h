@@ -1,6 +1,5 @@
 /* words.h - every word of the vocabulary that was included before, as a function on arrays. */
-#ifndef VOCABULARY_WORDS_H
-#define VOCABULARY_WORDS_H
+#pragma once
 
 #include "vocabulary.h"
 
@@ -109,5 +108,3 @@ static void word_tanh(float *to, const float *x) { vf_store(to, tanh_of(vf_load(
 #define word_restore_modes restore_modes
 #define VOCABULARY_ENTRY(type, name, parameters) .name = word_##name,
 #define VOCABULARY {.width = vf_width, VOCABULARY_WORDS(VOCABULARY_ENTRY)}
-
-#endif /* VOCABULARY_WORDS_H */

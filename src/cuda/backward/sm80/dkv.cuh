@@ -1,8 +1,7 @@
 /* The passes that make dk, dv and dbias. The rows of a thread block are keys: k and v stay in
  * shared memory and their sums in registers, while steps of queries are streamed past them. Where
  * the key of a slot changes, its sums are written and those of the next key begin. */
-#ifndef FDMA_CUDA_BACKWARD_SM80_DKV_CUH
-#define FDMA_CUDA_BACKWARD_SM80_DKV_CUH
+#pragma once
 
 #include "cuda/backward/sm80/steps.cuh"
 
@@ -434,5 +433,3 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     load_rows(shared, plan, NULL, shared.key[0]);
     sum_steps(shared, plan, sums, aligned);
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The pass that makes dq. A tile of query rows visits the keys of its list as it does in forward.
  * Its sums have the order of the list, so they are bit-equal from run to run, and need no buffer in
  * float32. */
-#ifndef FDMA_CUDA_BACKWARD_SM80_DQ_CUH
-#define FDMA_CUDA_BACKWARD_SM80_DQ_CUH
+#pragma once
 
 #include "cuda/backward/sm80/tile.cuh"
 
@@ -179,5 +178,3 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     cp_async_wait_group<0>(); // if the list is empty, rows may still be on their way
     write_dq<config>(dq, plan, range, stats, aligned);
 }
-
-#endif

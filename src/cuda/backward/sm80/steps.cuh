@@ -1,7 +1,6 @@
 /* What a thread block of the key passes visits: the key of each of its rows in each query block,
  * and the steps in which queries are streamed past them. */
-#ifndef FDMA_CUDA_BACKWARD_SM80_STEPS_CUH
-#define FDMA_CUDA_BACKWARD_SM80_STEPS_CUH
+#pragma once
 
 #include "cuda/backward/sm80/tile.cuh"
 
@@ -137,5 +136,3 @@ __device__ static key_inputs key_inputs_of(const backward_plan &plan, key_pass p
         start_slots(plan, &inputs, n, rows);
     return inputs;
 }
-
-#endif

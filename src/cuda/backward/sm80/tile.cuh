@@ -1,7 +1,6 @@
 /* What the passes of backward share: 64 rows that stay in a thread block (queries or keys) against
  * blocks of columns that are streamed past them (keys or queries), and writing gradients. */
-#ifndef FDMA_CUDA_BACKWARD_SM80_TILE_CUH
-#define FDMA_CUDA_BACKWARD_SM80_TILE_CUH
+#pragma once
 
 #include "cuda/mma/keys.cuh"
 #include "cuda/plan/backward.cuh"
@@ -58,5 +57,3 @@ template <int column_warps> __device__ static constexpr int tile_channel(int d) 
 template <int column_warps> __device__ static int channel_of(int d, int column_warp) {
     return tile_channel<column_warps>(d) + column_warp * 16 + opaque(threadIdx.x) % 4 * 2;
 }
-
-#endif

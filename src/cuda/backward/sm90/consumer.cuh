@@ -4,8 +4,7 @@
  * with keys as rows, so that P goes from registers into the next product; and, from the dS of all
  * slots in shared memory, half of the channels each of dQ = dS K.
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
-#ifndef FDMA_CUDA_BACKWARD_SM90_CONSUMER_CUH
-#define FDMA_CUDA_BACKWARD_SM90_CONSUMER_CUH
+#pragma once
 
 #include "cuda/backward/sm90/rows.cuh"
 
@@ -464,5 +463,3 @@ template <class config> struct backward_consumer {
             release_semaphore(pass);
     }
 };
-
-#endif

@@ -1,7 +1,6 @@
 /* The producer of sm90's backward kernel: a warpgroup that loads the queries of each step, and the
  * keys of each generation. Each of its threads watches the key of one slot. */
-#ifndef FDMA_CUDA_BACKWARD_SM90_PRODUCER_CUH
-#define FDMA_CUDA_BACKWARD_SM90_PRODUCER_CUH
+#pragma once
 
 #include "cuda/backward/sm90/tile.cuh"
 
@@ -190,5 +189,3 @@ template <class config> struct backward_producer {
         }
     }
 };
-
-#endif

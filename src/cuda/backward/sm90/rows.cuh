@@ -1,7 +1,6 @@
 /* Writes the gradients: dk, dv and dbias of a key that leaves its slot, which is the epilogue of a
  * generation, and dq of all rows, which is a kernel of its own. */
-#ifndef FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
-#define FDMA_CUDA_BACKWARD_SM90_ROWS_CUH
+#pragma once
 
 #include "cuda/backward/sm90/tile.cuh"
 #include "cuda/device/softmax.cuh"
@@ -169,5 +168,3 @@ static __global__ void __launch_bounds__(warpgroup_threads)
         }
     }
 }
-
-#endif

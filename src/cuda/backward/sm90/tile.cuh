@@ -4,8 +4,7 @@
  * shared memory, dk and dv in the consumers' registers, and the queries stream past, 64 of one head
  * per step. At the start of a query block a slot may change its key. Then a new generation of keys
  * begins: the gradients of the keys that leave are written, and the new keys take their rows. */
-#ifndef FDMA_CUDA_BACKWARD_SM90_TILE_CUH
-#define FDMA_CUDA_BACKWARD_SM90_TILE_CUH
+#pragma once
 
 #include "cuda/device/gather.cuh"
 #include "cuda/device/pipeline.cuh"
@@ -187,5 +186,3 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.end = min(work.query_block + query_blocks, all);
     return work;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The consumers of sm90's forward kernel: two warpgroups of 64 rows each that turn key blocks into
  * out and lse. While one computes its softmax, the other has the tensor cores.
  * Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2. */
-#ifndef FDMA_CUDA_FORWARD_SM90_CONSUMER_CUH
-#define FDMA_CUDA_FORWARD_SM90_CONSUMER_CUH
+#pragma once
 
 #include "cuda/forward/sm90/softmax.cuh"
 #include "cuda/forward/sm90/tile.cuh"
@@ -283,5 +282,3 @@ __device__ void consumer<config>::finish_tile(const forward_plan &plan, int32_t 
         }
     }
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The producer of sm90's forward kernel: a warpgroup that gathers q, k and v of tile after tile
  * into shared memory, and writes a mask for each key block. Each lane looks after one key of a
  * block. */
-#ifndef FDMA_CUDA_FORWARD_SM90_PRODUCER_CUH
-#define FDMA_CUDA_FORWARD_SM90_PRODUCER_CUH
+#pragma once
 
 #include "cuda/forward/sm90/tile.cuh"
 
@@ -161,5 +160,3 @@ template <class config> struct producer {
         publish_tile({-1, 0, false});
     }
 };
-
-#endif

@@ -1,7 +1,6 @@
 /* The online softmax of a consumer's rows, which are held as accumulators of wgmma: two rows per
  * thread. */
-#ifndef FDMA_CUDA_FORWARD_SM90_SOFTMAX_CUH
-#define FDMA_CUDA_FORWARD_SM90_SOFTMAX_CUH
+#pragma once
 
 #include "cuda/device/element.cuh"
 #include "cuda/device/softmax.cuh"
@@ -77,5 +76,3 @@ struct row_softmax {
         return true;
     }
 };
-
-#endif

@@ -1,6 +1,5 @@
 /* What producer and consumers of sm90's forward kernel share: shapes, shared memory, row tiles. */
-#ifndef FDMA_CUDA_FORWARD_SM90_TILE_CUH
-#define FDMA_CUDA_FORWARD_SM90_TILE_CUH
+#pragma once
 
 #include "cuda/device/gather.cuh"
 #include "cuda/device/pipeline.cuh"
@@ -131,5 +130,3 @@ __device__ static row_tile tile_at(const forward_plan &plan, const tile_order &o
     tile.last = row_position(plan, (tile.end_row - 1) / plan.group);
     return tile;
 }
-
-#endif

@@ -6,8 +6,7 @@
  * published a prefix sum (Merrill, Garland, "Single-pass parallel prefix scan with decoupled
  * look-back", 2016; Adinets, Merrill, "Onesweep", arXiv:2206.01784). Tiles are numbered in the
  * order in which their blocks start, so that a tile only waits for blocks that already run. */
-#ifndef FDMA_CUDA_SELECT_SM80_SORT_CUH
-#define FDMA_CUDA_SELECT_SM80_SORT_CUH
+#pragma once
 
 #include "cuda/select/select.cuh"
 
@@ -180,5 +179,3 @@ static inline fdma_status sort_keys(const fdma_problem *problem, const select_ca
         FDMA_TRY(launch("select", sort_by_digit, shape, problem, call, space, pass));
     return FDMA_OK;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* How select.cu cuts ranks and positions into partitions, and its steps count_earlier and
  * find_thresholds. */
-#ifndef FDMA_CUDA_SELECT_SM80_THRESHOLDS_CUH
-#define FDMA_CUDA_SELECT_SM80_THRESHOLDS_CUH
+#pragma once
 
 #include "cuda/select/sm80/sort.cuh"
 
@@ -179,5 +178,3 @@ static __global__ void __launch_bounds__(column_threads)
     if (first == 0 && threadIdx.x == 0)
         threshold_rank[0] = 0;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Which keys are ever kept: the steps from count_earlier to decide_by_count. */
-#ifndef FDMA_CUDA_SELECT_SM90_KEPT_CUH
-#define FDMA_CUDA_SELECT_SM90_KEPT_CUH
+#pragma once
 
 #include "cuda/select/sm90/memory.cuh"
 
@@ -194,5 +193,3 @@ __device__ static uint32_t decide_by_count(const select_memory<config> &shared,
     }
     return kept;
 }
-
-#endif

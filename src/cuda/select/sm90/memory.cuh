@@ -1,6 +1,5 @@
 /* The shared memory of select.cu, and how the blocks of a cluster write into each other's. */
-#ifndef FDMA_CUDA_SELECT_SM90_MEMORY_CUH
-#define FDMA_CUDA_SELECT_SM90_MEMORY_CUH
+#pragma once
 
 #include "cuda/select/select.cuh"
 
@@ -101,5 +100,3 @@ __device__ static void broadcast_counts(select_memory<config> &shared, const clu
             store_at(work.warp, &shared.count[work.block][first + n],
                      *reinterpret_cast<const uint4 *>(&shared.own_count[first + n]));
 }
-
-#endif

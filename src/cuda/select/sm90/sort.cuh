@@ -1,6 +1,5 @@
 /* sort_keys: radix sort of a segment's keys by the blocks of a cluster, in four passes. */
-#ifndef FDMA_CUDA_SELECT_SM90_SORT_CUH
-#define FDMA_CUDA_SELECT_SM90_SORT_CUH
+#pragma once
 
 #include "cuda/select/sm90/memory.cuh"
 
@@ -104,5 +103,3 @@ __device__ static void sort_keys(select_memory<config> &shared, const cluster_wo
         *own = make_uint2(0, 0);
     }
 }
-
-#endif
