@@ -1,16 +1,17 @@
 """The operators flash_dmattn::*, each declared once, by a schema.
 
 Everything else follows from the names in the schema: which tensors and options there are, the
-fields of the C struct, the results, the fake kernel, and (in autograd.py) the gradients. What the
-names stand for is in _arguments.py. What arguments mean and which are refused is written in
-fdma.h.
+fields of the C struct, the results, the fake kernel, and (in autograd.py) the gradients.
+_arguments.py has the shape, the dtype and the field of the C struct for each name. fdma.h says
+what the arguments mean, and which are refused.
 
-Schemas list the tensors first, then the options, then `backend`. An option that the struct of a
-call lacks goes to its selection (`window`, `scope`) or to its gradients (`deterministic`).
+Schemas list the tensors first, then the options, then `backend`. An option that is not in the
+argument struct of the C function is for the selection (`window`, `scope`) or is only kept for the
+backward operator (`deterministic`).
 
 A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
-its gradient as a kernel of the Autograd key. torch.library.custom_op would do both in one, but its
-autograd lasts longer than a small call: it reads the schema anew for every argument.
+its gradient as a kernel of the Autograd key. torch.library.custom_op would do both at once, but its
+autograd takes longer than a small call itself: it reads the schema anew for every argument.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Operator:
         return self.operation.name
 
     def register(self, suffix: str) -> Callable[..., Any]:
-        """The operator whose name ends in `suffix`, with kernels that make the C call."""
+        """Register the operator under its name plus `suffix`, with kernels that make the C call."""
         name = self.name + suffix
         LIBRARY.define(self.schema.replace(self.name, name, 1), tags=torch.Tag.pt2_compliant_tag)
         for device in DEVICES:
@@ -106,8 +107,9 @@ class Operator:
 
 @functools.cache
 def backend_for(backend: str | None, *operations: str) -> str | None:
-    """The kernel that was asked for, or the longest prefix of its name that kernels of all
-    `operations` have: forward has kernels of its own, such as cpu/avx2/decode."""
+    """The longest path prefix of the name `backend` under which each of `operations` has a kernel.
+
+    A name that suits forward, such as cpu/avx2/decode, need not exist for backward."""
     for operation in operations if backend else ():
         names = [kernel.name for kernel in _library.kernels() if kernel.operation == operation]
         while "/" in backend and not any(f"{name}/".startswith(f"{backend}/") for name in names):
@@ -118,9 +120,9 @@ def backend_for(backend: str | None, *operations: str) -> str | None:
 class BackwardOperator(Operator):
     """The gradients of another operator. It has no derivative itself."""
 
-    def __init__(self, schema: str, function: str, forward: Operator, *kernels: str) -> None:
+    def __init__(self, schema: str, function: str, forward: Operator, *steps: str) -> None:
         super().__init__(schema, function)
-        self.kernels = kernels  # the operations that the C call consists of
+        self.steps = steps  # operations of the C call that must have a kernel named `backend`
         options = self.operation.options
         self.deterministic = options.index("deterministic") if "deterministic" in options else None
         message = f"flash_dmattn.{forward.name}: second derivatives are not implemented"
@@ -128,7 +130,7 @@ class BackwardOperator(Operator):
         def refuse(ctx: Any, *gradients: Any) -> None:
             raise NotImplementedError(message)
 
-        # Registered so that the operator runs under grad mode, as create_graph=True makes it.
+        # Registered so that the operator also runs in grad mode, which create_graph=True turns on.
         self.differentiate(lambda ctx, inputs, output: None, refuse)
 
     def run(self, *arguments: Any) -> Outputs:
@@ -138,7 +140,7 @@ class BackwardOperator(Operator):
             # Asked here, not when a graph is traced, so that compiled graphs follow the switch.
             at = self.deterministic
             options = (*options[:at], True, *options[at + 1 :])
-        backend = backend_for(arguments[-1], *self.kernels)
+        backend = backend_for(arguments[-1], *self.steps)
         return call(self.operation, arguments[:count], options, backend)
 
 
@@ -166,7 +168,8 @@ FUSED = Operator(
     "Tensor lse, Tensor score, Tensor bias, Tensor expiry, Tensor slot)",
     "attention",
 )
-# Only out, if no gradient is wanted: the other results stay in the workspace.
+# For calls that want neither gradients nor lse: it returns out alone, and the other results stay
+# in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? key_valid, SymInt keep_window_size, str scope, str bias_form, bool causal, "

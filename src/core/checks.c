@@ -11,11 +11,11 @@ static bool is_output(const tensor_entry *entry) {
 }
 
 static bool may_be_absent(const fdma_problem *problem, const tensor_entry *entry) {
-    const bool is_weight = entry->dtypes == dtypes_weight || entry->dtypes == dtypes_as_dt_proj ||
-                           entry->dtypes == dtypes_as_a;
+    const bool is_learned = entry->dtypes == dtypes_weight || entry->dtypes == dtypes_as_dt_proj ||
+                            entry->dtypes == dtypes_as_a; // dt_proj, a and their gradients
     return entry->role == role_optional || entry->role == role_optional_output ||
            (entry->in_selection && !problem->selected) ||
-           (is_weight && problem->operation == operation_attention_backward &&
+           (is_learned && problem->operation == operation_attention_backward &&
             problem->bias_form == FDMA_BIAS_NONE);
 }
 
@@ -38,7 +38,8 @@ static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
     }
 }
 
-/* The size that a letter of tensor_entry.dims stands for; NULL if it follows from others. */
+/* Where the problem holds the size that a letter of tensor_entry.dims stands for; NULL if it holds
+ * none: see derived_length(). */
 static int64_t *size_of(fdma_problem *problem, char dim) {
     static const size_t offsets['w' + 1] = {
         ['b'] = offsetof(fdma_problem, batch),    ['i'] = offsetof(fdma_problem, q_len),
@@ -56,9 +57,9 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
     case 't':
         return count_tiles(problem);
     case 'w':
-        return problem->list.shape[3];
+        return problem->list.shape[3]; // any length: check_sizes() sets its minimum
     default:
-        return dim - '0';
+        return dim - '0'; // a digit stands for itself
     }
 }
 
@@ -72,8 +73,8 @@ static fdma_status check_size(char dim, int64_t size) {
     return FDMA_OK;
 }
 
-/* Checks rank, dtype and shape of a tensor. If it is the first, it settles the dtype of the
- * problem; if it is the first that has an axis, it settles that size. */
+/* Checks rank, dtype and shape of a tensor. The first tensor of a call settles the dtype of the
+ * problem; for each axis, the first tensor that has it settles its length. */
 static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entry,
                                  unsigned *settled) {
     const fdma_tensor *const tensor = tensor_at(problem, entry->member);
@@ -123,7 +124,8 @@ static fdma_status check_sizes(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* The stride of an axis of length 0 or 1 is never needed, and may be anything. */
+/* A caller may give any stride to an axis of length 0 or 1, because it is never needed. Kernels
+ * find 0 there. */
 static void settle_strides(fdma_tensor *tensor) {
     for (int axis = 0; axis < tensor->rank - 1; axis++)
         if (tensor->shape[axis] <= 1)

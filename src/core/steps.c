@@ -1,5 +1,6 @@
-/* Splits a fused call: fdma_attention() into score, select and forward;
- * fdma_attention_backward() into score, backward and score_backward. */
+/* Splits a fused call: fdma_attention() into score, select and forward; fdma_attention_backward()
+ * into score (unless the bias is given), backward and score_backward. Without a bias the latter is
+ * backward alone. */
 #include "core/steps.h"
 
 #include "core/error.h"
@@ -37,13 +38,15 @@ static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
 static void set_aside(fdma_exec *exec, const fdma_arena *arena) {
     if (arena->base == NULL || arena->used == 0)
         return;
-    const uintptr_t rest = (uintptr_t)arena->base + arena->used; // see fdma_arena_take()
+    // an integer, not a pointer, for the reason given in fdma_arena_take()
+    const uintptr_t rest = (uintptr_t)arena->base + arena->used;
     const size_t taken = (size_t)(rest - (uintptr_t)exec->workspace);
     exec->workspace = (void *)rest;
     exec->workspace_size = exec->workspace_size > taken ? exec->workspace_size - taken : 0;
 }
 
-/* A step has the options of the whole call, and of its tensors those that the operation has. */
+/* Adds a step with all options of the whole call, and with those of the call's tensors that are in
+ * the table of `operation`. */
 static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
                             fdma_operation operation) {
     fdma_problem *const step = &steps->problems[steps->count++];

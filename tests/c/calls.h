@@ -1,5 +1,5 @@
-/* calls.h - a call of any operation: its tensors by the library's own list of them, its workspace,
- * and the kernels that can be forced to run it. */
+/* calls.h - a call of any operation: its tensors, found through the library's own list
+ * (core/signatures.h), its workspace, and the kernels that can be forced to run it. */
 #pragma once
 
 #include "fixture.h"
@@ -8,12 +8,13 @@
 
 enum { operation_count = operation_attention_backward + 1, kernel_limit = 32 };
 
-/* Kernels of a device run calls on copies there: device.h sets `run`. */
 static inline bool is_device_kernel(const char *name) { return strncmp(name, "cuda/", 5) == 0; }
 
+/* run: makes a call on a device, with copies of its tensors there; set by device.h, else NULL.
+ * fill: the byte that workspace is full of before a call. */
 static struct {
     fdma_status (*run)(fdma_operation operation, void *args);
-    unsigned char fill; /* of workspace, before the call */
+    unsigned char fill;
 } test_backend = {.fill = 0xa5};
 
 /* ---- operations, through pointers to their argument structs ---- */
@@ -22,7 +23,7 @@ typedef struct operation_info {
     const char *name;
     fdma_status (*call)(const void *args);
     fdma_status (*workspace)(const void *args, size_t *bytes);
-    fdma_status (*kernel)(const void *args, const char **name); /* a fused call's first kernel */
+    fdma_status (*kernel)(const void *args, const char **name); /* fused: of forward or backward */
     size_t args_size;
     size_t exec;      /* offset of that field */
     size_t selection; /* offset of the pointer to the selection; 0: there is none */
@@ -45,12 +46,12 @@ static fdma_status run_operation(fdma_operation operation, void *args);
     static inline fdma_status untyped_##operation##_kernel(const void *args, const char **name) {  \
         return fdma_##operation##_kernel(args, name);                                              \
     }
-#define DEFINE_FUSED_OPERATION(operation, first)                                                   \
+#define DEFINE_FUSED_OPERATION(operation, step)                                                    \
     DEFINE_OPERATION(operation)                                                                    \
     static inline fdma_status untyped_##operation##_kernel(const void *args, const char **name) {  \
-        fdma_##operation##_kernels names = {.size = sizeof names, .first = *name};                 \
+        fdma_##operation##_kernels names = {.size = sizeof names, .step = *name};                  \
         const fdma_status status = fdma_##operation##_kernel(args, &names);                        \
-        *name = names.first;                                                                       \
+        *name = names.step;                                                                        \
         return status;                                                                             \
     }
 
@@ -110,8 +111,8 @@ static fdma_status run_operation(fdma_operation operation, void *args) {
 
 /* ---- a call ---- */
 
-/* The arguments of one call. If they hold a selection, they point to the one beside them: copies
- * are made by call_copy(). */
+/* The arguments of one call, and their selection, if they have one. They point to it, so a call is
+ * copied by call_copy(), not by assignment. */
 typedef struct call {
     fdma_operation operation;
     union {
@@ -190,7 +191,7 @@ static inline fdma_tensor *call_tensor_named(call *x, const char *name) {
     return NULL;
 }
 
-/* As a caller has one that fdma_select() made. */
+/* Fills in the fields of the selection that fdma_select() would have set. */
 static inline void call_describe_selection(call *x, int64_t window, fdma_scope scope) {
     x->selection.window = window;
     x->selection.kv_len = x->selection.expiry.shape[2];
@@ -234,7 +235,7 @@ typedef struct call_sizes {
     int64_t tiles, width; /* of lists */
 } call_sizes;
 
-/* Of an axis, by its letter in core/signatures.c. */
+/* The length of an axis, by its letter in core/signatures.c. */
 static inline int64_t size_of_axis(const call_sizes *n, char letter) {
     const int64_t sizes[] = {
         ['b'] = n->batch,
@@ -251,7 +252,7 @@ static inline int64_t size_of_axis(const call_sizes *n, char letter) {
     return sizes[(int)letter];
 }
 
-/* `dtype` is that of q, k, v and out; a is float32. */
+/* `dtype` is that of q, k, v, out and dt_proj; the tensor `a` is always float32. */
 static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dtype) {
     switch (entry->dtypes) {
     case dtypes_int32:
@@ -266,8 +267,9 @@ static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dt
     }
 }
 
-/* Gives a call tensors of these sizes without data, all the optional ones or none. The fields that
- * are no tensors stay as they are; the selection is still to be described. */
+/* Gives a call tensors of these sizes, without data, with all the optional ones or none, and sets
+ * `size` and the pointer to the selection. Options stay as they are; call_describe_selection() is
+ * still to be called. */
 static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, bool with_optional) {
     const tensor_table table = fdma_tensors[x->operation];
     x->args.size = operations[x->operation].args_size;
@@ -305,8 +307,9 @@ static inline void call_select(call *x, int64_t window, fdma_scope scope, uint64
     CHECK_OK(run_select(&args));
 }
 
-/* Gives every tensor memory: inputs random numbers in [-1, 1), key_valid ones, outputs guard bytes
- * between guard bytes. An input selection is still to be made. */
+/* Gives every tensor memory. Inputs hold random numbers in [-1, 1), and key_valid holds ones.
+ * Outputs are full of guard bytes and lie between more of them. A selection that is an input holds
+ * no sensible numbers yet: see call_select(). */
 static inline void call_alloc(call *x, uint64_t *state) {
     const tensor_table table = fdma_tensors[x->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
@@ -366,8 +369,8 @@ static inline bool operation_takes(const char *operation, const char *kernel, fd
     return true;
 }
 
-/* The name under which tests force a kernel: of decode, which takes few rows only, that of its
- * build point, under which its tiles take the others. */
+/* The name by which tests force a kernel. A decode kernel takes few rows only, so it is forced by
+ * the name of its point, such as cpu/avx2: the tile kernel of that point takes all other calls. */
 static inline const char *forced_name(const char *name) {
     static char points[kernel_limit][32];
     const char *const end = strstr(name, "/decode");
@@ -381,8 +384,8 @@ static inline const char *forced_name(const char *name) {
     return points[n];
 }
 
-/* Of one operation and type: those of this machine's CPU, or of its device if that is tested. A
- * kernel of a device may still refuse a call: see call_takes(). */
+/* The kernels of an operation that tests run with a dtype: those of this machine's CPU, or of its
+ * device if that is tested. A kernel of a device may still refuse a call: see call_takes(). */
 static inline kernel_list kernels_for(const char *operation, fdma_dtype dtype) {
     static bool said[256];
     const bool on_device = test_backend.run != NULL;
@@ -409,7 +412,7 @@ static inline kernel_list kernels_of(const char *operation) {
     return kernels_for(operation, FDMA_FLOAT32);
 }
 
-/* The types that kernels compute in. Those of a device leave out the first. */
+/* The dtypes of tensors that kernels are tested with; on a device, from first_dtype() on. */
 static const fdma_dtype test_dtypes[] = {FDMA_FLOAT32, FDMA_FLOAT16, FDMA_BFLOAT16};
 enum { test_dtype_count = 3 };
 

@@ -9,7 +9,10 @@
 #include <stddef.h>
 #include <string.h>
 
-static bool applies_always(const check_problem *problem) { return problem->test != NULL; }
+static bool applies_always(const check_problem *problem) {
+    (void)problem;
+    return true;
+}
 
 /* Selections and lists depend on float32 scores alone, whatever the dtype of the case is: they are
  * checked for one dtype. */
@@ -136,7 +139,8 @@ static fdma_status judge_outputs(const check_problem *problem, const check_opera
     return status;
 }
 
-/* A device has code of its own for deterministic calls of backward; the CPU always is. */
+/* On a device, deterministic calls of backward run code of their own, which is judged as well. On
+ * the CPU every call is deterministic. */
 fdma_status check_judge(const check_problem *problem, const check_operation *operation,
                         const char *kernel, check_error *error) {
     if (operation == &check_operations[CHECK_SELECT])

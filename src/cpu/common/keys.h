@@ -1,10 +1,11 @@
 /* The keys that a tile visits, a block at a time: first, in ascending order, those that are live
- * from its first position to its last; then those that expire in between, the last to expire first;
- * then those that arrive in between, in ascending order. Neighbours in this order are kept by
- * nearly the same rows.
+ * from its first position to its last; then those that expire in between, in descending order of
+ * expiry; then those that arrive in between, in ascending order. Neighbours in this order are kept
+ * by nearly the same rows.
  *
- * Keys that arrived before a position are only lost after it. So the keys that any row of a tile
- * keeps are those that are live at its first position and those that arrive up to its last one.
+ * A key that is not live at a position and arrived before it never becomes live again. So the keys
+ * that any row of a tile keeps are those that are live at its first position and those that arrive
+ * up to its last one.
  * Snapshots of the live keys at every `step` positions make finding them O(window) for a tile. */
 #pragma once
 
@@ -14,7 +15,7 @@
 typedef struct snapshots {
     int64_t step;
     int64_t count;    /* of each (b, g) */
-    int64_t capacity; /* keys of one */
+    int64_t capacity; /* keys that one snapshot can hold */
     int32_t *keys;    /* [batch * kv_heads][count][capacity] */
     int32_t *length;  /* [batch * kv_heads][count] */
 } snapshots;
@@ -72,7 +73,7 @@ static void fill_snapshots(const fdma_problem *problem, const snapshots *all, in
 typedef struct key_cursor {
     const int32_t *live; /* from a snapshot */
     int64_t live_count;
-    int64_t next, end; /* then keys next to end - 1 */
+    int64_t next, end; /* then the keys from `next` to `end` - 1 */
     const int32_t *expiry;
     const uint8_t *valid;
     int32_t first_position, last_position;
@@ -81,7 +82,7 @@ typedef struct key_cursor {
     bool is_sorted;
 } key_cursor;
 
-/* Starts at the first key of a tile; the cursor holds nothing but its array yet. */
+/* Starts at the first key of a tile. Before the call only `expiring` of the cursor is set. */
 static void start_keys(const fdma_problem *problem, const snapshots *all, const row_range *rows,
                        key_cursor *cursor) {
     *cursor = (key_cursor){
@@ -131,7 +132,8 @@ static int32_t add_key(key_cursor *cursor, int32_t *keys, int32_t count, int32_t
     return count + visited;
 }
 
-/* Sorts by insertion, as there are few. Keys are taken from the end: the last to expire first. */
+/* Sorts by expiry, ascending, because next_keys() takes keys from the end; by insertion, because
+ * there are few. */
 static void sort_expiring(key_cursor *cursor) {
     for (int32_t n = 1; n < cursor->expiring_count && !cursor->is_sorted; n++) {
         const int32_t j = cursor->expiring[n];
@@ -226,7 +228,7 @@ INLINE void prefetch_rows(const void *const *rows, int count, int64_t byte) {
 }
 
 /* Lists the next key block; its count is 0 at the end. Entries beyond the last key are rows of
- * zeros that no lane keeps: the products take whole groups, and the prefetches all rows. */
+ * zeros that no lane keeps, because products read whole groups and prefetches read every entry. */
 static void list_keys(const fdma_problem *problem, const row_range *rows, key_cursor *cursor,
                       const tile_state *tile, key_list *list) {
     list->count = next_keys(cursor, list->key);
@@ -247,7 +249,7 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
  * prefetched. */
 typedef struct key_blocks {
     key_list *now, *next;
-    key_cursor cursor; /* behind the next */
+    key_cursor cursor; /* at the first key after those of `next` */
 } key_blocks;
 
 static key_blocks take_key_blocks(fdma_arena *arena) {

@@ -1,11 +1,11 @@
 /* Selection in one pass over the keys: the set of kept keys, and the worst of them.
  *
- * A key that enters a full set takes the slot of the worst. The set is stored in two structures. A
- * key that outranks all keys of the queue is appended to it, which costs next to nothing; any
- * other key goes into a tournament tree, at the leaf of its slot, whose root is the worst key of
- * the tree; that costs one path of log2(window) comparisons. Scores that rise or tie go to the
- * queue, random scores nearly all to the tree. Keys that may enter are found a block at a time,
- * without branches. */
+ * A key that enters a full set takes the slot of the worst. The set is stored in two structures, a
+ * queue and a tournament tree. A key that outranks all keys of the queue is appended to it, which
+ * costs next to nothing. Any other key goes into the tree, at the leaf of its slot, which costs one
+ * path of log2(window) comparisons; the root of the tree is its worst key. Keys whose scores rise
+ * or tie go to the queue; of keys in random order nearly all go to the tree. Keys that may enter
+ * are found a block at a time, without branches. */
 #pragma once
 
 #include "core/integers.h"
@@ -52,7 +52,7 @@ typedef struct kept_set {
     int64_t *tree;       /* [tree_size(slots)] orders; INT64_MAX for keys in the queue */
     int64_t *queue;      /* [ring + 1] orders, ascending from `head`; INT64_MAX at `tail` */
     uint32_t ring;       /* one less than a power of two */
-    uint32_t head, tail; /* modulo ring + 1 */
+    uint32_t head, tail; /* counters: an index into `queue` is one of them modulo ring + 1 */
     int64_t newest;      /* the last order that was appended to the queue */
     int64_t worst;       /* the least order of all */
 } kept_set;
@@ -96,16 +96,17 @@ static inline void replay(int64_t *tree, int64_t n, int64_t order) {
 
 /* Puts `order` into `slot`, which was that of the worst. */
 static inline void replace_worst(kept_set *set, int32_t slot, int64_t order) {
-    const bool leaves = set->worst == set->queue[set->head & set->ring];
-    set->head += leaves;
+    const bool was_queued = set->worst == set->queue[set->head & set->ring];
+    set->head += was_queued;
     const bool joins = join_queue(set, order);
-    if (!leaves || !joins)
+    if (!was_queued || !joins)
         replay(set->tree, set->slots + slot, joins ? INT64_MAX : order);
     find_worst(set);
 }
 
-/* A pass over a range of keys. Keys are numbered: those below `before` were kept when the range
- * began, the worst first, each in the slot of its number; the keys of the range follow. */
+/* A pass over a range of keys. It numbers the keys that it handles: 0 to before - 1 are those that
+ * were kept when the range began, the worst first, number n in slot n; the keys of the range follow
+ * from number `before` on. Orders in the set hold these numbers in place of key indices. */
 typedef struct select_pass {
     key_range keys;
     int32_t kv_len; /* the expiry of keys that are not evicted */
@@ -119,6 +120,7 @@ static void start_set(const select_pass *pass, kept_set *set) {
     set->head = set->tail = 0;
     set->newest = INT64_MIN;
     set->queue[0] = INT64_MAX;
+    // with one slot, only this writes the root's children, which enter_key() reads
     for (int64_t n = 0; n < tree_size(0); n++)
         set->tree[n] = INT64_MAX;
     for (int32_t n = 0; n < pass->before; n++) {
@@ -163,8 +165,8 @@ static inline int32_t slot_of(const select_pass *pass, int32_t number, bool any_
 }
 
 /* Key n of the range, whose order is `order`, evicts the worst. The next key to be evicted is
- * likely one of the root's children, so their slots are prefetched (slot[-1] where a child is
- * none). */
+ * likely one of the root's children, so their slots are prefetched. For a child that is no key of
+ * the range the address lies before the array, which does no harm to a prefetch. */
 static inline void enter_key(const select_pass *pass, kept_set *set, int32_t n, int64_t order,
                              bool any_before) {
     const int32_t evicted = key_of(set->worst), slot = slot_of(pass, evicted, any_before);
@@ -218,7 +220,7 @@ static void select_keys(const select_pass *pass, kept_set *set) {
     }
 }
 
-/* Writes the orders of the kept keys, in no order, after a pass over more keys than slots. Returns
+/* Writes the orders of the kept keys, unsorted, after a pass over more keys than slots. Returns
  * how many there are. */
 static int32_t list_kept(const kept_set *set, int64_t *orders) {
     int32_t count = 0;

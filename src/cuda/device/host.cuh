@@ -61,7 +61,8 @@ static inline bool is_aligned(const void *data, int64_t strides) {
 template <typename... Params, typename... Args>
 static fdma_status launch(const char *what, void (*kernel)(Params...), const launch_shape &shape,
                           const fdma_problem *problem, const Args &...args) {
-    enum { free_shared_bytes = 48 * 1024 }; // that a block has without setting an attribute
+    // of 48 KB that a block has without an attribute, what its static shared memory leaves
+    enum { free_shared_bytes = (48 - 16) * 1024 };
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
     config.gridDim = shape.grid;

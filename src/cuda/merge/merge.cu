@@ -20,10 +20,10 @@ struct merge_params {
 /* The lse of a merged row, and the weights of the two partial results in it. */
 struct merge_weights {
     float lse;
-    float of[2]; // 0: the partial result is empty, and its out is not read
+    float of[2]; // 0: the partial result is empty or negligible, and its out is not read
 };
 
-/* The lse or dlse of row i of a head, which counts the heads of all sequences. */
+/* The lse or dlse of query i. `head` numbers the query heads of all sequences. */
 __device__ static float *lse_at(const number_view<float> &view, const merge_params &params,
                                 int64_t head, int64_t i) {
     return view.at(head / params.heads, head % params.heads) + i;
@@ -41,7 +41,7 @@ __device__ static merge_weights find_weights(const merge_params &params, int64_t
     return {most + logf(sum), {x / sum, y / sum}};
 }
 
-/* Merges eight channels of a row. out: those of the partial results, 0 if one is empty. */
+/* Merges eight channels of a row. out: those of each partial result, or 0 if its weight is 0. */
 template <typename element>
 __device__ static void merge_channels(float (&merged)[vec_channels], float (&out)[2][vec_channels],
                                       const merge_params &params, const merge_weights &weights,
@@ -61,7 +61,7 @@ __device__ static void merge_channels(float (&merged)[vec_channels], float (&out
         merged[x] = fmaf(weights.of[0], out[0][x], weights.of[1] * out[1][x]);
 }
 
-/* Merges rows. row_lanes lanes take a row. */
+/* Merges all rows: row_lanes lanes work on one row. */
 template <typename element>
 static __global__ void __launch_bounds__(row_threads) merge_rows(const merge_params params) {
     const int64_t head = head_of_block();
@@ -110,6 +110,7 @@ static __global__ void __launch_bounds__(row_threads)
     const int64_t head = head_of_block();
     const int32_t i = blockIdx.x * block_rows + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
+    // no early return: row_sum() needs all lanes of the warp
     const bool there = head < params.all_heads && i < params.q_len;
     merge_weights weights = {};
     float sums[2] = {};
@@ -139,7 +140,7 @@ static fdma_partial merged_of(const fdma_problem *problem) {
 }
 
 static bool is_aligned(const partial_view &view) {
-    return is_aligned(view.out) && is_aligned(view.dout); // an absent tensor is
+    return is_aligned(view.out) && is_aligned(view.dout); // an absent tensor counts as aligned
 }
 
 static merge_params describe(const fdma_problem *problem) {
@@ -161,7 +162,8 @@ static bool has_float64(const fdma_partial &partial) {
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const int64_t most_queries = INT32_MAX - 1024; // the rows of the last thread block are int32_t
+    // so that the row numbers of the last thread block, also past the end, fit int32_t
+    const int64_t most_queries = INT32_MAX - 1024;
     if (problem->dtype == FDMA_FLOAT64 || has_float64(merged_of(problem)) ||
         has_float64(problem->partial[0]) || has_float64(problem->partial[1]))
         return "float64 tensors; supported: float32, float16, bfloat16, and float32 lse";

@@ -1,10 +1,11 @@
 /* Builds the lists and records of a plan (plan/plan.cuh) from a selection, on any device from
  * compute capability 8.0.
  *
- * Slots make a list a scatter, since every slot in use has one live key at any position. Each key
- * writes itself into every `block_lists`-th list at whose first position it is live. A thread block
- * then starts from such a list and rolls it through the lists up to the next one: at each position
- * one key arrives, and takes over the slot of the key that it evicts.
+ * Slots let keys be scattered into a list without conflicts, since every slot in use has one live
+ * key at any position. Only lists 0, block_lists, 2 * block_lists, ... are scattered: each key
+ * writes itself into those of them at whose first position it is live. A thread block then starts
+ * from one of them and rolls it through the lists before the next: at each position at most one key
+ * enters, in a free slot or in that of the key that it evicts.
  *
  * Source: docs/algorithm.md, slots. */
 #include "cuda/device/ptx.cuh"
@@ -15,8 +16,7 @@ static constexpr int record_threads = 256;
 static constexpr int roll_threads = 256;
 static constexpr int64_t least_block_lists = 4; // because scattering costs more than rolling
 static constexpr int64_t most_block_lists = 16;
-static constexpr int wanted_blocks = 264;    // two on each multiprocessor of a large device
-static constexpr int most_table = 48 * 1024; // slots whose table fits in shared memory
+static constexpr int wanted_blocks = 264; // two on each multiprocessor of a large device
 
 /* The selection, and how many lists a thread block builds. */
 struct selection_view {
@@ -114,7 +114,8 @@ static __global__ void __launch_bounds__(record_threads)
         scatter_key(plan, selection, of, list, (int32_t)j);
 }
 
-/* Entries of a global selection's list up to `position`. Entries ascend; an absent key counts. */
+/* How many of the first `count` entries of a global selection's list are keys up to `position`,
+ * absent ones included. Entries ascend by key. */
 __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_t position) {
     int32_t low = 0, high = count;
     while (low < high) {
@@ -157,11 +158,13 @@ static __global__ void __launch_bounds__(roll_threads)
 /* The state of a thread block that rolls through its lists. */
 struct roll_memory {
     int32_t *table;                         // [slots]: the live key, or -1; aligned to 16 bytes
-    int32_t live;                           // slots in use
-    int32_t arrivals[2][roll_threads / 32]; // that each warp counts; two lists in turn
+    int32_t live;                           // one more than the last slot in use
+    int32_t arrivals[2][roll_threads / 32]; // counted by each warp; even and odd lists
     // the slot of each key after the first list's first position; negative: it is not kept
     int32_t arriving[most_block_lists * list_queries];
 };
+
+static_assert(sizeof(roll_memory) <= 16 * 1024, "static shared memory; see launch()");
 
 /* Loads a scattered list. Entries that the selection does not confirm are left out, because they
  * may never have been written. */
@@ -181,7 +184,8 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
         atomicMax(&shared->live, live);
 }
 
-/* Loads the slots of the keys that arrive during the block's lists. */
+/* Loads the slots of the keys that arrive after `position`, within the query blocks of the `lists`
+ * lists that this thread block builds. */
 __device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
                                      const head_selection &of, int32_t position, int32_t lists,
                                      roll_memory *shared) {
@@ -206,7 +210,7 @@ __device__ static void write_live(const head_selection &of, int32_t *list,
 }
 
 /* Appends the keys that arrive after the first position of list t, ascending, and writes its
- * counts. `arriving` is at the first of them. They are fewer than the threads. */
+ * counts. `arriving` points to the slot of the first of them. They are fewer than the threads. */
 __device__ static void write_arrivals(const forward_plan &plan, const head_selection &of, int32_t t,
                                       const int32_t *arriving, int32_t *list, int2 *count,
                                       roll_memory *shared) {
@@ -252,6 +256,7 @@ static __global__ void __launch_bounds__(roll_threads)
     const head_selection of = selection_of(plan, selection, head);
     int32_t *const lists = plan.list + head * plan.list_head;
     if (threadIdx.x == 0) {
+        // a list that is not rolled any further is its own table
         shared.table =
             selection.block_lists > 1 ? (int32_t *)table : lists + first * plan.list_tile;
         shared.live = 0;
@@ -306,8 +311,8 @@ static int64_t list_size(const fdma_problem *problem) {
         return problem->kv_len;
     if (is_global(problem))
         return problem->window;
-    const int64_t inside = problem->q_len < list_queries ? problem->q_len : (int64_t)list_queries;
-    return problem->window + inside - 1;
+    const int64_t queries = problem->q_len < list_queries ? problem->q_len : (int64_t)list_queries;
+    return problem->window + queries - 1;
 }
 
 /* Lists have a window of keys for every query block. No check of a single tensor bounds that. */
@@ -329,10 +334,11 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||
         problem->batch * problem->q_heads > most_rows)
         return "more than 2^31 - 1025 queries, keys or heads";
-    const int64_t rows = problem->q_len * problem->group, tile_rows = 16; // of a kv head
+    const int64_t tile_rows = 16;                         // of the smallest tile
+    const int64_t rows = problem->q_len * problem->group; // of a kv head
     if (rows > INT32_MAX / 2 ||
         problem->batch * problem->kv_heads > INT32_MAX / (rows / tile_rows + 1))
-        return "more than 2^30 rows of a kv head, or 2^31 tiles of 16 rows";
+        return "2^30 or more rows of a kv head, or 2^31 or more tiles of 16 rows";
     if (is_listed(problem) && !is_present(&problem->slot))
         return "a selection without slots";
     if (has_vast_lists(problem))
@@ -371,8 +377,10 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.valid_batch = problem->key_valid.stride[0];
     selection.slots = (int32_t)problem->window;
     selection.block_lists = (int32_t)min(max(block_lists, least_block_lists), most_block_lists);
-    if (problem->window > most_table)
-        selection.block_lists = 1;
+    const int64_t room = fdma_cuda_device(problem->exec.device)->shared_bytes;
+    const int64_t table = problem->window * (int64_t)sizeof(int32_t);
+    if (table + (int64_t)sizeof(roll_memory) > room)
+        selection.block_lists = 1; // the table does not fit in shared memory
     selection.is_global = is_global(problem);
     return selection;
 }

@@ -7,12 +7,13 @@
 
 static constexpr int32_t no_key = (int32_t)no_row;
 
-/* The record of a key that no row of the tile keeps. A bias of -inf masks it at no cost, where an
+/* The record of a key that no row of the tile keeps. A bias of -inf masks it at no cost, whereas an
  * expiry would make the consumers compare positions. */
 __device__ static key_record masked_record(void) { return {INT32_MAX, -INFINITY}; }
 
-/* Splits a bias into bfloat16 terms. An infinite bias becomes three times the largest number, and
- * the sum of those is infinite. NaN becomes +inf: either makes a row that keeps the key NaN. */
+/* Splits a bias into bfloat16 terms. For an infinite bias each term is the largest finite number of
+ * its sign, and the sum of the three is infinite. NaN is treated as +inf, because either makes a
+ * row that keeps the key NaN. */
 __device__ static void write_bias(bias_octet *octet, int32_t column, float bias) {
     const bool is_finite = fabsf(bias) <= FLT_MAX;
     float rest = is_finite ? bias : bias < 0 ? -FLT_MAX : FLT_MAX;
@@ -44,6 +45,7 @@ template <class config> struct producer {
     }
 
     __device__ key_record fetch_record(const tile_list &keys, int32_t key) const {
+        // without records consumers may leave out the bias, so the expiry masks an absent key
         if (keys.records == NULL)
             return {key == no_key ? INT32_MIN : INT32_MAX, 0};
         return key == no_key ? masked_record() : keys.records[key];
@@ -60,13 +62,14 @@ template <class config> struct producer {
         kv.advance();
     }
 
-    /* Drops a key that has expired before the tile's first position, so that it is not read. */
+    /* Drops a key that has expired by the tile's first position, so that it is not read. */
     __device__ static void drop_expired(const row_tile &tile, own_key *own) {
         if (own->key != no_key && own->record.expiry <= tile.first)
             *own = {no_key, masked_record()};
     }
 
-    /* The positions of the tile at which a key is kept; past_tile stands for those after it. */
+    /* The positions of the tile at which a key is kept. As either end, past_tile stands for any
+     * position after the tile's last. */
     __device__ static position_range kept_positions(const forward_plan &plan, const row_tile &tile,
                                                     const own_key &own) {
         const int32_t end = own.record.expiry;
@@ -107,7 +110,8 @@ template <class config> struct producer {
         publish_tile(header);
     }
 
-    /* Hands a tile to the consumers, as soon as its queries have arrived. */
+    /* Publishes the header of a tile. The consumers start once its queries are copied too: this
+     * does not wait for them. */
     __device__ void publish_tile(tile_header header) {
         if (threadIdx.x == 0) {
             memory->header = header;
@@ -117,7 +121,8 @@ template <class config> struct producer {
         q.advance();
     }
 
-    /* Loads k one key block ahead of v, list entries two blocks ahead, records one. */
+    /* Loads k one key block ahead of v. Of the list, entries are fetched two key blocks ahead of k,
+     * and records one. */
     __device__ void load_tile(const forward_plan &plan, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
         const tile_list keys =
