@@ -5,10 +5,11 @@
  *
  * What it computes
  *
- *   Dense causal attention costs O(q_len * kv_len). Here each key has a score, learned from its
- *   value state, that does not depend on the query, and a query attends only to the `window` keys
- *   of highest score that it can see: O(q_len * window) time, linear memory, no mask of size
- *   q_len * kv_len. Scores may also enter the logits as a bias, which is how they are learned.
+ *   Dense causal attention costs O(q_len * kv_len). Here each key has a score, computed from its
+ *   value state with learned weights and independent of the query, and a query attends only to the
+ *   `window` keys of highest score that it can see: O(q_len * window) time, linear memory, no mask
+ *   of size q_len * kv_len. Scores may also enter the logits as a bias, which is how their weights
+ *   are learned.
  *
  *     fdma_score()     value states -> score and bias of each key
  *     fdma_select()    scores -> a selection, which says for each key which queries keep it
@@ -42,10 +43,10 @@
  *
  * Making a call
  *
- *   Fill the operation's argument struct and pass its address. `size` is the sizeof of the struct
- *   as the program was compiled, so that later versions can append fields. Start from {0}: a field
- *   left zero has its default, and a tensor left zero is absent. Fields named `reserved` must be
- *   zero.
+ *   Fill the operation's argument struct and pass its address. `size` is the size
+ *   of the struct that the program was compiled with, so that later versions can append fields.
+ *   Start from {0}: a field left zero has its default, and a tensor left zero is absent. Fields
+ *   named `reserved` must be zero.
  *
  *     fdma_attention_args args = {.size = sizeof args, .window = 2048, .causal = 1};
  *     args.q = fdma_tensor_4d(q, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
@@ -63,33 +64,35 @@
  *     if (fdma_attention(&args) != FDMA_OK)
  *         die(fdma_last_error());
  *
- * What all operations share. The block of an operation adds only what is its own.
+ * What all operations share. The comment on an operation adds only what is specific to it.
  *
- *   Shapes     beside each field of the argument struct. Tensors named after q, k, v and out,
- *              their gradients included, have one dtype: float32, float16 or bfloat16. head_dim is
- *              a multiple of 8 from 8 to 256, q_heads a multiple of kv_heads, and there are at most
- *              INT32_MAX keys.
- *   Units      scale multiplies logits; lse, bias and dbias are in nats; strides count elements.
+ *   Shapes     beside each field of the argument struct. All q, k, v and out of a call (out_a
+ *              and out_b too) and their gradients share one dtype: float32, float16 or bfloat16.
+ *              head_dim is a multiple of 8 from 8 to 256, q_heads a positive multiple of kv_heads,
+ *              and kv_len at most INT32_MAX.
+ *   Units      scale multiplies <q, k>; logits, lse, bias and dbias are in nats; strides count
+ *              elements.
  *   Ownership  The caller owns every buffer. A call allocates nothing, keeps no pointer, and writes
  *              nothing before all arguments are checked. On the CPU it has finished when it
  *              returns. On a device it does not wait: its tensors and workspace must stay until
- *              `stream` has passed the call.
+ *              the call's work on `stream` is done.
  *   Workspace  is scratch memory that the caller lends to a call: at least as many bytes as
- *              fdma_<operation>_workspace() says, linear in q_len and kv_len; none today for
- *              fdma_merge() and its gradients. It may have any alignment and contents. It must not
- *              overlap a tensor of the call, nor the workspace of a call that may run at the same
- *              time.
+ *              fdma_<operation>_workspace() says, for a given window linear in q_len and
+ *              kv_len; currently none for fdma_merge() and its gradients. It may have any alignment
+ *              and contents. It must not overlap a tensor of the call, nor the workspace of a call
+ *              that may run at the same time.
  *   Edge       NaN and infinity inside tensors are values, not errors. An output may not share
  *              elements with any other tensor: nothing works in place.
- *   Errors     Every call returns an fdma_status. If it is not FDMA_OK, fdma_last_error() has one
- *              line that names the argument, its value and what is wanted.
+ *   Errors     Every operation returns an fdma_status. If it is not FDMA_OK, fdma_last_error() has
+ *              one line: the argument, its value and what is wanted, or why no kernel takes it.
  *
  * Devices. exec.device is FDMA_CPU or FDMA_CUDA(n), a device of compute capability 8.0 or later.
  * All tensors and the workspace are then memory of that device; the argument structs are read
  * during the call and stay on the host. The call puts its work on `stream` and returns without
  * reading anything back, so a CUDA graph can capture it. On a device q, k, v, out and their
- * gradients are float16 or bfloat16: float32 tensors must be converted first. A selection whose
- * window is smaller than kv_len needs its slots there.
+ * gradients are float16 or bfloat16: convert float32 tensors first. Only fdma_merge() and its
+ * gradients take float32 there. To attend on a device, a selection whose window is smaller than
+ * kv_len needs its slots.
  *
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
@@ -98,8 +101,8 @@
  *
  * Traps
  *
- *   - FDMA_BIAS_EXP is the default. Its bias exp(z) overflows float32 to infinity above z = 88, and
- *     then out is NaN: keep `a` small, or use FDMA_BIAS_LINEAR.
+ *   - FDMA_BIAS_EXP is the default. Its bias exp(z) overflows float32 to infinity above z = 88.7,
+ *     and rows that keep such a key are NaN: keep `a` small, or use FDMA_BIAS_LINEAR.
  *   - The default scope of fdma_select() is causal, because it does not know `causal`. Pass
  *     FDMA_SCOPE_GLOBAL for attention that is not causal.
  *   - A selection holds only for the number of keys that it was made for. When a key is appended,
@@ -155,7 +158,7 @@ FDMA_API const char *fdma_version(void);
 /* Tensors */
 
 typedef enum fdma_dtype {
-    FDMA_FLOAT32 = 1,  /* of q, k, v and out: on the CPU only */
+    FDMA_FLOAT32 = 1,  /* q, k and v have it on the CPU only */
     FDMA_FLOAT16 = 2,  /* IEEE binary16, stored as uint16_t */
     FDMA_BFLOAT16 = 3, /* the upper half of a float32, stored as uint16_t */
     FDMA_FLOAT64 = 4,  /* the kernel "reference" only */
@@ -205,8 +208,8 @@ typedef struct fdma_exec {
     void *stream;          /* device only: a cudaStream_t; NULL is the default stream */
     const char *kernel;    /* NULL: the fastest kernel that supports the call. Otherwise a name, or
                               the beginning of one up to a '/': "cpu", "cpu/avx2". It forces kernels
-                              of that name or below it; an operation that has none of those uses
-                              those above it, so that one name serves a whole fused call */
+                              whose names begin with it; an operation that has none uses those with
+                              whose names it begins, so that one name serves a whole fused call */
     int32_t device;        /* FDMA_CPU or FDMA_CUDA(n): where all tensors are */
     int32_t threads; /* CPU only: at most this many; 0: OMP_NUM_THREADS as the first call finds
                               it, else the CPUs that this process may use */
@@ -241,7 +244,7 @@ typedef struct fdma_score_args {
  *             bias[b,g,j] = exp(z) or z
  *             softplus(x) = max(x, 0) + log1p(exp(-|x|))
  *  Shapes     dt_proj and a each have the dtype of v or are float32
- *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read, its z is -inf
+ *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read: its z is -inf
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_score(const fdma_score_args *args);
 
@@ -258,9 +261,10 @@ typedef enum fdma_scope {
  *  It is the whole dynamic mask in one number per key. As the position grows a key may be evicted
  *  by better ones, and it never returns; `expiry` is the first position at which it is gone. The
  *  query at position p keeps key j if j <= p and p < expiry[b,g,j]. expiry = kv_len: kept to the
- *  end; expiry = j: never kept. (Global scope without causal masking: kept if expiry = kv_len.)
+ *  end; expiry = j: never kept. (Global scope without causal masking: kept if expiry > j.)
  *  Kept keys have slots, numbers below `window`: a key that enters a full set takes over the slot
- *  of the key that it evicts, so the keys that a query keeps have distinct slots. -1: never kept.
+ *  of the key that it evicts, so the keys that a query keeps have distinct slots. A key that is
+ *  never kept has slot -1.
  *  The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
  *  Edge       a selection changed by hand gives wrong numbers, never an access out of bounds */
@@ -288,8 +292,8 @@ typedef struct fdma_select_args {
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
  *  Use it to keep a selection for several calls of fdma_forward(), or to see what is kept.
  *  Formula    order: higher score first; of equal scores the more recent key (larger j) first; NaN
- *             below everything; -0 and 0 are equal. Keys that are not valid are never counted and
- *             never kept.
+ *             below everything; -0 and 0 are equal. Keys that are not valid do not count in the
+ *             window and are never kept.
  *  Workspace  O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
  *             all of them; global scope: slots number the kept keys in ascending j
@@ -322,12 +326,12 @@ typedef struct fdma_lists_args {
  *  Workspace  O(threads * window)
  *  Edge       a listed key may not be kept by every query of the tile: test its expiry. Global
  *             scope: kept keys are live from their own position on, and their slots are in
- *             ascending order; without causal masking every list has all of them, live. p0 < 0
+ *             ascending order; without causal masking all of them are live in every list. p0 < 0
  *             (more queries than keys): no key is live, and keys arrive from key 0 on. Entries from
  *             count[1] on are not written. Exact: bit-equal on every backend. A selection changed
  *             by hand gives wrong lists, but their entries are still keys from 0 to kv_len - 1
  *  Errors     FDMA_INVALID_ARGUMENT also for too narrow a list, a negative q_len, a tile_len below
- *             1, a selection made for another length or scope, or without slots
+ *             1, a selection made for another kv_len or scope, or without slots
  *  Source     docs/algorithm.md, slots */
 FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
 
@@ -340,8 +344,8 @@ typedef struct fdma_forward_args {
     fdma_tensor out;                 /* output [batch, q_len, q_heads, head_dim] */
     fdma_tensor lse;                 /* output, optional [batch, q_heads, q_len] float32 */
     const fdma_selection *selection; /* NULL: dense, every visible key */
-    double scale;                    /* multiplies logits; 0: 1 / sqrt(head_dim) */
-    double softcap;                  /* c > 0: logits become c * tanh(logit / c); 0: off */
+    double scale;                    /* multiplies <q, k>; 0: 1 / sqrt(head_dim) */
+    double softcap;                  /* c > 0: x = scale * <q, k> becomes c * tanh(x / c); 0: off */
     int32_t causal; /* nonzero: a query sees only keys at positions up to its own */
     int32_t reserved;
     fdma_exec exec;
@@ -353,14 +357,15 @@ typedef struct fdma_forward_args {
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
  *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
  *             lse[b,h,i] = log sum_j exp(s[i,j])
- *  Workspace  O(threads * tile + batch * kv_heads * kv_len), nothing of size q_len * kv_len; for a
- *             few queries also some rows of out
+ *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
+ *             (kv_len + window * q_len / 128)); for a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
  *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
- *             valid or never kept are never read; sums may overflow, although the mean is finite,
- *             if |v| * kept keys * 2^11 exceeds the largest float32
+ *             valid or never kept are never read; sums may overflow, although out would be finite,
+ *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
+ *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
- *             a scale beyond float32, a selection made for another length or scope
+ *             a scale beyond float32, a selection made for another kv_len or scope
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
@@ -377,7 +382,7 @@ typedef struct fdma_attention_args {
     fdma_tensor bias;          /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_selection *selection; /* output, optional; its expiry is needed, its slot optional */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
-    fdma_scope scope;          /* FDMA_SCOPE_CAUSAL only where `causal` */
+    fdma_scope scope;          /* FDMA_SCOPE_CAUSAL only if `causal` is set */
     fdma_bias_form bias_form;
     double scale, softcap; /* as in fdma_forward_args */
     int32_t causal;
@@ -411,8 +416,8 @@ typedef struct fdma_backward_args {
     size_t size;                     /* sizeof(fdma_backward_args) */
     fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
     fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
-    fdma_tensor out;                 /* what fdma_forward() wrote, given the fields below: */
-    fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
+    fdma_tensor out;                 /* fdma_forward()'s, for the inputs below */
+    fdma_tensor lse;                 /* fdma_forward()'s: [batch, q_heads, q_len] float32 */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
     fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
@@ -423,12 +428,12 @@ typedef struct fdma_backward_args {
     double scale, softcap;           /* as in fdma_forward_args */
     int32_t causal;
     int32_t deterministic; /* nonzero: bit-equal from run to run; the CPU always is */
-    int32_t accumulate;    /* nonzero: dq, dk and dv are added to what they hold; dbias never */
+    int32_t accumulate;    /* nonzero: gradients are added to dq, dk and dv; dbias is overwritten */
     int32_t reserved;
     fdma_exec exec;
 } fdma_backward_args;
 
-/*! fdma_backward() - the gradients of fdma_forward() in q, k, v and bias.
+/*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v and bias.
  *  Use it to train with fdma_forward(). Every field that forward also has must be what it was then.
  *  Formula    P[i,j] = exp(s[i,j] - lse[i]) over kept keys
  *             delta[i] = <dout[i], out[i]> - dlse[i]
@@ -457,7 +462,7 @@ typedef struct fdma_score_backward_args {
     fdma_exec exec;
 } fdma_score_backward_args;
 
-/*! fdma_score_backward() - the gradients of fdma_score() in v, dt_proj and a, from that of bias.
+/*! fdma_score_backward() - from dbias to the gradients with respect to v, dt_proj and a.
  *  Use it after fdma_backward(), with the dbias that it wrote. v contributes to the loss twice, as
  *  a value and through its score, so dv is always added to what fdma_backward() has put there.
  *  Formula    dz = dbias * exp(z) or dbias;  da[g] = sum over b, j of dz softplus(dt)
@@ -465,8 +470,9 @@ typedef struct fdma_score_backward_args {
  *             ddt_proj[g, g' * head_dim + d] = sum over b, j of ddt[b,j,g] v[b,j,g',d]
  *             dv[b,j,g',d] += sum over g of ddt[b,j,g] dt_proj[g, g' * head_dim + d]
  *  Shapes     dtypes as in fdma_score()
- *  Edge       a key that is not valid, or whose dbias is exactly 0, contributes to no gradient,
- *             even if v is NaN, and its dv is not written; sums are bit-equal from run to run
+ *  Edge       a key that is not valid, or whose dbias is exactly 0 for every kv head, contributes
+ *             to no gradient, even if its v is NaN, and its dv is not written; sums are bit-equal
+ *             from run to run
  *  Errors     FDMA_INVALID_ARGUMENT also for FDMA_BIAS_NONE
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_score_backward(const fdma_score_backward_args *args);
@@ -475,8 +481,8 @@ typedef struct fdma_attention_backward_args {
     size_t size;                     /* sizeof(fdma_attention_backward_args) */
     fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
     fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
-    fdma_tensor out;                 /* what fdma_attention() wrote, given the fields below: */
-    fdma_tensor lse;                 /* [batch, q_heads, q_len] float32 */
+    fdma_tensor out;                 /* fdma_attention()'s, for the inputs below */
+    fdma_tensor lse;                 /* fdma_attention()'s: [batch, q_heads, q_len] float32 */
     fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
     fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor dt_proj;             /* [kv_heads, kv_heads * head_dim] */
@@ -495,8 +501,8 @@ typedef struct fdma_attention_backward_args {
 } fdma_attention_backward_args;
 
 /*! fdma_attention_backward() - the gradients of fdma_attention() in one call.
- *  Use it to train. With the fields of the forward call `args`, whose outputs fdma_attention()
- *  shows:
+ *  Use it to train. If `args` is the fdma_attention() call, with the outputs of the example
+ *  there:
  *
  *      fdma_attention_backward_args back = {.size = sizeof back, .causal = args.causal};
  *      back.dout = fdma_tensor_4d(dout, FDMA_BFLOAT16, batch, q_len, q_heads, head_dim);
@@ -509,7 +515,7 @@ typedef struct fdma_attention_backward_args {
  *      back.ddt_proj = fdma_tensor_2d(ddt_proj, FDMA_BFLOAT16, kv_heads, kv_heads * head_dim);
  *      back.da = fdma_tensor_1d(da, FDMA_FLOAT32, kv_heads);
  *
- *  then workspace and call as in "Making a call". Forward and backward may use one workspace.
+ *  then workspace and call as in "Making a call". Forward and backward can share a workspace.
  *
  *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward()
  *  Workspace  holds dbias and, if it is not given, the bias, and what the largest step needs
@@ -536,8 +542,8 @@ typedef struct fdma_merge_args {
  *  shards of a sequence on several devices. For more than two sets, merge again.
  *  Formula    lse = log(exp(lse_a) + exp(lse_b))
  *             out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
- *  Edge       lse of -inf: that partial result is empty and its out is not read; both: out = 0,
- *             lse = -inf; NaN in either lse makes the row NaN
+ *  Edge       lse_a = -inf: the partial result is empty and out_a is not read (b alike); both
+ *             -inf: out = 0, lse = -inf; NaN in either lse makes the row NaN
  *  Source     arXiv:2205.14135, section 3.1 */
 FDMA_API fdma_status fdma_merge(const fdma_merge_args *args);
 
@@ -550,7 +556,7 @@ typedef struct fdma_merge_backward_args {
     fdma_exec exec;
 } fdma_merge_backward_args;
 
-/*! fdma_merge_backward() - the gradients of fdma_merge() in both partial results.
+/*! fdma_merge_backward() - the gradients of fdma_merge() with respect to both partial results.
  *  Use it to train through fdma_merge(): give dout_a and dlse_a to the fdma_backward() of the first
  *  partial result as dout and dlse, and dout_b and dlse_b to that of the second.
  *  Formula    w = exp(lse_a - lse);  dout_a = w dout
@@ -562,9 +568,10 @@ FDMA_API fdma_status fdma_merge_backward(const fdma_merge_backward_args *args);
 /* Workspace */
 
 /*! fdma_score_workspace() and the like - the bytes of workspace that a call with these arguments
- *  needs. They look only at shapes, strides, dtypes and options, so data and workspace may still be
- *  NULL, and the answer serves every later call with the same ones.
- *  Errors     as the call itself, except FDMA_WORKSPACE_TOO_SMALL; *bytes is then not written */
+ *  needs. Data and workspace may still be NULL: the answer serves every later call with the same
+ *  shapes, strides, dtypes and options, wherever its data is.
+ *  Errors     as the call itself, but never FDMA_WORKSPACE_TOO_SMALL; on an error *bytes is not
+ *             written */
 FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
@@ -596,11 +603,12 @@ typedef struct fdma_kernel_info {
 
 /*! fdma_describe_kernel() - what kernel `index` does and whether it runs here.
  *  Ownership  the strings are constants
- *  Errors     FDMA_INVALID_ARGUMENT an index out of range, size not set */
+ *  Errors     FDMA_INVALID_ARGUMENT for an index out of range, a size not set */
 FDMA_API fdma_status fdma_describe_kernel(int32_t index, fdma_kernel_info *info);
 
 /*! fdma_score_kernel() and the like - the name, a constant, of the kernel that would run a call
- *  with these arguments. Data may be NULL and errors are as for fdma_score_workspace(). */
+ *  with these arguments. Data may be NULL, which counts as aligned: the choice may depend on the
+ *  alignment of data. Errors are as for fdma_score_workspace(). */
 FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char **name);
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
 FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);
@@ -633,20 +641,20 @@ FDMA_API fdma_status fdma_attention_kernel(const fdma_attention_args *args,
 FDMA_API fdma_status fdma_attention_backward_kernel(const fdma_attention_backward_args *args,
                                                     fdma_attention_backward_kernels *names);
 
-/*! fdma_device_count() - how many devices are usable: 1 for the CPU alone; else the CPU and
- *  FDMA_CUDA(0) to FDMA_CUDA(count - 2). */
+/*! fdma_device_count() - how many devices there are: 1 for the CPU alone; else the CPU and
+ *  FDMA_CUDA(0) to FDMA_CUDA(count - 2), of any compute capability. */
 FDMA_API int32_t fdma_device_count(void);
 
 typedef struct fdma_device_info {
     size_t size;        /* sizeof(fdma_device_info), set by the caller */
     char name[96];      /* such as "AMD EPYC 9R14" */
-    char features[256]; /* what kernels are chosen by, space-separated, such as "avx2 fma f16c" */
+    char features[256]; /* that kernels need, space-separated, such as "avx2 fma f16c" */
     int32_t cores;      /* logical CPUs that this process may use, or multiprocessors */
     int32_t reserved;
 } fdma_device_info;
 
-/*! fdma_describe_device() - name, features and size of a device, FDMA_CPU or FDMA_CUDA(n).
- *  Errors     FDMA_INVALID_ARGUMENT size not set, a device that is not there */
+/*! fdma_describe_device() - name, features and cores of a device, FDMA_CPU or FDMA_CUDA(n).
+ *  Errors     FDMA_INVALID_ARGUMENT for a size not set, a device that is not there */
 FDMA_API fdma_status fdma_describe_device(int32_t device, fdma_device_info *info);
 
 #ifdef __cplusplus

@@ -55,7 +55,8 @@ static fdma_status run(fdma_operation operation, const void *args) {
     const fdma_problem *const first = &call.steps.problems[0];
     FDMA_TRY(prepare(operation, args, check_all, &call));
     FDMA_REQUIRE(call.steps.lent >= call.workspace, FDMA_WORKSPACE_TOO_SMALL,
-                 "exec.workspace_size: is %zu bytes, want %zu", call.steps.lent, call.workspace);
+                 "exec.workspace_size: is %zu bytes, want %zu or more", call.steps.lent,
+                 call.workspace);
     for (int i = 0; i < call.steps.count; i++)
         FDMA_TRY(run_step(call.kernels[i], &call.steps.problems[i]));
     if (first->made != NULL) {
@@ -255,7 +256,8 @@ fdma_status fdma_describe_device(int32_t device, fdma_device_info *info) {
     const int32_t last = fdma_device_count() - 1;
     FDMA_REQUIRE(device >= 0, FDMA_INVALID_ARGUMENT, "device: is %d, want FDMA_CPU or FDMA_CUDA(n)",
                  device);
-    FDMA_REQUIRE(device <= last, FDMA_INVALID_ARGUMENT, "device: is %s, the last here is %s",
-                 fdma_device_text(device).text, fdma_device_text(last).text);
+    FDMA_REQUIRE(device <= last, FDMA_INVALID_ARGUMENT,
+                 "device: is %s, want at most %s, the last here", fdma_device_text(device).text,
+                 fdma_device_text(last).text);
     return device == FDMA_CPU ? fdma_describe_cpu(info) : fdma_describe_cuda(device, info);
 }

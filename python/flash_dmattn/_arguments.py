@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lse", "lse_a", "lse_b"), LSE_SHAPE),
 }
 INT32_RESULTS = ("expiry", "slot")
-FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b")  # float64 beside float64
+FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b")  # float64 if inputs are
 
 # Fields of the C structs whose names differ from the arguments'.
 FIELDS = {
@@ -57,7 +57,7 @@ CHOICES = {"scope": _library.SCOPES, "bias_form": _library.BIAS_FORMS}
 
 
 def differentiated(name: str) -> str | None:
-    """The tensor whose gradient `name` is; None if it is not a gradient."""
+    """The name of the tensor that `name` is the gradient of; None if it is no gradient."""
     return name[1:] if name.startswith("d") and name[1:] in SHAPES else None
 
 
@@ -86,7 +86,7 @@ def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
     """The size of each dimension, from the first tensor that has it.
 
     Raises:
-        ValueError: a tensor has another rank than its shape.
+        ValueError: a tensor does not have the rank that its name implies.
     """
     sizes: Sizes = {}
     for name, tensor in tensors.items():
@@ -170,8 +170,8 @@ def choose(name: str, value: str) -> int:
 
 
 def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) -> str:
-    """A message of the C library, which begins with the name of a field or of a dimension and a
-    colon, with the names of Python's arguments; for a dimension, with the tensor that has it."""
+    """Put Python's names into a message of the C library, which begins with the name of a field or
+    of a dimension and a colon. For a dimension, append the shape of a tensor that has it."""
     field, colon, rest = message.partition(": ")
     shown = {field_of(name): SHOWN.get(name, name) for name in (*tensors, *options)}
     shown["exec.kernel"] = "backend"

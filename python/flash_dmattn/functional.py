@@ -60,7 +60,7 @@ class Selection(NamedTuple):
 
 
 def get_available_backends() -> list[str]:
-    """Values of `backend` on this machine, the preferred one first.
+    """The values that `backend` can have on this machine, the preferred one first.
 
     A kernel's whole name, such as "cpu/avx2", may be given as `backend` too. "cuda" is for
     tensors of CUDA devices, the others are for those of the CPU.
@@ -94,8 +94,11 @@ def _scale(softmax_scale: float | None) -> float:
     """softmax_scale as fdma.h has it, in which 0 means the default."""
     if softmax_scale is None:
         return 0.0
-    if softmax_scale == 0:
-        raise ValueError("softmax_scale: is 0, want a positive number, or None for the default")
+    # PyTorch refuses what is not a number, with a message of its own
+    if isinstance(softmax_scale, (int, float)) and not softmax_scale > 0:
+        raise ValueError(
+            f"softmax_scale: is {softmax_scale:g}, want a positive number, or None for the default"
+        )
     return softmax_scale
 
 
@@ -113,8 +116,9 @@ def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
 
 
 def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
-    """`rows` in autocast's dtype if autocast is on. `weights` in float32 stay as they are, because
-    kernels support them beside rows of any dtype. `name` is that of rows[0]."""
+    """`rows` (query, key and value) and `weights` (dt_proj, a_coef) in autocast's dtype if autocast
+    is on. float32 weights stay as they are: kernels support them beside any dtype of the others.
+    `name` is that of rows[0]."""
     if not isinstance(rows[0], torch.Tensor):
         raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
     device = rows[0].device.type
@@ -153,10 +157,11 @@ def score(
         backend: one of get_available_backends() or a kernel's name; None for the fastest.
 
     Returns:
-        score and bias, both [batch, kv_heads, kv_len] float32 (float64 for float64). The bias is
-        added to logits in nats; it is None if bias_form is "none".
+        score and bias, both [batch, kv_heads, kv_len] float32 (float64 if value is). The bias, in
+        nats, is added to logits; it is None if bias_form is "none".
 
     Raises:
+        TypeError: a value that is not a tensor.
         ValueError: shapes or devices that are inconsistent, or an unknown bias_form.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
@@ -207,7 +212,7 @@ def select(
 
     Example:
         >>> scores = torch.tensor([[[3.0, 1.0, 2.0, 0.0]]])
-        >>> flash_dmattn.select(scores, 2).expiry  # key 1 leaves when key 2 arrives
+        >>> flash_dmattn.select(scores, 2).expiry  # key 2 evicts key 1
         tensor([[[4, 2, 4, 3]]], dtype=torch.int32)
 
     Source: arXiv:2508.02124, section 3.
@@ -238,7 +243,7 @@ def attention(
             multiple of 8 up to 256. Query i has position i + kv_len - q_len.
         key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
         value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
-        bias: optional [batch, kv_heads, kv_len] float32 (float64 for float64), added to the logits.
+        bias: optional [batch, kv_heads, kv_len] float32 (float64 if query is), added to the logits.
         selection: from select(). Its scope must be "global" unless `causal` is set.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         causal: a query sees only keys at positions up to its own.
@@ -250,7 +255,7 @@ def attention(
 
     Returns:
         out [batch, q_len, q_heads, head_dim] of query's dtype, and lse [batch, q_heads, q_len],
-        float32 (float64 for float64), in nats. A query that keeps no key has out = 0 and
+        float32 (float64 if query is), in nats. A query that keeps no key has out = 0 and
         lse = -inf.
 
     Raises:
@@ -274,6 +279,8 @@ def attention(
         if not isinstance(selection, Selection):
             raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
         expiry, slot, window, scope = selection
+        if scope not in _library.SCOPES:
+            raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return ops.ATTENTION.op(
         *_autocast("query", (query, key, value)),
         bias,
@@ -304,7 +311,7 @@ def merge(
 
     Args:
         out_a: [batch, q_len, q_heads, head_dim], attention over the first set.
-        lse_a: [batch, q_heads, q_len] float32 (float64 for float64), in nats. Where it is -inf the
+        lse_a: [batch, q_heads, q_len] float32 (float64 if out_a is), in nats. Where it is -inf the
             query has no key in this set, and its out_a is not read.
         out_b: like out_a, over the second set.
         lse_b: like lse_a.
@@ -378,11 +385,11 @@ def flash_dma_attention(
 
     Returns:
         out [batch, q_len, q_heads, head_dim], of query's dtype; with return_lse a pair of out and
-        lse [batch, q_heads, q_len], float32 (float64 for float64), in nats. A query that keeps no
+        lse [batch, q_heads, q_len], float32 (float64 if query is), in nats. A query that keeps no
         key has out = 0 and lse = -inf.
 
     Raises:
-        TypeError: a keep_window_size that is not an int.
+        TypeError: a query that is not a tensor, or a keep_window_size that is not an int.
         ValueError: shapes, devices or options that are inconsistent.
         NotImplementedError: dropout, probabilities, or a dtype, head_dim or backend that no kernel
             on this machine supports.
@@ -412,11 +419,11 @@ def flash_dma_attention(
     if scope is None:
         scope = "causal" if causal else "global"
     elif scope == "causal" and not causal:
-        raise ValueError("scope: is 'causal', want 'global' where causal is False")
+        raise ValueError("scope: is 'causal', want 'global' if causal is False")
     window, scale = check_window("keep_window_size", keep_window_size), _scale(softmax_scale)
     options = (key_valid, window, scope, bias_form, causal, scale, softcap)
-    records = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not records and not return_lse:
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not needs_gradients and not return_lse:
         return ops.FUSED_OUT.op(*tensors, *options, backend)
     out, lse, *_ = ops.FUSED.op(*tensors, *options, deterministic, backend)
     return (out, lse) if return_lse else out

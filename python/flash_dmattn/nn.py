@@ -1,6 +1,6 @@
 """Layers for models: dynamic mask attention with its projections.
 
-The words are those of fdma.h; `hidden` is the width of the hidden states, `heads` is q_heads.
+The terms are those of fdma.h; `hidden` is the width of the hidden states, `heads` is q_heads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tenso
     Args:
         x: [batch, len, heads, head_dim].
         positions: [batch or 1, len] integers.
-        base: of the angles, which are in radians. They are float32 whatever dtype x has: a 16-bit
-            type does not tell positions above 256 apart.
+        base: of the angles, which are in radians. They are float32 whatever dtype x has: bfloat16
+            cannot tell all positions above 256 apart.
 
     Returns:
         A tensor like x.
@@ -45,13 +45,13 @@ class DynamicMaskAttention(nn.Module):
     """Self-attention in which every query attends to its `window` best keys, with projections.
 
         q, k, v = rotate(q_proj(x)), rotate(k_proj(x)), v_proj(x)
-        bias = exp(A * softplus(dt_proj(v)))
-        forward(x) = o_proj(softmax(scale * <q, k> + bias) v), over the kept keys: of the keys that
-            a query can see, the `window` keys of highest bias
+        score = A * softplus(dt_proj(v))
+        forward(x) = o_proj(softmax(scale * <q, k> + exp(score)) v), over the kept keys: of the keys
+            that a query can see, the `window` keys of highest score
 
     A is initialised with zeros. All keys then have equal scores, so that the most recent ones are
-    kept: training starts from a sliding window of `window` keys, and learns which keys to keep
-    longer.
+    kept: training starts (if causal) from a sliding window of `window` keys, and learns which keys
+    to keep longer.
 
     Args:
         hidden: width of the hidden states.
@@ -64,12 +64,13 @@ class DynamicMaskAttention(nn.Module):
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias; dt_proj has none.
         rope_base: base of the rotary angles; None for no position embedding.
-        softmax_scale: multiplies logits; None for 1 / sqrt(head_dim).
-        softcap: c > 0 makes a logit c * tanh(logit / c); 0 for none.
+        softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
+        softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
+            for none.
         device: of the parameters.
         dtype: of the parameters: float32, float16 or bfloat16 (float64 on the CPU, slowly).
 
-    Parameters, which are also the keys of the state_dict (with `bias`, the first four projections
+    Parameters, by their names, which are the keys of the state_dict (with `bias`, the first four
     have a .bias too):
         q_proj.weight   [heads * head_dim, hidden]
         k_proj.weight   [kv_heads * head_dim, hidden]
@@ -110,7 +111,10 @@ class DynamicMaskAttention(nn.Module):
         for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
             require(size >= 1, f"{name}: is {size}, want 1 or more")
         divides = head_dim is not None or hidden % heads == 0
-        require(divides, f"hidden: is {hidden}, want a multiple of heads, {heads}, or a head_dim")
+        require(
+            divides,
+            f"hidden: is {hidden}, want a multiple of heads, {heads}, if head_dim is None",
+        )
         require(
             heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}"
         )
@@ -175,17 +179,17 @@ class DynamicMaskAttention(nn.Module):
             x.shape[2] == self.hidden,
             f"x: axis 2 has {x.shape[2]} elements, want {self.hidden}; {shape}",
         )
-        rows = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
-        query = self.q_proj(x).unflatten(2, rows[0])
-        key = self.k_proj(x).unflatten(2, rows[1])
-        value = self.v_proj(x).unflatten(2, rows[1])
+        q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        query = self.q_proj(x).unflatten(2, q_shape)
+        key = self.k_proj(x).unflatten(2, kv_shape)
+        value = self.v_proj(x).unflatten(2, kv_shape)
         if self.rope_base is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1], device=x.device)[None]
             fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
             fits = fits and positions.shape[1] == x.shape[1]
             shape = list(positions.shape)
-            require(fits, f"positions: is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
+            require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
             query, key = (rotate(one, positions, self.rope_base) for one in (query, key))
         out = self.attend(query, key, value, key_valid)
         return self.o_proj(out.flatten(2))

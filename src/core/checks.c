@@ -110,7 +110,8 @@ static int64_t most_listed(const fdma_problem *problem) {
 static fdma_status check_sizes(const fdma_problem *problem) {
     FDMA_REQUIRE(!is_attending(problem->operation) ||
                      (problem->q_heads > 0 && problem->q_heads % problem->kv_heads == 0),
-                 FDMA_INVALID_ARGUMENT, "q_heads: is %lld, want a multiple of kv_heads, %lld",
+                 FDMA_INVALID_ARGUMENT,
+                 "q_heads: is %lld, want a positive multiple of kv_heads, %lld",
                  (long long)problem->q_heads, (long long)problem->kv_heads);
     FDMA_REQUIRE(!problem->selected || problem->scope == FDMA_SCOPE_GLOBAL ||
                      problem->q_len <= problem->kv_len,

@@ -137,7 +137,7 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
                                name_match match) {
     const bool usable = is_any_usable(backends, problem, match);
     const char *const verb = usable ? "does not support" : "needs";
-    const char *const end = usable ? "" : ", which this machine lacks";
+    const char *const end = usable ? "" : ", which is missing here";
     const call_text call = describe_call(problem);
     const char *const forced = problem->exec.kernel;
     char subject[300] = "the library";
@@ -151,8 +151,8 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
     }
     if (forced != NULL)
         snprintf(subject, sizeof subject, "exec.kernel %s", fdma_quote(forced).text);
-    FDMA_REQUIRE(list.first != NULL, FDMA_UNSUPPORTED, "%s: %s has no such kernel", call.text,
-                 subject);
+    FDMA_REQUIRE(list.first != NULL, FDMA_UNSUPPORTED, "%s: %s has no kernel for this call",
+                 call.text, subject);
     if (list.several)
         return fdma_fail(FDMA_UNSUPPORTED, "%s: %s%s%s%s", call.text, forced ? subject : "",
                          forced ? ": " : "", list.text, end);

@@ -63,7 +63,8 @@ fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const
     const fdma_tensor workspace = workspace_of(exec);
     for (size_t i = 0; i < count; i++) {
         FDMA_REQUIRE(!may_overlap(tensors[i].tensor, &workspace), FDMA_INVALID_ARGUMENT,
-                     "exec.workspace: overlaps %s, want memory of its own", tensors[i].name);
+                     "exec.workspace: shares memory with %s, want memory of its own",
+                     tensors[i].name);
         for (size_t other = 0; other < count && tensors[i].output; other++) {
             const bool counts = other != i && !(tensors[other].output && other < i);
             FDMA_REQUIRE(!counts || !may_overlap(tensors[i].tensor, tensors[other].tensor),

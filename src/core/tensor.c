@@ -107,7 +107,7 @@ static fdma_status check_strides(const char *name, const fdma_tensor *tensor) {
     overflow |= extent > INT64_MAX - (int64_t)((uintptr_t)tensor->data & INT64_MAX);
     overflow |= elements > most_bytes; // so that sums of sizes stay far below 2^63
     FDMA_REQUIRE(!overflow, FDMA_INVALID_ARGUMENT,
-                 "%s: its size overflows int64, want at most 2^48 bytes", name);
+                 "%s: is too large for int64 sums, want at most 2^48 bytes", name);
     return FDMA_OK;
 }
 
@@ -142,7 +142,7 @@ fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool 
     FDMA_REQUIRE(tensor->data != NULL, FDMA_INVALID_ARGUMENT, "%s: data is NULL, want its elements",
                  name);
     FDMA_REQUIRE((uintptr_t)tensor->data % fdma_dtype_size(tensor->dtype) == 0,
-                 FDMA_INVALID_ARGUMENT, "%s: data %p is not aligned to its %zu-byte elements", name,
-                 tensor->data, fdma_dtype_size(tensor->dtype));
+                 FDMA_INVALID_ARGUMENT, "%s: data is %p, want it aligned to its %zu-byte elements",
+                 name, tensor->data, fdma_dtype_size(tensor->dtype));
     return FDMA_OK;
 }

@@ -1,8 +1,8 @@
 /* A pool of threads that all calls share. They sleep while there is nothing to do.
  *
  * A call posts a job and works on it at once; workers that wake up in time join it. A counter hands
- * out the tasks, so a call waits only for tasks that have begun, and never for a worker that has no
- * core to run on. */
+ * out the tasks, so a call waits only for tasks that have begun, and never for a worker that has
+ * not woken up yet. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE // sched_getaffinity()
 #endif
@@ -41,7 +41,7 @@ int32_t fdma_usable_cpus(void) {
 
 enum {
     most_threads = 1024,
-    spin_ns = 50000, // that a thread spins before it sleeps: waking it takes as long
+    spin_ns = 50000, // how long a thread spins before it sleeps
 };
 
 /* One call of fdma_parallel_for(). */
@@ -52,7 +52,7 @@ typedef struct parallel_job {
     _Atomic int64_t next;       // the next task to hand out
     _Atomic int32_t working;    // workers that have joined and not left
     int32_t threads;            // that may join, the caller included
-    int32_t joined;             // that have joined, also if they have left
+    int32_t joined;             // that have joined, even if they have left; the caller counts
     struct parallel_job *later; // the next job of the pool
 } parallel_job;
 
@@ -101,7 +101,7 @@ static void run_tasks(parallel_job *job, int32_t thread) {
     restore_modes(modes);
 }
 
-/* The mutex is locked before and after this function, and wait_for_post(). */
+/* This function and wait_for_post() are called, and return, with the mutex locked. */
 static void join_job(parallel_job *job) {
     const int32_t thread = job->joined++;
     job->working++;
@@ -245,7 +245,7 @@ int32_t fdma_thread_count(int32_t asked, int64_t tasks) {
 #endif
 
 int32_t fdma_worthwhile_threads(int32_t asked, int64_t tasks, int64_t microseconds) {
-    enum { least_microseconds = 100 }; // of a thread: to wake it and to wait for it take up to 10
+    enum { least_microseconds = 100 }; // of work per thread: waking it and waiting take up to 10
     return fdma_thread_count(asked, min(tasks, 1 + microseconds / least_microseconds));
 }
 

@@ -9,14 +9,13 @@ int32_t fdma_cuda_count(void) { return 0; }
 
 fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info) {
     (void)info;
-    return fdma_fail(FDMA_UNSUPPORTED, "device: is %s, but this library is built for the CPU alone",
+    return fdma_fail(FDMA_UNSUPPORTED, "device: is %s, but this library is built without CUDA",
                      fdma_device_text(device).text);
 }
 
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     (void)depth;
-    return fdma_fail(FDMA_UNSUPPORTED,
-                     "exec.device: is %s, but this library is built for the CPU alone",
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.device: is %s, but this library is built without CUDA",
                      fdma_device_text(problem->exec.device).text);
 }
 

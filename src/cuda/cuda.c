@@ -78,15 +78,15 @@ static bool is_capable(const fdma_problem *problem, int32_t least, int32_t most)
 }
 
 const char *fdma_missing_sm80(void) {
-    return has_capability(80, INT32_MAX) ? NULL : "a device of compute capability 8.0";
+    return has_capability(80, INT32_MAX) ? NULL : "a device of compute capability 8.0 or later";
 }
 
 const char *fdma_missing_sm90(void) {
-    return has_capability(90, INT32_MAX) ? NULL : "a device of compute capability 9.0";
+    return has_capability(90, INT32_MAX) ? NULL : "a device of compute capability 9.0 or later";
 }
 
 const char *fdma_missing_sm90a(void) {
-    return has_capability(90, 90) ? NULL : "a device of compute capability 9.0 and no other";
+    return has_capability(90, 90) ? NULL : "a device of exactly compute capability 9.0";
 }
 
 const char *fdma_refuses_before_sm80(const fdma_problem *problem) {
@@ -111,8 +111,9 @@ static fdma_status check_there(const char *name, int32_t device) {
         return fail_driver(name, here->status);
     FDMA_REQUIRE(here->count > 0, FDMA_CUDA_ERROR, "%s: is %s, %s", name,
                  fdma_device_text(device).text, cudaGetErrorString(cudaErrorNoDevice));
-    FDMA_REQUIRE(device <= here->count, FDMA_INVALID_ARGUMENT, "%s: is %s, the last here is %s",
-                 name, fdma_device_text(device).text, fdma_device_text(here->count).text);
+    FDMA_REQUIRE(device <= here->count, FDMA_INVALID_ARGUMENT,
+                 "%s: is %s, want at most %s, the last here", name, fdma_device_text(device).text,
+                 fdma_device_text(here->count).text);
     return FDMA_OK;
 }
 

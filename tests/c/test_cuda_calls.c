@@ -104,7 +104,7 @@ static void memory_of_another_device_is_refused(void) {
 
 static void devices_and_kernels_elsewhere_are_refused(void) {
     static const expectation no_device = {
-        FDMA_INVALID_ARGUMENT, {"exec.device", "the last here is"}, 0};
+        FDMA_INVALID_ARGUMENT, {"exec.device", "the last here"}, 0};
     static const expectation no_kernel = {FDMA_UNSUPPORTED, {"exec.kernel", "cpu"}, 0};
     call x;
     make_there(&x, operation_forward, FDMA_BFLOAT16);

@@ -199,10 +199,11 @@ static const struct {
      "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/any/one does not support many "
      "queries"},
     {"cpu/sse9", operation_forward, 2, NULL,
-     "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 needs avx9, which this "
-     "machine lacks"},
+     "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 needs avx9, which is "
+     "missing here"},
     {"cpu/sse9", operation_score, 2, NULL,
-     "score (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 has no such kernel"},
+     "score (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 has no kernel for "
+     "this call"},
     {"cpu/sse", operation_forward, 1, NULL,
      "exec.kernel: no kernel is named cpu/sse, want one of cpu/sse9, cpu/any, cuda/sm1"},
     {"\x1b[31m\xff\n", operation_forward, 1, NULL,

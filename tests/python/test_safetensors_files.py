@@ -55,10 +55,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     (dict(shape=[1]), "8 bytes of data do not fit its shape"),
     (dict(data_offsets=[8]), "data_offsets is not two"),
     (dict(data_offsets=[0, 8, 8]), "data_offsets is not two"),
-    (dict(data_offsets=[8, 0]), "[8, 0] are outside"),
+    (dict(data_offsets=[8, 0]), "[8, 0] are no range"),
     (dict(data_offsets=[-8, 0]), "data_offsets is not two"),
     (dict(data_offsets=[0, 2**60]), "data_offsets is not two"),
-    (dict(data_offsets=[8, 16]), "[8, 16] are outside"),
+    (dict(data_offsets=[8, 16]), "[8, 16] are no range"),
     (dict(strides=[1]), "unknown field 'strides'"),
 ]
 MALFORMED = {
@@ -71,7 +71,7 @@ MALFORMED = {
     "length above the limit": (pack(entry(), DATA, 10**8 + 1), "more than the limit of"),
     "length too small": (pack(entry(), DATA, 20), "the header is not JSON"),
     "length too large": (pack(entry(), DATA, len(json.dumps(entry())) + 4), "header"),
-    "truncated data": (pack(entry(), DATA[:-1]), "'x': data_offsets [0, 8] are outside"),
+    "truncated data": (pack(entry(), DATA[:-1]), "'x': data_offsets [0, 8] are no range"),
     "no JSON": (pack(b"{x}"), "not a safetensors file: the header is not JSON at byte 10"),
     "an array": (pack(b"[]"), "does not begin with '{'"),
     "text after the end": (pack(b"{} {}"), "text after its end, at byte 11"),

@@ -20,7 +20,7 @@ static arena_block *arena;
 void *check_alloc(int64_t count, size_t size) {
     arena_block *block = calloc(1, sizeof *block + (size_t)count * size);
     if (block == NULL) {
-        print_error("fdma check: out of memory");
+        print_error("fdma check: not enough memory");
         exit(EXIT_FAILED);
     }
     block->next = arena;

@@ -44,7 +44,7 @@ void *allocate(size_t bytes) {
     const size_t rounded = (bytes + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
     void *memory = rounded > bytes ? aligned_alloc(ALIGNMENT, rounded) : NULL;
     if (memory == NULL) {
-        print_error("fdma: no memory for %zu bytes", bytes);
+        print_error("fdma: not enough memory for %zu bytes", bytes);
         exit(EXIT_FAILED);
     }
     return memset(memory, 0, rounded);

@@ -32,7 +32,7 @@ static void use(int32_t device) { must(cudaSetDevice(device - 1), "cudaSetDevice
 
 static void *allocate_on_device(size_t bytes) {
     void *memory = NULL;
-    must(cudaMalloc(&memory, bytes > 0 ? bytes : 1), "device memory");
+    must(cudaMalloc(&memory, bytes > 0 ? bytes : 1), "cudaMalloc");
     must(cudaMemset(memory, 0, bytes), "cudaMemset");
     return memory;
 }
@@ -40,7 +40,7 @@ static void *allocate_on_device(size_t bytes) {
 static void free_on_device(void *memory) { must(cudaFree(memory), "cudaFree"); }
 
 static void copy_on_device(void *to, const void *from, size_t bytes) {
-    must(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "a copy");
+    must(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
 }
 
 static void wait_for_device(void) { must(cudaDeviceSynchronize(), "a kernel"); }

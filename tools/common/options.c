@@ -64,7 +64,8 @@ static int store_choice(const command_line *command, const option *known, const 
             *index = i;
             return OPTIONS_READ;
         }
-        used += (size_t)snprintf(words + used, sizeof words - used, " %s", known->choices[i]);
+        used += (size_t)snprintf(words + used, sizeof words - used, "%s %s", used > 0 ? "," : "",
+                                 known->choices[i]);
     }
     print_error("%s: %s is '%s', want one of%s", command->name, known->name, text, words);
     return EXIT_USAGE;

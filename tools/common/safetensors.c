@@ -142,8 +142,8 @@ static int read_offsets(const cJSON *offsets, uint64_t data_bytes, safetensors_e
                       entry->name);
     if (entry->begin > end || end > data_bytes)
         return refuse(message,
-                      "tensor '%.64s': data_offsets [%" PRIu64 ", %" PRIu64 "] are outside the"
-                      " file's %" PRIu64 " bytes of data",
+                      "tensor '%.64s': data_offsets [%" PRIu64 ", %" PRIu64 "] are no range"
+                      " of the file's %" PRIu64 " bytes of data",
                       entry->name, entry->begin, end, data_bytes);
     entry->bytes = end - entry->begin;
     return 0;
@@ -195,7 +195,8 @@ static int check_metadata(const cJSON *metadata, message_buffer message) {
     const cJSON *text;
     cJSON_ArrayForEach(text, metadata) {
         if (!cJSON_IsString(text))
-            return refuse(message, "__metadata__: '%.64s' is not a string", text->string);
+            return refuse(message, "__metadata__: the value of '%.64s' is not a string",
+                          text->string);
     }
     return 0;
 }

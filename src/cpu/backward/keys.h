@@ -6,16 +6,16 @@
 #include "cpu/backward/tile.h"
 
 typedef struct key_table {
-    int64_t count;    /* of rows; one more is for keys that get none, of unsound selections */
+    int64_t count;    /* rows; one more, row `count`, is for keys of unsound selections */
     int64_t width;    /* head_dim, rounded up to whole vectors */
     int64_t row_size; /* floats: dk, not yet scaled; dv; and the lanes of dbias */
     float *sums;      /* [count + 1][row_size] */
-    int32_t *row_of;  /* [kv_len]: of keys that have one */
+    int32_t *row_of;  /* [kv_len]: the row of each key before `next`; `count` if it has none */
     int32_t *spare;   /* [count]: rows without a key */
     int32_t *live;    /* [count]: keys with a row, in ascending order */
     int64_t spare_count, live_count;
     int64_t next;      /* the first key that has not been looked at */
-    int64_t first_key; /* of the sweep; those before it keep their rows to its end */
+    int64_t first_key; /* that arrives in the sweep; earlier keys hold their rows to its end */
 } key_table;
 
 /* The rows of a table: for the keys of one window, for as many again that were live before the
@@ -30,7 +30,7 @@ static int64_t table_width(const fdma_problem *problem) {
     return round_up(tile_dim(problem), vf_width);
 }
 
-/* The floats of the sums of a table. */
+/* How many floats the sums of a table take. */
 static int64_t table_floats(const fdma_problem *problem, int64_t rows) {
     return (rows + 1) * (2 * table_width(problem) + vf_width);
 }
@@ -66,7 +66,7 @@ static void write_dbias(const fdma_problem *problem, const row_range *rows, int6
         *float_at(&problem->dbias, rows->b, rows->g, j) = sum;
 }
 
-/* The gradients of a key that no later query keeps. */
+/* Writes the gradients of a key that no later query keeps. */
 static void write_sums(const fdma_problem *problem, const row_range *rows, const key_table *table,
                        int64_t j, const float *sums) {
     const fdma_tensor *const dk = &problem->dk, *const dv = &problem->dv;
@@ -82,7 +82,7 @@ static void write_key(const fdma_problem *problem, const row_range *rows, const 
         write_sums(problem, rows, table, j, sums_of(table, table->row_of[j]));
 }
 
-/* The gradients of a key that no query keeps. */
+/* Writes the gradients, 0, of a key that no query keeps. */
 static void write_zeros(const fdma_problem *problem, const row_range *rows, int64_t j) {
     const fdma_tensor *const tensors[] = {&problem->dk, &problem->dv};
     const size_t bytes = (size_t)problem->head_dim * fdma_dtype_size(problem->dtype);
@@ -130,7 +130,7 @@ static void admit_keys(const fdma_problem *problem, const row_range *rows, int64
     }
 }
 
-/* Advances the table to a tile, and starts at the keys that the tile visits. */
+/* Advances the table to a tile, and sets the cursor to the first key that the tile visits. */
 static void advance_table(const fdma_problem *problem, const row_range *rows, key_table *table,
                           key_cursor *cursor) {
     const snapshots none = {.step = 1};
@@ -140,7 +140,7 @@ static void advance_table(const fdma_problem *problem, const row_range *rows, ke
     cursor->live = table->live;
     cursor->live_count = table->live_count;
     while (cursor->live_count > 0 && table->live[cursor->live_count - 1] > rows->first_position)
-        cursor->live_count--; // it arrived within the tile before
+        cursor->live_count--; // a key that arrives within this tile
     cursor->next = rows->first_position + 1;
     admit_keys(problem, rows, rows->last_position, table);
 }

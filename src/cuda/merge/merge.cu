@@ -166,7 +166,7 @@ static const char *refuses(const fdma_problem *problem) {
     const int64_t most_queries = INT32_MAX - 1024;
     if (problem->dtype == FDMA_FLOAT64 || has_float64(merged_of(problem)) ||
         has_float64(problem->partial[0]) || has_float64(problem->partial[1]))
-        return "float64 tensors; supported: float32, float16, bfloat16, and float32 lse";
+        return "float64 tensors; supported: float32, float16, bfloat16; for lse, float32";
     if (problem->q_len > most_queries)
         return "more than 2^31 - 1025 queries";
     return fdma_refuses_before_sm80(problem);

@@ -328,7 +328,7 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     if (problem->dtype == FDMA_FLOAT32)
         return "float32 tensors: cast q, k and v to bfloat16 or float16";
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
-        return "float64 tensors; supported: float16, bfloat16";
+        return "float64 tensors: cast q, k and v to bfloat16 or float16";
     if (problem->bias.dtype == FDMA_FLOAT64 || problem->lse.dtype == FDMA_FLOAT64)
         return "float64 bias or lse; supported: float32";
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||

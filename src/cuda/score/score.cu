@@ -380,7 +380,7 @@ static fdma_status run(const fdma_problem *problem) {
 static const char *refuses(const fdma_problem *problem) {
     enum { most_tiles = 1 << 30, most_channels = 1 << 24 };
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
-        return "float32 tensors on CUDA: cast v to bfloat16 or float16";
+        return "float32 or float64 tensors: cast v to bfloat16 or float16";
     if (problem->score.dtype == FDMA_FLOAT64 || problem->bias.dtype == FDMA_FLOAT64)
         return "float64 scores; supported: float32";
     if (problem->batch * (problem->kv_len / mma_keys + 1) > most_tiles ||

@@ -1,7 +1,7 @@
 /* fdma_score_backward() on any device from compute capability 8.0: from dbias to dv, ddt_proj and
- * da. A key whose dbias is 0 contributes nothing, whatever it holds.
+ * da. Where dbias is 0, v contributes nothing, even if it is NaN.
  *
- *   fdma_cuda_run_products()  computes dt, the products that fdma_score() begins with, again
+ *   fdma_cuda_run_products()  computes dt again, the products that fdma_score() begins with
  *   find_gradients()          makes ddt of them, and what each round of keys adds to da
  *   add_keys()                takes a split of a sequence's keys, and reads v and dv once for every
  *                             32 kv heads: adds to dv, and sums what the split adds to ddt_proj
@@ -15,7 +15,7 @@
 
 static constexpr int finish_columns = 32, finish_rows = 8; // threads of finish_sums()
 
-/* For up to 8 kv heads, and for 32 at a time of more. Two limbs of a float32 dt_proj are used,
+/* few_heads: up to 8 kv heads; many_heads: more, 32 at a time. A float32 dt_proj has two limbs,
  * which are as precise as ddt. */
 template <typename element, int limbs> using few_heads = product_config<element, limbs, 1, 2, 2, 8>;
 template <typename element, int limbs>
@@ -30,7 +30,8 @@ template <typename config> struct split_memory {
     };
 };
 
-/* Starts copying the items of step n of a split, if there is one. `from` has one for each tile. */
+/* Starts copying the items of step n of a split, if it has so many steps. `from` has an item for
+ * each tile. */
 template <typename config, typename item>
 __device__ static void copy_step(item *to, const void *from, const gradient_params &params,
                                  int32_t g, int32_t n) {
@@ -44,8 +45,9 @@ __device__ static void copy_step(item *to, const void *from, const gradient_para
         cp_async_16(shared_address(to) + x, bytes + x, 16);
 }
 
-/* The tiles of a split against a warp's channels. Operands are loaded one step ahead. Masks are
- * loaded two steps ahead, because the rings, which need them, run ahead too. */
+/* Multiplies the tiles of a split by a warp's channels: adds to dv and to `sums`. Operands are
+ * loaded one step ahead. Masks are loaded two steps ahead, because the rings, which need them, run
+ * ahead too. */
 template <typename config>
 __device__ static void take_split(warp_sums<config> &sums, split_memory<config> *shared,
                                   const gradient_params &params, int32_t g, int32_t first) {
@@ -95,7 +97,7 @@ __device__ static void take_split(warp_sums<config> &sums, split_memory<config> 
     }
 }
 
-/* Adds the sums of the warps that have the same channels, in the first of them. */
+/* Adds the sums of warps that have the same channels to those of the first of these warps. */
 template <typename config>
 __device__ static void reduce_warps(warp_sums<config> &sums, split_memory<config> *shared,
                                     int key_warps) {
@@ -150,8 +152,8 @@ __device__ static float sum_sequentially(const gradient_params &params, int32_t 
     return sum;
 }
 
-/* Computes the sums that are NaN again. A product includes keys that have a gradient of other heads
- * only: they count as 0 * v, which is NaN if v is not finite. */
+/* Computes again the sums that are NaN. A product includes keys whose gradient is 0 in this head
+ * but not in others: they count as 0 * v, which is NaN if v is not finite. */
 template <typename config>
 __device__ static __noinline__ void redo_sums(const gradient_params &params, float *to, int32_t g,
                                               int32_t first) {
@@ -195,7 +197,7 @@ __device__ static void put_sum(void *to, int64_t at, float sum, bool wide, bool 
         ((element *)to)[at] = from_float<element>(add ? to_float(((element *)to)[at]) + sum : sum);
 }
 
-/* Adds the numbers of each column of threads. The first row of threads gets the sums. */
+/* Adds up the numbers of each column of threads. The first row of threads gets the sums. */
 __device__ static float sum_columns(float sum) {
     __shared__ float sums[finish_rows][finish_columns];
     sums[threadIdx.y][threadIdx.x] = sum;
@@ -205,7 +207,7 @@ __device__ static float sum_columns(float sum) {
     return sum;
 }
 
-/* The sum of one of `slices` equal ranges of `count` numbers that lie `stride` apart. */
+/* Divides `count` numbers, `stride` apart, into `slices` ranges, and returns the sum of one. */
 __device__ static float sum_slice(const float *from, int64_t count, int64_t stride, int slice,
                                   int slices) {
     const int64_t each = divide_up(count, slices), end = min((slice + 1) * each, count);
@@ -253,7 +255,7 @@ static int32_t count_head_tiles(const gradient_params *params) {
 }
 
 /* Splits of a sequence: enough to fill a large device with thread blocks, as long as their sums
- * take no more than an eighth of v, or 16 MB. */
+ * take no more than an eighth of v or 16 MB, whichever is more. */
 static void plan_splits(gradient_params *params) {
     const int64_t few = 512, many = 384; // thread blocks that fill a device
     const int64_t least_sums = 4 << 20;  // floats
@@ -309,7 +311,7 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
  * that are left share channels and take tiles in turn. */
 template <typename config>
 static fdma_status launch_keys(const fdma_problem *problem, gradient_params params) {
-    static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "a split fits everywhere");
+    static_assert(sizeof(split_memory<config>) <= least_shared_bytes, "every device has as much");
     params.key_warps = split_warps;
     while (params.key_warps > 1 &&
            split_warps / params.key_warps * config::channels < params.channels)
@@ -372,12 +374,12 @@ static const char *refuses(const fdma_problem *problem) {
     const int64_t most_keys = INT32_MAX - 1023, most_sequences = 1 << 22, most_tiles = 1 << 30;
     const int64_t most_channels = 1 << 20, most_heads = 65535;
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
-        return "float32 tensors on CUDA: cast v to bfloat16 or float16";
+        return "float32 or float64 tensors: cast v to bfloat16 or float16";
     if (problem->dbias.dtype == FDMA_FLOAT64)
         return "float64 dbias; supported: float32";
     if (problem->batch > most_sequences || problem->kv_heads > most_heads ||
         problem->kv_heads * problem->head_dim > most_channels)
-        return "more than 2^22 sequences, 65535 heads or 2^20 channels per key";
+        return "more than 2^22 sequences, 65535 kv heads or 2^20 channels per key";
     if (problem->kv_len > most_keys ||
         problem->batch * (problem->kv_len / tile_keys + round_tiles) > most_tiles)
         return "more than 2^31 - 1024 keys of a sequence, or 2^30 tiles of 16 keys";

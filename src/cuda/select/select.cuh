@@ -19,12 +19,13 @@
  *     count_earlier        fills earlier_count
  *     find_thresholds      fills threshold_rank from it
  *     decide_by_threshold  decides most keys by the two thresholds around their position; for each
- *                          of the others, how many keys of its position partition may outrank it
- *     decide_by_count      counts those
+ *                          of the others, finds how many keys of its position partition may
+ *                          outrank it if it is to be kept
+ *     decide_by_count      decides these by counting the keys that do
  *     index_kept           kept_index of each kept key; its position by kept_index
- *     match_evictions      the i-th worst kept key expires at the kept key window + i
- *     find_heads           slots pass from an evicted key to its evictor: finds the first key of
- *                          this chain that the same block handles
+ *     match_evictions      the i-th worst kept key expires where kept key window + i stands
+ *     find_heads           a slot passes along a chain, from each evicted key to its evictor: finds
+ *                          the first key of a key's chain that the same block handles
  *     follow_heads         follows chains from block to block up to the slot
  *
  * Global scope needs no thresholds: the `window` best keys of the segment are kept, and a kept
@@ -96,8 +97,9 @@ __device__ static uint2 load_key(const select_segment &segment, uint32_t j, uint
     return make_uint2(order_of(segment.score[j]), j);
 }
 
-/* The allowance {rank, allowed} of a key: it is kept if fewer than `allowed` of the keys that stand
- * before it in its position partition outrank it. 0: never kept. */
+/* `allowed` in the allowance {rank, allowed} of a key that is kept in any case. Other keys are kept
+ * if fewer than `allowed` of the keys that stand before them in their position partition outrank
+ * them; 0: never kept. */
 static constexpr uint32_t always_kept = UINT32_MAX;
 
 enum { warp_lanes = 32, digit_bits = 8, digits = 1 << digit_bits, key_bits = 32 };
@@ -183,16 +185,16 @@ __device__ static uint32_t sum_lower_warps(uint32_t *count, uint32_t value, uint
     return lower;
 }
 
-/* Numbers the lanes whose `flag` is set from *next on, and advances *next past them. */
+/* Gives the lanes whose `flag` is set the numbers from *next on, and advances *next past them. */
 __device__ static uint32_t number_flag(bool flag, uint32_t *next) {
     const uint32_t lanes = __ballot_sync(all_lanes, flag), first = *next;
     *next += __popc(lanes);
     return first + __popc(lanes & lanemask_lt());
 }
 
-/* Key r of a thread is entry first + r * stride of next[], and follows entry head[r] of it. Moves
- * head[r], and next[] with it, to the first entry of its chain, which follows itself. Each round
- * halves the length of all chains. */
+/* Key r of a thread has entry first + r * stride of next[]: like head[r], the entry of the key
+ * before it in its chain, or its own if it is the first. Moves both to the first entry of the
+ * chain. Each iteration halves the length of all chains. */
 template <int items>
 __device__ static void jump_to_heads(uint32_t *next, uint32_t (&head)[items], uint32_t first,
                                      uint32_t stride) {

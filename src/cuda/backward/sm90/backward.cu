@@ -148,7 +148,7 @@ static const char *refuses(const fdma_problem *problem) {
     if (reason != NULL)
         return reason;
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
-        return "a head_dim that a smaller shape takes";
+        return "a head_dim for which there is a smaller kernel";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {
         if (!is_aligned(view_of(tensors[i])))
             return "rows that do not begin at multiples of 16 bytes";

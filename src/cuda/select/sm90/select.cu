@@ -351,12 +351,12 @@ static const char *refuses(const fdma_problem *problem) {
         return refused;
     const cuda_device *const device = fdma_cuda_device(problem->exec.device);
     if (sizeof(select_memory<config_of<most_items>>) > (size_t)device->shared_bytes)
-        return "a device whose blocks have less shared memory than its tables take";
+        return "a device with less shared memory per block than this kernel needs";
     const segment_plan plan = plan_segments(problem);
     if (plan.run == NULL)
         return "more keys than a cluster of blocks holds";
     if (problem->exec.kernel == NULL && plan.time > sm80_time(problem))
-        return "so many segments that cuda/sm80 is faster";
+        return "so many (batch, kv head) pairs that cuda/sm80 is faster";
     return NULL;
 }
 
