@@ -153,9 +153,12 @@ neon_tests() {
             --no-tests=error -j "$jobs" -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
 
+# Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,
+# and the address sanitizer finds what they would.
 build_fuzzers() {
+    undefined="signed-integer-overflow;shift;bounds;integer-divide-by-zero;vla-bound;bool;enum"
     build fuzz -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_THREADS=OFF \
-        -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;undefined"
+        -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;$undefined"
 }
 
 fuzz() { # fuzz NAME: starts from the kept inputs; an input that crashes is left in build/gates/fuzz
