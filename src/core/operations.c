@@ -8,19 +8,6 @@
 #include <stddef.h>
 #include <string.h>
 
-typedef union any_args {
-    fdma_score_args score;
-    fdma_select_args select;
-    fdma_lists_args lists;
-    fdma_forward_args forward;
-    fdma_backward_args backward;
-    fdma_score_backward_args score_backward;
-    fdma_merge_args merge;
-    fdma_merge_backward_args merge_backward;
-    fdma_attention_args attention;
-    fdma_attention_backward_args attention_backward;
-} any_args;
-
 static fdma_status check_absent(const char *name, const fdma_tensor *tensor) {
     FDMA_REQUIRE(!is_present(tensor), FDMA_INVALID_ARGUMENT,
                  "%s: is given, want none with FDMA_BIAS_NONE", name);

@@ -4,6 +4,21 @@
 
 #include "core/problem.h"
 
+/* The argument struct of any operation. */
+typedef union any_args {
+    size_t size; /* the first field of each */
+    fdma_score_args score;
+    fdma_select_args select;
+    fdma_lists_args lists;
+    fdma_forward_args forward;
+    fdma_backward_args backward;
+    fdma_score_backward_args score_backward;
+    fdma_merge_args merge;
+    fdma_merge_backward_args merge_backward;
+    fdma_attention_args attention;
+    fdma_attention_backward_args attention_backward;
+} any_args;
+
 typedef enum tensor_dtypes {
     dtypes_same,   /* that of the first tensor, which may have any floating-point dtype */
     dtypes_weight, /* the same, or float32 */

@@ -115,19 +115,7 @@ static fdma_status run_operation(fdma_operation operation, void *args) {
  * copied by call_copy(), not by assignment. */
 typedef struct call {
     fdma_operation operation;
-    union {
-        size_t size; /* the first field of each */
-        fdma_score_args score;
-        fdma_select_args select;
-        fdma_lists_args lists;
-        fdma_forward_args forward;
-        fdma_backward_args backward;
-        fdma_score_backward_args score_backward;
-        fdma_merge_args merge;
-        fdma_merge_backward_args merge_backward;
-        fdma_attention_args attention;
-        fdma_attention_backward_args attention_backward;
-    } args;
+    any_args args;
     fdma_selection selection;
 } call;
 

@@ -87,7 +87,7 @@ static void partitions_select_what_the_reference_does(void) {
 }
 
 /* Partitions that begin and end at every key. */
-static void every_border(void) {
+static void every_boundary(void) {
     uint64_t state = 2;
     for (int kind = 0; kind < kind_count; kind++) {
         fdma_problem problem = new_problem(1, 1, 60, 9);
@@ -235,7 +235,7 @@ static void cuts_where_it_pays(void) {
 
 static const test_entry tests[] = {
     TEST(partitions_select_what_the_reference_does),
-    TEST(every_border),
+    TEST(every_boundary),
     TEST(threads_change_nothing),
     TEST(guesses_that_fail),
     TEST(long_partitions),

@@ -13,16 +13,7 @@
 
 /* One call: its arguments, and the tensors that it is given. */
 typedef struct check_call {
-    union {
-        fdma_score_args score;
-        fdma_select_args select;
-        fdma_lists_args lists;
-        fdma_forward_args forward;
-        fdma_backward_args backward;
-        fdma_score_backward_args score_backward;
-        fdma_merge_args merge;
-        fdma_merge_backward_args merge_backward;
-    } args;
+    any_args args;
     fdma_selection selection;
     int32_t device;
     int count;

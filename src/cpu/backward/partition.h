@@ -1,5 +1,5 @@
 /* Where there are few heads, the tiles of each are divided into partitions, which threads work on
- * independently. A key that is kept on both sides of a border has partial sums in every
+ * independently. A key that is kept on both sides of a boundary has partial sums in every
  * partition that keeps it; they are added up at the end, in the order of positions. Partitions
  * depend on the problem's shape but not on its batch size, so the results depend neither on the
  * threads nor on the batch. */
