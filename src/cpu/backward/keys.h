@@ -139,8 +139,6 @@ static void advance_table(const fdma_problem *problem, const row_range *rows, ke
     admit_keys(problem, rows, rows->first_position, table);
     cursor->live = table->live;
     cursor->live_count = table->live_count;
-    while (cursor->live_count > 0 && table->live[cursor->live_count - 1] > rows->first_position)
-        cursor->live_count--; // a key that arrives within this tile
     cursor->next = rows->first_position + 1;
     admit_keys(problem, rows, rows->last_position, table);
 }
