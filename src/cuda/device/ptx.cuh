@@ -59,6 +59,22 @@ __device__ static bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     return done != 0;
 }
 
+/* A word of shared memory, which only the first lane of a warp reads, for all of them. So that lane
+ * alone can arrive at a barrier to say that the warp has read the word. */
+__device__ static int32_t ld_shared_by_first_lane(const int32_t *word) {
+    int32_t value;
+    asm volatile("{\n"
+                 ".reg .pred first;\n"
+                 "setp.eq.u32 first, %2, 0;\n"
+                 "@first ld.shared.s32 %0, [%1];\n"
+                 "shfl.sync.idx.b32 %0, %0, 0, 31, -1;\n"
+                 "}"
+                 : "=r"(value)
+                 : "r"(shared_address(word)), "r"(threadIdx.x % 32)
+                 : "memory");
+    return value;
+}
+
 /* Makes barriers that this thread initialised visible to asynchronous operations. */
 __device__ static void fence_mbarrier_init(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

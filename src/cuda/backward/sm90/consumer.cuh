@@ -295,11 +295,12 @@ template <class config> struct backward_consumer {
                            memory->held_order[index] + 1);
     }
 
-    /* Waits until `order` slot blocks have added to a tile. */
+    /* Waits until dq_order slot blocks have added to a tile. */
     __device__ void acquire_semaphore(const backward_pass &pass, int32_t semaphore,
-                                      uint32_t order) {
+                                      const step_header &header) {
         release_semaphore(pass);
         if (threadIdx.x % warpgroup_threads == 0) {
+            const uint32_t order = header.dq_order;
             while (ld_acquire_gpu(&pass.dq_semaphore[semaphore]) != order) {
             }
             memory->held_semaphore[index] = semaphore;
@@ -311,15 +312,14 @@ template <class config> struct backward_consumer {
     /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer. */
     __device__ void add_dq(const backward_pass &pass, int32_t step, const dq_tile &dq, int n = 0) {
         constexpr int products = config::dq_channels / config::dq_columns;
-        const step_header header = memory->header[stage_of(step)];
-        __syncwarp(); // until all lanes have read it, because one lane frees the step
-        const int32_t half = header.tile * config::consumers + index;
+        const step_header &header = memory->header[stage_of(step)];
+        const int32_t half = ld_shared_by_first_lane(&header.tile) * config::consumers + index;
         float *const to =
             pass.dq_sum +
             ((int64_t)half * products + n) * (config::dq_registers * warpgroup_threads) +
             opaque(threadIdx.x) % warpgroup_threads * 4;
         if (pass.dq_semaphore != NULL && n == 0)
-            acquire_semaphore(pass, half, header.dq_order);
+            acquire_semaphore(pass, half, header);
 #pragma unroll
         for (int i = 0; i < config::dq_registers; i += 4)
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
@@ -413,8 +413,7 @@ template <class config> struct backward_consumer {
      * False if there is no next generation. */
     __device__ bool take_slots(const backward_plan &plan, const backward_pass &pass) {
         wait(&memory->slots_ready, generation & 1);
-        const bool is_over = memory->is_over;
-        __syncwarp(); // until all lanes have read it
+        const bool is_over = ld_shared_by_first_lane(&memory->is_over) != 0;
         release(&memory->keys_free);
 #pragma unroll
         for (int i = 0; i < 2; i++)

@@ -100,7 +100,7 @@ template <class config> struct backward_memory {
     // of each consumer: the semaphore that it holds, or -1, and its own number in that order
     int32_t held_semaphore[config::consumers];
     uint32_t held_order[config::consumers];
-    bool is_over; // no generation follows
+    int32_t is_over; // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
     uint64_t ds_ready[2];
     uint64_t slots_ready, keys_ready, keys_free;  // of a generation
