@@ -19,7 +19,8 @@ static double double_of(uint64_t bits) {
     return value;
 }
 
-/* Uses no arithmetic for normal numbers, because the reference spends most of its time here. */
+/* Does no floating-point arithmetic on normal numbers, because the reference spends most of its
+ * time here. */
 static double decode(uint16_t bits, format16 format) {
     const int fraction = bits & ((1 << format.fraction_bits) - 1);
     const int top = (1 << (15 - format.fraction_bits)) - 1; // the exponent of inf and NaN

@@ -1,6 +1,6 @@
-/* test_cuda_kernels.c - what can be said of CUDA kernels without a device: the workspace that the
- * kernels of gradients ask for does not depend on where data lies, since a caller asks before there
- * is any; and which kernels take few queries. */
+/* test_cuda_kernels.c - what can be tested of CUDA kernels without a device. First, the workspace
+ * that a backward or score_backward kernel asks for must not depend on the tensors' addresses,
+ * because a caller may ask before it has allocated them. Second, which kernels take few queries. */
 #include "calls.h"
 
 #include "core/kernel.h"
@@ -19,8 +19,8 @@ static const shape shapes[] = {
     {{1, 60, 90, 2, 1, 8, 0, 0}, 31},
 };
 
-/* A checked call of gradients whose tensors all lie at `data`, rows of rank 4 tensors `gap`
- * elements apart more than they are long. */
+/* A checked backward or score_backward call. All its tensors lie at `data`; in those of rank 4,
+ * `gap` unused elements follow each row. */
 static fdma_problem problem_at(fdma_operation operation, const shape *n, void *data, int64_t gap,
                                int deterministic) {
     const tensor_table table = fdma_tensors[operation];
@@ -101,8 +101,8 @@ static bool refuses_shape(const fdma_kernel *kernel, int64_t q_len) {
     return reason != NULL && strstr(reason, "compute capability") == NULL;
 }
 
-/* Decode kernels come first and take up to 16 queries; sm80's tile kernels, forced by name, take
- * any number. */
+/* Decode kernels are listed before tile kernels and take up to 16 queries. The tile kernels of sm80
+ * take any number, for callers that choose them by name; those of sm90 refuse few queries. */
 static void decode_takes_few_queries(void) {
     int decode = 0, tile = 0;
     for (const kernel_table *const *table = fdma_cuda_tables; *table != NULL; table++) {

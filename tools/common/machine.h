@@ -7,7 +7,7 @@
 typedef struct machine_info {
     char name[96];
     int32_t cores;
-    int32_t device;    /* that name and cores belong to; 0: the CPU */
+    int32_t device;    /* the device that name and cores describe; 0: the CPU */
     char compiler[64]; /* that compiled the tool */
     char date[32];     /* UTC, ISO 8601 */
     char commit[80];   /* of the working tree that contains the tool; "" if there is none */

@@ -17,10 +17,10 @@ Found = tuple[int, list[str]]
 def missed_plants(
     check: Callable[[Path], Found], sound: Mapping[str, str], plants: Iterable[tuple[str, str]]
 ) -> list[str]:
-    """What a check of a tree gets wrong: nothing, or the gate is worth nothing.
+    """Test a check on a small tree; return what it got wrong, an empty list if it works.
 
-    It must find no fault in the files `sound`, and one in the file that a plant, a path and a text,
-    adds to.
+    The check must find no fault in the files `sound`. Each plant is a path and a text: when the
+    text is appended to the file at that path, the check must find a fault there.
     """
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -51,8 +51,8 @@ def main(
 ) -> int:
     """Run the check, or its own test; print the faults and a summary; return the exit status.
 
-    `summary` is formatted with the numbers of things and of faults. `arguments` has the check's own
-    arguments, with the options of argparse.
+    `summary` is formatted with the numbers of things and of faults. `arguments` maps the name of
+    each argument that only this check has to its keywords for argparse's add_argument().
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
