@@ -8,8 +8,9 @@
  *   Dense causal attention costs O(q_len * kv_len). Here each key has a score, computed from its
  *   value state with learned weights and independent of the query, and a query attends only to the
  *   `window` keys of highest score that it can see: O(q_len * window) time, linear memory, no mask
- *   of size q_len * kv_len. Scores may also enter the logits as a bias, which is how their weights
- *   are learned.
+ *   of size q_len * kv_len. It may also keep the `recent` newest keys whatever their scores, and
+ *   the first keys of the sequence, `sinks`. Scores may also enter the logits as a bias, which is
+ *   how their weights are learned.
  *
  *     fdma_score()     value states -> score and bias of each key
  *     fdma_select()    scores -> a selection, which says for each key which queries keep it
@@ -91,8 +92,8 @@
  * during the call and stay on the host. The call puts its work on `stream` and returns without
  * reading anything back, so a CUDA graph can capture it. On a device q, k, v, out and their
  * gradients are float16 or bfloat16: convert float32 tensors first. Only fdma_merge() and its
- * gradients take float32 there. To attend on a device, a selection whose window is smaller than
- * kv_len needs its slots.
+ * gradients take float32 there. To attend on a device, a selection whose window + recent is smaller
+ * than kv_len needs its slots.
  *
  * Threads. Calls on different buffers may run at the same time. Calls on the CPU share a pool of
  * threads that sleep between calls; a child process after fork() gets a pool of its own. Results
@@ -262,9 +263,9 @@ typedef enum fdma_scope {
  *  by better ones, and it never returns; `expiry` is the first position at which it is gone. The
  *  query at position p keeps key j if j <= p and p < expiry[b,g,j]. expiry = kv_len: kept to the
  *  end; expiry = j: never kept. (Global scope without causal masking: kept if expiry > j.)
- *  Kept keys have slots, numbers below `window`: a key that enters a full set takes over the slot
- *  of the key that it evicts, so the keys that a query keeps have distinct slots. A key that is
- *  never kept has slot -1.
+ *  Kept keys have slots, numbers below window + recent: a key that enters a full set takes over the
+ *  slot of the key that leaves it, so the keys that a query keeps have distinct slots. A key that
+ *  is never kept has slot -1.
  *  The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
  *  Edge       a selection changed by hand gives wrong numbers, never an access out of bounds */
@@ -273,6 +274,8 @@ typedef struct fdma_selection {
     fdma_tensor expiry;
     fdma_tensor slot; /* optional on the CPU, except for fdma_lists() */
     int64_t window;   /* what the selection was made for */
+    int64_t recent;
+    int64_t sinks;
     int64_t kv_len;
     fdma_scope scope; /* FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL */
     int32_t reserved;
@@ -284,19 +287,28 @@ typedef struct fdma_select_args {
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_selection *selection; /* output */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
+    int64_t recent;            /* keys that it keeps beside these because they are the newest */
+    int64_t sinks;             /* first keys of a sequence that outrank all others: 0 to window */
     fdma_scope scope;
     int32_t reserved;
     fdma_exec exec;
 } fdma_select_args;
 
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
- *  Use it to keep a selection for several calls of fdma_forward(), or to see what is kept.
+ *  Use it to keep a selection for several calls of fdma_forward(), or to see what is kept. Language
+ *  models train far better if a query keeps the tokens just before it: give part of the keys that
+ *  a query may keep to `recent`, for example window 1792 and recent 256. Forward and backward cost
+ *  the same as with window 2048.
  *  Formula    order: higher score first; of equal scores the more recent key (larger j) first; NaN
  *             below everything; -0 and 0 are equal. Keys that are not valid do not count in the
- *             window and are never kept.
+ *             window and are never kept. recent: a query keeps the `recent` newest valid keys that
+ *             it can see, and of the older ones the `window` best. sinks: the first `sinks` valid
+ *             keys rank above all others, whatever their scores.
  *  Workspace  O(batch * kv_heads * kv_len)
- *  Edge       exact: bit-equal on every backend for given scores; fewer than `window` visible keys:
- *             all of them; global scope: slots number the kept keys in ascending j
+ *  Edge       exact: bit-equal on every backend for given scores; fewer than window + recent
+ *             visible keys: all of them; global scope: slots number the kept keys in ascending j
+ *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, and for recent above 0 with global
+ *             scope, which knows no newest key
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 
@@ -321,9 +333,10 @@ typedef struct fdma_lists_args {
  *             (j <= p0 < expiry[j]): the slots in use are always 0 to count[0] - 1, and entry s is
  *             the key of slot s; then, in ascending order, the kept keys that arrive later
  *             (p0 < j <= p1 and expiry[j] > j)
- *  Shapes     tiles = ceil(q_len / tile_len); width at least min(window + tile_len - 1, kv_len)
+ *  Shapes     tiles = ceil(q_len / tile_len); width at least min(window + recent + tile_len - 1,
+ *             kv_len)
  *  Units      entries are indices of keys
- *  Workspace  O(threads * window)
+ *  Workspace  O(threads * (window + recent))
  *  Edge       a listed key may not be kept by every query of the tile: test its expiry. Global
  *             scope: kept keys are live from their own position on, and their slots are in
  *             ascending order; without causal masking all of them are live in every list. p0 < 0
@@ -358,7 +371,7 @@ typedef struct fdma_forward_args {
  *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
  *             lse[b,h,i] = log sum_j exp(s[i,j])
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
- *             (kv_len + window * q_len / 128)); for a few queries also some rows of out
+ *             (kv_len + (window + recent) * q_len / 128)); for a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
  *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
  *             valid or never kept are never read; sums may overflow, although out would be finite,
@@ -382,6 +395,7 @@ typedef struct fdma_attention_args {
     fdma_tensor bias;          /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_selection *selection; /* output, optional; its expiry is needed, its slot optional */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
+    int64_t recent, sinks;     /* as in fdma_select_args */
     fdma_scope scope;          /* FDMA_SCOPE_CAUSAL only if `causal` is set */
     fdma_bias_form bias_form;
     double scale, softcap; /* as in fdma_forward_args */

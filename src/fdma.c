@@ -61,6 +61,8 @@ static fdma_status run(fdma_operation operation, const void *args) {
         FDMA_TRY(run_step(call.kernels[i], &call.steps.problems[i]));
     if (first->made != NULL) {
         first->made->window = first->window;
+        first->made->recent = first->recent;
+        first->made->sinks = first->sinks;
         first->made->kv_len = first->kv_len;
         first->made->scope = first->scope;
     }

@@ -103,7 +103,7 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
  * after it. */
 static int64_t most_listed(const fdma_problem *problem) {
     const int64_t len = problem->kv_len;
-    return min(min(problem->window, len) + min(problem->tile_len - 1, len), len);
+    return min(min(problem->slots, len) + min(problem->tile_len - 1, len), len);
 }
 
 /* Checks the sizes against each other and against the options. */

@@ -21,8 +21,28 @@ static fdma_status take_bias_form(fdma_bias_form form, fdma_problem *problem) {
     return form == FDMA_BIAS_NONE ? check_absent("bias", &problem->bias) : FDMA_OK;
 }
 
-static fdma_status take_window(int64_t window, fdma_scope scope, bool causal,
-                               fdma_problem *problem) {
+/* The rules of a selection: of a call that makes one, or of one that is given. */
+static void set_rules(fdma_problem *problem, int64_t window, int64_t recent, int64_t sinks,
+                      fdma_scope scope) {
+    problem->window = window;
+    problem->recent = recent;
+    problem->sinks = sinks;
+    problem->slots = window <= INT64_MAX - recent ? window + recent : INT64_MAX;
+    problem->scope = scope;
+}
+
+static fdma_status check_rules(int64_t recent, int64_t sinks, fdma_scope scope, int64_t window) {
+    FDMA_REQUIRE(recent >= 0, FDMA_INVALID_ARGUMENT, "recent: is %lld, want 0 or more",
+                 (long long)recent);
+    FDMA_REQUIRE(recent == 0 || scope == FDMA_SCOPE_CAUSAL, FDMA_INVALID_ARGUMENT,
+                 "recent: is %lld, want 0 with global scope", (long long)recent);
+    FDMA_REQUIRE(sinks >= 0 && sinks <= window, FDMA_INVALID_ARGUMENT,
+                 "sinks: is %lld, want 0 to window, %lld", (long long)sinks, (long long)window);
+    return FDMA_OK;
+}
+
+static fdma_status take_rules(int64_t window, int64_t recent, int64_t sinks, fdma_scope scope,
+                              bool causal, fdma_problem *problem) {
     FDMA_REQUIRE(window >= 1, FDMA_INVALID_ARGUMENT,
                  "window: is %lld, want 1 or more, or FDMA_WINDOW_ALL for all keys",
                  (long long)window);
@@ -30,8 +50,9 @@ static fdma_status take_window(int64_t window, fdma_scope scope, bool causal,
                  "scope: is %d, want one of fdma_scope", (int)scope);
     FDMA_REQUIRE(causal || scope != FDMA_SCOPE_CAUSAL, FDMA_INVALID_ARGUMENT,
                  "scope: is FDMA_SCOPE_CAUSAL, want FDMA_SCOPE_GLOBAL if causal is 0");
-    problem->window = window;
-    problem->scope = causal && scope != FDMA_SCOPE_GLOBAL ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    scope = causal && scope != FDMA_SCOPE_GLOBAL ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    FDMA_TRY(check_rules(recent, sinks, scope, window));
+    set_rules(problem, window, recent, sinks, scope);
     return FDMA_OK;
 }
 
@@ -54,7 +75,8 @@ static fdma_status take_score(const any_args *args, fdma_problem *problem) {
 }
 
 static fdma_status take_select(const any_args *args, fdma_problem *problem) {
-    return take_window(args->select.window, args->select.scope, true, problem);
+    const fdma_select_args *const call = &args->select;
+    return take_rules(call->window, call->recent, call->sinks, call->scope, true, problem);
 }
 
 static fdma_status take_lists(const any_args *args, fdma_problem *problem) {
@@ -99,7 +121,8 @@ static fdma_status take_nothing(const any_args *args, fdma_problem *problem) {
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
     const fdma_attention_args *const call = &args->attention;
     FDMA_TRY(take_bias_form(call->bias_form, problem));
-    FDMA_TRY(take_window(call->window, call->scope, call->causal != 0, problem));
+    FDMA_TRY(take_rules(call->window, call->recent, call->sinks, call->scope, call->causal != 0,
+                        problem));
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
 
@@ -218,8 +241,9 @@ static fdma_status take_selection(fdma_selection *given, fdma_selection *selecti
                  (int)selection->scope);
     FDMA_REQUIRE(problem->causal || selection->scope == FDMA_SCOPE_GLOBAL, FDMA_INVALID_ARGUMENT,
                  "selection: its scope is causal, want global if causal is 0");
-    problem->window = selection->window;
-    problem->scope = selection->scope;
+    FDMA_REQUIRE(selection->recent >= 0, FDMA_INVALID_ARGUMENT,
+                 "selection: its recent is %lld, want 0 or more", (long long)selection->recent);
+    set_rules(problem, selection->window, selection->recent, selection->sinks, selection->scope);
     return FDMA_OK;
 }
 

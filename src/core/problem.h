@@ -31,7 +31,8 @@ typedef struct fdma_problem {
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
-    int64_t window;
+    int64_t window, recent, sinks;
+    int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
     int64_t tile_len;
     double scale;   /* never 0 */
     double softcap; /* 0: off */

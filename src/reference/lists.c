@@ -15,7 +15,7 @@ static void list_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t
     const tile_span span = span_of(problem, t);
     int32_t live = 0;
     for (int64_t j = 0; j <= span.first; j++)
-        live += live < problem->window && is_kept(problem, b, g, j, span.first);
+        live += live < problem->slots && is_kept(problem, b, g, j, span.first);
     for (int32_t n = 0; n < live; n++)
         list[n] = 0;
     for (int64_t j = 0; j <= span.first; j++)

@@ -6,35 +6,49 @@
 /* Whether a key of score x, more recent than one of score y, outranks it. */
 static bool outranks(double x, double y) { return x >= y || isnan(y); }
 
-/* Writes expiry and slot of one (b, g) for causal scope. Every prefix of the keys is sorted: at
- * position j, ranked[] holds the valid keys up to j, best first, and its first `window` are kept.
- * */
-static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, int32_t *ranked,
-                            int32_t *expiry, int32_t *slot) {
+/* The valid keys of one (b, g) up to a position. */
+typedef struct key_ranking {
+    int32_t *arrived; /* by arrival */
+    int32_t *ranked;  /* those that compete by score, best first; the first `window` are kept */
+    int64_t arrived_count, ranked_count;
+} key_ranking;
+
+/* Adds the valid key that arrived as number n to those that compete by score. */
+static void rank_key(const fdma_problem *problem, int64_t row, int64_t n, key_ranking *keys) {
     const fdma_tensor *const score = &problem->score;
-    const int64_t row = offset_of(score, b, g, 0);
-    int64_t count = 0;
+    const int32_t j = keys->arrived[n];
+    int64_t rank = keys->ranked_count++;
+    for (; rank > 0 && n >= problem->sinks; rank--) {
+        const int32_t other = keys->ranked[rank - 1];
+        const bool is_sink = rank <= problem->sinks; // sinks come first, in the order of arrival
+        if (is_sink || !outranks(fdma_load(score, row + j), fdma_load(score, row + other)))
+            break;
+        keys->ranked[rank] = other;
+    }
+    keys->ranked[rank] = j;
+}
+
+/* Writes expiry and slot of one (b, g) for causal scope. Every prefix of the keys is sorted: at
+ * position j, ranked[] holds the valid keys up to j but for the `recent` newest. */
+static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, key_ranking keys,
+                            int32_t *expiry, int32_t *slot) {
+    const int64_t row = offset_of(&problem->score, b, g, 0);
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
         expiry[j] = j;
         slot[j] = -1;
         if (!is_valid_key(problem, b, j))
             continue;
-        int64_t rank = count++;
-        for (; rank > 0; rank--) {
-            if (!outranks(fdma_load(score, row + j), fdma_load(score, row + ranked[rank - 1])))
-                break;
-            ranked[rank] = ranked[rank - 1];
-        }
-        ranked[rank] = j;
-        if (rank >= problem->window)
-            continue;
+        keys.arrived[keys.arrived_count++] = j;
         expiry[j] = (int32_t)problem->kv_len;
-        slot[j] = (int32_t)(count - 1);
-        if (count <= problem->window)
+        slot[j] = (int32_t)(keys.arrived_count - 1);
+        if (keys.arrived_count <= problem->recent)
             continue;
-        const int32_t evicted = ranked[problem->window];
-        expiry[evicted] = j;
-        slot[j] = slot[evicted];
+        rank_key(problem, row, keys.arrived_count - 1 - problem->recent, &keys);
+        if (keys.ranked_count <= problem->window)
+            continue;
+        const int32_t leaver = keys.ranked[--keys.ranked_count];
+        expiry[leaver] = j;
+        slot[j] = leaver != j ? slot[leaver] : -1;
     }
 }
 
@@ -49,29 +63,33 @@ static void keep_last_prefix(const fdma_problem *problem, int32_t *expiry, int32
     }
 }
 
-static fdma_arena take_scratch(const fdma_problem *problem, int32_t **ranked, int32_t **slot) {
+static fdma_arena take_scratch(const fdma_problem *problem, key_ranking *keys, int32_t **slot) {
     fdma_arena arena = fdma_arena_of(problem);
-    *ranked = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof **ranked);
+    *keys = (key_ranking){0};
+    keys->arrived = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof *keys->arrived);
+    keys->ranked = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof *keys->ranked);
     *slot = fdma_arena_take(&arena, (size_t)problem->kv_len * sizeof **slot);
     return arena;
 }
 
 size_t fdma_reference_select_workspace(const fdma_problem *problem) {
-    int32_t *ranked, *slot;
-    const fdma_arena arena = take_scratch(problem, &ranked, &slot);
+    key_ranking keys;
+    int32_t *slot;
+    const fdma_arena arena = take_scratch(problem, &keys, &slot);
     return fdma_arena_size(&arena);
 }
 
 fdma_status fdma_reference_select(const fdma_problem *problem) {
     const fdma_tensor *const expiry = &problem->expiry, *const slots = &problem->slot;
-    int32_t *ranked, *scratch;
-    take_scratch(problem, &ranked, &scratch);
+    key_ranking keys;
+    int32_t *scratch;
+    take_scratch(problem, &keys, &scratch);
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t g = 0; g < problem->kv_heads; g++) {
             int32_t *const out = (int32_t *)expiry->data + offset_of(expiry, b, g, 0);
             int32_t *const slot =
                 is_present(slots) ? (int32_t *)slots->data + offset_of(slots, b, g, 0) : scratch;
-            select_prefixes(problem, b, g, ranked, out, slot);
+            select_prefixes(problem, b, g, keys, out, slot);
             if (problem->scope == FDMA_SCOPE_GLOBAL)
                 keep_last_prefix(problem, out, slot);
         }

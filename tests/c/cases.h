@@ -37,8 +37,8 @@ typedef struct shape_case {
 } shape_case;
 
 /* A line of cases.def. */
-#define SHAPE(case_name, n_batch, n_q, n_kv, n_q_heads, n_kv_heads, n_dim, n_window, mask, form,   \
-              cap, order, layout, pad)                                                             \
+#define SHAPE_RULES(case_name, n_batch, n_q, n_kv, n_q_heads, n_kv_heads, n_dim, n_window, mask,   \
+                    form, cap, order, layout, pad, n_recent, n_sinks)                              \
     {.name = case_name,                                                                            \
      .sizes = {.batch = n_batch,                                                                   \
                .q_len = n_q,                                                                       \
@@ -47,6 +47,8 @@ typedef struct shape_case {
                .kv_heads = n_kv_heads,                                                             \
                .head_dim = n_dim,                                                                  \
                .window = n_window,                                                                 \
+               .recent = n_recent,                                                                 \
+               .sinks = n_sinks,                                                                   \
                .scope = MASK_##mask == MASK_CAUSAL ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,        \
                .causal = MASK_##mask != MASK_FULL,                                                 \
                .softcap = cap},                                                                    \
@@ -54,10 +56,14 @@ typedef struct shape_case {
      .scores = SCORES_##order,                                                                     \
      .padding = PADDING_##pad}
 
+#define SHAPE(...) SHAPE_RULES(__VA_ARGS__, 0, 0)
+
 static const shape_case cases[] = {
+#define CASE_RULES(...) SHAPE_RULES(__VA_ARGS__),
 #define CASE(...) SHAPE(__VA_ARGS__),
 #include "../cases.def"
 #undef CASE
+#undef CASE_RULES
 };
 
 static inline float case_score(score_order order, int64_t j, float random) {

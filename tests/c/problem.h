@@ -8,6 +8,7 @@
 typedef struct problem {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t window; /* -1: dense */
+    int64_t recent, sinks;
     fdma_scope scope;
     int causal;
     fdma_dtype dtype;
@@ -51,6 +52,8 @@ static inline void problem_select(problem *x) {
         .key_valid = x->key_valid,
         .selection = &x->selection,
         .window = x->window,
+        .recent = x->recent,
+        .sinks = x->sinks,
         .scope = x->scope,
         .exec = {.kernel = "reference"},
     };

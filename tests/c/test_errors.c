@@ -90,6 +90,10 @@ static void options_of_attention_are_checked(void) {
     REJECTS(attention, args->scope = (fdma_scope)3, INVALID("scope", "3"));
     REJECTS(attention, args->window = -8, INVALID("window", "-8"));
     REJECTS(attention, args->window = 0, INVALID("window", "is 0", "FDMA_WINDOW_ALL"));
+    REJECTS(attention, args->recent = -9, INVALID("recent", "-9", "0 or more"));
+    REJECTS(attention, (args->recent = 4, args->causal = 0, args->scope = FDMA_SCOPE_DEFAULT),
+            INVALID("recent", "is 4", "global"));
+    REJECTS(attention, args->sinks = args->window + 1, INVALID("sinks", "0 to window"));
 }
 
 static void options_of_scores_are_checked(void) {
@@ -112,6 +116,11 @@ static void options_of_scores_are_checked(void) {
     REJECTS(select, args->selection = NULL, INVALID("selection", "NULL"));
     REJECTS(select, args->window = -3, INVALID("window", "-3"));
     REJECTS(select, args->window = 0, INVALID("window", "is 0", "FDMA_WINDOW_ALL"));
+    REJECTS(select, args->recent = -2, INVALID("recent", "-2", "0 or more"));
+    REJECTS(select, (args->recent = 4, args->scope = FDMA_SCOPE_GLOBAL),
+            INVALID("recent", "is 4", "global"));
+    REJECTS(select, args->sinks = -1, INVALID("sinks", "-1"));
+    REJECTS(select, args->sinks = args->window + 1, INVALID("sinks", "0 to window"));
     REJECTS(select, args->scope = (fdma_scope)3, INVALID("scope", "3"));
     REJECTS(select, args->scope = (fdma_scope)9, INVALID("scope", "9"));
 }
@@ -124,6 +133,7 @@ static void options_of_lists_are_checked(void) {
     REJECTS(lists, (args->q_len = 11, args->tile_len = 4), INVALID("q_len", "11", "10"));
     REJECTS(lists, args->tile_len = 0, INVALID("tile_len", "0", "1"));
     REJECTS(lists, x->selection.window = 5, INVALID("list", "6", "7"));
+    REJECTS(lists, x->selection.recent = 1, INVALID("list", "6", "7"));
     REJECTS(lists, /* 2^63 - 1 tiles */
             (x->selection.scope = FDMA_SCOPE_GLOBAL, args->q_len = INT64_MAX, args->tile_len = 1,
              set_size(x, 't', INT64_MAX)),
@@ -144,6 +154,7 @@ static void selections_are_checked(void) {
     SELECTION_REJECTS(x->selection.kv_len = 9, INVALID("selection", "9", "10"));
     SELECTION_REJECTS(x->selection.window = 0, INVALID("selection", "window is 0"));
     SELECTION_REJECTS(x->selection.window = -5, INVALID("selection", "window is -5"));
+    SELECTION_REJECTS(x->selection.recent = -5, INVALID("selection", "recent is -5"));
     SELECTION_REJECTS(x->selection.scope = FDMA_SCOPE_DEFAULT, INVALID("selection", "scope is 0"));
     SELECTION_REJECTS(x->selection.scope = (fdma_scope)4, INVALID("selection", "scope is 4"));
     SELECTION_REJECTS(x->selection.reserved = 2, INVALID("selection.reserved", "2"));

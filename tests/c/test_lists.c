@@ -17,6 +17,7 @@ static const sight sights[] = {
 
 typedef struct lists_case {
     int64_t batch, kv_heads, q_len, kv_len, window, tile_len;
+    int64_t recent, sinks;
     const sight *sight;
     fdma_selection selection;
 } lists_case;
@@ -40,6 +41,8 @@ static void select_keys(lists_case *test, score_kind kind, int padded, uint64_t 
         .key_valid = padded ? some_padding(test) : (fdma_tensor){0},
         .selection = &test->selection,
         .window = test->window,
+        .recent = test->recent,
+        .sinks = test->sinks,
         .scope = test->sight->scope,
     };
     fill_kind(args.score, kind, state);
@@ -57,8 +60,8 @@ static int64_t tiles_of(const lists_case *test) {
 
 /* What the header asks for. */
 static int64_t width_of(const lists_case *test) {
-    const int64_t window = lesser(test->window, test->kv_len);
-    return lesser(window + lesser(test->tile_len - 1, test->kv_len), test->kv_len);
+    const int64_t slots = lesser(test->window, test->kv_len) + test->recent;
+    return lesser(slots + lesser(test->tile_len - 1, test->kv_len), test->kv_len);
 }
 
 static int keeps(const lists_case *test, const int32_t *expiry, int64_t j, int64_t p) {
@@ -184,6 +187,8 @@ static void check_length(const kernel_list *kernels, const sight *how, int64_t n
                            .window = windows[rest / TEST_COUNT(queries)],
                            .tile_len = tile_lens[i % TEST_COUNT(tile_lens)],
                            .sight = how};
+        test.recent = how->scope == FDMA_SCOPE_CAUSAL && i % 3 == 1 ? n / 4 + i % 2 : 0;
+        test.sinks = i % 5 == 1;
         select_keys(&test, (score_kind)(i % kind_count), padded, state);
         check_case(&test, kernels);
         test_free_all();

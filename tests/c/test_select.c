@@ -3,15 +3,24 @@
 
 /* ---- brute force ---- */
 
+/* Which keys a query keeps. */
+typedef struct select_rules {
+    int64_t window, recent, sinks;
+    fdma_scope scope;
+} select_rules;
+
 typedef struct ranked_key {
     float score;
     int32_t j;
+    int is_sink;
 } ranked_key;
 
-/* For qsort: the better key first; NaN below everything, the later of equals first. */
+/* For qsort: the better key first; NaN below every number, the later of equals first. */
 static int compare_keys(const void *left, const void *right) {
     const ranked_key x = *(const ranked_key *)left, y = *(const ranked_key *)right;
     const int x_nan = isnan(x.score), y_nan = isnan(y.score);
+    if (x.is_sink != y.is_sink)
+        return x.is_sink ? -1 : 1;
     if (x_nan != y_nan)
         return x_nan ? 1 : -1;
     if (!x_nan && x.score != y.score)
@@ -19,25 +28,30 @@ static int compare_keys(const void *left, const void *right) {
     return x.j > y.j ? -1 : x.j < y.j;
 }
 
-/* kept[j] = 1 for the best `window` valid keys among the first `length`. */
-static void rank_prefix(const float *score, const uint8_t *valid, int64_t length, int64_t window,
-                        ranked_key *keys, uint8_t *kept) {
-    int64_t count = 0;
+/* kept[j] = 1 for the `recent` newest of the valid keys among the first `length`, and for the best
+ * `window` of the others. */
+static void rank_prefix(const float *score, const uint8_t *valid, int64_t length,
+                        const select_rules *rules, ranked_key *keys, uint8_t *kept) {
+    int64_t count = 0, newest = 0;
     for (int64_t j = 0; j < length; j++) {
         kept[j] = 0;
-        if (valid == NULL || valid[j])
-            keys[count++] = (ranked_key){.score = score[j], .j = (int32_t)j};
+        if (valid == NULL || valid[j]) {
+            const int is_sink = count < rules->sinks;
+            keys[count++] = (ranked_key){.score = score[j], .j = (int32_t)j, .is_sink = is_sink};
+        }
     }
+    for (; newest < rules->recent && count > 0; newest++)
+        kept[keys[--count].j] = 1;
     qsort(keys, (size_t)count, sizeof *keys, compare_keys);
-    for (int64_t r = 0; r < count && r < window; r++)
+    for (int64_t r = 0; r < count && r < rules->window; r++)
         kept[keys[r].j] = 1;
 }
 
-static void brute_global(const float *score, const uint8_t *valid, int64_t n, int64_t window,
-                         int32_t *expiry, int32_t *slot) {
+static void brute_global(const float *score, const uint8_t *valid, int64_t n,
+                         const select_rules *rules, int32_t *expiry, int32_t *slot) {
     ranked_key *keys = malloc((size_t)(n + 1) * sizeof *keys);
     uint8_t *kept = malloc((size_t)(n + 1));
-    rank_prefix(score, valid, n, window, keys, kept);
+    rank_prefix(score, valid, n, rules, keys, kept);
     int32_t next = 0;
     for (int64_t j = 0; j < n; j++) {
         expiry[j] = (int32_t)(kept[j] ? n : j);
@@ -48,13 +62,13 @@ static void brute_global(const float *score, const uint8_t *valid, int64_t n, in
 }
 
 /* One position after the other: rank the prefix, see who left and who came. */
-static void brute_causal(const float *score, const uint8_t *valid, int64_t n, int64_t window,
-                         int32_t *expiry, int32_t *slot) {
+static void brute_causal(const float *score, const uint8_t *valid, int64_t n,
+                         const select_rules *rules, int32_t *expiry, int32_t *slot) {
     ranked_key *keys = malloc((size_t)(n + 1) * sizeof *keys);
     uint8_t *kept = calloc((size_t)(n + 1), 1), *before = calloc((size_t)(n + 1), 1);
     int32_t filled = 0;
     for (int64_t p = 0; p < n; p++) {
-        rank_prefix(score, valid, p + 1, window, keys, kept);
+        rank_prefix(score, valid, p + 1, rules, keys, kept);
         expiry[p] = (int32_t)(kept[p] ? n : p);
         slot[p] = -1;
         int left = 0;
@@ -80,8 +94,8 @@ static void brute_causal(const float *score, const uint8_t *valid, int64_t n, in
 
 typedef struct select_case {
     const char *name;
-    int64_t batch, kv_heads, kv_len, window;
-    fdma_scope scope;
+    int64_t batch, kv_heads, kv_len;
+    select_rules rules;
     fdma_tensor score, key_valid;
 } select_case;
 
@@ -92,16 +106,20 @@ static fdma_selection select_with(const select_case *test, const char *kernel, i
         .score = test->score,
         .key_valid = test->key_valid,
         .selection = &selection,
-        .window = test->window,
-        .scope = test->scope,
+        .window = test->rules.window,
+        .recent = test->rules.recent,
+        .sinks = test->rules.sinks,
+        .scope = test->rules.scope,
         .exec = {.kernel = kernel, .threads = threads},
     };
     CHECK_OK(run_select(&args));
-    CHECK_INT(selection.window, test->window);
+    CHECK_INT(selection.window, test->rules.window);
+    CHECK_INT(selection.recent, test->rules.recent);
+    CHECK_INT(selection.sinks, test->rules.sinks);
     CHECK_INT(selection.kv_len, test->kv_len);
     // the default is causal scope
     CHECK_INT(selection.scope,
-              test->scope == FDMA_SCOPE_GLOBAL ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL);
+              test->rules.scope == FDMA_SCOPE_GLOBAL ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL);
     return selection;
 }
 
@@ -112,8 +130,8 @@ static fdma_selection brute_force(const select_case *test) {
         const uint8_t *valid = test->key_valid.rank > 0
                                    ? (const uint8_t *)test->key_valid.data + b * test->kv_len
                                    : NULL;
-        (test->scope == FDMA_SCOPE_CAUSAL ? brute_causal : brute_global)(
-            (const float *)test->score.data + at, valid, test->kv_len, test->window,
+        (test->rules.scope == FDMA_SCOPE_CAUSAL ? brute_causal : brute_global)(
+            (const float *)test->score.data + at, valid, test->kv_len, &test->rules,
             (int32_t *)want.expiry.data + at, (int32_t *)want.slot.data + at);
     }
     return want;
@@ -126,9 +144,11 @@ static void check_keys(const char *what, const select_case *test, const char *ke
     int64_t i = 0;
     while (i + 1 < count_of(want) && a[i] == w[i])
         i++;
-    test_context("%s, %s of key %d of segment %d: %s, n %d, window %d, scope %d", kernel, what,
-                 (int)(i % test->kv_len), (int)(i / test->kv_len), test->name, (int)test->kv_len,
-                 (int)test->window, (int)test->scope);
+    test_context(
+        "%s, %s of key %d of segment %d: %s, n %d, window %d, recent %d, sinks %d, scope %d",
+        kernel, what, (int)(i % test->kv_len), (int)(i / test->kv_len), test->name,
+        (int)test->kv_len, (int)test->rules.window, (int)test->rules.recent, (int)test->rules.sinks,
+        (int)test->rules.scope);
     CHECK_INT(a[i], w[i]);
 }
 
@@ -173,8 +193,7 @@ static void compare_lengths(fdma_scope scope, int padded) {
                 select_case test = {.batch = padded ? 3 : 1,
                                     .kv_heads = 2,
                                     .kv_len = n,
-                                    .window = windows[w],
-                                    .scope = scope};
+                                    .rules = {.window = windows[w], .scope = scope}};
                 fill_scores(&test, (score_kind)kind, &state);
                 if (padded)
                     fill_padding(&test, &state);
@@ -191,15 +210,60 @@ static void causal_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_CAUSAL,
 static void global_scope(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 0); }
 static void global_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_GLOBAL, 1); }
 
+/* recent and sinks, below, at and above the length, together and alone. */
+static void newest_keys_and_sinks(void) {
+    enum { cases = 900 };
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 7;
+    for (int i = 0; i < cases; i++) {
+        const int64_t n = 1 + random_below(&state, 60), window = 1 + random_below(&state, n + 3);
+        const int64_t recent[] = {0, 1, 2, n - 1, n, n + 4, random_below(&state, n)};
+        const int64_t sinks[] = {0, 0, 1, window, random_below(&state, window)};
+        const bool is_global = random_below(&state, 5) == 0;
+        select_case test = {
+            .batch = 1 + random_below(&state, 3), .kv_heads = 2, .kv_len = n, .rules = {window}};
+        test.rules.scope = is_global ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL;
+        test.rules.recent = is_global ? 0 : recent[random_below(&state, TEST_COUNT(recent))];
+        test.rules.sinks = sinks[random_below(&state, TEST_COUNT(sinks))];
+        fill_scores(&test, (score_kind)random_below(&state, kind_count), &state);
+        if (random_below(&state, 2))
+            fill_padding(&test, &state);
+        const fdma_selection want = brute_force(&test);
+        check_on_all_kernels(&test, &kernels, 1, &want);
+        test_free_all();
+    }
+}
+
+/* A window, or recent, that leaves no key out keeps every key to the end. */
+static void rules_that_keep_all(void) {
+    const select_rules rules[] = {{FDMA_WINDOW_ALL, 5, 3, FDMA_SCOPE_CAUSAL},
+                                  {FDMA_WINDOW_ALL, INT64_MAX, FDMA_WINDOW_ALL, FDMA_SCOPE_CAUSAL},
+                                  {1, INT64_MAX, 1, FDMA_SCOPE_CAUSAL},
+                                  {20, 20, 0, FDMA_SCOPE_CAUSAL}};
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 8;
+    for (int r = 0; r < TEST_COUNT(rules); r++) {
+        select_case test = {.batch = 1, .kv_heads = 1, .kv_len = 40, .rules = rules[r]};
+        fill_scores(&test, kind_iid, &state);
+        for (int i = 0; i < kernels.count; i++) {
+            const fdma_selection got = select_with(&test, kernels.name[i], 1);
+            for (int32_t j = 0; j < 40; j++) {
+                CHECK_INT(((int32_t *)got.expiry.data)[j], 40);
+                CHECK_INT(((int32_t *)got.slot.data)[j], j);
+            }
+        }
+    }
+}
+
 static void longer_sequences(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 2;
     for (int kind = 0; kind < kind_count; kind++) {
-        select_case test = {.batch = 1,
-                            .kv_heads = 2,
-                            .kv_len = 601,
-                            .window = 100,
-                            .scope = kind % 2 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL};
+        select_case test = {
+            .batch = 1,
+            .kv_heads = 2,
+            .kv_len = 601,
+            .rules = {.window = 100, .scope = kind % 2 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL}};
         fill_scores(&test, (score_kind)kind, &state);
         const fdma_selection want = brute_force(&test);
         check_on_all_kernels(&test, &kernels, 1, &want);
@@ -215,7 +279,7 @@ static void slots_hold_one_key_at_a_time(void) {
     for (int i = 0; i < kernels.count; i++) {
         test_context("%s", kernels.name[i]);
         select_case test = {
-            .batch = 1, .kv_heads = 1, .kv_len = 400, .window = 37, .scope = FDMA_SCOPE_CAUSAL};
+            .batch = 1, .kv_heads = 1, .kv_len = 400, .rules = {37, 0, 0, FDMA_SCOPE_CAUSAL}};
         fill_scores(&test, kind_iid, &state);
         const fdma_selection got = select_with(&test, kernels.name[i], 0);
         const int32_t *expiry = got.expiry.data, *slot = got.slot.data;
@@ -240,7 +304,7 @@ static void strided_tensors(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 4;
     select_case test = {
-        .batch = 2, .kv_heads = 3, .kv_len = 50, .window = 9, .scope = FDMA_SCOPE_CAUSAL};
+        .batch = 2, .kv_heads = 3, .kv_len = 50, .rules = {9, 0, 0, FDMA_SCOPE_CAUSAL}};
     fill_scores(&test, kind_few_values, &state);
     const fdma_selection want = brute_force(&test);
     for (int i = 0; i < kernels.count; i++) {
@@ -249,7 +313,7 @@ static void strided_tensors(void) {
         fdma_select_args args = {.size = sizeof args,
                                  .score = with_gaps(test.score, gap),
                                  .selection = &got,
-                                 .window = test.window,
+                                 .window = test.rules.window,
                                  .exec = {.kernel = kernels.name[i]}};
         test_context("%s", kernels.name[i]);
         CHECK_OK(run_select(&args));
@@ -263,7 +327,8 @@ static void without_slots(void) {
     uint64_t state = 5;
     for (int scope = FDMA_SCOPE_CAUSAL; scope <= FDMA_SCOPE_GLOBAL; scope++) {
         select_case test = {
-            .batch = 1, .kv_heads = 1, .kv_len = 80, .window = 11, .scope = (fdma_scope)scope};
+            .batch = 1, .kv_heads = 1, .kv_len = 80, .rules = {11, 0, 2, (fdma_scope)scope}};
+        test.rules.recent = scope == FDMA_SCOPE_CAUSAL ? 6 : 0;
         fill_scores(&test, kind_iid, &state);
         const fdma_selection want = brute_force(&test);
         for (int i = 0; i < kernels.count; i++) {
@@ -273,6 +338,8 @@ static void without_slots(void) {
                                      .score = test.score,
                                      .selection = &got,
                                      .window = 11,
+                                     .recent = test.rules.recent,
+                                     .sinks = test.rules.sinks,
                                      .scope = (fdma_scope)scope,
                                      .exec = {.kernel = kernels.name[i]}};
             CHECK_OK(run_select(&args));
@@ -286,7 +353,7 @@ static void invalid_scores_do_not_matter(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;
     select_case test = {
-        .batch = 3, .kv_heads = 1, .kv_len = 90, .window = 20, .scope = FDMA_SCOPE_CAUSAL};
+        .batch = 3, .kv_heads = 1, .kv_len = 90, .rules = {20, 0, 0, FDMA_SCOPE_CAUSAL}};
     fill_scores(&test, kind_iid, &state);
     fill_padding(&test, &state);
     const fdma_selection want = brute_force(&test);
@@ -307,7 +374,7 @@ static void no_keys(void) {
     for (int i = 0; i < kernels.count; i++) {
         for (int s = 0; s < TEST_COUNT(sizes); s++) {
             select_case test = {
-                .batch = sizes[s][0], .kv_heads = sizes[s][1], .kv_len = sizes[s][2], .window = 4};
+                .batch = sizes[s][0], .kv_heads = sizes[s][1], .kv_len = sizes[s][2], .rules = {4}};
             test.score = new_tensor(FDMA_FLOAT32, test.batch, test.kv_heads, test.kv_len, -1);
             select_with(&test, kernels.name[i], 0);
         }
@@ -319,6 +386,8 @@ static const test_entry tests[] = {
     TEST(causal_scope_with_padding),
     TEST(global_scope),
     TEST(global_scope_with_padding),
+    TEST(newest_keys_and_sinks),
+    TEST(rules_that_keep_all),
     TEST(longer_sequences),
     TEST(slots_hold_one_key_at_a_time),
     TEST(strided_tensors),

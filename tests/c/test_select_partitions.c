@@ -15,6 +15,7 @@ static fdma_problem new_problem(int64_t batch, int64_t kv_heads, int64_t kv_len,
         .kv_heads = kv_heads,
         .kv_len = kv_len,
         .window = window,
+        .slots = window,
         .scope = FDMA_SCOPE_CAUSAL,
         .score = new_tensor(FDMA_FLOAT32, batch, kv_heads, kv_len, -1),
         .expiry = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
@@ -49,9 +50,9 @@ static void check_cut(const fdma_problem *want, int64_t partitions, int32_t thre
     const fdma_tensor slot = got.slot;
     if (!named)
         got.slot = (fdma_tensor){0};
-    test_context("kv_len %d, window %d, %d partitions, %d threads, scope %d%s", (int)want->kv_len,
-                 (int)want->window, (int)partitions, threads, (int)want->scope,
-                 named ? "" : ", no slots");
+    test_context("kv_len %d, window %d, recent %d, sinks %d, %d partitions, %d threads, scope %d%s",
+                 (int)want->kv_len, (int)want->window, (int)want->recent, (int)want->sinks,
+                 (int)partitions, threads, (int)want->scope, named ? "" : ", no slots");
     select_cut(&got, partitions, threads);
     CHECK(same_tensor(got.expiry, want->expiry));
     if (named)
@@ -67,6 +68,11 @@ static fdma_problem random_problem(uint64_t *state) {
     fdma_problem problem = new_problem(1 + random_below(state, 2), 1 + random_below(state, 2), n,
                                        windows[random_below(state, TEST_COUNT(windows))]);
     problem.scope = random_below(state, 4) ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+    problem.recent = problem.scope == FDMA_SCOPE_CAUSAL && random_below(state, 4) == 0
+                         ? random_below(state, n + 2)
+                         : 0;
+    problem.sinks = random_below(state, 4) == 0 ? random_below(state, problem.window + 1) : 0;
+    problem.slots = problem.window + problem.recent;
     fill_kinds(problem.score, 1 + random_below(state, 2 * n), state);
     if (random_below(state, 3) == 0)
         problem.key_valid = new_padding(problem.batch, n, state);

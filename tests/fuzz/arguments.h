@@ -266,6 +266,13 @@ static fdma_tensor maybe_per_row(call *to, bool output) {
 
 static fdma_tensor maybe_lse(call *to) { return maybe_per_row(to, true); }
 
+/* recent or sinks: mostly 0. */
+static int64_t make_rule(call *to, int64_t most) {
+    if (seldom(&to->in))
+        return strange_number(&to->in);
+    return take(&to->in) % 4 == 0 ? take_up_to(&to->in, most) : 0;
+}
+
 static void make_selection(call *to, bool output, int64_t window, fdma_scope scope) {
     to->selection = (fdma_selection){.size = sizeof to->selection};
     to->selection.expiry = make_per_key(to, output, FDMA_INT32);
@@ -278,4 +285,5 @@ static void make_selection(call *to, bool output, int64_t window, fdma_scope sco
         to->selection.size = (size_t)strange_number(&to->in) % max_struct;
     if (seldom(&to->in))
         to->selection.reserved = take(&to->in);
+    to->selection.recent = make_rule(to, 9);
 }

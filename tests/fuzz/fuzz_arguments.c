@@ -80,6 +80,8 @@ static void make_select(call *to) {
     make_selection(to, true, 0, FDMA_SCOPE_CAUSAL);
     if (!seldom(&to->in))
         args->selection = &to->selection;
+    args->recent = make_rule(to, 23);
+    args->sinks = make_rule(to, 2);
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
@@ -102,8 +104,9 @@ static void make_lists(call *to) {
         to->selection.slot = make_per_key(to, false, FDMA_INT32);
     if (!seldom(&to->in))
         args->selection = &to->selection;
-    const int64_t most = (int64_t)((uint64_t)window + (uint64_t)args->tile_len - 1);
-    const int64_t width = window >= 1 && most < to->kv_len ? most : to->kv_len;
+    const int64_t most =
+        (int64_t)((uint64_t)window + (uint64_t)to->selection.recent + (uint64_t)args->tile_len - 1);
+    const int64_t width = window >= 1 && most >= 1 && most < to->kv_len ? most : to->kv_len;
     const int64_t tiles = tiles_of(args->q_len, args->tile_len);
     const int64_t list_shape[] = {to->batch, to->kv_heads, tiles, width};
     const int64_t count_shape[] = {to->batch, to->kv_heads, tiles, 2};
@@ -159,6 +162,8 @@ static void make_attention(call *to) {
         make_selection(to, true, 0, FDMA_SCOPE_CAUSAL);
         args->selection = &to->selection;
     }
+    args->recent = make_rule(to, 23);
+    args->sinks = make_rule(to, 2);
     const double keys = (double)args->k.shape[1];
     to->work =
         elements(&args->q) * (1 + keys) + elements(&args->v) * (keys + (double)args->v.shape[2]);

@@ -7,18 +7,18 @@
 #include <stdio.h>
 
 #define DENSE(dtype, head_dim, kv_len)                                                             \
-    {BENCH_FORWARD, dtype, ORDER_IID, head_dim, kv_len, 0, 1, 1, 0}
+    {BENCH_FORWARD, dtype, ORDER_IID, head_dim, kv_len, 0, 1, 1, 0, 0}
 #define SELECTED(dtype, kv_len, window)                                                            \
-    {BENCH_FORWARD, dtype, ORDER_IID, 128, kv_len, window, 1, 1, 0}
-#define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1, 0}
+    {BENCH_FORWARD, dtype, ORDER_IID, 128, kv_len, window, 1, 1, 0, 0}
+#define SELECT(order) {BENCH_SELECT, 0, order, 0, 131072, 2048, 1, 1, 0, 0}
 #define DECODE(dtype, window, q_heads)                                                             \
-    {BENCH_FORWARD, dtype, ORDER_IID, 128, 131072, window, q_heads, 8, 1}
+    {BENCH_FORWARD, dtype, ORDER_IID, 128, 131072, window, q_heads, 8, 1, 0}
 #define LISTS(order, kv_len, window, q_heads, kv_heads)                                            \
-    {BENCH_LISTS, FDMA_FLOAT32, order, 128, kv_len, window, q_heads, kv_heads, 0}
-#define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0}
+    {BENCH_LISTS, FDMA_FLOAT32, order, 128, kv_len, window, q_heads, kv_heads, 0, 0}
+#define SCORE(dtype, heads) {BENCH_SCORE, dtype, ORDER_IID, 128, 16384, 0, heads, heads, 0, 0}
 #define BACKWARD(dtype, head_dim, kv_len, window)                                                  \
-    {BENCH_BACKWARD, dtype, ORDER_IID, head_dim, kv_len, window, 1, 1, 0}
-#define SCORE_BACKWARD(dtype) {BENCH_SCORE_BACKWARD, dtype, ORDER_IID, 128, 16384, 0, 8, 8, 0}
+    {BENCH_BACKWARD, dtype, ORDER_IID, head_dim, kv_len, window, 1, 1, 0, 0}
+#define SCORE_BACKWARD(dtype) {BENCH_SCORE_BACKWARD, dtype, ORDER_IID, 128, 16384, 0, 8, 8, 0, 0}
 
 static const bench_case cases[] = {
     DENSE(FDMA_FLOAT32, 128, 1024),
@@ -42,8 +42,8 @@ static const bench_case cases[] = {
     SELECTED(FDMA_BFLOAT16, 16384, 1024),
     SELECTED(FDMA_BFLOAT16, 16384, 2048),
     SELECTED(FDMA_BFLOAT16, 65536, 2048),
-    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
-    {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0, 0},
+    {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0, 0},
     DECODE(FDMA_FLOAT32, 0, 8),
     DECODE(FDMA_FLOAT32, 0, 32),
     DECODE(FDMA_FLOAT32, 2048, 8),
@@ -51,8 +51,9 @@ static const bench_case cases[] = {
     DECODE(FDMA_BFLOAT16, 0, 8),
     DECODE(FDMA_BFLOAT16, 0, 32),
     DECODE(FDMA_BFLOAT16, 2048, 8),
-    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 64, 16, 0, 1, 1, 1},
+    {BENCH_FORWARD, FDMA_FLOAT32, ORDER_IID, 64, 16, 0, 1, 1, 1, 0},
     SELECT(ORDER_IID),
+    {BENCH_SELECT, 0, ORDER_IID, 0, 131072, 1792, 1, 1, 0, 256},
     SELECT(ORDER_DRIFT),
     SELECT(ORDER_RISING),
     SELECT(ORDER_FALLING),
@@ -69,7 +70,7 @@ static const bench_case cases[] = {
     SCORE(FDMA_FLOAT16, 8),
     SCORE(FDMA_BFLOAT16, 8),
     SCORE(FDMA_BFLOAT16, 32),
-    {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8, 0},
+    {BENCH_ATTENTION, FDMA_FLOAT32, ORDER_IID, 128, 8192, 1024, 8, 8, 0, 0},
     BACKWARD(FDMA_FLOAT32, 128, 4096, 0),
     BACKWARD(FDMA_BFLOAT16, 128, 4096, 0),
     BACKWARD(FDMA_FLOAT32, 64, 4096, 0),
@@ -78,25 +79,25 @@ static const bench_case cases[] = {
     BACKWARD(FDMA_BFLOAT16, 128, 8192, 2048),
     BACKWARD(FDMA_FLOAT32, 128, 32768, 2048),
     BACKWARD(FDMA_BFLOAT16, 128, 32768, 2048),
-    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_RISING, 128, 8192, 2048, 1, 1, 0},
-    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_EQUAL, 128, 8192, 2048, 1, 1, 0},
-    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_SAWTOOTH, 128, 8192, 2048, 1, 1, 0},
-    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
-    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_RISING, 128, 8192, 2048, 1, 1, 0, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_EQUAL, 128, 8192, 2048, 1, 1, 0, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_SAWTOOTH, 128, 8192, 2048, 1, 1, 0, 0},
+    {BENCH_BACKWARD, FDMA_FLOAT32, ORDER_IID, 128, 8192, 2048, 32, 8, 0, 0},
+    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, 128, 8192, 2048, 32, 8, 0, 0},
     SCORE_BACKWARD(FDMA_FLOAT32),
     SCORE_BACKWARD(FDMA_BFLOAT16),
 };
 
 #define DEVICE_SELECT(order, kv_len, window, heads)                                                \
-    {BENCH_SELECT, 0, order, 0, kv_len, window, heads, heads, 0}
+    {BENCH_SELECT, 0, order, 0, kv_len, window, heads, heads, 0, 0}
 #define DEVICE_FORWARD(order, head_dim, kv_len, window, q_heads, kv_heads)                         \
-    {BENCH_FORWARD, FDMA_BFLOAT16, order, head_dim, kv_len, window, q_heads, kv_heads, 0}
+    {BENCH_FORWARD, FDMA_BFLOAT16, order, head_dim, kv_len, window, q_heads, kv_heads, 0, 0}
 #define DEVICE_BACKWARD(head_dim, kv_len, window, q_heads, kv_heads)                               \
-    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, window, q_heads, kv_heads, 0}
+    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, window, q_heads, kv_heads, 0, 0}
 #define DEVICE_SCORE_BACKWARD(head_dim, kv_len, heads)                                             \
-    {BENCH_SCORE_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, 0, heads, heads, 0}
+    {BENCH_SCORE_BACKWARD, FDMA_BFLOAT16, ORDER_IID, head_dim, kv_len, 0, heads, heads, 0, 0}
 #define DEVICE_ATTENTION(kv_len)                                                                   \
-    {BENCH_ATTENTION, FDMA_BFLOAT16, ORDER_IID, 128, kv_len, 2048, 32, 8, 0}
+    {BENCH_ATTENTION, FDMA_BFLOAT16, ORDER_IID, 128, kv_len, 2048, 32, 8, 0, 0}
 
 static const bench_case device_cases[] = {
     DEVICE_SELECT(ORDER_IID, 32768, 1024, 1),
@@ -110,13 +111,16 @@ static const bench_case device_cases[] = {
     DEVICE_SELECT(ORDER_EQUAL, 131072, 2048, 8),
     DEVICE_SELECT(ORDER_SAWTOOTH, 131072, 2048, 8),
     DEVICE_SELECT(ORDER_IID, 1048576, 2048, 8),
-    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 2048, 32, 8, 0},
-    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 2048, 32, 8, 0},
-    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 8, 8, 0},
-    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 32, 32, 0},
+    {BENCH_SELECT, 0, ORDER_IID, 0, 32768, 1792, 8, 8, 0, 256},
+    {BENCH_SELECT, 0, ORDER_IID, 0, 131072, 1792, 8, 8, 0, 256},
+    {BENCH_SELECT, 0, ORDER_FALLING, 0, 131072, 1792, 8, 8, 0, 256},
+    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 2048, 32, 8, 0, 0},
+    {BENCH_LISTS, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 2048, 32, 8, 0, 0},
+    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 8, 8, 0, 0},
+    {BENCH_SCORE, FDMA_BFLOAT16, ORDER_IID, 128, 131072, 0, 32, 32, 0, 0},
     DECODE(FDMA_BFLOAT16, 0, 32),
     DECODE(FDMA_BFLOAT16, 2048, 32),
-    {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 64, 16, 0, 1, 1, 1},
+    {BENCH_FORWARD, FDMA_BFLOAT16, ORDER_IID, 64, 16, 0, 1, 1, 1, 0},
     DEVICE_FORWARD(ORDER_IID, 128, 8192, 0, 32, 8),
     DEVICE_FORWARD(ORDER_IID, 128, 32768, 0, 32, 8),
     DEVICE_FORWARD(ORDER_IID, 128, 8192, 2048, 32, 8),
@@ -133,6 +137,8 @@ static const bench_case device_cases[] = {
     DEVICE_ATTENTION(32768),
     DEVICE_ATTENTION(131072),
     DEVICE_ATTENTION(1048576),
+    {BENCH_ATTENTION, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 1792, 32, 8, 0, 256},
+    {BENCH_BACKWARD, FDMA_BFLOAT16, ORDER_IID, 128, 32768, 1792, 32, 8, 0, 256},
     DEVICE_BACKWARD(128, 32768, 2048, 32, 8),
     DEVICE_BACKWARD(128, 16384, 2048, 32, 32),
     DEVICE_BACKWARD(64, 32768, 1024, 2, 1),
@@ -194,7 +200,7 @@ void bench_case_name(const bench_case *item, char name[BENCH_NAME]) {
                                          "equal", "sawtooth", "nan"};
     char form[32] = "";
     char heads[64] = "";
-    char window[32] = "";
+    char window[48] = "";
     if (item->operation == BENCH_SELECT)
         snprintf(form, sizeof form, "/%s", orders[item->order]);
     else if (item->operation == BENCH_LISTS)
@@ -206,6 +212,8 @@ void bench_case_name(const bench_case *item, char name[BENCH_NAME]) {
                  item->head_dim);
     if (item->window > 0)
         snprintf(window, sizeof window, "/w%" PRId64, item->window);
+    if (item->recent > 0)
+        snprintf(window, sizeof window, "/w%" PRId64 "r%" PRId64, item->window, item->recent);
     if (item->q_heads > 1)
         snprintf(heads, sizeof heads, "/h%" PRId64 "g%" PRId64, item->q_heads, item->kv_heads);
     snprintf(name, BENCH_NAME, "%.14s%.31s/n%" PRId64 "%.20s%.14s", operations[item->operation],
@@ -215,10 +223,9 @@ void bench_case_name(const bench_case *item, char name[BENCH_NAME]) {
 /* Forward has 4 * head_dim operations for each query head, query and key that the query keeps. */
 double bench_case_flops(const bench_case *item) {
     const double len = (double)item->kv_len;
-    const double window =
-        item->window > 0 && item->window < item->kv_len ? (double)item->window : len;
-    const double pairs =
-        item->q_len == 1 ? window : window * (window + 1) / 2 + (len - window) * window;
+    const int64_t kept = item->window + item->recent;
+    const double most = item->window > 0 && kept < item->kv_len ? (double)kept : len;
+    const double pairs = item->q_len == 1 ? most : most * (most + 1) / 2 + (len - most) * most;
     const double heads = (double)item->kv_heads;
     switch (item->operation) {
     case BENCH_FORWARD:

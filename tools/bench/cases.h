@@ -33,7 +33,8 @@ typedef struct bench_case {
     int64_t kv_len;
     int64_t window; /* 0: dense */
     int64_t q_heads, kv_heads;
-    int64_t q_len; /* 0: kv_len */
+    int64_t q_len;  /* 0: kv_len */
+    int64_t recent; /* newest keys that a query keeps beside the window */
 } bench_case;
 
 enum { BENCH_NAME = 112 };

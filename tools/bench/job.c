@@ -84,13 +84,14 @@ static void fill_scores(const bench_case *item, bench_job *job, uint64_t *state)
         .expiry = allocate_there(job, FDMA_INT32, 3, shape),
         .slot = allocate_there(job, FDMA_INT32, 3, shape),
         .window = item->window,
+        .recent = item->recent,
         .kv_len = item->kv_len,
         .scope = FDMA_SCOPE_CAUSAL,
     };
 }
 
 static void allocate_lists(const bench_case *item, bench_job *job) {
-    const int64_t tile = bench_case_tile(item), width = item->window + tile - 1;
+    const int64_t tile = bench_case_tile(item), width = item->window + item->recent + tile - 1;
     int64_t shape[] = {1, item->kv_heads, (item->kv_len + tile - 1) / tile,
                        width < item->kv_len ? width : item->kv_len};
     job->list = allocate_there(job, FDMA_INT32, 4, shape);
@@ -208,6 +209,7 @@ static void describe_job(const bench_case *item, bench_job *job) {
         .score = job->score,
         .selection = &job->selection,
         .window = item->window,
+        .recent = item->recent,
         .exec = exec,
     };
     job->lists_args = (fdma_lists_args){
@@ -242,6 +244,7 @@ static void describe_job(const bench_case *item, bench_job *job) {
         .out = job->out,
         .lse = job->lse,
         .window = item->window,
+        .recent = item->recent,
         .causal = 1,
         .exec = exec,
     };

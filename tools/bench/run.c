@@ -171,7 +171,7 @@ static double read_array(const bench_job *job, const peak_loop *peak, const void
 
 /* Milliseconds of a plain read of what the job reads; NaN if reading is not most of its work. */
 static double time_read(const bench_case *item, const bench_job *job, const peak_loop *peak) {
-    const int64_t keys = item->window > 0 ? item->window : item->kv_len;
+    const int64_t keys = item->window > 0 ? item->window + item->recent : item->kv_len;
     const size_t bytes =
         (size_t)(keys * item->kv_heads * item->head_dim) * dtype_bytes(item->dtype);
     if (!bench_case_reads(item))

@@ -2,13 +2,29 @@
 #include "check/case.h"
 
 static const check_case cases[] = {
-#define CASE(name, batch, q_len, kv_len, q_heads, kv_heads, head_dim, window, mask, bias_form,     \
-             softcap, scores, layout, padding)                                                     \
-    {name,     batch,           q_len,           kv_len,           q_heads,                        \
-     kv_heads, head_dim,        window,          MASK_##mask,      FDMA_BIAS_##bias_form,          \
-     softcap,  SCORES_##scores, LAYOUT_##layout, PADDING_##padding},
+#define SHAPE(name, batch, q_len, kv_len, q_heads, kv_heads, head_dim, window, mask, bias_form,    \
+              softcap, scores, layout, padding, recent, sinks)                                     \
+    {name,                                                                                         \
+     batch,                                                                                        \
+     q_len,                                                                                        \
+     kv_len,                                                                                       \
+     q_heads,                                                                                      \
+     kv_heads,                                                                                     \
+     head_dim,                                                                                     \
+     window,                                                                                       \
+     MASK_##mask,                                                                                  \
+     FDMA_BIAS_##bias_form,                                                                        \
+     softcap,                                                                                      \
+     SCORES_##scores,                                                                              \
+     LAYOUT_##layout,                                                                              \
+     PADDING_##padding,                                                                            \
+     recent,                                                                                       \
+     sinks},
+#define CASE_RULES(...) SHAPE(__VA_ARGS__)
+#define CASE(...) SHAPE(__VA_ARGS__, 0, 0)
 #include "cases.def"
 #undef CASE
+#undef CASE_RULES
 };
 
 int check_case_count(void) { return sizeof cases / sizeof cases[0]; }

@@ -42,6 +42,7 @@ typedef struct check_case {
     check_scores scores;
     check_layout layout;
     check_padding padding;
+    int64_t recent, sinks;
 } check_case;
 
 int check_case_count(void);

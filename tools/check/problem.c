@@ -110,6 +110,8 @@ static void allocate_inputs(check_problem *problem) {
             .expiry = check_tensor(FDMA_INT32, 3, score_shape),
             .slot = check_tensor(FDMA_INT32, 3, score_shape),
             .window = test->window,
+            .recent = test->recent,
+            .sinks = test->sinks,
             .kv_len = test->kv_len,
             .scope = check_scope(test),
         };

@@ -101,8 +101,11 @@ static void set_options(check_call *call, const check_problem *problem, check_op
         call->args.score.bias_form = test->bias_form;
         break;
     case CHECK_SELECT:
-        call->args.select = (fdma_select_args){
-            .selection = &call->selection, .window = test->window, .scope = check_scope(test)};
+        call->args.select = (fdma_select_args){.selection = &call->selection,
+                                               .window = test->window,
+                                               .recent = test->recent,
+                                               .sinks = test->sinks,
+                                               .scope = check_scope(test)};
         break;
     case CHECK_LISTS:
         call->args.lists = (fdma_lists_args){.selection = selection,

@@ -21,9 +21,9 @@ typedef struct key_table {
 /* The rows of a table: for the keys of one window, for as many again that were live before the
  * sweep of a partition, and for the positions of a tile, of which there are at most lanes + 1. */
 static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_partition) {
-    if (!problem->selected || problem->window > problem->kv_len)
-        return problem->kv_len; // a larger window might overflow below
-    return min((is_partition ? 2 : 1) * problem->window + lanes + 1, problem->kv_len);
+    if (!problem->selected || problem->slots > problem->kv_len)
+        return problem->kv_len; // more slots might overflow below
+    return min((is_partition ? 2 : 1) * problem->slots + lanes + 1, problem->kv_len);
 }
 
 static int64_t table_width(const fdma_problem *problem) {

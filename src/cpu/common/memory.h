@@ -46,7 +46,7 @@ static inline const uint8_t *valid_keys(const fdma_problem *problem, int64_t b) 
 
 /* The slots of the kept keys of one (b, g). */
 static inline int64_t slots_of(const fdma_problem *problem) {
-    return min(problem->window, problem->kv_len);
+    return min(problem->slots, problem->kv_len);
 }
 
 /* The keys that a query attends to, at most. */

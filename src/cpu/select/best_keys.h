@@ -82,11 +82,20 @@ static int64_t guess_least(const key_range *keys, int32_t slots, order_buffer *b
     return above < buffer->count ? buffer->orders[buffer->count - above] : INT64_MIN;
 }
 
+/* Collects the sinks of a range, of which there are no more than slots. */
+static void collect_sinks(const key_range *keys, order_buffer *buffer) {
+    buffer->count = 0;
+    for (int32_t n = 0; n < keys->sinks_end; n++) {
+        buffer->orders[buffer->count] = sink_order(keys->first + n);
+        buffer->count += !keys->valid || keys->valid[n];
+    }
+}
+
 /* Collects the best `slots` of the keys that reach `least`, in ascending order. */
 static void collect_best(const key_range *keys, int32_t slots, int64_t least,
                          order_buffer *buffer) {
-    buffer->count = 0;
-    for (int64_t at = 0; at < keys->count; at += select_block) {
+    collect_sinks(keys, buffer);
+    for (int64_t at = keys->sinks_end; at < keys->count; at += select_block) {
         uint64_t marks = mark_keys(keys, at, score_order_of(least));
         for (; marks; marks &= marks - 1) {
             const int32_t n = (int32_t)at + __builtin_ctzll(marks);

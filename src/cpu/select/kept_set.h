@@ -19,7 +19,13 @@ typedef struct key_range {
     const uint8_t *valid; /* [count]; NULL: all keys are valid */
     int32_t first;        /* the first key */
     int32_t count;
+    int32_t sinks_end; /* the valid ones of the first `sinks_end` keys are sinks */
 } key_range;
+
+/* The order of key n of a range, under the number `key`. */
+static inline int64_t order_in_range(const key_range *keys, int32_t n, int32_t key) {
+    return n < keys->sinks_end ? sink_order(key) : key_order(keys->score[n], key);
+}
 
 enum { select_block = 64, marked_at_once = 32 };
 
@@ -135,7 +141,8 @@ static void start_set(const select_pass *pass, kept_set *set) {
     set->queue[pass->before] = INT64_MAX;
 }
 
-/* Takes all valid keys while there are free slots. Returns how many keys of the range were seen. */
+/* Takes all valid keys while there are free slots; sinks are among these, because there are no more
+ * of them than slots. Returns how many keys of the range were seen. */
 static int32_t fill_set(const select_pass *pass, kept_set *set) {
     const key_range *const keys = &pass->keys;
     const bool crowded = keys->count > set->slots - pass->before; // else no key is evicted
@@ -143,7 +150,7 @@ static int32_t fill_set(const select_pass *pass, kept_set *set) {
     for (; n < keys->count && count < set->slots; n++) {
         const bool taken = !keys->valid || keys->valid[n];
         const int32_t key = pass->before + n;
-        const int64_t order = key_order(keys->score[n], key);
+        const int64_t order = order_in_range(keys, n, key);
         pass->expiry[n] = taken ? pass->kv_len : keys->first + n;
         pass->slot[n] = taken ? count : -1;
         if (taken && crowded)

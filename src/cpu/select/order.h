@@ -21,6 +21,11 @@ static inline int64_t key_order(float score, int32_t key) {
     return (int64_t)score_order(score) * ((int64_t)1 << 32) + key;
 }
 
+/* The order of a key that outranks all others. */
+static inline int64_t sink_order(int32_t key) {
+    return (int64_t)INT32_MAX * ((int64_t)1 << 32) + key;
+}
+
 static inline int32_t key_of(int64_t order) { return (int32_t)order; }
 
 static inline int32_t score_order_of(int64_t order) { return (int32_t)(order >> 32); }

@@ -11,12 +11,13 @@
 #include "cpu/common/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/select/best_keys.h"
+#include "cpu/select/recent.h"
 
 typedef struct select_context {
     const fdma_problem *problem;
     int64_t heads; /* batch * kv_heads */
     int32_t threads;
-    int32_t slots;
+    int32_t slots;          /* of the keys that are kept by score: at most the window */
     int32_t partitions;     /* of each (b, g) */
     int32_t partition_keys; /* keys of each partition but the last */
     /* arrays of [heads][partitions]: */
@@ -40,7 +41,8 @@ enum {
 static int64_t count_select_partitions(const fdma_problem *problem) {
     const int64_t heads = max(problem->batch * problem->kv_heads, 1);
     const int64_t threads = fdma_thread_count(problem->exec.threads, INT32_MAX);
-    const int64_t least = max(partition_windows * slots_of(problem), least_partition_keys);
+    const int64_t window = min(problem->window, problem->kv_len);
+    const int64_t least = max(partition_windows * window, least_partition_keys);
     const int64_t most = problem->kv_len / least;
     const int64_t partitions = min(most, threads / heads + 1);
     return partitions < least_partitions ? 1 : partitions;
@@ -51,7 +53,7 @@ static select_context cut_partitions(const fdma_problem *problem, int64_t partit
     return (select_context){
         .problem = problem,
         .heads = problem->batch * problem->kv_heads,
-        .slots = (int32_t)slots_of(problem),
+        .slots = (int32_t)min(problem->window, problem->kv_len),
         .partition_keys = (int32_t)keys,
         .partitions = (int32_t)max(divide_up(problem->kv_len, keys), 1),
     };
@@ -61,22 +63,40 @@ static select_context cut_partitions(const fdma_problem *problem, int64_t partit
 typedef struct select_partition {
     int64_t index;
     key_range keys;
-    int32_t *expiry, *slot; /* [keys.count]; slot: NULL if the caller does not ask for slots */
+    int32_t *expiry, *slot; /* [keys.count]; slot: NULL if the passes need not keep slots */
 } select_partition;
+
+/* Whether the caller gets the slots that the passes find; `recent` has slots of its own. */
+static bool keeps_slots(const fdma_problem *problem) {
+    return is_present(&problem->slot) && problem->recent == 0;
+}
+
+/* How many of `count` keys come before the last sink of a sequence, it included. */
+static int32_t find_sinks_end(const fdma_problem *problem, const uint8_t *valid, int64_t count) {
+    int64_t sinks = min(problem->sinks, problem->kv_len), n = 0;
+    if (valid == NULL)
+        return (int32_t)min(sinks, count);
+    for (; n < count && sinks > 0; n++)
+        sinks -= valid[n] != 0;
+    return (int32_t)n;
+}
 
 static select_partition find_partition(const select_context *select, int64_t head, int32_t nth) {
     const fdma_problem *const problem = select->problem;
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
     const int32_t first = nth * select->partition_keys;
     const uint8_t *const valid = valid_keys(problem, b);
+    const int64_t count = min(problem->kv_len - first, select->partition_keys);
+    const int32_t sinks_end = find_sinks_end(problem, valid, first + count);
     return (select_partition){
         .index = head * select->partitions + nth,
         .keys = {.score = float_at(&problem->score, b, g, first),
                  .valid = valid != NULL ? valid + first : NULL,
                  .first = first,
-                 .count = (int32_t)min(problem->kv_len - first, select->partition_keys)},
+                 .count = (int32_t)count,
+                 .sinks_end = sinks_end > first ? sinks_end - first : 0},
         .expiry = int_at(&problem->expiry, b, g, first),
-        .slot = is_present(&problem->slot) ? int_at(&problem->slot, b, g, first) : NULL,
+        .slot = keeps_slots(problem) ? int_at(&problem->slot, b, g, first) : NULL,
     };
 }
 
@@ -91,12 +111,12 @@ static order_buffer take_buffer(fdma_arena *arena, const select_context *select)
     return buffer;
 }
 
-/* What a pass works with: the set, and slots if the caller does not ask for any. */
+/* What a pass works with: the set, and slots if they need not be kept. */
 static kept_set take_set(fdma_arena *arena, const select_context *select, int32_t **slot) {
     kept_set set = {.slots = select->slots, .ring = queue_ring(select->slots)};
     set.tree = take_orders(arena, tree_size(select->slots));
     set.queue = take_orders(arena, (int64_t)set.ring + 1);
-    *slot = take_ints(arena, is_present(&select->problem->slot) ? 0 : select->partition_keys);
+    *slot = take_ints(arena, keeps_slots(select->problem) ? 0 : select->partition_keys);
     return set;
 }
 
@@ -105,7 +125,7 @@ static kept_set take_set(fdma_arena *arena, const select_context *select, int32_
 static size_t lay_out_select(select_context *select) {
     const bool global = select->problem->scope == FDMA_SCOPE_GLOBAL, split = select->partitions > 1;
     const int64_t all = select->heads * select->partitions, kept = all * select->slots;
-    fdma_arena arena = fdma_arena_of(select->problem), best = {0}, pass = {0};
+    fdma_arena arena = fdma_arena_of(select->problem), best = {0}, pass = {0}, recent = {0};
     int32_t *slot;
     if (global || split) {
         take_buffer(&best, select);
@@ -118,10 +138,14 @@ static size_t lay_out_select(select_context *select) {
         select->expiry = take_ints(&arena, kept);
         select->true_slot = take_ints(&arena, kept);
     }
+    if (select->problem->recent > 0)
+        take_recent(&recent, select->problem);
     select->threads =
         fdma_worthwhile_threads(select->problem->exec.threads, all,
                                 select->heads * select->problem->kv_len / keys_per_microsecond);
     select->scratch_size = best.used > pass.used ? best.used : pass.used;
+    if (recent.used > select->scratch_size)
+        select->scratch_size = recent.used;
     select->scratch = fdma_arena_take(&arena, (size_t)select->threads * select->scratch_size);
     return fdma_arena_size(&arena);
 }
@@ -285,7 +309,7 @@ static void mark_task(const void *context, int64_t index, int32_t thread) {
     for (int32_t n = 0; n < keys.count; n++) {
         const int32_t j = keys.first + n;
         const bool valid = keys.valid == NULL || keys.valid[n];
-        const bool stays = valid && key_order(keys.score[n], j) >= least;
+        const bool stays = valid && order_in_range(&keys, n, j) >= least;
         partition.expiry[n] = stays ? (int32_t)select->problem->kv_len : j;
         if (partition.slot != NULL)
             partition.slot[n] = stays ? slot : -1;
@@ -307,9 +331,16 @@ static void select_causal(const select_context *select) {
         return;
     fdma_parallel_for(select->threads, select->heads, merge_task, select);
     fdma_parallel_for(select->threads, later, pass_task, select);
-    if (is_present(&select->problem->slot))
+    if (keeps_slots(select->problem))
         fdma_parallel_for(select->threads, select->heads, true_slot_task, select);
     fdma_parallel_for(select->threads, later, finish_task, select);
+}
+
+/* From the selection by score to one that also keeps the newest keys. */
+static void recent_task(const void *context, int64_t head, int32_t thread) {
+    const select_context *const select = context;
+    fdma_arena arena = select_scratch(select, thread);
+    keep_recent(select->problem, head, take_recent(&arena, select->problem));
 }
 
 static void select_partitions(const select_context *select) {
@@ -317,4 +348,6 @@ static void select_partitions(const select_context *select) {
         select_global(select);
     else
         select_causal(select);
+    if (select->problem->recent > 0)
+        fdma_parallel_for(select->threads, select->heads, recent_task, select);
 }
