@@ -22,6 +22,10 @@ static const char *const dtype_words[] = {"f32", "f16", "bf16", NULL};   // fdma
 static const option option_table[] = {
     {"--window", "N", "how many keys each query keeps, 1 or more", NULL,
      offsetof(attend_options, window), OPTION_POSITIVE, true},
+    {"--recent", "N", "how many of the newest keys each query keeps beside these (default 0)", NULL,
+     offsetof(attend_options, recent), OPTION_COUNT, false},
+    {"--sinks", "N", "how many of the first keys outrank all others (default 0)", NULL,
+     offsetof(attend_options, sinks), OPTION_COUNT, false},
     {"--causal", NULL, "a query sees only the keys up to its own position", NULL,
      offsetof(attend_options, causal), OPTION_FLAG, false},
     {"--scope", "S",

@@ -12,7 +12,7 @@ typedef struct attend_options {
     const char *kernel; /* NULL: the fastest */
     const char *out;    /* NULL: nothing is written */
     const char *where;  /* value of --device; NULL: the CPU */
-    int64_t window;
+    int64_t window, recent, sinks;
     int64_t threads;
     double scale;
     double softcap;

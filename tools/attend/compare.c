@@ -60,6 +60,8 @@ static int select_by_reference(comparison *work) {
         .score = work->results->score,
         .selection = &selection,
         .window = work->options->window,
+        .recent = work->options->recent,
+        .sinks = work->options->sinks,
         .scope = (fdma_scope)work->options->scope,
         .exec = {.kernel = "reference"},
     };
@@ -119,6 +121,7 @@ static int compare_query(const comparison *work, int64_t i, reference_difference
         .size = sizeof selection,
         .expiry = clip_expiry(work, prefix),
         .window = work->options->window,
+        .recent = work->options->recent,
         .kv_len = prefix,
         .scope = (fdma_scope)work->options->scope,
     };

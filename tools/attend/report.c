@@ -75,9 +75,13 @@ static void print_input(FILE *stream, const attend_options *options, const atten
             "\n             q [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
             "], k and v [%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "], %s\n",
             q[0], q[1], q[2], q[3], k[0], k[1], k[2], k[3], dtype_name(inputs->q.dtype));
-    fprintf(stream, "  attention  window %" PRId64 ", %s, %s scope, bias %s", options->window,
-            options->causal ? "causal" : "not causal", scope_name(options->scope),
-            bias_name(options->bias));
+    fprintf(stream, "  attention  window %" PRId64, options->window);
+    if (options->recent > 0)
+        fprintf(stream, ", recent %" PRId64, options->recent);
+    if (options->sinks > 0)
+        fprintf(stream, ", sinks %" PRId64, options->sinks);
+    fprintf(stream, ", %s, %s scope, bias %s", options->causal ? "causal" : "not causal",
+            scope_name(options->scope), bias_name(options->bias));
     if (options->softcap > 0)
         fprintf(stream, ", softcap %g", options->softcap);
     fprintf(stream, "\n");
@@ -179,8 +183,11 @@ static void json_options(FILE *stream, const attend_options *options, const atte
     json_shape(stream, &inputs->q);
     fprintf(stream, ", \"k\": ");
     json_shape(stream, &inputs->k);
-    fprintf(stream, ", \"dtype\": \"%s\", \"window\": %" PRId64 ", \"causal\": ",
-            dtype_name(inputs->q.dtype), options->window);
+    fprintf(stream, ", \"dtype\": \"%s\", \"window\": %" PRId64, dtype_name(inputs->q.dtype),
+            options->window);
+    fprintf(stream,
+            ", \"recent\": %" PRId64 ", \"sinks\": %" PRId64 ", \"causal\": ", options->recent,
+            options->sinks);
     json_bool(stream, options->causal);
     fprintf(stream, ", \"scope\": \"%s\", \"bias\": \"%s\", \"kernel\": \"%s\"",
             scope_name(options->scope), bias_name(options->bias), results->kernel);

@@ -44,6 +44,8 @@ static void describe_calls(const attend_options *options, const attend_inputs *i
         .score = results->score,
         .selection = &results->selection,
         .window = options->window,
+        .recent = options->recent,
+        .sinks = options->sinks,
         .scope = (fdma_scope)options->scope,
         .exec = exec,
     };
@@ -82,6 +84,7 @@ static void shape_results(const attend_options *options, const attend_inputs *in
         .size = sizeof results->selection,
         .expiry = fdma_dense_tensor(NULL, FDMA_INT32, 3, keys),
         .window = options->window,
+        .recent = options->recent,
         .kv_len = k[1],
         .scope = (fdma_scope)options->scope,
     };
