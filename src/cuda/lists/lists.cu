@@ -168,7 +168,7 @@ static list_params describe_lists(const fdma_problem *problem) {
     params.tiles = count_tiles(problem);
     params.kv_heads = problem->kv_heads;
     params.heads = problem->batch * problem->kv_heads;
-    params.slots = min(problem->window, problem->kv_len);
+    params.slots = min(problem->slots, problem->kv_len);
     params.causal = problem->causal;
     params.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
     return params;

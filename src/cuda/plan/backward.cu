@@ -138,11 +138,11 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most
 static int32_t count_partitions(const fdma_problem *problem, const backward_shape &shape,
                                 int32_t lists) {
     enum { wanted_blocks = 128, long_len = 65536 };
-    const int64_t window = max(problem->window, (int64_t)1);
-    const int64_t blocks = problem->kv_heads * divide_up(window, shape.block_slots);
+    const int64_t slots = max(problem->slots, (int64_t)1);
+    const int64_t blocks = problem->kv_heads * divide_up(slots, shape.block_slots);
     // boundary sums have at most as many bytes as k and v, those of a long sequence 1/32 as many
-    const int64_t least_windows = problem->kv_len < long_len ? 2 : 64; // of a partition
-    const int64_t most = 1 + problem->kv_len / (least_windows * window);
+    const int64_t slot_keys = problem->kv_len < long_len ? 2 : 64; // of a partition, for each slot
+    const int64_t most = 1 + problem->kv_len / (slot_keys * slots);
     const int64_t partitions = min(divide_up(wanted_blocks, blocks), most);
     return (int32_t)min(partitions, (int64_t)min(shape.most_partitions, lists));
 }
@@ -172,9 +172,9 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     const forward_plan *const forward = &plan.forward;
     const int64_t heads = problem->batch * problem->q_heads;
     plan.is_rolling = forward->list_tile > 0;
-    const bool is_listed = problem->selected && problem->window < problem->kv_len;
-    plan.slots = (int32_t)round_up(is_listed ? problem->window : problem->kv_len,
-                                   (int64_t)shape.block_slots);
+    const bool is_listed = problem->selected && problem->slots < problem->kv_len;
+    plan.slots =
+        (int32_t)round_up(is_listed ? problem->slots : problem->kv_len, (int64_t)shape.block_slots);
     plan.rows = (int32_t)round_up(problem->q_len, list_queries);
     const int32_t lists = forward->lists > 0 ? forward->lists : 1;
     plan.partitions =

@@ -282,7 +282,7 @@ static __global__ void __launch_bounds__(roll_threads)
 
 /* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
 static bool is_listed(const fdma_problem *problem) {
-    return problem->selected && problem->window < problem->kv_len;
+    return problem->selected && problem->slots < problem->kv_len;
 }
 
 static bool is_global(const fdma_problem *problem) { return problem->scope == FDMA_SCOPE_GLOBAL; }
@@ -310,12 +310,12 @@ static int64_t list_size(const fdma_problem *problem) {
     if (!is_listed(problem))
         return problem->kv_len;
     if (is_global(problem))
-        return problem->window;
+        return problem->slots;
     const int64_t queries = problem->q_len < list_queries ? problem->q_len : (int64_t)list_queries;
-    return problem->window + queries - 1;
+    return problem->slots + queries - 1;
 }
 
-/* Lists have a window of keys for every query block. No check of a single tensor bounds that. */
+/* Lists have a key in every slot for every query block. No check of a single tensor bounds that. */
 static bool has_vast_lists(const fdma_problem *problem) {
     const double most_entries = (double)(INT64_C(1) << 46);
     const double lists =
@@ -375,10 +375,10 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.bias = numbers_of<const float>(&problem->bias);
     selection.key_valid = (const uint8_t *)problem->key_valid.data;
     selection.valid_batch = problem->key_valid.stride[0];
-    selection.slots = (int32_t)problem->window;
+    selection.slots = (int32_t)problem->slots;
     selection.block_lists = (int32_t)min(max(block_lists, least_block_lists), most_block_lists);
     const int64_t room = fdma_cuda_device(problem->exec.device)->shared_bytes;
-    const int64_t table = problem->window * (int64_t)sizeof(int32_t);
+    const int64_t table = problem->slots * (int64_t)sizeof(int32_t);
     if (table + (int64_t)sizeof(roll_memory) > room)
         selection.block_lists = 1; // the table does not fit in shared memory
     selection.is_global = is_global(problem);

@@ -1,6 +1,7 @@
 /* Selection on the GPU: what its kernels are called with, the order of keys, and what both
  * implementations share. sm80/select.cu takes any segment in several launches; sm90/select.cu takes
- * a segment that fits a cluster of blocks in one.
+ * a segment that fits a cluster of blocks in one. Both select by score; rules.cu makes of that a
+ * selection with the rules `sinks` and `recent`, and slots.cu hands down slots for it and for sm80.
  *
  * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
  * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into
@@ -40,30 +41,47 @@
 struct select_segment {
     const float *score;
     const uint8_t *valid; // NULL: all keys are valid
+    uint32_t sink_end;    // the valid keys before this position are sinks
     int32_t *expiry;
     int32_t *slot; // NULL: slots are not wanted
 };
 
+/* A selection by score. */
 struct select_call {
     number_view<const float> score;
     number_view<int32_t> expiry, slot;
     const uint8_t *valid;
     int64_t valid_batch;
     uint32_t kv_heads, kv_len;
-    uint32_t window; // at most kv_len
-    bool causal;     // scope; also false if the window is 0
+    uint32_t window;          // at most kv_len
+    uint32_t sinks;           // at most the window
+    const uint32_t *sink_end; // [batch]; NULL: `sinks`, since no key before it is padding
+    uint32_t recent;          // of the rule that rules.cu applies afterwards; 0: it changes nothing
+    bool causal;              // scope; also false if the window is 0
 };
 
+/* Whether some query keeps keys by the rule `recent`. If there are no more keys than slots, every
+ * query keeps all that it sees. */
+static inline bool keeps_recent(const fdma_problem *problem) {
+    return problem->recent > 0 && problem->slots < problem->kv_len;
+}
+
+/* With the rule `recent`, slots follow from the moved expiries, so the selection by score has none.
+ * fdma_cuda_find_sinks() adds sink_end. */
 static inline select_call describe_select(const fdma_problem *problem) {
-    select_call call;
+    const bool moves = keeps_recent(problem);
+    select_call call = {};
     call.score = numbers_of<const float>(&problem->score);
     call.expiry = numbers_of<int32_t>(&problem->expiry);
-    call.slot = numbers_of<int32_t>(&problem->slot);
+    if (!moves)
+        call.slot = numbers_of<int32_t>(&problem->slot);
     call.valid = (const uint8_t *)problem->key_valid.data;
     call.valid_batch = problem->key_valid.stride[0];
     call.kv_heads = (uint32_t)problem->kv_heads;
     call.kv_len = (uint32_t)problem->kv_len;
-    call.window = (uint32_t)min(problem->window, problem->kv_len);
+    call.window = (uint32_t)min(moves ? problem->window : problem->slots, problem->kv_len);
+    call.sinks = (uint32_t)min(problem->sinks, problem->kv_len);
+    call.recent = moves ? (uint32_t)problem->recent : 0;
     call.causal = problem->scope == FDMA_SCOPE_CAUSAL && problem->window > 0;
     return call;
 }
@@ -71,7 +89,8 @@ static inline select_call describe_select(const fdma_problem *problem) {
 __device__ static select_segment segment_of(const select_call &call, uint32_t segment) {
     const int64_t b = segment / call.kv_heads, g = segment % call.kv_heads;
     return {call.score.at(b, g), call.valid != NULL ? call.valid + b * call.valid_batch : NULL,
-            call.expiry.at(b, g), call.slot.data != NULL ? call.slot.at(b, g) : NULL};
+            call.sink_end != NULL ? call.sink_end[b] : call.sinks, call.expiry.at(b, g),
+            call.slot.data != NULL ? call.slot.at(b, g) : NULL};
 }
 
 /* This bit is set in the position of a key that is not valid or lies past the end, so that it
@@ -90,11 +109,14 @@ __device__ static uint32_t order_of(float score) {
     return bits >> 31 != 0 ? ~bits : bits | 1U << 31;
 }
 
+/* The order of a sink, above that of any score. */
+static constexpr uint32_t order_sink = 0xff800001; // that of +inf is 0xff800000
+
 /* Key j of a segment as it is sorted: {order, position}. */
 __device__ static uint2 load_key(const select_segment &segment, uint32_t j, uint32_t kv_len) {
     if (j >= kv_len || (segment.valid != NULL && segment.valid[j] == 0))
         return make_uint2(0, j | absent);
-    return make_uint2(order_of(segment.score[j]), j);
+    return make_uint2(j < segment.sink_end ? order_sink : order_of(segment.score[j]), j);
 }
 
 /* `allowed` in the allowance {rank, allowed} of a key that is kept in any case. Other keys are kept

@@ -196,95 +196,8 @@ static __global__ void __launch_bounds__(threads)
         segment.expiry[own.y] =
             (int32_t)(evicted ? space.kept_position[work.keys + evictor] : call.kv_len);
         if (evicted && segment.slot != NULL)
-            space.parent[work.keys + evictor] = own.x;
+            space.chains.parent[work.keys + evictor] = own.x;
     }
-}
-
-/* ---- slots: a block handles head_keys consecutive kept keys of one segment ---- */
-
-struct head_work {
-    uint32_t segment, first, end; // kept_index of its keys
-    size_t keys;
-};
-
-__device__ static head_work find_head_work(const select_call &call, const select_space &space) {
-    head_work work;
-    work.segment = blockIdx.x % space.sort.segments; // the first keys of all segments come first
-    work.first = blockIdx.x / space.sort.segments * head_keys;
-    work.end = min(work.first + head_keys, space.kept_total[work.segment]);
-    work.keys = (size_t)work.segment * call.kv_len;
-    return work;
-}
-
-struct head_memory {
-    uint32_t head[head_keys];
-};
-
-/* head: the first kept key of the block that has the same slot. Its parent is in an earlier block,
- * or, if it is the first key of its slot, is the slot itself. */
-static __global__ void __launch_bounds__(head_threads)
-    find_heads(const select_call call, const select_space space) {
-    head_memory &shared = shared_memory<head_memory>();
-    const head_work work = find_head_work(call, space);
-    uint32_t *const parent = space.parent + work.keys;
-    if (work.first >= work.end)
-        return;
-    uint32_t head[head_items]; // entries past the end are their own heads
-#pragma unroll
-    for (int r = 0; r < head_items; r++) {
-        const uint32_t index = r * head_threads + threadIdx.x, n = work.first + index;
-        if (n < call.window && n < work.end)
-            parent[n] = n;
-        const bool follows = n >= call.window && n < work.end && parent[n] >= work.first;
-        shared.head[index] = head[r] = follows ? parent[n] - work.first : index;
-    }
-    jump_to_heads(shared.head, head, threadIdx.x, head_threads);
-#pragma unroll
-    for (int r = 0; r < head_items; r++) {
-        const uint32_t n = work.first + r * head_threads + threadIdx.x;
-        if (n < work.end)
-            space.head[work.keys + n] = work.first + head[r];
-    }
-}
-
-/* Each head goes from head to head up to its slot, all heads of a thread at once. A parent that it
- * reads may already have been moved by another thread: then it is an earlier key of the same slot,
- * or the slot, and the way is shorter. */
-static __global__ void __launch_bounds__(head_threads)
-    follow_heads(const select_call call, const select_space space) {
-    const head_work work = find_head_work(call, space);
-    const uint32_t *const head = space.head + work.keys;
-    uint32_t *const parent = space.parent + work.keys;
-    uint32_t slot[head_items];
-#pragma unroll
-    for (int r = 0; r < head_items; r++) {
-        const uint32_t n = work.first + r * head_threads + threadIdx.x;
-        const bool is_head = n < work.end && head[n] == n;
-        slot[r] = is_head ? parent[n] : 0;
-    }
-    for (bool found = false; !found;) {
-        uint32_t next[head_items];
-        found = true;
-#pragma unroll
-        for (int r = 0; r < head_items; r++)
-            next[r] = slot[r] < call.window ? slot[r] : ld_relaxed_gpu(&parent[head[slot[r]]]);
-#pragma unroll
-        for (int r = 0; r < head_items; r++) {
-            if (next[r] != slot[r])
-                st_relaxed_gpu(&parent[work.first + r * head_threads + threadIdx.x], next[r]);
-            slot[r] = next[r];
-            found &= slot[r] < call.window;
-        }
-    }
-}
-
-static __global__ void __launch_bounds__(head_threads)
-    write_slots(const select_call call, const select_space space) {
-    const head_work work = find_head_work(call, space);
-    const select_segment segment = segment_of(call, work.segment);
-    for (uint32_t n = work.first + threadIdx.x; n < work.end; n += head_threads)
-        segment.slot[space.kept_position[work.keys + n]] =
-            (int32_t)space.parent[work.keys + space.head[work.keys + n]];
 }
 
 /* ---- the kernel of the table ---- */
@@ -328,28 +241,14 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     space.sort.other = take<uint2>(arena, keys);
     // these share memory, as each is used after the one before it
     space.allowance = space.sort.other;
-    space.parent = (uint32_t *)space.sort.other;
-    space.head = space.parent != NULL ? space.parent + keys : NULL;
+    space.chains.parent = (uint32_t *)space.sort.other;
+    space.chains.head = space.chains.parent != NULL ? space.chains.parent + keys : NULL;
+    space.rules = fdma_cuda_lay_out_rules(problem, arena);
     return space;
 }
 
-static fdma_status hand_down_slots(const fdma_problem *problem, const select_call &call,
+static fdma_status select_by_score(const fdma_problem *problem, const select_call &call,
                                    const select_space &space) {
-    const uint32_t blocks = (uint32_t)divide_up(call.kv_len, head_keys);
-    launch_shape shape = {dim3(space.sort.segments * blocks), dim3(head_threads),
-                          sizeof(head_memory)};
-    FDMA_TRY(launch("select", find_heads, shape, problem, call, space));
-    shape.shared_bytes = 0;
-    FDMA_TRY(launch("select", follow_heads, shape, problem, call, space));
-    return launch("select", write_slots, shape, problem, call, space);
-}
-
-static fdma_status run(const fdma_problem *problem) {
-    const select_call call = describe_select(problem);
-    fdma_arena arena = fdma_arena_of(problem);
-    const select_space space = lay_out(problem, &arena);
-    if (space.sort.segments == 0 || call.kv_len == 0)
-        return FDMA_OK;
     const uint32_t column_blocks =
         space.sort.segments * (uint32_t)divide_up(space.partitions, warp_lanes);
     const uint32_t words = max(1U << space.shift, space.partitions);
@@ -358,7 +257,6 @@ static fdma_status run(const fdma_problem *problem) {
     const launch_shape by_column = {dim3(column_blocks), dim3(column_threads),
                                     sizeof(column_memory)};
     const size_t allowance_bytes = (size_t)space.sort.segments * call.kv_len * sizeof(uint2);
-    FDMA_TRY(clear("select", problem, arena.base, space.zero_bytes));
     FDMA_TRY(sort_keys(problem, call, space.sort));
     FDMA_TRY(clear("select", problem, space.allowance, allowance_bytes));
     if (call.causal) {
@@ -368,10 +266,24 @@ static fdma_status run(const fdma_problem *problem) {
     FDMA_TRY(launch("select", decide_by_threshold, by_partition, problem, call, space));
     FDMA_TRY(launch("select", decide_by_count, by_partition, problem, call, space));
     FDMA_TRY(launch("select", index_kept, by_partition, problem, call, space));
-    if (!call.causal)
+    return call.causal ? launch("select", match_evictions, by_partition, problem, call, space)
+                       : FDMA_OK;
+}
+
+static fdma_status run(const fdma_problem *problem) {
+    select_call call = describe_select(problem);
+    fdma_arena arena = fdma_arena_of(problem);
+    const select_space space = lay_out(problem, &arena);
+    if (space.sort.segments == 0 || call.kv_len == 0)
         return FDMA_OK;
-    FDMA_TRY(launch("select", match_evictions, by_partition, problem, call, space));
-    return call.slot.data == NULL ? FDMA_OK : hand_down_slots(problem, call, space);
+    FDMA_TRY(clear("select", problem, arena.base, space.zero_bytes));
+    FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
+    FDMA_TRY(select_by_score(problem, call, space));
+    if (call.causal && call.slot.data != NULL)
+        FDMA_TRY(fdma_cuda_hand_down_slots(problem, call,
+                                           {space.chains, space.kept_position, space.kept_total,
+                                            space.sort.segments, 1, call.window}));
+    return fdma_cuda_keep_recent(problem, space.rules, space.chains, call);
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_select, {"cuda/sm80", operation_select, fdma_missing_sm80, refuses,

@@ -2,6 +2,7 @@
  * find_thresholds. */
 #pragma once
 
+#include "cuda/select/rules.cuh"
 #include "cuda/select/sm80/sort.cuh"
 
 enum {
@@ -9,9 +10,6 @@ enum {
     warps = threads / warp_lanes,
     column_threads = 1024,
     column_warps = column_threads / warp_lanes,
-    head_threads = 1024,
-    head_items = 8,
-    head_keys = head_threads * head_items, // kept keys whose slots one block follows by itself
     least_partition_shift = 8,
     most_kv_len = 1 << 28, // a partition then takes 64 KB of shared memory
 };
@@ -24,10 +22,10 @@ struct select_space {
     uint32_t *earlier_count;  // [segments][partitions][partitions]
     uint32_t *threshold_rank; // [segments][partitions + 1]
     uint32_t *kept_position;  // [segments][kv_len], by kept_index
-    uint32_t *parent; // [segments][kv_len], by kept_index: that of the evicted key, then the slot
-    uint32_t *head;   // [segments][kv_len], by kept_index: see find_heads
+    chain_space chains;       // by kept_index, or of the rule `recent`
     uint32_t *kept_by_position, *kept_by_rank; // [segments][partitions]: kept keys
     uint32_t *kept_total;                      // [segments]
+    rules_space rules;
     uint32_t partitions;
     int shift;         // log2 of a partition's keys
     size_t zero_bytes; // of the workspace, which must be zero at first

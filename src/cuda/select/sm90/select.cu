@@ -5,6 +5,7 @@
  * A block owns as many ranks as positions, and each of its warps a partition of either. What
  * belongs to another block is written into its shared memory. The selection is exact, and its time
  * hardly depends on the order in which scores come. */
+#include "cuda/select/rules.cuh"
 #include "cuda/select/sm90/kept.cuh"
 #include "cuda/select/sm90/sort.cuh"
 
@@ -258,13 +259,13 @@ static __global__ void __launch_bounds__(threads, 1)
     work.partitions = work.blocks * warps;
     work.warp = threadIdx.x / warp_lanes;
     work.lane = threadIdx.x % warp_lanes;
-    const select_segment segment = segment_of(call, blockIdx.x / blocks);
     uint32_t position[config::items];
     barrier_cluster_arrive();
     if (threadIdx.x < config::most_blocks / 2)
         shared.own_kept[threadIdx.x] = 0;
-    griddepcontrol_wait(); // for the scores
+    griddepcontrol_wait(); // for the scores and the sinks
     griddepcontrol_launch_dependents();
+    const select_segment segment = segment_of(call, blockIdx.x / blocks);
     sort_keys(shared, work, segment, call.kv_len, position);
     if (call.causal)
         select_causal(shared, work, call, position);
@@ -289,7 +290,8 @@ static int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
     return clusters > 1 ? clusters : 1;
 }
 
-template <int items> static fdma_status run_with(const fdma_problem *problem, uint32_t blocks) {
+template <int items>
+static fdma_status run_with(const fdma_problem *problem, const select_call &call, uint32_t blocks) {
     typedef config_of<items> config;
     const auto kernel = select_segments<config>;
     const uint32_t segments = (uint32_t)(problem->batch * problem->kv_heads);
@@ -299,11 +301,12 @@ template <int items> static fdma_status run_with(const fdma_problem *problem, ui
         FDMA_TRY(check_cuda(
             "select",
             cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
-    return launch("select", kernel, shape, problem, describe_select(problem), blocks);
+    return launch("select", kernel, shape, problem, call, blocks);
 }
 
 typedef struct segment_plan {
-    fdma_status (*run)(const fdma_problem *problem, uint32_t blocks); // NULL: no cluster suffices
+    fdma_status (*run)(const fdma_problem *problem, const select_call &call,
+                       uint32_t blocks); // NULL: no cluster suffices
     uint32_t blocks;
     int64_t time; // us, on an H200
 } segment_plan;
@@ -312,7 +315,7 @@ typedef struct segment_plan {
 static segment_plan plan_segments(const fdma_problem *problem) {
     static const struct {
         int items;
-        fdma_status (*run)(const fdma_problem *problem, uint32_t blocks);
+        fdma_status (*run)(const fdma_problem *problem, const select_call &call, uint32_t blocks);
     } choices[] = {{1, run_with<1>},
                    {2, run_with<2>},
                    {3, run_with<3>},
@@ -360,10 +363,34 @@ static const char *refuses(const fdma_problem *problem) {
     return NULL;
 }
 
+/* What the rules need; a selection by score alone needs no workspace. */
+struct select_space {
+    rules_space rules;
+    chain_space chains;
+};
+
+static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
+    const int64_t keys = problem->batch * problem->kv_heads * problem->kv_len;
+    select_space space = {};
+    space.rules = fdma_cuda_lay_out_rules(problem, arena);
+    if (keeps_recent(problem) && is_present(&problem->slot)) {
+        space.chains.parent = take<uint32_t>(arena, keys);
+        space.chains.head = take<uint32_t>(arena, keys);
+    }
+    return space;
+}
+
 static fdma_status run(const fdma_problem *problem) {
     const segment_plan plan = plan_segments(problem);
-    return problem->batch == 0 || problem->kv_len == 0 ? FDMA_OK : plan.run(problem, plan.blocks);
+    select_call call = describe_select(problem);
+    fdma_arena arena = fdma_arena_of(problem);
+    const select_space space = lay_out(problem, &arena);
+    if (problem->batch == 0 || problem->kv_len == 0)
+        return FDMA_OK;
+    FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
+    FDMA_TRY(plan.run(problem, call, plan.blocks));
+    return fdma_cuda_keep_recent(problem, space.rules, space.chains, call);
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm90_select, {"cuda/sm90", operation_select, fdma_missing_sm90, refuses,
-                                        no_workspace, run, true});
+                                        workspace_of<lay_out>, run, true});

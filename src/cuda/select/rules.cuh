@@ -1,0 +1,40 @@
+/* The rules `sinks` and `recent` of a selection, around the selection by score, which has two
+ * implementations (select.cuh).
+ *
+ * sinks: the first `sinks` valid keys of a sequence are sorted above all others. They end at the
+ * same position in every segment of the sequence, which find_sinks looks for before keys are sorted.
+ * Without padding it is known in advance.
+ *
+ * recent: a key competes by score only once `recent` valid keys have followed it. So the selection
+ * is the one by score, later by `recent` valid keys, and is made of that one afterwards:
+ *
+ *     count_valid, number_keys  number the valid keys of each sequence. Without padding the number
+ *                               of a key is its position
+ *     move_expiries             moves each expiry by `recent` valid keys. The key that the selection
+ *                               by score drops at valid key n, maybe n itself, leaves at valid key
+ *                               n + recent, whose parent it becomes
+ *     hand_down_slots           slots.cuh: the first window + recent valid keys take free slots */
+#pragma once
+
+#include "cuda/select/slots.cuh"
+
+/* A part of the workspace. What a call does not need is NULL. */
+struct rules_space {
+    uint32_t *sink_end;   // [batch]: the first position past the sinks
+    uint32_t *number;     // [batch][kv_len], by position: of each valid key
+    uint32_t *position;   // [batch][kv_len], by number
+    uint32_t *count;      // [batch]: valid keys
+    uint32_t *tile_count; // [batch][tiles]: valid keys of each tile
+    uint32_t tiles;       // of a sequence, number_tile keys each
+};
+
+rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *arena);
+
+/* Finds the sinks, if the call has any. Goes before a selection by score that is given `call`. */
+fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space &rules,
+                                 select_call *call);
+
+/* Applies the rule `recent`, if the call has it, to the selection by score. chains: for the slots,
+ * if these are wanted. */
+fdma_status fdma_cuda_keep_recent(const fdma_problem *problem, const rules_space &rules,
+                                  const chain_space &chains, const select_call &by_score);
