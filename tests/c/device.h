@@ -229,6 +229,8 @@ static inline fdma_status device_run(fdma_operation operation, void *args) {
     device_read_outputs(&here, &there);
     if (selection != NULL) {
         selection->window = there.selection.window;
+        selection->recent = there.selection.recent;
+        selection->sinks = there.selection.sinks;
         selection->kv_len = there.selection.kv_len;
         selection->scope = there.selection.scope;
     }

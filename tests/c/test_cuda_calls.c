@@ -192,29 +192,35 @@ static cudaGraphExec_t capture(call *x, cudaStream_t stream) {
     return replayed;
 }
 
+static void fill_anew(fdma_tensor tensor, uint64_t *state) {
+    if (tensor.dtype != FDMA_UINT8)
+        fill_random(tensor, state, 2);
+    for (int64_t i = 0; tensor.dtype == FDMA_UINT8 && i < count_of(tensor); i++)
+        ((uint8_t *)tensor.data)[i] = random_below(state, 3) > 0;
+}
+
 /* A call is captured once and replayed on other numbers in a tensor. */
-static void check_replays(fdma_operation operation, const char *changed) {
+static void check_replays(call *x, const char *changed) {
     uint64_t state = 31;
     cudaStream_t stream;
-    call x, want, found;
-    make_there(&x, operation, FDMA_BFLOAT16);
-    CHECK_OK(run(&x));
+    call want, found;
+    CHECK_OK(run(x));
     device_wait();
     device_must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
-    const cudaGraphExec_t replayed = capture(&x, stream);
+    const cudaGraphExec_t replayed = capture(x, stream);
     for (int round = 0; round < 3; round++) {
-        const fdma_tensor on_device = *call_tensor_named(&x, changed);
+        const fdma_tensor on_device = *call_tensor_named(x, changed);
         const fdma_tensor numbers = device_read(on_device);
-        test_context("%s, round %d", operations[operation].name, round);
-        fill_random(numbers, &state, 2);
+        test_context("%s, round %d", operations[x->operation].name, round);
+        fill_anew(numbers, &state);
         device_write(on_device, numbers);
-        device_clear_outputs(&x);
-        CHECK_OK(run(&x));
-        device_fetch(&want, &x);
-        device_clear_outputs(&x);
+        device_clear_outputs(x);
+        CHECK_OK(run(x));
+        device_fetch(&want, x);
+        device_clear_outputs(x);
         device_wait();
         device_must(cudaGraphLaunch(replayed, stream), "a replay");
-        device_fetch(&found, &x);
+        device_fetch(&found, x);
         check_same_outputs(&found, &want);
     }
     device_must(cudaGraphExecDestroy(replayed), "destroy");
@@ -223,9 +229,36 @@ static void check_replays(fdma_operation operation, const char *changed) {
 }
 
 static void graphs_replay_whole_calls(void) {
-    check_replays(operation_attention, "q");
-    check_replays(operation_attention, "v");
-    check_replays(operation_attention_backward, "dout");
+    static const struct {
+        fdma_operation operation;
+        const char *changed;
+    } cases[] = {{operation_attention, "q"},
+                 {operation_attention, "v"},
+                 {operation_attention_backward, "dout"}};
+    for (int i = 0; i < TEST_COUNT(cases); i++) {
+        call x;
+        make_there(&x, cases[i].operation, FDMA_BFLOAT16);
+        check_replays(&x, cases[i].changed);
+    }
+}
+
+/* Padding decides where sinks end and which keys are the newest, all of it on the device. */
+static void graphs_replay_selections(void) {
+    static const call_sizes n = {.batch = 3, .kv_len = 20000, .kv_heads = 2};
+    static const char *const kernels[] = {NULL, "cuda/sm80"};
+    for (int kernel = 0; kernel < TEST_COUNT(kernels); kernel++) {
+        uint64_t state = 33;
+        call here = {.operation = operation_select,
+                     .args.select = {.window = 500, .recent = 200, .sinks = 30}};
+        call there;
+        here.args.select.exec.kernel = kernels[kernel];
+        call_make(&here, &n, FDMA_FLOAT32, true);
+        call_alloc(&here, &state);
+        fill_anew(here.args.select.key_valid, &state);
+        device_copy_call(&there, &here);
+        CHECK_OK(device_give_workspace(&there));
+        check_replays(&there, "key_valid");
+    }
 }
 
 /* ---- the fused call is its steps ---- */
@@ -376,6 +409,7 @@ static const test_entry tests[] = {
     TEST(types_without_a_kernel_are_refused),
     TEST(the_cpu_works_on),
     TEST(graphs_replay_whole_calls),
+    TEST(graphs_replay_selections),
     TEST(the_fused_call_is_its_steps),
     TEST(corrupt_selections_stay_inside),
     TEST(rows_far_apart),

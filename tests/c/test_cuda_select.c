@@ -1,7 +1,8 @@
 /* test_cuda_select.c - selection and lists on a CUDA device, bit for bit those of the CPU: mixed
- * kinds of scores, every length and window, padding, both scopes, gaps between rows, segments (a
- * batch and a kv head each) of so many numbers and lengths that every number of keys per thread and
- * of blocks per segment is met, and heads further apart than an int32 counts. */
+ * kinds of scores, every length and window, recent keys and sinks, padding, both scopes, gaps
+ * between rows, segments (a batch and a kv head each) of so many numbers and lengths that every
+ * number of keys per thread and of blocks per segment is met, and heads further apart than an int32
+ * counts. */
 #include "device.h"
 #include "scores.h"
 
@@ -34,6 +35,8 @@ static bool check_as_cpu(const fdma_select_args *on_cpu, const char *kernel, boo
     if (with_slots)
         check_as_cpu_tensor(selection.slot, on_cpu->selection->slot);
     CHECK_INT(selection.window, on_cpu->window);
+    CHECK_INT(selection.recent, on_cpu->recent);
+    CHECK_INT(selection.sinks, on_cpu->sinks);
     CHECK_INT(selection.kv_len, on_cpu->score.shape[2]);
     CHECK_INT(selection.scope, on_cpu->scope);
     return true;
@@ -44,10 +47,14 @@ static void check_kernels(const fdma_select_args *on_cpu, const char *what) {
     int taken = 0;
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         const int64_t *const n = on_cpu->score.shape;
-        test_context("%s: batch %d, kv_heads %d, kv_len %d, window %d, scope %d%s, %s",
+        test_context("%s: batch %d, kv_heads %d, kv_len %d, window %d, recent %d, sinks %d, "
+                     "scope %d%s, %s",
                      kernels.name[kernel], (int)n[0], (int)n[1], (int)n[2], (int)on_cpu->window,
-                     (int)on_cpu->scope, on_cpu->key_valid.rank > 0 ? ", padding" : "", what);
+                     (int)on_cpu->recent, (int)on_cpu->sinks, (int)on_cpu->scope,
+                     on_cpu->key_valid.rank > 0 ? ", padding" : "", what);
         taken += check_as_cpu(on_cpu, kernels.name[kernel], true);
+        if (on_cpu->recent > 0)
+            check_as_cpu(on_cpu, kernels.name[kernel], false);
     }
     CHECK(taken > 0);
 }
@@ -61,7 +68,7 @@ static void check_lists(const fdma_selection *selection, uint64_t *state) {
     const int causal = selection->scope == FDMA_SCOPE_CAUSAL || random_below(state, 2);
     const int64_t q_len = 1 + random_below(state, kv_len), tile_len = 1 + random_below(state, 200);
     const int64_t tiles = (q_len + tile_len - 1) / tile_len;
-    const int64_t most = selection->window + tile_len - 1;
+    const int64_t most = selection->window + selection->recent + tile_len - 1;
     const int64_t width = (most < kv_len ? most : kv_len) + random_below(state, 3);
     fdma_lists_args want = {
         .size = sizeof want,
@@ -85,6 +92,17 @@ static void check_lists(const fdma_selection *selection, uint64_t *state) {
     }
 }
 
+/* Any number of recent keys and sinks that a call may ask for, 0 often. */
+static void add_rules(fdma_select_args *args, uint64_t *state) {
+    const int64_t kv_len = args->score.shape[2], window = args->window;
+    const int64_t recent[] = {
+        0, 1, 7, kv_len / 4, random_below(state, kv_len + 1), kv_len - window, kv_len + 3};
+    const int64_t sinks[] = {0, 1, window, random_below(state, window + 1)};
+    const int64_t chosen = recent[random_below(state, TEST_COUNT(recent))];
+    args->sinks = sinks[random_below(state, TEST_COUNT(sinks))];
+    args->recent = args->scope == FDMA_SCOPE_CAUSAL && chosen > 0 ? chosen : 0;
+}
+
 static void check_random_case(uint64_t *state) {
     static const int64_t longest[] = {3, 70, 300, 1500, 5000};
     const int64_t most = longest[random_below(state, TEST_COUNT(longest))];
@@ -104,6 +122,8 @@ static void check_random_case(uint64_t *state) {
     fill_kinds(score, 1 + random_below(state, 200), state);
     if (random_below(state, 2))
         args.key_valid = new_padding(batch, kv_len, state);
+    if (random_below(state, 2))
+        add_rules(&args, state);
     CHECK_OK(run_select(&args));
     check_kernels(&args, "random");
     check_lists(&selection, state);
@@ -163,19 +183,83 @@ static void long_sequences(void) {
     }
 }
 
+/* ---- recent keys and sinks in sequences that a cluster holds, and in longer ones ---- */
+
+static const struct {
+    int64_t batch, kv_heads, kv_len, window, recent, sinks;
+    fdma_scope scope;
+    bool padded;
+} rule_cases[] = {
+    {1, 8, 8192, 1792, 256, 4, FDMA_SCOPE_CAUSAL, false},
+    {4, 2, 8192, 1024, 1024, 64, FDMA_SCOPE_CAUSAL, true},
+    {2, 3, 16385, 1, 1, 1, FDMA_SCOPE_CAUSAL, true},
+    {1, 4, 32768, 2048, 7, 0, FDMA_SCOPE_CAUSAL, false},
+    {1, 2, 40000, 2, 9000, 2, FDMA_SCOPE_CAUSAL, true},
+    {1, 1, 30000, 10000, 19999, 10000, FDMA_SCOPE_CAUSAL, false}, // a slot less than keys
+    {1, 1, 30000, 10000, 20000, 100, FDMA_SCOPE_CAUSAL, true},
+    {1, 2, 131072, 1500, 500, 3, FDMA_SCOPE_CAUSAL, true},
+    {1, 2, 131073, 1500, 500, 3, FDMA_SCOPE_CAUSAL, true},
+    {3, 2, 150000, 3, 8193, 3, FDMA_SCOPE_CAUSAL, true},
+    {1, 1, 1048576, 1, 1, 1, FDMA_SCOPE_CAUSAL, false},
+    {1, 1, 1048577, 2048, 256, 4, FDMA_SCOPE_CAUSAL, true},
+    {1, 2, 300000, 20000, 0, 9000, FDMA_SCOPE_CAUSAL, true}, // sinks past a block of keys
+    {3, 2, 20000, 700, 0, 64, FDMA_SCOPE_GLOBAL, true},
+    {2, 2, 150000, 700, 0, 700, FDMA_SCOPE_GLOBAL, true},
+    {2, 2, 150000, 700, 0, 5, FDMA_SCOPE_GLOBAL, false},
+};
+
+static void check_rules(int index, score_kind kind) {
+    uint64_t state = (uint64_t)(200 * index + (int)kind);
+    const int64_t batch = rule_cases[index].batch, kv_len = rule_cases[index].kv_len;
+    const fdma_tensor score =
+        new_tensor(FDMA_FLOAT32, batch, rule_cases[index].kv_heads, kv_len, -1);
+    fdma_selection selection = selection_for(score);
+    fdma_select_args args = {.size = sizeof args,
+                             .score = score,
+                             .selection = &selection,
+                             .window = rule_cases[index].window,
+                             .recent = rule_cases[index].recent,
+                             .sinks = rule_cases[index].sinks,
+                             .scope = rule_cases[index].scope,
+                             .exec = {.kernel = "cpu"}};
+    fill_kind(score, kind, &state);
+    if (rule_cases[index].padded)
+        args.key_valid = new_padding(batch, kv_len, &state);
+    CHECK_OK(run_select(&args));
+    check_kernels(&args, kind_names[kind]);
+}
+
+/* Where scores fall, no key is kept by its score once the window is full, and all chains of slots
+ * are as long as they can be. Infinite scores must not outrank sinks. */
+static void recent_keys_and_sinks(void) {
+    static const score_kind kinds[] = {kind_iid,          kind_few_values, kind_equal,
+                                       kind_rising,       kind_falling,    kind_infinite,
+                                       kind_falling_steps};
+    for (int index = 0; index < TEST_COUNT(rule_cases); index++) {
+        for (int kind = 0; kind < TEST_COUNT(kinds); kind++) {
+            check_rules(index, kinds[kind]);
+            device_free_both();
+        }
+    }
+}
+
 /* ---- segments ---- */
 
 enum { gap = 3 }; /* elements between two rows */
 
 typedef struct segment_case {
     int64_t batch, kv_heads, kv_len, window;
+    int64_t recent, sinks;
 } segment_case;
 
 static const segment_case segment_cases[] = {
-    {1, 1, 1, 1},        {1, 1, 1000, 64},    {2, 1, 4097, 700},   {1, 8, 8192, 2048},
-    {2, 4, 16384, 999},  {4, 8, 8192, 2048},  {8, 8, 4096, 1024},  {1, 8, 32768, 2048},
-    {4, 8, 16000, 31},   {2, 8, 32768, 1024}, {1, 8, 65536, 2048}, {16, 16, 700, 100},
-    {4, 8, 32768, 2048}, {3, 8, 33000, 77},
+    {1, 1, 1, 1, 0, 0},        {1, 1, 1000, 64, 0, 0},    {2, 1, 4097, 700, 0, 0},
+    {1, 8, 8192, 2048, 0, 0},  {2, 4, 16384, 999, 0, 0},  {4, 8, 8192, 2048, 0, 0},
+    {8, 8, 4096, 1024, 0, 0},  {1, 8, 32768, 2048, 0, 0}, {4, 8, 16000, 31, 0, 0},
+    {2, 8, 32768, 1024, 0, 0}, {1, 8, 65536, 2048, 0, 0}, {16, 16, 700, 100, 0, 0},
+    {4, 8, 32768, 2048, 0, 0}, {3, 8, 33000, 77, 0, 0},   {1, 1, 1, 1, 1, 1},
+    {2, 4, 1000, 64, 30, 2},   {4, 8, 8192, 2048, 1, 4},  {2, 4, 16384, 999, 2000, 0},
+    {16, 16, 700, 100, 50, 7}, {1, 8, 65536, 31, 77, 31},
 };
 
 static void check_segments(const segment_case *n, fdma_scope scope) {
@@ -189,14 +273,17 @@ static void check_segments(const segment_case *n, fdma_scope scope) {
                              .score = with_gaps(dense, gap),
                              .selection = &selection,
                              .window = n->window,
+                             .recent = scope == FDMA_SCOPE_CAUSAL ? n->recent : 0,
+                             .sinks = n->sinks,
                              .scope = scope,
                              .exec = {.kernel = "cpu"}};
     fill_kinds(args.score, 2000, &state);
     CHECK_OK(run_select(&args));
     for (int kernel = -1; kernel < kernels.count; kernel++) {
         const char *const name = kernel < 0 ? NULL : kernels.name[kernel];
-        test_context("%s: batch %d, kv_len %d, scope %d", name != NULL ? name : "any",
-                     (int)n->batch, (int)n->kv_len, (int)scope);
+        test_context("%s: batch %d, kv_len %d, recent %d, sinks %d, scope %d",
+                     name != NULL ? name : "any", (int)n->batch, (int)n->kv_len, (int)args.recent,
+                     (int)n->sinks, (int)scope);
         CHECK(check_as_cpu(&args, name, true));
         CHECK(check_as_cpu(&args, name, false));
     }
@@ -247,7 +334,7 @@ static void check_far(const fdma_select_args *on_cpu, char *memory, const char *
     check_as_cpu_tensor(near.slot, on_cpu->selection->slot);
 }
 
-static void heads_far_apart(void) {
+static void check_heads_far_apart(int64_t recent) {
     char *const memory = device_large(4 * (size_t)((far_heads - 1) * far_stride + 3 * 8192));
     const kernel_list kernels = kernels_of("select");
     const fdma_tensor score = new_tensor(FDMA_FLOAT32, 1, far_heads, far_keys, -1);
@@ -257,23 +344,27 @@ static void heads_far_apart(void) {
                              .score = score,
                              .selection = &selection,
                              .window = far_window,
+                             .recent = recent,
                              .scope = FDMA_SCOPE_CAUSAL,
                              .exec = {.kernel = "reference"}};
     fill_kinds(score, 400, &state);
     CHECK_OK(run_select(&args));
     for (int kernel = 0; kernel < kernels.count && memory != NULL; kernel++) {
-        test_context("%s", kernels.name[kernel]);
+        test_context("%s, recent %d", kernels.name[kernel], (int)recent);
         check_far(&args, memory, kernels.name[kernel]);
     }
     device_free_both();
     cudaFree(memory);
 }
 
+static void heads_far_apart(void) {
+    check_heads_far_apart(0);
+    check_heads_far_apart(100);
+}
+
 static const test_entry tests[] = {
-    TEST(ten_thousand_random_cases),
-    TEST(long_sequences),
-    TEST(segments_of_every_length),
-    TEST(heads_far_apart),
+    TEST(ten_thousand_random_cases), TEST(long_sequences),  TEST(recent_keys_and_sinks),
+    TEST(segments_of_every_length),  TEST(heads_far_apart),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }
