@@ -1,19 +1,19 @@
 /* The rules `sinks` and `recent` of a selection, around the selection by score, which has two
  * implementations (select.cuh).
  *
- * sinks: the first `sinks` valid keys of a sequence are sorted above all others. They end at the
- * same position in every segment of the sequence, which find_sinks looks for before keys are sorted.
- * Without padding it is known in advance.
+ * sinks: the first `sinks` valid keys of a sequence are sorted above all others. Without padding
+ * they end at position `sinks`; with padding find_sinks finds their end before keys are sorted.
  *
  * recent: a key competes by score only once `recent` valid keys have followed it. So the selection
- * is the one by score, later by `recent` valid keys, and is made of that one afterwards:
+ * by score comes first, and each key that leaves it leaves `recent` valid keys later:
  *
  *     count_valid, number_keys  number the valid keys of each sequence. Without padding the number
  *                               of a key is its position
- *     move_expiries             moves each expiry by `recent` valid keys. The key that the selection
- *                               by score drops at valid key n, maybe n itself, leaves at valid key
- *                               n + recent, whose parent it becomes
- *     hand_down_slots           slots.cuh: the first window + recent valid keys take free slots */
+ *     move_expiries             moves each expiry by `recent` valid keys. As the selection by score
+ *                               takes in valid key n it drops one key, maybe n itself; that key now
+ *                               leaves as valid key n + recent arrives, whose parent it becomes
+ *     hand_down_slots           see slots.cuh: the first window + recent valid keys take free slots,
+ *                               each later one that of its parent */
 #pragma once
 
 #include "cuda/select/slots.cuh"

@@ -1,7 +1,8 @@
 /* Selection on the GPU: what its kernels are called with, the order of keys, and what both
  * implementations share. sm80/select.cu takes any segment in several launches; sm90/select.cu takes
- * a segment that fits a cluster of blocks in one. Both select by score; rules.cu makes of that a
- * selection with the rules `sinks` and `recent`, and slots.cu hands down slots for it and for sm80.
+ * a segment that fits a cluster of blocks in one. Both select by score. rules.cu finds the sinks
+ * before that, which load_key() gives an order above all scores, and applies the rule `recent` to
+ * the result. slots.cu hands down slots for that rule and for sm80/select.cu.
  *
  * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
  * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into

@@ -9,8 +9,8 @@ enum {
 
 /* What a block handles: head_keys consecutive keys of one segment. */
 struct head_work {
-    uint32_t segment, first, end; // end: of the numbers of its keys
-    size_t keys, shared;          // where the segment begins in arrays by number; if it shares them
+    uint32_t segment, first, end; // first, end: numbers of its keys
+    size_t keys, shared;          // where the segment begins in chain_space, and in `position`
 };
 
 __device__ static head_work find_head_work(const select_call &call, const slot_chains &chains) {

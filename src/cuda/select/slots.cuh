@@ -1,17 +1,16 @@
 /* Slots handed down along chains of keys, for segments of any length.
  *
- * The keys of a segment that get a slot have numbers, in ascending order of position. The first
+ * The keys of a segment that get a slot are numbered in ascending order of position. The first
  * `slots` of them take the slot of their number. Each later one takes over the slot of its parent,
- * a key of lower number. Two uses:
+ * a key of lower number. There are two uses:
  *
- *     the selection by score (sm80/select.cu)  numbers are kept_index; the parent is the key that
- *                                              this one evicts
- *     the rule `recent` (rules.cu)             all valid keys of a sequence are numbered; the parent
- *                                              is the key that leaves as this one arrives
+ *     sm80/select.cu  numbers the keys that are ever kept (kept_index); the parent of a key is the
+ *                     key that it evicts
+ *     rules.cu        numbers all valid keys; the parent is the key that leaves as this one arrives
  *
- * A chain of n keys that a block handles is halved log2(n) times. From block to block its head walks
- * at most once through each earlier block, two dependent loads each. The way is usually far shorter,
- * since the heads that it meets walk too: if all of them run at once, each step doubles it. */
+ * Inside a block each chain is halved until one step is left. From block to block it takes one step
+ * for each earlier block at most, of two reads that wait for each other. It is usually far fewer,
+ * because a parent that has already moved spares the keys behind it the same way. */
 #pragma once
 
 #include "cuda/select/select.cuh"
