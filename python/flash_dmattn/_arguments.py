@@ -1,14 +1,15 @@
 """What the operators' arguments and results are called, and what shapes and dtypes they have.
 
-Everything that depends on an argument's name is decided here: the checks of shapes, the shapes and
-dtypes of results (and with them the fake kernels), the field of the C struct that an argument goes
-to, and the name that an error message gives it.
+Everything that depends on an argument's name is decided here: the checks of shapes and of the rules
+of a selection, the shapes and dtypes of results (and with them the fake kernels), the field of the
+C struct that an argument goes to, and the name that an error message gives it.
 
 A tensor whose name is "d" and the name of another tensor is that tensor's gradient.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -167,6 +168,49 @@ def choose(name: str, value: str) -> int:
     if value not in choices:
         raise ValueError(f"{name}: is {value!r}, want one of {', '.join(map(repr, choices))}")
     return choices[value]
+
+
+def check_int(name: str, value: int) -> int:
+    """Check that a number can go to the C library, and return it as an int.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is too large.
+    """
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
+        if isinstance(value, torch.SymInt):  # of a graph that is being traced
+            return value
+        value = operator.index(value)
+    if value >= 1 << 63:
+        raise ValueError(f"{name}: is {value}, want less than 2**63")
+    return value
+
+
+def check_rules(
+    window: int, recent: int, sinks: int, *, name: str = "window", no_recent: str | None = None
+) -> tuple[int, int, int]:
+    """Check how many keys a selection keeps, and return the three numbers as ints. The C library
+    checks a torch.SymInt, when the graph runs.
+
+    `name` is that of the window; `no_recent` says why `recent` has to be 0, where it has to.
+
+    Raises:
+        TypeError: one is not an int.
+        ValueError: one is out of its range.
+    """
+    window = check_int(name, window)
+    recent, sinks = check_int("recent", recent), check_int("sinks", sinks)
+    if isinstance(window, int) and window < 1:
+        raise ValueError(f"{name}: is {window}, want 1 or more; kv_len or more keeps all keys")
+    if isinstance(recent, int) and recent < 0:
+        raise ValueError(f"recent: is {recent}, want 0 or more")
+    if no_recent is not None and isinstance(recent, int) and recent > 0:
+        raise ValueError(f"recent: is {recent}, want 0 {no_recent}")
+    if isinstance(sinks, int) and isinstance(window, int) and not 0 <= sinks <= window:
+        raise ValueError(f"sinks: is {sinks}, want 0 to {name}, {window}")
+    return window, recent, sinks
 
 
 def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) -> str:

@@ -29,6 +29,7 @@ DTYPES = {
 LAYOUTS_MAX = 512  # that a thread remembers
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
 IN_SELECTION = ("expiry", "slot")  # tensors of fdma_selection, not of the call's own struct
+RULES = ("window", "recent", "sinks", "scope")  # fields of it that say what it was made for
 
 Outputs = tuple[torch.Tensor, ...]
 Words = Any  # a struct as an array of uint64
@@ -90,7 +91,7 @@ def fill_options(
         number = _arguments.choose(name, value) if name in _arguments.CHOICES else value
         if field in fields:
             setattr(args, field, number)
-        if selection is not None and field in ("window", "scope"):
+        if selection is not None and field in RULES:
             setattr(selection, field, number)
     if selection is not None:
         selection.kv_len = kv_len

@@ -23,13 +23,13 @@ scaled_dot_product_attention does; scores, biases and lse stay float32.
 
 from __future__ import annotations
 
-import operator
 from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from . import (
+    _arguments,
     _library,
     autograd,  # noqa: F401 (registers gradients)
     ops,
@@ -47,16 +47,20 @@ class Selection(NamedTuple):
     Attributes:
         expiry: [batch, kv_heads, kv_len] int32: the first position at which a key is no longer
             kept; j itself for a key j that is never kept.
-        slot: [batch, kv_heads, kv_len] int32: the number, below `window`, under which a kept key is
-            stored while it is live; -1 for a key that is never kept.
-        window: the maximum number of keys that a query keeps.
+        slot: [batch, kv_heads, kv_len] int32: the number, below window + recent, under which a kept
+            key is stored while it is live; -1 for a key that is never kept.
+        window: keys that a query keeps, at most, beside the `recent` newest.
         scope: "causal" or "global", as in select().
+        recent: keys that it keeps, at most, because they are the newest that it can see.
+        sinks: how many of the first keys outrank all others.
     """
 
     expiry: torch.Tensor
     slot: torch.Tensor
     window: int
     scope: str
+    recent: int = 0
+    sinks: int = 0
 
 
 def get_available_backends() -> list[str]:
@@ -73,21 +77,6 @@ def get_available_backends() -> list[str]:
         True
     """
     return _library.backends()
-
-
-def check_window(name: str, value: int) -> int:
-    """Check a window, and return it as an int."""
-    if type(value) is not int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}, want an int")
-        if isinstance(value, torch.SymInt):  # of a graph that is being traced
-            return value
-        value = operator.index(value)
-    if value < 1:
-        raise ValueError(f"{name}: is {value}, want 1 or more; kv_len or more keeps all keys")
-    if value >= 1 << 63:
-        raise ValueError(f"{name}: is {value}, want less than 2**63")
-    return value
 
 
 def _scale(softmax_scale: float | None) -> float:
@@ -183,6 +172,8 @@ def select(
     score: torch.Tensor,
     window: int,
     *,
+    recent: int = 0,
+    sinks: int = 0,
     scope: str = "causal",
     key_valid: torch.Tensor | None = None,
     backend: str | None = None,
@@ -196,6 +187,12 @@ def select(
         score: [batch, kv_heads, kv_len] float32 (float64 for the backend "reference").
         window: number of keys that a query keeps, 1 or more; kv_len or more keeps
             all of them.
+        recent: number of keys that a query keeps beside these because they are the newest that it
+            can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
+            and a query keeps window + recent keys. Language models train far better if a query also
+            keeps the tokens just before it, which scores alone do not ensure.
+        sinks: number of keys, 0 to window, that outrank all others whatever their scores: the
+            first ones of the sequence that are valid. They count in the window.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
@@ -205,21 +202,25 @@ def select(
         A Selection.
 
     Raises:
-        TypeError: a window that is not an int.
-        ValueError: shapes or devices that are inconsistent, a window below 1, or an unknown
-            scope.
+        TypeError: a window, recent or sinks that is not an int.
+        ValueError: shapes or devices that are inconsistent, a window, recent or sinks out of its
+            range, or an unknown scope.
         NotImplementedError: a dtype or backend that no kernel on this machine supports.
 
     Example:
         >>> scores = torch.tensor([[[3.0, 1.0, 2.0, 0.0]]])
         >>> flash_dmattn.select(scores, 2).expiry  # key 2 evicts key 1
         tensor([[[4, 2, 4, 3]]], dtype=torch.int32)
+        >>> flash_dmattn.select(scores, 1, recent=1).expiry  # the newest and the best older key
+        tensor([[[4, 2, 3, 4]]], dtype=torch.int32)
 
     Source: arXiv:2508.02124, section 3.
     """
-    window = check_window("window", window)
-    expiry, slot = ops.SELECT.op(score, key_valid, window, scope, backend)
-    return Selection(expiry, slot, window, scope)
+    no_recent = "with scope 'global'" if scope == "global" else None
+    rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
+    expiry, slot = ops.SELECT.op(score, key_valid, *rules, scope, backend)
+    window, recent, sinks = rules
+    return Selection(expiry, slot, window, scope, recent, sinks)
 
 
 def attention(
@@ -274,11 +275,11 @@ def attention(
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
     _refuse_tangents("attention", query, key, value, bias)
-    expiry, slot, window, scope = None, None, 0, "causal"
+    expiry, slot, window, scope, recent, sinks = None, None, 0, "causal", 0, 0
     if selection is not None:
         if not isinstance(selection, Selection):
             raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
-        expiry, slot, window, scope = selection
+        expiry, slot, window, scope, recent, sinks = selection
         if scope not in _library.SCOPES:
             raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return ops.ATTENTION.op(
@@ -288,6 +289,8 @@ def attention(
         expiry,
         slot,
         window,
+        recent,
+        sinks,
         scope,
         causal,
         _scale(softmax_scale),
@@ -350,6 +353,8 @@ def flash_dma_attention(
     return_attn_probs: bool = False,
     *,
     key_valid: torch.Tensor | None = None,
+    recent: int = 0,
+    sinks: int = 0,
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
@@ -373,6 +378,12 @@ def flash_dma_attention(
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         return_attn_probs: False; True raises NotImplementedError.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
+        recent: number of keys that a query keeps beside these because they are the newest that it
+            can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
+            and a query keeps keep_window_size + recent keys. Language models train far better if a
+            query also keeps the tokens just before it, which scores alone do not ensure.
+        sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
+            the first ones of the sequence that are valid. They count in the window.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
@@ -389,7 +400,8 @@ def flash_dma_attention(
         key has out = 0 and lse = -inf.
 
     Raises:
-        TypeError: a query that is not a tensor, or a keep_window_size that is not an int.
+        TypeError: a query that is not a tensor, or a keep_window_size, recent or sinks that is not
+            an int.
         ValueError: shapes, devices or options that are inconsistent.
         NotImplementedError: dropout, probabilities, or a dtype, head_dim or backend that no kernel
             on this machine supports.
@@ -420,8 +432,12 @@ def flash_dma_attention(
         scope = "causal" if causal else "global"
     elif scope == "causal" and not causal:
         raise ValueError("scope: is 'causal', want 'global' if causal is False")
-    window, scale = check_window("keep_window_size", keep_window_size), _scale(softmax_scale)
-    options = (key_valid, window, scope, bias_form, causal, scale, softcap)
+    reason = "with scope 'global'" if causal else "if causal is False"
+    no_recent = reason if scope == "global" else None
+    rules = _arguments.check_rules(
+        keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
+    )
+    options = (key_valid, *rules, scope, bias_form, causal, _scale(softmax_scale), softcap)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if not needs_gradients and not return_lse:
         return ops.FUSED_OUT.op(*tensors, *options, backend)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from . import functional
+from . import _arguments, functional
 
 HEAD_DIM_MAX = 256  # of the kernels
+ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
@@ -47,11 +48,12 @@ class DynamicMaskAttention(nn.Module):
         q, k, v = rotate(q_proj(x)), rotate(k_proj(x)), v_proj(x)
         score = A * softplus(dt_proj(v))
         forward(x) = o_proj(softmax(scale * <q, k> + exp(score)) v), over the kept keys: of the keys
-            that a query can see, the `window` keys of highest score
+            that a query can see, the `recent` newest, and of the others the `window` keys of
+            highest score
 
     A is initialised with zeros. All keys then have equal scores, so that the most recent ones are
-    kept: training starts (if causal) from a sliding window of `window` keys, and learns which keys
-    to keep longer.
+    kept: training starts (if causal) from a sliding window of window + recent keys (of which
+    `sinks` stay the first of the sequence), and learns which keys to keep longer.
 
     Args:
         hidden: width of the hidden states.
@@ -59,6 +61,13 @@ class DynamicMaskAttention(nn.Module):
         kv_heads: key and value heads, a divisor of `heads`. Each key has a score for each of them.
         window: keys that a query keeps, 1 or more; None for plain attention over all keys, without
             scores.
+        recent: keys that a query keeps beside these because they are the newest that it can see, 0
+            or more; 0 if `causal` is False. It then keeps window + recent keys. Language models
+            train far better if a query also keeps the tokens just before it, which scores alone do
+            not ensure: give part of the keys to `recent`, for example window 1792 and recent 256.
+        sinks: keys, 0 to window, that outrank all others whatever their scores: the first ones of
+            the sequence that are valid. They count in the window. If window is None, a query keeps
+            all keys, whatever recent and sinks are.
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
@@ -80,8 +89,8 @@ class DynamicMaskAttention(nn.Module):
         A               [kv_heads], unless window is None
 
     Raises:
-        TypeError: a window that is not an int.
-        ValueError: sizes that contradict each other.
+        TypeError: a window, recent or sinks that is not an int.
+        ValueError: sizes that contradict each other, or a window, recent or sinks out of its range.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -98,6 +107,8 @@ class DynamicMaskAttention(nn.Module):
         kv_heads: int,
         window: int | None,
         *,
+        recent: int = 0,
+        sinks: int = 0,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -121,10 +132,14 @@ class DynamicMaskAttention(nn.Module):
         dim = hidden // heads if head_dim is None else head_dim
         takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
         require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
-        if window is not None:
-            window = functional.check_window("window", window)
+        no_recent = None if causal else "if causal is False"
+        rules = _arguments.check_rules(
+            ALL_KEYS if window is None else window, recent, sinks, no_recent=no_recent
+        )
         self.hidden, self.heads, self.kv_heads, self.head_dim = hidden, heads, kv_heads, dim
-        self.window, self.causal, self.rope_base = window, causal, rope_base
+        self.window = None if window is None else rules[0]
+        self.recent, self.sinks = rules[1:]
+        self.causal, self.rope_base = causal, rope_base
         self.softmax_scale, self.softcap = softmax_scale, softcap
         kind = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden, heads * dim, bias=bias, **kind)
@@ -145,7 +160,8 @@ class DynamicMaskAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"{self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}, "
-            f"head_dim={self.head_dim}, window={self.window}, causal={self.causal}"
+            f"head_dim={self.head_dim}, window={self.window}, recent={self.recent}, "
+            f"sinks={self.sinks}, causal={self.causal}"
         )
 
     def forward(
@@ -211,4 +227,5 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
         weights = (self.dt_proj.weight, self.A)
+        options.update(recent=self.recent, sinks=self.sinks)
         return functional.flash_dma_attention(query, key, value, *weights, self.window, **options)

@@ -6,8 +6,8 @@ _arguments.py has the shape, the dtype and the field of the C struct for each na
 what the arguments mean, and which are refused.
 
 Schemas list the tensors first, then the options, then `backend`. An option that is not in the
-argument struct of the C function is for the selection (`window`, `scope`) or is only kept for the
-backward operator (`deterministic`).
+argument struct of the C function is for the selection (`window`, `recent`, `sinks`, `scope`) or is
+only kept for the backward operator (`deterministic`).
 
 A differentiable operator is registered twice: `name_no_grad` is the C call alone, and `name` adds
 its gradient as a kernel of the Autograd key. torch.library.custom_op would do both at once, but its
@@ -150,30 +150,32 @@ SCORE = Operator(
     "score",
 )
 SELECT = Operator(
-    "select(Tensor score, Tensor? key_valid, SymInt window, str scope, str? backend) "
-    "-> (Tensor expiry, Tensor slot)",
+    "select(Tensor score, Tensor? key_valid, SymInt window, SymInt recent, SymInt sinks, "
+    "str scope, str? backend) -> (Tensor expiry, Tensor slot)",
     "select",
 )
 # Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
-    "Tensor? expiry, Tensor? slot, SymInt window, str scope, bool causal, float softmax_scale, "
-    "float softcap, bool deterministic, str? backend) -> (Tensor out, Tensor lse)",
+    "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, "
+    "bool causal, float softmax_scale, float softcap, bool deterministic, str? backend) "
+    "-> (Tensor out, Tensor lse)",
     "forward",
 )
 FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, SymInt keep_window_size, str scope, str bias_form, bool causal, "
-    "float softmax_scale, float softcap, bool deterministic, str? backend) -> (Tensor out, "
-    "Tensor lse, Tensor score, Tensor bias, Tensor expiry, Tensor slot)",
+    "Tensor? key_valid, SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, "
+    "str bias_form, bool causal, float softmax_scale, float softcap, bool deterministic, "
+    "str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, Tensor expiry, "
+    "Tensor slot)",
     "attention",
 )
 # For calls that want neither gradients nor lse: it returns out alone, and the other results stay
 # in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, SymInt keep_window_size, str scope, str bias_form, bool causal, "
-    "float softmax_scale, float softcap, str? backend) -> Tensor out",
+    "Tensor? key_valid, SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, "
+    "str bias_form, bool causal, float softmax_scale, float softcap, str? backend) -> Tensor out",
     "attention",
 )
 MERGE = Operator(
@@ -192,8 +194,8 @@ SCORE_BACKWARD = BackwardOperator(
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
     "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? expiry, Tensor? slot, "
-    "SymInt window, str scope, bool causal, float softmax_scale, float softcap, "
-    "bool deterministic, bool wants_dbias, str? backend) "
+    "SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, float softmax_scale, "
+    "float softcap, bool deterministic, bool wants_dbias, str? backend) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
     "backward",
     ATTENTION,
@@ -202,10 +204,10 @@ ATTENTION_BACKWARD = BackwardOperator(
 FUSED_BACKWARD = BackwardOperator(
     "flash_dma_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? bias, "
-    "Tensor? key_valid, Tensor expiry, Tensor slot, SymInt keep_window_size, str scope, "
-    "str bias_form, bool causal, float softmax_scale, float softcap, bool deterministic, "
-    "str? backend) -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor ddt_proj, "
-    "Tensor da_coef)",
+    "Tensor? key_valid, Tensor expiry, Tensor slot, SymInt keep_window_size, SymInt recent, "
+    "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
+    "bool deterministic, str? backend) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
+    "Tensor ddt_proj, Tensor da_coef)",
     "attention_backward",
     FUSED,
     "backward",

@@ -123,7 +123,7 @@ DIMENSIONS = {
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, for the gradients, or for the allocation of results.
-NO_FIELD = {"window", "scope", "deterministic", "wants_dbias"}
+NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic", "wants_dbias"}
 
 
 @pytest.mark.parametrize("operation", TENSORS)
