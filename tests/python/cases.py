@@ -32,6 +32,8 @@ class Case(NamedTuple):
     scores: str
     layout: str
     padding: str
+    recent: int = 0
+    sinks: int = 0
 
     @property
     def causal(self) -> bool:
@@ -41,15 +43,20 @@ class Case(NamedTuple):
     def scope(self) -> str:
         return "causal" if self.mask == "CAUSAL" else "global"
 
+    @property
+    def rules(self) -> dict[str, int]:
+        return {"recent": self.recent, "sinks": self.sinks}
+
 
 def read_cases() -> dict[str, Case]:
     text = (Path(__file__).parents[1] / "cases.def").read_text()
     found = {}
-    for line in re.findall(r"^CASE\((.*)\)$", text, re.MULTILINE):
+    for line in re.findall(r"^CASE(?:_RULES)?\((.*)\)$", text, re.MULTILINE):
         name, *rest = (field.strip().strip('"') for field in line.split(","))
-        sizes, (mask, form, softcap, *words) = [int(number) for number in rest[:7]], rest[7:]
+        sizes, (mask, form, softcap, *words) = [int(number) for number in rest[:7]], rest[7:13]
+        rules = [int(number) for number in rest[13:]]
         window = None if sizes[6] < 0 else sizes[6]
-        found[name] = Case(*sizes[:6], window, mask, form, float(softcap), *words)
+        found[name] = Case(*sizes[:6], window, mask, form, float(softcap), *words, *rules)
     assert len(found) > 100
     return found
 
@@ -65,6 +72,9 @@ NAMES = """
     global/more global/padding padding/left padding/holes padding/all softcap/selected
     softcap/global row/full row/seven-queries
 """.split()
+NAMES += [
+    name for name, case in CASES.items() if max(case.rules.values()) > 0 and case.kv_len <= 700
+]
 
 
 class Input(NamedTuple):
@@ -131,7 +141,9 @@ def make_mask(name: str) -> torch.Tensor:
     case, given = CASES[name], make_input(name, torch.float32)
     kept = None
     if case.window is not None:
-        kept = evaluate.kept_keys(given.score, case.window, case.scope, given.key_valid)
+        kept = evaluate.kept_keys(
+            given.score, case.window, case.scope, given.key_valid, **case.rules
+        )
     return evaluate.visible_keys(case.q_len, case.kv_len, case.causal, kept, given.key_valid)
 
 
@@ -149,7 +161,7 @@ def attend(
     selection = None
     if case.window is not None:
         selection = flash_dmattn.select(
-            given.score.to(device), case.window, scope=case.scope, key_valid=key_valid
+            given.score.to(device), case.window, scope=case.scope, key_valid=key_valid, **case.rules
         )
     leaves = {
         name: getattr(given, name).to(device).detach().requires_grad_()
@@ -227,6 +239,7 @@ CUDA_RUNS = [
 # ---- the fused form and its steps ----
 
 WINDOW = 40
+RULES = {"recent": 9, "sinks": 2}
 
 
 def make_fused(
@@ -268,10 +281,11 @@ def stepwise(
     *weights: torch.Tensor,
     bias_form: str = "linear",
     softcap: float = 3.0,
+    **rules: int,
 ) -> Tensors:
     """All results of the three calls; the score is a result with a gradient of its own."""
     score, bias = flash_dmattn.score(value, *weights, bias_form=bias_form)
-    selection = flash_dmattn.select(score, WINDOW)
+    selection = flash_dmattn.select(score, WINDOW, **rules)
     out, lse = flash_dmattn.attention(
         query, key, value, bias=bias, selection=selection, causal=True, softcap=softcap
     )
@@ -288,7 +302,12 @@ def merged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: torc
     return flash_dmattn.merge(*first, *second)
 
 
-FUNCTIONS = [fused, stepwise, merged]
+def ruled(*tensors: torch.Tensor) -> Tensors:
+    """Both forms under the rules `recent` and `sinks`."""
+    return fused(*tensors, **RULES), *stepwise(*tensors, **RULES)[:2]
+
+
+FUNCTIONS = [fused, stepwise, merged, ruled]
 
 
 def results(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Tensors:

@@ -28,29 +28,41 @@ def rank_of(score: float, j: int) -> tuple[bool, float, int]:
     return (False, 0.0, j) if math.isnan(score) else (True, score, j)
 
 
-def best_keys(score: list[float], keys: list[int], window: int) -> list[int]:
-    return sorted(keys, key=lambda j: rank_of(score[j], j), reverse=True)[:window]
+def best_keys(score: list[float], keys: list[int], window: int, first: list[int]) -> list[int]:
+    """The `window` best of `keys`; those of `first` are better than all others."""
+    return sorted(keys, key=lambda j: (j in first, *rank_of(score[j], j)), reverse=True)[:window]
 
 
 def kept_keys(
-    score: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None = None
+    score: torch.Tensor,
+    window: int,
+    scope: str,
+    key_valid: torch.Tensor | None = None,
+    *,
+    recent: int = 0,
+    sinks: int = 0,
 ) -> torch.Tensor:
-    """Which keys the query at each position keeps, before causal masking.
+    """Which keys the query at each position keeps, before causal masking: of the valid keys that it
+    can see, the `recent` newest, and of the others the `window` best.
 
     score [batch, kv_heads, kv_len]; the result is bool [batch, kv_heads, positions, kv_len], of
     kv_len positions in causal scope and of 1, which stands for all, in global scope.
     """
     batch, kv_heads, kv_len = score.shape
+    assert recent == 0 or scope == "causal"
     positions = kv_len if scope == "causal" else 1
     kept = torch.zeros(batch, kv_heads, positions, kv_len, dtype=torch.bool)
     for b in range(batch):
         valid = [True] * kv_len if key_valid is None else key_valid[b].bool().tolist()
+        first = [j for j in range(kv_len) if valid[j]][:sinks]
         for g in range(kv_heads):
             row = score[b, g].tolist()
             for p in range(positions):
                 seen = range(p + 1) if scope == "causal" else range(kv_len)
                 keys = [j for j in seen if valid[j]]
-                kept[b, g, p, best_keys(row, keys, window)] = True
+                others = max(len(keys) - recent, 0)
+                kept[b, g, p, keys[others:]] = True
+                kept[b, g, p, best_keys(row, keys[:others], window, first)] = True
     return kept
 
 
@@ -69,7 +81,7 @@ def expiry_of(kept: torch.Tensor, scope: str) -> torch.Tensor:
 
 
 def slot_of(
-    expiry: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None
+    expiry: torch.Tensor, slots_max: int, scope: str, key_valid: torch.Tensor | None
 ) -> torch.Tensor:
     """slot as fdma.h defines it: free slots in order, then that of the evicted key."""
     slot = torch.full_like(expiry, -1)
@@ -83,7 +95,7 @@ def slot_of(
             for j in (j for j in range(kv_len) if ends[j] > j):
                 leaving = [r for r in range(j) if ends[r] == j and slots[r] >= 0]
                 if scope == "global" or not leaving:
-                    assert used < window and valid[j], "distinct slots, of valid keys"
+                    assert used < slots_max and valid[j], "distinct slots, of valid keys"
                     slots[j] = used
                     used += 1
                 else:
@@ -93,12 +105,18 @@ def slot_of(
 
 
 def selection(
-    score: torch.Tensor, window: int, scope: str, key_valid: torch.Tensor | None = None
+    score: torch.Tensor,
+    window: int,
+    scope: str,
+    key_valid: torch.Tensor | None = None,
+    *,
+    recent: int = 0,
+    sinks: int = 0,
 ) -> Tensors:
     """expiry and slot, by brute force."""
-    kept = kept_keys(score, window, scope, key_valid).expand(-1, -1, score.shape[-1], -1)
-    expiry = expiry_of(kept, scope)
-    return expiry, slot_of(expiry, window, scope, key_valid)
+    kept = kept_keys(score, window, scope, key_valid, recent=recent, sinks=sinks)
+    expiry = expiry_of(kept.expand(-1, -1, score.shape[-1], -1), scope)
+    return expiry, slot_of(expiry, window + recent, scope, key_valid)
 
 
 def visible_keys(

@@ -3,6 +3,7 @@ on every kernel of the CPU, and on a CUDA device if there is one."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Callable
 
@@ -82,6 +83,9 @@ FORMS: list[dict[str, Any]] = [
     {"causal": True, "bias_form": "linear", "softcap": 1.5, "softmax_scale": 0.3},
     {"causal": False, "bias_form": "none"},
     {"causal": True, "key_valid": True},
+    {"causal": True, "recent": 25},
+    {"causal": True, "recent": 9, "sinks": 3, "key_valid": True},
+    {"causal": False, "sinks": 5},
 ]
 FUSED_RUNS = [("cpu", dtype, 32) for dtype in cases.DTYPES]
 FUSED_RUNS += [
@@ -112,16 +116,17 @@ def test_flash_dma_attention(
         assert torch.allclose(named, out, rtol=0.02, atol=0.02)
     scope = form.get("scope", "causal" if causal else "global")
     softcap, scale = form.get("softcap", 0.0), form.get("softmax_scale")
+    rules = {name: form.get(name, 0) for name in ("recent", "sinks")}
     score, bias = flash_dmattn.score(*tensors[2:], bias_form=bias_form, key_valid=key_valid)
-    selection = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=key_valid)
+    selection = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=key_valid, **rules)
     rest = {"key_valid": key_valid, "causal": causal, "bias": bias}
     shape = {"softcap": softcap, "softmax_scale": scale}
     steps = flash_dmattn.attention(*tensors[:3], selection=selection, **rest, **shape)
     assert_same((out, lse), steps)
     score, bias, *rows = [None if x is None else x.cpu() for x in (score, bias, *tensors[:3])]
-    of_cpu = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=on_cpu)
+    of_cpu = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=on_cpu, **rules)
     assert_same((selection.expiry.cpu(), selection.slot.cpu()), of_cpu[:2])
-    kept = evaluate.kept_keys(score, cases.WINDOW, scope, on_cpu)
+    kept = evaluate.kept_keys(score, cases.WINDOW, scope, on_cpu, **rules)
     mask = evaluate.visible_keys(q_len, kv_len, causal, kept, on_cpu)
     evaluate.assert_attention((out, lse), *rows, mask, bias=bias, **shape)
 
@@ -129,9 +134,9 @@ def test_flash_dma_attention(
 def test_everything_that_the_fused_operator_returns() -> None:
     tensors = [x.detach() for x in make_fused(60)]
     out, lse, score, bias, *selection = ops.FUSED.op(
-        *tensors, None, cases.WINDOW, "causal", "linear", True, 0.0, 3.0, False, None
+        *tensors, None, cases.WINDOW, 9, 2, "causal", "linear", True, 0.0, 3.0, False, None
     )
-    assert_same((out, lse, score, *selection), stepwise(*tensors))
+    assert_same((out, lse, score, *selection), stepwise(*tensors, recent=9, sinks=2))
     assert torch.equal(bias, score)
 
 
@@ -139,8 +144,33 @@ def test_the_defaults_of_flash_dma_attention() -> None:
     tensors = [x.detach() for x in make_fused(1100, head_dim=8)]
     out = flash_dmattn.flash_dma_attention(*tensors)
     said = {"causal": False, "scope": "global", "bias_form": "exp", "softcap": 0.0}
+    said |= {"recent": 0, "sinks": 0}
     assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1024, **said))
     assert not torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1023, **said))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_window_of_all_keys_takes_recent_and_sinks(backend: str) -> None:
+    """It keeps every key already."""
+    tensors = [x.detach() for x in make_fused(60)]
+    expected = fused(*tensors, keep_window_size=60, backend=backend)
+    every = (1 << 63) - 1
+    for window, recent in itertools.product((1, 60, every), (60, every)):
+        rules = {"keep_window_size": window, "recent": recent, "sinks": 1}
+        assert torch.equal(fused(*tensors, **rules, backend=backend), expected)
+    sinks = fused(*tensors, keep_window_size=every, sinks=every, causal=False, backend=backend)
+    every_key = fused(*tensors, keep_window_size=60, causal=False, backend=backend)
+    assert torch.equal(sinks, every_key)
+
+
+def test_recent_keeps_the_keys_that_scores_drop() -> None:
+    """If scores fall, the window keeps the first keys alone; `recent` adds the newest."""
+    score = -torch.arange(20.0)[None, None]
+    values = torch.eye(24)[None, :20, None]  # channel j of out: the weight of key j
+    zeros = torch.zeros_like(values)
+    selection = flash_dmattn.select(score, 3, recent=2)
+    out, _ = flash_dmattn.attention(zeros, zeros, values, selection=selection, causal=True)
+    torch.testing.assert_close(out[0, 19, 0], 0.2 * values[0, [0, 1, 2, 18, 19], 0].sum(0))
 
 
 # ---- properties of results and gradients ----
@@ -258,11 +288,16 @@ class Spy:
         return call
 
 
-def spied_forward(monkeypatch: pytest.MonkeyPatch, tensors: cases.Tensors) -> _library.ForwardArgs:
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     spy = Spy(_library.library)
     monkeypatch.setattr(_library, "library", spy)
     # Prepared calls hold the library's own functions.
     monkeypatch.setattr(_call, "memory", _call.Memory())
+    return spy
+
+
+def spied_forward(spy: Spy, tensors: cases.Tensors) -> _library.ForwardArgs:
     flash_dmattn.attention(*tensors, causal=True)
     return spy.calls["fdma_forward"]
 
@@ -276,11 +311,9 @@ def slices_of_one_buffer() -> cases.Tensors:
 
 
 @pytest.mark.parametrize("make", [heads_first, slices_of_one_buffer])
-def test_views_are_not_copied(
-    make: Callable[[], cases.Tensors], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_are_not_copied(make: Callable[[], cases.Tensors], spy: Spy) -> None:
     tensors = make()
-    args = spied_forward(monkeypatch, tensors)
+    args = spied_forward(spy, tensors)
     for name, tensor in zip("qkv", tensors):
         seen = getattr(args, name)
         assert not tensor.is_contiguous()
@@ -291,14 +324,25 @@ def test_views_are_not_copied(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_a_strided_last_axis_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_strided_last_axis_is_copied(device: str, spy: Spy) -> None:
     query, key = torch.randn(2, 1, 31, 2, 64).bfloat16().to(device)
     value = torch.randn(1, 64, 31, 2).bfloat16().to(device).permute(0, 2, 3, 1)
     expected = flash_dmattn.attention(query, key, value.contiguous(), causal=True)
-    args = spied_forward(monkeypatch, (query, key, value))
+    args = spied_forward(spy, (query, key, value))
     assert args.q.data == query.data_ptr() and args.k.data == key.data_ptr()
     assert args.v.data != value.data_ptr() and args.v.stride[3] == 1
     assert_same(flash_dmattn.attention(query, key, value, causal=True), expected)
+
+
+def test_every_call_is_told_what_its_selection_was_made_for(spy: Spy) -> None:
+    tensors = make_fused(60)
+    for out, *_ in (stepwise(*tensors, **cases.RULES), fused(*tensors, **cases.RULES)[None]):
+        out.sum().backward()
+    made = [spy.calls[f"fdma_{name}"] for name in ("select", "attention")]
+    given = [spy.calls[f"fdma_{name}"] for name in ("forward", "backward", "attention_backward")]
+    rules = (cases.WINDOW, *cases.RULES.values())
+    for struct in (*made, *(one.selection.contents for one in (*made, *given))):
+        assert (struct.window, struct.recent, struct.sinks) == rules
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4), (1, 0, 4), (1, 4, 0), (1, 0, 0)])

@@ -145,20 +145,32 @@ def test_bias_forms(form: str, function: Callable[..., Any]) -> None:
     assert torch.autograd.gradcheck(run, tensors, fast_mode=True)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("a", [0.0, None])
 @pytest.mark.parametrize(
-    ("q_len", "causal", "window"), [(70, True, 9), (31, True, 9), (70, False, 9), (70, True, 70)]
+    ("q_len", "causal", "window", "rules"),
+    [
+        (70, True, 9, {}),
+        (31, True, 9, {}),
+        (70, False, 9, {}),
+        (70, True, 70, {}),
+        (70, True, 9, {"recent": 5}),
+        (31, True, 9, {"recent": 20, "sinks": 3}),
+        (70, False, 9, {"sinks": 4}),
+    ],
 )
-def test_fused_against_float64(q_len: int, causal: bool, window: int, a: float | None) -> None:
+def test_fused_against_float64(
+    q_len: int, causal: bool, window: int, rules: dict[str, int], a: float | None, backend: str
+) -> None:
     """All five gradients. Training starts from a = 0, when all keys tie."""
     tensors = make_fused(70, head_dim=16, a_coef=a)
     tensors[0] = tensors[0].detach()[:, :q_len].requires_grad_()
     with torch.no_grad():
         score, _ = flash_dmattn.score(*tensors[2:])
-    kept = evaluate.kept_keys(score, window, "causal" if causal else "global")
+    kept = evaluate.kept_keys(score, window, "causal" if causal else "global", **rules)
     mask = evaluate.visible_keys(q_len, 70, causal, kept)
     dout = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(3))
-    out = fused(*tensors, keep_window_size=window, causal=causal)
+    out = fused(*tensors, keep_window_size=window, causal=causal, backend=backend, **rules)
     found = torch.autograd.grad(out, tensors, dout)
     exact = evaluate.fused_gradients(tensors, mask, dout, torch.float64)
     plain = evaluate.plain_fused_gradients(tensors, mask, dout)
@@ -166,12 +178,15 @@ def test_fused_against_float64(q_len: int, causal: bool, window: int, a: float |
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_one_call_is_its_three_steps(device: str, deterministic: None) -> None:
+@pytest.mark.parametrize("rules", [{}, cases.RULES])
+def test_one_call_is_its_three_steps(
+    rules: dict[str, int], device: str, deterministic: None
+) -> None:
     def once(*tensors: torch.Tensor) -> cases.Tensors:
-        return fused(*tensors, bias_form="linear", softcap=3.0, return_lse=True)
+        return fused(*tensors, bias_form="linear", softcap=3.0, return_lse=True, **rules)
 
     def steps(*tensors: torch.Tensor) -> cases.Tensors:
-        return stepwise(*tensors)[:2]
+        return stepwise(*tensors, **rules)[:2]
 
     tensors = make_fused(300, device=device)
     assert_same(once(*tensors), steps(*tensors))

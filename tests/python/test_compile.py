@@ -7,7 +7,18 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
-from cases import DEVICES, FUNCTIONS, Tensors, fused, gradients, make_fused, results, stepwise
+import torch._dynamo.testing
+from cases import (
+    DEVICES,
+    FUNCTIONS,
+    Tensors,
+    fused,
+    gradients,
+    make_fused,
+    results,
+    ruled,
+    stepwise,
+)
 from evaluate import assert_same
 from flash_dmattn import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,8 +35,9 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     query, key, value, dt_proj, a_coef = make_tensors()
     score = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(1))
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
-    expiry, slot = flash_dmattn.select(score, 4)[:2]
+    expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
+    given |= {"recent": 3, "sinks": 2}
     attended = ops.ATTENTION.op(query, key, value, score, None, expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
@@ -36,14 +48,16 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
     }
     dense = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
+    dense |= {"recent": 0, "sinks": 0}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
         "score without bias": (ops.SCORE, {"bias_form": "none", "key_valid": None}),
         "select": (ops.SELECT, {}),
-        "select global": (ops.SELECT, {"scope": "global", "backend": "reference"}),
+        "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
         "dense": (ops.ATTENTION, dense),
         "selected": (ops.ATTENTION, {"key_valid": None}),
+        "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
         "fused": (ops.FUSED, {"backend": "reference"}),
         "fused without bias": (ops.FUSED, {"bias_form": "none"}),
         "fused, out alone": (ops.FUSED_OUT, {}),
@@ -61,7 +75,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     }
 
 
-OPTIONS = (4, "causal", True, 0.5, 2.0, False, None)  # of ops.ATTENTION, from `window` on
+OPTIONS = (4, 3, 2, "causal", True, 0.5, 2.0, False, None)  # of ops.ATTENTION, from `window` on
 OPERATORS = operators()
 
 
@@ -133,7 +147,7 @@ def test_one_graph(
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("function", [fused, stepwise])
+@pytest.mark.parametrize("function", [fused, stepwise, ruled])
 @forward_and_backward
 def test_one_graph_for_all_lengths(run: Run, function: Callable[..., Any]) -> None:
     torch._dynamo.reset()
@@ -145,3 +159,17 @@ def test_one_graph_for_all_lengths(run: Run, function: Callable[..., Any]) -> No
         assert_same(run(compiled, tensors), run(function, tensors))
         frames.append(counter.frame_count)
     assert frames[0] > 0 and len(set(frames)) == 1, "compiled again for another length"
+
+
+@pytest.mark.parametrize("function", [fused, stepwise])
+def test_one_graph_for_all_numbers_of_keys(function: Callable[..., Any]) -> None:
+    """`recent` and `sinks` may be inputs of the graph."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    tensors, frames = [tensor.detach() for tensor in make_fused(60)], []
+    for recent, sinks in ((5, 2), (9, 3), (17, 7)):
+        rules = {"recent": recent, "sinks": sinks}
+        assert_same(compiled(*tensors, **rules), function(*tensors, **rules))
+        frames.append(counter.frame_count)
+    assert frames[0] > 0 and len(set(frames)) == 1, "compiled again for another number"

@@ -60,6 +60,8 @@ def test_attention(data: st.DataObject) -> None:
     scopes = ["global", "causal"] if causal and q_len <= kv_len else ["global"]
     scope = data.draw(st.sampled_from(scopes))
     window = data.draw(st.one_of(st.none(), st.integers(1, 75)))
+    recent = data.draw(st.integers(0, 80)) if scope == "causal" else 0
+    rules = {"recent": recent, "sinks": data.draw(st.integers(0, window or 0))}
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     key_valid = data.draw(key_masks(batch, kv_len))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -77,8 +79,8 @@ def test_attention(data: st.DataObject) -> None:
     softcap = data.draw(st.sampled_from([0.0, 0.7, 30.0]))
     selection = kept = None
     if window is not None:
-        selection = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid)
-        kept = evaluate.kept_keys(score, window, scope, key_valid)
+        selection = flash_dmattn.select(score, window, scope=scope, key_valid=key_valid, **rules)
+        kept = evaluate.kept_keys(score, window, scope, key_valid, **rules)
     out, lse = flash_dmattn.attention(
         query,
         key,

@@ -53,7 +53,8 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
     if layer.window is not None:
         z = layer.A * softplus(layer.dt_proj(value.flatten(2)))
         bias = z.exp().transpose(1, 2)
-        kept = evaluate.kept_keys(z.detach().transpose(1, 2), layer.window, scope, key_valid)
+        score, rules = z.detach().transpose(1, 2), {"recent": layer.recent, "sinks": layer.sinks}
+        kept = evaluate.kept_keys(score, layer.window, scope, key_valid, **rules)
     mask = evaluate.visible_keys(x.shape[1], x.shape[1], layer.causal, kept, key_valid)
     out, _ = evaluate.attention(query, key, value, mask, x.dtype, bias=bias, softcap=layer.softcap)
     return layer.o_proj(out.flatten(2))
@@ -66,6 +67,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "dense": {"window": None},
     "softcap and biases": {"softcap": 1.5, "bias": True},
     "head_dim": {"head_dim": 16},
+    "recent and sinks": {"recent": 5, "sinks": 2},
+    "recent, as training starts": {"recent": 5, "learned": False},
+    "sinks, global": {"sinks": 2, "causal": False},
+    "dense, recent and sinks": {"window": None, "recent": 5, "sinks": 2},
 }
 
 
@@ -85,17 +90,28 @@ def test_the_formula(name: str, padded: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_training_starts_from_a_sliding_window() -> None:
+@pytest.mark.parametrize("recent", [0, 5])
+def test_training_starts_from_a_sliding_window(recent: int) -> None:
     """A is 0: every bias is 1, which changes no softmax, and the most recent keys are kept."""
-    layer, x = make_layer(learned=False), make_states()
+    layer, x = make_layer(learned=False, recent=recent), make_states()
+    kept = WINDOW + recent
     assert torch.equal(layer.A, torch.zeros(KV_HEADS))
     dense = make_layer(None)
     dense.load_state_dict(layer.state_dict(), strict=False)
-    positions = torch.arange(LENGTH - WINDOW, LENGTH)[None]
-    expected = dense(x[:, -WINDOW:], positions=positions)[:, -1]
+    positions = torch.arange(LENGTH - kept, LENGTH)[None]
+    expected = dense(x[:, -kept:], positions=positions)[:, -1]
     torch.testing.assert_close(layer(x)[:, -1], expected)
     layer(x).square().sum().backward()
     assert (layer.A.grad != 0).all(), "a sliding window learns nothing"
+
+
+def test_recent_and_sinks_are_off_by_default() -> None:
+    layer, x = make_layer(), make_states()
+    assert (layer.recent, layer.sinks) == (0, 0)
+    assert torch.equal(make_layer(recent=0, sinks=0)(x), layer(x))
+    for rules in ({"recent": 5}, {"sinks": 2}):
+        assert not torch.allclose(make_layer(**rules)(x), layer(x), rtol=1e-2, atol=1e-2)
+    assert "window=7, recent=5, sinks=2, causal=True" in repr(make_layer(recent=5, sinks=2))
 
 
 def test_state_dict() -> None:
@@ -185,9 +201,10 @@ def test_autocast_and_16_bit_parameters(dtype: torch.dtype, device: str) -> None
     assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 
-def test_one_compiled_graph() -> None:
+@pytest.mark.parametrize("rules", [{}, {"recent": 5, "sinks": 2}])
+def test_one_compiled_graph(rules: dict[str, int]) -> None:
     torch._dynamo.reset()
-    layer, x = make_layer(), make_states()
+    layer, x = make_layer(**rules), make_states()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x))
     found = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))

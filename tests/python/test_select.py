@@ -14,6 +14,7 @@ from evaluate import assert_same
 
 KERNELS = kernels_of("select")
 KV_LEN = 97
+ALL_KEYS = (1 << 63) - 1  # FDMA_WINDOW_ALL
 # kv_len and window
 SIZES = [(KV_LEN, window) for window in (1, 2, 13, 64, KV_LEN - 1, KV_LEN, 1000)]
 SIZES += [(kv_len, window) for kv_len in (0, 1, 2, 3, 8, 17, 40) for window in (1, 2, 7, 17, 45)]
@@ -75,18 +76,83 @@ def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: s
         key_valid = None if key_valid is None else key_valid[:, :kv_len]
         expected = evaluate.selection(score, window, scope, key_valid)
         for name in KERNELS:
-            *found, seen_window, seen_scope = flash_dmattn.select(
+            *found, seen_window, seen_scope, recent, sinks = flash_dmattn.select(
                 score, window, scope=scope, key_valid=key_valid, backend=name
             )
             assert_same(found, expected)
-            assert (seen_window, seen_scope) == (window, scope)
+            assert (seen_window, seen_scope, recent, sinks) == (window, scope, 0, 0)
+
+
+def rules_for(kv_len: int, scope: str) -> list[tuple[int, int, int]]:
+    """Windows, with `recent` and `sinks`."""
+    windows = [(window, sinks) for window in (1, 2, 5) for sinks in range(window + 1)]
+    windows.append((ALL_KEYS, 2))
+    newest = [0, 1, 3, kv_len, kv_len + 7, ALL_KEYS] if scope == "causal" else [0]
+    return [(window, recent, sinks) for window, sinks in windows for recent in newest]
+
+
+@pytest.mark.parametrize("scope", ["causal", "global"])
+@pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
+@pytest.mark.parametrize("pattern", ["random", "tied", "rising", "falling", "sawtooth", "nan"])
+def test_recent_and_sinks_equal_brute_force(pattern: str, padding: str, scope: str) -> None:
+    for kv_len in (1, 2, 5, 11, 23, 40):
+        score, key_valid = make_scores(pattern)[..., :kv_len], make_padding(padding)
+        key_valid = None if key_valid is None else key_valid[:, :kv_len]
+        for window, recent, sinks in rules_for(kv_len, scope):
+            rules = {"recent": recent, "sinks": sinks}
+            expected = evaluate.selection(score, window, scope, key_valid, **rules)
+            for name in KERNELS:
+                found = flash_dmattn.select(
+                    score, window, scope=scope, key_valid=key_valid, backend=name, **rules
+                )
+                assert_same(found[:2], expected)
+                assert found[2:] == (window, scope, recent, sinks)
+
+
+def assert_slots(slot: torch.Tensor, kept: torch.Tensor) -> None:
+    """The keys that a query keeps have the slots 0, 1, 2, ... without gaps, so that a table with a
+    row for each slot holds them. kept bool [batch, kv_heads, positions, kv_len]."""
+    none = torch.iinfo(slot.dtype).max
+    found = torch.where(kept, slot[:, :, None], none).sort(-1).values
+    numbers = torch.arange(slot.shape[-1], dtype=slot.dtype)
+    wanted = torch.where(numbers < kept.sum(-1, keepdim=True), numbers, none)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
+@pytest.mark.parametrize("pattern", ["random", "tied", "falling", "nan"])
+@pytest.mark.parametrize(
+    ("window", "recent", "sinks"), [(5, 0, 2), (1, 1, 0), (5, 3, 1), (2, 30, 2), (20, 20, 20)]
+)
+def test_slots_under_recent_and_sinks(
+    window: int, recent: int, sinks: int, pattern: str, padding: str
+) -> None:
+    """Each query keeps the keys of the definition, under slots that are its own."""
+    score, key_valid = make_scores(pattern), make_padding(padding)
+    rules = {"recent": recent, "sinks": sinks}
+    kept = evaluate.kept_keys(score, window, "causal", key_valid, **rules)
+    keys = torch.arange(KV_LEN)
+    for name in KERNELS:
+        expiry, slot, *_ = flash_dmattn.select(
+            score, window, key_valid=key_valid, backend=name, **rules
+        )
+        live = (keys <= keys[:, None]) & (keys[:, None] < expiry[:, :, None])
+        assert torch.equal(live, kept)
+        assert torch.equal(slot >= 0, kept.any(2)) and (slot < window + recent).all()
+        assert_slots(slot, kept)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("window", [1, 100, 1024])
-def test_kernels_agree_on_long_sequences(pattern: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "recent", "sinks"),
+    [(1, 0, 0), (100, 0, 0), (1024, 0, 0), (1, 1, 1), (100, 50, 4), (1024, 300, 0), (7, 2000, 7)],
+)
+def test_kernels_agree_on_long_sequences(
+    pattern: str, window: int, recent: int, sinks: int
+) -> None:
     score = make_scores(pattern).repeat(1, 1, 33)  # kv_len 3201, longer than any block
-    found = [flash_dmattn.select(score, window, backend=name)[:2] for name in KERNELS]
+    rules = {"recent": recent, "sinks": sinks}
+    found = [flash_dmattn.select(score, window, backend=name, **rules)[:2] for name in KERNELS]
     assert KERNELS[-1] == "reference" and len(found) > 1
     for one in found[:-1]:
         assert_same(one, found[-1])
@@ -116,7 +182,7 @@ def test_threads_change_nothing() -> None:
         results = []
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            results.append(flash_dmattn.select(score, 50)[:2])
+            results.append(flash_dmattn.select(score, 50, recent=20, sinks=3)[:2])
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
