@@ -63,6 +63,19 @@ def test_outputs_are_attention(tmp_path: Path, bias: str, mode: list[str], softc
     assert report["keys_per_query"] == pytest.approx(mask.sum().item() / (2 * 19), rel=1e-5)
 
 
+def test_newest_keys_and_sinks(tmp_path: Path) -> None:
+    inputs = make_inputs(seed=8, q_len=19, kv_len=33)
+    options = ("--window", "5", "--recent", "3", "--sinks", "2", "--causal", "--bias", "linear")
+    report, written = attend_tensors(tmp_path, inputs, *options)
+    q, k, v, score = (torch.from_numpy(inputs[name]) for name in ("q", "k", "v", "score"))
+    kept = evaluate.kept_keys(score, 5, "causal", recent=3, sinks=2)
+    mask = evaluate.visible_keys(19, 33, True, kept)
+    evaluate.assert_attention((written["out"], written["lse"]), q, k, v, mask, bias=score)
+    assert (report["window"], report["recent"], report["sinks"]) == (5, 3, 2)
+    refused = run_tool("attend", tmp_path / "absent.safetensors", "--window", "5", "--recent", "-1")
+    assert refused.returncode == 2 and "--recent" in refused.stderr
+
+
 def test_scores_from_projection(tmp_path: Path) -> None:
     """Scores a * softplus(v . dt_proj) are the same from the file and from the tool."""
     inputs = make_inputs(seed=4)

@@ -190,10 +190,7 @@ static void describe_gradients(const bench_case *item, bench_job *job, fdma_exec
 
 static void describe_job(const bench_case *item, bench_job *job) {
     const fdma_exec exec = {
-        .kernel = job->target.kernel,
-        .device = job->target.device,
-        .threads = job->target.threads,
-    };
+        .kernel = job->target.kernel, .device = job->target.device, .threads = job->target.threads};
     describe_gradients(item, job, exec);
     job->score_args = (fdma_score_args){
         .size = sizeof job->score_args,

@@ -1,8 +1,8 @@
-/* The rule `recent`: a query keeps the `recent` newest valid keys, and the best `window` of the older
- * ones.
+/* The rule `recent`: a query keeps the `recent` newest valid keys, and the best `window` of the
+ * older ones.
  *
  * A key competes by score only once `recent` valid keys have followed it. So the selection is the
- * one without the rule, later by `recent` valid keys: each expiry moves by so many, and the key that
+ * one without the rule, late by `recent` valid keys: each expiry moves by so many, and the key that
  * would leave the window as valid key n arrives leaves as valid key n + recent arrives. That key
  * takes over its slot; the first window + recent valid keys take free slots. */
 #pragma once

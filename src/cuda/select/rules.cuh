@@ -12,8 +12,8 @@
  *     move_expiries             moves each expiry by `recent` valid keys. As the selection by score
  *                               takes in valid key n it drops one key, maybe n itself; that key now
  *                               leaves as valid key n + recent arrives, whose parent it becomes
- *     hand_down_slots           see slots.cuh: the first window + recent valid keys take free slots,
- *                               each later one that of its parent */
+ *     hand_down_slots           see slots.cuh: the first window + recent valid keys take free
+ *                               slots, each later one that of its parent */
 #pragma once
 
 #include "cuda/select/slots.cuh"
