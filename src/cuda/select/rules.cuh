@@ -30,7 +30,8 @@ struct rules_space {
 
 rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *arena);
 
-/* Finds the sinks, if the call has any. Goes before a selection by score that is given `call`. */
+/* Sets call->sink_end, and finds it on the device where padding leaves it open. Goes before the
+ * selection by score, which is given this call. */
 fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space &rules,
                                  select_call *call);
 

@@ -276,8 +276,8 @@ static fdma_status run(const fdma_problem *problem) {
     const select_space space = lay_out(problem, &arena);
     if (space.sort.segments == 0 || call.kv_len == 0)
         return FDMA_OK;
-    FDMA_TRY(clear("select", problem, arena.base, space.zero_bytes));
     FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
+    FDMA_TRY(clear("select", problem, arena.base, space.zero_bytes));
     FDMA_TRY(select_by_score(problem, call, space));
     if (call.causal && call.slot.data != NULL)
         FDMA_TRY(fdma_cuda_hand_down_slots(problem, call,
