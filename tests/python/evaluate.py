@@ -8,6 +8,7 @@ sets the tolerance.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,9 @@ def rank_of(score: float, j: int) -> tuple[bool, float, int]:
     return (False, 0.0, j) if math.isnan(score) else (True, score, j)
 
 
-def best_keys(score: list[float], keys: list[int], window: int, first: list[int]) -> list[int]:
+def best_keys(
+    score: list[float], keys: list[int], window: int, first: Sequence[int] = ()
+) -> list[int]:
     """The `window` best of `keys`; those of `first` are better than all others."""
     return sorted(keys, key=lambda j: (j in first, *rank_of(score[j], j)), reverse=True)[:window]
 
