@@ -296,9 +296,9 @@ typedef struct fdma_select_args {
 
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
  *  Use it to keep a selection for several calls of fdma_forward(), or to see what is kept. Language
- *  models train far better if a query keeps the tokens just before it: give part of the keys that
- *  a query may keep to `recent`, for example window 1792 and recent 256. Forward and backward cost
- *  about the same as with window 2048.
+ *  models train far better if a query keeps the tokens just before it. To keep 2048 keys per query,
+ *  for example, ask for window 1792 and recent 256. On an H200 forward and backward then take 7 %
+ *  longer than with window 2048.
  *  Formula    order: higher score first; of equal scores the more recent key (larger j) first; NaN
  *             below everything; -0 and 0 are equal. Keys that are not valid do not count in the
  *             window and are never kept. recent: a query keeps the `recent` newest valid keys that

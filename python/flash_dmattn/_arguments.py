@@ -222,4 +222,6 @@ def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) 
     owner = next((name for name in tensors if field in shape_of(name)), None)
     if owner is not None and field not in shown:
         rest = f"{rest}; {describe_shape(owner)}"
-    return shown.get(field, field) + colon + rest.replace("causal is 0", "causal is False")
+    rest = rest.replace("causal is 0", "causal is False")
+    rest = rest.replace("0 to window", f"0 to {shown.get('window', 'window')}")
+    return shown.get(field, field) + colon + rest

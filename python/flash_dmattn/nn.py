@@ -52,8 +52,8 @@ class DynamicMaskAttention(nn.Module):
             highest score
 
     A is initialised with zeros. All keys then have equal scores, so that the most recent ones are
-    kept: training starts (if causal) from a sliding window of window + recent keys (of which
-    `sinks` stay the first of the sequence), and learns which keys to keep longer.
+    kept: training starts (if causal) from a sliding window of window + recent keys, `sinks` of
+    which are instead the first of the sequence, and learns which keys to keep longer.
 
     Args:
         hidden: width of the hidden states.

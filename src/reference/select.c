@@ -9,7 +9,7 @@ static bool outranks(double x, double y) { return x >= y || isnan(y); }
 /* The valid keys of one (b, g) up to a position. */
 typedef struct key_ranking {
     int32_t *arrived; /* by arrival */
-    int32_t *ranked;  /* those that compete by score, best first; the first `window` are kept */
+    int32_t *ranked;  /* the `window` best of those that compete by score, best first */
     int64_t arrived_count, ranked_count;
 } key_ranking;
 
@@ -28,8 +28,8 @@ static void rank_key(const fdma_problem *problem, int64_t row, int64_t n, key_ra
     keys->ranked[rank] = j;
 }
 
-/* Writes expiry and slot of one (b, g) for causal scope. Every prefix of the keys is sorted: at
- * position j, ranked[] holds the valid keys up to j but for the `recent` newest. */
+/* Writes expiry and slot of one (b, g) for causal scope. At position j, ranked[] holds the `window`
+ * best, in order, of the valid keys up to j without the `recent` newest. */
 static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, key_ranking keys,
                             int32_t *expiry, int32_t *slot) {
     const int64_t row = offset_of(&problem->score, b, g, 0);

@@ -131,7 +131,7 @@ static inline bool make_score_backward(call *x, int s, int type, const char *ker
 /* ---- select and lists ---- */
 
 typedef struct select_case {
-    int64_t kv_len, window;
+    int64_t kv_len, window, recent, sinks;
     fdma_scope scope;
     int padded, slotted;
 } select_case;
@@ -142,6 +142,8 @@ static inline void fill_select(call *x, const select_case *n) {
     fdma_select_args *const args = &x->args.select;
     x->operation = operation_select;
     args->window = n->window;
+    args->recent = n->recent;
+    args->sinks = n->sinks;
     args->scope = n->scope;
     call_make(x, &sizes, FDMA_FLOAT32, true);
     if (!n->slotted)
@@ -159,6 +161,8 @@ static const int64_t select_windows[] = {1, 7, 64, 199, 300};
 static inline bool make_select(call *x, int c, int type, const char *kernel) {
     const select_case n = {.kv_len = select_lens[c / 8 % TEST_COUNT(select_lens)],
                            .window = select_windows[c / 8 / TEST_COUNT(select_lens)],
+                           .recent = c & 1 || c % 3 == 0 ? 0 : 1 + c % 40,
+                           .sinks = c % 5 == 0,
                            .scope = c & 1 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
                            .padded = c & 2,
                            .slotted = c & 4};

@@ -191,11 +191,13 @@ static const struct {
     bool padded;
 } rule_cases[] = {
     {1, 8, 8192, 1792, 256, 4, FDMA_SCOPE_CAUSAL, false},
+    {1, 2, 9000, 20, INT64_MAX, 3, FDMA_SCOPE_CAUSAL, true},
+    {1, 2, 9000, FDMA_WINDOW_ALL, 5, 7, FDMA_SCOPE_CAUSAL, true},
     {4, 2, 8192, 1024, 1024, 64, FDMA_SCOPE_CAUSAL, true},
     {2, 3, 16385, 1, 1, 1, FDMA_SCOPE_CAUSAL, true},
     {1, 4, 32768, 2048, 7, 0, FDMA_SCOPE_CAUSAL, false},
     {1, 2, 40000, 2, 9000, 2, FDMA_SCOPE_CAUSAL, true},
-    {1, 1, 30000, 10000, 19999, 10000, FDMA_SCOPE_CAUSAL, false}, // a slot less than keys
+    {1, 1, 30000, 10000, 19999, 10000, FDMA_SCOPE_CAUSAL, false}, // one slot fewer than keys
     {1, 1, 30000, 10000, 20000, 100, FDMA_SCOPE_CAUSAL, true},
     {1, 2, 131072, 1500, 500, 3, FDMA_SCOPE_CAUSAL, true},
     {1, 2, 131073, 1500, 500, 3, FDMA_SCOPE_CAUSAL, true},

@@ -220,8 +220,10 @@ static void newest_keys_and_sinks(void) {
         const int64_t recent[] = {0, 1, 2, n - 1, n, n + 4, random_below(&state, n)};
         const int64_t sinks[] = {0, 0, 1, window, random_below(&state, window)};
         const bool is_global = random_below(&state, 5) == 0;
-        select_case test = {
-            .batch = 1 + random_below(&state, 3), .kv_heads = 2, .kv_len = n, .rules = {window}};
+        select_case test = {.batch = 1 + random_below(&state, 3),
+                            .kv_heads = 2,
+                            .kv_len = n,
+                            .rules = {.window = window}};
         test.rules.scope = is_global ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL;
         test.rules.recent = is_global ? 0 : recent[random_below(&state, TEST_COUNT(recent))];
         test.rules.sinks = sinks[random_below(&state, TEST_COUNT(sinks))];
@@ -373,8 +375,10 @@ static void no_keys(void) {
     const int64_t sizes[][3] = {{1, 1, 0}, {0, 2, 9}, {3, 1, 0}};
     for (int i = 0; i < kernels.count; i++) {
         for (int s = 0; s < TEST_COUNT(sizes); s++) {
-            select_case test = {
-                .batch = sizes[s][0], .kv_heads = sizes[s][1], .kv_len = sizes[s][2], .rules = {4}};
+            select_case test = {.batch = sizes[s][0],
+                                .kv_heads = sizes[s][1],
+                                .kv_len = sizes[s][2],
+                                .rules = {.window = 4}};
             test.score = new_tensor(FDMA_FLOAT32, test.batch, test.kv_heads, test.kv_len, -1);
             select_with(&test, kernels.name[i], 0);
         }

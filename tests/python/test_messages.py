@@ -17,7 +17,7 @@ from typing import Any, Callable
 import flash_dmattn
 import pytest
 import torch
-from flash_dmattn import _call, _library
+from flash_dmattn import _call, _library, ops
 from programs import ROOT, Done, output_of, python
 
 QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
@@ -132,6 +132,15 @@ def test_second_derivatives_say_that_they_are_missing(name: str) -> None:
     message = f"flash_dmattn.{name}: second derivatives are not implemented"
     with pytest.raises(NotImplementedError, match=message):
         gradient.sum().backward()
+
+
+def test_sinks_above_the_window_under_the_name_of_the_window() -> None:
+    """As a compiled graph asks, in which numbers are symbols that Python does not check."""
+    query, key, value = torch.randn(1, 8, 2, 8), *torch.randn(2, 1, 8, 1, 8)
+    rules = (7, 0, 9, "causal")
+    options = (None, *rules, "exp", True, 0.0, 0.0, False, None)
+    with pytest.raises(ValueError, match=r"^sinks: is 9, want 0 to keep_window_size, 7$"):
+        ops.FUSED.op(query, key, value, torch.randn(1, 8), torch.ones(1), *options)
 
 
 def test_a_selection_has_no_gradient() -> None:

@@ -18,7 +18,7 @@ typedef struct key_table {
     int64_t first_key; /* that arrives in the sweep; earlier keys hold their rows to its end */
 } key_table;
 
-/* The rows of a table: for the keys of one window, for as many again that were live before the
+/* The rows of a table: for the keys of all slots, for as many again that were live before the
  * sweep of a partition, and for the positions of a tile, of which there are at most lanes + 1. */
 static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_partition) {
     if (!problem->selected || problem->slots > problem->kv_len)

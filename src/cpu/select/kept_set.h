@@ -4,7 +4,8 @@
  * queue and a tournament tree. A key that outranks all keys of the queue is appended to it, which
  * costs next to nothing. Any other key goes into the tree, at the leaf of its slot, which costs one
  * path of log2(window) comparisons; the root of the tree is its worst key. Keys whose scores rise
- * or tie go to the queue; of keys in random order nearly all go to the tree. Keys that may enter
+ * or tie go to the queue; of keys in random order nearly all go to the tree, and so do sinks, which
+ * would let no other key into the queue. Keys that may enter
  * are found a block at a time, without branches. */
 #pragma once
 
@@ -22,7 +23,7 @@ typedef struct key_range {
     int32_t sinks_end; /* the valid ones of the first `sinks_end` keys are sinks */
 } key_range;
 
-/* The order of key n of a range, under the number `key`. */
+/* The order of key n of a range. `key` is the number that it holds in place of the key's index. */
 static inline int64_t order_in_range(const key_range *keys, int32_t n, int32_t key) {
     return n < keys->sinks_end ? sink_order(key) : key_order(keys->score[n], key);
 }
@@ -130,15 +131,11 @@ static void start_set(const select_pass *pass, kept_set *set) {
     for (int64_t n = 0; n < tree_size(0); n++)
         set->tree[n] = INT64_MAX;
     for (int32_t n = 0; n < pass->before; n++) {
+        const int64_t order = score_order_of(pass->kept[n]) * ((int64_t)1 << 32) + n;
+        const bool is_sink = order >= sink_order(0);
         pass->kept_expiry[n] = pass->kv_len;
-        set->tree[set->slots + n] = INT64_MAX;
-        set->queue[n] = score_order_of(pass->kept[n]) * ((int64_t)1 << 32) + n;
+        set->tree[set->slots + n] = !is_sink && join_queue(set, order) ? INT64_MAX : order;
     }
-    if (pass->before == 0)
-        return;
-    set->tail = (uint32_t)pass->before;
-    set->newest = set->queue[pass->before - 1];
-    set->queue[pass->before] = INT64_MAX;
 }
 
 /* Takes all valid keys while there are free slots; sinks are among these, because there are no more
@@ -154,7 +151,8 @@ static int32_t fill_set(const select_pass *pass, kept_set *set) {
         pass->expiry[n] = taken ? pass->kv_len : keys->first + n;
         pass->slot[n] = taken ? count : -1;
         if (taken && crowded)
-            set->tree[set->slots + count] = join_queue(set, order) ? INT64_MAX : order;
+            set->tree[set->slots + count] =
+                n >= keys->sinks_end && join_queue(set, order) ? INT64_MAX : order;
         count += taken;
     }
     set->filled = count;

@@ -27,6 +27,7 @@ typedef struct select_context {
     int32_t *true_slot; /* [slots] of the slots 0, 1, ... that its pass numbered */
     uint8_t *scratch;   /* [threads][scratch_size] */
     size_t scratch_size;
+    size_t recent_size; /* of a thread's scratch in recent_task(), which lies in the same memory */
 } select_context;
 
 enum {
@@ -66,12 +67,12 @@ typedef struct select_partition {
     int32_t *expiry, *slot; /* [keys.count]; slot: NULL if the passes need not keep slots */
 } select_partition;
 
-/* Whether the caller gets the slots that the passes find; `recent` has slots of its own. */
+/* Whether the passes write the caller's slots; with `recent`, number_slots() writes them later. */
 static bool keeps_slots(const fdma_problem *problem) {
     return is_present(&problem->slot) && problem->recent == 0;
 }
 
-/* How many of `count` keys come before the last sink of a sequence, it included. */
+/* Of the first `count` keys of a sequence, how many stand up to its last sink, padding included. */
 static int32_t find_sinks_end(const fdma_problem *problem, const uint8_t *valid, int64_t count) {
     int64_t sinks = min(problem->sinks, problem->kv_len), n = 0;
     if (valid == NULL)
@@ -144,9 +145,10 @@ static size_t lay_out_select(select_context *select) {
         fdma_worthwhile_threads(select->problem->exec.threads, all,
                                 select->heads * select->problem->kv_len / keys_per_microsecond);
     select->scratch_size = best.used > pass.used ? best.used : pass.used;
-    if (recent.used > select->scratch_size)
-        select->scratch_size = recent.used;
-    select->scratch = fdma_arena_take(&arena, (size_t)select->threads * select->scratch_size);
+    select->recent_size = recent.used;
+    const size_t scratch = (size_t)select->threads * select->scratch_size;
+    const size_t of_recent = (size_t)min(select->threads, select->heads) * select->recent_size;
+    select->scratch = fdma_arena_take(&arena, scratch > of_recent ? scratch : of_recent);
     return fdma_arena_size(&arena);
 }
 
@@ -339,7 +341,7 @@ static void select_causal(const select_context *select) {
 /* From the selection by score to one that also keeps the newest keys. */
 static void recent_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
-    fdma_arena arena = select_scratch(select, thread);
+    fdma_arena arena = scratch_of_thread(select->scratch, select->recent_size, thread);
     keep_recent(select->problem, head, take_recent(&arena, select->problem));
 }
 

@@ -2,9 +2,9 @@
  * older ones.
  *
  * A key competes by score only once `recent` valid keys have followed it. So the selection is the
- * one without the rule, late by `recent` valid keys: each expiry moves by so many, and the key that
- * would leave the window as valid key n arrives leaves as valid key n + recent arrives. That key
- * takes over its slot; the first window + recent valid keys take free slots. */
+ * one without the rule, late by `recent` valid keys: each expiry moves by so many. The key that
+ * without the rule is dropped when valid key n arrives leaves when valid key n + recent arrives,
+ * which takes over its slot. The first window + recent valid keys take free slots. */
 #pragma once
 
 #include "cpu/common/memory.h"

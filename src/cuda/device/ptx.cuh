@@ -59,8 +59,8 @@ __device__ static bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     return done != 0;
 }
 
-/* A word of shared memory, which only the first lane of a warp reads, for all of them. So that lane
- * alone can arrive at a barrier to say that the warp has read the word. */
+/* A word of shared memory for all lanes of a warp; only the first lane reads it. That lane alone
+ * may then arrive at a barrier to say that the warp has read the word. */
 __device__ static int32_t ld_shared_by_first_lane(const int32_t *word) {
     int32_t value;
     asm volatile("{\n"

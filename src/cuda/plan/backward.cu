@@ -141,7 +141,7 @@ static int32_t count_partitions(const fdma_problem *problem, const backward_shap
     const int64_t slots = max(problem->slots, (int64_t)1);
     const int64_t blocks = problem->kv_heads * divide_up(slots, shape.block_slots);
     // boundary sums have at most as many bytes as k and v, those of a long sequence 1/32 as many
-    const int64_t slot_keys = problem->kv_len < long_len ? 2 : 64; // of a partition, for each slot
+    const int64_t slot_keys = problem->kv_len < long_len ? 2 : 64; // least keys per slot
     const int64_t most = 1 + problem->kv_len / (slot_keys * slots);
     const int64_t partitions = min(divide_up(wanted_blocks, blocks), most);
     return (int32_t)min(partitions, (int64_t)min(shape.most_partitions, lists));

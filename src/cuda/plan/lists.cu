@@ -315,7 +315,7 @@ static int64_t list_size(const fdma_problem *problem) {
     return problem->slots + queries - 1;
 }
 
-/* Lists have a key in every slot for every query block. No check of a single tensor bounds that. */
+/* Each query block has a list with an entry for every slot. No check of one tensor bounds that. */
 static bool has_vast_lists(const fdma_problem *problem) {
     const double most_entries = (double)(INT64_C(1) << 46);
     const double lists =

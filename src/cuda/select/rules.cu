@@ -28,7 +28,7 @@ __device__ static tile_keys load_tile(const uint8_t *valid, uint32_t tile, uint3
     return keys;
 }
 
-/* How many keys of the tile's lower warps are valid, and *total, of all. */
+/* How many keys of the tile's lower warps are valid; *total: how many of all its warps. */
 __device__ static uint32_t count_lower(const tile_keys &keys, uint32_t *total) {
     __shared__ uint32_t scratch[number_warps];
     const uint32_t count = __reduce_add_sync(all_lanes, __popc(keys.valid));

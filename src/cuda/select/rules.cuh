@@ -9,9 +9,9 @@
  *
  *     count_valid, number_keys  number the valid keys of each sequence. Without padding the number
  *                               of a key is its position
- *     move_expiries             moves each expiry by `recent` valid keys. As the selection by score
- *                               takes in valid key n it drops one key, maybe n itself; that key now
- *                               leaves as valid key n + recent arrives, whose parent it becomes
+ *     move_expiries             moves each expiry by `recent` valid keys. The key that leaves the
+ *                               selection by score as valid key n arrives, maybe n itself, now
+ *                               leaves as valid key n + recent arrives, and is its parent
  *     hand_down_slots           see slots.cuh: the first window + recent valid keys take free
  *                               slots, each later one that of its parent */
 #pragma once
@@ -30,8 +30,8 @@ struct rules_space {
 
 rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *arena);
 
-/* Sets call->sink_end, and finds it on the device where padding leaves it open. Goes before the
- * selection by score, which is given this call. */
+/* Sets call->sink_end. With padding and sinks it points into the workspace, where find_sinks writes
+ * the ends on the device. Call it before the selection by score, and give that the same `call`. */
 fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space &rules,
                                  select_call *call);
 

@@ -1,8 +1,8 @@
 /* Selection on the GPU: what its kernels are called with, the order of keys, and what both
  * implementations share. sm80/select.cu takes any segment in several launches; sm90/select.cu takes
- * a segment that fits a cluster of blocks in one. Both select by score. rules.cu finds the sinks
- * before that, which load_key() gives an order above all scores, and applies the rule `recent` to
- * the result. slots.cu hands down slots for that rule and for sm80/select.cu.
+ * a segment that fits a cluster of blocks in one. Both select by score. Before that, rules.cu finds
+ * the sinks, to which load_key() gives an order above all scores; after it, rules.cu applies the
+ * rule `recent` to the result. slots.cu hands down slots for that rule and for sm80/select.cu.
  *
  * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
  * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into
@@ -57,7 +57,7 @@ struct select_call {
     uint32_t window;          // at most kv_len
     uint32_t sinks;           // at most the window
     const uint32_t *sink_end; // [batch]; NULL: `sinks`, since no key before it is padding
-    uint32_t recent;          // of the rule that rules.cu applies afterwards; 0: it changes nothing
+    uint32_t recent;          // keys that rules.cu adds afterwards; 0 also if they change nothing
     bool causal;              // scope; also false if the window is 0
 };
 

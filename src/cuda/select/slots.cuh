@@ -9,8 +9,8 @@
  *     rules.cu        numbers all valid keys; the parent is the key that leaves as this one arrives
  *
  * Inside a block each chain is halved until one step is left. From block to block it takes one step
- * for each earlier block at most, of two reads that wait for each other. It is usually far fewer,
- * because a parent that has already moved spares the keys behind it the same way. */
+ * for each earlier block at most, of two reads that wait for each other. There are usually far
+ * fewer steps: once a parent has been moved towards the slot, the keys behind it skip those. */
 #pragma once
 
 #include "cuda/select/select.cuh"

@@ -22,7 +22,7 @@ struct select_space {
     uint32_t *earlier_count;  // [segments][partitions][partitions]
     uint32_t *threshold_rank; // [segments][partitions + 1]
     uint32_t *kept_position;  // [segments][kv_len], by kept_index
-    chain_space chains;       // by kept_index, or of the rule `recent`
+    chain_space chains;       // by kept_index; with the rule `recent`, by number of the valid key
     uint32_t *kept_by_position, *kept_by_rank; // [segments][partitions]: kept keys
     uint32_t *kept_total;                      // [segments]
     rules_space rules;
