@@ -273,9 +273,7 @@ typedef struct fdma_selection {
     size_t size; /* sizeof(fdma_selection) */
     fdma_tensor expiry;
     fdma_tensor slot; /* optional on the CPU, except for fdma_lists() */
-    int64_t window;   /* what the selection was made for */
-    int64_t recent;
-    int64_t sinks;
+    int64_t window, recent, sinks; /* what the selection was made for */
     int64_t kv_len;
     fdma_scope scope; /* FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL */
     int32_t reserved;
@@ -295,10 +293,10 @@ typedef struct fdma_select_args {
 } fdma_select_args;
 
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
- *  Use it to keep a selection for several calls of fdma_forward(), or to see what is kept. Language
- *  models train far better if a query keeps the tokens just before it. To keep 2048 keys per query,
- *  for example, ask for window 1792 and recent 256. On an H200 forward and backward then take 7 %
- *  longer than with window 2048.
+ *  Use it to keep a selection for several calls of fdma_forward(), or to see what is kept. A
+ *  language model needs the tokens just before a query, which need not be among the best by score:
+ *  give it some `recent` keys. To keep 2048 keys per query, for example, ask for window 1792 and
+ *  recent 256. docs/performance.md says what that costs.
  *  Formula    order: higher score first; of equal scores the more recent key (larger j) first; NaN
  *             below everything; -0 and 0 are equal. Keys that are not valid do not count in the
  *             window and are never kept. recent: a query keeps the `recent` newest valid keys that

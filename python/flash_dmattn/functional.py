@@ -189,8 +189,8 @@ def select(
             all of them.
         recent: number of keys that a query keeps beside these because they are the newest that it
             can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
-            and a query keeps window + recent keys. Language models train far better if a query also
-            keeps the tokens just before it, which scores alone do not ensure.
+            and a query keeps window + recent keys. A language model needs the tokens just before a
+            query, which scores alone may not keep.
         sinks: number of keys, 0 to window, that outrank all others whatever their scores: the
             first ones of the sequence that are valid. They count in the window.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
@@ -380,8 +380,8 @@ def flash_dma_attention(
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         recent: number of keys that a query keeps beside these because they are the newest that it
             can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
-            and a query keeps keep_window_size + recent keys. Language models train far better if a
-            query also keeps the tokens just before it, which scores alone do not ensure.
+            and a query keeps keep_window_size + recent keys. A language model needs the tokens just
+            before a query, which scores alone may not keep.
         sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
             the first ones of the sequence that are valid. They count in the window.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are

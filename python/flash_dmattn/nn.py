@@ -62,9 +62,9 @@ class DynamicMaskAttention(nn.Module):
         window: keys that a query keeps, 1 or more; None for plain attention over all keys, without
             scores.
         recent: keys that a query keeps beside these because they are the newest that it can see, 0
-            or more; 0 if `causal` is False. It then keeps window + recent keys. Language models
-            train far better if a query also keeps the tokens just before it, which scores alone do
-            not ensure: give part of the keys to `recent`, for example window 1792 and recent 256.
+            or more; 0 if `causal` is False. It then keeps window + recent keys. A language
+            model needs the tokens just before a query, which scores alone may not keep: to keep
+            2048 keys, for example, ask for window 1792 and recent 256.
         sinks: keys, 0 to window, that outrank all others whatever their scores: the first ones of
             the sequence that are valid. They count in the window. If window is None, a query keeps
             all keys, whatever recent and sinks are.

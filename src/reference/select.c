@@ -46,9 +46,9 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, k
         rank_key(problem, row, keys.arrived_count - 1 - problem->recent, &keys);
         if (keys.ranked_count <= problem->window)
             continue;
-        const int32_t leaver = keys.ranked[--keys.ranked_count];
-        expiry[leaver] = j;
-        slot[j] = leaver != j ? slot[leaver] : -1;
+        const int32_t evicted = keys.ranked[--keys.ranked_count];
+        expiry[evicted] = j;
+        slot[j] = evicted != j ? slot[evicted] : -1;
     }
 }
 

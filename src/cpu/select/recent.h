@@ -13,14 +13,14 @@
 typedef struct recent_keys {
     int32_t *number;   /* [kv_len] of each valid key; NULL: all keys are valid */
     int32_t *position; /* [kv_len] by number; NULL likewise */
-    int32_t *leaver;   /* [kv_len]: the number of the key that leaves the window as n arrives */
+    int32_t *evicted;  /* [kv_len]: which key the window evicts or refuses as valid key n arrives */
 } recent_keys;
 
 static recent_keys take_recent(fdma_arena *arena, const fdma_problem *problem) {
     const int64_t mapped = is_present(&problem->key_valid) ? problem->kv_len : 0;
     recent_keys keys = {0};
     int32_t *const number = take_ints(arena, mapped), *const position = take_ints(arena, mapped);
-    keys.leaver = take_ints(arena, is_present(&problem->slot) ? problem->kv_len : 0);
+    keys.evicted = take_ints(arena, is_present(&problem->slot) ? problem->kv_len : 0);
     if (mapped > 0)
         keys.number = number, keys.position = position;
     return keys;
@@ -47,18 +47,17 @@ static inline int32_t number_of(recent_keys keys, int32_t position) {
     return keys.number != NULL ? keys.number[position] : position;
 }
 
-/* Moves the expiries of the valid keys by `recent` valid keys, and notes which key leaves the
- * window as another arrives. */
+/* Moves the expiries of the valid keys by `recent` valid keys, and fills keys.evicted. */
 static void move_expiries(const fdma_problem *problem, recent_keys keys, int32_t count,
-                          int32_t *expiry, bool wants_leavers) {
+                          int32_t *expiry, bool wants_slots) {
     const int32_t kv_len = (int32_t)problem->kv_len;
     const int64_t recent = min(problem->recent, problem->kv_len);
     for (int32_t n = 0; n < count; n++) {
         const int32_t j = position_of(keys, n);
         const int32_t end = expiry[j] < kv_len ? number_of(keys, expiry[j]) : count;
         expiry[j] = end < count - recent ? position_of(keys, (int32_t)(end + recent)) : kv_len;
-        if (wants_leavers && end < count)
-            keys.leaver[end] = n;
+        if (wants_slots && end < count)
+            keys.evicted[end] = n;
     }
 }
 
@@ -69,7 +68,7 @@ static void number_slots(const fdma_problem *problem, const uint8_t *valid, rece
         slot[j] = -1;
     for (int32_t n = 0; n < count; n++)
         slot[position_of(keys, n)] =
-            n < slots ? n : slot[position_of(keys, keys.leaver[n - recent])];
+            n < slots ? n : slot[position_of(keys, keys.evicted[n - recent])];
 }
 
 /* Applies the rule to the selection by score of one (b, g). */
