@@ -272,7 +272,7 @@ typedef enum fdma_scope {
 typedef struct fdma_selection {
     size_t size; /* sizeof(fdma_selection) */
     fdma_tensor expiry;
-    fdma_tensor slot; /* optional on the CPU, except for fdma_lists() */
+    fdma_tensor slot;              /* optional on the CPU, except for fdma_lists() */
     int64_t window, recent, sinks; /* what the selection was made for */
     int64_t kv_len;
     fdma_scope scope; /* FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL */
