@@ -42,6 +42,16 @@
  *     uint8_t valid[2][6] = {{0, 0, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1}}; // sequences of 4 and 6 keys
  *     args.key_valid = fdma_tensor_2d(valid, FDMA_UINT8, 2, 6);
  *
+ * Packed sequences. Sequences of different lengths can also stand one after the other, without
+ * padding: batch is 1, kv_len = q_len is their total length, and starts [sequences + 1] int32 has
+ * the first position of each and, last, the end of all. A query sees keys of its own sequence only,
+ * and a sequence ranks its own keys: it gets the results that it has by itself. Give the same
+ * starts to every call on these tensors. Positions from the last start on belong to no sequence:
+ * their out is 0, their lse -inf, and their keys are never read.
+ *
+ *     int32_t starts[] = {0, 4, 10}; // sequences of 4 and 6 keys
+ *     args.starts = fdma_tensor_1d(starts, FDMA_INT32, 3);
+ *
  * Making a call
  *
  *   Fill the operation's argument struct and pass its address. `size` is the size
@@ -283,6 +293,7 @@ typedef struct fdma_select_args {
     size_t size;               /* sizeof(fdma_select_args) */
     fdma_tensor score;         /* [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;        /* optional [sequences + 1] int32: packed sequences */
     fdma_selection *selection; /* output */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
     int64_t recent;            /* keys that it keeps beside these because they are the newest */
@@ -313,6 +324,7 @@ FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 typedef struct fdma_lists_args {
     size_t size;                     /* sizeof(fdma_lists_args) */
     const fdma_selection *selection; /* with its slots */
+    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
     fdma_tensor list;  /* output [batch, kv_heads, tiles, width] int32: the keys of each tile */
     fdma_tensor count; /* output [batch, kv_heads, tiles, 2] int32: [0] the keys that are live at
                           the tile's first position; [1] all keys that are listed */
@@ -352,6 +364,7 @@ typedef struct fdma_forward_args {
     fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
     fdma_tensor out;                 /* output [batch, q_len, q_heads, head_dim] */
     fdma_tensor lse;                 /* output, optional [batch, q_heads, q_len] float32 */
     const fdma_selection *selection; /* NULL: dense, every visible key */
@@ -387,6 +400,7 @@ typedef struct fdma_attention_args {
     fdma_tensor dt_proj;       /* [kv_heads, kv_heads * head_dim] */
     fdma_tensor a;             /* [kv_heads] */
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;        /* optional [sequences + 1] int32: packed sequences */
     fdma_tensor out;           /* output [batch, q_len, q_heads, head_dim] */
     fdma_tensor lse;           /* output, optional [batch, q_heads, q_len] float32 */
     fdma_tensor score;         /* output, optional [batch, kv_heads, kv_len] float32 */
@@ -434,6 +448,7 @@ typedef struct fdma_backward_args {
     fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
     fdma_tensor dq, dk, dv;          /* outputs, shaped as q, k and v */
     fdma_tensor dbias;               /* output, optional [batch, kv_heads, kv_len] float32 */
     const fdma_selection *selection; /* the one that forward was given; NULL: dense */
@@ -501,6 +516,7 @@ typedef struct fdma_attention_backward_args {
     fdma_tensor a;                   /* [kv_heads] */
     fdma_tensor bias;                /* optional: fdma_attention()'s; absent: computed again */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
     fdma_tensor dq, dk, dv;          /* outputs, shaped as q, k and v */
     fdma_tensor ddt_proj, da;        /* outputs, as dt_proj and a; absent with FDMA_BIAS_NONE */
     const fdma_selection *selection; /* fdma_attention()'s */

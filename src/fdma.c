@@ -3,6 +3,7 @@
 #include "fdma.h"
 
 #include "core/error.h"
+#include "core/packed.h"
 #include "core/steps.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
@@ -37,7 +38,7 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
     FDMA_TRY(fdma_split_call(&call->steps));
     for (int i = 0; i < call->steps.count; i++) {
         FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &call->kernels[i]));
-        const size_t bytes = call->kernels[i]->workspace(&problems[i]);
+        const size_t bytes = fdma_kernel_workspace(call->kernels[i], &problems[i], depth);
         most = bytes > most ? bytes : most;
     }
     call->workspace = call->steps.scratch + most;
@@ -47,7 +48,7 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
 static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *problem) {
     if (!fdma_has_work(problem))
         return FDMA_OK;
-    return kernel->on_device ? fdma_run_cuda(kernel, problem) : kernel->run(problem);
+    return kernel->on_device ? fdma_run_cuda(kernel, problem) : fdma_run_kernel(kernel, problem);
 }
 
 static fdma_status run(fdma_operation operation, const void *args) {

@@ -58,6 +58,8 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
         return count_tiles(problem);
     case 'w':
         return problem->list.shape[3]; // any length: check_sizes() sets its minimum
+    case 's':
+        return problem->starts.shape[0]; // any length but 0, see check_packed()
     default:
         return dim - '0'; // a digit stands for itself
     }
@@ -106,8 +108,39 @@ static int64_t most_listed(const fdma_problem *problem) {
     return min(min(problem->slots, len) + min(problem->tile_len - 1, len), len);
 }
 
+static fdma_status check_packed(const fdma_problem *problem) {
+    FDMA_REQUIRE(problem->starts.shape[0] > 0, FDMA_INVALID_ARGUMENT,
+                 "starts: axis 0 has 0 elements, want 1 or more");
+    FDMA_REQUIRE(problem->batch == 1, FDMA_INVALID_ARGUMENT, "batch: is %lld, want 1 with starts",
+                 (long long)problem->batch);
+    FDMA_REQUIRE(problem->operation == operation_select || problem->q_len == problem->kv_len,
+                 FDMA_INVALID_ARGUMENT, "q_len: is %lld, want kv_len, %lld, with starts",
+                 (long long)problem->q_len, (long long)problem->kv_len);
+    FDMA_REQUIRE(problem->operation != operation_lists || problem->causal, FDMA_INVALID_ARGUMENT,
+                 "causal: is 0, want nonzero with starts");
+    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
+                 "starts: is given, want none: packed sequences run on the CPU only");
+    return FDMA_OK;
+}
+
+/* Checks what `starts` holds. */
+static fdma_status check_starts(const fdma_problem *problem) {
+    const int32_t *const starts = problem->starts.data;
+    int64_t least = 0;
+    for (int64_t n = 0; n < problem->starts.shape[0]; n++) {
+        const int64_t most = n == 0 ? 0 : problem->kv_len;
+        FDMA_REQUIRE(starts[n] >= least && starts[n] <= most, FDMA_INVALID_ARGUMENT,
+                     "starts: element %lld is %d, want %lld to %lld", (long long)n, starts[n],
+                     (long long)least, (long long)most);
+        least = starts[n];
+    }
+    return FDMA_OK;
+}
+
 /* Checks the sizes against each other and against the options. */
 static fdma_status check_sizes(const fdma_problem *problem) {
+    if (is_present(&problem->starts))
+        FDMA_TRY(check_packed(problem));
     FDMA_REQUIRE(!is_attending(problem->operation) ||
                      (problem->q_heads > 0 && problem->q_heads % problem->kv_heads == 0),
                  FDMA_INVALID_ARGUMENT,
@@ -160,7 +193,8 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
         if (problem->scale == 0)
             problem->scale = 1 / sqrt((double)problem->head_dim);
     }
-    return check_memory(problem, depth);
+    FDMA_TRY(check_memory(problem, depth));
+    return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }
 
 bool fdma_has_work(const fdma_problem *problem) {

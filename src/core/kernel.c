@@ -189,6 +189,16 @@ void *fdma_arena_take(fdma_arena *arena, size_t bytes) {
     return piece;
 }
 
+void fdma_set_aside(fdma_exec *exec, const fdma_arena *arena) {
+    if (arena->base == NULL || arena->used == 0)
+        return;
+    // an integer, not a pointer, for the reason given in fdma_arena_take()
+    const uintptr_t rest = (uintptr_t)arena->base + arena->used;
+    const size_t taken = (size_t)(rest - (uintptr_t)exec->workspace);
+    exec->workspace = (void *)rest;
+    exec->workspace_size = exec->workspace_size > taken ? exec->workspace_size - taken : 0;
+}
+
 size_t fdma_arena_size(const fdma_arena *arena) {
     return arena->used ? arena->used + arena_alignment - 1 : 0;
 }

@@ -13,7 +13,8 @@ typedef struct fdma_kernel {
     const char *(*refuses)(const fdma_problem *problem);
     size_t (*workspace)(const fdma_problem *problem);
     fdma_status (*run)(const fdma_problem *problem);
-    bool on_device; /* its tensors are on exec.device, not on the CPU */
+    bool on_device;    /* its tensors are on exec.device, not on the CPU */
+    bool one_sequence; /* it knows no `starts`: core/packed.h cuts packed problems for it */
 } fdma_kernel;
 
 /* The kernels of one point of the build matrix, fastest first. */
@@ -45,3 +46,6 @@ enum { arena_alignment = 64 }; /* bytes: a cache line, and the widest vector */
 fdma_arena fdma_arena_of(const fdma_problem *problem);
 void *fdma_arena_take(fdma_arena *arena, size_t bytes);
 size_t fdma_arena_size(const fdma_arena *arena); /* bytes that the caller must provide */
+
+/* Leaves in `exec` the workspace that the arena has not used. */
+void fdma_set_aside(fdma_exec *exec, const fdma_arena *arena);

@@ -28,7 +28,8 @@ typedef struct fdma_problem {
     fdma_dtype dtype; /* of the operation's first tensor */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t group; /* query heads of one kv head */
-    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, expiry, slot, list, count;
+    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, starts, expiry, slot, list,
+        count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
@@ -94,20 +95,44 @@ static inline tile_span span_of(const fdma_problem *problem, int64_t tile) {
                            : (tile_span){problem->kv_len - 1, problem->kv_len - 1};
 }
 
+/* The positions `first` to `end` - 1. */
+typedef struct position_range {
+    int64_t first, end;
+} position_range;
+
+/* The positions of the packed sequence that `position` belongs to: all without `starts`, none
+ * beyond the last sequence. */
+static inline position_range sequence_at(const fdma_problem *problem, int64_t position) {
+    const int32_t *const starts = problem->starts.data;
+    if (!is_present(&problem->starts))
+        return (position_range){0, problem->kv_len};
+    int64_t low = 0, high = problem->starts.shape[0]; // starts[low] <= position < starts[high]
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        low = starts[middle] <= position ? middle : low;
+        high = starts[middle] <= position ? high : middle;
+    }
+    return high < problem->starts.shape[0] ? (position_range){starts[low], starts[high]}
+                                           : (position_range){position, position};
+}
+
 static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t j) {
     const fdma_tensor *const valid = &problem->key_valid;
     return !is_present(valid) || ((const uint8_t *)valid->data)[b * valid->stride[0] + j] != 0;
 }
 
-/* Whether the query at position p attends to key j, by causality, validity and `expiry`. */
+/* Whether the query at position p attends to key j, by causality, validity, sequence and expiry. */
 static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, int64_t j,
                            int64_t p) {
     const fdma_tensor *const expiry = &problem->expiry;
     if ((problem->causal && j > p) || !is_valid_key(problem, b, j))
         return false;
+    const position_range own = sequence_at(problem, j);
+    if (is_present(&problem->starts) && (p < own.first || p >= own.end))
+        return false;
     if (!problem->selected)
         return true;
     const int32_t end =
         ((const int32_t *)expiry->data)[b * expiry->stride[0] + g * expiry->stride[1] + j];
-    return problem->causal ? p < end : end == (int32_t)problem->kv_len;
+    return problem->causal ? p < end : end == (int32_t)own.end;
 }

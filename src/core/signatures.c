@@ -20,10 +20,10 @@
     ENTRY(field, dims, offsetof(fdma_selection, field), field, dtypes, role, true)
 
 /* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim,
- * t tiles, w the width of a list, 2 an axis of length 2. The first tensor that has one of b, i, j,
- * h, g and d settles its length, and the others must agree: the tensors that a caller is least
- * likely to get wrong come first. */
-/* clang-format off: tables */
+ * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. The first tensor that has
+ * one of b, i, j, h, g and d settles its length, and the others must agree: the tensors that a
+ * caller is least likely to get wrong come first. */
+/* clang-format off */
 static const tensor_entry score_tensors[] = {
     ARG(score, v, "bjgd", same, input),
     ARG(score, dt_proj, "gc", weight, input),
@@ -36,6 +36,7 @@ static const tensor_entry score_tensors[] = {
 static const tensor_entry select_tensors[] = {
     ARG(select, score, "bgj", wide, input),
     ARG(select, key_valid, "bj", uint8, optional),
+    ARG(select, starts, "s", int32, optional),
     SELECTION(expiry, "bgj", int32, output),
     SELECTION(slot, "bgj", int32, optional_output),
 };
@@ -43,6 +44,7 @@ static const tensor_entry select_tensors[] = {
 static const tensor_entry lists_tensors[] = {
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, input),
+    ARG(lists, starts, "s", int32, optional),
     ARG(lists, list, "bgtw", int32, output),
     ARG(lists, count, "bgt2", int32, output),
 };
@@ -53,6 +55,7 @@ static const tensor_entry forward_tensors[] = {
     ARG(forward, v, "bjgd", same, input),
     ARG(forward, bias, "bgj", wide, optional),
     ARG(forward, key_valid, "bj", uint8, optional),
+    ARG(forward, starts, "s", int32, optional),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(forward, out, "bihd", same, output),
@@ -65,6 +68,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, v, "bjgd", same, input),
     ARG(backward, bias, "bgj", wide, optional),
     ARG(backward, key_valid, "bj", uint8, optional),
+    ARG(backward, starts, "s", int32, optional),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(backward, out, "bihd", same, input),
@@ -117,6 +121,7 @@ static const tensor_entry attention_tensors[] = {
     ARG(attention, dt_proj, "gc", weight, input),
     ARG(attention, a, "g", weight, input),
     ARG(attention, key_valid, "bj", uint8, optional),
+    ARG(attention, starts, "s", int32, optional),
     ARG(attention, out, "bihd", same, output),
     ARG(attention, lse, "bhi", wide, optional_output),
     ARG(attention, score, "bgj", wide, optional_output),
@@ -133,6 +138,7 @@ static const tensor_entry attention_backward_tensors[] = {
     ARG(attention_backward, a, "g", weight, input),
     ARG(attention_backward, bias, "bgj", wide, optional),
     ARG(attention_backward, key_valid, "bj", uint8, optional),
+    ARG(attention_backward, starts, "s", int32, optional),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(attention_backward, out, "bihd", same, input),

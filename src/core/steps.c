@@ -34,17 +34,6 @@ static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
         whole->slot = take_key_tensor(arena, whole, FDMA_INT32);
 }
 
-/* Leaves in `exec` the workspace that the arena has not used. */
-static void set_aside(fdma_exec *exec, const fdma_arena *arena) {
-    if (arena->base == NULL || arena->used == 0)
-        return;
-    // an integer, not a pointer, for the reason given in fdma_arena_take()
-    const uintptr_t rest = (uintptr_t)arena->base + arena->used;
-    const size_t taken = (size_t)(rest - (uintptr_t)exec->workspace);
-    exec->workspace = (void *)rest;
-    exec->workspace_size = exec->workspace_size > taken ? exec->workspace_size - taken : 0;
-}
-
 /* Adds a step with all options of the whole call, and with those of the call's tensors that are in
  * the table of `operation`. */
 static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
@@ -79,7 +68,7 @@ static fdma_status split_fused(call_steps *steps) {
     const bool has_bias = whole.bias_form != FDMA_BIAS_NONE;
     const bool needs_score = has_bias && !is_present(&whole.bias);
     add_scratch(&arena, &whole);
-    set_aside(&whole.exec, &arena);
+    fdma_set_aside(&whole.exec, &arena);
     steps->scratch = fdma_arena_size(&arena);
     steps->count = 0;
     if (whole.operation == operation_attention) {

@@ -29,17 +29,20 @@ static void rank_key(const fdma_problem *problem, int64_t row, int64_t n, key_ra
 }
 
 /* Writes expiry and slot of one (b, g) for causal scope. At position j, ranked[] holds the `window`
- * best, in order, of the valid keys up to j without the `recent` newest. */
+ * best, in order, of the valid keys of j's sequence up to j without the `recent` newest. */
 static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, key_ranking keys,
                             int32_t *expiry, int32_t *slot) {
     const int64_t row = offset_of(&problem->score, b, g, 0);
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
+        const position_range own = sequence_at(problem, j);
+        if (j == own.first)
+            keys.arrived_count = keys.ranked_count = 0;
         expiry[j] = j;
         slot[j] = -1;
-        if (!is_valid_key(problem, b, j))
+        if (own.end <= j || !is_valid_key(problem, b, j))
             continue;
         keys.arrived[keys.arrived_count++] = j;
-        expiry[j] = (int32_t)problem->kv_len;
+        expiry[j] = (int32_t)own.end;
         slot[j] = (int32_t)(keys.arrived_count - 1);
         if (keys.arrived_count <= problem->recent)
             continue;
@@ -52,12 +55,14 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, k
     }
 }
 
-/* From causal to global scope: every query keeps what the last prefix keeps, and slots number the
- * kept keys. */
+/* From causal to global scope: every query keeps what the last prefix of its sequence keeps, and
+ * slots number the kept keys of each sequence. */
 static void keep_last_prefix(const fdma_problem *problem, int32_t *expiry, int32_t *slot) {
     int32_t kept = 0;
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
-        const bool stays = slot[j] >= 0 && expiry[j] == (int32_t)problem->kv_len;
+        const position_range own = sequence_at(problem, j);
+        const bool stays = slot[j] >= 0 && expiry[j] == (int32_t)own.end;
+        kept = j == own.first ? 0 : kept;
         expiry[j] = stays ? expiry[j] : j;
         slot[j] = stays ? kept++ : -1;
     }

@@ -256,7 +256,7 @@ static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dt
 }
 
 /* Gives a call tensors of these sizes, without data, with all the optional ones or none, and sets
- * `size` and the pointer to the selection. Options stay as they are; call_describe_selection() is
+ * `size` and the pointer to the selection. It has no starts, which most sizes do not allow. Options stay as they are; call_describe_selection() is
  * still to be called. */
 static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, bool with_optional) {
     const tensor_table table = fdma_tensors[x->operation];
@@ -266,6 +266,8 @@ static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, boo
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
         const int32_t rank = (int32_t)strlen(entry->dims);
         int64_t shape[4] = {0};
+        if (strcmp(entry->name, "starts") == 0)
+            continue;
         for (int axis = 0; axis < rank; axis++)
             shape[axis] = size_of_axis(n, entry->dims[axis]);
         if (with_optional || !is_optional(entry))

@@ -59,11 +59,13 @@ typedef struct shape_case {
 #define SHAPE(...) SHAPE_RULES(__VA_ARGS__, 0, 0)
 
 static const shape_case cases[] = {
+#define CASE_PACKED(...) /* test_packed.c has cases of its own */
 #define CASE_RULES(...) SHAPE_RULES(__VA_ARGS__),
 #define CASE(...) SHAPE(__VA_ARGS__),
 #include "../cases.def"
 #undef CASE
 #undef CASE_RULES
+#undef CASE_PACKED
 };
 
 static inline float case_score(score_order order, int64_t j, float random) {

@@ -168,15 +168,15 @@ static const char *takes_no_singles(const fdma_problem *problem) {
 }
 
 static const fdma_kernel made_up[] = {
-    {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL, false},
-    {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL, false},
-    {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL, false},
-    {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL, false},
-    {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL, false},
-    {"cuda/sm1/d8", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true},
-    {"cuda/sm1/d9", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true},
-    {"cuda/sm1/d8", operation_merge, lacks_nothing, takes_no_singles, NULL, NULL, true},
-    {"cuda/sm1/d9", operation_merge, lacks_nothing, takes_one_query, NULL, NULL, true},
+    {"cpu/sse9/one", operation_forward, lacks_avx9, takes_one_query, NULL, NULL, false, false},
+    {"cpu/sse9", operation_forward, lacks_avx9, takes_all, NULL, NULL, false, false},
+    {"cpu/any/one", operation_forward, lacks_nothing, takes_one_query, NULL, NULL, false, false},
+    {"cpu/any", operation_forward, lacks_nothing, takes_all, NULL, NULL, false, false},
+    {"cpu/any", operation_score, lacks_nothing, takes_all, NULL, NULL, false, false},
+    {"cuda/sm1/d8", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true, false},
+    {"cuda/sm1/d9", operation_backward, lacks_nothing, takes_no_singles, NULL, NULL, true, false},
+    {"cuda/sm1/d8", operation_merge, lacks_nothing, takes_no_singles, NULL, NULL, true, false},
+    {"cuda/sm1/d9", operation_merge, lacks_nothing, takes_one_query, NULL, NULL, true, false},
 };
 static const kernel_table made_up_table = {made_up, TEST_COUNT(made_up)};
 static const kernel_table *const made_up_tables[] = {&made_up_table, NULL};

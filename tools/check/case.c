@@ -3,7 +3,7 @@
 
 static const check_case cases[] = {
 #define SHAPE(name, batch, q_len, kv_len, q_heads, kv_heads, head_dim, window, mask, bias_form,    \
-              softcap, scores, layout, padding, recent, sinks)                                     \
+              softcap, scores, layout, padding, recent, sinks, sequences)                          \
     {name,                                                                                         \
      batch,                                                                                        \
      q_len,                                                                                        \
@@ -19,12 +19,15 @@ static const check_case cases[] = {
      LAYOUT_##layout,                                                                              \
      PADDING_##padding,                                                                            \
      recent,                                                                                       \
-     sinks},
-#define CASE_RULES(...) SHAPE(__VA_ARGS__)
-#define CASE(...) SHAPE(__VA_ARGS__, 0, 0)
+     sinks,                                                                                        \
+     sequences},
+#define CASE_PACKED(...) SHAPE(__VA_ARGS__)
+#define CASE_RULES(...) SHAPE(__VA_ARGS__, -1)
+#define CASE(...) SHAPE(__VA_ARGS__, 0, 0, -1)
 #include "cases.def"
 #undef CASE
 #undef CASE_RULES
+#undef CASE_PACKED
 };
 
 int check_case_count(void) { return sizeof cases / sizeof cases[0]; }
@@ -37,6 +40,13 @@ bool check_is_causal(const check_case *test) { return test->mask != MASK_FULL; }
 
 fdma_scope check_scope(const check_case *test) {
     return test->mask == MASK_CAUSAL ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
+}
+
+bool check_is_packed(const check_case *test) { return test->sequences >= 0; }
+
+int64_t check_start(const check_case *test, int64_t n) {
+    const int64_t count = test->sequences, end = test->kv_len - (count % 2 != 0 ? 3 : 0);
+    return count > 0 ? end * n * n / (count * count) : 0;
 }
 
 bool check_key_is_valid(const check_case *test, int64_t b, int64_t j) {

@@ -43,6 +43,7 @@ typedef struct check_case {
     check_layout layout;
     check_padding padding;
     int64_t recent, sinks;
+    int64_t sequences; /* packed; -1: none are */
 } check_case;
 
 int check_case_count(void);
@@ -51,6 +52,11 @@ const check_case *check_case_at(int index);
 bool check_is_selected(const check_case *test);
 bool check_is_causal(const check_case *test);
 fdma_scope check_scope(const check_case *test);
+bool check_is_packed(const check_case *test);
+
+/*! check_start() - where packed sequence n starts; n = sequences: where the last one ends. */
+int64_t check_start(const check_case *test, int64_t n);
+
 bool check_key_is_valid(const check_case *test, int64_t b, int64_t j);
 
 /*! check_seed() - a seed for the random numbers of the case, made from its name. */

@@ -20,6 +20,12 @@ static bool applies_once(const check_problem *problem) {
     return check_is_selected(problem->test) && problem->dtype == FDMA_FLOAT32;
 }
 
+/* Lists of packed sequences are causal. */
+static bool applies_to_lists(const check_problem *problem) {
+    const bool listed = check_is_causal(problem->test) || !check_is_packed(problem->test);
+    return applies_once(problem) && listed;
+}
+
 static bool applies_to_bias(const check_problem *problem) {
     return problem->test->bias_form != FDMA_BIAS_NONE;
 }
@@ -29,7 +35,7 @@ static bool applies_to_bias(const check_problem *problem) {
 const check_operation check_operations[check_operation_count] = {
     [CHECK_SCORE] = {"score", applies_always, {"score", "bias"}, {LIKE(score), LIKE(bias)}},
     [CHECK_SELECT] = {"select", applies_once, {NULL}, {0}},
-    [CHECK_LISTS] = {"lists", applies_once, {NULL}, {0}},
+    [CHECK_LISTS] = {"lists", applies_to_lists, {NULL}, {0}},
     [CHECK_FORWARD] = {"forward", applies_always, {"out", "lse"}, {LIKE(q), LIKE(forward_lse)}},
     [CHECK_BACKWARD] = {"backward",
                         applies_always,

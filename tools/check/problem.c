@@ -104,6 +104,10 @@ static void allocate_inputs(check_problem *problem) {
         problem->bias = check_tensor(FDMA_FLOAT32, 3, score_shape);
     if (test->padding != PADDING_NONE)
         problem->key_valid = check_tensor(FDMA_UINT8, 2, valid_shape);
+    if (check_is_packed(test)) {
+        const int64_t starts = test->sequences + 1;
+        problem->starts = check_tensor(FDMA_INT32, 1, &starts);
+    }
     if (check_is_selected(test)) {
         problem->selection = (fdma_selection){
             .size = sizeof problem->selection,
@@ -132,6 +136,8 @@ void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtyp
     fill_scores(problem, &random);
     if (problem->key_valid.rank > 0)
         spoil_invalid_keys(problem);
+    for (int64_t n = 0; n < element_count(&problem->starts); n++)
+        ((int32_t *)problem->starts.data)[n] = (int32_t)check_start(test, n);
 }
 
 /* ---- gradients and merge ---- */

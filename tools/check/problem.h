@@ -36,6 +36,7 @@ typedef struct check_problem {
     int64_t tile_len;                /* of fdma_lists() */
     fdma_tensor q, k, v, dt_proj, a; /* in dtype */
     fdma_tensor key_valid;           /* uint8 */
+    fdma_tensor starts;              /* int32 */
     fdma_tensor score;               /* float32, what the selection ranks */
     fdma_tensor bias;                /* float32, made from score */
     fdma_selection selection;        /* the reference's, for `score` */

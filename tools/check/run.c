@@ -67,6 +67,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"dt_proj", problem->dt_proj},
         {"a", problem->a},
         {"key_valid", problem->key_valid},
+        {"starts", problem->starts},
         {"score", problem->score},
         {"bias", problem->bias},
         {"expiry", problem->selection.expiry},

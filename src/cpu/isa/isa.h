@@ -9,7 +9,8 @@
      .missing = MISSING,                                                                           \
      .refuses = REFUSES,                                                                           \
      .workspace = FUNCTION##_workspace,                                                            \
-     .run = run_##FUNCTION}
+     .run = run_##FUNCTION,                                                                        \
+     .one_sequence = operation_##OPERATION != operation_lists}
 
 /* The kernels that depend on the vocabulary alone. They compute in float32. REFUSES is that of
  * decode. */

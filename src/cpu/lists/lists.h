@@ -30,14 +30,25 @@ typedef struct slot_table {
     int32_t *key;        /* [slots + 1]: the last key of each slot; of keys without a slot */
     const int32_t *slot; /* [kv_len] */
     int64_t slots;
+    int64_t first;   /* where the sequence begins to which these keys belong */
     int64_t next;    /* the first key that the table does not know */
-    int64_t arrived; /* keys before `next` that took a slot */
+    int64_t arrived; /* keys from `first` to before `next` that took a slot */
 } slot_table;
 
 /* The slot of a key; `slots` if it has none, and for any number that is no slot. */
 INLINE int64_t table_slot(const slot_table *table, int64_t j) {
     const int64_t slot = (int64_t)(uint32_t)table->slot[j]; // -1 is beyond all
     return slot < table->slots ? slot : table->slots;
+}
+
+/* Packed sequences: begins anew if `position` is in another sequence than the one before. The last
+ * tile may have passed over some keys of the new sequence; they are passed over again. */
+static void enter_sequence(const fdma_problem *problem, slot_table *table, int64_t position) {
+    const int64_t first = position < 0 ? 0 : sequence_at(problem, position).first;
+    if (first == table->first)
+        return;
+    table->first = table->next = first;
+    table->arrived = 0;
 }
 
 static void pass_keys(slot_table *table, int64_t end) {
@@ -70,7 +81,8 @@ static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
 }
 
 /* Slots are taken in the order 0, 1, ... and stay taken, so the entries in use are the first ones
- * of the table. A list holds no more keys than have passed, so it has room for them. */
+ * of the table. A list holds no more keys than have passed, so it has room for them.
+ * Packed sequences begin with no slot taken. */
 static void list_tile(const fdma_problem *problem, slot_table *table, int64_t b, int64_t g,
                       int64_t t) {
     int32_t *const count = int_at(&problem->count, b, g, t);
@@ -79,6 +91,7 @@ static void list_tile(const fdma_problem *problem, slot_table *table, int64_t b,
         return; // the tensors of slots and lists may have no memory
     int32_t *const list = int_at(&problem->list, b, g, t);
     const tile_span span = span_of(problem, t);
+    enter_sequence(problem, table, span.first);
     pass_keys(table, span.first + 1);
     const int64_t live = min(table->arrived, table->slots);
     memcpy(list, table->key, (size_t)live * sizeof *list);
