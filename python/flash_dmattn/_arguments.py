@@ -33,6 +33,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "dt_proj": ("kv_heads", "kv_heads * head_dim"),
     "a_coef": ("kv_heads",),
     "key_valid": ("batch", "kv_len"),
+    "starts": ("sequences + 1",),
     "score": SCORE_SHAPE,
     "bias": SCORE_SHAPE,
     "expiry": SCORE_SHAPE,

@@ -64,6 +64,8 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if name == "key_valid" and tensor.dtype not in (torch.bool, torch.uint8):
         raise NotImplementedError(f"key_valid: dtype is {dtype}, supported: bool or uint8")
+    if name == "starts" and tensor.dtype != torch.int32:
+        raise NotImplementedError(f"starts: dtype is {dtype}, supported: int32")
     if tensor.dtype not in DTYPES:
         shown = _arguments.SHOWN.get(name, name)
         raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel supports")

@@ -96,7 +96,7 @@ class Selection(Sized):
 
 class SelectArgs(Sized):
     _fields_ = [
-        *tensors("score key_valid"),
+        *tensors("score key_valid starts"),
         ("selection", POINTER(Selection)),
         ("window", c_int64),
         ("recent", c_int64),
@@ -110,7 +110,7 @@ class SelectArgs(Sized):
 class ListsArgs(Sized):
     _fields_ = [
         ("selection", POINTER(Selection)),
-        *tensors("list count"),
+        *tensors("starts list count"),
         ("q_len", c_int64),
         ("tile_len", c_int64),
         ("causal", c_int32),
@@ -121,7 +121,7 @@ class ListsArgs(Sized):
 
 class ForwardArgs(Sized):
     _fields_ = [
-        *tensors("q k v bias key_valid out lse"),
+        *tensors("q k v bias key_valid starts out lse"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -133,7 +133,7 @@ class ForwardArgs(Sized):
 
 class AttentionArgs(Sized):
     _fields_ = [
-        *tensors("q k v dt_proj a key_valid out lse score bias"),
+        *tensors("q k v dt_proj a key_valid starts out lse score bias"),
         ("selection", POINTER(Selection)),
         ("window", c_int64),
         ("recent", c_int64),
@@ -150,7 +150,7 @@ class AttentionArgs(Sized):
 
 class BackwardArgs(Sized):
     _fields_ = [
-        *tensors("dout dlse out lse q k v bias key_valid dq dk dv dbias"),
+        *tensors("dout dlse out lse q k v bias key_valid starts dq dk dv dbias"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -173,7 +173,7 @@ class ScoreBackwardArgs(Sized):
 
 class AttentionBackwardArgs(Sized):
     _fields_ = [
-        *tensors("dout dlse out lse q k v dt_proj a bias key_valid dq dk dv ddt_proj da"),
+        *tensors("dout dlse out lse q k v dt_proj a bias key_valid starts dq dk dv ddt_proj da"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),

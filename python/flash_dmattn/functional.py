@@ -17,6 +17,11 @@ bit-equal from run to run; on a CUDA device those of attention are bit-equal onl
 or torch.use_deterministic_algorithms(True) is set. The kernels of `backend` compute gradients too;
 if a named kernel has none, another kernel of the same backend computes them.
 
+Packed sequences stand one after the other in one batch entry, without padding. `starts`
+[sequences + 1] int32 has the position at which each begins and, last, the end of all: [0, 4, 10]
+are sequences of 4 and 6. batch is 1, and q_len is kv_len. Each sequence gets the results that it
+has by itself. Positions from the last start on keep no key. Packed sequences run on the CPU only.
+
 Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.
 """
@@ -122,6 +127,17 @@ def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
     )
 
 
+def _check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
+    if dropout_p > 0:
+        raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout yet")
+    if return_attn_probs:
+        raise NotImplementedError(
+            "return_attn_probs: is True, want False: the probabilities are never stored"
+        )
+
+
 def score(
     value: torch.Tensor,
     dt_proj: torch.Tensor,
@@ -176,6 +192,7 @@ def select(
     sinks: int = 0,
     scope: str = "causal",
     key_valid: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Selection:
     """The `window` keys of highest score among those that each query can see.
@@ -196,6 +213,7 @@ def select(
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
+        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
         backend: as in score().
 
     Returns:
@@ -218,7 +236,7 @@ def select(
     """
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
-    expiry, slot = ops.SELECT.op(score, key_valid, *rules, scope, backend)
+    expiry, slot = ops.SELECT.op(score, key_valid, starts, *rules, scope, backend)
     window, recent, sinks = rules
     return Selection(expiry, slot, window, scope, recent, sinks)
 
@@ -231,6 +249,7 @@ def attention(
     bias: torch.Tensor | None = None,
     selection: Selection | None = None,
     key_valid: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -247,6 +266,7 @@ def attention(
         bias: optional [batch, kv_heads, kv_len] float32 (float64 if query is), added to the logits.
         selection: from select(). Its scope must be "global" unless `causal` is set.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
+        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -286,6 +306,7 @@ def attention(
         *_autocast("query", (query, key, value)),
         bias,
         key_valid,
+        starts,
         expiry,
         slot,
         window,
@@ -353,6 +374,7 @@ def flash_dma_attention(
     return_attn_probs: bool = False,
     *,
     key_valid: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     recent: int = 0,
     sinks: int = 0,
     scope: str | None = None,
@@ -378,6 +400,7 @@ def flash_dma_attention(
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         return_attn_probs: False; True raises NotImplementedError.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
+        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
         recent: number of keys that a query keeps beside these because they are the newest that it
             can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
             and a query keeps keep_window_size + recent keys. A language model needs the tokens just
@@ -418,14 +441,7 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
-    if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout yet")
-    if return_attn_probs:
-        raise NotImplementedError(
-            "return_attn_probs: is True, want False: the probabilities are never stored"
-        )
+    _check_no_dropout(dropout_p, return_attn_probs)
     _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef))
     if scope is None:
@@ -437,9 +453,111 @@ def flash_dma_attention(
     rules = _arguments.check_rules(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
-    options = (key_valid, *rules, scope, bias_form, causal, _scale(softmax_scale), softcap)
+    options = (key_valid, starts, *rules, scope, bias_form, causal, _scale(softmax_scale), softcap)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if not needs_gradients and not return_lse:
         return ops.FUSED_OUT.op(*tensors, *options, backend)
     out, lse, *_ = ops.FUSED.op(*tensors, *options, deterministic, backend)
     return (out, lse) if return_lse else out
+
+
+def flash_dmattn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    dt_proj: torch.Tensor | None = None,
+    a_coef: torch.Tensor | None = None,
+    keep_window_size: int = 2048,
+    recent: int = 0,
+    sinks: int = 0,
+    scope: str | None = None,
+    bias_form: str = "exp",
+    softcap: float = 0.0,
+    backend: str | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Self-attention of packed sequences, called as flash_attn_varlen_func() of flash-attn is.
+
+    It is flash_dma_attention() with `starts`; without dt_proj and a_coef it is attention() without
+    a selection: every query attends to all keys of its sequence that it can see.
+
+    Args:
+        q: [total, q_heads, head_dim]: the queries of all sequences, one after the other.
+        k: [total, kv_heads, head_dim].
+        v: [total, kv_heads, head_dim].
+        cu_seqlens_q: [sequences + 1] int32: where each sequence starts and, last, the end of all.
+        cu_seqlens_k: the same positions. It is compared with cu_seqlens_q unless it is the same
+            tensor.
+        max_seqlen_q: not needed; taken so that calls of flash_attn_varlen_func() need no change.
+        max_seqlen_k: not needed either.
+        dropout_p: as in flash_dma_attention().
+        softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
+        causal: a query sees only keys at positions up to its own.
+        dt_proj: [kv_heads, kv_heads * head_dim], with a_coef; None for attention to all keys.
+        a_coef: [kv_heads].
+        keep_window_size: as in flash_dma_attention().
+        recent: as there.
+        sinks: as there.
+        scope: as there.
+        bias_form: as there.
+        softcap: as there.
+        backend: as in score().
+        deterministic: as in flash_dma_attention().
+        return_attn_probs: False; True raises NotImplementedError.
+        return_lse: also return lse.
+
+    Returns:
+        out [total, q_heads, head_dim]; with return_lse a pair of out and lse [q_heads, total].
+
+    Raises:
+        ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
+            other, or what flash_dma_attention() raises it for.
+        NotImplementedError: as flash_dma_attention().
+
+    Example:
+        >>> q, k, v = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
+        >>> starts = torch.tensor([0, 4, 10], dtype=torch.int32)  # sequences of 4 and 6
+        >>> flash_dmattn.flash_dmattn_varlen_func(q, k, v, starts, starts, 6, 6, causal=True).shape
+        torch.Size([10, 4, 8])
+
+    Source: arXiv:2508.02124.
+    """
+    same = cu_seqlens_q is cu_seqlens_k or (
+        cu_seqlens_q.shape == cu_seqlens_k.shape and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    )
+    if not same:
+        raise ValueError(
+            "cu_seqlens_k: differs from cu_seqlens_q, want the same: packed sequences attend to "
+            "themselves"
+        )
+    if (dt_proj is None) != (a_coef is None):
+        absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
+        raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
+    _check_no_dropout(dropout_p, return_attn_probs)
+    rows = q[None], k[None], v[None]
+    options = {
+        "starts": cu_seqlens_q,
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "backend": backend,
+        "deterministic": deterministic,
+    }
+    if dt_proj is None or a_coef is None:
+        out, lse = attention(*rows, **options)
+    else:
+        rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
+        out, lse = flash_dma_attention(
+            *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
+        )
+    return (out[0], lse[0]) if return_lse else out[0]

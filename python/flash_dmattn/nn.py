@@ -37,6 +37,14 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def count_positions(length: int, starts: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """[1, length]: 0, 1, ..., beginning anew at each of `starts`."""
+    positions = torch.arange(length, device=device, dtype=torch.int32)
+    if starts is not None:
+        positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+    return positions[None]
+
+
 def require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
@@ -169,6 +177,7 @@ class DynamicMaskAttention(nn.Module):
         x: torch.Tensor,
         *,
         key_valid: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of every position of x.
@@ -177,9 +186,11 @@ class DynamicMaskAttention(nn.Module):
             x: hidden states [batch, len, hidden].
             key_valid: optional [batch, len] bool or uint8, false for padding, which is never kept
                 and never read, and has no gradient. (torch.nn's key_padding_mask is its inverse.)
-            positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1, ...
-                Give them if there is padding on the left. Causality depends on the order in x, not
-                on these numbers.
+            starts: optional [sequences + 1] int32, for packed sequences: x is [1, len, hidden], and
+                sequence n has the positions starts[n] to starts[n + 1] - 1.
+            positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1,
+                ..., beginning anew in each packed sequence. Give them if there is padding on the
+                left. Causality depends on the order in x, not on these numbers.
 
         Returns:
             [batch, len, hidden]. Where a query keeps no key, the attention is 0, and the result is
@@ -201,13 +212,13 @@ class DynamicMaskAttention(nn.Module):
         value = self.v_proj(x).unflatten(2, kv_shape)
         if self.rope_base is not None:
             if positions is None:
-                positions = torch.arange(x.shape[1], device=x.device)[None]
+                positions = count_positions(x.shape[1], starts, x.device)
             fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
             fits = fits and positions.shape[1] == x.shape[1]
             shape = list(positions.shape)
             require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
             query, key = (rotate(one, positions, self.rope_base) for one in (query, key))
-        out = self.attend(query, key, value, key_valid)
+        out = self.attend(query, key, value, key_valid, starts)
         return self.o_proj(out.flatten(2))
 
     def attend(
@@ -216,10 +227,12 @@ class DynamicMaskAttention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         key_valid: torch.Tensor | None,
+        starts: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of projected states: out [batch, len, heads, head_dim]."""
         options = {
             "key_valid": key_valid,
+            "starts": starts,
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,

@@ -150,32 +150,33 @@ SCORE = Operator(
     "score",
 )
 SELECT = Operator(
-    "select(Tensor score, Tensor? key_valid, SymInt window, SymInt recent, SymInt sinks, "
-    "str scope, str? backend) -> (Tensor expiry, Tensor slot)",
+    "select(Tensor score, Tensor? key_valid, Tensor? starts, SymInt window, SymInt recent, "
+    "SymInt sinks, str scope, str? backend) -> (Tensor expiry, Tensor slot)",
     "select",
 )
 # Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
-    "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, "
-    "bool causal, float softmax_scale, float softcap, bool deterministic, str? backend) "
-    "-> (Tensor out, Tensor lse)",
+    "Tensor? starts, Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
+    "str scope, bool causal, float softmax_scale, float softcap, bool deterministic, "
+    "str? backend) -> (Tensor out, Tensor lse)",
     "forward",
 )
 FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, "
-    "str bias_form, bool causal, float softmax_scale, float softcap, bool deterministic, "
-    "str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, Tensor expiry, "
-    "Tensor slot)",
+    "Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, SymInt sinks, "
+    "str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
+    "bool deterministic, str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, "
+    "Tensor expiry, Tensor slot)",
     "attention",
 )
 # For calls that want neither gradients nor lse: it returns out alone, and the other results stay
 # in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, "
-    "str bias_form, bool causal, float softmax_scale, float softcap, str? backend) -> Tensor out",
+    "Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, SymInt sinks, "
+    "str scope, str bias_form, bool causal, float softmax_scale, float softcap, str? backend) "
+    "-> Tensor out",
     "attention",
 )
 MERGE = Operator(
@@ -184,18 +185,17 @@ MERGE = Operator(
     "merge",
 )
 SCORE_BACKWARD = BackwardOperator(
-    "score_backward(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, str bias_form, str? backend) "
-    "-> (Tensor dvalue, Tensor ddt_proj, Tensor da_coef)",
+    "score_backward(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? key_valid, "
+    "str bias_form, str? backend) -> (Tensor dvalue, Tensor ddt_proj, Tensor da_coef)",
     "score_backward",
     SCORE,
     "score_backward",
 )
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
-    "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? expiry, Tensor? slot, "
-    "SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, float softmax_scale, "
-    "float softcap, bool deterministic, bool wants_dbias, str? backend) "
+    "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? expiry, "
+    "Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
+    "float softmax_scale, float softcap, bool deterministic, bool wants_dbias, str? backend) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
     "backward",
     ATTENTION,
@@ -204,10 +204,10 @@ ATTENTION_BACKWARD = BackwardOperator(
 FUSED_BACKWARD = BackwardOperator(
     "flash_dma_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? bias, "
-    "Tensor? key_valid, Tensor expiry, Tensor slot, SymInt keep_window_size, SymInt recent, "
-    "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
-    "bool deterministic, str? backend) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
-    "Tensor ddt_proj, Tensor da_coef)",
+    "Tensor? key_valid, Tensor? starts, Tensor expiry, Tensor slot, SymInt keep_window_size, "
+    "SymInt recent, SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, "
+    "float softcap, bool deterministic, str? backend) -> (Tensor dquery, Tensor dkey, "
+    "Tensor dvalue, Tensor ddt_proj, Tensor da_coef)",
     "attention_backward",
     FUSED,
     "backward",
@@ -215,8 +215,7 @@ FUSED_BACKWARD = BackwardOperator(
 )
 MERGE_BACKWARD = BackwardOperator(
     "merge_backward(Tensor dout, Tensor? dlse, Tensor out_a, Tensor lse_a, Tensor out_b, "
-    "Tensor lse_b, str? backend) "
-    "-> (Tensor dout_a, Tensor dlse_a, Tensor dout_b, Tensor dlse_b)",
+    "Tensor lse_b, str? backend) -> (Tensor dout_a, Tensor dlse_a, Tensor dout_b, Tensor dlse_b)",
     "merge_backward",
     MERGE,
     "merge_backward",

@@ -101,7 +101,7 @@ static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *pack
             depth == check_all ? sequence_of_index(packed, n) : (position_range){0, 1 + n / 2};
         const bool sequence = depth == check_all ? is_sequence(packed, n) : n % 2 == 0;
         const fdma_problem one = cut_problem(packed, own, sequence, &none);
-        const size_t bytes = kernel->workspace(&one);
+        const size_t bytes = own.end > own.first ? kernel->workspace(&one) : 0;
         most = bytes > most ? bytes : most;
     }
     return most;

@@ -38,10 +38,11 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
     given |= {"recent": 3, "sinks": 2}
-    attended = ops.ATTENTION.op(query, key, value, score, None, expiry, slot, *OPTIONS)
+    attended = ops.ATTENTION.op(query, key, value, score, None, None, expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
+        "starts": None,
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
@@ -49,6 +50,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     }
     dense = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
     dense |= {"recent": 0, "sinks": 0}
+    packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
+    packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
@@ -62,6 +65,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused without bias": (ops.FUSED, {"bias_form": "none"}),
         "fused, out alone": (ops.FUSED_OUT, {}),
         "fused in bfloat16": (ops.FUSED, in_bfloat16),
+        "fused and packed": (ops.FUSED, packed),
         "merge": (ops.MERGE, {}),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),

@@ -28,6 +28,10 @@ CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
         **{"query": QUERY, "key": KEY, "value": KEY},
         **{"dt_proj": (2, 32), "a_coef": (2,)},
     },
+    flash_dmattn.flash_dmattn_varlen_func: {
+        **{"q": QUERY[1:], "k": KEY[1:], "v": KEY[1:], "max_seqlen_q": 4, "max_seqlen_k": 4},
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 2, 6]).int()),
+    },
     flash_dmattn.score: {"value": KEY, "dt_proj": (2, 32), "a_coef": (2,)},
     flash_dmattn.select: {"score": SCORE, "window": 3},
     flash_dmattn.merge: {"out_a": QUERY, "lse_a": LSE, "out_b": QUERY, "lse_b": LSE},
@@ -51,6 +55,7 @@ attend = functools.partial(wrong, flash_dmattn.attention)
 fused = functools.partial(wrong, flash_dmattn.flash_dma_attention)
 score = functools.partial(wrong, flash_dmattn.score)
 select = functools.partial(wrong, flash_dmattn.select)
+varlen = functools.partial(wrong, flash_dmattn.flash_dmattn_varlen_func)
 merge = functools.partial(wrong, flash_dmattn.merge)
 layer = flash_dmattn.DynamicMaskAttention
 
@@ -138,7 +143,7 @@ def test_sinks_above_the_window_under_the_name_of_the_window() -> None:
     """As a compiled graph asks, in which numbers are symbols that Python does not check."""
     query, key, value = torch.randn(1, 8, 2, 8), *torch.randn(2, 1, 8, 1, 8)
     rules = (7, 0, 9, "causal")
-    options = (None, *rules, "exp", True, 0.0, 0.0, False, None)
+    options = (None, None, *rules, "exp", True, 0.0, 0.0, False, None)
     with pytest.raises(ValueError, match=r"^sinks: is 9, want 0 to keep_window_size, 7$"):
         ops.FUSED.op(query, key, value, torch.randn(1, 8), torch.ones(1), *options)
 

@@ -119,7 +119,7 @@ TENSORS = read_tensors()
 assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
 DIMENSIONS = {
     **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
-    **{"d": "head_dim", "c": "kv_heads * head_dim"},
+    **{"d": "head_dim", "c": "kv_heads * head_dim", "s": "sequences + 1"},
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, for the gradients, or for the allocation of results.
