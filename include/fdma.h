@@ -52,6 +52,8 @@
  *     int32_t starts[] = {0, 4, 10}; // sequences of 4 and 6 keys
  *     args.starts = fdma_tensor_1d(starts, FDMA_INT32, 3);
  *
+ * They run on the CPU only. A workspace query for them takes time in proportion to kv_len.
+ *
  * Making a call
  *
  *   Fill the operation's argument struct and pass its address. `size` is the size
@@ -272,7 +274,8 @@ typedef enum fdma_scope {
  *  It is the whole dynamic mask in one number per key. As the position grows a key may be evicted
  *  by better ones, and it never returns; `expiry` is the first position at which it is gone. The
  *  query at position p keeps key j if j <= p and p < expiry[b,g,j]. expiry = kv_len: kept to the
- *  end; expiry = j: never kept. (Global scope without causal masking: kept if expiry > j.)
+ *  end; expiry = j: never kept. (Global scope without causal masking: kept if expiry > j.) Of
+ *  packed sequences each has its own end in place of kv_len, and slots of its own.
  *  Kept keys have slots, numbers below window + recent: a key that enters a full set takes over the
  *  slot of the key that leaves it, so the keys that a query keeps have distinct slots. A key that
  *  is never kept has slot -1.
@@ -354,7 +357,8 @@ typedef struct fdma_lists_args {
  *             count[1] on are not written. Exact: bit-equal on every backend. A selection changed
  *             by hand gives wrong lists, but their entries are still keys from 0 to kv_len - 1
  *  Errors     FDMA_INVALID_ARGUMENT also for too narrow a list, a negative q_len, a tile_len below
- *             1, a selection made for another kv_len or scope, or without slots
+ *             1, a selection made for another kv_len or scope, or without slots, and for starts
+ *             without causal
  *  Source     docs/algorithm.md, slots */
 FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
 

@@ -5,13 +5,13 @@ from .functional import (
     Selection,
     attention,
     flash_dma_attention,
-    flash_dmattn_varlen_func,
     get_available_backends,
     merge,
     score,
     select,
 )
 from .nn import DynamicMaskAttention
+from .varlen import flash_dmattn_varlen_func
 
 __version__ = version()
 

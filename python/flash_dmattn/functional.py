@@ -127,7 +127,7 @@ def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
     )
 
 
-def _check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
+def check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
     if dropout_p > 0:
@@ -441,7 +441,7 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    _check_no_dropout(dropout_p, return_attn_probs)
+    check_no_dropout(dropout_p, return_attn_probs)
     _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef))
     if scope is None:
@@ -459,105 +459,3 @@ def flash_dma_attention(
         return ops.FUSED_OUT.op(*tensors, *options, backend)
     out, lse, *_ = ops.FUSED.op(*tensors, *options, deterministic, backend)
     return (out, lse) if return_lse else out
-
-
-def flash_dmattn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    dt_proj: torch.Tensor | None = None,
-    a_coef: torch.Tensor | None = None,
-    keep_window_size: int = 2048,
-    recent: int = 0,
-    sinks: int = 0,
-    scope: str | None = None,
-    bias_form: str = "exp",
-    softcap: float = 0.0,
-    backend: str | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Self-attention of packed sequences, called as flash_attn_varlen_func() of flash-attn is.
-
-    It is flash_dma_attention() with `starts`; without dt_proj and a_coef it is attention() without
-    a selection: every query attends to all keys of its sequence that it can see.
-
-    Args:
-        q: [total, q_heads, head_dim]: the queries of all sequences, one after the other.
-        k: [total, kv_heads, head_dim].
-        v: [total, kv_heads, head_dim].
-        cu_seqlens_q: [sequences + 1] int32: where each sequence starts and, last, the end of all.
-        cu_seqlens_k: the same positions. It is compared with cu_seqlens_q unless it is the same
-            tensor.
-        max_seqlen_q: not needed; taken so that calls of flash_attn_varlen_func() need no change.
-        max_seqlen_k: not needed either.
-        dropout_p: as in flash_dma_attention().
-        softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
-        causal: a query sees only keys at positions up to its own.
-        dt_proj: [kv_heads, kv_heads * head_dim], with a_coef; None for attention to all keys.
-        a_coef: [kv_heads].
-        keep_window_size: as in flash_dma_attention().
-        recent: as there.
-        sinks: as there.
-        scope: as there.
-        bias_form: as there.
-        softcap: as there.
-        backend: as in score().
-        deterministic: as in flash_dma_attention().
-        return_attn_probs: False; True raises NotImplementedError.
-        return_lse: also return lse.
-
-    Returns:
-        out [total, q_heads, head_dim]; with return_lse a pair of out and lse [q_heads, total].
-
-    Raises:
-        ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
-            other, or what flash_dma_attention() raises it for.
-        NotImplementedError: as flash_dma_attention().
-
-    Example:
-        >>> q, k, v = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
-        >>> starts = torch.tensor([0, 4, 10], dtype=torch.int32)  # sequences of 4 and 6
-        >>> flash_dmattn.flash_dmattn_varlen_func(q, k, v, starts, starts, 6, 6, causal=True).shape
-        torch.Size([10, 4, 8])
-
-    Source: arXiv:2508.02124.
-    """
-    same = cu_seqlens_q is cu_seqlens_k or (
-        cu_seqlens_q.shape == cu_seqlens_k.shape and torch.equal(cu_seqlens_q, cu_seqlens_k)
-    )
-    if not same:
-        raise ValueError(
-            "cu_seqlens_k: differs from cu_seqlens_q, want the same: packed sequences attend to "
-            "themselves"
-        )
-    if (dt_proj is None) != (a_coef is None):
-        absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
-        raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
-    _check_no_dropout(dropout_p, return_attn_probs)
-    rows = q[None], k[None], v[None]
-    options = {
-        "starts": cu_seqlens_q,
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "backend": backend,
-        "deterministic": deterministic,
-    }
-    if dt_proj is None or a_coef is None:
-        out, lse = attention(*rows, **options)
-    else:
-        rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
-        out, lse = flash_dma_attention(
-            *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
-        )
-    return (out[0], lse[0]) if return_lse else out[0]

@@ -256,8 +256,8 @@ static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dt
 }
 
 /* Gives a call tensors of these sizes, without data, with all the optional ones or none, and sets
- * `size` and the pointer to the selection. It has no starts, which most sizes do not allow. Options stay as they are; call_describe_selection() is
- * still to be called. */
+ * `size` and the pointer to the selection. There are no starts, which most sizes do not allow.
+ * Options stay as they are; call_describe_selection() is still to be called. */
 static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, bool with_optional) {
     const tensor_table table = fdma_tensors[x->operation];
     x->args.size = operations[x->operation].args_size;

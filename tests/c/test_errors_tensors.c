@@ -8,14 +8,14 @@
  * v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a that of a. */
 static const char *const documented[operation_count] = {
     [operation_score] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u >score?:bgj:f >bias?:bgj:f",
-    [operation_select] = " score:bgj:f key_valid?:bj:u >expiry:bgj:i >slot?:bgj:i",
-    [operation_lists] = " expiry:bgj:i slot:bgj:i >list:bgtw:i >count:bgt2:i",
-    [operation_forward] = " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u expiry:bgj:i"
-                          " slot?:bgj:i >out:bihd:s >lse?:bhi:f",
-    [operation_backward] =
-        " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u expiry:bgj:i slot?:bgj:i"
-        " out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bjgd:s >dv:bjgd:s"
-        " >dbias?:bgj:f",
+    [operation_select] = " score:bgj:f key_valid?:bj:u starts?:s:i >expiry:bgj:i >slot?:bgj:i",
+    [operation_lists] = " expiry:bgj:i slot:bgj:i starts?:s:i >list:bgtw:i >count:bgt2:i",
+    [operation_forward] = " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u starts?:s:i"
+                          " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
+    [operation_backward] = " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u starts?:s:i"
+                           " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f "
+                           ">dq:bihd:s >dk:bjgd:s >dv:bjgd:s"
+                           " >dbias?:bgj:f",
     [operation_score_backward] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u dbias:bgj:f"
                                  " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a",
     [operation_merge] = " out_a:bihd:s lse_a:bhi:f out_b:bihd:s lse_b:bhi:f >out:bihd:s"
@@ -23,12 +23,14 @@ static const char *const documented[operation_count] = {
     [operation_merge_backward] = " out_a:bihd:s lse_a:bhi:f out_b:bihd:s lse_b:bhi:f"
                                  " dout:bihd:s dlse?:bhi:f >dout_a:bihd:s >dlse_a:bhi:f"
                                  " >dout_b:bihd:s >dlse_b:bhi:f",
-    [operation_attention] = " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u"
-                            " >out:bihd:s >lse?:bhi:f >score?:bgj:f >bias?:bgj:f >expiry:bgj:i"
-                            " >slot?:bgj:i",
+    [operation_attention] =
+        " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u"
+        " starts?:s:i >out:bihd:s >lse?:bhi:f >score?:bgj:f >bias?:bgj:f >expiry:bgj:i"
+        " >slot?:bgj:i",
     [operation_attention_backward] =
-        " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w bias?:bgj:f key_valid?:bj:u expiry:bgj:i"
-        " slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bjgd:s"
+        " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w bias?:bgj:f key_valid?:bj:u starts?:s:i"
+        " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s "
+        ">dk:bjgd:s"
         " >dv:bjgd:s >ddt_proj:gc:d >da:g:a",
 };
 

@@ -1,6 +1,6 @@
-/* test_packed.c - packed sequences: every kernel gives each sequence the bits that it has by itself,
- * whatever stands beside it; positions after the last sequence have no keys; wrong starts are
- * refused. */
+/* test_packed.c - packed sequences: every kernel gives each sequence the bits that it has by
+ * itself, whatever stands beside it; positions after the last sequence have no keys; wrong starts
+ * are refused. */
 #include "errors.h"
 #include "gradient.h"
 
@@ -83,10 +83,10 @@ static fdma_tensor contiguous(fdma_tensor view) {
     return copy;
 }
 
-static void check_part(fdma_tensor packed, int axis, int64_t first, fdma_tensor alone) {
-    const fdma_tensor part =
+static void check_same(fdma_tensor packed, int axis, int64_t first, fdma_tensor alone) {
+    const fdma_tensor own =
         contiguous(positions_of(packed, axis, first, first + alone.shape[axis]));
-    CHECK_BYTES(part.data, alone.data, bytes_of(alone));
+    CHECK_BYTES(own.data, alone.data, bytes_of(alone));
 }
 
 /* A sequence of a packed problem by itself; its selection is still to be made. */
@@ -188,16 +188,16 @@ static void check_sequence(const gradient_problem *packed, const gradients *foun
     gradient_problem alone = {.x = sequence_alone(&packed->x, first, end)};
     problem_select(&alone.x);
     const attended done = problem_attend(&alone.x, kernel, 1);
-    check_part(packed->out, 1, first, done.out);
-    check_part(packed->lse, 2, first, done.lse);
+    check_same(packed->out, 1, first, done.out);
+    check_same(packed->lse, 2, first, done.lse);
     alone.out = done.out;
     alone.lse = done.lse;
     alone.dout = contiguous(positions_of(packed->dout, 1, first, end));
     const gradients own = gradient_run(&alone, kernel, 1);
-    check_part(found->dq, 1, first, own.dq);
-    check_part(found->dk, 1, first, own.dk);
-    check_part(found->dv, 1, first, own.dv);
-    check_part(found->dbias, 2, first, own.dbias);
+    check_same(found->dq, 1, first, own.dq);
+    check_same(found->dk, 1, first, own.dk);
+    check_same(found->dv, 1, first, own.dv);
+    check_same(found->dbias, 2, first, own.dbias);
 }
 
 static void check_attention(const packed_case *test, const char *kernel, fdma_dtype dtype) {
