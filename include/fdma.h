@@ -52,7 +52,7 @@
  *     int32_t starts[] = {0, 4, 10}; // sequences of 4 and 6 keys
  *     args.starts = fdma_tensor_1d(starts, FDMA_INT32, 3);
  *
- * They run on the CPU only. A workspace query for them takes time in proportion to kv_len.
+ * They run on the CPU only.
  *
  * Making a call
  *

@@ -90,21 +90,31 @@ static void move_expiry(const fdma_problem *packed, position_range own) {
             ((int32_t *)expiry->data)[g * expiry->stride[1] + j] += (int32_t)own.first;
 }
 
-/* The most that any of the sequences needs, or any sequence that there could be. */
-static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *packed,
-                             check_depth depth) {
+static size_t sequence_workspace(const fdma_kernel *kernel, const fdma_problem *packed,
+                                 position_range own, bool sequence, bool any_len) {
     const packed_scratch none = {0};
-    const int64_t count = depth == check_all ? packed->starts.shape[0] : 2 * packed->kv_len;
+    fdma_problem one = cut_problem(packed, own, sequence, &none);
+    one.any_len = any_len;
+    return own.end > own.first ? kernel->workspace(&one) : 0;
+}
+
+/* What the sequence needs that needs most. */
+static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *packed) {
     size_t most = 0;
-    for (int64_t n = 0; n < count; n++) {
-        const position_range own =
-            depth == check_all ? sequence_of_index(packed, n) : (position_range){0, 1 + n / 2};
-        const bool sequence = depth == check_all ? is_sequence(packed, n) : n % 2 == 0;
-        const fdma_problem one = cut_problem(packed, own, sequence, &none);
-        const size_t bytes = own.end > own.first ? kernel->workspace(&one) : 0;
+    for (int64_t n = 0; n < packed->starts.shape[0]; n++) {
+        const size_t bytes = sequence_workspace(kernel, packed, sequence_of_index(packed, n),
+                                                is_sequence(packed, n), false);
         most = bytes > most ? bytes : most;
     }
     return most;
+}
+
+/* What any sequence could need that fits, and the positions after the last one. */
+static size_t any_workspace(const fdma_kernel *kernel, const fdma_problem *packed) {
+    const position_range all = {0, packed->kv_len};
+    const size_t sequence = sequence_workspace(kernel, packed, all, true, true);
+    const size_t rest = sequence_workspace(kernel, packed, all, false, true);
+    return sequence > rest ? sequence : rest;
 }
 
 size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
@@ -113,7 +123,8 @@ size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *prob
         return kernel->workspace(problem);
     fdma_arena arena = {0};
     take_scratch(&arena, problem);
-    return fdma_arena_size(&arena) + most_workspace(kernel, problem, depth);
+    return fdma_arena_size(&arena) +
+           (depth == check_all ? most_workspace(kernel, problem) : any_workspace(kernel, problem));
 }
 
 static fdma_status run_sequence(const fdma_kernel *kernel, const fdma_problem *packed, int64_t n,

@@ -43,6 +43,7 @@ typedef struct fdma_problem {
     bool selected;
     bool deterministic;
     bool accumulate;      /* gradients are added to what their tensors hold */
+    bool any_len;         /* asks for a workspace that also serves every smaller kv_len = q_len */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
     fdma_exec exec;
 } fdma_problem;

@@ -352,29 +352,68 @@ static void packed_sequences_have_one_batch_entry(void) {
     CHECK_WORD(fdma_last_error(), "batch: is 2, want 1");
 }
 
-/* One workspace serves every way to divide the positions. */
-static void workspace_serves_all_starts(void) {
-    static int32_t ways[][3] = {{0, 0, 0}, {0, 1, 167}, {0, 83, 167}, {0, 100, 120}, {0, 167, 167}};
-    for (int c = 0; c < TEST_COUNT(packed_cases); c++) {
-        problem x = packed_problem(&packed_cases[c], FDMA_FLOAT32);
-        fdma_forward_args args = problem_args(&x, NULL);
-        size_t bytes;
-        args.selection = NULL;
-        args.starts = fdma_tensor_1d(NULL, FDMA_INT32, 3);
-        CHECK_OK(fdma_forward_workspace(&args, &bytes));
-        for (int way = 0; way < TEST_COUNT(ways); way++) {
-            args.starts.data = ways[way];
-            exec_alloc(&args.exec, bytes);
-            CHECK_OK(fdma_forward(&args));
-        }
-        test_free_all();
+/* ---- workspace ---- */
+
+/* A call whose tensors have no data; packed: what any sequence of at most kv_len may need. */
+static size_t workspace_of(fdma_operation operation, const problem *sizes, int64_t kv_len,
+                           int32_t threads, bool packed) {
+    const call_sizes n = {.batch = 1,
+                          .q_len = kv_len,
+                          .kv_len = kv_len,
+                          .q_heads = sizes->q_heads,
+                          .kv_heads = sizes->kv_heads,
+                          .head_dim = sizes->head_dim};
+    call x = {.operation = operation};
+    size_t bytes = 0;
+    if (operation == operation_select)
+        x.args.select = (fdma_select_args){.window = sizes->window, .recent = sizes->recent};
+    call_make(&x, &n, FDMA_BFLOAT16, sizes->causal);
+    call_describe_selection(&x, sizes->window, FDMA_SCOPE_GLOBAL);
+    if (sizes->window < 0)
+        call_drop_selection(&x);
+    call_exec(&x)->threads = threads;
+    if (packed)
+        *call_tensor_named(&x, "starts") = fdma_tensor_1d(NULL, FDMA_INT32, 9);
+    CHECK_OK(operations[operation].workspace(&x.args, &bytes));
+    return bytes;
+}
+
+static void check_workspace_for_all(fdma_operation operation, const problem *sizes,
+                                    int32_t threads) {
+    static const int64_t lens[] = {5, 700, 5000, 40000, 300000, 530000, 1000000};
+    for (int n = 0; n < TEST_COUNT(lens); n++) {
+        const size_t packed = workspace_of(operation, sizes, lens[n], threads, true);
+        for (int64_t len = 1; len <= lens[n]; len += 1 + len / 29)
+            CHECK(workspace_of(operation, sizes, len, threads, false) <= packed);
+    }
+}
+
+/* What a query answers serves every way to divide the positions, although a shorter sequence may
+ * need more than a longer one. */
+static void workspace_serves_all_sequences(void) {
+    static const fdma_operation asked[] = {operation_select, operation_forward, operation_backward};
+    static const int64_t windows[] = {-1, 1, 100, 3000};
+    for (int c = 0; c < 4 * 4 * 3 * 2; c++) {
+        const int64_t kv_heads = 1 << (c % 4);
+        const problem sizes = {.q_heads = kv_heads * (c % 5 + 1),
+                               .kv_heads = kv_heads,
+                               .head_dim = c % 3 ? 64 : 128,
+                               .window = windows[c / 4 % 4],
+                               .recent = c / 48 * 50,
+                               .causal = c % 7 < 3};
+        const fdma_operation operation = asked[c / 16 % 3];
+        test_context("case %d", c);
+        for (int32_t threads = 1; threads <= 48 && (c % 4 < 3 || threads < 2);
+             threads = 3 * threads)
+            if (operation != operation_select || sizes.window > 0)
+                check_workspace_for_all(operation, &sizes, threads);
     }
 }
 
 static const test_entry tests[] = {
     TEST(selections_are_those_of_each_sequence), TEST(attention_by_every_kernel),
     TEST(lists_hold_the_keys_of_their_sequence), TEST(wrong_starts_are_refused),
-    TEST(packed_sequences_have_one_batch_entry), TEST(workspace_serves_all_starts),
+    TEST(packed_sequences_have_one_batch_entry), TEST(workspace_serves_all_sequences),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -35,6 +35,7 @@ typedef struct call {
     size_t count;
     bool shared;   /* two tensors share a block */
     bool unbacked; /* a tensor with elements has no data */
+    bool packed;   /* the call has starts */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     fdma_dtype dtype;
     double work; /* multiply-adds, about */
@@ -253,6 +254,24 @@ static fdma_tensor maybe_per_key(call *to, bool output) {
 static fdma_tensor maybe_valid(call *to) {
     const int64_t shape[] = {to->batch, to->kv_len};
     return make_optional(to, false, FDMA_UINT8, 2, shape);
+}
+
+/* Mostly in order. */
+static fdma_tensor maybe_starts(call *to) {
+    const int64_t shape[] = {1 + take_up_to(&to->in, 4)};
+    if (!to->packed)
+        return (fdma_tensor){0};
+    const fdma_tensor starts = make(to, false, FDMA_INT32, 1, shape);
+    uint8_t *at = starts.data;
+    if (at == NULL || to->shared)
+        return starts;
+    const block *const mine = &to->blocks[to->count - 1];
+    for (int32_t start = 0; at + sizeof start <= mine->bytes + mine->size && !seldom(&to->in);) {
+        memcpy(at, &start, sizeof start);
+        at += sizeof start;
+        start += take(&to->in) % 9;
+    }
+    return starts;
 }
 
 static fdma_tensor make_lse(call *to, bool output) {

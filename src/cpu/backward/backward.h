@@ -33,7 +33,8 @@ typedef struct backward_scratch {
 } backward_scratch;
 
 static int64_t context_rows(const backward_context *context) {
-    return table_rows(context->problem, context->lanes, context->count > 1);
+    const bool is_partition = context->count > 1 || context->problem->any_len;
+    return table_rows(context->problem, context->lanes, is_partition);
 }
 
 static backward_scratch take_backward_scratch(fdma_arena *arena, const backward_context *context) {
@@ -42,7 +43,7 @@ static backward_scratch take_backward_scratch(fdma_arena *arena, const backward_
     backward_scratch scratch;
     scratch.tile = take_backward_tile(arena, problem, context->lanes);
     scratch.table = take_key_table(arena, problem, rows);
-    if (context->count == 1)
+    if (context->count == 1 || problem->any_len)
         scratch.table.sums = take_floats(arena, table_floats(problem, rows));
     scratch.blocks = take_key_blocks(arena);
     return scratch;
@@ -170,12 +171,13 @@ static size_t plan_backward(const fdma_problem *problem, backward_context *conte
     context->tiles = tiles_of(problem, context->lanes);
     context->count = count_partitions(problem, context->lanes);
     context->tasks = problem->batch * problem->kv_heads * context->count;
-    context->threads = fdma_worthwhile_threads(problem->exec.threads, context->tasks,
-                                               2 * forward_microseconds(problem));
+    context->threads = threads_for(problem, context->tasks, 2 * forward_microseconds(problem));
     fdma_arena one = {0}, left_behind = {0}, arena = fdma_arena_of(problem);
     take_backward_scratch(&one, context);
     take_partition(&left_behind, problem, context_rows(context));
-    const int64_t partitions = context->count > 1 ? context->tasks : 0;
+    const int64_t partitions = problem->any_len     ? most_partitions(problem, context->lanes)
+                               : context->count > 1 ? context->tasks
+                                                    : 0;
     context->partition_size = left_behind.used;
     context->partitions = fdma_arena_take(&arena, left_behind.used * (size_t)partitions);
     context->scratch_size = one.used;

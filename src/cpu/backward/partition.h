@@ -35,19 +35,32 @@ static backward_partition take_partition(fdma_arena *arena, const fdma_problem *
     return one;
 }
 
-/* All tables together take no more than the sum of free_table_bytes, 30 % of the bytes of k and v,
- * and 4 bytes for each element of dq. */
-static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
+/* How many tables one kv head may have: all together take no more than the sum of free_table_bytes,
+ * 30 % of the bytes of k and v, and 4 bytes for each element of dq. */
+static double most_tables(const fdma_problem *problem, int64_t lanes) {
     const double dim = (double)problem->head_dim;
     const double keys = 2 * (double)problem->kv_len * dim * (double)fdma_dtype_size(problem->dtype);
     const double rows = (double)(problem->q_len * problem->group) * dim;
     const double table = 4 * (double)table_floats(problem, table_rows(problem, lanes, true));
-    const double most = (free_table_bytes + 0.3 * keys + 4 * rows) / table;
+    return (free_table_bytes + 0.3 * keys + 4 * rows) / table;
+}
+
+static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
+    const double most = most_tables(problem, lanes);
     int64_t count = 1;
     while (2 * count * problem->kv_heads <= wanted_tasks && 2 * (double)count <= most &&
            2 * count * min_partition <= tiles_of(problem, lanes))
         count *= 2;
     return count;
+}
+
+/* So many partitions of this problem take at least as much memory as all those of a sequence with
+ * fewer keys. A shorter sequence may have more partitions, but of smaller tables. */
+static int64_t most_partitions(const fdma_problem *problem, int64_t lanes) {
+    const double tables = (double)problem->kv_heads * most_tables(problem, lanes);
+    if (2 * problem->kv_heads > wanted_tasks)
+        return 0;
+    return tables < wanted_tasks ? min((int64_t)tables + 2, wanted_tasks) : wanted_tasks;
 }
 
 /* Gives rows to the keys that arrived before the first tile of a partition. */

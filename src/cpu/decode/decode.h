@@ -337,6 +337,10 @@ static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
     decode->threads =
         threads_to_read(problem, splits, 2 * heads * keys_of_query(problem) * key_bytes);
     decode->heads = heads_of_task(problem, splits, decode->threads);
+    if (problem->any_len) {
+        decode->threads = fdma_thread_count(problem->exec.threads, INT32_MAX);
+        decode->heads = problem->kv_heads;
+    }
     decode->head_sets = divide_up(problem->kv_heads, decode->heads);
     decode->scratch_size = decode->padded * (decode->heads * decode->width + decode_keys);
     fdma_arena arena = fdma_arena_of(problem);

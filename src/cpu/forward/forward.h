@@ -91,14 +91,21 @@ static int64_t forward_microseconds(const fdma_problem *problem) {
     return (int64_t)fmin(flops / flops_per_microsecond, 1e15);
 }
 
+/* fdma_worthwhile_threads(), or all threads if a workspace for smaller problems is asked for too:
+ * these may have more tasks. */
+static int32_t threads_for(const fdma_problem *problem, int64_t tasks, int64_t microseconds) {
+    const int32_t asked = problem->exec.threads;
+    return problem->any_len ? fdma_thread_count(asked, INT32_MAX)
+                            : fdma_worthwhile_threads(asked, tasks, microseconds);
+}
+
 /* Divides the workspace, and returns the bytes that the call needs of it. */
 static size_t plan_forward(const fdma_problem *problem, forward_context *context) {
     context->problem = problem;
     context->lanes = lanes_of_tiles(problem);
     context->tiles = tiles_of(problem, context->lanes);
     context->tasks = problem->batch * problem->kv_heads * context->tiles;
-    context->threads = fdma_worthwhile_threads(problem->exec.threads, context->tasks,
-                                               forward_microseconds(problem));
+    context->threads = threads_for(problem, context->tasks, forward_microseconds(problem));
     fdma_arena one = {0}, arena = fdma_arena_of(problem);
     take_forward_scratch(&one, context);
     context->snapshots = take_snapshots(&arena, problem);
