@@ -104,7 +104,7 @@ typedef struct position_range {
 /* The positions of the packed sequence that `position` belongs to: all without `starts`, none
  * beyond the last sequence. */
 static inline position_range sequence_at(const fdma_problem *problem, int64_t position) {
-    const int32_t *const starts = problem->starts.data;
+    const int32_t *const starts = (const int32_t *)problem->starts.data;
     if (!is_present(&problem->starts))
         return (position_range){0, problem->kv_len};
     int64_t low = 0, high = problem->starts.shape[0]; // starts[low] <= position < starts[high]
