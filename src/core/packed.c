@@ -28,7 +28,7 @@ static packed_scratch take_scratch(fdma_arena *arena, const fdma_problem *packed
 }
 
 /* The part of a tensor that belongs to some positions. */
-static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, position_range own) {
+static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, sequence_range own) {
     for (int axis = 0; axis < tensor->rank; axis++) {
         if (entry->dims[axis] != 'i' && entry->dims[axis] != 'j')
             continue;
@@ -41,7 +41,7 @@ static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, position_
 
 /* The problem of some positions. Those after the last sequence are no `sequence`: none of their
  * keys is valid. */
-static fdma_problem cut_problem(const fdma_problem *packed, position_range own, bool sequence,
+static fdma_problem cut_problem(const fdma_problem *packed, sequence_range own, bool sequence,
                                 const packed_scratch *scratch) {
     const tensor_table table = fdma_tensors[packed->operation];
     const int64_t count = own.end - own.first;
@@ -59,10 +59,10 @@ static fdma_problem cut_problem(const fdma_problem *packed, position_range own, 
 }
 
 /* The positions between two starts; after the last one, those to the end. */
-static position_range sequence_of_index(const fdma_problem *packed, int64_t n) {
+static sequence_range sequence_of_index(const fdma_problem *packed, int64_t n) {
     const int32_t *const starts = packed->starts.data;
     const bool is_last = n + 1 == packed->starts.shape[0];
-    return (position_range){starts[n], is_last ? packed->kv_len : starts[n + 1]};
+    return (sequence_range){starts[n], is_last ? packed->kv_len : starts[n + 1]};
 }
 
 /* Whether `n` is the index of a sequence, not of the positions after the last one. */
@@ -71,7 +71,7 @@ static bool is_sequence(const fdma_problem *packed, int64_t n) {
 }
 
 /* The expiry of the keys at `own`, relative to the first of them. */
-static void copy_expiry(const fdma_problem *packed, position_range own, int32_t *to) {
+static void copy_expiry(const fdma_problem *packed, sequence_range own, int32_t *to) {
     const fdma_tensor *const expiry = &packed->expiry;
     const int64_t count = own.end - own.first;
     for (int64_t g = 0; g < packed->kv_heads; g++) {
@@ -83,7 +83,7 @@ static void copy_expiry(const fdma_problem *packed, position_range own, int32_t 
 }
 
 /* Makes positions of the packed problem of those that select wrote for the keys at `own`. */
-static void move_expiry(const fdma_problem *packed, position_range own) {
+static void move_expiry(const fdma_problem *packed, sequence_range own) {
     const fdma_tensor *const expiry = &packed->expiry;
     for (int64_t g = 0; g < packed->kv_heads; g++)
         for (int64_t j = own.first; j < own.end; j++)
@@ -91,7 +91,7 @@ static void move_expiry(const fdma_problem *packed, position_range own) {
 }
 
 static size_t sequence_workspace(const fdma_kernel *kernel, const fdma_problem *packed,
-                                 position_range own, bool sequence, bool any_len) {
+                                 sequence_range own, bool sequence, bool any_len) {
     const packed_scratch none = {0};
     fdma_problem one = cut_problem(packed, own, sequence, &none);
     one.any_len = any_len;
@@ -111,7 +111,7 @@ static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *pack
 
 /* What any sequence could need that fits, and the positions after the last one. */
 static size_t any_workspace(const fdma_kernel *kernel, const fdma_problem *packed) {
-    const position_range all = {0, packed->kv_len};
+    const sequence_range all = {0, packed->kv_len};
     const size_t sequence = sequence_workspace(kernel, packed, all, true, true);
     const size_t rest = sequence_workspace(kernel, packed, all, false, true);
     return sequence > rest ? sequence : rest;
@@ -129,7 +129,7 @@ size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *prob
 
 static fdma_status run_sequence(const fdma_kernel *kernel, const fdma_problem *packed, int64_t n,
                                 const packed_scratch *scratch) {
-    const position_range own = sequence_of_index(packed, n);
+    const sequence_range own = sequence_of_index(packed, n);
     const fdma_problem one = cut_problem(packed, own, is_sequence(packed, n), scratch);
     if (!fdma_has_work(&one))
         return FDMA_OK;

@@ -97,24 +97,24 @@ static inline tile_span span_of(const fdma_problem *problem, int64_t tile) {
 }
 
 /* The positions `first` to `end` - 1. */
-typedef struct position_range {
+typedef struct sequence_range {
     int64_t first, end;
-} position_range;
+} sequence_range;
 
 /* The positions of the packed sequence that `position` belongs to: all without `starts`, none
  * beyond the last sequence. */
-static inline position_range sequence_at(const fdma_problem *problem, int64_t position) {
+static inline sequence_range sequence_at(const fdma_problem *problem, int64_t position) {
     const int32_t *const starts = (const int32_t *)problem->starts.data;
     if (!is_present(&problem->starts))
-        return (position_range){0, problem->kv_len};
+        return (sequence_range){0, problem->kv_len};
     int64_t low = 0, high = problem->starts.shape[0]; // starts[low] <= position < starts[high]
     while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
         low = starts[middle] <= position ? middle : low;
         high = starts[middle] <= position ? high : middle;
     }
-    return high < problem->starts.shape[0] ? (position_range){starts[low], starts[high]}
-                                           : (position_range){position, position};
+    return high < problem->starts.shape[0] ? (sequence_range){starts[low], starts[high]}
+                                           : (sequence_range){position, position};
 }
 
 static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t j) {
@@ -128,7 +128,7 @@ static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, in
     const fdma_tensor *const expiry = &problem->expiry;
     if ((problem->causal && j > p) || !is_valid_key(problem, b, j))
         return false;
-    const position_range own = sequence_at(problem, j);
+    const sequence_range own = sequence_at(problem, j);
     if (is_present(&problem->starts) && (p < own.first || p >= own.end))
         return false;
     if (!problem->selected)

@@ -34,7 +34,7 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, k
                             int32_t *expiry, int32_t *slot) {
     const int64_t row = offset_of(&problem->score, b, g, 0);
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
-        const position_range own = sequence_at(problem, j);
+        const sequence_range own = sequence_at(problem, j);
         if (j == own.first)
             keys.arrived_count = keys.ranked_count = 0;
         expiry[j] = j;
@@ -60,7 +60,7 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, k
 static void keep_last_prefix(const fdma_problem *problem, int32_t *expiry, int32_t *slot) {
     int32_t kept = 0;
     for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
-        const position_range own = sequence_at(problem, j);
+        const sequence_range own = sequence_at(problem, j);
         const bool stays = slot[j] >= 0 && expiry[j] == (int32_t)own.end;
         kept = j == own.first ? 0 : kept;
         expiry[j] = stays ? expiry[j] : j;
