@@ -190,6 +190,7 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_merge,
-                {"cuda/sm80", operation_merge, fdma_missing_sm80, refuses, no_workspace, run, true},
+                {"cuda/sm80", operation_merge, fdma_missing_sm80, refuses, no_workspace, run, true,
+                 false},
                 {"cuda/sm80", operation_merge_backward, fdma_missing_sm80, refuses, no_workspace,
-                 run, true});
+                 run, true, false});

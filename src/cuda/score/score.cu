@@ -390,4 +390,4 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_score, {"cuda/sm80", operation_score, fdma_missing_sm80, refuses,
-                                       workspace_of<plan_score>, run, true});
+                                       workspace_of<plan_score>, run, true, false});

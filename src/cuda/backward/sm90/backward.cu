@@ -163,4 +163,4 @@ static const char *refuses(const fdma_problem *problem) {
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM),
                 {FDMA_POINT_NAME("cuda/sm90/d", FDMA_HEAD_DIM), operation_backward,
-                 fdma_missing_sm90a, refuses, workspace_of<lay_out<any_config>>, run, true});
+                 fdma_missing_sm90a, refuses, workspace_of<lay_out<any_config>>, run, true, false});
