@@ -22,6 +22,7 @@
  *   the three calls            to reuse a selection, or to supply your own scores or bias
  *   fdma_attention_backward()  gradients of fdma_attention(), for training
  *   fdma_backward() and fdma_score_backward()   gradients of the single calls
+ *   fdma_decode()              attention of new tokens over a cache of bounded size, to generate
  *   fdma_merge()               joins attention over two disjoint sets of keys, such as a shared
  *                              prompt and each sequence's own keys
  *   fdma_lists()               writes a selection out as lists of keys, for kernels of your own
@@ -52,7 +53,24 @@
  *     int32_t starts[] = {0, 4, 10}; // sequences of 4 and 6 keys
  *     args.starts = fdma_tensor_1d(starts, FDMA_INT32, 3);
  *
- * They run on the CPU only.
+ * Packed sequences run on the CPU only.
+ *
+ * Streams. A long sequence can come in pieces, as a prompt does that is prefilled a few thousand
+ * tokens at a time. Of the keys of earlier pieces, later queries can keep only those that the last
+ * query so far has kept. These are the carried keys: at most rows = window + recent for each kv
+ * head, each in the row that its slot numbers. A call on the next piece takes their scores and
+ * positions as a table (fdma_table), and their k, v and bias as k_carried, v_carried and
+ * bias_carried. It gives the results of the whole sequence, and the same selection bit for bit,
+ * wherever the sequence is cut. Carried keys stand before the keys of the piece: key j is row j of
+ * k_carried if j < rows, else row j - rows of k. expiry, slot and kv_len count both; q, k, v,
+ * score, bias and key_valid have the piece alone. After the call its table_out is the table_in of
+ * the next one, and the keys of the piece that are still kept go to their rows. For each b and g:
+ *
+ *     for (int64_t j = rows; j < kv_len; j++) // the first piece has no carried keys: from j = 0
+ *         if (expiry[j] == kv_len)
+ *             copy_key(k_carried, slot[j], k, j - rows); // v and bias alike
+ *
+ * Carried keys need causal masking and causal scope. They run on the CPU only.
  *
  * Making a call
  *
@@ -232,7 +250,7 @@ typedef struct fdma_exec {
 typedef enum fdma_bias_form {
     FDMA_BIAS_EXP = 0,    /* bias = exp(z), as in the paper and in the Doge models */
     FDMA_BIAS_LINEAR = 1, /* bias = z */
-    FDMA_BIAS_NONE = 2,   /* no bias: scores only rank keys, so dt_proj and a have no gradient */
+    FDMA_BIAS_NONE = 2,   /* no bias: scores only rank keys: dt_proj, a, dt_bias have no gradient */
 } fdma_bias_form;
 
 typedef struct fdma_score_args {
@@ -240,6 +258,7 @@ typedef struct fdma_score_args {
     fdma_tensor v;            /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor dt_proj;      /* [kv_heads, kv_heads * head_dim] */
     fdma_tensor a;            /* [kv_heads] */
+    fdma_tensor dt_bias;      /* optional [kv_heads]; absent: 0 */
     fdma_tensor key_valid;    /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor score;        /* output, optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor bias;         /* output, optional [batch, kv_heads, kv_len] float32 */
@@ -252,11 +271,12 @@ typedef struct fdma_score_args {
  *  Use it to rank keys with learned weights. A key's score never changes as the sequence grows, so
  *  a decoder scores each key once, when it arrives. fdma_select() also accepts scores from anywhere
  *  else.
- *  Formula    dt[b,j,g] = sum over g', d of v[b,j,g',d] * dt_proj[g, g' * head_dim + d]
+ *  Formula    dt[b,j,g] = dt_bias[g] +
+ *                         sum over g', d of v[b,j,g',d] * dt_proj[g, g' * head_dim + d]
  *             score[b,g,j] = z = a[g] * softplus(dt[b,j,g])
  *             bias[b,g,j] = exp(z) or z
  *             softplus(x) = max(x, 0) + log1p(exp(-|x|))
- *  Shapes     dt_proj and a each have the dtype of v or are float32
+ *  Shapes     dt_proj, a and dt_bias each have the dtype of v or are float32
  *  Edge       exp(z) may overflow to infinity; a key that is not valid is not read: its z is -inf
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_score(const fdma_score_args *args);
@@ -292,11 +312,23 @@ typedef struct fdma_selection {
     int32_t reserved;
 } fdma_selection;
 
+/*! fdma_table - the scores and positions of a stream's carried keys; see "Streams", above.
+ *  fdma_select() writes it for the next call, which reads it. Its size does not depend on how many
+ *  positions have passed. Fill nothing in: a first call has no table_in.
+ *  Edge       a table changed by hand gives wrong selections, never an access out of bounds */
+typedef struct fdma_table {
+    fdma_tensor score;    /* [batch, kv_heads, rows] float32 */
+    fdma_tensor position; /* [batch, kv_heads, rows] int32; -1: the row is empty */
+    fdma_tensor seen;     /* [batch] int32: positions of the stream that have passed */
+} fdma_table;
+
 typedef struct fdma_select_args {
     size_t size;               /* sizeof(fdma_select_args) */
     fdma_tensor score;         /* [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor starts;        /* optional [sequences + 1] int32: packed sequences */
+    fdma_table table_in;       /* optional: the keys that an earlier call of the stream has left */
+    fdma_table table_out;      /* output, optional: those that this call leaves; needs slots */
     fdma_selection *selection; /* output */
     int64_t window;            /* keys that a query keeps, 1 or more; FDMA_WINDOW_ALL: all keys */
     int64_t recent;            /* keys that it keeps beside these because they are the newest */
@@ -319,8 +351,8 @@ typedef struct fdma_select_args {
  *  Workspace  O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than window + recent
  *             visible keys: all of them; global scope: slots number the kept keys in ascending j
- *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, and for recent above 0 with global
- *             scope, which knows no newest key
+ *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, a table without slots, and with
+ *             global scope, which knows no newest key, a table or recent above 0
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 
@@ -369,6 +401,9 @@ typedef struct fdma_forward_args {
     fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
+    fdma_tensor k_carried;           /* optional [batch, rows, kv_heads, head_dim] */
+    fdma_tensor v_carried;           /* shaped as k_carried, and given with it */
+    fdma_tensor bias_carried;        /* [batch, kv_heads, rows] float32: given if bias is */
     fdma_tensor out;                 /* output [batch, q_len, q_heads, head_dim] */
     fdma_tensor lse;                 /* output, optional [batch, q_heads, q_len] float32 */
     const fdma_selection *selection; /* NULL: dense, every visible key */
@@ -393,7 +428,8 @@ typedef struct fdma_forward_args {
  *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
  *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
- *             a scale beyond float32, a selection made for another kv_len or scope
+ *             a scale beyond float32, a selection made for another kv_len or scope, key_valid with
+ *             carried keys: the selection already excludes keys that are not valid
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
@@ -403,8 +439,14 @@ typedef struct fdma_attention_args {
     fdma_tensor k, v;          /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor dt_proj;       /* [kv_heads, kv_heads * head_dim] */
     fdma_tensor a;             /* [kv_heads] */
+    fdma_tensor dt_bias;       /* optional [kv_heads]; absent: 0 */
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor starts;        /* optional [sequences + 1] int32: packed sequences */
+    fdma_table table_in;       /* optional, as in fdma_select_args; given with k_carried */
+    fdma_table table_out;      /* output, optional, as in fdma_select_args */
+    fdma_tensor k_carried;     /* optional, as in fdma_forward_args */
+    fdma_tensor v_carried;     /* as in fdma_forward_args */
+    fdma_tensor bias_carried;  /* as in fdma_forward_args; absent with FDMA_BIAS_NONE */
     fdma_tensor out;           /* output [batch, q_len, q_heads, head_dim] */
     fdma_tensor lse;           /* output, optional [batch, q_heads, q_len] float32 */
     fdma_tensor score;         /* output, optional [batch, kv_heads, kv_len] float32 */
@@ -440,21 +482,94 @@ typedef struct fdma_attention_args {
  *  Source     arXiv:2508.02124 */
 FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
 
+/* Decoding */
+
+/*! fdma_cache - the carried keys of many streams, each in a sequence of the cache: what a server
+ *  keeps of the tokens so far. Its size does not depend on how many these are.
+ *  The caller sets the sizes, the rules and the dtype. fdma_cache_bytes() says how much memory the
+ *  tensors take, and fdma_cache_init() places them in it; or the caller sets them, in memory and
+ *  with strides of its own. */
+typedef struct fdma_cache {
+    fdma_tensor k, v; /* [sequences, rows, kv_heads, head_dim] of `dtype`; rows = window + recent */
+    fdma_tensor bias; /* [sequences, kv_heads, rows] float32; not read with FDMA_BIAS_NONE */
+    fdma_table table; /* of `sequences` streams */
+    int64_t sequences, kv_heads, head_dim;
+    int64_t window, recent, sinks; /* as in fdma_select_args, in causal scope */
+    fdma_dtype dtype;
+    int32_t device; /* FDMA_CPU or FDMA_CUDA(n): where its memory is */
+} fdma_cache;
+
+/*! fdma_cache_bytes() - the bytes of memory that the tensors of a cache of these sizes take.
+ *  Errors     FDMA_INVALID_ARGUMENT for sizes below 1 or beyond those of a call, and wrong rules */
+FDMA_API fdma_status fdma_cache_bytes(const fdma_cache *cache, size_t *bytes);
+
+/*! fdma_cache_init() - places the tensors in `memory`, of the bytes that fdma_cache_bytes() says,
+ *  and empties all sequences. Any alignment will do.
+ *  Errors     as fdma_cache_bytes() */
+FDMA_API fdma_status fdma_cache_init(fdma_cache *cache, void *memory);
+
+/*! fdma_cache_drop() - empties a sequence of a cache, so that a new stream can begin there.
+ *  Errors     FDMA_INVALID_ARGUMENT for a sequence that the cache does not have */
+FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);
+
+typedef struct fdma_decode_args {
+    size_t size;              /* sizeof(fdma_decode_args) */
+    fdma_cache cache;         /* read, and written: the committed tokens enter it */
+    fdma_tensor index;        /* optional [batch] int32: the sequence of each stream; -1: skip it;
+                                 absent: 0, 1, ... */
+    fdma_tensor q;            /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k, v;         /* [batch, new_len, kv_heads, head_dim]: the new tokens */
+    fdma_tensor dt_proj, a;   /* as in fdma_score_args; or else `score` is given */
+    fdma_tensor dt_bias;      /* optional, as in fdma_score_args; not with `score` */
+    fdma_tensor score;        /* optional [batch, kv_heads, new_len] float32: of the new tokens */
+    fdma_tensor n_tokens;     /* optional [batch] int32: how many are tokens; absent: new_len */
+    fdma_tensor commit;       /* optional [batch] int32: how many enter the cache; absent: all */
+    fdma_tensor out;          /* output [batch, q_len, q_heads, head_dim] */
+    fdma_tensor lse;          /* output, optional [batch, q_heads, q_len] float32 */
+    double scale, softcap;    /* as in fdma_forward_args */
+    fdma_bias_form bias_form; /* the same in every call on a cache */
+    int32_t reserved;
+    fdma_exec exec;
+} fdma_decode_args;
+
+/*! fdma_decode() - attention of new tokens over a cache and each other, which then enter the cache.
+ *  Use it to generate: one token a call, or several of which only some turn out to be right
+ *  (speculative decoding). Its time does not depend on how many tokens have passed.
+ *  A query attends to what it would attend to in the whole sequence; query i stands beside token
+ *  i + new_len - q_len, so that q_len = 1 asks for the last one alone. The first `commit` tokens of
+ *  each stream enter the cache. The others leave no trace: commit 0 tokens, look at out, and pass
+ *  those that were accepted again, with commit.
+ *  Formula    fdma_score(), fdma_select() with the cache's table, fdma_forward() with its keys
+ *  Workspace  O(threads * (rows + new_len) + batch * kv_heads * new_len)
+ *  Edge       a query beside no token (index -1, n_tokens): out = 0, lse = -inf. Two entries of a
+ *             batch with one index leave that sequence with wrong keys, and no other
+ *  Errors     FDMA_INVALID_ARGUMENT also for more than 64 new tokens, an index beyond the cache,
+ *             commit > n_tokens > new_len, a stream longer than INT32_MAX tokens, a dt_bias
+ *             beside a score
+ *  Source     docs/algorithm.md, streams */
+FDMA_API fdma_status fdma_decode(const fdma_decode_args *args);
+
 /* Gradients */
 
 typedef struct fdma_backward_args {
-    size_t size;                     /* sizeof(fdma_backward_args) */
-    fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
-    fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
-    fdma_tensor out;                 /* fdma_forward()'s, for the inputs below */
-    fdma_tensor lse;                 /* fdma_forward()'s: [batch, q_heads, q_len] float32 */
-    fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
-    fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
-    fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
-    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
+    size_t size;           /* sizeof(fdma_backward_args) */
+    fdma_tensor dout;      /* [batch, q_len, q_heads, head_dim]: the gradient of out */
+    fdma_tensor dlse;      /* optional [batch, q_heads, q_len] float32: that of lse */
+    fdma_tensor out;       /* fdma_forward()'s, for the inputs below */
+    fdma_tensor lse;       /* fdma_forward()'s: [batch, q_heads, q_len] float32 */
+    fdma_tensor q;         /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k, v;      /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor bias;      /* optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor key_valid; /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;    /* optional [sequences + 1] int32: packed sequences */
+    fdma_tensor k_carried; /* as in fdma_forward_args, and the two below */
+    fdma_tensor v_carried;
+    fdma_tensor bias_carried;
     fdma_tensor dq, dk, dv;          /* outputs, shaped as q, k and v */
     fdma_tensor dbias;               /* output, optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor dk_carried;          /* output, given with k_carried and shaped as it */
+    fdma_tensor dv_carried;          /* output, given with v_carried and shaped as it */
+    fdma_tensor dbias_carried;       /* output, shaped as bias_carried: with k_carried and dbias */
     const fdma_selection *selection; /* the one that forward was given; NULL: dense */
     double scale, softcap;           /* as in fdma_forward_args */
     int32_t causal;
@@ -485,50 +600,60 @@ typedef struct fdma_score_backward_args {
     fdma_tensor v;            /* [batch, kv_len, kv_heads, head_dim] */
     fdma_tensor dt_proj;      /* [kv_heads, kv_heads * head_dim] */
     fdma_tensor a;            /* [kv_heads] */
+    fdma_tensor dt_bias;      /* optional [kv_heads]; absent: 0 */
     fdma_tensor key_valid;    /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor dv;           /* output, optional, shaped as v: always added to what it holds */
     fdma_tensor ddt_proj, da; /* outputs, shaped as dt_proj and a, of their dtypes */
+    fdma_tensor ddt_bias;     /* output, optional, as dt_bias, which must be given too */
     fdma_bias_form bias_form; /* not FDMA_BIAS_NONE, which has no gradient */
-    int32_t accumulate;       /* nonzero: ddt_proj and da too are added to what they hold */
+    int32_t accumulate;       /* nonzero: all gradients are added to what their tensors hold */
     fdma_exec exec;
 } fdma_score_backward_args;
 
-/*! fdma_score_backward() - from dbias to the gradients with respect to v, dt_proj and a.
+/*! fdma_score_backward() - from dbias to the gradients in v, dt_proj, a and dt_bias.
  *  Use it after fdma_backward(), with the dbias that it wrote. v contributes to the loss twice, as
  *  a value and through its score, so dv is always added to what fdma_backward() has put there.
  *  Formula    dz = dbias * exp(z) or dbias;  da[g] = sum over b, j of dz softplus(dt)
- *             ddt[b,j,g] = dz a[g] / (1 + exp(-dt))
+ *             ddt[b,j,g] = dz a[g] / (1 + exp(-dt));  ddt_bias[g] = sum over b, j of ddt[b,j,g]
  *             ddt_proj[g, g' * head_dim + d] = sum over b, j of ddt[b,j,g] v[b,j,g',d]
  *             dv[b,j,g',d] += sum over g of ddt[b,j,g] dt_proj[g, g' * head_dim + d]
  *  Shapes     dtypes as in fdma_score()
  *  Edge       a key that is not valid, or whose dbias is exactly 0 for every kv head, contributes
  *             to no gradient, even if its v is NaN, and its dv is not written; sums are bit-equal
  *             from run to run
- *  Errors     FDMA_INVALID_ARGUMENT also for FDMA_BIAS_NONE
+ *  Errors     FDMA_INVALID_ARGUMENT also for FDMA_BIAS_NONE, ddt_bias without dt_bias
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_score_backward(const fdma_score_backward_args *args);
 
 typedef struct fdma_attention_backward_args {
-    size_t size;                     /* sizeof(fdma_attention_backward_args) */
-    fdma_tensor dout;                /* [batch, q_len, q_heads, head_dim]: the gradient of out */
-    fdma_tensor dlse;                /* optional [batch, q_heads, q_len] float32: that of lse */
-    fdma_tensor out;                 /* fdma_attention()'s, for the inputs below */
-    fdma_tensor lse;                 /* fdma_attention()'s: [batch, q_heads, q_len] float32 */
-    fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
-    fdma_tensor k, v;                /* [batch, kv_len, kv_heads, head_dim] */
-    fdma_tensor dt_proj;             /* [kv_heads, kv_heads * head_dim] */
-    fdma_tensor a;                   /* [kv_heads] */
-    fdma_tensor bias;                /* optional: fdma_attention()'s; absent: computed again */
-    fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
-    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
+    size_t size;           /* sizeof(fdma_attention_backward_args) */
+    fdma_tensor dout;      /* [batch, q_len, q_heads, head_dim]: the gradient of out */
+    fdma_tensor dlse;      /* optional [batch, q_heads, q_len] float32: that of lse */
+    fdma_tensor out;       /* fdma_attention()'s, for the inputs below */
+    fdma_tensor lse;       /* fdma_attention()'s: [batch, q_heads, q_len] float32 */
+    fdma_tensor q;         /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k, v;      /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor dt_proj;   /* [kv_heads, kv_heads * head_dim] */
+    fdma_tensor a;         /* [kv_heads] */
+    fdma_tensor dt_bias;   /* optional [kv_heads]; absent: 0 */
+    fdma_tensor bias;      /* optional: fdma_attention()'s; absent: computed again */
+    fdma_tensor key_valid; /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;    /* optional [sequences + 1] int32: packed sequences */
+    fdma_tensor k_carried; /* as in fdma_attention_args, and the two below */
+    fdma_tensor v_carried;
+    fdma_tensor bias_carried;
     fdma_tensor dq, dk, dv;          /* outputs, shaped as q, k and v */
     fdma_tensor ddt_proj, da;        /* outputs, as dt_proj and a; absent with FDMA_BIAS_NONE */
+    fdma_tensor ddt_bias;            /* as in fdma_score_backward_args; as ddt_proj and da */
+    fdma_tensor dk_carried;          /* as in fdma_backward_args */
+    fdma_tensor dv_carried;          /* as in fdma_backward_args */
+    fdma_tensor dbias_carried;       /* output, as bias_carried: given with it */
     const fdma_selection *selection; /* fdma_attention()'s */
     double scale, softcap;           /* as in fdma_attention_args */
     fdma_bias_form bias_form;
     int32_t causal;
     int32_t deterministic; /* as in fdma_backward_args */
-    int32_t accumulate;    /* nonzero: all five gradients are added to what they hold */
+    int32_t accumulate;    /* nonzero: all gradients are added to what they hold */
     fdma_exec exec;
 } fdma_attention_backward_args;
 
@@ -549,11 +674,12 @@ typedef struct fdma_attention_backward_args {
  *
  *  then workspace and call as in "Making a call". Forward and backward can share a workspace.
  *
- *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward()
+ *  Formula    fdma_score() for the bias, fdma_backward(), then fdma_score_backward(). Carried keys
+ *             get the gradient of their bias: pass it on to the call that they were keys of
  *  Workspace  holds dbias and, if it is not given, the bias, and what the largest step needs
- *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj and a are ignored
+ *  Edge       as the three calls; with FDMA_BIAS_NONE dt_proj, a and dt_bias are ignored
  *  Errors     as the three calls; FDMA_INVALID_ARGUMENT also without a selection, and for
- *             FDMA_BIAS_NONE with bias, ddt_proj or da
+ *             FDMA_BIAS_NONE with bias, ddt_proj, da or ddt_bias
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_attention_backward(const fdma_attention_backward_args *args);
 
@@ -609,6 +735,7 @@ FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t 
 FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_decode_workspace(const fdma_decode_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args,
                                                    size_t *bytes);
@@ -645,6 +772,7 @@ FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char *
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
 FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);
 FDMA_API fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name);
+FDMA_API fdma_status fdma_decode_kernel(const fdma_decode_args *args, const char **name);
 FDMA_API fdma_status fdma_backward_kernel(const fdma_backward_args *args, const char **name);
 FDMA_API fdma_status fdma_score_backward_kernel(const fdma_score_backward_args *args,
                                                 const char **name);

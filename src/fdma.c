@@ -5,6 +5,7 @@
 #include "core/error.h"
 #include "core/packed.h"
 #include "core/steps.h"
+#include "core/streams.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
 #include "reference/reference.h"
@@ -28,6 +29,12 @@ typedef struct prepared_call {
     size_t workspace; /* bytes that the call needs */
 } prepared_call;
 
+static size_t step_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
+                             check_depth depth) {
+    return has_table(problem) ? fdma_select_stream_workspace(kernel, problem)
+                              : fdma_kernel_workspace(kernel, problem, depth);
+}
+
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
                            prepared_call *call) {
     fdma_problem *const problems = call->steps.problems;
@@ -38,7 +45,7 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
     FDMA_TRY(fdma_split_call(&call->steps));
     for (int i = 0; i < call->steps.count; i++) {
         FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &call->kernels[i]));
-        const size_t bytes = fdma_kernel_workspace(call->kernels[i], &problems[i], depth);
+        const size_t bytes = step_workspace(call->kernels[i], &problems[i], depth);
         most = bytes > most ? bytes : most;
     }
     call->workspace = call->steps.scratch + most;
@@ -48,25 +55,33 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
 static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *problem) {
     if (!fdma_has_work(problem))
         return FDMA_OK;
-    return kernel->on_device ? fdma_run_cuda(kernel, problem) : fdma_run_kernel(kernel, problem);
+    if (kernel->on_device)
+        return fdma_run_cuda(kernel, problem);
+    return has_table(problem) ? fdma_select_stream(kernel, problem)
+                              : fdma_run_kernel(kernel, problem);
+}
+
+/* Fills in what the selection that a call makes was made for. The first step of a fused call does
+ * not count carried keys, the last one does. */
+static void note_selection(const fdma_problem *last) {
+    if (last->made == NULL)
+        return;
+    last->made->window = last->window;
+    last->made->recent = last->recent;
+    last->made->sinks = last->sinks;
+    last->made->kv_len = last->kv_len;
+    last->made->scope = last->scope;
 }
 
 static fdma_status run(fdma_operation operation, const void *args) {
     prepared_call call;
-    const fdma_problem *const first = &call.steps.problems[0];
     FDMA_TRY(prepare(operation, args, check_all, &call));
     FDMA_REQUIRE(call.steps.lent >= call.workspace, FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu or more", call.steps.lent,
                  call.workspace);
     for (int i = 0; i < call.steps.count; i++)
         FDMA_TRY(run_step(call.kernels[i], &call.steps.problems[i]));
-    if (first->made != NULL) {
-        first->made->window = first->window;
-        first->made->recent = first->recent;
-        first->made->sinks = first->sinks;
-        first->made->kv_len = first->kv_len;
-        first->made->scope = first->scope;
-    }
+    note_selection(&call.steps.problems[call.steps.count - 1]);
     return FDMA_OK;
 }
 
@@ -187,6 +202,16 @@ fdma_status fdma_attention(const fdma_attention_args *args) {
 
 fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes) {
     return ask_workspace(operation_attention, args, bytes);
+}
+
+fdma_status fdma_decode(const fdma_decode_args *args) { return run(operation_decode, args); }
+
+fdma_status fdma_decode_workspace(const fdma_decode_args *args, size_t *bytes) {
+    return ask_workspace(operation_decode, args, bytes);
+}
+
+fdma_status fdma_decode_kernel(const fdma_decode_args *args, const char **name) {
+    return ask_kernel(operation_decode, args, name);
 }
 
 fdma_status fdma_attention_backward(const fdma_attention_backward_args *args) {

@@ -1,10 +1,12 @@
 /* The checks of tensors and sizes, driven by the list in signatures.c. */
+#include "core/cache.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
 
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 static bool is_output(const tensor_entry *entry) {
     return entry->role == role_output || entry->role == role_optional_output;
@@ -12,11 +14,12 @@ static bool is_output(const tensor_entry *entry) {
 
 static bool may_be_absent(const fdma_problem *problem, const tensor_entry *entry) {
     const bool is_learned = entry->dtypes == dtypes_weight || entry->dtypes == dtypes_as_dt_proj ||
-                            entry->dtypes == dtypes_as_a; // dt_proj, a and their gradients
+                            entry->dtypes == dtypes_as_a; // the score's weights, their gradients
     return entry->role == role_optional || entry->role == role_optional_output ||
            (entry->in_selection && !problem->selected) ||
            (is_learned && problem->operation == operation_attention_backward &&
-            problem->bias_form == FDMA_BIAS_NONE);
+            problem->bias_form == FDMA_BIAS_NONE) ||
+           (is_learned && problem->operation == operation_decode && is_present(&problem->score));
 }
 
 static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
@@ -33,18 +36,26 @@ static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
         return takes_uint8;
     case dtypes_as_dt_proj:
         return 1u << problem->dt_proj.dtype;
-    default:
+    case dtypes_as_a:
         return 1u << problem->a.dtype;
+    default:
+        return 1u << problem->dt_bias.dtype;
     }
 }
 
 /* Where the problem holds the size that a letter of tensor_entry.dims stands for; NULL if it holds
  * none: see derived_length(). */
 static int64_t *size_of(fdma_problem *problem, char dim) {
-    static const size_t offsets['w' + 1] = {
-        ['b'] = offsetof(fdma_problem, batch),    ['i'] = offsetof(fdma_problem, q_len),
-        ['j'] = offsetof(fdma_problem, kv_len),   ['h'] = offsetof(fdma_problem, q_heads),
-        ['g'] = offsetof(fdma_problem, kv_heads), ['d'] = offsetof(fdma_problem, head_dim),
+    static const size_t offsets['z' + 1] = {
+        ['b'] = offsetof(fdma_problem, batch),
+        ['i'] = offsetof(fdma_problem, q_len),
+        ['j'] = offsetof(fdma_problem, kv_len),
+        ['h'] = offsetof(fdma_problem, q_heads),
+        ['g'] = offsetof(fdma_problem, kv_heads),
+        ['d'] = offsetof(fdma_problem, head_dim),
+        ['n'] = offsetof(fdma_problem, new_len),
+        ['r'] = offsetof(fdma_problem, carried_len),
+        ['p'] = offsetof(fdma_problem, cache.sequences),
     };
     const size_t offset = offsets[(int)dim];
     return offset != 0 ? (int64_t *)((char *)problem + offset) : NULL;
@@ -60,6 +71,8 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
         return problem->list.shape[3]; // any length: check_sizes() sets its minimum
     case 's':
         return problem->starts.shape[0]; // any length but 0, see check_packed()
+    case 'z':
+        return problem->slots;
     default:
         return dim - '0'; // a digit stands for itself
     }
@@ -68,10 +81,30 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
 static fdma_status check_size(char dim, int64_t size) {
     FDMA_REQUIRE(dim != 'g' || (size >= 1 && size <= INT32_MAX), FDMA_INVALID_ARGUMENT,
                  "kv_heads: is %lld, want 1 to %d", (long long)size, INT32_MAX);
-    FDMA_REQUIRE(dim != 'j' || size <= INT32_MAX, FDMA_INVALID_ARGUMENT,
+    FDMA_REQUIRE(strchr("jnr", dim) == NULL || size <= INT32_MAX, FDMA_INVALID_ARGUMENT,
                  "kv_len: is %lld, want at most %d", (long long)size, INT32_MAX);
     FDMA_REQUIRE(dim != 'd' || (size >= 8 && size <= 256 && size % 8 == 0), FDMA_UNSUPPORTED,
                  "head_dim: is %lld, supported: multiples of 8 from 8 to 256", (long long)size);
+    return FDMA_OK;
+}
+
+static unsigned bit_of(char dim) { return 1u << (dim - 'a'); }
+
+/* Settles kv_len and new_len, one from the other, once one of them is. A call that selects with a
+ * table has as many carried keys as the table has rows. */
+static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
+    if (!(*settled & bit_of('n')))
+        problem->new_len = problem->kv_len;
+    if (!(*settled & bit_of('n')) || *settled & bit_of('j'))
+        return FDMA_OK;
+    if (problem->operation == operation_select && is_present(&problem->table_in.score))
+        problem->carried_len = problem->slots;
+    const int64_t most = INT32_MAX - problem->new_len;
+    FDMA_REQUIRE(problem->carried_len <= most, FDMA_INVALID_ARGUMENT,
+                 "kv_len: is %lld keys beside %lld carried ones, want at most %d altogether",
+                 (long long)problem->new_len, (long long)problem->carried_len, INT32_MAX);
+    problem->kv_len = problem->carried_len + problem->new_len;
+    *settled |= bit_of('j');
     return FDMA_OK;
 }
 
@@ -88,8 +121,10 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
     for (int axis = 0; axis < tensor->rank; axis++) {
         const char dim = entry->dims[axis];
         int64_t *const size = size_of(problem, dim);
-        if (size != NULL && !(*settled & 1u << (dim - 'a'))) {
-            *settled |= 1u << (dim - 'a');
+        if (dim == 'j')
+            FDMA_TRY(settle_keys(problem, settled));
+        if (size != NULL && !(*settled & bit_of(dim))) {
+            *settled |= bit_of(dim);
             *size = tensor->shape[axis];
             FDMA_TRY(check_size(dim, *size));
         }
@@ -137,8 +172,108 @@ static fdma_status check_starts(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
+/* Two tensors of which a call has both or none. */
+static fdma_status check_pair(const char *name, const fdma_tensor *tensor, const char *other_name,
+                              bool has_other) {
+    FDMA_REQUIRE(is_present(tensor) || !has_other, FDMA_INVALID_ARGUMENT,
+                 "%s: is absent, want it with %s", name, other_name);
+    FDMA_REQUIRE(!is_present(tensor) || has_other, FDMA_INVALID_ARGUMENT,
+                 "%s: is given, want none without %s", name, other_name);
+    return FDMA_OK;
+}
+
+/* Whether the call computes with a bias, its own or the caller's. */
+static bool has_bias(const fdma_problem *problem) {
+    return is_fused(problem->operation) ? problem->bias_form != FDMA_BIAS_NONE
+                                        : is_present(&problem->bias);
+}
+
+/* The carried keys come with all that belongs to them. */
+static fdma_status check_carried_tensors(const fdma_problem *problem) {
+    const bool carried = is_present(&problem->k_carried);
+    const bool backward = problem->operation == operation_backward ||
+                          problem->operation == operation_attention_backward;
+    const bool dbias =
+        problem->operation == operation_backward ? is_present(&problem->dbias) : has_bias(problem);
+    FDMA_TRY(check_pair("v_carried", &problem->v_carried, "k_carried", carried));
+    FDMA_TRY(check_pair("bias_carried", &problem->bias_carried, "k_carried and a bias",
+                        carried && has_bias(problem)));
+    FDMA_TRY(check_pair("dk_carried", &problem->dk_carried, "k_carried", carried && backward));
+    FDMA_TRY(check_pair("dv_carried", &problem->dv_carried, "k_carried", carried && backward));
+    return check_pair("dbias_carried", &problem->dbias_carried, "k_carried and dbias",
+                      carried && backward && dbias);
+}
+
+static fdma_status check_carried(const fdma_problem *problem) {
+    FDMA_TRY(check_carried_tensors(problem));
+    if (!is_present(&problem->k_carried))
+        return FDMA_OK;
+    FDMA_REQUIRE(problem->causal, FDMA_INVALID_ARGUMENT,
+                 "causal: is 0, want nonzero with k_carried");
+    FDMA_REQUIRE(problem->q_len <= problem->new_len, FDMA_INVALID_ARGUMENT,
+                 "q_len: is %lld, want at most the keys of the call, %lld, with k_carried",
+                 (long long)problem->q_len, (long long)problem->new_len);
+    FDMA_REQUIRE(!is_present(&problem->starts), FDMA_INVALID_ARGUMENT,
+                 "starts: is given, want none with k_carried");
+    FDMA_REQUIRE(!is_present(&problem->key_valid) || is_fused(problem->operation),
+                 FDMA_INVALID_ARGUMENT,
+                 "key_valid: is given, want none with k_carried: the selection excludes such keys");
+    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
+                 "k_carried: is given, want none: carried keys run on the CPU only");
+    return FDMA_OK;
+}
+
+/* Checks one table of a call, which has all its tensors or none. */
+static fdma_status check_table(const fdma_problem *problem, const fdma_table *table,
+                               const char *const *names) {
+    const bool given = is_present(&table->score);
+    FDMA_TRY(check_pair(names[1], &table->position, names[0], given));
+    FDMA_TRY(check_pair(names[2], &table->seen, names[0], given));
+    if (!given)
+        return FDMA_OK;
+    FDMA_REQUIRE(problem->scope == FDMA_SCOPE_CAUSAL, FDMA_INVALID_ARGUMENT,
+                 "%s: is given, want none with global scope", names[0]);
+    FDMA_REQUIRE(!is_present(&problem->starts), FDMA_INVALID_ARGUMENT,
+                 "starts: is given, want none with %s", names[0]);
+    FDMA_REQUIRE(problem->operation != operation_select || is_present(&problem->slot),
+                 FDMA_INVALID_ARGUMENT, "slot: is absent, want it with %s", names[0]);
+    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
+                 "%s: is given, want none: tables run on the CPU only", names[0]);
+    return FDMA_OK;
+}
+
+static fdma_status check_tables(const fdma_problem *problem) {
+    static const char *const in[] = {"table_in.score", "table_in.position", "table_in.seen"};
+    static const char *const out[] = {"table_out.score", "table_out.position", "table_out.seen"};
+    FDMA_TRY(check_table(problem, &problem->table_in, in));
+    FDMA_TRY(check_table(problem, &problem->table_out, out));
+    if (problem->operation != operation_attention)
+        return FDMA_OK;
+    const bool given = is_present(&problem->table_in.score);
+    FDMA_TRY(check_pair("k_carried", &problem->k_carried, "table_in", given));
+    FDMA_REQUIRE(!given || problem->carried_len == problem->slots, FDMA_INVALID_ARGUMENT,
+                 "k_carried: axis 1 has %lld elements, want %lld", (long long)problem->carried_len,
+                 (long long)problem->slots);
+    return FDMA_OK;
+}
+
+/* Checks how many positions of each stream have passed: with those of the call an int32. */
+static fdma_status check_seen(const fdma_problem *problem) {
+    const int32_t *const seen = problem->table_in.seen.data;
+    const int64_t most = INT32_MAX - problem->new_len;
+    for (int64_t b = 0; b < problem->batch; b++)
+        FDMA_REQUIRE(seen[b] >= 0 && seen[b] <= most, FDMA_INVALID_ARGUMENT,
+                     "table_in.seen: element %lld is %d, want 0 to %lld", (long long)b, seen[b],
+                     (long long)most);
+    return FDMA_OK;
+}
+
 /* Checks the sizes against each other and against the options. */
 static fdma_status check_sizes(const fdma_problem *problem) {
+    if (problem->operation == operation_decode)
+        FDMA_TRY(fdma_check_decode(problem));
+    FDMA_TRY(check_carried(problem));
+    FDMA_TRY(check_tables(problem));
     if (is_present(&problem->starts))
         FDMA_TRY(check_packed(problem));
     FDMA_REQUIRE(!is_attending(problem->operation) ||
@@ -187,6 +322,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     unsigned settled = 0; // a bit for each letter
     for (size_t t = 0; t < table.count; t++)
         FDMA_TRY(settle_tensor(problem, &table.entries[t], &settled));
+    FDMA_TRY(settle_keys(problem, &settled));
     FDMA_TRY(check_sizes(problem));
     if (is_attending(problem->operation)) {
         problem->group = problem->q_heads / problem->kv_heads;
@@ -194,6 +330,10 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
             problem->scale = 1 / sqrt((double)problem->head_dim);
     }
     FDMA_TRY(check_memory(problem, depth));
+    if (depth == check_all && problem->operation == operation_decode)
+        FDMA_TRY(fdma_check_decode_lists(problem));
+    if (depth == check_all && is_present(&problem->table_in.seen))
+        FDMA_TRY(check_seen(problem));
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }
 

@@ -27,8 +27,8 @@ static bool begins_with(const char *path, const char *beginning) {
 
 /* Which kernels of an operation a forced name selects. */
 typedef enum name_match {
-    match_below, /* those that it names or is a path prefix of */
-    match_above, /* those whose names are path prefixes of it */
+    match_below, /* whose name is the forced name, or begins with it and a '/' */
+    match_above, /* whose name, followed by a '/', begins the forced name */
 } name_match;
 
 /* "cpu/avx512/decode" selects a kernel of forward by match_below and, because score has no kernel
@@ -58,8 +58,8 @@ static bool is_known(const kernel_backend *backends, const char *name) {
     return false;
 }
 
-/* The length of a kernel's name without its variant: "cpu/avx2" of "cpu/avx2/decode". */
-static int point_length(const char *name) {
+/* The length of the first two parts of a kernel's name: "cpu/avx2" of "cpu/avx2/decode". */
+static int prefix_length(const char *name) {
     const char *const slash = strchr(name, '/');
     return (int)(slash == NULL ? strlen(name)
                                : (size_t)(slash - name) + 1 + strcspn(slash + 1, "/"));
@@ -71,8 +71,8 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
     const char *previous = "";
     const fdma_kernel *kernel;
     for (int32_t i = 0; (kernel = fdma_kernel_at(backends, i)) != NULL; i++) {
-        const int length = point_length(kernel->name);
-        if (length == point_length(previous) &&
+        const int length = prefix_length(kernel->name);
+        if (length == prefix_length(previous) &&
             strncmp(kernel->name, previous, (size_t)length) == 0)
             continue;
         const int wrote = snprintf(names + used, sizeof names - used, "%s%.*s",
@@ -82,7 +82,7 @@ static fdma_status fail_unknown(const kernel_backend *backends, const char *name
         used += (size_t)wrote;
         previous = kernel->name;
     }
-    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel is named %s, want one of %s",
+    return fdma_fail(FDMA_UNSUPPORTED, "exec.kernel: no kernel name begins with %s, want one of %s",
                      fdma_quote(name).text, names);
 }
 
@@ -106,7 +106,7 @@ static void add_refusal(refusal_list *list, const char *name, const char *verb,
     list->first = list->first != NULL ? list->first : reason;
 }
 
-/* Whether any selected kernel runs on this machine: the others are then of no interest. */
+/* Whether any selected kernel runs on this machine. If so, messages leave out those that do not. */
 static bool is_any_usable(const kernel_backend *backends, const fdma_problem *problem,
                           name_match match) {
     const fdma_kernel *kernel;
@@ -137,7 +137,7 @@ static fdma_status fail_choice(const kernel_backend *backends, const fdma_proble
                                name_match match) {
     const bool usable = is_any_usable(backends, problem, match);
     const char *const verb = usable ? "does not support" : "needs";
-    const char *const end = usable ? "" : ", which is missing here";
+    const char *const end = usable ? "" : ", which this machine does not have";
     const call_text call = describe_call(problem);
     const char *const forced = problem->exec.kernel;
     char subject[300] = "the library";
@@ -183,7 +183,8 @@ fdma_arena fdma_arena_of(const fdma_problem *problem) {
 }
 
 void *fdma_arena_take(fdma_arena *arena, size_t bytes) {
-    // an integer, because with sizes that are refused later it may lie beyond all memory
+    // computed as an integer: sizes that are refused only later can lead outside of the workspace,
+    // where arithmetic on pointers is undefined
     void *const piece = arena->base ? (void *)((uintptr_t)arena->base + arena->used) : NULL;
     arena->used += (bytes + arena_alignment - 1) & ~(size_t)(arena_alignment - 1);
     return piece;

@@ -103,19 +103,35 @@ static fdma_status take_backward(const any_args *args, fdma_problem *problem) {
     return take_logit_options(backward->scale, backward->softcap, backward->causal, problem);
 }
 
+static fdma_status check_ddt_bias(const fdma_problem *problem) {
+    FDMA_REQUIRE(!is_present(&problem->ddt_bias) || is_present(&problem->dt_bias),
+                 FDMA_INVALID_ARGUMENT, "ddt_bias: is given, want none without dt_bias");
+    return FDMA_OK;
+}
+
 static fdma_status take_score_backward(const any_args *args, fdma_problem *problem) {
     const fdma_bias_form form = args->score_backward.bias_form;
     FDMA_REQUIRE((unsigned)form < FDMA_BIAS_NONE, FDMA_INVALID_ARGUMENT,
                  "bias_form: is %d, want FDMA_BIAS_EXP or FDMA_BIAS_LINEAR", (int)form);
     problem->bias_form = form;
     problem->accumulate = args->score_backward.accumulate != 0;
-    return FDMA_OK;
+    return check_ddt_bias(problem);
 }
 
 static fdma_status take_nothing(const any_args *args, fdma_problem *problem) {
     (void)args;
     (void)problem;
     return FDMA_OK;
+}
+
+static fdma_status take_decode(const any_args *args, fdma_problem *problem) {
+    const fdma_decode_args *const call = &args->decode;
+    const fdma_cache *const cache = &call->cache;
+    FDMA_TRY(take_bias_form(call->bias_form, problem));
+    problem->cache = *cache;
+    FDMA_TRY(
+        take_rules(cache->window, cache->recent, cache->sinks, FDMA_SCOPE_CAUSAL, true, problem));
+    return take_logit_options(call->scale, call->softcap, true, problem);
 }
 
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
@@ -132,8 +148,11 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
     if (call->bias_form == FDMA_BIAS_NONE) {
         FDMA_TRY(check_absent("ddt_proj", &call->ddt_proj));
         FDMA_TRY(check_absent("da", &call->da));
-        problem->dt_proj = problem->a = (fdma_tensor){0}; // ignored, whatever they hold
+        FDMA_TRY(check_absent("ddt_bias", &call->ddt_bias));
+        // ignored, whatever they hold
+        problem->dt_proj = problem->a = problem->dt_bias = (fdma_tensor){0};
     }
+    FDMA_TRY(check_ddt_bias(problem));
     problem->deterministic = call->deterministic != 0;
     problem->accumulate = call->accumulate != 0;
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
@@ -168,6 +187,7 @@ static const operation_entry operations[] = {
     OPERATION(score_backward, 0, 0, false, take_score_backward),
     OPERATION(merge, 0, 0, false, take_nothing),
     OPERATION(merge_backward, 0, 0, false, take_nothing),
+    OPERATION(decode, OF(decode, reserved), 0, false, take_decode),
     OPERATION(attention, OF(attention, reserved), OF(attention, selection), false, take_attention),
     OPERATION(attention_backward, 0, OF(attention_backward, selection), true,
               take_attention_backward),

@@ -1,11 +1,12 @@
 /* Whether two tensors share elements. The test is exact for separate buffers and for interleaved
- * slices of one packed buffer (q, k, v of one projection); in any other case that it cannot decide
- * it takes them to overlap. */
+ * slices of one packed buffer (q, k, v of one projection). Elsewhere it may report an overlap where
+ * there is none, but it never misses one. */
 #include "core/error.h"
 #include "core/tensor.h"
 
-/* The bytes that a tensor touches, modulo `period`: an axis whose stride is a multiple of the
- * period adds nothing. */
+/* The range of bytes that a tensor touches. With a period above 0, `first` is taken modulo the
+ * period, and an axis whose stride is a multiple of it adds nothing: the range stands for itself
+ * and for its repetitions every `period` bytes. */
 typedef struct byte_range {
     int64_t first;
     int64_t end;
@@ -35,7 +36,7 @@ static bool are_apart_modulo(const fdma_tensor *a, const fdma_tensor *b, int64_t
     const byte_range range_b = range_modulo(b, period);
     if (range_a.end - range_a.first > period || range_b.end - range_b.first > period)
         return false;
-    // the period before: the one after might lie past INT64_MAX
+    // Shift each range back by one period, not forward: forward it might go past INT64_MAX.
     const byte_range last_a = {range_a.first - period, range_a.end - period};
     const byte_range last_b = {range_b.first - period, range_b.end - period};
     return are_apart(range_a, range_b) && are_apart(last_a, range_b) && are_apart(range_a, last_b);
@@ -66,8 +67,8 @@ fdma_status fdma_check_overlaps(const named_tensor *tensors, size_t count, const
                      "exec.workspace: shares memory with %s, want memory of its own",
                      tensors[i].name);
         for (size_t other = 0; other < count && tensors[i].output; other++) {
-            const bool counts = other != i && !(tensors[other].output && other < i);
-            FDMA_REQUIRE(!counts || !may_overlap(tensors[i].tensor, tensors[other].tensor),
+            const bool is_new_pair = other != i && !(tensors[other].output && other < i);
+            FDMA_REQUIRE(!is_new_pair || !may_overlap(tensors[i].tensor, tensors[other].tensor),
                          FDMA_INVALID_ARGUMENT,
                          "%s: shares elements with %s, want memory of its own", tensors[i].name,
                          tensors[other].name);

@@ -30,7 +30,7 @@ static packed_scratch take_scratch(fdma_arena *arena, const fdma_problem *packed
 /* The part of a tensor that belongs to some positions. */
 static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, sequence_range own) {
     for (int axis = 0; axis < tensor->rank; axis++) {
-        if (entry->dims[axis] != 'i' && entry->dims[axis] != 'j')
+        if (strchr("ijn", entry->dims[axis]) == NULL)
             continue;
         const size_t before = (size_t)(own.first * tensor->stride[axis]);
         if (tensor->data != NULL)
@@ -50,7 +50,7 @@ static fdma_problem cut_problem(const fdma_problem *packed, sequence_range own, 
         cut_tensor(problem_tensor(&one, &table.entries[t]), &table.entries[t], own);
     one.starts = (fdma_tensor){0};
     one.q_len = min(packed->q_len, count);
-    one.kv_len = count;
+    one.kv_len = one.new_len = count;
     if (reads_expiry(packed))
         one.expiry = fdma_tensor_3d(scratch->expiry, FDMA_INT32, 1, packed->kv_heads, count);
     if (!sequence)

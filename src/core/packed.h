@@ -1,10 +1,11 @@
-/* Packed sequences, for kernels that know no `starts`: each sequence is a problem of its own. */
+/* Packed sequences, for kernels that do not take `starts`: each sequence is run as a problem of its
+ * own. Kernels that take them, and problems that are not packed, are run as they are. */
 #pragma once
 
 #include "core/kernel.h"
 
-/* The bytes of workspace that a kernel needs for a problem, packed or not. check_shapes: whatever
- * `starts` holds. */
+/* The bytes of workspace that a kernel needs for a problem, packed or not. With check_shapes
+ * `starts` is not read, and the bytes are enough for any sequences. */
 size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
                              check_depth depth);
 

@@ -13,6 +13,7 @@ typedef enum fdma_operation {
     operation_score_backward,
     operation_merge,
     operation_merge_backward,
+    operation_decode,    /* with a step for the score, unless it is given */
     operation_attention, /* fused: made of others, without kernels of its own */
     operation_attention_backward,
 } fdma_operation;
@@ -27,10 +28,16 @@ typedef struct fdma_problem {
     fdma_operation operation;
     fdma_dtype dtype; /* of the operation's first tensor */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
-    int64_t group; /* query heads of one kv head */
-    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, key_valid, starts, expiry, slot, list,
-        count;
-    fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da;
+    int64_t carried_len; /* keys that stand before those of the call; kv_len counts them too */
+    int64_t new_len;     /* keys of the call: kv_len - carried_len */
+    int64_t group;       /* query heads of one kv head */
+    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, expiry,
+        slot, list, count;
+    fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
+    fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
+    fdma_table table_in, table_out;
+    fdma_tensor index, n_tokens, commit;
+    fdma_cache cache;        /* decode: its tensors and sizes */
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
@@ -66,10 +73,14 @@ bool fdma_has_work(const fdma_problem *problem);
 
 const char *fdma_operation_name(fdma_operation operation);
 
+static inline bool is_fused(fdma_operation operation) {
+    return operation == operation_attention || operation == operation_attention_backward;
+}
+
 /* Whether an operation computes attention, or its gradients, from q and k. */
 static inline bool is_attending(fdma_operation operation) {
     return operation == operation_forward || operation == operation_backward ||
-           operation == operation_attention || operation == operation_attention_backward;
+           operation == operation_decode || is_fused(operation);
 }
 
 /* The position of query i. */
@@ -115,6 +126,19 @@ static inline sequence_range sequence_at(const fdma_problem *problem, int64_t po
     }
     return high < problem->starts.shape[0] ? (sequence_range){starts[low], starts[high]}
                                            : (sequence_range){position, position};
+}
+
+/* The tensor that stores a number or a row of a key, and the index of the key in it. */
+typedef struct key_storage {
+    const fdma_tensor *tensor;
+    int64_t index;
+} key_storage;
+
+/* `own` stores the keys of the call, `carried` those before them. */
+static inline key_storage storage_of_key(const fdma_problem *problem, const fdma_tensor *own,
+                                         const fdma_tensor *carried, int64_t j) {
+    return j < problem->carried_len ? (key_storage){carried, j}
+                                    : (key_storage){own, j - problem->carried_len};
 }
 
 static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t j) {

@@ -19,26 +19,46 @@
 #define SELECTION(field, dims, dtypes, role)                                                       \
     ENTRY(field, dims, offsetof(fdma_selection, field), field, dtypes, role, true)
 
+/* The tensors of a table, of the carried keys and of their gradients. */
+#define TABLE_IN(operation, dtypes) TABLE_OF(operation, table_in, dtypes, optional)
+#define TABLE_OUT(operation, dtypes) TABLE_OF(operation, table_out, dtypes, optional_output)
+#define TABLE_OF(operation, table, dtypes, role)                                                   \
+    ARG(operation, table.score, "bgz", dtypes, role),                                              \
+        ARG(operation, table.position, "bgz", int32, role),                                        \
+        ARG(operation, table.seen, "b", int32, role)
+#define CARRIED(operation)                                                                         \
+    ARG(operation, k_carried, "brgd", same, optional),                                             \
+        ARG(operation, v_carried, "brgd", same, optional),                                         \
+        ARG(operation, bias_carried, "bgr", wide, optional)
+#define CARRIED_GRADIENTS(operation)                                                               \
+    ARG(operation, dk_carried, "brgd", same, optional_output),                                     \
+        ARG(operation, dv_carried, "brgd", same, optional_output),                                 \
+        ARG(operation, dbias_carried, "bgr", wide, optional_output)
+
 /* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim,
- * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. The first tensor that has
- * one of b, i, j, h, g and d settles its length, and the others must agree: the tensors that a
- * caller is least likely to get wrong come first. */
+ * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. Where a call may have
+ * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
+ * a cache. The first tensor that has one of b, i, j, h, g, d, n, r and p settles its length, and
+ * the others must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
 static const tensor_entry score_tensors[] = {
     ARG(score, v, "bjgd", same, input),
     ARG(score, dt_proj, "gc", weight, input),
     ARG(score, a, "g", weight, input),
+    ARG(score, dt_bias, "g", weight, optional),
     ARG(score, key_valid, "bj", uint8, optional),
     ARG(score, score, "bgj", wide, optional_output),
     ARG(score, bias, "bgj", wide, optional_output),
 };
 
 static const tensor_entry select_tensors[] = {
-    ARG(select, score, "bgj", wide, input),
-    ARG(select, key_valid, "bj", uint8, optional),
+    ARG(select, score, "bgn", wide, input),
+    ARG(select, key_valid, "bn", uint8, optional),
     ARG(select, starts, "s", int32, optional),
+    TABLE_IN(select, same),
     SELECTION(expiry, "bgj", int32, output),
     SELECTION(slot, "bgj", int32, optional_output),
+    TABLE_OUT(select, same),
 };
 
 static const tensor_entry lists_tensors[] = {
@@ -51,11 +71,12 @@ static const tensor_entry lists_tensors[] = {
 
 static const tensor_entry forward_tensors[] = {
     ARG(forward, q, "bihd", same, input),
-    ARG(forward, k, "bjgd", same, input),
-    ARG(forward, v, "bjgd", same, input),
-    ARG(forward, bias, "bgj", wide, optional),
-    ARG(forward, key_valid, "bj", uint8, optional),
+    ARG(forward, k, "bngd", same, input),
+    ARG(forward, v, "bngd", same, input),
+    ARG(forward, bias, "bgn", wide, optional),
+    ARG(forward, key_valid, "bn", uint8, optional),
     ARG(forward, starts, "s", int32, optional),
+    CARRIED(forward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(forward, out, "bihd", same, output),
@@ -64,11 +85,12 @@ static const tensor_entry forward_tensors[] = {
 
 static const tensor_entry backward_tensors[] = {
     ARG(backward, q, "bihd", same, input),
-    ARG(backward, k, "bjgd", same, input),
-    ARG(backward, v, "bjgd", same, input),
-    ARG(backward, bias, "bgj", wide, optional),
-    ARG(backward, key_valid, "bj", uint8, optional),
+    ARG(backward, k, "bngd", same, input),
+    ARG(backward, v, "bngd", same, input),
+    ARG(backward, bias, "bgn", wide, optional),
+    ARG(backward, key_valid, "bn", uint8, optional),
     ARG(backward, starts, "s", int32, optional),
+    CARRIED(backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(backward, out, "bihd", same, input),
@@ -76,20 +98,23 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, dout, "bihd", same, input),
     ARG(backward, dlse, "bhi", wide, optional),
     ARG(backward, dq, "bihd", same, output),
-    ARG(backward, dk, "bjgd", same, output),
-    ARG(backward, dv, "bjgd", same, output),
-    ARG(backward, dbias, "bgj", wide, optional_output),
+    ARG(backward, dk, "bngd", same, output),
+    ARG(backward, dv, "bngd", same, output),
+    ARG(backward, dbias, "bgn", wide, optional_output),
+    CARRIED_GRADIENTS(backward),
 };
 
 static const tensor_entry score_backward_tensors[] = {
     ARG(score_backward, v, "bjgd", same, input),
     ARG(score_backward, dt_proj, "gc", weight, input),
     ARG(score_backward, a, "g", weight, input),
+    ARG(score_backward, dt_bias, "g", weight, optional),
     ARG(score_backward, key_valid, "bj", uint8, optional),
     ARG(score_backward, dbias, "bgj", wide, input),
     ARG(score_backward, dv, "bjgd", same, optional_output),
     ARG(score_backward, ddt_proj, "gc", as_dt_proj, output),
     ARG(score_backward, da, "g", as_a, output),
+    ARG(score_backward, ddt_bias, "g", as_dt_bias, optional_output),
 };
 
 static const tensor_entry merge_tensors[] = {
@@ -114,31 +139,58 @@ static const tensor_entry merge_backward_tensors[] = {
     MEMBER(merge_backward, dlse_b, partial[1].dlse, "bhi", wide, output),
 };
 
+static const tensor_entry decode_tensors[] = {
+    ARG(decode, q, "bihd", same, input),
+    ARG(decode, k, "bngd", same, input),
+    ARG(decode, v, "bngd", same, input),
+    ARG(decode, dt_proj, "gc", weight, input),
+    ARG(decode, a, "g", weight, input),
+    ARG(decode, dt_bias, "g", weight, optional),
+    ARG(decode, score, "bgn", wide, optional),
+    ARG(decode, index, "b", int32, optional),
+    ARG(decode, n_tokens, "b", int32, optional),
+    ARG(decode, commit, "b", int32, optional),
+    ARG(decode, cache.k, "prgd", same, output),
+    ARG(decode, cache.v, "prgd", same, output),
+    ARG(decode, cache.bias, "pgr", wide, output),
+    ARG(decode, cache.table.score, "pgr", wide, output),
+    ARG(decode, cache.table.position, "pgr", int32, output),
+    ARG(decode, cache.table.seen, "p", int32, output),
+    ARG(decode, out, "bihd", same, output),
+    ARG(decode, lse, "bhi", wide, optional_output),
+};
+
 static const tensor_entry attention_tensors[] = {
     ARG(attention, q, "bihd", same, input),
-    ARG(attention, k, "bjgd", same, input),
-    ARG(attention, v, "bjgd", same, input),
+    ARG(attention, k, "bngd", same, input),
+    ARG(attention, v, "bngd", same, input),
     ARG(attention, dt_proj, "gc", weight, input),
     ARG(attention, a, "g", weight, input),
-    ARG(attention, key_valid, "bj", uint8, optional),
+    ARG(attention, dt_bias, "g", weight, optional),
+    ARG(attention, key_valid, "bn", uint8, optional),
     ARG(attention, starts, "s", int32, optional),
+    TABLE_IN(attention, wide),
+    CARRIED(attention),
     ARG(attention, out, "bihd", same, output),
     ARG(attention, lse, "bhi", wide, optional_output),
-    ARG(attention, score, "bgj", wide, optional_output),
-    ARG(attention, bias, "bgj", wide, optional_output),
+    ARG(attention, score, "bgn", wide, optional_output),
+    ARG(attention, bias, "bgn", wide, optional_output),
     SELECTION(expiry, "bgj", int32, output),
     SELECTION(slot, "bgj", int32, optional_output),
+    TABLE_OUT(attention, wide),
 };
 
 static const tensor_entry attention_backward_tensors[] = {
     ARG(attention_backward, q, "bihd", same, input),
-    ARG(attention_backward, k, "bjgd", same, input),
-    ARG(attention_backward, v, "bjgd", same, input),
+    ARG(attention_backward, k, "bngd", same, input),
+    ARG(attention_backward, v, "bngd", same, input),
     ARG(attention_backward, dt_proj, "gc", weight, input),
     ARG(attention_backward, a, "g", weight, input),
-    ARG(attention_backward, bias, "bgj", wide, optional),
-    ARG(attention_backward, key_valid, "bj", uint8, optional),
+    ARG(attention_backward, dt_bias, "g", weight, optional),
+    ARG(attention_backward, bias, "bgn", wide, optional),
+    ARG(attention_backward, key_valid, "bn", uint8, optional),
     ARG(attention_backward, starts, "s", int32, optional),
+    CARRIED(attention_backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(attention_backward, out, "bihd", same, input),
@@ -146,10 +198,12 @@ static const tensor_entry attention_backward_tensors[] = {
     ARG(attention_backward, dout, "bihd", same, input),
     ARG(attention_backward, dlse, "bhi", wide, optional),
     ARG(attention_backward, dq, "bihd", same, output),
-    ARG(attention_backward, dk, "bjgd", same, output),
-    ARG(attention_backward, dv, "bjgd", same, output),
+    ARG(attention_backward, dk, "bngd", same, output),
+    ARG(attention_backward, dv, "bngd", same, output),
     ARG(attention_backward, ddt_proj, "gc", as_dt_proj, output),
     ARG(attention_backward, da, "g", as_a, output),
+    ARG(attention_backward, ddt_bias, "g", as_dt_bias, optional_output),
+    CARRIED_GRADIENTS(attention_backward),
 };
 
 /* clang-format on */
@@ -158,9 +212,15 @@ static const tensor_entry attention_backward_tensors[] = {
     [operation_##name] = {name##_tensors, sizeof name##_tensors / sizeof name##_tensors[0]}
 
 const tensor_table fdma_tensors[] = {
-    TABLE(score),     TABLE(select),
-    TABLE(lists),     TABLE(forward),
-    TABLE(backward),  TABLE(score_backward),
-    TABLE(merge),     TABLE(merge_backward),
-    TABLE(attention), TABLE(attention_backward),
+    TABLE(score),
+    TABLE(select),
+    TABLE(lists),
+    TABLE(forward),
+    TABLE(backward),
+    TABLE(score_backward),
+    TABLE(merge),
+    TABLE(merge_backward),
+    TABLE(decode),
+    TABLE(attention),
+    TABLE(attention_backward),
 };

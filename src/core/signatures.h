@@ -15,6 +15,7 @@ typedef union any_args {
     fdma_score_backward_args score_backward;
     fdma_merge_args merge;
     fdma_merge_backward_args merge_backward;
+    fdma_decode_args decode;
     fdma_attention_args attention;
     fdma_attention_backward_args attention_backward;
 } any_args;
@@ -27,6 +28,7 @@ typedef enum tensor_dtypes {
     dtypes_uint8,
     dtypes_as_dt_proj,
     dtypes_as_a,
+    dtypes_as_dt_bias,
 } tensor_dtypes;
 
 typedef enum tensor_role {
@@ -47,7 +49,7 @@ typedef struct tensor_entry {
     bool in_selection; /* absent where the call has no selection */
 } tensor_entry;
 
-enum { most_tensors = 19 }; /* of one operation */
+enum { most_tensors = 27 }; /* of one operation */
 
 /* The tensors of one operation, in the order in which they are checked. */
 typedef struct tensor_table {

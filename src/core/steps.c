@@ -1,21 +1,28 @@
 /* Splits a fused call: fdma_attention() into score, select and forward; fdma_attention_backward()
- * into score (unless the bias is given), backward and score_backward. Without a bias the latter is
- * backward alone. */
+ * into score (unless the bias is given), backward and score_backward, or, with FDMA_BIAS_NONE,
+ * backward alone. Splits fdma_decode() without a given score into score and decode. */
 #include "core/steps.h"
 
 #include "core/error.h"
 #include "core/signatures.h"
 
-/* A [batch, kv_heads, kv_len] tensor in the workspace. */
-static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_problem *whole, fdma_dtype dtype) {
-    const int64_t count = whole->batch * whole->kv_heads * whole->kv_len;
+/* A [batch, kv_heads, len] tensor in the workspace. */
+static fdma_tensor take_key_tensor(fdma_arena *arena, const fdma_problem *whole, int64_t len,
+                                   fdma_dtype dtype) {
+    const int64_t count = whole->batch * whole->kv_heads * len;
     void *const data = fdma_arena_take(arena, (size_t)count * fdma_dtype_size(dtype));
-    return fdma_tensor_3d(data, dtype, whole->batch, whole->kv_heads, whole->kv_len);
+    return fdma_tensor_3d(data, dtype, whole->batch, whole->kv_heads, len);
 }
 
+/* A float32, of float64 calls a float64, for each new key and kv head; none for carried keys. */
 static fdma_tensor take_key_floats(fdma_arena *arena, const fdma_problem *whole) {
     const bool wide = whole->dtype == FDMA_FLOAT64;
-    return take_key_tensor(arena, whole, wide ? FDMA_FLOAT64 : FDMA_FLOAT32);
+    return take_key_tensor(arena, whole, whole->new_len, wide ? FDMA_FLOAT64 : FDMA_FLOAT32);
+}
+
+/* An int32 for each key, carried ones included. */
+static fdma_tensor take_key_ints(fdma_arena *arena, const fdma_problem *whole) {
+    return take_key_tensor(arena, whole, whole->kv_len, FDMA_INT32);
 }
 
 /* Adds the tensors that pass between the steps and that the caller did not give. */
@@ -29,9 +36,9 @@ static void add_scratch(fdma_arena *arena, fdma_problem *whole) {
     if (!forward && has_bias)
         whole->dbias = take_key_floats(arena, whole);
     if (forward && !is_present(&whole->expiry))
-        whole->expiry = take_key_tensor(arena, whole, FDMA_INT32);
+        whole->expiry = take_key_ints(arena, whole);
     if (forward && !is_present(&whole->slot))
-        whole->slot = take_key_tensor(arena, whole, FDMA_INT32);
+        whole->slot = take_key_ints(arena, whole);
 }
 
 /* Adds a step with all options of the whole call, and with those of the call's tensors that are in
@@ -55,10 +62,13 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         .deterministic = whole->deterministic,
         .accumulate = whole->accumulate,
         .made = whole->made,
+        .cache = whole->cache,
         .exec = whole->exec,
     };
     for (size_t t = 0; t < table.count; t++)
         *problem_tensor(step, &table.entries[t]) = *tensor_at(whole, table.entries[t].member);
+    if (is_attending(operation) && is_present(&whole->k_carried))
+        step->key_valid = (fdma_tensor){0}; // the selection excludes the keys that are not valid
     return fdma_settle_problem(step, check_shapes);
 }
 
@@ -82,12 +92,25 @@ static fdma_status split_fused(call_steps *steps) {
     return has_bias ? add_step(steps, &whole, operation_score_backward) : FDMA_OK;
 }
 
+/* The steps of fdma_decode() without a given score. */
+static fdma_status split_decode(call_steps *steps) {
+    fdma_problem whole = steps->problems[0];
+    fdma_arena arena = fdma_arena_of(&whole);
+    whole.score = take_key_floats(&arena, &whole);
+    fdma_set_aside(&whole.exec, &arena);
+    steps->scratch = fdma_arena_size(&arena);
+    steps->count = 0;
+    FDMA_TRY(add_step(steps, &whole, operation_score));
+    whole.dt_bias = (fdma_tensor){0}; // is in the score, which decode is now given
+    return add_step(steps, &whole, operation_decode);
+}
+
 fdma_status fdma_split_call(call_steps *steps) {
     const fdma_operation operation = steps->problems[0].operation;
     steps->count = 1;
     steps->lent = steps->problems[0].exec.workspace_size;
     steps->scratch = 0;
-    const bool fused =
-        operation == operation_attention || operation == operation_attention_backward;
-    return fused ? split_fused(steps) : FDMA_OK;
+    if (operation == operation_decode && !is_present(&steps->problems[0].score))
+        return split_decode(steps);
+    return is_fused(operation) ? split_fused(steps) : FDMA_OK;
 }

@@ -97,7 +97,7 @@ const char *fdma_refuses_before_sm90(const fdma_problem *problem) {
     return is_capable(problem, 90, INT32_MAX) ? NULL : "a device before compute capability 9.0";
 }
 
-const char *fdma_refuses_but_sm90a(const fdma_problem *problem) {
+const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem) {
     return is_capable(problem, 90, 90) ? NULL : "a device that is not of compute capability 9.0";
 }
 

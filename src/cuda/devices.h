@@ -12,7 +12,8 @@ typedef struct cuda_device {
 /* The device with this exec.device number. It must exist. */
 const cuda_device *fdma_cuda_device(int32_t device);
 
-/* `missing` of the kernels of a point: what no device of this machine has, or NULL. */
+/* The function `missing` of the kernels of a point: NULL if some device of this machine can run
+ * them, else the device that this machine lacks, in words. */
 const char *fdma_missing_sm80(void);
 const char *fdma_missing_sm90(void);  /* 9.0 and later: clusters */
 const char *fdma_missing_sm90a(void); /* 9.0 alone: wgmma */
@@ -20,7 +21,7 @@ const char *fdma_missing_sm90a(void); /* 9.0 alone: wgmma */
 /* Why the kernels of a point refuse the device of a problem, or NULL. */
 const char *fdma_refuses_before_sm80(const fdma_problem *problem);
 const char *fdma_refuses_before_sm90(const fdma_problem *problem);
-const char *fdma_refuses_but_sm90a(const fdma_problem *problem);
+const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
 
 /* In a file that is compiled once for each head_dim: the names of its kernel, such as
  * "cuda/sm80/d128", and of its table, such as fdma_cuda_sm80_d128. */

@@ -43,18 +43,19 @@ static void add_key(const fdma_problem *problem, int64_t b, int64_t i, int64_t h
     const fdma_dtype dtype = problem->dtype;
     const int64_t g = h / problem->group, dim = problem->head_dim;
     const int64_t q = offset_of(&problem->q, b, i, h), dout = offset_of(&problem->dout, b, i, h);
-    const int64_t k = offset_of(&problem->k, b, j, g), v = offset_of(&problem->v, b, j, g);
+    const key_row k = row_of_key(problem, &problem->k, &problem->k_carried, b, j, g);
+    const key_row v = row_of_key(problem, &problem->v, &problem->v_carried, b, j, g);
     const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
     const logit s = logit_of(problem, b, i, h, j);
     const real p = rounded(dtype, exp(s.value - lse));
-    const real dp = rounded(dtype, dot(&problem->dout, dout, &problem->v, v, dim));
+    const real dp = rounded(dtype, dot(&problem->dout, dout, v.tensor, v.offset, dim));
     const real ds = rounded(dtype, p * (dp - delta));
     const real dproduct = rounded(dtype, rounded(dtype, ds * s.slope) * (real)problem->scale);
     sums->dbias[j] += ds;
     for (int64_t d = 0; d < dim; d++) {
         sums->dv[j * dim + d] += p * load(&problem->dout, dout + d);
         sums->dk[j * dim + d] += dproduct * load(&problem->q, q + d);
-        sums->dq[d] += dproduct * load(&problem->k, k + d);
+        sums->dq[d] += dproduct * load(k.tensor, k.offset + d);
     }
 }
 
@@ -74,13 +75,17 @@ static void add_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h
 static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const key_gradients *sums) {
     const int64_t dim = problem->head_dim;
     for (int64_t j = 0; j < problem->kv_len; j++) {
-        const int64_t dk = offset_of(&problem->dk, b, j, g), dv = offset_of(&problem->dv, b, j, g);
+        const key_row dk = row_of_key(problem, &problem->dk, &problem->dk_carried, b, j, g);
+        const key_row dv = row_of_key(problem, &problem->dv, &problem->dv_carried, b, j, g);
         for (int64_t d = 0; d < dim; d++) {
-            put(&problem->dk, dk + d, sums->dk[j * dim + d], problem->accumulate);
-            put(&problem->dv, dv + d, sums->dv[j * dim + d], problem->accumulate);
+            put(dk.tensor, dk.offset + d, sums->dk[j * dim + d], problem->accumulate);
+            put(dv.tensor, dv.offset + d, sums->dv[j * dim + d], problem->accumulate);
         }
-        if (is_present(&problem->dbias))
-            store(&problem->dbias, offset_of(&problem->dbias, b, g, j), sums->dbias[j]);
+        if (is_present(&problem->dbias)) {
+            const key_row dbias =
+                number_of_key(problem, &problem->dbias, &problem->dbias_carried, b, g, j);
+            store(dbias.tensor, dbias.offset, sums->dbias[j]);
+        }
     }
 }
 

@@ -44,9 +44,9 @@ static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_
         if (!is_kept(problem, b, g, j, p))
             continue;
         const real probability = rounded(problem->dtype, row->weights[j] / sum);
-        const int64_t v = offset_of(&problem->v, b, j, g);
+        const key_row v = row_of_key(problem, &problem->v, &problem->v_carried, b, j, g);
         for (int64_t d = 0; d < problem->head_dim; d++)
-            row->out[d] += probability * load(&problem->v, v + d);
+            row->out[d] += probability * load(v.tensor, v.offset + d);
     }
     for (int64_t d = 0; d < problem->head_dim; d++)
         store(&problem->out, offset_of(&problem->out, b, i, h) + d, row->out[d]);

@@ -4,6 +4,7 @@
 #include "reference/reference.h"
 
 #include "reference/backward.h"
+#include "reference/decode.h"
 #include "reference/forward.h"
 #include "reference/merge.h"
 #include "reference/score.h"
@@ -27,6 +28,7 @@ static size_t no_workspace(const fdma_problem *problem) {
 #define REAL_KERNELS                                                                               \
     KERNEL(score, no_workspace, run_score), KERNEL(forward, forward_workspace, run_forward),       \
         KERNEL(backward, backward_workspace, run_backward),                                        \
+        KERNEL(decode, decode_workspace, run_decode),                                              \
         KERNEL(score_backward, score_backward_workspace, run_score_backward),                      \
         KERNEL(merge, no_workspace, run_merge),                                                    \
         KERNEL(merge_backward, no_workspace, run_merge_backward)

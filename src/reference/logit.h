@@ -3,6 +3,25 @@
 
 #include "reference/real.h"
 
+/* The row of a key in a tensor shaped as k, or its number in one shaped as bias. */
+typedef struct key_row {
+    const fdma_tensor *tensor;
+    int64_t offset;
+} key_row;
+
+static inline key_row row_of_key(const fdma_problem *problem, const fdma_tensor *own,
+                                 const fdma_tensor *carried, int64_t b, int64_t j, int64_t g) {
+    const key_storage storage = storage_of_key(problem, own, carried, j);
+    return (key_row){storage.tensor, offset_of(storage.tensor, b, storage.index, g)};
+}
+
+/* The number of key j in a tensor shaped as bias. */
+static inline key_row number_of_key(const fdma_problem *problem, const fdma_tensor *own,
+                                    const fdma_tensor *carried, int64_t b, int64_t g, int64_t j) {
+    const key_storage storage = storage_of_key(problem, own, carried, j);
+    return (key_row){storage.tensor, offset_of(storage.tensor, b, g, storage.index)};
+}
+
 typedef struct logit {
     real value;
     real slope; /* derivative of the softcap; 1 without one */
@@ -13,15 +32,19 @@ static inline logit logit_of(const fdma_problem *problem, int64_t b, int64_t i, 
     const fdma_dtype dtype = problem->dtype;
     const int64_t g = h / problem->group;
     const real scale = (real)problem->scale, cap = (real)problem->softcap;
-    const real product = dot(&problem->q, offset_of(&problem->q, b, i, h), &problem->k,
-                             offset_of(&problem->k, b, j, g), problem->head_dim);
+    const key_row k = row_of_key(problem, &problem->k, &problem->k_carried, b, j, g);
+    const real product =
+        dot(&problem->q, offset_of(&problem->q, b, i, h), k.tensor, k.offset, problem->head_dim);
     real s = rounded(dtype, rounded(dtype, product) * scale), slope = 1;
     if (cap > 0) {
         const real capped = rounded(dtype, tanh(s / cap));
         s = rounded(dtype, cap * capped);
         slope = rounded(dtype, 1 - capped * capped);
     }
-    if (is_present(&problem->bias))
-        s += load(&problem->bias, offset_of(&problem->bias, b, g, j));
+    if (is_present(&problem->bias)) {
+        const key_row bias =
+            number_of_key(problem, &problem->bias, &problem->bias_carried, b, g, j);
+        s += load(bias.tensor, bias.offset);
+    }
     return (logit){rounded(dtype, s), slope};
 }

@@ -1,4 +1,4 @@
-/* z = a * softplus(<v, dt_proj>) of each key and kv head, and its bias. */
+/* z = a * softplus(<v, dt_proj> + dt_bias) of each key and kv head, and its bias. */
 #pragma once
 
 #include "reference/real.h"
@@ -11,7 +11,7 @@ static real dt_of(const fdma_problem *problem, int64_t b, int64_t j, int64_t g) 
         for (int64_t d = 0; d < dim; d++)
             dt += load(v, offset_of(v, b, j, other) + d) *
                   load(dt_proj, g * dt_proj->stride[0] + other * dim + d);
-    return dt;
+    return is_present(&problem->dt_bias) ? dt + load(&problem->dt_bias, g) : dt;
 }
 
 /* The bias is computed from the score as rounded to the score's dtype. */

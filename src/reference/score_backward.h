@@ -7,13 +7,14 @@
 typedef struct score_gradients {
     real *ddt_proj; /* [kv_heads, kv_heads * head_dim] */
     real *da;       /* [kv_heads] */
+    real *ddt_bias; /* [kv_heads] */
     real *dv;       /* [kv_heads * head_dim] */
 } score_gradients;
 
 static score_gradients take_score_sums(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t heads = problem->kv_heads, width = heads * problem->head_dim;
     return (score_gradients){take_reals(arena, heads * width), take_reals(arena, heads),
-                             take_reals(arena, width)};
+                             take_reals(arena, heads), take_reals(arena, width)};
 }
 
 static size_t score_backward_workspace(const fdma_problem *problem) {
@@ -31,6 +32,7 @@ static void add_score(const fdma_problem *problem, int64_t b, int64_t j, int64_t
     const real dz = problem->bias_form == FDMA_BIAS_EXP ? dbias * exp(a * softplus(dt)) : dbias;
     const real ddt = rounded(problem->dtype, dz * a / (1 + exp(-dt)));
     sums->da[g] += dz * softplus(dt);
+    sums->ddt_bias[g] += ddt;
     for (int64_t c = 0; c < width; c++) {
         sums->ddt_proj[g * width + c] += ddt * load(v, offset_of(v, b, j, c / dim) + c % dim);
         sums->dv[c] += ddt * load(dt_proj, g * dt_proj->stride[0] + c);
@@ -62,12 +64,15 @@ static fdma_status run_score_backward(const fdma_problem *problem) {
     const int64_t heads = problem->kv_heads, width = heads * problem->head_dim;
     memset(sums.ddt_proj, 0, (size_t)(heads * width) * sizeof *sums.ddt_proj);
     memset(sums.da, 0, (size_t)heads * sizeof *sums.da);
+    memset(sums.ddt_bias, 0, (size_t)heads * sizeof *sums.ddt_bias);
     const int64_t batch = problem->kv_len > 0 ? problem->batch : 0; // without keys it may be huge
     for (int64_t b = 0; b < batch; b++)
         for (int64_t j = 0; j < problem->kv_len; j++)
             add_scores(problem, b, j, &sums);
     for (int64_t g = 0; g < heads; g++) {
         put(&problem->da, g, sums.da[g], problem->accumulate);
+        if (is_present(&problem->ddt_bias))
+            put(&problem->ddt_bias, g, sums.ddt_bias[g], problem->accumulate);
         for (int64_t c = 0; c < width; c++)
             put(ddt_proj, g * ddt_proj->stride[0] + c, sums.ddt_proj[g * width + c],
                 problem->accumulate);

@@ -1,7 +1,7 @@
-/* Backward: the tiles of forward, with queries in the lanes, in the order of their positions. dq of
- * a tile is complete once its keys have been visited; the sums of the keys are held in a table that
- * moves along with the tiles. So every sum has one order, whatever the number of threads. Sources:
- * arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
+/* Backward sweeps over tiles like those of forward, with queries in the lanes, in the order of
+ * their positions. dq of a tile is complete once its keys have been visited; the sums of the keys
+ * are held in a table that moves along with the tiles. So every sum has one order, whatever the
+ * number of threads. Sources: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #pragma once
 
 #include "cpu/backward/partition.h"
@@ -21,7 +21,7 @@ typedef struct backward_context {
     size_t scratch_size;
     int64_t lanes; /* of a tile */
     int64_t tiles; /* of one (b, g) */
-    int64_t tasks; /* partitions of all */
+    int64_t tasks; /* partitions of all (b, g) */
     int32_t threads;
 } backward_context;
 
@@ -32,14 +32,14 @@ typedef struct backward_scratch {
     key_blocks blocks;
 } backward_scratch;
 
-static int64_t context_rows(const backward_context *context) {
+static int64_t rows_of_key_table(const backward_context *context) {
     const bool is_partition = context->count > 1 || context->problem->any_len;
     return table_rows(context->problem, context->lanes, is_partition);
 }
 
 static backward_scratch take_backward_scratch(fdma_arena *arena, const backward_context *context) {
     const fdma_problem *const problem = context->problem;
-    const int64_t rows = context_rows(context);
+    const int64_t rows = rows_of_key_table(context);
     backward_scratch scratch;
     scratch.tile = take_backward_tile(arena, problem, context->lanes);
     scratch.table = take_key_table(arena, problem, rows);
@@ -94,10 +94,11 @@ static void sweep_tile(const fdma_problem *problem, const row_range *rows,
     write_dq(problem, rows, tile);
 }
 
-/* Sweeps over the tiles of one partition of a (b, g), in the order of positions. `one` is what it
- * leaves behind; NULL: the partition is the whole (b, g). */
+/* Sweeps over the tiles of one partition of a (b, g), in the order of positions. `head` is
+ * b * kv_heads + g. `left` receives what the sweep leaves behind; it is NULL if the partition is
+ * the whole (b, g), which leaves nothing. */
 static void sweep_tiles(const backward_context *backward, backward_scratch *scratch, int64_t head,
-                        int64_t index, backward_partition *one) {
+                        int64_t index, backward_partition *left) {
     const fdma_problem *const problem = backward->problem;
     const int64_t tiles = backward->tiles, lanes = backward->lanes;
     const int64_t begin = tiles * index / backward->count;
@@ -107,28 +108,29 @@ static void sweep_tiles(const backward_context *backward, backward_scratch *scra
     begin_table(&scratch->table);
     for (int64_t n = begin; n < end; n++) {
         rows = rows_of_tile(problem, head, lanes, n);
-        if (one != NULL && n == begin)
-            begin_partition(problem, &rows, &scratch->table, one);
+        if (left != NULL && n == begin)
+            begin_partition(problem, &rows, &scratch->table, left);
         sweep_tile(problem, &rows, scratch);
     }
     if (end < tiles) {
         rows = rows_of_tile(problem, head, lanes, end);
-        end_partition(problem, &rows, &scratch->table, one);
+        end_partition(problem, &rows, &scratch->table, left);
         return;
     }
     end_table(problem, &rows, &scratch->table);
-    if (one != NULL)
-        one->count->outliving = 0;
+    if (left != NULL)
+        left->count->outliving = 0;
 }
 
 static backward_partition partition_at(const backward_context *backward, int64_t head,
                                        int64_t index) {
     const size_t before = (size_t)(head * backward->count + index);
     fdma_arena arena = {.base = backward->partitions + before * backward->partition_size};
-    return take_partition(&arena, backward->problem, context_rows(backward));
+    return take_partition(&arena, backward->problem, rows_of_key_table(backward));
 }
 
-/* Sweeps over one partition of one (b, g). The last ones, which visit the most keys, come first. */
+/* Sweeps over one partition of one (b, g). Tasks begin with the last partition of each (b, g),
+ * because in dense causal attention it visits the most keys. */
 static void sweep_partition(const void *context, int64_t task, int32_t thread) {
     const backward_context *const backward = context;
     const fdma_problem *const problem = backward->problem;
@@ -153,7 +155,7 @@ static void join_partitions(const void *context, int64_t head, int32_t thread) {
     const uint32_t modes = flush_subnormals();
     fdma_arena none = {0};
     const row_range rows = rows_of_head(problem, head);
-    const key_table table = take_key_table(&none, problem, context_rows(backward));
+    const key_table table = take_key_table(&none, problem, rows_of_key_table(backward));
     (void)thread;
     for (int64_t n = 1; n < backward->count; n++) {
         const backward_partition from = partition_at(backward, head, n - 1),
@@ -172,16 +174,16 @@ static size_t plan_backward(const fdma_problem *problem, backward_context *conte
     context->count = count_partitions(problem, context->lanes);
     context->tasks = problem->batch * problem->kv_heads * context->count;
     context->threads = threads_for(problem, context->tasks, 2 * forward_microseconds(problem));
-    fdma_arena one = {0}, left_behind = {0}, arena = fdma_arena_of(problem);
-    take_backward_scratch(&one, context);
-    take_partition(&left_behind, problem, context_rows(context));
+    fdma_arena thread_scratch = {0}, left_behind = {0}, arena = fdma_arena_of(problem);
+    take_backward_scratch(&thread_scratch, context);
+    take_partition(&left_behind, problem, rows_of_key_table(context));
     const int64_t partitions = problem->any_len     ? most_partitions(problem, context->lanes)
                                : context->count > 1 ? context->tasks
                                                     : 0;
     context->partition_size = left_behind.used;
     context->partitions = fdma_arena_take(&arena, left_behind.used * (size_t)partitions);
-    context->scratch_size = one.used;
-    context->scratch = fdma_arena_take(&arena, one.used * (size_t)context->threads);
+    context->scratch_size = thread_scratch.used;
+    context->scratch = fdma_arena_take(&arena, thread_scratch.used * (size_t)context->threads);
     return fdma_arena_size(&arena);
 }
 

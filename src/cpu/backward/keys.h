@@ -63,16 +63,24 @@ static void begin_table(key_table *table) {
 
 static void write_dbias(const fdma_problem *problem, const row_range *rows, int64_t j, float sum) {
     if (is_present(&problem->dbias))
-        *float_at(&problem->dbias, rows->b, rows->g, j) = sum;
+        *key_float(problem, &problem->dbias, &problem->dbias_carried, rows->b, rows->g, j) = sum;
+}
+
+static void *dk_row(const fdma_problem *problem, const row_range *rows, int64_t j) {
+    return key_row(problem, &problem->dk, &problem->dk_carried, rows->b, j, rows->g);
+}
+
+static void *dv_row(const fdma_problem *problem, const row_range *rows, int64_t j) {
+    return key_row(problem, &problem->dv, &problem->dv_carried, rows->b, j, rows->g);
 }
 
 /* Writes the gradients of a key that no later query keeps. */
 static void write_sums(const fdma_problem *problem, const row_range *rows, const key_table *table,
                        int64_t j, const float *sums) {
-    const fdma_tensor *const dk = &problem->dk, *const dv = &problem->dv;
+    void *const dk = dk_row(problem, rows, j), *const dv = dv_row(problem, rows, j);
     const bool add = problem->accumulate;
-    write_row(problem, head_row(dk, rows->b, j, rows->g), sums, (float)problem->scale, add);
-    write_row(problem, head_row(dv, rows->b, j, rows->g), sums + table->width, 1, add);
+    write_row(problem, dk, sums, (float)problem->scale, add);
+    write_row(problem, dv, sums + table->width, 1, add);
     write_dbias(problem, rows, j, vf_sum(vf_load(sums + 2 * table->width)));
 }
 
@@ -84,11 +92,12 @@ static void write_key(const fdma_problem *problem, const row_range *rows, const 
 
 /* Writes the gradients, 0, of a key that no query keeps. */
 static void write_zeros(const fdma_problem *problem, const row_range *rows, int64_t j) {
-    const fdma_tensor *const tensors[] = {&problem->dk, &problem->dv};
     const size_t bytes = (size_t)problem->head_dim * fdma_dtype_size(problem->dtype);
     write_dbias(problem, rows, j, 0);
-    for (int n = 0; n < 2 && !problem->accumulate; n++)
-        memset(head_row(tensors[n], rows->b, j, rows->g), 0, bytes);
+    if (problem->accumulate)
+        return;
+    memset(dk_row(problem, rows, j), 0, bytes);
+    memset(dv_row(problem, rows, j), 0, bytes);
 }
 
 /* Writes the gradients of the keys that no query at `position` or later keeps, and frees their

@@ -202,20 +202,34 @@ static void mark_lanes(const fdma_problem *problem, const row_range *rows, key_l
     }
 }
 
-/* The addresses of the rows of some keys in k or v. */
-static void find_rows(const fdma_tensor *tensor, int64_t b, int64_t g, const int32_t *key,
+/* The addresses of the rows of some keys in k or v. `carried` may be absent. */
+static void find_rows(const fdma_problem *problem, const fdma_tensor *own,
+                      const fdma_tensor *carried, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, const void **sources) {
-    const int64_t step = tensor->stride[1] * (int64_t)fdma_dtype_size(tensor->dtype);
-    const uint8_t *const data = head_row(tensor, b, 0, g);
+    const int64_t step = own->stride[1] * (int64_t)fdma_dtype_size(own->dtype);
+    const uint8_t *const data = problem->new_len > 0 ? head_row(own, b, 0, g) : NULL;
+    const int64_t carried_len = problem->carried_len;
     for (int32_t n = 0; n < count; n++)
-        sources[n] = data + key[n] * step;
+        sources[n] = key[n] < carried_len ? head_row(carried, b, key[n], g)
+                                          : data + (key[n] - carried_len) * step;
+}
+
+static void find_k(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
+                   int32_t count, const void **sources) {
+    find_rows(problem, &problem->k, &problem->k_carried, b, g, key, count, sources);
+}
+
+static void find_v(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
+                   int32_t count, const void **sources) {
+    find_rows(problem, &problem->v, &problem->v_carried, b, g, key, count, sources);
 }
 
 /* The bias of some keys, 0 where there is none. */
-static void find_bias(const fdma_tensor *bias, int64_t b, int64_t g, const int32_t *key,
+static void find_bias(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, float *to) {
+    const fdma_tensor *const own = &problem->bias, *const carried = &problem->bias_carried;
     for (int32_t n = 0; n < count; n++)
-        to[n] = is_present(bias) ? *float_at(bias, b, g, key[n]) : 0;
+        to[n] = is_present(own) ? *key_float(problem, own, carried, b, g, key[n]) : 0;
 }
 
 /* Prefetches into the L2 cache one cache line of each row, if a line begins at this byte. */
@@ -234,9 +248,9 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
     list->count = next_keys(cursor, list->key);
     list->word_size = (int32_t)fdma_dtype_size(problem->dtype) * terms;
     mark_lanes(problem, rows, list);
-    find_rows(&problem->k, rows->b, rows->g, list->key, list->count, list->k_source);
-    find_rows(&problem->v, rows->b, rows->g, list->key, list->count, list->v_source);
-    find_bias(&problem->bias, rows->b, rows->g, list->key, list->count, list->bias);
+    find_k(problem, rows->b, rows->g, list->key, list->count, list->k_source);
+    find_v(problem, rows->b, rows->g, list->key, list->count, list->v_source);
+    find_bias(problem, rows->b, rows->g, list->key, list->count, list->bias);
     for (int32_t n = list->count; n < key_block; n++) {
         list->masked[n / group_keys] = true;
         list->k_source[n] = list->v_source[n] = tile->zeros;

@@ -36,6 +36,25 @@ static inline void *head_row(const fdma_tensor *tensor, int64_t b, int64_t n, in
     return row_at(tensor, offset_of(tensor, b, n, head));
 }
 
+/* The channels of key j, a carried one or one of the call, in a tensor shaped as k. */
+static inline void *key_row(const fdma_problem *problem, const fdma_tensor *own,
+                            const fdma_tensor *carried, int64_t b, int64_t j, int64_t g) {
+    const key_storage storage = storage_of_key(problem, own, carried, j);
+    return head_row(storage.tensor, b, storage.index, g);
+}
+
+/* The number of key j in a tensor shaped as bias. */
+static inline float *key_float(const fdma_problem *problem, const fdma_tensor *own,
+                               const fdma_tensor *carried, int64_t b, int64_t g, int64_t j) {
+    const key_storage storage = storage_of_key(problem, own, carried, j);
+    return float_at(storage.tensor, b, g, storage.index);
+}
+
+/* dt_bias of a kv head, 0 where the call has none. */
+static inline float dt_bias_of(const fdma_problem *problem, int64_t g) {
+    return is_present(&problem->dt_bias) ? (float)fdma_load(&problem->dt_bias, g) : 0;
+}
+
 /* key_valid of sequence b, or NULL. */
 static inline const uint8_t *valid_keys(const fdma_problem *problem, int64_t b) {
     const fdma_tensor *const valid = &problem->key_valid;

@@ -155,7 +155,7 @@ static void list_decode_keys(decode_task *task, decode_block *keys) {
         keys->key[n] = keys->key[keys->count - 1];
     keys->expiry = task->cursor[keys->head].expiry;
     keys->masked = is_masked(&task->cursor[keys->head], keys);
-    find_rows(&problem->k, task->b, g, keys->key, decode_keys, keys->k);
-    find_rows(&problem->v, task->b, g, keys->key, decode_keys, keys->v);
-    find_bias(&problem->bias, task->b, g, keys->key, decode_keys, keys->bias);
+    find_k(problem, task->b, g, keys->key, decode_keys, keys->k);
+    find_v(problem, task->b, g, keys->key, decode_keys, keys->v);
+    find_bias(problem, task->b, g, keys->key, decode_keys, keys->bias);
 }

@@ -19,6 +19,7 @@
         CPU_KERNEL(NAME, select, MISSING, fdma_refuses_wide, select),                              \
         CPU_KERNEL(NAME, lists, MISSING, fdma_refuses_wide, lists),                                \
         CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES, decode),                             \
+        CPU_KERNEL(NAME, decode, MISSING, fdma_refuses_wide, cached),                              \
         CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
         CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
         CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge)

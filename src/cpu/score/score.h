@@ -1,4 +1,4 @@
-/* Score: z = a * softplus(<v, dt_proj>) of each key and kv head.
+/* Score: z = a * softplus(<v, dt_proj> + dt_bias) of each key and kv head.
  *
  * The value states of a key, of all kv heads side by side, are multiplied with dt_proj a slab of
  * channels at a time, so that v is read from memory once and the slab's weights stay in the L1
@@ -33,6 +33,7 @@ typedef struct score_context {
     int32_t threads;
     float *projection; /* [slabs][heads][width]: dt_proj, padded with zeros */
     float *a;          /* [kv_heads] */
+    float *dt_bias;    /* [kv_heads], zeros where the call has none */
     float *scratch;    /* [threads][scratch_size] */
     int64_t scratch_size;
 } score_context;
@@ -169,7 +170,7 @@ static void find_keys(const score_context *score, int64_t b, int64_t j, int64_t 
     }
 }
 
-/* dt of batch_keys keys from j on, of which those from `end` on do not exist. */
+/* dt, less dt_bias, of batch_keys keys from j on, of which those from `end` on do not exist. */
 static void dot_batch(const score_context *score, const score_scratch *scratch, int64_t b,
                       int64_t j, int64_t end, float *dots) {
     const uint8_t *keys[batch_keys + dot_keys];
@@ -189,13 +190,15 @@ static void dot_batch(const score_context *score, const score_scratch *scratch, 
     }
 }
 
-/* Writes scores and biases of `count` keys of one head from their dt, which is overwritten. */
+/* Writes scores and biases of `count` keys of one head from `dots`, which are overwritten. */
 static void write_scores(const score_context *score, int64_t b, int64_t g, int64_t j, int64_t count,
                          float *dots) {
     const fdma_problem *const problem = score->problem;
     const size_t bytes = (size_t)count * sizeof(float);
-    for (int64_t x = 0; x < count; x += vf_width)
-        vf_store(dots + x, vf_mul(vf_set(score->a[g]), softplus_of(vf_load(dots + x))));
+    for (int64_t x = 0; x < count; x += vf_width) {
+        const vf dt = vf_add(vf_load(dots + x), vf_set(score->dt_bias[g]));
+        vf_store(dots + x, vf_mul(vf_set(score->a[g]), softplus_of(dt)));
+    }
     for (int64_t x = 0; x < count && is_present(&problem->key_valid); x++)
         if (!is_valid_key(problem, b, j + x))
             dots[x] = -INFINITY;
@@ -219,15 +222,17 @@ static void score_task(const void *context, int64_t index, int32_t thread) {
         write_scores(score, b, g, first, count, scratch.dots + g * task_keys);
 }
 
-/* Packs dt_proj and a of one head; heads beyond kv_heads have weights of 0. */
+/* Packs dt_proj, a and dt_bias of one head; heads beyond kv_heads have weights of 0. */
 static void pack_head(const void *context, int64_t g, int32_t thread) {
     const score_context *const score = context;
     const fdma_problem *const problem = score->problem;
     const fdma_tensor *const from = &problem->dt_proj;
     const bool is_head = g < problem->kv_heads;
     (void)thread;
-    if (is_head)
+    if (is_head) {
         score->a[g] = (float)fdma_load(&problem->a, g);
+        score->dt_bias[g] = dt_bias_of(problem, g);
+    }
     for (int64_t slab = 0; slab < score->slabs; slab++) {
         const int64_t first = slab * score->slab_heads * problem->head_dim;
         float *const to = score->projection + (slab * score->heads + g) * score->width;
@@ -263,6 +268,7 @@ static size_t plan_score(const fdma_problem *problem, score_context *context) {
                                            bytes / score_bytes),
         .projection = take_floats(&arena, slabs * heads * width),
         .a = take_floats(&arena, heads),
+        .dt_bias = take_floats(&arena, heads),
         .scratch_size = dot_keys * width + heads * batch_keys * vf_width + heads * task_keys,
     };
     context->scratch = take_floats(&arena, context->threads * context->scratch_size);

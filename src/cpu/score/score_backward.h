@@ -1,4 +1,4 @@
-/* The gradients of scores: in v for each key, in dt_proj and a summed over all keys.
+/* The gradients of scores: in v for each key, in dt_proj, a and dt_bias summed over all keys.
  *
  * A few keys at a time share each load of the weights and of the weights' gradients. Keys are cut
  * into ranges, which depend on kv_len alone; the sums of the ranges are added in their order, so
@@ -25,11 +25,13 @@ typedef struct gradient_context {
                        4 KB apart, loads from one would wait for stores to another */
     int64_t range_keys, ranges; /* of every sequence */
     int32_t threads;
-    float *weights; /* [kv_heads][width]: dt_proj, padded with zeros */
-    float *a;       /* [kv_heads] */
-    float *sums;    /* [ranges][kv_heads][width]: ddt_proj of each range */
-    double *da;     /* [ranges][kv_heads] */
-    float *scratch; /* [threads][scratch_size] */
+    float *weights;   /* [kv_heads][width]: dt_proj, padded with zeros */
+    float *a;         /* [kv_heads] */
+    float *dt_bias;   /* [kv_heads], zeros where the call has none */
+    float *sums;      /* [ranges][kv_heads][width]: ddt_proj of each range */
+    double *da;       /* [ranges][kv_heads] */
+    double *ddt_bias; /* [ranges][kv_heads] */
+    float *scratch;   /* [threads][scratch_size] */
     int64_t scratch_size;
 } gradient_context;
 
@@ -39,14 +41,15 @@ typedef struct gradient_batch {
     int64_t b;
     int count;
     int64_t key[gradient_keys];
-    float *v;    /* [gradient_keys][width] */
-    float *dv;   /* [gradient_keys][width] */
-    float *sums; /* [kv_heads][width], of the range */
-    double *da;  /* [kv_heads] */
+    float *v;         /* [gradient_keys][width] */
+    float *dv;        /* [gradient_keys][width] */
+    float *sums;      /* [kv_heads][width], of the range */
+    double *da;       /* [kv_heads] */
+    double *ddt_bias; /* [kv_heads] */
 } gradient_batch;
 
-/* dt of `keys` keys, whose v is [keys][width]. It is computed in double precision because da adds
- * up softplus(dt) of all keys to a single number. */
+/* dt, less dt_bias, of `keys` keys, whose v is [keys][width]. It is computed in double precision
+ * because da adds up softplus(dt) of all keys to a single number. */
 INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weights, int64_t row,
                     int keys) {
     enum { sums = 8 }; // rows are multiples of 8 channels
@@ -65,8 +68,8 @@ INLINE void find_dt(double *dt, const float *v, int64_t width, const float *weig
     }
 }
 
-/* The gradient of dt. Adds that of a to its sum, in double precision, because rounding errors of
- * all keys would add up in it. */
+/* The gradient of dt. Adds it and that of a to their sums, in double precision, because rounding
+ * errors of all keys would add up in them. */
 static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, float dbias) {
     const gradient_context *const context = batch->context;
     const double a = (double)context->a[g], power = exp(-fabs(dt));
@@ -74,7 +77,9 @@ static float gradient_of_dt(const gradient_batch *batch, int64_t g, double dt, f
     const bool is_exp = context->problem->bias_form == FDMA_BIAS_EXP;
     const double dz = is_exp ? (double)dbias * exp(a * softplus) : (double)dbias;
     batch->da[g] += dz * softplus;
-    return (float)(dz * a * (dt < 0 ? power : 1) / (1 + power));
+    const double ddt = dz * a * (dt < 0 ? power : 1) / (1 + power);
+    batch->ddt_bias[g] += ddt;
+    return (float)ddt;
 }
 
 /* Adds what `keys` keys of the batch, from `first` on, give to dv and ddt_proj through head g. */
@@ -103,12 +108,13 @@ INLINE void add_head(const gradient_batch *batch, int64_t g, int first, int keys
 INLINE void differentiate_head(const gradient_batch *batch, int64_t g, int first, int keys,
                                const float *dbias) {
     const int64_t width = batch->context->width;
+    const double dt_bias = (double)batch->context->dt_bias[g];
     double dt[gradient_keys];
     float ddt[gradient_keys];
     find_dt(dt, batch->v + first * width, width, batch->context->weights + g * width,
             batch->context->row, keys);
     for (int key = 0; key < keys; key++)
-        ddt[key] = gradient_of_dt(batch, g, dt[key], dbias[first + key]);
+        ddt[key] = gradient_of_dt(batch, g, dt[key] + dt_bias, dbias[first + key]);
     add_head(batch, g, first, keys, ddt);
 }
 
@@ -180,10 +186,12 @@ static void add_range(const void *data, int64_t index, int32_t thread) {
         .v = context->scratch + thread * context->scratch_size,
         .sums = context->sums + index * size,
         .da = context->da + index * problem->kv_heads,
+        .ddt_bias = context->ddt_bias + index * problem->kv_heads,
     };
     batch.dv = batch.v + gradient_keys * context->width;
     memset(batch.sums, 0, sizeof(float) * (size_t)size);
     memset(batch.da, 0, sizeof(double) * (size_t)problem->kv_heads);
+    memset(batch.ddt_bias, 0, sizeof(double) * (size_t)problem->kv_heads);
     for (batch.b = 0; batch.b < problem->batch; batch.b++) {
         for (int64_t j = first; j < end; j++) {
             if (!has_gradient(problem, batch.b, j))
@@ -196,13 +204,14 @@ static void add_range(const void *data, int64_t index, int32_t thread) {
     }
 }
 
-/* Packs dt_proj and a of one head. */
+/* Packs dt_proj, a and dt_bias of one head. */
 static void pack_weights(const void *data, int64_t g, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_tensor *const from = &context->problem->dt_proj;
     float *const to = context->weights + g * context->width;
     (void)thread;
     context->a[g] = (float)fdma_load(&context->problem->a, g);
+    context->dt_bias[g] = dt_bias_of(context->problem, g);
     memset(to, 0, sizeof(float) * (size_t)context->width);
     load_row(to, row_at(from, g * from->stride[0]), from->dtype, context->row);
 }
@@ -213,17 +222,24 @@ static void put_gradient(const fdma_problem *problem, const fdma_tensor *tensor,
     fdma_store(tensor, at, problem->accumulate ? fdma_load(tensor, at) + sum : sum);
 }
 
+/* The sum over all ranges of a number of one head, from [ranges][kv_heads]. */
+static double sum_ranges(const gradient_context *context, const double *of_range, int64_t g) {
+    double sum = 0;
+    for (int64_t range = 0; range < context->ranges; range++)
+        sum += of_range[range * context->problem->kv_heads + g];
+    return sum;
+}
+
 /* Adds the sums of all ranges for the weights of one head. */
 static void write_weight_gradients(const void *data, int64_t g, int32_t thread) {
     const gradient_context *const context = data;
     const fdma_problem *const problem = context->problem;
     const fdma_tensor *const ddt_proj = &problem->ddt_proj;
     const int64_t heads = problem->kv_heads, size = heads * context->width;
-    double da = 0;
     (void)thread;
-    for (int64_t range = 0; range < context->ranges; range++)
-        da += context->da[range * heads + g];
-    put_gradient(problem, &problem->da, g, da);
+    put_gradient(problem, &problem->da, g, sum_ranges(context, context->da, g));
+    if (is_present(&problem->ddt_bias))
+        put_gradient(problem, &problem->ddt_bias, g, sum_ranges(context, context->ddt_bias, g));
     for (int64_t c = 0; c < context->row; c++) {
         double sum = 0;
         for (int64_t range = 0; range < context->ranges; range++)
@@ -258,8 +274,10 @@ static size_t plan_gradients(const fdma_problem *problem, gradient_context *cont
     context->scratch_size = 2 * gradient_keys * context->width;
     context->weights = take_floats(&arena, size);
     context->a = take_floats(&arena, heads);
+    context->dt_bias = take_floats(&arena, heads);
     context->sums = take_floats(&arena, context->ranges * size);
     context->da = fdma_arena_take(&arena, (size_t)(context->ranges * heads) * sizeof(double));
+    context->ddt_bias = fdma_arena_take(&arena, (size_t)(context->ranges * heads) * sizeof(double));
     context->scratch = take_floats(&arena, context->threads * context->scratch_size);
     return fdma_arena_size(&arena);
 }

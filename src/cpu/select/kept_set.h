@@ -11,8 +11,8 @@
 
 #include "core/integers.h"
 #include "core/kernel.h"
+#include "cpu/common/order.h"
 #include "cpu/common/vectors.h"
-#include "cpu/select/order.h"
 
 /* Consecutive keys of one (b, g). */
 typedef struct key_range {

@@ -1,5 +1,5 @@
 /* fdma_score() on any device from compute capability 8.0: v times dt_proj on the tensor cores,
- * reading v once, then softplus and the coefficient.
+ * reading v once, then dt_bias, softplus and the coefficient.
  *
  * A warp takes 16 keys and up to 64 kv heads at a time. Its keys go through a ring of its own in
  * shared memory, which it fills ahead across tiles, so that warps do not wait for one another. The
@@ -77,11 +77,11 @@ __device__ static __noinline__ float dot_sequentially(const score_params &params
     return sum;
 }
 
-/* What the epilogue of a tile needs, loaded ahead: the coefficients of heads lane and 32 + lane of
- * a block, and whether keys lane / 4 and 8 + lane / 4 of the tile are valid. */
+/* What the epilogue of a tile needs, loaded ahead: a and dt_bias of heads lane and 32 + lane of a
+ * block, and whether keys lane / 4 and 8 + lane / 4 of the tile are valid. */
 template <typename config> struct epilogue_inputs {
     static constexpr int head_groups = (config::heads + 31) / 32;
-    float a[head_groups];
+    float a[head_groups], dt_bias[head_groups];
     bool valid[2];
 };
 
@@ -94,9 +94,10 @@ __device__ static void load_epilogue_inputs(epilogue_inputs<config> &inputs,
 #pragma unroll
     for (int i = 0; i < inputs.head_groups; i++) {
         const int g = min(head + i * 32 + lane, params.kv_heads - 1);
-        inputs.a[i] = params.a == NULL ? 1
-                      : params.wide_a  ? ((const float *)params.a)[g]
-                                       : to_float(((const element *)params.a)[g]);
+        inputs.a[i] = params.a != NULL ? load_of_head<element>(params.a, params.wide_a, g) : 1;
+        inputs.dt_bias[i] = params.dt_bias != NULL
+                                ? load_of_head<element>(params.dt_bias, params.wide_dt_bias, g)
+                                : 0;
     }
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -106,13 +107,14 @@ __device__ static void load_epilogue_inputs(epilogue_inputs<config> &inputs,
 
 template <typename T>
 __device__ static void write_score(const score_params &params, int64_t b, int64_t j, int g,
-                                   float sum, float a, bool valid) {
+                                   float sum, float a, float dt_bias, bool valid) {
     if (j >= params.kv_len || g >= params.kv_heads)
         return;
     float dot = params.scales != NULL ? sum * params.scales[g] : sum;
     if (isnan(dot) && params.limbs > 1 && valid)
         dot = dot_sequentially<T>(params, b, j, g);
-    const float z = params.a == NULL ? dot : valid ? a * softplus(dot) : -INFINITY;
+    const float dt = dot + dt_bias;
+    const float z = params.a == NULL ? dt : valid ? a * softplus(dt) : -INFINITY;
     if (params.score.data != NULL)
         params.score.at(b, g)[j] = z;
     if (params.bias.data != NULL)
@@ -130,15 +132,16 @@ __device__ static void write_scores(float (&sums)[config::head_tiles][4],
     const int64_t j = tile.j + lane / 4;
 #pragma unroll 1
     for (int n = 0; n < config::heads && head + n < params.kv_heads; n += mma_heads) {
-        const float a_of_lane = n < 32 ? inputs.a[0] : inputs.a[inputs.head_groups - 1];
+        const int group = n < 32 ? 0 : inputs.head_groups - 1;
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int g = n + lane % 4 * 2 + odd;
-            const float a = __shfl_sync(~0u, a_of_lane, g % 32);
+            const float a = __shfl_sync(~0u, inputs.a[group], g % 32);
+            const float dt_bias = __shfl_sync(~0u, inputs.dt_bias[group], g % 32);
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 write_score<typename config::element>(params, tile.b, j + half * 8, head + g,
-                                                      sums[0][half * 2 + odd], a,
+                                                      sums[0][half * 2 + odd], a, dt_bias,
                                                       inputs.valid[half]);
         }
 #pragma unroll
@@ -252,6 +255,7 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.v = view_of(&problem->v);
     params.dt_proj = dt_proj->data;
     params.a = problem->a.data;
+    params.dt_bias = problem->dt_bias.data;
     params.dt_row = dt_proj->stride[0];
     params.key_valid = (const uint8_t *)problem->key_valid.data;
     params.valid_batch = problem->key_valid.stride[0];
@@ -265,6 +269,7 @@ static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
     params.bias_form = problem->bias_form;
     params.wide_dt_proj = dt_proj->dtype == FDMA_FLOAT32;
     params.wide_a = problem->a.dtype == FDMA_FLOAT32;
+    params.wide_dt_bias = problem->dt_bias.dtype == FDMA_FLOAT32;
     params.is_aligned = is_aligned(params.v);
     params.limbs = params.wide_dt_proj ? 3 : 1;
     params.weights = dt_proj->data;

@@ -4,12 +4,14 @@
 #pragma once
 
 #include "core/integers.h"
+#include "cuda/device/element.cuh"
 #include "cuda/device/head_view.cuh"
 #include "cuda/device/vec.cuh"
 
 struct score_params {
     head_view v;
-    const void *dt_proj, *a; // a NULL: scores are the bare products
+    const void *dt_proj, *a; // a NULL: scores are dt
+    const void *dt_bias;     // NULL: 0
     int64_t dt_row;
     const uint8_t *key_valid;
     int64_t valid_batch;
@@ -26,15 +28,20 @@ struct score_params {
     int32_t stages;                    // of a warp's ring
     bool is_resident;                  // one panel stays in shared memory; otherwise two alternate
     fdma_bias_form bias_form;
-    bool wide_dt_proj, wide_a; // are float32, not v's type
-    bool is_aligned;           // v may be loaded 16 bytes at a time
+    bool wide_dt_proj, wide_a, wide_dt_bias; // are float32, not v's type
+    bool is_aligned;                         // v may be loaded 16 bytes at a time
 };
+
+/* A number of kv head g, in float32 or in v's type. */
+template <typename T> __device__ static float load_of_head(const void *from, bool is_wide, int g) {
+    return is_wide ? ((const float *)from)[g] : to_float(((const T *)from)[g]);
+}
 
 __device__ static float softplus(float x) {
     return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
 }
 
-/* Plans and runs the products of v and dt_proj alone, for score_backward. params.score then is
+/* Plans and runs dt alone, for score_backward. params.score, which then has it, is
  * [batch][kv_heads][kv_len] in the arena; it and params.weights remain valid afterwards. */
 score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena);
 fdma_status fdma_cuda_run_products(const fdma_problem *problem, const score_params &params);

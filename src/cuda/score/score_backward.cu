@@ -1,8 +1,8 @@
-/* fdma_score_backward() on any device from compute capability 8.0: from dbias to dv, ddt_proj and
- * da. Where dbias is 0, v contributes nothing, even if it is NaN.
+/* fdma_score_backward() on any device from compute capability 8.0: from dbias to dv, ddt_proj, da
+ * and ddt_bias. Where dbias is 0, v contributes nothing, even if it is NaN.
  *
- *   fdma_cuda_run_products()  computes dt again, the products that fdma_score() begins with
- *   find_gradients()          makes ddt of them, and what each round of keys adds to da
+ *   fdma_cuda_run_products()  computes dt again, as fdma_score() does
+ *   find_gradients()          makes ddt of it, and what each round of keys adds to da and ddt_bias
  *   add_keys()                takes a split of a sequence's keys, and reads v and dv once for every
  *                             32 kv heads: adds to dv, and sums what the split adds to ddt_proj
  *   finish_sums()             adds the sums of rounds and splits, in order
@@ -218,8 +218,27 @@ __device__ static float sum_slice(const float *from, int64_t count, int64_t stri
     return sum;
 }
 
-/* Writes the gradients of dt_proj and a for kv head blockIdx.y. Each column of threads takes a
- * channel of dt_proj; the last thread block takes a. */
+/* Writes the sum over all rounds of a number of kv head blockIdx.y. */
+template <typename element>
+__device__ static void put_rounds(const gradient_params &params, const float *sums, void *to,
+                                  bool wide) {
+    const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
+    const int slice = threadIdx.y * finish_columns + threadIdx.x;
+    float sum = sum_columns(
+        sum_slice(sums + blockIdx.y, rounds, params.kv_heads, slice, finish_columns * finish_rows));
+    if (threadIdx.y == 0)
+        sum = sum_lanes(sum);
+    if (slice == 0)
+        put_sum<element>(to, blockIdx.y, sum, wide, params.accumulate);
+}
+
+/* Thread blocks whose columns are channels of dt_proj. */
+__host__ __device__ static int32_t count_column_blocks(const gradient_params &params) {
+    return (int32_t)divide_up(params.channels, finish_columns);
+}
+
+/* Writes the gradients of dt_proj, a and dt_bias for kv head blockIdx.y. Each column of threads
+ * takes a channel of dt_proj; a thread block after these takes a, and one more dt_bias. */
 template <typename element>
 static __global__ void __launch_bounds__(finish_columns *finish_rows)
     finish_sums(const __grid_constant__ gradient_params params) {
@@ -227,17 +246,13 @@ static __global__ void __launch_bounds__(finish_columns *finish_rows)
     const int32_t g = blockIdx.y, c = blockIdx.x * finish_columns + threadIdx.x;
     griddepcontrol_wait(); // for add_keys()
     griddepcontrol_launch_dependents();
-    if (blockIdx.x + 1 == gridDim.x) {
-        const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
-        const int slice = threadIdx.y * finish_columns + threadIdx.x;
-        float sum = sum_columns(sum_slice(params.a_sums + g, rounds, params.kv_heads, slice,
-                                          finish_columns * finish_rows));
-        if (threadIdx.y == 0)
-            sum = sum_lanes(sum);
-        if (slice == 0)
-            put_sum<element>(params.da, g, sum, score.wide_a, params.accumulate);
+    const int32_t after = (int32_t)blockIdx.x - count_column_blocks(params);
+    if (after == 0)
+        put_rounds<element>(params, params.a_sums, params.da, score.wide_a);
+    else if (after == 1)
+        put_rounds<element>(params, params.dt_bias_sums, params.ddt_bias, score.wide_dt_bias);
+    if (after >= 0)
         return;
-    }
     const float *const from = params.dt_sums + (int64_t)g * params.channels + c;
     const int64_t splits = (int64_t)params.batch * params.splits;
     const float sum = sum_columns(
@@ -285,6 +300,7 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     params.ddt_proj = problem->ddt_proj.data;
     params.ddt_row = problem->ddt_proj.stride[0];
     params.da = problem->da.data;
+    params.ddt_bias = problem->ddt_bias.data;
     params.key_valid = (const uint8_t *)problem->key_valid.data;
     params.valid_batch = problem->key_valid.stride[0];
     params.kv_len = (int32_t)problem->kv_len;
@@ -304,6 +320,8 @@ static gradient_params plan_gradients(const fdma_problem *problem, fdma_arena *a
     params.dt_sums = take<float>(arena, splits * params.channels);
     const int64_t rounds = (int64_t)params.batch * (params.tiles / round_tiles);
     params.a_sums = take<float>(arena, rounds * params.kv_heads);
+    if (is_present(&problem->ddt_bias))
+        params.dt_bias_sums = take<float>(arena, rounds * params.kv_heads);
     return params;
 }
 
@@ -339,8 +357,8 @@ static fdma_status launch_gradients(const fdma_problem *problem, const gradient_
 template <typename element>
 static fdma_status launch_finish(const fdma_problem *problem, const gradient_params &params,
                                  launch_start start) {
-    const dim3 grid((unsigned)divide_up(params.channels, finish_columns) + 1,
-                    (unsigned)params.kv_heads);
+    const int32_t blocks = count_column_blocks(params) + (params.ddt_bias != NULL ? 2 : 1);
+    const dim3 grid((unsigned)blocks, (unsigned)params.kv_heads);
     return launch("score_backward", finish_sums<element>,
                   {grid, dim3(finish_columns, finish_rows), 0, start}, problem, params);
 }

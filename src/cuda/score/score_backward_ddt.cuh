@@ -1,5 +1,5 @@
 /* What the kernels of score_backward work from, and the first of them: from dbias and dt it makes
- * ddt, the gradient of the products of v and dt_proj, as operands of the tensor cores.
+ * ddt, the gradient of dt, as operands of the tensor cores.
  *
  * An operand has ddt as a sum of two limbs of v's type. So 8 kv heads fill an mma, whether they
  * are the 16 numbers that it sums over or its 16 rows. */
@@ -24,13 +24,14 @@ struct gradient_params {
     const uint8_t *key_valid; // NULL: all
     int64_t valid_batch;
     head_view dv; // data NULL: not wanted
-    void *ddt_proj, *da;
+    void *ddt_proj, *da, *ddt_bias;
     int64_t ddt_row;
-    float *ddt;      // [batch][kv_heads][kv_len], where dt was
-    void *operands;  // tile_operands [blocks of kv heads][batch][tiles]
-    uint32_t *masks; // of the same tiles; bit i: key i has a gradient
-    float *dt_sums;  // [batch * splits][kv_heads][channels]
-    float *a_sums;   // [batch * rounds][kv_heads]
+    float *ddt;          // [batch][kv_heads][kv_len], where dt was
+    void *operands;      // tile_operands [blocks of kv heads][batch][tiles]
+    uint32_t *masks;     // of the same tiles; bit i: key i has a gradient
+    float *dt_sums;      // [batch * splits][kv_heads][channels]
+    float *a_sums;       // [batch * rounds][kv_heads]
+    float *dt_bias_sums; // [batch * rounds][kv_heads]; NULL: ddt_bias is not wanted
     int32_t batch, kv_len, kv_heads, head_dim, channels;
     int32_t tiles, split_tiles; // of a sequence, of a split; multiples of round_tiles
     int32_t splits;             // of a sequence
@@ -92,8 +93,7 @@ __device__ static key_gradient find_gradient(const gradient_params &params, int3
                                              float dt) {
     if (dbias == 0)
         return {};
-    const float a = params.score.wide_a ? ((const float *)params.a)[g]
-                                        : to_float(((const element *)params.a)[g]);
+    const float a = load_of_head<element>(params.a, params.score.wide_a, g);
     const float plus = softplus(dt);
     const float dz = params.is_exp ? dbias * expf(a * plus) : dbias;
     const float ddt = dz * a / (1 + expf(-dt));
@@ -127,8 +127,8 @@ __device__ static void split_limbs(uint32_t &upper, uint32_t &lower, float x, fl
 /* ddt of a round by key and head, in rows padded so that a warp reads from different banks; what
  * each key adds to da; and by what the weights of each head were divided. */
 template <int head_tiles> struct round_gradients {
-    static constexpr int heads = head_tiles * tile_heads;
-    alignas(16) float ddt[round_keys][heads + 4];
+    static constexpr int heads = head_tiles * tile_heads, row = heads + 4;
+    alignas(16) float ddt[round_keys][row];
     float da[heads][round_keys];
     float scales[heads];
 };
@@ -239,22 +239,33 @@ __device__ static float sum_lanes(float x) {
     return x;
 }
 
-/* Writes what a round adds to da. A warp takes a head. */
+/* The sum over the keys of a round of numbers `stride` apart, in every lane of a warp. */
+__device__ static float sum_round(const float *of_key, int stride) {
+    float sum = 0;
+    for (int key = threadIdx.x % 32; key < round_keys; key += 32)
+        sum += of_key[key * stride];
+    return sum_lanes(sum);
+}
+
+/* Writes what a round adds to da and to ddt_bias. A warp takes a head. */
 template <int head_tiles>
 __device__ static void put_coefficients(const round_gradients<head_tiles> &round,
                                         const gradient_params &params, int32_t g) {
     for (int n = threadIdx.x / 32; n < round.heads && g + n < params.kv_heads; n += find_warps) {
-        float sum = 0;
-        for (int key = threadIdx.x % 32; key < round_keys; key += 32)
-            sum += round.da[n][key];
-        sum = sum_lanes(sum);
+        const int64_t at = (int64_t)blockIdx.x * params.kv_heads + g + n;
+        const float da = sum_round(round.da[n], 1);
         if (threadIdx.x % 32 == 0)
-            params.a_sums[(int64_t)blockIdx.x * params.kv_heads + g + n] = sum;
+            params.a_sums[at] = da;
+        if (params.dt_bias_sums == NULL)
+            continue;
+        const float ddt_bias = sum_round(&round.ddt[0][n], round.row);
+        if (threadIdx.x % 32 == 0)
+            params.dt_bias_sums[at] = ddt_bias;
     }
 }
 
-/* From dt to ddt, its operands, and what they add to da. A thread block takes a round of a
- * sequence's keys, and a block of kv heads. */
+/* From dt to ddt, its operands, and what they add to da and ddt_bias. A thread block takes a
+ * round of a sequence's keys, and a block of kv heads. */
 template <typename element, int head_tiles>
 static __global__ void __launch_bounds__(find_threads)
     find_gradients(const __grid_constant__ gradient_params params) {

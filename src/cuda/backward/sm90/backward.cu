@@ -158,7 +158,7 @@ static const char *refuses(const fdma_problem *problem) {
     const int64_t longest = max(problem->q_len, problem->kv_len);
     if (problem->batch * problem->q_heads > most_blocks / (longest / q_tile_rows + 1))
         return "more than 2^29 tiles of queries or keys";
-    return fdma_refuses_but_sm90a(problem);
+    return fdma_refuses_all_but_sm90a(problem);
 }
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_backward_d, FDMA_HEAD_DIM),

@@ -125,7 +125,7 @@ static const char *refuses(const fdma_problem *problem) {
     // its tensors, must not need more workspace
     if (problem->q_len <= few_queries)
         return "few queries, which are better split over keys";
-    return fdma_refuses_but_sm90a(problem);
+    return fdma_refuses_all_but_sm90a(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {

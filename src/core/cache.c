@@ -1,0 +1,208 @@
+/* Caches: their memory, and the parts of decode that do not depend on a backend's arithmetic. */
+#include "core/cache.h"
+
+#include "core/element.h"
+#include "core/error.h"
+#include "core/integers.h"
+
+#include <math.h>
+#include <string.h>
+
+/* ---- memory ---- */
+
+/* Places the tensors of a cache in `memory`, and returns the bytes that they take. */
+static size_t place_cache(fdma_cache *cache, void *memory) {
+    const int64_t sequences = cache->sequences, heads = cache->kv_heads,
+                  rows = rows_of_cache(cache);
+    const fdma_dtype wide = cache->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
+    const size_t words = (size_t)sequences * (size_t)heads * (size_t)rows;
+    const size_t row_bytes = (size_t)cache->head_dim * fdma_dtype_size(cache->dtype);
+    const fdma_problem lender = {.exec.workspace = memory};
+    fdma_arena arena = fdma_arena_of(&lender);
+    cache->k = fdma_tensor_4d(fdma_arena_take(&arena, words * row_bytes), cache->dtype, sequences,
+                              rows, heads, cache->head_dim);
+    cache->v = fdma_tensor_4d(fdma_arena_take(&arena, words * row_bytes), cache->dtype, sequences,
+                              rows, heads, cache->head_dim);
+    cache->bias = fdma_tensor_3d(fdma_arena_take(&arena, words * fdma_dtype_size(wide)), wide,
+                                 sequences, heads, rows);
+    cache->table.score = fdma_tensor_3d(fdma_arena_take(&arena, words * fdma_dtype_size(wide)),
+                                        wide, sequences, heads, rows);
+    cache->table.position = fdma_tensor_3d(fdma_arena_take(&arena, words * sizeof(int32_t)),
+                                           FDMA_INT32, sequences, heads, rows);
+    cache->table.seen = fdma_tensor_1d(fdma_arena_take(&arena, (size_t)sequences * sizeof(int32_t)),
+                                       FDMA_INT32, sequences);
+    return fdma_arena_size(&arena);
+}
+
+fdma_status fdma_cache_bytes(const fdma_cache *cache, size_t *bytes) {
+    FDMA_TRY(fdma_check_cache(cache));
+    FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
+                 "bytes: is NULL, want the address of a size_t");
+    const double numbers = (double)cache->sequences * (double)rows_of_cache(cache) *
+                           (double)cache->kv_heads * (double)cache->head_dim;
+    FDMA_REQUIRE(numbers < 0x1p58, FDMA_INVALID_ARGUMENT,
+                 "cache: %.3g numbers, want a size that fits in memory", numbers);
+    fdma_cache placed = *cache;
+    *bytes = place_cache(&placed, NULL);
+    return FDMA_OK;
+}
+
+fdma_status fdma_cache_init(fdma_cache *cache, void *memory) {
+    size_t bytes;
+    FDMA_TRY(fdma_cache_bytes(cache, &bytes));
+    FDMA_REQUIRE(memory != NULL, FDMA_INVALID_ARGUMENT, "memory: is NULL, want %zu bytes", bytes);
+    place_cache(cache, memory);
+    for (int64_t sequence = 0; sequence < cache->sequences; sequence++)
+        FDMA_TRY(fdma_cache_drop(cache, sequence));
+    return FDMA_OK;
+}
+
+fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence) {
+    FDMA_TRY(fdma_check_cache(cache));
+    FDMA_REQUIRE(sequence >= 0 && sequence < cache->sequences, FDMA_INVALID_ARGUMENT,
+                 "sequence: is %lld, want 0 to %lld", (long long)sequence,
+                 (long long)cache->sequences - 1);
+    const fdma_tensor *const position = &cache->table.position;
+    for (int64_t g = 0; g < cache->kv_heads; g++)
+        for (int64_t row = 0; row < rows_of_cache(cache); row++)
+            ((int32_t *)position->data)[offset_of(position, sequence, g, row)] = -1;
+    ((int32_t *)cache->table.seen.data)[sequence] = 0;
+    return FDMA_OK;
+}
+
+/* ---- decode ---- */
+
+decode_head fdma_decode_head(const fdma_problem *problem, int64_t b, int64_t g) {
+    const fdma_cache *const cache = &problem->cache;
+    const int64_t sequence = number_of_stream(&problem->index, b, b);
+    decode_head head = {.problem = problem, .b = b, .g = g, .sequence = -1};
+    if (sequence < 0 || sequence >= cache->sequences)
+        return head;
+    const int64_t tokens = number_of_stream(&problem->n_tokens, b, problem->new_len);
+    head.sequence = sequence;
+    head.tokens = min(max(tokens, 0), problem->new_len);
+    head.committed = min(max(number_of_stream(&problem->commit, b, head.tokens), 0), head.tokens);
+    head.queries = max(problem->q_len - (problem->new_len - head.tokens), 0);
+    head.seen = ((const int32_t *)cache->table.seen.data)[sequence];
+    return head;
+}
+
+head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *problem) {
+    const size_t keys = (size_t)problem->kv_len;
+    head_selection taken;
+    taken.expiry = fdma_arena_take(arena, keys * sizeof *taken.expiry);
+    taken.slot = fdma_arena_take(arena, keys * sizeof *taken.slot);
+    taken.bias = fdma_arena_take(arena, (size_t)problem->new_len * sizeof(double));
+    return taken;
+}
+
+/* Elements `first` to `first` + `count` - 1 of an axis. */
+static fdma_tensor slice(const fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
+    fdma_tensor sliced = *tensor;
+    if (!is_present(tensor))
+        return sliced;
+    const size_t before = (size_t)(first * tensor->stride[axis]);
+    if (tensor->data != NULL)
+        sliced.data = (uint8_t *)tensor->data + before * fdma_dtype_size(tensor->dtype);
+    sliced.shape[axis] = count;
+    return sliced;
+}
+
+/* The bias of a new token. */
+static double bias_of(const fdma_problem *problem, double score) {
+    return problem->bias_form == FDMA_BIAS_EXP ? exp(score) : score;
+}
+
+void fdma_fill_bias(const decode_head *head, const head_selection *selection) {
+    const fdma_problem *const problem = head->problem;
+    const fdma_tensor bias = fdma_tensor_1d(selection->bias, problem->score.dtype, head->tokens);
+    const int64_t first = offset_of(&problem->score, head->b, head->g, 0);
+    for (int64_t m = 0; m < head->tokens && problem->bias_form != FDMA_BIAS_NONE; m++)
+        fdma_store(&bias, m, bias_of(problem, fdma_load(&problem->score, first + m)));
+}
+
+fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *selection) {
+    const fdma_problem *const problem = head->problem;
+    const int64_t rows = problem->carried_len, kv_len = rows + head->tokens;
+    const int64_t b = head->b, g = head->g, group = problem->group;
+    const fdma_cache *const cache = &problem->cache;
+    fdma_problem one = *problem;
+    const fdma_tensor q = slice(&problem->q, 0, b, 1), out = slice(&problem->out, 0, b, 1);
+    const fdma_tensor k = slice(&problem->k, 0, b, 1), v = slice(&problem->v, 0, b, 1);
+    const fdma_tensor lse = slice(&problem->lse, 0, b, 1);
+    const fdma_tensor queries = slice(&q, 2, g * group, group);
+    const fdma_tensor results = slice(&out, 2, g * group, group);
+    const fdma_tensor sums = slice(&lse, 1, g * group, group);
+    const fdma_tensor k_carried = slice(&cache->k, 0, head->sequence, 1);
+    const fdma_tensor v_carried = slice(&cache->v, 0, head->sequence, 1);
+    const fdma_tensor bias_carried = slice(&cache->bias, 0, head->sequence, 1);
+    one.operation = operation_forward;
+    one.batch = one.kv_heads = 1;
+    one.q_heads = group;
+    one.q_len = head->queries;
+    one.new_len = head->tokens;
+    one.kv_len = kv_len;
+    one.q = slice(&queries, 1, 0, head->queries);
+    one.out = slice(&results, 1, 0, head->queries);
+    one.lse = slice(&sums, 2, 0, head->queries);
+    one.k = slice(&k, 2, g, 1);
+    one.v = slice(&v, 2, g, 1);
+    one.k_carried = slice(&k_carried, 2, g, 1);
+    one.v_carried = slice(&v_carried, 2, g, 1);
+    one.expiry = fdma_tensor_3d(selection->expiry, FDMA_INT32, 1, 1, kv_len);
+    one.selected = one.causal = true;
+    if (problem->bias_form == FDMA_BIAS_NONE)
+        return one;
+    one.bias = fdma_tensor_3d(selection->bias, problem->score.dtype, 1, 1, head->tokens);
+    one.bias_carried = slice(&bias_carried, 1, g, 1);
+    return one;
+}
+
+void fdma_clear_queries(const decode_head *head) {
+    const fdma_problem *const problem = head->problem;
+    const fdma_tensor *const out = &problem->out, *const lse = &problem->lse;
+    for (int64_t i = head->queries; i < problem->q_len; i++)
+        for (int64_t h = head->g * problem->group; h < (head->g + 1) * problem->group; h++) {
+            for (int64_t d = 0; d < problem->head_dim; d++)
+                fdma_store(out, offset_of(out, head->b, i, h) + d, 0);
+            if (is_present(lse))
+                fdma_store(lse, offset_of(lse, head->b, h, i), -INFINITY);
+        }
+}
+
+/* Copies row `from` of a tensor to row `to` of another, which have the same dtype. */
+static void copy_row(const fdma_tensor *to, int64_t to_row, const fdma_tensor *from,
+                     int64_t from_row, int64_t count) {
+    const size_t size = fdma_dtype_size(to->dtype);
+    memcpy((uint8_t *)to->data + (size_t)to_row * size,
+           (const uint8_t *)from->data + (size_t)from_row * size, (size_t)count * size);
+}
+
+void fdma_commit_tokens(const decode_head *head, const head_selection *selection) {
+    const fdma_problem *const problem = head->problem;
+    const fdma_cache *const cache = &problem->cache;
+    const int64_t rows = problem->carried_len, b = head->b, g = head->g, s = head->sequence;
+    for (int64_t m = 0; m < head->committed; m++) {
+        const int64_t j = rows + m, row = selection->slot[j];
+        if (row < 0)
+            continue;
+        const double score = fdma_load(&problem->score, offset_of(&problem->score, b, g, m));
+        copy_row(&cache->k, offset_of(&cache->k, s, row, g), &problem->k,
+                 offset_of(&problem->k, b, m, g), problem->head_dim);
+        copy_row(&cache->v, offset_of(&cache->v, s, row, g), &problem->v,
+                 offset_of(&problem->v, b, m, g), problem->head_dim);
+        fdma_store(&cache->table.score, offset_of(&cache->table.score, s, g, row), score);
+        if (problem->bias_form != FDMA_BIAS_NONE)
+            fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row), bias_of(problem, score));
+        ((int32_t *)cache->table.position.data)[offset_of(&cache->table.position, s, g, row)] =
+            (int32_t)(head->seen + m);
+    }
+}
+
+void fdma_count_committed(const fdma_problem *problem) {
+    for (int64_t b = 0; b < problem->batch; b++) {
+        const decode_head head = fdma_decode_head(problem, b, 0);
+        if (head.sequence >= 0)
+            ((int32_t *)problem->cache.table.seen.data)[head.sequence] += (int32_t)head.committed;
+    }
+}

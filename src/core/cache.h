@@ -1,0 +1,63 @@
+/* Caches, and what every kernel of decode does with them: the new tokens of one kv head of one
+ * stream as a forward problem, and the tokens that enter the cache. */
+#pragma once
+
+#include "core/kernel.h"
+
+enum { most_new_tokens = 64 };
+
+static inline int64_t rows_of_cache(const fdma_cache *cache) {
+    return cache->window + cache->recent;
+}
+
+/* Element b of an optional list of int32, which has one for each stream. */
+static inline int64_t number_of_stream(const fdma_tensor *tensor, int64_t b, int64_t absent) {
+    return is_present(tensor) ? ((const int32_t *)tensor->data)[b] : absent;
+}
+
+/* Checks the sizes and rules of a cache. */
+fdma_status fdma_check_cache(const fdma_cache *cache);
+
+/* Checks the sizes of a call against those of its cache. */
+fdma_status fdma_check_decode(const fdma_problem *problem);
+
+/* Checks what index, n_tokens, commit and seen hold. */
+fdma_status fdma_check_decode_lists(const fdma_problem *problem);
+
+/* One kv head of one stream of a batch. */
+typedef struct decode_head {
+    const fdma_problem *problem;
+    int64_t b, g;
+    int64_t sequence; /* of the cache; -1: none */
+    int64_t tokens;   /* new ones */
+    int64_t committed;
+    int64_t queries; /* beside a token; the others of the stream have empty rows */
+    int32_t seen;    /* tokens before the new ones */
+} decode_head;
+
+decode_head fdma_decode_head(const fdma_problem *problem, int64_t b, int64_t g);
+
+/* What a kernel decides about the keys of one kv head: rows of the cache, then new tokens. */
+typedef struct head_selection {
+    int32_t *expiry; /* [rows + new_len] */
+    int32_t *slot;   /* [rows + new_len] */
+    void *bias;      /* [new_len] of the scores' dtype */
+} head_selection;
+
+head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *problem);
+
+/* Fills in the bias of the new tokens of one head. */
+void fdma_fill_bias(const decode_head *head, const head_selection *selection);
+
+/* The problem of fdma_forward() for the queries of one head. Its selection and its bias are those
+ * of `selection`. */
+fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *selection);
+
+/* Writes out and lse of the queries that are beside no token. */
+void fdma_clear_queries(const decode_head *head);
+
+/* Puts the committed tokens into their rows, in order: each overwrites the key that it evicts. */
+void fdma_commit_tokens(const decode_head *head, const head_selection *selection);
+
+/* Counts the committed tokens of every stream, once all heads have been committed. */
+void fdma_count_committed(const fdma_problem *problem);

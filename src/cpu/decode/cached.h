@@ -1,0 +1,74 @@
+/* fdma_decode(): a task has one kv head of one stream. It decides which keys the new tokens evict,
+ * attends, and puts the committed tokens into the cache, where no other task looks. */
+#pragma once
+
+#include "cpu/decode/decode.h"
+#include "cpu/decode/evict.h"
+
+typedef struct cached_context {
+    const fdma_problem *problem;
+    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    size_t scratch_size;
+    int32_t threads;
+} cached_context;
+
+/* A head with as many tokens and queries as the call allows. It needs the most workspace. */
+static fdma_problem largest_head(const fdma_problem *problem) {
+    const head_selection none = {0};
+    const decode_head head = {
+        .problem = problem, .tokens = problem->new_len, .queries = problem->q_len};
+    fdma_problem one = fdma_decode_forward(&head, &none);
+    one.exec.workspace = NULL;
+    one.exec.threads = 1;
+    return one;
+}
+
+static size_t plan_cached(const fdma_problem *problem, cached_context *context) {
+    const fdma_problem one = largest_head(problem);
+    const int64_t tasks = problem->batch * problem->kv_heads;
+    const int64_t row_bytes = problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype);
+    fdma_arena arena = fdma_arena_of(problem), own = {0};
+    fdma_take_selection(&own, problem);
+    take_live_rows(&own, problem);
+    *context = (cached_context){.problem = problem};
+    context->scratch_size = own.used + decode_workspace(&one);
+    context->scratch_size = (size_t)round_up((int64_t)context->scratch_size, arena_alignment);
+    context->threads = threads_to_read(problem, tasks, 2 * tasks * problem->kv_len * row_bytes);
+    context->scratch = fdma_arena_take(&arena, context->scratch_size * (size_t)context->threads);
+    return fdma_arena_size(&arena);
+}
+
+static void decode_head_task(const void *context, int64_t index, int32_t thread) {
+    const cached_context *const cached = context;
+    const fdma_problem *const problem = cached->problem;
+    const decode_head head =
+        fdma_decode_head(problem, index / problem->kv_heads, index % problem->kv_heads);
+    fdma_arena arena = scratch_of_thread(cached->scratch, cached->scratch_size, thread);
+    const head_selection selection = fdma_take_selection(&arena, problem);
+    const live_rows live = take_live_rows(&arena, problem);
+    fdma_clear_queries(&head);
+    if (head.sequence < 0 || head.tokens == 0)
+        return;
+    evict_keys(&head, &live, &selection);
+    fdma_fill_bias(&head, &selection);
+    fdma_problem one = fdma_decode_forward(&head, &selection);
+    one.exec.workspace = arena.base + arena.used;
+    one.exec.threads = 1;
+    if (head.queries > 0)
+        run_decode(&one);
+    fdma_commit_tokens(&head, &selection);
+}
+
+static size_t cached_workspace(const fdma_problem *problem) {
+    cached_context context;
+    return plan_cached(problem, &context);
+}
+
+static fdma_status run_cached(const fdma_problem *problem) {
+    cached_context context;
+    plan_cached(problem, &context);
+    fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, decode_head_task,
+                      &context);
+    fdma_count_committed(problem);
+    return FDMA_OK;
+}

@@ -1,0 +1,124 @@
+/* Which key each new token of fdma_decode() evicts. There are few tokens, so each of them looks at
+ * every row. */
+#pragma once
+
+#include "core/cache.h"
+#include "cpu/common/memory.h"
+#include "cpu/common/order.h"
+#include "cpu/common/vectors.h"
+
+/* The rows of one kv head, as the tokens of the call so far leave them. */
+typedef struct live_rows {
+    int64_t rows, sinks, recent;
+    int32_t *order;    /* [rows] of the score */
+    int32_t *position; /* [rows]; -1: empty */
+    int32_t *key;      /* [rows]: the row's number, or that of the token that has taken it over */
+} live_rows;
+
+static live_rows take_live_rows(fdma_arena *arena, const fdma_problem *problem) {
+    live_rows live = {
+        .rows = problem->carried_len, .sinks = problem->sinks, .recent = problem->recent};
+    live.order = take_ints(arena, live.rows);
+    live.position = take_ints(arena, live.rows);
+    live.key = take_ints(arena, live.rows);
+    return live;
+}
+
+/* Loads the rows, and writes the expiries and slots that they have if no token evicts them. */
+static void load_rows(const decode_head *head, const live_rows *live,
+                      const head_selection *selection) {
+    const fdma_table *const table = &head->problem->cache.table;
+    const float *const score = float_at(&table->score, head->sequence, head->g, 0);
+    const int32_t *const position = int_at(&table->position, head->sequence, head->g, 0);
+    const int32_t kv_len = (int32_t)(live->rows + head->tokens);
+    for (int32_t row = 0; row < (int32_t)live->rows; row++) {
+        const bool filled = position[row] >= 0;
+        live->order[row] = score_order(score[row]);
+        live->position[row] = position[row];
+        live->key[row] = row;
+        selection->expiry[row] = filled ? kv_len : row;
+        selection->slot[row] = filled ? row : -1;
+    }
+}
+
+static int64_t first_empty(const live_rows *live) {
+    int64_t row = 0;
+    while (row < live->rows && live->position[row] >= 0)
+        row++;
+    return row;
+}
+
+static int64_t count_from(const live_rows *live, int32_t position) {
+    int32_t count = 0;
+    for (int64_t row = 0; row < live->rows; row++)
+        count += live->position[row] >= position;
+    return count;
+}
+
+/* The position of the `count`-th newest row, 1 or more: the greatest position that so many rows
+ * reach. It is the `count`-th last position of the stream unless padding stands in between. */
+static int32_t newest_position(const live_rows *live, int64_t count, int32_t end) {
+    const int64_t likely = end - count;
+    if (likely >= 0 && count_from(live, (int32_t)likely) == count)
+        return (int32_t)likely;
+    int32_t low = 0, high = INT32_MAX; // count_from(low) >= count
+    while (low < high) {
+        const int32_t middle = low + (high - low) / 2 + 1;
+        if (count_from(live, middle) >= count)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* The worst row of those that compete: no sink, and older than `newest`. -1 if there is none. */
+static int64_t worst_row(const live_rows *live, int32_t newest) {
+    int32_t least = INT32_MAX, oldest = INT32_MAX;
+    int64_t worst = -1;
+    for (int64_t row = live->sinks; row < live->rows; row++) {
+        const int32_t order = live->position[row] < newest ? live->order[row] : INT32_MAX;
+        least = order < least ? order : least;
+    }
+    for (int64_t row = live->sinks; row < live->rows; row++)
+        if (live->order[row] == least && live->position[row] < newest &&
+            live->position[row] < oldest) {
+            oldest = live->position[row];
+            worst = row;
+        }
+    return worst;
+}
+
+/* The row that token m takes: an empty one, else that of the key that it evicts; -1 if it is itself
+ * the worst. */
+static int64_t row_for_token(const live_rows *live, int32_t position, int32_t order) {
+    const int64_t empty = first_empty(live), others = live->recent - 1;
+    if (empty < live->rows)
+        return empty;
+    const int32_t newest = others > 0 ? newest_position(live, others, position) : INT32_MAX;
+    const int64_t worst = worst_row(live, newest);
+    const bool competes = live->recent == 0;
+    return competes && worst >= 0 && order < live->order[worst] ? -1 : worst;
+}
+
+/* Writes the expiry and the slot of every row and token. */
+static void evict_keys(const decode_head *head, const live_rows *live,
+                       const head_selection *selection) {
+    const fdma_problem *const problem = head->problem;
+    const int32_t rows = (int32_t)live->rows, kv_len = rows + (int32_t)head->tokens;
+    load_rows(head, live, selection);
+    for (int32_t m = 0; m < (int32_t)head->tokens; m++) {
+        const int32_t order = score_order(*float_at(&problem->score, head->b, head->g, m));
+        const int32_t position = head->seen + m, j = rows + m;
+        const int64_t row = row_for_token(live, position, order);
+        selection->slot[j] = (int32_t)row;
+        selection->expiry[j] = row >= 0 ? kv_len : j;
+        if (row < 0)
+            continue;
+        if (live->position[row] >= 0)
+            selection->expiry[live->key[row]] = j;
+        live->order[row] = order;
+        live->position[row] = position;
+        live->key[row] = j;
+    }
+}
