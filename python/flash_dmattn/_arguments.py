@@ -32,6 +32,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "value": KEY_SHAPE,
     "dt_proj": ("kv_heads", "kv_heads * head_dim"),
     "a_coef": ("kv_heads",),
+    "dt_bias": ("kv_heads",),
     "key_valid": ("batch", "kv_len"),
     "starts": ("sequences + 1",),
     "score": SCORE_SHAPE,
@@ -134,12 +135,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_absent(result: str, options: Options) -> bool:
-    """Whether a result is left out by the options: it is then an empty tensor, because operators
-    cannot return None."""
+def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options) -> bool:
+    """Whether a result is left out, by the options or because the tensor that it is the gradient of
+    is not given: it is then an empty tensor, because operators cannot return None."""
     if result == "dbias":
         return not options["wants_dbias"]
-    return result in ("bias", "ddt_proj", "da_coef") and options.get("bias_form") == "none"
+    if result == "ddt_bias" and tensors["dt_bias"] is None:
+        return True
+    learned = ("bias", "ddt_proj", "da_coef", "ddt_bias")
+    return result in learned and options.get("bias_form") == "none"
 
 
 def result_like(
@@ -154,7 +158,7 @@ def result_like(
     else:
         source = tensors.get(differentiated(result) or "")
         dtype = first.dtype if source is None else source.dtype
-    if is_absent(result, options):
+    if is_absent(result, tensors, options):
         return (0,), dtype
     return tuple(size_of(dimension, sizes) for dimension in shape_of(result)), dtype
 

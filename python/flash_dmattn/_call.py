@@ -128,7 +128,7 @@ class Prepared:
         for name in operation.results:
             shape, dtype = _arguments.result_like(name, tensors, sizes, options)
             self.outputs.append((shape, dtype))
-            absent = _arguments.is_absent(name, options)
+            absent = _arguments.is_absent(name, tensors, options)
             room = None if absent else torch.empty(shape, dtype=dtype, device="meta")
             self.targets.append(self.fill_tensor(name, room))
         # Outputs that are cleared before the call: fdma_score_backward() adds to dv.

@@ -75,7 +75,7 @@ class Sized(ctypes.Structure):
 
 class ScoreArgs(Sized):
     _fields_ = [
-        *tensors("v dt_proj a key_valid score bias"),
+        *tensors("v dt_proj a dt_bias key_valid score bias"),
         ("bias_form", c_int),
         ("reserved", c_int32),
         ("exec", Exec),
@@ -94,9 +94,15 @@ class Selection(Sized):
     ]
 
 
+class Table(ctypes.Structure):
+    _fields_ = tensors("score position seen")
+
+
 class SelectArgs(Sized):
     _fields_ = [
         *tensors("score key_valid starts"),
+        ("table_in", Table),
+        ("table_out", Table),
         ("selection", POINTER(Selection)),
         ("window", c_int64),
         ("recent", c_int64),
@@ -121,7 +127,7 @@ class ListsArgs(Sized):
 
 class ForwardArgs(Sized):
     _fields_ = [
-        *tensors("q k v bias key_valid starts out lse"),
+        *tensors("q k v bias key_valid starts k_carried v_carried bias_carried out lse"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -133,7 +139,10 @@ class ForwardArgs(Sized):
 
 class AttentionArgs(Sized):
     _fields_ = [
-        *tensors("q k v dt_proj a key_valid starts out lse score bias"),
+        *tensors("q k v dt_proj a dt_bias key_valid starts"),
+        ("table_in", Table),
+        ("table_out", Table),
+        *tensors("k_carried v_carried bias_carried out lse score bias"),
         ("selection", POINTER(Selection)),
         ("window", c_int64),
         ("recent", c_int64),
@@ -150,7 +159,8 @@ class AttentionArgs(Sized):
 
 class BackwardArgs(Sized):
     _fields_ = [
-        *tensors("dout dlse out lse q k v bias key_valid starts dq dk dv dbias"),
+        *tensors("dout dlse out lse q k v bias key_valid starts k_carried v_carried bias_carried"),
+        *tensors("dq dk dv dbias dk_carried dv_carried dbias_carried"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -162,9 +172,36 @@ class BackwardArgs(Sized):
     ]
 
 
+class Cache(ctypes.Structure):
+    _fields_ = [
+        *tensors("k v bias"),
+        ("table", Table),
+        ("sequences", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("window", c_int64),
+        ("recent", c_int64),
+        ("sinks", c_int64),
+        ("dtype", c_int),
+        ("device", c_int32),
+    ]
+
+
+class DecodeArgs(Sized):
+    _fields_ = [
+        ("cache", Cache),
+        *tensors("index q k v dt_proj a dt_bias score n_tokens commit out lse"),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("bias_form", c_int),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
 class ScoreBackwardArgs(Sized):
     _fields_ = [
-        *tensors("dbias v dt_proj a key_valid dv ddt_proj da"),
+        *tensors("dbias v dt_proj a dt_bias key_valid dv ddt_proj da ddt_bias"),
         ("bias_form", c_int),
         ("accumulate", c_int32),
         ("exec", Exec),
@@ -173,7 +210,9 @@ class ScoreBackwardArgs(Sized):
 
 class AttentionBackwardArgs(Sized):
     _fields_ = [
-        *tensors("dout dlse out lse q k v dt_proj a bias key_valid starts dq dk dv ddt_proj da"),
+        *tensors("dout dlse out lse q k v dt_proj a dt_bias bias key_valid starts"),
+        *tensors("k_carried v_carried bias_carried"),
+        *tensors("dq dk dv ddt_proj da ddt_bias dk_carried dv_carried dbias_carried"),
         ("selection", POINTER(Selection)),
         ("scale", c_double),
         ("softcap", c_double),
@@ -247,6 +286,7 @@ CALLS: dict[str, type[Sized]] = {
     "fdma_lists": ListsArgs,
     "fdma_forward": ForwardArgs,
     "fdma_attention": AttentionArgs,
+    "fdma_decode": DecodeArgs,
     "fdma_backward": BackwardArgs,
     "fdma_score_backward": ScoreBackwardArgs,
     "fdma_attention_backward": AttentionBackwardArgs,
@@ -273,6 +313,9 @@ FUNCTIONS: dict[str, list[Any]] = {
         f"{name}_kernel": [POINTER(args), POINTER(KERNEL_NAMES[name])]
         for name, args in CALLS.items()
     },
+    "fdma_cache_bytes": [POINTER(Cache), POINTER(c_size_t)],
+    "fdma_cache_init": [POINTER(Cache), c_void_p],
+    "fdma_cache_drop": [POINTER(Cache), c_int64],
     "fdma_kernel_count": [],
     "fdma_kernel_name": [c_int32],
     "fdma_describe_kernel": [c_int32, POINTER(KernelInfo)],

@@ -45,7 +45,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
     gradients = indices(tuple(f"d{name}" for name in arguments), backward.operation.results)
     # Of flash_dma_attention, whose bias may be left out, and its gradients with it.
     form = arguments.index("bias_form") if "bias" in results else None
-    learned = indices(("ddt_proj", "da_coef"), backward.operation.results)
+    learned = indices(("ddt_proj", "da_coef", "ddt_bias"), backward.operation.results)
     without_bias = [None if at in learned else at for at in gradients]
     bias = arguments.index("bias") if "bias" in arguments else None
     others = [at for at, name in enumerate(results) if name not in ("out", "lse")]

@@ -41,6 +41,7 @@ from . import (
 )
 
 Tensors = tuple[torch.Tensor, ...]
+MaybeTensors = tuple[_arguments.MaybeTensor, ...]
 
 
 class Selection(NamedTuple):
@@ -109,10 +110,10 @@ def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
             )
 
 
-def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
-    """`rows` (query, key and value) and `weights` (dt_proj, a_coef) in autocast's dtype if autocast
-    is on. float32 weights stay as they are: kernels support them beside any dtype of the others.
-    `name` is that of rows[0]."""
+def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTensors:
+    """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
+    autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
+    others. `name` is that of rows[0]."""
     if not isinstance(rows[0], torch.Tensor):
         raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
     device = rows[0].device.type
@@ -123,7 +124,7 @@ def _autocast(name: str, rows: Tensors, weights: Tensors = ()) -> Tensors:
     floats = (torch.float32, *narrow)  # float64 is not cast
     return (
         *(row.to(dtype) if row.dtype in floats else row for row in rows),
-        *(weight.to(dtype) if weight.dtype in narrow else weight for weight in weights),
+        *(one.to(dtype) if one is not None and one.dtype in narrow else one for one in weights),
     )
 
 
@@ -143,19 +144,22 @@ def score(
     dt_proj: torch.Tensor,
     a_coef: torch.Tensor,
     *,
+    dt_bias: torch.Tensor | None = None,
     bias_form: str = "exp",
     key_valid: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Score and bias of each key, computed from the value states of all kv heads.
 
-    score = a_coef * softplus(value @ dt_proj^T), where the heads of `value` are concatenated.
+    score = a_coef * softplus(value @ dt_proj^T + dt_bias), where the heads of `value` are
+    concatenated.
     The bias is exp(score), score or None, as bias_form says.
 
     Args:
         value: [batch, kv_len, kv_heads, head_dim].
         dt_proj: [kv_heads, kv_heads * head_dim], of value's dtype or float32.
         a_coef: [kv_heads], of value's dtype or float32.
+        dt_bias: optional [kv_heads], of value's dtype or float32; None for 0.
         bias_form: "exp", "linear" or "none".
         key_valid: optional [batch, kv_len] bool or uint8, false for padding. Such a key is not
             read, and its score is -inf.
@@ -178,8 +182,8 @@ def score(
 
     Source: arXiv:2508.02124, section 3.
     """
-    _refuse_tangents("score", value, dt_proj, a_coef)
-    tensors = _autocast("value", (value,), (dt_proj, a_coef))
+    _refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
+    tensors = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
     scores, bias = ops.SCORE.op(*tensors, key_valid, bias_form, backend)
     return scores, None if bias_form == "none" else bias
 
@@ -373,6 +377,7 @@ def flash_dma_attention(
     softmax_scale: float | None = None,
     return_attn_probs: bool = False,
     *,
+    dt_bias: torch.Tensor | None = None,
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     recent: int = 0,
@@ -399,6 +404,7 @@ def flash_dma_attention(
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         return_attn_probs: False; True raises NotImplementedError.
+        dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
         recent: number of keys that a query keeps beside these because they are the newest that it
@@ -410,7 +416,7 @@ def flash_dma_attention(
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
-            nothing, so that dt_proj and a_coef have no gradients.
+            nothing, so that dt_proj, a_coef and dt_bias have no gradients.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
         backend: as in score().
@@ -442,8 +448,8 @@ def flash_dma_attention(
     Source: arXiv:2508.02124.
     """
     check_no_dropout(dropout_p, return_attn_probs)
-    _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef)
-    tensors = _autocast("query", (query, key, value), (dt_proj, a_coef))
+    _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias)
+    tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     if scope is None:
         scope = "causal" if causal else "global"
     elif scope == "causal" and not causal:
@@ -454,7 +460,9 @@ def flash_dma_attention(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
     options = (key_valid, starts, *rules, scope, bias_form, causal, _scale(softmax_scale), softcap)
-    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    needs_gradients = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in tensors
+    )
     if not needs_gradients and not return_lse:
         return ops.FUSED_OUT.op(*tensors, *options, backend)
     out, lse, *_ = ops.FUSED.op(*tensors, *options, deterministic, backend)

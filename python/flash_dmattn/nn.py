@@ -54,7 +54,7 @@ class DynamicMaskAttention(nn.Module):
     """Self-attention in which every query attends to its `window` best keys, with projections.
 
         q, k, v = rotate(q_proj(x)), rotate(k_proj(x)), v_proj(x)
-        score = A * softplus(dt_proj(v))
+        score = A * softplus(dt_proj(v)), where dt_proj has a bias if dt_bias is True
         forward(x) = o_proj(softmax(scale * <q, k> + exp(score)) v), over the kept keys: of the keys
             that a query can see, the `recent` newest, and of the others the `window` keys of
             highest score
@@ -79,7 +79,8 @@ class DynamicMaskAttention(nn.Module):
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
-        bias: whether q_proj, k_proj, v_proj and o_proj have a bias; dt_proj has none.
+        bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
+        dt_bias: whether dt_proj has one.
         rope_base: base of the rotary angles; None for no position embedding.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -88,7 +89,7 @@ class DynamicMaskAttention(nn.Module):
         dtype: of the parameters: float32, float16 or bfloat16 (float64 on the CPU, slowly).
 
     Parameters, by their names, which are the keys of the state_dict (with `bias`, the first four
-    have a .bias too):
+    have a .bias too; with `dt_bias`, dt_proj has one, [kv_heads]):
         q_proj.weight   [heads * head_dim, hidden]
         k_proj.weight   [kv_heads * head_dim, hidden]
         v_proj.weight   [kv_heads * head_dim, hidden]
@@ -120,6 +121,7 @@ class DynamicMaskAttention(nn.Module):
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
+        dt_bias: bool = False,
         rope_base: float | None = 10000.0,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
@@ -155,7 +157,7 @@ class DynamicMaskAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **kind)
         self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
         if window is not None:
-            self.dt_proj = nn.Linear(kv_heads * dim, kv_heads, bias=False, **kind)
+            self.dt_proj = nn.Linear(kv_heads * dim, kv_heads, bias=dt_bias, **kind)
             self.A = nn.Parameter(torch.zeros(kv_heads, **kind))
 
     def reset_parameters(self) -> None:
@@ -240,5 +242,5 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
         weights = (self.dt_proj.weight, self.A)
-        options.update(recent=self.recent, sinks=self.sinks)
+        options.update(recent=self.recent, sinks=self.sinks, dt_bias=self.dt_proj.bias)
         return functional.flash_dma_attention(query, key, value, *weights, self.window, **options)

@@ -145,8 +145,8 @@ class BackwardOperator(Operator):
 
 
 SCORE = Operator(
-    "score(Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? key_valid, str bias_form, "
-    "str? backend) -> (Tensor score, Tensor bias)",
+    "score(Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
+    "Tensor? key_valid, str bias_form, str? backend) -> (Tensor score, Tensor bias)",
     "score",
 )
 SELECT = Operator(
@@ -164,8 +164,8 @@ ATTENTION = Operator(
 )
 FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, SymInt sinks, "
-    "str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, "
+    "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
     "bool deterministic, str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, "
     "Tensor expiry, Tensor slot)",
     "attention",
@@ -174,9 +174,9 @@ FUSED = Operator(
 # in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, SymInt sinks, "
-    "str scope, str bias_form, bool causal, float softmax_scale, float softcap, str? backend) "
-    "-> Tensor out",
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, "
+    "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
+    "str? backend) -> Tensor out",
     "attention",
 )
 MERGE = Operator(
@@ -185,8 +185,9 @@ MERGE = Operator(
     "merge",
 )
 SCORE_BACKWARD = BackwardOperator(
-    "score_backward(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? key_valid, "
-    "str bias_form, str? backend) -> (Tensor dvalue, Tensor ddt_proj, Tensor da_coef)",
+    "score_backward(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
+    "Tensor? key_valid, str bias_form, str? backend) -> (Tensor dvalue, Tensor ddt_proj, "
+    "Tensor da_coef, Tensor ddt_bias)",
     "score_backward",
     SCORE,
     "score_backward",
@@ -203,11 +204,12 @@ ATTENTION_BACKWARD = BackwardOperator(
 )
 FUSED_BACKWARD = BackwardOperator(
     "flash_dma_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
-    "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? bias, "
-    "Tensor? key_valid, Tensor? starts, Tensor expiry, Tensor slot, SymInt keep_window_size, "
-    "SymInt recent, SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, "
-    "float softcap, bool deterministic, str? backend) -> (Tensor dquery, Tensor dkey, "
-    "Tensor dvalue, Tensor ddt_proj, Tensor da_coef)",
+    "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
+    "Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor expiry, Tensor slot, "
+    "SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, str bias_form, "
+    "bool causal, float softmax_scale, float softcap, bool deterministic, str? backend) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor ddt_proj, Tensor da_coef, "
+    "Tensor ddt_bias)",
     "attention_backward",
     FUSED,
     "backward",

@@ -21,6 +21,7 @@ def flash_dmattn_varlen_func(
     *,
     dt_proj: torch.Tensor | None = None,
     a_coef: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
     keep_window_size: int = 2048,
     recent: int = 0,
     sinks: int = 0,
@@ -51,6 +52,7 @@ def flash_dmattn_varlen_func(
         causal: a query sees only keys at positions up to its own.
         dt_proj: [kv_heads, kv_heads * head_dim], with a_coef; None for attention to all keys.
         a_coef: [kv_heads].
+        dt_bias: optional [kv_heads], beside them; None for 0.
         keep_window_size: as in flash_dma_attention().
         recent: as there.
         sinks: as there.
@@ -67,7 +69,7 @@ def flash_dmattn_varlen_func(
 
     Raises:
         ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
-            other, or what flash_dma_attention() raises it for.
+            other, dt_bias without them, or what flash_dma_attention() raises it for.
         NotImplementedError: as flash_dma_attention().
 
     Example:
@@ -89,6 +91,8 @@ def flash_dmattn_varlen_func(
     if (dt_proj is None) != (a_coef is None):
         absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
+    if dt_bias is not None and dt_proj is None:
+        raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
     functional.check_no_dropout(dropout_p, return_attn_probs)
     rows = q[None], k[None], v[None]
     options = {
@@ -103,6 +107,7 @@ def flash_dmattn_varlen_func(
         out, lse = functional.attention(*rows, **options)
     else:
         rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
+        rules["dt_bias"] = dt_bias
         out, lse = functional.flash_dma_attention(
             *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
         )
