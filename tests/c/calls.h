@@ -63,6 +63,7 @@ DEFINE_SINGLE_OPERATION(backward)
 DEFINE_SINGLE_OPERATION(score_backward)
 DEFINE_SINGLE_OPERATION(merge)
 DEFINE_SINGLE_OPERATION(merge_backward)
+DEFINE_SINGLE_OPERATION(decode)
 DEFINE_FUSED_OPERATION(attention, forward)
 DEFINE_FUSED_OPERATION(attention_backward, backward)
 
@@ -85,6 +86,7 @@ static const operation_info operations[operation_count] = {
     OPERATION(score_backward, 0),
     OPERATION(merge, 0),
     OPERATION(merge_backward, 0),
+    OPERATION(decode, 0),
     OPERATION(attention, SELECTION_OF(attention)),
     OPERATION(attention_backward, SELECTION_OF(attention_backward)),
 };
@@ -221,6 +223,8 @@ static inline void check_same_outputs(call *actual, call *want) {
 typedef struct call_sizes {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t tiles, width; /* of lists */
+    int64_t carried;      /* keys, which kv_len counts too; 0: no carried keys and no tables */
+    int64_t sequences;    /* of the cache that decode has */
 } call_sizes;
 
 /* The length of an axis, by its letter in core/signatures.c. */
@@ -236,6 +240,10 @@ static inline int64_t size_of_axis(const call_sizes *n, char letter) {
         ['t'] = n->tiles,
         ['w'] = n->width,
         ['2'] = 2,
+        ['n'] = n->kv_len - n->carried,
+        ['r'] = n->carried,
+        ['z'] = n->carried,
+        ['p'] = n->sequences,
     };
     return sizes[(int)letter];
 }
@@ -255,8 +263,15 @@ static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dt
     }
 }
 
+/* Optional lists of int32, which hold no data but sizes and indices. */
+static inline bool is_list_of_numbers(const tensor_entry *entry) {
+    return is_optional(entry) && entry->rank == 1 && entry->dtypes == dtypes_int32 &&
+           strstr(entry->name, ".seen") == NULL;
+}
+
 /* Gives a call tensors of these sizes, without data, with all the optional ones or none, and sets
- * `size` and the pointer to the selection. There are no starts, which most sizes do not allow.
+ * `size` and the pointer to the selection. There are no lists of int32 such as starts, of which
+ * calls check what they hold.
  * Options stay as they are; call_describe_selection() is still to be called. */
 static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, bool with_optional) {
     const tensor_table table = fdma_tensors[x->operation];
@@ -266,7 +281,8 @@ static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, boo
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
         const int32_t rank = (int32_t)strlen(entry->dims);
         int64_t shape[4] = {0};
-        if (strcmp(entry->name, "starts") == 0)
+        if (is_list_of_numbers(entry) || (n->carried == 0 && strpbrk(entry->dims, "rz") != NULL) ||
+            (n->carried == 0 && strstr(entry->name, ".seen") != NULL))
             continue;
         for (int axis = 0; axis < rank; axis++)
             shape[axis] = size_of_axis(n, entry->dims[axis]);

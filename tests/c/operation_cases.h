@@ -102,6 +102,7 @@ static inline bool make_score(call *x, int c, int type, const char *kernel) {
     args->bias_form = (fdma_bias_form)(c % 3);
     call_make(x, &n, test_dtypes[type], true);
     args->dt_proj.dtype = args->a.dtype = c % 2 ? test_dtypes[type] : FDMA_FLOAT32;
+    args->dt_bias.dtype = c % 3 ? test_dtypes[type] : FDMA_FLOAT32;
     if (args->bias_form == FDMA_BIAS_NONE)
         args->bias = (fdma_tensor){0};
     if (c % 4 < 2)
@@ -124,6 +125,7 @@ static inline bool make_score_backward(call *x, int s, int type, const char *ker
     call_make(x, &n, test_dtypes[type], true);
     args->key_valid = (fdma_tensor){0};
     args->a.dtype = args->da.dtype = s % 2 ? test_dtypes[type] : FDMA_FLOAT32;
+    args->dt_bias.dtype = args->ddt_bias.dtype = s % 3 ? test_dtypes[type] : FDMA_FLOAT32;
     call_alloc(x, &state);
     return true;
 }

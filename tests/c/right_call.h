@@ -13,6 +13,7 @@ static const unsigned char untouched = 0x5a;
 /* The last call that right_call() made, and the memory of its tensors and its workspace. */
 static struct {
     call call;
+    call_sizes sizes;
     unsigned char *memory;
     size_t bytes;
 } right;
@@ -37,21 +38,49 @@ static const call call_options[operation_count] = {
     [operation_lists].args.lists = {.q_len = 7, .tile_len = 3, .causal = 1},
     [operation_forward].args.forward = {.causal = 1},
     [operation_backward].args.backward = {.causal = 1},
+    [operation_decode].args.decode = {.cache = {.sequences = 3,
+                                                .kv_heads = 2,
+                                                .head_dim = 16,
+                                                .window = 4,
+                                                .dtype = FDMA_FLOAT16}},
     [operation_attention].args.attention = {.window = 4, .causal = 1},
     [operation_attention_backward].args.attention_backward = {.causal = 1},
 };
 
-/* A call with all optional tensors or with none. It has succeeded once, and since then its memory
- * holds `untouched` everywhere. */
-static inline call *right_call(fdma_operation operation, bool with_optional) {
+static inline bool is_forward_or_backward(fdma_operation operation) {
+    return operation == operation_forward || operation == operation_backward;
+}
+
+/* Decode has weights or a score: with tables the former, otherwise both but for dt_bias. */
+static inline void leave_one_of_pair(call *x, bool with_tables) {
+    fdma_decode_args *const args = &x->args.decode;
+    if (with_tables)
+        args->score = (fdma_tensor){0};
+    else
+        args->dt_bias = (fdma_tensor){0};
+}
+
+/* A call with all optional tensors or with none, and with so many carried keys, if any. It has
+ * succeeded once, and since then its memory holds `untouched` everywhere. */
+static inline call *right_call_with(fdma_operation operation, bool with_optional, int64_t carried) {
     enum { spare_workspace = 4096 };
     const tensor_table table = fdma_tensors[operation];
+    const bool with_tables = carried > 0;
     call *const x = &right.call;
     size_t bytes = 0;
     test_free_all();
     *x = call_options[operation];
     x->operation = operation;
-    call_make(x, &right_sizes, call_dtype(operation), with_optional);
+    right.sizes = right_sizes;
+    if (operation == operation_decode)
+        carried = 4, right.sizes.sequences = 3; // the rows of its cache
+    right.sizes.kv_len += carried;
+    right.sizes.carried = carried;
+    call_make(x, &right.sizes, call_dtype(operation), with_optional);
+    if (operation == operation_decode)
+        leave_one_of_pair(x, with_tables);
+    if (carried > 0 && is_forward_or_backward(operation))
+        *call_tensor_named(x, "key_valid") = (fdma_tensor){0};
     call_describe_selection(x, 4, FDMA_SCOPE_CAUSAL);
     right.bytes = (table.count + 1) * region;
     CHECK_OK(operations[operation].workspace(&x->args, &bytes));
@@ -65,6 +94,10 @@ static inline call *right_call(fdma_operation operation, bool with_optional) {
     CHECK_OK(operations[operation].call(&x->args));
     memset(right.memory, untouched, right.bytes);
     return x;
+}
+
+static inline call *right_call(fdma_operation operation, bool with_optional) {
+    return right_call_with(operation, with_optional, 0);
 }
 
 static inline bool is_untouched(void) {

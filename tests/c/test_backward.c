@@ -1,6 +1,7 @@
 /* test_backward.c - the gradients of the kernel "reference" against finite differences of its
  * forward, in float64: of fdma_backward(), fdma_score_backward() and fdma_attention_backward(), on
- * the tiny cases of tests/cases.def; and the plain evaluation against the reference. */
+ * the tiny cases of tests/cases.def, half of which have a dt_bias; and the plain evaluation against
+ * the reference. */
 #include "cases.h"
 #include "differences.h"
 #include "gradient.h"
@@ -8,13 +9,14 @@
 /* Of a tiny case: by its index some have a scale, and some have no dlse. */
 typedef struct tiny_case {
     problem x;
-    int with_dlse;
+    int with_dlse, with_dt_bias;
 } tiny_case;
 
 static int is_tiny(int index) { return strncmp(cases[index].name, "tiny/", 5) == 0; }
 
 static tiny_case tiny_of(int index, fdma_dtype dtype) {
-    tiny_case tiny = {.x = case_problem(index, dtype), .with_dlse = index % 4 != 1};
+    tiny_case tiny = {
+        .x = case_problem(index, dtype), .with_dlse = index % 4 != 1, .with_dt_bias = index % 2};
     tiny.x.scale = index % 3 == 0 ? 0.7 : 0;
     if (cases[index].bias_form == FDMA_BIAS_NONE)
         tiny.x.bias = (fdma_tensor){0};
@@ -91,11 +93,12 @@ static void the_plain_evaluation_is_near_the_reference(void) {
 
 typedef struct scored {
     problem x;
-    fdma_tensor dt_proj, a, dbias, bias;
+    fdma_tensor dt_proj, a, dt_bias, dbias, bias;
     fdma_bias_form form;
 } scored;
 
-static scored scored_of(const problem *x, fdma_bias_form form) {
+static scored scored_of(const tiny_case *tiny, fdma_bias_form form) {
+    const problem *const x = &tiny->x;
     uint64_t state = 19;
     scored s = {.x = *x, .form = form};
     const int64_t heads = x->kv_heads;
@@ -106,6 +109,9 @@ static scored scored_of(const problem *x, fdma_bias_form form) {
     fill_random(s.dt_proj, &state, 0.5F);
     fill_random(s.a, &state, 1);
     fill_random(s.dbias, &state, 1);
+    if (tiny->with_dt_bias)
+        s.dt_bias = new_tensor(FDMA_FLOAT64, heads, -1, -1, -1);
+    fill_random(s.dt_bias, &state, 1);
     return s;
 }
 
@@ -114,6 +120,7 @@ static void score_now(const scored *s) {
                             .v = s->x.v,
                             .dt_proj = s->dt_proj,
                             .a = s->a,
+                            .dt_bias = s->dt_bias,
                             .key_valid = s->x.key_valid,
                             .bias = s->bias,
                             .bias_form = s->form,
@@ -131,8 +138,14 @@ static loss loss_of_score(const void *context) {
 }
 
 typedef struct score_gradients {
-    fdma_tensor dv, ddt_proj, da;
+    fdma_tensor dv, ddt_proj, da, ddt_bias;
 } score_gradients;
+
+/* An output where there is a dt_bias. */
+static fdma_tensor like_dt_bias(const scored *s) {
+    return s->dt_bias.rank > 0 ? new_output(FDMA_FLOAT64, s->x.kv_heads, -1, -1, -1)
+                               : (fdma_tensor){0};
+}
 
 static score_gradients score_backward_of(const scored *s) {
     fdma_score_backward_args args = {
@@ -141,24 +154,27 @@ static score_gradients score_backward_of(const scored *s) {
         .v = s->x.v,
         .dt_proj = s->dt_proj,
         .a = s->a,
+        .dt_bias = s->dt_bias,
         .key_valid = s->x.key_valid,
         // zeros, to which dv is added
         .dv = new_tensor(FDMA_FLOAT64, s->x.batch, s->x.kv_len, s->x.kv_heads, s->x.head_dim),
         .ddt_proj = new_output(FDMA_FLOAT64, s->x.kv_heads, s->x.kv_heads * s->x.head_dim, -1, -1),
         .da = new_output(FDMA_FLOAT64, s->x.kv_heads, -1, -1, -1),
+        .ddt_bias = like_dt_bias(s),
         .bias_form = s->form,
         .exec = {.kernel = "reference"},
     };
     CHECK_OK(run_score_backward(&args));
-    return (score_gradients){args.dv, args.ddt_proj, args.da};
+    return (score_gradients){args.dv, args.ddt_proj, args.da, args.ddt_bias};
 }
 
 static void check_score_backward(const tiny_case *tiny, fdma_bias_form form) {
-    const scored x = scored_of(&tiny->x, form);
+    const scored x = scored_of(tiny, form);
     const score_gradients got = score_backward_of(&x);
     check_differences(loss_of_score, &x, x.x.v, got.dv);
     check_differences(loss_of_score, &x, x.dt_proj, got.ddt_proj);
     check_differences(loss_of_score, &x, x.a, got.da);
+    check_differences(loss_of_score, &x, x.dt_bias, got.ddt_bias);
 }
 
 /* For each tiny case and each bias form that has a gradient. */
@@ -199,7 +215,11 @@ static fdma_attention_backward_args whole_args(const whole_loss *w) {
         new_output(FDMA_FLOAT64, heads, width, -1, -1),
         new_output(FDMA_FLOAT64, heads, -1, -1, -1),
     };
-    return fused_args(w->f.p, w->s.dt_proj, w->s.a, w->s.form, to, "reference");
+    fdma_attention_backward_args args =
+        fused_args(w->f.p, w->s.dt_proj, w->s.a, w->s.form, to, "reference");
+    args.dt_bias = w->s.dt_bias;
+    args.ddt_bias = like_dt_bias(&w->s);
+    return args;
 }
 
 /* Selects by the scores, so that this is what fdma_attention() does, and attends. */
@@ -212,6 +232,7 @@ static void attend_whole(whole_loss *w, gradient_problem *p, int with_dlse) {
         .v = x->v,
         .dt_proj = w->s.dt_proj,
         .a = w->s.a,
+        .dt_bias = w->s.dt_bias,
         .key_valid = x->key_valid,
         .out = new_output(FDMA_FLOAT64, x->batch, x->q_len, x->q_heads, x->head_dim),
         .lse = new_output(FDMA_FLOAT64, x->batch, x->q_heads, x->q_len, -1),
@@ -237,7 +258,7 @@ static void attend_whole(whole_loss *w, gradient_problem *p, int with_dlse) {
 static void check_whole(const tiny_case *tiny, fdma_bias_form form) {
     if (tiny->x.window < 0)
         return;
-    whole_loss w = {.s = scored_of(&tiny->x, form)};
+    whole_loss w = {.s = scored_of(tiny, form)};
     gradient_problem p;
     attend_whole(&w, &p, tiny->with_dlse);
     fdma_attention_backward_args args = whole_args(&w);
@@ -247,6 +268,7 @@ static void check_whole(const tiny_case *tiny, fdma_bias_form form) {
     check_differences(loss_of_whole, &w, w.s.x.v, args.dv);
     check_differences(loss_of_whole, &w, w.s.dt_proj, args.ddt_proj);
     check_differences(loss_of_whole, &w, w.s.a, args.da);
+    check_differences(loss_of_whole, &w, w.s.dt_bias, args.ddt_bias);
     /* Given the bias of forward, the call does not compute it again: the results are the same. */
     score_now(&w.s);
     fdma_attention_backward_args given = whole_args(&w);
@@ -254,6 +276,7 @@ static void check_whole(const tiny_case *tiny, fdma_bias_form form) {
     CHECK_OK(run_attention_backward(&given));
     CHECK(same_tensor(given.dq, args.dq) && same_tensor(given.dv, args.dv));
     CHECK(same_tensor(given.ddt_proj, args.ddt_proj) && same_tensor(given.da, args.da));
+    CHECK(same_tensor(given.ddt_bias, args.ddt_bias));
 }
 
 static void attention_backward_is_the_derivative_of_attention(void) { for_each_form(check_whole); }
@@ -265,12 +288,12 @@ static void ranking_alone_has_no_gradient(void) {
             continue;
         test_context("%s", cases[index].name);
         const tiny_case tiny = tiny_of(index, FDMA_FLOAT64);
-        whole_loss w = {.s = scored_of(&tiny.x, FDMA_BIAS_NONE)};
+        whole_loss w = {.s = scored_of(&tiny, FDMA_BIAS_NONE)};
         w.s.x.bias = (fdma_tensor){0};
         gradient_problem p = gradient_of(&w.s.x, 1);
         w.f.p = &p;
         fdma_attention_backward_args args = whole_args(&w);
-        args.ddt_proj = args.da = (fdma_tensor){0};
+        args.ddt_proj = args.da = args.ddt_bias = (fdma_tensor){0};
         CHECK_OK(run_attention_backward(&args));
         const gradients want = gradient_run(&p, "reference", 1);
         CHECK(same_tensor(args.dq, want.dq) && same_tensor(args.dk, want.dk));

@@ -135,7 +135,7 @@ static void keys_that_all_leave_stop_nothing(void) { for_each_kernel("backward",
 
 /* ---- what the fused call, and in it that of scores, adds to ---- */
 
-enum { fused_outputs = 5 }; /* dq, dk, dv, ddt_proj, da */
+enum { fused_outputs = 6 }; /* dq, dk, dv, ddt_proj, da, ddt_bias */
 
 /* Fills the outputs with random numbers, keeps a copy of these in `held`, and writes the gradients
  * or adds them. */
@@ -145,16 +145,20 @@ static void run_fused(const gradient_problem *p, const char *kernel, int accumul
     const fdma_tensor dt_proj =
         new_tensor(x->dtype, x->kv_heads, x->kv_heads * x->head_dim, -1, -1);
     const fdma_tensor a = new_tensor(FDMA_FLOAT32, x->kv_heads, -1, -1, -1);
-    const fdma_tensor like[fused_outputs] = {x->q, x->k, x->v, dt_proj, a};
+    const fdma_tensor dt_bias = new_tensor(x->dtype, x->kv_heads, -1, -1, -1);
+    const fdma_tensor like[fused_outputs] = {x->q, x->k, x->v, dt_proj, a, dt_bias};
     uint64_t state = 6;
     fill_random(dt_proj, &state, 0.2F);
     fill_random(a, &state, 1);
+    fill_random(dt_bias, &state, 1);
     for (int i = 0; i < fused_outputs; i++) {
         to[i] = copy_tensor(like[i]);
         fill_random(to[i], &state, 1);
         held[i] = copy_tensor(to[i]);
     }
     fdma_attention_backward_args args = fused_args(p, dt_proj, a, FDMA_BIAS_LINEAR, to, kernel);
+    args.dt_bias = dt_bias;
+    args.ddt_bias = to[5];
     args.bias = x->bias;
     args.accumulate = accumulate;
     CHECK_OK(run_attention_backward(&args));

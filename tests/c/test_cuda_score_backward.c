@@ -1,20 +1,22 @@
 /* test_cuda_score_backward.c - the gradients of scores on a CUDA device against the reference in
- * float64: kv heads in one block and in several, a float32 dt_proj beside 16-bit values, rows that
- * are not aligned, what is added to, keys without a gradient, and numbers that are none. */
+ * float64: kv heads in one block and in several, a float32 dt_proj beside 16-bit values, dt_bias or
+ * none, rows that are not aligned, what is added to, keys without a gradient, and numbers that are
+ * none. */
 #include "device.h"
 
 typedef struct score_case {
     fdma_dtype dtype;
     int64_t batch, kv_len, heads, head_dim;
-    int is_wide;   /* dt_proj and a in float32 */
+    int is_wide;   /* dt_proj, a and dt_bias in float32 */
     int is_padded; /* rows one element longer than they need be: 1 of v, 2 of dv, 3 of both */
     fdma_bias_form form;
 } score_case;
 
-/* Tensors of a case on the host, outputs as they are before the call. */
+/* Tensors of a case on the host, outputs as they are before the call. Where kv_len is even there is
+ * a dt_bias. */
 typedef struct score_problem {
     score_case shape;
-    fdma_tensor dbias, v, dt_proj, a, key_valid, dv, ddt_proj, da;
+    fdma_tensor dbias, v, dt_proj, a, dt_bias, key_valid, dv, ddt_proj, da, ddt_bias;
 } score_problem;
 
 static const score_case cases[] = {
@@ -77,6 +79,12 @@ static score_problem make_problem(const score_case *shape) {
     fill_random(p.a, &state, 1);
     fill_random(p.ddt_proj, &state, 1);
     fill_random(p.da, &state, 1);
+    if (shape->kv_len % 2 == 0) {
+        p.dt_bias = new_tensor(weights, heads, -1, -1, -1);
+        p.ddt_bias = new_tensor(weights, heads, -1, -1, -1);
+        fill_random(p.dt_bias, &state, 2);
+        fill_random(p.ddt_bias, &state, 1);
+    }
     for (int64_t n = 0; n < shape->batch * shape->kv_len; n++) {
         const int64_t b = n / shape->kv_len, j = n % shape->kv_len;
         ((uint8_t *)p.key_valid.data)[n] = random_below(&state, 10) != 0 || shape->kv_len == 1;
@@ -95,10 +103,12 @@ static fdma_score_backward_args args_of(const score_problem *p, int accumulate) 
         .v = p->v,
         .dt_proj = p->dt_proj,
         .a = p->a,
+        .dt_bias = p->dt_bias,
         .key_valid = p->key_valid,
         .dv = p->dv,
         .ddt_proj = p->ddt_proj,
         .da = p->da,
+        .ddt_bias = p->ddt_bias,
         .bias_form = p->shape.form,
         .accumulate = accumulate,
     };
@@ -109,10 +119,12 @@ static fdma_tensor widen(fdma_tensor x) { return widened(gathered(x)); }
 
 static fdma_score_backward_args run_reference(const score_problem *p, int accumulate) {
     fdma_score_backward_args args = args_of(p, accumulate);
-    fdma_tensor *const tensors[] = {&args.dbias, &args.v,        &args.dt_proj, &args.a,
-                                    &args.dv,    &args.ddt_proj, &args.da};
+    fdma_tensor *const tensors[] = {&args.dbias, &args.v,        &args.dt_proj,
+                                    &args.a,     &args.dt_bias,  &args.dv,
+                                    &args.da,    &args.ddt_proj, &args.ddt_bias};
     for (int i = 0; i < TEST_COUNT(tensors); i++)
-        *tensors[i] = widen(*tensors[i]);
+        if (tensors[i]->rank > 0)
+            *tensors[i] = widen(*tensors[i]);
     args.exec.kernel = "reference";
     CHECK_OK(run_score_backward(&args));
     return args;
@@ -132,6 +144,8 @@ static fdma_score_backward_args run_device(const score_problem *p, int accumulat
         args.dv = copied(args.dv);
     args.ddt_proj = copied(args.ddt_proj);
     args.da = copied(args.da);
+    if (args.ddt_bias.rank > 0)
+        args.ddt_bias = copied(args.ddt_bias);
     CHECK_OK(device_run(operation_score_backward, &args));
     return args;
 }
@@ -140,6 +154,7 @@ static void check_same_weights(const fdma_score_backward_args *got,
                                const fdma_score_backward_args *want) {
     CHECK_BYTES(got->ddt_proj.data, want->ddt_proj.data, bytes_of(want->ddt_proj));
     CHECK_BYTES(got->da.data, want->da.data, bytes_of(want->da));
+    CHECK(same_tensor(got->ddt_bias, want->ddt_bias));
 }
 
 static void check_same(const fdma_score_backward_args *got, const fdma_score_backward_args *want) {
@@ -170,6 +185,8 @@ static void check_case(const score_problem *p, int accumulate) {
     check_near(got.dv, want.dv, (p->shape.heads - 1) / 32); /* once for 32 heads */
     check_near(got.ddt_proj, want.ddt_proj, 0);
     check_near(got.da, want.da, 0);
+    if (got.ddt_bias.rank > 0)
+        check_near(got.ddt_bias, want.ddt_bias, 0);
     device_free_both();
 }
 

@@ -6,10 +6,11 @@
 
 /* Returns whether any tensor of the call has such an axis. */
 static bool set_size(call *x, char letter, int64_t size) {
+    const char letters[] = {letter, letter == 'j' ? 'n' : letter, 0}; // no call has carried keys
     const tensor_table table = fdma_tensors[x->operation];
     bool found = false;
     for (size_t t = 0; t < table.count; t++) {
-        const char *const axis = strchr(table.entries[t].dims, letter);
+        const char *const axis = strpbrk(table.entries[t].dims, letters);
         if (axis != NULL) {
             call_tensor(x, &table.entries[t])->shape[axis - table.entries[t].dims] = size;
             found = true;
@@ -42,6 +43,9 @@ static void sizes_are_checked(void) {
     for (int i = 0; i < operation_count * TEST_COUNT(cases); i++) {
         const int c = i % TEST_COUNT(cases), operation = i / TEST_COUNT(cases);
         call *const x = right_call((fdma_operation)operation, true);
+        if (operation == operation_decode) // without it a batch has a cache's size at most
+            x->args.decode.index =
+                fdma_tensor_1d(right.memory, FDMA_INT32, x->args.decode.q.shape[0]);
         test_context("%s: %c = %lld", operations[operation].name, cases[c].letter,
                      (long long)cases[c].size);
         if (set_size(x, cases[c].letter, cases[c].size) &&
@@ -111,6 +115,12 @@ static void options_of_scores_are_checked(void) {
     REJECTS(attention_backward,
             (args->bias_form = FDMA_BIAS_NONE, args->ddt_proj = args->da = absent),
             INVALID("bias", "FDMA_BIAS_NONE"));
+    REJECTS(attention_backward,
+            (args->bias_form = FDMA_BIAS_NONE, args->bias = args->ddt_proj = args->da = absent),
+            INVALID("ddt_bias", "FDMA_BIAS_NONE"));
+    REJECTS(score_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
+    REJECTS(attention_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
+    REJECTS(decode, args->dt_bias = args->a, INVALID("dt_bias", "with score"));
     REJECTS(score, args->reserved = 5, INVALID("reserved", "5"));
     REJECTS(select, args->reserved = 1, INVALID("reserved", "1"));
     REJECTS(select, args->selection = NULL, INVALID("selection", "NULL"));
@@ -288,7 +298,7 @@ static void null_arguments(void) {
 
 /* ---- what is no error ---- */
 
-/* With FDMA_BIAS_NONE nothing looks at dt_proj and a, whatever they hold. */
+/* With FDMA_BIAS_NONE nothing looks at dt_proj, a and dt_bias, whatever they hold. */
 static void unread_weights_may_be_anything(void) {
     call *const x = right_call(operation_attention_backward, false);
     fdma_attention_backward_args *const args = &x->args.attention_backward;
@@ -300,6 +310,7 @@ static void unread_weights_may_be_anything(void) {
     args->dt_proj.rank = INT32_MAX;
     args->a.rank = -1;
     args->a.dtype = (fdma_dtype)99;
+    args->dt_bias.rank = 7;
     CHECK_OK(fdma_attention_backward(args));
 }
 

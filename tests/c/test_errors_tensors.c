@@ -5,44 +5,65 @@
 /* ---- the list of tensors ---- */
 
 /* What fdma.h says of each tensor: >output, optional?; its axes; and its dtype: s that of q, k and
- * v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a that of a. */
+ * v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a that of a; b
+ * that of dt_bias. */
+/* The tensors of a table, and those of the carried keys or of their gradients. */
+#define TABLE(role, name, dtype)                                                                   \
+    " " role name ".score?:bgz:" dtype " " role name ".position?:bgz:i " role name ".seen?:b:i"
+#define CARRIED(role, d)                                                                           \
+    " " role d "k_carried?:brgd:s " role d "v_carried?:brgd:s " role d "bias_carried?:bgr:f"
+
 static const char *const documented[operation_count] = {
-    [operation_score] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u >score?:bgj:f >bias?:bgj:f",
-    [operation_select] = " score:bgj:f key_valid?:bj:u starts?:s:i >expiry:bgj:i >slot?:bgj:i",
+    [operation_score] =
+        " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u >score?:bgj:f >bias?:bgj:f",
+    [operation_select] = " score:bgn:f key_valid?:bn:u starts?:s:i" TABLE(
+        "", "table_in", "s") " >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "s"),
     [operation_lists] = " expiry:bgj:i slot:bgj:i starts?:s:i >list:bgtw:i >count:bgt2:i",
-    [operation_forward] = " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u starts?:s:i"
-                          " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
-    [operation_backward] = " q:bihd:s k:bjgd:s v:bjgd:s bias?:bgj:f key_valid?:bj:u starts?:s:i"
-                           " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f "
-                           ">dq:bihd:s >dk:bjgd:s >dv:bjgd:s"
-                           " >dbias?:bgj:f",
-    [operation_score_backward] = " v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u dbias:bgj:f"
-                                 " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a",
+    [operation_forward] =
+        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i" CARRIED(
+            "", "") " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
+    [operation_backward] =
+        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i" CARRIED(
+            "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f"
+                    " dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bngd:s >dv:bngd:s"
+                    " >dbias?:bgn:f" CARRIED(">", "d"),
+    [operation_score_backward] =
+        " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u dbias:bgj:f"
+        " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b",
     [operation_merge] = " out_a:bihd:s lse_a:bhi:f out_b:bihd:s lse_b:bhi:f >out:bihd:s"
                         " >lse?:bhi:f",
     [operation_merge_backward] = " out_a:bihd:s lse_a:bhi:f out_b:bihd:s lse_b:bhi:f"
                                  " dout:bihd:s dlse?:bhi:f >dout_a:bihd:s >dlse_a:bhi:f"
                                  " >dout_b:bihd:s >dlse_b:bhi:f",
+    [operation_decode] =
+        " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w score?:bgn:f index?:b:i "
+        "n_tokens?:b:i"
+        " commit?:b:i >cache.k:prgd:s >cache.v:prgd:s >cache.bias:pgr:f >cache.table.score:pgr:f"
+        " >cache.table.position:pgr:i >cache.table.seen:p:i >out:bihd:s >lse?:bhi:f",
     [operation_attention] =
-        " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w key_valid?:bj:u"
-        " starts?:s:i >out:bihd:s >lse?:bhi:f >score?:bgj:f >bias?:bgj:f >expiry:bgj:i"
-        " >slot?:bgj:i",
+        " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
+        "starts?:s:i" TABLE("", "table_in", "f")
+            CARRIED("", "") " >out:bihd:s >lse?:bhi:f >score?:bgn:f"
+                            " >bias?:bgn:f >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "f"),
     [operation_attention_backward] =
-        " q:bihd:s k:bjgd:s v:bjgd:s dt_proj:gc:w a:g:w bias?:bgj:f key_valid?:bj:u starts?:s:i"
-        " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s "
-        ">dk:bjgd:s"
-        " >dv:bjgd:s >ddt_proj:gc:d >da:g:a",
+        " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w bias?:bgn:f key_valid?:bn:u "
+        "starts?:s:i" CARRIED(
+            "",
+            "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f"
+                " >dq:bihd:s >dk:bngd:s >dv:bngd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b" CARRIED(
+                    ">", "d"),
 };
 
 /* Otherwise the cases below would follow a mistake in the list. */
 static void list_is_as_documented(void) {
     static const char dtypes[] = {
-        [dtypes_same] = 's',  [dtypes_weight] = 'w',     [dtypes_wide] = 'f', [dtypes_int32] = 'i',
-        [dtypes_uint8] = 'u', [dtypes_as_dt_proj] = 'd', [dtypes_as_a] = 'a',
+        [dtypes_same] = 's',  [dtypes_weight] = 'w',     [dtypes_wide] = 'f',
+        [dtypes_int32] = 'i', [dtypes_uint8] = 'u',      [dtypes_as_dt_proj] = 'd',
+        [dtypes_as_a] = 'a',  [dtypes_as_dt_bias] = 'b',
     };
     for (int operation = 0; operation < operation_count; operation++) {
         const tensor_table table = fdma_tensors[operation];
-        char text[512] = "";
+        char text[768] = "";
         for (size_t t = 0; t < table.count; t++) {
             const tensor_entry *const entry = &table.entries[t];
             const size_t used = strlen(text);
@@ -68,12 +89,21 @@ static void check_tensor(const tensor_entry *entry, fdma_tensor wrong, const cha
     check_rejected(&x, want);
 }
 
+static bool has_axis(fdma_operation operation, char letter) {
+    const tensor_table table = fdma_tensors[operation];
+    for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++)
+        if (strchr(entry->dims, letter) != NULL)
+            return true;
+    return false;
+}
+
 /* Whether the library takes a size of the call from this tensor, the first that has it. If it is
  * wrong, the message names another tensor, or the size itself. The tensor that gives head_dim gives
  * the dtype too. */
 static bool settles(const tensor_entry *entry, char letter) {
     const tensor_entry *first = fdma_tensors[right.call.operation].entries;
-    if (strchr("bijhgd", letter) == NULL || strchr(entry->dims, letter) == NULL)
+    if (strchr("bijhgdnrp", letter) == NULL || strchr(entry->dims, letter) == NULL ||
+        (letter == 'j' && has_axis(right.call.operation, 'n'))) // j follows from n and r
         return false;
     while (strchr(first->dims, letter) == NULL)
         first++;
@@ -85,7 +115,7 @@ static expectation want_of_origin(char letter, int64_t wrong) {
     if (letter == 'd')
         return (expectation){FDMA_UNSUPPORTED, {"head_dim", number(wrong), "256"}, 0};
     return (expectation){
-        FDMA_INVALID_ARGUMENT, {number(size_of_axis(&right_sizes, letter)), number(wrong)}, 0};
+        FDMA_INVALID_ARGUMENT, {number(size_of_axis(&right.sizes, letter)), number(wrong)}, 0};
 }
 
 static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {
@@ -108,13 +138,20 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
     }
 }
 
+/* Decode needs no weights where it is given the score. */
+static bool may_be_absent(const tensor_entry *entry) {
+    const bool scored =
+        right.call.operation == operation_decode && right.call.args.decode.score.rank > 0;
+    return is_optional(entry) || (scored && entry->dtypes == dtypes_weight);
+}
+
 static void check_ranks(const tensor_entry *entry, fdma_tensor tensor) {
     const int32_t rank = tensor.rank, wrong[] = {0, -1, 5, rank - 1, rank + 1};
     for (int i = 0; i < TEST_COUNT(wrong); i++) {
         const expectation want = {
             FDMA_INVALID_ARGUMENT, {entry->name, number(wrong[i]), number(rank)}, 0};
         tensor.rank = wrong[i];
-        if (wrong[i] != 0 || !is_optional(entry)) /* rank 0: absent */
+        if (wrong[i] != 0 || !may_be_absent(entry)) /* rank 0: absent */
             check_tensor(entry, tensor, "has another rank", &want);
     }
 }
@@ -195,29 +232,44 @@ static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
     check_tensor(entry, tensor, "lies where the workspace ends", &want);
 }
 
+static void check_tensors(bool with_optional) {
+    const tensor_table table = fdma_tensors[right.call.operation];
+    for (size_t t = 0; t < table.count; t++) {
+        const tensor_entry *const entry = &table.entries[t];
+        const fdma_tensor tensor = *call_tensor(&right.call, entry);
+        if (tensor.rank > 0) {
+            check_ranks(entry, tensor);
+            check_axes(entry, tensor, with_optional);
+            check_dtypes(entry, tensor);
+            check_strides(entry, tensor);
+            check_data(entry, tensor);
+            check_overlaps(entry, tensor);
+        }
+    }
+}
+
 static void tensors_are_checked(void) {
     for (int i = 0; i < 2 * operation_count; i++) {
         const bool with_optional = i % 2 == 0;
         right_call((fdma_operation)(i / 2), with_optional);
-        const tensor_table table = fdma_tensors[i / 2];
-        for (size_t t = 0; t < table.count; t++) {
-            const tensor_entry *const entry = &table.entries[t];
-            const fdma_tensor tensor = *call_tensor(&right.call, entry);
-            if (tensor.rank > 0) {
-                check_ranks(entry, tensor);
-                check_axes(entry, tensor, with_optional);
-                check_dtypes(entry, tensor);
-                check_strides(entry, tensor);
-                check_data(entry, tensor);
-                check_overlaps(entry, tensor);
-            }
-        }
+        check_tensors(with_optional);
+    }
+}
+
+/* Calls of select and of the fused forward have tables, too. */
+static void tensors_of_streams_are_checked(void) {
+    for (int operation = 0; operation < operation_count; operation++) {
+        if (!has_axis((fdma_operation)operation, 'n'))
+            continue;
+        right_call_with((fdma_operation)operation, true, 4);
+        check_tensors(true);
     }
 }
 
 static const test_entry tests[] = {
     TEST(list_is_as_documented),
     TEST(tensors_are_checked),
+    TEST(tensors_of_streams_are_checked),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -199,15 +199,15 @@ static const struct {
      "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/any/one does not support many "
      "queries"},
     {"cpu/sse9", operation_forward, 2, NULL,
-     "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 needs avx9, which is "
-     "missing here"},
+     "forward (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 needs avx9, which this "
+     "machine does not have"},
     {"cpu/sse9", operation_score, 2, NULL,
      "score (float32, head_dim 8) on the CPU: exec.kernel cpu/sse9 has no kernel for "
      "this call"},
     {"cpu/sse", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named cpu/sse, want one of cpu/sse9, cpu/any, cuda/sm1"},
+     "exec.kernel: no kernel name begins with cpu/sse, want one of cpu/sse9, cpu/any, cuda/sm1"},
     {"\x1b[31m\xff\n", operation_forward, 1, NULL,
-     "exec.kernel: no kernel is named \\x1b[31m\\xff\\x0a, want one of cpu/sse9, "
+     "exec.kernel: no kernel name begins with \\x1b[31m\\xff\\x0a, want one of cpu/sse9, "
      "cpu/any, cuda/sm1"},
     {NULL, operation_backward, 2, NULL,
      "backward (float32, head_dim 8) on FDMA_CUDA(2): the library does not support float32 "
@@ -347,6 +347,7 @@ static void fused_gradients_name_their_kernels(void) {
     CHECK(strcmp(names.backward, "reference") == 0);
     CHECK(strcmp(names.score_backward, "reference") == 0);
     args->dt_proj = args->a = args->ddt_proj = args->da = (fdma_tensor){0};
+    args->dt_bias = args->ddt_bias = (fdma_tensor){0};
     args->bias_form = FDMA_BIAS_NONE;
     CHECK_OK(fdma_attention_backward_kernel(args, &names));
     CHECK(names.score == NULL && names.backward != NULL && names.score_backward == NULL);

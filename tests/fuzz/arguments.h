@@ -5,13 +5,14 @@
 
 #include "fdma.h"
 
+#include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
-    max_blocks = 24,
+    max_blocks = 40,
     max_elements = 1 << 14, /* of a tensor that gets memory */
     max_struct = 4200,      /* bytes: beyond what any argument struct may have */
 };
@@ -36,6 +37,7 @@ typedef struct call {
     bool shared;   /* two tensors share a block */
     bool unbacked; /* a tensor with elements has no data */
     bool packed;   /* the call has starts */
+    int64_t rows;  /* of carried keys; 0: there are none */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     fdma_dtype dtype;
     double work; /* multiply-adds, about */
@@ -47,6 +49,7 @@ typedef struct call {
         fdma_lists_args lists;
         fdma_forward_args forward;
         fdma_attention_args attention;
+        fdma_decode_args decode;
         fdma_backward_args backward;
         fdma_score_backward_args score_backward;
         fdma_attention_backward_args attention_backward;
@@ -97,6 +100,31 @@ static int64_t strange_number(source *in) {
     if (index < sizeof strange / sizeof *strange)
         return strange[index];
     return (int64_t)((uint64_t)index << (take(in) % 64));
+}
+
+static const char *make_kernel(source *in) {
+    static const char *const names[] = {NULL,        NULL,        "cpu", "cpu/scalar", "cpu/avx2",
+                                        "reference", "cpu/avx51", "",    "cpu/"};
+    return names[take(in) % (sizeof names / sizeof *names)];
+}
+
+static fdma_exec make_exec(source *in) {
+    fdma_exec exec = {.kernel = make_kernel(in), .threads = (int32_t)take_up_to(in, 3)};
+    if (seldom(in))
+        exec.threads = (int32_t)strange_number(in);
+    if (seldom(in))
+        exec.device = (int32_t)strange_number(in);
+    if (seldom(in))
+        exec.reserved[take(in) % 2] = take(in);
+    if (seldom(in))
+        exec.stream = &exec;
+    return exec;
+}
+
+static double make_number(source *in) {
+    static const double numbers[] = {
+        0, 0, 1, 0.125, 30, -1, 1e-300, 1e300, (double)INFINITY, (double)NAN};
+    return numbers[take(in) % (sizeof numbers / sizeof *numbers)];
 }
 
 /* a * b, or what is left of it beyond 64 bits. */
@@ -256,6 +284,15 @@ static fdma_tensor maybe_valid(call *to) {
     return make_optional(to, false, FDMA_UINT8, 2, shape);
 }
 
+/* Of forward and backward, where carried keys allow none. */
+static fdma_tensor maybe_valid_keys(call *to) {
+    return to->rows == 0 || seldom(&to->in) ? maybe_valid(to) : (fdma_tensor){0};
+}
+
+static int32_t make_causal(call *to) {
+    return to->rows > 0 && !seldom(&to->in) ? 1 : (int32_t)take_up_to(&to->in, 1);
+}
+
 /* Mostly in order. */
 static fdma_tensor maybe_starts(call *to) {
     const int64_t shape[] = {1 + take_up_to(&to->in, 4)};
@@ -272,6 +309,56 @@ static fdma_tensor maybe_starts(call *to) {
         start += take(&to->in) % 9;
     }
     return starts;
+}
+
+/* Numbers from `least` to `most`, mostly. */
+static void fill_numbers(call *to, const fdma_tensor *tensor, int32_t least, int64_t most) {
+    uint8_t *at = tensor->data;
+    if (at == NULL || to->shared || most < least)
+        return;
+    const block *const mine = &to->blocks[to->count - 1];
+    for (int32_t number; at + sizeof number <= mine->bytes + mine->size && !seldom(&to->in);) {
+        number = (int32_t)(least + take(&to->in) % (most - least + 1));
+        memcpy(at, &number, sizeof number);
+        at += sizeof number;
+    }
+}
+
+static fdma_tensor maybe_numbers(call *to, int32_t least, int64_t most) {
+    const fdma_tensor numbers = make_optional(to, false, FDMA_INT32, 1, &to->batch);
+    fill_numbers(to, &numbers, least, most);
+    return numbers;
+}
+
+/* ---- streams ---- */
+
+static fdma_tensor make_carried_rows(call *to, bool output) {
+    const int64_t shape[] = {to->batch, to->rows, to->kv_heads, to->head_dim};
+    return to->rows > 0 ? make(to, output, to->dtype, 4, shape) : (fdma_tensor){0};
+}
+
+static fdma_tensor make_carried_numbers(call *to, bool output, fdma_dtype dtype) {
+    const int64_t shape[] = {to->batch, to->kv_heads, to->rows};
+    return to->rows > 0 ? make(to, output, dtype, 3, shape) : (fdma_tensor){0};
+}
+
+static fdma_table make_table(call *to, bool output) {
+    fdma_table table = {0};
+    if (to->rows == 0)
+        return table;
+    table.score = make_carried_numbers(to, output, FDMA_FLOAT32);
+    table.position = make_carried_numbers(to, output, FDMA_INT32);
+    table.seen = make(to, output, FDMA_INT32, 1, &to->batch);
+    fill_numbers(to, &table.seen, 0, 200);
+    return table;
+}
+
+/* A table has as many rows as a query keeps keys. */
+static void fit_rows(call *to, int64_t *window, int64_t *recent) {
+    if (to->rows == 0 || seldom(&to->in))
+        return;
+    *recent = take_up_to(&to->in, to->rows - 1);
+    *window = to->rows - *recent;
 }
 
 static fdma_tensor make_lse(call *to, bool output) {
@@ -294,8 +381,10 @@ static int64_t make_rule(call *to, int64_t most) {
 
 static void make_selection(call *to, bool output, int64_t window, fdma_scope scope) {
     to->selection = (fdma_selection){.size = sizeof to->selection};
+    const int64_t new_len = to->kv_len;
+    to->kv_len = (int64_t)((uint64_t)new_len + (uint64_t)to->rows); // both count carried keys
     to->selection.expiry = make_per_key(to, output, FDMA_INT32);
-    if (take_up_to(&to->in, 1))
+    if (to->rows > 0 || take_up_to(&to->in, 1))
         to->selection.slot = make_per_key(to, output, FDMA_INT32);
     to->selection.window = seldom(&to->in) ? strange_number(&to->in) : window;
     to->selection.kv_len = seldom(&to->in) ? strange_number(&to->in) : to->kv_len;
@@ -305,4 +394,41 @@ static void make_selection(call *to, bool output, int64_t window, fdma_scope sco
     if (seldom(&to->in))
         to->selection.reserved = take(&to->in);
     to->selection.recent = make_rule(to, 9);
+    to->kv_len = new_len;
+}
+
+/* dt_bias, in half of the calls. */
+static fdma_tensor maybe_dt_bias(call *to) {
+    const fdma_dtype dtype = seldom(&to->in) ? FDMA_FLOAT32 : to->dtype;
+    return take_up_to(&to->in, 1) ? make(to, false, dtype, 1, &to->kv_heads) : (fdma_tensor){0};
+}
+
+/* Its gradient, seldom without it. */
+static fdma_tensor maybe_ddt_bias(call *to, const fdma_tensor *dt_bias) {
+    const bool given = dt_bias->rank > 0 || seldom(&to->in);
+    return given && take_up_to(&to->in, 1) ? make(to, true, dt_bias->dtype, 1, &to->kv_heads)
+                                           : (fdma_tensor){0};
+}
+
+static fdma_cache make_cache(call *to) {
+    const fdma_dtype dtype = to->dtype;
+    fdma_cache cache = {.sequences = 1 + take_up_to(&to->in, 3),
+                        .kv_heads = to->kv_heads,
+                        .head_dim = to->head_dim,
+                        .window = 1 + take_up_to(&to->in, 19),
+                        .recent = make_rule(to, 9),
+                        .sinks = make_rule(to, 2),
+                        .dtype = seldom(&to->in) ? (fdma_dtype)take_up_to(&to->in, 7) : dtype,
+                        .device = seldom(&to->in) ? take(&to->in) : 0};
+    const int64_t rows = (int64_t)((uint64_t)cache.window + (uint64_t)cache.recent);
+    const int64_t row_shape[] = {cache.sequences, rows, to->kv_heads, to->head_dim};
+    const int64_t shape[] = {cache.sequences, to->kv_heads, rows};
+    cache.k = make(to, true, dtype, 4, row_shape);
+    cache.v = make(to, true, dtype, 4, row_shape);
+    cache.bias = make(to, true, FDMA_FLOAT32, 3, shape);
+    cache.table.score = make(to, true, FDMA_FLOAT32, 3, shape);
+    cache.table.position = make(to, true, FDMA_INT32, 3, shape);
+    cache.table.seen = make(to, true, FDMA_INT32, 1, shape);
+    fill_numbers(to, &cache.table.seen, 0, 200);
+    return cache;
 }

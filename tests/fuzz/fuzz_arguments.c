@@ -7,37 +7,10 @@
 
 #include "arguments.h"
 
-#include <math.h>
-
 enum {
     max_workspace = 1 << 20, /* bytes */
     max_work = 1 << 21,      /* multiply-adds of a call that is let run */
 };
-
-static const char *make_kernel(source *in) {
-    static const char *const names[] = {NULL,        NULL,        "cpu", "cpu/scalar", "cpu/avx2",
-                                        "reference", "cpu/avx51", "",    "cpu/"};
-    return names[take(in) % (sizeof names / sizeof *names)];
-}
-
-static fdma_exec make_exec(source *in) {
-    fdma_exec exec = {.kernel = make_kernel(in), .threads = (int32_t)take_up_to(in, 3)};
-    if (seldom(in))
-        exec.threads = (int32_t)strange_number(in);
-    if (seldom(in))
-        exec.device = (int32_t)strange_number(in);
-    if (seldom(in))
-        exec.reserved[take(in) % 2] = take(in);
-    if (seldom(in))
-        exec.stream = &exec;
-    return exec;
-}
-
-static double make_number(source *in) {
-    static const double numbers[] = {
-        0, 0, 1, 0.125, 30, -1, 1e-300, 1e300, (double)INFINITY, (double)NAN};
-    return numbers[take(in) % (sizeof numbers / sizeof *numbers)];
-}
 
 static int64_t make_window(call *to) {
     if (seldom(&to->in))
@@ -63,6 +36,7 @@ static void make_score(call *to) {
     args->v = make_keys(to);
     args->dt_proj = make(to, false, seldom(&to->in) ? FDMA_FLOAT32 : to->dtype, 2, proj_shape);
     args->a = make(to, false, seldom(&to->in) ? FDMA_FLOAT32 : to->dtype, 1, proj_shape);
+    args->dt_bias = maybe_dt_bias(to);
     args->key_valid = maybe_valid(to);
     args->score = maybe_per_key(to, true);
     args->bias = maybe_per_key(to, true);
@@ -78,11 +52,19 @@ static void make_select(call *to) {
     args->score = make_per_key(to, false, FDMA_FLOAT32);
     args->key_valid = maybe_valid(to);
     args->starts = maybe_starts(to);
+    args->table_in = make_table(to, false);
+    if (to->rows == 0 && take_up_to(&to->in, 3) == 0)
+        to->rows = 1 + take_up_to(&to->in, 23); // the first call of a stream: it has no table_in
+    args->table_out = make_table(to, true);
+    to->rows = args->table_in.score.rank > 0 ? to->rows : 0;
     make_selection(to, true, 0, FDMA_SCOPE_CAUSAL);
     if (!seldom(&to->in))
         args->selection = &to->selection;
     args->recent = make_rule(to, 23);
     args->sinks = make_rule(to, 2);
+    to->rows = args->table_out.score.rank > 0 ? args->table_out.score.shape[2] : 0;
+    if (to->rows > 0)
+        fit_rows(to, &args->window, &args->recent);
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
@@ -120,7 +102,7 @@ static void make_lists(call *to) {
 static void make_forward(call *to) {
     fdma_forward_args *const args = &to->args.forward;
     *args = (fdma_forward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->causal = make_causal(to);
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
     args->reserved = make_reserved(&to->in);
@@ -128,8 +110,12 @@ static void make_forward(call *to) {
     args->k = make_keys(to);
     args->v = make_keys(to);
     args->bias = maybe_per_key(to, false);
-    args->key_valid = maybe_valid(to);
+    args->key_valid = maybe_valid_keys(to);
     args->starts = maybe_starts(to);
+    args->k_carried = make_carried_rows(to, false);
+    args->v_carried = make_carried_rows(to, false);
+    if (args->bias.rank > 0)
+        args->bias_carried = make_carried_numbers(to, false, FDMA_FLOAT32);
     args->out = make_queries(to, true);
     args->lse = maybe_lse(to);
     if (take_up_to(&to->in, 1)) {
@@ -144,7 +130,7 @@ static void make_attention(call *to) {
     const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
     fdma_attention_args *const args = &to->args.attention;
     *args = (fdma_attention_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->causal = make_causal(to);
     args->scope = (fdma_scope)take_up_to(&to->in, 3);
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, 3);
     args->scale = make_number(&to->in);
@@ -156,8 +142,15 @@ static void make_attention(call *to) {
     args->v = make_keys(to);
     args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
     args->a = make(to, false, to->dtype, 1, proj_shape);
+    args->dt_bias = maybe_dt_bias(to);
     args->key_valid = maybe_valid(to);
     args->starts = maybe_starts(to);
+    args->table_in = make_table(to, false);
+    args->table_out = make_table(to, true);
+    args->k_carried = make_carried_rows(to, false);
+    args->v_carried = make_carried_rows(to, false);
+    if (args->bias_form != FDMA_BIAS_NONE)
+        args->bias_carried = make_carried_numbers(to, false, FDMA_FLOAT32);
     args->out = make_queries(to, true);
     args->lse = maybe_lse(to);
     args->score = maybe_per_key(to, true);
@@ -168,6 +161,7 @@ static void make_attention(call *to) {
     }
     args->recent = make_rule(to, 23);
     args->sinks = make_rule(to, 2);
+    fit_rows(to, &args->window, &args->recent);
     const double keys = (double)args->k.shape[1];
     to->work =
         elements(&args->q) * (1 + keys) + elements(&args->v) * (keys + (double)args->v.shape[2]);
@@ -176,7 +170,7 @@ static void make_attention(call *to) {
 static void make_backward(call *to) {
     fdma_backward_args *const args = &to->args.backward;
     *args = (fdma_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->causal = make_causal(to);
     args->deterministic = (int32_t)take_up_to(&to->in, 1);
     args->accumulate = (int32_t)take_up_to(&to->in, 1);
     args->scale = make_number(&to->in);
@@ -190,12 +184,20 @@ static void make_backward(call *to) {
     args->k = make_keys(to);
     args->v = make_keys(to);
     args->bias = maybe_per_key(to, false);
-    args->key_valid = maybe_valid(to);
+    args->key_valid = maybe_valid_keys(to);
     args->starts = maybe_starts(to);
+    args->k_carried = make_carried_rows(to, false);
+    args->v_carried = make_carried_rows(to, false);
+    if (args->bias.rank > 0)
+        args->bias_carried = make_carried_numbers(to, false, FDMA_FLOAT32);
     args->dq = make_queries(to, true);
     args->dk = make_key_rows(to, true);
     args->dv = make_key_rows(to, true);
     args->dbias = maybe_per_key(to, true);
+    args->dk_carried = make_carried_rows(to, true);
+    args->dv_carried = make_carried_rows(to, true);
+    if (args->dbias.rank > 0)
+        args->dbias_carried = make_carried_numbers(to, true, FDMA_FLOAT32);
     if (take_up_to(&to->in, 1)) {
         const int64_t window = make_window(to);
         make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
@@ -214,11 +216,13 @@ static void make_score_backward(call *to) {
     args->v = make_keys(to);
     args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
     args->a = make(to, false, to->dtype, 1, proj_shape);
+    args->dt_bias = maybe_dt_bias(to);
     args->key_valid = maybe_valid(to);
     if (take_up_to(&to->in, 1))
         args->dv = make_key_rows(to, true);
     args->ddt_proj = make(to, true, to->dtype, 2, proj_shape);
     args->da = make(to, true, to->dtype, 1, proj_shape);
+    args->ddt_bias = maybe_ddt_bias(to, &args->dt_bias);
     to->work = 3 * elements(&args->v) * (double)args->v.shape[2];
 }
 
@@ -232,9 +236,18 @@ static void make_whole_tensors(call *to, fdma_attention_backward_args *args) {
     args->q = make_queries(to, false);
     args->k = make_keys(to);
     args->v = make_keys(to);
+    args->k_carried = make_carried_rows(to, false);
+    args->v_carried = make_carried_rows(to, false);
+    args->dk_carried = make_carried_rows(to, true);
+    args->dv_carried = make_carried_rows(to, true);
+    if (args->bias_form != FDMA_BIAS_NONE) {
+        args->bias_carried = make_carried_numbers(to, false, FDMA_FLOAT32);
+        args->dbias_carried = make_carried_numbers(to, true, FDMA_FLOAT32);
+    }
     if (args->bias_form != FDMA_BIAS_NONE) { /* else nobody looks at them */
         args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
         args->a = make(to, false, to->dtype, 1, proj_shape);
+        args->dt_bias = maybe_dt_bias(to);
     }
     args->key_valid = maybe_valid(to);
     args->starts = maybe_starts(to);
@@ -245,13 +258,14 @@ static void make_whole_tensors(call *to, fdma_attention_backward_args *args) {
         args->bias = maybe_per_key(to, false);
         args->ddt_proj = make(to, true, to->dtype, 2, proj_shape);
         args->da = make(to, true, to->dtype, 1, proj_shape);
+        args->ddt_bias = maybe_ddt_bias(to, &args->dt_bias);
     }
 }
 
 static void make_attention_backward(call *to) {
     fdma_attention_backward_args *const args = &to->args.attention_backward;
     *args = (fdma_attention_backward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    args->causal = (int32_t)take_up_to(&to->in, 1);
+    args->causal = make_causal(to);
     args->deterministic = (int32_t)take_up_to(&to->in, 1);
     args->accumulate = (int32_t)take_up_to(&to->in, 1);
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
@@ -264,6 +278,32 @@ static void make_attention_backward(call *to) {
         args->selection = &to->selection;
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]) +
                4 * elements(&args->v) * (double)args->v.shape[2];
+}
+
+static void make_decode(call *to) {
+    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
+    fdma_decode_args *const args = &to->args.decode;
+    *args = (fdma_decode_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
+    args->reserved = make_reserved(&to->in);
+    args->cache = make_cache(to);
+    args->index = maybe_numbers(to, -1, args->cache.sequences - 1);
+    args->q = make_queries(to, false);
+    args->k = make_keys(to);
+    args->v = make_keys(to);
+    args->score = maybe_per_key(to, false);
+    if (args->score.rank == 0) {
+        args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
+        args->a = make(to, false, to->dtype, 1, proj_shape);
+        args->dt_bias = maybe_dt_bias(to);
+    }
+    args->n_tokens = maybe_numbers(to, 0, to->kv_len);
+    args->commit = maybe_numbers(to, 0, to->kv_len / 2);
+    args->out = make_queries(to, true);
+    args->lse = maybe_lse(to);
+    to->work = elements(&args->q) * (60 + (double)args->k.shape[1]) + elements(&args->cache.k);
 }
 
 static void make_merge(call *to) {
@@ -308,6 +348,7 @@ DEFINE_OPERATION(score)
 DEFINE_OPERATION(select)
 DEFINE_OPERATION(forward)
 DEFINE_OPERATION(attention)
+DEFINE_OPERATION(decode)
 DEFINE_OPERATION(lists)
 DEFINE_OPERATION(backward)
 DEFINE_OPERATION(score_backward)
@@ -326,6 +367,7 @@ static const struct operation {
     OPERATION(lists),          OPERATION(backward),
     OPERATION(score_backward), OPERATION(attention_backward),
     OPERATION(merge),          OPERATION(merge_backward),
+    OPERATION(decode),
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 
@@ -437,6 +479,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t count) {
         c.batch = 1;
         c.q_len = c.kv_len;
     }
+    c.rows = !c.packed && take_up_to(&c.in, 3) == 0 ? 1 + take_up_to(&c.in, 23) : 0;
     int64_t *const sizes[] = {&c.batch, &c.q_len, &c.kv_len, &c.q_heads, &c.kv_heads, &c.head_dim};
     if (seldom(&c.in))
         for (int bent = 0; bent < 2; bent++)

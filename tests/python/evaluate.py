@@ -248,10 +248,15 @@ def attention_backward(
 
 
 def score(
-    value: torch.Tensor, dt_proj: torch.Tensor, a_coef: torch.Tensor, dtype: torch.dtype
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    dtype: torch.dtype,
+    dt_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[batch, kv_heads, kv_len], with every step in `dtype`."""
     dt = value.to(dtype).flatten(2) @ dt_proj.to(dtype).T
+    dt = dt if dt_bias is None else dt + dt_bias.to(dtype)
     z = a_coef.to(dtype) * (dt.clamp(min=0) + torch.log1p(torch.exp(-dt.abs())))
     return z.transpose(1, 2)
 
@@ -259,9 +264,10 @@ def score(
 def fused_gradients(
     tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor, dtype: torch.dtype
 ) -> Tensors:
-    """The gradients of flash_dma_attention() in its five tensors, for the keys of `mask`."""
+    """The gradients of flash_dma_attention() in its five tensors, and in dt_bias if that is given
+    after them, for the keys of `mask`."""
     given = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
-    bias = torch.exp(score(*given[2:], dtype))
+    bias = torch.exp(score(*given[2:5], dtype, *given[5:]))
     out, _ = attention(*given[:3], mask, dtype, bias=bias)
     return torch.autograd.grad(out, given, dout.to(dtype))
 
@@ -389,16 +395,17 @@ def plain_gradients(
 def plain_fused_gradients(
     tensors: Tensors, mask: torch.Tensor, dout: torch.Tensor
 ) -> list[Tensors]:
-    """fused_gradients() in the tensors' dtype, with the channels in many orders: da_coef is one
-    number a head."""
+    """fused_gradients() in the tensors' dtype, with the channels in many orders: da_coef and
+    ddt_bias are one number a head."""
     head_dim = dout.shape[3]
     found = []
     for order in orders_of(head_dim, tensors[4].numel()):
         back = order.argsort()
-        *rows, weights, a_coef = tensors
+        rows, (weights, *of_heads) = tensors[:3], tensors[3:]
         by_head = weights.unflatten(1, (-1, head_dim))
-        shuffled = (*(row[..., order] for row in rows), by_head[..., order].flatten(1), a_coef)
-        *drows, dweights, da = fused_gradients(shuffled, mask, dout[..., order], dout.dtype)
+        shuffled = (*(row[..., order] for row in rows), by_head[..., order].flatten(1), *of_heads)
+        gradients = fused_gradients(shuffled, mask, dout[..., order], dout.dtype)
+        drows, (dweights, *rest) = gradients[:3], gradients[3:]
         dweights = dweights.unflatten(1, (-1, head_dim))[..., back].flatten(1)
-        found.append((*(drow[..., back] for drow in drows), dweights, da))
+        found.append((*(drow[..., back] for drow in drows), dweights, *rest))
     return found

@@ -134,7 +134,20 @@ def test_flash_dma_attention(
 def test_everything_that_the_fused_operator_returns() -> None:
     tensors = [x.detach() for x in make_fused(60)]
     out, lse, score, bias, *selection = ops.FUSED.op(
-        *tensors, None, None, cases.WINDOW, 9, 2, "causal", "linear", True, 0.0, 3.0, False, None
+        *tensors,
+        None,
+        None,
+        None,
+        cases.WINDOW,
+        9,
+        2,
+        "causal",
+        "linear",
+        True,
+        0.0,
+        3.0,
+        False,
+        None,
     )
     assert_same((out, lse, score, *selection), stepwise(*tensors, recent=9, sinks=2))
     assert torch.equal(bias, score)

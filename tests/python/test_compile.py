@@ -43,6 +43,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
         "starts": None,
+        "dt_bias": None,
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
@@ -52,10 +53,12 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     dense |= {"recent": 0, "sinks": 0}
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
         "score without bias": (ops.SCORE, {"bias_form": "none", "key_valid": None}),
+        "score with dt_bias": (ops.SCORE, dt_bias),
         "select": (ops.SELECT, {}),
         "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
         "dense": (ops.ATTENTION, dense),
@@ -63,6 +66,9 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
         "fused": (ops.FUSED, {"backend": "reference"}),
         "fused without bias": (ops.FUSED, {"bias_form": "none"}),
+        "fused with dt_bias": (ops.FUSED, dt_bias),
+        "fused with dt_bias, without bias": (ops.FUSED, {**dt_bias, "bias_form": "none"}),
+        "fused with dt_bias, out alone": (ops.FUSED_OUT, dt_bias),
         "fused, out alone": (ops.FUSED_OUT, {}),
         "fused in bfloat16": (ops.FUSED, in_bfloat16),
         "fused and packed": (ops.FUSED, packed),
@@ -71,6 +77,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
         "dense's backward": (ops.ATTENTION_BACKWARD, dense),
         "fused's backward": (ops.FUSED_BACKWARD, {}),
+        "score's backward with dt_bias": (ops.SCORE_BACKWARD, dt_bias),
+        "fused's backward with dt_bias": (ops.FUSED_BACKWARD, dt_bias),
         "merge's backward": (ops.MERGE_BACKWARD, {}),
     }
     return {

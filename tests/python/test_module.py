@@ -66,6 +66,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "global": {"causal": False},
     "dense": {"window": None},
     "softcap and biases": {"softcap": 1.5, "bias": True},
+    "dt_bias": {"dt_bias": True},
     "head_dim": {"head_dim": 16},
     "recent and sinks": {"recent": 5, "sinks": 2},
     "recent, as training starts": {"recent": 5, "learned": False},
@@ -126,6 +127,9 @@ def test_state_dict() -> None:
         "o_proj.weight": (HIDDEN, HEADS * 8),
         "dt_proj.weight": (KV_HEADS, width),
     }
+    with_bias = make_layer(dt_bias=True).state_dict()
+    assert {*with_bias} == {*shapes, "dt_proj.bias"}
+    assert with_bias["dt_proj.bias"].shape == (KV_HEADS,)
     other = flash_dmattn.DynamicMaskAttention(HIDDEN, HEADS, KV_HEADS, WINDOW)
     x = make_states()
     assert not torch.equal(other(x), layer(x))

@@ -1,5 +1,6 @@
-"""The parts of benchmarks/peers_cuda.py that need no device: cases, figures, checks, table and
-picture. CPU tensors stand in for its inputs."""
+"""Tests what benchmarks/peers_cuda.py does without a device: its cases, the numbers of a row, and
+its checks of outputs; and the programs that print and draw its rows. CPU tensors stand in for its
+inputs."""
 
 from __future__ import annotations
 
@@ -69,24 +70,24 @@ def attend(inputs: Any, window: int = 20) -> torch.Tensor:
 
 def test_right_outputs_pass() -> None:
     inputs = make_inputs()
-    peers_cuda.check_output(inputs, attend(inputs), inputs.score, None, "it")
+    peers_cuda.check_output(inputs, attend(inputs), inputs.score, None, "the peer")
     dense, _ = flash_dmattn.attention(inputs.query, inputs.key, inputs.value, causal=True)
-    peers_cuda.check_output(inputs, dense, None, None, "it")
+    peers_cuda.check_output(inputs, dense, None, None, "the peer")
 
 
-@pytest.mark.parametrize("mistake", ["nan", "stale", "window", "dense", "order"])
+@pytest.mark.parametrize("mistake", ["nan", "unwritten", "window", "dense", "order"])
 def test_wrong_outputs_are_found(mistake: str) -> None:
     inputs = make_inputs()
     out = attend(inputs, 19 if mistake == "window" else 20)
     if mistake == "nan":
         out[0, 33, 1, 5] = torch.nan
-    elif mistake == "stale":
+    elif mistake == "unwritten":
         out[0, 89] = 0
     elif mistake == "dense":
         out, _ = flash_dmattn.attention(inputs.query, inputs.key, inputs.value, causal=True)
     score = -inputs.score if mistake == "order" else inputs.score
-    with pytest.raises(peers_common.Disagreement, match="it"):
-        peers_cuda.check_output(inputs, out, score, None, "it")
+    with pytest.raises(peers_common.Disagreement, match="the peer"):
+        peers_cuda.check_output(inputs, out, score, None, "the peer")
 
 
 def make_rows() -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ def test_rows() -> None:
     assert flash["useful_gflops"] == pytest.approx(case.flops(0) / 26e6)
 
 
-def test_a_row_of_four_times_the_length() -> None:
+def test_time_relative_to_a_quarter_of_the_length() -> None:
     cases = [case for case in peers_cuda.all_cases(quick=False) if case.kind == "backward"]
     short, long = cases[:2]
     assert (short.length, long.length) == (32768, 131072)

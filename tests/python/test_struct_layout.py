@@ -100,6 +100,20 @@ class Listed(NamedTuple):
     in_selection: bool
 
 
+def with_macros(text: str, body: str) -> str:
+    """A table of tensors in which the rows that a macro stands for are written out."""
+    macros = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n)+[^\n]*)", text))
+    body = re.sub(r"(CARRIED(?:_GRADIENTS)?)\(\w+\)", lambda one: macros[one[1]], body)
+    for table in ("in", "out"):
+        rows = macros["TABLE_OF"].replace("table.", f"table_{table}.")
+        body = re.sub(
+            rf"TABLE_{table.upper()}\(\w+, (\w+)\)",
+            lambda call, rows=rows: rows.replace(" dtypes,", f" {call[1]},"),
+            body,
+        )
+    return body
+
+
 def read_tensors() -> dict[str, dict[str, Listed]]:
     """The tensors of each operation, by field."""
     found: dict[str, dict[str, Listed]] = {}
@@ -108,7 +122,8 @@ def read_tensors() -> dict[str, dict[str, Listed]]:
         r"tensor_entry (\w+)_tensors\[\] = \{(.*?)^\};", text, re.DOTALL | re.MULTILINE
     ):
         found[operation] = {}
-        for kind, row in re.findall(r"(ARG|MEMBER|SELECTION)\((.*)\),", body):
+        rows = re.findall(r"(ARG|MEMBER|SELECTION)\(([^()]*)\)", with_macros(text, body))
+        for kind, row in rows:
             words = row.replace('"', "").split(", ")
             name = words[0] if kind == "SELECTION" else words[1]
             found[operation][name] = Listed(words[-3], words[-2], kind == "SELECTION")
@@ -120,17 +135,29 @@ assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
 DIMENSIONS = {
     **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
     **{"d": "head_dim", "c": "kv_heads * head_dim", "s": "sequences + 1"},
+    **{"n": "kv_len"},  # no operator has carried keys
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, for the gradients, or for the allocation of results.
 NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic", "wants_dbias"}
 
 
+def tensors_of(mirror: type, prefix: str = "") -> list[str]:
+    """The tensors of a struct, and of the structs in it."""
+    names = []
+    for name, kind in mirrored_fields(mirror).items():
+        if kind is _library.Tensor:
+            names.append(prefix + name)
+        elif kind in (_library.Table, _library.Cache):
+            names += tensors_of(kind, f"{prefix}{name}.")
+    return names
+
+
 @pytest.mark.parametrize("operation", TENSORS)
 def test_the_tensors_of_a_struct(operation: str) -> None:
     listed = [name for name, one in TENSORS[operation].items() if not one.in_selection]
     fields = mirrored_fields(_library.CALLS[f"fdma_{operation}"])
-    assert sorted(listed) == sorted(x for x, kind in fields.items() if kind is _library.Tensor)
+    assert sorted(listed) == sorted(tensors_of(_library.CALLS[f"fdma_{operation}"]))
     selected = [name for name, one in TENSORS[operation].items() if one.in_selection]
     assert ("selection" in fields) == (selected == ["expiry", "slot"])
 

@@ -1,0 +1,470 @@
+/* test_stream_attention.c - a stream whose pieces are fused calls, with the rows of k, v and bias
+ * moved as fdma.h says, gives the scores, the out and the lse of one call on the whole sequence;
+ * gradients that are passed on through carried keys add up to those of the whole sequence; calls
+ * whose tensors of a stream contradict each other are refused. */
+#include "errors.h"
+#include "gradient.h"
+
+enum { batch = 2, kv_heads = 2, q_heads = 4, head_dim = 32, stream_len = 190, most_pieces = 64 };
+static const int64_t window = 20, recent = 6, sinks = 2, rows = 26;
+
+/* The whole sequence. */
+typedef struct stream {
+    fdma_dtype dtype;
+    fdma_tensor q, k, v, dt_proj, a, dt_bias, key_valid, dout;
+    fdma_bias_form bias_form;
+    fdma_selection selection;
+    fdma_tensor out, lse, score, bias;
+} stream;
+
+/* A call on the positions `first` to `end` - 1, with what it was given and what it has left. */
+typedef struct piece {
+    int64_t first, end, carried;
+    fdma_tensor q, k, v, key_valid, out, lse, score, bias, dout;
+    fdma_tensor k_carried, v_carried, bias_carried;
+    fdma_table table_in, table_out;
+    fdma_selection selection;
+} piece;
+
+static fdma_tensor positions_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
+    if (tensor.rank > 0) {
+        const size_t before = (size_t)(first * tensor.stride[axis]);
+        tensor.data = (char *)tensor.data + before * dtype_size(tensor.dtype);
+        tensor.shape[axis] = end - first;
+    }
+    return tensor;
+}
+
+static fdma_selection new_selection(int64_t kv_len) {
+    return (fdma_selection){.size = sizeof(fdma_selection),
+                            .expiry = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
+                            .slot = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1)};
+}
+
+static stream new_stream(fdma_dtype dtype, fdma_bias_form form, bool padded) {
+    uint64_t state = 8;
+    stream x = {.dtype = dtype, .bias_form = form};
+    x.q = new_tensor(dtype, batch, stream_len, q_heads, head_dim);
+    x.k = new_tensor(dtype, batch, stream_len, kv_heads, head_dim);
+    x.v = new_tensor(dtype, batch, stream_len, kv_heads, head_dim);
+    x.dout = new_tensor(dtype, batch, stream_len, q_heads, head_dim);
+    x.dt_proj = new_tensor(dtype, kv_heads, kv_heads * head_dim, -1, -1);
+    x.a = new_tensor(FDMA_FLOAT32, kv_heads, -1, -1, -1);
+    x.dt_bias = new_tensor(dtype, kv_heads, -1, -1, -1);
+    fdma_tensor *const random[] = {&x.q, &x.k, &x.v, &x.dout, &x.dt_proj, &x.a, &x.dt_bias};
+    for (int n = 0; n < TEST_COUNT(random); n++)
+        fill_random(*random[n], &state, 1);
+    if (padded) {
+        x.key_valid = new_tensor(FDMA_UINT8, batch, stream_len, -1, -1);
+        for (int64_t n = 0; n < count_of(x.key_valid); n++)
+            ((uint8_t *)x.key_valid.data)[n] = n % 7 != 3;
+    }
+    x.selection = new_selection(stream_len);
+    x.out = new_output(dtype, batch, stream_len, q_heads, head_dim);
+    x.lse = new_output(FDMA_FLOAT32, batch, q_heads, stream_len, -1);
+    x.score = new_output(FDMA_FLOAT32, batch, kv_heads, stream_len, -1);
+    if (form != FDMA_BIAS_NONE)
+        x.bias = new_output(FDMA_FLOAT32, batch, kv_heads, stream_len, -1);
+    return x;
+}
+
+static fdma_attention_args attention_args(const stream *x, const char *kernel) {
+    return (fdma_attention_args){.size = sizeof(fdma_attention_args),
+                                 .q = x->q,
+                                 .k = x->k,
+                                 .v = x->v,
+                                 .dt_proj = x->dt_proj,
+                                 .a = x->a,
+                                 .dt_bias = x->dt_bias,
+                                 .key_valid = x->key_valid,
+                                 .out = x->out,
+                                 .lse = x->lse,
+                                 .score = x->score,
+                                 .bias = x->bias,
+                                 .window = window,
+                                 .recent = recent,
+                                 .sinks = sinks,
+                                 .bias_form = x->bias_form,
+                                 .causal = 1,
+                                 .exec = {.kernel = kernel, .threads = 2}};
+}
+
+static void attend_whole(stream *x, const char *kernel) {
+    fdma_attention_args args = attention_args(x, kernel);
+    args.selection = &x->selection;
+    CHECK_OK(run_attention(&args));
+}
+
+/* Row `to` of a tensor shaped as k becomes row `from` of another one; as bias likewise. */
+static void copy_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t from_row, int64_t b,
+                     int64_t g) {
+    const size_t size = dtype_size(to.dtype);
+    const bool is_row = to.rank == 4; // else a number, and the axes are b, g, j
+    const int64_t t = b * to.stride[0] + (is_row ? to_row : g) * to.stride[1] +
+                      (is_row ? g : to_row) * to.stride[2];
+    const int64_t f = b * from.stride[0] + (is_row ? from_row : g) * from.stride[1] +
+                      (is_row ? g : from_row) * from.stride[2];
+    if (to.rank > 0)
+        memcpy((char *)to.data + (size_t)t * size, (const char *)from.data + (size_t)f * size,
+               size * (is_row ? head_dim : 1));
+}
+
+static int32_t int_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
+    return ((const int32_t *)tensor.data)[(b * kv_heads + g) * tensor.shape[2] + j];
+}
+
+/* A copy of a tensor of carried keys; of none, a new one full of NaN, because no row is filled. */
+static fdma_tensor carried_copy(fdma_tensor before, fdma_tensor own, int axis) {
+    fdma_tensor carried = own;
+    if (before.rank > 0 || own.rank == 0)
+        return before.rank > 0 ? copy_tensor(before) : own;
+    carried = axis == 1 ? new_tensor(own.dtype, batch, rows, kv_heads, head_dim)
+                        : new_tensor(own.dtype, batch, kv_heads, rows, -1);
+    for (int64_t n = 0; n < count_of(carried); n++)
+        store_float(carried.data, carried.dtype, n, NAN);
+    return carried;
+}
+
+/* What the next piece of the stream is given: the keys that are still kept move to their rows. */
+static piece next_piece(const piece *done) {
+    piece next = {.first = done->end, .carried = rows, .table_in = done->table_out};
+    next.k_carried = carried_copy(done->k_carried, done->k, 1);
+    next.v_carried = carried_copy(done->v_carried, done->v, 1);
+    next.bias_carried = carried_copy(done->bias_carried, done->bias, 2);
+    const int64_t kv_len = done->carried + done->end - done->first;
+    for (int64_t n = 0; n < batch * kv_heads * kv_len; n++) {
+        const int64_t b = n / kv_len / kv_heads, g = n / kv_len % kv_heads, j = n % kv_len;
+        const int32_t slot = int_at(done->selection.slot, b, g, j);
+        if (j < done->carried || int_at(done->selection.expiry, b, g, j) < kv_len)
+            continue;
+        copy_row(next.k_carried, slot, done->k, j - done->carried, b, g);
+        copy_row(next.v_carried, slot, done->v, j - done->carried, b, g);
+        copy_row(next.bias_carried, slot, done->bias, j - done->carried, b, g);
+    }
+    return next;
+}
+
+static void attend_piece(const stream *x, piece *one, int64_t end, const char *kernel) {
+    const int64_t first = one->first;
+    one->end = end;
+    one->selection = new_selection(one->carried + end - first);
+    one->q = positions_of(x->q, 1, first, end);
+    one->k = positions_of(x->k, 1, first, end);
+    one->v = positions_of(x->v, 1, first, end);
+    one->dout = positions_of(x->dout, 1, first, end);
+    one->key_valid = positions_of(x->key_valid, 1, first, end);
+    one->out = new_output(x->dtype, batch, end - first, q_heads, head_dim);
+    one->lse = new_output(FDMA_FLOAT32, batch, q_heads, end - first, -1);
+    one->score = new_output(FDMA_FLOAT32, batch, kv_heads, end - first, -1);
+    if (x->bias.rank > 0)
+        one->bias = new_output(FDMA_FLOAT32, batch, kv_heads, end - first, -1);
+    one->table_out = (fdma_table){new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1),
+                                  new_output(FDMA_INT32, batch, kv_heads, rows, -1),
+                                  new_output(FDMA_INT32, batch, -1, -1, -1)};
+    fdma_attention_args args = attention_args(x, kernel);
+    args.q = one->q, args.k = one->k, args.v = one->v, args.key_valid = one->key_valid;
+    args.out = one->out, args.lse = one->lse, args.score = one->score, args.bias = one->bias;
+    args.table_in = one->table_in, args.table_out = one->table_out;
+    args.k_carried = one->k_carried, args.v_carried = one->v_carried;
+    args.bias_carried = one->bias_carried;
+    args.selection = &one->selection;
+    CHECK_OK(run_attention(&args));
+}
+
+/* Attends to the stream in pieces of random lengths. Returns how many there are. */
+static int attend_stream(const stream *x, int64_t most, const char *kernel, piece *pieces) {
+    uint64_t state = (uint64_t)most;
+    int count = 0;
+    while (count == 0 || pieces[count - 1].end < stream_len) {
+        piece *const one = &pieces[count++];
+        CHECK(count < most_pieces);
+        *one = count > 1 ? next_piece(one - 1) : (piece){0};
+        const int64_t end = one->first + most - random_below(&state, most / 2 + 1);
+        attend_piece(x, one, end < stream_len ? end : stream_len, kernel);
+    }
+    return count;
+}
+
+static void check_piece(const stream *x, const piece *one, double tolerance) {
+    const fdma_tensor score = gathered(positions_of(x->score, 2, one->first, one->end));
+    CHECK_BYTES(one->score.data, score.data, bytes_of(score));
+    check_near(one->out, gathered(positions_of(x->out, 1, one->first, one->end)), tolerance);
+    check_near(one->lse, gathered(positions_of(x->lse, 2, one->first, one->end)), 1e-5);
+}
+
+static void pieces_are_the_whole(const char *kernel, fdma_dtype dtype) {
+    static const int64_t lengths[] = {5, 40, 100};
+    static const fdma_bias_form forms[] = {FDMA_BIAS_EXP, FDMA_BIAS_LINEAR, FDMA_BIAS_NONE};
+    static piece pieces[most_pieces];
+    for (int c = 0; c < 3; c++) {
+        test_context("case %d, %s, %s", c, kernel, dtype_name(dtype));
+        stream x = new_stream(dtype, forms[c], c == 1);
+        attend_whole(&x, kernel);
+        const int count = attend_stream(&x, lengths[c], kernel, pieces);
+        for (int n = 0; n < count; n++)
+            check_piece(&x, &pieces[n], dtype == FDMA_FLOAT32 ? 1e-5 : 0x1p-7);
+        test_free_all();
+    }
+}
+
+static void pieces_by_every_kernel(void) { for_each_kernel("forward", pieces_are_the_whole); }
+
+/* ---- gradients ---- */
+
+typedef struct stream_gradients {
+    fdma_tensor dq, dk, dv, dbias; /* of the whole sequence */
+} stream_gradients;
+
+static stream_gradients new_gradients(const stream *x) {
+    return (stream_gradients){new_tensor(x->dtype, batch, stream_len, q_heads, head_dim),
+                              new_tensor(x->dtype, batch, stream_len, kv_heads, head_dim),
+                              new_tensor(x->dtype, batch, stream_len, kv_heads, head_dim),
+                              new_tensor(FDMA_FLOAT32, batch, kv_heads, stream_len, -1)};
+}
+
+static void add_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t from_row, int64_t b,
+                    int64_t g) {
+    const bool is_row = to.rank == 4;
+    const int64_t t = b * to.stride[0] + (is_row ? to_row : g) * to.stride[1] +
+                      (is_row ? g : to_row) * to.stride[2];
+    const int64_t f = b * from.stride[0] + (is_row ? from_row : g) * from.stride[1] +
+                      (is_row ? g : from_row) * from.stride[2];
+    for (int64_t d = 0; d < (is_row ? head_dim : 1); d++)
+        ((float *)to.data)[t + d] += ((const float *)from.data)[f + d];
+}
+
+/* Adds the gradients of one piece to those of the whole sequence: of its own keys, and of carried
+ * ones at the positions that they have in the stream. */
+static void add_piece(const stream *x, const piece *one, stream_gradients *sum) {
+    const int64_t count = one->end - one->first;
+    fdma_backward_args args = {.size = sizeof args,
+                               .dout = gathered(one->dout),
+                               .out = one->out,
+                               .lse = one->lse,
+                               .q = one->q,
+                               .k = one->k,
+                               .v = one->v,
+                               .bias = one->bias,
+                               .k_carried = one->k_carried,
+                               .v_carried = one->v_carried,
+                               .bias_carried = one->bias_carried,
+                               .dq = positions_of(sum->dq, 1, one->first, one->end),
+                               .dk = new_output(x->dtype, batch, count, kv_heads, head_dim),
+                               .dv = new_output(x->dtype, batch, count, kv_heads, head_dim),
+                               .dbias = new_output(FDMA_FLOAT32, batch, kv_heads, count, -1),
+                               .selection = &one->selection,
+                               .causal = 1};
+    if (one->carried > 0) {
+        args.dk_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim);
+        args.dv_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim);
+        args.dbias_carried = new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1);
+    }
+    CHECK_OK(run_backward(&args));
+    for (int64_t n = 0; n < batch * kv_heads * (one->carried + count); n++) {
+        const int64_t kv_len = one->carried + count, j = n % kv_len;
+        const int64_t b = n / kv_len / kv_heads, g = n / kv_len % kv_heads;
+        const bool carried = j < one->carried;
+        const int64_t from = carried ? j : j - one->carried;
+        const int64_t to = carried ? int_at(one->table_in.position, b, g, j) : one->first + from;
+        if (to < 0)
+            continue; // an empty row
+        add_row(sum->dk, to, carried ? args.dk_carried : args.dk, from, b, g);
+        add_row(sum->dv, to, carried ? args.dv_carried : args.dv, from, b, g);
+        add_row(sum->dbias, to, carried ? args.dbias_carried : args.dbias, from, b, g);
+    }
+}
+
+static void gradients_pass_through_carried_keys(void) {
+    static piece pieces[most_pieces];
+    stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_LINEAR, false);
+    attend_whole(&x, NULL);
+    const int count = attend_stream(&x, 31, NULL, pieces);
+    stream_gradients sum = new_gradients(&x), whole = new_gradients(&x);
+    for (int n = 0; n < count; n++)
+        add_piece(&x, &pieces[n], &sum);
+    fdma_backward_args args = {.size = sizeof args,
+                               .dout = x.dout,
+                               .out = x.out,
+                               .lse = x.lse,
+                               .q = x.q,
+                               .k = x.k,
+                               .v = x.v,
+                               .bias = x.bias,
+                               .dq = whole.dq,
+                               .dk = whole.dk,
+                               .dv = whole.dv,
+                               .dbias = whole.dbias,
+                               .selection = &x.selection,
+                               .causal = 1,
+                               .exec = {.kernel = "reference"}};
+    CHECK_OK(run_backward(&args));
+    check_near(sum.dq, whole.dq, 1e-5);
+    check_near(sum.dk, whole.dk, 1e-5);
+    check_near(sum.dv, whole.dv, 1e-5);
+    check_near(sum.dbias, whole.dbias, 1e-5);
+}
+
+/* `got`, of the rows of a piece's carried keys, has the numbers that these have in dbias. */
+static void check_carried_dbias(const piece *one, fdma_tensor got, fdma_tensor dbias) {
+    for (int64_t n = 0; n < batch * kv_heads * rows; n++) {
+        const int64_t b = n / rows / kv_heads, g = n / rows % kv_heads, row = n % rows;
+        const int32_t p = int_at(one->table_in.position, b, g, row);
+        const float *const found = got.data, *const want = dbias.data;
+        if (p >= 0)
+            CHECK(found[n] == want[(b * kv_heads + g) * stream_len + p]);
+        else
+            CHECK(found[n] == 0);
+    }
+}
+
+/* The fused call, by any bias form, gives what fdma_backward() and fdma_score_backward() give. */
+static void fused_gradients_are_those_of_the_steps(void) {
+    static piece pieces[most_pieces];
+    const stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_EXP, true);
+    attend_stream(&x, 80, NULL, pieces);
+    const piece *const one = &pieces[1];
+    const int64_t count = one->end - one->first;
+    stream_gradients sum = new_gradients(&x);
+    fdma_attention_backward_args args = {
+        .size = sizeof args,
+        .dout = one->dout,
+        .out = one->out,
+        .lse = one->lse,
+        .q = one->q,
+        .k = one->k,
+        .v = one->v,
+        .dt_proj = x.dt_proj,
+        .a = x.a,
+        .dt_bias = x.dt_bias,
+        .key_valid = one->key_valid,
+        .k_carried = one->k_carried,
+        .v_carried = one->v_carried,
+        .bias_carried = one->bias_carried,
+        .dq = new_output(FDMA_FLOAT32, batch, count, q_heads, head_dim),
+        .dk = new_output(FDMA_FLOAT32, batch, count, kv_heads, head_dim),
+        .dv = new_output(FDMA_FLOAT32, batch, count, kv_heads, head_dim),
+        .ddt_proj = new_output(FDMA_FLOAT32, kv_heads, kv_heads * head_dim, -1, -1),
+        .da = new_output(FDMA_FLOAT32, kv_heads, -1, -1, -1),
+        .ddt_bias = new_output(FDMA_FLOAT32, kv_heads, -1, -1, -1),
+        .dk_carried = new_output(FDMA_FLOAT32, batch, rows, kv_heads, head_dim),
+        .dv_carried = new_output(FDMA_FLOAT32, batch, rows, kv_heads, head_dim),
+        .dbias_carried = new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1),
+        .selection = &one->selection,
+        .causal = 1,
+    };
+    CHECK_OK(run_attention_backward(&args));
+    add_piece(&x, one, &sum);
+    check_carried_dbias(one, args.dbias_carried, sum.dbias);
+    fdma_score_backward_args step = {.size = sizeof step,
+                                     .dbias = positions_of(sum.dbias, 2, one->first, one->end),
+                                     .v = one->v,
+                                     .dt_proj = x.dt_proj,
+                                     .a = x.a,
+                                     .dt_bias = x.dt_bias,
+                                     .key_valid = one->key_valid,
+                                     .dv = positions_of(sum.dv, 1, one->first, one->end),
+                                     .ddt_proj = copy_tensor(args.ddt_proj),
+                                     .da = copy_tensor(args.da),
+                                     .ddt_bias = copy_tensor(args.ddt_bias)};
+    CHECK_OK(run_score_backward(&step));
+    CHECK_BYTES(args.ddt_proj.data, step.ddt_proj.data, bytes_of(step.ddt_proj));
+    CHECK_BYTES(args.da.data, step.da.data, bytes_of(step.da));
+    CHECK_BYTES(args.ddt_bias.data, step.ddt_bias.data, bytes_of(step.ddt_bias));
+    const fdma_tensor dk = gathered(positions_of(sum.dk, 1, one->first, one->end));
+    const fdma_tensor dv = gathered(step.dv);
+    CHECK_BYTES(args.dk.data, dk.data, bytes_of(dk));
+    CHECK_BYTES(args.dv.data, dv.data, bytes_of(dv));
+}
+
+/* ---- bad arguments ---- */
+
+static void check_refused(const fdma_attention_args *right, size_t field, fdma_tensor given,
+                          fdma_status status, const char *words) {
+    fdma_attention_args args = *right;
+    memcpy((char *)&args + field, &given, sizeof given);
+    test_context("%s", words);
+    CHECK_INT(run_attention(&args), status);
+    CHECK_WORD(fdma_last_error(), words);
+}
+
+#define FIELD(name) offsetof(fdma_attention_args, name)
+
+static void contradictions_are_refused(void) {
+    static piece pieces[most_pieces];
+    static int32_t no_starts[] = {0, 5};
+    const stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_EXP, true);
+    attend_stream(&x, 100, NULL, pieces);
+    const piece *const one = &pieces[1];
+    fdma_attention_args args = attention_args(&x, NULL);
+    const fdma_tensor none = {0}, short_k = positions_of(one->k_carried, 1, 0, rows - 1);
+    args.q = one->q, args.k = one->k, args.v = one->v, args.key_valid = one->key_valid;
+    args.out = one->out, args.lse = one->lse, args.score = one->score, args.bias = one->bias;
+    args.table_in = one->table_in, args.table_out = one->table_out;
+    args.k_carried = one->k_carried, args.v_carried = one->v_carried;
+    args.bias_carried = one->bias_carried;
+    CHECK_OK(run_attention(&args));
+    check_refused(&args, FIELD(v_carried), none, FDMA_INVALID_ARGUMENT,
+                  "v_carried: is absent, want it with k_carried");
+    check_refused(&args, FIELD(k_carried), none, FDMA_INVALID_ARGUMENT,
+                  "v_carried: is given, want none without k_carried");
+    check_refused(&args, FIELD(bias_carried), none, FDMA_INVALID_ARGUMENT,
+                  "bias_carried: is absent, want it with k_carried and a bias");
+    check_refused(&args, FIELD(table_in.score), none, FDMA_INVALID_ARGUMENT,
+                  "table_in.position: is given, want none without table_in.score");
+    check_refused(&args, FIELD(table_in.seen), none, FDMA_INVALID_ARGUMENT,
+                  "table_in.seen: is absent, want it with table_in.score");
+    check_refused(&args, FIELD(table_out.position), none, FDMA_INVALID_ARGUMENT,
+                  "table_out.position: is absent, want it with table_out.score");
+    check_refused(&args, FIELD(k_carried), short_k, FDMA_INVALID_ARGUMENT, "v_carried");
+    check_refused(&args, FIELD(starts), fdma_tensor_1d(no_starts, FDMA_INT32, 2),
+                  FDMA_INVALID_ARGUMENT, "starts: is given, want none with k_carried");
+    args.window--;
+    CHECK_INT(run_attention(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "axis 2 has 26 elements, want 25");
+    args.window++;
+    args.scope = FDMA_SCOPE_GLOBAL, args.recent = 0, args.window = rows;
+    CHECK_INT(run_attention(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "table_in.score: is given, want none with global scope");
+}
+
+/* Queries stand beside keys of the call; a selection leaves out the keys that are not valid. */
+static void forward_with_carried_keys_is_causal(void) {
+    static piece pieces[most_pieces];
+    const stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_NONE, true);
+    attend_stream(&x, 100, NULL, pieces);
+    const piece *const one = &pieces[1];
+    const fdma_forward_args right = {.size = sizeof right,
+                                     .q = one->q,
+                                     .k = one->k,
+                                     .v = one->v,
+                                     .k_carried = one->k_carried,
+                                     .v_carried = one->v_carried,
+                                     .out = one->out,
+                                     .selection = &one->selection,
+                                     .causal = 1};
+    fdma_forward_args args = right;
+    CHECK_OK(run_forward(&args));
+    args.key_valid = one->key_valid;
+    CHECK_INT(run_forward(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "key_valid: is given, want none with k_carried");
+    args = right;
+    args.selection = NULL, args.causal = 0;
+    CHECK_INT(run_forward(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "causal: is 0, want nonzero with k_carried");
+    args = right;
+    args.q = positions_of(args.q, 1, 0, 5), args.out = positions_of(args.out, 1, 0, 5);
+    args.k = positions_of(args.k, 1, 0, 4), args.v = positions_of(args.v, 1, 0, 4);
+    args.selection = NULL;
+    CHECK_INT(run_forward(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "q_len: is 5, want at most the keys of the call, 4");
+}
+
+static const test_entry tests[] = {
+    TEST(pieces_by_every_kernel),
+    TEST(gradients_pass_through_carried_keys),
+    TEST(fused_gradients_are_those_of_the_steps),
+    TEST(contradictions_are_refused),
+    TEST(forward_with_carried_keys_is_causal),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -1,0 +1,388 @@
+/* test_streams.c - a stream in pieces is the whole sequence: selected with a table, wherever it is
+ * cut, it has the same expiries and slots, bit for bit; carried keys count as keys that stand
+ * before those of the call, in forward and backward; empty rows are never read. */
+#include "errors.h"
+#include "gradient.h"
+
+/* ---- select: every way of cutting ---- */
+
+typedef struct stream_case {
+    int64_t batch, kv_heads, kv_len, window, recent, sinks;
+    int levels; /* distinct scores: few of them make ties */
+    int padded;
+} stream_case;
+
+static const stream_case stream_cases[] = {
+    {1, 1, 40, 1, 0, 0, 3, 0},  {2, 3, 97, 7, 0, 0, 1000, 0},        {1, 2, 200, 16, 5, 2, 5, 1},
+    {2, 1, 150, 2, 1, 1, 2, 1}, {1, 3, 301, 33, 0, 9, 40, 1},        {2, 2, 60, 64, 8, 0, 9, 0},
+    {1, 1, 90, 3, 40, 3, 4, 1}, {1, 2, 700, 100, 28, 4, 1000000, 0}, {1, 2, 129, 5, 0, 5, 1, 0},
+};
+
+static float score_at(uint64_t *state, int levels) {
+    const int64_t level = random_below(state, levels + 1);
+    return level == levels && levels > 8 ? NAN : (float)level - 2;
+}
+
+/* Scores of the whole stream, and its validity. */
+static problem stream_problem(const stream_case *test, uint64_t seed) {
+    uint64_t state = seed;
+    problem x = {.batch = test->batch,
+                 .kv_heads = test->kv_heads,
+                 .kv_len = test->kv_len,
+                 .window = test->window,
+                 .recent = test->recent,
+                 .sinks = test->sinks};
+    x.score = new_tensor(FDMA_FLOAT32, x.batch, x.kv_heads, x.kv_len, -1);
+    for (int64_t n = 0; n < count_of(x.score); n++)
+        ((float *)x.score.data)[n] = score_at(&state, test->levels);
+    if (test->padded) {
+        x.key_valid = new_tensor(FDMA_UINT8, x.batch, x.kv_len, -1, -1);
+        for (int64_t n = 0; n < count_of(x.key_valid); n++)
+            ((uint8_t *)x.key_valid.data)[n] = random_below(&state, 4) > 0;
+    }
+    return x;
+}
+
+static fdma_selection new_selection(const problem *x, int64_t kv_len) {
+    return (fdma_selection){
+        .size = sizeof(fdma_selection),
+        .expiry = new_output(FDMA_INT32, x->batch, x->kv_heads, kv_len, -1),
+        .slot = new_output(FDMA_INT32, x->batch, x->kv_heads, kv_len, -1),
+    };
+}
+
+static fdma_table new_table(const problem *x) {
+    const int64_t rows = x->window + x->recent;
+    return (fdma_table){
+        .score = new_output(FDMA_FLOAT32, x->batch, x->kv_heads, rows, -1),
+        .position = new_output(FDMA_INT32, x->batch, x->kv_heads, rows, -1),
+        .seen = new_output(FDMA_INT32, x->batch, -1, -1, -1),
+    };
+}
+
+/* Keys `first` to `end` - 1 of a contiguous tensor, of which `axis` has the keys. */
+static fdma_tensor keys_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
+    if (tensor.rank > 0) {
+        const size_t before = (size_t)(first * tensor.stride[axis]);
+        tensor.data = (char *)tensor.data + before * dtype_size(tensor.dtype);
+        tensor.shape[axis] = end - first;
+    }
+    return tensor;
+}
+
+static fdma_select_args select_args(const problem *x, const char *kernel) {
+    return (fdma_select_args){.size = sizeof(fdma_select_args),
+                              .score = x->score,
+                              .key_valid = x->key_valid,
+                              .window = x->window,
+                              .recent = x->recent,
+                              .sinks = x->sinks,
+                              .exec = {.kernel = kernel, .threads = 2}};
+}
+
+static fdma_selection select_whole(const problem *x) {
+    fdma_selection whole = new_selection(x, x->kv_len);
+    fdma_select_args args = select_args(x, "reference");
+    args.selection = &whole;
+    CHECK_OK(run_select(&args));
+    return whole;
+}
+
+static int32_t int_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
+    const int64_t at = b * tensor.stride[0] + g * tensor.stride[1] + j;
+    return ((const int32_t *)tensor.data)[at];
+}
+
+static float float_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
+    const int64_t at = b * tensor.stride[0] + g * tensor.stride[1] + j;
+    return ((const float *)tensor.data)[at];
+}
+
+/* A piece of a stream: the call selects the keys from `first` on with the table `in`. */
+typedef struct piece {
+    int64_t first, end, rows; /* rows: those of `in`, 0 for the first piece */
+    fdma_table in, out;
+    fdma_selection selection;
+} piece;
+
+/* The index, in the call, at which a position of the stream stands. */
+static int64_t index_of(const piece *one, int64_t position) {
+    return position < one->end ? one->rows + position - one->first
+                               : one->rows + one->end - one->first;
+}
+
+static void check_new_keys(const fdma_selection *whole, const piece *one, int64_t b, int64_t g) {
+    for (int64_t p = one->first; p < one->end; p++) {
+        const int64_t j = index_of(one, p);
+        CHECK_INT(int_at(one->selection.slot, b, g, j), int_at(whole->slot, b, g, p));
+        CHECK_INT(int_at(one->selection.expiry, b, g, j),
+                  index_of(one, int_at(whole->expiry, b, g, p)));
+    }
+}
+
+static void check_carried_keys(const fdma_selection *whole, const piece *one, int64_t b,
+                               int64_t g) {
+    for (int64_t row = 0; row < one->rows; row++) {
+        const int32_t p = int_at(one->in.position, b, g, row);
+        CHECK_INT(int_at(one->selection.slot, b, g, row), p < 0 ? -1 : row);
+        CHECK_INT(int_at(one->selection.expiry, b, g, row),
+                  p < 0 ? row : index_of(one, int_at(whole->expiry, b, g, p)));
+    }
+}
+
+/* The table that a piece leaves has the keys that outlive it, each in the row of its slot. */
+static void check_table(const problem *x, const fdma_selection *whole, const piece *one, int64_t b,
+                        int64_t g) {
+    int64_t kept = 0, filled = 0;
+    for (int64_t p = 0; p < one->end; p++) {
+        const int32_t row = int_at(whole->slot, b, g, p);
+        if (int_at(whole->expiry, b, g, p) < one->end)
+            continue;
+        kept++;
+        CHECK_INT(int_at(one->out.position, b, g, row), p);
+        CHECK_INT(float_to_bits(float_at(one->out.score, b, g, row)),
+                  float_to_bits(float_at(x->score, b, g, p)));
+    }
+    for (int64_t row = 0; row < one->out.position.shape[2]; row++)
+        filled += int_at(one->out.position, b, g, row) >= 0;
+    CHECK_INT(filled, kept);
+    CHECK_INT(int_at(one->out.seen, b, 0, 0), one->end);
+}
+
+static piece select_piece(const problem *x, const piece *before, int64_t end, const char *kernel) {
+    piece one = {.first = before->end, .end = end};
+    fdma_select_args args = select_args(x, kernel);
+    args.score = keys_of(x->score, 2, one.first, end);
+    args.key_valid = keys_of(x->key_valid, 1, one.first, end);
+    if (before->out.score.rank > 0) {
+        one.in = args.table_in = before->out;
+        one.rows = x->window + x->recent;
+    }
+    one.out = args.table_out = new_table(x);
+    one.selection = new_selection(x, one.rows + end - one.first);
+    args.selection = &one.selection;
+    CHECK_OK(run_select(&args));
+    CHECK_INT(one.selection.kv_len, one.rows + end - one.first);
+    return one;
+}
+
+static void check_piece(const problem *x, const fdma_selection *whole, const piece *one) {
+    for (int64_t b = 0; b < x->batch; b++)
+        for (int64_t g = 0; g < x->kv_heads; g++) {
+            check_new_keys(whole, one, b, g);
+            check_carried_keys(whole, one, b, g);
+            check_table(x, whole, one, b, g);
+        }
+}
+
+/* Pieces of 0 to `most` keys. */
+static void check_stream(const stream_case *test, int64_t most, uint64_t seed, const char *kernel) {
+    const problem x = stream_problem(test, seed);
+    const fdma_selection whole = select_whole(&x);
+    uint64_t state = seed + 1;
+    piece one = {0};
+    while (one.end < x.kv_len) {
+        const int64_t end = one.end + random_below(&state, most + 1);
+        one = select_piece(&x, &one, end < x.kv_len ? end : x.kv_len, kernel);
+        check_piece(&x, &whole, &one);
+    }
+}
+
+static void selection_does_not_depend_on_cuts(void) {
+    static const int64_t lengths[] = {1, 3, 20, 64, 300};
+    const kernel_list kernels = kernels_of("select");
+    for (int kernel = 0; kernel < kernels.count; kernel++)
+        for (int c = 0; c < TEST_COUNT(stream_cases) * TEST_COUNT(lengths); c++) {
+            const stream_case *const test = &stream_cases[c % TEST_COUNT(stream_cases)];
+            const int64_t most = lengths[c / TEST_COUNT(stream_cases)];
+            test_context("case %d, pieces of at most %d, %s", c, (int)most, kernels.name[kernel]);
+            check_stream(test, most, (uint64_t)(c + 5), kernels.name[kernel]);
+            test_free_all();
+        }
+}
+
+/* A stream may be as long as positions are int32, and no longer. */
+static void streams_end_at_the_last_position(void) {
+    const stream_case test = {1, 1, 6, 3, 0, 0, 3, 0};
+    const problem x = stream_problem(&test, 3);
+    piece one = select_piece(&x, &(piece){0}, 4, NULL);
+    ((int32_t *)one.out.seen.data)[0] = INT32_MAX - 2;
+    one = select_piece(&x, &one, 6, NULL);
+    CHECK_INT(int_at(one.out.seen, 0, 0, 0), INT32_MAX);
+    for (int64_t row = 0; row < 3; row++)
+        CHECK(int_at(one.out.position, 0, 0, row) <= INT32_MAX - 1);
+    fdma_select_args args = select_args(&x, NULL);
+    fdma_selection selection = new_selection(&x, 3 + 6);
+    args.selection = &selection;
+    args.table_in = one.out;
+    CHECK_INT(run_select(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "table_in.seen: element 0 is 2147483647, want 0 to 2147483641");
+}
+
+/* Whatever a table holds, the selection is one that forward can use. */
+static void corrupt_tables_do_no_harm(void) {
+    static const int32_t strange[] = {INT32_MIN, -1, 0, 7, 7, INT32_MAX};
+    const kernel_list kernels = kernels_of("select");
+    for (int c = 0; c < 40 * kernels.count; c++) {
+        uint64_t state = (uint64_t)c + 1;
+        const problem x = stream_problem(&stream_cases[3 + c % 2], state);
+        const char *const kernel = kernels.name[c / 40];
+        test_context("case %d, %s", c, kernel);
+        piece one = select_piece(&x, &(piece){0}, 50, kernel);
+        for (int64_t n = 0; n < count_of(one.out.position); n++)
+            ((int32_t *)one.out.position.data)[n] = strange[random_below(&state, 6)];
+        one = select_piece(&x, &one, 120, kernel);
+        const int64_t rows = x.window + x.recent, kv_len = rows + 70;
+        for (int64_t n = 0; n < count_of(one.selection.expiry); n++) {
+            const int32_t expiry = ((const int32_t *)one.selection.expiry.data)[n];
+            const int32_t slot = ((const int32_t *)one.selection.slot.data)[n];
+            CHECK(expiry >= n % kv_len && expiry <= kv_len);
+            CHECK(slot >= -1 && slot < rows && (slot >= 0) == (expiry > n % kv_len));
+        }
+        test_free_all();
+    }
+}
+
+/* ---- carried keys in forward and backward ---- */
+
+enum { rows_of_table = 24 };
+
+typedef struct carried_case {
+    int64_t new_len, q_len, group, head_dim;
+    int64_t window; /* -1: dense */
+    int biased;
+    double softcap;
+} carried_case;
+
+static const carried_case carried_cases[] = {
+    {70, 70, 2, 64, rows_of_table, 1, 0},
+    {1, 1, 4, 128, rows_of_table, 1, 0},
+    {33, 33, 3, 24, rows_of_table, 0, 2},
+    {300, 300, 1, 32, rows_of_table, 1, 0},
+    {5, 3, 2, 40, rows_of_table, 1, 0},
+    {40, 40, 2, 16, -1, 1, 0},
+    {9, 1, 8, 96, -1, 0, 0},
+    {200, 130, 2, 72, rows_of_table, 1, 1.5},
+};
+
+/* Carried keys and those of the call, side by side: a call without carried keys takes this. Rows 20
+ * and above are empty: they hold NaN. */
+static problem joined_problem(const carried_case *test, fdma_dtype dtype) {
+    problem x = {.batch = 2,
+                 .q_len = test->q_len,
+                 .kv_len = rows_of_table + test->new_len,
+                 .q_heads = 2 * test->group,
+                 .kv_heads = 2,
+                 .head_dim = test->head_dim,
+                 .window = test->window,
+                 .scope = FDMA_SCOPE_CAUSAL,
+                 .causal = 1,
+                 .softcap = test->softcap,
+                 .dtype = dtype};
+    problem_fill(&x, 11);
+    if (!test->biased)
+        x.bias = (fdma_tensor){0};
+    if (test->window < 0)
+        return x;
+    const fdma_tensor valid = new_tensor(FDMA_UINT8, 2, x.kv_len, -1, -1);
+    for (int64_t n = 0; n < count_of(valid); n++)
+        ((uint8_t *)valid.data)[n] = n % x.kv_len < 20 || n % x.kv_len >= rows_of_table;
+    x.key_valid = valid;
+    problem_select(&x);
+    x.key_valid = (fdma_tensor){0};
+    for (int64_t n = 0; n < 2 * 4 * x.kv_heads; n++) {
+        const int64_t b = n % 2, row = 20 + n / 2 % 4, g = n / 8;
+        spoil_key(x.k, b, row, g, NAN);
+        spoil_key(x.v, b, row, g, NAN);
+    }
+    return x;
+}
+
+/* Both pieces of a tensor shaped as k, by axis 1, or as bias, by axis 2, in memory of their own. */
+static fdma_tensor carried_of(fdma_tensor tensor, int axis) {
+    return tensor.rank > 0 ? gathered(keys_of(tensor, axis, 0, rows_of_table)) : tensor;
+}
+
+static fdma_tensor own_of(fdma_tensor tensor, int axis) {
+    return tensor.rank > 0 ? gathered(keys_of(tensor, axis, rows_of_table, tensor.shape[axis]))
+                           : tensor;
+}
+
+static void check_forward(const problem *x, const char *kernel) {
+    const attended want = problem_attend(x, kernel, 1);
+    fdma_forward_args args = problem_args(x, kernel);
+    args.k = own_of(x->k, 1);
+    args.v = own_of(x->v, 1);
+    args.bias = own_of(x->bias, 2);
+    args.k_carried = carried_of(x->k, 1);
+    args.v_carried = carried_of(x->v, 1);
+    args.bias_carried = carried_of(x->bias, 2);
+    args.exec.threads = 2;
+    CHECK_OK(run_forward(&args));
+    CHECK_BYTES(args.out.data, want.out.data, bytes_of(want.out));
+    CHECK_BYTES(args.lse.data, want.lse.data, bytes_of(want.lse));
+}
+
+static void forward_counts_carried_keys(const char *kernel, fdma_dtype dtype) {
+    for (int c = 0; c < TEST_COUNT(carried_cases); c++) {
+        test_context("case %d, %s, %s", c, kernel, dtype_name(dtype));
+        const problem x = joined_problem(&carried_cases[c], dtype);
+        if (problem_is_taken(&x, kernel))
+            check_forward(&x, kernel);
+        test_free_all();
+    }
+}
+
+static void forward_by_every_kernel(void) {
+    for_each_kernel("forward", forward_counts_carried_keys);
+}
+
+static void check_backward(const problem *x, const char *kernel) {
+    const gradient_problem joined = gradient_of(x, 1);
+    const gradients want = gradient_run(&joined, kernel, 1);
+    fdma_backward_args args = gradient_args(&joined, kernel);
+    args.k = own_of(x->k, 1);
+    args.v = own_of(x->v, 1);
+    args.bias = own_of(x->bias, 2);
+    args.k_carried = carried_of(x->k, 1);
+    args.v_carried = carried_of(x->v, 1);
+    args.bias_carried = carried_of(x->bias, 2);
+    const fdma_tensor own[] = {own_of(want.dk, 1), own_of(want.dv, 1), own_of(want.dbias, 2)};
+    const fdma_tensor carried[] = {carried_of(want.dk, 1), carried_of(want.dv, 1),
+                                   carried_of(want.dbias, 2)};
+    args.dk = copy_tensor(own[0]), args.dv = copy_tensor(own[1]);
+    args.dbias = copy_tensor(own[2]);
+    args.dk_carried = copy_tensor(carried[0]), args.dv_carried = copy_tensor(carried[1]);
+    args.dbias_carried = copy_tensor(carried[2]);
+    const fdma_tensor *const found[] = {&args.dk,         &args.dv,         &args.dbias,
+                                        &args.dk_carried, &args.dv_carried, &args.dbias_carried};
+    for (int n = 0; n < TEST_COUNT(found); n++)
+        memset(found[n]->data, 0x5a, bytes_of(*found[n]));
+    CHECK_OK(run_backward(&args));
+    CHECK_BYTES(args.dq.data, want.dq.data, bytes_of(want.dq));
+    for (int n = 0; n < TEST_COUNT(found); n++) {
+        const fdma_tensor expected = n < 3 ? own[n] : carried[n - 3];
+        CHECK_BYTES(found[n]->data, expected.data, bytes_of(expected));
+    }
+}
+
+static void backward_counts_carried_keys(const char *kernel, fdma_dtype dtype) {
+    for (int c = 0; c < TEST_COUNT(carried_cases); c++) {
+        test_context("case %d, %s, %s", c, kernel, dtype_name(dtype));
+        const problem x = joined_problem(&carried_cases[c], dtype);
+        check_backward(&x, kernel);
+        test_free_all();
+    }
+}
+
+static void backward_by_every_kernel(void) {
+    for_each_kernel("backward", backward_counts_carried_keys);
+}
+
+static const test_entry tests[] = {
+    TEST(selection_does_not_depend_on_cuts), TEST(streams_end_at_the_last_position),
+    TEST(corrupt_tables_do_no_harm),         TEST(forward_by_every_kernel),
+    TEST(backward_by_every_kernel),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }
