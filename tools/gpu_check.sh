@@ -2,7 +2,7 @@
 # Checks and measures the CUDA backend on a machine with a GPU: builds for its architecture, runs the
 # tests of CUDA kernels in C and in Python, compute-sanitizer, and the benchmarks against peers. It
 # needs cmake, ninja, nvcc and a python3 with PyTorch and pytest, but no network and no cJSON.
-#   gpu_check.sh [quick|full] --out DIR     quick: up to 4 minutes; full, the default: up to 12
+#   gpu_check.sh [quick|full] --out DIR     quick: up to 9 minutes; full, the default: up to 17
 # Prints a line for each step, runs every step even if one fails, and exits 1 if any failed. DIR gets
 # log.txt, peers-cuda.json, peers-cuda.svg, cuda.json (full) and tables.md. FDMA_COMMIT names the
 # commit where there is no git.
@@ -114,7 +114,7 @@ export FDMA_LIBRARY PYTHONPATH
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=1
 
 step info 20 "$build/fdma" info
-step check 150 "$build/fdma" check --device cuda
+step check 300 "$build/fdma" check --device cuda
 for test in $tests; do
     step "$test" 200 "$build/tests/$test"
 done

@@ -54,6 +54,9 @@ bool check_is_causal(const check_case *test);
 fdma_scope check_scope(const check_case *test);
 bool check_is_packed(const check_case *test);
 
+/*! check_has_dt_bias() - half of the cases have one, found by their seed. */
+bool check_has_dt_bias(const check_case *test);
+
 /*! check_start() - where packed sequence n starts; n = sequences: where the last one ends. */
 int64_t check_start(const check_case *test, int64_t n);
 

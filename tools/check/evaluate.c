@@ -1,8 +1,8 @@
 /* See check/evaluate.h.
  *
- * dbias and da are sums whose terms have errors of both signs, and one order of summation may be
- * accurate by chance. Their terms are therefore split into groups, and the scatter of a result is
- * the sum of the magnitudes of its groups' errors: the plain error of the worst order. */
+ * dbias, da and ddt_bias are sums whose terms have errors of both signs, and one order of summation
+ * may be accurate by chance. Their terms are therefore split into groups, and the scatter of a
+ * result is the sum of the magnitudes of its groups' errors: the plain error of the worst order. */
 #include "check/evaluate.h"
 
 #include "check/operations.h"
@@ -21,6 +21,7 @@ static check_problem widen(const check_problem *problem) {
         &wide.v,
         &wide.dt_proj,
         &wide.a,
+        &wide.dt_bias,
         &wide.score,
         &wide.bias,
         &wide.forward_out,
@@ -30,6 +31,15 @@ static check_problem widen(const check_problem *problem) {
         &wide.score_dbias,
         &wide.score_v,
         &wide.prior_dv,
+        &wide.cache.k,
+        &wide.cache.v,
+        &wide.cache.bias,
+        &wide.cache.table.score,
+        &wide.new_q,
+        &wide.new_k,
+        &wide.new_v,
+        &wide.new_score,
+        &wide.new_lse,
         &wide.partial_out[0],
         &wide.partial_out[1],
         &wide.partial_lse[0],
@@ -37,6 +47,7 @@ static check_problem widen(const check_problem *problem) {
     };
     for (size_t t = 0; t < sizeof tensors / sizeof tensors[0]; t++)
         *tensors[t] = check_wide_tensor(*tensors[t]);
+    wide.cache.dtype = FDMA_FLOAT64;
     return wide;
 }
 
@@ -93,15 +104,20 @@ static fdma_status scatter_dbias(check_problem *problem, int group) {
     return add_scatter(&problem->results[CHECK_BACKWARD][3], &some, CHECK_BACKWARD, 3);
 }
 
-/* The terms of da are those of keys. The gradients of the other groups' keys are made 0. */
-static fdma_status scatter_da(check_problem *problem, int group) {
+/* The terms of da and ddt_bias are those of keys. The gradients of the other groups' keys are made
+ * 0. */
+static fdma_status scatter_heads(check_problem *problem, int group) {
     check_problem some = *problem;
     some.score_dbias = check_tensor_like(problem->score_dbias);
     const double *dbias = check_widen(problem->score_dbias);
     for (int64_t i = 0; i < element_count(&some.score_dbias); i++)
         check_store(some.score_dbias, i,
                     i % problem->test->kv_len % error_groups == group ? dbias[i] : 0);
-    return add_scatter(&problem->results[CHECK_SCORE_BACKWARD][2], &some, CHECK_SCORE_BACKWARD, 2);
+    fdma_status status = FDMA_OK;
+    for (int n = 2; n < 4 && status == FDMA_OK; n++)
+        status =
+            add_scatter(&problem->results[CHECK_SCORE_BACKWARD][n], &some, CHECK_SCORE_BACKWARD, n);
+    return status;
 }
 
 fdma_status check_evaluate(check_problem *problem) {
@@ -120,7 +136,7 @@ fdma_status check_evaluate(check_problem *problem) {
         if (status == FDMA_OK)
             status = scatter_dbias(problem, group);
         if (status == FDMA_OK)
-            status = scatter_da(problem, group);
+            status = scatter_heads(problem, group);
     }
     return status;
 }

@@ -30,6 +30,10 @@ static bool applies_to_bias(const check_problem *problem) {
     return problem->test->bias_form != FDMA_BIAS_NONE;
 }
 
+static bool applies_to_decode(const check_problem *problem) {
+    return check_has_decode(problem->test);
+}
+
 #define LIKE(tensor) offsetof(check_problem, tensor)
 
 const check_operation check_operations[check_operation_count] = {
@@ -43,13 +47,14 @@ const check_operation check_operations[check_operation_count] = {
                         {LIKE(q), LIKE(k), LIKE(v), LIKE(bias)}},
     [CHECK_SCORE_BACKWARD] = {"score_backward",
                               applies_to_bias,
-                              {"dv", "ddt_proj", "da"},
-                              {LIKE(prior_dv), LIKE(dt_proj), LIKE(a)}},
+                              {"dv", "ddt_proj", "da", "ddt_bias"},
+                              {LIKE(prior_dv), LIKE(dt_proj), LIKE(a), LIKE(dt_bias)}},
     [CHECK_MERGE] = {"merge", applies_always, {"out", "lse"}, {LIKE(q), LIKE(forward_lse)}},
     [CHECK_MERGE_BACKWARD] = {"merge_backward",
                               applies_always,
                               {"dout_a", "dlse_a", "dout_b", "dlse_b"},
                               {LIKE(q), LIKE(forward_lse), LIKE(q), LIKE(forward_lse)}},
+    [CHECK_DECODE] = {"decode", applies_to_decode, {"out", "lse"}, {LIKE(new_q), LIKE(new_lse)}},
 };
 
 const check_operation *check_find_operation(const char *name) {

@@ -100,6 +100,8 @@ static void allocate_inputs(check_problem *problem) {
     problem->a = check_tensor(dtype, 1, &test->kv_heads);
     problem->score = check_tensor(FDMA_FLOAT32, 3, score_shape);
     problem->forward_lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
+    if (check_has_dt_bias(test))
+        problem->dt_bias = check_tensor(dtype, 1, &test->kv_heads);
     if (test->bias_form != FDMA_BIAS_NONE)
         problem->bias = check_tensor(FDMA_FLOAT32, 3, score_shape);
     if (test->padding != PADDING_NONE)
@@ -122,10 +124,95 @@ static void allocate_inputs(check_problem *problem) {
     }
 }
 
+/* ---- decode ---- */
+
+enum { most_tokens = 64 }; /* of a call of fdma_decode() */
+
+static int64_t tokens_of(const check_case *test) {
+    const int64_t tokens = test->q_len < test->kv_len ? test->q_len : test->kv_len;
+    return tokens < most_tokens ? tokens : most_tokens;
+}
+
+bool check_has_decode(const check_case *test) {
+    return test->batch > 0 && test->mask == MASK_CAUSAL && check_is_selected(test) &&
+           !check_is_packed(test) && test->padding == PADDING_NONE &&
+           test->recent <= test->kv_len && test->window <= test->kv_len;
+}
+
+/* Copies `count` positions of every sequence, [batch, len, heads, dim] or [batch, heads, len]. */
+static void copy_positions(fdma_tensor to, fdma_tensor from, int64_t first, int64_t count) {
+    const double *const values = check_widen(from);
+    const bool by_row = from.rank == 4;
+    const int64_t outer = by_row ? from.shape[0] : from.shape[0] * from.shape[1];
+    const int64_t inner = by_row ? from.shape[2] * from.shape[3] : 1;
+    const int64_t from_len = from.shape[by_row ? 1 : 2], to_len = to.shape[by_row ? 1 : 2];
+    for (int64_t o = 0; o < outer; o++)
+        for (int64_t n = 0; n < count * inner; n++)
+            check_store(to, o * to_len * inner + n, values[(o * from_len + first) * inner + n]);
+}
+
+/* The stream begins with the `past` keys before the tokens, all of which have a row. Rows without a
+ * key hold NaN. */
+static void fill_cache(check_problem *problem, int64_t first, int64_t past) {
+    const check_case *test = problem->test;
+    fdma_cache *const cache = &problem->cache;
+    const int64_t rows = cache->k.shape[1];
+    check_fill(cache->k, (double)NAN);
+    check_fill(cache->v, (double)NAN);
+    copy_positions(cache->k, problem->k, first, past);
+    copy_positions(cache->v, problem->v, first, past);
+    copy_positions(cache->table.score, problem->score, first, past);
+    if (problem->bias.rank > 0)
+        copy_positions(cache->bias, problem->bias, first, past);
+    for (int64_t n = 0; n < test->batch * test->kv_heads * rows; n++)
+        ((int32_t *)cache->table.position.data)[n] = n % rows < past ? (int32_t)(n % rows) : -1;
+    for (int64_t b = 0; b < test->batch; b++)
+        ((int32_t *)cache->table.seen.data)[b] = (int32_t)past;
+}
+
+static void make_decode_inputs(check_problem *problem) {
+    const check_case *test = problem->test;
+    const int64_t tokens = tokens_of(test), before = test->kv_len - tokens;
+    const int64_t rows = test->window + test->recent, dim = test->head_dim;
+    const int64_t past = before < rows ? before : rows;
+    const int64_t q_shape[4] = {test->batch, tokens, test->q_heads, dim};
+    const int64_t new_shape[4] = {test->batch, tokens, test->kv_heads, dim};
+    const int64_t row_shape[4] = {test->batch, rows, test->kv_heads, dim};
+    const int64_t number_shape[3] = {test->batch, test->kv_heads, rows};
+    const int64_t score_shape[3] = {test->batch, test->kv_heads, tokens};
+    const int64_t lse_shape[3] = {test->batch, test->q_heads, tokens};
+    problem->cache = (fdma_cache){
+        .k = check_layout_tensor(problem->dtype, test->layout, row_shape),
+        .v = check_layout_tensor(problem->dtype, test->layout, row_shape),
+        .bias = check_tensor(FDMA_FLOAT32, 3, number_shape),
+        .table = {.score = check_tensor(FDMA_FLOAT32, 3, number_shape),
+                  .position = check_tensor(FDMA_INT32, 3, number_shape),
+                  .seen = check_tensor(FDMA_INT32, 1, &test->batch)},
+        .sequences = test->batch,
+        .kv_heads = test->kv_heads,
+        .head_dim = dim,
+        .window = test->window,
+        .recent = test->recent,
+        .sinks = test->sinks,
+        .dtype = problem->dtype,
+    };
+    problem->new_q = check_layout_tensor(problem->dtype, test->layout, q_shape);
+    problem->new_k = check_layout_tensor(problem->dtype, test->layout, new_shape);
+    problem->new_v = check_layout_tensor(problem->dtype, test->layout, new_shape);
+    problem->new_score = check_tensor(FDMA_FLOAT32, 3, score_shape);
+    problem->new_lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
+    problem->commit = check_tensor(FDMA_INT32, 1, &test->batch);
+    copy_positions(problem->new_q, problem->q, test->q_len - tokens, tokens);
+    copy_positions(problem->new_k, problem->k, before, tokens);
+    copy_positions(problem->new_v, problem->v, before, tokens);
+    copy_positions(problem->new_score, problem->score, before, tokens);
+    fill_cache(problem, before - past, past);
+}
+
 void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtype dtype,
                        int32_t device) {
     const double width = (double)(test->kv_heads * test->head_dim);
-    uint64_t random = check_seed(test);
+    uint64_t random = check_seed(test), random_of_dt_bias = random + 2;
     *problem = (check_problem){.test = test, .dtype = dtype, .device = device};
     allocate_inputs(problem);
     check_fill_normal(problem->q, &random, 1);
@@ -133,11 +220,14 @@ void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtyp
     check_fill_normal(problem->v, &random, 1);
     check_fill_normal(problem->dt_proj, &random, 1 / sqrt(width));
     check_fill_normal(problem->a, &random, 1);
+    check_fill_normal(problem->dt_bias, &random_of_dt_bias, 1);
     fill_scores(problem, &random);
     if (problem->key_valid.rank > 0)
         spoil_invalid_keys(problem);
     for (int64_t n = 0; n < element_count(&problem->starts); n++)
         ((int32_t *)problem->starts.data)[n] = (int32_t)check_start(test, n);
+    if (check_has_decode(test))
+        make_decode_inputs(problem);
 }
 
 /* ---- gradients and merge ---- */

@@ -21,6 +21,7 @@ typedef enum check_operation_id {
     CHECK_SCORE_BACKWARD,
     CHECK_MERGE,
     CHECK_MERGE_BACKWARD,
+    CHECK_DECODE,
     check_operation_count,
 } check_operation_id;
 
@@ -35,11 +36,16 @@ typedef struct check_problem {
     bool deterministic;              /* of fdma_backward() */
     int64_t tile_len;                /* of fdma_lists() */
     fdma_tensor q, k, v, dt_proj, a; /* in dtype */
+    fdma_tensor dt_bias;             /* in dtype; absent in some cases */
     fdma_tensor key_valid;           /* uint8 */
     fdma_tensor starts;              /* int32 */
     fdma_tensor score;               /* float32, what the selection ranks */
     fdma_tensor bias;                /* float32, made from score */
     fdma_selection selection;        /* the reference's, for `score` */
+
+    fdma_cache cache;                       /* of decode: the keys before its tokens */
+    fdma_tensor new_q, new_k, new_v;        /* the last tokens, and their queries */
+    fdma_tensor new_score, new_lse, commit; /* no token enters the cache */
 
     fdma_tensor forward_out, forward_lse;       /* inputs of backward: the reference's, rounded */
     fdma_tensor dout, dlse;                     /* dlse is absent in some cases */
@@ -51,8 +57,11 @@ typedef struct check_problem {
     check_result results[check_operation_count][check_output_limit];
 } check_problem;
 
-/*! check_make_inputs() - fills q to bias, and allocates the selection and forward_lse. The numbers
- *  are the same on every machine. */
+/*! check_has_decode() - whether fdma_decode() is checked with the last tokens of the case. */
+bool check_has_decode(const check_case *test);
+
+/*! check_make_inputs() - fills q to bias and the inputs of decode, and allocates the selection and
+ *  forward_lse. The numbers are the same on every machine. */
 void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtype dtype,
                        int32_t device);
 

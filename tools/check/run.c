@@ -39,8 +39,9 @@ DEFINE_OPERATION(backward)
 DEFINE_OPERATION(score_backward)
 DEFINE_OPERATION(merge)
 DEFINE_OPERATION(merge_backward)
+DEFINE_OPERATION(decode)
 
-_Static_assert((int)CHECK_MERGE_BACKWARD == (int)operation_merge_backward, "the same order");
+_Static_assert((int)CHECK_DECODE == (int)operation_decode, "the same order");
 
 static const struct {
     size_t size; /* of the argument struct */
@@ -52,23 +53,41 @@ static const struct {
     [CHECK_LISTS] = OPERATION(lists),       [CHECK_FORWARD] = OPERATION(forward),
     [CHECK_BACKWARD] = OPERATION(backward), [CHECK_SCORE_BACKWARD] = OPERATION(score_backward),
     [CHECK_MERGE] = OPERATION(merge),       [CHECK_MERGE_BACKWARD] = OPERATION(merge_backward),
+    [CHECK_DECODE] = OPERATION(decode),
 };
+
+/* The problem with the tensors that an operation is given in place of others. */
+static check_problem given_to(const check_problem *problem, check_operation_id id) {
+    check_problem given = *problem;
+    if (id == CHECK_SCORE_BACKWARD)
+        given.v = problem->score_v;
+    if (id == CHECK_DECODE) {
+        given.q = problem->new_q;
+        given.k = problem->new_k;
+        given.v = problem->new_v;
+        given.score = problem->new_score;
+        given.dt_proj = given.a = given.dt_bias = (fdma_tensor){0}; // the score is given
+    }
+    return given;
+}
 
 /* The problem's tensor that an operation is given under a name. */
 static fdma_tensor input_named(const check_problem *problem, check_operation_id id,
                                const char *name) {
+    const check_problem given = given_to(problem, id);
     const struct {
         const char *name;
         fdma_tensor tensor;
     } inputs[] = {
-        {"q", problem->q},
-        {"k", problem->k},
-        {"v", id == CHECK_SCORE_BACKWARD ? problem->score_v : problem->v},
-        {"dt_proj", problem->dt_proj},
-        {"a", problem->a},
+        {"q", given.q},
+        {"k", given.k},
+        {"v", given.v},
+        {"dt_proj", given.dt_proj},
+        {"a", given.a},
+        {"dt_bias", given.dt_bias},
         {"key_valid", problem->key_valid},
         {"starts", problem->starts},
-        {"score", problem->score},
+        {"score", given.score},
         {"bias", problem->bias},
         {"expiry", problem->selection.expiry},
         {"slot", problem->selection.slot},
@@ -81,6 +100,15 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"lse_a", problem->partial_lse[0]},
         {"out_b", problem->partial_out[1]},
         {"lse_b", problem->partial_lse[1]},
+        {"index", {0}},
+        {"n_tokens", {0}},
+        {"commit", problem->commit},
+        {"cache.k", problem->cache.k},
+        {"cache.v", problem->cache.v},
+        {"cache.bias", problem->cache.bias},
+        {"cache.table.score", problem->cache.table.score},
+        {"cache.table.position", problem->cache.table.position},
+        {"cache.table.seen", problem->cache.table.seen},
     };
     for (size_t i = 0; i < sizeof inputs / sizeof inputs[0]; i++)
         if (strcmp(inputs[i].name, name) == 0)
@@ -130,17 +158,37 @@ static void set_options(check_call *call, const check_problem *problem, check_op
     case CHECK_SCORE_BACKWARD:
         call->args.score_backward.bias_form = test->bias_form;
         break;
+    case CHECK_DECODE:
+        call->args.decode = (fdma_decode_args){.cache = problem->cache,
+                                               .scale = problem->scale,
+                                               .softcap = test->softcap,
+                                               .bias_form = test->bias_form};
+        break;
     default:
         break;
     }
     *(size_t *)&call->args = operations[id].size; // the first field of each
 }
 
+/* Carried keys and tables, which no case has: test_streams.c checks them. */
+static bool belongs_to_stream(const tensor_entry *entry) {
+    return strstr(entry->name, "_carried") != NULL || strstr(entry->name, "table_") != NULL;
+}
+
+/* A cache is an output, but the calls of a check commit no token to it. */
+static bool belongs_to_cache(const tensor_entry *entry) {
+    return strncmp(entry->name, "cache.", strlen("cache.")) == 0;
+}
+
 static void set_tensors(check_call *call, const check_problem *problem, check_operation_id id,
                         const fdma_tensor *outputs) {
     const tensor_table table = fdma_tensors[id]; // the ids are those of the library
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
-        const bool is_output = entry->role == role_output || entry->role == role_optional_output;
+        if (belongs_to_stream(entry))
+            continue;
+        const bool is_output =
+            (entry->role == role_output || entry->role == role_optional_output) &&
+            !belongs_to_cache(entry);
         const fdma_tensor host = is_output ? *outputs++ : input_named(problem, id, entry->name);
         void *const base = entry->in_selection ? (void *)&call->selection : (void *)&call->args;
         const fdma_tensor copy = device_copy_of(call->device, &host);

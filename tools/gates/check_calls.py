@@ -149,7 +149,7 @@ def main() -> int:
     return gate.main(
         __doc__,
         lambda options: check(gate.ROOT),
-        lambda: gate.missed_plants(check, SOUND, PLANTS),
+        lambda: gate.self_test_mistakes(check, SOUND, PLANTS),
         "{} functions, {} against the arrows",
     )
 

@@ -97,7 +97,7 @@ def self_test() -> list[str]:
         "src/core/sound.c": call.format("x"),
         LIST: listing({"src/core": ["x: is wrong, want right"]}),
     }
-    return gate.missed_plants(
+    return gate.self_test_mistakes(
         check, sound, [("tools/planted.c", call.format("y")), (LIST, "z: is wrong, want right\n")]
     )
 

@@ -17,7 +17,7 @@ import gate
 
 FUNCTION_LINES = 60
 FILE_LINES = 500
-MANUAL, MANUAL_LINES = "include/fdma.h", 696  # one header for all calls
+MANUAL, MANUAL_LINES = "include/fdma.h", 824  # one header for all calls
 COLUMNS = 100
 TOPS = (".ci", "benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
 SUFFIXES = (*c_source.SUFFIXES, ".py", ".sh", ".cmake")
@@ -120,7 +120,7 @@ def self_test() -> list[str]:
         if (count, len(found)) != (functions, problems):
             wrong.append(f"text {index}: {count} functions, want {functions}; {found}")
     sound = {"src/sound.c": c_function(60)}
-    return wrong + gate.missed_plants(check, sound, [("src/planted.c", c_function(61))])
+    return wrong + gate.self_test_mistakes(check, sound, [("src/planted.c", c_function(61))])
 
 
 def main() -> int:

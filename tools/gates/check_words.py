@@ -29,7 +29,6 @@ EVERYWHERE = {
 IN_NAMES = {
     "share": "weight",
     "note": "what it holds",
-    "carried": "delta, or what the sums are of",
     "carry": "merge",
     "carries": "merged sums",
     "place": "rank, slot, tile or index",
@@ -157,7 +156,7 @@ def main() -> int:
     return gate.main(
         __doc__,
         check_listed,
-        lambda: gate.missed_plants(check, SOUND, PLANTS),
+        lambda: gate.self_test_mistakes(check, SOUND, PLANTS),
         "{} files, {} differences from the glossary",
         {"--list": {"action": "store_true", "help": "print the lines of listed files too"}},
     )

@@ -10,17 +10,18 @@ from typing import Any, Callable
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The number of things looked at, and a line for each fault.
+# How many items a check has looked at (files, functions, messages), and a line for each fault.
 Found = tuple[int, list[str]]
 
 
-def missed_plants(
+def self_test_mistakes(
     check: Callable[[Path], Found], sound: Mapping[str, str], plants: Iterable[tuple[str, str]]
 ) -> list[str]:
     """Test a check on a small tree; return what it got wrong, an empty list if it works.
 
     The check must find no fault in the files `sound`. Each plant is a path and a text: when the
-    text is appended to the file at that path, the check must find a fault there.
+    text is appended to the file at that path, which may be a new one, the check must find a fault
+    there.
     """
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -31,7 +32,7 @@ def missed_plants(
 
         for path, text in sound.items():
             write(path, text)
-        wrong = [f"refused without reason: {line}" for line in check(root)[1]]
+        wrong = [f"found a fault in a sound file: {line}" for line in check(root)[1]]
         for path, text in plants:
             write(path, sound.get(path, "") + text)
             if not any(path in line for line in check(root)[1]):
@@ -51,8 +52,9 @@ def main(
 ) -> int:
     """Run the check, or its own test; print the faults and a summary; return the exit status.
 
-    `summary` is formatted with the numbers of things and of faults. `arguments` maps the name of
-    each argument that only this check has to its keywords for argparse's add_argument().
+    `summary` is a format string: {0} is the number of items, {1} the number of faults. `arguments`
+    holds the arguments of this check alone: each name, mapped to its keywords for argparse's
+    add_argument().
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
