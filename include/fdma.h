@@ -60,17 +60,22 @@
  * query so far has kept. These are the carried keys: at most rows = window + recent for each kv
  * head, each in the row that its slot numbers. A call on the next piece takes their scores and
  * positions as a table (fdma_table), and their k, v and bias as k_carried, v_carried and
- * bias_carried. It gives the results of the whole sequence, and the same selection bit for bit,
- * wherever the sequence is cut. Carried keys stand before the keys of the piece: key j is row j of
- * k_carried if j < rows, else row j - rows of k. expiry, slot and kv_len count both; q, k, v,
- * score, bias and key_valid have the piece alone. After the call its table_out is the table_in of
- * the next one, and the keys of the piece that are still kept go to their rows. For each b and g:
+ * bias_carried. It gives the same selection as the whole sequence, bit for bit, and its results up
+ * to rounding, wherever the sequence is cut. Carried keys stand before the keys of the piece: key j
+ * is row j of k_carried if j < rows, else row j - rows of k. expiry, slot and kv_len count both,
+ * and expiry is a number of this kind, not a position of the stream; q, k, v, score, bias and
+ * key_valid have the piece alone. After the call the keys of the piece that are still kept go to
+ * their rows. table_out numbers them by their positions in the stream, padding counted. For each b
+ * and g, where `seen` positions had passed before the call:
  *
- *     for (int64_t j = rows; j < kv_len; j++) // the first piece has no carried keys: from j = 0
- *         if (expiry[j] == kv_len)
- *             copy_key(k_carried, slot[j], k, j - rows); // v and bias alike
+ *     for (int64_t row = 0; row < rows; row++)
+ *         if (position[row] >= seen)
+ *             copy_key(k_carried, row, k, position[row] - seen); // v and bias alike
  *
- * Carried keys need causal masking and causal scope. They run on the CPU only.
+ * Then table_out is the table_in of the next call: two tables take turns. A first call has no
+ * table_in and no carried keys, or an empty table: all positions -1, seen 0. Every call of a stream
+ * has the same window, recent, sinks and bias_form, causal masking, causal scope, no starts, and at
+ * most as many queries as the piece has keys. Carried keys run on the CPU only.
  *
  * Making a call
  *
@@ -314,11 +319,11 @@ typedef struct fdma_selection {
 
 /*! fdma_table - the scores and positions of a stream's carried keys; see "Streams", above.
  *  fdma_select() writes it for the next call, which reads it. Its size does not depend on how many
- *  positions have passed. Fill nothing in: a first call has no table_in.
+ *  positions have passed. The caller points its tensors at memory, which needs no initial values.
  *  Edge       a table changed by hand gives wrong selections, never an access out of bounds */
 typedef struct fdma_table {
     fdma_tensor score;    /* [batch, kv_heads, rows] float32 */
-    fdma_tensor position; /* [batch, kv_heads, rows] int32; -1: the row is empty */
+    fdma_tensor position; /* [batch, kv_heads, rows] int32: in the stream; -1: the row is empty */
     fdma_tensor seen;     /* [batch] int32: positions of the stream that have passed */
 } fdma_table;
 
@@ -429,7 +434,8 @@ typedef struct fdma_forward_args {
  *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
  *             a scale beyond float32, a selection made for another kv_len or scope, key_valid with
- *             carried keys: the selection already excludes keys that are not valid
+ *             carried keys (the selection excludes keys that are not valid; fdma_attention(), which
+ *             selects, takes it)
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
@@ -443,7 +449,7 @@ typedef struct fdma_attention_args {
     fdma_tensor key_valid;     /* optional [batch, kv_len] uint8: 0 for padding */
     fdma_tensor starts;        /* optional [sequences + 1] int32: packed sequences */
     fdma_table table_in;       /* optional, as in fdma_select_args; given with k_carried */
-    fdma_table table_out;      /* output, optional, as in fdma_select_args */
+    fdma_table table_out;      /* output, optional, as in fdma_select_args; needs no selection */
     fdma_tensor k_carried;     /* optional, as in fdma_forward_args */
     fdma_tensor v_carried;     /* as in fdma_forward_args */
     fdma_tensor bias_carried;  /* as in fdma_forward_args; absent with FDMA_BIAS_NONE */
@@ -488,15 +494,19 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
  *  keeps of the tokens so far. Its size does not depend on how many these are.
  *  The caller sets the sizes, the rules and the dtype. fdma_cache_bytes() says how much memory the
  *  tensors take, and fdma_cache_init() places them in it; or the caller sets them, in memory and
- *  with strides of its own. */
+ *  with strides of its own. All state is in the tensors: a copy of the struct is the same cache.
+ *  To prefill a long prompt, call fdma_attention() with a view of one sequence of the cache's table
+ *  as table_out, and copy the kept keys into its rows of k, v and bias (see "Streams", above).
+ *  Copying a sequence is copying its part of each tensor. */
 typedef struct fdma_cache {
     fdma_tensor k, v; /* [sequences, rows, kv_heads, head_dim] of `dtype`; rows = window + recent */
-    fdma_tensor bias; /* [sequences, kv_heads, rows] float32; not read with FDMA_BIAS_NONE */
+    fdma_tensor bias; /* [sequences, kv_heads, rows] float32; there, but not read, with
+                         FDMA_BIAS_NONE */
     fdma_table table; /* of `sequences` streams */
     int64_t sequences, kv_heads, head_dim;
     int64_t window, recent, sinks; /* as in fdma_select_args, in causal scope */
     fdma_dtype dtype;
-    int32_t device; /* FDMA_CPU or FDMA_CUDA(n): where its memory is */
+    int32_t device; /* FDMA_CPU: caches are on the CPU only */
 } fdma_cache;
 
 /*! fdma_cache_bytes() - the bytes of memory that the tensors of a cache of these sizes take.
@@ -509,7 +519,8 @@ FDMA_API fdma_status fdma_cache_bytes(const fdma_cache *cache, size_t *bytes);
 FDMA_API fdma_status fdma_cache_init(fdma_cache *cache, void *memory);
 
 /*! fdma_cache_drop() - empties a sequence of a cache, so that a new stream can begin there.
- *  Errors     FDMA_INVALID_ARGUMENT for a sequence that the cache does not have */
+ *  Errors     as fdma_cache_bytes(); FDMA_INVALID_ARGUMENT also for a sequence that the cache does
+ *             not have, and for a table of other sizes */
 FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);
 
 typedef struct fdma_decode_args {
@@ -522,8 +533,10 @@ typedef struct fdma_decode_args {
     fdma_tensor dt_proj, a;   /* as in fdma_score_args; or else `score` is given */
     fdma_tensor dt_bias;      /* optional, as in fdma_score_args; not with `score` */
     fdma_tensor score;        /* optional [batch, kv_heads, new_len] float32: of the new tokens */
-    fdma_tensor n_tokens;     /* optional [batch] int32: how many are tokens; absent: new_len */
-    fdma_tensor commit;       /* optional [batch] int32: how many enter the cache; absent: all */
+    fdma_tensor n_tokens;     /* optional [batch] int32: the first n are tokens, the rest is not
+                                 read; absent: new_len */
+    fdma_tensor commit;       /* optional [batch] int32: the first n enter the cache; absent: all
+                                 tokens */
     fdma_tensor out;          /* output [batch, q_len, q_heads, head_dim] */
     fdma_tensor lse;          /* output, optional [batch, q_heads, q_len] float32 */
     double scale, softcap;    /* as in fdma_forward_args */
@@ -536,16 +549,18 @@ typedef struct fdma_decode_args {
  *  Use it to generate: one token a call, or several of which only some turn out to be right
  *  (speculative decoding). Its time does not depend on how many tokens have passed.
  *  A query attends to what it would attend to in the whole sequence; query i stands beside token
- *  i + new_len - q_len, so that q_len = 1 asks for the last one alone. The first `commit` tokens of
- *  each stream enter the cache. The others leave no trace: commit 0 tokens, look at out, and pass
- *  those that were accepted again, with commit.
+ *  i + new_len - q_len. So q_len = 1 asks for token new_len - 1 alone: where n_tokens is below
+ *  new_len in a stream, ask for all, q_len = new_len. With q_len = 0 tokens are only committed.
+ *  The first `commit` tokens of each stream enter the cache; the others leave no trace. To decode
+ *  speculatively, pass the accepted tokens of the last round, then the new drafts, and commit the
+ *  accepted ones.
  *  Formula    fdma_score(), fdma_select() with the cache's table, fdma_forward() with its keys
  *  Workspace  O(threads * (rows + new_len) + batch * kv_heads * new_len)
  *  Edge       a query beside no token (index -1, n_tokens): out = 0, lse = -inf. Two entries of a
  *             batch with one index leave that sequence with wrong keys, and no other
  *  Errors     FDMA_INVALID_ARGUMENT also for more than 64 new tokens, an index beyond the cache,
- *             commit > n_tokens > new_len, a stream longer than INT32_MAX tokens, a dt_bias
- *             beside a score
+ *             n_tokens above new_len, commit above n_tokens, a stream longer than INT32_MAX tokens,
+ *             neither a score nor dt_proj, a dt_bias beside a score
  *  Source     docs/algorithm.md, streams */
 FDMA_API fdma_status fdma_decode(const fdma_decode_args *args);
 

@@ -10,19 +10,27 @@
 
 /* ---- memory ---- */
 
+/* k or v of a cache. The rows of a head are adjacent, because a query reads all of them. */
+static fdma_tensor take_rows(fdma_arena *arena, const fdma_cache *cache) {
+    const int64_t heads = cache->kv_heads, rows = rows_of_cache(cache), dim = cache->head_dim;
+    const size_t count = (size_t)cache->sequences * (size_t)heads * (size_t)rows * (size_t)dim;
+    void *const data = fdma_arena_take(arena, count * fdma_dtype_size(cache->dtype));
+    fdma_tensor tensor = fdma_tensor_4d(data, cache->dtype, cache->sequences, rows, heads, dim);
+    tensor.stride[1] = dim;
+    tensor.stride[2] = rows * dim;
+    return tensor;
+}
+
 /* Places the tensors of a cache in `memory`, and returns the bytes that they take. */
 static size_t place_cache(fdma_cache *cache, void *memory) {
     const int64_t sequences = cache->sequences, heads = cache->kv_heads,
                   rows = rows_of_cache(cache);
     const fdma_dtype wide = cache->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
     const size_t words = (size_t)sequences * (size_t)heads * (size_t)rows;
-    const size_t row_bytes = (size_t)cache->head_dim * fdma_dtype_size(cache->dtype);
     const fdma_problem lender = {.exec.workspace = memory};
     fdma_arena arena = fdma_arena_of(&lender);
-    cache->k = fdma_tensor_4d(fdma_arena_take(&arena, words * row_bytes), cache->dtype, sequences,
-                              rows, heads, cache->head_dim);
-    cache->v = fdma_tensor_4d(fdma_arena_take(&arena, words * row_bytes), cache->dtype, sequences,
-                              rows, heads, cache->head_dim);
+    cache->k = take_rows(&arena, cache);
+    cache->v = take_rows(&arena, cache);
     cache->bias = fdma_tensor_3d(fdma_arena_take(&arena, words * fdma_dtype_size(wide)), wide,
                                  sequences, heads, rows);
     cache->table.score = fdma_tensor_3d(fdma_arena_take(&arena, words * fdma_dtype_size(wide)),
@@ -58,7 +66,7 @@ fdma_status fdma_cache_init(fdma_cache *cache, void *memory) {
 }
 
 fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence) {
-    FDMA_TRY(fdma_check_cache(cache));
+    FDMA_TRY(fdma_check_cache_positions(cache));
     FDMA_REQUIRE(sequence >= 0 && sequence < cache->sequences, FDMA_INVALID_ARGUMENT,
                  "sequence: is %lld, want 0 to %lld", (long long)sequence,
                  (long long)cache->sequences - 1);

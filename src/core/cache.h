@@ -18,6 +18,9 @@ static inline int64_t number_of_stream(const fdma_tensor *tensor, int64_t b, int
 /* Checks the sizes and rules of a cache. */
 fdma_status fdma_check_cache(const fdma_cache *cache);
 
+/* Checks the sizes of a cache, and the tensors that say which of its rows are filled. */
+fdma_status fdma_check_cache_positions(const fdma_cache *cache);
+
 /* Checks the sizes of a call against those of its cache. */
 fdma_status fdma_check_decode(const fdma_problem *problem);
 

@@ -27,9 +27,26 @@ fdma_status fdma_check_cache(const fdma_cache *cache) {
                  "cache: its dtype is %s, supported: float32, float16, bfloat16, float64",
                  fdma_dtype_name(cache->dtype));
     FDMA_REQUIRE(cache->device == FDMA_CPU, FDMA_UNSUPPORTED,
-                 "cache: its device is %d, want FDMA_CPU: caches are on the CPU only",
-                 cache->device);
+                 "cache: its device is %s, want FDMA_CPU: caches are on the CPU only",
+                 fdma_device_text(cache->device).text);
     return FDMA_OK;
+}
+
+static fdma_status check_int_tensor(const char *name, const fdma_tensor *tensor, int32_t rank,
+                                    const int64_t *shape) {
+    FDMA_TRY(fdma_check_form(name, tensor, rank, takes_int32));
+    for (int axis = 0; axis < rank; axis++)
+        FDMA_REQUIRE(tensor->shape[axis] == shape[axis], FDMA_INVALID_ARGUMENT,
+                     "%s: axis %d has %lld elements, want %lld", name, axis,
+                     (long long)tensor->shape[axis], (long long)shape[axis]);
+    return fdma_check_layout(name, tensor, true, true);
+}
+
+fdma_status fdma_check_cache_positions(const fdma_cache *cache) {
+    const int64_t shape[] = {cache->sequences, cache->kv_heads, rows_of_cache(cache)};
+    FDMA_TRY(fdma_check_cache(cache));
+    FDMA_TRY(check_int_tensor("cache.table.position", &cache->table.position, 3, shape));
+    return check_int_tensor("cache.table.seen", &cache->table.seen, 1, shape);
 }
 
 /* Scores, the caller's and the cache's, and the bias have one dtype. A dt_bias beside a score that
@@ -53,8 +70,8 @@ fdma_status fdma_check_decode(const fdma_problem *problem) {
     FDMA_TRY(fdma_check_cache(cache));
     FDMA_TRY(check_score(problem));
     FDMA_REQUIRE(problem->exec.device == cache->device, FDMA_UNSUPPORTED,
-                 "cache: its device is %d, want exec.device, %d", cache->device,
-                 problem->exec.device);
+                 "cache: its device is %s, want exec.device, %s",
+                 fdma_device_text(cache->device).text, fdma_device_text(problem->exec.device).text);
     FDMA_REQUIRE(problem->dtype == cache->dtype, FDMA_INVALID_ARGUMENT,
                  "cache: its dtype is %s, want that of q, %s", fdma_dtype_name(cache->dtype),
                  fdma_dtype_name(problem->dtype));

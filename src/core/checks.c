@@ -319,7 +319,10 @@ static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
 
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     const tensor_table table = fdma_tensors[problem->operation];
-    unsigned settled = 0; // a bit for each letter
+    const bool decodes = problem->operation == operation_decode;
+    unsigned settled = decodes ? bit_of('p') : 0; // a bit for each letter; the cache has p itself
+    FDMA_REQUIRE(!decodes || is_present(&problem->score) || is_present(&problem->dt_proj),
+                 FDMA_INVALID_ARGUMENT, "dt_proj: rank is 0, want 2, or else a score");
     for (size_t t = 0; t < table.count; t++)
         FDMA_TRY(settle_tensor(problem, &table.entries[t], &settled));
     FDMA_TRY(settle_keys(problem, &settled));
@@ -330,7 +333,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
             problem->scale = 1 / sqrt((double)problem->head_dim);
     }
     FDMA_TRY(check_memory(problem, depth));
-    if (depth == check_all && problem->operation == operation_decode)
+    if (depth == check_all && decodes)
         FDMA_TRY(fdma_check_decode_lists(problem));
     if (depth == check_all && is_present(&problem->table_in.seen))
         FDMA_TRY(check_seen(problem));

@@ -335,6 +335,26 @@ static void sequences_are_dropped(void) {
     CHECK_WORD(fdma_last_error(), "sequence: is 5, want 0 to 4");
 }
 
+static void check_drop_refused(fdma_cache cache, const char *words) {
+    CHECK_INT(fdma_cache_drop(&cache, 0), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), words);
+}
+
+static void caches_without_their_tensors_are_not_dropped(void) {
+    const fdma_cache right = new_cache(&cases[1], FDMA_FLOAT32);
+    fdma_cache wrong = right;
+    wrong.table = (fdma_table){0};
+    check_drop_refused(wrong, "cache.table.position: rank is 0, want 3");
+    wrong = right, wrong.sequences = 9;
+    check_drop_refused(wrong, "cache.table.position: axis 0 has 5 elements, want 9");
+    wrong = right, wrong.window++;
+    check_drop_refused(wrong, "cache.table.position: axis 2 has 7 elements, want 8");
+    wrong = right, wrong.table.seen.shape[0] = 4;
+    check_drop_refused(wrong, "cache.table.seen: axis 0 has 4 elements, want 5");
+    wrong = right, wrong.table.position.data = NULL;
+    check_drop_refused(wrong, "cache.table.position: data is NULL");
+}
+
 /* ---- bad arguments ---- */
 
 static void check_decode_refused(const fdma_decode_args *given, const char *words) {
@@ -364,6 +384,10 @@ static void contradictions_are_refused(void) {
     tokens[0] = tokens[1] = 1;
     args.commit = fdma_tensor_1d(commit, FDMA_INT32, 2);
     check_decode_refused(&args, "commit: element 0 is 2, want 0 to 1");
+    args = right, args.cache.sequences = 7;
+    check_decode_refused(&args, "cache.k: axis 0 has 5 elements, want 7");
+    args = right, args.score = (fdma_tensor){0};
+    check_decode_refused(&args, "dt_proj: rank is 0, want 2, or else a score");
     args = right, args.cache.window = 8;
     check_decode_refused(&args, "cache.k: axis 1 has 7 elements, want window + recent, 8");
     args = right, args.cache.kv_heads = 4;
@@ -409,9 +433,13 @@ static void corrupt_caches_do_no_harm(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(streams_by_every_kernel),    TEST(caches_have_the_size_of_their_rows),
-    TEST(wrong_caches_are_refused),   TEST(sequences_are_dropped),
-    TEST(contradictions_are_refused), TEST(corrupt_caches_do_no_harm),
+    TEST(streams_by_every_kernel),
+    TEST(caches_have_the_size_of_their_rows),
+    TEST(wrong_caches_are_refused),
+    TEST(sequences_are_dropped),
+    TEST(contradictions_are_refused),
+    TEST(corrupt_caches_do_no_harm),
+    TEST(caches_without_their_tensors_are_not_dropped),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }
