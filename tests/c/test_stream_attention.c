@@ -125,21 +125,21 @@ static fdma_tensor carried_copy(fdma_tensor before, fdma_tensor own, int axis) {
     return carried;
 }
 
-/* What the next piece of the stream is given: the keys that are still kept move to their rows. */
+/* What the next piece of the stream is given: the keys that are still kept move to their rows, as
+ * fdma.h shows. */
 static piece next_piece(const piece *done) {
     piece next = {.first = done->end, .carried = rows, .table_in = done->table_out};
     next.k_carried = carried_copy(done->k_carried, done->k, 1);
     next.v_carried = carried_copy(done->v_carried, done->v, 1);
     next.bias_carried = carried_copy(done->bias_carried, done->bias, 2);
-    const int64_t kv_len = done->carried + done->end - done->first;
-    for (int64_t n = 0; n < batch * kv_heads * kv_len; n++) {
-        const int64_t b = n / kv_len / kv_heads, g = n / kv_len % kv_heads, j = n % kv_len;
-        const int32_t slot = int_at(done->selection.slot, b, g, j);
-        if (j < done->carried || int_at(done->selection.expiry, b, g, j) < kv_len)
+    for (int64_t n = 0; n < batch * kv_heads * rows; n++) {
+        const int64_t b = n / rows / kv_heads, g = n / rows % kv_heads, row = n % rows;
+        const int64_t own = int_at(done->table_out.position, b, g, row) - done->first;
+        if (own < 0)
             continue;
-        copy_row(next.k_carried, slot, done->k, j - done->carried, b, g);
-        copy_row(next.v_carried, slot, done->v, j - done->carried, b, g);
-        copy_row(next.bias_carried, slot, done->bias, j - done->carried, b, g);
+        copy_row(next.k_carried, row, done->k, own, b, g);
+        copy_row(next.v_carried, row, done->v, own, b, g);
+        copy_row(next.bias_carried, row, done->bias, own, b, g);
     }
     return next;
 }
