@@ -51,23 +51,28 @@ static check_problem widen(const check_problem *problem) {
     return wide;
 }
 
-/* Runs one operation: by the reference in float64; or plainly, with the default scale computed in
- * float32, too. */
-static fdma_status run(const check_problem *problem, check_operation_id id, bool plainly,
-                       fdma_tensor outputs[check_output_limit]) {
-    check_problem given = plainly ? *problem : widen(problem);
-    if (plainly)
-        given.scale = (double)(1 / sqrtf((float)problem->test->head_dim));
-    check_make_outputs(&given, &check_operations[id], false, outputs);
-    return check_run(&given, id, plainly ? "reference/float32" : "reference", outputs);
+/* A problem as it is evaluated plainly: the default scale is computed in float32, too. */
+static check_problem plain(const check_problem *problem) {
+    check_problem given = *problem;
+    given.scale = (double)(1 / sqrtf((float)problem->test->head_dim));
+    return given;
 }
 
-static fdma_status evaluate(check_problem *problem, check_operation_id id, bool plainly) {
+/* Runs one operation on a problem that is wide or plain. */
+static fdma_status run(const check_problem *given, check_operation_id id, bool plainly,
+                       fdma_tensor outputs[check_output_limit]) {
+    check_make_outputs(given, &check_operations[id], false, outputs);
+    return check_run(given, id, plainly ? "reference/float32" : "reference", outputs);
+}
+
+/* Evaluates one operation on `given`, which is the problem made wide or plain. */
+static fdma_status evaluate(check_problem *problem, const check_problem *given,
+                            check_operation_id id, bool plainly) {
     const check_operation *const operation = &check_operations[id];
     if (operation->outputs[0] == NULL || !operation->applies(problem))
         return FDMA_OK;
     fdma_tensor outputs[check_output_limit];
-    const fdma_status status = run(problem, id, plainly, outputs);
+    const fdma_status status = run(given, id, plainly, outputs);
     for (int n = 0; n < check_output_limit && operation->outputs[n] != NULL; n++) {
         check_result *const result = &problem->results[id][n];
         result->count = element_count(&outputs[n]);
@@ -76,48 +81,50 @@ static fdma_status evaluate(check_problem *problem, check_operation_id id, bool 
     return status;
 }
 
-/* Adds the errors of output n for a problem in which only one group's terms are not 0. */
-static fdma_status add_scatter(check_result *result, const check_problem *group,
-                               check_operation_id id, int n) {
-    fdma_tensor exact[check_output_limit], plain[check_output_limit];
-    fdma_status status = run(group, id, false, exact);
+/* Adds the errors of outputs `first` to `end` - 1 for a problem, wide and plain, in which only one
+ * group's terms are not 0. */
+static fdma_status add_scatter(check_result *results, const check_problem *wide,
+                               const check_problem *given, check_operation_id id, int first,
+                               int end) {
+    fdma_tensor exact[check_output_limit], rough[check_output_limit];
+    fdma_status status = run(wide, id, false, exact);
     if (status == FDMA_OK)
-        status = run(group, id, true, plain);
-    if (status != FDMA_OK)
-        return status;
-    const double *x = check_widen(plain[n]), *y = check_widen(exact[n]);
-    if (result->scatter == NULL)
-        result->scatter = check_alloc(result->count, sizeof *result->scatter);
-    for (int64_t i = 0; i < result->count; i++)
-        result->scatter[i] += isfinite(x[i]) && isfinite(y[i]) ? fabs(x[i] - y[i]) : 0;
-    return FDMA_OK;
+        status = run(given, id, true, rough);
+    for (int n = first; n < end && status == FDMA_OK; n++) {
+        const double *x = check_widen(rough[n]), *y = check_widen(exact[n]);
+        check_result *const result = &results[n];
+        if (result->scatter == NULL)
+            result->scatter = check_alloc(result->count, sizeof *result->scatter);
+        for (int64_t i = 0; i < result->count; i++)
+            result->scatter[i] += isfinite(x[i]) && isfinite(y[i]) ? fabs(x[i] - y[i]) : 0;
+    }
+    return status;
 }
 
 /* The terms of dbias are those of rows. The rows of the other groups are made empty. */
-static fdma_status scatter_dbias(check_problem *problem, int group) {
-    check_problem some = *problem;
+static fdma_status scatter_dbias(check_problem *problem, const check_problem *wide, int group) {
+    check_problem some = plain(problem), some_wide = *wide;
     some.forward_lse = check_tensor_like(problem->forward_lse);
     const double *lse = check_widen(problem->forward_lse);
     for (int64_t row = 0; row < element_count(&some.forward_lse); row++)
         check_store(some.forward_lse, row,
                     row % error_groups == group ? lse[row] : -(double)INFINITY);
-    return add_scatter(&problem->results[CHECK_BACKWARD][3], &some, CHECK_BACKWARD, 3);
+    some_wide.forward_lse = check_wide_tensor(some.forward_lse);
+    return add_scatter(problem->results[CHECK_BACKWARD], &some_wide, &some, CHECK_BACKWARD, 3, 4);
 }
 
 /* The terms of da and ddt_bias are those of keys. The gradients of the other groups' keys are made
  * 0. */
-static fdma_status scatter_heads(check_problem *problem, int group) {
-    check_problem some = *problem;
+static fdma_status scatter_heads(check_problem *problem, const check_problem *wide, int group) {
+    check_problem some = plain(problem), some_wide = *wide;
     some.score_dbias = check_tensor_like(problem->score_dbias);
     const double *dbias = check_widen(problem->score_dbias);
     for (int64_t i = 0; i < element_count(&some.score_dbias); i++)
         check_store(some.score_dbias, i,
                     i % problem->test->kv_len % error_groups == group ? dbias[i] : 0);
-    fdma_status status = FDMA_OK;
-    for (int n = 2; n < 4 && status == FDMA_OK; n++)
-        status =
-            add_scatter(&problem->results[CHECK_SCORE_BACKWARD][n], &some, CHECK_SCORE_BACKWARD, n);
-    return status;
+    some_wide.score_dbias = check_wide_tensor(some.score_dbias);
+    return add_scatter(problem->results[CHECK_SCORE_BACKWARD], &some_wide, &some,
+                       CHECK_SCORE_BACKWARD, 2, 4);
 }
 
 fdma_status check_evaluate(check_problem *problem) {
@@ -125,18 +132,22 @@ fdma_status check_evaluate(check_problem *problem) {
     const fdma_tensor selection[] = {problem->selection.expiry, problem->selection.slot};
     if (check_is_selected(problem->test))
         status = check_run(problem, CHECK_SELECT, "reference", selection);
+    check_problem wide = widen(problem);
     for (int id = 0; id < check_operation_count && status == FDMA_OK; id++) {
-        if (id == CHECK_BACKWARD)
+        if (id == CHECK_BACKWARD) {
             check_make_gradient_inputs(problem);
-        status = evaluate(problem, (check_operation_id)id, false);
+            wide = widen(problem);
+        }
+        status = evaluate(problem, &wide, (check_operation_id)id, false);
     }
+    const check_problem given = plain(problem);
     for (int id = 0; id < check_operation_count && status == FDMA_OK; id++)
-        status = evaluate(problem, (check_operation_id)id, true);
+        status = evaluate(problem, &given, (check_operation_id)id, true);
     for (int group = 0; group < error_groups && problem->bias.rank > 0; group++) {
         if (status == FDMA_OK)
-            status = scatter_dbias(problem, group);
+            status = scatter_dbias(problem, &wide, group);
         if (status == FDMA_OK)
-            status = scatter_heads(problem, group);
+            status = scatter_heads(problem, &wide, group);
     }
     return status;
 }
