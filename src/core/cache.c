@@ -26,16 +26,16 @@ static size_t place_cache(fdma_cache *cache, void *memory) {
     const int64_t sequences = cache->sequences, heads = cache->kv_heads,
                   rows = rows_of_cache(cache);
     const fdma_dtype wide = cache->dtype == FDMA_FLOAT64 ? FDMA_FLOAT64 : FDMA_FLOAT32;
-    const size_t words = (size_t)sequences * (size_t)heads * (size_t)rows;
-    const fdma_problem lender = {.exec.workspace = memory};
-    fdma_arena arena = fdma_arena_of(&lender);
+    const size_t numbers = (size_t)sequences * (size_t)heads * (size_t)rows;
+    const fdma_problem in_memory = {.exec.workspace = memory};
+    fdma_arena arena = fdma_arena_of(&in_memory);
     cache->k = take_rows(&arena, cache);
     cache->v = take_rows(&arena, cache);
-    cache->bias = fdma_tensor_3d(fdma_arena_take(&arena, words * fdma_dtype_size(wide)), wide,
+    cache->bias = fdma_tensor_3d(fdma_arena_take(&arena, numbers * fdma_dtype_size(wide)), wide,
                                  sequences, heads, rows);
-    cache->table.score = fdma_tensor_3d(fdma_arena_take(&arena, words * fdma_dtype_size(wide)),
+    cache->table.score = fdma_tensor_3d(fdma_arena_take(&arena, numbers * fdma_dtype_size(wide)),
                                         wide, sequences, heads, rows);
-    cache->table.position = fdma_tensor_3d(fdma_arena_take(&arena, words * sizeof(int32_t)),
+    cache->table.position = fdma_tensor_3d(fdma_arena_take(&arena, numbers * sizeof(int32_t)),
                                            FDMA_INT32, sequences, heads, rows);
     cache->table.seen = fdma_tensor_1d(fdma_arena_take(&arena, (size_t)sequences * sizeof(int32_t)),
                                        FDMA_INT32, sequences);
@@ -178,12 +178,13 @@ void fdma_clear_queries(const decode_head *head) {
         }
 }
 
-/* Copies row `from` of a tensor to row `to` of another, which have the same dtype. */
-static void copy_row(const fdma_tensor *to, int64_t to_row, const fdma_tensor *from,
-                     int64_t from_row, int64_t count) {
+/* Copies `count` adjacent elements from an offset in one tensor to an offset in another of the
+ * same dtype. */
+static void copy_elements(const fdma_tensor *to, int64_t to_offset, const fdma_tensor *from,
+                          int64_t from_offset, int64_t count) {
     const size_t size = fdma_dtype_size(to->dtype);
-    memcpy((uint8_t *)to->data + (size_t)to_row * size,
-           (const uint8_t *)from->data + (size_t)from_row * size, (size_t)count * size);
+    memcpy((uint8_t *)to->data + (size_t)to_offset * size,
+           (const uint8_t *)from->data + (size_t)from_offset * size, (size_t)count * size);
 }
 
 void fdma_commit_tokens(const decode_head *head, const head_selection *selection) {
@@ -195,10 +196,10 @@ void fdma_commit_tokens(const decode_head *head, const head_selection *selection
         if (row < 0)
             continue;
         const double score = fdma_load(&problem->score, offset_of(&problem->score, b, g, m));
-        copy_row(&cache->k, offset_of(&cache->k, s, row, g), &problem->k,
-                 offset_of(&problem->k, b, m, g), problem->head_dim);
-        copy_row(&cache->v, offset_of(&cache->v, s, row, g), &problem->v,
-                 offset_of(&problem->v, b, m, g), problem->head_dim);
+        copy_elements(&cache->k, offset_of(&cache->k, s, row, g), &problem->k,
+                      offset_of(&problem->k, b, m, g), problem->head_dim);
+        copy_elements(&cache->v, offset_of(&cache->v, s, row, g), &problem->v,
+                      offset_of(&problem->v, b, m, g), problem->head_dim);
         fdma_store(&cache->table.score, offset_of(&cache->table.score, s, g, row), score);
         if (problem->bias_form != FDMA_BIAS_NONE)
             fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row), bias_of(problem, score));
@@ -210,7 +211,9 @@ void fdma_commit_tokens(const decode_head *head, const head_selection *selection
 void fdma_count_committed(const fdma_problem *problem) {
     for (int64_t b = 0; b < problem->batch; b++) {
         const decode_head head = fdma_decode_head(problem, b, 0);
-        if (head.sequence >= 0)
-            ((int32_t *)problem->cache.table.seen.data)[head.sequence] += (int32_t)head.committed;
+        const int64_t seen = head.seen + head.committed;
+        if (head.sequence >= 0) // beyond INT32_MAX only if two entries have one index
+            ((int32_t *)problem->cache.table.seen.data)[head.sequence] =
+                (int32_t)min(seen, INT32_MAX);
     }
 }

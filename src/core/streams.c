@@ -1,7 +1,8 @@
 /* The keys of a table, sorted by position, and after them the keys of the call are a sequence. The
  * selection of this sequence is that of the stream: a key that the table does not hold has been
- * evicted, and competes no more. So a kernel that knows no tables selects from a copy of the scores
- * in this order, in which each (b, g) is a sequence of its own. Its slots become rows of the table.
+ * evicted, and competes no more. So a kernel that does not take tables selects from a copy of the
+ * scores in this order, in which each (b, g) is a sequence of its own. Its slots become rows of the
+ * table.
  *
  * Empty rows stand first, as keys that are not valid: the keys of the call keep their indices. */
 #include "core/streams.h"

@@ -124,6 +124,16 @@ static inline fdma_tensor copy_tensor(fdma_tensor tensor) {
     return copy;
 }
 
+/* Positions `first` to `end` - 1 of a contiguous tensor, of which `axis` has the positions. */
+static inline fdma_tensor positions_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
+    if (tensor.rank > 0) {
+        const size_t before = (size_t)(first * tensor.stride[axis]);
+        tensor.data = (char *)tensor.data + before * dtype_size(tensor.dtype);
+        tensor.shape[axis] = end - first;
+    }
+    return tensor;
+}
+
 /* A copy of a contiguous tensor in float64; what is absent stays so. */
 static inline fdma_tensor widened(fdma_tensor tensor) {
     fdma_tensor wide = tensor;

@@ -409,6 +409,11 @@ static void contradictions_are_refused(void) {
     ((int32_t *)args.cache.table.seen.data)[1] = INT32_MAX - 2;
     CHECK_OK(run_decode(&args));
     CHECK_INT(((int32_t *)args.cache.table.seen.data)[1], INT32_MAX);
+    index[0] = index[1] = 2;
+    args = right, args.index = fdma_tensor_1d(index, FDMA_INT32, 2);
+    ((int32_t *)args.cache.table.seen.data)[2] = INT32_MAX - 2;
+    CHECK_OK(run_decode(&args)); // one index twice: wrong keys, but no overflow
+    CHECK_INT(((int32_t *)args.cache.table.seen.data)[2], INT32_MAX);
 }
 
 /* Whatever the tensors of a cache hold, nothing outside is touched. */

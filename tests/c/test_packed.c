@@ -50,16 +50,6 @@ static problem packed_problem(const packed_case *test, fdma_dtype dtype) {
     return x;
 }
 
-/* Positions `first` to `end` - 1 of a contiguous tensor, of which `axis` has the positions. */
-static fdma_tensor positions_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
-    if (tensor.rank > 0) {
-        const size_t before = (size_t)(first * tensor.stride[axis]);
-        tensor.data = (char *)tensor.data + before * dtype_size(tensor.dtype);
-        tensor.shape[axis] = end - first;
-    }
-    return tensor;
-}
-
 /* A view has other strides than its copy: outputs are compared as contiguous tensors. */
 static fdma_tensor contiguous(fdma_tensor view) {
     int64_t n[4] = {1, 1, 1, 1};

@@ -26,15 +26,6 @@ typedef struct piece {
     fdma_selection selection;
 } piece;
 
-static fdma_tensor positions_of(fdma_tensor tensor, int axis, int64_t first, int64_t end) {
-    if (tensor.rank > 0) {
-        const size_t before = (size_t)(first * tensor.stride[axis]);
-        tensor.data = (char *)tensor.data + before * dtype_size(tensor.dtype);
-        tensor.shape[axis] = end - first;
-    }
-    return tensor;
-}
-
 static fdma_selection new_selection(int64_t kv_len) {
     return (fdma_selection){.size = sizeof(fdma_selection),
                             .expiry = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
