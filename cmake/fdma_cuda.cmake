@@ -100,12 +100,14 @@ endforeach()
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
 foreach(source score/score score/score_backward select/sm80/select select/rules select/slots
-               lists/lists merge/merge plan/lists plan/backward)
+               lists/lists merge/merge plan/lists plan/backward decode/evict)
   string(MAKE_C_IDENTIFIER ${source} name)
   fdma_add_cuda(fdma_cuda_${name} src/cuda/${source}.cu "${FDMA_CUDA_ARCHITECTURES}")
 endforeach()
 foreach(head_dim 64 96 128 192 256)
   fdma_add_cuda(fdma_cuda_decode_d${head_dim} src/cuda/decode/decode.cu
+                "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
+  fdma_add_cuda(fdma_cuda_cached_d${head_dim} src/cuda/decode/cached.cu
                 "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})
   fdma_add_cuda(fdma_cuda_forward_sm80_d${head_dim} src/cuda/forward/sm80/forward.cu
                 "${FDMA_CUDA_ARCHITECTURES}" FDMA_HEAD_DIM=${head_dim})

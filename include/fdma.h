@@ -506,7 +506,7 @@ typedef struct fdma_cache {
     int64_t sequences, kv_heads, head_dim;
     int64_t window, recent, sinks; /* as in fdma_select_args, in causal scope */
     fdma_dtype dtype;
-    int32_t device; /* FDMA_CPU: caches are on the CPU only */
+    int32_t device; /* FDMA_CPU or FDMA_CUDA(n), as exec.device of its calls */
 } fdma_cache;
 
 /*! fdma_cache_bytes() - the bytes of memory that the tensors of a cache of these sizes take.
@@ -514,11 +514,12 @@ typedef struct fdma_cache {
 FDMA_API fdma_status fdma_cache_bytes(const fdma_cache *cache, size_t *bytes);
 
 /*! fdma_cache_init() - places the tensors in `memory`, of the bytes that fdma_cache_bytes() says,
- *  and empties all sequences. Any alignment will do.
+ *  and empties all sequences. Any alignment will do. On a device it waits for this to be done.
  *  Errors     as fdma_cache_bytes() */
 FDMA_API fdma_status fdma_cache_init(fdma_cache *cache, void *memory);
 
-/*! fdma_cache_drop() - empties a sequence of a cache, so that a new stream can begin there.
+/*! fdma_cache_drop() - empties a sequence of a cache, so that a new stream can begin there. On a
+ *  device no call on the cache may be under way.
  *  Errors     as fdma_cache_bytes(); FDMA_INVALID_ARGUMENT also for a sequence that the cache does
  *             not have, and for a table of other sizes */
 FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);

@@ -2,6 +2,7 @@
  * steps. */
 #include "fdma.h"
 
+#include "core/cache.h"
 #include "core/error.h"
 #include "core/packed.h"
 #include "core/steps.h"
@@ -202,6 +203,22 @@ fdma_status fdma_attention(const fdma_attention_args *args) {
 
 fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes) {
     return ask_workspace(operation_attention, args, bytes);
+}
+
+static fdma_status fill_bytes(int32_t device, void *data, int byte, size_t bytes) {
+    if (device != FDMA_CPU)
+        return fdma_fill_cuda(device, data, byte, bytes);
+    memset(data, byte, bytes);
+    return FDMA_OK;
+}
+
+fdma_status fdma_cache_init(fdma_cache *cache, void *memory) {
+    FDMA_TRY(fdma_take_cache_memory(cache, memory));
+    return fdma_empty_cache(cache, fill_bytes);
+}
+
+fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence) {
+    return fdma_empty_sequence(cache, sequence, fill_bytes);
 }
 
 fdma_status fdma_decode(const fdma_decode_args *args) { return run(operation_decode, args); }

@@ -55,27 +55,33 @@ fdma_status fdma_cache_bytes(const fdma_cache *cache, size_t *bytes) {
     return FDMA_OK;
 }
 
-fdma_status fdma_cache_init(fdma_cache *cache, void *memory) {
+fdma_status fdma_empty_cache(const fdma_cache *cache, fill_memory fill) {
+    const size_t sequences = (size_t)cache->sequences;
+    const size_t rows = sequences * (size_t)cache->kv_heads * (size_t)rows_of_cache(cache);
+    FDMA_TRY(fill(cache->device, cache->table.position.data, 0xff, rows * sizeof(int32_t)));
+    return fill(cache->device, cache->table.seen.data, 0, sequences * sizeof(int32_t));
+}
+
+fdma_status fdma_take_cache_memory(fdma_cache *cache, void *memory) {
     size_t bytes;
     FDMA_TRY(fdma_cache_bytes(cache, &bytes));
     FDMA_REQUIRE(memory != NULL, FDMA_INVALID_ARGUMENT, "memory: is NULL, want %zu bytes", bytes);
     place_cache(cache, memory);
-    for (int64_t sequence = 0; sequence < cache->sequences; sequence++)
-        FDMA_TRY(fdma_cache_drop(cache, sequence));
     return FDMA_OK;
 }
 
-fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence) {
+fdma_status fdma_empty_sequence(const fdma_cache *cache, int64_t sequence, fill_memory fill) {
     FDMA_TRY(fdma_check_cache_positions(cache));
     FDMA_REQUIRE(sequence >= 0 && sequence < cache->sequences, FDMA_INVALID_ARGUMENT,
                  "sequence: is %lld, want 0 to %lld", (long long)sequence,
                  (long long)cache->sequences - 1);
     const fdma_tensor *const position = &cache->table.position;
+    const size_t row_bytes = (size_t)rows_of_cache(cache) * sizeof(int32_t);
     for (int64_t g = 0; g < cache->kv_heads; g++)
-        for (int64_t row = 0; row < rows_of_cache(cache); row++)
-            ((int32_t *)position->data)[offset_of(position, sequence, g, row)] = -1;
-    ((int32_t *)cache->table.seen.data)[sequence] = 0;
-    return FDMA_OK;
+        FDMA_TRY(fill(cache->device,
+                      (int32_t *)position->data + offset_of(position, sequence, g, 0), 0xff,
+                      row_bytes));
+    return fill(cache->device, (int32_t *)cache->table.seen.data + sequence, 0, sizeof(int32_t));
 }
 
 /* ---- decode ---- */

@@ -21,6 +21,17 @@ fdma_status fdma_check_cache(const fdma_cache *cache);
 /* Checks the sizes of a cache, and the tensors that say which of its rows are filled. */
 fdma_status fdma_check_cache_positions(const fdma_cache *cache);
 
+/* Fills memory of a device with a byte. */
+typedef fdma_status (*fill_memory)(int32_t device, void *data, int byte, size_t bytes);
+
+/* Places the tensors of a cache in `memory`. */
+fdma_status fdma_take_cache_memory(fdma_cache *cache, void *memory);
+
+/* Empties all sequences of a cache whose tensors are in the memory that it was given. */
+fdma_status fdma_empty_cache(const fdma_cache *cache, fill_memory fill);
+
+fdma_status fdma_empty_sequence(const fdma_cache *cache, int64_t sequence, fill_memory fill);
+
 /* Checks the sizes of a call against those of its cache. */
 fdma_status fdma_check_decode(const fdma_problem *problem);
 

@@ -26,9 +26,8 @@ fdma_status fdma_check_cache(const fdma_cache *cache) {
     FDMA_REQUIRE(cache->dtype >= FDMA_FLOAT32 && cache->dtype <= FDMA_FLOAT64, FDMA_UNSUPPORTED,
                  "cache: its dtype is %s, supported: float32, float16, bfloat16, float64",
                  fdma_dtype_name(cache->dtype));
-    FDMA_REQUIRE(cache->device == FDMA_CPU, FDMA_UNSUPPORTED,
-                 "cache: its device is %s, want FDMA_CPU: caches are on the CPU only",
-                 fdma_device_text(cache->device).text);
+    FDMA_REQUIRE(cache->device >= 0, FDMA_INVALID_ARGUMENT,
+                 "cache: its device is %d, want FDMA_CPU or FDMA_CUDA(n)", cache->device);
     return FDMA_OK;
 }
 
@@ -69,7 +68,7 @@ fdma_status fdma_check_decode(const fdma_problem *problem) {
     const fdma_cache *const cache = &problem->cache;
     FDMA_TRY(fdma_check_cache(cache));
     FDMA_TRY(check_score(problem));
-    FDMA_REQUIRE(problem->exec.device == cache->device, FDMA_UNSUPPORTED,
+    FDMA_REQUIRE(problem->exec.device == cache->device, FDMA_INVALID_ARGUMENT,
                  "cache: its device is %s, want exec.device, %s",
                  fdma_device_text(cache->device).text, fdma_device_text(problem->exec.device).text);
     FDMA_REQUIRE(problem->dtype == cache->dtype, FDMA_INVALID_ARGUMENT,

@@ -333,7 +333,7 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
             problem->scale = 1 / sqrt((double)problem->head_dim);
     }
     FDMA_TRY(check_memory(problem, depth));
-    if (depth == check_all && decodes)
+    if (depth == check_all && decodes && problem->exec.device == FDMA_CPU)
         FDMA_TRY(fdma_check_decode_lists(problem));
     if (depth == check_all && is_present(&problem->table_in.seen))
         FDMA_TRY(check_seen(problem));

@@ -23,3 +23,12 @@ fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem
     (void)kernel;
     return fdma_check_cuda(problem, check_all);
 }
+
+fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes) {
+    (void)data;
+    (void)byte;
+    (void)bytes;
+    return fdma_fail(FDMA_UNSUPPORTED,
+                     "cache: its device is %s, but this library is built without CUDA",
+                     fdma_device_text(device).text);
+}

@@ -191,16 +191,38 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
     return depth == check_all ? check_pointers(problem) : FDMA_OK;
 }
 
-fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {
-    const int device = problem->exec.device - 1;
-    int before = device;
-    cudaError_t status = cudaGetDevice(&before);
-    if (status == cudaSuccess && before != device)
-        status = cudaSetDevice(device);
-    if (status != cudaSuccess)
-        return fail_driver("exec.device", status);
-    const fdma_status ran = kernel->run(problem);
-    if (before != device)
+/* Sets a device, and says in `before` which one the caller had. */
+static fdma_status set_device(const char *name, int32_t device, int *before) {
+    *before = device - 1;
+    cudaError_t status = cudaGetDevice(before);
+    if (status == cudaSuccess && *before != device - 1)
+        status = cudaSetDevice(device - 1);
+    return status == cudaSuccess ? FDMA_OK : fail_driver(name, status);
+}
+
+static void restore_device(int32_t device, int before) {
+    if (before != device - 1)
         cudaSetDevice(before);
+}
+
+fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {
+    const int32_t device = problem->exec.device;
+    int before;
+    FDMA_TRY(set_device("exec.device", device, &before));
+    const fdma_status ran = kernel->run(problem);
+    restore_device(device, before);
     return ran;
+}
+
+fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes) {
+    const fdma_exec exec = {.device = device};
+    int before;
+    FDMA_TRY(check_there("cache: its device", device));
+    FDMA_TRY(check_pointer("cache", data, &exec));
+    FDMA_TRY(set_device("cache: its device", device, &before));
+    cudaError_t status = cudaMemset(data, byte, bytes);
+    if (status == cudaSuccess)
+        status = cudaStreamSynchronize(NULL);
+    restore_device(device, before);
+    return status == cudaSuccess ? FDMA_OK : fail_driver("cache", status);
 }

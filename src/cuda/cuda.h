@@ -18,3 +18,6 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
 /* Runs a kernel of this backend with the problem's device set, and restores the caller's device. */
 fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem);
+
+/* Fills memory of a device with a byte, after all work of its default stream, and waits for it. */
+fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes);

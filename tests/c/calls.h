@@ -342,14 +342,19 @@ typedef struct kernel_list {
     int count;
 } kernel_list;
 
+static inline void set_call_device(fdma_operation operation, void *args, int32_t device) {
+    exec_of(operation, args)->device = device;
+    if (operation == operation_decode)
+        ((fdma_decode_args *)args)->cache.device = device;
+}
+
 /* Whether a kernel takes a call. A kernel of the CPU is not expected to refuse one. */
 static inline bool call_takes(fdma_operation operation, void *args) {
-    fdma_exec *const exec = exec_of(operation, args);
     size_t bytes;
-    const bool on_device = is_device_kernel(exec->kernel);
-    exec->device = on_device;
+    const bool on_device = is_device_kernel(exec_of(operation, args)->kernel);
+    set_call_device(operation, args, on_device);
     const fdma_status status = operations[operation].workspace(args, &bytes);
-    exec->device = 0;
+    set_call_device(operation, args, 0);
     CHECK(status == FDMA_OK || (status == FDMA_UNSUPPORTED && on_device));
     return status == FDMA_OK;
 }

@@ -158,7 +158,7 @@ static inline void device_copy_call(call *there, const call *here) {
         fdma_tensor *const tensor = call_tensor(there, &table.entries[t]);
         *tensor = device_tensor(*tensor);
     }
-    call_exec(there)->device = device_number;
+    set_call_device(there->operation, &there->args, device_number);
 }
 
 /* Gives a call on the device workspace of exactly the size that it asks for. */

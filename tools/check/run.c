@@ -163,6 +163,7 @@ static void set_options(check_call *call, const check_problem *problem, check_op
                                                .scale = problem->scale,
                                                .softcap = test->softcap,
                                                .bias_form = test->bias_form};
+        call->args.decode.cache.device = call->device;
         break;
     default:
         break;

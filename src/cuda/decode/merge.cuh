@@ -60,16 +60,11 @@ __device__ static void sum_splits(merge_memory<config> &shared, const float *out
     }
 }
 
-/* out and lse of one row. */
+/* out and lse of row `row` of a range, from its partial results, of which the first is `first`. */
 template <typename config>
-static __global__ void __launch_bounds__(merge_threads, 1)
-    merge_splits(const __grid_constant__ forward_plan plan,
-                 const __grid_constant__ split_plan splits) {
-    __shared__ merge_memory<config> shared;
-    const int32_t total = plan.q_len * plan.group, row = blockIdx.x % total;
-    const row_range range = row_range_of(plan, blockIdx.x / total, 0);
-    const int64_t first = (int64_t)blockIdx.x * splits.count;
-    griddepcontrol_wait(); // for attend_split()
+__device__ static void merge_row(merge_memory<config> &shared, const forward_plan &plan,
+                                 const split_plan &splits, const row_range &range, int32_t row,
+                                 int64_t first) {
     const float2 all = weigh_splits(shared, splits.stats + first, splits.count);
     sum_splits(shared, splits.out + first * plan.head_dim, splits.count, plan.head_dim);
     __syncthreads();
@@ -83,4 +78,15 @@ static __global__ void __launch_bounds__(merge_threads, 1)
     }
     if (threadIdx.x == 0 && plan.lse.data != NULL)
         *lse_at(plan, range, row) = lse_of(all.x, all.y);
+}
+
+template <typename config>
+static __global__ void __launch_bounds__(merge_threads, 1)
+    merge_splits(const __grid_constant__ forward_plan plan,
+                 const __grid_constant__ split_plan splits) {
+    __shared__ merge_memory<config> shared;
+    const int32_t total = plan.q_len * plan.group, row = blockIdx.x % total;
+    const row_range range = row_range_of(plan, blockIdx.x / total, 0);
+    griddepcontrol_wait(); // for attend_split()
+    merge_row(shared, plan, splits, range, row, (int64_t)blockIdx.x * splits.count);
 }

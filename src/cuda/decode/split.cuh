@@ -183,6 +183,24 @@ __device__ static void write_split(const decode_memory<config> &shared, const sp
     }
 }
 
+/* The split of shared.inputs.keys, from entry `from` on, against the tile of rows whose q is being
+ * loaded. */
+template <typename config>
+__device__ static void attend_keys(decode_memory<config> &shared, const split_plan &splits,
+                                   const row_range &range, int64_t head, int32_t split,
+                                   int32_t from, int32_t head_dim, bool causal) {
+    row_state<config> state;
+    cp_async_commit_group();
+    __syncthreads();
+    clear_rows(state);
+    attend_blocks(shared, state, from + (int)threadIdx.x / warp_lanes * config::keys, causal);
+    griddepcontrol_launch_dependents();
+    __syncthreads();
+    stage_rows(shared, state);
+    __syncthreads();
+    write_split(shared, splits, range, head, split, head_dim);
+}
+
 /* One split of the keys against one tile of rows. The tiles of a split are neighbours, so that they
  * find its keys in the L2 cache; so are the kv heads, whose rows share pages of memory. */
 template <typename config>
@@ -195,23 +213,13 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     const int32_t index = blockIdx.x / tiles, g = index % plan.kv_heads;
     const int32_t split = index / plan.kv_heads % splits.count;
     const int32_t head = index / plan.kv_heads / splits.count * plan.kv_heads + g;
-    const int warp = threadIdx.x / warp_lanes;
     const row_range range = row_range_of(plan, head, (int32_t)(blockIdx.x % tiles) * config::rows);
     const int32_t from = split * splits.keys;
-    row_state<config> state;
     if (threadIdx.x == 0) {
         shared.inputs = tile_inputs_of(plan, range, config::rows, aligned);
         shared.inputs.keys.entries = min(shared.inputs.keys.entries, from + splits.keys);
     }
     write_positions<config::rows>(shared.position, plan, range);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
-    cp_async_commit_group();
-    __syncthreads();
-    clear_rows(state);
-    attend_blocks(shared, state, from + warp * config::keys, plan.causal);
-    griddepcontrol_launch_dependents();
-    __syncthreads();
-    stage_rows(shared, state);
-    __syncthreads();
-    write_split(shared, splits, range, head, split, plan.head_dim);
+    attend_keys(shared, splits, range, head, split, from, plan.head_dim, plan.causal);
 }

@@ -287,7 +287,7 @@ static bool is_listed(const fdma_problem *problem) {
 
 static bool is_global(const fdma_problem *problem) { return problem->scope == FDMA_SCOPE_GLOBAL; }
 
-static void describe_problem(const fdma_problem *problem, forward_plan *plan) {
+void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan) {
     plan->q = view_of(&problem->q);
     plan->k = view_of(&problem->k);
     plan->v = view_of(&problem->v);
@@ -350,7 +350,7 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     const int64_t heads = problem->batch * problem->kv_heads;
     const bool plain = !problem->selected && !is_present(&problem->key_valid);
     forward_plan plan = {};
-    describe_problem(problem, &plan);
+    fdma_cuda_describe_problem(problem, &plan);
     plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
     if (!plain || is_present(&problem->bias))
         plan.records = take<key_record>(arena, heads * problem->kv_len);

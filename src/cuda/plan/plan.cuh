@@ -104,6 +104,9 @@ __device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
  * NULL. Every kernel's refuses() asks it first. */
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
 
+/* Fills in what a plan says of the problem's tensors, sizes and options. */
+void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
+
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
  * counts bytes. */
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena);
