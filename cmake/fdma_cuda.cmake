@@ -124,6 +124,8 @@ if(NOT cluster_code) # nvcc without an architecture would compile for one of its
 endif()
 fdma_add_cuda(fdma_cuda_select_sm90 src/cuda/select/sm90/select.cu "${cluster_code}")
 foreach(head_dim 64 128 256)
+  fdma_add_cuda(fdma_cuda_cluster_d${head_dim} src/cuda/decode/cluster.cu "${cluster_code}"
+                FDMA_HEAD_DIM=${head_dim})
   fdma_add_cuda(fdma_cuda_forward_sm90_d${head_dim} src/cuda/forward/sm90/forward.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})
 endforeach()

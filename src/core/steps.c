@@ -1,6 +1,6 @@
 /* Splits a fused call: fdma_attention() into score, select and forward; fdma_attention_backward()
  * into score (unless the bias is given), backward and score_backward, or, with FDMA_BIAS_NONE,
- * backward alone. Splits fdma_decode() without a given score into score and decode. */
+ * backward alone. Splits fdma_decode() on the CPU, without a given score, into score and decode. */
 #include "core/steps.h"
 
 #include "core/error.h"
@@ -92,7 +92,7 @@ static fdma_status split_fused(call_steps *steps) {
     return has_bias ? add_step(steps, &whole, operation_score_backward) : FDMA_OK;
 }
 
-/* The steps of fdma_decode() without a given score. */
+/* The steps of fdma_decode() without a given score. Kernels of a device compute it themselves. */
 static fdma_status split_decode(call_steps *steps) {
     fdma_problem whole = steps->problems[0];
     fdma_arena arena = fdma_arena_of(&whole);
@@ -110,7 +110,8 @@ fdma_status fdma_split_call(call_steps *steps) {
     steps->count = 1;
     steps->lent = steps->problems[0].exec.workspace_size;
     steps->scratch = 0;
-    if (operation == operation_decode && !is_present(&steps->problems[0].score))
+    if (operation == operation_decode && !is_present(&steps->problems[0].score) &&
+        steps->problems[0].exec.device == FDMA_CPU)
         return split_decode(steps);
     return is_fused(operation) ? split_fused(steps) : FDMA_OK;
 }

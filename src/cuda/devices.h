@@ -46,6 +46,9 @@ const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
     X(fdma_cuda_sm80_decode_d128)                                                                  \
     X(fdma_cuda_sm80_decode_d192)                                                                  \
     X(fdma_cuda_sm80_decode_d256)                                                                  \
+    X(fdma_cuda_sm90_cached_d64)                                                                   \
+    X(fdma_cuda_sm90_cached_d128)                                                                  \
+    X(fdma_cuda_sm90_cached_d256)                                                                  \
     X(fdma_cuda_sm80_cached_d64)                                                                   \
     X(fdma_cuda_sm80_cached_d96)                                                                   \
     X(fdma_cuda_sm80_cached_d128)                                                                  \

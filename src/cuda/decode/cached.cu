@@ -3,6 +3,7 @@
  *
  * Source: docs/algorithm.md, streams; arXiv:2307.08691. */
 #include "cuda/decode/cached.cuh"
+#include "cuda/score/score.cuh"
 
 /* Row tiles of a thread block if one is not enough: what the registers hold. */
 static constexpr int most_row_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
@@ -12,6 +13,7 @@ struct cached_task {
     decode_plan cached;
     forward_plan plan; // its keys are the new tokens
     split_plan splits;
+    score_params scores;
 };
 
 static split_plan plan_splits(const fdma_problem *problem, fdma_arena *arena) {
@@ -32,6 +34,10 @@ static cached_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     fdma_cuda_describe_problem(problem, &task.plan);
     task.plan.kv_len = task.cached.new_len;
     task.splits = plan_splits(problem, arena);
+    if (!is_present(&problem->score)) {
+        const fdma_problem tokens = fdma_cuda_token_problem(problem, task.cached);
+        task.scores = fdma_cuda_plan_score(&tokens, arena);
+    }
     return task;
 }
 
@@ -83,6 +89,10 @@ static fdma_status run(const fdma_problem *problem) {
     const cached_task task = lay_out(problem, &arena);
     if (problem->batch == 0 || problem->new_len == 0)
         return FDMA_OK;
+    if (!is_present(&problem->score)) {
+        const fdma_problem tokens = fdma_cuda_token_problem(problem, task.cached);
+        FDMA_TRY(fdma_cuda_run_products(&tokens, task.scores));
+    }
     FDMA_TRY(fdma_cuda_evict(problem, task.cached));
     return problem->dtype == FDMA_FLOAT16 ? attend<__half>(problem, task)
                                           : attend<__nv_bfloat16>(problem, task);

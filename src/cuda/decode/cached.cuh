@@ -76,13 +76,7 @@ __device__ static void commit_token(const forward_plan &plan, const decode_plan 
     copy_row_to_cache(cached.v, plan.v, range.b, token, sequence, row, g, plan.head_dim);
     if (threadIdx.x > 0)
         return;
-    const float score = cached.new_score.at(range.b, g)[token];
-    cached.score.at(sequence, g)[row] = score;
-    cached.position.at(sequence, g)[row] = token_position(stream, token);
-    if (cached.bias_form == FDMA_BIAS_EXP)
-        cached.bias.at(sequence, g)[row] = expf(score);
-    else if (cached.bias_form == FDMA_BIAS_LINEAR)
-        cached.bias.at(sequence, g)[row] = score;
+    write_numbers(cached, range.b, g, token, sequence, row, token_position(stream, token));
 }
 
 /* out and lse of one row. The blocks of a (b, g) take turns at its tokens. */

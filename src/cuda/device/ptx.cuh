@@ -247,6 +247,21 @@ __device__ static uint32_t ld_shared_cluster(uint32_t address) {
     return value;
 }
 
+__device__ static float ld_shared_cluster_f32(uint32_t address) {
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ static float4 ld_shared_cluster_v4(uint32_t address) {
+    float4 value;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
 __device__ static void barrier_cluster_arrive(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }

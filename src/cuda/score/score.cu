@@ -249,7 +249,7 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     }
 }
 
-static score_params plan_score(const fdma_problem *problem, fdma_arena *arena) {
+score_params fdma_cuda_plan_score(const fdma_problem *problem, fdma_arena *arena) {
     const fdma_tensor *const dt_proj = &problem->dt_proj;
     score_params params = {};
     params.v = view_of(&problem->v);
@@ -342,7 +342,7 @@ static fdma_status launch_score(const fdma_problem *problem, score_params params
                                 dim3(32 * (unsigned)warps),
                                 (size_t)(params.is_resident ? 1 : 2) * panel_bytes +
                                     (size_t)params.key_warps * params.stages * config::stage_bytes,
-                                is_arranged ? start_early : start_after};
+                                start_early};
     if (is_arranged)
         FDMA_TRY(launch_arrange<typename config::element>(problem, params));
     return launch("score", score_keys<config>, score, problem, params);
@@ -368,7 +368,7 @@ fdma_status fdma_cuda_run_products(const fdma_problem *problem, const score_para
 }
 
 score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena) {
-    score_params params = plan_score(problem, arena);
+    score_params params = fdma_cuda_plan_score(problem, arena);
     params.a = NULL;
     params.key_valid = NULL;
     params.bias = {};
@@ -379,7 +379,7 @@ score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *ar
 
 static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
-    return fdma_cuda_run_products(problem, plan_score(problem, &arena));
+    return fdma_cuda_run_products(problem, fdma_cuda_plan_score(problem, &arena));
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -395,4 +395,4 @@ static const char *refuses(const fdma_problem *problem) {
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_score, {"cuda/sm80", operation_score, fdma_missing_sm80, refuses,
-                                       workspace_of<plan_score>, run, true, false});
+                                       workspace_of<fdma_cuda_plan_score>, run, true, false});

@@ -41,6 +41,9 @@ __device__ static float softplus(float x) {
     return isnan(x) ? x : fmaxf(x, 0) + log1pf(expf(-fabsf(x)));
 }
 
+/* Plans fdma_score(), which fdma_cuda_run_products() then runs. */
+score_params fdma_cuda_plan_score(const fdma_problem *problem, fdma_arena *arena);
+
 /* Plans and runs dt alone, for score_backward. params.score, which then has it, is
  * [batch][kv_heads][kv_len] in the arena; it and params.weights remain valid afterwards. */
 score_params fdma_cuda_plan_products(const fdma_problem *problem, fdma_arena *arena);

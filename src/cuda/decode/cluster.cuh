@@ -1,0 +1,400 @@
+/* The second of the two kernels of fdma_decode() on 9.0: a cluster of thread blocks has one (b, g),
+ * each block an equal part of the cache's rows, the last one also the new tokens. Each decides for
+ * itself which rows the tokens take, while the first rows of its part arrive. The partial results
+ * are merged through distributed shared memory. When all blocks have read the cache, the committed
+ * tokens enter it. */
+#pragma once
+
+#include "cuda/decode/eviction.cuh"
+#include "cuda/mma/keys.cuh"
+
+enum { cluster_ranks = 8, most_cluster_rows = 4096 };
+
+template <typename type, int tiles> struct cluster_config {
+    using element = type;
+    static constexpr int head_dim = FDMA_HEAD_DIM;
+    static constexpr int warps = 4;
+    static constexpr int row_tiles = tiles;
+    static constexpr int rows = row_tiles * mma_rows;
+    static constexpr int keys = 16; // of a warp's key block
+    static constexpr int threads = warps * warp_lanes;
+    static constexpr int blocks = head_dim > 128   ? 1
+                                  : row_tiles == 1 ? 3
+                                                   : 2; // on a multiprocessor
+    static constexpr int entries = most_cluster_rows / cluster_ranks + most_new_tokens;
+};
+
+/* One thread block's part of a call. It is kept in shared memory to save registers. */
+struct cluster_part {
+    int32_t b, g, rank;
+    int32_t sequence;             // of the cache
+    int32_t first_row, rows;      // of the cache
+    int32_t token_entry, entries; // the entry of token 0, and the end
+    row_source k, v;              // of the cache
+    row_source new_k, new_v;
+};
+
+/* One key block of a warp. */
+template <typename config> struct cluster_stage {
+    using element = typename config::element;
+    alignas(128) element k[config::keys * config::head_dim];
+    alignas(128) element v[config::keys * config::head_dim];
+};
+
+template <typename config> struct cluster_memory {
+    alignas(128) typename config::element q[config::rows * config::head_dim];
+    union {
+        cluster_stage<config> stages[config::warps][2];
+        float out[config::warps][config::rows][config::head_dim]; // in the epilogue
+    };
+    // of the entries: the rows of this part and, from a multiple of 16 on, the tokens
+    alignas(16) float bias[config::entries];
+    alignas(16) int32_t expiry[config::entries];
+    alignas(16) int32_t token[most_new_tokens]; // 0, 1, ...
+    float max[config::warps][config::rows], sum[config::warps][config::rows];
+    int32_t position[config::rows];
+    cluster_part part;
+    evict_memory<config::threads> evict;
+};
+
+__device__ static cluster_part part_of(const forward_plan &plan, const decode_plan &cached,
+                                       bool aligned) {
+    const int32_t head = blockIdx.x / cluster_ranks, rank = blockIdx.x % cluster_ranks;
+    const int32_t b = head / plan.kv_heads, g = head % plan.kv_heads;
+    const int32_t size = (cached.rows + cluster_ranks * 16 - 1) / (cluster_ranks * 16) * 16;
+    const int32_t sequence = sequence_of(cached, b);
+    cluster_part part = {b, g, rank, max(sequence, 0)};
+    part.first_row = min(rank * size, cached.rows);
+    part.rows = min(size, cached.rows - part.first_row);
+    part.token_entry = (part.rows + 15) / 16 * 16;
+    part.entries = rank == cluster_ranks - 1 ? part.token_entry + cached.new_len : part.rows;
+    part.k = source_of(cached.k, part.sequence, g, plan.head_dim, aligned);
+    part.v = source_of(cached.v, part.sequence, g, plan.head_dim, aligned);
+    part.new_k = source_of(plan.k, b, g, plan.head_dim, aligned);
+    part.new_v = source_of(plan.v, b, g, plan.head_dim, aligned);
+    return part;
+}
+
+/* Each block holds all rows of its head in registers. */
+template <typename config>
+using cluster_rows = held_rows<config::threads, most_cluster_rows / config::threads>;
+
+/* Starts copying k or v of a warp's key block, which begins with entry `from`. */
+template <typename config>
+__device__ static void copy_entries(char *to, const cluster_part &part, const row_source &rows,
+                                    const row_source &tokens, int32_t from) {
+    constexpr int copiers = row_layout<config::head_dim>::copiers;
+    const bool is_new = from >= part.token_entry;
+    const row_source source = is_new ? tokens : rows;
+    const int32_t first = is_new ? from - part.token_entry : part.first_row + from;
+    const int32_t count = (is_new ? part.entries : part.rows) - from;
+#pragma unroll
+    for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
+        const int row = n + threadIdx.x % warp_lanes / copiers;
+        const bool there = row < count;
+        copy_row<config::head_dim>(to, row, row_at(source, there ? first + row : 0), source.vecs,
+                                   there, source.aligned);
+    }
+    cp_async_commit_group();
+}
+
+template <typename config>
+__device__ static void load_stage(cluster_stage<config> &stage, const cluster_part &part,
+                                  int32_t from) {
+    copy_entries<config>((char *)stage.k, part, part.k, part.new_k, from);
+    copy_entries<config>((char *)stage.v, part, part.v, part.new_v, from);
+}
+
+/* Starts loading q of a tile of rows, and then the first two key blocks of each warp. */
+template <typename config>
+__device__ static void begin_tile(cluster_memory<config> &shared, const forward_plan &plan,
+                                  const cluster_part &part, const row_range &range, bool aligned) {
+    constexpr int step = config::warps * config::keys;
+    const int warp = threadIdx.x / warp_lanes;
+    write_positions<config::rows>(shared.position, plan, range);
+    load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
+    cp_async_commit_group();
+    for (int n = 0; n < 2; n++)
+        load_stage(shared.stages[warp][n], part, warp * config::keys + n * step);
+}
+
+/* Records in shared memory what becomes of the entries of a part. */
+template <typename config> struct part_marks {
+    cluster_memory<config> &shared;
+    int32_t first_row, rows, token_entry;
+
+    __device__ void evict_row(int32_t row, int32_t token) const {
+        if (row >= first_row && row < first_row + rows)
+            shared.expiry[row - first_row] = token;
+    }
+    __device__ void evict_token(int32_t token, int32_t by) const {
+        shared.expiry[token_entry + token] = by;
+    }
+    __device__ void add_token(int32_t token, bool is_kept) const {
+        shared.expiry[token_entry + token] = is_kept ? INT32_MAX : -1;
+    }
+};
+
+/* Loads what the cache says of the part's rows, and of all rows for the eviction. */
+template <typename config>
+__device__ static void load_rows(cluster_memory<config> &shared, const decode_plan &cached,
+                                 cluster_rows<config> &rows) {
+    const cluster_part &part = shared.part;
+    const int32_t *const position = cached.position.at(part.sequence, part.g);
+    const float *const bias =
+        cached.bias.data == NULL ? NULL : cached.bias.at(part.sequence, part.g);
+    rows.load(cached.score.at(part.sequence, part.g), position, cached.rows);
+    for (int32_t entry = threadIdx.x; entry < part.token_entry; entry += config::threads) {
+        const bool is_there = entry < part.rows;
+        const int32_t row = part.first_row + entry;
+        shared.expiry[entry] = is_there && position[row] >= 0 ? INT32_MAX : -1;
+        shared.bias[entry] = is_there && bias != NULL ? bias[row] * log2_e : 0;
+    }
+    for (int32_t token = threadIdx.x; token < most_new_tokens; token += config::threads) {
+        shared.token[token] = token;
+        shared.expiry[part.token_entry + token] = -1;
+        shared.bias[part.token_entry + token] = 0;
+    }
+}
+
+/* Decides which rows the tokens take. Every block of the cluster finds the same. */
+template <typename config>
+__device__ static void place_tokens(cluster_memory<config> &shared, const decode_plan &cached,
+                                    const decode_stream &stream,
+                                    evict_state<cluster_rows<config>> &state) {
+    const cluster_part &part = shared.part;
+    const float *const new_score = cached.new_score.at(part.b, part.g);
+    const part_marks<config> marks = {shared, part.first_row, part.rows, part.token_entry};
+    if ((int32_t)threadIdx.x < stream.tokens)
+        shared.bias[part.token_entry + threadIdx.x] =
+            bias_of(cached.bias_form, new_score[threadIdx.x]) * log2_e;
+    add_tokens(shared.evict, state, cached, stream, new_score, marks);
+}
+
+/* Clears v of the entries of a key block that no row of the tile keeps: whatever lies there is
+ * multiplied by a weight of 0. */
+template <typename config>
+__device__ static void clear_unkept(typename config::element *v, const int32_t *expiry,
+                                    int32_t first_position) {
+    const int lane = threadIdx.x % warp_lanes;
+    const bool is_unkept = expiry[lane % config::keys] <= first_position;
+    const uint32_t unkept = __ballot_sync(~0u, is_unkept) & 0xffff;
+    for (uint32_t left = unkept; left != 0; left &= left - 1)
+        for (int d = lane; d < config::head_dim; d += warp_lanes)
+            v[(__ffs(left) - 1) * config::head_dim + d] = (typename config::element)0.0f;
+    __syncwarp();
+}
+
+/* A warp's key blocks against the rows of a tile. As soon as k or v of a stage has been read, it is
+ * loaded again for the block two steps later. */
+template <typename config>
+__device__ static void attend_part(cluster_memory<config> &shared, row_state<config> &state,
+                                   const cluster_part &part, const logit_params &logits) {
+    constexpr int step = config::warps * config::keys;
+    const int warp = threadIdx.x / warp_lanes;
+    for (int n = 0, from = warp * config::keys; from < part.entries; n ^= 1, from += step) {
+        cluster_stage<config> &stage = shared.stages[warp][n];
+        const bool is_new = from >= part.token_entry;
+        const int32_t *const token = shared.token + (is_new ? from - part.token_entry : 0);
+        float s[config::row_tiles][config::keys / 8][4];
+        cp_async_wait_group<3>();
+        __syncwarp(); // k has arrived
+        mma_abt<config>(s, down_first<config::head_dim>(shared.q),
+                        right_first<config::head_dim>(stage.k)); // S = Q K^T
+        find_logits<config>(s, shared.bias + from, logits);
+        mask_logits<config>(s, shared.expiry + from, token, shared.position, is_new);
+        __syncwarp(); // every lane has read k
+        copy_entries<config>((char *)stage.k, part, part.k, part.new_k, from + 2 * step);
+        weigh(s, state); // P = exp2(S - row_max)
+        cp_async_wait_group<3>();
+        __syncwarp(); // v has arrived
+        clear_unkept<config>(stage.v, shared.expiry + from, shared.position[0]);
+        mma_ab<config>(state.out, s, down_first<config::head_dim>(stage.v)); // O += P V
+        __syncwarp(); // every lane has read v
+        copy_entries<config>((char *)stage.v, part, part.v, part.new_v, from + 2 * step);
+    }
+    cp_async_wait_group<0>();
+}
+
+/* Leaves the partial result of this block's part in the arrays of warp 0. */
+template <typename config>
+__device__ static void merge_warps(cluster_memory<config> &shared, const row_state<config> &state,
+                                   int32_t rows) {
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    __syncthreads(); // no warp reads its stages any more
+#pragma unroll
+    for (int r = 0; r < row_state<config>::rows; r++) {
+        const int row = lane / 4 * row_state<config>::rows + r;
+        const float sum = quad_sum(state.row_sum[r]);
+        if (lane % 4 == 0) {
+            shared.max[warp][row] = state.row_max[r];
+            shared.sum[warp][row] = sum;
+        }
+#pragma unroll
+        for (int d = 0; d < config::head_dim / 8; d++)
+            *(float2 *)&shared.out[warp][row][d * 8 + lane % 4 * 2] =
+                make_float2(state.out[r / 2][d][r % 2 * 2], state.out[r / 2][d][r % 2 * 2 + 1]);
+    }
+    __syncthreads();
+    for (int r = warp; r < rows; r += config::warps) {
+        float max = least_max, sum = 0, factor[config::warps];
+        for (int w = 0; w < config::warps; w++)
+            max = fmaxf(max, shared.max[w][r]);
+        for (int w = 0; w < config::warps; w++) {
+            factor[w] = ex2_approx(shared.max[w][r] - max);
+            sum += factor[w] * shared.sum[w][r];
+        }
+        for (int d = lane; d < config::head_dim; d += warp_lanes) {
+            float out = 0;
+            for (int w = 0; w < config::warps; w++)
+                out += factor[w] * shared.out[w][r][d];
+            shared.out[0][r][d] = out;
+        }
+        __syncwarp();
+        if (lane == 0) {
+            shared.max[0][r] = max;
+            shared.sum[0][r] = sum;
+        }
+    }
+}
+
+/* Merges row r of the tile from the partial results of all blocks, with one warp, and writes it. */
+template <typename config>
+__device__ static void merge_ranks(cluster_memory<config> &shared, const forward_plan &plan,
+                                   const row_range &range, int32_t r) {
+    using element = typename config::element;
+    const int lane = threadIdx.x % warp_lanes, rank = lane % cluster_ranks;
+    const int32_t row = range.first + r;
+    const float max = ld_shared_cluster_f32(mapa(shared_address(&shared.max[0][r]), rank));
+    float sum = ld_shared_cluster_f32(mapa(shared_address(&shared.sum[0][r]), rank));
+    float most = max;
+    for (int other = 1; other < cluster_ranks; other *= 2)
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
+    const float weight = sum == 0 ? 0 : ex2_approx(max - most);
+    sum = weight == 0 ? 0 : weight * sum;
+    for (int other = 1; other < cluster_ranks; other *= 2)
+        sum += __shfl_xor_sync(~0u, sum, other);
+    float weights[cluster_ranks];
+#pragma unroll
+    for (int n = 0; n < cluster_ranks; n++)
+        weights[n] = __shfl_sync(~0u, weight, n);
+    element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
+    for (int d = lane * 4; d < plan.head_dim; d += warp_lanes * 4) {
+        float4 parts[cluster_ranks], out = {};
+#pragma unroll
+        for (int n = 0; n < cluster_ranks; n++)
+            parts[n] = ld_shared_cluster_v4(mapa(shared_address(&shared.out[0][r][d]), n));
+#pragma unroll
+        for (int n = 0; n < cluster_ranks; n++)
+            if (weights[n] != 0) { // not 0 * x: the out of an empty part may be NaN
+                out.x += weights[n] * parts[n].x;
+                out.y += weights[n] * parts[n].y;
+                out.z += weights[n] * parts[n].z;
+                out.w += weights[n] * parts[n].w;
+            }
+        to[d] = (element)(sum == 0 ? 0 : out.x / sum);
+        to[d + 1] = (element)(sum == 0 ? 0 : out.y / sum);
+        to[d + 2] = (element)(sum == 0 ? 0 : out.z / sum);
+        to[d + 3] = (element)(sum == 0 ? 0 : out.w / sum);
+    }
+    if (lane == 0 && plan.lse.data != NULL)
+        *lse_at(plan, range, row) = lse_of(most, sum);
+}
+
+/* Writes the row of a query that is beside no token, with one warp. */
+template <typename element>
+__device__ static void write_empty_row(const forward_plan &plan, const row_range &range,
+                                       int32_t row) {
+    element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
+    for (int d = threadIdx.x % warp_lanes; d < plan.head_dim; d += warp_lanes)
+        to[d] = (element)0.0f;
+    if (threadIdx.x % warp_lanes == 0 && plan.lse.data != NULL)
+        *lse_at(plan, range, row) = -INFINITY;
+}
+
+/* Merges the rows of a tile that fall to this block. */
+template <typename config>
+__device__ static void write_tile(cluster_memory<config> &shared, const forward_plan &plan,
+                                  const row_range &range, int32_t rows, int32_t tokens) {
+    const int warp = threadIdx.x / warp_lanes;
+    const int32_t step = cluster_ranks * config::warps;
+    for (int r = shared.part.rank + cluster_ranks * warp; r < rows; r += step)
+        if (row_position(plan, range, range.first + r) < tokens)
+            merge_ranks(shared, plan, range, r);
+        else
+            write_empty_row<typename config::element>(plan, range, range.first + r);
+}
+
+/* Copies a row of 16-bit elements with a thread block. */
+__device__ static void copy_to_cache(const row_source &to, int32_t row, const row_source &from,
+                                     int32_t token) {
+    const uint16_t *const source = (const uint16_t *)row_at(from, token);
+    uint16_t *const target = (uint16_t *)row_at(to, row);
+    for (int d = threadIdx.x; d < from.vecs * vec_channels; d += blockDim.x)
+        target[d] = source[d];
+}
+
+/* Puts a token into its row of the cache, unless it is not committed, has no row, or a committed
+ * one evicts it. */
+template <typename config>
+__device__ static void commit_token(const cluster_memory<config> &shared, const decode_plan &cached,
+                                    const cluster_part &part, const decode_stream &stream,
+                                    int32_t token) {
+    const int32_t row = shared.evict.slot[token], sequence = part.sequence, g = part.g;
+    if (row < 0 || shared.expiry[part.token_entry + token] < stream.committed)
+        return;
+    copy_to_cache(part.k, row, part.new_k, token);
+    copy_to_cache(part.v, row, part.new_v, token);
+    if (threadIdx.x == 0)
+        write_numbers(cached, part.b, g, token, sequence, row, token_position(stream, token));
+}
+
+template <typename config>
+static __global__ void __launch_bounds__(config::threads, config::blocks)
+    attend_cluster(const __grid_constant__ forward_plan plan,
+                   const __grid_constant__ decode_plan cached, const bool aligned) {
+    cluster_memory<config> &shared = shared_memory<cluster_memory<config>>();
+    const cluster_part &part = shared.part;
+    if (threadIdx.x == 0)
+        shared.part = part_of(plan, cached, aligned);
+    __syncthreads();
+    row_range range = {part.b, part.g, 0, plan.q_len * plan.group};
+    // no kernel before score_tokens() is still running, so the cache is as the last call left it
+    begin_tile(shared, plan, part, range, aligned);
+    evict_state<cluster_rows<config>> state;
+    load_rows(shared, cached, state.rows);
+    griddepcontrol_wait(); // for score_tokens()
+    griddepcontrol_launch_dependents();
+    const decode_stream stream = cached.streams[part.b];
+    if (stream.tokens > 0)
+        place_tokens(shared, cached, stream, state);
+    for (; range.first < range.total; range.first += config::rows) {
+        const int32_t rows = min(config::rows, range.total - range.first);
+        row_state<config> rows_of_tile;
+        if (range.first > 0) {
+            barrier_cluster_arrive();
+            barrier_cluster_wait(); // the last tile has been merged
+            begin_tile(shared, plan, part, range, aligned);
+        }
+        clear_rows(rows_of_tile);
+        cp_async_wait_group<4>();
+        __syncthreads(); // all of q has arrived
+        if (stream.tokens > 0)
+            attend_part(shared, rows_of_tile, part, logit_params_of(plan));
+        cp_async_wait_group<0>();
+        merge_warps(shared, rows_of_tile, rows);
+        barrier_cluster_arrive();
+        barrier_cluster_wait(); // all partial results are there
+        write_tile(shared, plan, range, rows, stream.tokens);
+    }
+    cp_async_wait_group<0>();
+    if (range.total == 0) {
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
+    // every block has read the cache
+    barrier_cluster_arrive();
+    for (int32_t token = part.rank; token < stream.committed; token += cluster_ranks)
+        commit_token(shared, cached, part, stream, token);
+    barrier_cluster_wait(); // no block reads this one's shared memory any more
+}
