@@ -204,6 +204,30 @@ fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *by
     return ask_workspace(operation_attention, args, bytes);
 }
 
+fdma_status fdma_cache_store(const fdma_cache_store_args *args) {
+    return run(operation_cache_store, args);
+}
+
+fdma_status fdma_cache_store_workspace(const fdma_cache_store_args *args, size_t *bytes) {
+    return ask_workspace(operation_cache_store, args, bytes);
+}
+
+fdma_status fdma_cache_store_kernel(const fdma_cache_store_args *args, const char **name) {
+    return ask_kernel(operation_cache_store, args, name);
+}
+
+fdma_status fdma_cache_copy(const fdma_cache_copy_args *args) {
+    return run(operation_cache_copy, args);
+}
+
+fdma_status fdma_cache_copy_workspace(const fdma_cache_copy_args *args, size_t *bytes) {
+    return ask_workspace(operation_cache_copy, args, bytes);
+}
+
+fdma_status fdma_cache_copy_kernel(const fdma_cache_copy_args *args, const char **name) {
+    return ask_kernel(operation_cache_copy, args, name);
+}
+
 fdma_status fdma_decode(const fdma_decode_args *args) { return run(operation_decode, args); }
 
 fdma_status fdma_decode_workspace(const fdma_decode_args *args, size_t *bytes) {
