@@ -495,9 +495,9 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
  *  The caller sets the sizes, the rules and the dtype. fdma_cache_bytes() says how much memory the
  *  tensors take, and fdma_cache_init() places them in it; or the caller sets them, in memory and
  *  with strides of its own. All state is in the tensors: a copy of the struct is the same cache.
- *  To prefill a long prompt, call fdma_attention() with a view of one sequence of the cache's table
- *  as table_out, and copy the kept keys into its rows of k, v and bias (see "Streams", above).
- *  Copying a sequence is copying its part of each tensor. */
+ *  fdma_attention() prefills a prompt, and fdma_cache_store() puts the keys that it keeps into
+ *  their rows; fdma_decode() goes on from there. fdma_cache_copy() copies sequences and changes
+ *  their order. */
 typedef struct fdma_cache {
     fdma_tensor k, v; /* [sequences, rows, kv_heads, head_dim] of `dtype`; rows = window + recent */
     fdma_tensor bias; /* [sequences, kv_heads, rows] float32; there, but not read, with
@@ -523,6 +523,69 @@ FDMA_API fdma_status fdma_cache_init(fdma_cache *cache, void *memory);
  *  Errors     as fdma_cache_bytes(); FDMA_INVALID_ARGUMENT also for a sequence that the cache does
  *             not have, and for a table of other sizes */
 FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);
+
+typedef struct fdma_cache_store_args {
+    size_t size;        /* sizeof(fdma_cache_store_args) */
+    fdma_cache cache;   /* written; of a prompt that goes on, also read */
+    fdma_tensor index;  /* optional [batch] int32, of packed prompts [sequences]: the sequence
+                                 of the cache for each; -1: skip it; absent: 0, 1, ... */
+    fdma_tensor k, v;   /* [batch, new_len, kv_heads, head_dim]: the keys of the prefill */
+    fdma_tensor score;  /* [batch, kv_heads, new_len] float32: what the selection ranked */
+    fdma_tensor starts; /* optional [sequences + 1] int32: packed prompts */
+    const fdma_selection *selection; /* of the prefill, with slots, in causal scope and with the
+                                        cache's window, recent and sinks */
+    fdma_bias_form bias_form;        /* the same in every call on a cache */
+    int32_t reserved;
+    fdma_exec exec;
+} fdma_cache_store_args;
+
+/*! fdma_cache_store() - the keys of a prefill that are kept to its end go to their rows of a cache.
+ *  Use it after fdma_attention(), or fdma_select() and fdma_forward(), on a prompt. Ask these for
+ *  the score and for the selection with its slots. Then fdma_decode() goes on as if the cache had
+ *  seen the prompt token by token. A prompt is stored in one of two ways:
+ *
+ *  - The selection is of the prompt alone, its kv_len is new_len. The prompt replaces what the
+ *    sequence held, and `seen` becomes its length, padding counted. Such prompts may be packed.
+ *  - The prompt comes in pieces, and the selection's kv_len is rows + new_len: the call on this
+ *    piece had the cache's table as table_in, and the cache's k, v and bias as carried keys. They
+ *    are [sequences, ...], so that its batch is all sequences of the cache in order; for some of
+ *    them, give it views. It needs no table_out. Carried keys that are kept stay in their rows, new
+ *    ones overwrite those that they have evicted, and `seen` grows by new_len.
+ *
+ *  Formula    key j of the call that has expiry[j] = the end of its sequence goes to row slot[j] of
+ *             k, v, bias and table.score; bias as in fdma_score(); table.position = j, or seen + j
+ *             for a further piece, where j counts the keys of the call alone. A row that no key
+ *             has is empty: position -1, score -inf
+ *  Workspace  currently none
+ *  Edge       a selection changed by hand gives wrong rows, never an access out of bounds. Two
+ *             entries of a batch with one index leave that sequence with wrong keys, and no other.
+ *             What the cache has of other sequences is neither read nor written
+ *  Errors     FDMA_INVALID_ARGUMENT also for a selection that is not causal, lacks slots or has
+ *             other rules than the cache, or another kv_len than the two above; starts with carried
+ *             keys; an index beyond the cache; a stream longer than INT32_MAX tokens
+ *  Source     docs/algorithm.md, streams */
+FDMA_API fdma_status fdma_cache_store(const fdma_cache_store_args *args);
+
+typedef struct fdma_cache_copy_args {
+    size_t size;      /* sizeof(fdma_cache_copy_args) */
+    fdma_cache cache; /* read and written */
+    fdma_tensor from; /* [count] int32: the sequence that is copied; -1: an empty one */
+    fdma_tensor to;   /* [count] int32: the sequence that becomes the copy; none occurs twice */
+    int32_t reserved;
+    fdma_exec exec;
+} fdma_cache_copy_args;
+
+/*! fdma_cache_copy() - sequences of a cache become copies of others, all at once.
+ *  Use it to go on with several continuations of a prompt, or to reorder the beams of a search:
+ *  with to = 0, 1, ... and from = the beam that each continues. Only rows that have a key are
+ *  copied, so a short sequence is cheap; a sequence that is copied to itself costs nothing.
+ *  Formula    sequence to[i] becomes what sequence from[i] was before the call
+ *  Workspace  O(threads * count)
+ *  Edge       from[i] = -1 empties to[i], as fdma_cache_drop() does; sequences that `to` does not
+ *             have stay as they are; rows without a key may keep numbers that the source lacks
+ *  Errors     FDMA_INVALID_ARGUMENT also for a number in `from` or `to` that is no sequence of the
+ *             cache, and for one that `to` has twice */
+FDMA_API fdma_status fdma_cache_copy(const fdma_cache_copy_args *args);
 
 typedef struct fdma_decode_args {
     size_t size;              /* sizeof(fdma_decode_args) */
@@ -751,6 +814,8 @@ FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t 
 FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_cache_store_workspace(const fdma_cache_store_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_cache_copy_workspace(const fdma_cache_copy_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_decode_workspace(const fdma_decode_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_score_backward_workspace(const fdma_score_backward_args *args,
@@ -788,6 +853,8 @@ FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char *
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
 FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);
 FDMA_API fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name);
+FDMA_API fdma_status fdma_cache_store_kernel(const fdma_cache_store_args *args, const char **name);
+FDMA_API fdma_status fdma_cache_copy_kernel(const fdma_cache_copy_args *args, const char **name);
 FDMA_API fdma_status fdma_decode_kernel(const fdma_decode_args *args, const char **name);
 FDMA_API fdma_status fdma_backward_kernel(const fdma_backward_args *args, const char **name);
 FDMA_API fdma_status fdma_score_backward_kernel(const fdma_score_backward_args *args,

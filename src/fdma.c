@@ -221,6 +221,30 @@ fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence) {
     return fdma_empty_sequence(cache, sequence, fill_bytes);
 }
 
+fdma_status fdma_cache_store(const fdma_cache_store_args *args) {
+    return run(operation_cache_store, args);
+}
+
+fdma_status fdma_cache_store_workspace(const fdma_cache_store_args *args, size_t *bytes) {
+    return ask_workspace(operation_cache_store, args, bytes);
+}
+
+fdma_status fdma_cache_store_kernel(const fdma_cache_store_args *args, const char **name) {
+    return ask_kernel(operation_cache_store, args, name);
+}
+
+fdma_status fdma_cache_copy(const fdma_cache_copy_args *args) {
+    return run(operation_cache_copy, args);
+}
+
+fdma_status fdma_cache_copy_workspace(const fdma_cache_copy_args *args, size_t *bytes) {
+    return ask_workspace(operation_cache_copy, args, bytes);
+}
+
+fdma_status fdma_cache_copy_kernel(const fdma_cache_copy_args *args, const char **name) {
+    return ask_kernel(operation_cache_copy, args, name);
+}
+
 fdma_status fdma_decode(const fdma_decode_args *args) { return run(operation_decode, args); }
 
 fdma_status fdma_decode_workspace(const fdma_decode_args *args, size_t *bytes) {

@@ -199,6 +199,26 @@ class DecodeArgs(Sized):
     ]
 
 
+class CacheStoreArgs(Sized):
+    _fields_ = [
+        ("cache", Cache),
+        *tensors("index k v score starts"),
+        ("selection", POINTER(Selection)),
+        ("bias_form", c_int),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
+class CacheCopyArgs(Sized):
+    _fields_ = [
+        ("cache", Cache),
+        *tensors("from to"),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
 class ScoreBackwardArgs(Sized):
     _fields_ = [
         *tensors("dbias v dt_proj a dt_bias key_valid dv ddt_proj da ddt_bias"),
@@ -286,6 +306,8 @@ CALLS: dict[str, type[Sized]] = {
     "fdma_lists": ListsArgs,
     "fdma_forward": ForwardArgs,
     "fdma_attention": AttentionArgs,
+    "fdma_cache_store": CacheStoreArgs,
+    "fdma_cache_copy": CacheCopyArgs,
     "fdma_decode": DecodeArgs,
     "fdma_backward": BackwardArgs,
     "fdma_score_backward": ScoreBackwardArgs,

@@ -193,24 +193,29 @@ static void copy_elements(const fdma_tensor *to, int64_t to_offset, const fdma_t
            (const uint8_t *)from->data + (size_t)from_offset * size, (size_t)count * size);
 }
 
+void fdma_write_cache_row(const fdma_problem *problem, int64_t b, int64_t m, cache_row to,
+                          int64_t position) {
+    const fdma_cache *const cache = &problem->cache;
+    const fdma_table *const table = &cache->table;
+    const int64_t s = to.sequence, g = to.g, row = to.row;
+    const double score = fdma_load(&problem->score, offset_of(&problem->score, b, g, m));
+    copy_elements(&cache->k, offset_of(&cache->k, s, row, g), &problem->k,
+                  offset_of(&problem->k, b, m, g), problem->head_dim);
+    copy_elements(&cache->v, offset_of(&cache->v, s, row, g), &problem->v,
+                  offset_of(&problem->v, b, m, g), problem->head_dim);
+    fdma_store(&table->score, offset_of(&table->score, s, g, row), score);
+    if (problem->bias_form != FDMA_BIAS_NONE)
+        fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row), bias_of(problem, score));
+    ((int32_t *)table->position.data)[offset_of(&table->position, s, g, row)] = (int32_t)position;
+}
+
 void fdma_commit_tokens(const decode_head *head, const head_selection *selection) {
     const fdma_problem *const problem = head->problem;
-    const fdma_cache *const cache = &problem->cache;
-    const int64_t rows = problem->carried_len, b = head->b, g = head->g, s = head->sequence;
     for (int64_t m = 0; m < head->committed; m++) {
-        const int64_t j = rows + m, row = selection->slot[j];
-        if (row < 0)
-            continue;
-        const double score = fdma_load(&problem->score, offset_of(&problem->score, b, g, m));
-        copy_elements(&cache->k, offset_of(&cache->k, s, row, g), &problem->k,
-                      offset_of(&problem->k, b, m, g), problem->head_dim);
-        copy_elements(&cache->v, offset_of(&cache->v, s, row, g), &problem->v,
-                      offset_of(&problem->v, b, m, g), problem->head_dim);
-        fdma_store(&cache->table.score, offset_of(&cache->table.score, s, g, row), score);
-        if (problem->bias_form != FDMA_BIAS_NONE)
-            fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row), bias_of(problem, score));
-        ((int32_t *)cache->table.position.data)[offset_of(&cache->table.position, s, g, row)] =
-            (int32_t)(head->seen + m);
+        const int64_t row = selection->slot[problem->carried_len + m];
+        const cache_row to = {head->sequence, head->g, row};
+        if (row >= 0)
+            fdma_write_cache_row(problem, head->b, m, to, head->seen + m);
     }
 }
 

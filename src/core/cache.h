@@ -1,5 +1,6 @@
 /* Caches, and what every kernel of decode does with them: the new tokens of one kv head of one
- * stream as a forward problem, and the tokens that enter the cache. */
+ * stream as a forward problem, and the tokens that enter the cache. Also the prompts that
+ * fdma_cache_store() puts there. */
 #pragma once
 
 #include "core/kernel.h"
@@ -32,11 +33,23 @@ fdma_status fdma_empty_cache(const fdma_cache *cache, fill_memory fill);
 
 fdma_status fdma_empty_sequence(const fdma_cache *cache, int64_t sequence, fill_memory fill);
 
-/* Checks the sizes of a call against those of its cache. */
-fdma_status fdma_check_decode(const fdma_problem *problem);
+/* Checks that the selection of a call was made for the rules of its cache. */
+fdma_status fdma_check_cache_rules(const fdma_problem *problem);
 
-/* Checks what index, n_tokens, commit and seen hold. */
-fdma_status fdma_check_decode_lists(const fdma_problem *problem);
+/* Checks the sizes of a call against those of its cache. */
+fdma_status fdma_check_cache_sizes(const fdma_problem *problem);
+
+/* Checks what the call's lists of numbers hold, and `seen` of the sequences that they name. */
+fdma_status fdma_check_cache_lists(const fdma_problem *problem);
+
+/* A row of one kv head of a sequence of the cache. */
+typedef struct cache_row {
+    int64_t sequence, g, row;
+} cache_row;
+
+/* Writes key m of batch entry b, with its score, bias and position, to a row. */
+void fdma_write_cache_row(const fdma_problem *problem, int64_t b, int64_t m, cache_row to,
+                          int64_t position);
 
 /* One kv head of one stream of a batch. */
 typedef struct decode_head {
@@ -75,3 +88,25 @@ void fdma_commit_tokens(const decode_head *head, const head_selection *selection
 
 /* Counts the committed tokens of every stream, once all heads have been committed. */
 void fdma_count_committed(const fdma_problem *problem);
+
+/* ---- store ---- */
+
+/* A prompt of fdma_cache_store(): a batch entry, or one of the packed sequences. */
+typedef struct stored_prompt {
+    int64_t b;
+    int64_t first, end; /* its keys, among those of the call */
+    int64_t sequence;   /* of the cache; -1: none */
+    int32_t seen;       /* tokens of the sequence before it */
+} stored_prompt;
+
+static inline int64_t count_prompts(const fdma_problem *problem) {
+    return is_present(&problem->starts) ? problem->starts.shape[0] - 1 : problem->batch;
+}
+
+stored_prompt fdma_stored_prompt(const fdma_problem *problem, int64_t n);
+
+/* Puts the kept keys of one kv head into their rows, and empties the rows that no key has. */
+void fdma_store_kept_keys(const fdma_problem *problem, const stored_prompt *prompt, int64_t g);
+
+/* Counts the tokens of every prompt, once all heads have been stored. */
+void fdma_count_stored(const fdma_problem *problem);

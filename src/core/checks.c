@@ -73,6 +73,8 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
         return problem->starts.shape[0]; // any length but 0, see check_packed()
     case 'z':
         return problem->slots;
+    case 'e':
+        return is_present(&problem->starts) ? max(problem->starts.shape[0] - 1, 0) : problem->batch;
     default:
         return dim - '0'; // a digit stands for itself
     }
@@ -90,6 +92,12 @@ static fdma_status check_size(char dim, int64_t size) {
 
 static unsigned bit_of(char dim) { return 1u << (dim - 'a'); }
 
+/* Whether the selection of fdma_cache_store() counts carried keys, which are the cache's rows. */
+static bool stores_behind_rows(const fdma_problem *problem) {
+    return problem->operation == operation_cache_store &&
+           problem->expiry.shape[2] > problem->new_len;
+}
+
 /* Settles kv_len and new_len, one from the other, once one of them is. A call that selects with a
  * table has as many carried keys as the table has rows. */
 static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
@@ -97,7 +105,8 @@ static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
         problem->new_len = problem->kv_len;
     if (!(*settled & bit_of('n')) || *settled & bit_of('j'))
         return FDMA_OK;
-    if (problem->operation == operation_select && is_present(&problem->table_in.score))
+    if ((problem->operation == operation_select && is_present(&problem->table_in.score)) ||
+        stores_behind_rows(problem))
         problem->carried_len = problem->slots;
     const int64_t most = INT32_MAX - problem->new_len;
     FDMA_REQUIRE(problem->carried_len <= most, FDMA_INVALID_ARGUMENT,
@@ -144,13 +153,15 @@ static int64_t most_listed(const fdma_problem *problem) {
 }
 
 static fdma_status check_packed(const fdma_problem *problem) {
+    const bool has_queries =
+        is_attending(problem->operation) || problem->operation == operation_lists;
     FDMA_REQUIRE(problem->starts.shape[0] > 0, FDMA_INVALID_ARGUMENT,
                  "starts: axis 0 has 0 elements, want 1 or more");
     FDMA_REQUIRE(problem->batch == 1, FDMA_INVALID_ARGUMENT, "batch: is %lld, want 1 with starts",
                  (long long)problem->batch);
-    FDMA_REQUIRE(problem->operation == operation_select || problem->q_len == problem->kv_len,
-                 FDMA_INVALID_ARGUMENT, "q_len: is %lld, want kv_len, %lld, with starts",
-                 (long long)problem->q_len, (long long)problem->kv_len);
+    FDMA_REQUIRE(!has_queries || problem->q_len == problem->kv_len, FDMA_INVALID_ARGUMENT,
+                 "q_len: is %lld, want kv_len, %lld, with starts", (long long)problem->q_len,
+                 (long long)problem->kv_len);
     FDMA_REQUIRE(problem->operation != operation_lists || problem->causal, FDMA_INVALID_ARGUMENT,
                  "causal: is 0, want nonzero with starts");
     FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
@@ -270,8 +281,8 @@ static fdma_status check_seen(const fdma_problem *problem) {
 
 /* Checks the sizes against each other and against the options. */
 static fdma_status check_sizes(const fdma_problem *problem) {
-    if (problem->operation == operation_decode)
-        FDMA_TRY(fdma_check_decode(problem));
+    if (has_cache(problem->operation))
+        FDMA_TRY(fdma_check_cache_sizes(problem));
     FDMA_TRY(check_carried(problem));
     FDMA_TRY(check_tables(problem));
     if (is_present(&problem->starts))
@@ -320,7 +331,12 @@ static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     const tensor_table table = fdma_tensors[problem->operation];
     const bool decodes = problem->operation == operation_decode;
-    unsigned settled = decodes ? bit_of('p') : 0; // a bit for each letter; the cache has p itself
+    const bool cached = has_cache(problem->operation);
+    unsigned settled = cached ? bit_of('p') : 0; // a bit for each letter; the cache has p itself
+    if (cached)
+        FDMA_TRY(fdma_check_cache(&problem->cache));
+    if (problem->operation == operation_cache_store)
+        FDMA_TRY(fdma_check_cache_rules(problem));
     FDMA_REQUIRE(!decodes || is_present(&problem->score) || is_present(&problem->dt_proj),
                  FDMA_INVALID_ARGUMENT, "dt_proj: rank is 0, want 2, or else a score");
     for (size_t t = 0; t < table.count; t++)
@@ -333,8 +349,8 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
             problem->scale = 1 / sqrt((double)problem->head_dim);
     }
     FDMA_TRY(check_memory(problem, depth));
-    if (depth == check_all && decodes && problem->exec.device == FDMA_CPU)
-        FDMA_TRY(fdma_check_decode_lists(problem));
+    if (depth == check_all && cached && problem->exec.device == FDMA_CPU)
+        FDMA_TRY(fdma_check_cache_lists(problem));
     if (depth == check_all && is_present(&problem->table_in.seen))
         FDMA_TRY(check_seen(problem));
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;

@@ -134,6 +134,18 @@ static fdma_status take_decode(const any_args *args, fdma_problem *problem) {
     return take_logit_options(call->scale, call->softcap, true, problem);
 }
 
+static fdma_status take_cache_store(const any_args *args, fdma_problem *problem) {
+    const fdma_cache_store_args *const call = &args->cache_store;
+    problem->cache = call->cache;
+    problem->causal = true;
+    return take_bias_form(call->bias_form, problem);
+}
+
+static fdma_status take_cache_copy(const any_args *args, fdma_problem *problem) {
+    problem->cache = args->cache_copy.cache;
+    return FDMA_OK;
+}
+
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
     const fdma_attention_args *const call = &args->attention;
     FDMA_TRY(take_bias_form(call->bias_form, problem));
@@ -188,6 +200,9 @@ static const operation_entry operations[] = {
     OPERATION(merge, 0, 0, false, take_nothing),
     OPERATION(merge_backward, 0, 0, false, take_nothing),
     OPERATION(decode, OF(decode, reserved), 0, false, take_decode),
+    OPERATION(cache_store, OF(cache_store, reserved), OF(cache_store, selection), true,
+              take_cache_store),
+    OPERATION(cache_copy, OF(cache_copy, reserved), 0, false, take_cache_copy),
     OPERATION(attention, OF(attention, reserved), OF(attention, selection), false, take_attention),
     OPERATION(attention_backward, 0, OF(attention_backward, selection), true,
               take_attention_backward),

@@ -13,7 +13,9 @@ typedef enum fdma_operation {
     operation_score_backward,
     operation_merge,
     operation_merge_backward,
-    operation_decode,    /* with a step for the score, unless it is given */
+    operation_decode, /* with a step for the score, unless it is given */
+    operation_cache_store,
+    operation_cache_copy,
     operation_attention, /* fused: made of others, without kernels of its own */
     operation_attention_backward,
 } fdma_operation;
@@ -36,8 +38,8 @@ typedef struct fdma_problem {
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
-    fdma_tensor index, n_tokens, commit;
-    fdma_cache cache;        /* decode: its tensors and sizes */
+    fdma_tensor index, n_tokens, commit, from, to;
+    fdma_cache cache;        /* its tensors and sizes */
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
@@ -75,6 +77,12 @@ const char *fdma_operation_name(fdma_operation operation);
 
 static inline bool is_fused(fdma_operation operation) {
     return operation == operation_attention || operation == operation_attention_backward;
+}
+
+/* Whether a call has a cache. */
+static inline bool has_cache(fdma_operation operation) {
+    return operation == operation_decode || operation == operation_cache_store ||
+           operation == operation_cache_copy;
 }
 
 /* Whether an operation computes attention, or its gradients, from q and k. */

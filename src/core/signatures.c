@@ -35,11 +35,21 @@
         ARG(operation, dv_carried, "brgd", same, optional_output),                                 \
         ARG(operation, dbias_carried, "bgr", wide, optional_output)
 
+/* The tensors of a cache, whose rows have the letter `r`. */
+#define CACHE(operation, r)                                                                        \
+    ARG(operation, cache.k, "p" r "gd", same, output),                                             \
+        ARG(operation, cache.v, "p" r "gd", same, output),                                         \
+        ARG(operation, cache.bias, "pg" r, wide, output),                                          \
+        ARG(operation, cache.table.score, "pg" r, wide, output),                                   \
+        ARG(operation, cache.table.position, "pg" r, int32, output),                               \
+        ARG(operation, cache.table.seen, "p", int32, output)
+
 /* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim,
  * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. Where a call may have
  * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
- * a cache. The first tensor that has one of b, i, j, h, g, d, n, r and p settles its length, and
- * the others must agree: the tensors that a caller is least likely to get wrong come first. */
+ * a cache, r or z their rows; e the prompts of a call, which are its packed sequences or its batch.
+ * The first tensor that has one of b, i, j, h, g, d, n, r and p settles its length, and the others
+ * must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
 static const tensor_entry score_tensors[] = {
     ARG(score, v, "bjgd", same, input),
@@ -150,14 +160,26 @@ static const tensor_entry decode_tensors[] = {
     ARG(decode, index, "b", int32, optional),
     ARG(decode, n_tokens, "b", int32, optional),
     ARG(decode, commit, "b", int32, optional),
-    ARG(decode, cache.k, "prgd", same, output),
-    ARG(decode, cache.v, "prgd", same, output),
-    ARG(decode, cache.bias, "pgr", wide, output),
-    ARG(decode, cache.table.score, "pgr", wide, output),
-    ARG(decode, cache.table.position, "pgr", int32, output),
-    ARG(decode, cache.table.seen, "p", int32, output),
+    CACHE(decode, "r"),
     ARG(decode, out, "bihd", same, output),
     ARG(decode, lse, "bhi", wide, optional_output),
+};
+
+static const tensor_entry cache_store_tensors[] = {
+    ARG(cache_store, k, "bngd", same, input),
+    ARG(cache_store, v, "bngd", same, input),
+    ARG(cache_store, score, "bgn", wide, input),
+    ARG(cache_store, starts, "s", int32, optional),
+    ARG(cache_store, index, "e", int32, optional),
+    SELECTION(expiry, "bgj", int32, input),
+    SELECTION(slot, "bgj", int32, input),
+    CACHE(cache_store, "z"),
+};
+
+static const tensor_entry cache_copy_tensors[] = {
+    CACHE(cache_copy, "r"),
+    ARG(cache_copy, from, "b", int32, input),
+    ARG(cache_copy, to, "b", int32, input),
 };
 
 static const tensor_entry attention_tensors[] = {
@@ -221,6 +243,8 @@ const tensor_table fdma_tensors[] = {
     TABLE(merge),
     TABLE(merge_backward),
     TABLE(decode),
+    TABLE(cache_store),
+    TABLE(cache_copy),
     TABLE(attention),
     TABLE(attention_backward),
 };

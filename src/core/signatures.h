@@ -16,6 +16,8 @@ typedef union any_args {
     fdma_merge_args merge;
     fdma_merge_backward_args merge_backward;
     fdma_decode_args decode;
+    fdma_cache_store_args cache_store;
+    fdma_cache_copy_args cache_copy;
     fdma_attention_args attention;
     fdma_attention_backward_args attention_backward;
 } any_args;

@@ -64,6 +64,8 @@ DEFINE_SINGLE_OPERATION(score_backward)
 DEFINE_SINGLE_OPERATION(merge)
 DEFINE_SINGLE_OPERATION(merge_backward)
 DEFINE_SINGLE_OPERATION(decode)
+DEFINE_SINGLE_OPERATION(cache_store)
+DEFINE_SINGLE_OPERATION(cache_copy)
 DEFINE_FUSED_OPERATION(attention, forward)
 DEFINE_FUSED_OPERATION(attention_backward, backward)
 
@@ -87,6 +89,8 @@ static const operation_info operations[operation_count] = {
     OPERATION(merge, 0),
     OPERATION(merge_backward, 0),
     OPERATION(decode, 0),
+    OPERATION(cache_store, SELECTION_OF(cache_store)),
+    OPERATION(cache_copy, 0),
     OPERATION(attention, SELECTION_OF(attention)),
     OPERATION(attention_backward, SELECTION_OF(attention_backward)),
 };
@@ -224,7 +228,7 @@ typedef struct call_sizes {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t tiles, width; /* of lists */
     int64_t carried;      /* keys, which kv_len counts too; 0: no carried keys and no tables */
-    int64_t sequences;    /* of the cache that decode has */
+    int64_t sequences;    /* of a cache */
 } call_sizes;
 
 /* The length of an axis, by its letter in core/signatures.c. */

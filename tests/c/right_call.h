@@ -32,17 +32,18 @@ static inline fdma_dtype call_dtype(fdma_operation operation) {
     return operation <= operation_backward ? FDMA_FLOAT32 : FDMA_FLOAT16;
 }
 
+#define RIGHT_CACHE                                                                                \
+    {.sequences = 3, .kv_heads = 2, .head_dim = 16, .window = 4, .dtype = FDMA_FLOAT16}
+
 /* The fields that are neither tensors nor 0. */
 static const call call_options[operation_count] = {
     [operation_select].args.select = {.window = 4},
     [operation_lists].args.lists = {.q_len = 7, .tile_len = 3, .causal = 1},
     [operation_forward].args.forward = {.causal = 1},
     [operation_backward].args.backward = {.causal = 1},
-    [operation_decode].args.decode = {.cache = {.sequences = 3,
-                                                .kv_heads = 2,
-                                                .head_dim = 16,
-                                                .window = 4,
-                                                .dtype = FDMA_FLOAT16}},
+    [operation_decode].args.decode = {.cache = RIGHT_CACHE},
+    [operation_cache_store].args.cache_store = {.cache = RIGHT_CACHE},
+    [operation_cache_copy].args.cache_copy = {.cache = RIGHT_CACHE},
     [operation_attention].args.attention = {.window = 4, .causal = 1},
     [operation_attention_backward].args.attention_backward = {.causal = 1},
 };
@@ -60,6 +61,15 @@ static inline void leave_one_of_pair(call *x, bool with_tables) {
         args->dt_bias = (fdma_tensor){0};
 }
 
+/* Gives a copy of sequences lists that it does not refuse, outside of the memory of the others. */
+static inline void name_sequences(call *x) {
+    if (x->operation != operation_cache_copy)
+        return;
+    x->args.cache_copy.from.data = test_alloc(region);
+    x->args.cache_copy.to.data = test_alloc(region);
+    ((int32_t *)x->args.cache_copy.to.data)[1] = 2;
+}
+
 /* A call with all optional tensors or with none, and with so many carried keys, if any. It has
  * succeeded once, and since then its memory holds `untouched` everywhere. */
 static inline call *right_call_with(fdma_operation operation, bool with_optional, int64_t carried) {
@@ -72,7 +82,7 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     *x = call_options[operation];
     x->operation = operation;
     right.sizes = right_sizes;
-    if (operation == operation_decode)
+    if (has_cache(operation))
         carried = 4, right.sizes.sequences = 3; // the rows of its cache
     right.sizes.kv_len += carried;
     right.sizes.carried = carried;
@@ -87,9 +97,10 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     call_exec(x)->workspace_size = bytes + spare_workspace;
     right.bytes += bytes + spare_workspace;
     right.memory = test_alloc_guarded(right.bytes);
-    memset(right.memory, 0, right.bytes);
     for (size_t t = 0; t < table.count; t++)
         call_tensor(x, &table.entries[t])->data = right.memory + t * region;
+    memset(right.memory, 0, right.bytes);
+    name_sequences(x);
     call_exec(x)->workspace = right.memory + table.count * region;
     CHECK_OK(operations[operation].call(&x->args));
     memset(right.memory, untouched, right.bytes);

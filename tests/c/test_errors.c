@@ -6,9 +6,12 @@
 
 /* Returns whether any tensor of the call has such an axis. */
 static bool set_size(call *x, char letter, int64_t size) {
-    const char letters[] = {letter, letter == 'j' ? 'n' : letter, 0}; // no call has carried keys
+    // no call has carried keys; an index has the axis e
+    const char letters[] = {letter, letter == 'j' ? 'n' : letter == 'b' ? 'e' : letter, 0};
     const tensor_table table = fdma_tensors[x->operation];
     bool found = false;
+    if (x->operation == operation_cache_copy && letter == 'b')
+        return false; // at most the sequences of the cache: test_cache_copy.c
     for (size_t t = 0; t < table.count; t++) {
         const char *const axis = strpbrk(table.entries[t].dims, letters);
         if (axis != NULL) {
@@ -44,8 +47,9 @@ static void sizes_are_checked(void) {
         const int c = i % TEST_COUNT(cases), operation = i / TEST_COUNT(cases);
         call *const x = right_call((fdma_operation)operation, true);
         if (operation == operation_decode) // without it a batch has a cache's size at most
-            x->args.decode.index =
-                fdma_tensor_1d(right.memory, FDMA_INT32, x->args.decode.q.shape[0]);
+            x->args.decode.index = fdma_tensor_1d(right.memory, FDMA_INT32, right.sizes.batch);
+        if (operation == operation_cache_store)
+            x->args.cache_store.index = fdma_tensor_1d(right.memory, FDMA_INT32, right.sizes.batch);
         test_context("%s: %c = %lld", operations[operation].name, cases[c].letter,
                      (long long)cases[c].size);
         if (set_size(x, cases[c].letter, cases[c].size) &&
@@ -121,6 +125,9 @@ static void options_of_scores_are_checked(void) {
     REJECTS(score_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
     REJECTS(attention_backward, args->dt_bias = absent, INVALID("ddt_bias", "without dt_bias"));
     REJECTS(decode, args->dt_bias = args->a, INVALID("dt_bias", "with score"));
+    REJECTS(cache_store, args->bias_form = (fdma_bias_form)7, INVALID("bias_form", "7"));
+    REJECTS(cache_store, args->reserved = 3, INVALID("reserved", "3"));
+    REJECTS(cache_copy, args->reserved = 4, INVALID("reserved", "4"));
     REJECTS(score, args->reserved = 5, INVALID("reserved", "5"));
     REJECTS(select, args->reserved = 1, INVALID("reserved", "1"));
     REJECTS(select, args->selection = NULL, INVALID("selection", "NULL"));

@@ -7,11 +7,15 @@
 /* What fdma.h says of each tensor: >output, optional?; its axes; and its dtype: s that of q, k and
  * v; w that or float32; f float32; i int32; u uint8; d that of dt_proj; a that of a; b
  * that of dt_bias. */
-/* The tensors of a table, and those of the carried keys or of their gradients. */
+/* The tensors of a table, those of the carried keys or of their gradients, those of a cache. */
 #define TABLE(role, name, dtype)                                                                   \
     " " role name ".score?:bgz:" dtype " " role name ".position?:bgz:i " role name ".seen?:b:i"
 #define CARRIED(role, d)                                                                           \
     " " role d "k_carried?:brgd:s " role d "v_carried?:brgd:s " role d "bias_carried?:bgr:f"
+
+#define CACHE(r)                                                                                   \
+    " >cache.k:p" r "gd:s >cache.v:p" r "gd:s >cache.bias:pg" r ":f >cache.table.score:pg" r       \
+    ":f >cache.table.position:pg" r ":i >cache.table.seen:p:i"
 
 static const char *const documented[operation_count] = {
     [operation_score] =
@@ -38,8 +42,10 @@ static const char *const documented[operation_count] = {
     [operation_decode] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w score?:bgn:f index?:b:i "
         "n_tokens?:b:i"
-        " commit?:b:i >cache.k:prgd:s >cache.v:prgd:s >cache.bias:pgr:f >cache.table.score:pgr:f"
-        " >cache.table.position:pgr:i >cache.table.seen:p:i >out:bihd:s >lse?:bhi:f",
+        " commit?:b:i" CACHE("r") " >out:bihd:s >lse?:bhi:f",
+    [operation_cache_store] =
+        " k:bngd:s v:bngd:s score:bgn:f starts?:s:i index?:e:i expiry:bgj:i slot:bgj:i" CACHE("z"),
+    [operation_cache_copy] = CACHE("r") " from:b:i to:b:i",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
         "starts?:s:i" TABLE("", "table_in", "f")

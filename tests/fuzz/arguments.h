@@ -50,6 +50,8 @@ typedef struct call {
         fdma_forward_args forward;
         fdma_attention_args attention;
         fdma_decode_args decode;
+        fdma_cache_store_args cache_store;
+        fdma_cache_copy_args cache_copy;
         fdma_backward_args backward;
         fdma_score_backward_args score_backward;
         fdma_attention_backward_args attention_backward;
@@ -410,25 +412,12 @@ static fdma_tensor maybe_ddt_bias(call *to, const fdma_tensor *dt_bias) {
                                            : (fdma_tensor){0};
 }
 
-static fdma_cache make_cache(call *to) {
-    const fdma_dtype dtype = to->dtype;
-    fdma_cache cache = {.sequences = 1 + take_up_to(&to->in, 3),
-                        .kv_heads = to->kv_heads,
-                        .head_dim = to->head_dim,
-                        .window = 1 + take_up_to(&to->in, 19),
-                        .recent = make_rule(to, 9),
-                        .sinks = make_rule(to, 2),
-                        .dtype = seldom(&to->in) ? (fdma_dtype)take_up_to(&to->in, 7) : dtype,
-                        .device = seldom(&to->in) ? take(&to->in) : 0};
-    const int64_t rows = (int64_t)((uint64_t)cache.window + (uint64_t)cache.recent);
-    const int64_t row_shape[] = {cache.sequences, rows, to->kv_heads, to->head_dim};
-    const int64_t shape[] = {cache.sequences, to->kv_heads, rows};
-    cache.k = make(to, true, dtype, 4, row_shape);
-    cache.v = make(to, true, dtype, 4, row_shape);
-    cache.bias = make(to, true, FDMA_FLOAT32, 3, shape);
-    cache.table.score = make(to, true, FDMA_FLOAT32, 3, shape);
-    cache.table.position = make(to, true, FDMA_INT32, 3, shape);
-    cache.table.seen = make(to, true, FDMA_INT32, 1, shape);
-    fill_numbers(to, &cache.table.seen, 0, 200);
-    return cache;
+static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }
+
+/* Elements of a tensor, but for impossible shapes. */
+static double elements(const fdma_tensor *tensor) {
+    double product = 1;
+    for (int axis = 0; axis < tensor->rank && axis < 4; axis++)
+        product *= (double)tensor->shape[axis];
+    return product;
 }

@@ -6,6 +6,7 @@
 #include "fuzz.h"
 
 #include "arguments.h"
+#include "caches.h"
 
 enum {
     max_workspace = 1 << 20, /* bytes */
@@ -16,16 +17,6 @@ static int64_t make_window(call *to) {
     if (seldom(&to->in))
         return strange_number(&to->in);
     return 1 + take_up_to(&to->in, 23);
-}
-
-static int32_t make_reserved(source *in) { return seldom(in) ? take(in) : 0; }
-
-/* Elements of a tensor, but for impossible shapes. */
-static double elements(const fdma_tensor *tensor) {
-    double product = 1;
-    for (int axis = 0; axis < tensor->rank && axis < 4; axis++)
-        product *= (double)tensor->shape[axis];
-    return product;
 }
 
 static void make_score(call *to) {
@@ -280,32 +271,6 @@ static void make_attention_backward(call *to) {
                4 * elements(&args->v) * (double)args->v.shape[2];
 }
 
-static void make_decode(call *to) {
-    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
-    fdma_decode_args *const args = &to->args.decode;
-    *args = (fdma_decode_args){.size = sizeof *args, .exec = make_exec(&to->in)};
-    args->scale = make_number(&to->in);
-    args->softcap = make_number(&to->in);
-    args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
-    args->reserved = make_reserved(&to->in);
-    args->cache = make_cache(to);
-    args->index = maybe_numbers(to, -1, args->cache.sequences - 1);
-    args->q = make_queries(to, false);
-    args->k = make_keys(to);
-    args->v = make_keys(to);
-    args->score = maybe_per_key(to, false);
-    if (args->score.rank == 0) {
-        args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
-        args->a = make(to, false, to->dtype, 1, proj_shape);
-        args->dt_bias = maybe_dt_bias(to);
-    }
-    args->n_tokens = maybe_numbers(to, 0, to->kv_len);
-    args->commit = maybe_numbers(to, 0, to->kv_len / 2);
-    args->out = make_queries(to, true);
-    args->lse = maybe_lse(to);
-    to->work = elements(&args->q) * (60 + (double)args->k.shape[1]) + elements(&args->cache.k);
-}
-
 static void make_merge(call *to) {
     fdma_merge_args *const args = &to->args.merge;
     *args = (fdma_merge_args){.size = sizeof *args, .exec = make_exec(&to->in)};
@@ -349,6 +314,8 @@ DEFINE_OPERATION(select)
 DEFINE_OPERATION(forward)
 DEFINE_OPERATION(attention)
 DEFINE_OPERATION(decode)
+DEFINE_OPERATION(cache_store)
+DEFINE_OPERATION(cache_copy)
 DEFINE_OPERATION(lists)
 DEFINE_OPERATION(backward)
 DEFINE_OPERATION(score_backward)
@@ -367,7 +334,8 @@ static const struct operation {
     OPERATION(lists),          OPERATION(backward),
     OPERATION(score_backward), OPERATION(attention_backward),
     OPERATION(merge),          OPERATION(merge_backward),
-    OPERATION(decode),
+    OPERATION(decode),         OPERATION(cache_store),
+    OPERATION(cache_copy),
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 

@@ -104,6 +104,11 @@ def with_macros(text: str, body: str) -> str:
     """A table of tensors in which the rows that a macro stands for are written out."""
     macros = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n)+[^\n]*)", text))
     body = re.sub(r"(CARRIED(?:_GRADIENTS)?)\(\w+\)", lambda one: macros[one[1]], body)
+    body = re.sub(
+        r'CACHE\(\w+, "(\w)"\)',
+        lambda one: macros["CACHE"].replace('" r "', one[1]).replace('" r', f'{one[1]}"'),
+        body,
+    )
     for table in ("in", "out"):
         rows = macros["TABLE_OF"].replace("table.", f"table_{table}.")
         body = re.sub(

@@ -1,6 +1,8 @@
 /* See check/operations.h. */
 #include "check/operations.h"
 
+#include "check/caches.h"
+
 #include "common/arrays.h"
 #include "common/device.h"
 
@@ -34,6 +36,10 @@ static bool applies_to_decode(const check_problem *problem) {
     return check_has_decode(problem->test);
 }
 
+static bool applies_to_cache(const check_problem *problem) {
+    return check_has_cache(problem->test);
+}
+
 #define LIKE(tensor) offsetof(check_problem, tensor)
 
 const check_operation check_operations[check_operation_count] = {
@@ -55,6 +61,8 @@ const check_operation check_operations[check_operation_count] = {
                               {"dout_a", "dlse_a", "dout_b", "dlse_b"},
                               {LIKE(q), LIKE(forward_lse), LIKE(q), LIKE(forward_lse)}},
     [CHECK_DECODE] = {"decode", applies_to_decode, {"out", "lse"}, {LIKE(new_q), LIKE(new_lse)}},
+    [CHECK_CACHE_STORE] = {"cache_store", applies_to_cache, {NULL}, {0}},
+    [CHECK_CACHE_COPY] = {"cache_copy", applies_to_cache, {NULL}, {0}},
 };
 
 const check_operation *check_find_operation(const char *name) {
@@ -158,6 +166,10 @@ fdma_status check_judge(const check_problem *problem, const check_operation *ope
         return judge_select(problem, kernel, error);
     if (operation == &check_operations[CHECK_LISTS])
         return judge_lists(problem, kernel, error);
+    if (operation == &check_operations[CHECK_CACHE_STORE] ||
+        operation == &check_operations[CHECK_CACHE_COPY])
+        return check_judge_cache(problem, (check_operation_id)(operation - check_operations),
+                                 kernel, error);
     fdma_status status = judge_outputs(problem, operation, kernel, error);
     if (status == FDMA_OK && operation == &check_operations[CHECK_BACKWARD] &&
         !runs_on(kernel, 0)) {

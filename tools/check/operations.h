@@ -8,7 +8,7 @@
 typedef struct check_operation {
     const char *name;                        /* as in fdma_kernel_info.operation */
     bool (*applies)(const check_problem *);  /* whether the problem is worth running */
-    const char *outputs[check_output_limit]; /* none of select and lists, which are exact */
+    const char *outputs[check_output_limit]; /* none of those that are exact, such as select */
     size_t like[check_output_limit]; /* offset of the tensor that an output has the shape of */
 } check_operation;
 

@@ -22,6 +22,8 @@ typedef enum check_operation_id {
     CHECK_MERGE,
     CHECK_MERGE_BACKWARD,
     CHECK_DECODE,
+    CHECK_CACHE_STORE,
+    CHECK_CACHE_COPY,
     check_operation_count,
 } check_operation_id;
 
@@ -46,6 +48,7 @@ typedef struct check_problem {
     fdma_cache cache;                       /* of decode: the keys before its tokens */
     fdma_tensor new_q, new_k, new_v;        /* the last tokens, and their queries */
     fdma_tensor new_score, new_lse, commit; /* no token enters the cache */
+    fdma_tensor from, to;                   /* of cache_copy */
 
     fdma_tensor forward_out, forward_lse;       /* inputs of backward: the reference's, rounded */
     fdma_tensor dout, dlse;                     /* dlse is absent in some cases */

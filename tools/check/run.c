@@ -40,8 +40,10 @@ DEFINE_OPERATION(score_backward)
 DEFINE_OPERATION(merge)
 DEFINE_OPERATION(merge_backward)
 DEFINE_OPERATION(decode)
+DEFINE_OPERATION(cache_store)
+DEFINE_OPERATION(cache_copy)
 
-_Static_assert((int)CHECK_DECODE == (int)operation_decode, "the same order");
+_Static_assert((int)CHECK_CACHE_COPY == (int)operation_cache_copy, "the same order");
 
 static const struct {
     size_t size; /* of the argument struct */
@@ -49,11 +51,12 @@ static const struct {
     fdma_status (*ask)(const void *args, size_t *bytes);
     fdma_status (*call)(const void *args);
 } operations[check_operation_count] = {
-    [CHECK_SCORE] = OPERATION(score),       [CHECK_SELECT] = OPERATION(select),
-    [CHECK_LISTS] = OPERATION(lists),       [CHECK_FORWARD] = OPERATION(forward),
-    [CHECK_BACKWARD] = OPERATION(backward), [CHECK_SCORE_BACKWARD] = OPERATION(score_backward),
-    [CHECK_MERGE] = OPERATION(merge),       [CHECK_MERGE_BACKWARD] = OPERATION(merge_backward),
-    [CHECK_DECODE] = OPERATION(decode),
+    [CHECK_SCORE] = OPERATION(score),           [CHECK_SELECT] = OPERATION(select),
+    [CHECK_LISTS] = OPERATION(lists),           [CHECK_FORWARD] = OPERATION(forward),
+    [CHECK_BACKWARD] = OPERATION(backward),     [CHECK_SCORE_BACKWARD] = OPERATION(score_backward),
+    [CHECK_MERGE] = OPERATION(merge),           [CHECK_MERGE_BACKWARD] = OPERATION(merge_backward),
+    [CHECK_DECODE] = OPERATION(decode),         [CHECK_CACHE_STORE] = OPERATION(cache_store),
+    [CHECK_CACHE_COPY] = OPERATION(cache_copy),
 };
 
 /* The problem with the tensors that an operation is given in place of others. */
@@ -103,6 +106,8 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"index", {0}},
         {"n_tokens", {0}},
         {"commit", problem->commit},
+        {"from", problem->from},
+        {"to", problem->to},
         {"cache.k", problem->cache.k},
         {"cache.v", problem->cache.v},
         {"cache.bias", problem->cache.bias},
@@ -165,6 +170,13 @@ static void set_options(check_call *call, const check_problem *problem, check_op
                                                .bias_form = test->bias_form};
         call->args.decode.cache.device = call->device;
         break;
+    case CHECK_CACHE_STORE:
+        call->args.cache_store = (fdma_cache_store_args){
+            .cache = problem->cache, .selection = selection, .bias_form = test->bias_form};
+        break;
+    case CHECK_CACHE_COPY:
+        call->args.cache_copy.cache = problem->cache;
+        break;
     default:
         break;
     }
@@ -176,9 +188,9 @@ static bool belongs_to_stream(const tensor_entry *entry) {
     return strstr(entry->name, "_carried") != NULL || strstr(entry->name, "table_") != NULL;
 }
 
-/* A cache is an output, but the calls of a check commit no token to it. */
-static bool belongs_to_cache(const tensor_entry *entry) {
-    return strncmp(entry->name, "cache.", strlen("cache.")) == 0;
+/* A cache is an output, but the decode calls of a check commit no token to it. */
+static bool is_cache_of_decode(check_operation_id id, const tensor_entry *entry) {
+    return id == CHECK_DECODE && strncmp(entry->name, "cache.", strlen("cache.")) == 0;
 }
 
 static void set_tensors(check_call *call, const check_problem *problem, check_operation_id id,
@@ -189,7 +201,7 @@ static void set_tensors(check_call *call, const check_problem *problem, check_op
             continue;
         const bool is_output =
             (entry->role == role_output || entry->role == role_optional_output) &&
-            !belongs_to_cache(entry);
+            !is_cache_of_decode(id, entry);
         const fdma_tensor host = is_output ? *outputs++ : input_named(problem, id, entry->name);
         void *const base = entry->in_selection ? (void *)&call->selection : (void *)&call->args;
         const fdma_tensor copy = device_copy_of(call->device, &host);

@@ -42,7 +42,7 @@ check_error check_compare_exact(const char *tensor, fdma_tensor actual, fdma_ten
     const int64_t count = element_count(&actual);
     bool equal = count == element_count(&expected);
     for (int64_t i = 0; i < count && equal; i++)
-        equal = a[i] == b[i];
+        equal = a[i] == b[i] || (isnan(a[i]) && isnan(b[i]));
     return (check_error){
         .ratio = equal ? 0 : (double)INFINITY, .compared = count, .tensor = tensor};
 }

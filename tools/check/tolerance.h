@@ -14,7 +14,7 @@ typedef struct check_error {
  *  rounding step of the output; infinities and NaN stand exactly where the reference has them. */
 check_error check_compare(const char *tensor, const check_result *result, fdma_tensor actual);
 
-/*! check_compare_exact() - tensors that must be equal. */
+/*! check_compare_exact() - tensors that must be equal, NaN where the other has NaN. */
 check_error check_compare_exact(const char *tensor, fdma_tensor actual, fdma_tensor expected);
 
 /*! check_worse() - the larger of two errors, with the elements of both. */

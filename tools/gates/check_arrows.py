@@ -26,6 +26,7 @@ ZONES = (
     ("cpu select", "src/cpu/select/"),
     ("cpu lists", "src/cpu/lists/"),
     ("cpu decode", "src/cpu/decode/"),
+    ("cpu cache", "src/cpu/cache/"),
     ("cpu forward", "src/cpu/forward/"),
     ("cpu backward", "src/cpu/backward/"),
     ("cpu merge", "src/cpu/merge/"),
@@ -62,7 +63,7 @@ TESTED = ("include", "src", "tests")
 CPU_KERNEL = ("public", "core", "cpu threads", "cpu simd", "cpu common")
 CPU_OPERATIONS = tuple(
     f"cpu {operation}"
-    for operation in ("score", "select", "lists", "decode", "forward", "backward", "merge")
+    for operation in "score select lists decode cache forward backward merge".split()
 )
 CUDA_KERNEL = ("public", "core", "cuda devices", "cuda device", "cuda plan")
 ALLOWED = {
@@ -78,6 +79,7 @@ ALLOWED = {
     "cpu select": CPU_KERNEL,
     "cpu lists": CPU_KERNEL,
     "cpu decode": CPU_KERNEL,
+    "cpu cache": CPU_KERNEL,
     "cpu forward": CPU_KERNEL,
     "cpu backward": (*CPU_KERNEL, "cpu forward"),
     "cpu merge": CPU_KERNEL,

@@ -10,7 +10,8 @@
      .refuses = REFUSES,                                                                           \
      .workspace = FUNCTION##_workspace,                                                            \
      .run = run_##FUNCTION,                                                                        \
-     .one_sequence = operation_##OPERATION != operation_lists}
+     .one_sequence = operation_##OPERATION != operation_lists &&                                   \
+                     operation_##OPERATION != operation_cache_store}
 
 /* The kernels that depend on the vocabulary alone. They compute in float32. REFUSES is that of
  * decode. */
@@ -20,6 +21,8 @@
         CPU_KERNEL(NAME, lists, MISSING, fdma_refuses_wide, lists),                                \
         CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES, decode),                             \
         CPU_KERNEL(NAME, decode, MISSING, fdma_refuses_wide, cached),                              \
+        CPU_KERNEL(NAME, cache_store, MISSING, fdma_refuses_wide, cache_store),                    \
+        CPU_KERNEL(NAME, cache_copy, MISSING, fdma_refuses_wide, cache_copy),                      \
         CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
         CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
         CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge)

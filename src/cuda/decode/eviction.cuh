@@ -144,7 +144,7 @@ template <int threads, typename keys>
 __device__ static int32_t newest_position(evict_memory<threads> &shared, evict_state<keys> &state,
                                           int32_t rows, int32_t count) {
     const int32_t likely = max(token_position(state.stream, state.arrived) - count, 1);
-    int32_t low = 0, high = INT32_MAX; // from `low` on there are `count` keys or more
+    int32_t low = 0, high = INT32_MAX - 1; // from `low` on there are `count` keys or more
     for (int32_t middle = likely; low < high; middle = low + (high - low) / 2 + 1) {
         const int32_t found = count_from(shared, state, rows, middle);
         low = found >= count ? middle : low;
@@ -252,7 +252,7 @@ __device__ static void add_token(evict_memory<threads> &shared, evict_state<keys
     }
     state.arrived++;
     if (state.newest < INT32_MAX) // the oldest recent key competes from now on
-        state.newest = worst.oldest_recent + 1;
+        state.newest = min(worst.oldest_recent, INT32_MAX - 2) + 1;
     state.is_stale = is_owner || state.worst.oldest_recent < state.newest;
     if (!state.is_stale && token == threadIdx.x)
         add_own_token(shared, state, plan);

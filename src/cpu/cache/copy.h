@@ -1,0 +1,146 @@
+/* fdma_cache_copy(): a task has some rows of one kv head, of every sequence that is copied. All
+ * sequences are read before any is written: that is done for a slice of one row at a time, so that
+ * little memory is needed for what has been read. */
+#pragma once
+
+#include "cpu/cache/move.h"
+
+#include "core/cache.h"
+
+#include <string.h>
+
+enum {
+    task_rows = 64,
+    slice_bytes = 256, // of a row: the lines of each sequence that are read in one go
+};
+
+typedef struct copy_context {
+    const fdma_problem *problem;
+    int64_t row_tasks; /* of each kv head */
+    int32_t threads;
+    uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
+    size_t scratch_size;
+} copy_context;
+
+/* What a thread has read of one row. */
+typedef struct row_copies {
+    int32_t *position; /* [count]: of the copied sequences */
+    uint8_t *slices;   /* [count, slice_bytes] */
+} row_copies;
+
+static row_copies take_row_copies(fdma_arena *arena, const fdma_problem *problem) {
+    row_copies copies;
+    copies.position = take_ints(arena, problem->batch);
+    copies.slices = fdma_arena_take(arena, (size_t)problem->batch * slice_bytes);
+    return copies;
+}
+
+static int64_t copied_sequence(const fdma_tensor *list, int64_t n) {
+    return ((const int32_t *)list->data)[n];
+}
+
+static bool moves(const fdma_problem *problem, int64_t n) {
+    return copied_sequence(&problem->from, n) != copied_sequence(&problem->to, n);
+}
+
+/* Reads the positions of a row; those of an empty sequence are -1. */
+static void read_positions(const fdma_problem *problem, int64_t g, int64_t row,
+                           const row_copies *copies) {
+    for (int64_t n = 0; n < problem->batch; n++) {
+        const int64_t from = copied_sequence(&problem->from, n);
+        copies->position[n] = from < 0 ? -1 : *int_at(&problem->cache.table.position, from, g, row);
+    }
+}
+
+static void write_positions(const fdma_problem *problem, int64_t g, int64_t row,
+                            const row_copies *copies) {
+    for (int64_t n = 0; n < problem->batch; n++)
+        *int_at(&problem->cache.table.position, copied_sequence(&problem->to, n), g, row) =
+            copies->position[n];
+}
+
+/* Copies `count` elements of every sequence that has a key in this row. They begin at `first` in
+ * sequence 0. */
+static void copy_elements_of_row(const fdma_problem *problem, const fdma_tensor *tensor,
+                                 int64_t first, int64_t count, const row_copies *copies) {
+    const size_t size = fdma_dtype_size(tensor->dtype), bytes = (size_t)count * size;
+    const size_t sequence_bytes = (size_t)tensor->stride[0] * size;
+    uint8_t *const base = (uint8_t *)tensor->data + (size_t)first * size;
+    for (size_t begin = 0; begin < bytes; begin += slice_bytes) {
+        const size_t length = (size_t)min((int64_t)(bytes - begin), slice_bytes);
+        for (int64_t n = 0; n < problem->batch; n++) {
+            const size_t from = (size_t)copied_sequence(&problem->from, n) * sequence_bytes;
+            if (copies->position[n] >= 0 && moves(problem, n))
+                memcpy(copies->slices + n * slice_bytes, base + from + begin, length);
+        }
+        for (int64_t n = 0; n < problem->batch; n++) {
+            const size_t to = (size_t)copied_sequence(&problem->to, n) * sequence_bytes;
+            if (copies->position[n] >= 0 && moves(problem, n))
+                memcpy(base + to + begin, copies->slices + n * slice_bytes, length);
+        }
+    }
+}
+
+static void copy_row(const fdma_problem *problem, int64_t g, int64_t row,
+                     const row_copies *copies) {
+    const fdma_cache *const cache = &problem->cache;
+    const int64_t dim = problem->head_dim;
+    read_positions(problem, g, row, copies);
+    copy_elements_of_row(problem, &cache->k, offset_of(&cache->k, 0, row, g), dim, copies);
+    copy_elements_of_row(problem, &cache->v, offset_of(&cache->v, 0, row, g), dim, copies);
+    copy_elements_of_row(problem, &cache->bias, offset_of(&cache->bias, 0, g, row), 1, copies);
+    copy_elements_of_row(problem, &cache->table.score, offset_of(&cache->table.score, 0, g, row), 1,
+                         copies);
+    write_positions(problem, g, row, copies);
+}
+
+static void copy_rows_task(const void *context, int64_t index, int32_t thread) {
+    const copy_context *const copy = context;
+    const fdma_problem *const problem = copy->problem;
+    const int64_t g = index / copy->row_tasks, first = index % copy->row_tasks * task_rows;
+    const int64_t end = min(first + task_rows, rows_of_cache(&problem->cache));
+    fdma_arena arena = scratch_of_thread(copy->scratch, copy->scratch_size, thread);
+    const row_copies copies = take_row_copies(&arena, problem);
+    for (int64_t row = first; row < end; row++)
+        copy_row(problem, g, row, &copies);
+}
+
+/* Divides the workspace, and returns the bytes that the call needs of it. */
+static size_t plan_copy(const fdma_problem *problem, copy_context *copy) {
+    const int64_t rows = rows_of_cache(&problem->cache);
+    fdma_arena arena = fdma_arena_of(problem), own = {0};
+    take_row_copies(&own, problem);
+    *copy = (copy_context){.problem = problem, .row_tasks = divide_up(rows, task_rows)};
+    const int64_t copied = problem->batch * problem->kv_heads * rows;
+    copy->threads = threads_to_move(problem, problem->kv_heads * copy->row_tasks, copied, copied);
+    copy->scratch_size = own.used;
+    copy->scratch = fdma_arena_take(&arena, own.used * (size_t)copy->threads);
+    return fdma_arena_size(&arena);
+}
+
+static size_t cache_copy_workspace(const fdma_problem *problem) {
+    copy_context copy;
+    return plan_copy(problem, &copy);
+}
+
+/* Copies how many tokens have passed. */
+static void copy_seen(const fdma_problem *problem, int32_t *numbers) {
+    int32_t *const seen = problem->cache.table.seen.data;
+    for (int64_t n = 0; n < problem->batch; n++) {
+        const int64_t from = copied_sequence(&problem->from, n);
+        numbers[n] = from < 0 ? 0 : seen[from];
+    }
+    for (int64_t n = 0; n < problem->batch; n++)
+        seen[copied_sequence(&problem->to, n)] = numbers[n];
+}
+
+static fdma_status run_cache_copy(const fdma_problem *problem) {
+    copy_context copy;
+    plan_copy(problem, &copy);
+    if (problem->batch == 0)
+        return FDMA_OK;
+    fdma_parallel_for(copy.threads, problem->kv_heads * copy.row_tasks, copy_rows_task, &copy);
+    fdma_arena arena = {.base = copy.scratch};
+    copy_seen(problem, take_row_copies(&arena, problem).position);
+    return FDMA_OK;
+}

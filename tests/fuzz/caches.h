@@ -1,0 +1,106 @@
+/* Random caches, and the arguments of the calls that have one. */
+#pragma once
+
+#include "arguments.h"
+
+static fdma_cache make_cache(call *to) {
+    const fdma_dtype dtype = to->dtype;
+    fdma_cache cache = {.sequences = 1 + take_up_to(&to->in, 3),
+                        .kv_heads = to->kv_heads,
+                        .head_dim = to->head_dim,
+                        .window = 1 + take_up_to(&to->in, 19),
+                        .recent = make_rule(to, 9),
+                        .sinks = make_rule(to, 2),
+                        .dtype = seldom(&to->in) ? (fdma_dtype)take_up_to(&to->in, 7) : dtype,
+                        .device = seldom(&to->in) ? take(&to->in) : 0};
+    const int64_t rows = (int64_t)((uint64_t)cache.window + (uint64_t)cache.recent);
+    const int64_t row_shape[] = {cache.sequences, rows, to->kv_heads, to->head_dim};
+    const int64_t shape[] = {cache.sequences, to->kv_heads, rows};
+    cache.k = make(to, true, dtype, 4, row_shape);
+    cache.v = make(to, true, dtype, 4, row_shape);
+    cache.bias = make(to, true, FDMA_FLOAT32, 3, shape);
+    cache.table.score = make(to, true, FDMA_FLOAT32, 3, shape);
+    cache.table.position = make(to, true, FDMA_INT32, 3, shape);
+    cache.table.seen = make(to, true, FDMA_INT32, 1, shape);
+    fill_numbers(to, &cache.table.seen, 0, 200);
+    return cache;
+}
+
+static void make_decode(call *to) {
+    const int64_t proj_shape[] = {to->kv_heads, wrap(to->kv_heads, to->head_dim)};
+    fdma_decode_args *const args = &to->args.decode;
+    *args = (fdma_decode_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
+    args->reserved = make_reserved(&to->in);
+    args->cache = make_cache(to);
+    args->index = maybe_numbers(to, -1, args->cache.sequences - 1);
+    args->q = make_queries(to, false);
+    args->k = make_keys(to);
+    args->v = make_keys(to);
+    args->score = maybe_per_key(to, false);
+    if (args->score.rank == 0) {
+        args->dt_proj = make(to, false, to->dtype, 2, proj_shape);
+        args->a = make(to, false, to->dtype, 1, proj_shape);
+        args->dt_bias = maybe_dt_bias(to);
+    }
+    args->n_tokens = maybe_numbers(to, 0, to->kv_len);
+    args->commit = maybe_numbers(to, 0, to->kv_len / 2);
+    args->out = make_queries(to, true);
+    args->lse = maybe_lse(to);
+    to->work = elements(&args->q) * (60 + (double)args->k.shape[1]) + elements(&args->cache.k);
+}
+
+/* Numbers of sequences, mostly those that follow a random one. */
+static void fill_in_order(call *to, const fdma_tensor *tensor, int64_t sequences) {
+    uint8_t *at = tensor->data;
+    if (at == NULL || to->shared)
+        return;
+    const block *const mine = &to->blocks[to->count - 1];
+    int32_t number = (int32_t)take_up_to(&to->in, sequences - 1);
+    while (at + sizeof number <= mine->bytes + mine->size && !seldom(&to->in)) {
+        memcpy(at, &number, sizeof number);
+        at += sizeof number;
+        number = (int32_t)((number + 1) % sequences);
+    }
+}
+
+/* The selection is any numbers; mostly it is for the rules of the cache. */
+static void make_cache_store(call *to) {
+    fdma_cache_store_args *const args = &to->args.cache_store;
+    *args = (fdma_cache_store_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
+    args->reserved = make_reserved(&to->in);
+    args->cache = make_cache(to);
+    args->starts = maybe_starts(to);
+    args->index = maybe_numbers(to, -1, args->cache.sequences - 1);
+    args->k = make_keys(to);
+    args->v = make_keys(to);
+    args->score = make_per_key(to, false, FDMA_FLOAT32);
+    to->rows = take_up_to(&to->in, 1) && !to->packed ? args->cache.k.shape[1] : 0;
+    make_selection(to, false, args->cache.window,
+                   seldom(&to->in) ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL);
+    if (to->selection.slot.rank == 0 && !seldom(&to->in))
+        to->selection.slot = make_per_key(to, false, FDMA_INT32);
+    if (!seldom(&to->in)) {
+        to->selection.recent = args->cache.recent;
+        to->selection.sinks = args->cache.sinks;
+    }
+    if (!seldom(&to->in))
+        args->selection = &to->selection;
+    to->work = elements(&args->cache.k) + elements(&args->k) * (double)to->rows;
+}
+
+static void make_cache_copy(call *to) {
+    fdma_cache_copy_args *const args = &to->args.cache_copy;
+    *args = (fdma_cache_copy_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->reserved = make_reserved(&to->in);
+    args->cache = make_cache(to);
+    const int64_t sequences = args->cache.sequences, count = take_up_to(&to->in, sequences);
+    args->from = make(to, false, FDMA_INT32, 1, &count);
+    fill_numbers(to, &args->from, -1, sequences - 1);
+    args->to = make(to, false, FDMA_INT32, 1, &count);
+    fill_in_order(to, &args->to, sequences);
+    to->work = elements(&args->cache.k);
+}

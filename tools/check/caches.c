@@ -1,0 +1,113 @@
+/* See check/caches.h. */
+#include "check/caches.h"
+
+#include "common/arrays.h"
+
+#include <math.h>
+
+enum { cache_tensors = 6, copied_sequences = 5 };
+
+/* Copies to sequences 3, 0, 1 and 4; sequence 2 stays as it is. */
+static const int32_t copied_from[] = {1, 3, -1, 1}, copied_to[] = {3, 0, 1, 4};
+
+enum { copies = sizeof copied_from / sizeof copied_from[0] };
+
+bool check_has_cache(const check_case *test) {
+    return test->batch > 0 && test->sequences != 0 && test->mask == MASK_CAUSAL &&
+           check_is_selected(test) && test->recent <= test->kv_len && test->window <= test->kv_len;
+}
+
+/* What a cache holds before the call: sequence s has a key in s quarters of its rows. */
+static void fill_cache(const check_case *test, fdma_cache *cache) {
+    const int64_t rows = cache->k.shape[1];
+    uint64_t random = check_seed(test) + 3;
+    check_fill_normal(cache->k, &random, 1);
+    check_fill_normal(cache->v, &random, 1);
+    check_fill_normal(cache->bias, &random, 1);
+    check_fill_normal(cache->table.score, &random, 1);
+    for (int64_t n = 0; n < element_count(&cache->table.position); n++) {
+        const int64_t s = n / rows / test->kv_heads, row = n % rows;
+        ((int32_t *)cache->table.position.data)[n] = row < rows * s / 4 ? (int32_t)row : -1;
+    }
+    for (int64_t s = 0; s < cache->sequences; s++)
+        ((int32_t *)cache->table.seen.data)[s] = (int32_t)(rows * s / 4);
+}
+
+static fdma_cache new_cache(const check_problem *problem, int64_t sequences) {
+    const check_case *const test = problem->test;
+    const int64_t rows = test->window + test->recent;
+    const int64_t row_shape[4] = {sequences, rows, test->kv_heads, test->head_dim};
+    const int64_t number_shape[3] = {sequences, test->kv_heads, rows};
+    fdma_cache cache = {
+        .k = check_layout_tensor(problem->dtype, test->layout, row_shape),
+        .v = check_layout_tensor(problem->dtype, test->layout, row_shape),
+        .bias = check_tensor(FDMA_FLOAT32, 3, number_shape),
+        .table = {.score = check_tensor(FDMA_FLOAT32, 3, number_shape),
+                  .position = check_tensor(FDMA_INT32, 3, number_shape),
+                  .seen = check_tensor(FDMA_INT32, 1, &sequences)},
+        .sequences = sequences,
+        .kv_heads = test->kv_heads,
+        .head_dim = test->head_dim,
+        .window = test->window,
+        .recent = test->recent,
+        .sinks = test->sinks,
+        .dtype = problem->dtype,
+    };
+    fill_cache(test, &cache);
+    return cache;
+}
+
+static fdma_tensor list_of(const int32_t *numbers, int64_t count) {
+    const fdma_tensor list = check_tensor(FDMA_INT32, 1, &count);
+    for (int64_t n = 0; n < count; n++)
+        ((int32_t *)list.data)[n] = numbers[n];
+    return list;
+}
+
+/* Runs a kernel on a cache of its own, whose tensors are given back. */
+static fdma_status run(const check_problem *problem, check_operation_id id, const char *kernel,
+                       fdma_tensor tensors[cache_tensors]) {
+    const check_case *const test = problem->test;
+    const int64_t stored = check_is_packed(test) ? test->sequences : test->batch;
+    check_problem given = *problem;
+    given.cache = new_cache(problem, id == CHECK_CACHE_COPY ? copied_sequences : stored);
+    given.from = list_of(copied_from, copies);
+    given.to = list_of(copied_to, copies);
+    const fdma_tensor all[cache_tensors] = {
+        given.cache.k,
+        given.cache.v,
+        given.cache.bias,
+        given.cache.table.score,
+        given.cache.table.position,
+        given.cache.table.seen,
+    };
+    for (int t = 0; t < cache_tensors; t++)
+        tensors[t] = all[t];
+    return check_run(&given, id, kernel, tensors);
+}
+
+/* exp() may differ in the last bit. */
+static check_error compare_bias(fdma_tensor found, fdma_tensor expected) {
+    double *const want = check_widen(expected);
+    const check_result result = {
+        .count = element_count(&expected), .reference = want, .plain = want};
+    return check_compare("cache.bias", &result, found);
+}
+
+fdma_status check_judge_cache(const check_problem *problem, check_operation_id id,
+                              const char *kernel, check_error *error) {
+    static const char *const names[cache_tensors] = {
+        "cache.k",         "cache.v", "cache.bias", "cache.table.score", "cache.table.position",
+        "cache.table.seen"};
+    fdma_tensor found[cache_tensors], expected[cache_tensors];
+    fdma_status status = run(problem, id, "reference", expected);
+    if (status == FDMA_OK)
+        status = run(problem, id, kernel, found);
+    if (status != FDMA_OK)
+        return status;
+    *error = compare_bias(found[2], expected[2]);
+    for (int t = 0; t < cache_tensors; t++)
+        if (t != 2)
+            *error = check_worse(*error, check_compare_exact(names[t], found[t], expected[t]));
+    return FDMA_OK;
+}
