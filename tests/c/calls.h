@@ -350,6 +350,10 @@ static inline void set_call_device(fdma_operation operation, void *args, int32_t
     exec_of(operation, args)->device = device;
     if (operation == operation_decode)
         ((fdma_decode_args *)args)->cache.device = device;
+    if (operation == operation_cache_store)
+        ((fdma_cache_store_args *)args)->cache.device = device;
+    if (operation == operation_cache_copy)
+        ((fdma_cache_copy_args *)args)->cache.device = device;
 }
 
 /* Whether a kernel takes a call. A kernel of the CPU is not expected to refuse one. */

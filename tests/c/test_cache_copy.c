@@ -270,4 +270,6 @@ static const test_entry tests[] = {
     TEST(large_caches_are_checked),
 };
 
-int main(void) { return test_run(tests, TEST_COUNT(tests)); }
+int main(int argc, char **argv) {
+    return test_run_backend(argc, argv, tests, TEST_COUNT(tests));
+}

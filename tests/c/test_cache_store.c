@@ -494,4 +494,6 @@ static const test_entry tests[] = {
     TEST(corrupt_selections_do_no_harm),
 };
 
-int main(void) { return test_run(tests, TEST_COUNT(tests)); }
+int main(int argc, char **argv) {
+    return test_run_backend(argc, argv, tests, TEST_COUNT(tests));
+}

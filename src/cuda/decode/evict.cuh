@@ -10,7 +10,9 @@
 
 #include "cuda/plan/plan.cuh"
 
-enum { most_new_tokens = 64 }; // of a call
+extern "C" {
+#include "core/cache.h"
+}
 
 /* A stream of a call, as index, n_tokens, commit and the cache's seen say; clamped, since they may
  * hold anything. */
