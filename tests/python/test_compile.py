@@ -54,6 +54,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
     dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
+    streams = make_streams()
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
@@ -73,6 +74,16 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused in bfloat16": (ops.FUSED, in_bfloat16),
         "fused and packed": (ops.FUSED, packed),
         "merge": (ops.MERGE, {}),
+        "decode, committing": (ops.DECODE, streams),
+        "decode, with scores alone": (
+            ops.DECODE,
+            {**streams, "dt_proj": None, "a_coef": None, "score": score[..., :3]},
+        ),
+        "prefill, committing": (ops.PREFILL, {**streams, "key_valid": None}),
+        "prefill, committing, without bias": (
+            ops.PREFILL,
+            {**streams, "bias_form": "none", "bias_carried": None, "key_valid": None},
+        ),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
         "dense's backward": (ops.ATTENTION_BACKWARD, dense),
@@ -84,6 +95,23 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     return {
         name: (operator.op, tuple({**values, **changes}[one] for one in operator.arguments))
         for name, (operator, changes) in cases.items()
+    }
+
+
+def make_streams() -> dict[str, Any]:
+    """Arguments of decode and prefill: three tokens after seven that two sequences have passed."""
+    query, key, value, dt_proj, a_coef = make_tensors()
+    cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 16, 4, recent=3, sinks=2)
+    cache.attend(0, query[:, :7], key[:, :7], value[:, :7], dt_proj, a_coef)
+    names = ("key", "value", "bias", "score", "position", "seen")
+    held = dict(zip(names, cache.keys))
+    numbers = {"index": [1, 0], "n_tokens": [3, 2], "commit": [2, 0]}
+    return {
+        **{"query": query[:, 7:10], "key": key[:, 7:10], "value": value[:, 7:10], "score": None},
+        **{name: torch.tensor(one, dtype=torch.int32) for name, one in numbers.items()},
+        **{f"cache_{name}": one for name, one in held.items()},
+        **{f"{name}_carried": held[name] for name in names[:3]},
+        **{f"{name}_in": held[name] for name in names[3:]},
     }
 
 
@@ -99,9 +127,11 @@ def learning(arguments: Arguments) -> Arguments:
     )
 
 
-# What has no gradient: selections, gradients, and out alone.
+# What has no gradient: selections, gradients, out alone, and what enters a cache.
 WITHOUT_GRADIENT = [
-    name for name in OPERATORS if any(one in f"{name} " for one in ("select ", "backward", "alone"))
+    name
+    for name in OPERATORS
+    if any(one in f"{name} " for one in ("select ", "backward", "alone", "committing"))
 ]
 
 
