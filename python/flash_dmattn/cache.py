@@ -14,6 +14,7 @@ from ._arguments import MaybeTensor
 from .functional import _autocast, _scale
 from .streams import TOKENS_MAX, KeyCache
 
+
 def require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
@@ -200,14 +201,21 @@ class DynamicMaskCache:
         count = streams.counts("n_tokens", n_tokens, key)
         options = (self.bias_form, _scale(softmax_scale), softcap, backend)
         tokens = Tokens(query, key, value, tuple(weights), index, key_valid, count, options)
+        if index is None:
+            require(
+                key.shape[0] == self.batch,
+                f"key: axis 0 has {key.shape[0]} elements, want the batch, {self.batch}",
+            )
         if draft or self._drafts[layer] is not None:
             return self._follow_drafts(layer, tokens, draft)
-        self._lengths[layer] += key.shape[1]
         if key.shape[1] > TOKENS_MAX or key_valid is not None:
-            return self._prefill(layer, tokens)
-        where = self._sequences(layer, index)
-        rows = (query, key, value, *weights, None, where, count, None)
-        return ops.DECODE.op(*rows, *self.keys, *options)[0]
+            out = self._prefill(layer, tokens)
+        else:
+            where = self._sequences(layer, index)
+            rows = (query, key, value, *weights, None, where, count, None)
+            out, _ = ops.DECODE.op(*rows, *self.keys, *options)
+        self._lengths[layer] += key.shape[1]
+        return out
 
     def _check_layer(self, layer: int) -> None:
         known = 0 <= _arguments.check_int("layer", layer) < self.layers
@@ -242,7 +250,9 @@ class DynamicMaskCache:
         message = "want None in drafts and after them"
         require(tokens.index is None, f"index: is a tensor, {message}")
         require(tokens.key_valid is None, f"key_valid: is a tensor, {message}")
-        ragged = waiting is not None and (tokens.n_tokens is not None or waiting.n_tokens is not None)
+        ragged = waiting is not None and (
+            tokens.n_tokens is not None or waiting.n_tokens is not None
+        )
         require(not ragged, "n_tokens: is given beside earlier drafts, commit() these first")
         query, key, value, weights = tokens[:4]
         *_, backend = tokens.options
@@ -250,12 +260,13 @@ class DynamicMaskCache:
         drafts = join(waiting, Drafts(key, value, score, tokens.n_tokens))
         length = drafts.key.shape[1]
         require(length <= TOKENS_MAX, f"key: makes {length} drafts, want at most {TOKENS_MAX}")
-        self._lengths[layer] += 0 if draft else length
-        self._drafts[layer] = drafts if draft else None
         commit = streams.counts("commit", 0, key) if draft else None
         where = self._indices[layer]
         rows = (query, *drafts[:2], None, None, None, drafts.score, where, drafts.n_tokens, commit)
-        return ops.DECODE.op(*rows, *self.keys, *tokens.options)[0]
+        out, _ = ops.DECODE.op(*rows, *self.keys, *tokens.options)
+        self._lengths[layer] += 0 if draft else length
+        self._drafts[layer] = drafts if draft else None
+        return out
 
     @property
     def drafts(self) -> int:
@@ -366,7 +377,9 @@ class DynamicMaskCache:
             TypeError: b is not an int.
             ValueError: there is no such sequence, or there are drafts.
         """
-        require(0 <= _arguments.check_int("b", b) < self.batch, f"b: is {b}, want 0 to {self.batch - 1}")
+        require(
+            0 <= _arguments.check_int("b", b) < self.batch, f"b: is {b}, want 0 to {self.batch - 1}"
+        )
         require(self.drafts == 0, "b: there are drafts, commit() or crop() them first")
         self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
         self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0

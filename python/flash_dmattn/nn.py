@@ -270,7 +270,9 @@ class DynamicMaskAttention(nn.Module):
         require(starts is None, "starts: is given, want None with a cache")
         selects = self.causal and self.window is not None
         require(selects, "cache: is given, want None unless the layer is causal and has a window")
-        require(cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'")
+        require(
+            cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'"
+        )
         for name in ("window", "recent", "sinks"):
             found, want = getattr(cache.keys, name), getattr(self, name)
             require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")

@@ -44,7 +44,8 @@ class KeyCache(NamedTuple):
         >>> numbers = torch.zeros(1, 2, 4)
         >>> empty = torch.full((1, 2, 4), -1, dtype=torch.int32)
         >>> seen = torch.zeros(1, dtype=torch.int32)
-        >>> cache = flash_dmattn.KeyCache(rows, rows.clone(), numbers, numbers.clone(), empty, seen, 4)
+        >>> tensors = rows, rows.clone(), numbers, numbers.clone(), empty, seen
+        >>> cache = flash_dmattn.KeyCache(*tensors, window=4)
 
     Source: docs/algorithm.md, streams.
     """
@@ -213,7 +214,7 @@ def prefill(
         query, key, value, *tensors, *carried[6:], *options
     )
     if n_tokens is not None:
-        seen = carried.seen + n_tokens
+        seen = carried.seen + n_tokens.clamp(0, key.shape[1])
     with torch.no_grad():
         store(carried, key, value, bias, (score, position))
         carried.seen.copy_(seen)

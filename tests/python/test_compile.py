@@ -54,7 +54,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
     dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
-    streams = make_streams()
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
@@ -74,16 +73,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused in bfloat16": (ops.FUSED, in_bfloat16),
         "fused and packed": (ops.FUSED, packed),
         "merge": (ops.MERGE, {}),
-        "decode, committing": (ops.DECODE, streams),
-        "decode, with scores alone": (
-            ops.DECODE,
-            {**streams, "dt_proj": None, "a_coef": None, "score": score[..., :3]},
-        ),
-        "prefill, committing": (ops.PREFILL, {**streams, "key_valid": None}),
-        "prefill, committing, without bias": (
-            ops.PREFILL,
-            {**streams, "bias_form": "none", "bias_carried": None, "key_valid": None},
-        ),
+        **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
         "dense's backward": (ops.ATTENTION_BACKWARD, dense),
@@ -98,20 +88,29 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     }
 
 
-def make_streams() -> dict[str, Any]:
-    """Arguments of decode and prefill: three tokens after seven that two sequences have passed."""
+def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    """Decode and prefill: three tokens after seven that two sequences have passed."""
     query, key, value, dt_proj, a_coef = make_tensors()
     cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 16, 4, recent=3, sinks=2)
     cache.attend(0, query[:, :7], key[:, :7], value[:, :7], dt_proj, a_coef)
     names = ("key", "value", "bias", "score", "position", "seen")
     held = dict(zip(names, cache.keys))
     numbers = {"index": [1, 0], "n_tokens": [3, 2], "commit": [2, 0]}
-    return {
+    given = {
         **{"query": query[:, 7:10], "key": key[:, 7:10], "value": value[:, 7:10], "score": None},
+        "key_valid": None,
         **{name: torch.tensor(one, dtype=torch.int32) for name, one in numbers.items()},
         **{f"cache_{name}": one for name, one in held.items()},
         **{f"{name}_carried": held[name] for name in names[:3]},
         **{f"{name}_in": held[name] for name in names[3:]},
+    }
+    by_score = {**given, "dt_proj": None, "a_coef": None, "score": torch.randn(2, 2, 3)}
+    without_bias = {**given, "bias_form": "none", "bias_carried": None}
+    return {
+        "decode, committing": (ops.DECODE, given),
+        "decode, by scores alone": (ops.DECODE, by_score),
+        "prefill, committing": (ops.PREFILL, given),
+        "prefill, committing without bias": (ops.PREFILL, without_bias),
     }
 
 
