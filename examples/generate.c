@@ -1,5 +1,5 @@
-/* A small transformer in plain C that generates 100,000 tokens with fdma_decode(), in constant memory
- * and constant time for a token, and checks the first of them against the whole sequence.
+/* A small transformer in plain C that generates 100,000 tokens with fdma_decode(), in constant
+ * memory and constant time for a token, and checks the first of them against the whole sequence.
  *
  * The model has random weights. A layer: x += attention(norm(x)) Wo, where each query sees its
  * `recent` newest keys and the `window` best of the older ones; then x += relu(norm(x) W1) W2.
@@ -269,8 +269,8 @@ static void run(const model *of, rows *it, const int *tokens, int64_t first,
 
 /* ---- generating ---- */
 
-/* Adds noise to the logits that follow a position, as sampling does: choosing the highest sum chooses
- * a token with the probability that softmax gives it (Gumbel's noise). */
+/* Adds Gumbel noise to the logits that follow a position: the highest sum is then a token's with
+ * the probability that softmax gives it. */
 static void add_noise(float *logits, int64_t position) {
     uint64_t state = (uint64_t)position * 0x9E3779B97F4A7C15U + 1;
     next_random(&state);
