@@ -1,6 +1,7 @@
 """Flash Dynamic Mask Attention for PyTorch: attention of each query over its `window` best keys."""
 
 from ._library import version
+from .cache import DynamicMaskCache
 from .functional import (
     Selection,
     attention,
@@ -11,14 +12,18 @@ from .functional import (
     select,
 )
 from .nn import DynamicMaskAttention
+from .streams import KeyCache, decode
 from .varlen import flash_dmattn_varlen_func
 
 __version__ = version()
 
 __all__ = [
     "DynamicMaskAttention",
+    "DynamicMaskCache",
+    "KeyCache",
     "Selection",
     "attention",
+    "decode",
     "flash_dma_attention",
     "flash_dmattn_varlen_func",
     "get_available_backends",

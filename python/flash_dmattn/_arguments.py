@@ -25,6 +25,9 @@ Options = Mapping[str, Any]
 QUERY_SHAPE = ("batch", "q_len", "q_heads", "head_dim")
 KEY_SHAPE = ("batch", "kv_len", "kv_heads", "head_dim")
 SCORE_SHAPE = ("batch", "kv_heads", "kv_len")
+TABLE_SHAPE = ("batch", "kv_heads", "rows")
+CACHE_SHAPE = ("sequences", "rows", "kv_heads", "head_dim")
+CACHE_TABLE_SHAPE = ("sequences", "kv_heads", "rows")
 LSE_SHAPE = ("batch", "q_heads", "q_len")
 SHAPES: dict[str, tuple[str, ...]] = {
     "query": QUERY_SHAPE,
@@ -41,9 +44,18 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "slot": SCORE_SHAPE,
     **dict.fromkeys(("out", "out_a", "out_b"), QUERY_SHAPE),
     **dict.fromkeys(("lse", "lse_a", "lse_b"), LSE_SHAPE),
+    **dict.fromkeys(("index", "n_tokens", "commit", "seen_in", "seen_out"), ("batch",)),
+    **dict.fromkeys(("score_in", "position_in", "score_out", "position_out"), TABLE_SHAPE),
+    **dict.fromkeys(("key_carried", "value_carried"), ("batch", *CACHE_SHAPE[1:])),
+    "bias_carried": TABLE_SHAPE,
+    **dict.fromkeys(("cache_key", "cache_value"), CACHE_SHAPE),
+    **dict.fromkeys(("cache_bias", "cache_score", "cache_position"), CACHE_TABLE_SHAPE),
+    "cache_seen": ("sequences",),
 }
-INT32_RESULTS = ("expiry", "slot")
-FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b")  # float64 if inputs are
+INT32_INPUTS = ("starts", "index", "n_tokens", "commit")  # that callers make themselves
+INT32_RESULTS = ("expiry", "slot", "position_out", "seen_out")
+# float64 if inputs are
+FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b", "score_out")
 
 # Fields of the C structs whose names differ from the arguments'.
 FIELDS = {
@@ -53,9 +65,21 @@ FIELDS = {
     "a_coef": "a",
     "softmax_scale": "scale",
     "keep_window_size": "window",
+    "key_carried": "k_carried",
+    "value_carried": "v_carried",
+    "cache_key": "cache.k",
+    "cache_value": "cache.v",
+    "cache_bias": "cache.bias",
+    **{f"cache_{name}": f"cache.table.{name}" for name in ("score", "position", "seen")},
+    **{
+        f"{name}_{end}": f"table_{end}.{name}"
+        for name in ("score", "position", "seen")
+        for end in ("in", "out")
+    },
 }
 # Names in error messages that differ from the operators' arguments.
 SHOWN = {"expiry": "selection.expiry", "slot": "selection.slot"}
+SHOWN |= {name: name.replace("_", ".", 1) for name in SHAPES if name.startswith("cache_")}
 CHOICES = {"scope": _library.SCOPES, "bias_form": _library.BIAS_FORMS}
 
 

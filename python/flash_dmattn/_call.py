@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _arguments, _library
-from ._arguments import MaybeTensor, Options
+from ._arguments import MaybeTensor, Options, Sizes
 
 DTYPES = {
     torch.float32: _library.FLOAT32,
@@ -43,6 +43,7 @@ class Operation(NamedTuple):
     tensors: tuple[str, ...]
     options: tuple[str, ...]
     results: tuple[str, ...]
+    mutated: tuple[str, ...] = ()  # tensors that the call writes to
 
 
 def check(status: int, operation: Operation) -> None:
@@ -64,8 +65,8 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if name == "key_valid" and tensor.dtype not in (torch.bool, torch.uint8):
         raise NotImplementedError(f"key_valid: dtype is {dtype}, supported: bool or uint8")
-    if name == "starts" and tensor.dtype != torch.int32:
-        raise NotImplementedError(f"starts: dtype is {dtype}, supported: int32")
+    if name in _arguments.INT32_INPUTS and tensor.dtype != torch.int32:
+        raise NotImplementedError(f"{name}: dtype is {dtype}, supported: int32")
     if tensor.dtype not in DTYPES:
         shown = _arguments.SHOWN.get(name, name)
         raise NotImplementedError(f"{shown}: dtype is {dtype}, which no kernel supports")
@@ -83,20 +84,22 @@ def words_of(struct: ctypes.Structure) -> Words:
     return (ctypes.c_uint64 * (ctypes.sizeof(struct) // 8)).from_buffer(struct)
 
 
-def fill_options(
-    args: _library.Sized, selection: _library.Selection | None, options: Options, kv_len: int
-) -> None:
-    """Write `options` into the struct, or into the selection that it is given."""
+def fill_options(args: _library.Sized, ruled: ctypes.Structure | None, options: Options) -> None:
+    """Write `options` into the struct, or into `ruled`, the selection or cache that it is given."""
     fields = {name for name, *_ in args._fields_}
     for name, value in options.items():
         field = _arguments.field_of(name)
         number = _arguments.choose(name, value) if name in _arguments.CHOICES else value
         if field in fields:
             setattr(args, field, number)
-        if selection is not None and field in RULES:
-            setattr(selection, field, number)
-    if selection is not None:
-        selection.kv_len = kv_len
+        if ruled is not None and field in RULES:
+            setattr(ruled, field, number)
+
+
+def fill_cache(cache: _library.Cache, sizes: Sizes, device: int) -> None:
+    """Write what a cache says of its tensors, which are filled in."""
+    cache.sequences, cache.kv_heads = sizes["sequences"], sizes["kv_heads"]
+    cache.head_dim, cache.dtype, cache.device = sizes["head_dim"], cache.k.dtype, device
 
 
 class Prepared:
@@ -118,8 +121,14 @@ class Prepared:
         if given is not None or "expiry" in operation.results:
             self.selection = _library.Selection()
             self.args.selection = ctypes.pointer(self.selection)
-        asked = None if given is None else self.selection  # fdma_select() fills in its own
-        fill_options(self.args, asked, options, sizes.get("kv_len", 0))
+        ruled = None if given is None else self.selection  # fdma_select() fills in its own
+        if ruled is not None:
+            ruled.kv_len = sizes["kv_len"]
+        if operation.function == "decode":
+            ruled = self.args.cache
+        if operation.name == "prefill":
+            self.args.causal = 1
+        fill_options(self.args, ruled, options)
         self.args_words = words_of(self.args)
         self.selection_words = words_of(self.selection) if self.selection else None
         # The words that hold the addresses of inputs and outputs; None for a tensor that is absent.
@@ -131,6 +140,8 @@ class Prepared:
             absent = _arguments.is_absent(name, tensors, options)
             room = None if absent else torch.empty(shape, dtype=dtype, device="meta")
             self.targets.append(self.fill_tensor(name, room))
+        if operation.function == "decode":
+            fill_cache(self.args.cache, sizes, exec_fields["device"])
         # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
         self.zeroed = [0] if operation.function == "score_backward" else []
         exec_at = type(self.args).exec.offset
@@ -149,10 +160,14 @@ class Prepared:
             return None
         in_selection = name in IN_SELECTION
         struct = self.selection if in_selection else self.args
-        field = _arguments.field_of(name)
-        setattr(struct, field, view(name, tensor))
         words = self.selection_words if in_selection else self.args_words
-        return words, (getattr(type(struct), field).offset + _library.Tensor.data.offset) // 8
+        *outer, field = _arguments.field_of(name).split(".")
+        offset = _library.Tensor.data.offset
+        for member in outer:
+            offset += getattr(type(struct), member).offset
+            struct = getattr(struct, member)
+        setattr(struct, field, view(name, tensor))
+        return words, (getattr(type(struct), field).offset + offset) // 8
 
     def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs | torch.Tensor:
         """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`.
@@ -242,7 +257,8 @@ def call(
 ) -> Outputs | torch.Tensor:
     """Make the call on the device of its first input, in that device's current stream.
 
-    Only a tensor whose last stride is not 1 is copied; the others are used as they are.
+    Only a tensor whose last stride is not 1 is copied, unless the call writes to it; the others are
+    used as they are.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -252,11 +268,12 @@ def call(
     tensors: list[MaybeTensor] = []
     addresses: list[int] = []
     key: list[Any] = [operation.name, options, backend]
-    for tensor in inputs:
+    for name, tensor in zip(operation.tensors, inputs):
         address = 0
         if tensor is not None:
             stride = tensor.stride()
-            if stride and stride[-1] != 1 and tensor.size(-1) > 1:
+            is_spaced = stride and stride[-1] != 1 and tensor.size(-1) > 1
+            if is_spaced and name not in operation.mutated:
                 # Where there are no elements, contiguous() leaves strides as they are.
                 tensor = tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
                 stride = tensor.stride()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import _arguments, functional
+from .cache import DynamicMaskCache
 
 HEAD_DIM_MAX = 256  # of the kernels
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
@@ -181,8 +182,15 @@ class DynamicMaskAttention(nn.Module):
         key_valid: torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        cache: DynamicMaskCache | None = None,
+        layer: int = 0,
+        n_tokens: torch.Tensor | int | None = None,
+        draft: bool = False,
     ) -> torch.Tensor:
-        """Attention of every position of x.
+        """Attention of every position of x; with a cache, also to the tokens before x.
+
+        A cache makes x the next tokens of its sequences, 1 or any number, and they enter it. The
+        results are those of the whole sequences up to rounding. Call it within torch.no_grad().
 
         Args:
             x: hidden states [batch, len, hidden].
@@ -192,14 +200,20 @@ class DynamicMaskAttention(nn.Module):
                 sequence n has the positions starts[n] to starts[n + 1] - 1.
             positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1,
                 ..., beginning anew in each packed sequence. Give them if there is padding on the
-                left. Causality depends on the order in x, not on these numbers.
+                left. Causality depends on the order in x, not on these numbers. With a cache None
+                is for the numbers that follow those of the tokens before.
+            cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
+                sinks. The layer has to be causal, and starts None.
+            layer: the number of this layer in the cache.
+            n_tokens: with a cache: as in its attend().
+            draft: with a cache: the tokens do not enter it; see DynamicMaskCache.
 
         Returns:
             [batch, len, hidden]. Where a query keeps no key, the attention is 0, and the result is
             o_proj's bias.
 
         Raises:
-            ValueError: shapes that contradict each other.
+            ValueError: shapes that contradict each other, or a cache of another kind of layer.
             NotImplementedError: a dtype or head_dim that no kernel of the device supports.
         """
         shape = f"x is [batch, len, {self.hidden}]"
@@ -208,20 +222,60 @@ class DynamicMaskAttention(nn.Module):
             x.shape[2] == self.hidden,
             f"x: axis 2 has {x.shape[2]} elements, want {self.hidden}; {shape}",
         )
+        self._check_cache(cache, starts, n_tokens, draft)
         q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         query = self.q_proj(x).unflatten(2, q_shape)
         key = self.k_proj(x).unflatten(2, kv_shape)
         value = self.v_proj(x).unflatten(2, kv_shape)
         if self.rope_base is not None:
-            if positions is None:
+            if positions is None and cache is not None:
+                positions = cache.positions(layer, x.shape[1])
+            elif positions is None:
                 positions = count_positions(x.shape[1], starts, x.device)
             fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
             fits = fits and positions.shape[1] == x.shape[1]
             shape = list(positions.shape)
             require(fits, f"positions: shape is {shape}, want [1 or {x.shape[0]}, {x.shape[1]}]")
             query, key = (rotate(one, positions, self.rope_base) for one in (query, key))
-        out = self.attend(query, key, value, key_valid, starts)
+        if cache is None:
+            out = self.attend(query, key, value, key_valid, starts)
+        else:
+            out = cache.attend(
+                layer,
+                query,
+                key,
+                value,
+                self.dt_proj.weight,
+                self.A,
+                dt_bias=self.dt_proj.bias,
+                key_valid=key_valid,
+                n_tokens=n_tokens,
+                draft=draft,
+                softmax_scale=self.softmax_scale,
+                softcap=self.softcap,
+            )
         return self.o_proj(out.flatten(2))
+
+    def _check_cache(
+        self,
+        cache: DynamicMaskCache | None,
+        starts: torch.Tensor | None,
+        n_tokens: torch.Tensor | int | None,
+        draft: bool,
+    ) -> None:
+        if cache is None:
+            require(n_tokens is None, "n_tokens: is given, want None without a cache")
+            require(not draft, "draft: is True, want False without a cache")
+            return
+        require(starts is None, "starts: is given, want None with a cache")
+        selects = self.causal and self.window is not None
+        require(selects, "cache: is given, want None unless the layer is causal and has a window")
+        require(
+            cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'"
+        )
+        for name in ("window", "recent", "sinks"):
+            found, want = getattr(cache.keys, name), getattr(self, name)
+            require(found == want, f"cache: its {name} is {found}, want the layer's, {want}")
 
     def attend(
         self,

@@ -5,7 +5,8 @@ fields of the C struct, the results, the fake kernel, and (in autograd.py) the g
 _arguments.py has the shape, the dtype and the field of the C struct for each name. fdma.h says
 what the arguments mean, and which are refused.
 
-Schemas list the tensors first, then the options, then `backend`. An option that is not in the
+Schemas list the tensors first, then the options, then `backend`. Tensor(a!) is one that the call
+writes to. An option that is not in the
 argument struct of the C function is for the selection (`window`, `recent`, `sinks`, `scope`) or is
 only kept for the backward operator (`deterministic`).
 
@@ -48,6 +49,7 @@ class Operator:
             tensors=tuple(names[:count]),
             options=tuple(names[count:-1]),
             results=tuple(result.split(" ")[1] for result in results.strip("()").split(", ")),
+            mutated=tuple(name for kind, name in pairs if kind.endswith("!)")),
         )
         self.op = self.register("")
 
@@ -88,6 +90,14 @@ class Operator:
 
         LIBRARY.impl(self.name, kernel, "Autograd")
 
+    def refuse_gradients(self, message: str) -> None:
+        """Give the operator a backward that only raises: it runs in grad mode too."""
+
+        def refuse(ctx: Any, *gradients: Any) -> None:
+            raise NotImplementedError(message)
+
+        self.differentiate(lambda ctx, inputs, output: None, refuse)
+
     def run(self, *arguments: Any) -> Any:
         """The kernel: one C call."""
         count = self.count
@@ -125,13 +135,10 @@ class BackwardOperator(Operator):
         self.steps = steps  # operations of the C call that must have a kernel named `backend`
         options = self.operation.options
         self.deterministic = options.index("deterministic") if "deterministic" in options else None
-        message = f"flash_dmattn.{forward.name}: second derivatives are not implemented"
-
-        def refuse(ctx: Any, *gradients: Any) -> None:
-            raise NotImplementedError(message)
-
-        # Registered so that the operator also runs in grad mode, which create_graph=True turns on.
-        self.differentiate(lambda ctx, inputs, output: None, refuse)
+        # create_graph=True turns grad mode on
+        self.refuse_gradients(
+            f"flash_dmattn.{forward.name}: second derivatives are not implemented"
+        )
 
     def run(self, *arguments: Any) -> Outputs:
         count = self.count
@@ -222,3 +229,26 @@ MERGE_BACKWARD = BackwardOperator(
     MERGE,
     "merge_backward",
 )
+DECODE = Operator(
+    "decode(Tensor query, Tensor key, Tensor value, Tensor? dt_proj, Tensor? a_coef, "
+    "Tensor? dt_bias, Tensor? score, Tensor? index, Tensor? n_tokens, Tensor? commit, "
+    "Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, Tensor(d!) cache_score, "
+    "Tensor(e!) cache_position, Tensor(f!) cache_seen, SymInt window, SymInt recent, "
+    "SymInt sinks, str bias_form, float softmax_scale, float softcap, str? backend) "
+    "-> (Tensor out, Tensor lse)",
+    "decode",
+)
+# The keys of a stream's next piece, after carried ones.
+PREFILL = Operator(
+    "prefill(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor score_in, Tensor position_in, Tensor seen_in, "
+    "Tensor key_carried, Tensor value_carried, Tensor? bias_carried, SymInt window, "
+    "SymInt recent, SymInt sinks, str bias_form, float softmax_scale, "
+    "float softcap, str? backend) -> (Tensor out, Tensor bias, Tensor score_out, "
+    "Tensor position_out, Tensor seen_out)",
+    "attention",
+)
+for _operator in (DECODE, PREFILL):
+    _operator.refuse_gradients(
+        f"flash_dmattn: {_operator.name} has no gradient, call it within torch.no_grad()"
+    )

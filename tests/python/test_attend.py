@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import numpy as files
-from tool import EXAMPLE, attend_json, attend_tensors, make_inputs, run_tool
+from tool import EXAMPLE, attend_json, attend_tensors, make_inputs, refusal, run_tool
 
 ROUNDING = 1e-4  # rounding errors of float32 are smaller here; a wrong row is off by 0.1
 
@@ -170,3 +170,38 @@ def test_times_have_a_spread(example: Path) -> None:
     text = run_tool("attend", example, "--window", "4", "--causal").stdout
     assert re.search(r"dense +fastest [\d.]+ ms, median [\d.]+, slowest [\d.]+\n", text)
     assert re.search(r"speedup +[\d.]+ by the fastest runs, [\d.]+ by the medians\n", text)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("bias", ["none", "linear", "exp"])
+def test_decoding(example: Path, bias: str, dtype: str) -> None:
+    """One by one after a prefill, and from the first position on."""
+    options = ("--window", "4", "--recent", "2", "--sinks", "1", "--causal", "--dtype", dtype)
+    for count in (10, 24):
+        report = attend_json(example, *options, "--bias", bias, "--decode", str(count))
+        assert report["decode_tokens"] == count
+        assert report["difference_decode"] <= report["difference_allowed"] < 0.2
+        assert 0 < report["decode_ms_range"][0] <= report["decode_ms"]
+        assert report["full_cache_bytes"] == 2 * 24 * 2 * 16 * (4 if dtype == "f32" else 2)
+        rows = 6 * 2 * 16 * (4 if dtype == "f32" else 2)  # 6 of 2 heads
+        assert 2 * rows < report["cache_bytes"] < 2 * rows + 6 * 2 * 12 + 7 * 64
+
+
+def test_decoding_a_batch(tmp_path: Path) -> None:
+    """With fewer queries than keys, and NaN in some of them."""
+    path = tmp_path / "batch.safetensors"
+    inputs = make_inputs(batch=3, q_len=20, kv_len=200)
+    inputs["q"][1, 15] = np.nan
+    files.save_file(inputs, path)
+    report = attend_json(path, "--window", "30", "--causal", "--decode", "20")
+    assert report["difference_decode"] <= report["difference_allowed"]
+    done = run_tool("attend", path, "--window", "30", "--causal", "--decode", "20")
+    assert re.search(r"decode +20 tokens: fastest [\d.]+ ms a token, median", done.stdout)
+    assert "largest difference from the whole sequence" in done.stdout
+
+
+def test_decoding_is_refused(example: Path) -> None:
+    wrong = refusal("attend", example, "--window", "4", "--decode", "3")
+    assert wrong == "fdma attend: --decode needs --causal, and causal scope\n"
+    wrong = refusal("attend", example, "--window", "4", "--causal", "--decode", "25")
+    assert wrong == "fdma attend: --decode is 25, want at most the file's 24 positions\n"

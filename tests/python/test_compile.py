@@ -73,6 +73,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused in bfloat16": (ops.FUSED, in_bfloat16),
         "fused and packed": (ops.FUSED, packed),
         "merge": (ops.MERGE, {}),
+        **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
         "dense's backward": (ops.ATTENTION_BACKWARD, dense),
@@ -84,6 +85,32 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     return {
         name: (operator.op, tuple({**values, **changes}[one] for one in operator.arguments))
         for name, (operator, changes) in cases.items()
+    }
+
+
+def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    """Decode and prefill: three tokens after seven that two sequences have passed."""
+    query, key, value, dt_proj, a_coef = make_tensors()
+    cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 16, 4, recent=3, sinks=2)
+    cache.attend(0, query[:, :7], key[:, :7], value[:, :7], dt_proj, a_coef)
+    names = ("key", "value", "bias", "score", "position", "seen")
+    held = dict(zip(names, cache.keys))
+    numbers = {"index": [1, 0], "n_tokens": [3, 2], "commit": [2, 0]}
+    given = {
+        **{"query": query[:, 7:10], "key": key[:, 7:10], "value": value[:, 7:10], "score": None},
+        "key_valid": None,
+        **{name: torch.tensor(one, dtype=torch.int32) for name, one in numbers.items()},
+        **{f"cache_{name}": one for name, one in held.items()},
+        **{f"{name}_carried": held[name] for name in names[:3]},
+        **{f"{name}_in": held[name] for name in names[3:]},
+    }
+    by_score = {**given, "dt_proj": None, "a_coef": None, "score": torch.randn(2, 2, 3)}
+    without_bias = {**given, "bias_form": "none", "bias_carried": None}
+    return {
+        "decode, committing": (ops.DECODE, given),
+        "decode, by scores alone": (ops.DECODE, by_score),
+        "prefill, committing": (ops.PREFILL, given),
+        "prefill, committing without bias": (ops.PREFILL, without_bias),
     }
 
 
@@ -99,9 +126,11 @@ def learning(arguments: Arguments) -> Arguments:
     )
 
 
-# What has no gradient: selections, gradients, and out alone.
+# What has no gradient: selections, gradients, out alone, and what enters a cache.
 WITHOUT_GRADIENT = [
-    name for name in OPERATORS if any(one in f"{name} " for one in ("select ", "backward", "alone"))
+    name
+    for name in OPERATORS
+    if any(one in f"{name} " for one in ("select ", "backward", "alone", "committing"))
 ]
 
 

@@ -58,6 +58,37 @@ select = functools.partial(wrong, flash_dmattn.select)
 varlen = functools.partial(wrong, flash_dmattn.flash_dmattn_varlen_func)
 merge = functools.partial(wrong, flash_dmattn.merge)
 layer = flash_dmattn.DynamicMaskAttention
+new_cache = flash_dmattn.DynamicMaskCache
+TOKENS = {"query": (1, 3, 4, 16), "key": (1, 3, 2, 16), "value": (1, 3, 2, 16)}
+WEIGHTS = {"dt_proj": (2, 32), "a_coef": (2,)}
+
+
+def filled(**changes: Any) -> dict[str, Any]:
+    """Three tokens of one sequence and their weights, except for `changes`."""
+    shapes = {**TOKENS, **WEIGHTS}
+    return {**{name: randn(*shape) for name, shape in shapes.items()}, **changes}
+
+
+def decode(**changes: Any) -> Any:
+    given = {"cache": new_cache(1, 1, 2, 16, 4, recent=2).keys, **filled(), **changes}
+    return flash_dmattn.decode(**given)
+
+
+def drafts(layers: int = 1, **changes: Any) -> flash_dmattn.DynamicMaskCache:
+    """A cache with three drafts in its first layer."""
+    cache = new_cache(layers, 1, 2, 16, 4, recent=2)
+    cache.attend(0, **filled(**changes), draft=True)
+    return cache
+
+
+def step(**changes: Any) -> Any:
+    """Three tokens in a cache that has no drafts."""
+    given = {"layer": 0, **filled(), **changes}
+    return new_cache(1, 1, 2, 16, 4, recent=2).attend(**given)
+
+
+def count_of(number: int) -> torch.Tensor:
+    return torch.tensor([number], dtype=torch.int32)
 
 
 def read_messages() -> list[tuple[str, str]]:

@@ -50,12 +50,12 @@ def test_python(tmp_path: Path) -> None:
         assert_printed(example, output_of(python(script, cwd=tmp_path)))
 
 
-def run_c(source: Path, tmp_path: Path) -> str:
+def run_c(source: Path, tmp_path: Path, *arguments: str) -> str:
     program = tmp_path / "example"
     strict = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
     link = [f"-I{ROOT / 'include'}", f"-L{LIBRARY.parent}", "-lfdma", "-lm"]
     output_of(run("cc", *strict, source, "-o", program, *link))
-    return output_of(run(program, env={"LD_LIBRARY_PATH": str(LIBRARY.parent)}))
+    return output_of(run(program, *arguments, env={"LD_LIBRARY_PATH": str(LIBRARY.parent)}))
 
 
 def test_c(tmp_path: Path) -> None:
@@ -102,6 +102,12 @@ def test_a_training_step_in_c(tmp_path: Path) -> None:
     output = run_c(ROOT / "examples" / "train_step.c", tmp_path)
     assert output.count("slope by differences") == 5
     assert "loss before the step" in output
+
+
+def test_generating_in_c(tmp_path: Path) -> None:
+    output = run_c(ROOT / "examples" / "generate.c", tmp_path, "3000")
+    assert "cache 86.0 kB for any number of tokens; all keys would take 3072.0 kB" in output
+    assert "the whole sequence: 0 of 2000 tokens differ" in output
 
 
 def test_the_example_with_torch(tmp_path: Path) -> None:

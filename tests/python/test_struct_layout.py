@@ -140,7 +140,7 @@ assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
 DIMENSIONS = {
     **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
     **{"d": "head_dim", "c": "kv_heads * head_dim", "s": "sequences + 1"},
-    **{"n": "kv_len"},  # no operator has carried keys
+    **{"n": "kv_len", "r": "rows", "z": "rows", "p": "sequences"},
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, for the gradients, or for the allocation of results.

@@ -48,6 +48,10 @@ static const option option_table[] = {
      "where to run: cpu (default), cuda, or a number; the reference always\n"
      "runs on the CPU",
      NULL, offsetof(attend_options, where), OPTION_TEXT, false},
+    {"--decode", "N",
+     "also decode the last N positions one by one, after a prefill of the\n"
+     "others; the exit status is 1 if they differ from the whole sequence",
+     NULL, offsetof(attend_options, decode), OPTION_COUNT, false},
     {"--threads", "N", "CPU threads, at most (default: OMP_NUM_THREADS, or one per core)", NULL,
      offsetof(attend_options, threads), OPTION_COUNT, false},
     {"--out", "FILE", "write out and lse of the attention over the kept keys, as safetensors", NULL,
@@ -102,6 +106,8 @@ static int attend(const attend_options *options, attend_inputs *inputs, attend_r
         code = run_attention(options, inputs, results);
     if (code == EXIT_DONE)
         code = compare_with_reference(options, inputs, results, &summary.difference);
+    if (code == EXIT_DONE && options->decode > 0)
+        code = decode_tokens(options, inputs, results, &summary.decoded);
     if (code == EXIT_DONE && options->out != NULL)
         code = write_results(options->out, results);
     if (code != EXIT_DONE)
@@ -112,7 +118,11 @@ static int attend(const attend_options *options, attend_inputs *inputs, attend_r
         print_json_report(stream, options, inputs, results, &summary);
     else
         print_report(stream, options, inputs, results, &summary);
-    return EXIT_DONE;
+    if (summary.decoded.difference <= summary.decoded.allowed)
+        return EXIT_DONE;
+    print_error("fdma attend: %s: decode: out differs by %.2g, want at most %.2g", options->file,
+                summary.decoded.difference, summary.decoded.allowed);
+    return EXIT_FAILED;
 }
 
 static void free_tensors(attend_inputs *inputs, attend_results *results) {

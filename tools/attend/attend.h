@@ -13,6 +13,7 @@ typedef struct attend_options {
     const char *out;    /* NULL: nothing is written */
     const char *where;  /* value of --device; NULL: the CPU */
     int64_t window, recent, sinks;
+    int64_t decode; /* positions, the last ones, that are decoded one by one */
     int64_t threads;
     double scale;
     double softcap;
@@ -69,10 +70,18 @@ typedef struct reference_difference {
     bool own_selection;     /* the reference made its own selection */
 } reference_difference;
 
+typedef struct decoded_tokens {
+    int64_t tokens;
+    samples times;                  /* milliseconds a token */
+    double cache_bytes, full_bytes; /* of the cache; of k and v of all positions */
+    double difference, allowed;     /* of out, from that of the whole sequence */
+} decoded_tokens;
+
 typedef struct attend_summary {
     attention_mass mass;
     kept_keys keys;
     reference_difference difference;
+    decoded_tokens decoded; /* 0 tokens: none */
 } attend_summary;
 
 /* Each step returns 0, or an exit code after a line on stderr. */
@@ -87,6 +96,10 @@ int run_attention(const attend_options *options, const attend_inputs *inputs,
 /*! compare_with_reference() - compare.c. */
 int compare_with_reference(const attend_options *options, const attend_inputs *inputs,
                            const attend_results *results, reference_difference *difference);
+
+/*! decode_tokens() - decode.c: the last positions one by one. */
+int decode_tokens(const attend_options *options, const attend_inputs *inputs,
+                  const attend_results *results, decoded_tokens *decoded);
 
 /*! measure_mass(), count_kept_keys(), print_report(), print_json_report() - report.c. */
 attention_mass measure_mass(const attend_results *results);

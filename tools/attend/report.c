@@ -132,6 +132,18 @@ static void print_difference(FILE *stream, const reference_difference *differenc
                         : ", with the same selection: the reference would take too long)\n");
 }
 
+static void print_decoded(FILE *stream, const decoded_tokens *decoded) {
+    if (decoded->tokens == 0)
+        return;
+    fprintf(stream,
+            "  decode     %" PRId64 " tokens: fastest %.4f ms a token, median %.4f, slowest %.4f\n"
+            "             cache %.1f kB, k and v of all positions %.1f kB\n"
+            "             largest difference from the whole sequence %.2g (allowed: %.2g)\n",
+            decoded->tokens, quantile(&decoded->times, 0), median(&decoded->times),
+            quantile(&decoded->times, 1), 1e-3 * decoded->cache_bytes, 1e-3 * decoded->full_bytes,
+            decoded->difference, decoded->allowed);
+}
+
 void print_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                   const attend_results *results, const attend_summary *summary) {
     const attention_mass *mass = &summary->mass;
@@ -150,6 +162,7 @@ void print_report(FILE *stream, const attend_options *options, const attend_inpu
     fprintf(stream, "; worst row %.1f %% (head %" PRId64 ", query %" PRId64 ")\n",
             100 * mass->worst, mass->worst_head, mass->worst_query);
     print_difference(stream, &summary->difference, q_len, inputs->q.dtype);
+    print_decoded(stream, &summary->decoded);
     if (options->out != NULL) {
         fprintf(stream, "  written    out and lse to ");
         print_text(stream, options->out);
@@ -197,6 +210,15 @@ static void json_options(FILE *stream, const attend_options *options, const atte
     fprintf(stream, ", \"threads\": %" PRId64, options->threads);
 }
 
+static void json_decoded(FILE *stream, const decoded_tokens *decoded) {
+    fprintf(stream, ", \"decode_tokens\": %" PRId64, decoded->tokens);
+    json_times(stream, "decode_ms", &decoded->times);
+    json_field(stream, "cache_bytes", decoded->cache_bytes);
+    json_field(stream, "full_cache_bytes", decoded->full_bytes);
+    json_field(stream, "difference_decode", decoded->difference);
+    json_field(stream, "difference_allowed", decoded->allowed);
+}
+
 void print_json_report(FILE *stream, const attend_options *options, const attend_inputs *inputs,
                        const attend_results *results, const attend_summary *summary) {
     const attention_mass *mass = &summary->mass;
@@ -224,6 +246,8 @@ void print_json_report(FILE *stream, const attend_options *options, const attend
     json_bool(stream, summary->difference.queries < inputs->q.shape[1]);
     fprintf(stream, ", \"reference_selected\": ");
     json_bool(stream, summary->difference.own_selection);
+    if (summary->decoded.tokens > 0)
+        json_decoded(stream, &summary->decoded);
     fprintf(stream, ", \"out\": ");
     json_string(stream, options->out);
     fprintf(stream, "}\n");

@@ -1,0 +1,405 @@
+"""The cache of a model that generates: the carried keys of all its layers.
+
+A cache has window + recent rows for each layer, sequence and kv head, however many tokens pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import _arguments, ops, streams
+from ._arguments import MaybeTensor
+from .functional import _autocast, _scale
+from .streams import TOKENS_MAX, KeyCache
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+class Drafts(NamedTuple):
+    """Tokens of one layer that have not been committed."""
+
+    key: torch.Tensor  # [batch, tokens, kv_heads, head_dim]
+    value: torch.Tensor
+    score: torch.Tensor  # [batch, kv_heads, tokens]
+    n_tokens: torch.Tensor | None  # [batch] int32, or None: all are tokens
+
+
+class Tokens(NamedTuple):
+    """The next tokens of some sequences, and what to do with them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    weights: tuple[MaybeTensor, ...]  # dt_proj, a_coef and dt_bias
+    index: MaybeTensor
+    key_valid: MaybeTensor
+    n_tokens: MaybeTensor
+    options: tuple[str, float, float, str | None]  # bias_form, scale, softcap and backend
+
+
+def join(first: Drafts | None, second: Drafts) -> Drafts:
+    """The tokens of `first`, then those of `second`."""
+    if first is None:
+        return second
+    pairs = zip(first[:3], second[:3], (1, 1, 2))
+    return Drafts(*(torch.cat((one, other), axis) for one, other, axis in pairs), None)
+
+
+class DynamicMaskCache:
+    """The carried keys of all layers of a model, for a batch of sequences of any length.
+
+    Every layer attends through the cache as it would over the whole sequence, in constant memory
+    and, for a new token, in constant time. Nothing is read back from the device, and every tensor
+    keeps its address. A cache has no gradients: generate within torch.no_grad().
+
+    Drafts, for speculative decoding, are tokens that attend(draft=True) has passed through the
+    model: they see the tokens before them, but have not entered the cache. commit(n) lets the first
+    n of them enter and forgets the others; n may differ between sequences. Further tokens, drafts
+    or not, continue after the drafts that there are: crop(n) first, to keep only n of them. Those
+    that are left when tokens follow that are no drafts enter the cache with these.
+
+        logits = model(drafts, cache, draft=True)  # each layer calls attend(draft=True)
+        cache.commit(accepted)                     # [batch] int32
+
+    Args:
+        layers: of the model.
+        batch: sequences.
+        kv_heads: key and value heads of a layer.
+        head_dim: channels of a head, a multiple of 8 up to 256.
+        window: keys that a query keeps, 1 or more.
+        recent: keys that it keeps beside these because they are the newest.
+        sinks: first keys of a sequence that outrank all others, 0 to window.
+        bias_form: as in score().
+        dtype: of keys and values; None for torch's default dtype.
+        device: of the cache; None for torch's default device.
+
+    Attributes:
+        keys: a KeyCache of layers * batch sequences: that of sequence b in a layer has the number
+            layer * batch + b.
+
+    Raises:
+        TypeError: a size that is not an int.
+        ValueError: a size that is out of its range.
+
+    Example:
+        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
+        >>> cache = flash_dmattn.DynamicMaskCache(1, 2, kv_heads=2, head_dim=16, window=16)
+        >>> with torch.no_grad():
+        ...     prompt = layer(torch.randn(2, 100, 64), cache=cache)
+        ...     token = layer(torch.randn(2, 1, 64), cache=cache)
+        >>> token.shape, cache.get_seq_length()
+        (torch.Size([2, 1, 64]), 101)
+
+    Source: docs/algorithm.md, streams.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        *,
+        recent: int = 0,
+        sinks: int = 0,
+        bias_form: str = "exp",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads}
+        for name, size in sizes.items():
+            require(_arguments.check_int(name, size) >= 1, f"{name}: is {size}, want 1 or more")
+        takes_dim = _arguments.check_int("head_dim", head_dim) % 8 == 0 and 8 <= head_dim <= 256
+        require(takes_dim, f"head_dim: is {head_dim}, want a multiple of 8 from 8 to 256")
+        rules = _arguments.check_rules(window, recent, sinks)
+        _arguments.choose("bias_form", bias_form)
+        self.layers, self.batch, self.bias_form = layers, batch, bias_form
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        sequences, rows = layers * batch, rules[0] + rules[1]
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        by_head = (sequences, kv_heads, rows)  # the rows of a head are adjacent
+        wide = _arguments.wide(dtype)
+        self.keys = KeyCache(
+            zeros(*by_head, head_dim, dtype=dtype).transpose(1, 2),
+            zeros(*by_head, head_dim, dtype=dtype).transpose(1, 2),
+            zeros(*by_head, dtype=wide),
+            zeros(*by_head, dtype=wide),
+            zeros(*by_head, dtype=torch.int32) - 1,
+            zeros(sequences, dtype=torch.int32),
+            *rules,
+        )
+        numbers = torch.arange(sequences, dtype=torch.int32, device=device)
+        self._indices = numbers.view(layers, batch).unbind(0)
+        self._drafts: list[Drafts | None] = [None] * layers
+        self._lengths = [0] * layers  # tokens that have entered, kept on the host
+
+    # ---- attention ----
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dt_proj: torch.Tensor,
+        a_coef: torch.Tensor,
+        *,
+        dt_bias: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+        key_valid: torch.Tensor | None = None,
+        n_tokens: torch.Tensor | int | None = None,
+        draft: bool = False,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        backend: str | None = None,
+    ) -> torch.Tensor:
+        """Attention of the next tokens of each sequence, which then enter the cache.
+
+        Up to 64 tokens are a decode(); more, or any with key_valid, are a chunked prefill.
+
+        Args:
+            layer: 0 to layers - 1.
+            query: [batch, len, q_heads, head_dim].
+            key: [batch, len, kv_heads, head_dim], of the cache's dtype.
+            value: like key.
+            dt_proj: as in score().
+            a_coef: as in score().
+            dt_bias: as in score().
+            index: optional [streams] int32: the sequences of the batch that these tokens continue;
+                query, key and value are then [streams, ...]. -1: none (not in a prefill).
+            key_valid: optional [batch, len] bool or uint8, false for padding, which is never kept,
+                but counts as tokens that have passed.
+            n_tokens: [batch] int32 or an int: the first n are tokens, the rest is padding that
+                leaves no trace; None for len.
+            draft: the tokens do not enter the cache. Drafts have no index and no key_valid; where
+                they have n_tokens, commit() has to follow.
+            softmax_scale: as in attention().
+            softcap: as in attention().
+            backend: as in score().
+
+        Returns:
+            out [batch, len, q_heads, head_dim]; that of padding has no meaning.
+
+        Raises:
+            TypeError: arguments of another type.
+            ValueError: shapes, devices or options that are inconsistent; more than 64 drafts.
+            NotImplementedError: a dtype, device or backend that no kernel supports.
+        """
+        self._check_layer(layer)
+        query, key, value, *weights = _autocast(
+            "query", (query, key, value), (dt_proj, a_coef, dt_bias)
+        )
+        count = streams.counts("n_tokens", n_tokens, key)
+        options = (self.bias_form, _scale(softmax_scale), softcap, backend)
+        tokens = Tokens(query, key, value, tuple(weights), index, key_valid, count, options)
+        if index is None:
+            require(
+                key.shape[0] == self.batch,
+                f"key: axis 0 has {key.shape[0]} elements, want the batch, {self.batch}",
+            )
+        if draft or self._drafts[layer] is not None:
+            return self._follow_drafts(layer, tokens, draft)
+        if key.shape[1] > TOKENS_MAX or key_valid is not None:
+            out = self._prefill(layer, tokens)
+        else:
+            where = self._sequences(layer, index)
+            rows = (query, key, value, *weights, None, where, count, None)
+            out, _ = ops.DECODE.op(*rows, *self.keys, *options)
+        self._lengths[layer] += key.shape[1]
+        return out
+
+    def _check_layer(self, layer: int) -> None:
+        known = 0 <= _arguments.check_int("layer", layer) < self.layers
+        require(known, f"layer: is {layer}, want 0 to {self.layers - 1}")
+
+    def _sequences(self, layer: int, index: MaybeTensor) -> torch.Tensor:
+        """The numbers in `keys` of the sequences `index` of the batch; -1 stays."""
+        if index is None:
+            return self._indices[layer]
+        return torch.where(index < 0, -1, index + layer * self.batch).to(torch.int32)
+
+    def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
+        """Tokens of any number enter the cache."""
+        tensors, rules = self.keys[:6], self.keys[6:]
+        if tokens.index is None:
+            first = layer * self.batch
+            where = slice(first, first + self.batch)
+            carried = KeyCache(*(one[where] for one in tensors), *rules)
+            return streams.prefill(carried, *tokens)
+        where = self._sequences(layer, tokens.index)
+        carried = KeyCache(*(one.index_select(0, where) for one in tensors), *rules)
+        out = streams.prefill(carried, *tokens)
+        for one, changed in zip(tensors, carried):
+            one.index_copy_(0, where.long(), changed)
+        return out
+
+    # ---- drafts ----
+
+    def _follow_drafts(self, layer: int, tokens: Tokens, draft: bool) -> torch.Tensor:
+        """Attention of tokens that are drafts or follow drafts."""
+        waiting = self._drafts[layer]
+        message = "want None in drafts and after them"
+        require(tokens.index is None, f"index: is a tensor, {message}")
+        require(tokens.key_valid is None, f"key_valid: is a tensor, {message}")
+        ragged = waiting is not None and (
+            tokens.n_tokens is not None or waiting.n_tokens is not None
+        )
+        require(not ragged, "n_tokens: is given beside earlier drafts, commit() these first")
+        query, key, value, weights = tokens[:4]
+        *_, backend = tokens.options
+        score, _ = ops.SCORE.op(value, *weights, None, "none", backend)
+        drafts = join(waiting, Drafts(key, value, score, tokens.n_tokens))
+        length = drafts.key.shape[1]
+        require(length <= TOKENS_MAX, f"key: makes {length} drafts, want at most {TOKENS_MAX}")
+        commit = streams.counts("commit", 0, key) if draft else None
+        where = self._indices[layer]
+        rows = (query, *drafts[:2], None, None, None, drafts.score, where, drafts.n_tokens, commit)
+        out, _ = ops.DECODE.op(*rows, *self.keys, *tokens.options)
+        self._lengths[layer] += 0 if draft else length
+        self._drafts[layer] = drafts if draft else None
+        return out
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that have not been committed, in the first layer."""
+        return 0 if self._drafts[0] is None else self._drafts[0].key.shape[1]
+
+    def crop(self, count: int) -> None:
+        """Forget the drafts from number `count` on, in every layer and sequence. The first `count`
+        stay drafts.
+
+        Raises:
+            TypeError: count is not an int.
+            ValueError: it is negative.
+        """
+        require(_arguments.check_int("count", count) >= 0, f"count: is {count}, want 0 or more")
+        for layer, one in enumerate(self._drafts):
+            if one is None:
+                continue
+            require(one.n_tokens is None, "count: drafts with n_tokens can only be committed")
+            rows = (one.key[:, :count], one.value[:, :count], one.score[:, :, :count])
+            self._drafts[layer] = Drafts(*rows, None) if count > 0 else None
+
+    def commit(self, count: torch.Tensor | int | None = None) -> None:
+        """Let the first `count` drafts of each sequence enter the cache, and forget the others. It
+        is one call for all layers, whose drafts must have the same number.
+
+        Args:
+            count: [batch] int32 or an int; None for all. Without drafts only None and 0 are
+                accepted.
+
+        Raises:
+            TypeError: count is neither a tensor nor an int.
+            ValueError: layers have different numbers of drafts; on the CPU also a count that is
+                negative or above that number.
+        """
+        waiting = [one for one in self._drafts if one is not None]
+        if not waiting:
+            absent = count is None or (not isinstance(count, torch.Tensor) and count == 0)
+            require(absent, f"count: is {count}, but there are no drafts")
+            return
+        lengths = [0 if one is None else one.key.shape[1] for one in self._drafts]
+        require(min(lengths) == max(lengths), f"count: the layers have {lengths} drafts")
+        key, value, score = (torch.cat(same) for same in zip(*(one[:3] for one in waiting)))
+        n_tokens = None
+        if waiting[0].n_tokens is not None:
+            n_tokens = torch.cat([one.n_tokens for one in waiting])
+        commit = count
+        if count is not None and not isinstance(count, torch.Tensor):
+            known = 0 <= _arguments.check_int("count", count) <= lengths[0]
+            require(known, f"count: is {count}, want 0 to the drafts, {lengths[0]}")
+        if isinstance(count, torch.Tensor):
+            require(
+                list(count.shape) == [self.batch],
+                f"count: shape is {list(count.shape)}, want [{self.batch}]",
+            )
+            commit = count.repeat(self.layers)
+        streams.decode(
+            key[:, :0],
+            key,
+            value,
+            self.keys,
+            score=score,
+            n_tokens=n_tokens,
+            commit=commit,
+            bias_form=self.bias_form,
+        )
+        entered = count if isinstance(count, int) else lengths[0]
+        self._lengths = [length + entered for length in self._lengths]
+        self._drafts = [None] * self.layers
+
+    # ---- sequences ----
+
+    def positions(self, layer: int, length: int, index: torch.Tensor | None = None) -> torch.Tensor:
+        """[batch, length] int32: the positions of the next `length` tokens of a layer."""
+        first = layer * self.batch
+        if index is None:
+            seen = self.keys.seen[first : first + self.batch]
+        else:
+            seen = self.keys.seen[self._sequences(layer, index).clamp(min=0)]
+        waiting = self._drafts[layer]
+        drafts = 0 if waiting is None else waiting.key.shape[1]
+        steps = torch.arange(drafts, drafts + length, dtype=torch.int32, device=seen.device)
+        return seen[:, None] + steps
+
+    def reorder(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence b of every layer what sequence beam_idx[b] was, drafts included.
+
+        Args:
+            beam_idx: [batch] integers.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        shape = list(beam_idx.shape)
+        require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
+        for tensor in self.keys[:6]:
+            by_layer = tensor.unflatten(0, (self.layers, self.batch))
+            by_layer.copy_(by_layer.index_select(1, beam_idx))
+        for layer, one in enumerate(self._drafts):
+            if one is not None:
+                moved = (None if x is None else x.index_select(0, beam_idx) for x in one)
+                self._drafts[layer] = Drafts(*moved)
+
+    def drop(self, b: int) -> None:
+        """Empty sequence b in every layer, so that another can begin there. It has no drafts then.
+
+        Raises:
+            TypeError: b is not an int.
+            ValueError: there is no such sequence, or there are drafts.
+        """
+        require(
+            0 <= _arguments.check_int("b", b) < self.batch, f"b: is {b}, want 0 to {self.batch - 1}"
+        )
+        require(self.drafts == 0, "b: there are drafts, commit() or crop() them first")
+        self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
+        self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0
+
+    def reset(self) -> None:
+        """Empty all sequences, and forget drafts."""
+        self.keys.position.fill_(-1)
+        self.keys.seen.zero_()
+        self._drafts = [None] * self.layers
+        self._lengths = [0] * self.layers
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Tokens that have entered, and drafts: a number kept on the host, where those that
+        n_tokens, `index` or a tensor in commit() left out count as well. `keys.seen` has the exact
+        numbers, without drafts."""
+        self._check_layer(layer)
+        waiting = self._drafts[layer]
+        return self._lengths[layer] + (0 if waiting is None else waiting.key.shape[1])
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of all tensors of the cache, which never change. Drafts are not counted."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.keys[:6])

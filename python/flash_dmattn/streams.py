@@ -1,0 +1,221 @@
+"""Sequences that come in pieces: attention over carried keys, and decoding over a cache of them.
+
+Of the tokens so far a stream keeps the carried keys: at most window + recent rows for each kv head,
+whatever their number. fdma.h, "Streams", says which these are and why they are all that is needed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import _arguments, ops
+from ._arguments import MaybeTensor
+from .functional import _autocast, _refuse_tangents, _scale
+
+TOKENS_MAX = 64  # new tokens of a decode()
+
+
+class KeyCache(NamedTuple):
+    """The carried keys of many streams, each in a sequence of the cache: fdma_cache of fdma.h.
+
+    Its size does not depend on how many tokens have passed. decode() writes to its tensors. In an
+    empty sequence all positions are -1 and `seen` is 0; what the other tensors hold does not
+    matter. DynamicMaskCache makes one for all layers of a model.
+
+    Args:
+        key: [sequences, rows, kv_heads, head_dim], where rows = window + recent; any strides, but
+            the rows of a head are read fastest if they are adjacent.
+        value: like key.
+        bias: [sequences, kv_heads, rows] float32.
+        score: [sequences, kv_heads, rows] float32.
+        position: [sequences, kv_heads, rows] int32: of each key in its stream; -1: an empty row.
+        seen: [sequences] int32: the tokens of each stream that have passed.
+        window: as in select().
+        recent: as there.
+        sinks: as there.
+
+    Raises:
+        TypeError: a field that is missing.
+
+    Example:
+        >>> rows = torch.zeros(1, 4, 2, 8)  # one sequence, window 4, 2 heads
+        >>> numbers = torch.zeros(1, 2, 4)
+        >>> empty = torch.full((1, 2, 4), -1, dtype=torch.int32)
+        >>> seen = torch.zeros(1, dtype=torch.int32)
+        >>> tensors = rows, rows.clone(), numbers, numbers.clone(), empty, seen
+        >>> cache = flash_dmattn.KeyCache(*tensors, window=4)
+
+    Source: docs/algorithm.md, streams.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+    seen: torch.Tensor
+    window: int
+    recent: int = 0
+    sinks: int = 0
+
+
+def counts(name: str, count: int | MaybeTensor, like: torch.Tensor) -> MaybeTensor:
+    """`count` as int32 [batch], on the device of `like` [batch, ...].
+
+    Raises:
+        TypeError: it is neither a tensor nor an int.
+    """
+    if count is None or isinstance(count, torch.Tensor):
+        return count
+    number = _arguments.check_int(name, count)
+    return torch.full((like.shape[0],), number, dtype=torch.int32, device=like.device)
+
+
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KeyCache,
+    *,
+    dt_proj: torch.Tensor | None = None,
+    a_coef: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    score: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
+    n_tokens: torch.Tensor | int | None = None,
+    commit: torch.Tensor | int | None = None,
+    bias_form: str = "exp",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of new tokens over a cache and each other; then the tokens enter the cache.
+
+    A query attends to what it would attend to in the whole sequence. The time does not depend on
+    how many tokens have passed. The call writes to the cache's tensors, and has no gradient. All
+    numbers stay on the device: nothing waits for them.
+
+    Args:
+        query: [batch, q_len, q_heads, head_dim], q_len at most new_len: query i stands beside token
+            i + new_len - q_len. With q_len = 0 tokens are only committed.
+        key: [batch, new_len, kv_heads, head_dim], new_len at most 64.
+        value: [batch, new_len, kv_heads, head_dim].
+        cache: of query's dtype, on its device.
+        dt_proj: as in score(), with a_coef; or else `score` is given.
+        a_coef: as in score().
+        dt_bias: as in score(); None for 0.
+        score: [batch, kv_heads, new_len] float32: the score of each new token.
+        index: optional [batch] int32: the sequence of the cache for each stream; -1: none, whose
+            out is 0; None for 0, 1, ...
+        n_tokens: [batch] int32 or an int: the first n are tokens, the rest is not read, and its out
+            is 0; None for new_len.
+        commit: [batch] int32 or an int: the first n enter the cache, the others leave no trace;
+            None for all tokens.
+        bias_form: as in score(): the same in every call on a cache.
+        softmax_scale: as in attention().
+        softcap: as in attention().
+        backend: as in score().
+        return_lse: also return lse.
+
+    Returns:
+        out [batch, q_len, q_heads, head_dim]; with return_lse a pair of out and lse [batch,
+        q_heads, q_len] float32, in nats.
+
+    Raises:
+        TypeError: a query or cache of another type, or an n_tokens or commit that is no int.
+        ValueError: shapes, devices or options that are inconsistent; more than 64 new tokens; on
+            the CPU also an index, n_tokens or commit out of its range.
+        NotImplementedError: a dtype, head_dim, device or backend that no kernel supports.
+
+    Example:
+        >>> cache = flash_dmattn.DynamicMaskCache(1, 1, kv_heads=2, head_dim=8, window=4)
+        >>> query, key, value = torch.randn(1, 3, 4, 8), *torch.randn(2, 1, 3, 2, 8)
+        >>> scores = torch.randn(1, 2, 3)
+        >>> out = flash_dmattn.decode(query, key, value, cache.keys, score=scores, commit=2)
+        >>> out.shape, cache.keys.seen
+        (torch.Size([1, 3, 4, 8]), tensor([2], dtype=torch.int32))
+
+    Source: docs/algorithm.md, streams.
+    """
+    if not isinstance(cache, KeyCache):
+        raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
+    _refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score)
+    *tensors, window, recent, sinks = cache
+    out, lse = ops.DECODE.op(
+        *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),
+        score,
+        index,
+        counts("n_tokens", n_tokens, key),
+        counts("commit", commit, key),
+        *tensors,
+        window,
+        recent,
+        sinks,
+        bias_form,
+        _scale(softmax_scale),
+        softcap,
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def store(
+    carried: KeyCache,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    table: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Put the keys of a piece that are still kept into their rows of `carried`, whose streams are
+    the batch, and its table, score and position, with them. `seen` is still that before the piece.
+    """
+    score, position = table
+    arrived = position - carried.seen[:, None, None]  # the key of the piece; < 0: no new one
+    is_new, j = arrived >= 0, arrived.clamp(min=0).long()
+    rows = j[..., None].expand(-1, -1, -1, key.shape[-1])
+    for target, source in ((carried.key, key), (carried.value, value)):
+        by_head = target.transpose(1, 2)
+        taken = source.transpose(1, 2).gather(2, rows)
+        by_head.copy_(torch.where(is_new[..., None], taken, by_head))
+    if bias.numel():
+        carried.bias.copy_(torch.where(is_new, bias.gather(2, j), carried.bias))
+    carried.score.copy_(score)
+    carried.position.copy_(position)
+
+
+def prefill(
+    carried: KeyCache,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: tuple[MaybeTensor, ...],
+    index: MaybeTensor,
+    key_valid: MaybeTensor,
+    n_tokens: MaybeTensor,
+    options: tuple[str, float, float, str | None],
+) -> torch.Tensor:
+    """Attention of the next tokens of each stream over [carried | their own keys]: out. The keys
+    that are still kept enter `carried`, whose streams are the batch, whatever `index` was. Tokens
+    from n_tokens on are padding, which leaves no trace.
+
+    `weights` are dt_proj, a_coef and dt_bias; `options` bias_form, softmax_scale (0: the default),
+    softcap and backend.
+    """
+    if n_tokens is not None:
+        is_token = torch.arange(key.shape[1], device=key.device) < n_tokens[:, None]
+        key_valid = is_token if key_valid is None else is_token & key_valid.bool()
+    carried_bias = None if options[0] == "none" else carried.bias
+    tables = (carried.score, carried.position, carried.seen)
+    tensors = (*weights, key_valid, *tables, carried.key, carried.value, carried_bias)
+    out, bias, score, position, seen = ops.PREFILL.op(
+        query, key, value, *tensors, *carried[6:], *options
+    )
+    if n_tokens is not None:
+        seen = carried.seen + n_tokens.clamp(0, key.shape[1])
+    with torch.no_grad():
+        store(carried, key, value, bias, (score, position))
+        carried.seen.copy_(seen)
+    return out
