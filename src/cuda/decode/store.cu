@@ -46,7 +46,7 @@ __device__ static prompt_range prompt_of(const store_plan &plan, int32_t n) {
 
 /* A block has one kv head of one prompt: it empties all rows but those of carried keys that are kept
  * to the end. */
-static __global__ void __launch_bounds__(store_threads)
+static __global__ void __launch_bounds__(store_threads, 2)
     empty_rows(const __grid_constant__ store_plan plan) {
     const int32_t n = (int32_t)(blockIdx.x / plan.kv_heads);
     const int32_t g = (int32_t)(blockIdx.x % plan.kv_heads);
@@ -71,21 +71,23 @@ static __global__ void __launch_bounds__(store_threads)
 /* Copies a row with a warp, in elements of a type that suits its alignment. */
 template <typename unit>
 __device__ static void copy_units(void *to, const void *from, int32_t bytes) {
+#pragma unroll 1
     for (int32_t n = threadIdx.x % 32; n < bytes / (int32_t)sizeof(unit); n += 32)
         ((unit *)to)[n] = ((const unit *)from)[n];
 }
 
-/* The first byte of a row of a head. */
-__device__ static char *row_start(const head_view &view, int32_t b, int32_t g, int32_t row,
-                                  int32_t bytes_per_element) {
-    return (char *)view.data +
-           bytes_per_element * (b * view.batch + row * view.row + g * view.head);
+/* Copies key m of a prompt to a row of the cache, with a warp. */
+template <typename unit>
+__device__ static void copy_key(const head_view &cache, const head_view &keys, int64_t to,
+                                int64_t from, int32_t element_bytes, int32_t row_bytes) {
+    copy_units<unit>((char *)cache.data + element_bytes * to,
+                     (const char *)keys.data + element_bytes * from, row_bytes);
 }
 
 /* A block has some keys of one kv head of one prompt. */
 template <typename unit>
-static __global__ void __launch_bounds__(store_threads, 4)
-    store_keys(const __grid_constant__ store_plan plan, const int32_t bytes_per_element) {
+static __global__ void __launch_bounds__(store_threads, 2)
+    store_keys(const __grid_constant__ store_plan plan, const int32_t element_bytes) {
     const int64_t head = head_of_block();
     if (head >= (int64_t)plan.count * plan.kv_heads)
         return;
@@ -106,11 +108,15 @@ static __global__ void __launch_bounds__(store_threads, 4)
         const uint32_t kept = __ballot_sync(~0u, own_row >= 0 && own_row < plan.rows);
         for (uint32_t left = kept; left != 0; left &= left - 1) {
             const int32_t other = __ffs(left) - 1, row = __shfl_sync(~0u, own_row, other);
-            const int32_t m = first + other, sequence = prompt.sequence;
-            copy_units<unit>(row_start(plan.cache_k, sequence, g, row, bytes_per_element),
-                             row_start(plan.k, b, g, m, bytes_per_element), plan.row_bytes);
-            copy_units<unit>(row_start(plan.cache_v, sequence, g, row, bytes_per_element),
-                             row_start(plan.v, b, g, m, bytes_per_element), plan.row_bytes);
+            const int64_t sequence = prompt.sequence, m = first + other;
+            copy_key<unit>(
+                plan.cache_k, plan.k,
+                sequence * plan.cache_k.batch + row * plan.cache_k.row + g * plan.cache_k.head,
+                b * plan.k.batch + m * plan.k.row + g * plan.k.head, element_bytes, plan.row_bytes);
+            copy_key<unit>(
+                plan.cache_v, plan.v,
+                sequence * plan.cache_v.batch + row * plan.cache_v.row + g * plan.cache_v.head,
+                b * plan.v.batch + m * plan.v.row + g * plan.v.head, element_bytes, plan.row_bytes);
         }
         if ((kept >> lane & 1) == 0)
             continue;
