@@ -95,7 +95,7 @@ ALLOWED = {
     "cuda select sm90": (*CUDA_KERNEL, "cuda select"),
     "cuda lists": CUDA_KERNEL,
     "cuda mma": CUDA_KERNEL,
-    "cuda decode": (*CUDA_KERNEL, "cuda mma"),
+    "cuda decode": (*CUDA_KERNEL, "cuda mma", "cuda score"),
     "cuda forward sm80": (*CUDA_KERNEL, "cuda mma"),
     "cuda forward sm90": CUDA_KERNEL,
     "cuda backward sm80": (*CUDA_KERNEL, "cuda mma"),

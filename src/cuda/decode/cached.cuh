@@ -2,8 +2,8 @@
  * into splits of the cache's rows, and one more of the new tokens. */
 #pragma once
 
-#include "cuda/decode/evict.cuh"
 #include "cuda/decode/merge.cuh"
+#include "cuda/decode/streams.cuh"
 
 /* The inputs of a split. A key's expiry counts tokens, and so do positions: every row comes before
  * them. */

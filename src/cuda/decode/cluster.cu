@@ -1,5 +1,6 @@
-/* fdma_decode() for head_dim up to FDMA_HEAD_DIM on devices of compute capability 9.0 and later. The
- * parts of a cluster depend on the rows of the cache alone, and so do the bits of a result.
+/* fdma_decode() for head_dim up to FDMA_HEAD_DIM on devices of compute capability 9.0 and later.
+ * How the keys are partitioned depends on the rows of the cache alone, and so do the bits of a
+ * result.
  *
  * Source: docs/algorithm.md, streams; arXiv:2307.08691. */
 #include "cuda/decode/cluster.cuh"

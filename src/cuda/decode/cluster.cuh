@@ -1,11 +1,11 @@
-/* The second of the two kernels of fdma_decode() on 9.0: a cluster of thread blocks has one (b, g),
- * each block an equal part of the cache's rows, the last one also the new tokens. Each decides for
- * itself which rows the tokens take, while the first rows of its part arrive. The partial results
- * are merged through distributed shared memory. When all blocks have read the cache, the committed
- * tokens enter it. */
+/* The second of the two kernels of fdma_decode() on 9.0: a cluster of thread blocks has one
+ * (b, g). Each block has an equal partition of the cache's rows, the last one also the new tokens.
+ * While its first rows arrive, each block finds out for itself which rows the tokens take. The
+ * blocks merge their partial results through distributed shared memory. Once all of them have read
+ * the cache, the committed tokens enter it. */
 #pragma once
 
-#include "cuda/decode/eviction.cuh"
+#include "cuda/decode/evict.cuh"
 #include "cuda/mma/keys.cuh"
 
 enum { cluster_ranks = 8, most_cluster_rows = 4096 };
@@ -24,8 +24,8 @@ template <typename type, int tiles> struct cluster_config {
     static constexpr int entries = most_cluster_rows / cluster_ranks + most_new_tokens;
 };
 
-/* One thread block's part of a call. It is kept in shared memory to save registers. */
-struct cluster_part {
+/* One thread block's partition of a call. It is kept in shared memory to save registers. */
+struct cluster_partition {
     int32_t b, g, rank;
     int32_t sequence;             // of the cache
     int32_t first_row, rows;      // of the cache
@@ -47,32 +47,33 @@ template <typename config> struct cluster_memory {
         cluster_stage<config> stages[config::warps][2];
         float out[config::warps][config::rows][config::head_dim]; // in the epilogue
     };
-    // of the entries: the rows of this part and, from a multiple of 16 on, the tokens
+    // of the entries: the rows of this partition and, from a multiple of 16 on, the tokens
     alignas(16) float bias[config::entries];
     alignas(16) int32_t expiry[config::entries];
     alignas(16) int32_t token[most_new_tokens]; // 0, 1, ...
     float max[config::warps][config::rows], sum[config::warps][config::rows];
     int32_t position[config::rows];
-    cluster_part part;
+    cluster_partition partition;
     evict_memory<config::threads> evict;
 };
 
-__device__ static cluster_part part_of(const forward_plan &plan, const decode_plan &cached,
-                                       bool aligned) {
+__device__ static cluster_partition partition_of(const forward_plan &plan,
+                                                 const decode_plan &cached, bool aligned) {
     const int32_t head = blockIdx.x / cluster_ranks, rank = blockIdx.x % cluster_ranks;
     const int32_t b = head / plan.kv_heads, g = head % plan.kv_heads;
     const int32_t size = (cached.rows + cluster_ranks * 16 - 1) / (cluster_ranks * 16) * 16;
     const int32_t sequence = sequence_of(cached, b);
-    cluster_part part = {b, g, rank, max(sequence, 0)};
-    part.first_row = min(rank * size, cached.rows);
-    part.rows = min(size, cached.rows - part.first_row);
-    part.token_entry = (part.rows + 15) / 16 * 16;
-    part.entries = rank == cluster_ranks - 1 ? part.token_entry + cached.new_len : part.rows;
-    part.k = source_of(cached.k, part.sequence, g, plan.head_dim, aligned);
-    part.v = source_of(cached.v, part.sequence, g, plan.head_dim, aligned);
-    part.new_k = source_of(plan.k, b, g, plan.head_dim, aligned);
-    part.new_v = source_of(plan.v, b, g, plan.head_dim, aligned);
-    return part;
+    cluster_partition partition = {b, g, rank, max(sequence, 0)};
+    partition.first_row = min(rank * size, cached.rows);
+    partition.rows = min(size, cached.rows - partition.first_row);
+    partition.token_entry = (partition.rows + 15) / 16 * 16;
+    partition.entries =
+        rank == cluster_ranks - 1 ? partition.token_entry + cached.new_len : partition.rows;
+    partition.k = source_of(cached.k, partition.sequence, g, plan.head_dim, aligned);
+    partition.v = source_of(cached.v, partition.sequence, g, plan.head_dim, aligned);
+    partition.new_k = source_of(plan.k, b, g, plan.head_dim, aligned);
+    partition.new_v = source_of(plan.v, b, g, plan.head_dim, aligned);
+    return partition;
 }
 
 /* Each block holds all rows of its head in registers. */
@@ -81,13 +82,14 @@ using cluster_rows = held_rows<config::threads, most_cluster_rows / config::thre
 
 /* Starts copying k or v of a warp's key block, which begins with entry `from`. */
 template <typename config>
-__device__ static void copy_entries(char *to, const cluster_part &part, const row_source &rows,
-                                    const row_source &tokens, int32_t from) {
+__device__ static void copy_entries(char *to, const cluster_partition &partition,
+                                    const row_source &rows, const row_source &tokens,
+                                    int32_t from) {
     constexpr int copiers = row_layout<config::head_dim>::copiers;
-    const bool is_new = from >= part.token_entry;
+    const bool is_new = from >= partition.token_entry;
     const row_source source = is_new ? tokens : rows;
-    const int32_t first = is_new ? from - part.token_entry : part.first_row + from;
-    const int32_t count = (is_new ? part.entries : part.rows) - from;
+    const int32_t first = is_new ? from - partition.token_entry : partition.first_row + from;
+    const int32_t count = (is_new ? partition.entries : partition.rows) - from;
 #pragma unroll
     for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
         const int row = n + threadIdx.x % warp_lanes / copiers;
@@ -99,27 +101,28 @@ __device__ static void copy_entries(char *to, const cluster_part &part, const ro
 }
 
 template <typename config>
-__device__ static void load_stage(cluster_stage<config> &stage, const cluster_part &part,
+__device__ static void load_stage(cluster_stage<config> &stage, const cluster_partition &partition,
                                   int32_t from) {
-    copy_entries<config>((char *)stage.k, part, part.k, part.new_k, from);
-    copy_entries<config>((char *)stage.v, part, part.v, part.new_v, from);
+    copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k, from);
+    copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v, from);
 }
 
 /* Starts loading q of a tile of rows, and then the first two key blocks of each warp. */
 template <typename config>
 __device__ static void begin_tile(cluster_memory<config> &shared, const forward_plan &plan,
-                                  const cluster_part &part, const row_range &range, bool aligned) {
+                                  const cluster_partition &partition, const row_range &range,
+                                  bool aligned) {
     constexpr int step = config::warps * config::keys;
     const int warp = threadIdx.x / warp_lanes;
     write_positions<config::rows>(shared.position, plan, range);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     cp_async_commit_group();
     for (int n = 0; n < 2; n++)
-        load_stage(shared.stages[warp][n], part, warp * config::keys + n * step);
+        load_stage(shared.stages[warp][n], partition, warp * config::keys + n * step);
 }
 
-/* Records in shared memory what becomes of the entries of a part. */
-template <typename config> struct part_marks {
+/* Records in shared memory what becomes of the entries of a partition. */
+template <typename config> struct partition_marks {
     cluster_memory<config> &shared;
     int32_t first_row, rows, token_entry;
 
@@ -135,25 +138,25 @@ template <typename config> struct part_marks {
     }
 };
 
-/* Loads what the cache says of the part's rows, and of all rows for the eviction. */
+/* Loads what the cache says of the partition's rows, and of all rows for the eviction. */
 template <typename config>
 __device__ static void load_rows(cluster_memory<config> &shared, const decode_plan &cached,
                                  cluster_rows<config> &rows) {
-    const cluster_part &part = shared.part;
-    const int32_t *const position = cached.position.at(part.sequence, part.g);
+    const cluster_partition &partition = shared.partition;
+    const int32_t *const position = cached.position.at(partition.sequence, partition.g);
     const float *const bias =
-        cached.bias.data == NULL ? NULL : cached.bias.at(part.sequence, part.g);
-    rows.load(cached.score.at(part.sequence, part.g), position, cached.rows);
-    for (int32_t entry = threadIdx.x; entry < part.token_entry; entry += config::threads) {
-        const bool is_there = entry < part.rows;
-        const int32_t row = part.first_row + entry;
+        cached.bias.data == NULL ? NULL : cached.bias.at(partition.sequence, partition.g);
+    rows.load(cached.score.at(partition.sequence, partition.g), position, cached.rows);
+    for (int32_t entry = threadIdx.x; entry < partition.token_entry; entry += config::threads) {
+        const bool is_there = entry < partition.rows;
+        const int32_t row = partition.first_row + entry;
         shared.expiry[entry] = is_there && position[row] >= 0 ? INT32_MAX : -1;
         shared.bias[entry] = is_there && bias != NULL ? bias[row] * log2_e : 0;
     }
     for (int32_t token = threadIdx.x; token < most_new_tokens; token += config::threads) {
         shared.token[token] = token;
-        shared.expiry[part.token_entry + token] = -1;
-        shared.bias[part.token_entry + token] = 0;
+        shared.expiry[partition.token_entry + token] = -1;
+        shared.bias[partition.token_entry + token] = 0;
     }
 }
 
@@ -162,11 +165,12 @@ template <typename config>
 __device__ static void place_tokens(cluster_memory<config> &shared, const decode_plan &cached,
                                     const decode_stream &stream,
                                     evict_state<cluster_rows<config>> &state) {
-    const cluster_part &part = shared.part;
-    const float *const new_score = cached.new_score.at(part.b, part.g);
-    const part_marks<config> marks = {shared, part.first_row, part.rows, part.token_entry};
+    const cluster_partition &partition = shared.partition;
+    const float *const new_score = cached.new_score.at(partition.b, partition.g);
+    const partition_marks<config> marks = {shared, partition.first_row, partition.rows,
+                                           partition.token_entry};
     if ((int32_t)threadIdx.x < stream.tokens)
-        shared.bias[part.token_entry + threadIdx.x] =
+        shared.bias[partition.token_entry + threadIdx.x] =
             bias_of(cached.bias_form, new_score[threadIdx.x]) * log2_e;
     add_tokens(shared.evict, state, cached, stream, new_score, marks);
 }
@@ -188,14 +192,15 @@ __device__ static void clear_unkept(typename config::element *v, const int32_t *
 /* A warp's key blocks against the rows of a tile. As soon as k or v of a stage has been read, it is
  * loaded again for the block two steps later. */
 template <typename config>
-__device__ static void attend_part(cluster_memory<config> &shared, row_state<config> &state,
-                                   const cluster_part &part, const logit_params &logits) {
+__device__ static void attend_partition(cluster_memory<config> &shared, row_state<config> &state,
+                                        const cluster_partition &partition,
+                                        const logit_params &logits) {
     constexpr int step = config::warps * config::keys;
     const int warp = threadIdx.x / warp_lanes;
-    for (int n = 0, from = warp * config::keys; from < part.entries; n ^= 1, from += step) {
+    for (int n = 0, from = warp * config::keys; from < partition.entries; n ^= 1, from += step) {
         cluster_stage<config> &stage = shared.stages[warp][n];
-        const bool is_new = from >= part.token_entry;
-        const int32_t *const token = shared.token + (is_new ? from - part.token_entry : 0);
+        const bool is_new = from >= partition.token_entry;
+        const int32_t *const token = shared.token + (is_new ? from - partition.token_entry : 0);
         float s[config::row_tiles][config::keys / 8][4];
         cp_async_wait_group<3>();
         __syncwarp(); // k has arrived
@@ -204,19 +209,21 @@ __device__ static void attend_part(cluster_memory<config> &shared, row_state<con
         find_logits<config>(s, shared.bias + from, logits);
         mask_logits<config>(s, shared.expiry + from, token, shared.position, is_new);
         __syncwarp(); // every lane has read k
-        copy_entries<config>((char *)stage.k, part, part.k, part.new_k, from + 2 * step);
+        copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k,
+                             from + 2 * step);
         weigh(s, state); // P = exp2(S - row_max)
         cp_async_wait_group<3>();
         __syncwarp(); // v has arrived
         clear_unkept<config>(stage.v, shared.expiry + from, shared.position[0]);
         mma_ab<config>(state.out, s, down_first<config::head_dim>(stage.v)); // O += P V
         __syncwarp(); // every lane has read v
-        copy_entries<config>((char *)stage.v, part, part.v, part.new_v, from + 2 * step);
+        copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v,
+                             from + 2 * step);
     }
     cp_async_wait_group<0>();
 }
 
-/* Leaves the partial result of this block's part in the arrays of warp 0. */
+/* Leaves the partial result of this block's partition in the arrays of warp 0. */
 template <typename config>
 __device__ static void merge_warps(cluster_memory<config> &shared, const row_state<config> &state,
                                    int32_t rows) {
@@ -280,17 +287,17 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
         weights[n] = __shfl_sync(~0u, weight, n);
     element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
     for (int d = lane * 4; d < plan.head_dim; d += warp_lanes * 4) {
-        float4 parts[cluster_ranks], out = {};
+        float4 partials[cluster_ranks], out = {};
 #pragma unroll
         for (int n = 0; n < cluster_ranks; n++)
-            parts[n] = ld_shared_cluster_v4(mapa(shared_address(&shared.out[0][r][d]), n));
+            partials[n] = ld_shared_cluster_v4(mapa(shared_address(&shared.out[0][r][d]), n));
 #pragma unroll
         for (int n = 0; n < cluster_ranks; n++)
-            if (weights[n] != 0) { // not 0 * x: the out of an empty part may be NaN
-                out.x += weights[n] * parts[n].x;
-                out.y += weights[n] * parts[n].y;
-                out.z += weights[n] * parts[n].z;
-                out.w += weights[n] * parts[n].w;
+            if (weights[n] != 0) { // not 0 * x: the out of an empty partition may be NaN
+                out.x += weights[n] * partials[n].x;
+                out.y += weights[n] * partials[n].y;
+                out.z += weights[n] * partials[n].z;
+                out.w += weights[n] * partials[n].w;
             }
         to[d] = (element)(sum == 0 ? 0 : out.x / sum);
         to[d + 1] = (element)(sum == 0 ? 0 : out.y / sum);
@@ -318,7 +325,7 @@ __device__ static void write_tile(cluster_memory<config> &shared, const forward_
                                   const row_range &range, int32_t rows, int32_t tokens) {
     const int warp = threadIdx.x / warp_lanes;
     const int32_t step = cluster_ranks * config::warps;
-    for (int r = shared.part.rank + cluster_ranks * warp; r < rows; r += step)
+    for (int r = shared.partition.rank + cluster_ranks * warp; r < rows; r += step)
         if (row_position(plan, range, range.first + r) < tokens)
             merge_ranks(shared, plan, range, r);
         else
@@ -338,15 +345,15 @@ __device__ static void copy_to_cache(const row_source &to, int32_t row, const ro
  * one evicts it. */
 template <typename config>
 __device__ static void commit_token(const cluster_memory<config> &shared, const decode_plan &cached,
-                                    const cluster_part &part, const decode_stream &stream,
+                                    const cluster_partition &partition, const decode_stream &stream,
                                     int32_t token) {
-    const int32_t row = shared.evict.slot[token], sequence = part.sequence, g = part.g;
-    if (row < 0 || shared.expiry[part.token_entry + token] < stream.committed)
+    const int32_t row = shared.evict.slot[token], sequence = partition.sequence, g = partition.g;
+    if (row < 0 || shared.expiry[partition.token_entry + token] < stream.committed)
         return;
-    copy_to_cache(part.k, row, part.new_k, token);
-    copy_to_cache(part.v, row, part.new_v, token);
+    copy_to_cache(partition.k, row, partition.new_k, token);
+    copy_to_cache(partition.v, row, partition.new_v, token);
     if (threadIdx.x == 0)
-        write_numbers(cached, part.b, g, token, sequence, row, token_position(stream, token));
+        write_numbers(cached, partition.b, g, token, sequence, row, token_position(stream, token));
 }
 
 template <typename config>
@@ -354,18 +361,18 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     attend_cluster(const __grid_constant__ forward_plan plan,
                    const __grid_constant__ decode_plan cached, const bool aligned) {
     cluster_memory<config> &shared = shared_memory<cluster_memory<config>>();
-    const cluster_part &part = shared.part;
+    const cluster_partition &partition = shared.partition;
     if (threadIdx.x == 0)
-        shared.part = part_of(plan, cached, aligned);
+        shared.partition = partition_of(plan, cached, aligned);
     __syncthreads();
-    row_range range = {part.b, part.g, 0, plan.q_len * plan.group};
+    row_range range = {partition.b, partition.g, 0, plan.q_len * plan.group};
     // no kernel before score_tokens() is still running, so the cache is as the last call left it
-    begin_tile(shared, plan, part, range, aligned);
+    begin_tile(shared, plan, partition, range, aligned);
     evict_state<cluster_rows<config>> state;
     load_rows(shared, cached, state.rows);
     griddepcontrol_wait(); // for score_tokens()
     griddepcontrol_launch_dependents();
-    const decode_stream stream = cached.streams[part.b];
+    const decode_stream stream = cached.streams[partition.b];
     if (stream.tokens > 0)
         place_tokens(shared, cached, stream, state);
     for (; range.first < range.total; range.first += config::rows) {
@@ -374,13 +381,13 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         if (range.first > 0) {
             barrier_cluster_arrive();
             barrier_cluster_wait(); // the last tile has been merged
-            begin_tile(shared, plan, part, range, aligned);
+            begin_tile(shared, plan, partition, range, aligned);
         }
         clear_rows(rows_of_tile);
         cp_async_wait_group<4>();
         __syncthreads(); // all of q has arrived
         if (stream.tokens > 0)
-            attend_part(shared, rows_of_tile, part, logit_params_of(plan));
+            attend_partition(shared, rows_of_tile, partition, logit_params_of(plan));
         cp_async_wait_group<0>();
         merge_warps(shared, rows_of_tile, rows);
         barrier_cluster_arrive();
@@ -394,7 +401,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     }
     // every block has read the cache
     barrier_cluster_arrive();
-    for (int32_t token = part.rank; token < stream.committed; token += cluster_ranks)
-        commit_token(shared, cached, part, stream, token);
+    for (int32_t token = partition.rank; token < stream.committed; token += cluster_ranks)
+        commit_token(shared, cached, partition, stream, token);
     barrier_cluster_wait(); // no block reads this one's shared memory any more
 }

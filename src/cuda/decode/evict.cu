@@ -1,6 +1,6 @@
 /* The first kernel of fdma_decode(): a thread block decides for one (b, g) which row each new token
  * takes. */
-#include "cuda/decode/eviction.cuh"
+#include "cuda/decode/evict.cuh"
 #include "cuda/device/softmax.cuh"
 
 static constexpr int evict_threads = 512;

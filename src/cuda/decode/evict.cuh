@@ -1,94 +1,289 @@
-/* What the kernels of fdma_decode() know of its streams and keys. A call has three kernels:
- *
- *   evict_keys()      which row each new token takes, and so which keys each token sees
- *   attend_cache()    partial results over splits of the rows, and over the new tokens
- *   finish_decode()   merges them, and puts the committed tokens into the cache
- *
- * Only the last one writes to the cache. Keys and positions count new tokens: token m is at
- * position m, and the rows of the cache are before all of them. */
+/* Which row each new token of fdma_decode() takes: the algorithm of a thread block that has one
+ * (b, g). A thread has every `threads`-th row, and token threadIdx.x. It knows the worst of its
+ * keys. For each token the block compares the worst keys of all threads. */
 #pragma once
 
-#include "cuda/plan/plan.cuh"
+#include "cuda/decode/streams.cuh"
+#include "cuda/device/ptx.cuh"
 
-extern "C" {
-#include "core/cache.h"
+/* How a key competes: by the order of its score in the upper half, then by its position. The least
+ * is evicted. An empty row is less than every key, and of several the first one is least. */
+typedef int64_t competitor;
+
+static constexpr int32_t empty_order = INT32_MIN, nan_order = INT32_MIN + 1;
+static constexpr competitor no_key = INT64_MAX;
+
+__device__ static competitor competitor_of(int32_t order, int32_t position) {
+    return (int64_t)order << 32 | (uint32_t)position;
 }
 
-/* A stream of a call, as index, n_tokens, commit and the cache's seen say; clamped, since they may
- * hold anything. */
-struct decode_stream {
-    int32_t sequence; // of the cache
-    int32_t tokens;   // 0 also if the stream is skipped
-    int32_t committed;
-    int32_t seen; // tokens before the new ones
+__device__ static int32_t order_of(competitor key) { return (int32_t)(key >> 32); }
+
+__device__ static int32_t position_of(competitor key) { return (int32_t)(key & UINT32_MAX); }
+
+__device__ static bool is_empty_row(competitor key) { return order_of(key) == empty_order; }
+
+/* A score as an integer that is ordered like it. NaN is lowest, and both zeros are equal. */
+__device__ static int32_t score_order(float score) {
+    const int32_t bits = __float_as_int(score), size = bits & INT32_MAX;
+    return isnan(score) ? nan_order : bits < 0 ? -size : size;
+}
+
+/* How a row competes; an empty one has its number for a position. */
+__device__ static competitor row_competitor(float score, int32_t position, int32_t row) {
+    return position < 0 ? competitor_of(empty_order, row)
+                        : competitor_of(score_order(score), position);
+}
+
+/* The rows of a thread in registers, up to `threads` * most of a block. */
+template <int threads, int most> struct held_rows {
+    competitor keys[most];
+
+    __device__ void load(const float *score, const int32_t *position, int32_t rows) {
+        float scores[most];
+        int32_t positions[most];
+#pragma unroll
+        for (int n = 0; n < most; n++) {
+            const int32_t row = n * threads + threadIdx.x;
+            if (n * threads < rows) {
+                scores[n] = row < rows ? score[row] : 0;
+                positions[n] = row < rows ? position[row] : 0;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < most; n++) {
+            const int32_t row = n * threads + threadIdx.x;
+            if (n * threads < rows)
+                keys[n] = row < rows ? row_competitor(scores[n], positions[n], row) : no_key;
+        }
+    }
+
+    /* Calls visit(row, key). */
+    template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
+#pragma unroll
+        for (int n = 0; n < most; n++)
+            if (n * threads < rows)
+                visit(n * threads + threadIdx.x, keys[n]);
+    }
+
+    /* A row whose key is evicted, or which is no longer empty. */
+    __device__ void clear(int32_t row) {
+#pragma unroll
+        for (int n = 0; n < most; n++)
+            keys[n] = n * threads + (int32_t)threadIdx.x == row ? no_key : keys[n];
+    }
 };
 
-/* The position of a new token in its stream. */
-__device__ static int32_t token_position(const decode_stream &stream, int32_t token) {
-    return min(stream.seen, INT32_MAX - most_new_tokens) + token;
-}
+/* The same in the workspace, for any number of rows. */
+template <int threads> struct listed_rows {
+    competitor *keys; // [rows]
 
-/* A call. What is not a view of the caller's tensors is in the workspace. */
-struct decode_plan {
-    head_view k, v; // of the cache
-    number_view<float> bias, score;
-    number_view<int32_t> position;
-    number_view<float> new_score;
-    int32_t *seen;
-    const int32_t *index, *n_tokens, *commit; // NULL: absent
-    int32_t sequences, batch, kv_heads;
-    int32_t rows, new_len, q_len;
-    int32_t sinks, recent;
-    fdma_bias_form bias_form;
-    decode_stream *streams; // [batch]
-    int64_t keys;           // rows + new_len
-    // of each (b, g), for every row and then for every new token, as in a forward_plan:
-    key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
-    int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
-    int32_t *slot;       // [batch * kv_heads][new_len]: the row that a token takes, or -1
-    int64_t *row_keys;   // [batch * kv_heads][rows], if these are too many for registers
+    __device__ void load(const float *score, const int32_t *position, int32_t rows) {
+#pragma unroll 8
+        for (int32_t row = threadIdx.x; row < rows; row += threads)
+            keys[row] = row_competitor(score[row], position[row], row);
+    }
+
+    template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
+#pragma unroll 8
+        for (int32_t row = threadIdx.x; row < rows; row += threads)
+            visit(row, keys[row]);
+    }
+
+    __device__ void clear(int32_t row) { keys[row] = no_key; }
 };
 
-/* The bias of a new token. */
-__device__ static float bias_of(fdma_bias_form form, float score) {
-    return form == FDMA_BIAS_NONE ? 0 : form == FDMA_BIAS_EXP ? expf(score) : score;
+/* The worst key of a thread or of a block. */
+struct worst_key {
+    competitor key;        // no_key: none competes
+    int32_t index;         // a row, or rows + a token
+    int32_t oldest_recent; // the least position from `newest` on
+};
+
+template <int threads> struct evict_memory {
+    static constexpr int warps = threads / 32;
+    worst_key worst[2][warps];
+    int32_t count[2][warps];
+    int32_t order[most_new_tokens]; // of the tokens' scores
+    int32_t slot[most_new_tokens];  // the row that a token took, or -1
+};
+
+/* What a thread knows of its (b, g). */
+template <typename keys> struct evict_state {
+    keys rows;
+    decode_stream stream;
+    int32_t newest;  // keys at this position and later are recent: they do not compete
+    int32_t arrived; // tokens so far
+    int32_t buffer;  // of the two in shared memory
+    bool is_alive;   // the token of this thread has arrived and is not evicted
+    bool is_stale;   // `worst` has to be found again
+    worst_key worst; // of the keys of this thread
+};
+
+/* How many keys of the (b, g) are at a position or later. */
+template <int threads, typename keys>
+__device__ static int32_t count_from(evict_memory<threads> &shared, evict_state<keys> &state,
+                                     int32_t rows, int32_t position) {
+    uint32_t count = state.is_alive && token_position(state.stream, threadIdx.x) >= position;
+    state.rows.each(rows, [&](int32_t, competitor key) {
+        count += key != no_key && !is_empty_row(key) && position_of(key) >= position;
+    });
+    count = __reduce_add_sync(~0u, count);
+    state.buffer ^= 1;
+    shared.count[state.buffer][threadIdx.x / 32] = (int32_t)count;
+    __syncthreads();
+    int32_t all = 0;
+    for (int warp = 0; warp < evict_memory<threads>::warps; warp++)
+        all += shared.count[state.buffer][warp];
+    return all;
 }
 
-__device__ static int32_t clamp(int32_t n, int32_t least, int32_t most) {
-    return min(max(n, least), most);
+/* The position from which on there are `count` keys: the `count`-th last one of the stream, unless
+ * padding stands in between. */
+template <int threads, typename keys>
+__device__ static int32_t newest_position(evict_memory<threads> &shared, evict_state<keys> &state,
+                                          int32_t rows, int32_t count) {
+    const int32_t likely = max(token_position(state.stream, state.arrived) - count, 1);
+    int32_t low = 0, high = INT32_MAX - 1; // from `low` on there are `count` keys or more
+    for (int32_t middle = likely; low < high; middle = low + (high - low) / 2 + 1) {
+        const int32_t found = count_from(shared, state, rows, middle);
+        low = found >= count ? middle : low;
+        high = found > count ? high : found == count ? middle : middle - 1;
+    }
+    return low;
 }
 
-/* The sequence of a stream; -1: it is skipped. */
-__device__ static int32_t sequence_of(const decode_plan &plan, int32_t b) {
-    const int32_t sequence = plan.index != NULL ? plan.index[b] : b;
-    return sequence < plan.sequences ? max(sequence, -1) : -1;
+/* Has a key compete, unless it is recent or a sink. */
+__device__ static void add_key(worst_key *worst, int32_t newest, competitor key, int32_t index,
+                               bool is_sink) {
+    if (!is_empty_row(key) && position_of(key) >= newest)
+        worst->oldest_recent = min(worst->oldest_recent, position_of(key));
+    else if ((!is_sink || is_empty_row(key)) && key < worst->key) {
+        worst->key = key;
+        worst->index = index;
+    }
 }
 
-__device__ static decode_stream stream_of(const decode_plan &plan, int32_t b) {
-    const int32_t sequence = sequence_of(plan, b);
-    const int32_t tokens =
-        plan.n_tokens != NULL ? clamp(plan.n_tokens[b], 0, plan.new_len) : plan.new_len;
-    if (sequence < 0 || tokens == 0)
-        return {};
-    const int32_t committed = plan.commit != NULL ? clamp(plan.commit[b], 0, tokens) : tokens;
-    return {sequence, tokens, committed, max(plan.seen[sequence], 0)};
+/* Has the token of this thread compete. */
+template <int threads, typename keys>
+__device__ static void add_own_token(const evict_memory<threads> &shared, evict_state<keys> &state,
+                                     const decode_plan &plan) {
+    const int32_t token = threadIdx.x;
+    const int32_t position = token_position(state.stream, token);
+    if (state.is_alive)
+        add_key(&state.worst, state.newest, competitor_of(shared.order[token], position),
+                plan.rows + token, shared.slot[token] < plan.sinks);
 }
 
-/* Writes what a row of the cache says of its key beside k and v. */
-__device__ static void write_numbers(const decode_plan &plan, int32_t b, int32_t g, int32_t token,
-                                     int32_t sequence, int32_t row, int32_t position) {
-    const float score = plan.new_score.at(b, g)[token];
-    plan.score.at(sequence, g)[row] = score;
-    plan.position.at(sequence, g)[row] = position;
-    if (plan.bias_form != FDMA_BIAS_NONE)
-        plan.bias.at(sequence, g)[row] = bias_of(plan.bias_form, score);
+/* Looks at all keys of this thread. */
+template <int threads, typename keys>
+__device__ static void find_own_worst(const evict_memory<threads> &shared, evict_state<keys> &state,
+                                      const decode_plan &plan) {
+    worst_key worst = {no_key, -1, INT32_MAX};
+    if (plan.sinks == 0 && state.newest == INT32_MAX) // all compete, which is less to compute
+        state.rows.each(plan.rows, [&](int32_t row, competitor key) {
+            const bool is_worse = key < worst.key;
+            worst.key = is_worse ? key : worst.key;
+            worst.index = is_worse ? row : worst.index;
+        });
+    else
+        state.rows.each(plan.rows, [&](int32_t row, competitor key) {
+            add_key(&worst, state.newest, key, row, row < plan.sinks);
+        });
+    state.worst = worst;
+    add_own_token(shared, state, plan);
 }
 
-/* Lays out a call in the arena. Scores that are not given are in the workspace. */
-decode_plan fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena);
+/* The worst of the keys of 32 lanes, in all of them. */
+__device__ static worst_key worst_of_warp(const worst_key &own) {
+    const int32_t order = __reduce_min_sync(~0u, order_of(own.key));
+    const uint32_t position = __reduce_min_sync(
+        ~0u, order_of(own.key) == order ? (uint32_t)position_of(own.key) : UINT32_MAX);
+    const competitor key = competitor_of(order, (int32_t)position);
+    const uint32_t lanes = __ballot_sync(~0u, own.key == key);
+    return {key, __shfl_sync(~0u, own.index, __ffs(lanes) - 1),
+            __reduce_min_sync(~0u, own.oldest_recent)};
+}
 
-/* The problem of fdma_score() for the new tokens. */
-fdma_problem fdma_cuda_token_problem(const fdma_problem *problem, const decode_plan &plan);
+template <int threads, typename keys>
+__device__ static worst_key find_worst(evict_memory<threads> &shared, evict_state<keys> &state) {
+    const int lane = threadIdx.x % 32;
+    const worst_key own = worst_of_warp(state.worst);
+    state.buffer ^= 1;
+    if (lane == 0)
+        shared.worst[state.buffer][threadIdx.x / 32] = own;
+    __syncthreads();
+    return worst_of_warp(shared.worst[state.buffer][lane % evict_memory<threads>::warps]);
+}
 
-/* Fills in streams, records, list and slot. */
-fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan);
+/* The row that the next token takes from the worst key; -1: none. */
+template <int threads, typename keys>
+__device__ static int32_t row_of_token(const evict_memory<threads> &shared,
+                                       const evict_state<keys> &state, const decode_plan &plan,
+                                       const worst_key &worst) {
+    const bool is_worst = plan.recent == 0 && !is_empty_row(worst.key) &&
+                          shared.order[state.arrived] < order_of(worst.key);
+    if (worst.key == no_key || is_worst)
+        return -1;
+    return worst.index < plan.rows ? worst.index : shared.slot[worst.index - plan.rows];
+}
+
+/* Gives the next token its row, which is the worst key's. */
+template <int threads, typename keys, typename mark>
+__device__ static void add_token(evict_memory<threads> &shared, evict_state<keys> &state,
+                                 const decode_plan &plan, const worst_key &worst,
+                                 const mark &marks) {
+    const int32_t token = state.arrived, row = row_of_token(shared, state, plan, worst);
+    const bool is_row = worst.index < plan.rows;
+    const int32_t owner = is_row ? worst.index % threads : worst.index - plan.rows;
+    const bool is_owner = row >= 0 && owner == threadIdx.x;
+    if (is_owner && is_row) {
+        state.rows.clear(row);
+        if (!is_empty_row(worst.key))
+            marks.evict_row(row, token);
+    } else if (is_owner) {
+        state.is_alive = false;
+        marks.evict_token(owner, token);
+    }
+    if (token == threadIdx.x) {
+        shared.slot[token] = row;
+        state.is_alive = row >= 0;
+        marks.add_token(token, row >= 0);
+    }
+    state.arrived++;
+    if (state.newest < INT32_MAX) // the oldest recent key competes from now on
+        state.newest = min(worst.oldest_recent, INT32_MAX - 2) + 1;
+    state.is_stale = is_owner || state.worst.oldest_recent < state.newest;
+    if (!state.is_stale && token == threadIdx.x)
+        add_own_token(shared, state, plan);
+}
+
+/* Gives every token of a stream its row. The rows of the cache are loaded. `marks` records what
+ * becomes of each key, by the thread that has it: evict_row(row, token), evict_token(token, by) and
+ * add_token(token, is_kept). */
+template <int threads, typename keys, typename mark>
+__device__ static void add_tokens(evict_memory<threads> &shared, evict_state<keys> &state,
+                                  const decode_plan &plan, const decode_stream &stream,
+                                  const float *new_score, const mark &marks) {
+    static_assert(threads >= most_new_tokens, "every token has a thread");
+    const int32_t token = threadIdx.x;
+    state.stream = stream;
+    state.newest = INT32_MAX;
+    state.arrived = state.buffer = 0;
+    state.is_alive = false;
+    state.is_stale = true;
+    if (token < plan.new_len)
+        shared.order[token] = score_order(new_score[token]);
+    __syncthreads(); // also for what the caller has written: a row may be another thread's there
+    while (state.arrived < stream.tokens) {
+        if (state.is_stale)
+            find_own_worst(shared, state, plan);
+        const worst_key worst = find_worst(shared, state);
+        if (plan.recent > 1 && !is_empty_row(worst.key) && state.newest == INT32_MAX) {
+            state.newest = newest_position(shared, state, plan.rows, plan.recent - 1);
+            state.is_stale = true;
+        } else {
+            add_token(shared, state, plan, worst, marks);
+        }
+    }
+}

@@ -3,7 +3,7 @@
 extern "C" {
 #include "core/cache.h"
 }
-#include "cuda/decode/evict.cuh"
+#include "cuda/decode/streams.cuh"
 #include "cuda/device/ptx.cuh"
 
 static constexpr int store_threads = 256;
@@ -44,8 +44,8 @@ __device__ static prompt_range prompt_of(const store_plan &plan, int32_t n) {
     return prompt;
 }
 
-/* A block has one kv head of one prompt: it empties all rows but those of carried keys that are kept
- * to the end. */
+/* A block has one kv head of one prompt: it empties all rows but those of carried keys that are
+ * kept to the end. */
 static __global__ void __launch_bounds__(store_threads, 2)
     empty_rows(const __grid_constant__ store_plan plan) {
     const int32_t n = (int32_t)(blockIdx.x / plan.kv_heads);

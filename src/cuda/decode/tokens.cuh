@@ -1,9 +1,9 @@
 /* The first of the two kernels of fdma_decode() on 9.0: a thread block computes the scores of the
- * new tokens of one (b, g), with the sums of score/score.cu in the same order, and so the same bits.
- * One block of each stream notes how old it is, and counts the committed tokens. */
+ * new tokens of one (b, g). It adds in the order of score/score.cu, and so gets the same bits. One
+ * block of each stream records how many tokens it has seen, and counts the committed ones. */
 #pragma once
 
-#include "cuda/decode/evict.cuh"
+#include "cuda/decode/streams.cuh"
 #include "cuda/device/ptx.cuh"
 #include "cuda/score/score.cuh"
 
@@ -12,8 +12,8 @@ static constexpr int mma_tokens = 16, mma_channels = 16;
 static constexpr int sum_channels = 64; // summed by a tensor core, as in score.cu
 static constexpr int most_sums = 128;   // of a dot product
 
-/* What the scores are computed from. The channels of all heads are adjacent in a row of v. dt_proj is
- * of v's type, and two channels of either can be loaded at once. */
+/* What the scores are computed from. The channels of all heads are adjacent in a row of v. dt_proj
+ * is of v's type, and two channels of either can be loaded at once. */
 struct token_scores {
     const void *dt_proj, *a, *dt_bias; // dt_proj NULL: the scores are given
     int64_t dt_row;
