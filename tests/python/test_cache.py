@@ -131,9 +131,10 @@ def test_layers_are_apart() -> None:
 
 
 def test_sequences_of_different_ages() -> None:
-    """By n_tokens, in prefills and in steps, and by index, beside each sequence alone."""
+    """By n_tokens, in prefills and in steps, and by index, beside each sequence alone: in the
+    second layer of two."""
     rows, weights = make_tokens()
-    cache, expected = make_cache(), whole(rows, weights)
+    cache, expected = make_cache(layers=2), whole(rows, weights)
     ages = [0] * BATCH
     generator = torch.Generator().manual_seed(1)
     for most in (90, 70, *[7] * 12):
@@ -143,28 +144,28 @@ def test_sequences_of_different_ages() -> None:
             for to, one in zip(piece, rows):
                 to[b, :count] = one[b, age : age + count]
                 to[b, count:] = torch.nan
-        out = attend(cache, tuple(piece), weights, n_tokens=counts)
+        out = attend(cache, tuple(piece), weights, 1, n_tokens=counts)
         for b, count in enumerate(counts.tolist()):
             assert_close(out[b, :count], expected[b, ages[b] : ages[b] + count])
             ages[b] += count
-        assert cache.keys.seen.tolist() == ages
+        assert cache.keys.seen.tolist() == [0] * BATCH + ages
     for chosen, count in (([2, 0], 1), ([1, -1, 0], 3), ([2], 65)):
         where = torch.tensor(chosen, dtype=torch.int32)
         piece = tuple(
             torch.stack([one[b, ages[b] : ages[b] + count] for b in chosen]) for one in rows
         )
-        out = attend(cache, piece, weights, index=where)
+        out = attend(cache, piece, weights, 1, index=where)
         for n, b in enumerate(chosen):
             if b < 0:
                 assert (out[n] == 0).all()
                 continue
             assert_close(out[n], expected[b, ages[b] : ages[b] + count])
             ages[b] += count
-    assert cache.keys.seen.tolist() == ages and len(set(ages)) == BATCH
+    assert cache.keys.seen.tolist() == [0] * BATCH + ages and len(set(ages)) == BATCH
     for b, age in enumerate(ages):
         alone = make_cache(batch=1)
         attend(alone, tuple(one[b : b + 1, :age] for one in rows), weights)
-        assert_same_state(state(cache, b), state(alone, 0))
+        assert_same_state(state(cache, BATCH + b), state(alone, 0))
 
 
 def test_padding_on_the_left() -> None:
