@@ -63,7 +63,8 @@ static __global__ void __launch_bounds__(range_threads)
             high = middle;
     }
     const bool inside = position < end;
-    sequences.ranges[position] = inside ? make_int2(starts[low], starts[high]) : make_int2(end, end);
+    sequences.ranges[position] =
+        inside ? make_int2(starts[low], starts[high]) : make_int2(end, end);
     if (sequences.index != NULL)
         sequences.index[position] = (uint32_t)(inside ? low : sequences.count);
 }
@@ -88,8 +89,7 @@ fdma_status fdma_cuda_find_sequences(const char *what, const fdma_problem *probl
         return FDMA_OK;
     FDMA_TRY(launch(what, clamp_starts, {dim3(1), dim3(clamp_threads), 0, start_early}, problem,
                     (const int32_t *)problem->starts.data, sequences, kv_len));
-    const launch_shape shape = {
-        dim3((unsigned)divide_up(problem->kv_len, (int64_t)range_threads)), dim3(range_threads), 0,
-        start_early};
+    const launch_shape shape = {dim3((unsigned)divide_up(problem->kv_len, (int64_t)range_threads)),
+                                dim3(range_threads), 0, start_early};
     return launch(what, find_ranges, shape, problem, sequences, kv_len);
 }

@@ -113,8 +113,7 @@ __device__ static void start_slots(const backward_plan &plan, key_inputs *inputs
     inputs->by_position = plan.forward.by_position;
     if (plan.forward.sequences.ranges != NULL) {
         const int32_t end = min(inputs->first_slot + rows, inputs->end_slot);
-        const block_range seen =
-            seeing_blocks(plan.forward, inputs->head, inputs->first_slot, end);
+        const block_range seen = seeing_blocks(plan.forward, inputs->head, inputs->first_slot, end);
         inputs->query_block = seen.first;
         inputs->end_block = seen.end;
         return;

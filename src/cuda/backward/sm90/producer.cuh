@@ -202,8 +202,8 @@ template <class config> struct backward_producer {
             const int32_t next_block = block_after(plan, pass, query_block);
             const bool is_fixed =
                 generation >= 0 && !plan.is_rolling && next_block < memory->work.end;
-            const int32_t next = is_fixed ? key_in_generation(generation)
-                                          : key_in_block(plan, pass, next_block);
+            const int32_t next =
+                is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, next_block);
             memory->next[own_slot()] = next;
             if (generation >= 0 && !load_query_block(plan, pass, query_block))
                 continue;

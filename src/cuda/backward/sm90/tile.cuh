@@ -193,9 +193,8 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.end = min(work.query_block + query_blocks, all);
     if (plan.forward.sequences.ranges != NULL && !plan.is_rolling) {
         const int32_t entries = shared_entries(plan.forward, work.head);
-        const block_range seen =
-            seeing_blocks(plan.forward, work.head, work.first_slot,
-                          min(work.first_slot + config::slots, entries));
+        const block_range seen = seeing_blocks(plan.forward, work.head, work.first_slot,
+                                               min(work.first_slot + config::slots, entries));
         work.query_block = seen.first;
         work.end = seen.end;
     }
