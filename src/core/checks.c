@@ -156,8 +156,8 @@ static fdma_status check_packed(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks what `starts` holds, unless it is memory of a device, which the host does not read: kernels
- * clamp it. */
+/* Checks what `starts` holds, unless it is memory of a device, which the host does not read:
+ * kernels clamp it. */
 static fdma_status check_starts(const fdma_problem *problem) {
     const int32_t *const starts = problem->starts.data;
     int64_t least = 0;

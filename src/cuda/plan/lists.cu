@@ -412,8 +412,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     if (rows > INT32_MAX / 2 ||
         problem->batch * problem->kv_heads > INT32_MAX / (rows / tile_rows + 1))
         return "2^30 or more rows of a kv head, or 2^31 or more tiles of 16 rows";
-    if (is_present(&problem->starts) && problem->starts.shape[0] > most_rows)
-        return "more than 2^31 - 1025 packed sequences";
+    if (is_present(&problem->starts) && problem->starts.shape[0] > INT32_MAX)
+        return "2^31 or more packed sequences";
     if (is_listed(problem) && !is_present(&problem->slot))
         return "a selection without slots";
     if (has_vast_lists(problem))

@@ -9,8 +9,8 @@ enum {
     vector_counts = sizeof(uint4) / sizeof(uint16_t), // counts that a lane sends at once
 };
 
-/* items: keys of a thread; most_blocks: of a cluster; packed: sequences are. A partition is the keys
- * of a warp. */
+/* items: keys of a thread; most_blocks: of a cluster; packed: whether sequences are. A partition is
+ * the keys of a warp. */
 template <int items_, int most_blocks_, bool packed_> struct segment_config {
     static constexpr bool packed = packed_;
     static constexpr int items = items_;
