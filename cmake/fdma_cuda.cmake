@@ -99,7 +99,7 @@ endforeach()
 # What a program that links libfdma.a without CMake needs.
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
-foreach(source score/score score/score_backward select/sm80/select select/rules select/slots
+foreach(source device/sequences score/score score/score_backward select/sm80/select select/rules select/slots
                lists/lists merge/merge plan/lists plan/backward decode/evict decode/store
                decode/copy)
   string(MAKE_C_IDENTIFIER ${source} name)

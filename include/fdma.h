@@ -53,7 +53,7 @@
  *     int32_t starts[] = {0, 4, 10}; // sequences of 4 and 6 keys
  *     args.starts = fdma_tensor_1d(starts, FDMA_INT32, 3);
  *
- * Packed sequences run on the CPU only.
+ * On a device results may differ by rounding, and wrong starts are not refused but clamped.
  *
  * Streams. A long sequence can come in pieces, as a prompt does that is prefilled a few thousand
  * tokens at a time. Of the keys of earlier pieces, later queries can keep only those that the last

@@ -20,7 +20,8 @@ if a named kernel has none, another kernel of the same backend computes them.
 Packed sequences stand one after the other in one batch entry, without padding. `starts`
 [sequences + 1] int32 has the position at which each begins and, last, the end of all: [0, 4, 10]
 are sequences of 4 and 6. batch is 1, and q_len is kv_len. Each sequence gets the results that it
-has by itself. Positions from the last start on keep no key. Packed sequences run on the CPU only.
+has by itself. Positions from the last start on keep no key. On a
+device starts are not checked: those that descend or are too large are clamped.
 
 Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.

@@ -15,7 +15,8 @@ typedef struct problem {
     double scale, softcap;
     fdma_tensor q, k, v;
     fdma_tensor score, bias; /* [batch, kv_heads, kv_len] float32 */
-    fdma_tensor key_valid;   /* absent unless a test sets it */
+    fdma_tensor key_valid;   /* absent unless a test sets it, as starts is */
+    fdma_tensor starts;
     fdma_selection selection;
 } problem;
 
@@ -50,6 +51,7 @@ static inline void problem_select(problem *x) {
         .size = sizeof args,
         .score = x->score,
         .key_valid = x->key_valid,
+        .starts = x->starts,
         .selection = &x->selection,
         .window = x->window,
         .recent = x->recent,
@@ -68,6 +70,7 @@ static inline fdma_forward_args problem_args(const problem *x, const char *kerne
         .v = x->v,
         .bias = x->bias,
         .key_valid = x->key_valid,
+        .starts = x->starts,
         .out = new_output(x->dtype, x->batch, x->q_len, x->q_heads, x->head_dim),
         .lse = new_output(FDMA_FLOAT32, x->batch, x->q_heads, x->q_len, -1),
         .selection = x->window >= 0 ? &x->selection : NULL,

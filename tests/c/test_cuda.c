@@ -11,6 +11,42 @@ static void every_operation_has_kernels(void) {
             CHECK(kernels_of(operations[operation].name).count > 0);
 }
 
+/* Every operation that packed sequences have. */
+static void packed_calls_have_kernels(void) {
+    static const call_sizes n = {.batch = 1,
+                                 .q_len = 300,
+                                 .kv_len = 300,
+                                 .q_heads = 4,
+                                 .kv_heads = 2,
+                                 .head_dim = 64,
+                                 .tiles = 3,
+                                 .width = 300};
+    int packed = 0;
+    for (int operation = 0; operation < operation_decode; operation++) {
+        call x = {.operation = operation};
+        size_t bytes = 0;
+        if (operation == operation_forward)
+            x.args.forward.causal = 1;
+        if (operation == operation_backward)
+            x.args.backward.causal = 1;
+        if (operation == operation_select)
+            x.args.select = (fdma_select_args){.window = 20};
+        if (operation == operation_lists)
+            x.args.lists = (fdma_lists_args){.q_len = 300, .tile_len = 128, .causal = 1};
+        call_make(&x, &n, FDMA_BFLOAT16, true);
+        call_describe_selection(&x, 20, FDMA_SCOPE_CAUSAL);
+        fdma_tensor *const starts = call_tensor_named(&x, "starts");
+        if (starts == NULL)
+            continue;
+        *starts = fdma_tensor_1d(NULL, FDMA_INT32, 9);
+        call_exec(&x)->device = device_number;
+        test_context("packed %s", operations[operation].name);
+        CHECK_OK(operations[operation].workspace(&x.args, &bytes));
+        packed++;
+    }
+    CHECK_INT(packed, 4); // select, lists, forward and backward
+}
+
 /* Outputs hold before each run what they hold on the host. */
 static void check_runs(const call *host, int runs) {
     call first, again, there;
@@ -188,8 +224,13 @@ static void gradients_of_scores_repeat(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(every_operation_has_kernels), TEST(results_repeat), TEST(gradients_repeat),
-    TEST(biases_of_any_size_count),    TEST(scores_repeat),  TEST(gradients_of_scores_repeat),
+    TEST(every_operation_has_kernels),
+    TEST(packed_calls_have_kernels),
+    TEST(results_repeat),
+    TEST(gradients_repeat),
+    TEST(biases_of_any_size_count),
+    TEST(scores_repeat),
+    TEST(gradients_of_scores_repeat),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

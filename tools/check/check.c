@@ -82,8 +82,8 @@ static int check_cases(const check_options *options, int32_t device, check_tally
     for (int i = 0; i < check_case_count() * dtype_count; i++) {
         const check_case *test = check_case_at(i / dtype_count);
         const fdma_dtype dtype = dtypes[i % dtype_count];
-        if (!matches(test, options->filter) || (device > 0 && check_is_packed(test)))
-            continue; // packed sequences run on the CPU only
+        if (!matches(test, options->filter))
+            continue;
         show_progress("%d of %d  %s %s", i + 1, check_case_count() * dtype_count, test->name,
                       dtype_name(dtype));
         check_problem problem;

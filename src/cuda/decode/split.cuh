@@ -97,14 +97,16 @@ __device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
  * block two steps later (`later` has its entries), so that three of four copies are under way. */
 template <typename config>
 __device__ static void attend_block(decode_memory<config> &shared, decode_stage<config> &stage,
-                                    row_state<config> &state, int32_t later, bool causal) {
+                                    row_state<config> &state, int32_t later, bool by_position) {
     float s[config::row_tiles][config::keys / 8][4];
     cp_async_wait_group<3>();
     __syncwarp(); // k has arrived
     mma_abt<config>(s, down_first<config::head_dim>(shared.q),
                     right_first<config::head_dim>(stage.k)); // S = Q K^T
     find_logits<config>(s, stage.records.bias, shared.inputs.logits);
-    mask_logits<config>(s, stage.records.expiry, stage.key, shared.position, causal);
+    mask_logits<config>(s, stage.records.expiry,
+                        first_positions(stage.records, stage.key, shared.inputs.keys),
+                        shared.position, by_position);
     __syncwarp(); // every lane has read k
     load_keys(stage, shared.inputs, later);
     weigh(s, state); // P = exp2(S - row_max)
@@ -118,7 +120,7 @@ __device__ static void attend_block(decode_memory<config> &shared, decode_stage<
 /* A warp's key blocks: the first is at `from`, the others follow at equal distances. */
 template <typename config>
 __device__ static void attend_blocks(decode_memory<config> &shared, row_state<config> &state,
-                                     int32_t from, bool causal) {
+                                     int32_t from, bool by_position) {
     constexpr int step = config::warps * config::keys;
     decode_stage<config> *const stages = shared.stages[threadIdx.x / warp_lanes];
     const tile_list &keys = shared.inputs.keys;
@@ -133,7 +135,7 @@ __device__ static void attend_blocks(decode_memory<config> &shared, row_state<co
     for (int stage = 0; from < keys.entries; stage ^= 1, from += step) {
         const int32_t entry = later;
         later = lane_entry<config>(keys, from + 3 * step);
-        attend_block(shared, stages[stage], state, entry, causal);
+        attend_block(shared, stages[stage], state, entry, by_position);
     }
     cp_async_wait_group<0>();
 }
@@ -221,5 +223,5 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     }
     write_positions<config::rows>(shared.position, plan, range);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
-    attend_keys(shared, splits, range, head, split, from, plan.head_dim, plan.causal);
+    attend_keys(shared, splits, range, head, split, from, plan.head_dim, plan.by_position);
 }

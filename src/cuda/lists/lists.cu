@@ -45,7 +45,8 @@ __device__ static tile_positions positions_of(const list_params &params, int64_t
 }
 
 /* Whether key j belongs to the entries of a list that are in the order of slots. In a global
- * selection slots ascend with j, so that arriving keys are among them. */
+ * selection slots ascend with j, so that arriving keys are among them; but not in packed sequences,
+ * in each of which slots begin anew. */
 __device__ static bool is_in_slot_order(const list_params &params, const head_lists &of,
                                         tile_positions at, int64_t j) {
     const int64_t expiry = of.expiry[j];
@@ -170,7 +171,7 @@ static list_params describe_lists(const fdma_problem *problem) {
     params.heads = problem->batch * problem->kv_heads;
     params.slots = min(problem->slots, problem->kv_len);
     params.causal = problem->causal;
-    params.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
+    params.is_global = problem->scope == FDMA_SCOPE_GLOBAL && !is_present(&problem->starts);
     return params;
 }
 

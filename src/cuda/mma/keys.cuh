@@ -38,7 +38,8 @@ __device__ static void store_entry(int32_t (&key)[3][keys], int32_t n, int32_t e
 }
 
 /* Starts copying the record of an entry. Without records every row keeps a key; no row keeps an
- * entry that is no key. */
+ * entry that is no key. `from` is only filled in where not causal, in packed sequences: the first
+ * position of the key's sequence. */
 template <int keys>
 __device__ static void copy_record(key_records<keys> &records, int column, const tile_list &from,
                                    int32_t entry) {
@@ -50,6 +51,16 @@ __device__ static void copy_record(key_records<keys> &records, int column, const
         records.bias[column] = 0;
         records.expiry[column] = there ? INT32_MAX : INT32_MIN;
     }
+    if (there && from.ranges != NULL)
+        cp_async_4(shared_address(&records.from[column]), &from.ranges[entry].x);
+}
+
+/* The first positions at which the keys of a block may be kept, where rows are told apart by
+ * position: where causal, the keys themselves. */
+template <int keys>
+__device__ static const int32_t *first_positions(const key_records<keys> &records,
+                                                 const int32_t *entries, const tile_list &list) {
+    return list.ranges == NULL ? entries : records.from;
 }
 
 /* Starts copying the records of a key block. */

@@ -50,6 +50,7 @@ template <typename shape> __device__ static void clear_rows(row_state<shape> &st
 template <int keys> struct key_records {
     alignas(8) float bias[keys];
     alignas(8) int32_t expiry[keys];
+    alignas(8) int32_t from[keys]; // see copy_record()
 };
 
 /* Products become logits. */
@@ -72,16 +73,17 @@ __device__ static void find_logits(float (&s)[shape::row_tiles][shape::keys / 8]
     }
 }
 
-/* -inf in column tile n where a row does not keep the key. `position` is of the warp's rows. */
+/* -inf in column tile n where a row does not keep the key. `position` is of the warp's rows. A key
+ * is kept at no position below that in from_of, if it `arrives`. */
 template <typename shape>
 __device__ static void mask_columns(float (&s)[shape::row_tiles][shape::keys / 8][4], int n,
-                                    const int32_t *expiry_of, const int32_t *key_of,
-                                    const int32_t *position, bool causal) {
+                                    const int32_t *expiry_of, const int32_t *from_of,
+                                    const int32_t *position, bool arrives) {
     constexpr int rows = 2 * shape::row_tiles;
     const int lane = threadIdx.x % warp_lanes;
-    const int2 key = ((const int2 *)key_of)[n * 4 + lane % 4];
+    const int2 first = ((const int2 *)from_of)[n * 4 + lane % 4];
     const int2 expiry = ((const int2 *)expiry_of)[n * 4 + lane % 4];
-    const int32_t from[2] = {causal ? key.x : INT32_MIN, causal ? key.y : INT32_MIN};
+    const int32_t from[2] = {arrives ? first.x : INT32_MIN, arrives ? first.y : INT32_MIN};
     const int32_t end[2] = {expiry.x, expiry.y};
 #pragma unroll
     for (int r = 0; r < rows; r++) {
@@ -98,28 +100,28 @@ __device__ static void mask_columns(float (&s)[shape::row_tiles][shape::keys / 8
  * none, most of the others few. */
 template <typename shape>
 __device__ static void mask_logits(float (&s)[shape::row_tiles][shape::keys / 8][4],
-                                   const int32_t *expiry_of, const int32_t *key_of,
-                                   const int32_t *position, bool causal) {
+                                   const int32_t *expiry_of, const int32_t *from_of,
+                                   const int32_t *position, bool arrives) {
     const int32_t first = position[0], last = position[shape::row_tiles * mma_rows - 1];
     bool some = false;
 #pragma unroll
     for (int from = 0; from < shape::keys; from += warp_lanes) {
         const int column = from + opaque(threadIdx.x) % warp_lanes % shape::keys;
-        some |= expiry_of[column] <= last || (causal && key_of[column] > first);
+        some |= expiry_of[column] <= last || (arrives && from_of[column] > first);
     }
     if (!__any_sync(~0u, some))
         return;
 #pragma unroll
     for (int from = 0; from < shape::keys; from += warp_lanes) {
         const int column = from + opaque(threadIdx.x) % warp_lanes % shape::keys;
-        const bool masked = expiry_of[column] <= last || (causal && key_of[column] > first);
+        const bool masked = expiry_of[column] <= last || (arrives && from_of[column] > first);
         const uint32_t columns = __ballot_sync(~0u, masked);
         if (columns == 0)
             continue;
 #pragma unroll
         for (int n = from; n < from + warp_lanes && n < shape::keys; n += 8)
             if ((columns >> (n - from) & 0xff) != 0)
-                mask_columns<shape>(s, n / 8, expiry_of, key_of, position, causal);
+                mask_columns<shape>(s, n / 8, expiry_of, from_of, position, arrives);
     }
 }
 

@@ -173,8 +173,10 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     const int64_t heads = problem->batch * problem->q_heads;
     plan.is_rolling = forward->list_tile > 0;
     const bool is_listed = problem->selected && problem->slots < problem->kv_len;
+    // a list that packed sequences share has the kept keys of all of them
+    const bool has_slots = is_listed && (plan.is_rolling || !is_present(&problem->starts));
     plan.slots =
-        (int32_t)round_up(is_listed ? problem->slots : problem->kv_len, (int64_t)shape.block_slots);
+        (int32_t)round_up(has_slots ? problem->slots : problem->kv_len, (int64_t)shape.block_slots);
     plan.rows = (int32_t)round_up(problem->q_len, list_queries);
     const int32_t lists = forward->lists > 0 ? forward->lists : 1;
     plan.partitions =

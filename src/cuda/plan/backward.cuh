@@ -68,10 +68,34 @@ __device__ static int32_t list_entry(const forward_plan &plan, int64_t head, int
 
 /* Entries of the list that all query blocks share. Only if not is_rolling. */
 __device__ static int32_t shared_entries(const forward_plan &plan, int64_t head) {
+    if (plan.sequences.ranges != NULL)
+        return entries_seen(plan, head, plan.kv_len - 1);
     if (plan.count == NULL)
         return plan.kv_len;
     const int2 count = plan.count[head * plan.lists + plan.lists - 1];
     return (int32_t)min((int64_t)max(count.y, 0), plan.list_head);
+}
+
+/* The key of entry n of such a list of packed sequences, whether it is absent or not. */
+__device__ static int32_t key_of_entry(const forward_plan &plan, int64_t head, int32_t n) {
+    const int32_t entry = plan.list == NULL ? n : list_entry(plan, head, 0, n);
+    return entry < 0 ? ~entry : entry;
+}
+
+/* Query blocks `first` to `end` - 1. */
+struct block_range {
+    int32_t first, end;
+};
+
+/* The query blocks of packed sequences in which some query may see an entry of the shared list from
+ * `entry` to `end` - 1: none if there are none. */
+__device__ static block_range seeing_blocks(const forward_plan &plan, int64_t head, int32_t entry,
+                                            int32_t end) {
+    if (entry >= end)
+        return {0, 0};
+    const int32_t last_key = key_of_entry(plan, head, end - 1);
+    return {first_position(plan, key_of_entry(plan, head, entry)) / list_queries,
+            (plan.sequences.ranges[last_key].y + list_queries - 1) / list_queries};
 }
 
 /* The key that is live in a slot at the first position of query block t, or a number for which

@@ -14,6 +14,7 @@
 
 static constexpr int record_threads = 256;
 static constexpr int roll_threads = 256;
+static constexpr int compact_threads = 1024;
 static constexpr int64_t least_block_lists = 4; // because scattering costs more than rolling
 static constexpr int64_t most_block_lists = 16;
 static constexpr int wanted_blocks = 264; // two on each multiprocessor of a large device
@@ -60,12 +61,19 @@ __device__ static int32_t list_position(const forward_plan &plan, int32_t t) {
     return query_position(plan, t * list_queries);
 }
 
+/* The end of key j's sequence. */
+__device__ static int32_t sequence_end(const forward_plan &plan, int32_t j) {
+    return plan.sequences.ranges == NULL ? plan.kv_len : plan.sequences.ranges[j].y;
+}
+
 /* The expiry of a key's record: INT32_MIN if it is never kept, INT32_MAX if it outlives all
  * queries. */
 __device__ static int32_t record_expiry(const forward_plan &plan, const head_selection &selection,
                                         int32_t j) {
-    const int32_t expiry = selection.expiry == NULL ? plan.kv_len : selection.expiry[j];
-    const bool kept = plan.causal ? expiry > j : expiry == plan.kv_len;
+    const int32_t end = sequence_end(plan, j);
+    const int32_t given = selection.expiry == NULL ? end : selection.expiry[j];
+    const int32_t expiry = plan.sequences.ranges == NULL ? given : min(given, end);
+    const bool kept = expiry > j && (plan.causal || expiry == end);
     if (!kept || !is_valid(selection, j))
         return INT32_MIN;
     return expiry == plan.kv_len ? INT32_MAX : expiry;
@@ -105,7 +113,7 @@ static __global__ void __launch_bounds__(record_threads)
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
     const float bias = of.bias == NULL ? 0 : of.bias[j] * log2_e;
     plan.records[(int64_t)head * plan.kv_len + j] = {expiry, bias};
-    if (plan.list == NULL)
+    if (plan.list == NULL || plan.entries_before != NULL)
         return;
     int32_t *const list = plan.list + head * plan.list_head;
     if (plan.count == NULL)
@@ -152,6 +160,38 @@ static __global__ void __launch_bounds__(roll_threads)
         const int64_t first = plan.causal ? list_position(plan, t) : INT32_MAX;
         plan.count[(int64_t)head * plan.lists + t] = make_int2(
             count_up_to(list, kept, first), count_up_to(list, kept, first + list_queries - 1));
+    }
+}
+
+/* For a global selection of packed sequences, whose slots begin anew in each, a thread block lists
+ * the kept keys of one (b, g) in ascending order, and counts them up to each position. */
+static __global__ void __launch_bounds__(compact_threads) compact_kept(const forward_plan plan) {
+    __shared__ int32_t counts[compact_threads / 32];
+    const int64_t head = blockIdx.x, positions = (int64_t)plan.kv_len + 1;
+    const int warp = threadIdx.x / 32;
+    int32_t *const list = plan.list + head * plan.list_head;
+    int32_t *const entries_before = plan.entries_before + head * positions;
+    int32_t listed = 0;
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    for (int64_t from = 0; from < positions; from += compact_threads) {
+        const int64_t j = from + threadIdx.x;
+        const bool kept =
+            j < plan.kv_len && plan.records[head * plan.kv_len + j].expiry != INT32_MIN;
+        const unsigned mask = __ballot_sync(~0u, kept);
+        if (threadIdx.x % 32 == 0)
+            counts[warp] = __popc(mask);
+        __syncthreads();
+        int32_t n = listed + __popc(mask & ((1u << threadIdx.x % 32) - 1));
+        for (int w = 0; w < compact_threads / 32; w++) {
+            n += w < warp ? counts[w] : 0;
+            listed += counts[w];
+        }
+        if (j < positions)
+            entries_before[j] = n;
+        if (kept)
+            list[n] = (int32_t)j;
+        __syncthreads(); // every thread has read the counts
     }
 }
 
@@ -243,6 +283,38 @@ __device__ static void roll_table(int32_t position, const int32_t *arriving, rol
     atomicMax(&shared->live, arriving[n] + 1);
 }
 
+/* Removes the keys from the table that are no longer live at a position, those of sequences that
+ * have ended: the next sequence may use fewer slots. */
+__device__ static void drop_expired(const head_selection &of, int32_t position,
+                                    roll_memory *shared) {
+    const int32_t slots = shared->live;
+    int32_t live = 0;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        shared->live = 0;
+    __syncthreads();
+    for (int32_t s = threadIdx.x; s < slots; s += roll_threads) {
+        const int32_t j = shared->table[s];
+        const bool lives = j >= 0 && of.expiry[j] > position;
+        shared->table[s] = lives ? j : -1;
+        live = lives ? s + 1 : live;
+    }
+    live = __reduce_max_sync(~0u, live);
+    if (threadIdx.x % 32 == 0)
+        atomicMax(&shared->live, live);
+}
+
+/* Moves the table on from list t to the next one. */
+__device__ static void advance_table(const forward_plan &plan, const head_selection &of, int32_t t,
+                                     const int32_t *arriving, roll_memory *shared) {
+    const int32_t position = list_position(plan, t), next = list_position(plan, t + 1);
+    roll_table(position, arriving, shared);
+    if (plan.sequences.ranges == NULL || plan.sequences.ranges[next].x <= position)
+        return;
+    __syncthreads();
+    drop_expired(of, next, shared);
+}
+
 /* The lists of one thread block. */
 static __global__ void __launch_bounds__(roll_threads)
     roll_lists(const forward_plan plan, const selection_view selection) {
@@ -276,7 +348,7 @@ static __global__ void __launch_bounds__(roll_threads)
                        &shared);
         __syncthreads();
         if (t + 1 < end)
-            roll_table(list_position(plan, t), arriving, &shared);
+            advance_table(plan, of, t, arriving, &shared);
     }
 }
 
@@ -303,6 +375,7 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->scale = (float)problem->scale;
     plan->softcap = (float)problem->softcap;
     plan->causal = problem->causal;
+    plan->by_position = problem->causal || is_present(&problem->starts);
 }
 
 /* Entries of the longest list. */
@@ -310,7 +383,7 @@ static int64_t list_size(const fdma_problem *problem) {
     if (!is_listed(problem))
         return problem->kv_len;
     if (is_global(problem))
-        return problem->slots;
+        return is_present(&problem->starts) ? problem->kv_len : problem->slots;
     const int64_t queries = problem->q_len < list_queries ? problem->q_len : (int64_t)list_queries;
     return problem->slots + queries - 1;
 }
@@ -339,6 +412,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     if (rows > INT32_MAX / 2 ||
         problem->batch * problem->kv_heads > INT32_MAX / (rows / tile_rows + 1))
         return "2^30 or more rows of a kv head, or 2^31 or more tiles of 16 rows";
+    if (is_present(&problem->starts) && problem->starts.shape[0] > INT32_MAX)
+        return "2^31 or more packed sequences";
     if (is_listed(problem) && !is_present(&problem->slot))
         return "a selection without slots";
     if (has_vast_lists(problem))
@@ -352,7 +427,8 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     forward_plan plan = {};
     fdma_cuda_describe_problem(problem, &plan);
     plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
-    if (!plain || is_present(&problem->bias))
+    plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
+    if (!plain || is_present(&problem->bias) || is_present(&problem->starts))
         plan.records = take<key_record>(arena, heads * problem->kv_len);
     if (plain)
         return plan;
@@ -361,7 +437,9 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     plan.list_tile = is_rolling ? size : 0;
     plan.list_head = is_rolling ? size * plan.lists : size;
     plan.list = take<int32_t>(arena, heads * plan.list_head);
-    if (is_listed(problem))
+    if (is_listed(problem) && !is_rolling && is_present(&problem->starts))
+        plan.entries_before = take<int32_t>(arena, heads * (problem->kv_len + 1));
+    else if (is_listed(problem))
         plan.count = take<int2>(arena, heads * plan.lists);
     return plan;
 }
@@ -391,10 +469,15 @@ fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_pla
     const size_t table = selection.block_lists > 1 ? selection.slots * sizeof(int32_t) : 0;
     if (plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
+    FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));
     FDMA_TRY(launch("forward", write_records,
                     {grid_of(divide_up(problem->kv_len, record_threads), heads),
                      dim3(record_threads), 0, start_early},
                     problem, *plan, selection));
+    if (plan->entries_before != NULL)
+        return launch("forward", compact_kept,
+                      {dim3((unsigned)heads), dim3(compact_threads), 0, start_early}, problem,
+                      *plan);
     if (plan->count == NULL)
         return FDMA_OK;
     if (selection.is_global)

@@ -14,13 +14,14 @@
 #pragma once
 
 #include "core/integers.h"
-#include "cuda/device/head_view.cuh"
+#include "cuda/device/sequences.cuh"
 
 /* Queries of a query block, which share a list. The rows of one tile may be only some of them. */
 enum { list_queries = 128 };
 
 /* What a kernel needs to know of a key beside k and v. A row at position p keeps a listed key j if
- * p < expiry and, where causal, j <= p. Where not causal, expiry is INT32_MAX or INT32_MIN. */
+ * p < expiry and, where causal, j <= p. Where not causal, expiry is INT32_MAX or INT32_MIN; or, in
+ * packed sequences, the end of j's, and p must not be below the first position of that. */
 struct alignas(8) key_record {
     int32_t expiry;
     float bias; // times log2(e), because logits are exponents of 2
@@ -32,7 +33,10 @@ struct alignas(8) key_record {
  * forms:
  *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
  *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
- *   list and count given      a selection's */
+ *   list and count given      a selection's
+ * Packed sequences change that where lists do not roll (list_tile 0): there is no count, and a list
+ * that is given has kept keys only, or marks the others as absent. Its entries ascend, so the keys
+ * that a tile visits are those of its sequences: consecutive entries. */
 struct forward_plan {
     head_view q, k, v, out;
     number_view<float> lse;
@@ -40,11 +44,15 @@ struct forward_plan {
     int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
     int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
     int2 *count;                  // [batch * kv_heads][lists]
+    int32_t *entries_before;      // [batch * kv_heads][kv_len + 1]: entries with a key below each
+                                  // position, in packed sequences; NULL: entry j is key j
+    packed_sequences sequences;   // starts NULL: not packed
     int32_t lists;                // of each (b, g); not causal: 1, for all queries
     int32_t batch, q_len, kv_len, q_heads, kv_heads, group, head_dim;
     float scale;   // of <q, k>
     float softcap; // 0: off
     bool causal;
+    bool by_position; // causal or packed: which keys a row keeps depends on its position
 };
 
 /* Whether a list entry is a key to read. An absent key stands in a list as ~j, and a corrupt
@@ -73,13 +81,50 @@ __device__ static int32_t visible_entries(const forward_plan &plan, int64_t head
     return plan.causal ? live + min(all - live, seen) : all;
 }
 
+/* The first position at which a key may be kept, where rows are told apart by position. */
+__device__ static int32_t first_position(const forward_plan &plan, int32_t key) {
+    return plan.causal ? key : plan.sequences.ranges[key].x;
+}
+
+/* How many entries of a shared list of packed sequences have a key below `position`. */
+__device__ static int32_t entries_below(const forward_plan &plan, int64_t head, int32_t position) {
+    return plan.entries_before == NULL
+               ? position
+               : plan.entries_before[head * ((int64_t)plan.kv_len + 1) + position];
+}
+
+/* How many of its entries have a key that the query at a position, or one before it, sees. */
+__device__ static int32_t entries_seen(const forward_plan &plan, int64_t head, int32_t position) {
+    const int32_t end = plan.sequences.ranges[position].y;
+    return entries_below(plan, head, plan.causal ? min(position + 1, end) : end);
+}
+
 /* The list of a tile of rows. */
 struct tile_list {
-    const int32_t *list;       // NULL: the keys 0, 1, 2, ...
+    const int32_t *list;       // NULL: the keys first, first + 1, ...
     const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
-    int32_t entries;           // that some row of the tile may keep; none if not above 0
+    const int2 *ranges;        // where not causal, of packed sequences; else NULL
+    int32_t first;
+    int32_t entries; // that some row of the tile may keep; none if not above 0
     int32_t kv_len;
 };
+
+/* Leaves out the keys of sequences that end before the first query of a tile. Where lists roll,
+ * these are at least the keys that are live at the first position of list t, if a sequence has
+ * begun since; positions are queries. */
+__device__ static void skip_sequences(const forward_plan &plan, int64_t head, int32_t t,
+                                      int32_t query, int32_t last, tile_list *keys) {
+    const int32_t first = plan.sequences.ranges[query].x;
+    if (plan.list_tile == 0) {
+        keys->first = entries_below(plan, head, first);
+        keys->entries = entries_seen(plan, head, last) - keys->first;
+    } else if (first > t * list_queries) {
+        const int32_t live = plan.count[head * plan.lists + t].x;
+        keys->first = min(max(live, 0), keys->entries);
+        keys->entries -= keys->first;
+    }
+    keys->list += keys->list == NULL ? 0 : keys->first;
+}
 
 /* The list of the rows of kv head `head` (of all sequences) from a query to a position. */
 __device__ static tile_list tile_list_of(const forward_plan &plan, int64_t head, int32_t query,
@@ -88,8 +133,12 @@ __device__ static tile_list tile_list_of(const forward_plan &plan, int64_t head,
     tile_list keys;
     keys.list = plan.list == NULL ? NULL : plan.list + head * plan.list_head + t * plan.list_tile;
     keys.records = plan.records == NULL ? NULL : plan.records + head * plan.kv_len;
+    keys.ranges = plan.causal ? NULL : plan.sequences.ranges;
+    keys.first = 0;
     keys.entries = visible_entries(plan, head, t, last);
     keys.kv_len = plan.kv_len;
+    if (plan.sequences.ranges != NULL)
+        skip_sequences(plan, head, t, query, last, &keys);
     return keys;
 }
 
@@ -97,7 +146,7 @@ __device__ static tile_list tile_list_of(const forward_plan &plan, int64_t head,
 __device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
     if (n >= keys.entries)
         return -1;
-    return keys.list == NULL ? n : keys.list[n];
+    return keys.list == NULL ? keys.first + n : keys.list[n];
 }
 
 /* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or

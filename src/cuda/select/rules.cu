@@ -64,7 +64,7 @@ static __global__ void __launch_bounds__(number_threads)
     uint32_t total;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    count_lower(load_tile(call.valid + b * call.valid_batch, tile, call.kv_len), &total);
+    count_lower(load_tile(call.valid + b * call.valid_batch, tile, end_of_sequences(call)), &total);
     if (threadIdx.x == 0)
         rules.tile_count[blockIdx.x] = total;
 }
@@ -76,7 +76,8 @@ static __global__ void __launch_bounds__(number_threads)
     const size_t sequence = (size_t)b * call.kv_len;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    const tile_keys keys = load_tile(call.valid + b * call.valid_batch, tile, call.kv_len);
+    const tile_keys keys =
+        load_tile(call.valid + b * call.valid_batch, tile, end_of_sequences(call));
     uint32_t sum = 0, before, total;
     for (uint32_t lower = threadIdx.x; lower < tile; lower += number_threads)
         sum += rules.tile_count[b * rules.tiles + lower];
@@ -89,10 +90,10 @@ static __global__ void __launch_bounds__(number_threads)
         const uint32_t j = keys.first + r * warp_lanes;
         const bool is_valid = (keys.valid >> r & 1) != 0;
         const uint32_t number = number_flag(is_valid, &next);
-        if (!is_valid)
-            continue;
-        rules.number[sequence + j] = number;
-        rules.position[sequence + number] = j;
+        if (is_valid || (call.ranges != NULL && j < call.kv_len))
+            rules.number[sequence + j] = number;
+        if (is_valid)
+            rules.position[sequence + number] = j;
     }
 }
 
@@ -119,6 +120,12 @@ __device__ static uint32_t position_of(const key_numbers &keys, uint32_t number)
     return keys.position != NULL ? keys.position[number] : number;
 }
 
+/* The number of the first valid key from the end of a sequence on. */
+__device__ static uint32_t number_at_end(const select_call &call, const key_numbers &keys,
+                                         uint32_t end) {
+    return end < call.kv_len ? number_of(keys, end) : keys.count;
+}
+
 /* Each thread moves the expiry of one key. That of a key that is not valid stays. */
 static __global__ void __launch_bounds__(move_threads)
     move_expiries(const select_call call, const rules_space rules, uint32_t segments,
@@ -130,18 +137,19 @@ static __global__ void __launch_bounds__(move_threads)
     if (j >= call.kv_len || segment >= segments)
         return;
     const select_segment here = segment_of(call, (uint32_t)segment);
-    if (here.valid != NULL && here.valid[j] == 0) {
+    const uint32_t end = call.ranges != NULL ? (uint32_t)call.ranges[j].y : call.kv_len;
+    if ((here.valid != NULL && here.valid[j] == 0) || j >= end) {
         if (here.slot != NULL)
             here.slot[j] = -1;
         return;
     }
     const uint32_t by_score = (uint32_t)here.expiry[j];
-    if (by_score == call.kv_len)
+    if (by_score == end)
         return;
     const key_numbers keys = find_numbers(call, rules, segment / call.kv_heads);
     const uint32_t arriving = number_of(keys, by_score) + call.recent;
-    const bool leaves = arriving < keys.count;
-    here.expiry[j] = (int32_t)(leaves ? position_of(keys, arriving) : call.kv_len);
+    const bool leaves = arriving < number_at_end(call, keys, end);
+    here.expiry[j] = (int32_t)(leaves ? position_of(keys, arriving) : end);
     if (leaves && here.slot != NULL)
         parent[segment * call.kv_len + arriving] = number_of(keys, j);
 }
@@ -152,9 +160,10 @@ rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *are
     rules_space rules = {};
     if (!is_present(&problem->key_valid))
         return rules;
-    if (problem->sinks > 0)
+    const bool is_packed = is_present(&problem->starts);
+    if (problem->sinks > 0 && !is_packed)
         rules.sink_end = take<uint32_t>(arena, problem->batch);
-    if (!keeps_recent(problem))
+    if (!keeps_recent(problem) && !(is_packed && problem->sinks > 0))
         return rules;
     rules.tiles = (uint32_t)divide_up(problem->kv_len, number_tile);
     rules.number = take<uint32_t>(arena, problem->batch * problem->kv_len);
@@ -162,16 +171,6 @@ rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *are
     rules.count = take<uint32_t>(arena, problem->batch);
     rules.tile_count = take<uint32_t>(arena, problem->batch * rules.tiles);
     return rules;
-}
-
-fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space &rules,
-                                 select_call *call) {
-    call->sink_end = rules.sink_end;
-    if (rules.sink_end == NULL)
-        return FDMA_OK;
-    const launch_shape shape = {dim3((unsigned)problem->batch), dim3(number_threads), 0,
-                                start_early};
-    return launch("select", find_sinks, shape, problem, *call, rules.sink_end);
 }
 
 static fdma_status number_sequences(const fdma_problem *problem, const rules_space &rules,
@@ -182,6 +181,20 @@ static fdma_status number_sequences(const fdma_problem *problem, const rules_spa
     return launch("select", number_keys, shape, problem, call, rules);
 }
 
+fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space &rules,
+                                 select_call *call) {
+    call->sink_end = rules.sink_end;
+    if (call->ranges != NULL && rules.number != NULL) {
+        call->number = rules.number;
+        return number_sequences(problem, rules, *call);
+    }
+    if (rules.sink_end == NULL)
+        return FDMA_OK;
+    const launch_shape shape = {dim3((unsigned)problem->batch), dim3(number_threads), 0,
+                                start_early};
+    return launch("select", find_sinks, shape, problem, *call, rules.sink_end);
+}
+
 fdma_status fdma_cuda_keep_recent(const fdma_problem *problem, const rules_space &rules,
                                   const chain_space &chains, const select_call &by_score) {
     if (by_score.recent == 0)
@@ -189,14 +202,15 @@ fdma_status fdma_cuda_keep_recent(const fdma_problem *problem, const rules_space
     const uint32_t segments = (uint32_t)(problem->batch * problem->kv_heads);
     select_call call = by_score;
     call.slot = numbers_of<int32_t>(&problem->slot);
-    if (call.valid != NULL)
+    if (call.valid != NULL && call.number == NULL)
         FDMA_TRY(number_sequences(problem, rules, call));
     const launch_shape shape = {grid_of(divide_up(call.kv_len, move_threads), segments),
                                 dim3(move_threads), 0, start_early};
     FDMA_TRY(launch("select", move_expiries, shape, problem, call, rules, segments, chains.parent));
     if (call.slot.data == NULL)
         return FDMA_OK;
-    const slot_chains all = {chains,   rules.position, rules.count,
-                             segments, call.kv_heads,  (uint32_t)problem->slots};
+    const slot_chains all = {
+        chains,        rules.position,          rules.number, rules.count, segments,
+        call.kv_heads, (uint32_t)problem->slots};
     return fdma_cuda_hand_down_slots(problem, call, all);
 }

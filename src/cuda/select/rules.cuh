@@ -2,7 +2,8 @@
  * implementations (select.cuh).
  *
  * sinks: the first `sinks` valid keys of a sequence are sorted above all others. Without padding
- * they end at position `sinks`; with padding find_sinks finds their end before keys are sorted.
+ * they end at position `sinks`; with padding find_sinks finds their end before keys are sorted, or,
+ * where sequences are packed, count_valid and number_keys number all keys.
  *
  * recent: a key competes by score only once `recent` valid keys have followed it. So the selection
  * by score comes first, and each key that leaves it leaves `recent` valid keys later:
@@ -21,17 +22,19 @@
 /* A part of the workspace. What a call does not need is NULL. */
 struct rules_space {
     uint32_t *sink_end;   // [batch]: the first position past the sinks
-    uint32_t *number;     // [batch][kv_len], by position: of each valid key
+    uint32_t *number;     // [batch][kv_len], by position: of each valid key; in packed sequences
+                          // the valid keys before each position
     uint32_t *position;   // [batch][kv_len], by number
-    uint32_t *count;      // [batch]: valid keys
+    uint32_t *count;      // [batch]: valid keys, in packed sequences those of all sequences
     uint32_t *tile_count; // [batch][tiles]: valid keys of each tile
     uint32_t tiles;       // of a sequence, number_tile keys each
 };
 
 rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *arena);
 
-/* Sets call->sink_end. With padding and sinks it points into the workspace, where find_sinks writes
- * the ends on the device. Call it before the selection by score, and give that the same `call`. */
+/* Sets call->sink_end and call->number. With padding and sinks one of them points into the
+ * workspace, where it is written on the device. Call it before the selection by score, and give
+ * that the same `call`. */
 fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space &rules,
                                  select_call *call);
 

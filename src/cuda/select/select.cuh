@@ -31,12 +31,19 @@
  *     follow_heads         follows chains from block to block up to the slot
  *
  * Global scope needs no thresholds: the `window` best keys of the segment are kept, and a kept
- * key's kept_index is its slot. */
+ * key's kept_index is its slot.
+ *
+ * Packed sequences are one segment in which every key outranks all keys of earlier sequences. Then
+ * the keys of its own sequence that a query keeps are those that it would keep in that sequence
+ * alone, and an expiry beyond the end of the sequence becomes that end. So sort_keys sorts by the
+ * number of the sequence once it has sorted by score, and slots begin anew with the first key of a
+ * sequence: it and the keys after it are numbered from there. In global scope a sequence has as
+ * many ranks as positions, in the same places, and keeps the best of them. */
 #pragma once
 
 #include "core/integers.h"
-#include "cuda/device/head_view.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/sequences.cuh"
 
 /* Pointers to the first key of one segment. */
 struct select_segment {
@@ -44,7 +51,8 @@ struct select_segment {
     const uint8_t *valid; // NULL: all keys are valid
     uint32_t sink_end;    // the valid keys before this position are sinks
     int32_t *expiry;
-    int32_t *slot; // NULL: slots are not wanted
+    int32_t *slot;         // NULL: slots are not wanted
+    uint32_t *first_index; // see select_call
 };
 
 /* A selection by score. */
@@ -58,7 +66,14 @@ struct select_call {
     uint32_t sinks;           // at most the window
     const uint32_t *sink_end; // [batch]; NULL: `sinks`, since no key before it is padding
     uint32_t recent;          // keys that rules.cu adds afterwards; 0 also if they change nothing
-    bool causal;              // scope; also false if the window is 0
+    // of packed sequences, by position; ranges is NULL if sequences are not packed
+    const int2 *ranges;     // see packed_sequences
+    const uint32_t *index;  // the same
+    const uint32_t *number; // with padding, if needed: valid keys before each; NULL: the position
+    uint32_t *first_index;  // [segments][kv_len]: at a sequence's first position, the kept keys of
+                            // the segment before it; NULL: not needed, as slots are not wanted
+    int index_digits;       // of 8 bits, to sort by the number of a sequence; 0: not packed
+    bool causal;            // scope; also false if the window is 0
 };
 
 /* Whether some query keeps keys by the rule `recent`. If there are no more keys than slots, every
@@ -67,9 +82,21 @@ static inline bool keeps_recent(const fdma_problem *problem) {
     return problem->recent > 0 && problem->slots < problem->kv_len;
 }
 
+/* Digits of 8 bits that the numbers of packed sequences have; that past the last one is their
+ * count. */
+static inline int count_index_digits(const fdma_problem *problem) {
+    const int64_t count = is_present(&problem->starts) ? problem->starts.shape[0] - 1 : 0;
+    int digits = is_present(&problem->starts) ? 1 : 0;
+    while (digits > 0 && count >> 8 * digits != 0)
+        digits++;
+    return digits;
+}
+
 /* With the rule `recent`, slots follow from the moved expiries, so the selection by score has none.
- * fdma_cuda_find_sinks() adds sink_end. */
-static inline select_call describe_select(const fdma_problem *problem) {
+ * fdma_cuda_find_sinks() adds sink_end and number. */
+static inline select_call describe_select(const fdma_problem *problem,
+                                          const packed_sequences &sequences,
+                                          uint32_t *first_index) {
     const bool moves = keeps_recent(problem);
     select_call call = {};
     call.score = numbers_of<const float>(&problem->score);
@@ -84,14 +111,39 @@ static inline select_call describe_select(const fdma_problem *problem) {
     call.sinks = (uint32_t)min(problem->sinks, problem->kv_len);
     call.recent = moves ? (uint32_t)problem->recent : 0;
     call.causal = problem->scope == FDMA_SCOPE_CAUSAL && problem->window > 0;
+    call.ranges = sequences.ranges;
+    call.index = sequences.index;
+    call.first_index = first_index;
+    call.index_digits = count_index_digits(problem);
     return call;
+}
+
+/* Where a selection by score has slots of packed sequences: what first_index takes of the arena. */
+static inline uint32_t *take_first_index(const fdma_problem *problem, fdma_arena *arena) {
+    if (!is_present(&problem->starts) || !is_present(&problem->slot) || keeps_recent(problem))
+        return NULL;
+    return take<uint32_t>(arena, problem->kv_heads * problem->kv_len);
 }
 
 __device__ static select_segment segment_of(const select_call &call, uint32_t segment) {
     const int64_t b = segment / call.kv_heads, g = segment % call.kv_heads;
-    return {call.score.at(b, g), call.valid != NULL ? call.valid + b * call.valid_batch : NULL,
-            call.sink_end != NULL ? call.sink_end[b] : call.sinks, call.expiry.at(b, g),
-            call.slot.data != NULL ? call.slot.at(b, g) : NULL};
+    return {call.score.at(b, g),
+            call.valid != NULL ? call.valid + b * call.valid_batch : NULL,
+            call.sink_end != NULL ? call.sink_end[b] : call.sinks,
+            call.expiry.at(b, g),
+            call.slot.data != NULL ? call.slot.at(b, g) : NULL,
+            call.first_index + (size_t)segment * call.kv_len};
+}
+
+/* The end of the sequences: the keys from there on belong to none. */
+__device__ static uint32_t end_of_sequences(const select_call &call) {
+    return call.ranges == NULL ? call.kv_len : (uint32_t)call.ranges[call.kv_len - 1].y;
+}
+
+/* How many valid keys of its own sequence stand before position j, in packed sequences. */
+__device__ static uint32_t number_in_sequence(const select_call &call, uint32_t j) {
+    const uint32_t first = (uint32_t)call.ranges[j].x;
+    return call.number == NULL ? j - first : call.number[j] - call.number[first];
 }
 
 /* This bit is set in the position of a key that is not valid or lies past the end, so that it
@@ -114,16 +166,33 @@ __device__ static uint32_t order_of(float score) {
 static constexpr uint32_t order_sink = 0xff800001; // that of +inf is 0xff800000
 
 /* Key j of a segment as it is sorted: {order, position}. */
-__device__ static uint2 load_key(const select_segment &segment, uint32_t j, uint32_t kv_len) {
-    if (j >= kv_len || (segment.valid != NULL && segment.valid[j] == 0))
+template <bool packed>
+__device__ static uint2 load_key(const select_call &call, const select_segment &segment,
+                                 uint32_t j) {
+    if (j >= call.kv_len || (segment.valid != NULL && segment.valid[j] == 0))
         return make_uint2(0, j | absent);
-    return make_uint2(j < segment.sink_end ? order_sink : order_of(segment.score[j]), j);
+    if (packed && j >= (uint32_t)call.ranges[j].y)
+        return make_uint2(0, j | absent);
+    const bool is_sink = packed && segment.sink_end > 0
+                             ? number_in_sequence(call, j) < segment.sink_end
+                             : j < segment.sink_end;
+    return make_uint2(is_sink ? order_sink : order_of(segment.score[j]), j);
+}
+
+/* What a key is sorted by after its order: the number of its sequence. Past the end, it comes after
+ * the keys of all sequences. */
+__device__ static uint32_t sequence_of(const select_call &call, uint32_t position) {
+    const uint32_t j = position & ~absent;
+    return j < call.kv_len ? call.index[j] : UINT32_MAX;
 }
 
 /* `allowed` in the allowance {rank, allowed} of a key that is kept in any case. Other keys are kept
  * if fewer than `allowed` of the keys that stand before them in their position partition outrank
  * them; 0: never kept. */
 static constexpr uint32_t always_kept = UINT32_MAX;
+
+/* In place of the parent of a key: marks the slot of the first key of a chain. */
+static constexpr uint32_t is_slot = 1U << 31;
 
 enum { warp_lanes = 32, digit_bits = 8, digits = 1 << digit_bits, key_bits = 32 };
 
@@ -247,5 +316,7 @@ __device__ static void write_key(const select_segment &segment, uint32_t j, uint
 }
 
 static inline const char *refuses_scores(const fdma_problem *problem) {
+    if (is_present(&problem->starts) && problem->starts.shape[0] > INT32_MAX)
+        return "2^31 or more packed sequences";
     return problem->dtype == FDMA_FLOAT32 ? NULL : "float64 scores; supported: float32";
 }

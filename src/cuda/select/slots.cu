@@ -18,11 +18,21 @@ __device__ static head_work find_head_work(const select_call &call, const slot_c
     work.segment = blockIdx.x % chains.segments; // the first keys of all segments come first
     work.first = blockIdx.x / chains.segments * head_keys;
     const uint32_t sharers = work.segment / chains.sharing;
-    const uint32_t count = chains.count != NULL ? chains.count[sharers] : call.kv_len;
+    const uint32_t count = chains.count != NULL ? chains.count[sharers] : end_of_sequences(call);
     work.end = min(work.first + head_keys, count);
     work.keys = (size_t)work.segment * call.kv_len;
     work.shared = (size_t)sharers * call.kv_len;
     return work;
+}
+
+/* The number of key n in its own sequence. */
+__device__ static uint32_t number_of(const select_call &call, const slot_chains &chains,
+                                     const head_work &work, uint32_t n) {
+    if (call.ranges == NULL)
+        return n;
+    const uint32_t j = chains.position != NULL ? chains.position[work.shared + n] : n;
+    const uint32_t first = (uint32_t)call.ranges[j].x;
+    return n - (chains.number != NULL ? chains.number[work.shared + first] : first);
 }
 
 struct head_memory {
@@ -44,9 +54,10 @@ static __global__ void __launch_bounds__(head_threads)
 #pragma unroll
     for (int r = 0; r < head_items; r++) {
         const uint32_t index = r * head_threads + threadIdx.x, n = work.first + index;
-        if (n < chains.slots && n < work.end)
-            parent[n] = n;
-        const bool follows = n >= chains.slots && n < work.end && parent[n] >= work.first;
+        const uint32_t number = n < work.end ? number_of(call, chains, work, n) : 0;
+        if (number < chains.slots && n < work.end)
+            parent[n] = number | is_slot;
+        const bool follows = number >= chains.slots && parent[n] >= work.first;
         shared.head[index] = head[r] = follows ? parent[n] - work.first : index;
     }
     jump_to_heads(shared.head, head, threadIdx.x, head_threads);
@@ -73,20 +84,20 @@ static __global__ void __launch_bounds__(head_threads)
     for (int r = 0; r < head_items; r++) {
         const uint32_t n = work.first + r * head_threads + threadIdx.x;
         const bool is_head = n < work.end && head[n] == n;
-        slot[r] = is_head ? parent[n] : 0;
+        slot[r] = is_head ? parent[n] : is_slot;
     }
     for (bool found = false; !found;) {
         uint32_t next[head_items];
         found = true;
 #pragma unroll
         for (int r = 0; r < head_items; r++)
-            next[r] = slot[r] < chains.slots ? slot[r] : ld_relaxed_gpu(&parent[head[slot[r]]]);
+            next[r] = (slot[r] & is_slot) != 0 ? slot[r] : ld_relaxed_gpu(&parent[head[slot[r]]]);
 #pragma unroll
         for (int r = 0; r < head_items; r++) {
             if (next[r] != slot[r])
                 st_relaxed_gpu(&parent[work.first + r * head_threads + threadIdx.x], next[r]);
             slot[r] = next[r];
-            found &= slot[r] < chains.slots;
+            found &= (slot[r] & is_slot) != 0;
         }
     }
 }
@@ -100,7 +111,7 @@ static __global__ void __launch_bounds__(head_threads)
     const uint32_t *const position = chains.position;
     for (uint32_t n = work.first + threadIdx.x; n < work.end; n += head_threads)
         segment.slot[position != NULL ? position[work.shared + n] : n] =
-            (int32_t)chains.space.parent[work.keys + chains.space.head[work.keys + n]];
+            (int32_t)(chains.space.parent[work.keys + chains.space.head[work.keys + n]] & ~is_slot);
 }
 
 fdma_status fdma_cuda_hand_down_slots(const fdma_problem *problem, const select_call &call,

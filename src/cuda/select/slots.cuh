@@ -1,8 +1,8 @@
 /* Slots handed down along chains of keys, for segments of any length.
  *
  * The keys of a segment that get a slot are numbered in ascending order of position. The first
- * `slots` of them take the slot of their number. Each later one takes over the slot of its parent,
- * a key of lower number. There are two uses:
+ * `slots` of them, in packed sequences of each sequence, take the slot of their number there. Each
+ * later one takes over the slot of its parent, a key of lower number. There are two uses:
  *
  *     sm80/select.cu  numbers the keys that are ever kept (kept_index); the parent of a key is the
  *                     key that it evicts
@@ -17,19 +17,22 @@
 
 /* [segments][kv_len], by number. */
 struct chain_space {
-    uint32_t *parent; // then the slot
+    uint32_t *parent; // then the slot, with the bit is_slot
     uint32_t *head;   // the first key of the chain that the same block handles
 };
 
 struct slot_chains {
     chain_space space;
     const uint32_t *position; // [segments / sharing][kv_len], by number; NULL: equal to the number
-    const uint32_t *count;    // [segments / sharing]: keys that get a slot; NULL: kv_len
+    const uint32_t *number;   // [segments / sharing][kv_len], of the first position of each packed
+                              // sequence: keys before it that have a number; NULL: all have one
+    const uint32_t *count;    // [segments / sharing]: keys that get a slot; NULL: all of sequences
     uint32_t segments;
     uint32_t sharing; // so many consecutive segments share position and count
     uint32_t slots;
 };
 
-/* Writes the slots of all keys that have a number. parent[n] must be given for n >= slots. */
+/* Writes the slots of all keys that have a number. parent[n] must be given for the keys n that are
+ * not among the first. */
 fdma_status fdma_cuda_hand_down_slots(const fdma_problem *problem, const select_call &call,
                                       const slot_chains &chains);

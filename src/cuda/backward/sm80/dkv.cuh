@@ -14,6 +14,7 @@ template <typename config> struct key_memory {
     alignas(16) float lse[2][config::keys], delta[2][config::keys];
     int32_t key[2][config::rows]; // of this query block and, at its end, of the next
     int32_t expiry[config::rows];
+    int32_t from[config::rows]; // the first position at which the key may be kept
     float bias[config::rows];
     query_step step[2]; // of each stage
     key_inputs inputs;
@@ -28,7 +29,7 @@ template <typename config> struct key_sums {
 /* What the weights of a lane's two rows depend on. */
 struct key_rows {
     float bias[2];
-    int32_t key[2], expiry[2];
+    int32_t from[2], expiry[2];
 };
 
 /* Starts copying k and v of the rows whose key is not the one before, and loads their records. */
@@ -64,6 +65,8 @@ __device__ static void load_rows(key_memory<config> &shared, const backward_plan
     if (there && plan.forward.records != NULL)
         record = plan.forward.records[inputs.head * kv_len + keys[n]];
     shared.expiry[n] = record.expiry;
+    if (inputs.by_position)
+        shared.from[n] = there ? first_position(plan.forward, keys[n]) : 0;
     shared.bias[n] = there ? record.bias : -INFINITY; // without a key, sums are not used
 }
 
@@ -122,14 +125,14 @@ __device__ static void clear_empty(key_memory<config> &shared, int stage) {
 }
 
 template <typename config>
-__device__ static key_rows load_key_rows(const key_memory<config> &shared, int current) {
+__device__ static key_rows load_key_rows(const key_memory<config> &shared) {
     const int warp = threadIdx.x / warp_lanes % config::row_warps;
     key_rows rows;
 #pragma unroll
     for (int s = 0; s < 2; s++) {
         const int n = warp * mma_rows + opaque(threadIdx.x) % warp_lanes / 4 + s * 8;
         rows.bias[s] = shared.bias[n];
-        rows.key[s] = shared.key[current][n];
+        rows.from[s] = shared.from[n];
         rows.expiry[s] = shared.expiry[n];
     }
     return rows;
@@ -152,8 +155,8 @@ __device__ static void weigh(float &s, float &dp, const column_stats &stats, int
     dp = s * (dp - (x % 2 == 0 ? stats.delta.x : stats.delta.y));
 }
 
-__device__ static bool is_kept(const key_rows &rows, int r, int32_t position, bool causal) {
-    return position < rows.expiry[r] && (!causal || rows.key[r] <= position);
+__device__ static bool is_kept(const key_rows &rows, int r, int32_t position, bool by_position) {
+    return position < rows.expiry[r] && (!by_position || rows.from[r] <= position);
 }
 
 /* Clears the weight and the gradient where a query does not keep the key. Logits of -inf would not
@@ -161,10 +164,10 @@ __device__ static bool is_kept(const key_rows &rows, int r, int32_t position, bo
 template <typename config>
 __device__ static void mask_weights(float (&s)[1][config::keys / 8][4],
                                     float (&dp)[1][config::keys / 8][4], const key_rows &rows,
-                                    int32_t position, bool causal) {
+                                    int32_t position, bool by_position) {
     const int32_t last = position + config::keys - 1, lane = threadIdx.x % warp_lanes;
     const bool masked = rows.expiry[0] <= last || rows.expiry[1] <= last ||
-                        (causal && (rows.key[0] > position || rows.key[1] > position));
+                        (by_position && (rows.from[0] > position || rows.from[1] > position));
     if (!__any_sync(~0u, masked))
         return;
 #pragma unroll
@@ -172,7 +175,7 @@ __device__ static void mask_weights(float (&s)[1][config::keys / 8][4],
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             const int32_t p = position + n * 8 + lane % 4 * 2 + x % 2;
-            const bool kept = is_kept(rows, x / 2, p, causal);
+            const bool kept = is_kept(rows, x / 2, p, by_position);
             s[0][n][x] = kept ? s[0][n][x] : 0;
             dp[0][n][x] = kept ? dp[0][n][x] : 0;
         }
@@ -193,7 +196,7 @@ __device__ static void weigh_step(const key_memory<config> &shared, int stage, c
             weigh(s[0][n][x], dp[0][n][x], stats, x);
         }
     }
-    mask_weights<config>(s, dp, rows, position, shared.inputs.causal);
+    mask_weights<config>(s, dp, rows, position, shared.inputs.by_position);
 #pragma unroll
     for (int n = 0; n < config::keys / 8; n++)
 #pragma unroll
@@ -209,7 +212,7 @@ __device__ static void weigh_softcap(const key_memory<config> &shared, int stage
                                      float (&s)[1][config::keys / 8][4],
                                      float (&dp)[1][config::keys / 8][4], float (&step_dbias)[2]) {
     const logit_params logits = shared.inputs.logits;
-    const bool causal = shared.inputs.causal;
+    const bool by_position = shared.inputs.by_position;
 #pragma unroll
     for (int n = 0; n < config::keys / 8; n++) {
         const column_stats stats = stats_of(shared, stage, n);
@@ -217,7 +220,7 @@ __device__ static void weigh_softcap(const key_memory<config> &shared, int stage
         for (int x = 0; x < 4; x++) {
             const float t = tanh_of(s[0][n][x] * logits.softcap_scale);
             const int32_t p = position + n * 8 + threadIdx.x % 4 * 2 + x % 2;
-            const bool kept = is_kept(rows, x / 2, p, causal);
+            const bool kept = is_kept(rows, x / 2, p, by_position);
             s[0][n][x] = fmaf(t, logits.scale, rows.bias[x / 2]);
             weigh(s[0][n][x], dp[0][n][x], stats, x);
             step_dbias[x / 2] += kept ? dp[0][n][x] : 0;
@@ -245,7 +248,7 @@ __device__ static void find_weights(const key_memory<config> &shared, int stage,
 /* One step against the rows' keys in this query block. */
 template <typename config>
 __device__ static void add_step(key_memory<config> &shared, const backward_plan &plan,
-                                key_sums<config> &sums, int stage, int current) {
+                                key_sums<config> &sums, int stage) {
     constexpr int head_dim = config::head_dim;
     const int warp = opaque(threadIdx.x) / warp_lanes;
     const int first = warp % config::row_warps * mma_rows * head_dim;
@@ -256,7 +259,7 @@ __device__ static void add_step(key_memory<config> &shared, const backward_plan 
     mma_abt<config>(dp, down_first<head_dim>(shared.v + first).unhoisted(),
                     right_first<head_dim>(shared.dout[stage]).unhoisted());
     const int32_t position = query_position(plan.forward, shared.step[stage].query);
-    find_weights(shared, stage, load_key_rows(shared, current), position, s, dp, sums.dbias);
+    find_weights(shared, stage, load_key_rows(shared), position, s, dp, sums.dbias);
     mma_ab<config>(sums.dv, s,
                    down_first<head_dim>(shared.dout[stage], column_warp * 2).unhoisted());
     mma_ab<config>(sums.dk, dp, down_first<head_dim>(shared.q[stage], column_warp * 2).unhoisted());
@@ -394,7 +397,7 @@ __device__ static void sum_steps(key_memory<config> &shared, const backward_plan
         __syncthreads(); // this step has arrived, and every warp has read the one before
         load_next(shared, plan, stage);
         clear_empty(shared, stage);
-        add_step(shared, plan, sums, stage, current);
+        add_step(shared, plan, sums, stage);
         const int32_t next = next_step(shared, plan, stage).query_block;
         if (next > query_block) {
             if (shared.inputs.changes_keys || next == end)

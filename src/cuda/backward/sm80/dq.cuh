@@ -76,12 +76,14 @@ __device__ static void find_slopes(float (&s)[1][config::keys / 8][4],
 template <typename config>
 __device__ static void
 find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::keys / 8][4],
-               float (&dp)[1][config::keys / 8][4], const row_stats &stats, bool causal) {
+               float (&dp)[1][config::keys / 8][4], const row_stats &stats, bool by_position) {
     const key_records<config::keys> &keys = shared.records[n % 2];
     const int32_t *const position = shared.position + opaque(threadIdx.x) / warp_lanes * mma_rows;
     find_slopes<config>(s, dp, stats, shared.inputs.logits.softcap_scale);
     find_logits<config>(s, keys.bias, {0, shared.inputs.logits.scale});
-    mask_logits<config>(s, keys.expiry, shared.key[n % 3], position, causal);
+    mask_logits<config>(s, keys.expiry,
+                        first_positions(keys, shared.key[n % 3], shared.inputs.keys), position,
+                        by_position);
 #pragma unroll
     for (int c = 0; c < config::keys / 8; c++)
 #pragma unroll
@@ -92,7 +94,7 @@ find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::ke
 /* dq of a warp's rows over all key blocks. */
 template <typename config>
 __device__ static void sum_blocks(query_memory<config> &shared, const row_stats &stats,
-                                  float (&dq)[1][config::head_dim / 8][4], bool causal) {
+                                  float (&dq)[1][config::head_dim / 8][4], bool by_position) {
     constexpr int head_dim = config::head_dim;
     const tile_list &keys = shared.inputs.keys;
     const int first = threadIdx.x / warp_lanes * mma_rows * head_dim;
@@ -108,7 +110,7 @@ __device__ static void sum_blocks(query_memory<config> &shared, const row_stats 
         mma_abt<config>(s, q_at.unhoisted(), right_first<head_dim>(shared.k[n % 2]));
         mma_abt<config>(dp, dout_at.unhoisted(), right_first<head_dim>(shared.v[n % 2]));
         store_entry(shared.key, n + 2, upcoming);
-        find_gradients(shared, n, s, dp, stats, causal);
+        find_gradients(shared, n, s, dp, stats, by_position);
         mma_ab<config>(dq, dp, down_first<head_dim>(shared.k[n % 2]));
     }
 }
@@ -174,7 +176,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     clear_sums(dq);
     __syncthreads();
     load_keys(shared, 0);
-    sum_blocks(shared, stats, dq, forward.causal);
+    sum_blocks(shared, stats, dq, forward.by_position);
     cp_async_wait_group<0>(); // if the list is empty, rows may still be on their way
     write_dq<config>(dq, plan, range, stats, aligned);
 }

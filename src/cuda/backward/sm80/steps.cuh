@@ -19,7 +19,7 @@ struct key_inputs {
     int32_t query_block, end_block; // the query blocks to visit
     int32_t first_query;            // no query before it sees a key of these rows
     bool changes_keys;              // rows are slots, whose keys change between query blocks
-    bool causal;                    // a key may come after some of the queries
+    bool by_position;               // a key may come after some of the queries
     row_source k, v, q, dout;       // q and dout: of the first head of the group
     logit_params logits;
 };
@@ -70,10 +70,10 @@ __device__ static int32_t key_of_row(const backward_plan &plan, const key_inputs
     return forward.list == NULL ? slot : list_entry(forward, inputs.head, query_block, slot);
 }
 
-/* The first query that may see a key from list entry first_slot on, where entries ascend. It is in
- * range whatever a corrupt selection says. */
+/* The first query that may see a key from list entry first_slot on, where entries ascend and
+ * sequences are not packed. It is in range whatever a corrupt selection says. */
 __device__ static int32_t first_query(const backward_plan &plan, const key_inputs &inputs) {
-    if (!inputs.causal || inputs.first_slot >= inputs.end_slot)
+    if (!inputs.by_position || inputs.first_slot >= inputs.end_slot)
         return 0;
     const int32_t entry = key_of_row(plan, inputs, inputs.query_block, 0);
     const int32_t key = entry < 0 ? ~entry : entry;
@@ -91,7 +91,7 @@ __device__ static void start_diagonal(const backward_plan &plan, key_inputs *inp
     const int2 count = list_counts(plan, inputs->head, inputs->query_block);
     inputs->first_slot = count.x + n % tiles * rows;
     inputs->end_slot = count.y;
-    inputs->causal = true;
+    inputs->by_position = true;
     inputs->first_query = first_query(plan, *inputs);
     if (inputs->first_slot >= inputs->end_slot)
         inputs->end_block = inputs->query_block;
@@ -110,7 +110,14 @@ __device__ static void start_slots(const backward_plan &plan, key_inputs *inputs
         return;
     }
     inputs->end_slot = shared_entries(plan.forward, inputs->head);
-    inputs->causal = plan.forward.causal;
+    inputs->by_position = plan.forward.by_position;
+    if (plan.forward.sequences.ranges != NULL) {
+        const int32_t end = min(inputs->first_slot + rows, inputs->end_slot);
+        const block_range seen = seeing_blocks(plan.forward, inputs->head, inputs->first_slot, end);
+        inputs->query_block = seen.first;
+        inputs->end_block = seen.end;
+        return;
+    }
     inputs->first_query = first_query(plan, *inputs);
     inputs->query_block = inputs->first_query / list_queries;
     inputs->end_block = inputs->first_slot < inputs->end_slot ? query_blocks : 0;

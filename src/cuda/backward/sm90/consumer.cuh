@@ -76,8 +76,9 @@ template <class config> struct backward_consumer {
     /* The positions x <= p < y at which the key of a slot is kept. */
     __device__ static int2 kept_positions(const backward_plan &plan, const backward_pass &pass,
                                           const slot_record &slot) {
-        const bool arrives = plan.forward.causal && (pass.is_diagonal || !plan.is_rolling);
-        return make_int2(arrives ? slot.key : INT32_MIN, slot.expiry);
+        const bool arrives = pass.is_diagonal || !plan.is_rolling;
+        const int32_t from = plan.forward.causal ? slot.key : slot.from;
+        return make_int2(arrives ? from : INT32_MIN, slot.expiry);
     }
 
     /* Clears the pairs of queries that do not keep their key. first: position of the lane's first
@@ -426,13 +427,13 @@ template <class config> struct backward_consumer {
         const int32_t slot = own_row() + 8 * i;
         const int32_t next = memory->slots[generation % slots_buffers][slot].key;
         const slot_record leaving = generation == 0
-                                        ? slot_record{-1, 0, 0, 0}
+                                        ? slot_record{-1, 0, 0, {0}}
                                         : memory->slots[(generation - 1) % slots_buffers][slot];
         const bool changes = generation == 0 || next != leaving.key;
         const float dbias = take_dbias(i, changes);
         if (!__any_sync(~0u, changes))
             return;
-        const gradient_row row = {leaving.key, leaving.boundary, slot,
+        const gradient_row row = {leaving.key, plan.forward.causal ? leaving.boundary : 0, slot,
                                   config::is_wide ? index * config::own_channels : 0,
                                   changes && leaving.key >= 0};
         if (__any_sync(~0u, row.is_written)) {

@@ -40,7 +40,7 @@ template <class config> struct backward_producer {
                                   int32_t key) {
         const forward_plan &forward = plan.forward;
         const backward_work &work = memory->work;
-        slot_record own = {key, INT32_MIN, 0, 0};
+        slot_record own = {key, INT32_MIN, 0, {0}};
         if (key >= 0) {
             const key_record record =
                 forward.records == NULL
@@ -51,6 +51,8 @@ template <class config> struct backward_producer {
             if (plan.partitions > 1 && !pass.is_diagonal)
                 own.boundary =
                     boundary_of(plan, work.head, work.partition, work.first_slot + own_slot(), key);
+            else if (!forward.causal)
+                own.from = forward.by_position ? forward.sequences.ranges[key].x : INT32_MIN;
         }
         if (own_slot() < config::slots)
             memory->slots[generation % slots_buffers][own_slot()] = own;
@@ -120,7 +122,7 @@ template <class config> struct backward_producer {
             const uint32_t order = pass.dq_semaphore == NULL
                                        ? 0
                                        : dq_order(plan, pass, tile * config::q_rows / list_queries);
-            memory->header[stage] = {head * pass.tiles + tile, plan.forward.causal ? first : 0,
+            memory->header[stage] = {head * pass.tiles + tile, plan.forward.by_position ? first : 0,
                                      order, (int16_t)(generation % slots_buffers), is_last};
             mbarrier_arrive(&memory->step_ready[stage]);
         }
@@ -144,6 +146,18 @@ template <class config> struct backward_producer {
         return pass.is_diagonal ? work.slot_block : active - 1 - work.slot_block;
     }
 
+    /* The end of the queries of a block that may see a key of the slots: where a packed sequence
+     * begins in the first half, none of the second half does in the slot pass. */
+    __device__ static int32_t end_of_queries(const backward_plan &plan, const backward_pass &pass,
+                                             int32_t query_block) {
+        const forward_plan &forward = plan.forward;
+        const int32_t first = query_block * list_queries, middle = first + config::q_rows;
+        if (forward.sequences.ranges == NULL || !plan.is_rolling || pass.is_diagonal ||
+            middle >= forward.q_len)
+            return forward.q_len;
+        return forward.sequences.ranges[middle].x > first ? middle : forward.q_len;
+    }
+
     /* Loads the steps of a query block. True if a slot changes its key after it, or nothing
      * follows. */
     __device__ bool load_query_block(const backward_plan &plan, const backward_pass &pass,
@@ -154,9 +168,10 @@ template <class config> struct backward_producer {
 #pragma unroll 1
         for (int32_t n = 0; n < group * tiles; n++) {
             const int32_t tile = opaque(query_block) * tiles + n % tiles;
-            if (tile * config::q_rows >= plan.forward.q_len)
+            const int32_t end = end_of_queries(plan, pass, opaque(query_block));
+            if (tile * config::q_rows >= end)
                 continue;
-            const bool is_tail = (tile + 1) * config::q_rows >= plan.forward.q_len;
+            const bool is_tail = (tile + 1) * config::q_rows >= end;
             const bool ends = n / tiles == group - 1 && (n % tiles == tiles - 1 || is_tail);
             if (ends)
                 changes =
@@ -167,22 +182,34 @@ template <class config> struct backward_producer {
         return changes;
     }
 
+    /* The next query block to visit. Where a packed sequence has ended, those follow in which no
+     * query sees a slot of this block. */
+    __device__ int32_t block_after(const backward_plan &plan, const backward_pass &pass,
+                                   int32_t query_block) const {
+        const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
+        return skips ? find_query_block(plan, pass, memory->work, query_block + 1)
+                     : query_block + 1;
+    }
+
     __device__ void run(const backward_plan &plan, const backward_pass &pass) {
-        int32_t query_block = first_query_block(plan, pass, memory->work);
+        int32_t query_block =
+            find_query_block(plan, pass, memory->work, memory->work.query_block) - 1;
         step = 0;
         generation = -1;
         steps_ahead = no_keys;
-        for (query_block--;; query_block++) { // the first round only finds the first generation
+        // the first round only finds the first generation
+        for (;; query_block = block_after(plan, pass, query_block)) {
+            const int32_t next_block = block_after(plan, pass, query_block);
             const bool is_fixed =
-                generation >= 0 && !plan.is_rolling && query_block + 1 < memory->work.end;
-            const int32_t next = is_fixed ? key_in_generation(generation)
-                                          : key_in_block(plan, pass, query_block + 1);
+                generation >= 0 && !plan.is_rolling && next_block < memory->work.end;
+            const int32_t next =
+                is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, next_block);
             memory->next[own_slot()] = next;
             if (generation >= 0 && !load_query_block(plan, pass, query_block))
                 continue;
             generation++;
             publish_slots(plan, pass, memory->next[own_slot()]);
-            if (query_block + 1 >= memory->work.end)
+            if (memory->next[own_slot()] == past_end)
                 return;
             // the first keys are loaded after one step, as no others must be released
             steps_ahead = generation == 0 ? config::stages - 2 : 0;

@@ -66,14 +66,17 @@ struct backward_work {
 struct alignas(16) slot_record {
     int32_t key; // -1: none
     int32_t expiry;
-    float bias;       // times log2(e)
-    int32_t boundary; // that takes its sums, see boundary_of(); 0: none
+    float bias; // times log2(e)
+    union {
+        int32_t boundary; // where causal: that takes its sums, see boundary_of(); 0: none
+        int32_t from;     // where not: the first position at which the key may be kept
+    };
 };
 
 /* What the producer tells the consumers of a step. */
 struct alignas(16) step_header {
     int32_t tile;         // among those of all heads
-    int32_t first;        // position of its first query; 0 if not causal
+    int32_t first;        // position of its first query; 0 if all queries see the same keys
     uint32_t dq_order;    // how many slot blocks add to dq_sum before this one
     int16_t slots_buffer; // of its generation, in backward_memory::slots
     bool is_last;         // of its generation
@@ -129,24 +132,28 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_pas
     return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
-/* How many slots some query of a block sees. Later blocks see no fewer. */
+/* How many slots some query of a block sees. Later blocks see no fewer, unless sequences are packed
+ * and lists roll. */
 __device__ static int32_t visible_slots(const backward_plan &plan, int32_t head,
                                         int32_t query_block) {
     const forward_plan &forward = plan.forward;
     if (plan.is_rolling)
         return list_counts(plan, head, query_block).x;
+    const int32_t queries = min(forward.q_len, (query_block + 1) * list_queries);
+    if (forward.sequences.ranges != NULL)
+        return entries_seen(forward, head, queries - 1);
     if (!forward.causal)
         return plan.slots;
     if (forward.count != NULL)
         return forward.count[(int64_t)head * forward.lists + query_block].y;
-    const int32_t queries = min(forward.q_len, (query_block + 1) * list_queries);
     return max(0, queries + forward.kv_len - forward.q_len);
 }
 
-/* The first query block of the work in which some query sees one of its slots. By a whole warp. */
-__device__ static int32_t first_query_block(const backward_plan &plan, const backward_pass &pass,
-                                            const backward_work &work) {
-    for (int32_t base = work.query_block; base < work.end; base += 32) {
+/* The first query block of the work, from block `from` on, in which some query sees one of its
+ * slots. By a whole warp. */
+__device__ static int32_t find_query_block(const backward_plan &plan, const backward_pass &pass,
+                                           const backward_work &work, int32_t from) {
+    for (int32_t base = from; base < work.end; base += 32) {
         const int32_t query_block = base + threadIdx.x % 32;
         int32_t slots = 0;
         if (query_block < work.end && pass.is_diagonal) {
@@ -184,5 +191,12 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.partition = pass.is_diagonal ? 0 : range;
     work.query_block = range * query_blocks;
     work.end = min(work.query_block + query_blocks, all);
+    if (plan.forward.sequences.ranges != NULL && !plan.is_rolling) {
+        const int32_t entries = shared_entries(plan.forward, work.head);
+        const block_range seen = seeing_blocks(plan.forward, work.head, work.first_slot,
+                                               min(work.first_slot + config::slots, entries));
+        work.query_block = seen.first;
+        work.end = seen.end;
+    }
     return work;
 }

@@ -47,7 +47,7 @@ __device__ static void load_values(tile_memory<config> &shared, int32_t n) {
  * keys of the next block during this one's softmax and second product. */
 template <typename config>
 __device__ static void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
-                                     bool causal) {
+                                     bool by_position) {
     constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
     const tile_list &keys = shared.inputs.keys;
     const int warp = threadIdx.x / warp_lanes;
@@ -70,7 +70,8 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
         find_logits<config>(s, records.bias, shared.inputs.logits);
         const int32_t *const position =
             shared.position + opaque(threadIdx.x) / warp_lanes * warp_size;
-        mask_logits<config>(s, records.expiry, shared.key[n % 3], position, causal);
+        mask_logits<config>(s, records.expiry, first_positions(records, shared.key[n % 3], keys),
+                            position, by_position);
         weigh(s, state);                    // P = exp2(S - row_max)
         mma_ab<config>(state.out, s, v_at); // O += P V
     }
@@ -135,7 +136,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     __syncthreads();
     load_keys(shared, 0);
     clear_rows(state);
-    attend_blocks(shared, state, plan.causal);
+    attend_blocks(shared, state, plan.by_position);
     cp_async_wait_group<0>(); // if the list is empty, q may still be on its way
     __syncthreads();
     write_out(shared, state, plan);

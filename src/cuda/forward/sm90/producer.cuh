@@ -68,12 +68,21 @@ template <class config> struct producer {
             *own = {no_key, masked_record()};
     }
 
+    /* A position from which on rows keep a key, where its expiry does not say otherwise. */
+    __device__ static int32_t first_kept(const forward_plan &plan, const row_tile &tile,
+                                         const own_key &own) {
+        if (plan.causal)
+            return own.key;
+        const bool is_bound = plan.by_position && own.key != no_key;
+        return is_bound ? first_position(plan, own.key) : tile.first;
+    }
+
     /* The positions of the tile at which a key is kept. As either end, past_tile stands for any
      * position after the tile's last. */
     __device__ static position_range kept_positions(const forward_plan &plan, const row_tile &tile,
                                                     const own_key &own) {
         const int32_t end = own.record.expiry;
-        const int32_t from = plan.causal ? own.key : tile.first;
+        const int32_t from = first_kept(plan, tile, own);
         return {(int16_t)(from > tile.last ? past_tile : max(from, tile.first) - tile.first),
                 (int16_t)(end > tile.last ? past_tile : max(end, tile.first) - tile.first)};
     }
@@ -88,7 +97,7 @@ template <class config> struct producer {
             write_bias(&to->octet[own_column / octet_keys], own_column % octet_keys,
                        own.record.bias * (1 / (plan.scale * log2_e)));
         to->kept[n] = kept_positions(plan, tile, own);
-        const bool arrives = plan.causal && own.key > tile.first;
+        const bool arrives = first_kept(plan, tile, own) > tile.first;
         const uint32_t partial = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)
             to->is_partial[warp] = (partial & 0xffff) != 0 | (partial >> 16 != 0) << 1;
@@ -137,7 +146,7 @@ template <class config> struct producer {
         for (int32_t block = 0; block < blocks; block++) {
             const key_record next_record = fetch_record(keys, next);
             const int32_t after = fetch_key(keys, block + 2);
-            if (plan.causal)
+            if (plan.by_position)
                 drop_expired(tile, &own);
             load_rows(plan, plan.k, k, own.key);
             if (block == 0)

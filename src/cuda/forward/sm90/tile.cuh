@@ -93,12 +93,13 @@ struct row_tile {
     int32_t b, g;
     int32_t first_row, end_row; // of this kv head's rows
     int32_t query;              // of first_row
-    int32_t first, last;        // positions of its first and its last row; 0 if not causal
+    int32_t first, last;        // positions of its first and its last row; 0 if all rows see the
+                                // same keys
 };
 
-/* The position of a query; 0 if not causal, as then all queries see the same keys. */
+/* The position of a query; 0 if all queries see the same keys. */
 __device__ static int32_t row_position(const forward_plan &plan, int32_t query) {
-    return plan.causal ? query_position(plan, query) : 0;
+    return plan.by_position ? query_position(plan, query) : 0;
 }
 
 /* The order in which tiles are computed: from the last position, which is the heaviest, to the

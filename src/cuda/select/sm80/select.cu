@@ -68,6 +68,12 @@ __device__ static uint32_t find_allowed(const partition_memory &shared, const se
     return call.window - higher;
 }
 
+/* The end of the ranks among which the keys of global scope are the best: those of the key's
+ * sequence. */
+__device__ static uint32_t end_of_ranks(const select_call &call, uint32_t position) {
+    return call.ranges != NULL ? (uint32_t)call.ranges[position].y : call.kv_len;
+}
+
 /* Writes the allowance of each key that may be kept to its position. */
 static __global__ void __launch_bounds__(threads)
     decide_by_threshold(const select_call call, const select_space space) {
@@ -80,7 +86,8 @@ static __global__ void __launch_bounds__(threads)
     __syncthreads();
     for (uint32_t n = threadIdx.x; n < size; n += threads) {
         const uint32_t rank = work.first + n, position = shared.word[n];
-        const bool best = (position & absent) == 0 && rank >= call.kv_len - call.window;
+        const bool best =
+            (position & absent) == 0 && rank + call.window >= end_of_ranks(call, position);
         const uint32_t allowed = call.causal ? find_allowed(shared, call, space, work, rank)
                                  : best      ? always_kept
                                              : 0;
@@ -162,8 +169,11 @@ static __global__ void __launch_bounds__(threads)
         const uint32_t kept_index = number_flag(keeps, &next);
         if (!inside)
             continue;
+        if (call.first_index != NULL && (uint32_t)call.ranges[j].x == j)
+            segment.first_index[j] = kept_index;
         if (!keeps || !call.causal)
-            write_key(segment, j, keeps ? call.kv_len : j, keeps ? (int32_t)kept_index : -1);
+            write_key(segment, j, keeps ? end_of_ranks(call, j) : j,
+                      keeps ? (int32_t)kept_index : -1);
         if (!keeps)
             continue;
         space.sort.key[work.keys + allowance.x].x = kept_index;
@@ -193,11 +203,24 @@ static __global__ void __launch_bounds__(threads)
         const bool evicted = evictor < space.kept_total[work.segment];
         if (!keeps)
             continue;
-        segment.expiry[own.y] =
-            (int32_t)(evicted ? space.kept_position[work.keys + evictor] : call.kv_len);
+        const uint32_t expiry =
+            evicted ? space.kept_position[work.keys + evictor] : end_of_ranks(call, own.y);
+        segment.expiry[own.y] = (int32_t)min(expiry, end_of_ranks(call, own.y));
         if (evicted && segment.slot != NULL)
             space.chains.parent[work.keys + evictor] = own.x;
     }
+}
+
+/* In global scope index_kept numbers the kept keys of all packed sequences. Here the slots of each
+ * begin anew. */
+static __global__ void __launch_bounds__(threads) renumber_slots(const select_call call) {
+    const int64_t head = head_of_block();
+    const uint32_t j = blockIdx.x * threads + threadIdx.x;
+    if (head >= call.kv_heads || j >= call.kv_len)
+        return;
+    const select_segment segment = segment_of(call, (uint32_t)head);
+    if (segment.slot[j] >= 0)
+        segment.slot[j] -= (int32_t)segment.first_index[call.ranges[j].x];
 }
 
 /* ---- the kernel of the table ---- */
@@ -226,10 +249,11 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     space.partitions = (uint32_t)divide_up(problem->kv_len, (int64_t)1 << space.shift);
     space.sort.segments = (uint32_t)segments;
     space.sort.tiles = (uint32_t)divide_up(problem->kv_len, sort_tile);
+    space.sort.passes = order_passes + (int)round_up(count_index_digits(problem), 2);
     const int64_t counts = segments * space.partitions, tiles = segments * space.sort.tiles;
-    space.sort.next_tile = take<uint32_t>(arena, passes);
-    space.sort.digit_total = take<uint32_t>(arena, segments * passes * digits);
-    space.sort.tile_count = take<uint32_t>(arena, tiles * passes * digits);
+    space.sort.next_tile = take<uint32_t>(arena, space.sort.passes);
+    space.sort.digit_total = take<uint32_t>(arena, segments * space.sort.passes * digits);
+    space.sort.tile_count = take<uint32_t>(arena, tiles * space.sort.passes * digits);
     space.kept_by_rank = take<uint32_t>(arena, counts);
     space.zero_bytes = arena->used;
     space.kept_by_position = take<uint32_t>(arena, counts);
@@ -244,6 +268,8 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     space.chains.parent = (uint32_t *)space.sort.other;
     space.chains.head = space.chains.parent != NULL ? space.chains.parent + keys : NULL;
     space.rules = fdma_cuda_lay_out_rules(problem, arena);
+    space.sequences = fdma_cuda_lay_out_sequences(problem, arena, true);
+    space.first_index = take_first_index(problem, arena);
     return space;
 }
 
@@ -271,18 +297,25 @@ static fdma_status select_by_score(const fdma_problem *problem, const select_cal
 }
 
 static fdma_status run(const fdma_problem *problem) {
-    select_call call = describe_select(problem);
     fdma_arena arena = fdma_arena_of(problem);
     const select_space space = lay_out(problem, &arena);
+    select_call call = describe_select(problem, space.sequences, space.first_index);
     if (space.sort.segments == 0 || call.kv_len == 0)
         return FDMA_OK;
+    FDMA_TRY(fdma_cuda_find_sequences("select", problem, space.sequences));
     FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
     FDMA_TRY(clear("select", problem, arena.base, space.zero_bytes));
     FDMA_TRY(select_by_score(problem, call, space));
     if (call.causal && call.slot.data != NULL)
-        FDMA_TRY(fdma_cuda_hand_down_slots(problem, call,
-                                           {space.chains, space.kept_position, space.kept_total,
-                                            space.sort.segments, 1, call.window}));
+        FDMA_TRY(
+            fdma_cuda_hand_down_slots(problem, call,
+                                      {space.chains, space.kept_position, call.first_index,
+                                       space.kept_total, space.sort.segments, 1, call.window}));
+    if (!call.causal && call.first_index != NULL)
+        FDMA_TRY(
+            launch("select", renumber_slots,
+                   {grid_of(divide_up(call.kv_len, threads), space.sort.segments), dim3(threads)},
+                   problem, call));
     return fdma_cuda_keep_recent(problem, space.rules, space.chains, call);
 }
 

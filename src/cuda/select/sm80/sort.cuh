@@ -15,7 +15,8 @@ enum {
     sort_warps = sort_threads / warp_lanes,
     sort_items = 8, // keys of a thread
     sort_tile = sort_threads * sort_items,
-    passes = key_bits / digit_bits,
+    order_passes = key_bits / digit_bits,
+    most_passes = 2 * order_passes, // those that sort by the number of a sequence included
 };
 
 /* What a published word holds: 0, nothing yet; own_count, the count of its tile; sum_count, the sum
@@ -29,6 +30,7 @@ struct sort_space {
     uint32_t *tile_count;  // [passes][segments][tiles][digits]
     uint32_t *next_tile;   // [passes]
     uint32_t segments, tiles;
+    int passes; // even, so that the last one writes to `key`
 };
 
 struct sort_memory {
@@ -41,8 +43,18 @@ struct sort_memory {
 };
 
 struct total_memory {
-    uint32_t count[passes][digits];
+    uint32_t count[most_passes][digits];
 };
+
+/* The lowest bit of the digit of a pass: of the order, then of the number of the sequence. */
+__device__ static int shift_of(int pass) { return pass % order_passes * digit_bits; }
+
+/* load_key() for packed sequences or not. */
+__device__ static uint2 load_sorted(const select_call &call, const select_segment &segment,
+                                    uint32_t j) {
+    return call.ranges != NULL ? load_key<true>(call, segment, j)
+                               : load_key<false>(call, segment, j);
+}
 
 /* Adds the counts of all digits of a tile to those of its segment. */
 static __global__ void __launch_bounds__(sort_threads)
@@ -51,20 +63,22 @@ static __global__ void __launch_bounds__(sort_threads)
     const uint32_t segment = blockIdx.x / space.tiles, tile = blockIdx.x % space.tiles;
     const select_segment here = segment_of(call, segment);
     uint32_t *const count = &shared.count[0][0];
-    for (uint32_t n = threadIdx.x; n < passes * digits; n += sort_threads)
+    for (uint32_t n = threadIdx.x; n < most_passes * digits; n += sort_threads)
         count[n] = 0;
     __syncthreads();
     for (int r = 0; r < sort_items; r++) {
         const uint32_t j = tile * sort_tile + r * sort_threads + threadIdx.x;
         if (j >= call.kv_len)
             break;
-        const uint2 key = load_key(here, j, call.kv_len);
-        for (int pass = 0; pass < passes; pass++)
+        const uint2 key = load_sorted(call, here, j);
+        for (int pass = 0; pass < order_passes; pass++)
             atomicAdd(&shared.count[pass][digit_of(key.x, pass * digit_bits)], 1);
+        for (int pass = order_passes; pass < space.passes; pass++)
+            atomicAdd(&shared.count[pass][digit_of(sequence_of(call, j), shift_of(pass))], 1);
     }
     __syncthreads();
-    uint32_t *const total = space.digit_total + (size_t)segment * passes * digits;
-    for (uint32_t n = threadIdx.x; n < passes * digits; n += sort_threads)
+    uint32_t *const total = space.digit_total + (size_t)segment * space.passes * digits;
+    for (uint32_t n = threadIdx.x; n < (uint32_t)space.passes * digits; n += sort_threads)
         if (count[n] > 0)
             atomicAdd(&total[n], count[n]);
 }
@@ -111,7 +125,7 @@ __device__ static void find_offsets(sort_memory &shared, const sort_space &space
         count = sum_digit(shared.digit_count, digit);
         const size_t row = ((size_t)pass * space.segments + segment) * space.tiles + tile;
         before = look_back(space.tile_count + row * digits + digit, count, tile);
-        total = space.digit_total[((size_t)segment * passes + pass) * digits + digit];
+        total = space.digit_total[((size_t)segment * space.passes + pass) * digits + digit];
     }
     uint32_t start = sum_lower_lanes(count), base = sum_lower_lanes(total);
     const uint32_t all_starts = __shfl_sync(all_lanes, start + count, last);
@@ -139,7 +153,7 @@ static __global__ void __launch_bounds__(sort_threads, 2)
         (pass % 2 ? space.other : space.key) + (size_t)segment * call.kv_len + first;
     uint2 *const to = (pass % 2 ? space.key : space.other) + (size_t)segment * call.kv_len;
     const select_segment here = segment_of(call, segment);
-    const int shift = pass * digit_bits;
+    const int shift = shift_of(pass);
     uint2 key[sort_items];
     uint32_t order[sort_items], before[sort_items];
 #pragma unroll
@@ -147,7 +161,9 @@ static __global__ void __launch_bounds__(sort_threads, 2)
         const uint32_t index = warp * (warp_lanes * sort_items) + r * warp_lanes + lane;
         key[r] = make_uint2(UINT32_MAX, 0); // past the end: sorts after all keys of the tile
         if (index < left)
-            key[r] = pass == 0 ? load_key(here, first + index, call.kv_len) : from[index];
+            key[r] = pass == 0 ? load_sorted(call, here, first + index) : from[index];
+        if (index < left && pass == order_passes)
+            key[r].x = sequence_of(call, key[r].y);
         order[r] = key[r].x;
     }
     count_digits(shared.digit_count[warp], order, shift, before);
@@ -165,7 +181,7 @@ static __global__ void __launch_bounds__(sort_threads, 2)
         const uint2 sorted = shared.key[n];
         const uint32_t index = shared.offset[digit_of(sorted.x, shift)] + n;
         if (n < left)
-            to[index] = pass + 1 < passes ? sorted : make_uint2(UINT32_MAX, sorted.y);
+            to[index] = pass + 1 < space.passes ? sorted : make_uint2(UINT32_MAX, sorted.y);
     }
 }
 
@@ -175,7 +191,7 @@ static inline fdma_status sort_keys(const fdma_problem *problem, const select_ca
     shape.shared_bytes = sizeof(total_memory);
     FDMA_TRY(launch("select", count_totals, shape, problem, call, space));
     shape.shared_bytes = sizeof(sort_memory);
-    for (int pass = 0; pass < passes; pass++)
+    for (int pass = 0; pass < space.passes; pass++)
         FDMA_TRY(launch("select", sort_by_digit, shape, problem, call, space, pass));
     return FDMA_OK;
 }

@@ -25,6 +25,8 @@ struct select_space {
     chain_space chains;       // by kept_index; with the rule `recent`, by number of the valid key
     uint32_t *kept_by_position, *kept_by_rank; // [segments][partitions]: kept keys
     uint32_t *kept_total;                      // [segments]
+    uint32_t *first_index;                     // see select_call
+    packed_sequences sequences;
     rules_space rules;
     uint32_t partitions;
     int shift;         // log2 of a partition's keys

@@ -151,15 +151,20 @@ __device__ static void decide_by_threshold(select_memory<config> &shared, const 
     }
 }
 
-/* The same in global scope: the best keys of the segment. */
+/* The same in global scope: the best keys of the segment, or of each packed sequence. */
 template <class config>
 __device__ static void keep_best(select_memory<config> &shared, const cluster_work &work,
-                                 const uint32_t (&position)[config::items], uint32_t window) {
-    const uint32_t least = work.blocks * config::keys - window;
+                                 const uint32_t (&position)[config::items],
+                                 const select_call &call) {
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
         const uint32_t rank = work.block * config::keys + own_index<config>(work, r);
-        if ((position[r] & absent) == 0 && rank >= least)
+        if ((position[r] & absent) != 0)
+            continue;
+        // those of the key's sequence, or all
+        const uint32_t end_rank =
+            config::packed ? (uint32_t)call.ranges[position[r]].y : work.blocks * config::keys;
+        if (rank + call.window >= end_rank)
             store_at(position[r] / config::keys, &shared.allowance[position[r] % config::keys],
                      make_uint2(rank, always_kept));
     }

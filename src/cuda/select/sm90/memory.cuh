@@ -9,8 +9,10 @@ enum {
     vector_counts = sizeof(uint4) / sizeof(uint16_t), // counts that a lane sends at once
 };
 
-/* items: keys of a thread; most_blocks: of a cluster. A partition is the keys of a warp. */
-template <int items_, int most_blocks_> struct segment_config {
+/* items: keys of a thread; most_blocks: of a cluster; packed: whether sequences are. A partition is
+ * the keys of a warp. */
+template <int items_, int most_blocks_, bool packed_> struct segment_config {
+    static constexpr bool packed = packed_;
     static constexpr int items = items_;
     static constexpr int most_blocks = most_blocks_;
     static constexpr int most_partitions = warps * most_blocks;
@@ -27,6 +29,7 @@ template <class config> struct alignas(16) select_memory {
         uint2 allowance[config::keys]; // by position: {rank, allowed}; see always_kept
         struct {
             uint32_t parent[config::keys]; // by kept_index: that of the evicted key, then the slot
+                                           // with the bit is_slot
             uint32_t head[config::keys];   // the first key of the block that has the same slot
         };
     };

@@ -69,11 +69,26 @@ template <class config> struct select_result {
     uint32_t slot[config::items]; // by kept_index
 };
 
+/* Writes first_index if a packed sequence begins at position j. */
+__device__ static void write_first_index(const cluster_work &work, const select_call &call,
+                                         uint32_t j, uint32_t kept_index) {
+    if (call.first_index == NULL || j >= call.kv_len || (uint32_t)call.ranges[j].x != j)
+        return;
+    segment_of(call, blockIdx.x / work.blocks).first_index[j] = kept_index;
+}
+
+/* How many kept keys of its own packed sequence stand before the key at position j. */
+__device__ static uint32_t index_in_sequence(const cluster_work &work, const select_call &call,
+                                             uint32_t j, uint32_t kept_index) {
+    const select_segment segment = segment_of(call, blockIdx.x / work.blocks);
+    return kept_index - segment.first_index[call.ranges[j].x];
+}
+
 /* Calls decide_by_count, and sends kept_index to each kept key's rank, its position to its
  * kept_index. */
 template <class config>
 __device__ static void index_kept(select_memory<config> &shared, const cluster_work &work,
-                                  select_result<config> &result) {
+                                  const select_call &call, select_result<config> &result) {
 #pragma unroll
     for (int r = 0; r < config::items; r++)
         shared.kept_index[own_index<config>(work, r)] = never_kept;
@@ -89,6 +104,9 @@ __device__ static void index_kept(select_memory<config> &shared, const cluster_w
     for (int r = 0; r < config::items; r++) {
         const bool keeps = (result.kept >> r & 1) != 0;
         const uint32_t kept_index = number_flag(keeps, &next);
+        if constexpr (config::packed)
+            write_first_index(work, call, work.block * config::keys + own_index<config>(work, r),
+                              kept_index);
         if (!keeps)
             continue;
         const uint32_t index = own_index<config>(work, r), rank = shared.allowance[index].x;
@@ -117,8 +135,11 @@ __device__ static void match_evictions(select_memory<config> &shared, const clus
         const uint32_t block = evictor / config::keys, index = evictor % config::keys;
         if (evicted)
             store_at(block, &shared.parent[index], *own);
+        uint32_t end = call.kv_len;
+        if (config::packed && keeps)
+            end = (uint32_t)call.ranges[shared.position[own_index<config>(work, r)]].y;
         if (keeps)
-            *own = evicted ? load_at(block, &shared.kept_position[index]) : call.kv_len;
+            *own = evicted ? min(load_at(block, &shared.kept_position[index]), end) : end;
     }
 }
 
@@ -128,15 +149,20 @@ __device__ static void match_evictions(select_memory<config> &shared, const clus
  * or, if it is the first key of its slot, is the slot itself. */
 template <class config>
 __device__ static void find_heads(select_memory<config> &shared, const cluster_work &work,
-                                  uint32_t window, uint32_t (&head)[config::items]) {
+                                  const select_call &call, uint32_t (&head)[config::items]) {
     const uint32_t first = work.block * config::keys;
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
         const uint32_t index = own_index<config>(work, r), kept_index = first + index;
-        if (kept_index < window || kept_index >= shared.kept_total)
-            shared.parent[index] = kept_index;
+        const bool is_there = kept_index < shared.kept_total;
+        uint32_t number = kept_index; // in its sequence
+        if (config::packed && is_there)
+            number = index_in_sequence(work, call, shared.kept_position[index], kept_index);
+        const bool is_first = !is_there || number < call.window;
+        if (is_first)
+            shared.parent[index] = number | is_slot;
         const uint32_t parent = shared.parent[index];
-        head[r] = parent >= first && kept_index >= window ? parent - first : index;
+        head[r] = parent >= first && !is_first ? parent - first : index;
         shared.head[index] = head[r];
     }
     jump_to_heads(shared.head, head, own_index<config>(work, 0), warp_lanes);
@@ -147,7 +173,7 @@ __device__ static void find_heads(select_memory<config> &shared, const cluster_w
  * shorter. */
 template <class config>
 __device__ static void follow_heads(select_memory<config> &shared, const cluster_work &work,
-                                    uint32_t window, const uint32_t (&head)[config::items],
+                                    const uint32_t (&head)[config::items],
                                     select_result<config> &result) {
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
@@ -155,7 +181,7 @@ __device__ static void follow_heads(select_memory<config> &shared, const cluster
         if (head[r] != index || work.block * config::keys + index >= shared.kept_total)
             continue;
         uint32_t slot = shared.parent[index];
-        while (slot >= window) {
+        while ((slot & is_slot) == 0) {
             const uint32_t block = slot / config::keys;
             const uint32_t first = load_at(block, &shared.head[slot % config::keys]);
             slot = load_at(block, &shared.parent[first]);
@@ -165,7 +191,7 @@ __device__ static void follow_heads(select_memory<config> &shared, const cluster
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < config::items; r++)
-        result.slot[r] = shared.parent[head[r]];
+        result.slot[r] = shared.parent[head[r]] & ~is_slot;
 }
 
 /* ---- results ---- */
@@ -179,8 +205,13 @@ __device__ static void write_global(const cluster_work &work, const select_segme
         const bool keeps = (result.kept >> r & 1) != 0;
         const uint32_t kept_index = number_flag(keeps, &next);
         const uint32_t j = work.block * config::keys + own_index<config>(work, r);
+        uint32_t end = call.kv_len, slot = kept_index;
+        if (config::packed && keeps) {
+            end = (uint32_t)call.ranges[j].y;
+            slot = segment.slot == NULL ? 0 : index_in_sequence(work, call, j, kept_index);
+        }
         if (j < call.kv_len)
-            write_key(segment, j, keeps ? call.kv_len : j, keeps ? (int32_t)kept_index : -1);
+            write_key(segment, j, keeps ? end : j, keeps ? (int32_t)slot : -1);
     }
 }
 
@@ -220,15 +251,15 @@ __device__ static void select_causal(select_memory<config> &shared, const cluste
 #pragma unroll
     for (int r = 0; r < config::items; r++) // in the memory of earlier_count, to free registers
         shared.position[own_index<config>(work, r)] = position[r];
-    index_kept(shared, work, result);
+    index_kept(shared, work, call, result);
     sync_cluster();
     match_evictions(shared, work, call);
     sync_cluster();
     if (call.slot.data != NULL) {
         uint32_t head[config::items];
-        find_heads(shared, work, call.window, head);
+        find_heads(shared, work, call, head);
         sync_cluster();
-        follow_heads(shared, work, call.window, head, result);
+        follow_heads(shared, work, head, result);
     }
     barrier_cluster_arrive();
     write_causal(shared, work, segment_of(call, opaque(blockIdx.x) / work.blocks), call, result);
@@ -241,9 +272,11 @@ __device__ static void select_global(select_memory<config> &shared, const cluste
                                      const uint32_t (&position)[config::items]) {
     select_result<config> result;
     sync_cluster(); // allowances overwrite keys
-    keep_best(shared, work, position, call.window);
+    keep_best(shared, work, position, call);
     sync_cluster();
-    index_kept(shared, work, result);
+    index_kept(shared, work, call, result);
+    if (config::packed)
+        sync_cluster(); // every block has written first_index
     barrier_cluster_arrive();
     write_global(work, segment_of(call, opaque(blockIdx.x) / work.blocks), call, result);
     barrier_cluster_wait();
@@ -266,7 +299,7 @@ static __global__ void __launch_bounds__(threads, 1)
     griddepcontrol_wait(); // for the scores and the sinks
     griddepcontrol_launch_dependents();
     const select_segment segment = segment_of(call, blockIdx.x / blocks);
-    sort_keys(shared, work, segment, call.kv_len, position);
+    sort_keys(shared, work, segment, call, position);
     if (call.causal)
         select_causal(shared, work, call, position);
     else
@@ -276,11 +309,13 @@ static __global__ void __launch_bounds__(threads, 1)
 /* ---- the kernel of the table ---- */
 
 enum { most_items = 11, most_blocks = 16, portable_blocks = 8, cluster_group = 16 };
+enum { most_packed_items = 4 }; // where sequences are packed, registers do not suffice for more
 
 /* The most blocks of a cluster: with the most keys a block has no room for the counts of more. */
 static constexpr int most_blocks_of(int items) { return items < most_items ? most_blocks : 4; }
 
-template <int items> using config_of = segment_config<items, most_blocks_of(items)>;
+template <int items, bool packed = false>
+using config_of = segment_config<items, most_blocks_of(items), packed>;
 
 /* How many clusters of `blocks` blocks run at once, with one block per multiprocessor. A cluster
  * lies within a group of 16 multiprocessors; about one group of a device has fewer. */
@@ -290,9 +325,9 @@ static int64_t clusters_at_once(const cuda_device *device, int64_t blocks) {
     return clusters > 1 ? clusters : 1;
 }
 
-template <int items>
-static fdma_status run_with(const fdma_problem *problem, const select_call &call, uint32_t blocks) {
-    typedef config_of<items> config;
+template <class config>
+static fdma_status run_config(const fdma_problem *problem, const select_call &call,
+                              uint32_t blocks) {
     const auto kernel = select_segments<config>;
     const uint32_t segments = (uint32_t)(problem->batch * problem->kv_heads);
     const launch_shape shape = {dim3(segments * blocks), dim3(threads),
@@ -302,6 +337,14 @@ static fdma_status run_with(const fdma_problem *problem, const select_call &call
             "select",
             cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
     return launch("select", kernel, shape, problem, call, blocks);
+}
+
+template <int items>
+static fdma_status run_with(const fdma_problem *problem, const select_call &call, uint32_t blocks) {
+    if constexpr (items <= most_packed_items)
+        if (call.ranges != NULL)
+            return run_config<config_of<items, true>>(problem, call, blocks);
+    return run_config<config_of<items>>(problem, call, blocks);
 }
 
 typedef struct segment_plan {
@@ -330,6 +373,8 @@ static segment_plan plan_segments(const fdma_problem *problem) {
         const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choice.items);
         const int64_t blocks = max(wanted, (int64_t)1); // also if there are no keys
         if (blocks > min(most, (int64_t)most_blocks_of(choice.items)))
+            continue;
+        if (is_present(&problem->starts) && choice.items > most_packed_items)
             continue;
         const int64_t waves =
             divide_up(problem->batch * problem->kv_heads, clusters_at_once(device, blocks));
@@ -363,8 +408,10 @@ static const char *refuses(const fdma_problem *problem) {
     return NULL;
 }
 
-/* What the rules need; a selection by score alone needs no workspace. */
+/* What the rules and packed sequences need; a selection by score alone needs no workspace. */
 struct select_space {
+    packed_sequences sequences;
+    uint32_t *first_index; // see select_call
     rules_space rules;
     chain_space chains;
 };
@@ -372,6 +419,8 @@ struct select_space {
 static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t keys = problem->batch * problem->kv_heads * problem->kv_len;
     select_space space = {};
+    space.sequences = fdma_cuda_lay_out_sequences(problem, arena, true);
+    space.first_index = take_first_index(problem, arena);
     space.rules = fdma_cuda_lay_out_rules(problem, arena);
     if (keeps_recent(problem) && is_present(&problem->slot)) {
         space.chains.parent = take<uint32_t>(arena, keys);
@@ -382,11 +431,12 @@ static select_space lay_out(const fdma_problem *problem, fdma_arena *arena) {
 
 static fdma_status run(const fdma_problem *problem) {
     const segment_plan plan = plan_segments(problem);
-    select_call call = describe_select(problem);
     fdma_arena arena = fdma_arena_of(problem);
     const select_space space = lay_out(problem, &arena);
+    select_call call = describe_select(problem, space.sequences, space.first_index);
     if (problem->batch == 0 || problem->kv_len == 0)
         return FDMA_OK;
+    FDMA_TRY(fdma_cuda_find_sequences("select", problem, space.sequences));
     FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
     FDMA_TRY(plan.run(problem, call, plan.blocks));
     return fdma_cuda_keep_recent(problem, space.rules, space.chains, call);

@@ -78,19 +78,37 @@ __device__ static void send_keys(select_memory<config> &shared, const cluster_wo
     }
 }
 
+/* From here on keys are sorted by the number of their packed sequence. */
+template <class config>
+__device__ static void sort_by_sequence(select_memory<config> &shared, const cluster_work &work,
+                                        const select_call &call) {
+#pragma unroll
+    for (int r = 0; r < config::items; r++) {
+        uint2 *const own = &shared.key[own_index<config>(work, r)];
+        own->x = sequence_of(call, own->y);
+    }
+}
+
 /* Ascending and stable, which decides ties: of equal scores the later key has the higher rank.
  * Returns positions in registers, by rank, and clears the memory of the keys for the allowances. */
 template <class config>
 __device__ static void sort_keys(select_memory<config> &shared, const cluster_work &work,
-                                 const select_segment &segment, uint32_t kv_len,
+                                 const select_segment &segment, const select_call &call,
                                  uint32_t (&position)[config::items]) {
+    const int order_digits = key_bits / digit_bits;
+    const int passes = order_digits + (config::packed ? call.index_digits : 0);
+
 #pragma unroll
     for (int r = 0; r < config::items; r++) {
         const uint32_t index = own_index<config>(work, r);
-        shared.key[index] = load_key(segment, work.block * config::keys + index, kv_len);
+        shared.key[index] =
+            load_key<config::packed>(call, segment, work.block * config::keys + index);
     }
     barrier_cluster_wait(); // every block has begun, so its shared memory can be written
-    for (int shift = 0; shift < key_bits; shift += digit_bits) {
+    for (int pass = 0; pass < passes; pass++) {
+        const int shift = pass % order_digits * digit_bits;
+        if (config::packed && pass == order_digits)
+            sort_by_sequence(shared, work, call);
         sort_block(shared, work, shift);
         sync_cluster();
         send_keys(shared, work, shift);
