@@ -437,6 +437,8 @@ enum { test_dtype_count = 3 };
 
 static inline int first_dtype(void) { return test_backend.run != NULL; }
 
+static inline fdma_dtype backend_dtype(void) { return test_dtypes[first_dtype()]; }
+
 /* Calls `run` for each kernel of an operation in each type that it takes. */
 static inline void for_each_kernel(const char *operation,
                                    void (*run)(const char *kernel, fdma_dtype dtype)) {

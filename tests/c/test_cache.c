@@ -178,7 +178,7 @@ static void contradictions_are_refused(void) {
 /* Whatever the tensors of a cache hold, nothing outside is touched. */
 static void corrupt_caches_do_no_harm(void) {
     static const int32_t strange[] = {INT32_MIN, -1, 0, 3, 3, 40, INT32_MAX};
-    const fdma_dtype dtype = test_dtypes[first_dtype()];
+    const fdma_dtype dtype = backend_dtype();
     const kernel_list kernels = kernels_for("decode", dtype);
     for (int c = 0; c < 30 * kernels.count; c++) {
         const char *const kernel = kernels.name[c / 30];

@@ -148,10 +148,10 @@ static void copies_are_decoded_as_their_source(void) {
         const cache_case *const test = &cases[c % TEST_COUNT(cases)];
         const char *const kernel = kernels.name[c / TEST_COUNT(cases)];
         const int32_t len = (int32_t)test->len, first = c % 2 == 0 ? len / 2 : 2;
-        whole_call x = new_whole(test, FDMA_FLOAT32);
+        whole_call x = new_whole(test, backend_dtype());
         test_context("case %d, %s", c, kernel);
         attend_whole(&x, kernel);
-        const fdma_cache cache = new_cache(test, FDMA_FLOAT32);
+        const fdma_cache cache = new_cache(test, backend_dtype());
         for (int32_t seen = 0; seen < first; seen++)
             decode_token(&x, &cache, seen, &to[2], 1, kernel);
         fdma_cache_copy_args args = copy_args(&cache, from, to, 4, kernel);
@@ -170,10 +170,11 @@ static void workspace_does_not_grow_with_the_cache(void) {
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         size_t least = 0;
         for (int c = 0; c < TEST_COUNT(cases); c++) {
-            const fdma_cache cache = new_cache(&cases[c], FDMA_FLOAT32);
+            const fdma_cache cache = new_cache(&cases[c], backend_dtype());
             fdma_cache_copy_args args = copy_args(&cache, from, to, 4, kernels.name[kernel]);
             size_t bytes = 0;
             args.exec.threads = 1;
+            set_call_device(operation_cache_copy, &args, is_device_kernel(kernels.name[kernel]));
             CHECK_OK(fdma_cache_copy_workspace(&args, &bytes));
             least = c == 0 ? bytes : least;
             CHECK_INT(bytes, least);
@@ -270,6 +271,4 @@ static const test_entry tests[] = {
     TEST(large_caches_are_checked),
 };
 
-int main(int argc, char **argv) {
-    return test_run_backend(argc, argv, tests, TEST_COUNT(tests));
-}
+int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -235,14 +235,14 @@ static void padding_is_not_stored(void) {
         const int n = c / 2 % TEST_COUNT(cases);
         const char *const kernel = kernels.name[c / 2 / TEST_COUNT(cases)];
         uint64_t state = (uint64_t)c + 90;
-        whole_call x = new_whole(&cases[n], FDMA_FLOAT32);
+        whole_call x = new_whole(&cases[n], backend_dtype());
         int32_t seen[streams] = {0};
         test_context("case %d, way %d, %s", n, c % 2, kernel);
         x.key_valid = new_tensor(FDMA_UINT8, streams, cases[n].len, -1, -1);
         for (int64_t at = 0; at < count_of(x.key_valid); at++)
             ((uint8_t *)x.key_valid.data)[at] = at % cases[n].len > at / cases[n].len;
         attend_whole(&x, kernel);
-        const fdma_cache cache = new_cache(&cases[n], FDMA_FLOAT32);
+        const fdma_cache cache = new_cache(&cases[n], backend_dtype());
         do {
             ways[c % 2](&x, &cache, seen, &state, kernel);
         } while (seen[streams - 1] < streams); // until all padding has passed
@@ -494,6 +494,4 @@ static const test_entry tests[] = {
     TEST(corrupt_selections_do_no_harm),
 };
 
-int main(int argc, char **argv) {
-    return test_run_backend(argc, argv, tests, TEST_COUNT(tests));
-}
+int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

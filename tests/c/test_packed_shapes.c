@@ -26,7 +26,7 @@ static int64_t length_of(cut_kind kind, int64_t kv_len, int64_t count, uint64_t 
     case cut_ones:
         return 1;
     default:
-        return random_below(state, 50) == 0 ? kv_len - 2 : 1;
+        return random_below(state, 50) == 0 && kv_len > 2 ? kv_len - 2 : 1;
     }
 }
 
