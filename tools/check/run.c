@@ -129,6 +129,8 @@ static void set_options(check_call *call, const check_problem *problem, check_op
     const check_case *const test = problem->test;
     const int32_t causal = check_is_causal(test);
     const fdma_selection *const selection = check_is_selected(test) ? &call->selection : NULL;
+    fdma_cache cache = problem->cache;
+    cache.device = call->device;
     call->selection = problem->selection;
     switch (id) {
     case CHECK_SCORE:
@@ -164,18 +166,17 @@ static void set_options(check_call *call, const check_problem *problem, check_op
         call->args.score_backward.bias_form = test->bias_form;
         break;
     case CHECK_DECODE:
-        call->args.decode = (fdma_decode_args){.cache = problem->cache,
+        call->args.decode = (fdma_decode_args){.cache = cache,
                                                .scale = problem->scale,
                                                .softcap = test->softcap,
                                                .bias_form = test->bias_form};
-        call->args.decode.cache.device = call->device;
         break;
     case CHECK_CACHE_STORE:
         call->args.cache_store = (fdma_cache_store_args){
-            .cache = problem->cache, .selection = selection, .bias_form = test->bias_form};
+            .cache = cache, .selection = selection, .bias_form = test->bias_form};
         break;
     case CHECK_CACHE_COPY:
-        call->args.cache_copy.cache = problem->cache;
+        call->args.cache_copy.cache = cache;
         break;
     default:
         break;
