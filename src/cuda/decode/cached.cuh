@@ -10,7 +10,7 @@
 __device__ static tile_inputs cached_inputs_of(const forward_plan &plan, const decode_plan &cached,
                                                const split_plan &splits, const row_range &range,
                                                int32_t split, bool aligned) {
-    const decode_stream stream = cached.streams[range.b];
+    const decode_stream stream = cached.streams[range.b * plan.kv_heads + range.g];
     const int64_t first = ((int64_t)range.b * plan.kv_heads + range.g) * cached.keys;
     const bool is_new = split == splits.count - 1;
     const head_view &k = is_new ? plan.k : cached.k, &v = is_new ? plan.v : cached.v;
@@ -89,7 +89,7 @@ static __global__ void __launch_bounds__(merge_threads, 1)
     const int32_t total = plan.q_len * plan.group, block = blockIdx.x % blocks;
     const row_range range = row_range_of(plan, blockIdx.x / blocks, 0);
     griddepcontrol_wait(); // for attend_cache()
-    const decode_stream stream = cached.streams[range.b];
+    const decode_stream stream = cached.streams[range.b * plan.kv_heads + range.g];
     for (int32_t token = block; token < stream.committed; token += blocks)
         commit_token(plan, cached, stream, range, token);
     if (range.g == 0 && block == 0 && threadIdx.x == 0 && stream.tokens > 0)

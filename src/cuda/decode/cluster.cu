@@ -5,8 +5,6 @@
  * Source: docs/algorithm.md, streams; arXiv:2307.08691. */
 #include "cuda/decode/cluster.cuh"
 
-#include "cuda/decode/tokens.cuh"
-
 struct cluster_task {
     decode_plan cached;
     forward_plan plan; // its keys are the new tokens
@@ -25,7 +23,7 @@ static cluster_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return task;
 }
 
-/* Whether score_tokens() computes the scores; else fdma_score()'s kernels do. */
+/* Whether place_tokens() computes the scores; else fdma_score()'s kernels do. */
 static bool scores_tokens(const fdma_problem *problem) {
     const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
     const bool is_flat = problem->kv_heads == 1 || v->stride[2] == problem->head_dim;
@@ -36,7 +34,7 @@ static bool scores_tokens(const fdma_problem *problem) {
 }
 
 template <typename element>
-static fdma_status score(const fdma_problem *problem, const cluster_task &task) {
+static fdma_status place(const fdma_problem *problem, const cluster_task &task) {
     token_scores from = {};
     if (!is_present(&problem->score) && scores_tokens(problem))
         from = {problem->dt_proj.data,
@@ -51,7 +49,7 @@ static fdma_status score(const fdma_problem *problem, const cluster_task &task) 
         FDMA_TRY(fdma_cuda_run_products(&tokens, task.scores));
     }
     const dim3 heads((unsigned)(problem->batch * problem->kv_heads));
-    return launch("decode", score_tokens<element>, {heads, dim3(token_threads), 0, start_early},
+    return launch("decode", place_tokens<element>, {heads, dim3(token_threads), 0, start_early},
                   problem, task.cached, task.plan.v, from);
 }
 
@@ -71,7 +69,7 @@ template <typename element> static fdma_status run_type(const fdma_problem *prob
     using more_tiles = cluster_config<element, FDMA_HEAD_DIM <= 128 ? 2 : 1>;
     fdma_arena arena = fdma_arena_of(problem);
     const cluster_task task = lay_out(problem, &arena);
-    FDMA_TRY(score<element>(problem, task));
+    FDMA_TRY(place<element>(problem, task));
     return problem->q_len * problem->group <= one_tile::rows ? attend<one_tile>(problem, task)
                                                              : attend<more_tiles>(problem, task);
 }

@@ -1,19 +1,18 @@
 /* The second of the two kernels of fdma_decode() on 9.0: a cluster of thread blocks has one
  * (b, g). Each block has an equal partition of the cache's rows, the last one also the new tokens.
- * While its first rows arrive, each block finds out for itself which rows the tokens take. The
- * blocks merge their partial results through distributed shared memory. Once all of them have read
- * the cache, the committed tokens enter it. */
+ * The blocks merge their partial results through distributed shared memory. Once all of them have
+ * read the cache, the committed tokens enter it. */
 #pragma once
 
-#include "cuda/decode/evict.cuh"
+#include "cuda/decode/tokens.cuh"
 #include "cuda/mma/keys.cuh"
 
-enum { cluster_ranks = 8, most_cluster_rows = 4096 };
+enum { cluster_ranks = 8 };
 
 template <typename type, int tiles> struct cluster_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
-    static constexpr int warps = 4;
+    static constexpr int warps = head_dim <= 128 ? 4 : 2; // what the shared memory of two holds
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = 16; // of a warp's key block
@@ -54,7 +53,7 @@ template <typename config> struct cluster_memory {
     float max[config::warps][config::rows], sum[config::warps][config::rows];
     int32_t position[config::rows];
     cluster_partition partition;
-    evict_memory<config::threads> evict;
+    int32_t slot[most_new_tokens];
 };
 
 __device__ static cluster_partition partition_of(const forward_plan &plan,
@@ -75,10 +74,6 @@ __device__ static cluster_partition partition_of(const forward_plan &plan,
     partition.new_v = source_of(plan.v, b, g, plan.head_dim, aligned);
     return partition;
 }
-
-/* Each block holds all rows of its head in registers. */
-template <typename config>
-using cluster_rows = held_rows<config::threads, most_cluster_rows / config::threads>;
 
 /* Starts copying k or v of a warp's key block, which begins with entry `from`. */
 template <typename config>
@@ -121,37 +116,22 @@ __device__ static void begin_tile(cluster_memory<config> &shared, const forward_
         load_stage(shared.stages[warp][n], partition, warp * config::keys + n * step);
 }
 
-/* Records in shared memory what becomes of the entries of a partition. */
-template <typename config> struct partition_marks {
-    cluster_memory<config> &shared;
-    int32_t first_row, rows, token_entry;
-
-    __device__ void evict_row(int32_t row, int32_t token) const {
-        if (row >= first_row && row < first_row + rows)
-            shared.expiry[row - first_row] = token;
-    }
-    __device__ void evict_token(int32_t token, int32_t by) const {
-        shared.expiry[token_entry + token] = by;
-    }
-    __device__ void add_token(int32_t token, bool is_kept) const {
-        shared.expiry[token_entry + token] = is_kept ? INT32_MAX : -1;
-    }
-};
-
-/* Loads what the cache says of the partition's rows, and of all rows for the eviction. */
+/* Loads what the cache says of the partition's rows. */
 template <typename config>
-__device__ static void load_rows(cluster_memory<config> &shared, const decode_plan &cached,
-                                 cluster_rows<config> &rows) {
+__device__ static void load_rows(cluster_memory<config> &shared, const decode_plan &cached) {
     const cluster_partition &partition = shared.partition;
-    const int32_t *const position = cached.position.at(partition.sequence, partition.g);
+    const int32_t *const position =
+        cached.position.at(partition.sequence, partition.g) + partition.first_row;
     const float *const bias =
-        cached.bias.data == NULL ? NULL : cached.bias.at(partition.sequence, partition.g);
-    rows.load(cached.score.at(partition.sequence, partition.g), position, cached.rows);
+        cached.bias.data == NULL
+            ? NULL
+            : cached.bias.at(partition.sequence, partition.g) + partition.first_row;
     for (int32_t entry = threadIdx.x; entry < partition.token_entry; entry += config::threads) {
         const bool is_there = entry < partition.rows;
-        const int32_t row = partition.first_row + entry;
-        shared.expiry[entry] = is_there && position[row] >= 0 ? INT32_MAX : -1;
-        shared.bias[entry] = is_there && bias != NULL ? bias[row] * log2_e : 0;
+        const int32_t p = is_there ? position[entry] : -1;
+        const float x = is_there && bias != NULL ? bias[entry] : 0;
+        shared.expiry[entry] = p >= 0 ? INT32_MAX : -1;
+        shared.bias[entry] = x * log2_e;
     }
     for (int32_t token = threadIdx.x; token < most_new_tokens; token += config::threads) {
         shared.token[token] = token;
@@ -160,19 +140,22 @@ __device__ static void load_rows(cluster_memory<config> &shared, const decode_pl
     }
 }
 
-/* Decides which rows the tokens take. Every block of the cluster finds the same. */
+/* Adds the tokens, which have their slots. The first token that takes a row evicts its key. */
 template <typename config>
-__device__ static void place_tokens(cluster_memory<config> &shared, const decode_plan &cached,
-                                    const decode_stream &stream,
-                                    evict_state<cluster_rows<config>> &state) {
+__device__ static void load_tokens(cluster_memory<config> &shared, const decode_plan &cached,
+                                   const decode_stream &stream) {
     const cluster_partition &partition = shared.partition;
-    const float *const new_score = cached.new_score.at(partition.b, partition.g);
-    const partition_marks<config> marks = {shared, partition.first_row, partition.rows,
-                                           partition.token_entry};
-    if ((int32_t)threadIdx.x < stream.tokens)
-        shared.bias[partition.token_entry + threadIdx.x] =
-            bias_of(cached.bias_form, new_score[threadIdx.x]) * log2_e;
-    add_tokens(shared.evict, state, cached, stream, new_score, marks);
+    const int64_t head = (int64_t)partition.b * cached.kv_heads + partition.g;
+    const int32_t token = threadIdx.x, entry = partition.token_entry + token;
+    if (token >= stream.tokens)
+        return;
+    const int32_t slot = cached.slot[head * cached.new_len + token];
+    const float score = cached.new_score.at(partition.b, partition.g)[token];
+    shared.slot[token] = slot;
+    shared.expiry[entry] = cached.expiry[head * cached.new_len + token];
+    shared.bias[entry] = bias_of(cached.bias_form, score) * log2_e;
+    if (slot >= partition.first_row && slot < partition.first_row + partition.rows)
+        atomicMin(&shared.expiry[slot - partition.first_row], token);
 }
 
 /* Clears v of the entries of a key block that no row of the tile keeps: whatever lies there is
@@ -238,7 +221,7 @@ __device__ static void merge_warps(cluster_memory<config> &shared, const row_sta
             shared.sum[warp][row] = sum;
         }
 #pragma unroll
-        for (int d = 0; d < config::head_dim / 8; d++)
+        for (int d = 0; d < config::head_dim / 8 && row < rows; d++)
             *(float2 *)&shared.out[warp][row][d * 8 + lane % 4 * 2] =
                 make_float2(state.out[r / 2][d][r % 2 * 2], state.out[r / 2][d][r % 2 * 2 + 1]);
     }
@@ -347,7 +330,7 @@ template <typename config>
 __device__ static void commit_token(const cluster_memory<config> &shared, const decode_plan &cached,
                                     const cluster_partition &partition, const decode_stream &stream,
                                     int32_t token) {
-    const int32_t row = shared.evict.slot[token], sequence = partition.sequence, g = partition.g;
+    const int32_t row = shared.slot[token], sequence = partition.sequence, g = partition.g;
     if (row < 0 || shared.expiry[partition.token_entry + token] < stream.committed)
         return;
     copy_to_cache(partition.k, row, partition.new_k, token);
@@ -366,15 +349,14 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         shared.partition = partition_of(plan, cached, aligned);
     __syncthreads();
     row_range range = {partition.b, partition.g, 0, plan.q_len * plan.group};
-    // no kernel before score_tokens() is still running, so the cache is as the last call left it
+    // no kernel before place_tokens() is still running, so the cache is as the last call left it
     begin_tile(shared, plan, partition, range, aligned);
-    evict_state<cluster_rows<config>> state;
-    load_rows(shared, cached, state.rows);
-    griddepcontrol_wait(); // for score_tokens()
+    load_rows(shared, cached);
+    griddepcontrol_wait(); // for place_tokens()
     griddepcontrol_launch_dependents();
-    const decode_stream stream = cached.streams[partition.b];
-    if (stream.tokens > 0)
-        place_tokens(shared, cached, stream, state);
+    const decode_stream stream = cached.streams[partition.b * plan.kv_heads + partition.g];
+    __syncthreads(); // what the cache says of the rows is there
+    load_tokens(shared, cached, stream);
     for (; range.first < range.total; range.first += config::rows) {
         const int32_t rows = min(config::rows, range.total - range.first);
         row_state<config> rows_of_tile;
@@ -403,5 +385,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     barrier_cluster_arrive();
     for (int32_t token = partition.rank; token < stream.committed; token += cluster_ranks)
         commit_token(shared, cached, partition, stream, token);
+    if (partition.g == 0 && partition.rank == 0 && threadIdx.x == 0 && stream.tokens > 0)
+        cached.seen[stream.sequence] = token_position(stream, stream.committed);
     barrier_cluster_wait(); // no block reads this one's shared memory any more
 }

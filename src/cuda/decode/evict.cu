@@ -58,6 +58,7 @@ __device__ static void place_tokens(const decode_plan &plan, const decode_stream
     evict_state<keys> state;
     state.rows = rows;
     state.rows.load(plan.score.at(sequence, g), position, plan.rows);
+    state.rows.rank(plan.rows);
     write_rows(plan, position, plan.bias.data != NULL ? plan.bias.at(sequence, g) : NULL, marks);
     if (thread >= stream.tokens && thread < plan.new_len)
         marks.add_token(thread, false);
@@ -72,8 +73,8 @@ static __global__ void __launch_bounds__(evict_threads)
     griddepcontrol_wait(); // for the scores
     griddepcontrol_launch_dependents();
     const decode_stream stream = stream_of(plan, b);
-    if (g == 0 && threadIdx.x == 0)
-        plan.streams[b] = stream;
+    if (threadIdx.x == 0)
+        plan.streams[blockIdx.x] = stream;
     if (stream.tokens == 0)
         return;
     if (plan.row_keys == NULL)
@@ -112,10 +113,11 @@ decode_plan fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena
     plan.recent = (int32_t)problem->recent;
     plan.bias_form = problem->bias_form;
     plan.keys = problem->carried_len + problem->new_len;
-    plan.streams = take<decode_stream>(arena, problem->batch);
+    plan.streams = take<decode_stream>(arena, heads);
     plan.records = take<key_record>(arena, heads * plan.keys);
     plan.list = take<int32_t>(arena, heads * plan.keys);
     plan.slot = take<int32_t>(arena, heads * plan.new_len);
+    plan.expiry = take<int32_t>(arena, heads * plan.new_len);
     if (plan.rows > evict_threads * most_held)
         plan.row_keys = take<int64_t>(arena, heads * plan.rows);
     return plan;

@@ -39,22 +39,25 @@ __device__ static competitor row_competitor(float score, int32_t position, int32
 template <int threads, int most> struct held_rows {
     competitor keys[most];
 
+    /* Starts to load the rows; rank() then waits for them. */
     __device__ void load(const float *score, const int32_t *position, int32_t rows) {
-        float scores[most];
-        int32_t positions[most];
-#pragma unroll
-        for (int n = 0; n < most; n++) {
-            const int32_t row = n * threads + threadIdx.x;
-            if (n * threads < rows) {
-                scores[n] = row < rows ? score[row] : 0;
-                positions[n] = row < rows ? position[row] : 0;
-            }
-        }
 #pragma unroll
         for (int n = 0; n < most; n++) {
             const int32_t row = n * threads + threadIdx.x;
             if (n * threads < rows)
-                keys[n] = row < rows ? row_competitor(scores[n], positions[n], row) : no_key;
+                keys[n] = competitor_of(row < rows ? __float_as_int(score[row]) : 0,
+                                        row < rows ? position[row] : 0);
+        }
+    }
+
+    __device__ void rank(int32_t rows) {
+#pragma unroll
+        for (int n = 0; n < most; n++) {
+            const int32_t row = n * threads + threadIdx.x;
+            if (n * threads < rows)
+                keys[n] = row < rows ? row_competitor(__int_as_float(order_of(keys[n])),
+                                                      position_of(keys[n]), row)
+                                     : no_key;
         }
     }
 
@@ -83,6 +86,8 @@ template <int threads> struct listed_rows {
         for (int32_t row = threadIdx.x; row < rows; row += threads)
             keys[row] = row_competitor(score[row], position[row], row);
     }
+
+    __device__ void rank(int32_t) {}
 
     template <typename visitor> __device__ void each(int32_t rows, const visitor &visit) const {
 #pragma unroll 8

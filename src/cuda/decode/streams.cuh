@@ -40,12 +40,13 @@ struct decode_plan {
     int32_t rows, new_len, q_len;
     int32_t sinks, recent;
     fdma_bias_form bias_form;
-    decode_stream *streams; // [batch]
+    decode_stream *streams; // [batch * kv_heads]
     int64_t keys;           // rows + new_len
     // of each (b, g), for every row and then for every new token, as in a forward_plan:
     key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
     int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
     int32_t *slot;       // [batch * kv_heads][new_len]: the row that a token takes, or -1
+    int32_t *expiry;     // [batch * kv_heads][new_len]: the token that evicts a token
     int64_t *row_keys;   // [batch * kv_heads][rows], if these are too many for registers
 };
 

@@ -1,11 +1,12 @@
 /* The first of the two kernels of fdma_decode() on 9.0: a thread block computes the scores of the
- * new tokens of one (b, g). It adds in the order of score/score.cu, and so gets the same bits. One
- * block of each stream records how many tokens it has seen, and counts the committed ones. */
+ * new tokens of one (b, g), and decides which rows they take. It adds in the order of
+ * score/score.cu, and so gets the same bits. */
 #pragma once
 
-#include "cuda/decode/streams.cuh"
-#include "cuda/device/ptx.cuh"
+#include "cuda/decode/evict.cuh"
 #include "cuda/score/score.cuh"
+
+enum { most_cluster_rows = 4096 }; // of a cache
 
 static constexpr int token_warps = 8, token_threads = 32 * token_warps;
 static constexpr int mma_tokens = 16, mma_channels = 16;
@@ -50,47 +51,79 @@ __device__ static void multiply_channels(float (&sums)[4], const char *tokens, i
         mma_m16n8k16<element>(sums, left[step], right[step][0], right[step][1]);
 }
 
+struct token_memory {
+    float sums[most_sums][mma_tokens];
+    int32_t expiry[most_new_tokens];
+    evict_memory<token_threads> evict;
+};
+
 template <typename element>
-static __global__ void __launch_bounds__(token_threads)
-    score_tokens(const __grid_constant__ decode_plan plan, const __grid_constant__ head_view v,
-                 const __grid_constant__ token_scores from) {
-    __shared__ float sums[most_sums][mma_tokens];
-    const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
+__device__ static void score_tokens(token_memory &shared, const head_view &v,
+                                    const token_scores &from, float *score, int32_t new_len,
+                                    int32_t b, int32_t g) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    griddepcontrol_wait(); // for what the caller's kernels have written
-    griddepcontrol_launch_dependents();
-    if (g == 0 && threadIdx.x == 0) {
-        const decode_stream stream = stream_of(plan, b);
-        plan.streams[b] = stream;
-        if (stream.committed > 0)
-            plan.seen[stream.sequence] = token_position(stream, stream.committed);
-    }
-    if (from.dt_proj == NULL)
-        return;
     const char *const weights = (const char *)from.dt_proj + 2 * g * from.dt_row;
     const float a = load_of_head<element>(from.a, from.wide_a, g);
     const float dt_bias =
         from.dt_bias != NULL ? load_of_head<element>(from.dt_bias, from.wide_dt_bias, g) : 0;
     const int32_t count = (from.channels + sum_channels - 1) / sum_channels;
-    for (int32_t first = 0; first < plan.new_len; first += mma_tokens) {
+    for (int32_t first = 0; first < new_len; first += mma_tokens) {
         for (int32_t n = warp; n < count; n += token_warps) {
             float products[4] = {};
             multiply_channels<element>(products, rows_of(v, b, 0) + 2 * first * v.row, v.row,
-                                       plan.new_len - first, weights, n * sum_channels,
-                                       from.channels);
+                                       new_len - first, weights, n * sum_channels, from.channels);
             if (lane % 4 == 0) {
-                sums[n][lane / 4] = products[0];
-                sums[n][lane / 4 + 8] = products[2];
+                shared.sums[n][lane / 4] = products[0];
+                shared.sums[n][lane / 4 + 8] = products[2];
             }
         }
         __syncthreads();
         const int32_t token = first + threadIdx.x;
-        if (threadIdx.x < mma_tokens && token < plan.new_len) {
+        if (threadIdx.x < mma_tokens && token < new_len) {
             float dot = 0;
             for (int32_t n = 0; n < count; n++)
-                dot += sums[n][threadIdx.x];
-            plan.new_score.at(b, g)[token] = a * softplus(dot + dt_bias);
+                dot += shared.sums[n][threadIdx.x];
+            score[token] = a * softplus(dot + dt_bias);
         }
         __syncthreads();
+    }
+}
+
+/* Records what becomes of the tokens. What becomes of the rows follows from the tokens' slots. */
+struct token_marks {
+    int32_t *expiry;
+
+    __device__ void evict_row(int32_t, int32_t) const {}
+    __device__ void evict_token(int32_t token, int32_t by) const { expiry[token] = by; }
+    __device__ void add_token(int32_t token, bool is_kept) const {
+        expiry[token] = is_kept ? INT32_MAX : -1;
+    }
+};
+
+template <typename element>
+static __global__ void __launch_bounds__(token_threads)
+    place_tokens(const __grid_constant__ decode_plan plan, const __grid_constant__ head_view v,
+                 const __grid_constant__ token_scores from) {
+    __shared__ token_memory shared;
+    const int32_t b = blockIdx.x / plan.kv_heads, g = blockIdx.x % plan.kv_heads;
+    evict_state<held_rows<token_threads, most_cluster_rows / token_threads>> state;
+    griddepcontrol_wait(); // for what the caller's kernels have written
+    griddepcontrol_launch_dependents();
+    const decode_stream stream = stream_of(plan, b);
+    float *const score = plan.new_score.at(b, g);
+    if (threadIdx.x == 0)
+        plan.streams[blockIdx.x] = stream;
+    if (stream.tokens == 0)
+        return;
+    state.rows.load(plan.score.at(stream.sequence, g), plan.position.at(stream.sequence, g),
+                    plan.rows);
+    if (from.dt_proj != NULL)
+        score_tokens<element>(shared, v, from, score, plan.new_len, b, g);
+    state.rows.rank(plan.rows);
+    add_tokens(shared.evict, state, plan, stream, score, token_marks{shared.expiry});
+    const int64_t token = threadIdx.x, at = (int64_t)blockIdx.x * plan.new_len + token;
+    if (token < stream.tokens) {
+        plan.slot[at] = shared.evict.slot[token];
+        plan.expiry[at] = shared.expiry[token];
     }
 }
