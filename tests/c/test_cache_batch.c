@@ -1,0 +1,125 @@
+/* test_cache_batch.c - a stream has the same bits in a batch of any size: every stream of a large
+ * batch, whose heads a device cannot take all at once, gets the out and the lse of a call on it
+ * alone. */
+#include "backend.h"
+#include "gradient.h"
+
+enum { kv_heads = 2, q_heads = 10, head_dim = 64 };
+
+/* A cache whose sequences have `filled` rows each. */
+static fdma_cache new_cache(int64_t sequences, int64_t window, int64_t filled, fdma_dtype dtype,
+                            uint64_t *state) {
+    fdma_cache cache = {.sequences = sequences,
+                        .kv_heads = kv_heads,
+                        .head_dim = head_dim,
+                        .window = window,
+                        .dtype = dtype};
+    size_t bytes = 0;
+    CHECK_OK(fdma_cache_bytes(&cache, &bytes));
+    CHECK_OK(fdma_cache_init(&cache, test_alloc(bytes)));
+    fdma_tensor *const random[] = {&cache.k, &cache.v, &cache.bias, &cache.table.score};
+    for (int n = 0; n < TEST_COUNT(random); n++) {
+        fdma_tensor flat = fdma_tensor_1d(random[n]->data, random[n]->dtype, count_of(*random[n]));
+        fill_random(flat, state, 1);
+    }
+    for (int64_t n = 0; n < count_of(cache.table.position); n++)
+        ((int32_t *)cache.table.position.data)[n] =
+            n % window < filled ? (int32_t)(n % window) : -1;
+    for (int64_t n = 0; n < sequences; n++)
+        ((int32_t *)cache.table.seen.data)[n] = (int32_t)filled;
+    return cache;
+}
+
+typedef struct batch_call {
+    fdma_tensor index, q, k, v, score, commit, out, lse;
+} batch_call;
+
+static fdma_decode_args args_of(const fdma_cache *cache, const batch_call *x, const char *kernel) {
+    return (fdma_decode_args){.size = sizeof(fdma_decode_args),
+                              .cache = *cache,
+                              .index = x->index,
+                              .q = x->q,
+                              .k = x->k,
+                              .v = x->v,
+                              .score = x->score,
+                              .commit = x->commit,
+                              .out = x->out,
+                              .lse = x->lse,
+                              .exec = {.kernel = kernel}};
+}
+
+/* No token is committed, so that the cache stays as it is. */
+static batch_call new_call(int64_t batch, int64_t tokens, fdma_dtype dtype, uint64_t *state) {
+    batch_call x = {
+        .index = new_tensor(FDMA_INT32, batch, -1, -1, -1),
+        .q = new_tensor(dtype, batch, tokens, q_heads, head_dim),
+        .k = new_tensor(dtype, batch, tokens, kv_heads, head_dim),
+        .v = new_tensor(dtype, batch, tokens, kv_heads, head_dim),
+        .score = new_tensor(FDMA_FLOAT32, batch, kv_heads, tokens, -1),
+        .commit = new_tensor(FDMA_INT32, batch, -1, -1, -1),
+        .out = new_output(dtype, batch, tokens, q_heads, head_dim),
+        .lse = new_output(FDMA_FLOAT32, batch, q_heads, tokens, -1),
+    };
+    fdma_tensor *const random[] = {&x.q, &x.k, &x.v, &x.score};
+    for (int n = 0; n < TEST_COUNT(random); n++)
+        fill_random(*random[n], state, 1);
+    for (int64_t b = 0; b < batch; b++) {
+        ((int32_t *)x.index.data)[b] = (int32_t)(batch - 1 - b);
+        ((int32_t *)x.commit.data)[b] = 0;
+    }
+    return x;
+}
+
+/* Entry b of a tensor. */
+static fdma_tensor entry_of(fdma_tensor tensor, int64_t b) {
+    tensor.data = (char *)tensor.data + (size_t)(b * tensor.stride[0]) * dtype_size(tensor.dtype);
+    tensor.shape[0] = 1;
+    return tensor;
+}
+
+static void check_alone(const fdma_cache *cache, const batch_call *all, int64_t b,
+                        const char *kernel) {
+    const int64_t tokens = all->q.shape[1];
+    batch_call one = {entry_of(all->index, b),
+                      entry_of(all->q, b),
+                      entry_of(all->k, b),
+                      entry_of(all->v, b),
+                      entry_of(all->score, b),
+                      entry_of(all->commit, b),
+                      new_output(all->q.dtype, 1, tokens, q_heads, head_dim),
+                      new_output(FDMA_FLOAT32, 1, q_heads, tokens, -1)};
+    one.index.stride[0] = one.commit.stride[0] = 1;
+    fdma_decode_args args = args_of(cache, &one, kernel);
+    CHECK_OK(run_decode(&args));
+    CHECK_BYTES(one.out.data, entry_of(all->out, b).data, bytes_of(one.out));
+    CHECK_BYTES(one.lse.data, entry_of(all->lse, b).data, bytes_of(one.lse));
+}
+
+static void batches_change_no_bit(const char *kernel, fdma_dtype dtype) {
+    static const struct {
+        int64_t batch, tokens, window, filled;
+    } shapes[] = {{300, 1, 70, 70}, {150, 9, 130, 40}, {40, 64, 33, 33}, {3, 2, 4100, 4100}};
+    for (int n = 0; n < TEST_COUNT(shapes); n++) {
+        const int64_t batch = is_device_kernel(kernel) ? shapes[n].batch : 3;
+        uint64_t state = (uint64_t)n + 5;
+        const fdma_cache cache =
+            new_cache(batch, shapes[n].window, shapes[n].filled, dtype, &state);
+        batch_call all = new_call(batch, shapes[n].tokens, dtype, &state);
+        fdma_decode_args args = args_of(&cache, &all, kernel);
+        test_context("shape %d, %s, %s", n, kernel, dtype_name(dtype));
+        if (call_takes(operation_decode, &args)) {
+            CHECK_OK(run_decode(&args));
+            for (int64_t b = 0; b < batch; b += 1 + batch / 8)
+                check_alone(&cache, &all, b, kernel);
+        }
+        test_free_all();
+    }
+}
+
+static void streams_are_the_same_in_any_batch(void) {
+    for_each_kernel("decode", batches_change_no_bit);
+}
+
+static const test_entry tests[] = {TEST(streams_are_the_same_in_any_batch)};
+
+int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }
