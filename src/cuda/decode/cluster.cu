@@ -34,7 +34,7 @@ static bool scores_tokens(const fdma_problem *problem) {
 }
 
 template <typename element>
-static fdma_status place(const fdma_problem *problem, const cluster_task &task) {
+static fdma_status add_tokens_of(const fdma_problem *problem, const cluster_task &task) {
     token_scores from = {};
     if (!is_present(&problem->score) && scores_tokens(problem))
         from = {problem->dt_proj.data,
@@ -69,7 +69,7 @@ template <typename element> static fdma_status run_type(const fdma_problem *prob
     using more_tiles = cluster_config<element, FDMA_HEAD_DIM <= 128 ? 2 : 1>;
     fdma_arena arena = fdma_arena_of(problem);
     const cluster_task task = lay_out(problem, &arena);
-    FDMA_TRY(place<element>(problem, task));
+    FDMA_TRY(add_tokens_of<element>(problem, task));
     return problem->q_len * problem->group <= one_tile::rows ? attend<one_tile>(problem, task)
                                                              : attend<more_tiles>(problem, task);
 }
