@@ -75,7 +75,7 @@
  * Then table_out is the table_in of the next call: two tables take turns. A first call has no
  * table_in and no carried keys, or an empty table: all positions -1, seen 0. Every call of a stream
  * has the same window, recent, sinks and bias_form, causal masking, causal scope, no starts, and at
- * most as many queries as the piece has keys. Carried keys run on the CPU only.
+ * most as many queries as the piece has keys. On a device carried keys have no gradients.
  *
  * Making a call
  *

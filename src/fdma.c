@@ -32,6 +32,8 @@ typedef struct prepared_call {
 
 static size_t step_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
                              check_depth depth) {
+    if (kernel->on_device)
+        return fdma_cuda_workspace(kernel, problem);
     return has_table(problem) ? fdma_select_stream_workspace(kernel, problem)
                               : fdma_kernel_workspace(kernel, problem, depth);
 }
@@ -57,7 +59,7 @@ static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *probl
     if (!fdma_has_work(problem))
         return FDMA_OK;
     if (kernel->on_device)
-        return fdma_run_cuda(kernel, problem);
+        return fdma_run_cuda(fdma_cuda_run_kernel, kernel, problem);
     return has_table(problem) ? fdma_select_stream(kernel, problem)
                               : fdma_run_kernel(kernel, problem);
 }

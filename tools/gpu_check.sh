@@ -98,7 +98,9 @@ tables() {
 }
 
 tests="test_cuda test_cuda_select test_cuda_calls test_cuda_workspace test_cuda_score_backward"
-backend_tests="test_cases test_unread test_backward_shapes test_packed_shapes test_cache test_cache_batch test_cache_copy test_cache_store" # of any backend; see tests/c/backend.h
+# of any backend; see tests/c/backend.h
+backend_tests="test_cases test_unread test_backward_shapes test_packed_shapes test_cache
+    test_cache_batch test_cache_copy test_cache_store test_streams test_stream_attention"
 begin=$(seconds)
 arch=$(capability)
 [ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }

@@ -184,6 +184,10 @@ static fdma_status check_starts(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
+static bool has_gradients(fdma_operation operation) {
+    return operation == operation_backward || operation == operation_attention_backward;
+}
+
 /* Two tensors of which a call has both or none. */
 static fdma_status check_pair(const char *name, const fdma_tensor *tensor, const char *other_name,
                               bool has_other) {
@@ -203,8 +207,7 @@ static bool has_bias(const fdma_problem *problem) {
 /* The carried keys come with all that belongs to them. */
 static fdma_status check_carried_tensors(const fdma_problem *problem) {
     const bool carried = is_present(&problem->k_carried);
-    const bool backward = problem->operation == operation_backward ||
-                          problem->operation == operation_attention_backward;
+    const bool backward = has_gradients(problem->operation);
     const bool dbias =
         problem->operation == operation_backward ? is_present(&problem->dbias) : has_bias(problem);
     FDMA_TRY(check_pair("v_carried", &problem->v_carried, "k_carried", carried));
@@ -230,8 +233,9 @@ static fdma_status check_carried(const fdma_problem *problem) {
     FDMA_REQUIRE(!is_present(&problem->key_valid) || is_fused(problem->operation),
                  FDMA_INVALID_ARGUMENT,
                  "key_valid: is given, want none with k_carried: the selection excludes such keys");
-    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
-                 "k_carried: is given, want none: carried keys run on the CPU only");
+    FDMA_REQUIRE(problem->exec.device == FDMA_CPU || !has_gradients(problem->operation),
+                 FDMA_UNSUPPORTED,
+                 "k_carried: is given, want none: their gradients run on the CPU only");
     return FDMA_OK;
 }
 
@@ -249,8 +253,6 @@ static fdma_status check_table(const fdma_problem *problem, const fdma_table *ta
                  "starts: is given, want none with %s", names[0]);
     FDMA_REQUIRE(problem->operation != operation_select || is_present(&problem->slot),
                  FDMA_INVALID_ARGUMENT, "slot: is absent, want it with %s", names[0]);
-    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
-                 "%s: is given, want none: tables run on the CPU only", names[0]);
     return FDMA_OK;
 }
 
@@ -352,7 +354,8 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     FDMA_TRY(check_memory(problem, depth));
     if (depth == check_all && cached && problem->exec.device == FDMA_CPU)
         FDMA_TRY(fdma_check_cache_lists(problem));
-    if (depth == check_all && is_present(&problem->table_in.seen))
+    if (depth == check_all && is_present(&problem->table_in.seen) &&
+        problem->exec.device == FDMA_CPU)
         FDMA_TRY(check_seen(problem));
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }

@@ -19,7 +19,11 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
                      fdma_device_text(problem->exec.device).text);
 }
 
-fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {
+size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {
+    return kernel->workspace(problem);
+}
+
+fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {
     (void)kernel;
     return fdma_check_cuda(problem, check_all);
 }
@@ -31,4 +35,8 @@ fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes) {
     return fdma_fail(FDMA_UNSUPPORTED,
                      "cache: its device is %s, but this library is built without CUDA",
                      fdma_device_text(device).text);
+}
+
+fdma_status fdma_run_cuda(run_kernel *run, const fdma_kernel *kernel, const fdma_problem *problem) {
+    return run(kernel, problem);
 }

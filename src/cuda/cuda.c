@@ -205,11 +205,11 @@ static void restore_device(int32_t device, int before) {
         cudaSetDevice(before);
 }
 
-fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem) {
+fdma_status fdma_run_cuda(run_kernel *run, const fdma_kernel *kernel, const fdma_problem *problem) {
     const int32_t device = problem->exec.device;
     int before;
     FDMA_TRY(set_device("exec.device", device, &before));
-    const fdma_status ran = kernel->run(problem);
+    const fdma_status ran = run(kernel, problem);
     restore_device(device, before);
     return ran;
 }

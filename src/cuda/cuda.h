@@ -16,8 +16,15 @@ fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
  * memory. */
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
-/* Runs a kernel of this backend with the problem's device set, and restores the caller's device. */
-fdma_status fdma_run_cuda(const fdma_kernel *kernel, const fdma_problem *problem);
+/* The bytes of workspace that a kernel of this backend needs for a problem. */
+size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem);
+
+/* Runs a kernel of this backend on the current device. */
+typedef fdma_status run_kernel(const fdma_kernel *kernel, const fdma_problem *problem);
+run_kernel fdma_cuda_run_kernel;
+
+/* Calls `run` with the problem's device set, and restores the caller's device. */
+fdma_status fdma_run_cuda(run_kernel *run, const fdma_kernel *kernel, const fdma_problem *problem);
 
 /* Fills memory of a device with a byte, after all work of its default stream, and waits for it. */
 fdma_status fdma_fill_cuda(int32_t device, void *data, int byte, size_t bytes);
