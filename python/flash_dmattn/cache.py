@@ -44,6 +44,10 @@ class DynamicMaskCache:
     and, for a new token, in constant time. Nothing is read back from the device, and every tensor
     keeps its address. A cache has no gradients: generate within torch.no_grad().
 
+    Whether all sequences of a layer are empty is known on the host, from the calls of these methods
+    since reset(): tokens that only a replayed CUDA graph or decode() over `keys` has put in do not
+    count, and a prefill that follows them alone replaces them.
+
     Drafts, for speculative decoding, are tokens that attend(draft=True) has passed through the
     model: they see the tokens before them, but have not entered the cache. commit(n) lets the first
     n of them enter and forgets the others; n may differ between sequences. Further tokens, drafts
@@ -152,7 +156,9 @@ class DynamicMaskCache:
     ) -> torch.Tensor:
         """Attention of the next tokens of each sequence, which then enter the cache.
 
-        Up to 64 tokens are a decode(); more, or any with key_valid, are a chunked prefill.
+        Up to 64 tokens are a decode(); more, or any with key_valid, are a prefill, which may come
+        in chunks. On CUDA a chunk that is not the layer's first is decoded 64 tokens at a time,
+        with the same results but more slowly, and cannot have key_valid.
 
         Args:
             layer: 0 to layers - 1.
@@ -180,7 +186,8 @@ class DynamicMaskCache:
         Raises:
             TypeError: arguments of another type.
             ValueError: shapes, devices or options that are inconsistent; more than 64 drafts.
-            NotImplementedError: a dtype, device or backend that no kernel supports.
+            NotImplementedError: a dtype, device or backend that no kernel supports; a key_valid
+                with a chunk on CUDA that is not the layer's first.
         """
         self._check_layer(layer)
         query, key, value, *weights = _autocast(

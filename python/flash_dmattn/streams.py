@@ -218,12 +218,15 @@ def in_steps(cache: KeyCache, where: torch.Tensor, tokens: Tokens) -> torch.Tens
         raise NotImplementedError(
             f"key_valid: is given for sequences that are not empty, want None on {key.device.type}"
         )
+    if key.shape[1] <= TOKENS_MAX:  # asked first, so that a compiled graph serves all such lengths
+        rows = (query, key, value, *weights)
+        return ops.DECODE.op(*rows, None, where, n_tokens, None, *cache, *options)[0]
     outs = []
     for first in range(0, key.shape[1], TOKENS_MAX):
-        rows = [one[:, first : first + TOKENS_MAX] for one in (query, key, value)]
-        left = None
-        if n_tokens is not None:
-            left = (n_tokens - first).clamp(0, rows[1].shape[1]).to(torch.int32)
-        out, _ = ops.DECODE.op(*rows, *weights, None, where, left, None, *cache, *options)
-        outs.append(out)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        piece = [one[:, first : first + TOKENS_MAX] for one in (query, key, value)]
+        count = n_tokens
+        if count is not None:
+            count = (count - first).clamp(0, piece[1].shape[1]).to(torch.int32)
+        part = Tokens(*piece, weights, None, None, count, options)
+        outs.append(in_steps(cache, where, part))
+    return torch.cat(outs, 1)
