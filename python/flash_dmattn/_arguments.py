@@ -21,8 +21,8 @@ MaybeTensor = Optional[torch.Tensor]
 Sizes = dict[str, Any]  # of dimensions: int, or torch.SymInt while a graph is traced
 Options = Mapping[str, Any]
 
-# The dimensions of each tensor. "*" is a product. all_len counts carried keys, if there are any, and
-# then the keys of the call, of which there are kv_len.
+# The dimensions of each tensor. "*" is a product. kv_len counts the keys of a call, all_len the
+# carried ones too.
 QUERY_SHAPE = ("batch", "q_len", "q_heads", "head_dim")
 KEY_SHAPE = ("batch", "kv_len", "kv_heads", "head_dim")
 SCORE_SHAPE = ("batch", "kv_heads", "kv_len")

@@ -157,7 +157,7 @@ class DynamicMaskCache:
         """Attention of the next tokens of each sequence, which then enter the cache.
 
         Up to 64 tokens are a decode(); more, or any with key_valid, are a prefill, which may come
-        in chunks. On CUDA a chunk that is not the layer's first is decoded 64 tokens at a time,
+        in pieces. On CUDA a piece that is not the layer's first is decoded 64 tokens at a time,
         with the same results but more slowly, and cannot have key_valid.
 
         Args:
@@ -187,7 +187,7 @@ class DynamicMaskCache:
             TypeError: arguments of another type.
             ValueError: shapes, devices or options that are inconsistent; more than 64 drafts.
             NotImplementedError: a dtype, device or backend that no kernel supports; a key_valid
-                with a chunk on CUDA that is not the layer's first.
+                with a piece on CUDA that is not the layer's first.
         """
         self._check_layer(layer)
         query, key, value, *weights = _autocast(

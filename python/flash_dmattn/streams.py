@@ -227,6 +227,6 @@ def in_steps(cache: KeyCache, where: torch.Tensor, tokens: Tokens) -> torch.Tens
         count = n_tokens
         if count is not None:
             count = (count - first).clamp(0, piece[1].shape[1]).to(torch.int32)
-        part = Tokens(*piece, weights, None, None, count, options)
-        outs.append(in_steps(cache, where, part))
+        few = Tokens(*piece, weights, None, None, count, options)
+        outs.append(in_steps(cache, where, few))
     return torch.cat(outs, 1)

@@ -172,8 +172,9 @@ def test_the_arguments_of_an_operator(operator: ops.Operator) -> None:
     """Each has a field; tensors have the shapes, and results the dtypes, of the library's list."""
     operation = operator.operation
     listed = TENSORS[operation.function]
-    carries = operator in (ops.PREFILL, ops.CACHE_STORE)
-    dimensions = {**DIMENSIONS, "j": "all_len"} if carries else DIMENSIONS
+    dimensions = DIMENSIONS
+    if operator in (ops.PREFILL, ops.CACHE_STORE):  # which may have carried keys
+        dimensions = {**DIMENSIONS, "j": "all_len"}
     for name in (*operation.tensors, *operation.results):
         one = listed[_arguments.field_of(name)]
         assert _arguments.shape_of(name) == tuple(dimensions[letter] for letter in one.dims)
