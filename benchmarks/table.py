@@ -1,4 +1,5 @@
-"""Makes Markdown tables of what `fdma bench --json` and `benchmarks/peers.py --json` write.
+"""Makes Markdown tables of what `fdma bench --json` and, in this folder, peers.py --json and
+decode.py write.
 
     benchmarks/table.py FILE [FILE ...]          print every case of each file
     benchmarks/table.py --update DOCUMENT ...    write the tables of documents anew
@@ -83,7 +84,7 @@ def read(path: Path) -> tuple[dict, list[dict]]:
     """The machine's line, and the rows of the cases."""
     machine, *rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     if "machine" not in machine or not rows:
-        raise ValueError(f"{path}: not the output of fdma bench or benchmarks/peers.py --json")
+        raise ValueError(f"{path}: not the output of fdma bench, peers.py or decode.py")
     return machine, rows
 
 

@@ -4,8 +4,8 @@
 # needs cmake, ninja, nvcc and a python3 with PyTorch and pytest, but no network and no cJSON.
 #   gpu_check.sh [quick|full] --out DIR     quick: up to 9 minutes; full, the default: up to 17
 # Prints a line for each step, runs every step even if one fails, and exits 1 if any failed. DIR gets
-# log.txt, peers-cuda.json, peers-cuda.svg, cuda.json (full) and tables.md. FDMA_COMMIT names the
-# commit where there is no git.
+# log.txt, peers-cuda.json, peers-cuda.svg, decode-cuda.json, cuda.json (full) and tables.md.
+# FDMA_COMMIT names the commit where there is no git.
 set -u
 length=full
 out=
@@ -124,7 +124,8 @@ for test in $backend_tests; do
     step "$test" 200 "$build/tests/$test" cuda
 done
 step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_attention.py \
-    tests/python/test_backward.py tests/python/test_compile.py -k cuda -q -p no:cacheprovider
+    tests/python/test_backward.py tests/python/test_compile.py tests/python/test_cuda_cache.py \
+    -k cuda -q -p no:cacheprovider
 
 if ! command -v compute-sanitizer >/dev/null; then
     skip sanitizer "compute-sanitizer is not installed"
@@ -150,13 +151,14 @@ else
     step peers 240 python3 benchmarks/peers.py --device cuda --json "$out/peers-cuda.json"
     step bench 100 "$build/fdma" bench --device cuda --json "$out/cuda.json" && stamp "$out/cuda.json"
 fi
+step decode 60 python3 benchmarks/decode.py --out "$out"
 if python3 -c 'import matplotlib' 2>/dev/null; then
     step picture 30 python3 benchmarks/peers_picture.py "$out/peers-cuda.json" --out "$out/peers-cuda.svg"
 else
     skip picture "matplotlib is not installed"
 fi
 since=$(seconds)
-if text=$(tables "$out/peers-cuda.json" "$out/cuda.json" 2>&1); then
+if text=$(tables "$out/peers-cuda.json" "$out/decode-cuda.json" "$out/cuda.json" 2>&1); then
     report ok tables "$since" "$text"
 else
     failed=$((failed + 1))

@@ -21,7 +21,8 @@ MaybeTensor = Optional[torch.Tensor]
 Sizes = dict[str, Any]  # of dimensions: int, or torch.SymInt while a graph is traced
 Options = Mapping[str, Any]
 
-# The dimensions of each tensor. "*" is a product.
+# The dimensions of each tensor. "*" is a product. kv_len counts the keys of a call, all_len the
+# carried ones too.
 QUERY_SHAPE = ("batch", "q_len", "q_heads", "head_dim")
 KEY_SHAPE = ("batch", "kv_len", "kv_heads", "head_dim")
 SCORE_SHAPE = ("batch", "kv_heads", "kv_len")
@@ -44,18 +45,21 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "slot": SCORE_SHAPE,
     **dict.fromkeys(("out", "out_a", "out_b"), QUERY_SHAPE),
     **dict.fromkeys(("lse", "lse_a", "lse_b"), LSE_SHAPE),
-    **dict.fromkeys(("index", "n_tokens", "commit", "seen_in", "seen_out"), ("batch",)),
-    **dict.fromkeys(("score_in", "position_in", "score_out", "position_out"), TABLE_SHAPE),
+    **dict.fromkeys(("expiry_all", "slot_all"), ("batch", "kv_heads", "all_len")),
+    **dict.fromkeys(("index", "n_tokens", "commit", "seen_in"), ("batch",)),
+    **dict.fromkeys(("copy_from", "copy_to"), ("batch",)),
+    **dict.fromkeys(("score_in", "position_in"), TABLE_SHAPE),
     **dict.fromkeys(("key_carried", "value_carried"), ("batch", *CACHE_SHAPE[1:])),
     "bias_carried": TABLE_SHAPE,
     **dict.fromkeys(("cache_key", "cache_value"), CACHE_SHAPE),
     **dict.fromkeys(("cache_bias", "cache_score", "cache_position"), CACHE_TABLE_SHAPE),
     "cache_seen": ("sequences",),
 }
-INT32_INPUTS = ("starts", "index", "n_tokens", "commit")  # that callers make themselves
-INT32_RESULTS = ("expiry", "slot", "position_out", "seen_out")
+# That callers make themselves.
+INT32_INPUTS = ("starts", "index", "n_tokens", "commit", "copy_from", "copy_to")
+INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if inputs are
-FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b", "score_out")
+FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b")
 
 # Fields of the C structs whose names differ from the arguments'.
 FIELDS = {
@@ -71,14 +75,12 @@ FIELDS = {
     "cache_value": "cache.v",
     "cache_bias": "cache.bias",
     **{f"cache_{name}": f"cache.table.{name}" for name in ("score", "position", "seen")},
-    **{
-        f"{name}_{end}": f"table_{end}.{name}"
-        for name in ("score", "position", "seen")
-        for end in ("in", "out")
-    },
+    **{f"{name}_in": f"table_in.{name}" for name in ("score", "position", "seen")},
+    **{"copy_from": "from", "copy_to": "to", "expiry_all": "expiry", "slot_all": "slot"},
 }
 # Names in error messages that differ from the operators' arguments.
 SHOWN = {"expiry": "selection.expiry", "slot": "selection.slot"}
+SHOWN |= {f"{name}_all": shown for name, shown in SHOWN.items()}
 SHOWN |= {name: name.replace("_", ".", 1) for name in SHAPES if name.startswith("cache_")}
 CHOICES = {"scope": _library.SCOPES, "bias_form": _library.BIAS_FORMS}
 
@@ -105,6 +107,8 @@ def describe_shape(name: str) -> str:
 
 def size_of(dimension: str, sizes: Sizes) -> Any:
     """The size of a dimension or of a product of two."""
+    if dimension == "all_len" and dimension not in sizes:
+        return sizes["kv_len"] + sizes.get("rows", 0)
     first, _, second = dimension.partition(" * ")
     return sizes[first] * sizes[second] if second else sizes[first]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import torch
 
@@ -28,10 +28,12 @@ DTYPES = {
 }
 LAYOUTS_MAX = 512  # that a thread remembers
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
-IN_SELECTION = ("expiry", "slot")  # tensors of fdma_selection, not of the call's own struct
+# Tensors of fdma_selection, not of the call's own struct.
+IN_SELECTION = ("expiry", "slot", "expiry_all", "slot_all")
 RULES = ("window", "recent", "sinks", "scope")  # fields of it that say what it was made for
 
 Outputs = tuple[torch.Tensor, ...]
+Returned = Union[Outputs, torch.Tensor, None]  # by an operator
 Words = Any  # a struct as an array of uint64
 
 
@@ -80,20 +82,42 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     )
 
 
+def unpack(outputs: Outputs) -> Returned:
+    """What an operator returns: several outputs, or the only one, or None."""
+    return outputs if len(outputs) > 1 else outputs[0] if outputs else None
+
+
 def words_of(struct: ctypes.Structure) -> Words:
     return (ctypes.c_uint64 * (ctypes.sizeof(struct) // 8)).from_buffer(struct)
 
 
-def fill_options(args: _library.Sized, ruled: ctypes.Structure | None, options: Options) -> None:
-    """Write `options` into the struct, or into `ruled`, the selection or cache that it is given."""
+def fill_options(args: _library.Sized, ruled: list[ctypes.Structure], options: Options) -> None:
+    """Write `options` into the struct, and rules into `ruled`: the selection and the cache that the
+    call is given."""
     fields = {name for name, *_ in args._fields_}
     for name, value in options.items():
         field = _arguments.field_of(name)
         number = _arguments.choose(name, value) if name in _arguments.CHOICES else value
         if field in fields:
             setattr(args, field, number)
-        if ruled is not None and field in RULES:
-            setattr(ruled, field, number)
+        for one in ruled if field in RULES else ():
+            setattr(one, field, number)
+
+
+def make_selection(
+    operation: Operation, tensors: dict[str, MaybeTensor]
+) -> tuple[_library.Selection | None, bool]:
+    """The selection of a call, if it has one, and whether the call is given it."""
+    for name in ("expiry", "expiry_all"):
+        given = tensors.get(name)
+        if given is not None:
+            selection = _library.Selection(kv_len=given.shape[-1])
+            if operation.name == "cache_store":  # a cache knows no other scope
+                selection.scope = _library.SCOPES["causal"]
+            return selection, True
+        if name in operation.results:
+            return _library.Selection(), False
+    return None, False
 
 
 def fill_cache(cache: _library.Cache, sizes: Sizes, device: int) -> None:
@@ -116,16 +140,13 @@ class Prepared:
         _arguments.check_sizes(tensors, sizes)
         self.operation = operation
         self.args = _library.CALLS[f"fdma_{operation.function}"](exec=_library.Exec(**exec_fields))
-        self.selection = None
-        given = tensors.get("expiry")
-        if given is not None or "expiry" in operation.results:
-            self.selection = _library.Selection()
+        has_cache = hasattr(self.args, "cache")
+        ruled = [self.args.cache] if has_cache else []
+        self.selection, is_given = make_selection(operation, tensors)
+        if self.selection is not None:
             self.args.selection = ctypes.pointer(self.selection)
-        ruled = None if given is None else self.selection  # fdma_select() fills in its own
-        if ruled is not None:
-            ruled.kv_len = sizes["kv_len"]
-        if operation.function == "decode":
-            ruled = self.args.cache
+        if is_given:  # fdma_select() fills in the selection that it makes
+            ruled.append(self.selection)
         if operation.name == "prefill":
             self.args.causal = 1
         fill_options(self.args, ruled, options)
@@ -140,7 +161,7 @@ class Prepared:
             absent = _arguments.is_absent(name, tensors, options)
             room = None if absent else torch.empty(shape, dtype=dtype, device="meta")
             self.targets.append(self.fill_tensor(name, room))
-        if operation.function == "decode":
+        if has_cache:
             fill_cache(self.args.cache, sizes, exec_fields["device"])
         # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
         self.zeroed = [0] if operation.function == "score_backward" else []
@@ -169,9 +190,8 @@ class Prepared:
         setattr(struct, field, view(name, tensor))
         return words, (getattr(type(struct), field).offset + offset) // 8
 
-    def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Outputs | torch.Tensor:
-        """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`.
-        Returns several outputs, or the only one."""
+    def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Returned:
+        """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`."""
         outputs = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs])
         for index in self.zeroed:
             outputs[index].zero_()
@@ -184,7 +204,7 @@ class Prepared:
             workspace = first.new_empty(self.workspace_size, dtype=torch.uint8)
             self.args_words[self.workspace_at] = workspace.data_ptr()
         check(self.function(self.reference), self.operation)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return unpack(outputs)
 
 
 class Memory(threading.local):
@@ -254,7 +274,7 @@ def call(
     inputs: tuple[MaybeTensor, ...],
     options: tuple[Any, ...],
     backend: str | None,
-) -> Outputs | torch.Tensor:
+) -> Returned:
     """Make the call on the device of its first input, in that device's current stream.
 
     Only a tensor whose last stride is not 1 is copied, unless the call writes to it; the others are

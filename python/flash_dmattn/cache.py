@@ -12,7 +12,7 @@ import torch
 from . import _arguments, ops, streams
 from ._arguments import MaybeTensor
 from .functional import _autocast, _scale
-from .streams import TOKENS_MAX, KeyCache
+from .streams import TOKENS_MAX, KeyCache, Tokens
 
 
 def require(holds: bool, message: str) -> None:
@@ -29,19 +29,6 @@ class Drafts(NamedTuple):
     n_tokens: torch.Tensor | None  # [batch] int32, or None: all are tokens
 
 
-class Tokens(NamedTuple):
-    """The next tokens of some sequences, and what to do with them."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    weights: tuple[MaybeTensor, ...]  # dt_proj, a_coef and dt_bias
-    index: MaybeTensor
-    key_valid: MaybeTensor
-    n_tokens: MaybeTensor
-    options: tuple[str, float, float, str | None]  # bias_form, scale, softcap and backend
-
-
 def join(first: Drafts | None, second: Drafts) -> Drafts:
     """The tokens of `first`, then those of `second`."""
     if first is None:
@@ -56,6 +43,10 @@ class DynamicMaskCache:
     Every layer attends through the cache as it would over the whole sequence, in constant memory
     and, for a new token, in constant time. Nothing is read back from the device, and every tensor
     keeps its address. A cache has no gradients: generate within torch.no_grad().
+
+    Whether all sequences of a layer are empty is known on the host, from the calls of these methods
+    since reset(): tokens that only a replayed CUDA graph or decode() over `keys` has put in do not
+    count, and a prefill that follows them alone replaces them.
 
     Drafts, for speculative decoding, are tokens that attend(draft=True) has passed through the
     model: they see the tokens before them, but have not entered the cache. commit(n) lets the first
@@ -139,6 +130,7 @@ class DynamicMaskCache:
         )
         numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self._indices = numbers.view(layers, batch).unbind(0)
+        self._empty = [[True] * batch for _ in range(layers)]  # surely; known on the host
         self._drafts: list[Drafts | None] = [None] * layers
         self._lengths = [0] * layers  # tokens that have entered, kept on the host
 
@@ -164,7 +156,9 @@ class DynamicMaskCache:
     ) -> torch.Tensor:
         """Attention of the next tokens of each sequence, which then enter the cache.
 
-        Up to 64 tokens are a decode(); more, or any with key_valid, are a chunked prefill.
+        Up to 64 tokens are a decode(); more, or any with key_valid, are a prefill, which may come
+        in pieces. On CUDA a piece that is not the layer's first is decoded 64 tokens at a time,
+        with the same results but more slowly, and cannot have key_valid.
 
         Args:
             layer: 0 to layers - 1.
@@ -192,7 +186,8 @@ class DynamicMaskCache:
         Raises:
             TypeError: arguments of another type.
             ValueError: shapes, devices or options that are inconsistent; more than 64 drafts.
-            NotImplementedError: a dtype, device or backend that no kernel supports.
+            NotImplementedError: a dtype, device or backend that no kernel supports; a key_valid
+                with a piece on CUDA that is not the layer's first.
         """
         self._check_layer(layer)
         query, key, value, *weights = _autocast(
@@ -211,11 +206,14 @@ class DynamicMaskCache:
         if key.shape[1] > TOKENS_MAX or key_valid is not None:
             out = self._prefill(layer, tokens)
         else:
-            where = self._sequences(layer, index)
-            rows = (query, key, value, *weights, None, where, count, None)
-            out, _ = ops.DECODE.op(*rows, *self.keys, *options)
-        self._lengths[layer] += key.shape[1]
+            out = streams.in_steps(self.keys, self._sequences(layer, index), tokens)
+        self._count(layer, key.shape[1])
         return out
+
+    def _count(self, layer: int, length: int) -> None:
+        """Note that so many tokens have entered sequences of the layer, whichever these are."""
+        self._lengths[layer] += length
+        self._empty[layer] = [False] * self.batch
 
     def _check_layer(self, layer: int) -> None:
         known = 0 <= _arguments.check_int("layer", layer) < self.layers
@@ -230,17 +228,17 @@ class DynamicMaskCache:
     def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
         """Tokens of any number enter the cache."""
         tensors, rules = self.keys[:6], self.keys[6:]
+        where = self._sequences(layer, tokens.index)
+        if all(self._empty[layer]):
+            return streams.prefill(self.keys, where, None, tokens)
+        if tokens.key.device.type not in streams.CARRYING:
+            return streams.in_steps(self.keys, where, tokens)
         if tokens.index is None:
             first = layer * self.batch
-            where = slice(first, first + self.batch)
-            carried = KeyCache(*(one[where] for one in tensors), *rules)
-            return streams.prefill(carried, *tokens)
-        where = self._sequences(layer, tokens.index)
-        carried = KeyCache(*(one.index_select(0, where) for one in tensors), *rules)
-        out = streams.prefill(carried, *tokens)
-        for one, changed in zip(tensors, carried):
-            one.index_copy_(0, where.long(), changed)
-        return out
+            carried = [one[first : first + self.batch] for one in tensors]
+        else:
+            carried = [one.index_select(0, where) for one in tensors]
+        return streams.prefill(self.keys, where, KeyCache(*carried, *rules), tokens)
 
     # ---- drafts ----
 
@@ -264,7 +262,8 @@ class DynamicMaskCache:
         where = self._indices[layer]
         rows = (query, *drafts[:2], None, None, None, drafts.score, where, drafts.n_tokens, commit)
         out, _ = ops.DECODE.op(*rows, *self.keys, *tokens.options)
-        self._lengths[layer] += 0 if draft else length
+        if not draft:
+            self._count(layer, length)
         self._drafts[layer] = drafts if draft else None
         return out
 
@@ -334,7 +333,8 @@ class DynamicMaskCache:
             bias_form=self.bias_form,
         )
         entered = count if isinstance(count, int) else lengths[0]
-        self._lengths = [length + entered for length in self._lengths]
+        for layer in range(self.layers):
+            self._count(layer, entered)
         self._drafts = [None] * self.layers
 
     # ---- sequences ----
@@ -362,9 +362,12 @@ class DynamicMaskCache:
         """
         shape = list(beam_idx.shape)
         require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
-        for tensor in self.keys[:6]:
-            by_layer = tensor.unflatten(0, (self.layers, self.batch))
-            by_layer.copy_(by_layer.index_select(1, beam_idx))
+        tensors, rules = self.keys[:6], self.keys[6:]
+        for layer, numbers in enumerate(self._indices):
+            source = numbers.index_select(0, beam_idx)
+            ops.CACHE_COPY.op(*tensors, source, numbers, *rules, None)
+            if not all(self._empty[layer]):
+                self._empty[layer] = [False] * self.batch
         for layer, one in enumerate(self._drafts):
             if one is not None:
                 moved = (None if x is None else x.index_select(0, beam_idx) for x in one)
@@ -383,6 +386,8 @@ class DynamicMaskCache:
         require(self.drafts == 0, "b: there are drafts, commit() or crop() them first")
         self.keys.position.unflatten(0, (self.layers, self.batch))[:, b] = -1
         self.keys.seen.unflatten(0, (self.layers, self.batch))[:, b] = 0
+        for known in self._empty:
+            known[b] = True
 
     def reset(self) -> None:
         """Empty all sequences, and forget drafts."""
@@ -390,6 +395,7 @@ class DynamicMaskCache:
         self.keys.seen.zero_()
         self._drafts = [None] * self.layers
         self._lengths = [0] * self.layers
+        self._empty = [[True] * self.batch for _ in range(self.layers)]
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Tokens that have entered, and drafts: a number kept on the host, where those that

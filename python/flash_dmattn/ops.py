@@ -18,12 +18,13 @@ autograd takes longer than a small call itself: it reads the schema anew for eve
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, Callable
 
 import torch
 
 from . import _arguments, _library
-from ._call import Operation, Outputs, call
+from ._call import Operation, Returned, call, unpack
 
 DEVICES = ("cpu", "cuda")
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
@@ -48,7 +49,7 @@ class Operator:
             function=function,
             tensors=tuple(names[:count]),
             options=tuple(names[count:-1]),
-            results=tuple(result.split(" ")[1] for result in results.strip("()").split(", ")),
+            results=tuple(re.findall(r"Tensor (\w+)", results)),
             mutated=tuple(name for kind, name in pairs if kind.endswith("!)")),
         )
         self.op = self.register("")
@@ -112,7 +113,7 @@ class Operator:
         for name in self.operation.results:
             shape, dtype = _arguments.result_like(name, tensors, sizes, given)
             results.append(arguments[0].new_empty(shape, dtype=dtype))
-        return tuple(results) if len(results) > 1 else results[0]
+        return unpack(tuple(results))
 
 
 @functools.cache
@@ -140,7 +141,7 @@ class BackwardOperator(Operator):
             f"flash_dmattn.{forward.name}: second derivatives are not implemented"
         )
 
-    def run(self, *arguments: Any) -> Outputs:
+    def run(self, *arguments: Any) -> Returned:
         count = self.count
         options = arguments[count:-1]
         if self.deterministic is not None and torch.are_deterministic_algorithms_enabled():
@@ -238,17 +239,30 @@ DECODE = Operator(
     "-> (Tensor out, Tensor lse)",
     "decode",
 )
-# The keys of a stream's next piece, after carried ones.
+# The keys of a stream's next piece: the first one if there are no carried keys.
 PREFILL = Operator(
     "prefill(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor score_in, Tensor position_in, Tensor seen_in, "
-    "Tensor key_carried, Tensor value_carried, Tensor? bias_carried, SymInt window, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? score_in, Tensor? position_in, Tensor? seen_in, "
+    "Tensor? key_carried, Tensor? value_carried, Tensor? bias_carried, SymInt window, "
     "SymInt recent, SymInt sinks, str bias_form, float softmax_scale, "
-    "float softcap, str? backend) -> (Tensor out, Tensor bias, Tensor score_out, "
-    "Tensor position_out, Tensor seen_out)",
+    "float softcap, str? backend) -> (Tensor out, Tensor score, Tensor expiry_all, "
+    "Tensor slot_all)",
     "attention",
 )
-for _operator in (DECODE, PREFILL):
+CACHE_STORE = Operator(
+    "cache_store(Tensor key, Tensor value, Tensor score, Tensor? index, Tensor expiry_all, "
+    "Tensor slot_all, Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, "
+    "Tensor(d!) cache_score, Tensor(e!) cache_position, Tensor(f!) cache_seen, SymInt window, "
+    "SymInt recent, SymInt sinks, str bias_form, str? backend) -> ()",
+    "cache_store",
+)
+CACHE_COPY = Operator(
+    "cache_copy(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, "
+    "Tensor(d!) cache_score, Tensor(e!) cache_position, Tensor(f!) cache_seen, Tensor copy_from, "
+    "Tensor copy_to, SymInt window, SymInt recent, SymInt sinks, str? backend) -> ()",
+    "cache_copy",
+)
+for _operator in (DECODE, PREFILL, CACHE_STORE, CACHE_COPY):
     _operator.refuse_gradients(
         f"flash_dmattn: {_operator.name} has no gradient, call it within torch.no_grad()"
     )

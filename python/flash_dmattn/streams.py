@@ -15,6 +15,7 @@ from ._arguments import MaybeTensor
 from .functional import _autocast, _refuse_tangents, _scale
 
 TOKENS_MAX = 64  # new tokens of a decode()
+CARRYING = ("cpu",)  # devices whose prefill takes carried keys
 
 
 class KeyCache(NamedTuple):
@@ -162,60 +163,70 @@ def decode(
     return (out, lse) if return_lse else out
 
 
-def store(
-    carried: KeyCache,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    table: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """Put the keys of a piece that are still kept into their rows of `carried`, whose streams are
-    the batch, and its table, score and position, with them. `seen` is still that before the piece.
-    """
-    score, position = table
-    arrived = position - carried.seen[:, None, None]  # the key of the piece; < 0: no new one
-    is_new, j = arrived >= 0, arrived.clamp(min=0).long()
-    rows = j[..., None].expand(-1, -1, -1, key.shape[-1])
-    for target, source in ((carried.key, key), (carried.value, value)):
-        by_head = target.transpose(1, 2)
-        taken = source.transpose(1, 2).gather(2, rows)
-        by_head.copy_(torch.where(is_new[..., None], taken, by_head))
-    if bias.numel():
-        carried.bias.copy_(torch.where(is_new, bias.gather(2, j), carried.bias))
-    carried.score.copy_(score)
-    carried.position.copy_(position)
+class Tokens(NamedTuple):
+    """The next tokens of some sequences, and what to do with them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    weights: tuple[MaybeTensor, ...]  # dt_proj, a_coef and dt_bias
+    index: MaybeTensor
+    key_valid: MaybeTensor
+    n_tokens: MaybeTensor
+    options: tuple[str, float, float, str | None]  # bias_form, scale, softcap and backend
 
 
 def prefill(
-    carried: KeyCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    weights: tuple[MaybeTensor, ...],
-    index: MaybeTensor,
-    key_valid: MaybeTensor,
-    n_tokens: MaybeTensor,
-    options: tuple[str, float, float, str | None],
+    cache: KeyCache, where: torch.Tensor, carried: KeyCache | None, tokens: Tokens
 ) -> torch.Tensor:
-    """Attention of the next tokens of each stream over [carried | their own keys]: out. The keys
-    that are still kept enter `carried`, whose streams are the batch, whatever `index` was. Tokens
-    from n_tokens on are padding, which leaves no trace.
+    """Attention of the next tokens of the streams in the sequences `where` of `cache`, any number
+    of them, over [carried | their own keys]: out. The keys that are still kept enter the cache.
+    `carried` is the cache of these sequences alone, or None: then they count as empty.
 
-    `weights` are dt_proj, a_coef and dt_bias; `options` bias_form, softmax_scale (0: the default),
-    softcap and backend.
+    Tokens from n_tokens on are padding, which leaves no trace.
     """
+    query, key, value, weights, _, key_valid, n_tokens, options = tokens
+    seen = None
     if n_tokens is not None:
         is_token = torch.arange(key.shape[1], device=key.device) < n_tokens[:, None]
         key_valid = is_token if key_valid is None else is_token & key_valid.bool()
-    carried_bias = None if options[0] == "none" else carried.bias
-    tables = (carried.score, carried.position, carried.seen)
-    tensors = (*weights, key_valid, *tables, carried.key, carried.value, carried_bias)
-    out, bias, score, position, seen = ops.PREFILL.op(
-        query, key, value, *tensors, *carried[6:], *options
-    )
-    if n_tokens is not None:
-        seen = carried.seen + n_tokens.clamp(0, key.shape[1])
+        seen = n_tokens.clamp(0, key.shape[1])
+        seen = seen if carried is None else carried.seen + seen
+    tables: tuple[MaybeTensor, ...] = (None,) * 6
+    if carried is not None:
+        bias = None if options[0] == "none" else carried.bias
+        tables = carried.score, carried.position, carried.seen, carried.key, carried.value, bias
+    tensors, rules = cache[:6], cache[6:]
+    out, *kept = ops.PREFILL.op(query, key, value, *weights, key_valid, *tables, *rules, *options)
+    score, expiry, slot = kept
     with torch.no_grad():
-        store(carried, key, value, bias, (score, position))
-        carried.seen.copy_(seen)
+        rows = (key, value, score, where, expiry, slot)
+        ops.CACHE_STORE.op(*rows, *tensors, *rules, options[0], None)
+        if seen is not None:
+            cache.seen.index_copy_(0, where.long(), seen.to(torch.int32))
     return out
+
+
+def in_steps(cache: KeyCache, where: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """prefill() without carried keys: a decode() of up to 64 tokens after the other.
+
+    Raises:
+        NotImplementedError: there is a key_valid.
+    """
+    query, key, value, weights, _, key_valid, n_tokens, options = tokens
+    if key_valid is not None:
+        raise NotImplementedError(
+            f"key_valid: is given for sequences that are not empty, want None on {key.device.type}"
+        )
+    if key.shape[1] <= TOKENS_MAX:  # asked first, so that a compiled graph serves all such lengths
+        rows = (query, key, value, *weights)
+        return ops.DECODE.op(*rows, None, where, n_tokens, None, *cache, *options)[0]
+    outs = []
+    for first in range(0, key.shape[1], TOKENS_MAX):
+        piece = [one[:, first : first + TOKENS_MAX] for one in (query, key, value)]
+        count = n_tokens
+        if count is not None:
+            count = (count - first).clamp(0, piece[1].shape[1]).to(torch.int32)
+        few = Tokens(*piece, weights, None, None, count, options)
+        outs.append(in_steps(cache, where, few))
+    return torch.cat(outs, 1)

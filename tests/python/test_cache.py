@@ -459,5 +459,7 @@ def test_drafts_and_prefills_compile() -> None:
 
 
 def test_the_operators_have_mutated_tensors() -> None:
-    assert ops.DECODE.operation.mutated == ops.DECODE.operation.tensors[-6:]
+    cache = tuple(f"cache_{name}" for name in flash_dmattn.KeyCache._fields[:6])
+    for operator in (ops.DECODE, ops.CACHE_STORE, ops.CACHE_COPY):
+        assert operator.operation.mutated == cache
     assert ops.PREFILL.operation.mutated == ()

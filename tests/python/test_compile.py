@@ -89,7 +89,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
 
 
 def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Decode and prefill: three tokens after seven that two sequences have passed."""
+    """Decode, prefill, and what they need: three tokens after seven that two sequences have
+    passed."""
     query, key, value, dt_proj, a_coef = make_tensors()
     cache = flash_dmattn.DynamicMaskCache(1, 2, 2, 16, 4, recent=3, sinks=2)
     cache.attend(0, query[:, :7], key[:, :7], value[:, :7], dt_proj, a_coef)
@@ -104,12 +105,22 @@ def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
         **{f"{name}_carried": held[name] for name in names[:3]},
         **{f"{name}_in": held[name] for name in names[3:]},
     }
+    absent = [f"{name}_carried" for name in names[:3]] + [f"{name}_in" for name in names[3:]]
+    first = {**given, **dict.fromkeys(absent)}
+    selection = flash_dmattn.select(torch.randn(2, 2, 3), 4, recent=3, sinks=2)
+    stored = {**given, "expiry_all": selection.expiry, "slot_all": selection.slot}
+    stored["score"] = torch.randn(2, 2, 3)
+    copied = {**given, "copy_from": given["index"], "copy_to": given["index"].flip(0)}
     by_score = {**given, "dt_proj": None, "a_coef": None, "score": torch.randn(2, 2, 3)}
     without_bias = {**given, "bias_form": "none", "bias_carried": None}
     return {
         "decode, committing": (ops.DECODE, given),
         "decode, by scores alone": (ops.DECODE, by_score),
         "prefill, committing": (ops.PREFILL, given),
+        "prefill of empty sequences, committing": (ops.PREFILL, first),
+        "store, committing": (ops.CACHE_STORE, stored),
+        "store without bias, committing": (ops.CACHE_STORE, {**stored, "bias_form": "none"}),
+        "copy, committing": (ops.CACHE_COPY, copied),
         "prefill, committing without bias": (ops.PREFILL, without_bias),
     }
 
@@ -151,8 +162,11 @@ def test_fake_results_are_like_real_ones(name: str) -> None:
             *(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments)
         )
     meta = operator(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
-    if isinstance(real, torch.Tensor):
+    if not isinstance(real, tuple):
         real, fake, meta = (real,), (fake,), (meta,)
+    if real == (None,):
+        assert fake == meta == real
+        return
     assert len(real) == len(fake) == len(meta)
     for one, *others in zip(real, fake, meta):
         for other in others:

@@ -140,7 +140,7 @@ assert {f"fdma_{operation}" for operation in TENSORS} == set(_library.CALLS)
 DIMENSIONS = {
     **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
     **{"d": "head_dim", "c": "kv_heads * head_dim", "s": "sequences + 1"},
-    **{"n": "kv_len", "r": "rows", "z": "rows", "p": "sequences"},
+    **{"n": "kv_len", "r": "rows", "z": "rows", "p": "sequences", "e": "batch"},
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, for the gradients, or for the allocation of results.
@@ -172,9 +172,12 @@ def test_the_arguments_of_an_operator(operator: ops.Operator) -> None:
     """Each has a field; tensors have the shapes, and results the dtypes, of the library's list."""
     operation = operator.operation
     listed = TENSORS[operation.function]
+    dimensions = DIMENSIONS
+    if operator in (ops.PREFILL, ops.CACHE_STORE):  # which may have carried keys
+        dimensions = {**DIMENSIONS, "j": "all_len"}
     for name in (*operation.tensors, *operation.results):
         one = listed[_arguments.field_of(name)]
-        assert _arguments.shape_of(name) == tuple(DIMENSIONS[letter] for letter in one.dims)
+        assert _arguments.shape_of(name) == tuple(dimensions[letter] for letter in one.dims)
         if name in operation.results:
             assert (one.dtypes == "int32") == (name in _arguments.INT32_RESULTS)
             assert (one.dtypes == "wide") == (name in _arguments.FLOAT32_RESULTS)

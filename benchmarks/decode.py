@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Time a decoding step over a cache, beside a plain read of the cache and dense attention.
+
+It runs on a CUDA device, or with --device cpu on the CPU, with flash_dmattn installed, or with
+PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
+
+    python benchmarks/decode.py --out FOLDER
+
+FOLDER gets decode-cuda.json or decode-cpu.json, which benchmarks/table.py reads. A pass calls each
+peer once for each of many caches, together larger than the processor's own, so that none is read
+from there; on a device it is one CUDA graph. In each round every peer makes one pass. Exit status:
+0 done; 1 wrong outputs or a file that could not be written; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import flash_dmattn
+import torch
+from peers import Parser
+from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
+from peers_cuda import ratio
+from torch.nn.functional import scaled_dot_product_attention
+
+DENSE_KEYS = 131072  # of the peer sdpa
+WAIT_CYCLES = 10_000_000  # about 5 ms: longer than the host takes to launch a graph
+CPU_CACHE = 64 << 20  # bytes, where the machine does not say
+TIMES_CACHE = 3  # the caches of a pass are this many times the processor's own
+
+MORE = """
+Cases: decode/bf16/bBATCH/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS/wWINDOW, where TOKENS have passed.
+/draftsN: N new tokens, none of which enters the cache; else one, which does.
+Peers:
+  fdma   flash_dmattn.decode(), the scores of the new tokens included
+  read   the sum of the numbers in the cache's key and value
+  sdpa   scaled_dot_product_attention() of one query over 131072 keys, for batch 1
+Columns:
+  us             median of the rounds, for each call
+  spread         (90th percentile - 10th percentile) / median
+  of read        the time of read over that of fdma
+  times as fast  the peer's time over fdma's
+"""
+
+
+class Case(NamedTuple):
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int  # that have passed
+    window: int
+    drafts: int = 0
+
+    def name(self) -> str:
+        heads = f"h{self.q_heads}g{self.kv_heads}/d{self.head_dim}"
+        end = f"/drafts{self.drafts}" if self.drafts else ""
+        return f"decode/bf16/b{self.batch}/{heads}/n{self.tokens}/w{self.window}{end}"
+
+
+def all_cases(device: str) -> list[Case]:
+    cases = [
+        Case(batch, 32, 8, 128, tokens, 2048, drafts)
+        for batch in ((1, 64) if device == "cuda" else (1,))
+        for tokens, drafts in ((4096, 0), (1048576, 0), (4096, 8))
+    ]
+    return [*cases, Case(1, 2, 1, 64, 4096, 1024)]
+
+
+def caches_of(case: Case, device: str) -> int:
+    """The caches of a pass."""
+    found = CPU_CACHE
+    if device == "cuda":
+        found = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", CPU_CACHE)
+    size = 4 * case.batch * case.kv_heads * case.window * case.head_dim
+    return max(2, math.ceil(TIMES_CACHE * found / size))
+
+
+class Inputs:
+    """The tokens of a case, and full caches whose keys stand anywhere in a stream."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        torch.manual_seed(case.window)
+        self.case, self.device, self.count = case, device, caches_of(case, device)
+        new = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+        dim, kv_heads, tokens = case.head_dim, case.kv_heads, max(case.drafts, 1)
+        heads = (case.q_heads, kv_heads, kv_heads)
+        self.rows = [new(case.batch, tokens, count, dim) for count in heads]
+        self.options = {
+            "dt_proj": new(kv_heads, kv_heads * dim) / math.sqrt(kv_heads * dim),
+            "a_coef": torch.rand(kv_heads, device=device),
+            "commit": torch.full_like(
+                self.rows[0][:, 0, 0, 0], case.drafts == 0, dtype=torch.int32
+            ),
+        }
+        self.make_caches(new)
+        self.dense = None
+        if case.batch == 1:
+            self.dense = new(1, case.q_heads, 1, dim), *new(2, 1, kv_heads, DENSE_KEYS, dim)
+
+    def make_caches(self, new: Callable[..., torch.Tensor]) -> None:
+        case, device = self.case, self.device
+        by_head = (self.count, case.batch, case.kv_heads, case.window)
+        # The key and the value of a cache are adjacent, so that one sum reads both.
+        self.memory = new(self.count, 2, *by_head[1:], case.head_dim)
+        score = torch.rand(by_head, device=device)
+        step = case.tokens // case.window
+        position = step * torch.arange(case.window, dtype=torch.int32, device=device)
+        position = position + torch.randint(step, by_head, dtype=torch.int32, device=device)
+        seen = torch.full(by_head[:2], case.tokens, dtype=torch.int32, device=device)
+        states = zip(self.memory.transpose(3, 4), score.exp(), score, position, seen)
+        self.caches = [
+            flash_dmattn.KeyCache(*keys, *numbers, window=case.window) for keys, *numbers in states
+        ]
+
+
+def decode(inputs: Inputs) -> list[torch.Tensor]:
+    return [flash_dmattn.decode(*inputs.rows, one, **inputs.options) for one in inputs.caches]
+
+
+def read(inputs: Inputs) -> list[torch.Tensor]:
+    return [one.view(torch.int32).sum(dtype=torch.int32) for one in inputs.memory]
+
+
+def sdpa(inputs: Inputs) -> list[torch.Tensor]:
+    return [scaled_dot_product_attention(*inputs.dense, enable_gqa=True)]
+
+
+def passes_of(inputs: Inputs) -> dict[str, tuple[Callable[[], Any], int]]:
+    """A pass of each peer, and the calls in it."""
+    peers = [("fdma", decode, inputs.count), ("read", read, inputs.count)]
+    peers += [] if inputs.dense is None else [("sdpa", sdpa, 1)]
+    return {name: (make_pass(run, inputs), calls) for name, run, calls in peers}
+
+
+def make_pass(run: Callable[[Inputs], Any], inputs: Inputs) -> Callable[[], Any]:
+    """The pass itself, or a graph of it, after one pass that does not count."""
+    run(inputs)
+    if inputs.device == "cpu":
+        return functools.partial(run, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(inputs)
+    return graph.replay
+
+
+def time_pass(run: Callable[[], Any], device: str) -> float:
+    """Milliseconds."""
+    if device == "cpu":
+        before = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - before)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(WAIT_CYCLES)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def check(inputs: Inputs) -> None:
+    """Raise Disagreement unless outputs are numbers, and one token has entered each cache, or no
+    drafts."""
+    outs, name = decode(inputs), inputs.case.name()
+    want = inputs.case.tokens + (0 if inputs.case.drafts else 1)
+    for out, cache in zip(outs, inputs.caches):
+        if not (out.isfinite().all() and (cache.seen == want).all()):
+            raise Disagreement(f"{name}: wrong outputs, or another number of tokens than {want}")
+
+
+def measure(inputs: Inputs, rounds: Rounds) -> Iterator[dict[str, Any]]:
+    """The rows of a case. Raises Disagreement if outputs are wrong."""
+    check(inputs)
+    peers = passes_of(inputs)
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    end = time.perf_counter() + rounds.seconds
+    for made in range(rounds.most):
+        if made >= rounds.least and time.perf_counter() > end:
+            break
+        for name, (run, calls) in peers.items():
+            times[name].append(time_pass(run, inputs.device) / calls)
+    for name, own in times.items():
+        low, median, high = quantiles(own)
+        yield {
+            "case": inputs.case.name(),
+            "peer": name,
+            "ms": median,
+            "spread": (high - low) / median,
+            "of_read": ratio(times["read"], own) if name == "fdma" else None,
+            "ratio": None if name == "fdma" else ratio(own, times["fdma"]),
+        }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    cells = (f"{row[name]:.2f}" if row[name] is not None else "" for name in ("of_read", "ratio"))
+    line = f"{row['case']:48} {row['peer']:5} {1e3 * row['ms']:10.1f} {row['spread']:7.2f} "
+    print((line + "{:>8} {:>14}".format(*cells)).rstrip(), flush=True)
+
+
+def folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"is {text!r}, want a folder that exists")
+    return Path(text)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="decode.py",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=MORE.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
+        parser.error("there is no CUDA device, or no CUDA backend in this build")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    lines = [find_machine(args.device)]
+    print(f"{'case':48} {'peer':5} {'us':>10} {'spread':>7} {'of read':>8} {'times as fast':>14}")
+    try:
+        for case in all_cases(args.device):
+            for row in measure(Inputs(case, args.device), QUICK if args.quick else USUAL):
+                lines.append(row)
+                print_row(row)
+        write_whole(args.out / f"decode-{args.device}.json", lines)
+    except (Disagreement, OSError) as error:
+        print(f"decode.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
