@@ -157,8 +157,7 @@ class DynamicMaskCache:
         """Attention of the next tokens of each sequence, which then enter the cache.
 
         Up to 64 tokens are a decode(); more, or any with key_valid, are a prefill, which may come
-        in pieces. On CUDA a piece that is not the layer's first is decoded 64 tokens at a time,
-        with the same results but more slowly, and cannot have key_valid.
+        in pieces.
 
         Args:
             layer: 0 to layers - 1.
@@ -186,8 +185,7 @@ class DynamicMaskCache:
         Raises:
             TypeError: arguments of another type.
             ValueError: shapes, devices or options that are inconsistent; more than 64 drafts.
-            NotImplementedError: a dtype, device or backend that no kernel supports; a key_valid
-                with a piece on CUDA that is not the layer's first.
+            NotImplementedError: a dtype, device or backend that no kernel supports.
         """
         self._check_layer(layer)
         query, key, value, *weights = _autocast(
@@ -206,7 +204,7 @@ class DynamicMaskCache:
         if key.shape[1] > TOKENS_MAX or key_valid is not None:
             out = self._prefill(layer, tokens)
         else:
-            out = streams.in_steps(self.keys, self._sequences(layer, index), tokens)
+            out = streams.step(self.keys, self._sequences(layer, index), tokens)
         self._count(layer, key.shape[1])
         return out
 
@@ -231,8 +229,6 @@ class DynamicMaskCache:
         where = self._sequences(layer, tokens.index)
         if all(self._empty[layer]):
             return streams.prefill(self.keys, where, None, tokens)
-        if tokens.key.device.type not in streams.CARRYING:
-            return streams.in_steps(self.keys, where, tokens)
         if tokens.index is None:
             first = layer * self.batch
             carried = [one[first : first + self.batch] for one in tensors]

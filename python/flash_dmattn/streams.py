@@ -15,7 +15,6 @@ from ._arguments import MaybeTensor
 from .functional import _autocast, _refuse_tangents, _scale
 
 TOKENS_MAX = 64  # new tokens of a decode()
-CARRYING = ("cpu",)  # devices whose prefill takes carried keys
 
 
 class KeyCache(NamedTuple):
@@ -207,26 +206,8 @@ def prefill(
     return out
 
 
-def in_steps(cache: KeyCache, where: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """prefill() without carried keys: a decode() of up to 64 tokens after the other.
-
-    Raises:
-        NotImplementedError: there is a key_valid.
-    """
-    query, key, value, weights, _, key_valid, n_tokens, options = tokens
-    if key_valid is not None:
-        raise NotImplementedError(
-            f"key_valid: is given for sequences that are not empty, want None on {key.device.type}"
-        )
-    if key.shape[1] <= TOKENS_MAX:  # asked first, so that a compiled graph serves all such lengths
-        rows = (query, key, value, *weights)
-        return ops.DECODE.op(*rows, None, where, n_tokens, None, *cache, *options)[0]
-    outs = []
-    for first in range(0, key.shape[1], TOKENS_MAX):
-        piece = [one[:, first : first + TOKENS_MAX] for one in (query, key, value)]
-        count = n_tokens
-        if count is not None:
-            count = (count - first).clamp(0, piece[1].shape[1]).to(torch.int32)
-        few = Tokens(*piece, weights, None, None, count, options)
-        outs.append(in_steps(cache, where, few))
-    return torch.cat(outs, 1)
+def step(cache: KeyCache, where: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """decode() of up to 64 tokens, which all enter the sequences `where`."""
+    query, key, value, weights, _, _, n_tokens, options = tokens
+    rows = (query, key, value, *weights)
+    return ops.DECODE.op(*rows, None, where, n_tokens, None, *cache, *options)[0]

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from flash_dmattn import streams
 from test_cache import (
     BATCH,
-    assert_same_state,
     attend,
     cut,
-    in_pieces,
     make_cache,
     make_tokens,
-    state,
     whole,
 )
 from torch.testing import assert_close
 
 
-def test_pieces_without_carried_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device whose prefill takes none: by steps, after the first piece of all sequences."""
-    monkeypatch.setattr(streams, "CARRYING", ())
-    rows, weights = make_tokens()
-    expected, alone = whole(rows, weights), make_cache()
-    attend(alone, rows, weights)
-    cache = make_cache()
-    assert_close(in_pieces(cache, rows, weights), expected)
-    assert_same_state(state(cache), state(alone))
-    cache.drop(0)
-    where = torch.tensor([0], dtype=torch.int32)
-    out = attend(cache, tuple(one[:1] for one in rows), weights, index=where)
-    assert_close(out, expected[:1])
-    assert_same_state(state(cache), state(alone))
-    with pytest.raises(NotImplementedError, match=r"^key_valid: is given for sequences that are n"):
-        attend(cache, cut(rows, 0, 2), weights, key_valid=torch.ones(BATCH, 2).bool())
-
-
-def test_ragged_pieces_without_carried_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "CARRYING", ())
+def test_ragged_pieces() -> None:
     rows, weights = make_tokens(250)
     expected, cache = whole(rows, weights), make_cache()
     first, counts = torch.tensor([70, 0, 99]).int(), torch.tensor([150, 130, 1]).int()
