@@ -15,9 +15,11 @@ template <typename type, int tiles> struct cluster_config {
     static constexpr int warps = head_dim <= 128 ? 4 : 2; // what the shared memory of two holds
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
-    static constexpr int keys = 32; // of a warp's key block
+    static constexpr int keys = 16; // of a warp's key block
     static constexpr int threads = warps * warp_lanes;
-    static constexpr int blocks = head_dim > 128 || row_tiles > 1 ? 2 : 3; // on a multiprocessor
+    static constexpr int blocks = head_dim > 128   ? 1
+                                  : row_tiles == 1 ? 3
+                                                   : 2; // on a multiprocessor
     static constexpr int entries = most_cluster_rows / cluster_ranks + most_new_tokens;
 };
 
@@ -31,8 +33,8 @@ struct cluster_partition {
     row_source new_k, new_v;
 };
 
-/* A warp's key block. As soon as k or v has been read, that of the next block is loaded. */
-template <typename config> struct key_block {
+/* One key block of a warp. */
+template <typename config> struct cluster_stage {
     using element = typename config::element;
     alignas(128) element k[config::keys * config::head_dim];
     alignas(128) element v[config::keys * config::head_dim];
@@ -41,10 +43,10 @@ template <typename config> struct key_block {
 template <typename config> struct cluster_memory {
     alignas(128) typename config::element q[config::rows * config::head_dim];
     union {
-        key_block<config> blocks[config::warps];
+        cluster_stage<config> stages[config::warps][2];
         float out[config::warps][config::rows][config::head_dim]; // in the epilogue
     };
-    // of the entries: the rows of this partition and, from a multiple of config::keys on, tokens
+    // of the entries: the rows of this partition and, from a multiple of 16 on, the tokens
     alignas(16) float bias[config::entries];
     alignas(16) int32_t expiry[config::entries];
     alignas(16) int32_t token[most_new_tokens]; // 0, 1, ...
@@ -55,8 +57,7 @@ template <typename config> struct cluster_memory {
 };
 
 __device__ static cluster_partition partition_of(const forward_plan &plan,
-                                                 const decode_plan &cached, int32_t block_keys,
-                                                 bool aligned) {
+                                                 const decode_plan &cached, bool aligned) {
     const int32_t head = blockIdx.x / cluster_ranks, rank = blockIdx.x % cluster_ranks;
     const int32_t b = head / plan.kv_heads, g = head % plan.kv_heads;
     const int32_t size = (cached.rows + cluster_ranks * 16 - 1) / (cluster_ranks * 16) * 16;
@@ -64,7 +65,7 @@ __device__ static cluster_partition partition_of(const forward_plan &plan,
     cluster_partition partition = {b, g, rank, max(sequence, 0)};
     partition.first_row = min(rank * size, cached.rows);
     partition.rows = min(size, cached.rows - partition.first_row);
-    partition.token_entry = (partition.rows + block_keys - 1) / block_keys * block_keys;
+    partition.token_entry = (partition.rows + 15) / 16 * 16;
     partition.entries =
         rank == cluster_ranks - 1 ? partition.token_entry + cached.new_len : partition.rows;
     partition.k = source_of(cached.k, partition.sequence, g, plan.head_dim, aligned);
@@ -94,18 +95,25 @@ __device__ static void copy_entries(char *to, const cluster_partition &partition
     cp_async_commit_group();
 }
 
-/* Starts loading q of a tile of rows, and then the first key block of each warp. */
+template <typename config>
+__device__ static void load_stage(cluster_stage<config> &stage, const cluster_partition &partition,
+                                  int32_t from) {
+    copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k, from);
+    copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v, from);
+}
+
+/* Starts loading q of a tile of rows, and then the first two key blocks of each warp. */
 template <typename config>
 __device__ static void begin_tile(cluster_memory<config> &shared, const forward_plan &plan,
                                   const cluster_partition &partition, const row_range &range,
                                   bool aligned) {
-    const int warp = threadIdx.x / warp_lanes, from = warp * config::keys;
-    key_block<config> &block = shared.blocks[warp];
+    constexpr int step = config::warps * config::keys;
+    const int warp = threadIdx.x / warp_lanes;
     write_positions<config::rows>(shared.position, plan, range);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     cp_async_commit_group();
-    copy_entries<config>((char *)block.k, partition, partition.k, partition.new_k, from);
-    copy_entries<config>((char *)block.v, partition, partition.v, partition.new_v, from);
+    for (int n = 0; n < 2; n++)
+        load_stage(shared.stages[warp][n], partition, warp * config::keys + n * step);
 }
 
 /* Loads what the cache says of the partition's rows. */
@@ -156,42 +164,44 @@ template <typename config>
 __device__ static void clear_unkept(typename config::element *v, const int32_t *expiry,
                                     int32_t first_position) {
     const int lane = threadIdx.x % warp_lanes;
-    const bool is_unkept = expiry[lane] <= first_position;
-    static_assert(config::keys == warp_lanes, "a lane for each key");
-    const uint32_t unkept = __ballot_sync(~0u, is_unkept);
+    const bool is_unkept = expiry[lane % config::keys] <= first_position;
+    const uint32_t unkept = __ballot_sync(~0u, is_unkept) & 0xffff;
     for (uint32_t left = unkept; left != 0; left &= left - 1)
         for (int d = lane; d < config::head_dim; d += warp_lanes)
             v[(__ffs(left) - 1) * config::head_dim + d] = (typename config::element)0.0f;
     __syncwarp();
 }
 
-/* A warp's key blocks against the rows of a tile. */
+/* A warp's key blocks against the rows of a tile. As soon as k or v of a stage has been read, it is
+ * loaded again for the block two steps later. */
 template <typename config>
 __device__ static void attend_partition(cluster_memory<config> &shared, row_state<config> &state,
                                         const cluster_partition &partition,
                                         const logit_params &logits) {
     constexpr int step = config::warps * config::keys;
     const int warp = threadIdx.x / warp_lanes;
-    key_block<config> &block = shared.blocks[warp];
-    for (int from = warp * config::keys; from < partition.entries; from += step) {
+    for (int n = 0, from = warp * config::keys; from < partition.entries; n ^= 1, from += step) {
+        cluster_stage<config> &stage = shared.stages[warp][n];
         const bool is_new = from >= partition.token_entry;
         const int32_t *const token = shared.token + (is_new ? from - partition.token_entry : 0);
         float s[config::row_tiles][config::keys / 8][4];
-        cp_async_wait_group<1>();
+        cp_async_wait_group<3>();
         __syncwarp(); // k has arrived
         mma_abt<config>(s, down_first<config::head_dim>(shared.q),
-                        right_first<config::head_dim>(block.k)); // S = Q K^T
+                        right_first<config::head_dim>(stage.k)); // S = Q K^T
         find_logits<config>(s, shared.bias + from, logits);
         mask_logits<config>(s, shared.expiry + from, token, shared.position, is_new);
         __syncwarp(); // every lane has read k
-        copy_entries<config>((char *)block.k, partition, partition.k, partition.new_k, from + step);
+        copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k,
+                             from + 2 * step);
         weigh(s, state); // P = exp2(S - row_max)
-        cp_async_wait_group<1>();
+        cp_async_wait_group<3>();
         __syncwarp(); // v has arrived
-        clear_unkept<config>(block.v, shared.expiry + from, shared.position[0]);
-        mma_ab<config>(state.out, s, down_first<config::head_dim>(block.v)); // O += P V
+        clear_unkept<config>(stage.v, shared.expiry + from, shared.position[0]);
+        mma_ab<config>(state.out, s, down_first<config::head_dim>(stage.v)); // O += P V
         __syncwarp(); // every lane has read v
-        copy_entries<config>((char *)block.v, partition, partition.v, partition.new_v, from + step);
+        copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v,
+                             from + 2 * step);
     }
     cp_async_wait_group<0>();
 }
@@ -201,7 +211,7 @@ template <typename config>
 __device__ static void merge_warps(cluster_memory<config> &shared, const row_state<config> &state,
                                    int32_t rows) {
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
-    __syncthreads(); // no warp reads its key block any more
+    __syncthreads(); // no warp reads its stages any more
 #pragma unroll
     for (int r = 0; r < row_state<config>::rows; r++) {
         const int row = lane / 4 * row_state<config>::rows + r;
@@ -336,7 +346,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     cluster_memory<config> &shared = shared_memory<cluster_memory<config>>();
     const cluster_partition &partition = shared.partition;
     if (threadIdx.x == 0)
-        shared.partition = partition_of(plan, cached, config::keys, aligned);
+        shared.partition = partition_of(plan, cached, aligned);
     __syncthreads();
     row_range range = {partition.b, partition.g, 0, plan.q_len * plan.group};
     // no kernel before place_tokens() is still running, so the cache is as the last call left it
@@ -356,7 +366,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
             begin_tile(shared, plan, partition, range, aligned);
         }
         clear_rows(rows_of_tile);
-        cp_async_wait_group<2>();
+        cp_async_wait_group<4>();
         __syncthreads(); // all of q has arrived
         if (stream.tokens > 0)
             attend_partition(shared, rows_of_tile, partition, logit_params_of(plan));
