@@ -204,7 +204,9 @@ class DynamicMaskCache:
         if key.shape[1] > TOKENS_MAX or key_valid is not None:
             out = self._prefill(layer, tokens)
         else:
-            out = streams.step(self.keys, self._sequences(layer, index), tokens)
+            where = self._sequences(layer, index)
+            rows = (query, key, value, *weights, None, where, count, None)
+            out, _ = ops.DECODE.op(*rows, *self.keys, *options)
         self._count(layer, key.shape[1])
         return out
 

@@ -204,10 +204,3 @@ def prefill(
         if seen is not None:
             cache.seen.index_copy_(0, where.long(), seen.to(torch.int32))
     return out
-
-
-def step(cache: KeyCache, where: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """decode() of up to 64 tokens, which all enter the sequences `where`."""
-    query, key, value, weights, _, _, n_tokens, options = tokens
-    rows = (query, key, value, *weights)
-    return ops.DECODE.op(*rows, None, where, n_tokens, None, *cache, *options)[0]

@@ -1,4 +1,4 @@
-"""Prefills of a cache in several pieces: which have carried keys, and which are decoded instead."""
+"""Prefills of a cache in several pieces, and which of them have no carried keys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 
 def test_ragged_pieces() -> None:
+    """One of them is empty, and one has a single token."""
     rows, weights = make_tokens(250)
     expected, cache = whole(rows, weights), make_cache()
     first, counts = torch.tensor([70, 0, 99]).int(), torch.tensor([150, 130, 1]).int()

@@ -77,7 +77,7 @@ def test_token_by_token_is_the_whole(dtype: torch.dtype) -> None:
 @on_device
 @every_dtype
 def test_pieces_are_the_whole(dtype: torch.dtype) -> None:
-    """A prefill, steps, and further pieces that are decoded."""
+    """A prefill, steps, and a further prefill."""
     rows, weights = make_exact(dtype=dtype)
     cache, other = new_cache(dtype=dtype), new_cache(dtype=dtype)
     out = in_pieces(cache, rows, weights, softcap=3.0)
@@ -118,17 +118,18 @@ def test_sequences_of_different_ages() -> None:
 
 @on_device
 def test_padding_on_the_left() -> None:
-    """In the first piece; after it key_valid is refused."""
+    """In two pieces, of which the first has no valid key of one sequence."""
     rows, weights = make_exact(120)
-    first = torch.tensor([[0], [20], [89]], device=DEVICE)
+    first = torch.tensor([[0], [20], [75]], device=DEVICE)
     key_valid = torch.arange(120, device=DEVICE) >= first
     expected = whole(rows, weights, key_valid=key_valid)
     cache = new_cache()
-    outs = [attend(cache, cut(rows, 0, 90), weights, key_valid=key_valid[:, :90])]
+    outs = [
+        attend(cache, cut(rows, n, count), weights, key_valid=key_valid[:, n : n + count])
+        for n, count in ((0, 70), (70, 20))
+    ]
     outs += [attend(cache, cut(rows, t, 1), weights) for t in range(90, 120)]
     assert_close(torch.cat(outs, 1)[key_valid], expected[key_valid], **NEAR)
-    with pytest.raises(NotImplementedError, match=r"^key_valid: .* want None on cuda"):
-        attend(cache, cut(rows, 0, 90), weights, key_valid=key_valid[:, :90])
 
 
 @on_device
