@@ -426,7 +426,8 @@ typedef struct fdma_forward_args {
  *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
  *             lse[b,h,i] = log sum_j exp(s[i,j])
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
- *             (kv_len + (window + recent) * q_len / 128)); for a few queries also some rows of out
+ *             (kv_len + (window + recent) * q_len / 128)), and a copy of all k and v if there are
+ *             carried keys; for a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
  *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
  *             valid or never kept are never read; sums may overflow, although out would be finite,
@@ -619,7 +620,8 @@ typedef struct fdma_decode_args {
  *  speculatively, pass the accepted tokens of the last round, then the new drafts, and commit the
  *  accepted ones.
  *  Formula    fdma_score(), fdma_select() with the cache's table, fdma_forward() with its keys
- *  Workspace  O(threads * (rows + new_len) + batch * kv_heads * new_len)
+ *  Workspace  O(threads * (rows + new_len) + batch * kv_heads * new_len), on a device O(batch *
+ *             kv_heads * (rows + new_len)) and, of a large cache, some rows of out for each query
  *  Edge       a query beside no token (index -1, n_tokens): out = 0, lse = -inf. Two entries of a
  *             batch with one index leave that sequence with wrong keys, and no other
  *  Errors     FDMA_INVALID_ARGUMENT also for more than 64 new tokens, an index beyond the cache,
