@@ -125,7 +125,7 @@ for test in $backend_tests; do
 done
 step pytest 200 python3 -m pytest tests/python/test_cuda.py tests/python/test_attention.py \
     tests/python/test_backward.py tests/python/test_compile.py tests/python/test_cuda_cache.py \
-    -k cuda -q -p no:cacheprovider
+    tests/python/test_packed.py -k cuda -q -p no:cacheprovider
 
 if ! command -v compute-sanitizer >/dev/null; then
     skip sanitizer "compute-sanitizer is not installed"
@@ -137,6 +137,7 @@ else
     if [ "$length" = full ]; then
         sanitize memcheck-padding 60 memcheck padding
         sanitize memcheck-row 60 memcheck row/
+        sanitize memcheck-packed 60 memcheck packed/
         step memcheck-calls 90 compute-sanitizer --tool memcheck --error-exitcode 9 \
             --print-limit 5 --report-api-errors no "$build/tests/test_cuda_calls"
         sanitize racecheck-scores 45 racecheck scores/s --kernel cuda/sm80/d64

@@ -361,9 +361,10 @@ static void check_lists(const fdma_lists_args *args) {
     }
 }
 
+/* FDMA_CUDA_ERROR: the library has kernels of devices, and this machine has no driver. */
 static void check_refusal(fdma_status status) {
     MUST(status == FDMA_INVALID_ARGUMENT || status == FDMA_UNSUPPORTED ||
-         status == FDMA_WORKSPACE_TOO_SMALL);
+         status == FDMA_WORKSPACE_TOO_SMALL || status == FDMA_CUDA_ERROR);
     MUST(fdma_last_error()[0] != '\0' && strchr(fdma_last_error(), '\n') == NULL);
 }
 

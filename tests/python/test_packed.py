@@ -8,7 +8,7 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
-from cases import kernels_of
+from cases import kernels_of, on_device
 
 # Sequences of 1, 59, 0 and 40 positions; 3 more positions belong to none.
 STARTS = (0, 1, 60, 60, 100)
@@ -47,8 +47,8 @@ def one_by_one(tensors: list[torch.Tensor], **options: Any) -> Tensors:
         for span in spans()
     ]
     rest = LENGTH - STARTS[-1]
-    out = torch.cat([one[0] for one in found] + [torch.zeros(1, rest, 4, 16)], 1)
-    lse = torch.cat([one[1] for one in found] + [torch.full((1, 4, rest), -torch.inf)], 2)
+    out = torch.cat([one[0] for one in found] + [found[0][0].new_zeros(1, rest, 4, 16)], 1)
+    lse = torch.cat([one[1] for one in found] + [found[0][1].new_full((1, 4, rest), -torch.inf)], 2)
     return out, lse
 
 
@@ -68,6 +68,24 @@ def test_results_and_gradients_of_the_fused_form(options: dict[str, Any]) -> Non
     ]
     for one, other in zip(*gradients):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert all((one[:, STARTS[-1] :] == 0).all() for one in gradients[0][:3])
+
+
+@on_device
+@pytest.mark.parametrize("options", RULES)
+def test_results_and_gradients_on_cuda(options: dict[str, Any]) -> None:
+    """A key has the same score alone and among others, so the selections are equal."""
+    tensors = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in make_tensors()]
+    starts = make_starts().cuda()
+    packed = flash_dmattn.flash_dma_attention(*tensors, starts=starts, return_lse=True, **options)
+    alone = one_by_one(tensors, **options)
+    torch.testing.assert_close(packed[0], alone[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(packed[1], alone[1], atol=1e-3, rtol=1e-3)
+    needed = tensors[:3] if options.get("bias_form") == "none" else tensors
+    gradients = [torch.autograd.grad(out.float().cos().sum(), needed) for out, _ in (packed, alone)]
+    for one, other in zip(*gradients):
+        largest = other.float().abs().max().item()
+        torch.testing.assert_close(one, other, atol=0.03 * largest, rtol=0.05)
     assert all((one[:, STARTS[-1] :] == 0).all() for one in gradients[0][:3])
 
 
