@@ -83,7 +83,7 @@ __device__ static void write_numbers(const copy_memory &shared, const copy_plan 
 }
 
 template <typename unit>
-static __global__ void __launch_bounds__(copy_threads)
+static __global__ void __launch_bounds__(copy_threads, 2)
     copy_sequences(const __grid_constant__ copy_plan plan) {
     extern __shared__ __align__(16) char bytes[];
     copy_memory &shared = *(copy_memory *)bytes;
