@@ -100,7 +100,10 @@ static void batches_change_no_bit(const char *kernel, fdma_dtype dtype) {
         int64_t batch, tokens, window, filled;
     } shapes[] = {{300, 1, 70, 70}, {150, 9, 130, 40}, {40, 64, 33, 33}, {3, 2, 4100, 4100}};
     for (int n = 0; n < TEST_COUNT(shapes); n++) {
-        const int64_t batch = is_device_kernel(kernel) ? shapes[n].batch : 3;
+        const bool on_device = is_device_kernel(kernel);
+        const int64_t batch = on_device ? shapes[n].batch : 3;
+        if (!on_device && shapes[n].window > 1000)
+            continue; // its size matters to a device alone
         uint64_t state = (uint64_t)n + 5;
         const fdma_cache cache =
             new_cache(batch, shapes[n].window, shapes[n].filled, dtype, &state);
