@@ -34,7 +34,7 @@ static bool scores_tokens(const fdma_problem *problem) {
 }
 
 template <typename element>
-static fdma_status add_tokens_of(const fdma_problem *problem, const cluster_task &task) {
+static fdma_status launch_tokens(const fdma_problem *problem, const cluster_task &task) {
     token_scores from = {};
     if (!is_present(&problem->score) && scores_tokens(problem))
         from = {problem->dt_proj.data,
@@ -54,7 +54,7 @@ static fdma_status add_tokens_of(const fdma_problem *problem, const cluster_task
 }
 
 template <typename config>
-static fdma_status attend(const fdma_problem *problem, const cluster_task &task) {
+static fdma_status launch_cluster(const fdma_problem *problem, const cluster_task &task) {
     const bool aligned =
         is_aligned(task.plan) && is_aligned(task.cached.k) && is_aligned(task.cached.v);
     const dim3 blocks((unsigned)(problem->batch * problem->kv_heads * cluster_ranks));
@@ -69,9 +69,10 @@ template <typename element> static fdma_status run_type(const fdma_problem *prob
     using more_tiles = cluster_config<element, FDMA_HEAD_DIM <= 128 ? 2 : 1>;
     fdma_arena arena = fdma_arena_of(problem);
     const cluster_task task = lay_out(problem, &arena);
-    FDMA_TRY(add_tokens_of<element>(problem, task));
-    return problem->q_len * problem->group <= one_tile::rows ? attend<one_tile>(problem, task)
-                                                             : attend<more_tiles>(problem, task);
+    FDMA_TRY(launch_tokens<element>(problem, task));
+    return problem->q_len * problem->group <= one_tile::rows
+               ? launch_cluster<one_tile>(problem, task)
+               : launch_cluster<more_tiles>(problem, task);
 }
 
 static fdma_status run(const fdma_problem *problem) {

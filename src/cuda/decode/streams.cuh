@@ -1,11 +1,16 @@
-/* What the kernels of fdma_decode() know of its streams and keys. A call has three kernels:
+/* What the kernels of fdma_decode() know of its streams and keys. On 9.0 a call has two kernels:
  *
- *   evict_keys()      which row each new token takes, and so which keys each token sees
+ *   place_tokens()    scores of the new tokens; which row each takes, and so which keys each sees
+ *   attend_cluster()  attends, merges, and puts the committed tokens into the cache
+ *
+ * Elsewhere, and for large caches, it has three, after those of fdma_score():
+ *
+ *   evict_keys()      which row each new token takes
  *   attend_cache()    partial results over splits of the rows, and over the new tokens
  *   finish_decode()   merges them, and puts the committed tokens into the cache
  *
- * Only the last one writes to the cache. Keys and positions count new tokens: token m is at
- * position m, and the rows of the cache are before all of them. */
+ * Only the last kernel of a call writes to the cache. Keys and positions count new tokens: token m
+ * is at position m, and the rows of the cache are before all of them. */
 #pragma once
 
 #include "cuda/plan/plan.cuh"
