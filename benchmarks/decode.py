@@ -71,7 +71,12 @@ def all_cases(device: str) -> list[Case]:
         for batch in ((1, 64) if device == "cuda" else (1,))
         for tokens, drafts in ((4096, 0), (1048576, 0), (4096, 8))
     ]
-    return [*cases, Case(1, 2, 1, 64, 4096, 1024)]
+    cases.append(Case(1, 2, 1, 64, 4096, 1024))
+    if device == "cuda":  # the batches of several kernels
+        cases += [Case(batch, 32, 8, 128, 4096, 2048) for batch in (4, 8, 16, 32)]
+        cases.append(Case(16, 32, 8, 128, 4096, 512))
+        cases += [Case(64, 16, 4, 64, 4096, 2048), Case(16, 16, 4, 256, 4096, 2048)]
+    return cases
 
 
 def caches_of(case: Case, device: str) -> int:

@@ -230,24 +230,34 @@ def check_output(
         Disagreement: an output is further away.
     """
     length, window = inputs.case.length, inputs.case.window if score is not None else 0
-    if not out.isfinite().all():
-        raise Disagreement(f"{what}: not all outputs are finite")
+    require_finite(out, what)
     rows = torch.linspace(0, out.shape[1] - 1, min(SAMPLES, out.shape[1]), device=out.device).long()
-    step = torch.finfo(out.dtype).eps
-    group = inputs.case.q_heads // inputs.case.kv_heads
     for g in range(inputs.case.kv_heads):
         ranked = torch.zeros(length, device=out.device) if score is None else score[0, g]
         kept = best_keys(ranked, rows + length - out.shape[1], window)
         added = torch.zeros_like(ranked) if bias is None else bias[0, g]
-        added = torch.where(kept, added, -torch.inf)
-        exact = evaluate(inputs, g, rows, added, torch.float64)
-        plain = evaluate(inputs, g, rows, added, out.dtype)
-        found = out[0, rows, g * group : (g + 1) * group]
-        allowed = 2 * (plain - exact).abs().amax((1, 2)) + step * exact.abs().amax((1, 2))
-        error = (found - exact).abs().amax((1, 2))
-        if not (error <= allowed).all():  # written so that NaN fails
-            worst = (error / allowed).max().item()
-            raise Disagreement(f"{what}, kv head {g}: {worst:.3g} times what is allowed")
+        check_group(inputs, out, g, rows, torch.where(kept, added, -torch.inf), what)
+
+
+def require_finite(out: torch.Tensor, what: str) -> None:
+    if not out.isfinite().all():
+        raise Disagreement(f"{what}: not all outputs are finite")
+
+
+def check_group(
+    inputs: Inputs, out: torch.Tensor, g: int, rows: torch.Tensor, added: torch.Tensor, what: str
+) -> None:
+    """Compare out[0, rows] of the query heads of kv head g; `added` as in evaluate()."""
+    group = inputs.case.q_heads // inputs.case.kv_heads
+    exact = evaluate(inputs, g, rows, added, torch.float64)
+    plain = evaluate(inputs, g, rows, added, out.dtype)
+    found = out[0, rows, g * group : (g + 1) * group]
+    step = torch.finfo(out.dtype).eps
+    allowed = 2 * (plain - exact).abs().amax((1, 2)) + step * exact.abs().amax((1, 2))
+    error = (found - exact).abs().amax((1, 2))
+    if not (error <= allowed).all():  # written so that NaN fails
+        worst = (error / allowed).max().item()
+        raise Disagreement(f"{what}, kv head {g}: {worst:.3g} times what is allowed")
 
 
 def check_outputs(inputs: Inputs, peers: list[Peer]) -> None:

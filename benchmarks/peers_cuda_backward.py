@@ -201,14 +201,26 @@ def check_peer(inputs: Inputs, peer: Peer) -> None:
     exact = evaluate(inputs, forward is fused, rows, kept, torch.float64)
     plain = evaluate(inputs, forward is fused, rows, kept, torch.bfloat16)
     times = 2 if peer.name.startswith("fdma") else 4
+    compare(found, exact, plain, times, f"{case.name()}: {peer.name}")
+
+
+def compare(
+    found: tuple[torch.Tensor, ...],
+    exact: tuple[torch.Tensor, ...],
+    plain: tuple[torch.Tensor, ...],
+    times: float,
+    what: str,
+) -> None:
+    """Raise Disagreement if a gradient is further from `exact` than `times` the error of `plain`,
+    plus a rounding step."""
     # the largest of all gradients: the error of da, a single number, may be small by chance
     rough = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(plain, exact))
     for name, own, right in zip(("dq", "dk", "dv", "ddt_proj", "da"), found, exact):
         allowed = (times * rough + torch.finfo(own.dtype).eps) * right.abs().max()
         error = (own - right).abs().max()
         if not error <= allowed:  # written so that NaN fails
-            what = f"{case.name()}: {peer.name}: {name}"
-            raise Disagreement(f"{what}: {(error / allowed).item():.3g} times what is allowed")
+            excess = (error / allowed).item()
+            raise Disagreement(f"{what}: {name}: {excess:.3g} times what is allowed")
 
 
 def check_gradients(inputs: Inputs, peers: list[Peer]) -> None:

@@ -1,5 +1,5 @@
-"""Makes Markdown tables of what `fdma bench --json` and, in this folder, peers.py --json and
-decode.py write.
+"""Makes Markdown tables of what `fdma bench --json` and, in this folder, peers.py --json,
+decode.py and streams.py write.
 
     benchmarks/table.py FILE [FILE ...]          print every case of each file
     benchmarks/table.py --update DOCUMENT ...    write the tables of documents anew
@@ -22,7 +22,8 @@ of multiply-adds that ran in alternation; of_read, the time of a plain read over
 ns_per_key, of selection and lists; of_forward, the time of lists over that of attention over their
 selection; of_dense, useful FLOP/s over those of dense attention; of_iid, of_fast and of_shorter,
 the time over that with random scores, with gradients in any order, and of a quarter of the length,
-respectively; ratio, how many times as fast as the peer flash_dmattn is; goal and met, see peers.py.
+respectively; of_other, the time of a useful operation over that of the case's other call, see
+streams.py; ratio, how many times as fast as the peer flash_dmattn is; goal and met, see peers.py.
 
 Raises ValueError for a file that is not in this form, or that lacks a case.
 """
@@ -52,6 +53,7 @@ COLUMNS = {
     "of_iid": "of iid",
     "of_fast": "of fast",
     "of_shorter": "of shorter",
+    "of_other": "of other",
     "ratio": "times as fast",
     "goal": "to reach",
     "met": "reached",
@@ -68,6 +70,7 @@ DECIMALS = {
     "of_iid": 2,
     "of_fast": 2,
     "of_shorter": 2,
+    "of_other": 2,
     "ratio": 2,
 }
 ORIGIN = {
@@ -84,7 +87,7 @@ def read(path: Path) -> tuple[dict, list[dict]]:
     """The machine's line, and the rows of the cases."""
     machine, *rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     if "machine" not in machine or not rows:
-        raise ValueError(f"{path}: not the output of fdma bench, peers.py or decode.py")
+        raise ValueError(f"{path}: not the output of fdma bench or a script here")
     return machine, rows
 
 

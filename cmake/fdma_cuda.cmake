@@ -100,7 +100,7 @@ endforeach()
 set(fdma_private_libs "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lpthread -ldl -lrt")
 
 foreach(source device/sequences score/score score/score_backward select/sm80/select select/rules select/slots
-               lists/lists merge/merge plan/lists plan/backward decode/evict decode/store
+               lists/lists merge/merge plan/plan plan/lists plan/backward decode/evict decode/store
                decode/copy streams/carried)
   string(MAKE_C_IDENTIFIER ${source} name)
   fdma_add_cuda(fdma_cuda_${name} src/cuda/${source}.cu "${FDMA_CUDA_ARCHITECTURES}")
@@ -125,7 +125,7 @@ if(NOT cluster_code) # nvcc without an architecture would compile for one of its
 endif()
 fdma_add_cuda(fdma_cuda_select_sm90 src/cuda/select/sm90/select.cu "${cluster_code}")
 foreach(head_dim 64 128 256)
-  fdma_add_cuda(fdma_cuda_cluster_d${head_dim} src/cuda/decode/cluster.cu "${cluster_code}"
+  fdma_add_cuda(fdma_cuda_cached_sm90_d${head_dim} src/cuda/decode/cached_sm90.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})
   fdma_add_cuda(fdma_cuda_forward_sm90_d${head_dim} src/cuda/forward/sm90/forward.cu "90a"
                 FDMA_HEAD_DIM=${head_dim})

@@ -55,6 +55,19 @@
  *
  * On a device results may differ by rounding, and wrong starts are not refused but clamped.
  *
+ * Preallocated keys. Tensors of keys may have room for more keys than there are. kv_used [batch]
+ * int32 says how many exist: sequence b gets the results that it has by itself with k, v, bias,
+ * score, key_valid and the selection cut to their first kv_used[b] keys. Its query i stands at
+ * position i + kv_used[b] - q_len, and a key that is kept to the end has expiry kv_used[b]. The
+ * other keys are never read: their gradients are 0, their expiry is their own index and their slot
+ * -1, and their scores are those of padding. Under a causal mask a query at a negative position is
+ * an empty row. A selection that was made with kv_used is used with the same kv_used. kv_used works
+ * on the CPU only, and without packed sequences and streams; numbers below 0 or above kv_len are
+ * refused.
+ *
+ *     int32_t used[2] = {900, 37}; // keys so far, in tensors that have room for kv_len
+ *     args.kv_used = fdma_tensor_1d(used, FDMA_INT32, 2);
+ *
  * Streams. A long sequence can come in pieces, as a prompt does that is prefilled a few thousand
  * tokens at a time. Of the keys of earlier pieces, later queries can keep only those that the last
  * query so far has kept. These are the carried keys: at most rows = window + recent for each kv
@@ -75,7 +88,7 @@
  * Then table_out is the table_in of the next call: two tables take turns. A first call has no
  * table_in and no carried keys, or an empty table: all positions -1, seen 0. Every call of a stream
  * has the same window, recent, sinks and bias_form, causal masking, causal scope, no starts, and at
- * most as many queries as the piece has keys. On a device carried keys have no gradients.
+ * most as many queries as the piece has keys.
  *
  * Making a call
  *
@@ -270,6 +283,7 @@ typedef struct fdma_score_args {
     fdma_bias_form bias_form; /* FDMA_BIAS_NONE: `bias` must be absent */
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_score_args;
 
 /*! fdma_score() - the score and the bias of each key, from the value states of all kv heads.
@@ -306,7 +320,15 @@ typedef enum fdma_scope {
  *  is never kept has slot -1.
  *  The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
- *  Edge       a selection changed by hand gives wrong numbers, never an access out of bounds */
+ *  Edge       window + recent may say less than what is kept, as after a change of window. On the
+ *             CPU fdma_forward() is right all the same, and the other calls are right or refuse the
+ *             selection. On a device, if a query keeps a key whose slot is window + recent or more,
+ *             its rows of out, lse and dq become NaN. Other rows of that kv head may become NaN,
+ *             and its dk, dv and dbias are meaningless. fdma_lists() sets the counts of a list that
+ *             would lose such a key to -1; fdma_cache_store() leaves the key out. Any other
+ *             contradiction, such as two keys of one slot that are kept at once, gives wrong
+ *             numbers where slots are read: on a device, in fdma_lists() and in
+ *             fdma_cache_store(). No contradiction leads to an access out of bounds */
 typedef struct fdma_selection {
     size_t size; /* sizeof(fdma_selection) */
     fdma_tensor expiry;
@@ -341,6 +363,7 @@ typedef struct fdma_select_args {
     fdma_scope scope;
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_select_args;
 
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
@@ -373,6 +396,7 @@ typedef struct fdma_lists_args {
     int32_t causal;    /* as in fdma_forward_args */
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_lists_args;
 
 /*! fdma_lists() - the keys that each tile of consecutive queries keeps, one list per tile.
@@ -394,8 +418,8 @@ typedef struct fdma_lists_args {
  *             count[1] on are not written. Exact: bit-equal on every backend. A selection changed
  *             by hand gives wrong lists, but their entries are still keys from 0 to kv_len - 1
  *  Errors     FDMA_INVALID_ARGUMENT also for too narrow a list, a negative q_len, a tile_len below
- *             1, a selection made for another kv_len or scope, or without slots, and for starts
- *             without causal
+ *             1, a selection made for another kv_len or scope, or without slots, or, on the CPU,
+ *             with a slot of window + recent or more, and for starts without causal
  *  Source     docs/algorithm.md, slots */
 FDMA_API fdma_status fdma_lists(const fdma_lists_args *args);
 
@@ -417,6 +441,7 @@ typedef struct fdma_forward_args {
     int32_t causal; /* nonzero: a query sees only keys at positions up to its own */
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_forward_args;
 
 /*! fdma_forward() - attention of each query over its kept keys, or over all visible ones.
@@ -467,6 +492,7 @@ typedef struct fdma_attention_args {
     int32_t causal;
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_attention_args;
 
 /*! fdma_attention() - score, select and attend in one call.
@@ -498,9 +524,25 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
  *  with strides of its own. All state is in the tensors: a copy of the struct is the same cache.
  *  fdma_attention() prefills a prompt, and fdma_cache_store() puts the keys that it keeps into
  *  their rows; fdma_decode() goes on from there. fdma_cache_copy() copies sequences and changes
- *  their order. */
+ *  their order.
+ *
+ *  Pages      With a page_table, k and v are pools, [pages, page_len, kv_heads, head_dim], where
+ *             page_len is a power of 2: row r of sequence s is row r % page_len of the page with
+ *             the number page_table[s][r / page_len]. So a short sequence takes the pages that it
+ *             fills. Rows fill in the order 0, 1, ...: once n tokens have entered a sequence, at
+ *             most its first min(n, rows) rows have keys, and later tokens overwrite any of these.
+ *             The caller owns the pools and the page table. Calls write to the pools, never to the
+ *             table. Before a call the caller sets the page numbers of all rows that its tokens may
+ *             fill. CUDA devices refuse pages.
+ *             A number that no page has, such as -1, is a missing page. Its keys count in the
+ *             selection, but no query attends to them. A key that would enter it is lost: the row
+ *             is empty then.
+ *             Sequences may share a page while no call writes to it. A full page is safe as long
+ *             as `seen` + the new tokens of each of these sequences is at most rows. After that
+ *             their tokens overwrite it, and the other sequences read wrong keys */
 typedef struct fdma_cache {
-    fdma_tensor k, v; /* [sequences, rows, kv_heads, head_dim] of `dtype`; rows = window + recent */
+    fdma_tensor k, v; /* [sequences, rows, kv_heads, head_dim] of `dtype`; rows = window + recent;
+                         pools with page_table */
     fdma_tensor bias; /* [sequences, kv_heads, rows] float32; there, but not read, with
                          FDMA_BIAS_NONE */
     fdma_table table; /* of `sequences` streams */
@@ -508,19 +550,24 @@ typedef struct fdma_cache {
     int64_t window, recent, sinks; /* as in fdma_select_args, in causal scope */
     fdma_dtype dtype;
     int32_t device; /* FDMA_CPU or FDMA_CUDA(n), as exec.device of its calls */
+
+    /* optional [sequences, n] int32, where n * page_len >= rows */
+    fdma_tensor page_table;
 } fdma_cache;
 
-/*! fdma_cache_bytes() - the bytes of memory that the tensors of a cache of these sizes take.
+/*! fdma_cache_bytes() - the bytes of memory that the tensors of a cache of these sizes take. With a
+ *  page_table this excludes k, v and page_table, which the caller allocates.
  *  Errors     FDMA_INVALID_ARGUMENT for sizes below 1 or beyond those of a call, and wrong rules */
 FDMA_API fdma_status fdma_cache_bytes(const fdma_cache *cache, size_t *bytes);
 
 /*! fdma_cache_init() - places the tensors in `memory`, of the bytes that fdma_cache_bytes() says,
- *  and empties all sequences. Any alignment will do. On a device it waits for this to be done.
+ *  and empties all sequences. Any alignment will do. On a device it waits for this to be done. With
+ *  a page_table, k, v and page_table stay as the caller has set them, before or after the call.
  *  Errors     as fdma_cache_bytes() */
 FDMA_API fdma_status fdma_cache_init(fdma_cache *cache, void *memory);
 
 /*! fdma_cache_drop() - empties a sequence of a cache, so that a new stream can begin there. On a
- *  device no call on the cache may be under way.
+ *  device no call on the cache may be under way. Its pages are free then: no call reads them.
  *  Errors     as fdma_cache_bytes(); FDMA_INVALID_ARGUMENT also for a sequence that the cache does
  *             not have, and for a table of other sizes */
 FDMA_API fdma_status fdma_cache_drop(const fdma_cache *cache, int64_t sequence);
@@ -549,9 +596,10 @@ typedef struct fdma_cache_store_args {
  *    sequence held, and `seen` becomes its length, padding counted. Such prompts may be packed.
  *  - The prompt comes in pieces, and the selection's kv_len is rows + new_len: the call on this
  *    piece had the cache's table as table_in, and the cache's k, v and bias as carried keys. They
- *    are [sequences, ...], so that its batch is all sequences of the cache in order; for some of
- *    them, give it views. It needs no table_out. Carried keys that are kept stay in their rows, new
- *    ones overwrite those that they have evicted, and `seen` grows by new_len.
+ *    are [sequences, ...], so the batch of that call is all sequences of the cache, in order. To
+ *    run it on some of them, pass views of their rows; if the cache has pages, pass copies. That
+ *    call needs no table_out. Carried keys that are kept stay in their rows, new ones overwrite
+ *    those that they have evicted, and `seen` grows by new_len.
  *
  *  Formula    key j of the call that has expiry[j] = the end of its sequence goes to row slot[j] of
  *             k, v, bias and table.score; bias as in fdma_score(); table.position = j, or seen + j
@@ -562,8 +610,9 @@ typedef struct fdma_cache_store_args {
  *             entries of a batch with one index leave that sequence with wrong keys, and no other.
  *             What the cache has of other sequences is neither read nor written
  *  Errors     FDMA_INVALID_ARGUMENT also for a selection that is not causal, lacks slots or has
- *             other rules than the cache, or another kv_len than the two above; starts with carried
- *             keys; an index beyond the cache; a stream longer than INT32_MAX tokens
+ *             other rules than the cache, or another kv_len than the two above, or, on the CPU, a
+ *             slot that the cache has no row for; starts with carried keys; an index beyond the
+ *             cache; a stream longer than INT32_MAX tokens
  *  Source     docs/algorithm.md, streams */
 FDMA_API fdma_status fdma_cache_store(const fdma_cache_store_args *args);
 
@@ -581,6 +630,9 @@ typedef struct fdma_cache_copy_args {
  *  with to = 0, 1, ... and from = the beam that each continues. Only rows that have a key are
  *  copied, so a short sequence is cheap; a sequence that is copied to itself costs nothing.
  *  Formula    sequence to[i] becomes what sequence from[i] was before the call
+ *  Pages      rows go from the pages of from[i] to those of to[i]. Rows in a page that both have
+ *             are not copied, and a row whose page one of them lacks becomes empty. To share a
+ *             prefix, give to[i] its full pages, and a page of its own for the rows after these
  *  Workspace  O(threads * count)
  *  Edge       from[i] = -1 empties to[i], as fdma_cache_drop() does; sequences that `to` does not
  *             have stay as they are; rows without a key may keep numbers that the source lacks
@@ -658,6 +710,7 @@ typedef struct fdma_backward_args {
     int32_t accumulate;    /* nonzero: gradients are added to dq, dk and dv; dbias is overwritten */
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_backward_args;
 
 /*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v and bias.
@@ -671,7 +724,8 @@ typedef struct fdma_backward_args {
  *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
  *             kept are never read, and their gradients are exactly 0; the choice of keys is not
  *             differentiable
- *  Errors     as fdma_forward()
+ *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
+ *             more than window + recent keys at some position; short calls may have room for them
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
 
@@ -689,6 +743,7 @@ typedef struct fdma_score_backward_args {
     fdma_bias_form bias_form; /* not FDMA_BIAS_NONE, which has no gradient */
     int32_t accumulate;       /* nonzero: all gradients are added to what their tensors hold */
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_score_backward_args;
 
 /*! fdma_score_backward() - from dbias to the gradients in v, dt_proj, a and dt_bias.
@@ -736,6 +791,7 @@ typedef struct fdma_attention_backward_args {
     int32_t deterministic; /* as in fdma_backward_args */
     int32_t accumulate;    /* nonzero: all gradients are added to what they hold */
     fdma_exec exec;
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
 } fdma_attention_backward_args;
 
 /*! fdma_attention_backward() - the gradients of fdma_attention() in one call.

@@ -7,6 +7,7 @@
 #include "core/packed.h"
 #include "core/steps.h"
 #include "core/streams.h"
+#include "core/used.h"
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
 #include "reference/reference.h"
@@ -34,6 +35,8 @@ static size_t step_workspace(const fdma_kernel *kernel, const fdma_problem *prob
                              check_depth depth) {
     if (kernel->on_device)
         return fdma_cuda_workspace(kernel, problem);
+    if (is_present(&problem->kv_used))
+        return fdma_used_workspace(kernel, problem, depth);
     return has_table(problem) ? fdma_select_stream_workspace(kernel, problem)
                               : fdma_kernel_workspace(kernel, problem, depth);
 }
@@ -60,6 +63,8 @@ static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *probl
         return FDMA_OK;
     if (kernel->on_device)
         return fdma_run_cuda(fdma_cuda_run_kernel, kernel, problem);
+    if (is_present(&problem->kv_used))
+        return fdma_run_used(kernel, problem);
     return has_table(problem) ? fdma_select_stream(kernel, problem)
                               : fdma_run_kernel(kernel, problem);
 }
@@ -82,6 +87,7 @@ static fdma_status run(fdma_operation operation, const void *args) {
     FDMA_REQUIRE(call.steps.lent >= call.workspace, FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu or more", call.steps.lent,
                  call.workspace);
+    FDMA_TRY(fdma_check_slots(&call.steps.problems[0]));
     for (int i = 0; i < call.steps.count; i++)
         FDMA_TRY(run_step(call.kernels[i], &call.steps.problems[i]));
     note_selection(&call.steps.problems[call.steps.count - 1]);

@@ -4,7 +4,8 @@
 # needs cmake, ninja, nvcc and a python3 with PyTorch and pytest, but no network and no cJSON.
 #   gpu_check.sh [quick|full] --out DIR     quick: up to 9 minutes; full, the default: up to 17
 # Prints a line for each step, runs every step even if one fails, and exits 1 if any failed. DIR gets
-# log.txt, peers-cuda.json, peers-cuda.svg, decode-cuda.json, cuda.json (full) and tables.md.
+# log.txt, peers-cuda.json, peers-cuda.svg, decode-cuda.json, streams-cuda.json, cuda.json (full) and
+# tables.md.
 # FDMA_COMMIT names the commit where there is no git.
 set -u
 length=full
@@ -153,13 +154,19 @@ else
     step bench 100 "$build/fdma" bench --device cuda --json "$out/cuda.json" && stamp "$out/cuda.json"
 fi
 step decode 60 python3 benchmarks/decode.py --out "$out"
+if [ "$length" = quick ]; then
+    step streams 60 python3 benchmarks/streams.py --quick --out "$out"
+else
+    step streams 120 python3 benchmarks/streams.py --out "$out"
+fi
 if python3 -c 'import matplotlib' 2>/dev/null; then
     step picture 30 python3 benchmarks/peers_picture.py "$out/peers-cuda.json" --out "$out/peers-cuda.svg"
 else
     skip picture "matplotlib is not installed"
 fi
 since=$(seconds)
-if text=$(tables "$out/peers-cuda.json" "$out/decode-cuda.json" "$out/cuda.json" 2>&1); then
+if text=$(tables "$out/peers-cuda.json" "$out/decode-cuda.json" "$out/streams-cuda.json" \
+    "$out/cuda.json" 2>&1); then
     report ok tables "$since" "$text"
 else
     failed=$((failed + 1))

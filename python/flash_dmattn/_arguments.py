@@ -28,6 +28,7 @@ KEY_SHAPE = ("batch", "kv_len", "kv_heads", "head_dim")
 SCORE_SHAPE = ("batch", "kv_heads", "kv_len")
 TABLE_SHAPE = ("batch", "kv_heads", "rows")
 CACHE_SHAPE = ("sequences", "rows", "kv_heads", "head_dim")
+PAGED_SHAPE = ("pages", "page_len", "kv_heads", "head_dim")  # instead, with a page table
 CACHE_TABLE_SHAPE = ("sequences", "kv_heads", "rows")
 LSE_SHAPE = ("batch", "q_heads", "q_len")
 SHAPES: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "dt_bias": ("kv_heads",),
     "key_valid": ("batch", "kv_len"),
     "starts": ("sequences + 1",),
+    "kv_used": ("batch",),
     "score": SCORE_SHAPE,
     "bias": SCORE_SHAPE,
     "expiry": SCORE_SHAPE,
@@ -54,9 +56,13 @@ SHAPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cache_key", "cache_value"), CACHE_SHAPE),
     **dict.fromkeys(("cache_bias", "cache_score", "cache_position"), CACHE_TABLE_SHAPE),
     "cache_seen": ("sequences",),
+    "cache_page_table": ("sequences", "sequence_pages"),
 }
 # That callers make themselves.
-INT32_INPUTS = ("starts", "index", "n_tokens", "commit", "copy_from", "copy_to")
+INT32_INPUTS = (
+    *("starts", "kv_used", "index", "n_tokens", "commit", "copy_from", "copy_to"),
+    "cache_page_table",
+)
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if inputs are
 FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b")
@@ -74,6 +80,7 @@ FIELDS = {
     "cache_key": "cache.k",
     "cache_value": "cache.v",
     "cache_bias": "cache.bias",
+    "cache_page_table": "cache.page_table",
     **{f"cache_{name}": f"cache.table.{name}" for name in ("score", "position", "seen")},
     **{f"{name}_in": f"table_in.{name}" for name in ("score", "position", "seen")},
     **{"copy_from": "from", "copy_to": "to", "expiry_all": "expiry", "slot_all": "slot"},
@@ -96,13 +103,18 @@ def field_of(name: str) -> str:
     return FIELDS.get(name, name) if source is None else "d" + FIELDS.get(source, source)
 
 
-def shape_of(name: str) -> tuple[str, ...]:
-    """The dimensions of the tensor `name`."""
-    return SHAPES[differentiated(name) or name]
+def shape_of(name: str, in_pages: bool = False) -> tuple[str, ...]:
+    """The dimensions of the tensor `name` of a call, which may have a page table."""
+    shape = SHAPES[differentiated(name) or name]
+    return PAGED_SHAPE if in_pages and shape is CACHE_SHAPE else shape
 
 
-def describe_shape(name: str) -> str:
-    return f"{SHOWN.get(name, name)} is [{', '.join(shape_of(name))}]"
+def has_pages(tensors: Mapping[str, MaybeTensor]) -> bool:
+    return tensors.get("cache_page_table") is not None
+
+
+def describe_shape(name: str, in_pages: bool = False) -> str:
+    return f"{SHOWN.get(name, name)} is [{', '.join(shape_of(name, in_pages))}]"
 
 
 def size_of(dimension: str, sizes: Sizes) -> Any:
@@ -120,14 +132,16 @@ def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
         ValueError: a tensor does not have the rank that its name implies.
     """
     sizes: Sizes = {}
+    in_pages = has_pages(tensors)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        shape = shape_of(name)
+        shape = shape_of(name, in_pages)
         if tensor.dim() != len(shape):
             shown = SHOWN.get(name, name)
             raise ValueError(
-                f"{shown}: rank is {tensor.dim()}, want {len(shape)}; {describe_shape(name)}"
+                f"{shown}: rank is {tensor.dim()}, want {len(shape)}; "
+                f"{describe_shape(name, in_pages)}"
             )
         for dimension, size in zip(shape, tensor.shape):
             sizes.setdefault(dimension, size)
@@ -141,11 +155,12 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
         ValueError: two tensors have different sizes along one dimension.
     """
     owners: dict[str, str] = {}  # the tensor that gives each dimension its size
+    in_pages = has_pages(tensors)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         shown = SHOWN.get(name, name)
-        for axis, dimension in enumerate(shape_of(name)):
+        for axis, dimension in enumerate(shape_of(name, in_pages)):
             size, want = tensor.shape[axis], size_of(dimension, sizes)
             if " * " in dimension:
                 owner = f"want {dimension}, {want}"
@@ -154,7 +169,7 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
             if size != want:
                 count = f"{size} element{'' if size == 1 else 's'}"
                 raise ValueError(
-                    f"{shown}: axis {axis} has {count}, {owner}; {describe_shape(name)}"
+                    f"{shown}: axis {axis} has {count}, {owner}; {describe_shape(name, in_pages)}"
                 )
 
 

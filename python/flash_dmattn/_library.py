@@ -79,6 +79,7 @@ class ScoreArgs(Sized):
         ("bias_form", c_int),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 
@@ -110,6 +111,7 @@ class SelectArgs(Sized):
         ("scope", c_int),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 
@@ -122,6 +124,7 @@ class ListsArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 
@@ -134,6 +137,7 @@ class ForwardArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 
@@ -154,6 +158,7 @@ class AttentionArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 
@@ -169,6 +174,7 @@ class BackwardArgs(Sized):
         ("accumulate", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 
@@ -184,6 +190,7 @@ class Cache(ctypes.Structure):
         ("sinks", c_int64),
         ("dtype", c_int),
         ("device", c_int32),
+        *tensors("page_table"),
     ]
 
 
@@ -225,6 +232,7 @@ class ScoreBackwardArgs(Sized):
         ("bias_form", c_int),
         ("accumulate", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 
@@ -241,6 +249,7 @@ class AttentionBackwardArgs(Sized):
         ("deterministic", c_int32),
         ("accumulate", c_int32),
         ("exec", Exec),
+        *tensors("kv_used"),
     ]
 
 

@@ -206,7 +206,7 @@ class DynamicMaskCache:
         else:
             where = self._sequences(layer, index)
             rows = (query, key, value, *weights, None, where, count, None)
-            out, _ = ops.DECODE.op(*rows, *self.keys, *options)
+            out, _ = ops.DECODE.op(*rows, *self.keys.tensors, *self.keys.rules, *options)
         self._count(layer, key.shape[1])
         return out
 
@@ -227,7 +227,7 @@ class DynamicMaskCache:
 
     def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
         """Tokens of any number enter the cache."""
-        tensors, rules = self.keys[:6], self.keys[6:]
+        tensors, rules = self.keys[:6], self.keys.rules
         where = self._sequences(layer, tokens.index)
         if all(self._empty[layer]):
             return streams.prefill(self.keys, where, None, tokens)
@@ -252,14 +252,14 @@ class DynamicMaskCache:
         require(not ragged, "n_tokens: is given beside earlier drafts, commit() these first")
         query, key, value, weights = tokens[:4]
         *_, backend = tokens.options
-        score, _ = ops.SCORE.op(value, *weights, None, "none", backend)
+        score, _ = ops.SCORE.op(value, *weights, None, None, "none", backend)
         drafts = join(waiting, Drafts(key, value, score, tokens.n_tokens))
         length = drafts.key.shape[1]
         require(length <= TOKENS_MAX, f"key: makes {length} drafts, want at most {TOKENS_MAX}")
         commit = streams.counts("commit", 0, key) if draft else None
         where = self._indices[layer]
         rows = (query, *drafts[:2], None, None, None, drafts.score, where, drafts.n_tokens, commit)
-        out, _ = ops.DECODE.op(*rows, *self.keys, *tokens.options)
+        out, _ = ops.DECODE.op(*rows, *self.keys.tensors, *self.keys.rules, *tokens.options)
         if not draft:
             self._count(layer, length)
         self._drafts[layer] = drafts if draft else None
@@ -360,7 +360,7 @@ class DynamicMaskCache:
         """
         shape = list(beam_idx.shape)
         require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
-        tensors, rules = self.keys[:6], self.keys[6:]
+        tensors, rules = self.keys.tensors, self.keys.rules
         for layer, numbers in enumerate(self._indices):
             source = numbers.index_select(0, beam_idx)
             ops.CACHE_COPY.op(*tensors, source, numbers, *rules, None)

@@ -23,6 +23,13 @@ are sequences of 4 and 6. batch is 1, and q_len is kv_len. Each sequence gets th
 has by itself. Positions from the last start on keep no key. On a
 device starts are not checked: those that descend or are too large are clamped.
 
+Preallocated keys have room for more than there are. `kv_used` [batch] int32 says how many exist:
+the first kv_used[b] of sequence b, which gets the results that it has with key, value and whatever
+else belongs to keys cut to them. Query i stands at position i + kv_used[b] - q_len; one that stands
+before all keys has out = 0 and lse = -inf. Keys from kv_used[b] on are not read, and their
+gradients are 0. A selection that was made with kv_used is used with the same kv_used. It is for the
+CPU, and not for packed sequences.
+
 Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.
 """
@@ -148,6 +155,7 @@ def score(
     dt_bias: torch.Tensor | None = None,
     bias_form: str = "exp",
     key_valid: torch.Tensor | None = None,
+    kv_used: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Score and bias of each key, computed from the value states of all kv heads.
@@ -164,6 +172,7 @@ def score(
         bias_form: "exp", "linear" or "none".
         key_valid: optional [batch, kv_len] bool or uint8, false for padding. Such a key is not
             read, and its score is -inf.
+        kv_used: optional [batch] int32, how many keys exist; the others are as padding.
         backend: one of get_available_backends() or a kernel's name; None for the fastest.
 
     Returns:
@@ -185,7 +194,7 @@ def score(
     """
     _refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
     tensors = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
-    scores, bias = ops.SCORE.op(*tensors, key_valid, bias_form, backend)
+    scores, bias = ops.SCORE.op(*tensors, key_valid, kv_used, bias_form, backend)
     return scores, None if bias_form == "none" else bias
 
 
@@ -198,6 +207,7 @@ def select(
     scope: str = "causal",
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    kv_used: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> Selection:
     """The `window` keys of highest score among those that each query can see.
@@ -219,6 +229,7 @@ def select(
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
+        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
         backend: as in score().
 
     Returns:
@@ -241,7 +252,7 @@ def select(
     """
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
-    expiry, slot = ops.SELECT.op(score, key_valid, starts, *rules, scope, backend)
+    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *rules, scope, backend)
     window, recent, sinks = rules
     return Selection(expiry, slot, window, scope, recent, sinks)
 
@@ -255,6 +266,7 @@ def attention(
     selection: Selection | None = None,
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    kv_used: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -272,6 +284,7 @@ def attention(
         selection: from select(). Its scope must be "global" unless `causal` is set.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
+        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -312,6 +325,7 @@ def attention(
         bias,
         key_valid,
         starts,
+        kv_used,
         expiry,
         slot,
         window,
@@ -381,6 +395,7 @@ def flash_dma_attention(
     dt_bias: torch.Tensor | None = None,
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    kv_used: torch.Tensor | None = None,
     recent: int = 0,
     sinks: int = 0,
     scope: str | None = None,
@@ -408,6 +423,7 @@ def flash_dma_attention(
         dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
+        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
         recent: number of keys that a query keeps beside these because they are the newest that it
             can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
             and a query keeps keep_window_size + recent keys. A language model needs the tokens just
@@ -460,7 +476,8 @@ def flash_dma_attention(
     rules = _arguments.check_rules(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
-    options = (key_valid, starts, *rules, scope, bias_form, causal, _scale(softmax_scale), softcap)
+    numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap)
+    options = (key_valid, starts, kv_used, *rules, *numbers)
     needs_gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in tensors
     )

@@ -154,25 +154,29 @@ class BackwardOperator(Operator):
 
 SCORE = Operator(
     "score(Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
-    "Tensor? key_valid, str bias_form, str? backend) -> (Tensor score, Tensor bias)",
+    "Tensor? key_valid, Tensor? kv_used, str bias_form, str? backend) "
+    "-> (Tensor score, Tensor bias)",
     "score",
 )
 SELECT = Operator(
-    "select(Tensor score, Tensor? key_valid, Tensor? starts, SymInt window, SymInt recent, "
+    "select(Tensor score, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
+    "SymInt window, SymInt recent, "
     "SymInt sinks, str scope, str? backend) -> (Tensor expiry, Tensor slot)",
     "select",
 )
 # Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
-    "Tensor? starts, Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
+    "Tensor? starts, Tensor? kv_used, "
+    "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
     "str scope, bool causal, float softmax_scale, float softcap, bool deterministic, "
     "str? backend) -> (Tensor out, Tensor lse)",
     "forward",
 )
 FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
+    "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
     "bool deterministic, str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, "
     "Tensor expiry, Tensor slot)",
@@ -182,7 +186,8 @@ FUSED = Operator(
 # in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, SymInt keep_window_size, SymInt recent, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
+    "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
     "str? backend) -> Tensor out",
     "attention",
@@ -194,15 +199,16 @@ MERGE = Operator(
 )
 SCORE_BACKWARD = BackwardOperator(
     "score_backward(Tensor dbias, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
-    "Tensor? key_valid, str bias_form, str? backend) -> (Tensor dvalue, Tensor ddt_proj, "
-    "Tensor da_coef, Tensor ddt_bias)",
+    "Tensor? key_valid, Tensor? kv_used, str bias_form, str? backend) -> (Tensor dvalue, "
+    "Tensor ddt_proj, Tensor da_coef, Tensor ddt_bias)",
     "score_backward",
     SCORE,
     "score_backward",
 )
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
-    "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? expiry, "
+    "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
+    "Tensor? expiry, "
     "Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
     "float softmax_scale, float softcap, bool deterministic, bool wants_dbias, str? backend) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
@@ -213,7 +219,7 @@ ATTENTION_BACKWARD = BackwardOperator(
 FUSED_BACKWARD = BackwardOperator(
     "flash_dma_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
-    "Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor expiry, Tensor slot, "
+    "Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor expiry, Tensor slot, "
     "SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, str bias_form, "
     "bool causal, float softmax_scale, float softcap, bool deterministic, str? backend) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor ddt_proj, Tensor da_coef, "
@@ -234,8 +240,8 @@ DECODE = Operator(
     "decode(Tensor query, Tensor key, Tensor value, Tensor? dt_proj, Tensor? a_coef, "
     "Tensor? dt_bias, Tensor? score, Tensor? index, Tensor? n_tokens, Tensor? commit, "
     "Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, Tensor(d!) cache_score, "
-    "Tensor(e!) cache_position, Tensor(f!) cache_seen, SymInt window, SymInt recent, "
-    "SymInt sinks, str bias_form, float softmax_scale, float softcap, str? backend) "
+    "Tensor(e!) cache_position, Tensor(f!) cache_seen, Tensor? cache_page_table, SymInt window, "
+    "SymInt recent, SymInt sinks, str bias_form, float softmax_scale, float softcap, str? backend) "
     "-> (Tensor out, Tensor lse)",
     "decode",
 )
@@ -252,14 +258,16 @@ PREFILL = Operator(
 CACHE_STORE = Operator(
     "cache_store(Tensor key, Tensor value, Tensor score, Tensor? index, Tensor expiry_all, "
     "Tensor slot_all, Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, "
-    "Tensor(d!) cache_score, Tensor(e!) cache_position, Tensor(f!) cache_seen, SymInt window, "
-    "SymInt recent, SymInt sinks, str bias_form, str? backend) -> ()",
+    "Tensor(d!) cache_score, Tensor(e!) cache_position, Tensor(f!) cache_seen, "
+    "Tensor? cache_page_table, SymInt window, SymInt recent, SymInt sinks, str bias_form, "
+    "str? backend) -> ()",
     "cache_store",
 )
 CACHE_COPY = Operator(
     "cache_copy(Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, "
-    "Tensor(d!) cache_score, Tensor(e!) cache_position, Tensor(f!) cache_seen, Tensor copy_from, "
-    "Tensor copy_to, SymInt window, SymInt recent, SymInt sinks, str? backend) -> ()",
+    "Tensor(d!) cache_score, Tensor(e!) cache_position, Tensor(f!) cache_seen, "
+    "Tensor? cache_page_table, Tensor copy_from, Tensor copy_to, SymInt window, SymInt recent, "
+    "SymInt sinks, str? backend) -> ()",
     "cache_copy",
 )
 for _operator in (DECODE, PREFILL, CACHE_STORE, CACHE_COPY):

@@ -35,6 +35,12 @@ class KeyCache(NamedTuple):
         window: as in select().
         recent: as there.
         sinks: as there.
+        page_table: optional [sequences, n] int32, on the CPU. With one, `key` and `value` are pools
+            [pages, page_len, kv_heads, head_dim], page_len a power of 2, and row r of sequence s is
+            row r % page_len of page page_table[s, r // page_len]. Rows fill in the order 0, 1, ...,
+            so that a sequence of n tokens needs pages for min(n, rows) rows. The caller sets these
+            before a call. A number that is no page, such as -1, is a missing page: no query attends
+            to its keys, and a key that would enter it is lost. See fdma_cache in fdma.h.
 
     Raises:
         TypeError: a field that is missing.
@@ -59,6 +65,17 @@ class KeyCache(NamedTuple):
     window: int
     recent: int = 0
     sinks: int = 0
+    page_table: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[MaybeTensor, ...]:
+        """Those that operators take, in their order."""
+        return (*self[:6], self.page_table)
+
+    @property
+    def rules(self) -> tuple[int, int, int]:
+        """window, recent and sinks."""
+        return self.window, self.recent, self.sinks
 
 
 def counts(name: str, count: int | MaybeTensor, like: torch.Tensor) -> MaybeTensor:
@@ -143,17 +160,14 @@ def decode(
     if not isinstance(cache, KeyCache):
         raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
     _refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score)
-    *tensors, window, recent, sinks = cache
     out, lse = ops.DECODE.op(
         *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),
         score,
         index,
         counts("n_tokens", n_tokens, key),
         counts("commit", commit, key),
-        *tensors,
-        window,
-        recent,
-        sinks,
+        *cache.tensors,
+        *cache.rules,
         bias_form,
         _scale(softmax_scale),
         softcap,
@@ -195,7 +209,7 @@ def prefill(
     if carried is not None:
         bias = None if options[0] == "none" else carried.bias
         tables = carried.score, carried.position, carried.seen, carried.key, carried.value, bias
-    tensors, rules = cache[:6], cache[6:]
+    tensors, rules = cache.tensors, cache.rules
     out, *kept = ops.PREFILL.op(query, key, value, *weights, key_valid, *tables, *rules, *options)
     score, expiry, slot = kept
     with torch.no_grad():

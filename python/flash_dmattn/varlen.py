@@ -111,4 +111,5 @@ def flash_dmattn_varlen_func(
         out, lse = functional.flash_dma_attention(
             *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
         )
-    return (out[0], lse[0]) if return_lse else out[0]
+    out, lse = out.squeeze(0), lse.squeeze(0)  # unlike [0], whose gradient would be copied
+    return (out, lse) if return_lse else out

@@ -29,8 +29,10 @@ static size_t place_cache(fdma_cache *cache, void *memory) {
     const size_t numbers = (size_t)sequences * (size_t)heads * (size_t)rows;
     const fdma_problem in_memory = {.exec.workspace = memory};
     fdma_arena arena = fdma_arena_of(&in_memory);
-    cache->k = take_rows(&arena, cache);
-    cache->v = take_rows(&arena, cache);
+    if (!has_pages(cache)) {
+        cache->k = take_rows(&arena, cache);
+        cache->v = take_rows(&arena, cache);
+    }
     cache->bias = fdma_tensor_3d(fdma_arena_take(&arena, numbers * fdma_dtype_size(wide)), wide,
                                  sequences, heads, rows);
     cache->table.score = fdma_tensor_3d(fdma_arena_take(&arena, numbers * fdma_dtype_size(wide)),
@@ -122,6 +124,24 @@ static fdma_tensor slice(const fdma_tensor *tensor, int axis, int64_t first, int
     return sliced;
 }
 
+/* The pages of the rows of one sequence. */
+static key_pages pages_of(const fdma_cache *cache, int64_t sequence) {
+    key_pages pages = {.page = cache->page_table.data};
+    if (!has_pages(cache) || pages.page == NULL)
+        return (key_pages){.page = NULL};
+    pages.page += sequence * cache->page_table.stride[0];
+    while (INT64_C(1) << pages.shift < cache->k.shape[1])
+        pages.shift++;
+    return pages;
+}
+
+void fdma_hide_missing_rows(const decode_head *head, const head_selection *selection) {
+    const fdma_problem *const problem = head->problem;
+    for (int64_t row = 0; row < problem->carried_len && has_pages(&problem->cache); row++)
+        if (indices_of_row(&problem->cache, head->sequence, row).first < 0)
+            selection->expiry[row] = (int32_t)row;
+}
+
 /* The bias of a new token. */
 static double bias_of(const fdma_problem *problem, double score) {
     return problem->bias_form == FDMA_BIAS_EXP ? exp(score) : score;
@@ -147,8 +167,9 @@ fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *
     const fdma_tensor queries = slice(&q, 2, g * group, group);
     const fdma_tensor results = slice(&out, 2, g * group, group);
     const fdma_tensor sums = slice(&lse, 1, g * group, group);
-    const fdma_tensor k_carried = slice(&cache->k, 0, head->sequence, 1);
-    const fdma_tensor v_carried = slice(&cache->v, 0, head->sequence, 1);
+    const bool pages = has_pages(cache);
+    const fdma_tensor k_carried = pages ? cache->k : slice(&cache->k, 0, head->sequence, 1);
+    const fdma_tensor v_carried = pages ? cache->v : slice(&cache->v, 0, head->sequence, 1);
     const fdma_tensor bias_carried = slice(&cache->bias, 0, head->sequence, 1);
     one.operation = operation_forward;
     one.batch = one.kv_heads = 1;
@@ -163,6 +184,7 @@ fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *
     one.v = slice(&v, 2, g, 1);
     one.k_carried = slice(&k_carried, 2, g, 1);
     one.v_carried = slice(&v_carried, 2, g, 1);
+    one.carried_pages = pages_of(cache, head->sequence);
     one.expiry = fdma_tensor_3d(selection->expiry, FDMA_INT32, 1, 1, kv_len);
     one.selected = one.causal = true;
     if (problem->bias_form == FDMA_BIAS_NONE)
@@ -193,15 +215,25 @@ static void copy_elements(const fdma_tensor *to, int64_t to_offset, const fdma_t
            (const uint8_t *)from->data + (size_t)from_offset * size, (size_t)count * size);
 }
 
+void fdma_empty_cache_row(const fdma_table *table, cache_row at) {
+    fdma_store(&table->score, offset_of(&table->score, at.sequence, at.g, at.row), -INFINITY);
+    ((int32_t *)table->position.data)[offset_of(&table->position, at.sequence, at.g, at.row)] = -1;
+}
+
 void fdma_write_cache_row(const fdma_problem *problem, int64_t b, int64_t m, cache_row to,
                           int64_t position) {
     const fdma_cache *const cache = &problem->cache;
     const fdma_table *const table = &cache->table;
     const int64_t s = to.sequence, g = to.g, row = to.row;
     const double score = fdma_load(&problem->score, offset_of(&problem->score, b, g, m));
-    copy_elements(&cache->k, offset_of(&cache->k, s, row, g), &problem->k,
+    const key_indices at = indices_of_row(cache, s, row);
+    if (at.first < 0) {
+        fdma_empty_cache_row(table, to);
+        return;
+    }
+    copy_elements(&cache->k, offset_of(&cache->k, at.first, at.row, g), &problem->k,
                   offset_of(&problem->k, b, m, g), problem->head_dim);
-    copy_elements(&cache->v, offset_of(&cache->v, s, row, g), &problem->v,
+    copy_elements(&cache->v, offset_of(&cache->v, at.first, at.row, g), &problem->v,
                   offset_of(&problem->v, b, m, g), problem->head_dim);
     fdma_store(&table->score, offset_of(&table->score, s, g, row), score);
     if (problem->bias_form != FDMA_BIAS_NONE)

@@ -11,6 +11,19 @@ static inline int64_t rows_of_cache(const fdma_cache *cache) {
     return cache->window + cache->recent;
 }
 
+static inline bool has_pages(const fdma_cache *cache) { return is_present(&cache->page_table); }
+
+/* Where k and v of a cache have a row of a sequence; `first` is -1 if its page is missing. */
+static inline key_indices indices_of_row(const fdma_cache *cache, int64_t sequence, int64_t row) {
+    const fdma_tensor *const table = &cache->page_table;
+    const int64_t pages = cache->k.shape[0], page_len = cache->k.shape[1];
+    if (!has_pages(cache))
+        return (key_indices){sequence, row};
+    const int64_t at = sequence * table->stride[0] + row / page_len;
+    const int64_t page = ((const int32_t *)table->data)[at];
+    return (key_indices){page >= 0 && page < pages ? page : -1, row % page_len};
+}
+
 /* Element b of an optional list of int32, which has one for each stream. */
 static inline int64_t number_of_stream(const fdma_tensor *tensor, int64_t b, int64_t absent) {
     return is_present(tensor) ? ((const int32_t *)tensor->data)[b] : absent;
@@ -47,7 +60,11 @@ typedef struct cache_row {
     int64_t sequence, g, row;
 } cache_row;
 
-/* Writes key m of batch entry b, with its score, bias and position, to a row. */
+/* Takes the key from a row, if it has one. */
+void fdma_empty_cache_row(const fdma_table *table, cache_row at);
+
+/* Writes key m of batch entry b, with its score, bias and position, to a row; empties the row if
+ * its page is missing. */
 void fdma_write_cache_row(const fdma_problem *problem, int64_t b, int64_t m, cache_row to,
                           int64_t position);
 
@@ -72,6 +89,9 @@ typedef struct head_selection {
 } head_selection;
 
 head_selection fdma_take_selection(fdma_arena *arena, const fdma_problem *problem);
+
+/* Hides the keys whose pages are missing from all queries. */
+void fdma_hide_missing_rows(const decode_head *head, const head_selection *selection);
 
 /* Fills in the bias of the new tokens of one head. */
 void fdma_fill_bias(const decode_head *head, const head_selection *selection);

@@ -105,6 +105,32 @@ static fdma_status check_store(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
+/* The pools of k and v have the same sizes. */
+static fdma_status check_pages(const fdma_problem *problem) {
+    const fdma_tensor *const table = &problem->cache.page_table;
+    const int64_t rows = rows_of_cache(&problem->cache), page_len = problem->page_len;
+    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
+                 "cache.page_table: is given, want none: pages run on the CPU only");
+    FDMA_REQUIRE(page_len >= 1 && (page_len & (page_len - 1)) == 0, FDMA_INVALID_ARGUMENT,
+                 "cache.k: axis 1 has %lld elements, want a power of 2 with page_table",
+                 (long long)page_len);
+    FDMA_REQUIRE(problem->cache.bias.shape[2] == rows, FDMA_INVALID_ARGUMENT,
+                 "cache.bias: axis 2 has %lld elements, want window + recent, %lld",
+                 (long long)problem->cache.bias.shape[2], (long long)rows);
+    FDMA_REQUIRE(table->shape[1] >= divide_up(rows, page_len), FDMA_INVALID_ARGUMENT,
+                 "cache.page_table: axis 1 has %lld elements, want %lld or more pages of %lld rows",
+                 (long long)table->shape[1], (long long)divide_up(rows, page_len),
+                 (long long)page_len);
+    return FDMA_OK;
+}
+
+static fdma_status check_rows(const fdma_cache *cache) {
+    FDMA_REQUIRE(cache->k.shape[1] == rows_of_cache(cache), FDMA_INVALID_ARGUMENT,
+                 "cache.k: axis 1 has %lld elements, want window + recent, %lld",
+                 (long long)cache->k.shape[1], (long long)rows_of_cache(cache));
+    return FDMA_OK;
+}
+
 fdma_status fdma_check_cache_sizes(const fdma_problem *problem) {
     const fdma_cache *const cache = &problem->cache;
     const bool copies = problem->operation == operation_cache_copy;
@@ -122,9 +148,7 @@ fdma_status fdma_check_cache_sizes(const fdma_problem *problem) {
     FDMA_REQUIRE(problem->head_dim == cache->head_dim, FDMA_INVALID_ARGUMENT,
                  "cache: its head_dim is %lld, want %lld", (long long)cache->head_dim,
                  (long long)problem->head_dim);
-    FDMA_REQUIRE(cache->k.shape[1] == rows_of_cache(cache), FDMA_INVALID_ARGUMENT,
-                 "cache.k: axis 1 has %lld elements, want window + recent, %lld",
-                 (long long)cache->k.shape[1], (long long)rows_of_cache(cache));
+    FDMA_TRY(has_pages(cache) ? check_pages(problem) : check_rows(cache));
     if (problem->operation == operation_decode)
         FDMA_TRY(check_decode(problem));
     FDMA_REQUIRE(copies || is_present(&problem->index) || problem->batch <= cache->sequences,

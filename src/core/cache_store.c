@@ -29,13 +29,11 @@ static int32_t int_of_key(const fdma_tensor *tensor, int64_t b, int64_t g, int64
 /* Empties every row but those of carried keys that are kept to the end. */
 static void empty_rows(const fdma_problem *problem, const stored_prompt *prompt, int64_t g) {
     const fdma_table *const table = &problem->cache.table;
-    const int64_t s = prompt->sequence;
     for (int64_t row = 0; row < rows_of_cache(&problem->cache); row++) {
         const bool carried = row < problem->carried_len;
         if (carried && int_of_key(&problem->expiry, prompt->b, g, row) >= problem->kv_len)
             continue;
-        fdma_store(&table->score, offset_of(&table->score, s, g, row), -INFINITY);
-        ((int32_t *)table->position.data)[offset_of(&table->position, s, g, row)] = -1;
+        fdma_empty_cache_row(table, (cache_row){prompt->sequence, g, row});
     }
 }
 

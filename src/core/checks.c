@@ -56,6 +56,8 @@ static int64_t *size_of(fdma_problem *problem, char dim) {
         ['n'] = offsetof(fdma_problem, new_len),
         ['r'] = offsetof(fdma_problem, carried_len),
         ['p'] = offsetof(fdma_problem, cache.sequences),
+        ['m'] = offsetof(fdma_problem, pages),
+        ['l'] = offsetof(fdma_problem, page_len),
     };
     const size_t offset = offsets[(int)dim];
     return offset != 0 ? (int64_t *)((char *)problem + offset) : NULL;
@@ -73,6 +75,8 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
         return problem->starts.shape[0]; // any length but 0, see check_packed()
     case 'z':
         return problem->slots;
+    case 'x':
+        return problem->cache.page_table.shape[1]; // any length: check_pages() sets its minimum
     case 'e':
         return is_present(&problem->starts) ? max(problem->starts.shape[0] - 1, 0) : problem->batch;
     default:
@@ -117,6 +121,13 @@ static fdma_status settle_keys(fdma_problem *problem, unsigned *settled) {
     return FDMA_OK;
 }
 
+/* The letter of an axis. With a page table k and v of a cache have pages. */
+static char dim_of(const fdma_problem *problem, const tensor_entry *entry, int axis) {
+    const bool has_rows = entry->member == offsetof(fdma_problem, cache.k) ||
+                          entry->member == offsetof(fdma_problem, cache.v);
+    return has_rows && axis < 2 && has_pages(&problem->cache) ? "ml"[axis] : entry->dims[axis];
+}
+
 /* Checks rank, dtype and shape of a tensor. The first tensor of a call settles the dtype of the
  * problem; for each axis, the first tensor that has it settles its length. */
 static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entry,
@@ -128,7 +139,7 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
     if (problem->dtype == 0)
         problem->dtype = tensor->dtype;
     for (int axis = 0; axis < tensor->rank; axis++) {
-        const char dim = entry->dims[axis];
+        const char dim = dim_of(problem, entry, axis);
         int64_t *const size = size_of(problem, dim);
         if (dim == 'j')
             FDMA_TRY(settle_keys(problem, settled));
@@ -233,9 +244,6 @@ static fdma_status check_carried(const fdma_problem *problem) {
     FDMA_REQUIRE(!is_present(&problem->key_valid) || is_fused(problem->operation),
                  FDMA_INVALID_ARGUMENT,
                  "key_valid: is given, want none with k_carried: the selection excludes such keys");
-    FDMA_REQUIRE(problem->exec.device == FDMA_CPU || !has_gradients(problem->operation),
-                 FDMA_UNSUPPORTED,
-                 "k_carried: is given, want none: their gradients run on the CPU only");
     return FDMA_OK;
 }
 
@@ -282,6 +290,35 @@ static fdma_status check_seen(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
+/* Sequences of which some keys do not exist are neither packed nor pieces of a stream. */
+static fdma_status check_used(const fdma_problem *problem) {
+    const struct {
+        const char *name;
+        const fdma_tensor *tensor;
+    } others[] = {
+        {"starts", &problem->starts},
+        {"table_in", &problem->table_in.score},
+        {"table_out", &problem->table_out.score},
+        {"k_carried", &problem->k_carried},
+    };
+    for (size_t n = 0; n < sizeof others / sizeof others[0]; n++)
+        FDMA_REQUIRE(!is_present(others[n].tensor), FDMA_INVALID_ARGUMENT,
+                     "kv_used: is given, want none with %s", others[n].name);
+    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
+                 "kv_used: is given, want none: it runs on the CPU only");
+    return FDMA_OK;
+}
+
+/* Checks what `kv_used` holds on the CPU. */
+static fdma_status check_used_keys(const fdma_problem *problem) {
+    const int32_t *const used = problem->kv_used.data;
+    for (int64_t b = 0; b < problem->batch; b++)
+        FDMA_REQUIRE(used[b] >= 0 && used[b] <= problem->kv_len, FDMA_INVALID_ARGUMENT,
+                     "kv_used: element %lld is %d, want 0 to %lld", (long long)b, used[b],
+                     (long long)problem->kv_len);
+    return FDMA_OK;
+}
+
 /* Checks the sizes against each other and against the options. */
 static fdma_status check_sizes(const fdma_problem *problem) {
     if (has_cache(problem->operation))
@@ -290,6 +327,8 @@ static fdma_status check_sizes(const fdma_problem *problem) {
     FDMA_TRY(check_tables(problem));
     if (is_present(&problem->starts))
         FDMA_TRY(check_packed(problem));
+    if (is_present(&problem->kv_used))
+        FDMA_TRY(check_used(problem));
     FDMA_REQUIRE(!is_attending(problem->operation) ||
                      (problem->q_heads > 0 && problem->q_heads % problem->kv_heads == 0),
                  FDMA_INVALID_ARGUMENT,
@@ -357,7 +396,35 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
     if (depth == check_all && is_present(&problem->table_in.seen) &&
         problem->exec.device == FDMA_CPU)
         FDMA_TRY(check_seen(problem));
+    if (depth == check_all && is_present(&problem->kv_used) && problem->exec.device == FDMA_CPU)
+        FDMA_TRY(check_used_keys(problem));
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
+}
+
+/* The keys of a sequence that exist. */
+static int64_t key_count(const fdma_problem *problem, int64_t b) {
+    const fdma_tensor *const used = &problem->kv_used;
+    return is_present(used) ? ((const int32_t *)used->data)[b * used->stride[0]] : problem->kv_len;
+}
+
+fdma_status fdma_check_slots(const fdma_problem *problem) {
+    const fdma_tensor *const slot = &problem->slot;
+    const bool lists = problem->operation == operation_lists;
+    if (problem->exec.device != FDMA_CPU || (!lists && problem->operation != operation_cache_store))
+        return FDMA_OK;
+    for (int64_t head = 0; head < problem->batch * problem->kv_heads; head++) {
+        const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
+        const int64_t first = b * slot->stride[0] + g * slot->stride[1];
+        int32_t most = -1;
+        for (int64_t j = 0; j < key_count(problem, b); j++) {
+            const int32_t own = ((const int32_t *)slot->data)[first + j];
+            most = own > most ? own : most;
+        }
+        FDMA_REQUIRE(most < problem->slots, FDMA_INVALID_ARGUMENT,
+                     "selection: has slot %d, want slots below window + recent, %lld, as it says",
+                     most, (long long)problem->slots);
+    }
+    return FDMA_OK;
 }
 
 bool fdma_has_work(const fdma_problem *problem) {

@@ -3,6 +3,7 @@
  * select writes are moved afterwards. */
 #include "core/packed.h"
 
+#include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
 
@@ -141,7 +142,7 @@ static fdma_status run_sequence(const fdma_kernel *kernel, const fdma_problem *p
     return status;
 }
 
-fdma_status fdma_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {
+static fdma_status run_sequences(const fdma_kernel *kernel, const fdma_problem *problem) {
     if (!is_present(&problem->starts) || !kernel->one_sequence)
         return kernel->run(problem);
     fdma_problem packed = *problem;
@@ -155,4 +156,16 @@ fdma_status fdma_run_kernel(const fdma_kernel *kernel, const fdma_problem *probl
             return status;
     }
     return FDMA_OK;
+}
+
+bool fdma_looks_first(const fdma_kernel *kernel, const fdma_problem *problem) {
+    return kernel->one_sequence && problem->operation == operation_backward && problem->selected;
+}
+
+fdma_status fdma_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {
+    fdma_problem look = *problem;
+    look.only_checks = true;
+    if (fdma_looks_first(kernel, problem))
+        FDMA_TRY(run_sequences(kernel, &look));
+    return run_sequences(kernel, problem);
 }

@@ -9,5 +9,9 @@
 size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *problem,
                              check_depth depth);
 
-/* Runs a kernel on a problem, packed or not. */
+/* Whether a kernel checks the selections of all sequences (only_checks) before it runs on one. */
+bool fdma_looks_first(const fdma_kernel *kernel, const fdma_problem *problem);
+
+/* Runs a kernel on a problem, packed or not. Backward looks at the selections of all sequences
+ * before it writes the gradients of one. */
 fdma_status fdma_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem);

@@ -25,6 +25,12 @@ typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
 } fdma_partial;
 
+/* The pages of one stream's carried keys, each of 1 << shift rows. */
+typedef struct key_pages {
+    const int32_t *page; /* its number for these rows, then for the next; NULL: no pages */
+    int shift;
+} key_pages;
+
 /* Tensors and sizes that an operation does not have are absent (rank 0) and 0. */
 typedef struct fdma_problem {
     fdma_operation operation;
@@ -33,13 +39,15 @@ typedef struct fdma_problem {
     int64_t carried_len; /* keys that stand before those of the call; kv_len counts them too */
     int64_t new_len;     /* keys of the call: kv_len - carried_len */
     int64_t group;       /* query heads of one kv head */
-    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, expiry,
-        slot, list, count;
+    fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, kv_used,
+        expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
     fdma_cache cache;        /* its tensors and sizes */
+    int64_t pages, page_len; /* with a page table: of the pools of its k and v */
+    key_pages carried_pages; /* k_carried and v_carried are pools; no query keeps a missing row */
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
@@ -52,7 +60,8 @@ typedef struct fdma_problem {
     bool selected;
     bool deterministic;
     bool accumulate;      /* gradients are added to what their tensors hold */
-    bool any_len;         /* asks for a workspace that also serves every smaller kv_len = q_len */
+    bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
+    bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
     fdma_exec exec;
 } fdma_problem;
@@ -69,6 +78,9 @@ fdma_status fdma_check_call(fdma_operation operation, const void *args, check_de
 /* Checks the tensors of a problem that has its options, and adds the dtype, the sizes and what
  * follows from them. */
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth);
+
+/* Checks the slots of a selection in the host's memory, for the operations that work from them. */
+fdma_status fdma_check_slots(const fdma_problem *problem);
 
 /* Whether any output has elements: if not, there is nothing to run. */
 bool fdma_has_work(const fdma_problem *problem);
@@ -147,6 +159,19 @@ static inline key_storage storage_of_key(const fdma_problem *problem, const fdma
                                          const fdma_tensor *carried, int64_t j) {
     return j < problem->carried_len ? (key_storage){carried, j}
                                     : (key_storage){own, j - problem->carried_len};
+}
+
+/* Where a row of keys is in a tensor: its indices on the first two axes. */
+typedef struct key_indices {
+    int64_t first, row;
+} key_indices;
+
+/* Where k_carried and v_carried have the row of carried key j. */
+static inline key_indices indices_of_carried(const fdma_problem *problem, int64_t b, int64_t j) {
+    const key_pages *const pages = &problem->carried_pages;
+    if (pages->page == NULL)
+        return (key_indices){b, j};
+    return (key_indices){pages->page[j >> pages->shift], j & ((INT64_C(1) << pages->shift) - 1)};
 }
 
 static inline bool is_valid_key(const fdma_problem *problem, int64_t b, int64_t j) {

@@ -42,14 +42,17 @@
         ARG(operation, cache.bias, "pg" r, wide, output),                                          \
         ARG(operation, cache.table.score, "pg" r, wide, output),                                   \
         ARG(operation, cache.table.position, "pg" r, int32, output),                               \
-        ARG(operation, cache.table.seen, "p", int32, output)
+        ARG(operation, cache.table.seen, "p", int32, output),                                      \
+        ARG(operation, cache.page_table, "px", int32, optional)
 
 /* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim,
  * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. Where a call may have
  * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
- * a cache, r or z their rows; e the prompts of a call, which are its packed sequences or its batch.
- * The first tensor that has one of b, i, j, h, g, d, n, r and p settles its length, and the others
- * must agree: the tensors that a caller is least likely to get wrong come first. */
+ * a cache, r or z their rows, x the pages of each; m the pages of a pool and l the rows of a page,
+ * which k and v of a cache have instead of p and its rows where there is a page table; e the
+ * prompts of a call, which are its packed sequences or its batch.
+ * The first tensor that has one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the
+ * others must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
 static const tensor_entry score_tensors[] = {
     ARG(score, v, "bjgd", same, input),
@@ -57,6 +60,7 @@ static const tensor_entry score_tensors[] = {
     ARG(score, a, "g", weight, input),
     ARG(score, dt_bias, "g", weight, optional),
     ARG(score, key_valid, "bj", uint8, optional),
+    ARG(score, kv_used, "b", int32, optional),
     ARG(score, score, "bgj", wide, optional_output),
     ARG(score, bias, "bgj", wide, optional_output),
 };
@@ -65,6 +69,7 @@ static const tensor_entry select_tensors[] = {
     ARG(select, score, "bgn", wide, input),
     ARG(select, key_valid, "bn", uint8, optional),
     ARG(select, starts, "s", int32, optional),
+    ARG(select, kv_used, "b", int32, optional),
     TABLE_IN(select, same),
     SELECTION(expiry, "bgj", int32, output),
     SELECTION(slot, "bgj", int32, optional_output),
@@ -75,6 +80,7 @@ static const tensor_entry lists_tensors[] = {
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, input),
     ARG(lists, starts, "s", int32, optional),
+    ARG(lists, kv_used, "b", int32, optional),
     ARG(lists, list, "bgtw", int32, output),
     ARG(lists, count, "bgt2", int32, output),
 };
@@ -86,6 +92,7 @@ static const tensor_entry forward_tensors[] = {
     ARG(forward, bias, "bgn", wide, optional),
     ARG(forward, key_valid, "bn", uint8, optional),
     ARG(forward, starts, "s", int32, optional),
+    ARG(forward, kv_used, "b", int32, optional),
     CARRIED(forward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
@@ -100,6 +107,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, bias, "bgn", wide, optional),
     ARG(backward, key_valid, "bn", uint8, optional),
     ARG(backward, starts, "s", int32, optional),
+    ARG(backward, kv_used, "b", int32, optional),
     CARRIED(backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
@@ -120,6 +128,7 @@ static const tensor_entry score_backward_tensors[] = {
     ARG(score_backward, a, "g", weight, input),
     ARG(score_backward, dt_bias, "g", weight, optional),
     ARG(score_backward, key_valid, "bj", uint8, optional),
+    ARG(score_backward, kv_used, "b", int32, optional),
     ARG(score_backward, dbias, "bgj", wide, input),
     ARG(score_backward, dv, "bjgd", same, optional_output),
     ARG(score_backward, ddt_proj, "gc", as_dt_proj, output),
@@ -191,6 +200,7 @@ static const tensor_entry attention_tensors[] = {
     ARG(attention, dt_bias, "g", weight, optional),
     ARG(attention, key_valid, "bn", uint8, optional),
     ARG(attention, starts, "s", int32, optional),
+    ARG(attention, kv_used, "b", int32, optional),
     TABLE_IN(attention, wide),
     CARRIED(attention),
     ARG(attention, out, "bihd", same, output),
@@ -212,6 +222,7 @@ static const tensor_entry attention_backward_tensors[] = {
     ARG(attention_backward, bias, "bgn", wide, optional),
     ARG(attention_backward, key_valid, "bn", uint8, optional),
     ARG(attention_backward, starts, "s", int32, optional),
+    ARG(attention_backward, kv_used, "b", int32, optional),
     CARRIED(attention_backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),

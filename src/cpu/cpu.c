@@ -252,6 +252,11 @@ const char *fdma_refuses_decode(const fdma_problem *problem) {
                : fdma_refuses_wide(problem);
 }
 
+const char *fdma_refuses_slow_decode(const fdma_problem *problem) {
+    const char *const reason = fdma_refuses_slow(problem);
+    return reason != NULL ? reason : fdma_refuses_decode(problem);
+}
+
 /* Decode of the points that attend in bfloat16 only. */
 const char *fdma_refuses_decode_singles(const fdma_problem *problem) {
     const char *const reason = fdma_refuses_singles(problem);

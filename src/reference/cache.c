@@ -27,11 +27,12 @@ static void write_key(const fdma_problem *problem, const stored_prompt *prompt, 
                       int64_t row, int64_t m) {
     const fdma_cache *const cache = &problem->cache;
     const int64_t s = prompt->sequence, b = prompt->b;
+    const key_indices at = indices_of_row(cache, s, row);
     const double score = fdma_load(&problem->score, offset_of(&problem->score, b, g, m));
     for (int64_t d = 0; d < problem->head_dim; d++) {
-        fdma_store(&cache->k, offset_of(&cache->k, s, row, g) + d,
+        fdma_store(&cache->k, offset_of(&cache->k, at.first, at.row, g) + d,
                    fdma_load(&problem->k, offset_of(&problem->k, b, m, g) + d));
-        fdma_store(&cache->v, offset_of(&cache->v, s, row, g) + d,
+        fdma_store(&cache->v, offset_of(&cache->v, at.first, at.row, g) + d,
                    fdma_load(&problem->v, offset_of(&problem->v, b, m, g) + d));
     }
     if (problem->bias_form != FDMA_BIAS_NONE)
@@ -47,9 +48,9 @@ static void store_row(const fdma_problem *problem, const stored_prompt *prompt, 
     const int64_t s = prompt->sequence, m = key_of_row(problem, prompt, g, row);
     const bool stays = row < problem->carried_len &&
                        *int_at(&problem->expiry, prompt->b, g, row) >= problem->kv_len;
-    if (m >= 0) {
+    if (m >= 0 && indices_of_row(&problem->cache, s, row).first >= 0) {
         write_key(problem, prompt, g, row, m);
-    } else if (!stays) {
+    } else if (m >= 0 || !stays) {
         *int_at(&table->position, s, g, row) = -1;
         fdma_store(&table->score, offset_of(&table->score, s, g, row), -INFINITY);
     }
@@ -78,14 +79,15 @@ typedef struct copied_row {
 static copied_row read_row(const fdma_problem *problem, int64_t s, int64_t g, int64_t row) {
     const fdma_cache *const cache = &problem->cache;
     copied_row read = {.position = -1};
-    if (s < 0)
+    const key_indices at = s < 0 ? (key_indices){-1, 0} : indices_of_row(cache, s, row);
+    if (at.first < 0)
         return read;
     read.position = *int_at(&cache->table.position, s, g, row);
     if (read.position < 0)
         return read; // the other tensors may hold anything there
     for (int64_t d = 0; d < problem->head_dim; d++) {
-        read.k[d] = fdma_load(&cache->k, offset_of(&cache->k, s, row, g) + d);
-        read.v[d] = fdma_load(&cache->v, offset_of(&cache->v, s, row, g) + d);
+        read.k[d] = fdma_load(&cache->k, offset_of(&cache->k, at.first, at.row, g) + d);
+        read.v[d] = fdma_load(&cache->v, offset_of(&cache->v, at.first, at.row, g) + d);
     }
     read.score = fdma_load(&cache->table.score, offset_of(&cache->table.score, s, g, row));
     read.bias = fdma_load(&cache->bias, offset_of(&cache->bias, s, g, row));
@@ -95,12 +97,14 @@ static copied_row read_row(const fdma_problem *problem, int64_t s, int64_t g, in
 static void write_row(const fdma_problem *problem, int64_t s, int64_t g, int64_t row,
                       const copied_row *read) {
     const fdma_cache *const cache = &problem->cache;
-    *int_at(&cache->table.position, s, g, row) = read->position;
-    for (int64_t d = 0; d < problem->head_dim && read->position >= 0; d++) {
-        fdma_store(&cache->k, offset_of(&cache->k, s, row, g) + d, read->k[d]);
-        fdma_store(&cache->v, offset_of(&cache->v, s, row, g) + d, read->v[d]);
+    const key_indices at = indices_of_row(cache, s, row);
+    const bool filled = read->position >= 0 && at.first >= 0;
+    *int_at(&cache->table.position, s, g, row) = filled ? read->position : -1;
+    for (int64_t d = 0; d < problem->head_dim && filled; d++) {
+        fdma_store(&cache->k, offset_of(&cache->k, at.first, at.row, g) + d, read->k[d]);
+        fdma_store(&cache->v, offset_of(&cache->v, at.first, at.row, g) + d, read->v[d]);
     }
-    if (read->position < 0)
+    if (!filled)
         return;
     fdma_store(&cache->table.score, offset_of(&cache->table.score, s, g, row), read->score);
     fdma_store(&cache->bias, offset_of(&cache->bias, s, g, row), read->bias);
@@ -127,7 +131,8 @@ fdma_status fdma_reference_cache_copy(const fdma_problem *problem) {
         for (int64_t i = 0; i < problem->batch; i++)
             read[i] = read_row(problem, from[i], g, row);
         for (int64_t i = 0; i < problem->batch; i++)
-            write_row(problem, to[i], g, row, &read[i]);
+            if (from[i] != to[i])
+                write_row(problem, to[i], g, row, &read[i]);
     }
     for (int64_t i = 0; i < problem->batch; i++)
         read[i].position = from[i] < 0 ? 0 : seen[from[i]];

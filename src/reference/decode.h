@@ -64,6 +64,7 @@ static fdma_status decode_one(const fdma_problem *problem, int64_t b, int64_t g)
     fdma_problem select = selection_of(&head, &selection);
     fdma_set_aside(&select.exec, &arena);
     const fdma_status status = fdma_select_stream(&select_kernel, &select);
+    fdma_hide_missing_rows(&head, &selection);
     fdma_fill_bias(&head, &selection);
     fdma_problem forward = fdma_decode_forward(&head, &selection);
     forward.exec = select.exec;

@@ -11,8 +11,10 @@ typedef struct key_row {
 
 static inline key_row row_of_key(const fdma_problem *problem, const fdma_tensor *own,
                                  const fdma_tensor *carried, int64_t b, int64_t j, int64_t g) {
-    const key_storage storage = storage_of_key(problem, own, carried, j);
-    return (key_row){storage.tensor, offset_of(storage.tensor, b, storage.index, g)};
+    if (j >= problem->carried_len)
+        return (key_row){own, offset_of(own, b, j - problem->carried_len, g)};
+    const key_indices at = indices_of_carried(problem, b, j);
+    return (key_row){carried, offset_of(carried, at.first, at.row, g)};
 }
 
 /* The number of key j in a tensor shaped as bias. */

@@ -207,6 +207,8 @@ static inline fdma_decode_args step_args(const whole_call *x, const fdma_cache *
 static inline void run_step(const whole_call *x, const fdma_cache *cache, step *s,
                             const char *kernel) {
     fdma_decode_args args = step_args(x, cache, s, kernel);
+    if (kernel != NULL && !is_device_kernel(kernel) && !operation_takes("decode", kernel, x->dtype))
+        args.exec.kernel = NULL; // a kernel of another operation, whose point decodes other dtypes
     CHECK_OK(run_decode(&args));
 }
 

@@ -8,7 +8,9 @@
 
 enum { operation_count = operation_attention_backward + 1, kernel_limit = 32 };
 
-static inline bool is_device_kernel(const char *name) { return strncmp(name, "cuda/", 5) == 0; }
+static inline bool is_device_kernel(const char *name) {
+    return strncmp(name, "cuda", 4) == 0 && (name[4] == '/' || name[4] == '\0');
+}
 
 /* run: makes a call on a device, with copies of its tensors there; set by device.h, else NULL.
  * fill: the byte that workspace is full of before a call. */
@@ -229,6 +231,7 @@ typedef struct call_sizes {
     int64_t tiles, width; /* of lists */
     int64_t carried;      /* keys, which kv_len counts too; 0: no carried keys and no tables */
     int64_t sequences;    /* of a cache */
+    int64_t pages;        /* of a sequence; 0: no page table */
 } call_sizes;
 
 /* The length of an axis, by its letter in core/signatures.c. */
@@ -248,6 +251,7 @@ static inline int64_t size_of_axis(const call_sizes *n, char letter) {
         ['r'] = n->carried,
         ['z'] = n->carried,
         ['p'] = n->sequences,
+        ['x'] = n->pages,
     };
     return sizes[(int)letter];
 }
@@ -285,7 +289,8 @@ static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, boo
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
         const int32_t rank = (int32_t)strlen(entry->dims);
         int64_t shape[4] = {0};
-        if (is_list_of_numbers(entry) || (n->carried == 0 && strpbrk(entry->dims, "rz") != NULL) ||
+        if (is_list_of_numbers(entry) || (n->pages == 0 && strchr(entry->dims, 'x') != NULL) ||
+            (n->carried == 0 && strpbrk(entry->dims, "rz") != NULL) ||
             (n->carried == 0 && strstr(entry->name, ".seen") != NULL))
             continue;
         for (int axis = 0; axis < rank; axis++)
@@ -368,15 +373,17 @@ static inline bool call_takes(fdma_operation operation, void *args) {
 }
 
 /* Whether a kernel that runs here takes tensors of this type, for more rows than decode takes. Only
- * forward, backward and merge are asked; the others take every type. */
+ * forward, backward and merge are asked. Decode takes the types that forward takes by the same
+ * name, and the others take every type. */
 static inline bool operation_takes(const char *operation, const char *kernel, fdma_dtype dtype) {
     static const fdma_operation asked[] = {operation_forward, operation_backward, operation_merge};
     static const call_sizes n = {
         .batch = 1, .q_len = 32, .kv_len = 32, .q_heads = 1, .kv_heads = 1, .head_dim = 8};
+    const char *const like = strcmp(operation, "decode") == 0 ? "forward" : operation;
     for (int i = 0; i < TEST_COUNT(asked); i++) {
         call x = {.operation = asked[i]};
         size_t bytes;
-        if (strcmp(operations[asked[i]].name, operation) != 0)
+        if (strcmp(operations[asked[i]].name, like) != 0)
             continue;
         call_make(&x, &n, dtype, false);
         call_describe_selection(&x, 4, FDMA_SCOPE_GLOBAL);

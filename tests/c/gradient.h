@@ -76,6 +76,7 @@ static inline fdma_backward_args gradient_args(const gradient_problem *p, const 
         .causal = x->causal,
         .deterministic = p->deterministic,
         .exec = {.kernel = kernel, .threads = 1},
+        .kv_used = x->kv_used,
     };
 }
 
@@ -121,6 +122,7 @@ static inline fdma_attention_backward_args fused_args(const gradient_problem *p,
         .bias_form = form,
         .causal = x->causal,
         .exec = {.kernel = kernel, .threads = 2},
+        .kv_used = x->kv_used,
     };
 }
 
@@ -193,18 +195,21 @@ static inline double gradient_floor(fdma_dtype dtype) {
     return dtype == FDMA_FLOAT16 ? 0x1p-24 : 0x1p-126;
 }
 
-/* The tolerance of `fdma check`: twice the largest error of the plain evaluation, and a rounding
- * step. */
+/* The tolerance of `fdma check`, for results of this dtype: twice the largest error of the plain
+ * evaluation, and a rounding step. */
+static inline void check_like_plain(fdma_tensor actual, fdma_tensor want, fdma_tensor plain,
+                                    fdma_dtype dtype) {
+    const double error = largest_difference(plain, want);
+    CHECK_NEAR(largest_difference(actual, want), 0,
+               2 * error + step_of(dtype) * largest_of(want) + gradient_floor(dtype));
+}
+
 static inline void check_expected(const gradient_problem *p, gradients actual) {
     if (!p->expected->known)
         *p->expected = (expected_gradients){1, reference_gradients(p), plain_gradients(p)};
     const gradients want = p->expected->reference, plain = p->expected->plain;
-    for (int t = 0; t < TEST_COUNT(want.all); t++) {
-        const fdma_dtype dtype = actual.all[t].dtype;
-        const double error = largest_difference(plain.all[t], want.all[t]);
-        CHECK_NEAR(largest_difference(actual.all[t], want.all[t]), 0,
-                   2 * error + step_of(dtype) * largest_of(want.all[t]) + gradient_floor(dtype));
-    }
+    for (int t = 0; t < TEST_COUNT(want.all); t++)
+        check_like_plain(actual.all[t], want.all[t], plain.all[t], actual.all[t].dtype);
 }
 
 /* The largest error is at most `relative` of the largest element. */

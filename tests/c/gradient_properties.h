@@ -216,7 +216,7 @@ static inline void check_nan_row(const gradient_problem *p, const char *kernel) 
 
 /* ---- selections that make no sense ---- */
 
-/* Wrong numbers, and no access outside: guards and sanitizers say. */
+/* Wrong numbers, or a refusal on the CPU; and no access outside: guards and sanitizers say. */
 static inline void run_corrupt(const gradient_problem *p, const char *kernel) {
     uint64_t state = 77;
     gradient_problem wrong = *p;
@@ -225,7 +225,9 @@ static inline void run_corrupt(const gradient_problem *p, const char *kernel) {
     for (int how = 0; how < corruption_count * corruption_count && p->x.window >= 0; how++) {
         corrupt(wrong.x.selection.expiry, (corruption)(how / corruption_count), &state);
         corrupt(wrong.x.selection.slot, (corruption)(how % corruption_count), &state);
-        gradient_run(&wrong, kernel, 2);
+        fdma_backward_args args = gradient_args(&wrong, kernel);
+        const fdma_status status = run_backward(&args);
+        CHECK(status == FDMA_OK || (test_backend.run == NULL && status == FDMA_INVALID_ARGUMENT));
     }
 }
 

@@ -16,7 +16,7 @@ typedef struct problem {
     fdma_tensor q, k, v;
     fdma_tensor score, bias; /* [batch, kv_heads, kv_len] float32 */
     fdma_tensor key_valid;   /* absent unless a test sets it, as starts is */
-    fdma_tensor starts;
+    fdma_tensor starts, kv_used;
     fdma_selection selection;
 } problem;
 
@@ -58,6 +58,7 @@ static inline void problem_select(problem *x) {
         .sinks = x->sinks,
         .scope = x->scope,
         .exec = {.kernel = "reference"},
+        .kv_used = x->kv_used,
     };
     CHECK_OK(run_select(&args));
 }
@@ -78,6 +79,7 @@ static inline fdma_forward_args problem_args(const problem *x, const char *kerne
         .softcap = x->softcap,
         .causal = x->causal,
         .exec = {.kernel = kernel, .threads = 1},
+        .kv_used = x->kv_used,
     };
 }
 
@@ -205,6 +207,7 @@ static inline problem problem_sequence(const problem *x, int64_t b) {
     alone.v = sequence_of(x->v, b);
     alone.bias = sequence_of(x->bias, b);
     alone.key_valid = sequence_of(x->key_valid, b);
+    alone.kv_used = sequence_of(x->kv_used, b);
     alone.selection.expiry = sequence_of(x->selection.expiry, b);
     alone.selection.slot = sequence_of(x->selection.slot, b);
     return alone;

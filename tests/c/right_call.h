@@ -70,9 +70,11 @@ static inline void name_sequences(call *x) {
     ((int32_t *)x->args.cache_copy.to.data)[1] = 2;
 }
 
-/* A call with all optional tensors or with none, and with so many carried keys, if any. It has
+/* A call with all optional tensors or with none, and with so many carried keys or pages of each
+ * sequence of its cache, if any. It has
  * succeeded once, and since then its memory holds `untouched` everywhere. */
-static inline call *right_call_with(fdma_operation operation, bool with_optional, int64_t carried) {
+static inline call *right_call_with(fdma_operation operation, bool with_optional, int64_t carried,
+                                    int64_t pages) {
     enum { spare_workspace = 4096 };
     const tensor_table table = fdma_tensors[operation];
     const bool with_tables = carried > 0;
@@ -83,9 +85,10 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     x->operation = operation;
     right.sizes = right_sizes;
     if (has_cache(operation))
-        carried = 4, right.sizes.sequences = 3; // the rows of its cache
+        carried = 4, right.sizes.sequences = 3; // the rows of its cache, and of a page
     right.sizes.kv_len += carried;
     right.sizes.carried = carried;
+    right.sizes.pages = pages;
     call_make(x, &right.sizes, call_dtype(operation), with_optional);
     if (operation == operation_decode)
         leave_one_of_pair(x, with_tables);
@@ -108,7 +111,7 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
 }
 
 static inline call *right_call(fdma_operation operation, bool with_optional) {
-    return right_call_with(operation, with_optional, 0);
+    return right_call_with(operation, with_optional, 0, 0);
 }
 
 static inline bool is_untouched(void) {

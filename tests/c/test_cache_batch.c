@@ -1,6 +1,6 @@
 /* test_cache_batch.c - a stream has the same bits in a batch of any size: every stream of a large
  * batch, whose heads a device cannot take all at once, gets the out and the lse of a call on it
- * alone. */
+ * alone. A call's workspace also serves streams with fewer tokens. */
 #include "backend.h"
 #include "gradient.h"
 
@@ -123,6 +123,38 @@ static void streams_are_the_same_in_any_batch(void) {
     for_each_kernel("decode", batches_change_no_bit);
 }
 
-static const test_entry tests[] = {TEST(streams_are_the_same_in_any_batch)};
+/* With these rows, three new tokens make more splits of the keys on the CPU than four. */
+static void fewer_tokens_need_no_more_memory(const char *kernel, fdma_dtype dtype) {
+    enum { tokens = 4, used = 3, rows = 9213 };
+    uint64_t state = 3;
+    int32_t count = used;
+    const fdma_cache cache = new_cache(1, rows, rows, dtype, &state);
+    batch_call all = new_call(1, tokens, dtype, &state);
+    all.q = new_tensor(dtype, 1, tokens, kv_heads, head_dim);
+    fill_random(all.q, &state, 1);
+    all.out = new_output(dtype, 1, tokens, kv_heads, head_dim);
+    all.lse = new_output(FDMA_FLOAT32, 1, kv_heads, tokens, -1);
+    batch_call three = all;
+    three.q = positions_of(all.q, 1, 0, used), three.k = positions_of(all.k, 1, 0, used);
+    three.v = positions_of(all.v, 1, 0, used), three.score = positions_of(all.score, 2, 0, used);
+    three.out = new_output(dtype, 1, used, kv_heads, head_dim);
+    three.lse = new_output(FDMA_FLOAT32, 1, kv_heads, used, -1);
+    test_context("%s, %s", kernel, dtype_name(dtype));
+    fdma_decode_args args = args_of(&cache, &all, kernel), fewer = args_of(&cache, &three, kernel);
+    args.n_tokens = fdma_tensor_1d(&count, FDMA_INT32, 1);
+    if (call_takes(operation_decode, &args)) {
+        CHECK_OK(run_decode(&args));
+        CHECK_OK(run_decode(&fewer));
+        check_near(positions_of(all.out, 1, 0, used), three.out, 0x1p-7);
+    }
+    test_free_all();
+}
+
+static void workspaces_serve_fewer_tokens(void) {
+    for_each_kernel("decode", fewer_tokens_need_no_more_memory);
+}
+
+static const test_entry tests[] = {TEST(streams_are_the_same_in_any_batch),
+                                   TEST(workspaces_serve_fewer_tokens)};
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

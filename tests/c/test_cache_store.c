@@ -474,7 +474,10 @@ static void corrupt_selections_do_no_harm(void) {
             selection.sinks = fresh.sinks, selection.scope = fresh.scope, selection.kv_len = 40;
         }
         for (int64_t n = 0; n < count_of(selection.slot); n++) {
-            ((int32_t *)selection.slot.data)[n] = strange[random_below(&state, 9)];
+            const int32_t slot = strange[random_below(&state, 9)];
+            const int32_t rows = (int32_t)(selection.window + selection.recent);
+            const bool is_refused = test_backend.run == NULL && slot >= rows;
+            ((int32_t *)selection.slot.data)[n] = is_refused ? rows - 1 : slot;
             ((int32_t *)selection.expiry.data)[n] = strange[random_below(&state, 9)];
         }
         for (int64_t n = 0; n < count_of(cache.table.position); n++)

@@ -1,6 +1,6 @@
 /* test_cuda_workspace.c - workspace on a CUDA device that was asked for before there was data is
  * enough wherever the data then lies: kernels that want 16 bytes' alignment leave the call to
- * others, or copy. And how much of it gradients want. */
+ * others, or copy. And how much of it gradients want, of carried keys too. */
 #include "device.h"
 
 /* A copy on the device that begins one element into its memory, if `shift`. */
@@ -131,10 +131,40 @@ static void gradients_want_little_memory(void) {
     }
 }
 
+/* Asks what a call with so many carried keys, or with none, wants. Returns the bytes of k, v, bias
+ * and their gradients. */
+static double ask_for_gradients(int64_t carried, size_t *bytes) {
+    const call_sizes n = {.batch = 2,
+                          .q_len = 600,
+                          .kv_len = 900,
+                          .q_heads = 4,
+                          .kv_heads = 2,
+                          .head_dim = 64,
+                          .carried = carried};
+    call x = {.operation = operation_backward};
+    fdma_backward_args *const args = &x.args.backward;
+    args->causal = 1;
+    args->exec.device = device_number;
+    call_make(&x, &n, backend_dtype(), true);
+    args->key_valid = (fdma_tensor){0};
+    call_describe_selection(&x, 300, FDMA_SCOPE_CAUSAL);
+    CHECK_OK(fdma_backward_workspace(args, bytes));
+    return 4 * (double)bytes_of(args->k) + 2 * (double)bytes_of(args->bias);
+}
+
+static void gradients_of_carried_keys_want_copies(void) {
+    const double slack = 1024; // bytes of alignment
+    size_t with_carried = 0, without = 0;
+    ask_for_gradients(300, &with_carried);
+    const double copies = ask_for_gradients(0, &without);
+    CHECK_NEAR((double)with_carried - (double)without, copies, slack);
+}
+
 static const test_entry tests[] = {
     TEST(scores_of_shifted_data),
     TEST(forward_of_shifted_data),
     TEST(gradients_want_little_memory),
+    TEST(gradients_of_carried_keys_want_copies),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

@@ -15,24 +15,25 @@
 
 #define CACHE(r)                                                                                   \
     " >cache.k:p" r "gd:s >cache.v:p" r "gd:s >cache.bias:pg" r ":f >cache.table.score:pg" r       \
-    ":f >cache.table.position:pg" r ":i >cache.table.seen:p:i"
+    ":f >cache.table.position:pg" r ":i >cache.table.seen:p:i cache.page_table?:px:i"
 
 static const char *const documented[operation_count] = {
-    [operation_score] =
-        " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u >score?:bgj:f >bias?:bgj:f",
-    [operation_select] = " score:bgn:f key_valid?:bn:u starts?:s:i" TABLE(
+    [operation_score] = " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u kv_used?:b:i "
+                        ">score?:bgj:f >bias?:bgj:f",
+    [operation_select] = " score:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i" TABLE(
         "", "table_in", "s") " >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "s"),
-    [operation_lists] = " expiry:bgj:i slot:bgj:i starts?:s:i >list:bgtw:i >count:bgt2:i",
+    [operation_lists] =
+        " expiry:bgj:i slot:bgj:i starts?:s:i kv_used?:b:i >list:bgtw:i >count:bgt2:i",
     [operation_forward] =
-        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i" CARRIED(
+        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i" CARRIED(
             "", "") " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
     [operation_backward] =
-        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i" CARRIED(
+        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i" CARRIED(
             "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f"
                     " dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bngd:s >dv:bngd:s"
                     " >dbias?:bgn:f" CARRIED(">", "d"),
     [operation_score_backward] =
-        " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u dbias:bgj:f"
+        " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u kv_used?:b:i dbias:bgj:f"
         " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b",
     [operation_merge] = " out_a:bihd:s lse_a:bhi:f out_b:bihd:s lse_b:bhi:f >out:bihd:s"
                         " >lse?:bhi:f",
@@ -48,12 +49,12 @@ static const char *const documented[operation_count] = {
     [operation_cache_copy] = CACHE("r") " from:b:i to:b:i",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
-        "starts?:s:i" TABLE("", "table_in", "f")
+        "starts?:s:i kv_used?:b:i" TABLE("", "table_in", "f")
             CARRIED("", "") " >out:bihd:s >lse?:bhi:f >score?:bgn:f"
                             " >bias?:bgn:f >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "f"),
     [operation_attention_backward] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w bias?:bgn:f key_valid?:bn:u "
-        "starts?:s:i" CARRIED(
+        "starts?:s:i kv_used?:b:i" CARRIED(
             "",
             "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f"
                 " >dq:bihd:s >dk:bngd:s >dv:bngd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b" CARRIED(
@@ -69,7 +70,7 @@ static void list_is_as_documented(void) {
     };
     for (int operation = 0; operation < operation_count; operation++) {
         const tensor_table table = fdma_tensors[operation];
-        char text[768] = "";
+        char text[832] = "";
         for (size_t t = 0; t < table.count; t++) {
             const tensor_entry *const entry = &table.entries[t];
             const size_t used = strlen(text);
@@ -136,8 +137,10 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
                 0};
             const expectation want = origin ? want_of_origin(letter, wrong[i]) : other;
             tensor.shape[axis] = wrong[i];
-            /* a list may be wider; without optional tensors nothing contradicts a settled size */
-            if ((letter != 'w' || wrong[i] < size) && (with_optional || !origin))
+            /* lists and page tables may be wider; without optional tensors nothing contradicts a
+             * settled size */
+            if ((strchr("wx", letter) == NULL || wrong[i] < (letter == 'w' ? size : 0)) &&
+                (with_optional || !origin))
                 check_tensor(entry, tensor, "has an axis of another size", &want);
         }
         tensor.shape[axis] = size;
@@ -238,19 +241,22 @@ static void check_overlaps(const tensor_entry *entry, fdma_tensor tensor) {
     check_tensor(entry, tensor, "lies where the workspace ends", &want);
 }
 
+static void check_tensor_of(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {
+    check_ranks(entry, tensor);
+    check_axes(entry, tensor, with_optional);
+    check_dtypes(entry, tensor);
+    check_strides(entry, tensor);
+    check_data(entry, tensor);
+    check_overlaps(entry, tensor);
+}
+
 static void check_tensors(bool with_optional) {
     const tensor_table table = fdma_tensors[right.call.operation];
     for (size_t t = 0; t < table.count; t++) {
         const tensor_entry *const entry = &table.entries[t];
         const fdma_tensor tensor = *call_tensor(&right.call, entry);
-        if (tensor.rank > 0) {
-            check_ranks(entry, tensor);
-            check_axes(entry, tensor, with_optional);
-            check_dtypes(entry, tensor);
-            check_strides(entry, tensor);
-            check_data(entry, tensor);
-            check_overlaps(entry, tensor);
-        }
+        if (tensor.rank > 0)
+            check_tensor_of(entry, tensor, with_optional);
     }
 }
 
@@ -267,8 +273,21 @@ static void tensors_of_streams_are_checked(void) {
     for (int operation = 0; operation < operation_count; operation++) {
         if (!has_axis((fdma_operation)operation, 'n'))
             continue;
-        right_call_with((fdma_operation)operation, true, 4);
+        right_call_with((fdma_operation)operation, true, 4, 0);
         check_tensors(true);
+    }
+}
+
+/* With a page table k and v of a cache have other axes: test_cache_pages has their mistakes. */
+static void page_tables_are_checked(void) {
+    for (int operation = 0; operation < operation_count; operation++) {
+        const tensor_table table = fdma_tensors[operation];
+        for (size_t t = 0; t < table.count; t++) {
+            if (strchr(table.entries[t].dims, 'x') == NULL)
+                continue;
+            call *const x = right_call_with((fdma_operation)operation, true, 0, 2);
+            check_tensor_of(&table.entries[t], *call_tensor(x, &table.entries[t]), true);
+        }
     }
 }
 
@@ -276,6 +295,7 @@ static const test_entry tests[] = {
     TEST(list_is_as_documented),
     TEST(tensors_are_checked),
     TEST(tensors_of_streams_are_checked),
+    TEST(page_tables_are_checked),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -84,6 +84,24 @@ static void rows_are_paired(void) {
     }
 }
 
+static void channels_of_two_rows_are_paired(void) {
+    const pair_vocabulary *x = pairs;
+    uint64_t state = 9;
+    for (int round = 0; round < rounds; round++) {
+        uint16_t first[2 * lanes], second[2 * lanes];
+        float even[lanes], odd[lanes];
+        for (int i = 0; i < 2 * lanes; i++) {
+            first[i] = (uint16_t)random_bits(&state);
+            second[i] = (uint16_t)random_bits(&state);
+        }
+        x->load_even_odd_pairs(even, odd, first, second);
+        for (int i = 0; i < x->width; i++) {
+            check_bits("even", i, even[i], (uint32_t)second[2 * i] << 16 | first[2 * i]);
+            check_bits("odd", i, odd[i], (uint32_t)second[2 * i + 1] << 16 | first[2 * i + 1]);
+        }
+    }
+}
+
 /* Products of bfloat16 are exact in double precision; each of the two additions is off by less than
  * a unit in the last place of what it adds up to, in whatever direction it rounds. */
 static void dots_are_sums_of_products(void) {
@@ -102,6 +120,14 @@ static void dots_are_sums_of_products(void) {
         for (int i = 0; i < x->width; i++) {
             const double even = (double)term[0][0] * (double)term[2][i];
             const double odd = (double)term[1][0] * (double)term[3][i];
+            const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
+            const double step = (double)FLT_EPSILON;
+            CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, (2 + step) * step * size);
+        }
+        x->dot_lanes(to, a, b, sum); /* every word of both */
+        for (int i = 0; i < x->width; i++) {
+            const double even = (double)term[0][i] * (double)term[2][i];
+            const double odd = (double)term[1][i] * (double)term[3][i];
             const double size = fabs(even) + fabs(odd) + fabs((double)sum[i]);
             const double step = (double)FLT_EPSILON;
             CHECK_NEAR((double)to[i], (double)sum[i] + even + odd, (2 + step) * step * size);
@@ -146,8 +172,12 @@ static void dots_of_special_numbers(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(halves_are_rounded_and_told_apart), TEST(terms_are_rounded),       TEST(rows_are_paired),
-    TEST(dots_are_sums_of_products),         TEST(dots_of_special_numbers),
+    TEST(halves_are_rounded_and_told_apart),
+    TEST(terms_are_rounded),
+    TEST(rows_are_paired),
+    TEST(dots_are_sums_of_products),
+    TEST(dots_of_special_numbers),
+    TEST(channels_of_two_rows_are_paired),
 };
 
 int main(void) {

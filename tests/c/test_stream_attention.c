@@ -205,31 +205,7 @@ static void pieces_by_every_kernel(void) { for_each_kernel("forward", pieces_are
 
 /* ---- gradients ---- */
 
-typedef struct stream_gradients {
-    fdma_tensor dq, dk, dv, dbias; /* of the whole sequence */
-} stream_gradients;
-
-static stream_gradients new_gradients(const stream *x) {
-    return (stream_gradients){new_tensor(x->dtype, batch, stream_len, q_heads, head_dim),
-                              new_tensor(x->dtype, batch, stream_len, kv_heads, head_dim),
-                              new_tensor(x->dtype, batch, stream_len, kv_heads, head_dim),
-                              new_tensor(FDMA_FLOAT32, batch, kv_heads, stream_len, -1)};
-}
-
-static void add_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t from_row, int64_t b,
-                    int64_t g) {
-    const bool is_row = to.rank == 4;
-    const int64_t t = b * to.stride[0] + (is_row ? to_row : g) * to.stride[1] +
-                      (is_row ? g : to_row) * to.stride[2];
-    const int64_t f = b * from.stride[0] + (is_row ? from_row : g) * from.stride[1] +
-                      (is_row ? g : from_row) * from.stride[2];
-    for (int64_t d = 0; d < (is_row ? head_dim : 1); d++)
-        ((float *)to.data)[t + d] += ((const float *)from.data)[f + d];
-}
-
-/* Adds the gradients of one piece to those of the whole sequence: of its own keys, and of carried
- * ones at the positions that they have in the stream. */
-static void add_piece(const stream *x, const piece *one, stream_gradients *sum) {
+static fdma_backward_args backward_args(const stream *x, const piece *one, const char *kernel) {
     const int64_t count = one->end - one->first;
     fdma_backward_args args = {.size = sizeof args,
                                .dout = gathered(one->dout),
@@ -242,132 +218,187 @@ static void add_piece(const stream *x, const piece *one, stream_gradients *sum) 
                                .k_carried = one->k_carried,
                                .v_carried = one->v_carried,
                                .bias_carried = one->bias_carried,
-                               .dq = positions_of(sum->dq, 1, one->first, one->end),
+                               .dq = new_output(x->dtype, batch, count, q_heads, head_dim),
                                .dk = new_output(x->dtype, batch, count, kv_heads, head_dim),
                                .dv = new_output(x->dtype, batch, count, kv_heads, head_dim),
                                .dbias = new_output(FDMA_FLOAT32, batch, kv_heads, count, -1),
                                .selection = &one->selection,
-                               .causal = 1};
+                               .causal = 1,
+                               .deterministic = 1,
+                               .exec = {.kernel = kernel}};
     if (one->carried > 0) {
         args.dk_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim);
         args.dv_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim);
         args.dbias_carried = new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1);
     }
-    CHECK_OK(run_backward(&args));
-    for (int64_t n = 0; n < batch * kv_heads * (one->carried + count); n++) {
-        const int64_t kv_len = one->carried + count, j = n % kv_len;
-        const int64_t b = n / kv_len / kv_heads, g = n / kv_len % kv_heads;
+    return args;
+}
+
+/* In float64. */
+static gradients new_sums(void) {
+    return (gradients){.dq = new_tensor(FDMA_FLOAT64, batch, stream_len, q_heads, head_dim),
+                       .dk = new_tensor(FDMA_FLOAT64, batch, stream_len, kv_heads, head_dim),
+                       .dv = new_tensor(FDMA_FLOAT64, batch, stream_len, kv_heads, head_dim),
+                       .dbias = new_tensor(FDMA_FLOAT64, batch, kv_heads, stream_len, -1)};
+}
+
+/* Adds row `from_row` of a head, or that number of a tensor shaped as bias, to row `to_row` of the
+ * sums; of an empty row (`to_row` < 0) checks that it is 0. */
+static void add_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t from_row, int64_t b,
+                    int64_t g) {
+    const bool is_row = to.rank == 4;
+    const int64_t t = b * to.stride[0] + (is_row ? to_row : g) * to.stride[1] +
+                      (is_row ? g : to_row) * to.stride[2];
+    const int64_t f = b * from.stride[0] + (is_row ? from_row : g) * from.stride[1] +
+                      (is_row ? g : from_row) * from.stride[2];
+    for (int64_t d = 0; d < (is_row ? head_dim : 1); d++) {
+        const double number = load_double(from.data, from.dtype, f + d);
+        if (to_row < 0)
+            CHECK(number == 0);
+        else
+            ((double *)to.data)[t + d] += number;
+    }
+}
+
+/* Adds the gradients of one piece to those of the whole sequence: of its own keys, and of carried
+ * ones at the positions that they have in the stream. */
+static void add_piece(const piece *one, const fdma_backward_args *args, const gradients *sum) {
+    const int64_t count = one->end - one->first, kv_len = one->carried + count;
+    for (int64_t n = 0; n < batch * q_heads * count; n++) {
+        const int64_t b = n / count / q_heads, h = n / count % q_heads, i = n % count;
+        add_row(sum->dq, one->first + i, args->dq, i, b, h);
+    }
+    for (int64_t n = 0; n < batch * kv_heads * kv_len; n++) {
+        const int64_t b = n / kv_len / kv_heads, g = n / kv_len % kv_heads, j = n % kv_len;
         const bool carried = j < one->carried;
         const int64_t from = carried ? j : j - one->carried;
         const int64_t to = carried ? int_at(one->table_in.position, b, g, j) : one->first + from;
-        if (to < 0)
-            continue; // an empty row
-        add_row(sum->dk, to, carried ? args.dk_carried : args.dk, from, b, g);
-        add_row(sum->dv, to, carried ? args.dv_carried : args.dv, from, b, g);
-        add_row(sum->dbias, to, carried ? args.dbias_carried : args.dbias, from, b, g);
+        add_row(sum->dk, to, carried ? args->dk_carried : args->dk, from, b, g);
+        add_row(sum->dv, to, carried ? args->dv_carried : args->dv, from, b, g);
+        add_row(sum->dbias, to, carried ? args->dbias_carried : args->dbias, from, b, g);
     }
+}
+
+static gradients sum_pieces(const stream *x, const piece *pieces, int count, const char *kernel) {
+    const gradients sum = new_sums();
+    for (int n = 0; n < count; n++) {
+        fdma_backward_args args = backward_args(x, &pieces[n], kernel);
+        CHECK_OK(run_backward(&args));
+        add_piece(&pieces[n], &args, &sum);
+    }
+    return sum;
+}
+
+/* Those of the whole sequence, in float64. */
+static gradients whole_gradients(const stream *x) {
+    const gradient_problem p = {.x = {.batch = batch,
+                                      .q_len = stream_len,
+                                      .kv_len = stream_len,
+                                      .q_heads = q_heads,
+                                      .kv_heads = kv_heads,
+                                      .head_dim = head_dim,
+                                      .window = window,
+                                      .causal = 1,
+                                      .dtype = x->dtype,
+                                      .q = x->q,
+                                      .k = x->k,
+                                      .v = x->v,
+                                      .bias = x->bias,
+                                      .selection = x->selection},
+                                .out = x->out,
+                                .lse = x->lse,
+                                .dout = x->dout};
+    return reference_gradients(&p);
+}
+
+static void gradients_add_up(const char *kernel, fdma_dtype dtype) {
+    static piece pieces[most_pieces];
+    stream x = new_stream(dtype, FDMA_BIAS_LINEAR, false);
+    attend_whole(&x, NULL);
+    const int count = attend_stream(&x, 31, NULL, pieces);
+    fdma_backward_args args = backward_args(&x, &pieces[1], kernel);
+    if (!call_takes(operation_backward, &args))
+        return;
+    const gradients want = whole_gradients(&x), sum = sum_pieces(&x, pieces, count, kernel);
+    const gradients plain = sum_pieces(&x, pieces, count, "reference/float32");
+    for (int t = 0; t < TEST_COUNT(want.all); t++)
+        check_like_plain(sum.all[t], want.all[t], plain.all[t], t < 3 ? dtype : FDMA_FLOAT32);
 }
 
 static void gradients_pass_through_carried_keys(void) {
-    static piece pieces[most_pieces];
-    stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_LINEAR, false);
-    attend_whole(&x, NULL);
-    const int count = attend_stream(&x, 31, NULL, pieces);
-    stream_gradients sum = new_gradients(&x), whole = new_gradients(&x);
-    for (int n = 0; n < count; n++)
-        add_piece(&x, &pieces[n], &sum);
-    fdma_backward_args args = {.size = sizeof args,
-                               .dout = x.dout,
-                               .out = x.out,
-                               .lse = x.lse,
-                               .q = x.q,
-                               .k = x.k,
-                               .v = x.v,
-                               .bias = x.bias,
-                               .dq = whole.dq,
-                               .dk = whole.dk,
-                               .dv = whole.dv,
-                               .dbias = whole.dbias,
-                               .selection = &x.selection,
-                               .causal = 1,
-                               .exec = {.kernel = "reference"}};
-    CHECK_OK(run_backward(&args));
-    check_near(sum.dq, whole.dq, 1e-5);
-    check_near(sum.dk, whole.dk, 1e-5);
-    check_near(sum.dv, whole.dv, 1e-5);
-    check_near(sum.dbias, whole.dbias, 1e-5);
+    for_each_kernel("backward", gradients_add_up);
 }
 
-/* `got`, of the rows of a piece's carried keys, has the numbers that these have in dbias. */
-static void check_carried_dbias(const piece *one, fdma_tensor got, fdma_tensor dbias) {
-    for (int64_t n = 0; n < batch * kv_heads * rows; n++) {
-        const int64_t b = n / rows / kv_heads, g = n / rows % kv_heads, row = n % rows;
-        const int32_t p = int_at(one->table_in.position, b, g, row);
-        const float *const found = got.data, *const want = dbias.data;
-        if (p >= 0)
-            CHECK(found[n] == want[(b * kv_heads + g) * stream_len + p]);
-        else
-            CHECK(found[n] == 0);
-    }
-}
-
-/* The fused call, by any bias form, gives what fdma_backward() and fdma_score_backward() give. */
-static void fused_gradients_are_those_of_the_steps(void) {
-    static piece pieces[most_pieces];
-    const stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_EXP, true);
-    attend_stream(&x, 80, NULL, pieces);
-    const piece *const one = &pieces[1];
+static fdma_attention_backward_args fused_backward_args(const stream *x, const piece *one,
+                                                        const char *kernel) {
     const int64_t count = one->end - one->first;
-    stream_gradients sum = new_gradients(&x);
-    fdma_attention_backward_args args = {
-        .size = sizeof args,
+    return (fdma_attention_backward_args){
+        .size = sizeof(fdma_attention_backward_args),
         .dout = one->dout,
         .out = one->out,
         .lse = one->lse,
         .q = one->q,
         .k = one->k,
         .v = one->v,
-        .dt_proj = x.dt_proj,
-        .a = x.a,
-        .dt_bias = x.dt_bias,
+        .dt_proj = x->dt_proj,
+        .a = x->a,
+        .dt_bias = x->dt_bias,
         .key_valid = one->key_valid,
         .k_carried = one->k_carried,
         .v_carried = one->v_carried,
         .bias_carried = one->bias_carried,
-        .dq = new_output(FDMA_FLOAT32, batch, count, q_heads, head_dim),
-        .dk = new_output(FDMA_FLOAT32, batch, count, kv_heads, head_dim),
-        .dv = new_output(FDMA_FLOAT32, batch, count, kv_heads, head_dim),
-        .ddt_proj = new_output(FDMA_FLOAT32, kv_heads, kv_heads * head_dim, -1, -1),
+        .dq = new_output(x->dtype, batch, count, q_heads, head_dim),
+        .dk = new_output(x->dtype, batch, count, kv_heads, head_dim),
+        .dv = new_output(x->dtype, batch, count, kv_heads, head_dim),
+        .ddt_proj = new_output(x->dtype, kv_heads, kv_heads * head_dim, -1, -1),
         .da = new_output(FDMA_FLOAT32, kv_heads, -1, -1, -1),
-        .ddt_bias = new_output(FDMA_FLOAT32, kv_heads, -1, -1, -1),
-        .dk_carried = new_output(FDMA_FLOAT32, batch, rows, kv_heads, head_dim),
-        .dv_carried = new_output(FDMA_FLOAT32, batch, rows, kv_heads, head_dim),
+        .ddt_bias = new_output(x->dtype, kv_heads, -1, -1, -1),
+        .dk_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim),
+        .dv_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim),
         .dbias_carried = new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1),
         .selection = &one->selection,
         .causal = 1,
+        .deterministic = 1,
+        .exec = {.kernel = kernel},
     };
+}
+
+/* The fused call gives what fdma_backward() and then fdma_score_backward() give. */
+static void fused_gradients_are_those_of_the_steps(void) {
+    static piece pieces[most_pieces];
+    const char *const kernel = test_backend.run != NULL ? "cuda" : NULL;
+    const stream x = new_stream(backend_dtype(), FDMA_BIAS_EXP, true);
+    attend_stream(&x, 80, kernel, pieces);
+    const piece *const one = &pieces[1];
+    fdma_attention_backward_args args = fused_backward_args(&x, one, kernel);
     CHECK_OK(run_attention_backward(&args));
-    add_piece(&x, one, &sum);
-    check_carried_dbias(one, args.dbias_carried, sum.dbias);
-    fdma_score_backward_args step = {.size = sizeof step,
-                                     .dbias = positions_of(sum.dbias, 2, one->first, one->end),
-                                     .v = one->v,
-                                     .dt_proj = x.dt_proj,
-                                     .a = x.a,
-                                     .dt_bias = x.dt_bias,
-                                     .key_valid = one->key_valid,
-                                     .dv = positions_of(sum.dv, 1, one->first, one->end),
-                                     .ddt_proj = copy_tensor(args.ddt_proj),
-                                     .da = copy_tensor(args.da),
-                                     .ddt_bias = copy_tensor(args.ddt_bias)};
-    CHECK_OK(run_score_backward(&step));
-    CHECK_BYTES(args.ddt_proj.data, step.ddt_proj.data, bytes_of(step.ddt_proj));
-    CHECK_BYTES(args.da.data, step.da.data, bytes_of(step.da));
-    CHECK_BYTES(args.ddt_bias.data, step.ddt_bias.data, bytes_of(step.ddt_bias));
-    const fdma_tensor dk = gathered(positions_of(sum.dk, 1, one->first, one->end));
-    const fdma_tensor dv = gathered(step.dv);
-    CHECK_BYTES(args.dk.data, dk.data, bytes_of(dk));
-    CHECK_BYTES(args.dv.data, dv.data, bytes_of(dv));
+    fdma_backward_args first = backward_args(&x, one, kernel);
+    CHECK_OK(run_backward(&first));
+    fdma_score_backward_args second = {
+        .size = sizeof second,
+        .dbias = first.dbias,
+        .v = one->v,
+        .dt_proj = x.dt_proj,
+        .a = x.a,
+        .dt_bias = x.dt_bias,
+        .key_valid = one->key_valid,
+        .dv = first.dv,
+        .ddt_proj = new_output(x.dtype, kv_heads, kv_heads * head_dim, -1, -1),
+        .da = new_output(FDMA_FLOAT32, kv_heads, -1, -1, -1),
+        .ddt_bias = new_output(x.dtype, kv_heads, -1, -1, -1),
+        .exec = {.kernel = kernel}};
+    CHECK_OK(run_score_backward(&second));
+    const fdma_tensor pairs[][2] = {{args.dq, first.dq},
+                                    {args.dk, first.dk},
+                                    {args.dv, second.dv},
+                                    {args.dk_carried, first.dk_carried},
+                                    {args.dv_carried, first.dv_carried},
+                                    {args.dbias_carried, first.dbias_carried},
+                                    {args.ddt_proj, second.ddt_proj},
+                                    {args.da, second.da},
+                                    {args.ddt_bias, second.ddt_bias}};
+    for (int n = 0; n < TEST_COUNT(pairs); n++)
+        CHECK_BYTES(pairs[n][0].data, pairs[n][1].data, bytes_of(pairs[n][1]));
 }
 
 /* ---- bad arguments ---- */

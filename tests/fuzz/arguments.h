@@ -316,7 +316,7 @@ static fdma_tensor maybe_starts(call *to) {
 /* Numbers from `least` to `most`, mostly. */
 static void fill_numbers(call *to, const fdma_tensor *tensor, int32_t least, int64_t most) {
     uint8_t *at = tensor->data;
-    if (at == NULL || to->shared || most < least)
+    if (at == NULL || to->shared || most < least || most > INT32_MAX)
         return;
     const block *const mine = &to->blocks[to->count - 1];
     for (int32_t number; at + sizeof number <= mine->bytes + mine->size && !seldom(&to->in);) {
@@ -330,6 +330,12 @@ static fdma_tensor maybe_numbers(call *to, int32_t least, int64_t most) {
     const fdma_tensor numbers = make_optional(to, false, FDMA_INT32, 1, &to->batch);
     fill_numbers(to, &numbers, least, most);
     return numbers;
+}
+
+/* Packed sequences and streams allow none. */
+static fdma_tensor maybe_used(call *to) {
+    const bool alone = !to->packed && to->rows == 0;
+    return alone || seldom(&to->in) ? maybe_numbers(to, 0, to->kv_len) : (fdma_tensor){0};
 }
 
 /* ---- streams ---- */

@@ -3,6 +3,21 @@
 
 #include "arguments.h"
 
+/* Mostly of a power of 2 of rows; the numbers are those of pages, missing ones among them, and any
+ * number where the bytes that fill the table are left. */
+static void make_pages(call *to, fdma_cache *cache, int64_t rows) {
+    const int64_t page_len =
+        seldom(&to->in) ? take_up_to(&to->in, 9) : INT64_C(1) << take_up_to(&to->in, 4);
+    const int64_t pages = 1 + take_up_to(&to->in, 15);
+    const int64_t pool_shape[] = {pages, page_len, to->kv_heads, to->head_dim};
+    const int64_t enough = page_len > 0 ? (rows + page_len - 1) / page_len : 1;
+    const int64_t table_shape[] = {cache->sequences, enough + take_up_to(&to->in, 1)};
+    cache->k = make(to, true, to->dtype, 4, pool_shape);
+    cache->v = make(to, true, to->dtype, 4, pool_shape);
+    cache->page_table = make(to, false, FDMA_INT32, 2, table_shape);
+    fill_numbers(to, &cache->page_table, -1, pages);
+}
+
 static fdma_cache make_cache(call *to) {
     const fdma_dtype dtype = to->dtype;
     fdma_cache cache = {.sequences = 1 + take_up_to(&to->in, 3),
@@ -16,8 +31,12 @@ static fdma_cache make_cache(call *to) {
     const int64_t rows = (int64_t)((uint64_t)cache.window + (uint64_t)cache.recent);
     const int64_t row_shape[] = {cache.sequences, rows, to->kv_heads, to->head_dim};
     const int64_t shape[] = {cache.sequences, to->kv_heads, rows};
-    cache.k = make(to, true, dtype, 4, row_shape);
-    cache.v = make(to, true, dtype, 4, row_shape);
+    if (take_up_to(&to->in, 3) == 3 && rows > 0 && rows < 1000) {
+        make_pages(to, &cache, rows);
+    } else {
+        cache.k = make(to, true, dtype, 4, row_shape);
+        cache.v = make(to, true, dtype, 4, row_shape);
+    }
     cache.bias = make(to, true, FDMA_FLOAT32, 3, shape);
     cache.table.score = make(to, true, FDMA_FLOAT32, 3, shape);
     cache.table.position = make(to, true, FDMA_INT32, 3, shape);
@@ -78,7 +97,7 @@ static void make_cache_store(call *to) {
     args->k = make_keys(to);
     args->v = make_keys(to);
     args->score = make_per_key(to, false, FDMA_FLOAT32);
-    to->rows = take_up_to(&to->in, 1) && !to->packed ? args->cache.k.shape[1] : 0;
+    to->rows = take_up_to(&to->in, 1) && !to->packed ? args->cache.bias.shape[2] : 0;
     make_selection(to, false, args->cache.window,
                    seldom(&to->in) ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL);
     if (to->selection.slot.rank == 0 && !seldom(&to->in))

@@ -31,6 +31,7 @@ static void make_score(call *to) {
     args->key_valid = maybe_valid(to);
     args->score = maybe_per_key(to, true);
     args->bias = maybe_per_key(to, true);
+    args->kv_used = maybe_used(to);
     to->work = elements(&args->v) * (double)args->v.shape[2];
 }
 
@@ -56,6 +57,7 @@ static void make_select(call *to) {
     to->rows = args->table_out.score.rank > 0 ? args->table_out.score.shape[2] : 0;
     if (to->rows > 0)
         fit_rows(to, &args->window, &args->recent);
+    args->kv_used = maybe_used(to);
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
@@ -87,6 +89,7 @@ static void make_lists(call *to) {
     const int64_t count_shape[] = {to->batch, to->kv_heads, tiles, 2};
     args->list = make(to, true, FDMA_INT32, 4, list_shape);
     args->count = make(to, true, FDMA_INT32, 4, count_shape);
+    args->kv_used = maybe_used(to);
     to->work = elements(&args->list) + elements(&args->count) * (double)to->kv_len;
 }
 
@@ -114,6 +117,7 @@ static void make_forward(call *to) {
         make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
         args->selection = &to->selection;
     }
+    args->kv_used = maybe_used(to);
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
@@ -156,6 +160,7 @@ static void make_attention(call *to) {
     const double keys = (double)args->k.shape[1];
     to->work =
         elements(&args->q) * (1 + keys) + elements(&args->v) * (keys + (double)args->v.shape[2]);
+    args->kv_used = maybe_used(to);
 }
 
 static void make_backward(call *to) {
@@ -194,6 +199,7 @@ static void make_backward(call *to) {
         make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
         args->selection = &to->selection;
     }
+    args->kv_used = maybe_used(to);
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
@@ -214,6 +220,7 @@ static void make_score_backward(call *to) {
     args->ddt_proj = make(to, true, to->dtype, 2, proj_shape);
     args->da = make(to, true, to->dtype, 1, proj_shape);
     args->ddt_bias = maybe_ddt_bias(to, &args->dt_bias);
+    args->kv_used = maybe_used(to);
     to->work = 3 * elements(&args->v) * (double)args->v.shape[2];
 }
 
@@ -267,6 +274,7 @@ static void make_attention_backward(call *to) {
     make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
     if (!seldom(&to->in))
         args->selection = &to->selection;
+    args->kv_used = maybe_used(to);
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]) +
                4 * elements(&args->v) * (double)args->v.shape[2];
 }

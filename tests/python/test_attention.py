@@ -138,6 +138,7 @@ def test_everything_that_the_fused_operator_returns() -> None:
         None,
         None,
         None,
+        None,
         cases.WINDOW,
         9,
         2,
@@ -184,6 +185,34 @@ def test_recent_keeps_the_keys_that_scores_drop() -> None:
     selection = flash_dmattn.select(score, 3, recent=2)
     out, _ = flash_dmattn.attention(zeros, zeros, values, selection=selection, causal=True)
     torch.testing.assert_close(out[0, 19, 0], 0.2 * values[0, [0, 1, 2, 18, 19], 0].sum(0))
+
+
+@pytest.mark.parametrize(("device", "kernel"), TARGETS)
+def test_a_selection_that_says_too_small_a_window(device: str, kernel: str | None) -> None:
+    """The CPU attends to all keys that it keeps, but may have no room for their gradients; a device
+    makes NaN of the rows that would lose some."""
+    dtype = torch.float32 if kernel in cases.WIDE else torch.bfloat16
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(1, 700, 2, 16, generator=generator).to(device, dtype) for _ in range(3)]
+    tensors[0].requires_grad_()
+    selection = flash_dmattn.select(torch.randn(1, 2, 700, generator=generator).to(device), 64)
+    small = selection._replace(window=32)
+    options = {"causal": True, "backend": kernel}
+    right = flash_dmattn.attention(*tensors, selection=selection, **options)
+    found = flash_dmattn.attention(*tensors, selection=small, **options)
+    if device == "cuda":
+        lost = found[1].isnan()  # [batch, q_heads, q_len]
+        assert lost.any() and (lost | (found[1] == right[1])).all()
+        assert torch.equal(found[0].isnan().all(-1), lost.transpose(1, 2))
+        found[0].sum().backward()
+        assert tensors[0].grad.isnan().any()
+        return
+    assert_same(found, right)
+    if kernel == "reference":
+        found[0].sum().backward()
+        return
+    with pytest.raises(ValueError, match="selection: keeps 64 keys at some position"):
+        found[0].sum().backward()
 
 
 # ---- properties of results and gradients ----

@@ -38,12 +38,11 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
     given |= {"recent": 3, "sinks": 2}
-    attended = ops.ATTENTION.op(query, key, value, score, None, None, expiry, slot, *OPTIONS)
+    attended = ops.ATTENTION.op(query, key, value, score, *3 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
-        "starts": None,
-        "dt_bias": None,
+        **dict.fromkeys(("starts", "kv_used", "dt_bias")),
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
@@ -53,6 +52,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     dense |= {"recent": 0, "sinks": 0}
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
     dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
@@ -72,11 +72,16 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused, out alone": (ops.FUSED_OUT, {}),
         "fused in bfloat16": (ops.FUSED, in_bfloat16),
         "fused and packed": (ops.FUSED, packed),
+        "score of few keys": (ops.SCORE, used),
+        "select of few keys": (ops.SELECT, used),
+        "dense over few keys": (ops.ATTENTION, {**dense, **used}),
+        "fused over few keys": (ops.FUSED, used),
         "merge": (ops.MERGE, {}),
         **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
         "dense's backward": (ops.ATTENTION_BACKWARD, dense),
+        "dense's backward over few keys": (ops.ATTENTION_BACKWARD, {**dense, **used}),
         "fused's backward": (ops.FUSED_BACKWARD, {}),
         "score's backward with dt_bias": (ops.SCORE_BACKWARD, dt_bias),
         "fused's backward with dt_bias": (ops.FUSED_BACKWARD, dt_bias),
@@ -102,6 +107,7 @@ def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
         "key_valid": None,
         **{name: torch.tensor(one, dtype=torch.int32) for name, one in numbers.items()},
         **{f"cache_{name}": one for name, one in held.items()},
+        "cache_page_table": None,
         **{f"{name}_carried": held[name] for name in names[:3]},
         **{f"{name}_in": held[name] for name in names[3:]},
     }
@@ -113,9 +119,13 @@ def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
     copied = {**given, "copy_from": given["index"], "copy_to": given["index"].flip(0)}
     by_score = {**given, "dt_proj": None, "a_coef": None, "score": torch.randn(2, 2, 3)}
     without_bias = {**given, "bias_form": "none", "bias_carried": None}
+    pools = {f"cache_{name}": torch.randn(8, 2, 2, 16) for name in names[:2]}
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    in_pages = {**by_score, **pools, "cache_page_table": table}
     return {
         "decode, committing": (ops.DECODE, given),
         "decode, by scores alone": (ops.DECODE, by_score),
+        "decode in pages, committing": (ops.DECODE, in_pages),
         "prefill, committing": (ops.PREFILL, given),
         "prefill of empty sequences, committing": (ops.PREFILL, first),
         "store, committing": (ops.CACHE_STORE, stored),

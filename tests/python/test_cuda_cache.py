@@ -259,7 +259,8 @@ def test_no_call_waits() -> None:
         for count in PIECES:
             step(cache, cut(rows, at, count), weights, None)
             at += count
-        attend(cache, cut(rows, 0, 70), weights, index=beams[:1].int(), n_tokens=accepted[:1])
+        one_row = tuple(one[:1] for one in cut(rows, 0, 70))
+        attend(cache, one_row, weights, index=beams[:1].int(), n_tokens=accepted[:1])
         step(cache, cut(rows, 0, 3), weights, accepted)
         cache.reorder(beams)
         cache.drop(1)

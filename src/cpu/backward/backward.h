@@ -4,6 +4,7 @@
  * number of threads. Sources: arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward. */
 #pragma once
 
+#include "core/error.h"
 #include "cpu/backward/partition.h"
 #if defined(FDMA_POINT_AMX)
 #include "cpu/backward/block_amx.h"
@@ -23,6 +24,7 @@ typedef struct backward_context {
     int64_t tiles; /* of one (b, g) */
     int64_t tasks; /* partitions of all (b, g) */
     int32_t threads;
+    int32_t *most_live; /* [batch * kv_heads]: see most_live() */
 } backward_context;
 
 /* What each thread has of its own. */
@@ -177,14 +179,38 @@ static size_t plan_backward(const fdma_problem *problem, backward_context *conte
     fdma_arena thread_scratch = {0}, left_behind = {0}, arena = fdma_arena_of(problem);
     take_backward_scratch(&thread_scratch, context);
     take_partition(&left_behind, problem, rows_of_key_table(context));
-    const int64_t partitions = problem->any_len     ? most_partitions(problem, context->lanes)
-                               : context->count > 1 ? context->tasks
-                                                    : 0;
+    const int64_t most = problem->batch * most_partitions(problem, context->lanes);
+    const int64_t partitions = problem->any_len ? most : context->count > 1 ? context->tasks : 0;
     context->partition_size = left_behind.used;
     context->partitions = fdma_arena_take(&arena, left_behind.used * (size_t)partitions);
     context->scratch_size = thread_scratch.used;
     context->scratch = fdma_arena_take(&arena, thread_scratch.used * (size_t)context->threads);
+    context->most_live = take_ints(&arena, problem->batch * problem->kv_heads);
     return fdma_arena_size(&arena);
+}
+
+static void find_most_live(const void *context, int64_t head, int32_t thread) {
+    const backward_context *const backward = context;
+    const fdma_problem *const problem = backward->problem;
+    fdma_arena arena = scratch_of_thread(backward->scratch, backward->scratch_size, thread);
+    const backward_scratch scratch = take_backward_scratch(&arena, backward);
+    backward->most_live[head] = most_live(problem, head / problem->kv_heads,
+                                          head % problem->kv_heads, scratch.table.row_of);
+}
+
+/* The key table has rows for as many keys as a selection says that it keeps. */
+static fdma_status check_selection(const backward_context *backward) {
+    const fdma_problem *const problem = backward->problem;
+    const int64_t heads = problem->batch * problem->kv_heads;
+    if (!problem->selected || rows_of_key_table(backward) >= problem->kv_len)
+        return FDMA_OK;
+    fdma_parallel_for(backward->threads, heads, find_most_live, backward);
+    for (int64_t head = 0; head < heads; head++)
+        FDMA_REQUIRE(backward->most_live[head] <= problem->slots, FDMA_INVALID_ARGUMENT,
+                     "selection: keeps %d keys at some position, want at most window + recent, "
+                     "%lld, as it says",
+                     backward->most_live[head], (long long)problem->slots);
+    return FDMA_OK;
 }
 
 static size_t backward_workspace(const fdma_problem *problem) {
@@ -195,6 +221,8 @@ static size_t backward_workspace(const fdma_problem *problem) {
 static fdma_status run_backward(const fdma_problem *problem) {
     backward_context context;
     plan_backward(problem, &context);
+    if (problem->only_checks)
+        return check_selection(&context);
     fdma_parallel_for(context.threads, context.tasks, sweep_partition, &context);
     if (context.count > 1)
         fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, join_partitions,

@@ -26,6 +26,24 @@ static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_pa
     return min((is_partition ? 2 : 1) * problem->slots + lanes + 1, problem->kv_len);
 }
 
+/* The most keys of (b, g) that are kept at any one position. leaving: [kv_len], to work with. */
+static int32_t most_live(const fdma_problem *problem, int64_t b, int64_t g, int32_t *leaving) {
+    const int32_t *const expiry = expiry_of_head(problem, b, g);
+    const uint8_t *const valid = valid_keys(problem, b);
+    const int32_t kv_len = (int32_t)problem->kv_len;
+    int32_t live = 0, most = 0;
+    memset(leaving, 0, (size_t)problem->kv_len * sizeof *leaving);
+    for (int32_t j = 0; j < kv_len; j++) {
+        live -= leaving[j];
+        if (!outlives(expiry, valid, j, j))
+            continue;
+        most = ++live > most ? live : most;
+        if (expiry[j] < kv_len)
+            leaving[expiry[j]]++;
+    }
+    return most;
+}
+
 static int64_t table_width(const fdma_problem *problem) {
     return round_up(tile_dim(problem), vf_width);
 }

@@ -25,12 +25,19 @@ typedef struct copy_context {
 /* What a thread has read of one row. */
 typedef struct row_copies {
     int32_t *position; /* [count]: of the copied sequences */
+    int32_t *page;     /* [2, count]: in k and v, of the row that is read and of the one written */
     uint8_t *slices;   /* [count, slice_bytes] */
 } row_copies;
+
+/* The indices on the first axis of a tensor that rows are copied from and to. */
+typedef struct copied_pairs {
+    const int32_t *from, *to; /* [count] */
+} copied_pairs;
 
 static row_copies take_row_copies(fdma_arena *arena, const fdma_problem *problem) {
     row_copies copies;
     copies.position = take_ints(arena, problem->batch);
+    copies.page = has_pages(&problem->cache) ? take_ints(arena, 2 * problem->batch) : NULL;
     copies.slices = fdma_arena_take(arena, (size_t)problem->batch * slice_bytes);
     return copies;
 }
@@ -39,8 +46,9 @@ static int64_t copied_sequence(const fdma_tensor *list, int64_t n) {
     return ((const int32_t *)list->data)[n];
 }
 
-static bool moves(const fdma_problem *problem, int64_t n) {
-    return copied_sequence(&problem->from, n) != copied_sequence(&problem->to, n);
+/* The sequences, which are the first axis of every tensor that has no pages. */
+static copied_pairs copied_sequences(const fdma_problem *problem) {
+    return (copied_pairs){problem->from.data, problem->to.data};
 }
 
 /* Reads the positions of a row; those of an empty sequence are -1. */
@@ -52,6 +60,23 @@ static void read_positions(const fdma_problem *problem, int64_t g, int64_t row,
     }
 }
 
+/* Finds the pages of a row. It becomes empty where one is missing; a sequence that is copied to
+ * itself stays as it is. */
+static copied_pairs find_pages(const fdma_problem *problem, int64_t row, const row_copies *copies) {
+    const copied_pairs all = copied_sequences(problem);
+    int32_t *const from = copies->page, *const to = copies->page + problem->batch;
+    for (int64_t n = 0; n < problem->batch; n++) {
+        from[n] = to[n] = 0;
+        if (copies->position[n] < 0 || all.from[n] == all.to[n])
+            continue;
+        from[n] = (int32_t)indices_of_row(&problem->cache, all.from[n], row).first;
+        to[n] = (int32_t)indices_of_row(&problem->cache, all.to[n], row).first;
+        if (from[n] < 0 || to[n] < 0)
+            copies->position[n] = -1;
+    }
+    return (copied_pairs){from, to};
+}
+
 static void write_positions(const fdma_problem *problem, int64_t g, int64_t row,
                             const row_copies *copies) {
     for (int64_t n = 0; n < problem->batch; n++)
@@ -59,38 +84,47 @@ static void write_positions(const fdma_problem *problem, int64_t g, int64_t row,
             copies->position[n];
 }
 
-/* Copies `count` elements of every sequence that has a key in this row. They begin at `first` in
- * sequence 0. */
+/* Whether there is a key to copy, and to another row. */
+static bool moves(copied_pairs pairs, const row_copies *copies, int64_t n) {
+    return copies->position[n] >= 0 && pairs.from[n] != pairs.to[n];
+}
+
+/* Copies `count` elements of every sequence that has a key in this row. They begin at `first` at
+ * index 0 of the first axis. */
 static void copy_elements_of_row(const fdma_problem *problem, const fdma_tensor *tensor,
-                                 int64_t first, int64_t count, const row_copies *copies) {
+                                 copied_pairs pairs, int64_t first, int64_t count,
+                                 const row_copies *copies) {
     const size_t size = fdma_dtype_size(tensor->dtype), bytes = (size_t)count * size;
-    const size_t sequence_bytes = (size_t)tensor->stride[0] * size;
+    const size_t step = (size_t)tensor->stride[0] * size;
     uint8_t *const base = (uint8_t *)tensor->data + (size_t)first * size;
     for (size_t begin = 0; begin < bytes; begin += slice_bytes) {
         const size_t length = (size_t)min((int64_t)(bytes - begin), slice_bytes);
-        for (int64_t n = 0; n < problem->batch; n++) {
-            const size_t from = (size_t)copied_sequence(&problem->from, n) * sequence_bytes;
-            if (copies->position[n] >= 0 && moves(problem, n))
-                memcpy(copies->slices + n * slice_bytes, base + from + begin, length);
-        }
-        for (int64_t n = 0; n < problem->batch; n++) {
-            const size_t to = (size_t)copied_sequence(&problem->to, n) * sequence_bytes;
-            if (copies->position[n] >= 0 && moves(problem, n))
-                memcpy(base + to + begin, copies->slices + n * slice_bytes, length);
-        }
+        for (int64_t n = 0; n < problem->batch; n++)
+            if (moves(pairs, copies, n))
+                memcpy(copies->slices + n * slice_bytes,
+                       base + (size_t)pairs.from[n] * step + begin, length);
+        for (int64_t n = 0; n < problem->batch; n++)
+            if (moves(pairs, copies, n))
+                memcpy(base + (size_t)pairs.to[n] * step + begin, copies->slices + n * slice_bytes,
+                       length);
     }
 }
 
 static void copy_row(const fdma_problem *problem, int64_t g, int64_t row,
                      const row_copies *copies) {
     const fdma_cache *const cache = &problem->cache;
+    const fdma_tensor *const bias = &cache->bias, *const score = &cache->table.score;
     const int64_t dim = problem->head_dim;
+    const bool pages = has_pages(cache);
+    const int64_t k = offset_of(&cache->k, 0, pages ? row % problem->page_len : row, g);
+    const int64_t v = offset_of(&cache->v, 0, pages ? row % problem->page_len : row, g);
+    const copied_pairs all = copied_sequences(problem);
     read_positions(problem, g, row, copies);
-    copy_elements_of_row(problem, &cache->k, offset_of(&cache->k, 0, row, g), dim, copies);
-    copy_elements_of_row(problem, &cache->v, offset_of(&cache->v, 0, row, g), dim, copies);
-    copy_elements_of_row(problem, &cache->bias, offset_of(&cache->bias, 0, g, row), 1, copies);
-    copy_elements_of_row(problem, &cache->table.score, offset_of(&cache->table.score, 0, g, row), 1,
-                         copies);
+    const copied_pairs pairs = pages ? find_pages(problem, row, copies) : all;
+    copy_elements_of_row(problem, &cache->k, pairs, k, dim, copies);
+    copy_elements_of_row(problem, &cache->v, pairs, v, dim, copies);
+    copy_elements_of_row(problem, bias, all, offset_of(bias, 0, g, row), 1, copies);
+    copy_elements_of_row(problem, score, all, offset_of(score, 0, g, row), 1, copies);
     write_positions(problem, g, row, copies);
 }
 

@@ -11,16 +11,18 @@
 
 #include "cpu/common/tile.h"
 
-/* Snapshot n (from 1) holds the keys before position n * step that are live there. */
+/* Snapshot n (from 1) holds the keys before position n * step that are live there. If a
+ * selection keeps more keys than it says, a snapshot may have no room for all of them. It is then
+ * incomplete, as are all later ones, and tiles start from the last complete snapshot. */
 typedef struct snapshots {
     int64_t step;
     int64_t count;    /* of each (b, g) */
     int64_t capacity; /* keys that one snapshot can hold */
     int32_t *keys;    /* [batch * kv_heads][count][capacity] */
-    int32_t *length;  /* [batch * kv_heads][count] */
+    int32_t *length;  /* [batch * kv_heads][count]; incomplete: not all live keys fit */
 } snapshots;
 
-enum { min_snapshot_step = 128 };
+enum { min_snapshot_step = 128, incomplete = -1 };
 
 static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) {
     const int64_t window = slots_of(problem), heads = problem->batch * problem->kv_heads;
@@ -40,19 +42,23 @@ static const int32_t *expiry_of_head(const fdma_problem *problem, int64_t b, int
 }
 
 /* Appends to `to` those keys of `from` (of first, first + 1, ... if NULL) that outlive `position`,
- * and returns how many `to` holds then. */
+ * and returns how many `to` holds then; `incomplete` if they are more than its capacity. */
 static int64_t filter_live(int32_t *to, int64_t used, int64_t capacity, const int32_t *from,
                            int64_t first, int64_t count, const int32_t *expiry, int64_t position) {
-    for (int64_t n = 0; n < count && used < capacity; n++) {
+    int64_t n = 0;
+    bool fits = true;
+    for (; n < count && used < capacity; n++) {
         const int32_t j = from != NULL ? from[n] : (int32_t)(first + n);
         to[used] = j;
         used += expiry[j] > position;
     }
-    return used;
+    for (; n < count; n++)
+        fits &= expiry[from != NULL ? from[n] : first + n] <= position;
+    return fits ? used : incomplete;
 }
 
 /* Fills the snapshots of one (b, g): each holds what is left of the one before and of the keys that
- * arrived since. */
+ * arrived since. After one that is incomplete all are. */
 static void fill_snapshots(const fdma_problem *problem, const snapshots *all, int64_t head) {
     const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
     const int32_t *const expiry = expiry_of_head(problem, b, g);
@@ -61,9 +67,11 @@ static void fill_snapshots(const fdma_problem *problem, const snapshots *all, in
     for (int64_t n = 0; n < all->count; n++) {
         const int64_t index = head * all->count + n, position = (n + 1) * all->step;
         int32_t *const keys = all->keys + index * all->capacity;
-        length = filter_live(keys, 0, all->capacity, previous, 0, length, expiry, position);
-        length = filter_live(keys, length, all->capacity, NULL, position - all->step, all->step,
-                             expiry, position);
+        if (length != incomplete) {
+            length = filter_live(keys, 0, all->capacity, previous, 0, length, expiry, position);
+            length = filter_live(keys, length, all->capacity, NULL, position - all->step, all->step,
+                                 expiry, position);
+        }
         all->length[index] = (int32_t)length;
         previous = keys;
     }
@@ -93,9 +101,11 @@ static void start_keys(const fdma_problem *problem, const snapshots *all, const 
         .last_position = rows->last_position,
         .expiring = cursor->expiring,
     };
-    const int64_t n = min(max(rows->first_position, 0) / all->step, all->count);
+    int64_t n = min(max(rows->first_position, 0) / all->step, all->count);
+    int64_t index = (rows->b * problem->kv_heads + rows->g) * all->count + n - 1;
+    for (; n > 0 && all->length[index] == incomplete; n--)
+        index--;
     if (n > 0) {
-        const int64_t index = (rows->b * problem->kv_heads + rows->g) * all->count + n - 1;
         cursor->live = all->keys + index * all->capacity;
         cursor->live_count = all->length[index];
         cursor->next = n * all->step;
@@ -202,16 +212,33 @@ static void mark_lanes(const fdma_problem *problem, const row_range *rows, key_l
     }
 }
 
+/* The address of a carried key's row in the pages of k or v. */
+static const void *row_in_pages(const fdma_problem *problem, const fdma_tensor *carried, int64_t b,
+                                int64_t g, int64_t j) {
+    const key_indices at = indices_of_carried(problem, b, j);
+    return head_row(carried, at.first, at.row, g);
+}
+
 /* The addresses of the rows of some keys in k or v. `carried` may be absent. */
 static void find_rows(const fdma_problem *problem, const fdma_tensor *own,
                       const fdma_tensor *carried, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, const void **sources) {
-    const int64_t step = own->stride[1] * (int64_t)fdma_dtype_size(own->dtype);
-    const uint8_t *const data = problem->new_len > 0 ? head_row(own, b, 0, g) : NULL;
-    const int64_t carried_len = problem->carried_len;
-    for (int32_t n = 0; n < count; n++)
-        sources[n] = key[n] < carried_len ? head_row(carried, b, key[n], g)
-                                          : data + (key[n] - carried_len) * step;
+    const int64_t size = (int64_t)fdma_dtype_size(own->dtype), carried_len = problem->carried_len;
+    const int64_t step = own->stride[1] * size, carried_step = carried->stride[1] * size;
+    const uint8_t *const rows = problem->new_len > 0 ? head_row(own, b, 0, g) : NULL;
+    if (problem->carried_pages.page != NULL) {
+        for (int32_t n = 0; n < count; n++)
+            sources[n] = key[n] < carried_len ? row_in_pages(problem, carried, b, g, key[n])
+                                              : rows + (key[n] - carried_len) * step;
+        return;
+    }
+    const uint8_t *const carried_rows = carried_len > 0 ? head_row(carried, b, 0, g) : NULL;
+    for (int32_t n = 0; n < count; n++) { // without branches, so that it is done in vectors
+        const int64_t j = key[n];
+        const bool is_carried = j < carried_len;
+        sources[n] = (is_carried ? carried_rows : rows) +
+                     (is_carried ? j : j - carried_len) * (is_carried ? carried_step : step);
+    }
 }
 
 static void find_k(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
@@ -228,8 +255,15 @@ static void find_v(const fdma_problem *problem, int64_t b, int64_t g, const int3
 static void find_bias(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
                       int32_t count, float *to) {
     const fdma_tensor *const own = &problem->bias, *const carried = &problem->bias_carried;
+    const int64_t carried_len = problem->carried_len;
+    if (!is_present(own)) {
+        memset(to, 0, (size_t)count * sizeof *to);
+        return;
+    }
+    const float *const bias = problem->new_len > 0 ? float_at(own, b, g, 0) : NULL;
+    const float *const carried_bias = carried_len > 0 ? float_at(carried, b, g, 0) : NULL;
     for (int32_t n = 0; n < count; n++)
-        to[n] = is_present(own) ? *key_float(problem, own, carried, b, g, key[n]) : 0;
+        to[n] = *(key[n] < carried_len ? carried_bias + key[n] : bias + (key[n] - carried_len));
 }
 
 /* Prefetches into the L2 cache one cache line of each row, if a line begins at this byte. */

@@ -5,14 +5,19 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A score as an integer that is ordered like it; NaN is lowest, and both zeros are equal. Integers
- * are compared because subnormal scores must keep their order, even on CPUs that flush them. */
-static inline int32_t score_order(float score) {
-    int32_t bits;
-    memcpy(&bits, &score, sizeof bits);
+/* The bits of a score as an integer that is ordered like it; NaN is lowest, and both zeros are
+ * equal. Integers are compared because subnormal scores must keep their order, even on CPUs that
+ * flush them. */
+static inline int32_t order_of_bits(int32_t bits) {
     const int32_t size = bits & INT32_MAX, infinity = 0x7f800000;
     const int32_t order = bits < 0 ? -size : size;
     return size > infinity ? INT32_MIN : order;
+}
+
+static inline int32_t score_order(float score) {
+    int32_t bits;
+    memcpy(&bits, &score, sizeof bits);
+    return order_of_bits(bits);
 }
 
 /* The order of a key as an integer, the greater the better: that of its score in the upper half,

@@ -1,5 +1,6 @@
 /* fdma_decode(): a task has one kv head of one stream. It decides which keys the new tokens evict,
- * attends, and puts the committed tokens into the cache, where no other task looks. */
+ * attends, and puts the committed tokens into the cache, where no other task looks. Where there are
+ * fewer of them than threads, they run in turn, and the threads share each one's splits. */
 #pragma once
 
 #include "cpu/decode/decode.h"
@@ -9,33 +10,57 @@ typedef struct cached_context {
     const fdma_problem *problem;
     uint8_t *scratch; /* of thread 0; the other threads' follow at multiples of scratch_size */
     size_t scratch_size;
-    int32_t threads;
+    int32_t threads;      /* that take tasks */
+    int32_t head_threads; /* that attend within a task */
 } cached_context;
 
-/* A head with as many tokens and queries as the call allows. It needs the most workspace. */
-static fdma_problem largest_head(const fdma_problem *problem) {
+/* A head with as many tokens and queries as the call allows. Fewer keys may be in more splits, so
+ * it asks for a workspace that also serves them. */
+static fdma_problem largest_head(const fdma_problem *problem, int32_t threads) {
     const head_selection none = {0};
     const decode_head head = {
         .problem = problem, .tokens = problem->new_len, .queries = problem->q_len};
     fdma_problem one = fdma_decode_forward(&head, &none);
     one.exec.workspace = NULL;
-    one.exec.threads = 1;
+    one.exec.threads = threads;
+    one.any_len = true;
     return one;
 }
 
 static size_t plan_cached(const fdma_problem *problem, cached_context *context) {
-    const fdma_problem one = largest_head(problem);
     const int64_t tasks = problem->batch * problem->kv_heads;
     const int64_t row_bytes = problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype);
+    const int32_t threads =
+        threads_to_read(problem, INT64_MAX, 2 * tasks * problem->kv_len * row_bytes);
+    const bool in_turn = tasks < threads;
     fdma_arena arena = fdma_arena_of(problem), own = {0};
     fdma_take_selection(&own, problem);
     take_live_rows(&own, problem);
-    *context = (cached_context){.problem = problem};
+    *context = (cached_context){
+        .problem = problem,
+        .threads = in_turn ? 1 : threads,
+        .head_threads = in_turn ? threads : 1,
+    };
+    const fdma_problem one = largest_head(problem, context->head_threads);
     context->scratch_size = own.used + decode_workspace(&one);
     context->scratch_size = (size_t)round_up((int64_t)context->scratch_size, arena_alignment);
-    context->threads = threads_to_read(problem, tasks, 2 * tasks * problem->kv_len * row_bytes);
     context->scratch = fdma_arena_take(&arena, context->scratch_size * (size_t)context->threads);
     return fdma_arena_size(&arena);
+}
+
+/* Prefetches the rows that attention begins with, while the tokens' rows are being found. */
+static void prefetch_first_rows(const decode_head *head) {
+    const fdma_cache *const cache = &head->problem->cache;
+    const int64_t bytes = cache->head_dim * (int64_t)fdma_dtype_size(cache->dtype);
+    for (int64_t row = 0; row < min(head->problem->carried_len, decode_keys); row++) {
+        const key_indices at = indices_of_row(cache, head->sequence, row);
+        if (at.first < 0)
+            continue;
+        const void *const rows[] = {head_row(&cache->k, at.first, at.row, head->g),
+                                    head_row(&cache->v, at.first, at.row, head->g)};
+        for (int64_t byte = 0; byte < bytes; byte += 64)
+            prefetch_rows(rows, 2, byte);
+    }
 }
 
 static void decode_head_task(const void *context, int64_t index, int32_t thread) {
@@ -49,11 +74,13 @@ static void decode_head_task(const void *context, int64_t index, int32_t thread)
     fdma_clear_queries(&head);
     if (head.sequence < 0 || head.tokens == 0)
         return;
+    prefetch_first_rows(&head);
     evict_keys(&head, &live, &selection);
+    fdma_hide_missing_rows(&head, &selection);
     fdma_fill_bias(&head, &selection);
     fdma_problem one = fdma_decode_forward(&head, &selection);
     one.exec.workspace = arena.base + arena.used;
-    one.exec.threads = 1;
+    one.exec.threads = cached->head_threads;
     if (head.queries > 0)
         run_decode(&one);
     fdma_commit_tokens(&head, &selection);

@@ -5,127 +5,8 @@
 #pragma once
 
 #include "cpu/common/math.h"
-#include "cpu/decode/decode_keys.h"
+#include "cpu/decode/decode_products.h"
 #include "cpu/parallel.h"
-
-/* The size of some channels; `dtype` is a constant at compile time. */
-INLINE int64_t bytes_of(int64_t channels, fdma_dtype dtype) {
-    return channels * (dtype == FDMA_FLOAT32 ? 4 : 2);
-}
-
-/* Channels d, d + 1, ... of a row. */
-INLINE vf channels_of(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
-    if (dtype == FDMA_FLOAT32 && count == vf_width)
-        return vf_load((const float *)row + d);
-    return load_channels(row, dtype, d, count);
-}
-
-/* sums += q k for rows x keys, over `count` channels from d on. */
-INLINE void multiply_channels(vf *sums, const float *q, int64_t width, const void *const *k,
-                              fdma_dtype dtype, int rows, int64_t d, int64_t count) {
-    const int keys = decode_sums / rows;
-    vf channels[shared_rows];
-    UNROLL
-    for (int r = 0; r < rows; r++)
-        channels[r] = vf_load(q + r * width + d);
-    UNROLL
-    for (int n = 0; n < keys; n++) {
-        const vf key = channels_of(k[n], dtype, d, count);
-        UNROLL
-        for (int r = 0; r < rows; r++)
-            sums[r * keys + n] = vf_fma(key, channels[r], sums[r * keys + n]);
-    }
-}
-
-/* Products of `rows` rows of q with decode_sums / rows keys. The products of a row are contiguous;
- * those of the next row follow decode_keys further on. */
-INLINE void multiply_keys(float *products, const float *q, int64_t width, const void *const *k,
-                          const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
-    const int keys = decode_sums / rows;
-    float lanes[decode_sums];
-    vf sums[decode_sums];
-    int64_t d = 0;
-    clear_vectors(sums, 0, decode_sums);
-    for (; d + vf_width <= dim; d += vf_width) {
-        prefetch_rows(ahead, keys, bytes_of(d, dtype));
-        multiply_channels(sums, q, width, k, dtype, rows, d, vf_width);
-    }
-    if (d < dim)
-        multiply_channels(sums, q, width, k, dtype, rows, d, dim - d);
-    UNROLL
-    for (int x = 0; x < decode_sums; x += vf_width) { // the lanes of each sum are added up
-        vf_transpose(sums + x);
-        UNROLL
-        for (int step = 1; step < vf_width; step *= 2) {
-            UNROLL
-            for (int y = 0; y < vf_width; y += 2 * step)
-                sums[x + y] = vf_add(sums[x + y], sums[x + y + step]);
-        }
-        vf_store(lanes + x, sums[x]);
-    }
-    for (int r = 0; r < rows; r++)
-        memcpy(products + r * decode_keys, lanes + r * keys, sizeof(float) * (size_t)keys);
-}
-
-/* The first product of a block of keys, while k of the next one is prefetched. */
-INLINE void multiply_block(const decode_task *task, const decode_block *now,
-                           const decode_block *next, fdma_dtype dtype, int rows) {
-    const decode_context *const decode = task->decode;
-    const float *const q = task->q + now->head * decode->padded * decode->width;
-    for (int n = 0; n < now->count; n += decode_sums / rows)
-        for (int64_t r = 0; r < decode->padded; r += rows)
-            multiply_keys(task->weights + r * decode_keys + n, q + r * decode->width, decode->width,
-                          now->k + n, (r == 0 ? next : now)->k + n, dtype, rows,
-                          decode->problem->head_dim);
-}
-
-/* out += weights v for rows x some vectors of channels, the last one of `count` channels. A block
- * is summed before it is added to out: each sum of a split has split / decode_keys terms, so that
- * one key still counts beside all others of a long split. */
-INLINE void add_channels(float *out, int64_t length, const float *weights, const decode_block *now,
-                         const decode_block *next, fdma_dtype dtype, int rows, int vectors,
-                         int64_t d, int64_t count) {
-    vf o[shared_rows][strip_vectors];
-    UNROLL
-    for (int r = 0; r < rows; r++)
-        clear_vectors(o[r], 0, vectors);
-    for (int32_t n = 0; n < now->count; n++) {
-        vf channels[strip_vectors];
-        for (int m = 0; m < vectors; m++)
-            prefetch_rows(next->v + n, 1, bytes_of(d + m * vf_width, dtype));
-        UNROLL
-        for (int m = 0; m < vectors; m++)
-            channels[m] = channels_of(now->v[n], dtype, d + m * vf_width, count);
-        UNROLL
-        for (int r = 0; r < rows; r++) {
-            const vf weight = vf_set(weights[r * decode_keys + n]);
-            UNROLL
-            for (int m = 0; m < vectors; m++)
-                o[r][m] = vf_fma(weight, channels[m], o[r][m]);
-        }
-    }
-    UNROLL
-    for (int r = 0; r < rows; r++)
-        add_vectors(out + r * length + d, o[r], 0, vectors);
-}
-
-/* The second product of a block of keys, while v of the next one is prefetched. */
-INLINE void add_block(const decode_task *task, const decode_block *now, const decode_block *next,
-                      fdma_dtype dtype, int rows) {
-    const int strip = rows == 1 ? strip_vectors : decode_sums / shared_rows;
-    const decode_context *const decode = task->decode;
-    const int64_t dim = decode->problem->head_dim, length = partial_length(decode);
-    for (int64_t r = 0; r < decode->padded; r += rows) {
-        float *const out = partial_of(decode, head_of(task, now->head), task->split, r).out;
-        const float *const weights = task->weights + r * decode_keys;
-        const decode_block *const ahead = r == 0 ? next : now;
-        int64_t d = 0;
-        for (; d + strip * vf_width <= dim; d += strip * vf_width)
-            add_channels(out, length, weights, now, ahead, dtype, rows, strip, d, vf_width);
-        for (; d < dim; d += vf_width)
-            add_channels(out, length, weights, now, ahead, dtype, rows, 1, d, channels_at(d, dim));
-    }
-}
 
 /* Turns products into logits, -inf where the row does not keep the key. */
 static void find_row_logits(const decode_task *task, const decode_block *keys, int64_t row) {
@@ -164,7 +45,7 @@ NOINLINE void raise_row_max(const decode_context *decode, decode_partial row, vf
     vf_store(row.max, raised);
 }
 
-/* Turns the products of a row with a block of keys into weights. */
+/* Turns the products of a row with a block of keys into weights, in words of keys. */
 static void weigh_row(const decode_task *task, const decode_block *keys, int64_t row) {
     const decode_partial partial =
         partial_of(task->decode, head_of(task, keys->head), task->split, row);
@@ -178,7 +59,7 @@ static void weigh_row(const decode_task *task, const decode_block *keys, int64_t
     const vf max = vf_load(partial.max);
     for (int32_t n = 0; n < keys->count; n += vf_width) {
         const vf weight = exp2_of(vf_mul(vf_sub(vf_load(weights + n), max), vf_set(log2e)));
-        vf_store(weights + n, weight);
+        vf_store_terms(weights + n / terms, weight);
         sum = vf_add(sum, weight);
     }
     vf_store(partial.sum, vf_add(vf_load(partial.sum), sum));
@@ -196,11 +77,13 @@ INLINE void attend_block_of(const decode_task *task, const decode_block *now,
                             const decode_block *next, fdma_dtype dtype) {
     if (task->decode->padded == 1)
         attend_block_as(task, now, next, dtype, 1);
+    else if (task->decode->padded == 2)
+        attend_block_as(task, now, next, dtype, 2);
     else
         attend_block_as(task, now, next, dtype, shared_rows);
 }
 
-/* The loops are compiled for each dtype, for one row and for more. */
+/* The loops are compiled for each dtype, for one row, for two and for more. */
 static void attend_decode_block(const decode_task *task, const decode_block *now,
                                 const decode_block *next) {
     if (task->decode->problem->dtype == FDMA_FLOAT32)
@@ -211,7 +94,7 @@ static void attend_decode_block(const decode_task *task, const decode_block *now
         attend_block_of(task, now, next, FDMA_BFLOAT16);
 }
 
-/* Loads q of a head in float32, with zeros past the last channel, and clears its partial results.
+/* Loads q of a head, with zeros past the last channel, and clears its partial results.
  * Rows beyond the last one repeat it. */
 static void begin_head(const decode_task *task, int64_t head) {
     const decode_context *const decode = task->decode;
@@ -223,13 +106,22 @@ static void begin_head(const decode_task *task, int64_t head) {
             row_of_lane(problem, &problem->q, &rows, min(row, decode->rows - 1));
         const decode_partial partial = partial_of(decode, head_of(task, head), task->split, row);
         float *const q = task->q + (head * decode->padded + row) * decode->width;
-        for (int64_t d = 0; d < dim; d += vf_width) {
-            vf_store(q + d, load_channels(from, problem->dtype, d, channels_at(d, dim)));
+        load_query(q, from, problem->dtype, dim);
+        for (int64_t d = 0; d < dim; d += vf_width)
             vf_store(partial.out + d, vf_set(0));
-        }
         vf_store(partial.sum, vf_set(0));
         vf_store(partial.max, vf_set(-FLT_MAX));
     }
+}
+
+/* The first block of the split after that of a task, which this thread probably takes next. */
+static void list_next_split(const decode_task *task, decode_block *keys) {
+    decode_task next = *task;
+    next.split++;
+    next.next_head = 0;
+    for (int64_t head = 0; head < next.heads; head++)
+        next.cursor[head] = start_split(&next, head);
+    list_decode_keys(&next, keys);
 }
 
 /* Attends to one split of the keys of some heads. */
@@ -251,12 +143,16 @@ static void attend_split(const void *context, int64_t index, int32_t thread) {
         begin_head(&task, head);
         task.cursor[head] = start_split(&task, head);
     }
-    decode_block blocks[2];
+    decode_block blocks[2], after;
     list_decode_keys(&task, &blocks[0]);
     for (int now = 0; blocks[now].count > 0; now = 1 - now) {
+        const decode_block *next = &blocks[1 - now];
         list_decode_keys(&task, &blocks[1 - now]);
-        attend_decode_block(&task, &blocks[now],
-                            &blocks[blocks[1 - now].count > 0 ? 1 - now : now]);
+        if (next->count == 0) {
+            list_next_split(&task, &after);
+            next = after.count > 0 ? &after : &blocks[now];
+        }
+        attend_decode_block(&task, &blocks[now], next);
     }
     restore_modes(modes);
 }
@@ -291,8 +187,10 @@ static void merge_head(const void *context, int64_t head, int32_t thread) {
     for (int64_t row = 0; row < decode->rows; row++) {
         const decode_partial merged = partial_of(decode, head, 0, row);
         const float sum = decode->splits > 0 ? merge_splits(decode, head, row) : 0;
-        const vf inverse = vf_set(sum == 0 ? 0 : 1 / sum);
         void *const to = row_of_lane(problem, &problem->out, &rows, row);
+        const vf inverse = vf_set(sum == 0 ? 0 : 1 / sum);
+        if (sum != 0)
+            restore_order(merged.out, problem->dtype, problem->head_dim);
         for (int64_t d = 0; d < problem->head_dim; d += vf_width)
             store_channels(to, problem->dtype, d,
                            sum == 0 ? vf_set(0) : vf_mul(vf_load(merged.out + d), inverse),
@@ -309,7 +207,7 @@ static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64
     return fdma_worthwhile_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond);
 }
 
-/* The heads of a task are neighbours in memory, and few enough that every thread gets a task. */
+/* The heads of a task are neighbours in memory, and few enough for two tasks for each thread. */
 static int64_t heads_of_task(const fdma_problem *problem, int64_t splits, int32_t threads) {
     if (problem->k.stride[2] > problem->k.stride[1])
         return 1;
@@ -328,11 +226,13 @@ static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
     *decode = (decode_context){
         .problem = problem,
         .rows = rows,
-        .padded = rows > 1 ? round_up(rows, shared_rows) : rows,
+        .padded = rows > 2 ? round_up(rows, shared_rows) : rows,
         .width = round_up(problem->head_dim, vf_width),
-        .split = round_up(max(divide_up(problem->kv_len, max_splits), min_split), decode_keys),
     };
-    decode->splits = divide_up(problem->kv_len, decode->split);
+    const int64_t wanted = (problem->kv_len + usual_split / 2) / usual_split;
+    const int64_t most = min(max(wanted, 1), max_splits); // also of every smaller kv_len
+    decode->split = round_up(max(divide_up(problem->kv_len, most), 1), decode_keys);
+    decode->splits = problem->any_len ? most : divide_up(problem->kv_len, decode->split);
     const int64_t splits = heads * decode->splits;
     decode->threads =
         threads_to_read(problem, splits, 2 * heads * keys_of_query(problem) * key_bytes);

@@ -5,24 +5,26 @@
 #include "cpu/common/keys.h"
 
 enum {
-    shared_rows = 4,  /* rows that share each load of k and v, where a head has more than one */
+    shared_rows = 4,  /* rows that share a load of k and v, if a head has more than two */
     decode_keys = 32, /* of a block: their weights are held between the two products */
     decode_heads = 8, /* of a task, at most: neighbours in memory, visited side by side */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
-    min_split = 512,               /* keys */
+    usual_split = 512,             /* keys; more where these are too many splits */
     max_splits = 32,               /* of a sequence */
-    scan_keys = 16,                /* expired keys that are skipped together */
+    scan_keys = 16,                /* that are listed together if kept, skipped if expired */
     bytes_per_microsecond = 10000, /* that a thread reads, roughly */
 };
 
 _Static_assert(decode_keys % decode_sums == 0, "whole products fill a block");
 _Static_assert(decode_keys % scan_keys == 0, "whole scans fill a block");
 
+static const float zero_row[256]; /* as many channels as a row has at most, in any dtype */
+
 typedef struct decode_context {
     const fdma_problem *problem;
     int64_t rows;      /* of a head */
-    int64_t padded;    /* rows, rounded up to whole shared_rows */
+    int64_t padded;    /* rows, where there are more than two rounded up to whole shared_rows */
     int64_t width;     /* head_dim, rounded up to whole vectors */
     int64_t heads;     /* of a task */
     int64_t head_sets; /* tasks that the heads of one sequence are divided among */
@@ -48,7 +50,8 @@ typedef struct decode_cursor {
     const uint8_t *valid;  /* or NULL */
 } decode_cursor;
 
-/* A block of keys of one head. Entries from `count` on repeat the last key. */
+/* A block of keys of one head. Entries from `count` on repeat the last key, but for v: there they
+ * are zeros, because a word of weights may have a second key of weight 0. */
 typedef struct decode_block {
     int32_t count;
     bool masked;           /* some row may not keep some key */
@@ -97,12 +100,15 @@ static decode_cursor start_split(const decode_task *task, int64_t head) {
     };
 }
 
-/* Whether any of scan_keys keys outlives `position`. */
-static bool any_outlives(const int32_t *expiry, int32_t position) {
-    int32_t any = 0;
+/* How many of the next scan_keys keys are kept at the first position: those of a cache are nearly
+ * always kept all, those of a long sequence mostly expired. */
+static int32_t count_kept(const decode_cursor *cursor) {
+    int32_t count = 0;
+    if (cursor->expiry == NULL)
+        return scan_keys;
     for (int n = 0; n < scan_keys; n++)
-        any |= expiry[n] > position;
-    return any != 0;
+        count += cursor->expiry[cursor->next + n] > cursor->first_position;
+    return count;
 }
 
 /* Writes the next keys, up to decode_keys, and returns their number; 0 at the end. */
@@ -111,8 +117,16 @@ static int32_t next_decode_keys(decode_cursor *cursor, int32_t *keys) {
     int32_t count = 0;
     while (here.next < here.end && count < decode_keys) {
         const int64_t end = min(here.next + scan_keys, here.end);
-        if (here.expiry != NULL && end - here.next == scan_keys &&
-            !any_outlives(here.expiry + here.next, here.first_position)) {
+        const int32_t kept = end - here.next == scan_keys ? count_kept(&here) : 1;
+        if (kept == 0) {
+            here.next = end;
+            continue;
+        }
+        if (kept == scan_keys && here.valid == NULL && end - 1 <= here.first_position &&
+            count + scan_keys <= decode_keys) {
+            for (int n = 0; n < scan_keys; n++)
+                keys[count + n] = (int32_t)here.next + n;
+            count += scan_keys;
             here.next = end;
             continue;
         }
@@ -156,6 +170,8 @@ static void list_decode_keys(decode_task *task, decode_block *keys) {
     keys->expiry = task->cursor[keys->head].expiry;
     keys->masked = is_masked(&task->cursor[keys->head], keys);
     find_k(problem, task->b, g, keys->key, decode_keys, keys->k);
-    find_v(problem, task->b, g, keys->key, decode_keys, keys->v);
+    find_v(problem, task->b, g, keys->key, keys->count, keys->v);
+    for (int32_t n = keys->count; n < decode_keys; n++)
+        keys->v[n] = zero_row;
     find_bias(problem, task->b, g, keys->key, decode_keys, keys->bias);
 }

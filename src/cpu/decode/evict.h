@@ -30,22 +30,35 @@ static void load_rows(const decode_head *head, const live_rows *live,
     const fdma_table *const table = &head->problem->cache.table;
     const float *const score = float_at(&table->score, head->sequence, head->g, 0);
     const int32_t *const position = int_at(&table->position, head->sequence, head->g, 0);
-    const int32_t kv_len = (int32_t)(live->rows + head->tokens);
-    for (int32_t row = 0; row < (int32_t)live->rows; row++) {
-        const bool filled = position[row] >= 0;
-        live->order[row] = score_order(score[row]);
-        live->position[row] = position[row];
+    const int32_t rows = (int32_t)live->rows, kv_len = rows + (int32_t)head->tokens;
+    memcpy(live->order, score, (size_t)rows * sizeof *score);
+    memcpy(live->position, position, (size_t)rows * sizeof *position);
+    for (int32_t row = 0; row < rows; row++) {
+        live->order[row] = order_of_bits(live->order[row]);
         live->key[row] = row;
+    }
+    for (int32_t row = 0; row < rows; row++) {
+        const bool filled = live->position[row] >= 0;
         selection->expiry[row] = filled ? kv_len : row;
         selection->slot[row] = filled ? row : -1;
     }
 }
 
-static int64_t first_empty(const live_rows *live) {
-    int64_t row = 0;
-    while (row < live->rows && live->position[row] >= 0)
-        row++;
-    return row;
+/* x where `holds`, else a number that no minimum takes, in a form that compilers vectorize. */
+static inline int32_t number_if(bool holds, int32_t x) {
+    const int32_t mask = -(int32_t)holds;
+    return (x & mask) | (INT32_MAX & ~mask);
+}
+
+static inline int32_t least_of(int32_t a, int32_t b) { return a < b ? a : b; }
+
+/* The first row without a key; INT32_MAX if there is none. */
+static int32_t first_empty(const live_rows *live) {
+    const int32_t *const position = live->position, rows = (int32_t)live->rows;
+    int32_t first = INT32_MAX;
+    for (int32_t row = 0; row < rows; row++)
+        first = least_of(first, number_if(position[row] < 0, row));
+    return first;
 }
 
 static int64_t count_from(const live_rows *live, int32_t position) {
@@ -72,21 +85,21 @@ static int32_t newest_position(const live_rows *live, int64_t count, int32_t end
     return low;
 }
 
-/* The worst row of those that compete: no sink, and older than `newest`. -1 if there is none. */
+/* The worst row of those that compete: no sink, and older than `newest`. -1 if there is none. Each
+ * pass finds a minimum without branches, so that it is done in vectors: the least score, the oldest
+ * position that has it, and the row that has both. */
 static int64_t worst_row(const live_rows *live, int32_t newest) {
-    int32_t least = INT32_MAX, oldest = INT32_MAX;
-    int64_t worst = -1;
-    for (int64_t row = live->sinks; row < live->rows; row++) {
-        const int32_t order = live->position[row] < newest ? live->order[row] : INT32_MAX;
-        least = order < least ? order : least;
-    }
-    for (int64_t row = live->sinks; row < live->rows; row++)
-        if (live->order[row] == least && live->position[row] < newest &&
-            live->position[row] < oldest) {
-            oldest = live->position[row];
-            worst = row;
-        }
-    return worst;
+    const int32_t *const order = live->order, *const position = live->position;
+    const int32_t first = (int32_t)min(live->sinks, live->rows), rows = (int32_t)live->rows;
+    int32_t least = INT32_MAX, oldest = INT32_MAX, worst = INT32_MAX;
+    for (int32_t row = first; row < rows; row++)
+        least = least_of(least, number_if(position[row] < newest, order[row]));
+    for (int32_t row = first; row < rows; row++)
+        oldest = least_of(
+            oldest, number_if((order[row] == least) & (position[row] < newest), position[row]));
+    for (int32_t row = first; row < rows; row++)
+        worst = least_of(worst, number_if((order[row] == least) & (position[row] == oldest), row));
+    return worst < INT32_MAX ? worst : -1;
 }
 
 /* The row that token m takes: an empty one, else that of the key that it evicts; -1 if it is itself

@@ -7,7 +7,8 @@
     {.name = NAME, .operation = operation_##OPERATION, .missing = MISSING}
 
 #define ABSENT_KERNELS(NAME, MISSING)                                                              \
-    VECTOR_KERNELS(NAME, MISSING, NULL), PRODUCT_KERNELS(NAME, MISSING, NULL)
+    VECTOR_KERNELS(NAME, MISSING), DECODE_KERNELS(NAME, MISSING, NULL, NULL),                      \
+        PRODUCT_KERNELS(NAME, MISSING, NULL)
 
 #if !defined(FDMA_HAVE_AVX2)
 static const char *missing_x86(void) { return "x86-64"; }

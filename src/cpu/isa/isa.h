@@ -13,19 +13,21 @@
      .one_sequence = operation_##OPERATION != operation_lists &&                                   \
                      operation_##OPERATION != operation_cache_store}
 
-/* The kernels that depend on the vocabulary alone. They compute in float32. REFUSES is that of
- * decode. */
-#define VECTOR_KERNELS(NAME, MISSING, REFUSES)                                                     \
+/* The kernels that depend on the vocabulary alone. They compute in float32. */
+#define VECTOR_KERNELS(NAME, MISSING)                                                              \
     CPU_KERNEL(NAME, score, MISSING, fdma_refuses_wide, score),                                    \
         CPU_KERNEL(NAME, select, MISSING, fdma_refuses_wide, select),                              \
         CPU_KERNEL(NAME, lists, MISSING, fdma_refuses_wide, lists),                                \
-        CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES, decode),                             \
-        CPU_KERNEL(NAME, decode, MISSING, fdma_refuses_wide, cached),                              \
         CPU_KERNEL(NAME, cache_store, MISSING, fdma_refuses_wide, cache_store),                    \
         CPU_KERNEL(NAME, cache_copy, MISSING, fdma_refuses_wide, cache_copy),                      \
         CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
         CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
         CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge)
+
+/* The kernels for few rows. REFUSES_ROWS is that of forward. */
+#define DECODE_KERNELS(NAME, MISSING, REFUSES_ROWS, REFUSES)                                       \
+    CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES_ROWS, decode),                            \
+        CPU_KERNEL(NAME, decode, MISSING, REFUSES, cached)
 
 /* The kernels that depend on the products too. */
 #define PRODUCT_KERNELS(NAME, MISSING, REFUSES)                                                    \
@@ -58,4 +60,5 @@ const char *fdma_refuses_wide(const fdma_problem *problem);
 const char *fdma_refuses_slow(const fdma_problem *problem);
 const char *fdma_refuses_singles(const fdma_problem *problem);
 const char *fdma_refuses_decode(const fdma_problem *problem);
+const char *fdma_refuses_slow_decode(const fdma_problem *problem);
 const char *fdma_refuses_decode_singles(const fdma_problem *problem);

@@ -59,6 +59,13 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 }
 
+static inline void vf_load_even_odd_bf16(const uint16_t *p, vf *even, vf *odd) {
+    const __m256i bits = _mm256_loadu_si256((const __m256i *)p);
+    const __m256i high = _mm256_set1_epi32((int32_t)0xffff0000);
+    *even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    *odd = _mm256_castsi256_ps(_mm256_and_si256(bits, high));
+}
+
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 
 static inline vf vf_rounding_error(vf a, vf b, vf product) {
@@ -73,6 +80,12 @@ static inline float vf_sum(vf x) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+static inline vf vf_sum_each(const vf x[vf_width]) {
+    const vf low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    const vf high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+    return _mm256_permute2f128_ps(low, high, 0x20) + _mm256_permute2f128_ps(low, high, 0x31);
 }
 
 static inline bool vf_any_greater(vf a, vf b) {

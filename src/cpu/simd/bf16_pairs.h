@@ -14,6 +14,10 @@ static inline vf vf_dot(vf_word word, vf lanes, vf sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)word, (__m512bh)lanes);
 }
 
+static inline vf vf_dot_lanes(vf a, vf b, vf sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
 /* The words of channels d, d + 1, ... of two rows. */
 static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_t d,
                                int64_t count) {
@@ -21,6 +25,14 @@ static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_
     const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, even + d));
     const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, odd + d));
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
+/* The words of 2 * vf_width channels of two rows: of those with even indices, and of the others. */
+static inline void vf_load_even_odd_pairs(const uint16_t *first, const uint16_t *second, vf *even,
+                                          vf *odd) {
+    const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
+    *even = _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(y, 16)));
+    *odd = _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y));
 }
 
 /* Two vectors of floats, rounded to the nearest even, as words. */

@@ -55,6 +55,12 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     vst1_u16(p, vshrn_n_u32(quiet, 16));
 }
 
+static inline void vf_load_even_odd_bf16(const uint16_t *p, vf *even, vf *odd) {
+    const uint32x4_t bits = vreinterpretq_u32_u16(vld1q_u16(p));
+    *even = vreinterpretq_f32_u32(vshlq_n_u32(bits, 16));
+    *odd = vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(0xffff0000)));
+}
+
 static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 
 static inline vf vf_pick_greater(vf a, vf b, vf x, vf y) {
@@ -71,6 +77,10 @@ static inline vf vf_max(vf a, vf b) { return vf_pick_greater(a, b, a, b); }
 static inline vf vf_abs(vf x) { return vabsq_f32(x); }
 
 static inline float vf_sum(vf x) { return vaddvq_f32(x); }
+
+static inline vf vf_sum_each(const vf x[vf_width]) {
+    return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
+}
 
 static inline bool vf_any_greater(vf a, vf b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0; }
 

@@ -24,6 +24,10 @@ static inline vf vf_dot(vf_word word, vf lanes, vf sum) {
     return vbfdotq_lane_f32(sum, vreinterpretq_bf16_f32(lanes), word, 0);
 }
 
+static inline vf vf_dot_lanes(vf a, vf b, vf sum) {
+    return vbfdotq_f32(sum, vreinterpretq_bf16_f32(a), vreinterpretq_bf16_f32(b));
+}
+
 /* The words of channels d, d + 1, ... of two rows; `count` is the whole width, as in neon.h. */
 static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_t d,
                                int64_t count) {
@@ -32,6 +36,14 @@ static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_
     const uint16x8_t low = vcombine_u16(vld1_u16(even + d), none);
     const uint16x8_t high = vcombine_u16(vld1_u16(odd + d), none);
     return vreinterpretq_f32_u16(vzip1q_u16(low, high));
+}
+
+/* The words of 2 * vf_width channels of two rows: of those with even indices, and of the others. */
+static inline void vf_load_even_odd_pairs(const uint16_t *first, const uint16_t *second, vf *even,
+                                          vf *odd) {
+    const uint16x8_t x = vld1q_u16(first), y = vld1q_u16(second);
+    *even = vreinterpretq_f32_u16(vtrn1q_u16(x, y));
+    *odd = vreinterpretq_f32_u16(vtrn2q_u16(x, y));
 }
 
 /* Two vectors of floats, rounded to the nearest even, as words. */

@@ -88,6 +88,12 @@ static inline void vf_store_first_bf16(uint16_t *p, vf x, int64_t count) {
     *p = (uint16_t)(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+/* Loads 2 * vf_width channels: those with even indices into one vector, the others into another. */
+static inline void vf_load_even_odd_bf16(const uint16_t *p, vf *even, vf *odd) {
+    *even = float_of((uint32_t)p[0] << 16);
+    *odd = float_of((uint32_t)p[1] << 16);
+}
+
 /* a * b + c; every vocabulary but this one rounds once. */
 static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 
@@ -103,6 +109,9 @@ static inline vf vf_abs(vf x) { return fabsf(x); }
 
 /* The sum of all lanes. */
 static inline float vf_sum(vf x) { return x; }
+
+/* The sum of all lanes of x[n] in lane n. */
+static inline vf vf_sum_each(const vf x[vf_width]) { return x[0]; }
 
 /* Whether a > b in any lane. */
 static inline bool vf_any_greater(vf a, vf b) { return a > b; }

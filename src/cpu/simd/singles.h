@@ -13,11 +13,20 @@ static inline vf_word vf_load_word(const float *p) { return vf_set(*p); }
 /* sum + word * lanes, over the terms of the words */
 static inline vf vf_dot(vf_word word, vf lanes, vf sum) { return vf_fma(word, lanes, sum); }
 
+/* sum + a * b, lane by lane, over the terms of the words */
+static inline vf vf_dot_lanes(vf a, vf b, vf sum) { return vf_fma(a, b, sum); }
+
 /* Words of pairs, which single terms do not need. */
 static inline vf vf_load_pairs(const uint16_t *even, const uint16_t *odd, int64_t d,
                                int64_t count) {
     (void)odd;
     return vf_load_first_bf16(even + d, count);
+}
+
+static inline void vf_load_even_odd_pairs(const uint16_t *first, const uint16_t *second, vf *even,
+                                          vf *odd) {
+    (void)second;
+    vf_load_even_odd_bf16(first, even, odd);
 }
 
 static inline vf vf_join(vf even, vf odd) {

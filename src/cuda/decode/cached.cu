@@ -3,17 +3,12 @@
  *
  * Source: docs/algorithm.md, streams; arXiv:2307.08691. */
 #include "cuda/decode/cached.cuh"
-#include "cuda/score/score.cuh"
 
 /* Row tiles of a thread block if one is not enough: what the registers hold. */
 static constexpr int most_row_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
 
-/* What a call works from, all of it in the workspace. */
-struct cached_task {
-    decode_plan cached;
-    forward_plan plan; // its keys are the new tokens
+struct cached_task : decode_task {
     split_plan splits;
-    score_params scores;
 };
 
 static split_plan plan_splits(const fdma_problem *problem, fdma_arena *arena) {
@@ -29,21 +24,7 @@ static split_plan plan_splits(const fdma_problem *problem, fdma_arena *arena) {
 }
 
 static cached_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    cached_task task = {};
-    task.cached = fdma_cuda_plan_decode(problem, arena);
-    fdma_cuda_describe_problem(problem, &task.plan);
-    task.plan.kv_len = task.cached.new_len;
-    task.splits = plan_splits(problem, arena);
-    if (!is_present(&problem->score)) {
-        const fdma_problem tokens = fdma_cuda_token_problem(problem, task.cached);
-        task.scores = fdma_cuda_plan_score(&tokens, arena);
-    }
-    return task;
-}
-
-/* Whether all rows can be copied 16 bytes at a time. */
-static bool is_aligned(const cached_task &task) {
-    return is_aligned(task.plan) && is_aligned(task.cached.k) && is_aligned(task.cached.v);
+    return {fdma_cuda_plan_decode(problem, arena, marks_keys), plan_splits(problem, arena)};
 }
 
 template <typename config>
@@ -73,9 +54,7 @@ static fdma_status attend(const fdma_problem *problem, const cached_task &task) 
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    fdma_problem dense = *problem; // has no selection that a plan would want
-    dense.selected = false;
-    const char *const reason = fdma_cuda_refuses_plan(&dense, FDMA_HEAD_DIM);
+    const char *const reason = fdma_cuda_refuses_decode(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
     const int64_t tiles = problem->q_len * problem->group / mma_rows + 1;
@@ -89,10 +68,8 @@ static fdma_status run(const fdma_problem *problem) {
     const cached_task task = lay_out(problem, &arena);
     if (problem->batch == 0 || problem->new_len == 0)
         return FDMA_OK;
-    if (!is_present(&problem->score)) {
-        const fdma_problem tokens = fdma_cuda_token_problem(problem, task.cached);
-        FDMA_TRY(fdma_cuda_run_products(&tokens, task.scores));
-    }
+    if (!is_present(&problem->score))
+        FDMA_TRY(fdma_cuda_score_tokens(problem, task));
     FDMA_TRY(fdma_cuda_evict(problem, task.cached));
     return problem->dtype == FDMA_FLOAT16 ? attend<__half>(problem, task)
                                           : attend<__nv_bfloat16>(problem, task);

@@ -51,32 +51,16 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
                 is_new);
 }
 
-/* Copies a row of 16-bit elements. */
-__device__ static void copy_row_to_cache(const head_view &to, const head_view &from, int32_t b,
-                                         int32_t token, int32_t sequence, int32_t row, int32_t g,
-                                         int32_t head_dim) {
-    const uint16_t *const source = (const uint16_t *)rows_of(from, b, g) + token * from.row;
-    uint16_t *const target = (uint16_t *)rows_of(to, sequence, g) + row * to.row;
-    for (int d = threadIdx.x; d < head_dim; d += blockDim.x)
-        target[d] = source[d];
-}
-
 /* Puts a token into its row of the cache, unless it is not committed, has no row, or a committed
  * one evicts it. */
 __device__ static void commit_token(const forward_plan &plan, const decode_plan &cached,
                                     const decode_stream &stream, const row_range &range,
-                                    int32_t token) {
+                                    int32_t token, thread_group threads) {
     const int64_t head = (int64_t)range.b * plan.kv_heads + range.g;
     const key_record record = cached.records[head * cached.keys + cached.rows + token];
     const int32_t row = cached.slot[head * cached.new_len + token];
-    if (record.expiry < stream.committed || row < 0)
-        return;
-    const int32_t sequence = stream.sequence, g = range.g;
-    copy_row_to_cache(cached.k, plan.k, range.b, token, sequence, row, g, plan.head_dim);
-    copy_row_to_cache(cached.v, plan.v, range.b, token, sequence, row, g, plan.head_dim);
-    if (threadIdx.x > 0)
-        return;
-    write_numbers(cached, range.b, g, token, sequence, row, token_position(stream, token));
+    if (record.expiry >= stream.committed && row >= 0)
+        store_token(plan, cached, stream, range.b, range.g, token, row, threads);
 }
 
 /* out and lse of one row. The blocks of a (b, g) take turns at its tokens. */
@@ -90,22 +74,16 @@ static __global__ void __launch_bounds__(merge_threads, 1)
     const row_range range = row_range_of(plan, blockIdx.x / blocks, 0);
     griddepcontrol_wait(); // for attend_cache()
     const decode_stream stream = cached.streams[range.b * plan.kv_heads + range.g];
+    const thread_group threads = {(int)threadIdx.x, merge_threads};
     for (int32_t token = block; token < stream.committed; token += blocks)
-        commit_token(plan, cached, stream, range, token);
+        commit_token(plan, cached, stream, range, token, threads);
     if (range.g == 0 && block == 0 && threadIdx.x == 0 && stream.tokens > 0)
         cached.seen[stream.sequence] = token_position(stream, stream.committed);
     if (block >= total)
         return;
     const int64_t first = ((int64_t)blockIdx.x / blocks * total + block) * splits.count;
-    if (row_position(plan, range, block) < stream.tokens) {
+    if (row_position(plan, range, block) < stream.tokens)
         merge_row(shared, plan, splits, range, block, first);
-        return;
-    }
-    // the query is beside no token
-    typename config::element *const to =
-        (typename config::element *)plan.out.data + row_offset(plan.out, plan, range, block);
-    for (int d = threadIdx.x; d < plan.head_dim; d += merge_threads)
-        to[d] = (typename config::element)0.0f;
-    if (threadIdx.x == 0 && plan.lse.data != NULL)
-        *lse_at(plan, range, block) = -INFINITY;
+    else // the query is beside no token
+        write_empty_row<typename config::element>(plan, range, block, threads);
 }

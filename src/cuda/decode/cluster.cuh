@@ -12,14 +12,12 @@ enum { cluster_ranks = 8 };
 template <typename type, int tiles> struct cluster_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
-    static constexpr int warps = head_dim <= 128 ? 4 : 2; // what the shared memory of two holds
+    static constexpr int warps = head_dim <= 128 ? 4 : 2;
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = 16; // of a warp's key block
     static constexpr int threads = warps * warp_lanes;
-    static constexpr int blocks = head_dim > 128   ? 1
-                                  : row_tiles == 1 ? 3
-                                                   : 2; // on a multiprocessor
+    static constexpr int blocks = head_dim > 128 ? 1 : 4 - row_tiles; // on a multiprocessor
     static constexpr int entries = most_cluster_rows / cluster_ranks + most_new_tokens;
 };
 
@@ -291,52 +289,31 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
         *lse_at(plan, range, row) = lse_of(most, sum);
 }
 
-/* Writes the row of a query that is beside no token, with one warp. */
-template <typename element>
-__device__ static void write_empty_row(const forward_plan &plan, const row_range &range,
-                                       int32_t row) {
-    element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
-    for (int d = threadIdx.x % warp_lanes; d < plan.head_dim; d += warp_lanes)
-        to[d] = (element)0.0f;
-    if (threadIdx.x % warp_lanes == 0 && plan.lse.data != NULL)
-        *lse_at(plan, range, row) = -INFINITY;
-}
-
 /* Merges the rows of a tile that fall to this block. */
 template <typename config>
 __device__ static void write_tile(cluster_memory<config> &shared, const forward_plan &plan,
                                   const row_range &range, int32_t rows, int32_t tokens) {
-    const int warp = threadIdx.x / warp_lanes;
+    const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     const int32_t step = cluster_ranks * config::warps;
     for (int r = shared.partition.rank + cluster_ranks * warp; r < rows; r += step)
         if (row_position(plan, range, range.first + r) < tokens)
             merge_ranks(shared, plan, range, r);
         else
-            write_empty_row<typename config::element>(plan, range, range.first + r);
-}
-
-/* Copies a row of 16-bit elements with a thread block. */
-__device__ static void copy_to_cache(const row_source &to, int32_t row, const row_source &from,
-                                     int32_t token) {
-    const uint16_t *const source = (const uint16_t *)row_at(from, token);
-    uint16_t *const target = (uint16_t *)row_at(to, row);
-    for (int d = threadIdx.x; d < from.vecs * vec_channels; d += blockDim.x)
-        target[d] = source[d];
+            write_empty_row<typename config::element>(plan, range, range.first + r,
+                                                      {lane, warp_lanes});
 }
 
 /* Puts a token into its row of the cache, unless it is not committed, has no row, or a committed
  * one evicts it. */
 template <typename config>
-__device__ static void commit_token(const cluster_memory<config> &shared, const decode_plan &cached,
-                                    const cluster_partition &partition, const decode_stream &stream,
+__device__ static void commit_token(const cluster_memory<config> &shared, const forward_plan &plan,
+                                    const decode_plan &cached, const decode_stream &stream,
                                     int32_t token) {
-    const int32_t row = shared.slot[token], sequence = partition.sequence, g = partition.g;
-    if (row < 0 || shared.expiry[partition.token_entry + token] < stream.committed)
-        return;
-    copy_to_cache(partition.k, row, partition.new_k, token);
-    copy_to_cache(partition.v, row, partition.new_v, token);
-    if (threadIdx.x == 0)
-        write_numbers(cached, partition.b, g, token, sequence, row, token_position(stream, token));
+    const cluster_partition &partition = shared.partition;
+    const int32_t row = shared.slot[token];
+    if (row >= 0 && shared.expiry[partition.token_entry + token] >= stream.committed)
+        store_token(plan, cached, stream, partition.b, partition.g, token, row,
+                    {(int)threadIdx.x, config::threads});
 }
 
 template <typename config>
@@ -384,7 +361,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     // every block has read the cache
     barrier_cluster_arrive();
     for (int32_t token = partition.rank; token < stream.committed; token += cluster_ranks)
-        commit_token(shared, cached, partition, stream, token);
+        commit_token(shared, plan, cached, stream, token);
     if (partition.g == 0 && partition.rank == 0 && threadIdx.x == 0 && stream.tokens > 0)
         cached.seen[stream.sequence] = token_position(stream, stream.committed);
     barrier_cluster_wait(); // no block reads this one's shared memory any more

@@ -42,8 +42,8 @@ __device__ static void write_rows(const decode_plan &plan, const int32_t *positi
 
 /* Places the tokens of one (b, g). `rows` are those that its stream names, not yet loaded. */
 template <typename keys>
-__device__ static void place_tokens(const decode_plan &plan, const decode_stream &stream, int32_t b,
-                                    int32_t g, const keys &rows) {
+__device__ static void evict_head(const decode_plan &plan, const decode_stream &stream, int32_t b,
+                                  int32_t g, const keys &rows) {
     __shared__ evict_memory<evict_threads> shared;
     const int64_t head = (int64_t)b * plan.kv_heads + g;
     const int32_t sequence = stream.sequence, thread = threadIdx.x;
@@ -78,15 +78,21 @@ static __global__ void __launch_bounds__(evict_threads)
     if (stream.tokens == 0)
         return;
     if (plan.row_keys == NULL)
-        place_tokens(plan, stream, b, g, held_rows<evict_threads, most_held>());
+        evict_head(plan, stream, b, g, held_rows<evict_threads, most_held>());
     else
-        place_tokens(plan, stream, b, g,
-                     listed_rows<evict_threads>{plan.row_keys + (int64_t)blockIdx.x * plan.rows});
+        evict_head(plan, stream, b, g,
+                   listed_rows<evict_threads>{plan.row_keys + (int64_t)blockIdx.x * plan.rows});
 }
 
-decode_plan fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena) {
+const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_dim) {
+    fdma_problem dense = *problem; // has no selection that a plan would want
+    dense.selected = false;
+    return fdma_cuda_refuses_plan(&dense, head_dim);
+}
+
+/* The views of the caller's tensors. */
+static decode_plan describe_call(const fdma_problem *problem) {
     const fdma_cache *const cache = &problem->cache;
-    const int64_t heads = problem->batch * problem->kv_heads;
     decode_plan plan = {};
     plan.k = view_of(&cache->k);
     plan.v = view_of(&cache->v);
@@ -95,16 +101,11 @@ decode_plan fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena
     plan.score = numbers_of<float>(&cache->table.score);
     plan.position = numbers_of<int32_t>(&cache->table.position);
     plan.new_score = numbers_of<float>(&problem->score);
-    if (!is_present(&problem->score)) {
-        const int64_t len = problem->new_len;
-        plan.new_score = {take<float>(arena, heads * len), problem->kv_heads * len, len};
-    }
     plan.seen = (int32_t *)cache->table.seen.data;
     plan.index = (const int32_t *)problem->index.data;
     plan.n_tokens = (const int32_t *)problem->n_tokens.data;
     plan.commit = (const int32_t *)problem->commit.data;
     plan.sequences = (int32_t)cache->sequences;
-    plan.batch = (int32_t)problem->batch;
     plan.kv_heads = (int32_t)problem->kv_heads;
     plan.rows = (int32_t)problem->carried_len;
     plan.new_len = (int32_t)problem->new_len;
@@ -113,23 +114,48 @@ decode_plan fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena
     plan.recent = (int32_t)problem->recent;
     plan.bias_form = problem->bias_form;
     plan.keys = problem->carried_len + problem->new_len;
-    plan.streams = take<decode_stream>(arena, heads);
-    plan.records = take<key_record>(arena, heads * plan.keys);
-    plan.list = take<int32_t>(arena, heads * plan.keys);
-    plan.slot = take<int32_t>(arena, heads * plan.new_len);
-    plan.expiry = take<int32_t>(arena, heads * plan.new_len);
-    if (plan.rows > evict_threads * most_held)
-        plan.row_keys = take<int64_t>(arena, heads * plan.rows);
     return plan;
 }
 
-fdma_problem fdma_cuda_token_problem(const fdma_problem *problem, const decode_plan &plan) {
-    fdma_problem scores = *problem;
-    scores.operation = operation_score;
-    scores.kv_len = problem->new_len;
-    scores.score = fdma_tensor_3d(plan.new_score.data, FDMA_FLOAT32, problem->batch,
+/* The problem of fdma_score() for the new tokens. */
+static fdma_problem token_problem(const fdma_problem *problem, const decode_plan &plan) {
+    fdma_problem tokens = *problem;
+    tokens.operation = operation_score;
+    tokens.kv_len = problem->new_len;
+    tokens.score = fdma_tensor_3d(plan.new_score.data, FDMA_FLOAT32, problem->batch,
                                   problem->kv_heads, problem->new_len);
-    return scores;
+    return tokens;
+}
+
+decode_task fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena,
+                                  decode_form form) {
+    const int64_t heads = problem->batch * problem->kv_heads, new_len = problem->new_len;
+    decode_task task = {};
+    fdma_cuda_describe_problem(problem, &task.plan);
+    task.plan.kv_len = (int32_t)new_len;
+    decode_plan &plan = task.cached = describe_call(problem);
+    plan.streams = take<decode_stream>(arena, heads);
+    plan.slot = take<int32_t>(arena, heads * new_len);
+    if (form == marks_keys) {
+        plan.records = take<key_record>(arena, heads * plan.keys);
+        plan.list = take<int32_t>(arena, heads * plan.keys);
+        if (plan.rows > evict_threads * most_held)
+            plan.row_keys = take<int64_t>(arena, heads * plan.rows);
+    } else {
+        plan.expiry = take<int32_t>(arena, heads * new_len);
+    }
+    if (!is_present(&problem->score)) {
+        plan.new_score = {take<float>(arena, heads * new_len), problem->kv_heads * new_len,
+                          new_len};
+        const fdma_problem tokens = token_problem(problem, plan);
+        task.scores = fdma_cuda_plan_score(&tokens, arena);
+    }
+    return task;
+}
+
+fdma_status fdma_cuda_score_tokens(const fdma_problem *problem, const decode_task &task) {
+    const fdma_problem tokens = token_problem(problem, task.cached);
+    return fdma_cuda_run_products(&tokens, task.scores);
 }
 
 fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan) {

@@ -7,7 +7,8 @@ extern "C" {
 #include "cuda/device/ptx.cuh"
 
 static constexpr int store_threads = 256;
-static constexpr int block_keys = 1024; // that a block of the second kernel looks at
+static constexpr int warp_keys = 8;    // that a warp of the second kernel looks at together
+static constexpr int block_keys = 256; // that a block of it looks at
 
 /* A prompt as starts, index and the cache's seen say; clamped, since they may hold anything. */
 struct prompt_range {
@@ -68,20 +69,24 @@ static __global__ void __launch_bounds__(store_threads, 2)
         }
 }
 
-/* Copies a row with a warp, in elements of a type that suits its alignment. */
+/* Copies a row with half a warp, in elements of a type that suits its alignment. */
 template <typename unit>
 __device__ static void copy_units(void *to, const void *from, int32_t bytes) {
 #pragma unroll 1
-    for (int32_t n = threadIdx.x % 32; n < bytes / (int32_t)sizeof(unit); n += 32)
+    for (int32_t n = threadIdx.x % 16; n < bytes / (int32_t)sizeof(unit); n += 16)
         ((unit *)to)[n] = ((const unit *)from)[n];
 }
 
-/* Copies key m of a prompt to a row of the cache, with a warp. */
+/* Copies k or v of key m of prompt b to a row of the cache. */
 template <typename unit>
-__device__ static void copy_key(const head_view &cache, const head_view &keys, int64_t to,
-                                int64_t from, int32_t element_bytes, int32_t row_bytes) {
-    copy_units<unit>((char *)cache.data + element_bytes * to,
-                     (const char *)keys.data + element_bytes * from, row_bytes);
+__device__ static void copy_key(const store_plan &plan, bool is_v, int32_t sequence, int32_t row,
+                                int32_t b, int32_t m, int32_t g, int32_t element_bytes) {
+    const head_view &cache = is_v ? plan.cache_v : plan.cache_k, &keys = is_v ? plan.v : plan.k;
+    copy_units<unit>(
+        (char *)cache.data +
+            element_bytes * (sequence * cache.batch + row * cache.row + g * cache.head),
+        (const char *)keys.data + element_bytes * (b * keys.batch + m * keys.row + g * keys.head),
+        plan.row_bytes);
 }
 
 /* A block has some keys of one kv head of one prompt. */
@@ -100,23 +105,17 @@ static __global__ void __launch_bounds__(store_threads, 2)
         return;
     const int32_t *const expiry = plan.expiry.at(b, g) + plan.carried_len;
     const int32_t *const slot = plan.slot.at(b, g) + plan.carried_len;
-    for (int32_t first = from + (int32_t)threadIdx.x / 32 * 32; first < end;
-         first += store_threads) {
+    for (int32_t first = from + (int32_t)threadIdx.x / 32 * warp_keys; first < end;
+         first += store_threads / 32 * warp_keys) {
         const int32_t own = first + lane;
-        const bool is_kept = own < end && expiry[own] >= plan.carried_len + prompt.end;
+        const bool is_kept =
+            lane < warp_keys && own < end && expiry[own] >= plan.carried_len + prompt.end;
         const int32_t own_row = is_kept ? slot[own] : -1;
         const uint32_t kept = __ballot_sync(~0u, own_row >= 0 && own_row < plan.rows);
         for (uint32_t left = kept; left != 0; left &= left - 1) {
             const int32_t other = __ffs(left) - 1, row = __shfl_sync(~0u, own_row, other);
-            const int64_t sequence = prompt.sequence, m = first + other;
-            copy_key<unit>(
-                plan.cache_k, plan.k,
-                sequence * plan.cache_k.batch + row * plan.cache_k.row + g * plan.cache_k.head,
-                b * plan.k.batch + m * plan.k.row + g * plan.k.head, element_bytes, plan.row_bytes);
-            copy_key<unit>(
-                plan.cache_v, plan.v,
-                sequence * plan.cache_v.batch + row * plan.cache_v.row + g * plan.cache_v.head,
-                b * plan.v.batch + m * plan.v.row + g * plan.v.head, element_bytes, plan.row_bytes);
+            copy_key<unit>(plan, lane >= 16, prompt.sequence, row, b, first + other, g,
+                           element_bytes);
         }
         if ((kept >> lane & 1) == 0)
             continue;
@@ -190,7 +189,7 @@ static const char *refuses(const fdma_problem *problem) {
     if (count_prompts(problem) * problem->kv_heads > INT32_MAX)
         return "more than 2^31 - 1 heads";
     if (problem->kv_len > INT32_MAX - block_keys)
-        return "more than 2^31 - 1025 keys";
+        return "more than 2^31 - 257 keys";
     return fdma_refuses_before_sm80(problem);
 }
 

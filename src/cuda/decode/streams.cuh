@@ -2,6 +2,7 @@
  *
  *   place_tokens()    scores of the new tokens; which row each takes, and so which keys each sees
  *   attend_cluster()  attends, merges, and puts the committed tokens into the cache
+ *                     (attend_heads() does if the call has many heads)
  *
  * Elsewhere, and for large caches, it has three, after those of fdma_score():
  *
@@ -13,7 +14,8 @@
  * is at position m, and the rows of the cache are before all of them. */
 #pragma once
 
-#include "cuda/plan/plan.cuh"
+#include "cuda/mma/queries.cuh"
+#include "cuda/score/score.cuh"
 
 extern "C" {
 #include "core/cache.h"
@@ -33,7 +35,12 @@ __device__ static int32_t token_position(const decode_stream &stream, int32_t to
     return min(stream.seen, INT32_MAX - most_new_tokens) + token;
 }
 
-/* A call. What is not a view of the caller's tensors is in the workspace. */
+/* What a call has in the workspace: an expiry for each token, by place_tokens(), or records of all
+ * keys, by evict_keys(). */
+enum decode_form { marks_tokens, marks_keys };
+
+/* The cache and the tokens of a call. What is not a view of the caller's tensors is in the
+ * workspace. */
 struct decode_plan {
     head_view k, v; // of the cache
     number_view<float> bias, score;
@@ -46,13 +53,20 @@ struct decode_plan {
     int32_t sinks, recent;
     fdma_bias_form bias_form;
     decode_stream *streams; // [batch * kv_heads]
-    int64_t keys;           // rows + new_len
-    // of each (b, g), for every row and then for every new token, as in a forward_plan:
+    int32_t *slot;          // [batch * kv_heads][new_len]: the row that a token takes, or -1
+    int32_t *expiry;        // [batch * kv_heads][new_len], from place_tokens(): what evicts a token
+    // from evict_keys(), for every row and then for every new token, as in a forward_plan:
+    int64_t keys;        // rows + new_len
     key_record *records; // [batch * kv_heads][keys]; expiry: the token that evicts the key
     int32_t *list;       // [batch * kv_heads][keys]: the row, or the token; -1: no query sees it
-    int32_t *slot;       // [batch * kv_heads][new_len]: the row that a token takes, or -1
-    int32_t *expiry;     // [batch * kv_heads][new_len]: the token that evicts a token
     int64_t *row_keys;   // [batch * kv_heads][rows], if these are too many for registers
+};
+
+/* A call. */
+struct decode_task {
+    forward_plan plan; // its keys are the new tokens
+    decode_plan cached;
+    score_params scores; // of fdma_score()'s kernels, if the scores are not given
 };
 
 /* The bias of a new token. */
@@ -80,21 +94,61 @@ __device__ static decode_stream stream_of(const decode_plan &plan, int32_t b) {
     return {sequence, tokens, committed, max(plan.seen[sequence], 0)};
 }
 
-/* Writes what a row of the cache says of its key beside k and v. */
-__device__ static void write_numbers(const decode_plan &plan, int32_t b, int32_t g, int32_t token,
-                                     int32_t sequence, int32_t row, int32_t position) {
-    const float score = plan.new_score.at(b, g)[token];
-    plan.score.at(sequence, g)[row] = score;
-    plan.position.at(sequence, g)[row] = position;
-    if (plan.bias_form != FDMA_BIAS_NONE)
-        plan.bias.at(sequence, g)[row] = bias_of(plan.bias_form, score);
+/* The threads of a thread block, or of a warp, that do something together. */
+struct thread_group {
+    int rank, size;
+};
+
+/* Copies a row of 16-bit elements. */
+__device__ static void copy_elements(const head_view &to, int32_t to_b, int32_t to_row,
+                                     const head_view &from, int32_t b, int32_t row, int32_t g,
+                                     int32_t head_dim, thread_group threads) {
+    const uint16_t *const source = (const uint16_t *)rows_of(from, b, g) + row * from.row;
+    uint16_t *const target = (uint16_t *)rows_of(to, to_b, g) + to_row * to.row;
+    for (int d = threads.rank; d < head_dim; d += threads.size)
+        target[d] = source[d];
 }
 
-/* Lays out a call in the arena. Scores that are not given are in the workspace. */
-decode_plan fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena);
+/* Puts a token of (b, g) into a row of the cache. */
+__device__ static void store_token(const forward_plan &plan, const decode_plan &cached,
+                                   const decode_stream &stream, int32_t b, int32_t g, int32_t token,
+                                   int32_t row, thread_group threads) {
+    const int32_t sequence = stream.sequence;
+    copy_elements(cached.k, sequence, row, plan.k, b, token, g, plan.head_dim, threads);
+    copy_elements(cached.v, sequence, row, plan.v, b, token, g, plan.head_dim, threads);
+    if (threads.rank > 0)
+        return;
+    const float score = cached.new_score.at(b, g)[token];
+    cached.score.at(sequence, g)[row] = score;
+    cached.position.at(sequence, g)[row] = token_position(stream, token);
+    if (cached.bias_form != FDMA_BIAS_NONE)
+        cached.bias.at(sequence, g)[row] = bias_of(cached.bias_form, score);
+}
 
-/* The problem of fdma_score() for the new tokens. */
-fdma_problem fdma_cuda_token_problem(const fdma_problem *problem, const decode_plan &plan);
+/* Writes the row of a query that is beside no token. */
+template <typename element>
+__device__ static void write_empty_row(const forward_plan &plan, const row_range &range,
+                                       int32_t row, thread_group threads) {
+    element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
+    for (int d = threads.rank; d < plan.head_dim; d += threads.size)
+        to[d] = (element)0.0f;
+    if (threads.rank == 0 && plan.lse.data != NULL)
+        *lse_at(plan, range, row) = -INFINITY;
+}
+
+/* Why no kernel of head_dim up to `head_dim` takes a call, or NULL. */
+const char *fdma_cuda_refuses_decode(const fdma_problem *problem, int64_t head_dim);
+
+/* Lays out a call in the arena. Scores that are not given are in the workspace. */
+decode_task fdma_cuda_plan_decode(const fdma_problem *problem, fdma_arena *arena, decode_form form);
+
+/* Computes the scores of the new tokens by fdma_score()'s kernels. */
+fdma_status fdma_cuda_score_tokens(const fdma_problem *problem, const decode_task &task);
 
 /* Fills in streams, records, list and slot. */
 fdma_status fdma_cuda_evict(const fdma_problem *problem, const decode_plan &plan);
+
+/* Whether all rows can be copied 16 bytes at a time. */
+static inline bool is_aligned(const decode_task &task) {
+    return is_aligned(task.plan) && is_aligned(task.cached.k) && is_aligned(task.cached.v);
+}

@@ -1,6 +1,8 @@
 /* fdma_lists() on any device from compute capability 8.0. Every key writes itself, at its slot,
  * into the lists at whose first position it is live. Then a thread block for each list removes the
- * entries that the selection does not confirm, and appends the keys that arrive later.
+ * entries that the selection does not confirm, and appends the keys that arrive later. A list
+ * that would lose a key, because the selection has more slots than it says, gets counts of -1. Such
+ * a key cannot be in the list, so it writes itself into the list's count.
  *
  * Source: docs/algorithm.md, slots. */
 #include "core/integers.h"
@@ -14,7 +16,7 @@ struct list_params {
     number_view<int32_t> list, count; // of tile 0
     int64_t list_tile, count_tile;    // from tile to tile
     int64_t kv_len, q_len, tile_len, tiles, kv_heads, heads;
-    int64_t slots; // that a selection may use
+    int64_t slots; // that the selection says it uses
     bool causal, is_global;
 };
 
@@ -55,6 +57,10 @@ __device__ static bool is_in_slot_order(const list_params &params, const head_li
     return j <= at.first && at.first < expiry;
 }
 
+__device__ static bool has_slot(const list_params &params, const head_lists &of, int64_t j) {
+    return of.slot[j] >= 0 && of.slot[j] < params.slots;
+}
+
 /* Slots that may be in use at a tile's positions: no more than there are keys up to there. */
 __device__ static int64_t most_slots(const list_params &params, tile_positions at) {
     const int64_t keys = (params.is_global ? at.last : at.first) + 1;
@@ -76,6 +82,8 @@ static __global__ void __launch_bounds__(scatter_threads) scatter_keys(const lis
         const tile_positions at = positions_of(params, tile);
         if (!params.is_global && at.first >= of.expiry[j])
             break;
+        if (!has_slot(params, of, j) && is_in_slot_order(params, of, at, j))
+            of.count[tile * params.count_tile] = (int32_t)j;
         if (slot >= 0 && slot < most_slots(params, at) && is_in_slot_order(params, of, at, j))
             of.list[tile * params.list_tile + slot] = (int32_t)j;
     }
@@ -123,6 +131,14 @@ __device__ static void confirm_slots(const list_params &params, const head_lists
             list[s] = 0;
 }
 
+/* Whether a number, which may be left from anything, is a key that belongs to a list but has none
+ * of its slots. */
+__device__ static bool names_lost_key(const list_params &params, const head_lists &of,
+                                      tile_positions at, int64_t j) {
+    return j >= 0 && j < params.kv_len && !has_slot(params, of, j) &&
+           is_in_slot_order(params, of, at, j);
+}
+
 /* Each thread block finishes one list. */
 static __global__ void __launch_bounds__(finish_threads) finish_lists(const list_params params) {
     __shared__ int32_t in_use[2];
@@ -133,6 +149,7 @@ static __global__ void __launch_bounds__(finish_threads) finish_lists(const list
     const tile_positions at = positions_of(params, tile);
     int32_t *const list = of.list + tile * params.list_tile;
     int32_t *const count = of.count + tile * params.count_tile;
+    bool is_complete = !names_lost_key(params, of, at, count[0]);
     if (threadIdx.x < 2)
         in_use[threadIdx.x] = 0;
     __syncthreads();
@@ -142,16 +159,19 @@ static __global__ void __launch_bounds__(finish_threads) finish_lists(const list
     const int64_t first = max(at.first + 1, (int64_t)0);
     for (int64_t next = first; !params.is_global && next <= at.last; next += finish_threads) {
         const int64_t j = next + threadIdx.x;
-        const bool arrives = j <= at.last && of.expiry[j] > j && of.slot[j] >= 0;
+        const bool is_kept = j <= at.last && of.expiry[j] > j;
+        const bool arrives = is_kept && of.slot[j] >= 0;
+        is_complete &= !is_kept || has_slot(params, of, j);
         int before;
         const int all = add_up(arrives, &before);
         if (arrives)
             list[total + before] = (int32_t)j;
         total += all;
     }
+    is_complete = __syncthreads_and(is_complete);
     if (threadIdx.x == 0) {
-        count[0] = in_use[0];
-        count[1] = (int32_t)total;
+        count[0] = is_complete ? in_use[0] : -1;
+        count[1] = is_complete ? (int32_t)total : -1;
     }
 }
 

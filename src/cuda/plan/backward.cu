@@ -137,13 +137,15 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most
  * change results. */
 static int32_t count_partitions(const fdma_problem *problem, const backward_shape &shape,
                                 int32_t lists) {
-    enum { wanted_blocks = 128, long_len = 65536 };
+    enum { wanted_blocks = 128, packed_blocks = 512, long_len = 65536 };
     const int64_t slots = max(problem->slots, (int64_t)1);
     const int64_t blocks = problem->kv_heads * divide_up(slots, shape.block_slots);
     // boundary sums have at most as many bytes as k and v, those of a long sequence 1/32 as many
     const int64_t slot_keys = problem->kv_len < long_len ? 2 : 64; // least keys per slot
     const int64_t most = 1 + problem->kv_len / (slot_keys * slots);
-    const int64_t partitions = min(divide_up(wanted_blocks, blocks), most);
+    // high slots are used by long sequences alone, so that blocks of packed ones differ in work
+    const int64_t wanted = is_present(&problem->starts) ? packed_blocks : wanted_blocks;
+    const int64_t partitions = min(divide_up(wanted, blocks), most);
     return (int32_t)min(partitions, (int64_t)min(shape.most_partitions, lists));
 }
 

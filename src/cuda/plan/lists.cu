@@ -7,6 +7,11 @@
  * from one of them and rolls it through the lists before the next: at each position at most one key
  * enters, in a free slot or in that of the key that it evicts.
  *
+ * A selection may use more slots than it says (window + recent). The host cannot look, so the rows
+ * that would lose a key become NaN: a key whose slot is not one of the table's has a bias of NaN.
+ * It is in every list in which it is live, and may stay in later lists until its sequence ends. The
+ * table has one more entry for such keys, the misfits.
+ *
  * Source: docs/algorithm.md, slots. */
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/softmax.cuh"
@@ -25,7 +30,7 @@ struct selection_view {
     number_view<const float> bias;
     const uint8_t *key_valid; // NULL: all
     int64_t valid_batch;
-    int32_t slots;       // that the selection may use
+    int32_t slots;       // that the selection says it uses
     int32_t block_lists; // lists of a thread block, the first of which is scattered
     bool is_global;
 };
@@ -50,6 +55,12 @@ __device__ static head_selection selection_of(const forward_plan &plan,
     if (selection.bias.data != NULL)
         of.bias = selection.bias.at(b, g);
     return of;
+}
+
+/* The entry of a kept key in the table: its slot, or the entry `slots`, which the misfits share. */
+__device__ static int32_t table_entry(const selection_view &selection, const head_selection &of,
+                                      int32_t j) {
+    return (int32_t)min((uint32_t)of.slot[j], (uint32_t)selection.slots);
 }
 
 __device__ static bool is_valid(const head_selection &selection, int32_t j) {
@@ -79,16 +90,22 @@ __device__ static int32_t record_expiry(const forward_plan &plan, const head_sel
     return expiry == plan.kv_len ? INT32_MAX : expiry;
 }
 
+/* The record of a misfit, by which every row that could keep it becomes NaN. */
+__device__ static key_record misfit_record(const forward_plan &plan, int32_t j) {
+    const int32_t end = sequence_end(plan, j);
+    return {end == plan.kv_len ? INT32_MAX : end, NAN};
+}
+
 /* Writes key j into every scattered list at whose first position it is live. A global selection has
  * one list. */
 __device__ static void scatter_key(const forward_plan &plan, const selection_view &selection,
                                    const head_selection &of, int32_t *list, int32_t j) {
-    const int32_t slot = of.slot[j], expiry = of.expiry[j];
-    if ((uint32_t)slot >= (uint32_t)selection.slots)
+    const int32_t entry = table_entry(selection, of, j), expiry = of.expiry[j];
+    if (expiry <= j)
         return;
     if (selection.is_global) {
-        if (expiry == plan.kv_len)
-            list[slot] = is_valid(of, j) ? j : ~j;
+        if (expiry == plan.kv_len && entry < selection.slots)
+            list[entry] = is_valid(of, j) ? j : ~j;
         return;
     }
     const int32_t step = list_queries * selection.block_lists, origin = plan.kv_len - plan.q_len;
@@ -96,7 +113,7 @@ __device__ static void scatter_key(const forward_plan &plan, const selection_vie
     for (int32_t n = first; n * selection.block_lists < plan.lists; n++) {
         if (origin + (int64_t)n * step >= expiry)
             break;
-        list[n * selection.block_lists * plan.list_tile + slot] = j;
+        list[n * selection.block_lists * plan.list_tile + entry] = j;
     }
 }
 
@@ -112,7 +129,10 @@ static __global__ void __launch_bounds__(record_threads)
     const head_selection of = selection_of(plan, selection, head);
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
     const float bias = of.bias == NULL ? 0 : of.bias[j] * log2_e;
-    plan.records[(int64_t)head * plan.kv_len + j] = {expiry, bias};
+    const bool fits = plan.count == NULL || of.expiry[j] <= j ||
+                      table_entry(selection, of, (int32_t)j) < selection.slots;
+    plan.records[(int64_t)head * plan.kv_len + j] =
+        fits ? key_record{expiry, bias} : misfit_record(plan, (int32_t)j);
     if (plan.list == NULL || plan.entries_before != NULL)
         return;
     int32_t *const list = plan.list + head * plan.list_head;
@@ -137,24 +157,45 @@ __device__ static int32_t count_up_to(const int32_t *list, int32_t count, int64_
     return low;
 }
 
+/* Makes NaN of the rows that keep a misfit of a global selection, whose slots ascend: those that
+ * keep the key of the last slot. Without such a key the misfit takes its entry. */
+__device__ static void list_misfit(const forward_plan &plan, int head, int32_t misfit,
+                                   int32_t *last, bool is_listed) {
+    if (is_listed && is_key(*last, plan.kv_len))
+        plan.records[(int64_t)head * plan.kv_len + *last].bias = NAN;
+    else
+        *last = misfit;
+}
+
 /* For a global selection, a thread block counts the kept keys of one (b, g), and then how many of
  * them each query block sees. */
 static __global__ void __launch_bounds__(roll_threads)
     count_global(const forward_plan plan, const selection_view selection) {
     const int head = blockIdx.x;
     const head_selection of = selection_of(plan, selection, head);
-    const int32_t *const list = plan.list + head * plan.list_head;
-    __shared__ int32_t kept;
+    int32_t *const list = plan.list + head * plan.list_head;
+    __shared__ int32_t kept, misfit;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (threadIdx.x == 0)
-        kept = 0;
+        kept = 0, misfit = INT32_MAX;
     __syncthreads();
     int32_t most = 0; // the slots of kept keys are 0, 1, 2, ...
-    for (int32_t j = threadIdx.x; j < plan.kv_len; j += roll_threads)
-        if (of.expiry[j] == plan.kv_len && (uint32_t)of.slot[j] < (uint32_t)selection.slots)
-            most = max(most, of.slot[j] + 1);
+    for (int32_t j = threadIdx.x; j < plan.kv_len; j += roll_threads) {
+        if (of.expiry[j] != plan.kv_len)
+            continue;
+        const int32_t entry = table_entry(selection, of, j);
+        if (entry < selection.slots)
+            most = max(most, entry + 1);
+        else
+            atomicMin(&misfit, j);
+    }
     atomicMax(&kept, most);
+    __syncthreads();
+    if (threadIdx.x == 0 && misfit != INT32_MAX) {
+        list_misfit(plan, head, misfit, &list[selection.slots - 1], kept == selection.slots);
+        kept = selection.slots;
+    }
     __syncthreads();
     for (int32_t t = threadIdx.x; t < plan.lists; t += roll_threads) {
         const int64_t first = plan.causal ? list_position(plan, t) : INT32_MAX;
@@ -197,10 +238,10 @@ static __global__ void __launch_bounds__(compact_threads) compact_kept(const for
 
 /* The state of a thread block that rolls through its lists. */
 struct roll_memory {
-    int32_t *table;                         // [slots]: the live key, or -1; aligned to 16 bytes
-    int32_t live;                           // one more than the last slot in use
+    int32_t *table;                         // [slots + 1]: live keys, or -1; aligned to 16 bytes
+    int32_t live;                           // one more than the last entry in use
     int32_t arrivals[2][roll_threads / 32]; // counted by each warp; even and odd lists
-    // the slot of each key after the first list's first position; negative: it is not kept
+    // the entry of each key after the first list's first position; negative: it is not kept
     int32_t arriving[most_block_lists * list_queries];
 };
 
@@ -212,10 +253,10 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
                                   const head_selection &of, const int32_t *list, int32_t position,
                                   roll_memory *shared) {
     int32_t live = 0;
-    for (int32_t s = threadIdx.x; s < selection.slots; s += roll_threads) {
+    for (int32_t s = threadIdx.x; s <= selection.slots; s += roll_threads) {
         const int32_t j = list[s];
-        const bool lives =
-            is_key(j, plan.kv_len) && j <= position && of.slot[j] == s && of.expiry[j] > position;
+        const bool lives = is_key(j, plan.kv_len) && j <= position && of.expiry[j] > position &&
+                           table_entry(selection, of, j) == s;
         shared->table[s] = lives ? j : -1;
         live = lives ? s + 1 : live;
     }
@@ -224,36 +265,42 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
         atomicMax(&shared->live, live);
 }
 
-/* Loads the slots of the keys that arrive after `position`, within the query blocks of the `lists`
- * lists that this thread block builds. */
+/* Loads the entries of the keys that arrive after `position`, within the query blocks of the
+ * `lists` lists that this thread block builds. */
 __device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
                                      const head_selection &of, int32_t position, int32_t lists,
                                      roll_memory *shared) {
     for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
         const int32_t j = position + 1 + n;
         const bool arrives = j < plan.kv_len && of.expiry[j] > j;
-        const int32_t slot = arrives ? of.slot[j] : -1;
-        shared->arriving[n] = slot < selection.slots ? slot : -1;
+        shared->arriving[n] = arrives ? table_entry(selection, of, j) : -1;
     }
 }
 
-/* Writes the live keys to a list, absent ones as ~j. */
-__device__ static void write_live(const head_selection &of, int32_t *list,
-                                  const roll_memory *shared) {
-    const int32_t whole = of.key_valid == NULL ? shared->live / 4 * 4 : 0;
+/* Writes the live keys to a list, absent ones as ~j. A misfit takes the entry of the last slot,
+ * because kernels of backward know no more entries than slots. Returns how many there are. */
+__device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t *list,
+                                     const roll_memory *shared) {
+    const bool has_misfit = shared->live > slots;
+    const int32_t own = has_misfit ? slots - 1 : shared->live;
+    const int32_t whole = of.key_valid == NULL ? own / 4 * 4 : 0;
     for (int32_t s = threadIdx.x * 4; s < whole; s += roll_threads * 4)
         *(int4 *)&list[s] = *(const int4 *)&shared->table[s];
-    for (int32_t s = whole + threadIdx.x; s < shared->live; s += roll_threads) {
+    for (int32_t s = whole + threadIdx.x; s < own; s += roll_threads) {
         const int32_t j = shared->table[s];
         list[s] = j >= 0 && !is_valid(of, j) ? ~j : j;
     }
+    if (has_misfit && threadIdx.x == 0)
+        list[own] = shared->table[slots];
+    return has_misfit ? slots : own;
 }
 
-/* Appends the keys that arrive after the first position of list t, ascending, and writes its
- * counts. `arriving` points to the slot of the first of them. They are fewer than the threads. */
+/* Appends the keys that arrive after the first position of list t, ascending, to its `live`
+ * entries, and writes its counts. `arriving` points to the table entry of the first of them. They
+ * are fewer than the threads. */
 __device__ static void write_arrivals(const forward_plan &plan, const head_selection &of, int32_t t,
-                                      const int32_t *arriving, int32_t *list, int2 *count,
-                                      roll_memory *shared) {
+                                      int32_t live, const int32_t *arriving, int32_t *list,
+                                      int2 *count, roll_memory *shared) {
     const int32_t n = threadIdx.x, warp = n / 32, j = list_position(plan, t) + 1 + n;
     const bool arrives = n < list_queries - 1 && arriving[n] >= 0 && is_valid(of, j);
     const unsigned mask = __ballot_sync(~0u, arrives);
@@ -268,13 +315,13 @@ __device__ static void write_arrivals(const forward_plan &plan, const head_selec
     }
     // in bounds for any selection: at most `slots` are live, and fewer than list_queries arrive
     if (arrives)
-        list[shared->live + before + __popc(mask & ((1u << n % 32) - 1))] = j;
+        list[live + before + __popc(mask & ((1u << n % 32) - 1))] = j;
     if (n == 0)
-        *count = make_int2(shared->live, shared->live + all);
+        *count = make_int2(live, live + all);
 }
 
 /* Moves the table on to the next list's first position: the keys that arrive up to it take over
- * their slots. If two of them take the same slot, the later one has it. */
+ * their entries. If two of them take the same one, the later key has it. */
 __device__ static void roll_table(int32_t position, const int32_t *arriving, roll_memory *shared) {
     const int32_t n = threadIdx.x;
     if (n >= list_queries || arriving[n] < 0)
@@ -284,18 +331,19 @@ __device__ static void roll_table(int32_t position, const int32_t *arriving, rol
 }
 
 /* Removes the keys from the table that are no longer live at a position, those of sequences that
- * have ended: the next sequence may use fewer slots. */
-__device__ static void drop_expired(const head_selection &of, int32_t position,
-                                    roll_memory *shared) {
-    const int32_t slots = shared->live;
+ * have ended: the next sequence may use fewer slots. A misfit stays until its sequence ends, as it
+ * stands for others. */
+__device__ static void drop_expired(const forward_plan &plan, const head_selection &of,
+                                    int32_t slots, int32_t position, roll_memory *shared) {
+    const int32_t used = shared->live;
     int32_t live = 0;
     __syncthreads();
     if (threadIdx.x == 0)
         shared->live = 0;
     __syncthreads();
-    for (int32_t s = threadIdx.x; s < slots; s += roll_threads) {
+    for (int32_t s = threadIdx.x; s < used; s += roll_threads) {
         const int32_t j = shared->table[s];
-        const bool lives = j >= 0 && of.expiry[j] > position;
+        const bool lives = j >= 0 && (s < slots ? of.expiry[j] : sequence_end(plan, j)) > position;
         shared->table[s] = lives ? j : -1;
         live = lives ? s + 1 : live;
     }
@@ -305,14 +353,15 @@ __device__ static void drop_expired(const head_selection &of, int32_t position,
 }
 
 /* Moves the table on from list t to the next one. */
-__device__ static void advance_table(const forward_plan &plan, const head_selection &of, int32_t t,
-                                     const int32_t *arriving, roll_memory *shared) {
+__device__ static void advance_table(const forward_plan &plan, const head_selection &of,
+                                     int32_t slots, int32_t t, const int32_t *arriving,
+                                     roll_memory *shared) {
     const int32_t position = list_position(plan, t), next = list_position(plan, t + 1);
     roll_table(position, arriving, shared);
     if (plan.sequences.ranges == NULL || plan.sequences.ranges[next].x <= position)
         return;
     __syncthreads();
-    drop_expired(of, next, shared);
+    drop_expired(plan, of, slots, next, shared);
 }
 
 /* The lists of one thread block. */
@@ -343,105 +392,13 @@ static __global__ void __launch_bounds__(roll_threads)
         const int32_t *const arriving = shared.arriving + (t - first) * list_queries;
         int32_t *const list = lists + t * plan.list_tile;
         __syncthreads();
-        write_live(of, list, &shared);
-        write_arrivals(plan, of, t, arriving, list, &plan.count[(int64_t)head * plan.lists + t],
-                       &shared);
+        const int32_t live = write_live(of, selection.slots, list, &shared);
+        write_arrivals(plan, of, t, live, arriving, list,
+                       &plan.count[(int64_t)head * plan.lists + t], &shared);
         __syncthreads();
         if (t + 1 < end)
-            advance_table(plan, of, t, arriving, &shared);
+            advance_table(plan, of, selection.slots, t, arriving, &shared);
     }
-}
-
-/* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
-static bool is_listed(const fdma_problem *problem) {
-    return problem->selected && problem->slots < problem->kv_len;
-}
-
-static bool is_global(const fdma_problem *problem) { return problem->scope == FDMA_SCOPE_GLOBAL; }
-
-void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan) {
-    plan->q = view_of(&problem->q);
-    plan->k = view_of(&problem->k);
-    plan->v = view_of(&problem->v);
-    plan->out = view_of(&problem->out);
-    plan->lse = numbers_of<float>(&problem->lse);
-    plan->batch = (int32_t)problem->batch;
-    plan->q_len = (int32_t)problem->q_len;
-    plan->kv_len = (int32_t)problem->kv_len;
-    plan->q_heads = (int32_t)problem->q_heads;
-    plan->kv_heads = (int32_t)problem->kv_heads;
-    plan->group = (int32_t)problem->group;
-    plan->head_dim = (int32_t)problem->head_dim;
-    plan->scale = (float)problem->scale;
-    plan->softcap = (float)problem->softcap;
-    plan->causal = problem->causal;
-    plan->by_position = problem->causal || is_present(&problem->starts);
-}
-
-/* Entries of the longest list. */
-static int64_t list_size(const fdma_problem *problem) {
-    if (!is_listed(problem))
-        return problem->kv_len;
-    if (is_global(problem))
-        return is_present(&problem->starts) ? problem->kv_len : problem->slots;
-    const int64_t queries = problem->q_len < list_queries ? problem->q_len : (int64_t)list_queries;
-    return problem->slots + queries - 1;
-}
-
-/* Each query block has a list with an entry for every slot. No check of one tensor bounds that. */
-static bool has_vast_lists(const fdma_problem *problem) {
-    const double most_entries = (double)(INT64_C(1) << 46);
-    const double lists =
-        (double)(problem->batch * problem->kv_heads) * (double)(problem->q_len / list_queries + 1);
-    return is_listed(problem) && lists * (double)list_size(problem) > most_entries;
-}
-
-const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim) {
-    const int64_t most_rows = INT32_MAX - 1024; // positions of rows past the end do not overflow
-    if (problem->dtype == FDMA_FLOAT32)
-        return "float32 tensors: cast q, k and v to bfloat16 or float16";
-    if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
-        return "float64 tensors: cast q, k and v to bfloat16 or float16";
-    if (problem->bias.dtype == FDMA_FLOAT64 || problem->lse.dtype == FDMA_FLOAT64)
-        return "float64 bias or lse; supported: float32";
-    if (problem->q_len > most_rows || problem->kv_len > most_rows ||
-        problem->batch * problem->q_heads > most_rows)
-        return "more than 2^31 - 1025 queries, keys or heads";
-    const int64_t tile_rows = 16;                         // of the smallest tile
-    const int64_t rows = problem->q_len * problem->group; // of a kv head
-    if (rows > INT32_MAX / 2 ||
-        problem->batch * problem->kv_heads > INT32_MAX / (rows / tile_rows + 1))
-        return "2^30 or more rows of a kv head, or 2^31 or more tiles of 16 rows";
-    if (is_present(&problem->starts) && problem->starts.shape[0] > INT32_MAX)
-        return "2^31 or more packed sequences";
-    if (is_listed(problem) && !is_present(&problem->slot))
-        return "a selection without slots";
-    if (has_vast_lists(problem))
-        return "more than 2^46 keys in lists";
-    return problem->head_dim > most_head_dim ? "a larger head_dim than its own" : NULL;
-}
-
-forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
-    const int64_t heads = problem->batch * problem->kv_heads;
-    const bool plain = !problem->selected && !is_present(&problem->key_valid);
-    forward_plan plan = {};
-    fdma_cuda_describe_problem(problem, &plan);
-    plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
-    plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
-    if (!plain || is_present(&problem->bias) || is_present(&problem->starts))
-        plan.records = take<key_record>(arena, heads * problem->kv_len);
-    if (plain)
-        return plan;
-    const bool is_rolling = is_listed(problem) && !is_global(problem);
-    const int64_t size = round_up(list_size(problem), 4);
-    plan.list_tile = is_rolling ? size : 0;
-    plan.list_head = is_rolling ? size * plan.lists : size;
-    plan.list = take<int32_t>(arena, heads * plan.list_head);
-    if (is_listed(problem) && !is_rolling && is_present(&problem->starts))
-        plan.entries_before = take<int32_t>(arena, heads * (problem->kv_len + 1));
-    else if (is_listed(problem))
-        plan.count = take<int2>(arena, heads * plan.lists);
-    return plan;
 }
 
 static selection_view describe_selection(const fdma_problem *problem, const forward_plan *plan) {
@@ -456,17 +413,18 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.slots = (int32_t)problem->slots;
     selection.block_lists = (int32_t)min(max(block_lists, least_block_lists), most_block_lists);
     const int64_t room = fdma_cuda_device(problem->exec.device)->shared_bytes;
-    const int64_t table = problem->slots * (int64_t)sizeof(int32_t);
+    const int64_t entries = min(problem->slots, problem->kv_len) + 1;
+    const int64_t table = entries * (int64_t)sizeof(int32_t);
     if (table + (int64_t)sizeof(roll_memory) > room)
         selection.block_lists = 1; // the table does not fit in shared memory
-    selection.is_global = is_global(problem);
+    selection.is_global = problem->scope == FDMA_SCOPE_GLOBAL;
     return selection;
 }
 
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const selection_view selection = describe_selection(problem, plan);
-    const size_t table = selection.block_lists > 1 ? selection.slots * sizeof(int32_t) : 0;
+    const size_t table = selection.block_lists > 1 ? (selection.slots + 1) * sizeof(int32_t) : 0;
     if (plan->records == NULL || problem->kv_len == 0)
         return FDMA_OK;
     FDMA_TRY(fdma_cuda_find_sequences("forward", problem, plan->sequences));

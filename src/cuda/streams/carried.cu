@@ -1,9 +1,9 @@
-/* Select with a table, and forward with carried keys, by kernels that know neither.
+/* Select with a table, forward and backward with carried keys, by kernels that support neither.
  *
  * Select: each (b, g) becomes a sequence of its own: first its carried keys, sorted by position,
  * with empty rows at the front as keys that are not valid, and then the keys of the call.
- * core/streams.h says why. Forward: the carried keys and those of the call are copied one after the
- * other. */
+ * core/streams.h says why. Forward and backward: the carried keys and those of the call are copied
+ * one after the other; from there their gradients are copied to the tensors that they belong to. */
 extern "C" {
 #include "core/streams.h"
 #include "cuda/cuda.h"
@@ -13,6 +13,8 @@ extern "C" {
 #include "cuda/device/vec.cuh"
 
 static constexpr int stream_threads = 256;
+static constexpr int counting_lanes = 4;
+static constexpr int counted_rows = 2048; // at a time
 
 /* ---- select ---- */
 
@@ -46,32 +48,51 @@ __device__ static stream_element element_of(const stream_plan &plan) {
             (int32_t)(blockIdx.x * stream_threads + threadIdx.x)};
 }
 
-/* Fills in scores and validity. Before a carried key
- * are the rows with lower positions. */
+/* Copies the keys of the call behind the carried ones. */
 static __global__ void __launch_bounds__(stream_threads)
     fill_sequences(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
-    if (at.head >= heads || at.n >= plan.kv_len)
+    if (at.head >= heads || at.n >= plan.new_len)
         return;
-    const int64_t first = at.head * plan.kv_len;
-    if (at.n >= plan.rows) {
-        const int32_t j = at.n - plan.rows;
-        plan.sequence_score[first + at.n] = plan.score.at(at.b, at.g)[j];
-        plan.sequence_valid[first + at.n] =
-            plan.key_valid == NULL || plan.key_valid[at.b * plan.valid_batch + j] != 0;
+    const int64_t to = at.head * plan.kv_len + plan.rows + at.n;
+    plan.sequence_score[to] = plan.score.at(at.b, at.g)[at.n];
+    plan.sequence_valid[to] =
+        plan.key_valid == NULL || plan.key_valid[at.b * plan.valid_batch + at.n] != 0;
+}
+
+/* Copies the carried keys in order of position. counting_lanes lanes count the rows that precede a
+ * key: that number is its new index. */
+static __global__ void __launch_bounds__(stream_threads)
+    order_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
+    __shared__ int32_t positions[counted_rows];
+    const int64_t head = head_of_block();
+    if (head >= heads)
         return;
-    }
-    const int32_t *const position = plan.in_position.at(at.b, at.g);
-    const int32_t own = max(position[at.n], -1);
+    const int32_t b = (int32_t)(head / plan.kv_heads), g = (int32_t)(head % plan.kv_heads);
+    const int32_t *const position = plan.in_position.at(b, g);
+    const int32_t lane = threadIdx.x % counting_lanes;
+    const int32_t row = (blockIdx.x * stream_threads + threadIdx.x) / counting_lanes;
+    const bool is_there = row < plan.rows;
+    const int32_t own = is_there ? max(position[row], -1) : -1;
     int32_t before = 0;
+    for (int32_t first = 0; first < plan.rows; first += counted_rows) {
+        const int32_t count = min(counted_rows, plan.rows - first);
+        __syncthreads();
+        for (int32_t n = threadIdx.x; n < count; n += stream_threads)
+            positions[n] = max(position[first + n], -1);
+        __syncthreads();
 #pragma unroll 8
-    for (int32_t other = 0; other < plan.rows; other++) {
-        const int32_t p = max(position[other], -1);
-        before += p < own || (p == own && other < at.n);
+        for (int32_t n = lane; n < count; n += counting_lanes)
+            before += positions[n] < own || (positions[n] == own && first + n < row);
     }
-    plan.row[at.head * plan.rows + before] = at.n;
-    plan.sequence_score[first + before] = plan.in_score.at(at.b, at.g)[at.n];
-    plan.sequence_valid[first + before] = own >= 0;
+    for (int other = 1; other < counting_lanes; other *= 2)
+        before += __shfl_xor_sync(~0u, before, other);
+    if (!is_there || lane > 0)
+        return;
+    const int64_t to = head * plan.kv_len + before;
+    plan.row[head * plan.rows + before] = row;
+    plan.sequence_score[to] = plan.in_score.at(b, g)[row];
+    plan.sequence_valid[to] = own >= 0;
 }
 
 /* The number of empty rows, which stand first. */
@@ -85,8 +106,8 @@ __device__ static int32_t count_empty(const uint8_t *valid, int32_t rows) {
     return low;
 }
 
-/* Writes the selection from those of the sequences. Slot s of a sequence is that of its valid key
- * s, which has a row already, or, beyond the carried keys, the next empty row. */
+/* Writes the selection from those of the sequences. Slots of a sequence count its valid keys: with
+ * n carried keys, slot s < n is the row of carried key s, and slot s >= n is empty row s - n. */
 static __global__ void __launch_bounds__(stream_threads)
     write_selection(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
@@ -198,7 +219,10 @@ static fdma_status run_select(const fdma_kernel *kernel, const fdma_problem *pro
     } else {
         fdma_problem one = sequences_of(problem, plan);
         fdma_set_aside(&one.exec, &arena);
-        FDMA_TRY(launch("select", fill_sequences, over(plan.kv_len), problem, plan, heads));
+        FDMA_TRY(
+            launch("select", fill_sequences, over(max(plan.new_len, 1)), problem, plan, heads));
+        FDMA_TRY(launch("select", order_rows, over((int64_t)plan.rows * counting_lanes), problem,
+                        plan, heads));
         FDMA_TRY(kernel->run(&one));
         FDMA_TRY(launch("select", write_selection, over(plan.kv_len), problem, plan, heads));
     }
@@ -208,102 +232,195 @@ static fdma_status run_select(const fdma_kernel *kernel, const fdma_problem *pro
     return launch("select", write_new_rows, over(max(plan.new_len, 1)), problem, plan, heads);
 }
 
-/* ---- forward ---- */
+/* ---- forward and backward ---- */
 
-/* Carried rows and those of the call, and where both are copied to, one after the other. */
-struct join_plan {
-    head_view carried, own, all;
+/* Rows of carried keys and of those of the call, and of both in the workspace, one after the
+ * other. */
+struct row_pieces {
+    head_view carried, own, joined;
     int32_t rows, kv_len, kv_heads, vecs; // vecs: of a row
     bool is_aligned;
 };
 
-static __global__ void __launch_bounds__(stream_threads)
-    join_rows(const __grid_constant__ join_plan plan, const int64_t count) {
+/* A number for each key, likewise. */
+struct number_pieces {
+    number_view<float> carried, own, joined;
+    int32_t rows, kv_len, kv_heads;
+};
+
+/* Where a vector of a row, or a number, is. */
+template <typename element> struct key_addresses {
+    element *apart;  // among the carried keys or those of the call
+    element *joined; // NULL: past the end
+};
+
+__device__ static uint16_t *vec_at(const head_view &view, int64_t b, int64_t j, int32_t g,
+                                   int32_t vec) {
+    return (uint16_t *)view.data + b * view.batch + j * view.row + g * view.head +
+           vec * vec_channels;
+}
+
+/* The vector of this thread. */
+__device__ static key_addresses<uint16_t> addresses_of_vec(const row_pieces &pieces,
+                                                           int64_t count) {
     const int64_t n = (int64_t)blockIdx.x * stream_threads + threadIdx.x;
     if (n >= count)
-        return;
-    const int32_t vec = (int32_t)(n % plan.vecs), g = (int32_t)(n / plan.vecs % plan.kv_heads);
-    const int64_t key = n / plan.vecs / plan.kv_heads, b = key / plan.kv_len;
-    const int64_t j = key % plan.kv_len;
-    const head_view &from = j < plan.rows ? plan.carried : plan.own;
-    const int64_t row = j < plan.rows ? j : j - plan.rows;
-    const uint16_t *const source = (const uint16_t *)from.data + b * from.batch + row * from.row +
-                                   g * from.head + vec * vec_channels;
-    uint16_t *const target = (uint16_t *)plan.all.data + b * plan.all.batch + j * plan.all.row +
-                             g * plan.all.head + vec * vec_channels;
-    if (plan.is_aligned)
-        *(uint4 *)target = *(const uint4 *)source;
+        return {};
+    const int64_t row = n / pieces.vecs, key = row / pieces.kv_heads, b = key / pieces.kv_len;
+    const int32_t vec = (int32_t)(n % pieces.vecs), g = (int32_t)(row % pieces.kv_heads);
+    const int64_t j = key % pieces.kv_len, own = j - pieces.rows;
+    return {own < 0 ? vec_at(pieces.carried, b, j, g, vec) : vec_at(pieces.own, b, own, g, vec),
+            vec_at(pieces.joined, b, j, g, vec)};
+}
+
+/* The number of this thread. */
+__device__ static key_addresses<float> addresses_of_number(const number_pieces &pieces,
+                                                           int64_t heads) {
+    const int64_t head = head_of_block(), b = head / pieces.kv_heads, g = head % pieces.kv_heads;
+    const int32_t j = (int32_t)(blockIdx.x * stream_threads + threadIdx.x), own = j - pieces.rows;
+    if (head >= heads || j >= pieces.kv_len)
+        return {};
+    return {own < 0 ? pieces.carried.at(b, g) + j : pieces.own.at(b, g) + own,
+            pieces.joined.at(b, g) + j};
+}
+
+__device__ static void copy_vec(uint16_t *to, const uint16_t *from, bool is_aligned) {
+    if (is_aligned)
+        *(uint4 *)to = *(const uint4 *)from;
     else
         for (int x = 0; x < vec_channels; x++)
-            target[x] = source[x];
+            to[x] = from[x];
 }
 
 static __global__ void __launch_bounds__(stream_threads)
-    join_biases(const __grid_constant__ number_view<float> carried,
-                const __grid_constant__ number_view<float> own,
-                const __grid_constant__ number_view<float> all, const int32_t rows,
-                const int32_t kv_len, const int32_t kv_heads, const int64_t heads) {
-    const int64_t head = head_of_block();
-    const int32_t j = (int32_t)(blockIdx.x * stream_threads + threadIdx.x);
-    if (head >= heads || j >= kv_len)
-        return;
-    const int64_t b = head / kv_heads, g = head % kv_heads;
-    all.at(b, g)[j] = j < rows ? carried.at(b, g)[j] : own.at(b, g)[j - rows];
+    join_rows(const __grid_constant__ row_pieces pieces, const int64_t count) {
+    const key_addresses<uint16_t> vec = addresses_of_vec(pieces, count);
+    if (vec.joined != NULL)
+        copy_vec(vec.joined, vec.apart, pieces.is_aligned);
+}
+
+static __global__ void __launch_bounds__(stream_threads)
+    split_rows(const __grid_constant__ row_pieces pieces, const int64_t count) {
+    const key_addresses<uint16_t> vec = addresses_of_vec(pieces, count);
+    if (vec.joined != NULL)
+        copy_vec(vec.apart, vec.joined, pieces.is_aligned);
+}
+
+static __global__ void __launch_bounds__(stream_threads)
+    join_numbers(const __grid_constant__ number_pieces pieces, const int64_t heads) {
+    const key_addresses<float> number = addresses_of_number(pieces, heads);
+    if (number.joined != NULL)
+        *number.joined = *number.apart;
+}
+
+static __global__ void __launch_bounds__(stream_threads)
+    split_numbers(const __grid_constant__ number_pieces pieces, const int64_t heads) {
+    const key_addresses<float> number = addresses_of_number(pieces, heads);
+    if (number.joined != NULL)
+        *number.apart = *number.joined;
+}
+
+/* A tensor shaped as k, with the rows of all keys. */
+static fdma_tensor take_rows(const fdma_problem *problem, fdma_arena *arena) {
+    const int64_t batch = problem->batch, len = problem->kv_len, heads = problem->kv_heads;
+    uint16_t *const data = take<uint16_t>(arena, batch * len * heads * problem->head_dim);
+    return fdma_tensor_4d(data, problem->dtype, batch, len, heads, problem->head_dim);
+}
+
+/* A tensor shaped as bias, with the numbers of all keys; absent if `like` is. */
+static fdma_tensor take_numbers(const fdma_problem *problem, const fdma_tensor *like,
+                                fdma_arena *arena) {
+    const int64_t batch = problem->batch, len = problem->kv_len, heads = problem->kv_heads;
+    if (!is_present(like))
+        return {};
+    return fdma_tensor_3d(take<float>(arena, batch * heads * len), FDMA_FLOAT32, batch, heads, len);
 }
 
 /* The problem whose keys are all of one piece. */
 static fdma_problem joined_problem(const fdma_problem *problem, fdma_arena *arena) {
-    const int64_t batch = problem->batch, heads = problem->kv_heads, len = problem->kv_len;
-    const int64_t numbers = batch * len * heads * problem->head_dim;
     fdma_problem one = *problem;
-    one.k = fdma_tensor_4d(take<uint16_t>(arena, numbers), problem->dtype, batch, len, heads,
-                           problem->head_dim);
-    one.v = fdma_tensor_4d(take<uint16_t>(arena, numbers), problem->dtype, batch, len, heads,
-                           problem->head_dim);
-    if (is_present(&problem->bias))
-        one.bias = fdma_tensor_3d(take<float>(arena, batch * heads * len), FDMA_FLOAT32, batch,
-                                  heads, len);
+    one.k = take_rows(problem, arena);
+    one.v = take_rows(problem, arena);
+    one.bias = take_numbers(problem, &problem->bias, arena);
+    if (problem->operation == operation_backward) {
+        one.dk = take_rows(problem, arena);
+        one.dv = take_rows(problem, arena);
+        one.dbias = take_numbers(problem, &problem->dbias, arena);
+    }
     one.k_carried = one.v_carried = one.bias_carried = {};
+    one.dk_carried = one.dv_carried = one.dbias_carried = {};
     one.carried_len = 0;
-    one.new_len = len;
+    one.new_len = problem->kv_len;
     return one;
 }
 
-static fdma_status join(const fdma_problem *problem, const fdma_tensor *carried,
-                        const fdma_tensor *own, const fdma_tensor *all) {
-    join_plan plan = {};
-    plan.carried = view_of(carried);
-    plan.own = view_of(own);
-    plan.all = view_of(all);
-    plan.rows = (int32_t)problem->carried_len;
-    plan.kv_len = (int32_t)problem->kv_len;
-    plan.kv_heads = (int32_t)problem->kv_heads;
-    plan.vecs = (int32_t)problem->head_dim / vec_channels;
-    plan.is_aligned = is_aligned(plan.carried) && is_aligned(plan.own);
-    const int64_t count = problem->batch * problem->kv_len * problem->kv_heads * plan.vecs;
-    return launch("forward", join_rows,
+/* Copies rows, by join_rows() or split_rows(). */
+static fdma_status copy_rows(void (*kernel)(row_pieces, int64_t), const fdma_problem *problem,
+                             const fdma_tensor *carried, const fdma_tensor *own,
+                             const fdma_tensor *joined) {
+    row_pieces pieces = {};
+    pieces.carried = view_of(carried);
+    pieces.own = view_of(own);
+    pieces.joined = view_of(joined);
+    pieces.rows = (int32_t)problem->carried_len;
+    pieces.kv_len = (int32_t)problem->kv_len;
+    pieces.kv_heads = (int32_t)problem->kv_heads;
+    pieces.vecs = (int32_t)problem->head_dim / vec_channels;
+    pieces.is_aligned = is_aligned(pieces.carried) && is_aligned(pieces.own);
+    const int64_t count = problem->batch * problem->kv_len * problem->kv_heads * pieces.vecs;
+    return launch(fdma_operation_name(problem->operation), kernel,
                   {dim3((unsigned)divide_up(count, stream_threads)), dim3(stream_threads)}, problem,
-                  plan, count);
+                  pieces, count);
 }
 
-static fdma_status run_forward(const fdma_kernel *kernel, const fdma_problem *problem) {
+/* Copies numbers, if there are any, by join_numbers() or split_numbers(). */
+static fdma_status copy_numbers(void (*kernel)(number_pieces, int64_t), const fdma_problem *problem,
+                                const fdma_tensor *carried, const fdma_tensor *own,
+                                const fdma_tensor *joined) {
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const number_pieces pieces = {numbers_of<float>(carried), numbers_of<float>(own),
+                                  numbers_of<float>(joined),  (int32_t)problem->carried_len,
+                                  (int32_t)problem->kv_len,   (int32_t)problem->kv_heads};
+    if (!is_present(joined))
+        return FDMA_OK;
+    return launch(
+        fdma_operation_name(problem->operation), kernel,
+        {grid_of(divide_up(problem->kv_len, stream_threads), heads), dim3(stream_threads)}, problem,
+        pieces, heads);
+}
+
+static fdma_status join_inputs(const fdma_problem *problem, const fdma_problem *one) {
+    FDMA_TRY(copy_rows(join_rows, problem, &problem->k_carried, &problem->k, &one->k));
+    FDMA_TRY(copy_rows(join_rows, problem, &problem->v_carried, &problem->v, &one->v));
+    return copy_numbers(join_numbers, problem, &problem->bias_carried, &problem->bias, &one->bias);
+}
+
+/* What the kernel adds the gradients to. dbias is never added to. */
+static fdma_status join_gradients(const fdma_problem *problem, const fdma_problem *one) {
+    FDMA_TRY(copy_rows(join_rows, problem, &problem->dk_carried, &problem->dk, &one->dk));
+    return copy_rows(join_rows, problem, &problem->dv_carried, &problem->dv, &one->dv);
+}
+
+static fdma_status split_gradients(const fdma_problem *problem, const fdma_problem *one) {
+    FDMA_TRY(copy_rows(split_rows, problem, &problem->dk_carried, &problem->dk, &one->dk));
+    FDMA_TRY(copy_rows(split_rows, problem, &problem->dv_carried, &problem->dv, &one->dv));
+    return copy_numbers(split_numbers, problem, &problem->dbias_carried, &problem->dbias,
+                        &one->dbias);
+}
+
+static fdma_status run_joined(const fdma_kernel *kernel, const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     fdma_problem one = joined_problem(problem, &arena);
-    const int64_t heads = problem->batch * problem->kv_heads;
+    const bool has_gradients = problem->operation == operation_backward;
     fdma_set_aside(&one.exec, &arena);
-    FDMA_TRY(join(problem, &problem->k_carried, &problem->k, &one.k));
-    FDMA_TRY(join(problem, &problem->v_carried, &problem->v, &one.v));
-    if (is_present(&problem->bias))
-        FDMA_TRY(launch(
-            "forward", join_biases,
-            {grid_of(divide_up(problem->kv_len, stream_threads), heads), dim3(stream_threads)},
-            problem, numbers_of<float>(&problem->bias_carried), numbers_of<float>(&problem->bias),
-            numbers_of<float>(&one.bias), (int32_t)problem->carried_len, (int32_t)problem->kv_len,
-            (int32_t)problem->kv_heads, heads));
-    return kernel->run(&one);
+    FDMA_TRY(join_inputs(problem, &one));
+    if (has_gradients && problem->accumulate)
+        FDMA_TRY(join_gradients(problem, &one));
+    FDMA_TRY(kernel->run(&one));
+    return has_gradients ? split_gradients(problem, &one) : FDMA_OK;
 }
 
-/* ---- either ---- */
+/* ---- all of them ---- */
 
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {
     fdma_arena arena = {};
@@ -322,5 +439,5 @@ size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *proble
 fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {
     if (has_table(problem))
         return run_select(kernel, problem);
-    return is_present(&problem->k_carried) ? run_forward(kernel, problem) : kernel->run(problem);
+    return is_present(&problem->k_carried) ? run_joined(kernel, problem) : kernel->run(problem);
 }

@@ -8,7 +8,8 @@
 enum { vocabulary_most_lanes = 64 };
 
 /* The words: WORD(what it returns, name, parameters). Arrays have `width` elements, but for
- * transpose's: width rows of width. */
+ * those of transpose and sum_each, which have width rows of width, and load_even_odd_bf16, which
+ * reads 2 * width. */
 #define VOCABULARY_WORDS(WORD)                                                                     \
     WORD(uint32_t, flush_subnormals, (void))                                                       \
     WORD(uint32_t, keep_subnormals, (void))                                                        \
@@ -21,6 +22,7 @@ enum { vocabulary_most_lanes = 64 };
     WORD(void, store_f16, (uint16_t *to, const float *from, int64_t count))                        \
     WORD(void, load_bf16, (float *to, const uint16_t *from, int64_t count))                        \
     WORD(void, store_bf16, (uint16_t *to, const float *from, int64_t count))                       \
+    WORD(void, load_even_odd_bf16, (float *even, float *odd, const uint16_t *from))                \
     WORD(void, add, (float *to, const float *a, const float *b))                                   \
     WORD(void, sub, (float *to, const float *a, const float *b))                                   \
     WORD(void, mul, (float *to, const float *a, const float *b))                                   \
@@ -31,6 +33,7 @@ enum { vocabulary_most_lanes = 64 };
     WORD(void, rounding_error, (float *to, const float *a, const float *b, const float *product))  \
     WORD(void, abs, (float *to, const float *x))                                                   \
     WORD(float, sum, (const float *x))                                                             \
+    WORD(void, sum_each, (float *to, const float *x)) /* width rows of width */                    \
     WORD(bool, any_greater, (const float *a, const float *b))                                      \
     WORD(void, pick_greater,                                                                       \
          (float *to, const float *a, const float *b, const float *x, const float *y))              \
@@ -54,11 +57,14 @@ typedef struct vocabulary {
 typedef struct pair_vocabulary {
     int width;
     void (*load_pairs)(float *to, const uint16_t *even, const uint16_t *odd, int64_t count);
+    void (*load_even_odd_pairs)(float *even, float *odd, const uint16_t *first,
+                                const uint16_t *second);
     void (*join)(float *to, const float *even, const float *odd);
     void (*store_terms)(float *to, const float *x); /* width / 2 elements of to */
     void (*even)(float *to, const float *word);
     void (*odd)(float *to, const float *word);
     void (*dot)(float *to, const float *word, const float *x, const float *sum);
+    void (*dot_lanes)(float *to, const float *a, const float *b, const float *sum);
 } pair_vocabulary;
 
 /* One for each file beside this one; to be called only where the CPU can. */

@@ -67,6 +67,20 @@ static void word_abs(float *to, const float *x) { vf_store(to, vf_abs(vf_load(x)
 
 static float word_sum(const float *x) { return vf_sum(vf_load(x)); }
 
+static void word_sum_each(float *to, const float *x) {
+    vf rows[vf_width];
+    for (int i = 0; i < vf_width; i++)
+        rows[i] = vf_load(x + i * vf_width);
+    vf_store(to, vf_sum_each(rows));
+}
+
+static void word_load_even_odd_bf16(float *even, float *odd, const uint16_t *from) {
+    vf x[2];
+    vf_load_even_odd_bf16(from, &x[0], &x[1]);
+    vf_store(even, x[0]);
+    vf_store(odd, x[1]);
+}
+
 static bool word_any_greater(const float *a, const float *b) {
     return vf_any_greater(vf_load(a), vf_load(b));
 }

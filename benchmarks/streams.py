@@ -1,0 +1,348 @@
+#!/usr/bin/env python3
+"""Time packed sequences, a prefill in pieces and recent keys, beside what they are compared with.
+
+It runs on a CUDA device, or with --device cpu and small sizes on the CPU, with flash_dmattn
+installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
+
+    python benchmarks/streams.py --out FOLDER
+
+FOLDER gets streams-cuda.json or streams-cpu.json, which benchmarks/table.py reads. In each round
+every peer of a case runs once. On a device a call is timed by events on its stream, after a kernel
+that only waits, so that the host's time does not count. The outputs and gradients of every peer are
+checked before it is timed, see streams_inputs.check(). Exit status: 0 done; 1 wrong outputs or a
+file that could not be written; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, Callable
+
+import flash_dmattn
+import torch
+from decode import folder, time_pass
+from peers import Parser
+from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
+from peers_cuda import ratio
+from streams_inputs import Case, Inputs, Peer, all_cases, check
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+WARM_UP = 3  # rounds that do not count
+
+MORE = """
+Cases: KIND/bf16/hQ_HEADSgKV_HEADS/dHEAD_DIM/nTOKENS[/sSEQUENCES][/wWINDOW[rRECENT]][/pPIECE]
+  packed           sequences of unequal lengths: score, selection and attention in one call
+  packed-selected  attention over a selection that is given, without biases
+  packed-dense     attention to all earlier keys of the sequence
+  prefill          the keys of a prompt enter a cache in pieces of PIECE, without gradients
+  recent           one sequence; each query keeps the RECENT newest keys beside the window
+-forward is the call without gradients, -training forward and backward.
+Peers:
+  fdma             flash_dmattn
+  one-sequence     flash_dmattn on one sequence of all tokens, with the same window
+  whole            flash_dma_attention() on the whole prompt
+  whole-cached     the whole prompt enters the cache at once
+  window           flash_dmattn with a window of WINDOW + RECENT, without recent keys
+  varlen           torch's varlen_attn(); varlen-expanded: with a kv head for each query head,
+                   where it does not take groups
+  flash-attn       flash_attn_varlen_func() of flash-attn
+  nested-cudnn, nested-flash   SDPA of nested tensors by cuDNN, or by FlashAttention where there is
+                   no varlen_attn(); a kv head for each query head, expanded before
+  sdpa             SDPA of one sequence after the other, on the CPU
+A peer of another library that does not run here is left out, with a line that says why.
+Columns:
+  ms             median of the rounds, for each call
+  spread         (90th percentile - 10th percentile) / median
+  TFLOP/s        useful operations: 4 * head_dim * q_heads (training: 3.5 times that) for each pair
+                 of a query and a key that it keeps
+  of other       the time for each useful operation over that of one-sequence, of whole or of
+                 window; of packed-dense, of the fastest peer of another library
+  times as fast  the time of another library's peer over fdma's
+of other and times as fast are medians of the rounds' ratios.
+"""
+
+
+# ---- peers ----
+
+
+def varlen_arguments(inputs: Inputs, expanded: bool = False) -> list[Any]:
+    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
+    rows = (inputs.query, *(inputs.expanded if expanded else inputs.fdma[1:]))
+    longest = max(inputs.case.lengths)
+    return [*(x.squeeze(0) for x in rows), inputs.starts, inputs.starts, longest, longest]
+
+
+def packed_fused(inputs: Inputs) -> torch.Tensor:
+    weights = {"dt_proj": inputs.dt_proj, "a_coef": inputs.a_coef}
+    return flash_dmattn.flash_dmattn_varlen_func(
+        *varlen_arguments(inputs), causal=True, keep_window_size=inputs.case.window, **weights
+    )[None]
+
+
+def packed_dense(inputs: Inputs) -> torch.Tensor:
+    return flash_dmattn.flash_dmattn_varlen_func(*varlen_arguments(inputs), causal=True)[None]
+
+
+def fused(inputs: Inputs, window: int, recent: int = 0) -> torch.Tensor:
+    return flash_dmattn.flash_dma_attention(
+        *inputs.fdma,
+        inputs.dt_proj,
+        inputs.a_coef,
+        keep_window_size=window,
+        recent=recent,
+        causal=True,
+    )
+
+
+def selected(inputs: Inputs, packed: bool) -> torch.Tensor:
+    starts = inputs.starts if packed else None
+    selection = inputs.selections[packed]
+    return flash_dmattn.attention(*inputs.fdma, selection=selection, starts=starts, causal=True)[0]
+
+
+def prefill(inputs: Inputs, piece: int) -> list[torch.Tensor]:
+    """The outputs of the pieces, which enter an empty cache one after the other."""
+    inputs.cache.reset()
+    pieces = zip(*(x.split(piece, 1) for x in inputs.fdma))
+    return [inputs.cache.attend(0, *rows, inputs.dt_proj, inputs.a_coef) for rows in pieces]
+
+
+def varlen(inputs: Inputs, expanded: bool) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters  # they depend on torch's version
+    options: dict[str, Any] = {"is_causal": True}
+    if "window_size" in parameters:
+        options = {"window_size": (-1, 0)}
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = not expanded
+    return varlen_attn(*varlen_arguments(inputs, expanded), **options)[None]
+
+
+def flash_attn(inputs: Inputs) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(*varlen_arguments(inputs), causal=True)[None]
+
+
+def nested(inputs: Inputs, backend: SDPBackend) -> torch.Tensor:
+    lengths = inputs.case.lengths
+    limits = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)}
+    rows = [
+        torch.nested.nested_tensor_from_jagged(x.squeeze(0), inputs.offsets, **limits)
+        for x in (inputs.query, *inputs.expanded)
+    ]
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in rows), is_causal=True)
+    return out.transpose(1, 2).values()[None]
+
+
+def sdpa(inputs: Inputs) -> torch.Tensor:
+    split = (x.transpose(1, 2).split(inputs.case.lengths, 2) for x in inputs.fdma)
+    outs = [
+        scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True) for rows in zip(*split)
+    ]
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+def rivals_of(case: Case, device: str) -> list[Peer]:
+    """The peers of other libraries, whether they run here or not."""
+    lengths = case.lengths
+    if device == "cpu":
+        return [Peer("sdpa", sdpa, lengths, 0, ours=False)]
+
+    def rival(name: str, forward: Callable[..., Any], expanded: bool, unless: str = "") -> Peer:
+        return Peer(name, forward, lengths, 0, expanded=expanded, ours=False, unless=unless)
+
+    cudnn = functools.partial(nested, backend=SDPBackend.CUDNN_ATTENTION)
+    flash = functools.partial(nested, backend=SDPBackend.FLASH_ATTENTION)
+    found = [
+        rival("varlen", functools.partial(varlen, expanded=False), False),
+        rival("varlen-expanded", functools.partial(varlen, expanded=True), True, "varlen"),
+        rival("nested-cudnn", cudnn, True),
+        rival("nested-flash", flash, True, "varlen"),
+    ]
+    return found + ([rival("flash-attn", flash_attn, False)] if find_spec("flash_attn") else [])
+
+
+def peers_of(case: Case, device: str) -> list[Peer]:
+    """flash_dmattn first, then what it is compared with."""
+    lengths, one, window = case.lengths, (case.length,), case.window
+    if case.kind == "packed-dense":
+        return [Peer("fdma", packed_dense, lengths, 0), *rivals_of(case, device)]
+    if case.kind == "packed-selected":
+        return [
+            Peer(name, functools.partial(selected, packed=packed), own, window, keys="given")
+            for name, packed, own in (("fdma", True, lengths), ("one-sequence", False, one))
+        ]
+    whole = functools.partial(fused, window=window)
+    if case.kind == "packed":
+        return [
+            Peer("fdma", packed_fused, lengths, window, keys="computed"),
+            Peer("one-sequence", whole, one, window, keys="computed"),
+        ]
+    if case.kind == "prefill":
+        return [
+            Peer(name, forward, one, window, keys="computed")
+            for name, forward in (
+                ("fdma", functools.partial(prefill, piece=case.piece)),
+                ("whole", whole),
+                ("whole-cached", functools.partial(prefill, piece=case.length)),
+            )
+        ]
+    both = functools.partial(fused, window=window, recent=case.recent)
+    wide = window + case.recent
+    return [
+        Peer("fdma", both, one, window, case.recent, "computed"),
+        Peer("window", functools.partial(fused, window=wide), one, wide, 0, "computed"),
+    ]
+
+
+def checked_peers(inputs: Inputs) -> list[Peer]:
+    """The peers that run, after a check of each.
+
+    Raises:
+        Disagreement: outputs of flash_dmattn are wrong.
+    """
+    found: list[Peer] = []
+    for peer in peers_of(inputs.case, inputs.device):
+        if peer.unless in [other.name for other in found]:
+            continue
+        try:
+            check(inputs, peer)
+        except (Disagreement, ImportError, RuntimeError, TypeError, ValueError) as error:
+            if peer.ours:
+                raise
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            print(f"{inputs.case.name()}: without {peer.name}: {why}", file=sys.stderr)
+        else:
+            found.append(peer)
+    return found
+
+
+# ---- time ----
+
+
+def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> dict[str, list[float]]:
+    """The milliseconds of each peer in each round that counts."""
+    times: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    end = 0.0
+    for made in range(WARM_UP + rounds.most):
+        if made == WARM_UP:
+            end = time.perf_counter() + rounds.seconds
+        if made >= WARM_UP + rounds.least and time.perf_counter() > end:
+            break
+        for peer in peers:
+            times[peer.name].append(time_pass(functools.partial(peer.run, inputs), inputs.device))
+    return {name: own[WARM_UP:] for name, own in times.items()}
+
+
+def find_other(peers: list[Peer], times: dict[str, list[float]]) -> Peer | None:
+    """The peer that fdma is compared with: its second, or the fastest of other libraries."""
+    if len(peers) < 2 or peers[1].ours:
+        return peers[1] if len(peers) > 1 else None
+    return min(peers[1:], key=lambda peer: quantiles(times[peer.name])[1])
+
+
+def make_rows(
+    case: Case, peers: list[Peer], times: dict[str, list[float]]
+) -> Iterator[dict[str, Any]]:
+    other = find_other(peers, times)
+    for peer in peers:
+        own, is_fdma = times[peer.name], peer.name == "fdma"
+        low, median, high = quantiles(own)
+        flops = case.flops(peer.lengths)
+        of_other = None
+        if is_fdma and other is not None:
+            of_other = ratio(own, times[other.name]) * case.flops(other.lengths) / flops
+        goal = case.goal if is_fdma else None
+        yield {
+            "case": case.name(),
+            "peer": peer.name,
+            "ms": median,
+            "spread": (high - low) / median,
+            "useful_gflops": flops / (median * 1e6),
+            "of_other": of_other,
+            "ratio": None if peer.ours else ratio(own, times["fdma"]),
+            "goal": goal.words() if goal else None,
+            "met": goal.met(of_other) if goal and of_other is not None else None,
+        }
+
+
+def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+    """The rows of a case.
+
+    Raises:
+        Disagreement: outputs of flash_dmattn are wrong.
+    """
+    inputs = Inputs(case, device)
+    peers = checked_peers(inputs)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    yield from make_rows(case, peers, alternate(peers, inputs, rounds))
+
+
+def print_row(row: dict[str, Any]) -> None:
+    cells = [f"{row['case']:56} {row['peer']:15} {row['ms']:10.3f} {row['spread']:7.3f}"]
+    for value in (row["useful_gflops"] / 1e3, row["of_other"], row["ratio"]):
+        cells.append(f"{value:9.3f}" if value is not None else " " * 9)
+    if row["goal"]:
+        cells.append({True: "met", False: "MISSED", None: ""}[row["met"]] + f" {row['goal']}")
+    print(" ".join(cells).rstrip(), flush=True)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="streams.py",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=MORE.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
+        parser.error("there is no CUDA device, or no CUDA backend in this build")
+    return args
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Measure every case and write the rows of those that passed; whether all did."""
+    lines, right = [find_machine(args.device)], True
+    heads = ("ms", "spread", "TFLOP/s", "of other", "as fast")
+    print("{:56} {:15} {:>10} {:>7} {:>9} {:>9} {:>9}".format("case", "peer", *heads))
+    try:
+        for case in all_cases(args.device):
+            try:
+                for row in measure(case, args.device, QUICK if args.quick else USUAL):
+                    lines.append(row)
+                    print_row(row)
+            except Disagreement as error:
+                right = False
+                print(f"streams.py: {error}", file=sys.stderr)
+    finally:  # rows that were measured are written even if a later case fails
+        if len(lines) > 1:
+            write_whole(args.out / f"streams-{args.device}.json", lines)
+    return right
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    try:
+        return 0 if run(args) else 1
+    except OSError as error:
+        print(f"streams.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+/* The two products of decode. Channels stand in the lanes, so that a row of k or v is used as it
+ * is in memory. Two vectors of bfloat16 channels are loaded at once, the even channels into one and
+ * the odd ones into the other, which takes fewer instructions than loading them in order. q and out
+ * have this order too; restore_order() puts out in the order of channels before it is stored. */
+#pragma once
+
+#include "cpu/decode/decode_keys.h"
+
+/* The channels of a row that are loaded two vectors at a time. The others, fewer than two vectors,
+ * keep their order. */
+INLINE int64_t whole_pairs(int64_t dim) { return dim - dim % (2 * vf_width); }
+
+/* Channels d, d + 1, ... of a row. */
+INLINE vf channels_of(const void *row, fdma_dtype dtype, int64_t d, int64_t count) {
+    if (dtype == FDMA_FLOAT32 && count == vf_width)
+        return vf_load((const float *)row + d);
+    return load_channels(row, dtype, d, count);
+}
+
+/* Two vectors of channels from d on. */
+INLINE void load_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
+    if (dtype == FDMA_BFLOAT16) {
+        vf_load_even_odd_bf16((const uint16_t *)row + d, &x[0], &x[1]);
+    } else {
+        x[0] = channels_of(row, dtype, d, vf_width);
+        x[1] = channels_of(row, dtype, d + vf_width, vf_width);
+    }
+}
+
+/* Prefetches some vectors of channels from d on, of some rows. */
+INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dtype, int64_t d,
+                              int vectors) {
+    UNROLL
+    for (int m = 0; rows != NULL && m < vectors; m++)
+        prefetch_rows(rows, count, (d + m * vf_width) * (dtype == FDMA_FLOAT32 ? 4 : 2));
+}
+
+/* ---- Q K^T ---- */
+
+/* Factors of the first product: channels in float32, or words of two bfloat16 channels. */
+enum { pair_factors = 2 / terms }; /* vectors that two vectors of channels become */
+
+INLINE void load_factor_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
+    if (terms == 2)
+        x[0] = vf_load((const float *)row + d / 2);
+    else
+        load_pair(x, row, dtype, d);
+}
+
+/* The channels from d on where fewer than two vectors are left: one vector of factors. */
+INLINE vf load_last_factors(const void *row, fdma_dtype dtype, int64_t d, int64_t dim) {
+    return terms == 2 ? vf_load_first((const float *)row + d / 2, (dim - d) / 2)
+                      : channels_of(row, dtype, d, channels_at(d, dim));
+}
+
+/* Channels of one vector of last factors. */
+enum { last_channels = terms * vf_width };
+
+/* Writes a row of q as factors. */
+INLINE void load_query(float *q, const void *row, fdma_dtype dtype, int64_t dim) {
+    int64_t d = 0;
+    for (; d < whole_pairs(dim); d += 2 * vf_width) {
+        vf x[pair_factors];
+        load_factor_pair(x, row, dtype, d);
+        store_vectors(q + d / terms, x, 0, pair_factors);
+    }
+    for (; d < dim; d += last_channels)
+        vf_store(q + d / terms, load_last_factors(row, dtype, d, dim));
+}
+
+/* sums += q k for rows x keys: over two vectors of channels from d on, or over the last ones. */
+INLINE void multiply_factors(vf *sums, const float *q, int64_t width, const void *const *k,
+                             fdma_dtype dtype, int rows, bool last, int64_t d, int64_t dim) {
+    const int keys = decode_sums / rows, vectors = last ? 1 : pair_factors;
+    vf factors[shared_rows][pair_factors];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        load_vectors(factors[r], q + r * width + d / terms, 0, vectors);
+    UNROLL
+    for (int n = 0; n < keys; n++) {
+        vf key[pair_factors];
+        if (last)
+            key[0] = load_last_factors(k[n], dtype, d, dim);
+        else
+            load_factor_pair(key, k[n], dtype, d);
+        UNROLL
+        for (int m = 0; m < vectors; m++) {
+            UNROLL
+            for (int r = 0; r < rows; r++)
+                sums[r * keys + n] = vf_dot_lanes(factors[r][m], key[m], sums[r * keys + n]);
+        }
+    }
+}
+
+/* Products of `rows` rows of q with decode_sums / rows keys, while as many rows from `ahead` on are
+ * prefetched (NULL: none). The products of a row are contiguous; those of the next row follow
+ * decode_keys further on. */
+INLINE void multiply_keys(float *products, const float *q, int64_t width, const void *const *k,
+                          const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
+    const int keys = decode_sums / rows;
+    float lanes[decode_sums];
+    vf sums[decode_sums];
+    int64_t d = 0;
+    clear_vectors(sums, 0, decode_sums);
+    for (; d < whole_pairs(dim); d += 2 * vf_width) {
+        prefetch_channels(ahead, keys, dtype, d, 2);
+        multiply_factors(sums, q, width, k, dtype, rows, false, d, dim);
+    }
+    for (; d < dim; d += last_channels) {
+        prefetch_channels(ahead, keys, dtype, d, terms);
+        multiply_factors(sums, q, width, k, dtype, rows, true, d, dim);
+    }
+    UNROLL
+    for (int x = 0; x < decode_sums; x += vf_width)
+        vf_store(lanes + x, vf_sum_each(sums + x));
+    for (int r = 0; r < rows; r++)
+        memcpy(products + r * decode_keys, lanes + r * keys, sizeof(float) * (size_t)keys);
+}
+
+/* The first product of a block of keys, while k of the next one is prefetched. */
+INLINE void multiply_block(const decode_task *task, const decode_block *now,
+                           const decode_block *next, fdma_dtype dtype, int rows) {
+    const decode_context *const decode = task->decode;
+    const float *const q = task->q + now->head * decode->padded * decode->width;
+    for (int n = 0; n < now->count; n += decode_sums / rows)
+        for (int64_t r = 0; r < decode->padded; r += rows)
+            multiply_keys(task->weights + r * decode_keys + n, q + r * decode->width, decode->width,
+                          now->k + n, r == 0 ? next->k + n : NULL, dtype, rows,
+                          decode->problem->head_dim);
+}
+
+/* ---- P V ---- */
+
+/* Vectors of channels from d on of `terms` rows of v: an even number of vectors, or one of the last
+ * channels. Lanes are words of keys. */
+INLINE void load_value_words(vf *x, const void *const *v, fdma_dtype dtype, int64_t d, int vectors,
+                             int64_t dim) {
+    if (vectors == 1 && terms == 2)
+        x[0] = vf_load_pairs(v[0], v[1], d, channels_at(d, dim));
+    else if (vectors == 1)
+        x[0] = channels_of(v[0], dtype, d, channels_at(d, dim));
+    UNROLL
+    for (int m = 0; m + 1 < vectors; m += 2) {
+        const int64_t at = d + m * vf_width;
+        if (terms == 2)
+            vf_load_even_odd_pairs((const uint16_t *)v[0] + at, (const uint16_t *)v[1] + at, &x[m],
+                                   &x[m + 1]);
+        else
+            load_pair(x + m, v[0], dtype, at);
+    }
+}
+
+/* out += weights v for rows x some vectors of channels from d on, as in load_value_words(). A block
+ * is summed before it is added to out: each sum of a split has split / decode_keys terms, so that
+ * one key still counts beside all others of a long split. */
+INLINE void add_channels(float *out, int64_t length, const float *weights, const decode_block *now,
+                         const void *const *ahead, fdma_dtype dtype, int rows, int vectors,
+                         int64_t d, int64_t dim) {
+    vf o[shared_rows][strip_vectors];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        clear_vectors(o[r], 0, vectors);
+    for (int32_t n = 0; n < now->count; n += terms) {
+        vf values[strip_vectors];
+        prefetch_channels(ahead == NULL ? NULL : ahead + n, terms, dtype, d, vectors);
+        load_value_words(values, now->v + n, dtype, d, vectors, dim);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            const vf_word weight = vf_load_word(weights + r * decode_keys + n / terms);
+            UNROLL
+            for (int m = 0; m < vectors; m++)
+                o[r][m] = vf_dot(weight, values[m], o[r][m]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        add_vectors(out + r * length + d, o[r], 0, vectors);
+}
+
+/* The second product for some rows: the channels in strips of so many vectors as leave registers
+ * for the sums, then what is left. */
+INLINE void add_rows(float *out, int64_t length, const float *weights, const decode_block *now,
+                     const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
+    const int strip = strip_vectors < decode_sums / rows ? strip_vectors : decode_sums / rows;
+    int64_t d = 0;
+    for (; d + strip * vf_width <= dim; d += strip * vf_width)
+        add_channels(out, length, weights, now, ahead, dtype, rows, strip, d, dim);
+    for (; d < whole_pairs(dim); d += 2 * vf_width)
+        add_channels(out, length, weights, now, ahead, dtype, rows, 2, d, dim);
+    for (; d < dim; d += vf_width)
+        add_channels(out, length, weights, now, ahead, dtype, rows, 1, d, dim);
+}
+
+/* The second product of a block of keys, while v of the next one is prefetched. */
+INLINE void add_block(const decode_task *task, const decode_block *now, const decode_block *next,
+                      fdma_dtype dtype, int rows) {
+    const decode_context *const decode = task->decode;
+    for (int64_t r = 0; r < decode->padded; r += rows)
+        add_rows(partial_of(decode, head_of(task, now->head), task->split, r).out,
+                 partial_length(decode), task->weights + r * decode_keys, now,
+                 r == 0 ? next->v : NULL, dtype, rows, decode->problem->head_dim);
+}
+
+/* Gives the channels of a row of out, which have the order of load_pair(), their own. */
+static void restore_order(float *out, fdma_dtype dtype, int64_t dim) {
+    float pair[2 * vf_width];
+    for (int64_t d = 0; dtype == FDMA_BFLOAT16 && d < whole_pairs(dim); d += 2 * vf_width) {
+        memcpy(pair, out + d, sizeof pair);
+        for (int64_t n = 0; n < vf_width; n++) {
+            out[d + 2 * n] = pair[n];
+            out[d + 2 * n + 1] = pair[vf_width + n];
+        }
+    }
+}

@@ -1,0 +1,133 @@
+/* fdma_decode() for head_dim up to FDMA_HEAD_DIM on devices of compute capability 9.0.
+ *
+ * A head here is a pair (b, g). The number of heads decides which kernel is the fastest. How a
+ * kernel partitions the keys depends on the rows of the cache alone, so a kernel that is forced by
+ * its own name gives a stream the same bits in a batch of any size.
+ *
+ * Source: docs/algorithm.md, streams; arXiv:2307.08691. */
+#include "cuda/decode/cluster.cuh"
+#include "cuda/decode/heads.cuh"
+
+static decode_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
+    return fdma_cuda_plan_decode(problem, arena, marks_tokens);
+}
+
+/* Whether place_tokens() computes the scores; else fdma_score()'s kernels do. */
+static bool scores_tokens(const fdma_problem *problem) {
+    const fdma_tensor *const v = &problem->v, *const dt_proj = &problem->dt_proj;
+    const bool is_flat = problem->kv_heads == 1 || v->stride[2] == problem->head_dim;
+    const bool is_even = ((uintptr_t)v->data | (uintptr_t)dt_proj->data) % 4 == 0 &&
+                         (v->stride[0] | v->stride[1] | dt_proj->stride[0]) % 2 == 0;
+    return dt_proj->dtype == problem->dtype && is_flat && is_even &&
+           problem->kv_heads * problem->head_dim <= (int64_t)most_sums * sum_channels;
+}
+
+template <typename element>
+static fdma_status launch_tokens(const fdma_problem *problem, const decode_task &task) {
+    token_scores from = {};
+    if (!is_present(&problem->score) && scores_tokens(problem))
+        from = {problem->dt_proj.data,
+                problem->a.data,
+                problem->dt_bias.data,
+                problem->dt_proj.stride[0],
+                task.plan.kv_heads * task.plan.head_dim,
+                problem->a.dtype == FDMA_FLOAT32,
+                problem->dt_bias.dtype == FDMA_FLOAT32};
+    else if (!is_present(&problem->score))
+        FDMA_TRY(fdma_cuda_score_tokens(problem, task));
+    const dim3 heads((unsigned)(problem->batch * problem->kv_heads));
+    return launch("decode", place_tokens<element>, {heads, dim3(token_threads), 0, start_early},
+                  problem, task.cached, task.plan.v, from);
+}
+
+/* What attends for a (b, g). */
+enum attend_form { by_cluster, by_one_block, by_two_blocks };
+
+static constexpr const char *form_names[] = {
+    // a cluster of thread blocks for each head
+    FDMA_POINT_NAME("cuda/sm90/decode/cluster/d", FDMA_HEAD_DIM),
+    // one thread block on each multiprocessor, which takes one head after the other
+    FDMA_POINT_NAME("cuda/sm90/decode/one_block/d", FDMA_HEAD_DIM),
+    // two on each
+    FDMA_POINT_NAME("cuda/sm90/decode/two_blocks/d", FDMA_HEAD_DIM),
+};
+
+template <attend_form form, typename element, int tiles>
+static fdma_status attend(const fdma_problem *problem, const decode_task &task) {
+    const int64_t heads = problem->batch * problem->kv_heads;
+    if constexpr (form == by_cluster) {
+        using config = cluster_config<element, tiles>;
+        return launch("decode", attend_cluster<config>,
+                      {dim3((unsigned)heads * cluster_ranks), dim3(config::threads),
+                       sizeof(cluster_memory<config>), start_early, cluster_ranks},
+                      problem, task.plan, task.cached, is_aligned(task));
+    } else {
+        using config = heads_config<element, tiles, form == by_one_block>;
+        const int32_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
+        const int64_t blocks = min(heads, (int64_t)config::blocks * multiprocessors);
+        return launch("decode", attend_heads<config>,
+                      {dim3((unsigned)blocks), dim3(config::threads), sizeof(heads_memory<config>),
+                       start_early},
+                      problem, task.plan, task.cached, is_aligned(task));
+    }
+}
+
+template <attend_form form, typename element>
+static fdma_status run_type(const fdma_problem *problem) {
+    constexpr int most_tiles = FDMA_HEAD_DIM <= 128 ? 2 : 1;
+    fdma_arena arena = fdma_arena_of(problem);
+    const decode_task task = lay_out(problem, &arena);
+    FDMA_TRY(launch_tokens<element>(problem, task));
+    return problem->q_len * problem->group <= mma_rows
+               ? attend<form, element, 1>(problem, task)
+               : attend<form, element, most_tiles>(problem, task);
+}
+
+template <attend_form form> static fdma_status run(const fdma_problem *problem) {
+    if (problem->batch == 0 || problem->new_len == 0)
+        return FDMA_OK;
+    return problem->dtype == FDMA_FLOAT16 ? run_type<form, __half>(problem)
+                                          : run_type<form, __nv_bfloat16>(problem);
+}
+
+/* Why another form is faster, or NULL. Measured on an H200: clusters are the fastest up to half as
+ * many heads as multiprocessors, one block on each up to as many, two blocks beyond. */
+template <attend_form form> static const char *refuses_slow(const fdma_problem *problem) {
+    const char *const kernel = problem->exec.kernel;
+    const char *const end = strrchr(form_names[form], '/'); // of the name without head_dim
+    if (kernel != NULL && strncmp(kernel, form_names[form], (size_t)(end - form_names[form])) == 0)
+        return NULL;
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const int64_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const int64_t least[] = {0, multiprocessors / 2, multiprocessors}; // each form has more heads
+    if (heads <= least[form] && form != by_cluster)
+        return "few heads, for which there is a faster kernel";
+    return form != by_two_blocks && heads > least[form + 1]
+               ? "many heads, for which there is a faster kernel"
+               : NULL;
+}
+
+template <attend_form form> static const char *refuses(const fdma_problem *problem) {
+    const char *const reason = fdma_cuda_refuses_decode(problem, FDMA_HEAD_DIM);
+    if (reason != NULL)
+        return reason;
+    if (problem->carried_len > most_cluster_rows)
+        return "more than 4096 rows of a cache";
+    if (problem->batch * problem->kv_heads > INT32_MAX / cluster_ranks)
+        return "2^28 or more pairs of a stream and a kv head";
+    const char *const device = fdma_refuses_all_but_sm90a(problem);
+    return device != NULL ? device : refuses_slow<form>(problem);
+}
+
+template <attend_form form>
+static constexpr fdma_kernel kernel_of = {form_names[form],
+                                          operation_decode,
+                                          fdma_missing_sm90a,
+                                          refuses<form>,
+                                          workspace_of<lay_out>,
+                                          run<form>,
+                                          true,
+                                          false};
+
+FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm90_cached_d, FDMA_HEAD_DIM), kernel_of<by_cluster>,
+                kernel_of<by_one_block>, kernel_of<by_two_blocks>);

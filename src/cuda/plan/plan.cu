@@ -1,0 +1,96 @@
+/* The plan of a forward call, on the host: what it says of the problem, which problems it can hold,
+ * and what it takes of the workspace. */
+#include "cuda/plan/plan.cuh"
+
+/* Whether lists leave out keys that are not kept. If not, entry j is key j, or absent. */
+static bool is_listed(const fdma_problem *problem) {
+    return problem->selected && problem->slots < problem->kv_len;
+}
+
+static bool is_global(const fdma_problem *problem) { return problem->scope == FDMA_SCOPE_GLOBAL; }
+
+void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan) {
+    plan->q = view_of(&problem->q);
+    plan->k = view_of(&problem->k);
+    plan->v = view_of(&problem->v);
+    plan->out = view_of(&problem->out);
+    plan->lse = numbers_of<float>(&problem->lse);
+    plan->batch = (int32_t)problem->batch;
+    plan->q_len = (int32_t)problem->q_len;
+    plan->kv_len = (int32_t)problem->kv_len;
+    plan->q_heads = (int32_t)problem->q_heads;
+    plan->kv_heads = (int32_t)problem->kv_heads;
+    plan->group = (int32_t)problem->group;
+    plan->head_dim = (int32_t)problem->head_dim;
+    plan->scale = (float)problem->scale;
+    plan->softcap = (float)problem->softcap;
+    plan->causal = problem->causal;
+    plan->by_position = problem->causal || is_present(&problem->starts);
+}
+
+/* Entries of the longest list. */
+static int64_t list_size(const fdma_problem *problem) {
+    if (!is_listed(problem))
+        return problem->kv_len;
+    if (is_global(problem))
+        return is_present(&problem->starts) ? problem->kv_len : problem->slots;
+    const int64_t queries = problem->q_len < list_queries ? problem->q_len : (int64_t)list_queries;
+    return problem->slots + queries - 1;
+}
+
+/* Each query block has a list with an entry for every slot. No check of one tensor bounds that. */
+static bool has_vast_lists(const fdma_problem *problem) {
+    const double most_entries = (double)(INT64_C(1) << 46);
+    const double lists =
+        (double)(problem->batch * problem->kv_heads) * (double)(problem->q_len / list_queries + 1);
+    return is_listed(problem) && lists * (double)list_size(problem) > most_entries;
+}
+
+const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim) {
+    const int64_t most_rows = INT32_MAX - 1024; // positions of rows past the end do not overflow
+    if (problem->dtype == FDMA_FLOAT32)
+        return "float32 tensors: cast q, k and v to bfloat16 or float16";
+    if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
+        return "float64 tensors: cast q, k and v to bfloat16 or float16";
+    if (problem->bias.dtype == FDMA_FLOAT64 || problem->lse.dtype == FDMA_FLOAT64)
+        return "float64 bias or lse; supported: float32";
+    if (problem->q_len > most_rows || problem->kv_len > most_rows ||
+        problem->batch * problem->q_heads > most_rows)
+        return "more than 2^31 - 1025 queries, keys or heads";
+    const int64_t tile_rows = 16;                         // of the smallest tile
+    const int64_t rows = problem->q_len * problem->group; // of a kv head
+    if (rows > INT32_MAX / 2 ||
+        problem->batch * problem->kv_heads > INT32_MAX / (rows / tile_rows + 1))
+        return "2^30 or more rows of a kv head, or 2^31 or more tiles of 16 rows";
+    if (is_present(&problem->starts) && problem->starts.shape[0] > INT32_MAX)
+        return "2^31 or more packed sequences";
+    if (is_listed(problem) && !is_present(&problem->slot))
+        return "a selection without slots";
+    if (has_vast_lists(problem))
+        return "more than 2^46 keys in lists";
+    return problem->head_dim > most_head_dim ? "a larger head_dim than its own" : NULL;
+}
+
+forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
+    const int64_t heads = problem->batch * problem->kv_heads;
+    const bool plain = !problem->selected && !is_present(&problem->key_valid);
+    forward_plan plan = {};
+    fdma_cuda_describe_problem(problem, &plan);
+    plan.lists = problem->causal ? (int32_t)divide_up(problem->q_len, list_queries) : 1;
+    plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
+    if (!plain || is_present(&problem->bias) || is_present(&problem->starts))
+        plan.records = take<key_record>(arena, heads * problem->kv_len);
+    if (plain)
+        return plan;
+    const bool is_rolling = is_listed(problem) && !is_global(problem);
+    const int64_t size = round_up(list_size(problem), 4);
+    plan.list_tile = is_rolling ? size : 0;
+    // a list of one query has no other entry for misfits, see plan/lists.cu
+    plan.list_head = is_rolling ? size * plan.lists + 4 : size;
+    plan.list = take<int32_t>(arena, heads * plan.list_head);
+    if (is_listed(problem) && !is_rolling && is_present(&problem->starts))
+        plan.entries_before = take<int32_t>(arena, heads * (problem->kv_len + 1));
+    else if (is_listed(problem))
+        plan.count = take<int2>(arena, heads * plan.lists);
+    return plan;
+}

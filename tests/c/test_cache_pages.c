@@ -1,0 +1,500 @@
+/* test_cache_pages.c - a cache whose rows lie in pages gives the bits of one without: streams that
+ * are decoded, stored, copied and dropped, in pages of any length and order, of which there are as
+ * many as the rows that are filled. Pages of no sequence are neither read nor written; missing
+ * pages hide their keys and lose what would enter them; wrong shapes are refused. */
+#include "cached_stream.h"
+
+enum { spare_pages = 3 };
+
+/* A cache in pages; page `column` of sequence s is number[s * columns + column] once it has one. */
+typedef struct paged_cache {
+    fdma_cache cache;
+    int64_t page_len, columns, pages;
+    int32_t *number; /* [pages]: all of them, in any order; the last ones belong to no sequence */
+} paged_cache;
+
+static int64_t rows_of(const fdma_cache *cache) { return cache->window + cache->recent; }
+
+static int32_t *entry_of(const paged_cache *paged, int64_t s, int64_t column) {
+    const fdma_tensor *const table = &paged->cache.page_table;
+    return (int32_t *)table->data + s * table->stride[0] + column;
+}
+
+/* A pool full of NaN; its rows are adjacent within a head, or the heads of a row. */
+static fdma_tensor new_pool(const paged_cache *paged, bool rows_adjacent) {
+    const int64_t dim = paged->cache.head_dim, len = paged->page_len;
+    fdma_tensor pool = fdma_tensor_4d(NULL, paged->cache.dtype, paged->pages, len, kv_heads, dim);
+    pool.data = test_alloc_guarded(bytes_of(pool));
+    memset(pool.data, 0xff, bytes_of(pool));
+    if (rows_adjacent)
+        pool.stride[1] = dim, pool.stride[2] = len * dim;
+    return pool;
+}
+
+static void shuffle(int32_t *numbers, int64_t count, uint64_t *state) {
+    for (int64_t n = 0; n < count; n++)
+        numbers[n] = (int32_t)n;
+    for (int64_t n = count - 1; n > 0; n--) {
+        const int64_t other = random_below(state, n + 1);
+        const int32_t swapped = numbers[n];
+        numbers[n] = numbers[other];
+        numbers[other] = swapped;
+    }
+}
+
+/* The same cache in pages, all of them missing. */
+static paged_cache new_paged(const cache_case *test, fdma_dtype dtype, int64_t page_len,
+                             uint64_t *state) {
+    const int64_t rows = test->window + test->recent;
+    paged_cache paged = {.cache = new_cache(test, dtype), .page_len = page_len};
+    fdma_cache *const cache = &paged.cache;
+    size_t bytes = 0;
+    paged.columns = (rows + page_len - 1) / page_len + random_below(state, 2);
+    paged.pages = sequences * paged.columns + spare_pages;
+    paged.number = test_alloc((size_t)paged.pages * sizeof *paged.number);
+    shuffle(paged.number, paged.pages, state);
+    cache->k = new_pool(&paged, random_below(state, 2) == 0);
+    cache->v = new_pool(&paged, random_below(state, 2) == 0);
+    cache->page_table = fdma_tensor_2d(NULL, FDMA_INT32, sequences, paged.columns);
+    cache->page_table.data = test_alloc_guarded(bytes_of(cache->page_table));
+    memset(cache->page_table.data, 0xff, bytes_of(cache->page_table)); // -1
+    const fdma_cache before = *cache;
+    CHECK_OK(fdma_cache_bytes(cache, &bytes));
+    void *const memory = test_alloc_guarded(bytes);
+    memset(memory, 0xff, bytes);
+    CHECK_OK(fdma_cache_init(cache, memory));
+    CHECK_BYTES(&cache->k, &before.k, sizeof before.k);
+    CHECK_BYTES(&cache->v, &before.v, sizeof before.v);
+    CHECK_BYTES(&cache->page_table, &before.page_table, sizeof before.page_table);
+    return paged;
+}
+
+/* Gives a sequence the pages that its first `tokens` tokens may fill, and takes those beyond. */
+static void give_pages(const paged_cache *paged, int64_t s, int64_t tokens) {
+    const int64_t rows = rows_of(&paged->cache), filled = tokens < rows ? tokens : rows;
+    for (int64_t column = 0; column < paged->columns; column++)
+        *entry_of(paged, s, column) =
+            column * paged->page_len < filled ? paged->number[s * paged->columns + column] : -1;
+}
+
+static int32_t seen_of(const fdma_cache *cache, int64_t s) {
+    return ((const int32_t *)cache->table.seen.data)[s];
+}
+
+static const char *address(fdma_tensor tensor, int64_t x0, int64_t x1, int64_t x2) {
+    const int64_t at = x0 * tensor.stride[0] + x1 * tensor.stride[1] + x2 * tensor.stride[2];
+    return (const char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
+}
+
+/* Both hold the same numbers of the same keys. */
+static void check_same_sequence(const fdma_cache *plain, const paged_cache *paged, int64_t s) {
+    const fdma_cache *const cache = &paged->cache;
+    const size_t bytes = (size_t)plain->head_dim * dtype_size(plain->dtype);
+    const int64_t rows = rows_of(plain), len = paged->page_len;
+    CHECK_INT(seen_of(cache, s), seen_of(plain, s));
+    for (int64_t n = 0; n < kv_heads * rows; n++) {
+        const int64_t g = n / rows, row = n % rows, page = *entry_of(paged, s, row / len);
+        const int32_t position = int_at(plain->table.position, s, g, row);
+        CHECK_INT(int_at(cache->table.position, s, g, row), position);
+        if (position < 0)
+            continue;
+        CHECK_BYTES(address(cache->table.score, s, g, row), address(plain->table.score, s, g, row),
+                    4);
+        CHECK_BYTES(address(cache->bias, s, g, row), address(plain->bias, s, g, row), 4);
+        CHECK_BYTES(address(cache->k, page, row % len, g), address(plain->k, s, row, g), bytes);
+        CHECK_BYTES(address(cache->v, page, row % len, g), address(plain->v, s, row, g), bytes);
+    }
+}
+
+static int holds_poison(fdma_tensor pool, int64_t page, int64_t row) {
+    const size_t bytes = (size_t)pool.shape[3] * dtype_size(pool.dtype);
+    int poisoned = 1;
+    for (int64_t g = 0; g < kv_heads; g++)
+        for (size_t byte = 0; byte < bytes; byte++)
+            poisoned &= (unsigned char)address(pool, page, row, g)[byte] == 0xff;
+    return poisoned;
+}
+
+/* Nothing has been written to pages of no sequence, nor to rows that no sequence has. */
+static void check_poison(const paged_cache *paged) {
+    for (int64_t n = 0; n < paged->pages * paged->page_len; n++) {
+        const int64_t at = n / paged->page_len, in_page = n % paged->page_len;
+        const int64_t row = at % paged->columns * paged->page_len + in_page;
+        if (at < sequences * paged->columns && row < rows_of(&paged->cache))
+            continue;
+        CHECK(holds_poison(paged->cache.k, paged->number[at], in_page));
+        CHECK(holds_poison(paged->cache.v, paged->number[at], in_page));
+    }
+}
+
+/* ---- calls on both ---- */
+
+static void decode_both(const whole_call *x, const fdma_cache *plain, const paged_cache *paged,
+                        uint64_t *state, const char *kernel) {
+    int32_t from[streams];
+    step s = {0};
+    for (int64_t stream = 0; stream < streams; stream++)
+        from[stream] = (int32_t)random_below(state, len_of_stream(x, stream) - most_tokens);
+    plan_step(x, from, state, &s); // any tokens will do
+    step other = s;
+    other.out = new_output(x->dtype, s.batch, s.q_len, q_heads, x->test->head_dim);
+    other.lse = new_output(FDMA_FLOAT32, s.batch, q_heads, s.q_len, -1);
+    for (int64_t b = 0; b < s.batch; b++)
+        if (s.index[b] >= 0)
+            give_pages(paged, s.index[b], seen_of(plain, s.index[b]) + s.commit[b]);
+    run_step(x, plain, &s, kernel);
+    run_step(x, &paged->cache, &other, kernel);
+    CHECK(same_tensor(other.out, s.out));
+    CHECK(same_tensor(other.lse, s.lse));
+}
+
+static fdma_tensor list_of(const int32_t *numbers, int64_t count) {
+    const fdma_tensor list = new_tensor(FDMA_INT32, count, -1, -1, -1);
+    memcpy(list.data, numbers, bytes_of(list));
+    return list;
+}
+
+static void copy_sequences(const fdma_cache *cache, const int32_t *from, const int32_t *to,
+                           int64_t count, const char *kernel) {
+    fdma_cache_copy_args args = {.size = sizeof args,
+                                 .cache = *cache,
+                                 .from = list_of(from, count),
+                                 .to = list_of(to, count),
+                                 .exec = {.kernel = kernel, .threads = 2}};
+    CHECK_OK(run_cache_copy(&args));
+}
+
+static void copy_both(const fdma_cache *plain, const paged_cache *paged, uint64_t *state,
+                      const char *kernel) {
+    int32_t from[sequences] = {0}, to[sequences];
+    const int64_t count = random_below(state, sequences + 1);
+    shuffle(to, sequences, state);
+    for (int64_t n = 0; n < count; n++) {
+        from[n] = (int32_t)random_below(state, sequences + 1) - 1;
+        const int32_t after = from[n] < 0 ? 0 : seen_of(plain, from[n]);
+        const int32_t before = seen_of(plain, to[n]);
+        give_pages(paged, to[n], after > before ? after : before); // others may read `to`
+    }
+    copy_sequences(plain, from, to, count, kernel);
+    copy_sequences(&paged->cache, from, to, count, kernel);
+    for (int64_t n = 0; n < count; n++)
+        give_pages(paged, to[n], seen_of(plain, to[n]));
+}
+
+/* Stores a prompt, or a further piece of one, in a sequence of both. */
+static void store_both(const whole_call *x, const fdma_cache *plain, const paged_cache *paged,
+                       uint64_t *state, const char *kernel) {
+    int32_t s = (int32_t)random_below(state, sequences);
+    const bool goes_on = random_below(state, 2) == 0;
+    const int64_t new_len = random_below(state, x->test->len + 1);
+    const int64_t kv_len = new_len + (goes_on ? rows_of(plain) : 0);
+    fdma_selection selection = {.size = sizeof selection,
+                                .expiry = new_output(FDMA_INT32, 1, kv_heads, kv_len, -1),
+                                .slot = new_output(FDMA_INT32, 1, kv_heads, kv_len, -1)};
+    const fdma_tensor score = positions_of(positions_of(x->score, 0, 1, 2), 2, 0, new_len);
+    fdma_select_args select = {.size = sizeof select,
+                               .score = score,
+                               .selection = &selection,
+                               .window = x->test->window,
+                               .recent = x->test->recent,
+                               .sinks = x->test->sinks};
+    if (goes_on)
+        select.table_in = (fdma_table){positions_of(plain->table.score, 0, s, s + 1),
+                                       positions_of(plain->table.position, 0, s, s + 1),
+                                       positions_of(plain->table.seen, 0, s, s + 1)};
+    CHECK_OK(run_select(&select));
+    fdma_cache_store_args args = {.size = sizeof args,
+                                  .cache = *plain,
+                                  .index = fdma_tensor_1d(&s, FDMA_INT32, 1),
+                                  .k = positions_of(positions_of(x->k, 0, 1, 2), 1, 0, new_len),
+                                  .v = positions_of(positions_of(x->v, 0, 1, 2), 1, 0, new_len),
+                                  .score = score,
+                                  .selection = &selection,
+                                  .bias_form = x->test->bias_form,
+                                  .exec = {.kernel = kernel, .threads = 2}};
+    give_pages(paged, s, new_len + (goes_on ? seen_of(plain, s) : 0));
+    CHECK_OK(run_cache_store(&args));
+    args.cache = paged->cache;
+    CHECK_OK(run_cache_store(&args));
+}
+
+static void drop_both(const fdma_cache *plain, const paged_cache *paged, uint64_t *state) {
+    const int64_t s = random_below(state, sequences);
+    CHECK_OK(fdma_cache_drop(plain, s));
+    CHECK_OK(fdma_cache_drop(&paged->cache, s));
+    give_pages(paged, s, 0);
+}
+
+static void pages_are_as_none(const cache_case *test, int64_t page_len, const char *kernel,
+                              fdma_dtype dtype) {
+    uint64_t state = (uint64_t)(test->len + page_len);
+    whole_call x = new_whole(test, dtype);
+    const fdma_cache plain = new_cache(test, dtype);
+    const paged_cache paged = new_paged(test, dtype, page_len, &state);
+    make_scores(&x, kernel);
+    for (int n = 0; n < 40; n++) {
+        const int64_t kind = random_below(&state, 12);
+        if (kind < 8)
+            decode_both(&x, &plain, &paged, &state, kernel);
+        else if (kind < 10)
+            copy_both(&plain, &paged, &state, kernel);
+        else if (kind < 11)
+            store_both(&x, &plain, &paged, &state, kernel);
+        else
+            drop_both(&plain, &paged, &state);
+        for (int64_t s = 0; s < sequences; s++)
+            check_same_sequence(&plain, &paged, s);
+    }
+    check_poison(&paged);
+    test_free_all();
+}
+
+static void pages_of_any_length(const char *kernel, fdma_dtype dtype) {
+    static const int64_t lengths[] = {1, 2, 16, 64};
+    for (int n = 0; n < TEST_COUNT(lengths) * TEST_COUNT(cases); n++) {
+        const int64_t page_len = lengths[n % TEST_COUNT(lengths)];
+        test_context("case %d, pages of %d, %s, %s", n / TEST_COUNT(lengths), (int)page_len, kernel,
+                     dtype_name(dtype));
+        pages_are_as_none(&cases[n / TEST_COUNT(lengths)], page_len, kernel, dtype);
+    }
+}
+
+static void pages_by_every_kernel(void) { for_each_kernel("decode", pages_of_any_length); }
+
+/* ---- shared pages ---- */
+
+/* Decodes tokens `first` to `end` - 1 of stream 0 into a sequence of a cache. */
+static void decode_tokens(const whole_call *x, const fdma_cache *cache, int32_t sequence,
+                          int32_t first, int32_t end, const char *kernel) {
+    for (int32_t seen = first; seen < end; seen++) {
+        const int32_t passed[streams] = {seen};
+        step s = {.batch = 1, .new_len = 1, .q_len = 1};
+        s.index[0] = sequence;
+        s.tokens[0] = s.commit[0] = 1;
+        make_step(x, passed, &s);
+        run_step(x, cache, &s, kernel);
+        check_step(x, passed, &s);
+    }
+}
+
+/* Two continuations of a prefix share its full pages, and have a copy of the rest. */
+static void prefixes_are_shared(void) {
+    enum { page_len = 4, prefix = 11, end = 20, full = prefix / page_len };
+    static const int32_t from[] = {1}, to[] = {3};
+    const kernel_list kernels = kernels_of("cache_copy");
+    const cache_case *const test = &cases[2]; // 20 rows
+    for (int n = 0; n < kernels.count; n++) {
+        uint64_t state = 6;
+        whole_call x = new_whole(test, FDMA_FLOAT32);
+        attend_whole(&x, kernels.name[n]);
+        const paged_cache paged = new_paged(test, FDMA_FLOAT32, page_len, &state);
+        give_pages(&paged, 1, end);
+        give_pages(&paged, 3, end);
+        for (int64_t column = 0; column < full; column++)
+            *entry_of(&paged, 3, column) = *entry_of(&paged, 1, column);
+        test_context("%s", kernels.name[n]);
+        decode_tokens(&x, &paged.cache, 1, 0, prefix, kernels.name[n]);
+        const fdma_tensor before = copy_tensor(paged.cache.k);
+        copy_sequences(&paged.cache, from, to, 1, kernels.name[n]);
+        decode_tokens(&x, &paged.cache, 3, prefix, end, kernels.name[n]);
+        decode_tokens(&x, &paged.cache, 1, prefix, end, kernels.name[n]);
+        for (int64_t column = 0; column < full; column++) {
+            const int64_t page = *entry_of(&paged, 1, column);
+            CHECK_BYTES(address(paged.cache.k, page, 0, 0), address(before, page, 0, 0),
+                        (size_t)before.stride[0] * dtype_size(before.dtype));
+            CHECK(holds_poison(paged.cache.k, paged.number[3 * paged.columns + column], 0));
+        }
+        test_free_all();
+    }
+}
+
+/* ---- missing pages ---- */
+
+/* The first `tokens` tokens of stream 0 enter sequence 2 of both caches. */
+static void fill_both(const whole_call *x, const fdma_cache *plain, const paged_cache *paged,
+                      int32_t tokens) {
+    give_pages(paged, 2, tokens);
+    decode_tokens(x, plain, 2, 0, tokens, NULL);
+    decode_tokens(x, &paged->cache, 2, 0, tokens, NULL);
+}
+
+static step next_token(const whole_call *x, int32_t seen) {
+    const int32_t passed[streams] = {seen};
+    step s = {.batch = 1, .new_len = 1, .q_len = 1};
+    s.index[0] = 2;
+    s.tokens[0] = s.commit[0] = 1;
+    make_step(x, passed, &s);
+    return s;
+}
+
+/* A key whose page is missing has no weight, as with a bias of -inf. The token that evicts one is
+ * lost; the selection is that of the cache that has all pages. */
+static void missing_pages_hide_their_keys(void) {
+    enum { page_len = 2, missing = 3, tokens = 40 };
+    static const int32_t nowhere[] = {-1, INT32_MIN, INT32_MAX, 0};
+    const kernel_list kernels = kernels_of("decode");
+    for (int n = 0; n < kernels.count * TEST_COUNT(nowhere); n++) {
+        const char *const kernel = kernels.name[n / TEST_COUNT(nowhere)];
+        uint64_t state = 9;
+        whole_call x = new_whole(&cases[4], FDMA_FLOAT32); // 42 rows
+        attend_whole(&x, NULL);
+        const fdma_cache plain = new_cache(&cases[4], FDMA_FLOAT32);
+        const paged_cache paged = new_paged(&cases[4], FDMA_FLOAT32, page_len, &state);
+        const int32_t number = nowhere[n % TEST_COUNT(nowhere)];
+        test_context("%s, page %d", kernel, number);
+        fill_both(&x, &plain, &paged, tokens);
+        give_pages(&paged, 2, 42);
+        *entry_of(&paged, 2, missing) = number == 0 ? (int32_t)paged.pages : number;
+        for (int64_t g = 0; g < kv_heads; g++)
+            for (int64_t row = page_len * missing; row < page_len * (missing + 1); row++)
+                *((float *)plain.bias.data + (2 * kv_heads + g) * 42 + row) = -INFINITY;
+        for (int32_t seen = tokens; seen < 42; seen++) { // no key is evicted yet
+            step want = next_token(&x, seen), found = next_token(&x, seen);
+            run_step(&x, &plain, &want, NULL);
+            run_step(&x, &paged.cache, &found, kernel);
+            for (int64_t i = 0; i < count_of(want.out); i++)
+                CHECK_NEAR(((float *)found.out.data)[i], ((float *)want.out.data)[i], 2e-5);
+            for (int64_t h = 0; h < q_heads; h++)
+                CHECK_NEAR(((float *)found.lse.data)[h], ((float *)want.lse.data)[h], 1e-4);
+        }
+        step all = next_token(&x, 42);
+        for (int64_t g = 0; g < kv_heads; g++) // the worst key is in the missing page
+            *((float *)paged.cache.table.score.data + (2 * kv_heads + g) * 42 + 7) = -99;
+        run_step(&x, &paged.cache, &all, kernel);
+        for (int64_t g = 0; g < kv_heads; g++)
+            CHECK_INT(int_at(paged.cache.table.position, 2, g, 7), -1);
+        CHECK_INT(seen_of(&paged.cache, 2), 43);
+        check_poison(&paged);
+        test_free_all();
+    }
+}
+
+/* A copy lacks the rows whose page one of the sequences lacks; copied to itself, a sequence keeps
+ * its positions. */
+static void rows_without_pages_are_not_copied(void) {
+    static const int32_t from[] = {2, 2, 2}, to[] = {0, 1, 2};
+    const kernel_list kernels = kernels_of("cache_copy");
+    for (int n = 0; n < kernels.count; n++) {
+        uint64_t state = 3;
+        whole_call x = new_whole(&cases[4], FDMA_FLOAT32);
+        attend_whole(&x, NULL);
+        const fdma_cache plain = new_cache(&cases[4], FDMA_FLOAT32);
+        const paged_cache paged = new_paged(&cases[4], FDMA_FLOAT32, 16, &state);
+        test_context("%s", kernels.name[n]);
+        fill_both(&x, &plain, &paged, 42);
+        give_pages(&paged, 0, 42);
+        give_pages(&paged, 1, 42);
+        *entry_of(&paged, 2, 0) = *entry_of(&paged, 1, 1) = (int32_t)paged.pages;
+        copy_sequences(&paged.cache, from, to, 3, kernels.name[n]);
+        for (int64_t at = 0; at < 3 * kv_heads * 42; at++) {
+            const int64_t s = at / 42 / kv_heads, g = at / 42 % kv_heads, row = at % 42;
+            const bool lost = (s < 2 && row < 16) || (s == 1 && row < 32);
+            CHECK_INT(int_at(paged.cache.table.position, s, g, row),
+                      lost ? -1 : int_at(plain.table.position, 2, g, row));
+        }
+        CHECK_BYTES(address(paged.cache.k, *entry_of(&paged, 0, 1), 3, 1),
+                    address(plain.k, 2, 19, 1), 32 * sizeof(float));
+        CHECK(holds_poison(paged.cache.k, *entry_of(&paged, 0, 0), 3));
+        test_free_all();
+    }
+}
+
+/* Whatever stands in a page table, nothing outside of the pools is touched. */
+static void corrupt_page_tables_do_no_harm(void) {
+    static const int32_t from[] = {4, 3, -1}, to[] = {0, 1, 2};
+    const fdma_dtype dtype = FDMA_BFLOAT16;
+    const kernel_list kernels = kernels_for("decode", dtype);
+    for (int c = 0; c < 40 * kernels.count; c++) {
+        const char *const kernel = kernels.name[c / 40];
+        const cache_case *const test = &cases[c % TEST_COUNT(cases)];
+        uint64_t state = (uint64_t)c + 5;
+        whole_call x = new_whole(test, dtype);
+        const fdma_cache plain = new_cache(test, dtype);
+        const paged_cache paged =
+            new_paged(test, dtype, INT64_C(1) << random_below(&state, 5), &state);
+        const int32_t strange[] = {
+            INT32_MIN, -1, 0, 1, (int32_t)paged.pages - 1, (int32_t)paged.pages, INT32_MAX};
+        test_context("case %d, %s", c, kernel);
+        make_scores(&x, NULL);
+        for (int64_t n = 0; n < paged.pages; n++)
+            paged.number[n] = strange[random_below(&state, TEST_COUNT(strange))];
+        for (int n = 0; n < 12; n++) {
+            step s = {0};
+            const int32_t none[streams] = {0};
+            plan_step(&x, none, &state, &s);
+            for (int64_t sequence = 0; sequence < sequences; sequence++)
+                give_pages(&paged, sequence, rows_of(&plain));
+            run_step(&x, &paged.cache, &s, kernel);
+            copy_sequences(&paged.cache, from, to, 3, kernel);
+            store_both(&x, &plain, &paged, &state, kernel);
+        }
+        test_free_all();
+    }
+}
+
+/* ---- bad arguments ---- */
+
+static void check_pages_refused(const fdma_cache *cache, fdma_status status, const char *words) {
+    static const int32_t list[] = {0};
+    fdma_cache_copy_args args = {.size = sizeof args,
+                                 .cache = *cache,
+                                 .from = list_of(list, 1),
+                                 .to = list_of(list, 1),
+                                 .exec = {.device = cache->device}};
+    size_t bytes = 0;
+    CHECK_INT(fdma_cache_copy_workspace(&args, &bytes), status);
+    CHECK_WORD(fdma_last_error(), words);
+}
+
+static void wrong_pages_are_refused(void) {
+    uint64_t state = 1;
+    const paged_cache paged = new_paged(&cases[2], FDMA_FLOAT32, 8, &state); // 20 rows
+    fdma_cache right = paged.cache, wrong;
+    right.page_table.shape[1] = 3;
+    wrong = right, wrong.page_table.shape[1] = 2;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT,
+                        "cache.page_table: axis 1 has 2 elements, want 3 or more pages of 8 rows");
+    wrong = right, wrong.page_table.shape[0] = 4;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT,
+                        "cache.page_table: axis 0 has 4 elements, want 5");
+    wrong = right, wrong.k.shape[1] = wrong.v.shape[1] = 6;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT,
+                        "cache.k: axis 1 has 6 elements, want a power of 2 with page_table");
+    wrong.k.shape[1] = wrong.v.shape[1] = 0;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT, "cache.k: axis 1 has 0 elements");
+    wrong = right, wrong.v.shape[1] = 4;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT, "cache.v: axis 1 has 4 elements, want 8");
+    wrong = right, wrong.v.shape[0]--;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT, "cache.v: axis 0 has");
+    wrong = right, wrong.window++;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT,
+                        "cache.bias: axis 2 has 20 elements, want window + recent, 21");
+    wrong = right, wrong.page_table.dtype = FDMA_FLOAT32;
+    check_pages_refused(&wrong, FDMA_UNSUPPORTED,
+                        "cache.page_table: dtype is float32, supported: int32");
+    wrong = right, wrong.page_table.stride[1] = 2;
+    check_pages_refused(&wrong, FDMA_INVALID_ARGUMENT, "cache.page_table: the last stride is 2");
+    wrong = right, wrong.device = FDMA_CUDA(0);
+    check_pages_refused(&wrong, FDMA_UNSUPPORTED, "pages run on the CPU only");
+    check_pages_refused(&right, FDMA_OK, "");
+}
+
+/* With pages the memory of a cache is that of its numbers alone. */
+static void pools_are_not_counted(void) {
+    fdma_cache cache = {.sequences = 4, .kv_heads = 8, .head_dim = 128, .window = 2048};
+    size_t bytes = 0;
+    cache.dtype = FDMA_BFLOAT16;
+    cache.page_table = fdma_tensor_2d(NULL, FDMA_INT32, 4, 32);
+    CHECK_OK(fdma_cache_bytes(&cache, &bytes));
+    const size_t numbers = 4 * 3 * 2048 * 8 * 4;
+    CHECK(bytes >= numbers && bytes < numbers + 1024);
+}
+
+static const test_entry tests[] = {
+    TEST(pages_by_every_kernel),          TEST(prefixes_are_shared),
+    TEST(missing_pages_hide_their_keys),  TEST(rows_without_pages_are_not_copied),
+    TEST(corrupt_page_tables_do_no_harm), TEST(wrong_pages_are_refused),
+    TEST(pools_are_not_counted),
+};
+
+int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -1,0 +1,284 @@
+/* test_small_window.c - selections that say that they keep fewer keys than they do. A call refuses
+ * them and writes nothing, or its numbers are right; on a device those that are not are NaN, in
+ * lists -1. */
+#include "backend.h"
+#include "cases.h"
+#include "gradient.h"
+
+/* Selections of 64 keys in a few forms. */
+static const shape_case small_cases[] = {
+    SHAPE("causal", 2, 300, 300, 4, 2, 64, 64, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("last queries", 1, 40, 300, 4, 2, 64, 64, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("one query", 2, 1, 700, 4, 2, 64, 64, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
+    SHAPE("falling", 1, 300, 300, 2, 2, 64, 64, CAUSAL, LINEAR, 0, FALLING, PLAIN, NONE),
+    SHAPE_RULES("recent", 1, 300, 300, 4, 2, 64, 40, CAUSAL, LINEAR, 0, IID, PLAIN, NONE, 24, 3),
+    SHAPE("long", 1, 900, 900, 2, 1, 64, 64, CAUSAL, LINEAR, 0, STEPS, PLAIN, NONE),
+    SHAPE("softcap", 1, 300, 300, 4, 2, 64, 64, CAUSAL, LINEAR, 5, IID, PLAIN, NONE),
+    SHAPE("global and causal", 1, 300, 300, 4, 2, 64, 64, GLOBAL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("global", 2, 130, 300, 4, 2, 64, 64, FULL, LINEAR, 0, IID, PLAIN, NONE),
+    SHAPE("packed", 1, 700, 700, 4, 2, 64, 64, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),
+};
+static const int64_t said_windows[] = {32, 1, 63};
+
+/* What the selection of a case says; each dtype has another. */
+static int64_t said_window(int c, fdma_dtype dtype) {
+    return said_windows[(c + (int)dtype) % TEST_COUNT(said_windows)];
+}
+
+/* Keeps all keys that its selection says; packed if `n` is. */
+static problem right_problem(const shape_case *n, fdma_dtype dtype) {
+    static int32_t starts[] = {0, 20, 320, 330, 690};
+    problem x = shape_problem(n, 7, dtype);
+    if (strcmp(n->name, "packed") == 0) {
+        x.key_valid = (fdma_tensor){0};
+        x.starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
+        problem_select(&x);
+    }
+    return x;
+}
+
+static problem with_window(const problem *x, int64_t window) {
+    problem small = *x;
+    small.selection.window = window;
+    small.selection.recent = 0;
+    return small;
+}
+
+/* Has key j a slot that the selection says it does not use? */
+static bool lacks_slot(const problem *x, int64_t b, int64_t g, int64_t j) {
+    const int32_t *const slot = x->selection.slot.data;
+    return slot[(b * x->kv_heads + g) * x->kv_len + j] >= x->selection.window;
+}
+
+/* Does query i keep such a key? */
+static bool loses_key(const problem *x, int64_t b, int64_t g, int64_t i) {
+    for (int64_t j = 0; j < x->kv_len; j++)
+        if (problem_keeps(x, b, g, i, j) && lacks_slot(x, b, g, j))
+            return true;
+    return false;
+}
+
+/* Rows [batch, q_len, q_heads, head_dim] are within a tolerance of those wanted; on a device they
+ * may be NaN instead, and are if they lose a key. Returns how many are. */
+static int64_t check_rows(const problem *x, fdma_tensor actual, fdma_tensor want,
+                          double tolerance) {
+    int64_t lost = 0;
+    for (int64_t n = 0; n < count_of(want) / x->head_dim; n++) {
+        const int64_t h = n % x->q_heads, i = n / x->q_heads % x->q_len;
+        const int64_t b = n / x->q_heads / x->q_len, g = h / (x->q_heads / x->kv_heads);
+        const double first = load_double(actual.data, actual.dtype, n * x->head_dim);
+        const bool is_nan = test_backend.run != NULL && isnan(first);
+        CHECK(test_backend.run == NULL || is_nan || !loses_key(x, b, g, i));
+        lost += is_nan;
+        for (int64_t d = n * x->head_dim; d < (n + 1) * x->head_dim; d++) {
+            const double value = load_double(actual.data, actual.dtype, d);
+            if (is_nan)
+                CHECK(isnan(value));
+            else
+                CHECK_NEAR(value, load_double(want.data, want.dtype, d), tolerance);
+        }
+    }
+    return lost;
+}
+
+static void check_forward(const char *kernel, fdma_dtype dtype) {
+    for (int c = 0; c < TEST_COUNT(small_cases); c++) {
+        const shape_case *const n = &small_cases[c];
+        const problem right = right_problem(n, dtype);
+        const problem x = with_window(&right, said_window(c, dtype));
+        test_context("%s %s, %s, %d", kernel, dtype_name(dtype), n->name, (int)x.selection.window);
+        if (problem_is_taken(&x, kernel)) {
+            const attended want = problem_attend(&right, "reference", 1);
+            const attended found = problem_attend(&x, kernel, 2);
+            const int64_t lost = check_rows(&x, found.out, want.out, problem_out_tolerance(&x));
+            CHECK((lost > 0) == (test_backend.run != NULL));
+            for (int64_t i = 0; i < count_of(want.lse); i++) {
+                const double lse = (double)((const float *)want.lse.data)[i];
+                const double value = (double)((const float *)found.lse.data)[i];
+                if (test_backend.run == NULL || !isnan(value))
+                    CHECK_NEAR(value, lse, problem_lse_tolerance(&x, lse));
+            }
+        }
+        test_free_all();
+    }
+}
+
+static void forward_is_right(void) { for_each_kernel("forward", check_forward); }
+
+/* No byte of an output has been written. */
+static void check_unwritten(fdma_tensor output) {
+    for (size_t i = 0; i < bytes_of(output); i++)
+        if (!CHECK(((const unsigned char *)output.data)[i] == test_guard_byte))
+            return;
+}
+
+/* Backward of the CPU has no room for more keys than the selection says. */
+static void check_gradients(const gradient_problem *p, const char *kernel) {
+    fdma_backward_args args = gradient_args(p, kernel);
+    args.exec.threads = 2;
+    const fdma_status status = run_backward(&args);
+    const gradients found = gradient_outputs(&args);
+    if (test_backend.run != NULL) {
+        const gradients want = reference_gradients(p), plain = plain_gradients(p);
+        const double error = largest_difference(plain.dq, want.dq);
+        CHECK_OK(status);
+        CHECK(check_rows(&p->x, found.dq, want.dq,
+                         2 * error + step_of(p->x.dtype) * largest_of(want.dq)) > 0);
+    } else if (status == FDMA_OK) {
+        check_expected(p, found);
+    } else {
+        CHECK_INT(status, FDMA_INVALID_ARGUMENT);
+        CHECK(strstr(fdma_last_error(), "as it says") != NULL);
+        for (int t = 0; t < TEST_COUNT(found.all); t++)
+            check_unwritten(found.all[t]);
+    }
+    CHECK(status == FDMA_OK || strncmp(kernel, "reference", 9) != 0);
+    CHECK(status != FDMA_OK || test_backend.run != NULL || p->x.kv_len < 700 ||
+          strncmp(kernel, "reference", 9) == 0);
+}
+
+static void check_backward(const char *kernel, fdma_dtype dtype) {
+    for (int c = 0; c < TEST_COUNT(small_cases); c++) {
+        const shape_case *const n = &small_cases[c];
+        const problem right = right_problem(n, dtype);
+        gradient_problem p = gradient_of(&right, 0);
+        p.x = with_window(&right, said_window(c, dtype));
+        p.deterministic = 1;
+        test_context("%s %s, %s, %d", kernel, dtype_name(dtype), n->name,
+                     (int)p.x.selection.window);
+        fdma_backward_args args = gradient_args(&p, kernel);
+        if (call_takes(operation_backward, &args))
+            check_gradients(&p, kernel);
+        test_free_all();
+    }
+}
+
+static void backward_is_right_or_refused(void) { for_each_kernel("backward", check_backward); }
+
+/* The same where only some keys of each sequence exist. */
+static void check_used(const char *kernel, fdma_dtype dtype) {
+    static const shape_case n =
+        SHAPE("used", 2, 300, 720, 4, 2, 64, 64, CAUSAL, LINEAR, 0, IID, PLAIN, NONE);
+    static int32_t used[] = {700, 720};
+    problem right = shape_problem(&n, 7, dtype);
+    right.key_valid = (fdma_tensor){0};
+    right.kv_used = fdma_tensor_1d(used, FDMA_INT32, 2);
+    problem_select(&right);
+    gradient_problem p = gradient_of(&right, 0);
+    p.x = with_window(&right, 32);
+    p.deterministic = 1;
+    test_context("%s %s", kernel, dtype_name(dtype));
+    check_gradients(&p, kernel);
+    test_free_all();
+}
+
+static void used_keys_are_right_or_refused(void) {
+    if (test_backend.run == NULL) // devices take no kv_used
+        for_each_kernel("backward", check_used);
+}
+
+/* The fused call finds out before it writes a gradient of the score. */
+static void fused_gradients_are_refused(void) {
+    const problem right = right_problem(&small_cases[5], FDMA_FLOAT32);
+    gradient_problem p = gradient_of(&right, 0);
+    p.x = with_window(&right, 32);
+    const fdma_tensor dt_proj =
+        new_tensor(FDMA_FLOAT32, right.kv_heads, right.kv_heads * right.head_dim, -1, -1);
+    const fdma_tensor a = new_tensor(FDMA_FLOAT32, right.kv_heads, -1, -1, -1);
+    const fdma_tensor to[] = {
+        new_output(FDMA_FLOAT32, 1, right.q_len, right.q_heads, right.head_dim),
+        new_output(FDMA_FLOAT32, 1, right.kv_len, right.kv_heads, right.head_dim),
+        new_output(FDMA_FLOAT32, 1, right.kv_len, right.kv_heads, right.head_dim),
+        new_output(FDMA_FLOAT32, right.kv_heads, right.kv_heads * right.head_dim, -1, -1),
+        new_output(FDMA_FLOAT32, right.kv_heads, -1, -1, -1),
+    };
+    fdma_attention_backward_args args = fused_args(&p, dt_proj, a, FDMA_BIAS_LINEAR, to, "cpu");
+    CHECK_INT(run_attention_backward(&args), FDMA_INVALID_ARGUMENT);
+    for (int t = 0; t < TEST_COUNT(to); t++)
+        check_unwritten(to[t]);
+    args.selection = &right.selection;
+    CHECK_OK(run_attention_backward(&args));
+    test_free_all();
+}
+
+/* ---- lists ---- */
+
+static fdma_lists_args lists_of(const problem *x, int64_t tile_len, const char *kernel) {
+    const int64_t tiles = (x->q_len + tile_len - 1) / tile_len;
+    return (fdma_lists_args){
+        .size = sizeof(fdma_lists_args),
+        .selection = &x->selection,
+        .starts = x->starts,
+        .list = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, x->kv_len),
+        .count = new_output(FDMA_INT32, x->batch, x->kv_heads, tiles, 2),
+        .q_len = x->q_len,
+        .tile_len = tile_len,
+        .causal = x->causal,
+        .exec = {.kernel = kernel, .threads = 2},
+    };
+}
+
+/* Is there a key without a slot in the list of tile t? */
+static bool list_lacks_slot(const problem *x, const fdma_lists_args *want, int64_t n, int64_t t) {
+    const int64_t tiles = want->list.shape[2], width = want->list.shape[3];
+    const int32_t *const list = (const int32_t *)want->list.data + (n * tiles + t) * width;
+    const int32_t count = ((const int32_t *)want->count.data)[(n * tiles + t) * 2 + 1];
+    for (int32_t s = 0; s < count; s++)
+        if (lacks_slot(x, n / x->kv_heads, n % x->kv_heads, list[s]))
+            return true;
+    return false;
+}
+
+static void check_device_lists(const problem *x, const fdma_lists_args *found,
+                               const fdma_lists_args *want) {
+    const int64_t tiles = want->list.shape[2], width = want->list.shape[3];
+    for (int64_t n = 0; n < x->batch * x->kv_heads * tiles; n++) {
+        const int32_t *const count = (const int32_t *)found->count.data + n * 2;
+        const int32_t *const right = (const int32_t *)want->count.data + n * 2;
+        const bool lost = list_lacks_slot(x, want, n / tiles, n % tiles);
+        CHECK_INT(count[0], lost ? -1 : right[0]);
+        CHECK_INT(count[1], lost ? -1 : right[1]);
+        for (int32_t s = 0; s < right[1] && !lost; s++)
+            CHECK_INT(((const int32_t *)found->list.data)[n * width + s],
+                      ((const int32_t *)want->list.data)[n * width + s]);
+    }
+}
+
+static void check_lists(const problem *right, int64_t window, int64_t tile_len) {
+    const problem x = with_window(right, window);
+    const kernel_list kernels = kernels_of("lists");
+    fdma_lists_args want = lists_of(right, tile_len, "reference");
+    CHECK_OK(run_lists(&want));
+    for (int k = 0; k < kernels.count; k++) {
+        fdma_lists_args args = lists_of(&x, tile_len, kernels.name[k]);
+        test_context("%s, window %d, tiles of %d", kernels.name[k], (int)window, (int)tile_len);
+        if (test_backend.run != NULL) {
+            CHECK_OK(run_lists(&args));
+            check_device_lists(&x, &args, &want);
+            continue;
+        }
+        CHECK_INT(run_lists(&args), FDMA_INVALID_ARGUMENT);
+        CHECK(strstr(fdma_last_error(), "has slot 63, want slots below") != NULL);
+        check_unwritten(args.list);
+        check_unwritten(args.count);
+    }
+}
+
+static void lists_are_right_or_refused(void) {
+    for (int c = 0; c < TEST_COUNT(small_cases) * TEST_COUNT(said_windows); c++) {
+        const problem right =
+            right_problem(&small_cases[c / TEST_COUNT(said_windows)], backend_dtype());
+        check_lists(&right, said_windows[c % TEST_COUNT(said_windows)], 1 + c * 13 % 128);
+        test_free_all();
+    }
+}
+
+static const test_entry tests[] = {
+    TEST(forward_is_right),
+    TEST(backward_is_right_or_refused),
+    TEST(used_keys_are_right_or_refused),
+    TEST(fused_gradients_are_refused),
+    TEST(lists_are_right_or_refused),
+};
+
+int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

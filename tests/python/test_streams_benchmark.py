@@ -1,0 +1,351 @@
+"""benchmarks/streams.py: its cases, the keys that it expects, its rows and the mistakes that it
+finds, with tiny sizes on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable
+
+import evaluate
+import flash_dmattn
+import peers_common
+import pytest
+import streams
+import streams_inputs
+import torch
+from programs import ROOT, output_of, python
+
+TINY = streams_inputs.Sizes((4, 2, 16), (5, 60, 3, 30), 8, (216, 72, 24), (90, 20, 6))
+OWN = {
+    "packed-forward/bf16/h4g2/d16/n60/s5/w8": ["fdma", "one-sequence"],
+    "packed-training/bf16/h4g2/d16/n60/s5/w8": ["fdma", "one-sequence"],
+    "packed-selected-forward/bf16/h4g2/d16/n60/s5/w8": ["fdma", "one-sequence"],
+    "packed-selected-training/bf16/h4g2/d16/n60/s5/w8": ["fdma", "one-sequence"],
+    "packed-dense-forward/bf16/h4g2/d16/n60/s5": ["fdma", "sdpa"],
+    "packed-dense-training/bf16/h4g2/d16/n60/s5": ["fdma", "sdpa"],
+    "prefill/bf16/h4g2/d16/n216/w24/p72": ["fdma", "whole", "whole-cached"],
+    "recent-training/bf16/h4g2/d16/n90/w20r6": ["fdma", "window"],
+}
+FIELDS = {
+    *("case", "peer", "ms", "spread", "useful_gflops", "of_other", "ratio", "goal", "met"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(streams_inputs.SIZES, "cpu", TINY)
+    monkeypatch.setattr(streams, "QUICK", peers_common.Rounds(2, 2, 0.0))
+    monkeypatch.setattr(streams, "WARM_UP", 0)
+
+
+def run(folder: Path) -> int:
+    return streams.main(["--device", "cpu", "--quick", "--out", str(folder)])
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "streams-cpu.json").read_text().splitlines()]
+
+
+def case_of(kind: str, training: bool) -> streams_inputs.Case:
+    cases = streams_inputs.all_cases("cpu")
+    return next(case for case in cases if (case.kind, case.training) == (kind, training))
+
+
+# ---- cases ----
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_lengths(device: str) -> None:
+    sequences, total, shortest, longest = streams_inputs.SIZES[device].packed
+    lengths = streams_inputs.packed_lengths(sequences, total, shortest, longest)
+    assert (len(lengths), sum(lengths)) == (sequences, total)
+    assert (min(lengths), max(lengths)) == (shortest, longest)
+    assert lengths == streams_inputs.packed_lengths(sequences, total, shortest, longest)
+    assert list(lengths) not in (sorted(lengths), sorted(lengths, reverse=True))
+
+
+def test_cases_and_goals() -> None:
+    cases = {case.name(): case.goal for case in streams_inputs.all_cases("cuda")}
+    assert len(cases) == 8
+    bars = {name: goal.bar for name, goal in cases.items() if goal}
+    assert bars == {
+        "packed-training/bf16/h32g8/d128/n32768/s64/w512": 1.25,
+        "packed-dense-forward/bf16/h32g8/d128/n32768/s64": 1.0,
+        "packed-dense-training/bf16/h32g8/d128/n32768/s64": 1.0,
+        "prefill/bf16/h32g8/d128/n131072/w2048/p8192": 1.15,
+        "recent-training/bf16/h32g8/d128/n32768/w1792r256": 1.05,
+    }
+    assert [case.name() for case in streams_inputs.all_cases("cpu")] == [*OWN]
+    assert not any(case.goal for case in streams_inputs.all_cases("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["packed", "packed-dense", "prefill", "recent"])
+def test_flops(kind: str) -> None:
+    case = case_of(kind, kind == "recent")
+    keys = case.window + case.recent or case.length
+    pairs = sum(min(position + 1, keys) for n in case.lengths for position in range(n))
+    assert case.flops(case.lengths) == (3.5 if case.training else 1) * 4 * 16 * 4 * pairs
+
+
+@pytest.mark.parametrize(("window", "recent"), [(0, 0), (5, 0), (5, 3), (40, 0)])
+def test_kept_keys(window: int, recent: int) -> None:
+    lengths = (7, 1, 12)
+    score = torch.randint(0, 4, (20,), generator=torch.Generator().manual_seed(0)).float()
+    peer = streams.Peer("any", torch.nn.Identity(), lengths, window, recent)
+    kept = streams_inputs.kept_keys(peer, score, torch.arange(20))
+    for start, length in zip(itertools.accumulate((0, *lengths)), lengths):
+        for row in range(start, start + length):
+            older = list(range(start, max(start, row + 1 - recent)))
+            best = evaluate.best_keys(score.tolist(), older, window or 20)
+            newest = range(max(start, row + 1 - recent), row + 1)
+            assert kept[row].nonzero().flatten().tolist() == sorted({*best, *newest})
+
+
+# ---- rows ----
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 0
+    machine, *rows = rows_in(tmp_path)
+    assert machine["machine"] and machine["device"] == "cpu" and "commit" in machine
+    found = [(row["case"], row["peer"]) for row in rows]
+    assert found == [(case, peer) for case, peers in OWN.items() for peer in peers]
+    for row in rows:
+        assert row.keys() == FIELDS and row["ms"] > 0 and row["spread"] >= 0
+        assert (row["of_other"] is None) == (row["peer"] != "fdma")
+        assert (row["ratio"] is None) == (row["peer"] != "sdpa")
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    printed = captured.out.splitlines()
+    assert [tuple(line.split()[:2]) for line in printed[1:]] == found
+    table = output_of(python(ROOT / "benchmarks" / "table.py", tmp_path / "streams-cpu.json"))
+    assert machine["machine"] in table and "| of other |" in table
+    assert f"| {[*OWN][6]} | whole-cached |" in table
+
+
+def test_figures() -> None:
+    """Of the packed sequences by useful operations; of several other libraries the fastest."""
+    goal = streams_inputs.Goal("of_other", 1.25, 1.1)
+    case = case_of("packed", True)._replace(goal=goal)
+    times = {"fdma": [2.0, 2.0, 2.2], "one-sequence": [4.0, 5.0, 4.0]}
+    ours, one = streams.make_rows(case, streams.peers_of(case, "cpu"), times)
+    fewer = case.flops(case.lengths) / case.flops((60,))
+    assert fewer < 1
+    assert ours["of_other"] == pytest.approx(0.5 / fewer)
+    assert ours["useful_gflops"] == pytest.approx(case.flops(case.lengths) / 2e6)
+    assert one["useful_gflops"] == pytest.approx(case.flops((60,)) / 4e6)
+    assert ours["goal"] == "<= 1.25 of other (aim 1.1)" and one["goal"] is None
+    assert ours["met"] is (ours["of_other"] <= 1.25) and one["met"] is None
+
+    case = case_of("packed-dense", False)._replace(goal=goal)
+    peers = streams.peers_of(case, "cuda")[:4]
+    times = {"fdma": [1.0], "varlen": [4.0], "varlen-expanded": [2.0], "nested-cudnn": [3.0]}
+    rows = list(streams.make_rows(case, peers, times))
+    assert [row["of_other"] for row in rows] == [0.5, None, None, None]
+    assert [row["ratio"] for row in rows] == [None, 4, 2, 3]
+    (alone,) = streams.make_rows(case, peers[:1], times)
+    assert alone["of_other"] is None and alone["met"] is None
+
+
+# ---- peers of other libraries, as on a device ----
+
+
+def causal(query: Any, key: Any, value: Any, starts: Any, groups: bool) -> torch.Tensor:
+    """Attention of packed sequences [total, heads, head_dim], one after the other."""
+    split = (x.transpose(0, 1).tensor_split(starts[1:-1].long(), 1) for x in (query, key, value))
+    outs = [
+        torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=groups)
+        for rows in zip(*split)
+    ]
+    return torch.cat(outs, 1).transpose(0, 1)
+
+
+def varlen_of_210(q: Any, k: Any, v: Any, starts: Any, _: Any, *most: int, is_causal: bool) -> Any:
+    assert is_causal and most == (30, 30)
+    return causal(q, k, v, starts, groups=True)
+
+
+def varlen_of_213(
+    q: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    _: Any,
+    *most: int,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Any:
+    assert window_size == (-1, 0) and most == (30, 30)
+    return causal(q, k, v, starts, groups=enable_gqa)
+
+
+def varlen_without_groups(
+    q: Any, k: Any, v: Any, starts: Any, _: Any, *most: int, window_size: Any
+) -> Any:
+    if q.shape != k.shape:
+        raise RuntimeError("key has fewer heads\nthan query")
+    return causal(q, k, v, starts, groups=False)
+
+
+@pytest.mark.parametrize(
+    ("varlen_attn", "name"),
+    [
+        (varlen_of_210, "varlen"),
+        (varlen_of_213, "varlen"),
+        (varlen_without_groups, "varlen-expanded"),
+    ],
+)
+def test_varlen_attention(
+    varlen_attn: Callable[..., Any],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Called as its signature wants it, and checked. SDPA of nested tensors has no causal form on
+    the CPU, and is left out with the reason."""
+    module = SimpleNamespace(varlen_attn=varlen_attn)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    inputs = streams_inputs.Inputs(case_of("packed-dense", True), "cpu")
+    monkeypatch.setattr(inputs, "device", "cuda")
+    monkeypatch.setattr(streams, "find_spec", lambda name: None)
+    monkeypatch.setattr(streams_inputs, "sampled_rows", lambda inputs, _: torch.arange(60))
+    assert [peer.name for peer in streams.checked_peers(inputs)] == ["fdma", name]
+    printed = capsys.readouterr().err
+    assert ": without nested-cudnn: No viable backend" in printed
+    assert (": without varlen: key has fewer heads\n" in printed) == (name == "varlen-expanded")
+
+
+def test_a_wrong_peer_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = streams.scaled_dot_product_attention
+    monkeypatch.setattr(
+        streams, "scaled_dot_product_attention", lambda *rows, **rules: 1.5 * right(*rows, **rules)
+    )
+    assert run(tmp_path) == 0
+    assert not [row for row in rows_in(tmp_path)[1:] if row["peer"] == "sdpa"]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(": without sdpa: " in line for line in lines)
+
+
+# ---- mistakes ----
+
+
+class Doubled(torch.autograd.Function):
+    """Its output is right, its gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:
+        return 2 * dout
+
+
+def with_nan(out: torch.Tensor) -> torch.Tensor:
+    out = out.clone()
+    out[0, 30, 1, 5] = torch.nan
+    return out
+
+
+def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make a function of the package wrong; the cases that find it."""
+    attend, cache = flash_dmattn.flash_dma_attention, flash_dmattn.DynamicMaskCache
+    packed, carried = flash_dmattn.flash_dmattn_varlen_func, cache.attend
+    given = flash_dmattn.attention
+    if mistake == "starts":
+        one = torch.tensor([0, 60], dtype=torch.int32)
+        monkeypatch.setattr(
+            flash_dmattn,
+            "flash_dmattn_varlen_func",
+            lambda q, k, v, *_, **options: packed(q, k, v, one, one, 60, 60, **options),
+        )
+        return [name for name in OWN if name.startswith(("packed-f", "packed-t", "packed-d"))]
+    if mistake == "recent":
+        monkeypatch.setattr(
+            flash_dmattn,
+            "flash_dma_attention",
+            lambda *rows, recent=0, **options: attend(*rows, **options),
+        )
+        return [name for name in OWN if name.startswith("recent")]
+    if mistake == "forgotten":
+
+        def forgets(self: Any, *rows: Any) -> torch.Tensor:
+            self.reset()
+            return carried(self, *rows)
+
+        monkeypatch.setattr(cache, "attend", forgets)
+        return [name for name in OWN if name.startswith("prefill")]
+    change = with_nan if mistake == "nan" else Doubled.apply
+
+    def wrong(*rows: Any, **options: Any) -> Any:
+        out, lse = given(*rows, **options)
+        return change(out), lse
+
+    monkeypatch.setattr(flash_dmattn, "attention", wrong)
+    found = [name for name in OWN if name.startswith("packed-selected")]
+    return found if mistake == "nan" else [name for name in found if "training" in name]
+
+
+@pytest.mark.parametrize("mistake", ["starts", "recent", "forgotten", "nan", "gradient"])
+def test_wrong_outputs_are_found(
+    mistake: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The other cases are measured and written."""
+    wrong = plant(mistake, monkeypatch)
+    assert run(tmp_path) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [["streams.py", name] for name in wrong]
+    assert all(line.split(": ")[2].startswith("fdma") for line in lines)
+    written = {row["case"] for row in rows_in(tmp_path)[1:]}
+    assert written == {*OWN} - {*wrong}
+
+
+# ---- arguments ----
+
+
+# Arguments, and words of the line that refuses them.
+REFUSED = {
+    "": "the following arguments are required: --out",
+    "--out /no/such/folder": "--out: is '/no/such/folder', want a folder",
+    "--out . --device tpu": "--device: invalid choice: 'tpu'",
+    "--out . --rounds 3": "unrecognized arguments: --rounds 3",
+}
+if "cuda" not in flash_dmattn.get_available_backends():
+    REFUSED["--out ."] = "there is no CUDA device"
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        streams.main(arguments.split())
+    assert refused.value.code == 2
+    printed = capsys.readouterr()
+    assert REFUSED[arguments] in printed.err and printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "streams-cpu.json").mkdir()
+    assert run(tmp_path) == 1
+    assert capsys.readouterr().err.startswith("streams.py: ")
+
+
+def test_help_names_every_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        streams.main(["--help"])
+    assert done.value.code == 0
+    printed = capsys.readouterr().out
+    cases = [(case, device) for device in ("cpu", "cuda") for case in streams.all_cases(device)]
+    for name in {peer.name for case, device in cases for peer in streams.peers_of(case, device)}:
+        assert f" {name}" in printed.partition("Peers:")[2]
+    for kind in {case.kind for case, _ in cases}:
+        assert f"\n  {kind} " in printed
