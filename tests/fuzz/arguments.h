@@ -37,6 +37,7 @@ typedef struct call {
     bool shared;   /* two tensors share a block */
     bool unbacked; /* a tensor with elements has no data */
     bool packed;   /* the call has starts */
+    bool cut;      /* the call has kv_used */
     int64_t rows;  /* of carried keys; 0: there are none */
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     fdma_dtype dtype;
@@ -335,7 +336,10 @@ static fdma_tensor maybe_numbers(call *to, int32_t least, int64_t most) {
 /* Packed sequences and streams allow none. */
 static fdma_tensor maybe_used(call *to) {
     const bool alone = !to->packed && to->rows == 0;
-    return alone || seldom(&to->in) ? maybe_numbers(to, 0, to->kv_len) : (fdma_tensor){0};
+    const fdma_tensor used =
+        alone || seldom(&to->in) ? maybe_numbers(to, 0, to->kv_len) : (fdma_tensor){0};
+    to->cut = used.rank > 0;
+    return used;
 }
 
 /* ---- streams ---- */
