@@ -6,10 +6,10 @@ include(fdma_architectures)
 
 # sm_90a, whose instructions the tuned kernels use, came with CUDA 12.0.
 set(fdma_least_cuda 12.0)
-set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found, and in pip builds a driver too), ON or OFF")
+set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found, and in pip builds a driver too), ON, OFF, or EMULATED: for the emulator of tests/emulator, which needs CUDA's headers")
 set(FDMA_CUDA_ARCHITECTURES "" CACHE STRING
     "compute capabilities to include code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")
-set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF)
+set_property(CACHE FDMA_CUDA PROPERTY STRINGS AUTO ON OFF EMULATED)
 
 set(fdma_has_cuda OFF)
 set(fdma_private_libs "")
@@ -32,66 +32,19 @@ if(NOT fdma_has_cuda)
   return()
 endif()
 
-set(CMAKE_CUDA_ARCHITECTURES OFF) # each target below names its own
-set(CMAKE_CUDA_STANDARD 17)
-set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-set(CMAKE_CUDA_EXTENSIONS OFF)
-enable_language(CUDA)
-find_package(CUDAToolkit REQUIRED)
-if(CUDAToolkit_VERSION VERSION_LESS fdma_least_cuda)
-  message(FATAL_ERROR "the CUDA backend needs CUDA ${fdma_least_cuda} or later, this is "
-                      "${CUDAToolkit_VERSION}: install a later one, or configure with -DFDMA_CUDA=OFF")
+if(FDMA_CUDA STREQUAL "EMULATED")
+  include(fdma_emulator)
+else()
+  include(fdma_nvcc)
 endif()
-if(NOT FDMA_CUDA_ARCHITECTURES)
-  fdma_known_architectures(known "${CMAKE_CUDA_COMPILER}")
-  fdma_choose_architectures(FDMA_CUDA_ARCHITECTURES ${known})
-endif()
-message(STATUS "CUDA backend: CUDA ${CUDAToolkit_VERSION}, architectures ${FDMA_CUDA_ARCHITECTURES}")
-set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "") # the C++ library is not used
-set(CMAKE_CUDA_RUNTIME_LIBRARY None)       # named below
 
 target_sources(fdma_objects PRIVATE src/cuda/cuda.c)
-target_link_libraries(fdma_objects PRIVATE CUDA::cudart_static)
+target_link_libraries(fdma_objects PRIVATE ${fdma_cuda_runtime})
 target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_CUDA=1)
 target_compile_definitions(fdma_static INTERFACE FDMA_HAVE_CUDA=1) # tests depend on it
 
-set(nvcc_strict "${PROJECT_SOURCE_DIR}/cmake/nvcc_strict.sh")
-if(FDMA_WERROR)
-  list(APPEND nvcc_strict --no-spills)
-endif()
-
-# fdma_add_cuda(NAME SOURCE CODE DEFINITION...): one object, with code for each capability in CODE,
-# such as "80;90" or "90a".
-function(fdma_add_cuda name source code)
-  add_library(${name} OBJECT ${source})
-  set_target_properties(${name} PROPERTIES
-    POSITION_INDEPENDENT_CODE ON
-    CUDA_VISIBILITY_PRESET hidden
-    CXX_VISIBILITY_PRESET hidden
-    CUDA_COMPILER_LAUNCHER "${nvcc_strict}")
-  target_include_directories(${name} PRIVATE include src)
-  target_compile_definitions(${name} PRIVATE ${ARGN})
-  list(GET FDMA_CUDA_ARCHITECTURES -1 newest)
-  foreach(capability IN LISTS code)
-    target_compile_options(${name} PRIVATE
-      "SHELL:-gencode=arch=compute_${capability},code=sm_${capability}")
-    if(capability STREQUAL newest)
-      target_compile_options(${name} PRIVATE
-        "SHELL:-gencode=arch=compute_${capability},code=compute_${capability}")
-    endif()
-  endforeach()
-  target_compile_options(${name} PRIVATE
-    -Xcompiler=-Wall,-Wextra,-Wno-unused-function,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics -Xptxas=-v,--warn-on-spills)
-  if(FDMA_WERROR)
-    target_compile_options(${name} PRIVATE -Werror=all-warnings)
-  endif()
-  foreach(kind fdma_shared fdma_static)
-    target_sources(${kind} PRIVATE $<TARGET_OBJECTS:${name}>)
-  endforeach()
-endfunction()
-
 foreach(kind fdma_shared fdma_static)
-  target_link_libraries(${kind} PRIVATE $<BUILD_INTERFACE:CUDA::cudart_static>)
+  target_link_libraries(${kind} PRIVATE $<BUILD_INTERFACE:${fdma_cuda_runtime}>)
   # Made before CUDA was enabled; without this the Makefile generators refuse them.
   set_target_properties(${kind} PROPERTIES LINKER_LANGUAGE C CUDA_ARCHITECTURES OFF)
 endforeach()

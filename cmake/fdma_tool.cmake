@@ -15,7 +15,7 @@ target_include_directories(fdma_tool PRIVATE tools tests src)
 target_link_libraries(fdma_tool PRIVATE fdma_shared fdma_flags Threads::Threads m)
 
 if(fdma_has_cuda)
-  target_link_libraries(fdma_tool PRIVATE CUDA::cudart_static)
+  target_link_libraries(fdma_tool PRIVATE ${fdma_cuda_runtime})
   target_compile_definitions(fdma_tool PRIVATE FDMA_HAVE_CUDA=1)
 endif()
 

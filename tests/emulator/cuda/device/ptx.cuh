@@ -1,0 +1,259 @@
+/* What the PTX instructions of src/cuda/device/ptx.cuh do, on the emulated device. */
+#pragma once
+
+#include "cuda/device/element.cuh"
+
+static inline void *at_shared(uint32_t address) { return emulated_shared_pointer(address); }
+
+/* The toolkit's conversions on the host are slow. */
+template <typename element> static inline float float_of(const void *from) {
+    if constexpr (is_bfloat16<element>()) {
+        uint16_t bits;
+        memcpy(&bits, from, sizeof bits);
+        return same_bits<float>((uint32_t)bits << 16);
+    } else {
+        _Float16 x;
+        memcpy(&x, from, sizeof x);
+        return (float)x;
+    }
+}
+
+/* Element `i` of packed 16-bit elements. */
+template <typename element> static inline float unpacked(const uint32_t *words, int i) {
+    return float_of<element>((const char *)words + 2 * i);
+}
+
+struct mma_operands {
+    float *d;
+    const uint32_t *a;
+    uint32_t b[2];
+};
+
+template <typename element> static inline void mma_warp(void *const *lanes, uint32_t) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; lane++) {
+        const mma_operands *const mine = (const mma_operands *)lanes[lane];
+        for (int i = 0; i < 8; i++)
+            a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] =
+                unpacked<element>(mine->a, i);
+        for (int i = 0; i < 4; i++)
+            b[lane % 4 * 2 + i % 2 + i / 2 * 8][lane / 4] = unpacked<element>(mine->b, i);
+    }
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            float *const sum = &((mma_operands *)lanes[lane])->d[i];
+            const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            for (int x = 0; x < 16; x++)
+                *sum += a[row][x] * b[x][column];
+        }
+}
+
+template <typename element>
+static void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_operands mine = {d, a, {b0, b1}};
+    emulated_collective(~0u, &mine, mma_warp<element>);
+}
+
+static inline void griddepcontrol_wait() {}
+static inline void griddepcontrol_launch_dependents() {}
+
+static inline uint32_t shared_address(const void *pointer) {
+    return emulated_shared_address(pointer);
+}
+
+/* A barrier in shared memory: its phase, and the arrivals that it expects and still waits for. */
+struct mbarrier {
+    uint64_t phase : 24, expected : 20, pending : 20;
+};
+
+static inline void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
+    *(mbarrier *)barrier = {0, arrivals, arrivals};
+}
+
+static inline void mbarrier_arrive(uint64_t *barrier) {
+    mbarrier *const b = (mbarrier *)barrier;
+    if (b->pending == 0)
+        emulated_fail("an mbarrier without pending arrivals");
+    b->pending = b->pending - 1;
+    if (b->pending == 0) {
+        b->phase = b->phase + 1;
+        b->pending = b->expected;
+    }
+}
+
+static inline bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
+    const bool done = ((const volatile mbarrier *)barrier)->phase % 2 != parity;
+    if (!done)
+        emulated_poll();
+    return done;
+}
+
+static inline int32_t ld_shared_by_first_lane(const int32_t *word) {
+    return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? *word : 0, 0);
+}
+
+static inline void fence_mbarrier_init() {}
+
+static inline void cp_async_16(uint32_t shared, const void *global, uint32_t bytes) {
+    if (shared % 16 != 0 || (bytes > 0 && (uintptr_t)global % 16 != 0) || bytes > 16)
+        emulated_fail("cp.async of 16 bytes");
+    emulated_copy_later(at_shared(shared), global, bytes, 16 - bytes);
+}
+
+static inline void cp_async_mbarrier_arrive_noinc(uint64_t *barrier) {
+    emulated_finish_copies(0);
+    mbarrier_arrive(barrier);
+}
+
+static inline void fence_proxy_async() {}
+template <uint32_t registers> static void setmaxnreg_dec() {}
+template <uint32_t registers> static void setmaxnreg_inc() {}
+
+static inline void bar_sync(uint32_t barrier, uint32_t threads) {
+    emulated_barrier(barrier, threads, true, false);
+}
+
+static inline void bar_arrive(uint32_t barrier, uint32_t threads) {
+    emulated_barrier(barrier, threads, false, false);
+}
+
+static inline bool bar_red_or(uint32_t barrier, uint32_t threads, bool predicate) {
+    return emulated_barrier(barrier, threads, true, predicate).any;
+}
+
+static inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
+    return (uint64_t)a * b + c;
+}
+
+static inline uint32_t opaque(uint32_t x) { return x; }
+static inline uint32_t mov_b32(uint32_t x) { return x; }
+
+static inline float ex2_approx(float x) {
+    const float y = exp2f(x);
+    return y < 0x1p-126f ? 0 : y;
+}
+
+static inline void cp_async_4(uint32_t shared, const void *global) {
+    if (shared % 4 != 0 || (uintptr_t)global % 4 != 0)
+        emulated_fail("cp.async of 4 bytes");
+    emulated_copy_later(at_shared(shared), global, 4, 0);
+}
+
+static inline void cp_async_commit_group() { emulated_commit(); }
+template <int pending> static void cp_async_wait_group() { emulated_finish_copies(pending); }
+
+/* Matrices of 8 x 8 elements: lane 8 m + r has the address of row r of matrix m. */
+struct matrix_operands {
+    uint32_t words[4];
+    uint32_t shared;
+};
+
+template <int count, bool stores, bool transposed>
+static inline void move_matrices(void *const *lanes, uint32_t) {
+    for (int m = 0; m < count; m++)
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 2; i++) {
+                const int row = transposed ? lane % 4 * 2 + i : lane / 4;
+                const int column = transposed ? lane / 4 : lane % 4 * 2 + i;
+                const uint32_t shared = ((const matrix_operands *)lanes[8 * m + row])->shared;
+                if (shared % 16 != 0)
+                    emulated_fail("a row of a matrix that is not aligned to 16 bytes");
+                uint16_t *const in_memory = (uint16_t *)at_shared(shared) + column;
+                uint16_t *const in_lane = (uint16_t *)&((matrix_operands *)lanes[lane])->words[m] + i;
+                if (stores)
+                    *in_memory = *in_lane;
+                else
+                    *in_lane = *in_memory;
+            }
+}
+
+static inline void ldmatrix_x2(uint32_t (&to)[2], uint32_t shared) {
+    matrix_operands mine = {{}, shared};
+    emulated_collective(~0u, &mine, move_matrices<2, false, false>);
+    memcpy(to, mine.words, sizeof to);
+}
+
+static inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t shared) {
+    matrix_operands mine = {{}, shared};
+    emulated_collective(~0u, &mine, move_matrices<4, false, false>);
+    memcpy(to, mine.words, sizeof to);
+}
+
+static inline void ldmatrix_x4_trans(uint32_t (&to)[4], uint32_t shared) {
+    matrix_operands mine = {{}, shared};
+    emulated_collective(~0u, &mine, move_matrices<4, false, true>);
+    memcpy(to, mine.words, sizeof to);
+}
+
+static inline void stmatrix_x4(uint32_t shared, const uint32_t (&from)[4]) {
+    matrix_operands mine = {{from[0], from[1], from[2], from[3]}, shared};
+    emulated_collective(~0u, &mine, move_matrices<4, true, false>);
+}
+
+extern thread_local uint4 dynamic_shared[];
+template <typename memory> static memory &shared_memory() {
+    return *reinterpret_cast<memory *>(dynamic_shared);
+}
+
+static inline uint32_t lanemask_lt() { return (1u << own_lane()) - 1; }
+
+static inline uint32_t vote_ballot_same(uint32_t word, uint32_t bit) {
+    const bool set = (word & bit) != 0;
+    const uint32_t all = __ballot_sync(~0u, set);
+    return set ? all : ~all;
+}
+
+/* ---- clusters ---- */
+
+static inline uint32_t cluster_ctarank() { return emulated_rank; }
+static inline uint32_t mapa(uint32_t shared, uint32_t rank) {
+    return emulated_map_rank(shared, rank);
+}
+
+template <typename T> static inline void st_shared_cluster(uint32_t address, T value) {
+    for (size_t i = 0; i < sizeof value / 4; i++)
+        __atomic_store_n((uint32_t *)at_shared(address) + i, ((const uint32_t *)&value)[i],
+                         __ATOMIC_RELEASE);
+}
+
+static inline uint32_t ld_shared_cluster(uint32_t address) {
+    emulated_poll();
+    return __atomic_load_n((const uint32_t *)at_shared(address), __ATOMIC_ACQUIRE);
+}
+
+static inline float ld_shared_cluster_f32(uint32_t address) {
+    return *(const float *)at_shared(address);
+}
+
+static inline float4 ld_shared_cluster_v4(uint32_t address) {
+    return *(const float4 *)at_shared(address);
+}
+
+static inline void barrier_cluster_arrive() { emulated_cluster_arrive(); }
+static inline void barrier_cluster_wait() { emulated_cluster_wait(); }
+
+/* ---- device memory ---- */
+
+static inline uint32_t ld_relaxed_gpu(const uint32_t *address) {
+    emulated_poll();
+    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+static inline uint32_t ld_acquire_gpu(const uint32_t *address) { return ld_relaxed_gpu(address); }
+
+static inline void st_relaxed_gpu(uint32_t *address, uint32_t value) {
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+static inline void red_add_v4(float *address, float x, float y, float z, float w) {
+    const float added[] = {x, y, z, w};
+    for (int i = 0; i < 4; i++)
+        atomicAdd(address + i, added[i]);
+}
+
+static inline void red_add_v2(float *address, float x, float y) {
+    atomicAdd(address, x);
+    atomicAdd(address + 1, y);
+}
+
+static inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -1,0 +1,268 @@
+/* The functions of the CUDA runtime that the library and its tests call, for the emulated device of
+ * emulator.h. Its compute capability is 9.0, or what FDMA_EMULATED_CAPABILITY says, such as 80. */
+#include "emulator.h"
+
+#include <map>
+#include <mutex>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <vector>
+
+void emulated_run_grid(const cudaLaunchConfig_t &config, const std::function<void()> &kernel);
+
+enum { multiprocessors = 16, shared_bytes = 227 * 1024 };
+static const size_t device_bytes = (size_t)4 << 30;
+
+using step = std::function<void()>;
+
+struct CUgraph_st {
+    std::vector<step> steps;
+};
+struct CUgraphExec_st {
+    std::vector<step> steps;
+};
+struct CUstream_st {
+    CUgraph_st *capture = NULL;
+};
+
+static std::mutex lock;
+static std::map<uintptr_t, size_t> allocations;
+static size_t allocated;
+
+static int capability() {
+    const char *const text = getenv("FDMA_EMULATED_CAPABILITY");
+    return text != NULL ? atoi(text) : 90;
+}
+
+/* Runs a step now, or records it. */
+static cudaError_t enqueue(cudaStream_t stream, const step &next) {
+    if (stream != NULL && stream->capture != NULL)
+        stream->capture->steps.push_back(next);
+    else
+        next();
+    return cudaSuccess;
+}
+
+cudaError_t emulated_launch(const cudaLaunchConfig_t &config, std::function<void()> kernel) {
+    const dim3 grid = config.gridDim, shape = config.blockDim;
+    if ((uint64_t)grid.x * grid.y * grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
+        shape.x * shape.y * shape.z > 1024 || config.dynamicSmemBytes > shared_bytes)
+        return cudaErrorInvalidConfiguration;
+    const std::vector<cudaLaunchAttribute> attributes(config.attrs,
+                                                      config.attrs + config.numAttrs);
+    return enqueue(config.stream, [=] {
+        cudaLaunchConfig_t own = config;
+        std::vector<cudaLaunchAttribute> copy = attributes;
+        own.attrs = copy.data();
+        emulated_run_grid(own, kernel);
+    });
+}
+
+cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
+    return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > shared_bytes
+               ? cudaErrorInvalidValue
+               : cudaSuccess;
+}
+
+/* ---- devices ---- */
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+    switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+        *value = capability() / 10;
+        break;
+    case cudaDevAttrComputeCapabilityMinor:
+        *value = capability() % 10;
+        break;
+    case cudaDevAttrMultiProcessorCount:
+        *value = multiprocessors;
+        break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+        *value = shared_bytes;
+        break;
+    default:
+        return cudaErrorInvalidValue;
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int) {
+    memset(properties, 0, sizeof *properties);
+    snprintf(properties->name, sizeof properties->name, "an emulated device");
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+const char *cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorNoDevice ? "no CUDA-capable device is detected"
+                                      : "an error of the emulated device";
+}
+
+/* ---- memory ---- */
+
+cudaError_t cudaMalloc(void **pointer, size_t size) {
+    const std::lock_guard<std::mutex> guard(lock);
+    if (size > device_bytes - allocated)
+        return cudaErrorMemoryAllocation;
+    *pointer = aligned_alloc(512, (size + 511) / 512 * 512);
+    if (*pointer == NULL)
+        return cudaErrorMemoryAllocation;
+    allocations[(uintptr_t)*pointer] = size;
+    allocated += size;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void *pointer) {
+    const std::lock_guard<std::mutex> guard(lock);
+    if (pointer == NULL)
+        return cudaSuccess;
+    const auto found = allocations.find((uintptr_t)pointer);
+    if (found == allocations.end())
+        return cudaErrorInvalidValue;
+    allocated -= found->second;
+    allocations.erase(found);
+    free(pointer);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
+    const std::lock_guard<std::mutex> guard(lock);
+    *free_bytes = device_bytes - allocated;
+    *total = device_bytes;
+    return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer) {
+    const std::lock_guard<std::mutex> guard(lock);
+    auto next = allocations.upper_bound((uintptr_t)pointer);
+    const bool found = next != allocations.begin() &&
+                       (--next, (uintptr_t)pointer - next->first <= next->second);
+    memset(attributes, 0, sizeof *attributes);
+    attributes->type = found ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+    attributes->devicePointer = found ? (void *)pointer : NULL;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void *to, int value, size_t count) {
+    memset(to, value, count);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t count, cudaStream_t stream) {
+    return enqueue(stream, [=] { memset(to, value, count); });
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t count, cudaMemcpyKind) {
+    memcpy(to, from, count);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t count, cudaMemcpyKind,
+                            cudaStream_t stream) {
+    return enqueue(stream, [=] { memcpy(to, from, count); });
+}
+
+cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                         size_t width, size_t height, cudaMemcpyKind) {
+    for (size_t row = 0; row < height; row++)
+        memcpy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+    return cudaSuccess;
+}
+
+/* ---- streams and graphs ---- */
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
+    *stream = new CUstream_st();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    delete stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    const bool captures = stream != NULL && stream->capture != NULL;
+    *status = captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    stream->capture = new CUgraph_st();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    *graph = stream->capture;
+    stream->capture = NULL;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long) {
+    *exec = new CUgraphExec_st{graph->steps};
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
+    for (const step &next : exec->steps)
+        next();
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    delete exec;
+    return cudaSuccess;
+}
+
+/* ---- events ---- */
+
+struct CUevent_st {
+    timespec time;
+};
+
+cudaError_t cudaEventCreate(cudaEvent_t *event) {
+    *event = new CUevent_st();
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    return enqueue(stream, [=] { clock_gettime(CLOCK_MONOTONIC, &event->time); });
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    *milliseconds = (float)(end->time.tv_sec - start->time.tv_sec) * 1e3f +
+                    (float)(end->time.tv_nsec - start->time.tv_nsec) * 1e-6f;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
