@@ -145,7 +145,8 @@ static inline T __shfl_up_sync(uint32_t mask, T value, unsigned lanes, int width
 template <typename T>
 static inline T __shfl_down_sync(uint32_t mask, T value, unsigned lanes, int width = 32) {
     const uint32_t inside = own_lane() % (uint32_t)width;
-    return shuffle(mask, value, inside + lanes >= (uint32_t)width ? own_lane() : own_lane() + lanes);
+    return shuffle(mask, value,
+                   inside + lanes >= (uint32_t)width ? own_lane() : own_lane() + lanes);
 }
 
 /* Combines the values of all lanes; each receives the result. */

@@ -103,7 +103,9 @@ __asm__(".text\n"
         "ret\n"
         ".size emulated_switch, .-emulated_switch\n");
 
-static void leave_thread() { emulated_switch(&emulated_thread->stack_pointer, runner->stack_pointer); }
+static void leave_thread() {
+    emulated_switch(&emulated_thread->stack_pointer, runner->stack_pointer);
+}
 
 static void resume(emulated_thread_state *thread) {
     emulated_thread = thread;
@@ -299,9 +301,9 @@ static void prepare_thread(uint32_t n) {
 static void prepare_block(const std::function<void()> &kernel) {
     const dim3 shape = blockDim;
     if (runner->stacks == NULL)
-        runner->stacks = (char *)mmap(NULL, (size_t)stack_bytes * most_threads,
-                                     PROT_READ | PROT_WRITE,
-                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        runner->stacks =
+            (char *)mmap(NULL, (size_t)stack_bytes * most_threads, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     runner->kernel = &kernel;
     runner->live = shape.x * shape.y * shape.z;
     for (emulated_warp &warp : runner->warps) {
@@ -333,14 +335,18 @@ static void run_block(const std::function<void()> &kernel) {
     prepare_block(kernel);
     const uint32_t threads = runner->live;
     time_t last = time(NULL);
-    while (runner->live > 0) {
+    for (int idle = 0; runner->live > 0; idle++) {
         if (run_round(threads)) {
             last = time(NULL);
-            continue;
+            idle = 0;
+        } else if (idle < 20) {
+            sched_yield();
+        } else {
+            const timespec pause = {0, 50 * 1000};
+            nanosleep(&pause, NULL);
+            if (time(NULL) - last > patience)
+                emulated_fail("a block waits for ever");
         }
-        if (time(NULL) - last > patience)
-            emulated_fail("a block waits for ever");
-        sched_yield();
     }
 }
 
@@ -459,8 +465,8 @@ void emulated_run_grid(const cudaLaunchConfig_t &config, const std::function<voi
             job.cluster_size = config.attrs[i].val.clusterDim.x;
     const dim3 grid = config.gridDim, shape = config.blockDim;
     job.blocks = (uint64_t)grid.x * grid.y * grid.z;
-    job.workers = job.cluster_size > 1 ? job.cluster_size
-                                       : std::max(2u, std::thread::hardware_concurrency());
+    job.workers =
+        job.cluster_size > 1 ? job.cluster_size : std::max(2u, std::thread::hardware_concurrency());
     if (job.cluster_size > 1) {
         job.clusters = std::vector<cluster_state>(job.blocks / job.cluster_size);
         for (cluster_state &cluster : job.clusters) {

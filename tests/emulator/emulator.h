@@ -18,9 +18,9 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <functional>
 #include <stddef.h>
 #include <stdint.h>
-#include <functional>
 
 struct emulated_warp;
 
@@ -39,8 +39,8 @@ struct emulated_thread_state {
     const uint64_t *waits_for; // until it is no longer `seen`; NULL: the thread can run
     uint64_t seen;
     bool finished, polls;
-    uint32_t group;          // of cp.async, that is not yet committed
-    uint64_t cluster_phase;  // that it arrived in
+    uint32_t group;         // of cp.async, that is not yet committed
+    uint64_t cluster_phase; // that it arrived in
     struct copy_queue *copies;
 };
 

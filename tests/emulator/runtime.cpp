@@ -50,8 +50,7 @@ cudaError_t emulated_launch(const cudaLaunchConfig_t &config, std::function<void
     if ((uint64_t)grid.x * grid.y * grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
         shape.x * shape.y * shape.z > 1024 || config.dynamicSmemBytes > shared_bytes)
         return cudaErrorInvalidConfiguration;
-    const std::vector<cudaLaunchAttribute> attributes(config.attrs,
-                                                      config.attrs + config.numAttrs);
+    const std::vector<cudaLaunchAttribute> attributes(config.attrs, config.attrs + config.numAttrs);
     return enqueue(config.stream, [=] {
         cudaLaunchConfig_t own = config;
         std::vector<cudaLaunchAttribute> copy = attributes;
@@ -78,9 +77,7 @@ cudaError_t cudaGetDevice(int *device) {
     return cudaSuccess;
 }
 
-cudaError_t cudaSetDevice(int device) {
-    return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
-}
+cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
     switch (attribute) {
@@ -153,8 +150,8 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer) {
     const std::lock_guard<std::mutex> guard(lock);
     auto next = allocations.upper_bound((uintptr_t)pointer);
-    const bool found = next != allocations.begin() &&
-                       (--next, (uintptr_t)pointer - next->first <= next->second);
+    const bool found =
+        next != allocations.begin() && (--next, (uintptr_t)pointer - next->first <= next->second);
     memset(attributes, 0, sizeof *attributes);
     attributes->type = found ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
     attributes->devicePointer = found ? (void *)pointer : NULL;

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-SUFFIXES = (".c", ".h", ".cu", ".cuh")
+SUFFIXES = (".c", ".h", ".cu", ".cuh", ".cpp")
 
 # Comments, strings and characters, and preprocessor lines with their continuations.
 NOT_CODE = re.compile(

@@ -119,7 +119,7 @@ ALLOWED = {
 SYSTEM_OWNERS = {"immintrin.h": "cpu simd", "arm_neon.h": "cpu simd", "omp.h": "cpu threads"}
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
-SUFFIXES = (".c", ".h", ".def", ".inc", ".cu", ".cuh")
+SUFFIXES = (".c", ".h", ".def", ".inc", ".cu", ".cuh", ".cpp")
 
 
 def zone_of(path: str) -> str | None:

@@ -10,7 +10,7 @@ for part in benchmarks examples python tests tools; do
 done
 
 c_files() {
-    find include src tools tests examples -name '*.[ch]' -print0 -o -name '*.cu' -print0 -o -name '*.cuh' -print0
+    find include src tools tests examples \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' \) -print0
 }
 
 if [ "$(c_files | tr -cd '\0' | wc -c)" = 0 ]; then

@@ -159,7 +159,8 @@ static inline void move_matrices(void *const *lanes, uint32_t) {
                 if (shared % 16 != 0)
                     emulated_fail("a row of a matrix that is not aligned to 16 bytes");
                 uint16_t *const in_memory = (uint16_t *)at_shared(shared) + column;
-                uint16_t *const in_lane = (uint16_t *)&((matrix_operands *)lanes[lane])->words[m] + i;
+                uint16_t *const in_lane =
+                    (uint16_t *)&((matrix_operands *)lanes[lane])->words[m] + i;
                 if (stores)
                     *in_memory = *in_lane;
                 else

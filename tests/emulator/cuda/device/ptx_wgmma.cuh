@@ -24,8 +24,8 @@ static inline matrix_view view_of(uint64_t descriptor) {
             (uint32_t)(descriptor >> 32 & 0x3fff) << 4, mode == 1};
 }
 
-/* The element at `along` in the dimension that is contiguous and `across` in the other. k_major: the
- * former is the dimension that is summed over. */
+/* The element at `along` in the dimension that is contiguous, and `across` in the other. k_major:
+ * the contiguous one is the dimension that is summed over. */
 template <typename element>
 static inline float element_at(const matrix_view &view, int along, int across, bool k_major) {
     const uint32_t line = (uint32_t)along / 8, octet = (uint32_t)across / 8;
@@ -57,9 +57,8 @@ static void wgmma_warp(void *const *lanes, uint32_t) {
         const matrix_view view = view_of(first->a_matrix);
         for (int row = 0; row < 16; row++)
             for (int k = 0; k < 16; k++)
-                a[row][k] = transpose_a
-                                ? element_at<element>(view, warp * 16 + row, k, false)
-                                : element_at<element>(view, k, warp * 16 + row, true);
+                a[row][k] = transpose_a ? element_at<element>(view, warp * 16 + row, k, false)
+                                        : element_at<element>(view, k, warp * 16 + row, true);
     } else {
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 8; i++)
