@@ -74,6 +74,20 @@ static inline void poison_rest(problem *x) {
     }
 }
 
+/* Gives the problem a copy of its selection, which is corrupt behind the keys that exist. */
+static inline void corrupt_rest(problem *x, corruption how, uint64_t *state) {
+    fdma_tensor *const tensors[] = {&x->selection.expiry, &x->selection.slot};
+    for (int t = 0; t < TEST_COUNT(tensors); t++) {
+        const fdma_tensor sound = *tensors[t];
+        *tensors[t] = copy_tensor(sound);
+        corrupt(*tensors[t], how, state);
+        for (int64_t row = 0; row < x->batch * x->kv_heads; row++)
+            memcpy((int32_t *)tensors[t]->data + row * x->kv_len,
+                   (const int32_t *)sound.data + row * x->kv_len,
+                   (size_t)used_by(x, row / x->kv_heads) * sizeof(int32_t));
+    }
+}
+
 /* ---- cut calls ---- */
 
 /* Some elements of an axis; what is absent stays so. */
