@@ -2,58 +2,16 @@
  * on all their tokens says what every piece must give, and what the cache must hold after it. */
 #pragma once
 
-#include "backend.h"
-#include "errors.h"
-#include "gradient.h"
+#include "whole_stream.h"
 
-enum { streams = 3, sequences = 5, kv_heads = 2, q_heads = 6, most_tokens = 5 };
+enum { sequences = 5, most_tokens = 5 };
 
-typedef struct cache_case {
-    int64_t window, recent, sinks, head_dim;
-    int64_t len; /* of the longest stream */
-    fdma_bias_form bias_form;
-    double softcap;
-    int levels; /* distinct scores; 0: computed from v */
-} cache_case;
-
-static const cache_case cases[] = {
+static const stream_case cases[] = {
     {1, 0, 0, 8, 30, FDMA_BIAS_EXP, 0, 3},       {7, 0, 0, 64, 60, FDMA_BIAS_LINEAR, 0, 5},
     {16, 4, 3, 128, 90, FDMA_BIAS_EXP, 0, 0},    {12, 1, 0, 40, 70, FDMA_BIAS_NONE, 2, 4},
     {33, 9, 2, 32, 150, FDMA_BIAS_LINEAR, 0, 0}, {4, 20, 4, 24, 80, FDMA_BIAS_EXP, 1.5, 2},
     {3, 0, 3, 16, 50, FDMA_BIAS_LINEAR, 0, 6},   {100, 29, 0, 64, 60, FDMA_BIAS_EXP, 0, 0},
 };
-
-/* The streams as sequences of a batch, all of the longest length, and one call on them. */
-typedef struct whole_call {
-    const cache_case *test;
-    fdma_dtype dtype;
-    fdma_tensor q, k, v, dt_proj, a, dt_bias, key_valid, score, bias, out, lse;
-    fdma_selection selection;
-} whole_call;
-
-static inline whole_call new_whole(const cache_case *test, fdma_dtype dtype) {
-    const int64_t len = test->len, dim = test->head_dim;
-    uint64_t state = (uint64_t)len;
-    whole_call x = {.test = test, .dtype = dtype};
-    x.q = new_tensor(dtype, streams, len, q_heads, dim);
-    x.k = new_tensor(dtype, streams, len, kv_heads, dim);
-    x.v = new_tensor(dtype, streams, len, kv_heads, dim);
-    x.dt_proj = new_tensor(dtype, kv_heads, kv_heads * dim, -1, -1);
-    x.a = new_tensor(FDMA_FLOAT32, kv_heads, -1, -1, -1);
-    x.dt_bias = new_tensor(dtype, kv_heads, -1, -1, -1);
-    fdma_tensor *const random[] = {&x.q, &x.k, &x.v, &x.dt_proj, &x.a, &x.dt_bias};
-    for (int n = 0; n < TEST_COUNT(random); n++)
-        fill_random(*random[n], &state, 1);
-    x.score = new_output(FDMA_FLOAT32, streams, kv_heads, len, -1);
-    if (test->bias_form != FDMA_BIAS_NONE)
-        x.bias = new_output(FDMA_FLOAT32, streams, kv_heads, len, -1);
-    x.out = new_output(dtype, streams, len, q_heads, dim);
-    x.lse = new_output(FDMA_FLOAT32, streams, q_heads, len, -1);
-    x.selection.size = sizeof x.selection;
-    x.selection.expiry = new_output(FDMA_INT32, streams, kv_heads, len, -1);
-    x.selection.slot = new_output(FDMA_INT32, streams, kv_heads, len, -1);
-    return x;
-}
 
 static inline void make_scores(whole_call *x, const char *kernel) {
     if (kernel != NULL && is_device_kernel(kernel))
@@ -102,7 +60,7 @@ static inline void attend_whole(whole_call *x, const char *kernel) {
 }
 
 /* A cache full of NaN, in which every sequence is empty. */
-static inline fdma_cache new_cache(const cache_case *test, fdma_dtype dtype) {
+static inline fdma_cache new_cache(const stream_case *test, fdma_dtype dtype) {
     fdma_cache cache = {.sequences = sequences,
                         .kv_heads = kv_heads,
                         .head_dim = test->head_dim,
@@ -128,19 +86,11 @@ typedef struct step {
     fdma_tensor q, k, v, score, out, lse;
 } step;
 
-/* Copies token `from` of a stream to token `to` of entry b, by axis 1; of scores by axis 2. */
+/* Copies a token of a stream, with all heads, to one of entry b. */
 static inline void copy_token(fdma_tensor to, int64_t b, int64_t to_token, fdma_tensor all,
                               int64_t stream, int64_t from_token) {
-    const size_t size = dtype_size(to.dtype);
-    const size_t row = (size_t)(to.rank == 4 ? to.stride[1] : 1);
-    for (int64_t g = 0; g < (to.rank == 4 ? 1 : to.shape[1]); g++) {
-        const int64_t t = b * to.stride[0] +
-                          (to.rank == 4 ? to_token * to.stride[1] : g * to.stride[1] + to_token);
-        const int64_t f = stream * all.stride[0] + (to.rank == 4 ? from_token * all.stride[1]
-                                                                 : g * all.stride[1] + from_token);
-        memcpy((char *)to.data + (size_t)t * size, (const char *)all.data + (size_t)f * size,
-               row * size);
-    }
+    for (int64_t h = 0; h < to.shape[to.rank == 4 ? 2 : 1]; h++)
+        copy_key(to, b, to_token, all, stream, from_token, h);
 }
 
 /* Gives a step, whose sizes and lists are set, the tokens that follow `seen` ones. */
@@ -243,10 +193,6 @@ static inline void check_step(const whole_call *x, const int32_t *seen, const st
             CHECK_NEAR(load_double(s->out.data, x->dtype, at), want, tolerance);
         }
     }
-}
-
-static inline int32_t int_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
-    return ((const int32_t *)tensor.data)[b * tensor.stride[0] + g * tensor.stride[1] + j];
 }
 
 /* The rows of a sequence hold the keys that are kept after `seen` tokens, each in its slot. */

@@ -74,7 +74,7 @@ static void wrong_caches_are_refused(void) {
 
 /* A dropped sequence begins again; the others are as they were. */
 static void sequences_are_dropped(void) {
-    const cache_case *const test = &cases[1];
+    const stream_case *const test = &cases[1];
     uint64_t state = 2;
     whole_call x = new_whole(test, FDMA_FLOAT32);
     const int32_t none[streams] = {0};
@@ -124,7 +124,7 @@ static void check_decode_refused(const fdma_decode_args *given, const char *word
 
 static void contradictions_are_refused(void) {
     int32_t index[] = {0, 5}, tokens[] = {2, 3}, commit[] = {2, 1};
-    const cache_case *const test = &cases[1];
+    const stream_case *const test = &cases[1];
     const fdma_decode_args right = {
         .size = sizeof right,
         .cache = new_cache(test, FDMA_FLOAT32),
@@ -183,7 +183,7 @@ static void corrupt_caches_do_no_harm(void) {
     for (int c = 0; c < 30 * kernels.count; c++) {
         const char *const kernel = kernels.name[c / 30];
         uint64_t state = (uint64_t)c + 1;
-        const cache_case *const test = &cases[c % TEST_COUNT(cases)];
+        const stream_case *const test = &cases[c % TEST_COUNT(cases)];
         whole_call x = new_whole(test, dtype);
         const int32_t none[streams] = {0};
         test_context("case %d, %s", c, kernel);

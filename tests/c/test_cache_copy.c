@@ -37,7 +37,7 @@ static fdma_cache copy_of(const fdma_cache *cache) {
 }
 
 /* A cache of random numbers, in which sequence s has a key in s quarters of its rows. */
-static fdma_cache filled_cache(const cache_case *test, fdma_dtype dtype) {
+static fdma_cache filled_cache(const stream_case *test, fdma_dtype dtype) {
     fdma_cache cache = new_cache(test, dtype);
     const int64_t rows = test->window + test->recent;
     uint64_t state = 8;
@@ -145,7 +145,7 @@ static void copies_are_decoded_as_their_source(void) {
     static const int32_t from[] = {4, 4, -1, 4}, to[] = {0, 1, 4, 3}, beams[] = {0, 1, 3};
     const kernel_list kernels = kernels_of("cache_copy");
     for (int c = 0; c < kernels.count * TEST_COUNT(cases); c++) {
-        const cache_case *const test = &cases[c % TEST_COUNT(cases)];
+        const stream_case *const test = &cases[c % TEST_COUNT(cases)];
         const char *const kernel = kernels.name[c / TEST_COUNT(cases)];
         const int32_t len = (int32_t)test->len, first = c % 2 == 0 ? len / 2 : 2;
         whole_call x = new_whole(test, backend_dtype());

@@ -43,7 +43,7 @@ static void shuffle(int32_t *numbers, int64_t count, uint64_t *state) {
 }
 
 /* The same cache in pages, all of them missing. */
-static paged_cache new_paged(const cache_case *test, fdma_dtype dtype, int64_t page_len,
+static paged_cache new_paged(const stream_case *test, fdma_dtype dtype, int64_t page_len,
                              uint64_t *state) {
     const int64_t rows = test->window + test->recent;
     paged_cache paged = {.cache = new_cache(test, dtype), .page_len = page_len};
@@ -225,7 +225,7 @@ static void drop_both(const fdma_cache *plain, const paged_cache *paged, uint64_
     give_pages(paged, s, 0);
 }
 
-static void pages_are_as_none(const cache_case *test, int64_t page_len, const char *kernel,
+static void pages_are_as_none(const stream_case *test, int64_t page_len, const char *kernel,
                               fdma_dtype dtype) {
     uint64_t state = (uint64_t)(test->len + page_len);
     whole_call x = new_whole(test, dtype);
@@ -282,7 +282,7 @@ static void prefixes_are_shared(void) {
     enum { page_len = 4, prefix = 11, end = 20, full = prefix / page_len };
     static const int32_t from[] = {1}, to[] = {3};
     const kernel_list kernels = kernels_of("cache_copy");
-    const cache_case *const test = &cases[2]; // 20 rows
+    const stream_case *const test = &cases[2]; // 20 rows
     for (int n = 0; n < kernels.count; n++) {
         uint64_t state = 6;
         whole_call x = new_whole(test, FDMA_FLOAT32);
@@ -406,7 +406,7 @@ static void corrupt_page_tables_do_no_harm(void) {
     const kernel_list kernels = kernels_for("decode", dtype);
     for (int c = 0; c < 40 * kernels.count; c++) {
         const char *const kernel = kernels.name[c / 40];
-        const cache_case *const test = &cases[c % TEST_COUNT(cases)];
+        const stream_case *const test = &cases[c % TEST_COUNT(cases)];
         uint64_t state = (uint64_t)c + 5;
         whole_call x = new_whole(test, dtype);
         const fdma_cache plain = new_cache(test, dtype);

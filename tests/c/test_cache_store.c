@@ -14,7 +14,7 @@ static fdma_selection selection_for(int64_t batch, int64_t kv_len) {
                             .slot = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1)};
 }
 
-static fdma_select_args select_args(const cache_case *test, fdma_tensor score,
+static fdma_select_args select_args(const stream_case *test, fdma_tensor score,
                                     fdma_selection *selection) {
     return (fdma_select_args){.size = sizeof(fdma_select_args),
                               .score = score,
@@ -390,7 +390,7 @@ static void contradictions_are_refused(void) {
 /* Of a cache of two sequences, whose prompts have no index. */
 static void too_many_prompts_are_refused(void) {
     static const int32_t starts[] = {0, 5, 8, 20}, few[] = {0, 5, 20}, wrong[] = {0, 9, 8};
-    const cache_case *const test = &cases[2];
+    const stream_case *const test = &cases[2];
     whole_call x = new_whole(test, FDMA_FLOAT32);
     fdma_cache cache = {.sequences = 2,
                         .kv_heads = kv_heads,
@@ -430,7 +430,7 @@ static void too_many_prompts_are_refused(void) {
 /* The tokens of a stream are counted in an int32, even if two entries have one index. */
 static void long_streams_are_refused(void) {
     static const int32_t twice[streams] = {3, 3, -1};
-    const cache_case *const test = &cases[2];
+    const stream_case *const test = &cases[2];
     whole_call x = new_whole(test, FDMA_FLOAT32);
     const fdma_cache cache = new_cache(test, FDMA_FLOAT32);
     fdma_selection fresh;

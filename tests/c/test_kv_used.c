@@ -60,8 +60,8 @@ static fdma_lists_args lists_of(const problem *x, int64_t tile_len, const char *
                              .kv_used = x->kv_used};
 }
 
-/* Global scope lets a cut call have more queries than keys, and lists do not depend on it under a
- * causal mask. */
+/* Global scope lets a cut call have more queries than keys. Under a causal mask lists do not depend
+ * on the scope. */
 static void check_lists(const problem *x, int64_t tile_len) {
     const kernel_list kernels = kernels_of("lists");
     const fdma_lists_args want = lists_of(x, tile_len, "reference");
@@ -122,7 +122,8 @@ static void check_gradients(const problem *x) {
     CHECK(taken > 0);
 }
 
-/* Gradients that are added to leave the keys that do not exist as they are; dbias is written. */
+/* If gradients are added to what their tensors hold, those of keys that do not exist stay as they
+ * are, but for dbias, which is written. */
 static void check_added_gradients(const problem *x) {
     const gradient_problem p = gradient_of(x, 0);
     const char *const kernel = kernels_for("backward", x->dtype).name[0];
@@ -168,6 +169,54 @@ static void sequences_are_cut(void) {
     }
 }
 
+/* The calls on x give the same bits as those on `sound`, whose selection is another one. */
+static void check_same_calls(const problem *x, const problem *sound) {
+    const kernel_list forward = kernels_for("forward", x->dtype), lists = kernels_of("lists");
+    const kernel_list backward = kernels_for("backward", x->dtype);
+    for (int kernel = 0; kernel < forward.count; kernel++)
+        if (problem_is_taken(x, forward.name[kernel]))
+            check_same_results(problem_attend(x, forward.name[kernel], 2),
+                               problem_attend(sound, forward.name[kernel], 2));
+    gradient_problem p = gradient_of(sound, 1);
+    p.deterministic = 1;
+    for (int kernel = 0; kernel < backward.count; kernel++) {
+        fdma_backward_args args = gradient_args(&p, backward.name[kernel]);
+        if (!call_takes(operation_backward, &args))
+            continue;
+        p.x = *sound;
+        const gradients want = gradient_run(&p, backward.name[kernel], 2);
+        p.x = *x;
+        check_same_gradients(gradient_run(&p, backward.name[kernel], 2), want);
+    }
+    for (int kernel = 0; kernel < lists.count; kernel++) {
+        fdma_lists_args found = lists_of(x, 64, lists.name[kernel]);
+        fdma_lists_args want = lists_of(sound, 64, lists.name[kernel]);
+        CHECK_OK(run_lists(&found));
+        CHECK_OK(run_lists(&want));
+        CHECK(same_tensor(found.list, want.list));
+        CHECK(same_tensor(found.count, want.count));
+    }
+}
+
+/* A selection may hold anything behind the keys that exist: no call refuses it, and none uses it.
+ * Some of its slots would be those of keys that exist, others would be outside of every table. */
+static void selections_are_read_as_far_as_keys_exist(void) {
+    for (int n = 0; n < TEST_COUNT(used_shapes); n++) {
+        const int types = test_dtype_count - first_dtype();
+        problem sound =
+            used_problem(&used_shapes[n], test_dtypes[first_dtype() + n % types], (uint64_t)n + 70);
+        uint64_t state = (uint64_t)n + 1;
+        select_cut(&sound);
+        for (int how = n % 3; how < corruption_count && sound.window >= 0; how += 3) {
+            problem x = sound;
+            corrupt_rest(&x, (corruption)how, &state);
+            test_context("shape %d, corruption %d", n, how);
+            check_same_calls(&x, &sound);
+        }
+        test_free_all();
+    }
+}
+
 /* Fewer keys may be divided into more splits. */
 static void long_sequences_are_cut(void) {
     const used_shape shape = {1, 1, 16400, 2, 1, 8, -1, 0, 0, FDMA_SCOPE_GLOBAL, 1, 0, 0, 0};
@@ -204,7 +253,7 @@ static scored_problem new_scored(const used_shape *shape, fdma_dtype dtype, uint
     return p;
 }
 
-/* Validity of the keys that exist. */
+/* A key_valid in which the keys that do not exist are padding. */
 static fdma_tensor mask_of(const problem *x) {
     const fdma_tensor mask = new_tensor(FDMA_UINT8, x->batch, x->kv_len, -1, -1);
     for (int64_t n = 0; n < x->batch * x->kv_len; n++) {
@@ -214,7 +263,7 @@ static fdma_tensor mask_of(const problem *x) {
     return mask;
 }
 
-/* A score and its gradient know no positions: keys that do not exist are as padding. */
+/* To scores and their gradients, keys that do not exist are the same as padding. */
 static void check_score(const scored_problem *p, const char *kernel) {
     const problem *const x = &p->x;
     fdma_tensor score[2], bias[2], dv[2], ddt_proj[2], da[2], dbias = copy_tensor(x->bias);
@@ -245,7 +294,7 @@ static void check_score(const scored_problem *p, const char *kernel) {
     CHECK(same_tensor(da[0], da[1]));
 }
 
-/* The fused calls are their steps. */
+/* A fused call gives what its steps give, one after the other. */
 static void check_fused(const scored_problem *p, const char *kernel) {
     problem x = p->x;
     fdma_selection selection = selection_for(x.score);
@@ -303,6 +352,7 @@ static void scores_and_fused_calls_are_cut(void) {
 
 static const test_entry tests[] = {
     TEST(sequences_are_cut),
+    TEST(selections_are_read_as_far_as_keys_exist),
     TEST(long_sequences_are_cut),
     TEST(scores_and_fused_calls_are_cut),
 };

@@ -2,21 +2,10 @@
  * moved as fdma.h says, gives the scores, the out and the lse of one call on the whole sequence;
  * gradients that are passed on through carried keys add up to those of the whole sequence; calls
  * whose tensors of a stream contradict each other are refused. */
-#include "backend.h"
-#include "errors.h"
-#include "gradient.h"
+#include "whole_stream.h"
 
-enum { batch = 2, kv_heads = 2, q_heads = 4, head_dim = 32, stream_len = 190, most_pieces = 64 };
-static const int64_t window = 20, recent = 6, sinks = 2, rows = 26;
-
-/* The whole sequence. */
-typedef struct stream {
-    fdma_dtype dtype;
-    fdma_tensor q, k, v, dt_proj, a, dt_bias, key_valid, dout;
-    fdma_bias_form bias_form;
-    fdma_selection selection;
-    fdma_tensor out, lse, score, bias;
-} stream;
+enum { head_dim = 32, stream_len = 190, most_pieces = 64 };
+enum { window = 20, recent = 6, sinks = 2, rows = window + recent };
 
 /* A call on the positions `first` to `end` - 1, with what it was given and what it has left. */
 typedef struct piece {
@@ -29,38 +18,31 @@ typedef struct piece {
 
 static fdma_selection new_selection(int64_t kv_len) {
     return (fdma_selection){.size = sizeof(fdma_selection),
-                            .expiry = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1),
-                            .slot = new_output(FDMA_INT32, batch, kv_heads, kv_len, -1)};
+                            .expiry = new_output(FDMA_INT32, streams, kv_heads, kv_len, -1),
+                            .slot = new_output(FDMA_INT32, streams, kv_heads, kv_len, -1)};
 }
 
-static stream new_stream(fdma_dtype dtype, fdma_bias_form form, bool padded) {
+static whole_call new_stream(fdma_dtype dtype, fdma_bias_form form, bool padded) {
+    stream_case *const test = test_alloc(sizeof *test);
     uint64_t state = 8;
-    stream x = {.dtype = dtype, .bias_form = form};
-    x.q = new_tensor(dtype, batch, stream_len, q_heads, head_dim);
-    x.k = new_tensor(dtype, batch, stream_len, kv_heads, head_dim);
-    x.v = new_tensor(dtype, batch, stream_len, kv_heads, head_dim);
-    x.dout = new_tensor(dtype, batch, stream_len, q_heads, head_dim);
-    x.dt_proj = new_tensor(dtype, kv_heads, kv_heads * head_dim, -1, -1);
-    x.a = new_tensor(FDMA_FLOAT32, kv_heads, -1, -1, -1);
-    x.dt_bias = new_tensor(dtype, kv_heads, -1, -1, -1);
-    fdma_tensor *const random[] = {&x.q, &x.k, &x.v, &x.dout, &x.dt_proj, &x.a, &x.dt_bias};
-    for (int n = 0; n < TEST_COUNT(random); n++)
-        fill_random(*random[n], &state, 1);
+    *test = (stream_case){.window = window,
+                          .recent = recent,
+                          .sinks = sinks,
+                          .head_dim = head_dim,
+                          .len = stream_len,
+                          .bias_form = form};
+    whole_call x = new_whole(test, dtype);
+    x.dout = new_tensor(dtype, streams, stream_len, q_heads, head_dim);
+    fill_random(x.dout, &state, 1);
     if (padded) {
-        x.key_valid = new_tensor(FDMA_UINT8, batch, stream_len, -1, -1);
+        x.key_valid = new_tensor(FDMA_UINT8, streams, stream_len, -1, -1);
         for (int64_t n = 0; n < count_of(x.key_valid); n++)
             ((uint8_t *)x.key_valid.data)[n] = n % 7 != 3;
     }
-    x.selection = new_selection(stream_len);
-    x.out = new_output(dtype, batch, stream_len, q_heads, head_dim);
-    x.lse = new_output(FDMA_FLOAT32, batch, q_heads, stream_len, -1);
-    x.score = new_output(FDMA_FLOAT32, batch, kv_heads, stream_len, -1);
-    if (form != FDMA_BIAS_NONE)
-        x.bias = new_output(FDMA_FLOAT32, batch, kv_heads, stream_len, -1);
     return x;
 }
 
-static fdma_attention_args attention_args(const stream *x, const char *kernel) {
+static fdma_attention_args attention_args(const whole_call *x, const char *kernel) {
     return (fdma_attention_args){.size = sizeof(fdma_attention_args),
                                  .q = x->q,
                                  .k = x->k,
@@ -76,33 +58,15 @@ static fdma_attention_args attention_args(const stream *x, const char *kernel) {
                                  .window = window,
                                  .recent = recent,
                                  .sinks = sinks,
-                                 .bias_form = x->bias_form,
+                                 .bias_form = x->test->bias_form,
                                  .causal = 1,
                                  .exec = {.kernel = kernel, .threads = 2}};
 }
 
-static void attend_whole(stream *x, const char *kernel) {
+static void attend_all(whole_call *x, const char *kernel) {
     fdma_attention_args args = attention_args(x, kernel);
     args.selection = &x->selection;
     CHECK_OK(run_attention(&args));
-}
-
-/* Row `to` of a tensor shaped as k becomes row `from` of another one; as bias likewise. */
-static void copy_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t from_row, int64_t b,
-                     int64_t g) {
-    const size_t size = dtype_size(to.dtype);
-    const bool is_row = to.rank == 4; // else a number, and the axes are b, g, j
-    const int64_t t = b * to.stride[0] + (is_row ? to_row : g) * to.stride[1] +
-                      (is_row ? g : to_row) * to.stride[2];
-    const int64_t f = b * from.stride[0] + (is_row ? from_row : g) * from.stride[1] +
-                      (is_row ? g : from_row) * from.stride[2];
-    if (to.rank > 0)
-        memcpy((char *)to.data + (size_t)t * size, (const char *)from.data + (size_t)f * size,
-               size * (is_row ? head_dim : 1));
-}
-
-static int32_t int_at(fdma_tensor tensor, int64_t b, int64_t g, int64_t j) {
-    return ((const int32_t *)tensor.data)[(b * kv_heads + g) * tensor.shape[2] + j];
 }
 
 /* A copy of a tensor of carried keys; of none, a new one full of NaN, because no row is filled. */
@@ -110,8 +74,8 @@ static fdma_tensor carried_copy(fdma_tensor before, fdma_tensor own, int axis) {
     fdma_tensor carried = own;
     if (before.rank > 0 || own.rank == 0)
         return before.rank > 0 ? copy_tensor(before) : own;
-    carried = axis == 1 ? new_tensor(own.dtype, batch, rows, kv_heads, head_dim)
-                        : new_tensor(own.dtype, batch, kv_heads, rows, -1);
+    carried = axis == 1 ? new_tensor(own.dtype, streams, rows, kv_heads, head_dim)
+                        : new_tensor(own.dtype, streams, kv_heads, rows, -1);
     for (int64_t n = 0; n < count_of(carried); n++)
         store_float(carried.data, carried.dtype, n, NAN);
     return carried;
@@ -124,19 +88,19 @@ static piece next_piece(const piece *done) {
     next.k_carried = carried_copy(done->k_carried, done->k, 1);
     next.v_carried = carried_copy(done->v_carried, done->v, 1);
     next.bias_carried = carried_copy(done->bias_carried, done->bias, 2);
-    for (int64_t n = 0; n < batch * kv_heads * rows; n++) {
+    for (int64_t n = 0; n < streams * kv_heads * rows; n++) {
         const int64_t b = n / rows / kv_heads, g = n / rows % kv_heads, row = n % rows;
         const int64_t own = int_at(done->table_out.position, b, g, row) - done->first;
         if (own < 0)
             continue;
-        copy_row(next.k_carried, row, done->k, own, b, g);
-        copy_row(next.v_carried, row, done->v, own, b, g);
-        copy_row(next.bias_carried, row, done->bias, own, b, g);
+        copy_key(next.k_carried, b, row, done->k, b, own, g);
+        copy_key(next.v_carried, b, row, done->v, b, own, g);
+        copy_key(next.bias_carried, b, row, done->bias, b, own, g);
     }
     return next;
 }
 
-static void attend_piece(const stream *x, piece *one, int64_t end, const char *kernel) {
+static void attend_piece(const whole_call *x, piece *one, int64_t end, const char *kernel) {
     const int64_t first = one->first;
     one->end = end;
     one->selection = new_selection(one->carried + end - first);
@@ -145,14 +109,14 @@ static void attend_piece(const stream *x, piece *one, int64_t end, const char *k
     one->v = positions_of(x->v, 1, first, end);
     one->dout = positions_of(x->dout, 1, first, end);
     one->key_valid = positions_of(x->key_valid, 1, first, end);
-    one->out = new_output(x->dtype, batch, end - first, q_heads, head_dim);
-    one->lse = new_output(FDMA_FLOAT32, batch, q_heads, end - first, -1);
-    one->score = new_output(FDMA_FLOAT32, batch, kv_heads, end - first, -1);
+    one->out = new_output(x->dtype, streams, end - first, q_heads, head_dim);
+    one->lse = new_output(FDMA_FLOAT32, streams, q_heads, end - first, -1);
+    one->score = new_output(FDMA_FLOAT32, streams, kv_heads, end - first, -1);
     if (x->bias.rank > 0)
-        one->bias = new_output(FDMA_FLOAT32, batch, kv_heads, end - first, -1);
-    one->table_out = (fdma_table){new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1),
-                                  new_output(FDMA_INT32, batch, kv_heads, rows, -1),
-                                  new_output(FDMA_INT32, batch, -1, -1, -1)};
+        one->bias = new_output(FDMA_FLOAT32, streams, kv_heads, end - first, -1);
+    one->table_out = (fdma_table){new_output(FDMA_FLOAT32, streams, kv_heads, rows, -1),
+                                  new_output(FDMA_INT32, streams, kv_heads, rows, -1),
+                                  new_output(FDMA_INT32, streams, -1, -1, -1)};
     fdma_attention_args args = attention_args(x, kernel);
     args.q = one->q, args.k = one->k, args.v = one->v, args.key_valid = one->key_valid;
     args.out = one->out, args.lse = one->lse, args.score = one->score, args.bias = one->bias;
@@ -164,7 +128,7 @@ static void attend_piece(const stream *x, piece *one, int64_t end, const char *k
 }
 
 /* Attends to the stream in pieces of random lengths. Returns how many there are. */
-static int attend_stream(const stream *x, int64_t most, const char *kernel, piece *pieces) {
+static int attend_stream(const whole_call *x, int64_t most, const char *kernel, piece *pieces) {
     uint64_t state = (uint64_t)most;
     int count = 0;
     while (count == 0 || pieces[count - 1].end < stream_len) {
@@ -177,7 +141,7 @@ static int attend_stream(const stream *x, int64_t most, const char *kernel, piec
     return count;
 }
 
-static void check_piece(const stream *x, const piece *one, double tolerance) {
+static void check_piece(const whole_call *x, const piece *one, double tolerance) {
     const fdma_tensor score = gathered(positions_of(x->score, 2, one->first, one->end));
     CHECK_BYTES(one->score.data, score.data, bytes_of(score));
     check_near(one->out, gathered(positions_of(x->out, 1, one->first, one->end)), tolerance);
@@ -192,8 +156,8 @@ static void pieces_are_the_whole(const char *kernel, fdma_dtype dtype) {
         kernel = "cuda"; // the steps of a fused call have no name in common
     for (int c = 0; c < 3; c++) {
         test_context("case %d, %s, %s", c, kernel, dtype_name(dtype));
-        stream x = new_stream(dtype, forms[c], c == 1);
-        attend_whole(&x, kernel);
+        whole_call x = new_stream(dtype, forms[c], c == 1);
+        attend_all(&x, kernel);
         const int count = attend_stream(&x, lengths[c], kernel, pieces);
         for (int n = 0; n < count; n++)
             check_piece(&x, &pieces[n], dtype == FDMA_FLOAT32 ? 1e-5 : 0x1p-7);
@@ -205,7 +169,7 @@ static void pieces_by_every_kernel(void) { for_each_kernel("forward", pieces_are
 
 /* ---- gradients ---- */
 
-static fdma_backward_args backward_args(const stream *x, const piece *one, const char *kernel) {
+static fdma_backward_args backward_args(const whole_call *x, const piece *one, const char *kernel) {
     const int64_t count = one->end - one->first;
     fdma_backward_args args = {.size = sizeof args,
                                .dout = gathered(one->dout),
@@ -218,45 +182,41 @@ static fdma_backward_args backward_args(const stream *x, const piece *one, const
                                .k_carried = one->k_carried,
                                .v_carried = one->v_carried,
                                .bias_carried = one->bias_carried,
-                               .dq = new_output(x->dtype, batch, count, q_heads, head_dim),
-                               .dk = new_output(x->dtype, batch, count, kv_heads, head_dim),
-                               .dv = new_output(x->dtype, batch, count, kv_heads, head_dim),
-                               .dbias = new_output(FDMA_FLOAT32, batch, kv_heads, count, -1),
+                               .dq = new_output(x->dtype, streams, count, q_heads, head_dim),
+                               .dk = new_output(x->dtype, streams, count, kv_heads, head_dim),
+                               .dv = new_output(x->dtype, streams, count, kv_heads, head_dim),
+                               .dbias = new_output(FDMA_FLOAT32, streams, kv_heads, count, -1),
                                .selection = &one->selection,
                                .causal = 1,
                                .deterministic = 1,
                                .exec = {.kernel = kernel}};
     if (one->carried > 0) {
-        args.dk_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim);
-        args.dv_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim);
-        args.dbias_carried = new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1);
+        args.dk_carried = new_output(x->dtype, streams, rows, kv_heads, head_dim);
+        args.dv_carried = new_output(x->dtype, streams, rows, kv_heads, head_dim);
+        args.dbias_carried = new_output(FDMA_FLOAT32, streams, kv_heads, rows, -1);
     }
     return args;
 }
 
 /* In float64. */
 static gradients new_sums(void) {
-    return (gradients){.dq = new_tensor(FDMA_FLOAT64, batch, stream_len, q_heads, head_dim),
-                       .dk = new_tensor(FDMA_FLOAT64, batch, stream_len, kv_heads, head_dim),
-                       .dv = new_tensor(FDMA_FLOAT64, batch, stream_len, kv_heads, head_dim),
-                       .dbias = new_tensor(FDMA_FLOAT64, batch, kv_heads, stream_len, -1)};
+    return (gradients){.dq = new_tensor(FDMA_FLOAT64, streams, stream_len, q_heads, head_dim),
+                       .dk = new_tensor(FDMA_FLOAT64, streams, stream_len, kv_heads, head_dim),
+                       .dv = new_tensor(FDMA_FLOAT64, streams, stream_len, kv_heads, head_dim),
+                       .dbias = new_tensor(FDMA_FLOAT64, streams, kv_heads, stream_len, -1)};
 }
 
 /* Adds row `from_row` of a head, or that number of a tensor shaped as bias, to row `to_row` of the
  * sums; of an empty row (`to_row` < 0) checks that it is 0. */
 static void add_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t from_row, int64_t b,
                     int64_t g) {
-    const bool is_row = to.rank == 4;
-    const int64_t t = b * to.stride[0] + (is_row ? to_row : g) * to.stride[1] +
-                      (is_row ? g : to_row) * to.stride[2];
-    const int64_t f = b * from.stride[0] + (is_row ? from_row : g) * from.stride[1] +
-                      (is_row ? g : from_row) * from.stride[2];
-    for (int64_t d = 0; d < (is_row ? head_dim : 1); d++) {
-        const double number = load_double(from.data, from.dtype, f + d);
+    for (int64_t d = 0; d < (to.rank == 4 ? head_dim : 1); d++) {
+        const double number =
+            load_double(from.data, from.dtype, index_of_key(from, b, from_row, g) + d);
         if (to_row < 0)
             CHECK(number == 0);
         else
-            ((double *)to.data)[t + d] += number;
+            ((double *)to.data)[index_of_key(to, b, to_row, g) + d] += number;
     }
 }
 
@@ -264,11 +224,11 @@ static void add_row(fdma_tensor to, int64_t to_row, fdma_tensor from, int64_t fr
  * ones at the positions that they have in the stream. */
 static void add_piece(const piece *one, const fdma_backward_args *args, const gradients *sum) {
     const int64_t count = one->end - one->first, kv_len = one->carried + count;
-    for (int64_t n = 0; n < batch * q_heads * count; n++) {
+    for (int64_t n = 0; n < streams * q_heads * count; n++) {
         const int64_t b = n / count / q_heads, h = n / count % q_heads, i = n % count;
         add_row(sum->dq, one->first + i, args->dq, i, b, h);
     }
-    for (int64_t n = 0; n < batch * kv_heads * kv_len; n++) {
+    for (int64_t n = 0; n < streams * kv_heads * kv_len; n++) {
         const int64_t b = n / kv_len / kv_heads, g = n / kv_len % kv_heads, j = n % kv_len;
         const bool carried = j < one->carried;
         const int64_t from = carried ? j : j - one->carried;
@@ -279,7 +239,8 @@ static void add_piece(const piece *one, const fdma_backward_args *args, const gr
     }
 }
 
-static gradients sum_pieces(const stream *x, const piece *pieces, int count, const char *kernel) {
+static gradients sum_pieces(const whole_call *x, const piece *pieces, int count,
+                            const char *kernel) {
     const gradients sum = new_sums();
     for (int n = 0; n < count; n++) {
         fdma_backward_args args = backward_args(x, &pieces[n], kernel);
@@ -290,8 +251,8 @@ static gradients sum_pieces(const stream *x, const piece *pieces, int count, con
 }
 
 /* Those of the whole sequence, in float64. */
-static gradients whole_gradients(const stream *x) {
-    const gradient_problem p = {.x = {.batch = batch,
+static gradients whole_gradients(const whole_call *x) {
+    const gradient_problem p = {.x = {.batch = streams,
                                       .q_len = stream_len,
                                       .kv_len = stream_len,
                                       .q_heads = q_heads,
@@ -313,8 +274,8 @@ static gradients whole_gradients(const stream *x) {
 
 static void gradients_add_up(const char *kernel, fdma_dtype dtype) {
     static piece pieces[most_pieces];
-    stream x = new_stream(dtype, FDMA_BIAS_LINEAR, false);
-    attend_whole(&x, NULL);
+    whole_call x = new_stream(dtype, FDMA_BIAS_LINEAR, false);
+    attend_all(&x, NULL);
     const int count = attend_stream(&x, 31, NULL, pieces);
     fdma_backward_args args = backward_args(&x, &pieces[1], kernel);
     if (!call_takes(operation_backward, &args))
@@ -329,7 +290,7 @@ static void gradients_pass_through_carried_keys(void) {
     for_each_kernel("backward", gradients_add_up);
 }
 
-static fdma_attention_backward_args fused_backward_args(const stream *x, const piece *one,
+static fdma_attention_backward_args fused_backward_args(const whole_call *x, const piece *one,
                                                         const char *kernel) {
     const int64_t count = one->end - one->first;
     return (fdma_attention_backward_args){
@@ -347,15 +308,15 @@ static fdma_attention_backward_args fused_backward_args(const stream *x, const p
         .k_carried = one->k_carried,
         .v_carried = one->v_carried,
         .bias_carried = one->bias_carried,
-        .dq = new_output(x->dtype, batch, count, q_heads, head_dim),
-        .dk = new_output(x->dtype, batch, count, kv_heads, head_dim),
-        .dv = new_output(x->dtype, batch, count, kv_heads, head_dim),
+        .dq = new_output(x->dtype, streams, count, q_heads, head_dim),
+        .dk = new_output(x->dtype, streams, count, kv_heads, head_dim),
+        .dv = new_output(x->dtype, streams, count, kv_heads, head_dim),
         .ddt_proj = new_output(x->dtype, kv_heads, kv_heads * head_dim, -1, -1),
         .da = new_output(FDMA_FLOAT32, kv_heads, -1, -1, -1),
         .ddt_bias = new_output(x->dtype, kv_heads, -1, -1, -1),
-        .dk_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim),
-        .dv_carried = new_output(x->dtype, batch, rows, kv_heads, head_dim),
-        .dbias_carried = new_output(FDMA_FLOAT32, batch, kv_heads, rows, -1),
+        .dk_carried = new_output(x->dtype, streams, rows, kv_heads, head_dim),
+        .dv_carried = new_output(x->dtype, streams, rows, kv_heads, head_dim),
+        .dbias_carried = new_output(FDMA_FLOAT32, streams, kv_heads, rows, -1),
         .selection = &one->selection,
         .causal = 1,
         .deterministic = 1,
@@ -367,7 +328,7 @@ static fdma_attention_backward_args fused_backward_args(const stream *x, const p
 static void fused_gradients_are_those_of_the_steps(void) {
     static piece pieces[most_pieces];
     const char *const kernel = test_backend.run != NULL ? "cuda" : NULL;
-    const stream x = new_stream(backend_dtype(), FDMA_BIAS_EXP, true);
+    const whole_call x = new_stream(backend_dtype(), FDMA_BIAS_EXP, true);
     attend_stream(&x, 80, kernel, pieces);
     const piece *const one = &pieces[1];
     fdma_attention_backward_args args = fused_backward_args(&x, one, kernel);
@@ -417,7 +378,7 @@ static void check_refused(const fdma_attention_args *right, size_t field, fdma_t
 static void contradictions_are_refused(void) {
     static piece pieces[most_pieces];
     static int32_t no_starts[] = {0, 5};
-    const stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_EXP, true);
+    const whole_call x = new_stream(FDMA_FLOAT32, FDMA_BIAS_EXP, true);
     attend_stream(&x, 100, NULL, pieces);
     const piece *const one = &pieces[1];
     fdma_attention_args args = attention_args(&x, NULL);
@@ -455,7 +416,7 @@ static void contradictions_are_refused(void) {
 /* Queries stand beside keys of the call; a selection leaves out the keys that are not valid. */
 static void forward_with_carried_keys_is_causal(void) {
     static piece pieces[most_pieces];
-    const stream x = new_stream(FDMA_FLOAT32, FDMA_BIAS_NONE, true);
+    const whole_call x = new_stream(FDMA_FLOAT32, FDMA_BIAS_NONE, true);
     attend_stream(&x, 100, NULL, pieces);
     const piece *const one = &pieces[1];
     const fdma_forward_args right = {.size = sizeof right,

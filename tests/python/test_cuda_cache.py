@@ -23,6 +23,7 @@ from test_cache import (
     Tensors,
     assert_same_state,
     attend,
+    check_reorder,
     cut,
     in_pieces,
     make_cache,
@@ -159,18 +160,7 @@ def test_drafts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_reorder(drafts: int) -> None:
     rows, weights = make_exact(100)
-    cache, beams = new_cache(layers=2), torch.tensor([2, 0, 2], device=DEVICE)
-    addresses = [one.data_ptr() for one in cache.keys[:6]]
-    for layer in range(2):
-        attend(cache, cut(rows, 0, 90 - drafts), weights, layer)
-        if drafts > 0:
-            attend(cache, cut(rows, 90 - drafts, drafts), weights, layer, draft=True)
-    cache.reorder(beams)
-    moved = tuple(one[beams] for one in rows)
-    for layer in range(2):
-        out = attend(cache, cut(moved, 90, 10), weights, layer)
-        assert_close(out, whole(moved, weights)[:, 90:], **NEAR)
-    assert addresses == [one.data_ptr() for one in cache.keys[:6]]
+    check_reorder(new_cache(layers=2), rows, weights, drafts, **NEAR)
 
 
 @on_device

@@ -10,7 +10,7 @@ import decode
 import flash_dmattn
 import peers_common
 import pytest
-from programs import ROOT, output_of, python
+from programs import ROOT, assert_refused, help_of, output_of, python
 
 TINY = [decode.Case(2, 4, 2, 16, 64, 32), decode.Case(1, 4, 2, 16, 999, 32, drafts=8)]
 NAMES = ["decode/bf16/b2/h4g2/d16/n64/w32", "decode/bf16/b1/h4g2/d16/n999/w32/drafts8"]
@@ -98,18 +98,10 @@ if "cuda" not in flash_dmattn.get_available_backends():
 
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        decode.main(arguments.split())
-    assert refused.value.code == 2
-    printed = capsys.readouterr()
-    assert REFUSED[arguments] in printed.err and printed.err.count("\n") == 1
-    assert printed.out == ""
+    assert_refused(decode.main, arguments, REFUSED[arguments], capsys)
 
 
 def test_help_names_every_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        decode.main(["--help"])
-    assert done.value.code == 0
-    printed = capsys.readouterr().out
+    printed = help_of(decode.main, capsys)
     for peer in ("fdma", "read", "sdpa"):
         assert f"\n  {peer} " in printed

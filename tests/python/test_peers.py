@@ -12,7 +12,7 @@ import flash_dmattn
 import peers
 import pytest
 import torch
-from programs import ROOT, output_of, python
+from programs import ROOT, assert_refused, help_of, output_of, python
 
 LENGTHS, WINDOW = [64, 128], 48
 TINY = ["--device", "cpu", "--lengths", "64,128", "--window", str(WINDOW), "--rounds", "1"]
@@ -136,19 +136,11 @@ if "cuda" not in flash_dmattn.get_available_backends():
 
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        peers.main(arguments.split())
-    assert refused.value.code == 2
-    printed = capsys.readouterr()
-    assert REFUSED[arguments] in printed.err and printed.err.count("\n") == 1
-    assert printed.out == ""
+    assert_refused(peers.main, arguments, REFUSED[arguments], capsys)
 
 
 def test_help_names_every_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        peers.main(["--help"])
-    assert done.value.code == 0
-    printed = capsys.readouterr().out
+    printed = help_of(peers.main, capsys)
     for peer in peers.PEERS["cpu"]["selected"]:
         assert f"  {peer.name} " in printed
 

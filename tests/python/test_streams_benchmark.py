@@ -17,7 +17,7 @@ import pytest
 import streams
 import streams_inputs
 import torch
-from programs import ROOT, output_of, python
+from programs import ROOT, assert_refused, help_of, output_of, python
 
 TINY = streams_inputs.Sizes((4, 2, 16), (5, 60, 3, 30), 8, (216, 72, 24), (90, 20, 6))
 OWN = {
@@ -325,12 +325,7 @@ if "cuda" not in flash_dmattn.get_available_backends():
 
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        streams.main(arguments.split())
-    assert refused.value.code == 2
-    printed = capsys.readouterr()
-    assert REFUSED[arguments] in printed.err and printed.err.count("\n") == 1
-    assert printed.out == ""
+    assert_refused(streams.main, arguments, REFUSED[arguments], capsys)
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,10 +335,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_help_names_every_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        streams.main(["--help"])
-    assert done.value.code == 0
-    printed = capsys.readouterr().out
+    printed = help_of(streams.main, capsys)
     cases = [(case, device) for device in ("cpu", "cuda") for case in streams.all_cases(device)]
     for name in {peer.name for case, device in cases for peer in streams.peers_of(case, device)}:
         assert f" {name}" in printed.partition("Peers:")[2]

@@ -71,7 +71,9 @@ static __global__ void __launch_bounds__(stream_threads)
     const int32_t b = (int32_t)(head / plan.kv_heads), g = (int32_t)(head % plan.kv_heads);
     const int32_t *const position = plan.in_position.at(b, g);
     const int32_t lane = threadIdx.x % counting_lanes;
-    const int32_t row = (blockIdx.x * stream_threads + threadIdx.x) / counting_lanes;
+    // counting_lanes times as many threads as rows may be more than 2^32
+    const int64_t thread = (int64_t)blockIdx.x * stream_threads + threadIdx.x;
+    const int32_t row = (int32_t)(thread / counting_lanes);
     const bool is_there = row < plan.rows;
     const int32_t own = is_there ? max(position[row], -1) : -1;
     int32_t before = 0;
