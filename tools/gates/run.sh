@@ -154,6 +154,16 @@ neon_tests() {
             --no-tests=error -j "$jobs" -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
 
+# The kernels of the device as C++ for the CPU (tests/emulator): those of 9.0, and those of 8.0 where
+# 9.0 has its own.
+emulated_tests() {
+    build emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED &&
+        ctest --test-dir build/gates/emulated --output-on-failure --no-tests=error -j "$jobs" \
+            -R '^(test_(cases|cache|cache_batch|cache_copy|cache_store|streams)_cuda|test_cuda_workspace)$' &&
+        FDMA_EMULATED_CAPABILITY=80 ctest --test-dir build/gates/emulated --output-on-failure \
+            --no-tests=error -j "$jobs" -R '^test_(cache_batch|streams)_cuda$'
+}
+
 # Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,
 # and the address sanitizer finds what they would.
 build_fuzzers() {
@@ -203,8 +213,10 @@ fi
 if command -v nvcc >/dev/null; then
     echo "      compiling the CUDA kernels for every device, without a spilled register (about 5 minutes)"
     gate cuda build cuda -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF
+    echo "      running the CUDA kernels on an emulated device (about 5 minutes)"
+    gate emulated emulated_tests
 else
-    echo "skip  cuda: nvcc is not installed"
+    echo "skip  cuda, emulated: nvcc is not installed"
 fi
 echo "      fuzzing, $fuzz_seconds seconds each"
 gate fuzz_build build_fuzzers
