@@ -108,7 +108,6 @@ __device__ static void copy_entries(char *to, const cluster_partition &partition
         copy_row<config::head_dim>(to, row, row_at(source, there ? first + row : 0), source.vecs,
                                    there, source.aligned);
     }
-    cp_async_commit_group();
 }
 
 template <typename config>
@@ -116,6 +115,7 @@ __device__ static void load_keys(cluster_stage<config> &stage, const cluster_par
                                  const decode_plan &cached, int32_t from, const row_indices &own) {
     copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k, from, cached.k,
                          own);
+    cp_async_commit_group();
 }
 
 template <typename config>
@@ -124,6 +124,7 @@ __device__ static void load_values(cluster_stage<config> &stage, const cluster_p
                                    const row_indices &own) {
     copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v, from, cached.v,
                          own);
+    cp_async_commit_group();
 }
 
 /* Starts loading q of a tile of rows, and then the first two key blocks of each warp. */
