@@ -533,7 +533,7 @@ FDMA_API fdma_status fdma_attention(const fdma_attention_args *args);
  *             most its first min(n, rows) rows have keys, and later tokens overwrite any of these.
  *             The caller owns the pools and the page table. Calls write to the pools, never to the
  *             table. Before a call the caller sets the page numbers of all rows that its tokens may
- *             fill. CUDA devices refuse pages.
+ *             fill.
  *             A number that no page has, such as -1, is a missing page. Its keys count in the
  *             selection, but no query attends to them. A key that would enter it is lost: the row
  *             is empty then.

@@ -35,9 +35,9 @@ class KeyCache(NamedTuple):
         window: as in select().
         recent: as there.
         sinks: as there.
-        page_table: optional [sequences, n] int32, on the CPU. With one, `key` and `value` are pools
-            [pages, page_len, kv_heads, head_dim], page_len a power of 2, and row r of sequence s is
-            row r % page_len of page page_table[s, r // page_len]. Rows fill in the order 0, 1, ...,
+        page_table: optional [sequences, n] int32. With one, `key` and `value` are pools [pages,
+            page_len, kv_heads, head_dim], page_len a power of 2, and row r of sequence s is row
+            r % page_len of page page_table[s, r // page_len]. Rows fill in the order 0, 1, ...,
             so that a sequence of n tokens needs pages for min(n, rows) rows. The caller sets these
             before a call. A number that is no page, such as -1, is a missing page: no query attends
             to its keys, and a key that would enter it is lost. See fdma_cache in fdma.h.

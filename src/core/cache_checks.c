@@ -109,8 +109,6 @@ static fdma_status check_store(const fdma_problem *problem) {
 static fdma_status check_pages(const fdma_problem *problem) {
     const fdma_tensor *const table = &problem->cache.page_table;
     const int64_t rows = rows_of_cache(&problem->cache), page_len = problem->page_len;
-    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
-                 "cache.page_table: is given, want none: pages run on the CPU only");
     FDMA_REQUIRE(page_len >= 1 && (page_len & (page_len - 1)) == 0, FDMA_INVALID_ARGUMENT,
                  "cache.k: axis 1 has %lld elements, want a power of 2 with page_table",
                  (long long)page_len);

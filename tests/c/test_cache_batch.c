@@ -1,6 +1,7 @@
 /* test_cache_batch.c - a stream has the same bits in a batch of any size: every stream of a large
  * batch, whose heads a device cannot take all at once, gets the out and the lse of a call on it
- * alone. A call's workspace also serves streams with fewer tokens. */
+ * alone. So it does if the cache lies in pages. A call's workspace also serves streams with fewer
+ * tokens. */
 #include "backend.h"
 #include "gradient.h"
 
@@ -95,10 +96,12 @@ static void check_alone(const fdma_cache *cache, const batch_call *all, int64_t 
     CHECK_BYTES(one.lse.data, entry_of(all->lse, b).data, bytes_of(one.lse));
 }
 
+static const struct {
+    int64_t batch, tokens, window, filled, page_len;
+} shapes[] = {
+    {300, 1, 70, 70, 16}, {150, 9, 130, 40, 4}, {40, 64, 33, 33, 1}, {3, 2, 4100, 4100, 32}};
+
 static void batches_change_no_bit(const char *kernel, fdma_dtype dtype) {
-    static const struct {
-        int64_t batch, tokens, window, filled;
-    } shapes[] = {{300, 1, 70, 70}, {150, 9, 130, 40}, {40, 64, 33, 33}, {3, 2, 4100, 4100}};
     for (int n = 0; n < TEST_COUNT(shapes); n++) {
         const bool on_device = is_device_kernel(kernel);
         const int64_t batch = on_device ? shapes[n].batch : 3;
@@ -122,6 +125,97 @@ static void batches_change_no_bit(const char *kernel, fdma_dtype dtype) {
 static void streams_are_the_same_in_any_batch(void) {
     for_each_kernel("decode", batches_change_no_bit);
 }
+
+/* ---- pages ---- */
+
+static char *address(fdma_tensor tensor, int64_t x0, int64_t x1, int64_t x2) {
+    const int64_t at = x0 * tensor.stride[0] + x1 * tensor.stride[1] + x2 * tensor.stride[2];
+    return (char *)tensor.data + (size_t)at * dtype_size(tensor.dtype);
+}
+
+/* Where a cache in pages has a row of k or v, by its page table. */
+static char *row_in_pages(const fdma_cache *cache, fdma_tensor pool, int64_t s, int64_t row,
+                          int64_t g) {
+    const fdma_tensor *const table = &cache->page_table;
+    const int64_t len = pool.shape[1];
+    const int32_t page = ((const int32_t *)table->data)[s * table->stride[0] + row / len];
+    return address(pool, page, row % len, g);
+}
+
+/* A copy of a cache in pages, the last of which has the first rows. */
+static fdma_cache copy_in_pages(const fdma_cache *cache, int64_t page_len) {
+    const int64_t columns = (cache->window + page_len - 1) / page_len;
+    const int64_t pages = cache->sequences * columns;
+    const size_t bytes = (size_t)head_dim * dtype_size(cache->dtype);
+    fdma_cache copy = *cache;
+    copy.k = new_tensor(cache->dtype, pages, page_len, kv_heads, head_dim);
+    copy.v = new_tensor(cache->dtype, pages, page_len, kv_heads, head_dim);
+    copy.bias = copy_tensor(cache->bias);
+    copy.table = (fdma_table){copy_tensor(cache->table.score), copy_tensor(cache->table.position),
+                              copy_tensor(cache->table.seen)};
+    copy.page_table = new_tensor(FDMA_INT32, cache->sequences, columns, -1, -1);
+    for (int64_t n = 0; n < pages; n++)
+        ((int32_t *)copy.page_table.data)[n] = (int32_t)(pages - 1 - n);
+    for (int64_t n = 0; n < cache->sequences * cache->window * kv_heads; n++) {
+        const int64_t g = n % kv_heads, row = n / kv_heads % cache->window;
+        const int64_t s = n / kv_heads / cache->window;
+        memcpy(row_in_pages(&copy, copy.k, s, row, g), address(cache->k, s, row, g), bytes);
+        memcpy(row_in_pages(&copy, copy.v, s, row, g), address(cache->v, s, row, g), bytes);
+    }
+    return copy;
+}
+
+static void check_same_cache(const fdma_cache *paged, const fdma_cache *plain) {
+    const size_t bytes = (size_t)head_dim * dtype_size(plain->dtype);
+    CHECK(same_tensor(paged->bias, plain->bias));
+    CHECK(same_tensor(paged->table.score, plain->table.score));
+    CHECK(same_tensor(paged->table.position, plain->table.position));
+    CHECK(same_tensor(paged->table.seen, plain->table.seen));
+    for (int64_t n = 0; n < plain->sequences * plain->window * kv_heads; n++) {
+        const int64_t g = n % kv_heads, row = n / kv_heads % plain->window;
+        const int64_t s = n / kv_heads / plain->window;
+        CHECK_BYTES(row_in_pages(paged, paged->k, s, row, g), address(plain->k, s, row, g), bytes);
+        CHECK_BYTES(row_in_pages(paged, paged->v, s, row, g), address(plain->v, s, row, g), bytes);
+    }
+}
+
+/* Different numbers of tokens are committed. */
+static void pages_change_no_bit(const char *kernel, fdma_dtype dtype) {
+    for (int n = 0; n < TEST_COUNT(shapes); n++) {
+        const bool on_device = is_device_kernel(kernel);
+        const int64_t batch = on_device ? shapes[n].batch : 3, tokens = shapes[n].tokens;
+        if (!on_device && shapes[n].window > 1000)
+            continue; // its size matters to a device alone
+        uint64_t state = (uint64_t)n + 7;
+        const fdma_cache plain =
+            new_cache(batch, shapes[n].window, shapes[n].filled, dtype, &state);
+        const fdma_cache paged = copy_in_pages(&plain, shapes[n].page_len);
+        batch_call want = new_call(batch, tokens, dtype, &state), found = want;
+        for (int64_t b = 0; b < batch; b++)
+            ((int32_t *)want.commit.data)[b] = (int32_t)(b % (tokens + 1));
+        found.out = new_output(dtype, batch, tokens, q_heads, head_dim);
+        found.lse = new_output(FDMA_FLOAT32, batch, q_heads, tokens, -1);
+        fdma_decode_args args = args_of(&plain, &want, kernel);
+        fdma_decode_args in_pages = args_of(&paged, &found, kernel);
+        test_context("shape %d in pages, %s, %s", n, kernel, dtype_name(dtype));
+        if (call_takes(operation_decode, &in_pages)) {
+            CHECK_OK(run_decode(&args));
+            CHECK_OK(run_decode(&in_pages));
+            CHECK(same_tensor(found.out, want.out));
+            CHECK(same_tensor(found.lse, want.lse));
+            check_same_cache(&paged, &plain);
+        }
+        test_free_all();
+    }
+}
+
+static void streams_are_the_same_in_pages(void) { // test_cache_pages has the other dtypes
+    const kernel_list kernels = kernels_for("decode", backend_dtype());
+    for (int n = 0; n < kernels.count; n++)
+        pages_change_no_bit(kernels.name[n], backend_dtype());
+}
+
+/* ---- workspace ---- */
 
 /* With these rows, three new tokens make more splits of the keys on the CPU than four. */
 static void fewer_tokens_need_no_more_memory(const char *kernel, fdma_dtype dtype) {
@@ -155,6 +249,7 @@ static void workspaces_serve_fewer_tokens(void) {
 }
 
 static const test_entry tests[] = {TEST(streams_are_the_same_in_any_batch),
+                                   TEST(streams_are_the_same_in_pages),
                                    TEST(workspaces_serve_fewer_tokens)};
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

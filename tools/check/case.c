@@ -46,6 +46,11 @@ bool check_is_packed(const check_case *test) { return test->sequences >= 0; }
 
 bool check_has_dt_bias(const check_case *test) { return check_seed(test) % 2 != 0; }
 
+int64_t check_page_len(const check_case *test) {
+    const uint64_t seed = check_seed(test) / 2;
+    return seed % 2 != 0 ? INT64_C(1) << seed / 2 % 6 : 0;
+}
+
 int64_t check_start(const check_case *test, int64_t n) {
     const int64_t count = test->sequences, end = test->kv_len - (count % 2 != 0 ? 3 : 0);
     return count > 0 ? end * n * n / (count * count) : 0;

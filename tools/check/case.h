@@ -57,6 +57,9 @@ bool check_is_packed(const check_case *test);
 /*! check_has_dt_bias() - half of the cases have one, found by their seed. */
 bool check_has_dt_bias(const check_case *test);
 
+/*! check_page_len() - rows of a page of the case's caches, found by its seed; 0: no pages. */
+int64_t check_page_len(const check_case *test);
+
 /*! check_start() - where packed sequence n starts; n = sequences: where the last one ends. */
 int64_t check_start(const check_case *test, int64_t n);
 

@@ -109,7 +109,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"commit", problem->commit},
         {"from", problem->from},
         {"to", problem->to},
-        {"cache.page_table", {0}},
+        {"cache.page_table", problem->cache.page_table},
         {"cache.k", problem->cache.k},
         {"cache.v", problem->cache.v},
         {"cache.bias", problem->cache.bias},

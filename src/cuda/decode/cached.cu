@@ -38,19 +38,30 @@ static fdma_status attend_splits(const fdma_problem *problem, const cached_task 
                   problem, plan, task.cached, task.splits, tiles, is_aligned(task));
 }
 
+template <typename element, int row_tiles>
+static fdma_status attend_tiles(const fdma_problem *problem, const cached_task &task) {
+    return has_pages(&problem->cache)
+               ? attend_splits<decode_config<element, row_tiles, true>>(problem, task)
+               : attend_splits<decode_config<element, row_tiles, false>>(problem, task);
+}
+
+template <typename element>
+static fdma_status attend_rows(const fdma_problem *problem, const cached_task &task) {
+    return task.plan.q_len * task.plan.group <= mma_rows
+               ? attend_tiles<element, 1>(problem, task)
+               : attend_tiles<element, most_row_tiles>(problem, task);
+}
+
 template <typename element>
 static fdma_status attend(const fdma_problem *problem, const cached_task &task) {
-    using one_tile = decode_config<element, 1>;
-    using more_tiles = decode_config<element, most_row_tiles>;
     const forward_plan &plan = task.plan;
     const int32_t rows = plan.q_len * plan.group, blocks = max(rows, 1);
     if (rows > 0)
-        FDMA_TRY(rows <= one_tile::rows ? attend_splits<one_tile>(problem, task)
-                                        : attend_splits<more_tiles>(problem, task));
+        FDMA_TRY(attend_rows<element>(problem, task));
     const launch_shape finish = {dim3(plan.batch * plan.kv_heads * blocks), dim3(merge_threads), 0,
                                  start_early};
-    return launch("decode", finish_decode<one_tile>, finish, problem, plan, task.cached,
-                  task.splits, blocks);
+    return launch("decode", finish_decode<decode_config<element, 1>>, finish, problem, plan,
+                  task.cached, task.splits, blocks);
 }
 
 static const char *refuses(const fdma_problem *problem) {

@@ -7,6 +7,7 @@
 
 /* The inputs of a split. A key's expiry counts tokens, and so do positions: every row comes before
  * them. */
+template <typename config>
 __device__ static tile_inputs cached_inputs_of(const forward_plan &plan, const decode_plan &cached,
                                                const split_plan &splits, const row_range &range,
                                                int32_t split, bool aligned) {
@@ -14,7 +15,7 @@ __device__ static tile_inputs cached_inputs_of(const forward_plan &plan, const d
     const int64_t first = ((int64_t)range.b * plan.kv_heads + range.g) * cached.keys;
     const bool is_new = split == splits.count - 1;
     const head_view &k = is_new ? plan.k : cached.k, &v = is_new ? plan.v : cached.v;
-    const int32_t b = is_new ? range.b : stream.sequence;
+    const int32_t b = is_new ? range.b : config::in_pages ? 0 : stream.sequence;
     tile_inputs inputs = {};
     inputs.range = range;
     inputs.keys.list = cached.list + first + (is_new ? cached.rows : 0);
@@ -27,6 +28,14 @@ __device__ static tile_inputs cached_inputs_of(const forward_plan &plan, const d
     if (stream.tokens == 0)
         inputs.keys.entries = 0;
     return inputs;
+}
+
+__device__ static split_pages split_pages_of(const decode_plan &cached, const row_range &range,
+                                             bool is_new) {
+    if (is_new)
+        return {};
+    const decode_stream stream = cached.streams[range.b * cached.kv_heads + range.g];
+    return {cached.pages, stream.sequence, 2 * cached.k.batch, 2 * cached.v.batch};
 }
 
 /* One split of the keys against one tile of rows. */
@@ -45,8 +54,11 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     write_positions<config::rows>(shared.position, plan, range);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     griddepcontrol_wait(); // for evict_keys()
-    if (threadIdx.x == 0)
-        shared.inputs = cached_inputs_of(plan, cached, splits, range, split, aligned);
+    if (threadIdx.x == 0) {
+        shared.inputs = cached_inputs_of<config>(plan, cached, splits, range, split, aligned);
+        if (config::in_pages)
+            shared.pages = split_pages_of(cached, range, is_new);
+    }
     attend_keys(shared, splits, range, head, split, is_new ? 0 : split * splits.keys, plan.head_dim,
                 is_new);
 }

@@ -52,17 +52,17 @@ static constexpr const char *form_names[] = {
     FDMA_POINT_NAME("cuda/sm90/decode/two_blocks/d", FDMA_HEAD_DIM),
 };
 
-template <attend_form form, typename element, int tiles>
-static fdma_status attend(const fdma_problem *problem, const decode_task &task) {
+template <attend_form form, typename element, int tiles, bool in_pages>
+static fdma_status attend_rows(const fdma_problem *problem, const decode_task &task) {
     const int64_t heads = problem->batch * problem->kv_heads;
     if constexpr (form == by_cluster) {
-        using config = cluster_config<element, tiles>;
+        using config = cluster_config<element, tiles, in_pages>;
         return launch("decode", attend_cluster<config>,
                       {dim3((unsigned)heads * cluster_ranks), dim3(config::threads),
                        sizeof(cluster_memory<config>), start_early, cluster_ranks},
                       problem, task.plan, task.cached, is_aligned(task));
     } else {
-        using config = heads_config<element, tiles, form == by_one_block>;
+        using config = heads_config<element, tiles, form == by_one_block, in_pages>;
         const int32_t multiprocessors = fdma_cuda_device(problem->exec.device)->multiprocessors;
         const int64_t blocks = min(heads, (int64_t)config::blocks * multiprocessors);
         return launch("decode", attend_heads<config>,
@@ -70,6 +70,12 @@ static fdma_status attend(const fdma_problem *problem, const decode_task &task) 
                        start_early},
                       problem, task.plan, task.cached, is_aligned(task));
     }
+}
+
+template <attend_form form, typename element, int tiles>
+static fdma_status attend(const fdma_problem *problem, const decode_task &task) {
+    return has_pages(&problem->cache) ? attend_rows<form, element, tiles, true>(problem, task)
+                                      : attend_rows<form, element, tiles, false>(problem, task);
 }
 
 template <attend_form form, typename element>

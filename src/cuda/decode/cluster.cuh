@@ -9,9 +9,10 @@
 
 enum { cluster_ranks = 8 };
 
-template <typename type, int tiles> struct cluster_config {
+template <typename type, int tiles, bool paged> struct cluster_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
+    static constexpr bool in_pages = paged; // the rows of the cache
     static constexpr int warps = head_dim <= 128 ? 4 : 2;
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
@@ -27,7 +28,7 @@ struct cluster_partition {
     int32_t sequence;             // of the cache
     int32_t first_row, rows;      // of the cache
     int32_t token_entry, entries; // the entry of token 0, and the end
-    row_source k, v;              // of the cache
+    row_source k, v;              // of the cache: of the sequence, or of page 0
     row_source new_k, new_v;
 };
 
@@ -54,6 +55,7 @@ template <typename config> struct cluster_memory {
     int32_t slot[most_new_tokens];
 };
 
+template <typename config>
 __device__ static cluster_partition partition_of(const forward_plan &plan,
                                                  const decode_plan &cached, bool aligned) {
     const int32_t head = blockIdx.x / cluster_ranks, rank = blockIdx.x % cluster_ranks;
@@ -66,20 +68,36 @@ __device__ static cluster_partition partition_of(const forward_plan &plan,
     partition.token_entry = (partition.rows + 15) / 16 * 16;
     partition.entries =
         rank == cluster_ranks - 1 ? partition.token_entry + cached.new_len : partition.rows;
-    partition.k = source_of(cached.k, partition.sequence, g, plan.head_dim, aligned);
-    partition.v = source_of(cached.v, partition.sequence, g, plan.head_dim, aligned);
+    const int32_t first = config::in_pages ? 0 : partition.sequence;
+    partition.k = source_of(cached.k, first, g, plan.head_dim, aligned);
+    partition.v = source_of(cached.v, first, g, plan.head_dim, aligned);
     partition.new_k = source_of(plan.k, b, g, plan.head_dim, aligned);
     partition.new_v = source_of(plan.v, b, g, plan.head_dim, aligned);
     return partition;
 }
 
-/* Starts copying k or v of a warp's key block, which begins with entry `from`. */
+/* Where the row of this lane lies of the key block from entry `from` on, if rows lie in pages. */
+template <typename config>
+__device__ static row_indices own_indices(const cluster_partition &partition,
+                                          const decode_plan &cached, int32_t from) {
+    const int32_t entry = from + threadIdx.x % config::keys;
+    return config::in_pages && entry < partition.rows
+               ? indices_of(cached.pages, partition.sequence, partition.first_row + entry)
+               : no_row_indices();
+}
+
+/* Starts copying k or v of a warp's key block, which begins with entry `from`. `own` is
+ * own_indices() of it. */
 template <typename config>
 __device__ static void copy_entries(char *to, const cluster_partition &partition,
-                                    const row_source &rows, const row_source &tokens,
-                                    int32_t from) {
+                                    const row_source &rows, const row_source &tokens, int32_t from,
+                                    const head_view &cache, const row_indices &own) {
     constexpr int copiers = row_layout<config::head_dim>::copiers;
     const bool is_new = from >= partition.token_entry;
+    if (config::in_pages && !is_new) {
+        copy_rows_of_pages<config>(to, rows, 2 * cache.batch, own);
+        return;
+    }
     const row_source source = is_new ? tokens : rows;
     const int32_t first = is_new ? from - partition.token_entry : partition.first_row + from;
     const int32_t count = (is_new ? partition.entries : partition.rows) - from;
@@ -90,31 +108,44 @@ __device__ static void copy_entries(char *to, const cluster_partition &partition
         copy_row<config::head_dim>(to, row, row_at(source, there ? first + row : 0), source.vecs,
                                    there, source.aligned);
     }
+}
+
+template <typename config>
+__device__ static void load_keys(cluster_stage<config> &stage, const cluster_partition &partition,
+                                 const decode_plan &cached, int32_t from, const row_indices &own) {
+    copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k, from, cached.k,
+                         own);
     cp_async_commit_group();
 }
 
 template <typename config>
-__device__ static void load_stage(cluster_stage<config> &stage, const cluster_partition &partition,
-                                  int32_t from) {
-    copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k, from);
-    copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v, from);
+__device__ static void load_values(cluster_stage<config> &stage, const cluster_partition &partition,
+                                   const decode_plan &cached, int32_t from,
+                                   const row_indices &own) {
+    copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v, from, cached.v,
+                         own);
+    cp_async_commit_group();
 }
 
 /* Starts loading q of a tile of rows, and then the first two key blocks of each warp. */
 template <typename config>
 __device__ static void begin_tile(cluster_memory<config> &shared, const forward_plan &plan,
-                                  const cluster_partition &partition, const row_range &range,
-                                  bool aligned) {
+                                  const decode_plan &cached, const cluster_partition &partition,
+                                  const row_range &range, bool aligned) {
     constexpr int step = config::warps * config::keys;
     const int warp = threadIdx.x / warp_lanes;
     write_positions<config::rows>(shared.position, plan, range);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     cp_async_commit_group();
-    for (int n = 0; n < 2; n++)
-        load_stage(shared.stages[warp][n], partition, warp * config::keys + n * step);
+    for (int n = 0; n < 2; n++) {
+        const int32_t from = warp * config::keys + n * step;
+        const row_indices own = own_indices<config>(partition, cached, from);
+        load_keys(shared.stages[warp][n], partition, cached, from, own);
+        load_values(shared.stages[warp][n], partition, cached, from, own);
+    }
 }
 
-/* Loads what the cache says of the partition's rows. */
+/* Loads what the cache says of the partition's rows. Those of missing pages have no key. */
 template <typename config>
 __device__ static void load_rows(cluster_memory<config> &shared, const decode_plan &cached) {
     const cluster_partition &partition = shared.partition;
@@ -128,7 +159,10 @@ __device__ static void load_rows(cluster_memory<config> &shared, const decode_pl
         const bool is_there = entry < partition.rows;
         const int32_t p = is_there ? position[entry] : -1;
         const float x = is_there && bias != NULL ? bias[entry] : 0;
-        shared.expiry[entry] = p >= 0 ? INT32_MAX : -1;
+        const bool is_missing =
+            config::in_pages && is_there &&
+            indices_of(cached.pages, partition.sequence, partition.first_row + entry).first < 0;
+        shared.expiry[entry] = p >= 0 && !is_missing ? INT32_MAX : -1;
         shared.bias[entry] = x * log2_e;
     }
     for (int32_t token = threadIdx.x; token < most_new_tokens; token += config::threads) {
@@ -175,13 +209,15 @@ __device__ static void clear_unkept(typename config::element *v, const int32_t *
 template <typename config>
 __device__ static void attend_partition(cluster_memory<config> &shared, row_state<config> &state,
                                         const cluster_partition &partition,
-                                        const logit_params &logits) {
+                                        const decode_plan &cached, const logit_params &logits) {
     constexpr int step = config::warps * config::keys;
     const int warp = threadIdx.x / warp_lanes;
     for (int n = 0, from = warp * config::keys; from < partition.entries; n ^= 1, from += step) {
         cluster_stage<config> &stage = shared.stages[warp][n];
         const bool is_new = from >= partition.token_entry;
         const int32_t *const token = shared.token + (is_new ? from - partition.token_entry : 0);
+        const int32_t later = from + 2 * step;
+        const row_indices own = own_indices<config>(partition, cached, later);
         float s[config::row_tiles][config::keys / 8][4];
         cp_async_wait_group<3>();
         __syncwarp(); // k has arrived
@@ -190,16 +226,14 @@ __device__ static void attend_partition(cluster_memory<config> &shared, row_stat
         find_logits<config>(s, shared.bias + from, logits);
         mask_logits<config>(s, shared.expiry + from, token, shared.position, is_new);
         __syncwarp(); // every lane has read k
-        copy_entries<config>((char *)stage.k, partition, partition.k, partition.new_k,
-                             from + 2 * step);
+        load_keys(stage, partition, cached, later, own);
         weigh(s, state); // P = exp2(S - row_max)
         cp_async_wait_group<3>();
         __syncwarp(); // v has arrived
         clear_unkept<config>(stage.v, shared.expiry + from, shared.position[0]);
         mma_ab<config>(state.out, s, down_first<config::head_dim>(stage.v)); // O += P V
         __syncwarp(); // every lane has read v
-        copy_entries<config>((char *)stage.v, partition, partition.v, partition.new_v,
-                             from + 2 * step);
+        load_values(stage, partition, cached, later, own);
     }
     cp_async_wait_group<0>();
 }
@@ -323,11 +357,11 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     cluster_memory<config> &shared = shared_memory<cluster_memory<config>>();
     const cluster_partition &partition = shared.partition;
     if (threadIdx.x == 0)
-        shared.partition = partition_of(plan, cached, aligned);
+        shared.partition = partition_of<config>(plan, cached, aligned);
     __syncthreads();
     row_range range = {partition.b, partition.g, 0, plan.q_len * plan.group};
     // no kernel before place_tokens() is still running, so the cache is as the last call left it
-    begin_tile(shared, plan, partition, range, aligned);
+    begin_tile(shared, plan, cached, partition, range, aligned);
     load_rows(shared, cached);
     griddepcontrol_wait(); // for place_tokens()
     griddepcontrol_launch_dependents();
@@ -340,13 +374,13 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         if (range.first > 0) {
             barrier_cluster_arrive();
             barrier_cluster_wait(); // the last tile has been merged
-            begin_tile(shared, plan, partition, range, aligned);
+            begin_tile(shared, plan, cached, partition, range, aligned);
         }
         clear_rows(rows_of_tile);
         cp_async_wait_group<4>();
         __syncthreads(); // all of q has arrived
         if (stream.tokens > 0)
-            attend_partition(shared, rows_of_tile, partition, logit_params_of(plan));
+            attend_partition(shared, rows_of_tile, partition, cached, logit_params_of(plan));
         cp_async_wait_group<0>();
         merge_warps(shared, rows_of_tile, rows);
         barrier_cluster_arrive();

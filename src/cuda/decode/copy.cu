@@ -1,10 +1,7 @@
 /* fdma_cache_copy() on any device from compute capability 8.0. A thread block copies one row of
  * one kv head, in all sequences of the call, slice by slice. It reads a slice from all sequences
  * before it writes any, because a sequence may be both read and written. */
-extern "C" {
-#include "core/cache.h"
-}
-#include "cuda/device/head_view.cuh"
+#include "cuda/decode/pages.cuh"
 
 static constexpr int copy_threads = 256;
 static constexpr int slices_bytes = 32 * 1024; // of all sequences, in shared memory
@@ -13,6 +10,7 @@ static constexpr int most_slice = 256;         // bytes
 
 struct copy_plan {
     head_view k, v;
+    page_view pages;
     number_view<float> score, bias;
     number_view<int32_t> position;
     int32_t *seen;
@@ -23,29 +21,52 @@ struct copy_plan {
 
 struct copy_memory {
     alignas(16) char slices[slices_bytes];
-    int32_t from[most_copied], to[most_copied]; // from: -1 if it is empty; to: -1 if there is none
+    int32_t from[most_copied], to[most_copied]; // first indices of k and v; to -1: no row is copied
     int32_t position[most_copied];
     float score[most_copied], bias[most_copied];
 };
 
-/* Copies a row of k or v of every sequence that has a key in it. */
+/* Copies a row of k or v of every sequence that has a key in it. `second` is the index on the
+ * second axis. */
 template <typename unit>
 __device__ static void copy_rows(copy_memory &shared, const copy_plan &plan, const head_view &view,
-                                 int32_t g, int32_t row) {
-    char *const base = (char *)view.data + plan.element_bytes * (row * view.row + g * view.head);
+                                 int32_t g, int32_t second) {
+    char *const base = (char *)view.data + plan.element_bytes * (second * view.row + g * view.head);
     const int64_t sequence = plan.element_bytes * view.batch;
     for (int32_t begin = 0; begin < plan.row_bytes; begin += plan.slice) {
         const int32_t units = min(plan.slice, plan.row_bytes - begin) / (int32_t)sizeof(unit);
         unit *const slices = (unit *)shared.slices;
         for (int32_t i = threadIdx.x; i < plan.count * units; i += copy_threads)
-            if (shared.position[i / units] >= 0)
+            if (shared.to[i / units] >= 0)
                 slices[i] =
                     ((const unit *)(base + shared.from[i / units] * sequence + begin))[i % units];
         __syncthreads();
         for (int32_t i = threadIdx.x; i < plan.count * units; i += copy_threads)
-            if (shared.position[i / units] >= 0 && shared.to[i / units] >= 0)
+            if (shared.to[i / units] >= 0)
                 ((unit *)(base + shared.to[i / units] * sequence + begin))[i % units] = slices[i];
         __syncthreads();
+    }
+}
+
+/* Number n of `from` or `to`; -1: no sequence of the cache. */
+__device__ static int32_t sequence_at(const copy_plan &plan, const int32_t *list, int32_t n) {
+    return list[n] >= 0 && list[n] < plan.sequences ? list[n] : -1;
+}
+
+/* Finds where a row is copied from and to, if it has a key and is another one. Without a page on
+ * either side the key is lost. */
+__device__ static void find_rows(copy_memory &shared, const copy_plan &plan, int32_t n,
+                                 int32_t from, int32_t to, int32_t row) {
+    shared.to[n] = -1;
+    if (shared.position[n] < 0 || to < 0 || from == to)
+        return;
+    const row_indices source = indices_of(plan.pages, from, row);
+    const row_indices target = indices_of(plan.pages, to, row);
+    if (source.first < 0 || target.first < 0) {
+        shared.position[n] = -1;
+    } else if (source.first != target.first) {
+        shared.from[n] = source.first;
+        shared.to[n] = target.first;
     }
 }
 
@@ -53,10 +74,8 @@ __device__ static void copy_rows(copy_memory &shared, const copy_plan &plan, con
 __device__ static void read_numbers(copy_memory &shared, const copy_plan &plan, int32_t g,
                                     int32_t row) {
     for (int32_t n = threadIdx.x; n < plan.count; n += copy_threads) {
-        const int32_t from = plan.from[n], to = plan.to[n];
-        const bool is_there = from >= 0 && from < plan.sequences;
-        shared.from[n] = is_there ? from : -1;
-        shared.to[n] = to >= 0 && to < plan.sequences ? to : -1;
+        const int32_t from = sequence_at(plan, plan.from, n);
+        const bool is_there = from >= 0;
         if (row < 0) {
             shared.position[n] = is_there ? plan.seen[from] : 0;
             continue;
@@ -64,6 +83,7 @@ __device__ static void read_numbers(copy_memory &shared, const copy_plan &plan, 
         shared.position[n] = is_there ? plan.position.at(from, g)[row] : -1;
         shared.score[n] = is_there ? plan.score.at(from, g)[row] : -INFINITY;
         shared.bias[n] = is_there ? plan.bias.at(from, g)[row] : 0;
+        find_rows(shared, plan, n, from, sequence_at(plan, plan.to, n), row);
     }
     __syncthreads();
 }
@@ -71,7 +91,7 @@ __device__ static void read_numbers(copy_memory &shared, const copy_plan &plan, 
 __device__ static void write_numbers(const copy_memory &shared, const copy_plan &plan, int32_t g,
                                      int32_t row) {
     for (int32_t n = threadIdx.x; n < plan.count; n += copy_threads) {
-        const int32_t to = shared.to[n];
+        const int32_t to = sequence_at(plan, plan.to, n);
         if (to >= 0 && row < 0) {
             plan.seen[to] = shared.position[n];
         } else if (to >= 0) {
@@ -93,8 +113,9 @@ static __global__ void __launch_bounds__(copy_threads, 2)
         return;
     read_numbers(shared, plan, g, row);
     if (row >= 0) {
-        copy_rows<unit>(shared, plan, plan.k, g, row);
-        copy_rows<unit>(shared, plan, plan.v, g, row);
+        const int32_t second = indices_of(plan.pages, 0, row).row;
+        copy_rows<unit>(shared, plan, plan.k, g, second);
+        copy_rows<unit>(shared, plan, plan.v, g, second);
     }
     write_numbers(shared, plan, g, row);
 }
@@ -104,6 +125,7 @@ static copy_plan plan_copy(const fdma_problem *problem) {
     copy_plan plan = {};
     plan.k = view_of(&cache->k);
     plan.v = view_of(&cache->v);
+    plan.pages = pages_of(cache);
     plan.score = numbers_of<float>(&cache->table.score);
     plan.bias = numbers_of<float>(&cache->bias);
     plan.position = numbers_of<int32_t>(&cache->table.position);

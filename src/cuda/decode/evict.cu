@@ -96,6 +96,7 @@ static decode_plan describe_call(const fdma_problem *problem) {
     decode_plan plan = {};
     plan.k = view_of(&cache->k);
     plan.v = view_of(&cache->v);
+    plan.pages = pages_of(cache);
     if (problem->bias_form != FDMA_BIAS_NONE)
         plan.bias = numbers_of<float>(&cache->bias);
     plan.score = numbers_of<float>(&cache->table.score);

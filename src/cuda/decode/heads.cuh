@@ -9,9 +9,10 @@
 enum { head_keys = 16 }; // of a warp's key block
 
 /* wide: one thread block on a multiprocessor, for calls with at most one head for each of them. */
-template <typename type, int tiles, bool wide> struct heads_config {
+template <typename type, int tiles, bool wide, bool paged> struct heads_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
+    static constexpr bool in_pages = paged; // the rows of the cache
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
     static constexpr int keys = head_keys;      // of a warp's key block
@@ -92,11 +93,25 @@ __device__ static heads_item next_item(const forward_plan &plan, const decode_pl
                                     : item_of(plan, cached, item.head + gridDim.x, 0);
 }
 
-/* The key block that a warp copies next. */
+/* The key block that a warp copies next and, if rows lie in pages, the page of this lane's row of
+ * it, or -1. */
 struct heads_cursor {
     heads_item item;
     int32_t block;
+    int32_t page;
 };
+
+/* The row of a lane, if its key block is one of the cache. */
+__device__ static int32_t own_row(const heads_cursor &cursor) {
+    return cursor.block * head_keys + threadIdx.x % head_keys;
+}
+
+/* Finds the page before the key block is copied, because it is read from memory, too. */
+__device__ static void find_page(const decode_plan &cached, heads_cursor &cursor) {
+    const int32_t row = own_row(cursor);
+    const bool is_row = cursor.block < cursor.item.blocks && row < cached.rows;
+    cursor.page = is_row ? page_of(cached.pages, cursor.item.sequence, row) : -1;
+}
 
 /* Goes on to an item that has key blocks for this warp, if the cursor has none left. */
 template <typename config>
@@ -106,6 +121,8 @@ __device__ static void skip_items(const forward_plan &plan, const decode_plan &c
         cursor.item = next_item<config>(plan, cached, cursor.item);
         cursor.block = threadIdx.x / warp_lanes;
     }
+    if (config::in_pages)
+        find_page(cached, cursor);
 }
 
 template <typename config>
@@ -125,6 +142,12 @@ __device__ static void copy_block_rows(char *to, const forward_plan &plan, const
     if (cursor.block >= item.blocks)
         return;
     const bool is_new = cursor.block >= row_blocks(cached);
+    if (config::in_pages && !is_new) {
+        copy_rows_of_pages<config>(to, source_of(rows, 0, item.range.g, plan.head_dim, aligned),
+                                   2 * rows.batch,
+                                   {cursor.page, row_of_page(cached.pages, own_row(cursor))});
+        return;
+    }
     const row_source source =
         source_of(is_new ? tokens : rows, is_new ? item.range.b : item.sequence, item.range.g,
                   plan.head_dim, aligned);
@@ -139,7 +162,8 @@ __device__ static void copy_block_rows(char *to, const forward_plan &plan, const
     }
 }
 
-/* Starts copying k of the cursor's key block, and what the cache says of its rows. */
+/* Starts copying k of the cursor's key block, and what the cache says of its rows. Those of missing
+ * pages have no key. */
 template <typename config>
 __device__ static void load_keys(heads_stage<config> &stage, const forward_plan &plan,
                                  const decode_plan &cached, const heads_cursor &cursor,
@@ -150,7 +174,9 @@ __device__ static void load_keys(heads_stage<config> &stage, const forward_plan 
     const int32_t row = cursor.block * config::keys + entry;
     if (cursor.block < min(row_blocks(cached), item.blocks) && row < cached.rows) {
         const int32_t sequence = item.sequence, g = item.range.g;
-        if (threadIdx.x % warp_lanes < config::keys)
+        if (threadIdx.x % warp_lanes < config::keys && config::in_pages && cursor.page < 0)
+            stage.expiry[entry] = -1;
+        else if (threadIdx.x % warp_lanes < config::keys)
             cp_async_4(shared_address(&stage.expiry[entry]), cached.position.at(sequence, g) + row);
         else if (cached.bias.data != NULL)
             cp_async_4(shared_address(&stage.bias[entry]), cached.bias.at(sequence, g) + row);

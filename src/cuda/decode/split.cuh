@@ -3,6 +3,7 @@
  * own. */
 #pragma once
 
+#include "cuda/decode/pages.cuh"
 #include "cuda/mma/keys.cuh"
 
 static constexpr int64_t most_queries = 16;                              // of a decode call
@@ -20,9 +21,10 @@ struct split_plan {
     float2 *stats; // [batch * kv_heads][q_len * group][count]: row_max, row_sum
 };
 
-template <typename type, int tiles> struct decode_config {
+template <typename type, int tiles, bool paged = false> struct decode_config {
     using element = type;
     static constexpr int head_dim = FDMA_HEAD_DIM;
+    static constexpr bool in_pages = paged;               // the rows of a cache
     static constexpr int warps = head_dim <= 128 ? 4 : 2; // what 99 KB of shared memory hold
     static constexpr int row_tiles = tiles;
     static constexpr int rows = row_tiles * mma_rows;
@@ -40,6 +42,14 @@ template <typename config> struct decode_stage {
     alignas(16) int32_t key[config::keys];
 };
 
+/* Where the rows of a split lie, if they lie in pages: inputs.k and inputs.v are those of page 0.
+ * Keys that are not in pages have the indices {0, key}. */
+struct split_pages {
+    page_view view;           // number NULL: the keys of this split are not in pages
+    int32_t sequence;         // of the cache; then 0
+    int64_t k_bytes, v_bytes; // from a page to the next one
+};
+
 template <typename config> struct decode_memory {
     alignas(128) typename config::element q[config::rows * config::head_dim];
     union {
@@ -49,18 +59,38 @@ template <typename config> struct decode_memory {
     float max[config::warps][config::rows], sum[config::warps][config::rows];
     int32_t position[config::rows];
     tile_inputs inputs;
+    split_pages pages; // of a config in_pages
 };
 
-/* Starts copying rows of k or v of a warp's key block. Lane n has the nth entry. */
+/* A lane's key of its warp's key block: a list entry and, in pages, where its row lies. */
+struct lane_key {
+    int32_t entry;
+    row_indices at;
+};
+
+/* A row of a missing page is no key. */
 template <typename config>
-__device__ static void copy_keys(char *to, const row_source &source, int32_t entry,
-                                 int32_t kv_len) {
+__device__ static lane_key find_key(const decode_memory<config> &shared, int32_t entry) {
+    if (!config::in_pages || !is_key(entry, shared.inputs.keys.kv_len))
+        return {entry, no_row_indices()};
+    const row_indices at = indices_of(shared.pages.view, shared.pages.sequence, entry);
+    return {at.first >= 0 ? entry : -1, at};
+}
+
+/* Starts copying rows of k or v of a warp's key block. Lane n has the nth key. */
+template <typename config>
+__device__ static void copy_keys(char *to, const row_source &source, int64_t page_bytes,
+                                 const lane_key &own, int32_t kv_len) {
     constexpr int copiers = row_layout<config::head_dim>::copiers;
+    if (config::in_pages) {
+        copy_rows_of_pages<config>(to, source, page_bytes, own.at);
+        return;
+    }
     const row_source from = source; // a copy in registers, or each cp.async would read it again
 #pragma unroll
     for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
         const int row = n + threadIdx.x % warp_lanes / copiers;
-        const int32_t key = __shfl_sync(~0u, entry, row);
+        const int32_t key = __shfl_sync(~0u, own.entry, row);
         const bool there = is_key(key, kv_len);
         const char *const at = row_at(from, there ? key : 0);
         copy_row<config::head_dim>(to, row, at, from.vecs, there, from.aligned);
@@ -68,21 +98,23 @@ __device__ static void copy_keys(char *to, const row_source &source, int32_t ent
 }
 
 template <typename config>
-__device__ static void load_keys(decode_stage<config> &stage, const tile_inputs &inputs,
-                                 int32_t entry) {
+__device__ static void load_keys(decode_stage<config> &stage, const decode_memory<config> &shared,
+                                 const lane_key &own) {
     const int lane = threadIdx.x % warp_lanes;
-    copy_keys<config>((char *)stage.k, inputs.k, entry, inputs.keys.kv_len);
+    const tile_inputs &inputs = shared.inputs;
+    copy_keys<config>((char *)stage.k, inputs.k, shared.pages.k_bytes, own, inputs.keys.kv_len);
     if (lane < config::keys) {
-        stage.key[lane] = entry;
-        copy_record(stage.records, lane, inputs.keys, entry);
+        stage.key[lane] = own.entry;
+        copy_record(stage.records, lane, inputs.keys, own.entry);
     }
     cp_async_commit_group();
 }
 
 template <typename config>
-__device__ static void load_values(decode_stage<config> &stage, const tile_inputs &inputs,
-                                   int32_t entry) {
-    copy_keys<config>((char *)stage.v, inputs.v, entry, inputs.keys.kv_len);
+__device__ static void load_values(decode_stage<config> &stage, const decode_memory<config> &shared,
+                                   const lane_key &own) {
+    const tile_inputs &inputs = shared.inputs;
+    copy_keys<config>((char *)stage.v, inputs.v, shared.pages.v_bytes, own, inputs.keys.kv_len);
     cp_async_commit_group();
 }
 
@@ -94,10 +126,11 @@ __device__ static int32_t lane_entry(const tile_list &keys, int32_t from) {
 }
 
 /* One key block of a warp. As soon as k or v of the stage has been read, it is loaded again for the
- * block two steps later (`later` has its entries), so that three of four copies are under way. */
+ * block two steps later (`entry` is of it), so that three of four copies are under way. */
 template <typename config>
 __device__ static void attend_block(decode_memory<config> &shared, decode_stage<config> &stage,
-                                    row_state<config> &state, int32_t later, bool by_position) {
+                                    row_state<config> &state, int32_t entry, bool by_position) {
+    const lane_key later = find_key(shared, entry);
     float s[config::row_tiles][config::keys / 8][4];
     cp_async_wait_group<3>();
     __syncwarp(); // k has arrived
@@ -108,13 +141,13 @@ __device__ static void attend_block(decode_memory<config> &shared, decode_stage<
                         first_positions(stage.records, stage.key, shared.inputs.keys),
                         shared.position, by_position);
     __syncwarp(); // every lane has read k
-    load_keys(stage, shared.inputs, later);
+    load_keys(stage, shared, later);
     weigh(s, state); // P = exp2(S - row_max)
     cp_async_wait_group<3>();
     __syncwarp();                                                        // v has arrived
     mma_ab<config>(state.out, s, down_first<config::head_dim>(stage.v)); // O += P V
     __syncwarp();                                                        // every lane has read v
-    load_values(stage, shared.inputs, later);
+    load_values(stage, shared, later);
 }
 
 /* A warp's key blocks: the first is at `from`, the others follow at equal distances. */
@@ -125,9 +158,9 @@ __device__ static void attend_blocks(decode_memory<config> &shared, row_state<co
     decode_stage<config> *const stages = shared.stages[threadIdx.x / warp_lanes];
     const tile_list &keys = shared.inputs.keys;
     for (int n = 0; n < 2; n++) {
-        const int32_t entry = lane_entry<config>(keys, from + n * step);
-        load_keys(stages[n], shared.inputs, entry);
-        load_values(stages[n], shared.inputs, entry);
+        const lane_key own = find_key(shared, lane_entry<config>(keys, from + n * step));
+        load_keys(stages[n], shared, own);
+        load_values(stages[n], shared, own);
     }
     int32_t later = lane_entry<config>(keys, from + 2 * step);
     cp_async_wait_group<4>();

@@ -19,6 +19,7 @@ struct prompt_range {
 
 struct store_plan {
     head_view k, v, cache_k, cache_v;
+    page_view pages;
     number_view<float> score, cache_score, cache_bias;
     number_view<int32_t> expiry, slot, position;
     int32_t *seen;
@@ -77,19 +78,19 @@ __device__ static void copy_units(void *to, const void *from, int32_t bytes) {
         ((unit *)to)[n] = ((const unit *)from)[n];
 }
 
-/* Copies k or v of key m of prompt b to a row of the cache. */
+/* Copies k or v of key m of prompt b to its row in the cache. */
 template <typename unit>
-__device__ static void copy_key(const store_plan &plan, bool is_v, int32_t sequence, int32_t row,
-                                int32_t b, int32_t m, int32_t g, int32_t element_bytes) {
+__device__ static void copy_key(const store_plan &plan, bool is_v, const row_indices &to, int32_t b,
+                                int32_t m, int32_t g, int32_t element_bytes) {
     const head_view &cache = is_v ? plan.cache_v : plan.cache_k, &keys = is_v ? plan.v : plan.k;
     copy_units<unit>(
         (char *)cache.data +
-            element_bytes * (sequence * cache.batch + row * cache.row + g * cache.head),
+            element_bytes * (to.first * cache.batch + to.row * cache.row + g * cache.head),
         (const char *)keys.data + element_bytes * (b * keys.batch + m * keys.row + g * keys.head),
         plan.row_bytes);
 }
 
-/* A block has some keys of one kv head of one prompt. */
+/* A block has some keys of one kv head of one prompt. A row whose page is missing becomes empty. */
 template <typename unit>
 static __global__ void __launch_bounds__(store_threads, 2)
     store_keys(const __grid_constant__ store_plan plan, const int32_t element_bytes) {
@@ -111,18 +112,23 @@ static __global__ void __launch_bounds__(store_threads, 2)
         const bool is_kept =
             lane < warp_keys && own < end && expiry[own] >= plan.carried_len + prompt.end;
         const int32_t own_row = is_kept ? slot[own] : -1;
-        const uint32_t kept = __ballot_sync(~0u, own_row >= 0 && own_row < plan.rows);
-        for (uint32_t left = kept; left != 0; left &= left - 1) {
-            const int32_t other = __ffs(left) - 1, row = __shfl_sync(~0u, own_row, other);
-            copy_key<unit>(plan, lane >= 16, prompt.sequence, row, b, first + other, g,
-                           element_bytes);
+        const bool has_row = own_row >= 0 && own_row < plan.rows;
+        const row_indices own_at =
+            has_row ? indices_of(plan.pages, prompt.sequence, own_row) : no_row_indices();
+        for (uint32_t left = __ballot_sync(~0u, own_at.first >= 0); left != 0; left &= left - 1) {
+            const int32_t other = __ffs(left) - 1;
+            const row_indices to = {__shfl_sync(~0u, own_at.first, other),
+                                    __shfl_sync(~0u, own_at.row, other)};
+            copy_key<unit>(plan, lane >= 16, to, b, first + other, g, element_bytes);
         }
-        if ((kept >> lane & 1) == 0)
+        if (!has_row)
             continue;
+        const bool is_lost = own_at.first < 0;
         const float score = plan.score.at(b, g)[own];
-        plan.cache_score.at(prompt.sequence, g)[own_row] = score;
-        plan.position.at(prompt.sequence, g)[own_row] = prompt.seen + own - prompt.first;
-        if (plan.bias_form != FDMA_BIAS_NONE)
+        plan.cache_score.at(prompt.sequence, g)[own_row] = is_lost ? -INFINITY : score;
+        plan.position.at(prompt.sequence, g)[own_row] =
+            is_lost ? -1 : prompt.seen + own - prompt.first;
+        if (plan.bias_form != FDMA_BIAS_NONE && !is_lost)
             plan.cache_bias.at(prompt.sequence, g)[own_row] = bias_of(plan.bias_form, score);
     }
 }
@@ -134,6 +140,7 @@ static store_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     plan.v = view_of(&problem->v);
     plan.cache_k = view_of(&cache->k);
     plan.cache_v = view_of(&cache->v);
+    plan.pages = pages_of(cache);
     plan.score = numbers_of<float>(&problem->score);
     plan.cache_score = numbers_of<float>(&cache->table.score);
     plan.cache_bias = numbers_of<float>(&cache->bias);

@@ -16,12 +16,9 @@
  * is at position m, and the rows of the cache are before all of them. */
 #pragma once
 
+#include "cuda/decode/pages.cuh"
 #include "cuda/mma/queries.cuh"
 #include "cuda/score/score.cuh"
-
-extern "C" {
-#include "core/cache.h"
-}
 
 /* A stream of a call, as index, n_tokens, commit and the cache's seen say; clamped, since they may
  * hold anything. */
@@ -44,7 +41,8 @@ enum decode_form { marks_tokens, marks_keys };
 /* The cache and the tokens of a call. What is not a view of the caller's tensors is in the
  * workspace. */
 struct decode_plan {
-    head_view k, v; // of the cache
+    head_view k, v; // of the cache, or its pools
+    page_view pages;
     number_view<float> bias, score;
     number_view<int32_t> position;
     number_view<float> new_score;
@@ -111,19 +109,23 @@ __device__ static void copy_elements(const head_view &to, int32_t to_b, int32_t 
         target[d] = source[d];
 }
 
-/* Puts a token of (b, g) into a row of the cache. */
+/* Puts a token of (b, g) into a row of the cache, or empties the row if its page is missing. */
 __device__ static void store_token(const forward_plan &plan, const decode_plan &cached,
                                    const decode_stream &stream, int32_t b, int32_t g, int32_t token,
                                    int32_t row, thread_group threads) {
     const int32_t sequence = stream.sequence;
-    copy_elements(cached.k, sequence, row, plan.k, b, token, g, plan.head_dim, threads);
-    copy_elements(cached.v, sequence, row, plan.v, b, token, g, plan.head_dim, threads);
+    const row_indices to = indices_of(cached.pages, sequence, row);
+    const bool is_lost = to.first < 0;
+    if (!is_lost) {
+        copy_elements(cached.k, to.first, to.row, plan.k, b, token, g, plan.head_dim, threads);
+        copy_elements(cached.v, to.first, to.row, plan.v, b, token, g, plan.head_dim, threads);
+    }
     if (threads.rank > 0)
         return;
     const float score = cached.new_score.at(b, g)[token];
-    cached.score.at(sequence, g)[row] = score;
-    cached.position.at(sequence, g)[row] = token_position(stream, token);
-    if (cached.bias_form != FDMA_BIAS_NONE)
+    cached.score.at(sequence, g)[row] = is_lost ? -INFINITY : score;
+    cached.position.at(sequence, g)[row] = is_lost ? -1 : token_position(stream, token);
+    if (cached.bias_form != FDMA_BIAS_NONE && !is_lost)
         cached.bias.at(sequence, g)[row] = bias_of(cached.bias_form, score);
 }
 
