@@ -19,7 +19,7 @@ __device__ static row_range row_range_of(const forward_plan &plan, int32_t head,
 /* The position of a row; past the end, that of the last row. */
 __device__ static int32_t row_position(const forward_plan &plan, const row_range &range,
                                        int32_t row) {
-    return query_position(plan, min(row, range.total - 1) / plan.group);
+    return query_position(plan, range.b, min(row, range.total - 1) / plan.group);
 }
 
 /* The row of its warp, in the order of the range, that is row r of the warp's tiles. Rows are
