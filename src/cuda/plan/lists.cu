@@ -350,7 +350,8 @@ __device__ static void drop_expired(const forward_plan &plan, const head_selecti
     __syncthreads();
     for (int32_t s = threadIdx.x; s < used; s += roll_threads) {
         const int32_t j = shared->table[s];
-        const bool lives = j >= 0 && (s < slots ? of.expiry[j] : sequence_end(plan, of, j)) > position;
+        const bool lives =
+            j >= 0 && (s < slots ? of.expiry[j] : sequence_end(plan, of, j)) > position;
         shared->table[s] = lives ? j : -1;
         live = lives ? s + 1 : live;
     }

@@ -86,8 +86,8 @@ fdma_status fdma_cuda_run_padded(const fdma_kernel *kernel, const fdma_problem *
     fdma_set_aside(&one.exec, &arena);
     if (batch == 0 || problem->kv_len == 0)
         return kernel->run(&one);
-    FDMA_TRY(
-        launch(what, find_valid, {grid_of(blocks, batch), dim3(used_threads)}, problem, plan, batch));
+    FDMA_TRY(launch(what, find_valid, {grid_of(blocks, batch), dim3(used_threads)}, problem, plan,
+                    batch));
     FDMA_TRY(kernel->run(&one));
     if (plan.expiry.data == NULL)
         return FDMA_OK;
