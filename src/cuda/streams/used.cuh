@@ -1,5 +1,5 @@
 /* Scores, selections and gradients of scores where only the first kv_used keys of each sequence
- * exist, by kernels that know padding alone. The kernels of lists, forward and backward read kv_used
+ * exist, by kernels that know padding alone. Kernels of lists, forward and backward read kv_used
  * themselves. */
 #pragma once
 
