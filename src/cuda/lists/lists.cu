@@ -35,7 +35,9 @@ struct tile_positions {
 };
 
 __device__ static head_lists lists_of(const list_params &params, int64_t head) {
-    const int64_t b = head / params.kv_heads, g = head % params.kv_heads;
+    // of 32 bits: see refuses()
+    const int32_t heads = (int32_t)params.kv_heads, b = (int32_t)head / heads,
+                  g = (int32_t)head % heads;
     return {params.expiry.at(b, g), params.slot.at(b, g), params.list.at(b, g),
             params.count.at(b, g), count_used(params.kv_used, b, (int32_t)params.kv_len)};
 }
@@ -75,7 +77,7 @@ __device__ static int64_t most_slots(const list_params &params, tile_positions a
 static __global__ void __launch_bounds__(scatter_threads) scatter_keys(const list_params params) {
     const int64_t head = head_of_block();
     const int64_t j = (int64_t)blockIdx.x * scatter_threads + threadIdx.x;
-    if (head >= params.heads)
+    if (j >= params.kv_len || head >= params.heads)
         return;
     const head_lists of = lists_of(params, head);
     if (j >= of.kv_len)
