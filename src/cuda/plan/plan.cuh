@@ -35,6 +35,7 @@ struct alignas(8) key_record {
  *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
  *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
  *   list and count given      a selection's
+ * The first form ends with the keys that exist, and the second one marks the others as absent.
  * Packed sequences change that where lists do not roll (list_tile 0): there is no count, and a list
  * that is given has kept keys only, or marks the others as absent. Its entries ascend, so the keys
  * that a tile visits are those of its sequences: consecutive entries. */
