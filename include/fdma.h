@@ -61,9 +61,9 @@
  * position i + kv_used[b] - q_len, and a key that is kept to the end has expiry kv_used[b]. The
  * other keys are never read: their gradients are 0, their expiry is their own index and their slot
  * -1, and their scores are those of padding. Under a causal mask a query at a negative position is
- * an empty row. A selection that was made with kv_used is used with the same kv_used. kv_used works
- * on the CPU only, and without packed sequences and streams; numbers below 0 or above kv_len are
- * refused.
+ * an empty row. A selection that was made with kv_used is used with the same kv_used. Packed
+ * sequences and streams have none. Numbers below 0 or above kv_len are refused; on a device, where
+ * the host does not read them, they are clamped, and a replayed CUDA graph may find other ones.
  *
  *     int32_t used[2] = {900, 37}; // keys so far, in tensors that have room for kv_len
  *     args.kv_used = fdma_tensor_1d(used, FDMA_INT32, 2);

@@ -27,8 +27,8 @@ Preallocated keys have room for more than there are. `kv_used` [batch] int32 say
 the first kv_used[b] of sequence b, which gets the results that it has with key, value and whatever
 else belongs to keys cut to them. Query i stands at position i + kv_used[b] - q_len; one that stands
 before all keys has out = 0 and lse = -inf. Keys from kv_used[b] on are not read, and their
-gradients are 0. A selection that was made with kv_used is used with the same kv_used. It is for the
-CPU, and not for packed sequences.
+gradients are 0. A selection that was made with kv_used is used with the same kv_used. It is not for
+packed sequences. Numbers below 0 or above kv_len are errors; on a device they are clamped.
 
 Under torch.autocast query, key and value are cast to autocast's dtype, as
 scaled_dot_product_attention does; scores, biases and lse stay float32.

@@ -304,8 +304,6 @@ static fdma_status check_used(const fdma_problem *problem) {
     for (size_t n = 0; n < sizeof others / sizeof others[0]; n++)
         FDMA_REQUIRE(!is_present(others[n].tensor), FDMA_INVALID_ARGUMENT,
                      "kv_used: is given, want none with %s", others[n].name);
-    FDMA_REQUIRE(problem->exec.device == FDMA_CPU, FDMA_UNSUPPORTED,
-                 "kv_used: is given, want none: it runs on the CPU only");
     return FDMA_OK;
 }
 

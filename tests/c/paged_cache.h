@@ -42,7 +42,7 @@ static inline void shuffle(int32_t *numbers, int64_t count, uint64_t *state) {
 }
 
 /* The same cache in pages, all of them missing. */
-static inline paged_cache new_paged(const cache_case *test, fdma_dtype dtype, int64_t page_len,
+static inline paged_cache new_paged(const stream_case *test, fdma_dtype dtype, int64_t page_len,
                                     uint64_t *state) {
     const int64_t rows = test->window + test->recent;
     paged_cache paged = {.cache = new_cache(test, dtype), .page_len = page_len};

@@ -128,7 +128,7 @@ static void drop_both(const fdma_cache *plain, const paged_cache *paged, uint64_
     give_pages(paged, s, 0);
 }
 
-static void pages_are_as_none(const cache_case *test, int64_t page_len, const char *kernel,
+static void pages_are_as_none(const stream_case *test, int64_t page_len, const char *kernel,
                               fdma_dtype dtype) {
     uint64_t state = (uint64_t)(test->len + page_len);
     whole_call x = new_whole(test, dtype);
@@ -188,7 +188,7 @@ static void prefixes_are_shared(void) {
     enum { page_len = 4, prefix = 11, end = 20, full = prefix / page_len };
     static const int32_t from[] = {1}, to[] = {3};
     const kernel_list kernels = kernels_of("cache_copy");
-    const cache_case *const test = &cases[2]; // 20 rows
+    const stream_case *const test = &cases[2]; // 20 rows
     for (int n = 0; n < kernels.count; n++) {
         uint64_t state = 6;
         whole_call x = new_whole(test, backend_dtype());
@@ -346,7 +346,7 @@ static void corrupt_page_tables_do_no_harm(void) {
     const int repeats = test_backend.run != NULL ? 8 : 40;
     for (int c = 0; c < repeats * kernels.count; c++) {
         const char *const kernel = kernels.name[c / repeats];
-        const cache_case *const test = &cases[c % TEST_COUNT(cases)];
+        const stream_case *const test = &cases[c % TEST_COUNT(cases)];
         uint64_t state = (uint64_t)c + 5;
         whole_call x = new_whole(test, dtype);
         const fdma_cache plain = new_cache(test, dtype);

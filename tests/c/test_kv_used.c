@@ -1,6 +1,6 @@
-/* test_kv_used.c - sequences of which only the first kv_used keys exist, by every kernel, against
- * calls of the kernel "reference" on each sequence cut to those keys. What lies behind them is
- * poisoned. */
+/* test_kv_used.c - sequences of which only the first kv_used keys exist, by every kernel of the CPU
+ * or of a device, against calls of the kernel "reference" on each sequence cut to those keys. What
+ * lies behind them is poisoned. */
 #include "used_problem.h"
 
 static const used_shape used_shapes[] = {
@@ -19,27 +19,35 @@ static const used_shape used_shapes[] = {
     {3, 50, 40, 2, 1, 64, 20, 0, 0, FDMA_SCOPE_GLOBAL, 1, 0, 0, 0},
     {3, 60, 200, 2, 1, 192, 900, 0, 0, FDMA_SCOPE_CAUSAL, 1, 0, 0, 0},
     {4, 16, 300, 1, 1, 64, 30, 0, 0, FDMA_SCOPE_CAUSAL, 1, 0, 0, 1},
+    {4, 90, 300, 2, 2, 64, 1, 0, 0, FDMA_SCOPE_CAUSAL, 1, 0, 0, 0},
+    {3, 300, 300, 3, 1, 80, 33, 7, 1, FDMA_SCOPE_CAUSAL, 1, 0, 1, 0},
+    {2, 700, 1100, 1, 1, 64, 21, 0, 0, FDMA_SCOPE_CAUSAL, 1, 0, 0, 0},
 };
 
 /* ---- select and lists ---- */
 
+static fdma_selection select_by(const problem *x, const char *kernel) {
+    fdma_selection found = selection_for(x->score);
+    fdma_select_args args = {.size = sizeof args,
+                             .score = x->score,
+                             .key_valid = x->key_valid,
+                             .selection = &found,
+                             .window = x->window,
+                             .recent = x->recent,
+                             .sinks = x->sinks,
+                             .scope = x->scope,
+                             .exec = {.kernel = kernel, .threads = 2},
+                             .kv_used = x->kv_used};
+    CHECK_OK(run_select(&args));
+    return found;
+}
+
 static void check_selection(const problem *x) {
     const kernel_list kernels = kernels_of("select");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        fdma_selection found = selection_for(x->score);
-        fdma_select_args args = {.size = sizeof args,
-                                 .score = x->score,
-                                 .key_valid = x->key_valid,
-                                 .selection = &found,
-                                 .window = x->window,
-                                 .recent = x->recent,
-                                 .sinks = x->sinks,
-                                 .scope = x->scope,
-                                 .exec = {.kernel = kernels.name[kernel], .threads = 2},
-                                 .kv_used = x->kv_used};
         test_context("%s select, kv_len %d, window %d, scope %d", kernels.name[kernel],
                      (int)x->kv_len, (int)x->window, (int)x->scope);
-        CHECK_OK(run_select(&args));
+        const fdma_selection found = select_by(x, kernels.name[kernel]);
         CHECK(same_tensor(found.expiry, x->selection.expiry));
         CHECK(same_tensor(found.slot, x->selection.slot));
         CHECK_INT(found.kv_len, x->kv_len);
@@ -124,9 +132,8 @@ static void check_gradients(const problem *x) {
 
 /* If gradients are added to what their tensors hold, those of keys that do not exist stay as they
  * are, but for dbias, which is written. */
-static void check_added_gradients(const problem *x) {
+static void check_added_gradients(const problem *x, const char *kernel) {
     const gradient_problem p = gradient_of(x, 0);
-    const char *const kernel = kernels_for("backward", x->dtype).name[0];
     fdma_backward_args args = gradient_args(&p, kernel);
     if (!call_takes(operation_backward, &args))
         return;
@@ -164,7 +171,10 @@ static void sequences_are_cut(void) {
         }
         check_attention(&x);
         check_gradients(&x);
-        check_added_gradients(&x);
+        const kernel_list kernels = kernels_for("backward", x.dtype);
+        const int last = test_backend.run != NULL ? kernels.count : 1;
+        for (int kernel = 0; kernel < last; kernel++)
+            check_added_gradients(&x, kernels.name[kernel]);
         test_free_all();
     }
 }
@@ -315,11 +325,13 @@ static void check_fused(const scored_problem *p, const char *kernel) {
     check_same_results((attended){.out = args.out, .lse = args.lse}, problem_attend(&x, kernel, 2));
     gradient_problem g = gradient_of(&x, 0);
     g.out = args.out, g.lse = args.lse;
+    g.deterministic = 1;
     const gradients steps = gradient_run(&g, kernel, 2);
     const fdma_tensor to[5] = {copy_tensor(steps.dq), copy_tensor(steps.dk), copy_tensor(steps.dv),
                                copy_tensor(p->dt_proj), copy_tensor(p->a)};
     fdma_attention_backward_args back =
         fused_args(&g, p->dt_proj, p->a, FDMA_BIAS_LINEAR, to, kernel);
+    back.deterministic = g.deterministic;
     CHECK_OK(run_attention_backward(&back));
     fdma_score_backward_args score = {.size = sizeof score, .v = x.v, .dbias = steps.dbias};
     score.dt_proj = p->dt_proj, score.a = p->a, score.dv = steps.dv, score.kv_used = x.kv_used;
@@ -335,16 +347,125 @@ static void check_fused(const scored_problem *p, const char *kernel) {
 
 static void scores_and_fused_calls_are_cut(void) {
     for (int n = 0; n < TEST_COUNT(used_shapes); n++) {
-        const scored_problem p = new_scored(&used_shapes[n], FDMA_FLOAT32, (uint64_t)n + 40);
+        const scored_problem p = new_scored(&used_shapes[n], backend_dtype(), (uint64_t)n + 40);
         const kernel_list kernels = kernels_of("score");
         for (int kernel = 0; kernel < kernels.count; kernel++) {
             test_context("%s, shape %d", kernels.name[kernel], n);
             check_score(&p, kernels.name[kernel]);
         }
-        const kernel_list attending = kernels_for("backward", FDMA_FLOAT32);
+        kernel_list attending = kernels_for("backward", backend_dtype());
+        if (test_backend.run != NULL) // the steps of a fused call have no name in common there
+            attending = (kernel_list){.name = {"cuda"}, .count = 1};
         for (int kernel = 0; kernel < attending.count && p.x.window > 0; kernel++) {
             test_context("%s, shape %d", attending.name[kernel], n);
             check_fused(&p, attending.name[kernel]);
+        }
+        test_free_all();
+    }
+}
+
+/* ---- all keys, and wrong numbers ---- */
+
+/* Both problems have the same bits of everything, by every kernel. */
+static void check_equal_calls(const problem *x, const problem *y) {
+    const kernel_list forward = kernels_for("forward", x->dtype), select = kernels_of("select");
+    const kernel_list backward = kernels_for("backward", x->dtype), lists = kernels_of("lists");
+    gradient_problem p = gradient_of(x, 0), r = p;
+    p.deterministic = r.deterministic = 1;
+    r.x = *y;
+    for (int kernel = 0; kernel < select.count && x->window >= 0; kernel++) {
+        const fdma_selection one = select_by(x, select.name[kernel]);
+        const fdma_selection other = select_by(y, select.name[kernel]);
+        CHECK(same_tensor(one.expiry, other.expiry) && same_tensor(one.slot, other.slot));
+    }
+    for (int kernel = 0; kernel < lists.count && x->window >= 0; kernel++) {
+        fdma_lists_args one = lists_of(x, 33, lists.name[kernel]);
+        fdma_lists_args other = lists_of(y, 33, lists.name[kernel]);
+        CHECK(run_lists(&one) == FDMA_OK && run_lists(&other) == FDMA_OK);
+        CHECK(same_tensor(one.list, other.list) && same_tensor(one.count, other.count));
+    }
+    for (int kernel = 0; kernel < forward.count; kernel++)
+        if (problem_is_taken(x, forward.name[kernel]))
+            check_same_results(problem_attend(x, forward.name[kernel], 2),
+                               problem_attend(y, forward.name[kernel], 2));
+    for (int kernel = 0; kernel < backward.count; kernel++) {
+        fdma_backward_args args = gradient_args(&p, backward.name[kernel]);
+        if (call_takes(operation_backward, &args))
+            check_same_gradients(gradient_run(&p, backward.name[kernel], 2),
+                                 gradient_run(&r, backward.name[kernel], 2));
+    }
+}
+
+static void all_keys_are_those_without_kv_used(void) {
+    for (int n = 0; n < TEST_COUNT(used_shapes); n++) {
+        problem x = used_problem(&used_shapes[n], backend_dtype(), (uint64_t)n + 80);
+        test_context("shape %d", n);
+        fill_tensor_with(x.kv_used, (double)x.kv_len);
+        select_cut(&x);
+        problem y = x;
+        y.kv_used = (fdma_tensor){0};
+        if (x.q_len <= x.kv_len) // else a selection with causal scope has no such call
+            check_equal_calls(&x, &y);
+        test_free_all();
+    }
+}
+
+/* Numbers that the CPU refuses, and in x->kv_used what a device takes them for. */
+static fdma_tensor wrong_used(problem *x, uint64_t *state) {
+    const fdma_tensor wrong = copy_tensor(x->kv_used);
+    for (int64_t b = 0; b < x->batch; b++) {
+        const int32_t values[] = {INT32_MIN, INT32_MAX, -1, (int32_t)x->kv_len + 1,
+                                  (int32_t)random_bits(state)};
+        int32_t *const given = (int32_t *)wrong.data + b;
+        *given = values[random_below(state, TEST_COUNT(values))];
+        const int32_t most = *given < x->kv_len ? *given : (int32_t)x->kv_len;
+        ((int32_t *)x->kv_used.data)[b] = most > 0 ? most : 0;
+    }
+    return wrong;
+}
+
+static void wrong_numbers_are_clamped(void) {
+    for (int n = 0; n < 2 * TEST_COUNT(used_shapes); n++) {
+        uint64_t state = (uint64_t)n + 20;
+        problem x =
+            used_problem(&used_shapes[n % TEST_COUNT(used_shapes)], backend_dtype(), state + 100);
+        test_context("shape %d", n);
+        const fdma_tensor wrong = wrong_used(&x, &state);
+        select_cut(&x);
+        poison_rest(&x);
+        problem y = x;
+        y.kv_used = wrong;
+        check_equal_calls(&x, &y);
+        test_free_all();
+    }
+}
+
+/* With a selection that makes no sense, or was made with other numbers, calls stay inside their
+ * tensors. */
+static void corrupt_selections_stay_inside(void) {
+    for (int n = 0; n < TEST_COUNT(used_shapes); n++) {
+        uint64_t state = (uint64_t)n + 90;
+        problem x = used_problem(&used_shapes[n], backend_dtype(), state);
+        if (x.window < 0)
+            continue;
+        select_cut(&x);
+        gradient_problem p = gradient_of(&x, 0);
+        const kernel_list kernels = kernels_for("backward", x.dtype);
+        for (int how = 0; how <= corruption_count; how++) {
+            p.deterministic = how % 2;
+            p.x.kv_used = new_used(&used_shapes[n], &state);
+            for (int kernel = 0; kernel < kernels.count; kernel++) {
+                fdma_backward_args args = gradient_args(&p, kernels.name[kernel]);
+                test_context("%s, corruption %d", kernels.name[kernel], how);
+                if (call_takes(operation_backward, &args))
+                    gradient_run(&p, kernels.name[kernel], 1);
+                if (problem_is_taken(&p.x, kernels.name[kernel]))
+                    problem_attend(&p.x, kernels.name[kernel], 1);
+            }
+            fdma_lists_args args = lists_of(&p.x, 40, kernels_of("lists").name[0]);
+            CHECK_OK(run_lists(&args));
+            corrupt(p.x.selection.expiry, (corruption)(how % corruption_count), &state);
+            corrupt(p.x.selection.slot, (corruption)(state % corruption_count), &state);
         }
         test_free_all();
     }
@@ -355,6 +476,20 @@ static const test_entry tests[] = {
     TEST(selections_are_read_as_far_as_keys_exist),
     TEST(long_sequences_are_cut),
     TEST(scores_and_fused_calls_are_cut),
+    TEST(all_keys_are_those_without_kv_used),
 };
 
-int main(void) { return test_run(tests, TEST_COUNT(tests)); }
+/* On the CPU wrong numbers are refused. */
+static const test_entry device_tests[] = {
+    TEST(sequences_are_cut),
+    TEST(long_sequences_are_cut),
+    TEST(scores_and_fused_calls_are_cut),
+    TEST(all_keys_are_those_without_kv_used),
+    TEST(wrong_numbers_are_clamped),
+    TEST(corrupt_selections_stay_inside),
+};
+
+int main(int argc, char **argv) {
+    return argc > 1 ? test_run_backend(argc, argv, device_tests, TEST_COUNT(device_tests))
+                    : test_run(tests, TEST_COUNT(tests));
+}

@@ -67,21 +67,9 @@ static void other_options_are_refused(void) {
                  &(expectation){FDMA_INVALID_ARGUMENT, {"kv_used", "table_out"}, 0});
 }
 
-static void devices_are_refused(void) {
-    const used_shape shape = {2, 3, 9, 1, 1, 8, -1, 0, 0, FDMA_SCOPE_GLOBAL, 1, 0, 0, 0};
-    const problem x = used_problem(&shape, FDMA_FLOAT16, 1);
-    fdma_forward_args args = problem_args(&x, NULL);
-    size_t bytes = 99;
-    args.exec.device = FDMA_CUDA(0);
-    check_status(fdma_forward_workspace(&args, &bytes),
-                 &(expectation){FDMA_UNSUPPORTED, {"kv_used", "CPU"}, 0});
-    CHECK(bytes == 99);
-}
-
 static const test_entry tests[] = {
     TEST(wrong_numbers_are_refused),
     TEST(other_options_are_refused),
-    TEST(devices_are_refused),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

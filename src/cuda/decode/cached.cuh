@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     const int32_t head = index / splits.count;
     const row_range range = row_range_of(plan, head, (int32_t)(blockIdx.x % tiles) * config::rows);
     const bool is_new = split == splits.count - 1;
-    write_positions<config::rows>(shared.position, plan, range);
+    write_positions<config::rows>(shared.position, plan, range, plan.kv_len);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     griddepcontrol_wait(); // for evict_keys()
     if (threadIdx.x == 0) {
@@ -94,7 +94,7 @@ static __global__ void __launch_bounds__(merge_threads, 1)
     if (block >= total)
         return;
     const int64_t first = ((int64_t)blockIdx.x / blocks * total + block) * splits.count;
-    if (row_position(plan, range, block) < stream.tokens)
+    if (row_position(plan, range, plan.kv_len, block) < stream.tokens)
         merge_row(shared, plan, splits, range, block, first);
     else // the query is beside no token
         write_empty_row<typename config::element>(plan, range, block, threads);

@@ -134,7 +134,7 @@ __device__ static void begin_tile(cluster_memory<config> &shared, const forward_
                                   const row_range &range, bool aligned) {
     constexpr int step = config::warps * config::keys;
     const int warp = threadIdx.x / warp_lanes;
-    write_positions<config::rows>(shared.position, plan, range);
+    write_positions<config::rows>(shared.position, plan, range, plan.kv_len);
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     cp_async_commit_group();
     for (int n = 0; n < 2; n++) {
@@ -330,7 +330,7 @@ __device__ static void write_tile(cluster_memory<config> &shared, const forward_
     const int warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
     const int32_t step = cluster_ranks * config::warps;
     for (int r = shared.partition.rank + cluster_ranks * warp; r < rows; r += step)
-        if (row_position(plan, range, range.first + r) < tokens)
+        if (row_position(plan, range, plan.kv_len, range.first + r) < tokens)
             merge_ranks(shared, plan, range, r);
         else
             write_empty_row<typename config::element>(plan, range, range.first + r,

@@ -198,7 +198,7 @@ __device__ static void load_item(heads_memory<config> &shared, placed_tokens &to
                                  const forward_plan &plan, const decode_plan &cached,
                                  const heads_item &item, bool aligned) {
     if (item.tokens > 0) {
-        write_positions<config::rows>(shared.position, plan, item.range);
+        write_positions<config::rows>(shared.position, plan, item.range, plan.kv_len);
         load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, item.range,
                                                  aligned);
         const int64_t first = (int64_t)item.head * cached.new_len;
@@ -348,7 +348,7 @@ __device__ static void write_rows(const forward_plan &plan, const heads_item &it
         const int32_t row = item.range.first + lane / 4 * row_state<config>::rows + r;
         if (row >= item.range.total)
             continue;
-        const bool has_token = row_position(plan, item.range, row) < item.tokens;
+        const bool has_token = row_position(plan, item.range, plan.kv_len, row) < item.tokens;
         const float sum = has_token ? state.row_sum[r] : 0, factor = 1 / sum;
         element *const to = (element *)plan.out.data + row_offset(plan.out, plan, item.range, row);
 #pragma unroll

@@ -254,7 +254,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
         shared.inputs = tile_inputs_of(plan, range, config::rows, aligned);
         shared.inputs.keys.entries = min(shared.inputs.keys.entries, from + splits.keys);
     }
-    write_positions<config::rows>(shared.position, plan, range);
+    write_positions<config::rows>(shared.position, plan, range, key_count(plan, range.b));
     load_queries<config, 1, config::threads>((char *)shared.q, plan.q, plan, range, aligned);
     attend_keys(shared, splits, range, head, split, from, plan.head_dim, plan.by_position);
 }

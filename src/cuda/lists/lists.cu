@@ -7,6 +7,7 @@
  * Source: docs/algorithm.md, slots. */
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
+#include "cuda/device/used.cuh"
 
 static constexpr int scatter_threads = 256;
 static constexpr int finish_threads = 128;
@@ -14,6 +15,7 @@ static constexpr int finish_threads = 128;
 struct list_params {
     number_view<const int32_t> expiry, slot;
     number_view<int32_t> list, count; // of tile 0
+    const int32_t *kv_used;           // [batch]: see count_used(); NULL: all keys exist
     int64_t list_tile, count_tile;    // from tile to tile
     int64_t kv_len, q_len, tile_len, tiles, kv_heads, heads;
     int64_t slots; // that the selection says it uses
@@ -24,6 +26,7 @@ struct list_params {
 struct head_lists {
     const int32_t *expiry, *slot;
     int32_t *list, *count;
+    int64_t kv_len; // keys that exist
 };
 
 /* The positions of a tile's first and last query. Where not causal, both are the last key's. */
@@ -32,17 +35,20 @@ struct tile_positions {
 };
 
 __device__ static head_lists lists_of(const list_params &params, int64_t head) {
-    const int64_t b = head / params.kv_heads, g = head % params.kv_heads;
+    // of 32 bits: see refuses()
+    const int32_t heads = (int32_t)params.kv_heads, b = (int32_t)head / heads,
+                  g = (int32_t)head % heads;
     return {params.expiry.at(b, g), params.slot.at(b, g), params.list.at(b, g),
-            params.count.at(b, g)};
+            params.count.at(b, g), count_used(params.kv_used, b, (int32_t)params.kv_len)};
 }
 
-__device__ static tile_positions positions_of(const list_params &params, int64_t tile) {
+__device__ static tile_positions positions_of(const list_params &params, const head_lists &of,
+                                              int64_t tile) {
     if (!params.causal)
-        return {params.kv_len - 1, params.kv_len - 1};
+        return {of.kv_len - 1, of.kv_len - 1};
     const int64_t query = tile * params.tile_len;
     const int64_t count = min(params.tile_len, params.q_len - query);
-    const int64_t first = query + params.kv_len - params.q_len;
+    const int64_t first = query + of.kv_len - params.q_len;
     return {first, first + count - 1};
 }
 
@@ -53,7 +59,7 @@ __device__ static bool is_in_slot_order(const list_params &params, const head_li
                                         tile_positions at, int64_t j) {
     const int64_t expiry = of.expiry[j];
     if (params.is_global)
-        return expiry == params.kv_len && j <= at.last;
+        return expiry == of.kv_len && j <= at.last;
     return j <= at.first && at.first < expiry;
 }
 
@@ -74,12 +80,14 @@ static __global__ void __launch_bounds__(scatter_threads) scatter_keys(const lis
     if (j >= params.kv_len || head >= params.heads)
         return;
     const head_lists of = lists_of(params, head);
+    if (j >= of.kv_len)
+        return;
     const int64_t slot = of.slot[j];
-    const int64_t origin = params.kv_len - params.q_len;
+    const int64_t origin = of.kv_len - params.q_len;
     const int64_t reach = j - origin - (params.is_global ? params.tile_len - 1 : 0);
     int64_t tile = !params.causal || reach <= 0 ? 0 : divide_up(reach, params.tile_len);
     for (; tile < params.tiles; tile++) {
-        const tile_positions at = positions_of(params, tile);
+        const tile_positions at = positions_of(params, of, tile);
         if (!params.is_global && at.first >= of.expiry[j])
             break;
         if (!has_slot(params, of, j) && is_in_slot_order(params, of, at, j))
@@ -111,7 +119,7 @@ __device__ static int add_up(bool mine, int *before) {
 /* Whether entry s of a list is the key that the selection has at that slot. */
 __device__ static bool is_confirmed(const list_params &params, const head_lists &of,
                                     tile_positions at, int64_t j, int64_t s) {
-    return j >= 0 && j < params.kv_len && of.slot[j] == s && is_in_slot_order(params, of, at, j);
+    return j >= 0 && j < of.kv_len && of.slot[j] == s && is_in_slot_order(params, of, at, j);
 }
 
 /* Counts the slots in use at the first position and, in a global selection, at the last. Then
@@ -135,7 +143,7 @@ __device__ static void confirm_slots(const list_params &params, const head_lists
  * of its slots. */
 __device__ static bool names_lost_key(const list_params &params, const head_lists &of,
                                       tile_positions at, int64_t j) {
-    return j >= 0 && j < params.kv_len && !has_slot(params, of, j) &&
+    return j >= 0 && j < of.kv_len && !has_slot(params, of, j) &&
            is_in_slot_order(params, of, at, j);
 }
 
@@ -146,7 +154,7 @@ static __global__ void __launch_bounds__(finish_threads) finish_lists(const list
     if (head >= params.heads)
         return;
     const head_lists of = lists_of(params, head);
-    const tile_positions at = positions_of(params, tile);
+    const tile_positions at = positions_of(params, of, tile);
     int32_t *const list = of.list + tile * params.list_tile;
     int32_t *const count = of.count + tile * params.count_tile;
     bool is_complete = !names_lost_key(params, of, at, count[0]);
@@ -183,6 +191,7 @@ static list_params describe_lists(const fdma_problem *problem) {
     params.count = numbers_of<int32_t>(&problem->count);
     params.list_tile = problem->list.stride[2];
     params.count_tile = problem->count.stride[2];
+    params.kv_used = (const int32_t *)problem->kv_used.data;
     params.kv_len = problem->kv_len;
     params.q_len = problem->q_len;
     params.tile_len = problem->tile_len;

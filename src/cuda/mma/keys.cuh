@@ -16,9 +16,9 @@ struct tile_inputs {
 /* Of a tile that has the first `rows` rows of a range. */
 __device__ static tile_inputs tile_inputs_of(const forward_plan &plan, const row_range &range,
                                              int32_t rows, bool aligned) {
-    const int64_t head = (int64_t)range.b * plan.kv_heads + range.g;
-    const int32_t last = row_position(plan, range, range.first + rows - 1);
-    return {range, tile_list_of(plan, head, range.first / plan.group, last),
+    const int32_t kv_len = key_count(plan, range.b);
+    const int32_t last = row_position(plan, range, kv_len, range.first + rows - 1);
+    return {range, tile_list_of(plan, range.b, range.g, range.first / plan.group, last),
             source_of(plan.k, range.b, range.g, plan.head_dim, aligned),
             source_of(plan.v, range.b, range.g, plan.head_dim, aligned), logit_params_of(plan)};
 }

@@ -16,10 +16,10 @@ __device__ static row_range row_range_of(const forward_plan &plan, int32_t head,
     return {head / plan.kv_heads, head % plan.kv_heads, first, plan.q_len * plan.group};
 }
 
-/* The position of a row; past the end, that of the last row. */
+/* The position of a row in a sequence of kv_len keys; past the end, that of the last row. */
 __device__ static int32_t row_position(const forward_plan &plan, const row_range &range,
-                                       int32_t row) {
-    return query_position(plan, min(row, range.total - 1) / plan.group);
+                                       int32_t kv_len, int32_t row) {
+    return min(row, range.total - 1) / plan.group + kv_len - plan.q_len;
 }
 
 /* The row of its warp, in the order of the range, that is row r of the warp's tiles. Rows are
@@ -43,9 +43,9 @@ __device__ static float *lse_at(const forward_plan &plan, const row_range &range
 /* Writes the positions of the first `rows` rows of a range. */
 template <int rows>
 __device__ static void write_positions(int32_t *position, const forward_plan &plan,
-                                       const row_range &range) {
+                                       const row_range &range, int32_t kv_len) {
     for (int r = threadIdx.x; r < rows; r += blockDim.x)
-        position[r] = row_position(plan, range, range.first + r);
+        position[r] = row_position(plan, range, kv_len, range.first + r);
 }
 
 /* Starts copying the rows of `warps` warps, of q or of another tensor of its shape, with `threads`

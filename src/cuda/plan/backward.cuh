@@ -66,12 +66,13 @@ __device__ static int32_t list_entry(const forward_plan &plan, int64_t head, int
     return plan.list[head * plan.list_head + t * plan.list_tile + n];
 }
 
-/* Entries of the list that all query blocks share. Only if not is_rolling. */
-__device__ static int32_t shared_entries(const forward_plan &plan, int64_t head) {
+/* Entries of the list that all query blocks of a kv head of sequence b share. Only if not
+ * is_rolling. */
+__device__ static int32_t shared_entries(const forward_plan &plan, int32_t b, int64_t head) {
     if (plan.sequences.ranges != NULL)
         return entries_seen(plan, head, plan.kv_len - 1);
     if (plan.count == NULL)
-        return plan.kv_len;
+        return key_count(plan, b);
     const int2 count = plan.count[head * plan.lists + plan.lists - 1];
     return (int32_t)min((int64_t)max(count.y, 0), plan.list_head);
 }

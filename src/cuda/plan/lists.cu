@@ -40,12 +40,14 @@ struct head_selection {
     const int32_t *expiry, *slot;
     const uint8_t *key_valid;
     const float *bias;
+    int32_t kv_len; // keys that exist; of the others nothing is read
 };
 
 __device__ static head_selection selection_of(const forward_plan &plan,
                                               const selection_view &selection, int head) {
     const int64_t b = head / plan.kv_heads, g = head % plan.kv_heads;
     head_selection of = {};
+    of.kv_len = key_count(plan, (int32_t)b);
     if (selection.expiry.data != NULL)
         of.expiry = selection.expiry.at(b, g);
     if (selection.slot.data != NULL)
@@ -68,32 +70,36 @@ __device__ static bool is_valid(const head_selection &selection, int32_t j) {
 }
 
 /* The first position of list t, in a causal plan. */
-__device__ static int32_t list_position(const forward_plan &plan, int32_t t) {
-    return query_position(plan, t * list_queries);
+__device__ static int32_t list_position(const forward_plan &plan, const head_selection &of,
+                                        int32_t t) {
+    return t * list_queries + of.kv_len - plan.q_len;
 }
 
 /* The end of key j's sequence. */
-__device__ static int32_t sequence_end(const forward_plan &plan, int32_t j) {
-    return plan.sequences.ranges == NULL ? plan.kv_len : plan.sequences.ranges[j].y;
+__device__ static int32_t sequence_end(const forward_plan &plan, const head_selection &of,
+                                       int32_t j) {
+    return plan.sequences.ranges == NULL ? of.kv_len : plan.sequences.ranges[j].y;
 }
 
-/* The expiry of a key's record: INT32_MIN if it is never kept, INT32_MAX if it outlives all
- * queries. */
+/* The expiry of a key's record: INT32_MIN if it is never kept or does not exist, INT32_MAX if it
+ * outlives all queries. */
 __device__ static int32_t record_expiry(const forward_plan &plan, const head_selection &selection,
                                         int32_t j) {
-    const int32_t end = sequence_end(plan, j);
-    const int32_t given = selection.expiry == NULL ? end : selection.expiry[j];
+    const int32_t end = sequence_end(plan, selection, j);
+    const bool is_dense = selection.expiry == NULL || j >= selection.kv_len;
+    const int32_t given = is_dense ? end : selection.expiry[j];
     const int32_t expiry = plan.sequences.ranges == NULL ? given : min(given, end);
     const bool kept = expiry > j && (plan.causal || expiry == end);
     if (!kept || !is_valid(selection, j))
         return INT32_MIN;
-    return expiry == plan.kv_len ? INT32_MAX : expiry;
+    return expiry == selection.kv_len ? INT32_MAX : expiry;
 }
 
 /* The record of a misfit, by which every row that could keep it becomes NaN. */
-__device__ static key_record misfit_record(const forward_plan &plan, int32_t j) {
-    const int32_t end = sequence_end(plan, j);
-    return {end == plan.kv_len ? INT32_MAX : end, NAN};
+__device__ static key_record misfit_record(const forward_plan &plan, const head_selection &of,
+                                           int32_t j) {
+    const int32_t end = sequence_end(plan, of, j);
+    return {end == of.kv_len ? INT32_MAX : end, NAN};
 }
 
 /* Writes key j into every scattered list at whose first position it is live. A global selection has
@@ -104,11 +110,11 @@ __device__ static void scatter_key(const forward_plan &plan, const selection_vie
     if (expiry <= j)
         return;
     if (selection.is_global) {
-        if (expiry == plan.kv_len && entry < selection.slots)
+        if (expiry == of.kv_len && entry < selection.slots)
             list[entry] = is_valid(of, j) ? j : ~j;
         return;
     }
-    const int32_t step = list_queries * selection.block_lists, origin = plan.kv_len - plan.q_len;
+    const int32_t step = list_queries * selection.block_lists, origin = of.kv_len - plan.q_len;
     const int32_t first = j <= origin ? 0 : (j - origin + step - 1) / step;
     for (int32_t n = first; n * selection.block_lists < plan.lists; n++) {
         if (origin + (int64_t)n * step >= expiry)
@@ -127,18 +133,19 @@ static __global__ void __launch_bounds__(record_threads)
     if (j >= plan.kv_len || head >= plan.batch * plan.kv_heads)
         return;
     const head_selection of = selection_of(plan, selection, head);
+    const bool exists = j < of.kv_len;
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
-    const float bias = of.bias == NULL ? 0 : of.bias[j] * log2_e;
-    const bool fits = plan.count == NULL || of.expiry[j] <= j ||
+    const float bias = of.bias == NULL || !exists ? 0 : of.bias[j] * log2_e;
+    const bool fits = plan.count == NULL || !exists || of.expiry[j] <= j ||
                       table_entry(selection, of, (int32_t)j) < selection.slots;
     plan.records[(int64_t)head * plan.kv_len + j] =
-        fits ? key_record{expiry, bias} : misfit_record(plan, (int32_t)j);
+        fits ? key_record{expiry, bias} : misfit_record(plan, of, (int32_t)j);
     if (plan.list == NULL || plan.entries_before != NULL)
         return;
     int32_t *const list = plan.list + head * plan.list_head;
     if (plan.count == NULL)
         list[j] = expiry == INT32_MIN ? ~(int32_t)j : (int32_t)j;
-    else
+    else if (exists)
         scatter_key(plan, selection, of, list, (int32_t)j);
 }
 
@@ -181,8 +188,8 @@ static __global__ void __launch_bounds__(roll_threads)
         kept = 0, misfit = INT32_MAX;
     __syncthreads();
     int32_t most = 0; // the slots of kept keys are 0, 1, 2, ...
-    for (int32_t j = threadIdx.x; j < plan.kv_len; j += roll_threads) {
-        if (of.expiry[j] != plan.kv_len)
+    for (int32_t j = threadIdx.x; j < of.kv_len; j += roll_threads) {
+        if (of.expiry[j] != of.kv_len)
             continue;
         const int32_t entry = table_entry(selection, of, j);
         if (entry < selection.slots)
@@ -198,7 +205,7 @@ static __global__ void __launch_bounds__(roll_threads)
     }
     __syncthreads();
     for (int32_t t = threadIdx.x; t < plan.lists; t += roll_threads) {
-        const int64_t first = plan.causal ? list_position(plan, t) : INT32_MAX;
+        const int64_t first = plan.causal ? list_position(plan, of, t) : INT32_MAX;
         plan.count[(int64_t)head * plan.lists + t] = make_int2(
             count_up_to(list, kept, first), count_up_to(list, kept, first + list_queries - 1));
     }
@@ -265,14 +272,14 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
         atomicMax(&shared->live, live);
 }
 
-/* Loads the entries of the keys that arrive after `position`, within the query blocks of the
- * `lists` lists that this thread block builds. */
+/* Loads the entries of the keys that arrive after `position`, which may be negative, within the
+ * query blocks of the `lists` lists that this thread block builds. */
 __device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
                                      const head_selection &of, int32_t position, int32_t lists,
                                      roll_memory *shared) {
     for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
         const int32_t j = position + 1 + n;
-        const bool arrives = j < plan.kv_len && of.expiry[j] > j;
+        const bool arrives = is_key(j, of.kv_len) && of.expiry[j] > j;
         shared->arriving[n] = arrives ? table_entry(selection, of, j) : -1;
     }
 }
@@ -301,7 +308,7 @@ __device__ static int32_t write_live(const head_selection &of, int32_t slots, in
 __device__ static void write_arrivals(const forward_plan &plan, const head_selection &of, int32_t t,
                                       int32_t live, const int32_t *arriving, int32_t *list,
                                       int2 *count, roll_memory *shared) {
-    const int32_t n = threadIdx.x, warp = n / 32, j = list_position(plan, t) + 1 + n;
+    const int32_t n = threadIdx.x, warp = n / 32, j = list_position(plan, of, t) + 1 + n;
     const bool arrives = n < list_queries - 1 && arriving[n] >= 0 && is_valid(of, j);
     const unsigned mask = __ballot_sync(~0u, arrives);
     int32_t *const arrivals = shared->arrivals[t % 2];
@@ -343,7 +350,8 @@ __device__ static void drop_expired(const forward_plan &plan, const head_selecti
     __syncthreads();
     for (int32_t s = threadIdx.x; s < used; s += roll_threads) {
         const int32_t j = shared->table[s];
-        const bool lives = j >= 0 && (s < slots ? of.expiry[j] : sequence_end(plan, j)) > position;
+        const bool lives =
+            j >= 0 && (s < slots ? of.expiry[j] : sequence_end(plan, of, j)) > position;
         shared->table[s] = lives ? j : -1;
         live = lives ? s + 1 : live;
     }
@@ -356,7 +364,7 @@ __device__ static void drop_expired(const forward_plan &plan, const head_selecti
 __device__ static void advance_table(const forward_plan &plan, const head_selection &of,
                                      int32_t slots, int32_t t, const int32_t *arriving,
                                      roll_memory *shared) {
-    const int32_t position = list_position(plan, t), next = list_position(plan, t + 1);
+    const int32_t position = list_position(plan, of, t), next = list_position(plan, of, t + 1);
     roll_table(position, arriving, shared);
     if (plan.sequences.ranges == NULL || plan.sequences.ranges[next].x <= position)
         return;
@@ -383,7 +391,7 @@ static __global__ void __launch_bounds__(roll_threads)
         shared.live = 0;
     }
     __syncthreads();
-    const int32_t position = list_position(plan, first);
+    const int32_t position = list_position(plan, of, first);
     load_arriving(plan, selection, of, position, end - first, &shared);
     griddepcontrol_wait(); // for the scattered lists
     griddepcontrol_launch_dependents();

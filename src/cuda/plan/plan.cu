@@ -15,6 +15,7 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->v = view_of(&problem->v);
     plan->out = view_of(&problem->out);
     plan->lse = numbers_of<float>(&problem->lse);
+    plan->kv_used = (const int32_t *)problem->kv_used.data;
     plan->batch = (int32_t)problem->batch;
     plan->q_len = (int32_t)problem->q_len;
     plan->kv_len = (int32_t)problem->kv_len;

@@ -15,6 +15,7 @@
 
 #include "core/integers.h"
 #include "cuda/device/sequences.cuh"
+#include "cuda/device/used.cuh"
 
 /* Queries of a query block, which share a list. The rows of one tile may be only some of them. */
 enum { list_queries = 128 };
@@ -34,6 +35,7 @@ struct alignas(8) key_record {
  *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
  *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
  *   list and count given      a selection's
+ * The first form ends with the keys that exist, and the second one marks the others as absent.
  * Packed sequences change that where lists do not roll (list_tile 0): there is no count, and a list
  * that is given has kept keys only, or marks the others as absent. Its entries ascend, so the keys
  * that a tile visits are those of its sequences: consecutive entries. */
@@ -47,6 +49,7 @@ struct forward_plan {
     int32_t *entries_before;      // [batch * kv_heads][kv_len + 1]: entries with a key below each
                                   // position, in packed sequences; NULL: entry j is key j
     packed_sequences sequences;   // starts NULL: not packed
+    const int32_t *kv_used;       // [batch], the caller's: see key_count(); NULL: all keys exist
     int32_t lists;                // of each (b, g); not causal: 1, for all queries
     int32_t batch, q_len, kv_len, q_heads, kv_heads, group, head_dim;
     float scale;   // of <q, k>
@@ -61,23 +64,29 @@ __device__ static bool is_key(int32_t entry, int32_t kv_len) {
     return (uint32_t)entry < (uint32_t)kv_len;
 }
 
-/* p(i) = i + kv_len - q_len. */
-__device__ static int32_t query_position(const forward_plan &plan, int32_t query) {
-    return query + plan.kv_len - plan.q_len;
+/* How many keys of sequence b exist: the first ones. */
+__device__ static int32_t key_count(const forward_plan &plan, int32_t b) {
+    return count_used(plan.kv_used, b, plan.kv_len);
 }
 
-/* Entries of list t of a kv head that some row up to position `last` may keep. Counts are clamped,
- * since a corrupt selection may leave anything there. The keys that arrive are distinct and ascend,
- * so at most one of them arrives at each position up to `last`. */
-__device__ static int32_t visible_entries(const forward_plan &plan, int64_t head, int32_t t,
-                                          int32_t last) {
+/* p(i) = i + key_count - q_len. It may be negative, where no key is visible if causal. */
+__device__ static int32_t query_position(const forward_plan &plan, int32_t b, int32_t query) {
+    return query + key_count(plan, b) - plan.q_len;
+}
+
+/* Entries of list t of kv head `head` (of all sequences; b is its sequence) that some row up to
+ * position `last` may keep. Counts are clamped, since a corrupt selection may leave anything there.
+ * The keys that arrive are distinct and ascend, so at most one of them arrives at each position up
+ * to `last`. */
+__device__ static int32_t visible_entries(const forward_plan &plan, int32_t b, int64_t head,
+                                          int32_t t, int32_t last) {
     if (plan.count == NULL)
-        return plan.causal ? min(last + 1, plan.kv_len) : plan.kv_len;
+        return plan.causal ? min(last + 1, key_count(plan, b)) : key_count(plan, b);
     const int2 count = plan.count[head * plan.lists + t];
     const int64_t size = plan.list_tile > 0 ? plan.list_tile : plan.list_head;
     const int32_t all = (int32_t)min((int64_t)max(count.y, 0), size);
     const int32_t live = min(max(count.x, 0), all);
-    const int32_t seen = max(last - max(query_position(plan, t * list_queries), -1), 0);
+    const int32_t seen = max(last - max(query_position(plan, b, t * list_queries), -1), 0);
     return plan.causal ? live + min(all - live, seen) : all;
 }
 
@@ -106,7 +115,7 @@ struct tile_list {
     const int2 *ranges;        // where not causal, of packed sequences; else NULL
     int32_t first;
     int32_t entries; // that some row of the tile may keep; none if not above 0
-    int32_t kv_len;
+    int32_t kv_len;  // keys that exist
 };
 
 /* Leaves out the keys of sequences that end before the first query of a tile. Where lists roll,
@@ -126,17 +135,18 @@ __device__ static void skip_sequences(const forward_plan &plan, int64_t head, in
     keys->list += keys->list == NULL ? 0 : keys->first;
 }
 
-/* The list of the rows of kv head `head` (of all sequences) from a query to a position. */
-__device__ static tile_list tile_list_of(const forward_plan &plan, int64_t head, int32_t query,
-                                         int32_t last) {
+/* The list of the rows of kv head g of sequence b from a query to a position. */
+__device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, int32_t g,
+                                         int32_t query, int32_t last) {
     const int32_t t = plan.causal ? query / list_queries : 0;
+    const int64_t head = b * plan.kv_heads + g;
     tile_list keys;
     keys.list = plan.list == NULL ? NULL : plan.list + head * plan.list_head + t * plan.list_tile;
     keys.records = plan.records == NULL ? NULL : plan.records + head * plan.kv_len;
     keys.ranges = plan.causal ? NULL : plan.sequences.ranges;
     keys.first = 0;
-    keys.entries = visible_entries(plan, head, t, last);
-    keys.kv_len = plan.kv_len;
+    keys.entries = visible_entries(plan, b, head, t, last);
+    keys.kv_len = key_count(plan, b);
     if (plan.sequences.ranges != NULL)
         skip_sequences(plan, head, t, query, last, &keys);
     return keys;

@@ -221,6 +221,8 @@ static __global__ void __launch_bounds__(32 * config::most_warps, 1)
     char *panel = (char *)memory, *other = panel + (params.is_resident ? 0 : panel_bytes);
     key_ring<config> ring;
     ring.stages = other + panel_bytes + threadIdx.x / 32 * params.stages * config::stage_bytes;
+    if (params.key_valid != NULL)
+        griddepcontrol_wait(); // for find_valid(), see streams/used.cu
     enter_round(ring, params, 0);
     griddepcontrol_wait(); // for arrange_weights()
     griddepcontrol_launch_dependents();

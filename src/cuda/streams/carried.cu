@@ -11,6 +11,7 @@ extern "C" {
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/streams/used.cuh"
 
 static constexpr int stream_threads = 256;
 static constexpr int counting_lanes = 4;
@@ -426,6 +427,8 @@ static fdma_status run_joined(const fdma_kernel *kernel, const fdma_problem *pro
 
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {
     fdma_arena arena = {};
+    if (fdma_cuda_pads_unused(problem))
+        return fdma_cuda_padded_workspace(kernel, problem);
     if (has_table(problem)) {
         const stream_plan plan = plan_select(problem, &arena);
         const bool carried = is_present(&problem->table_in.score);
@@ -439,6 +442,8 @@ size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *proble
 }
 
 fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *problem) {
+    if (fdma_cuda_pads_unused(problem))
+        return fdma_cuda_run_padded(kernel, problem);
     if (has_table(problem))
         return run_select(kernel, problem);
     return is_present(&problem->k_carried) ? run_joined(kernel, problem) : kernel->run(problem);

@@ -258,7 +258,7 @@ __device__ static void add_step(key_memory<config> &shared, const backward_plan 
                     right_first<head_dim>(shared.q[stage]).unhoisted());
     mma_abt<config>(dp, down_first<head_dim>(shared.v + first).unhoisted(),
                     right_first<head_dim>(shared.dout[stage]).unhoisted());
-    const int32_t position = query_position(plan.forward, shared.step[stage].query);
+    const int32_t position = shared.inputs.origin + shared.step[stage].query;
     find_weights(shared, stage, load_key_rows(shared), position, s, dp, sums.dbias);
     mma_ab<config>(sums.dv, s,
                    down_first<head_dim>(shared.dout[stage], column_warp * 2).unhoisted());

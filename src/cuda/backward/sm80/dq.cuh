@@ -167,7 +167,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     float dq[1][config::head_dim / 8][4];
     if (threadIdx.x == 0)
         shared.inputs = tile_inputs_of(forward, range, config::rows, aligned);
-    write_positions<config::rows>(shared.position, forward, range);
+    write_positions<config::rows>(shared.position, forward, range, key_count(forward, range.b));
     load_rows(shared, plan, range, aligned);
     __syncthreads();
     for (int32_t n = 0; n < 2; n++)

@@ -13,6 +13,7 @@ enum key_pass {
 struct key_inputs {
     int64_t head; // of all sequences
     int32_t b, g;
+    int32_t origin; // the position of query 0
     int32_t partition;
     int32_t first_slot;             // of row 0: a slot, or an entry of the list
     int32_t end_slot;               // the end of the entries; not used if changes_keys
@@ -77,7 +78,7 @@ __device__ static int32_t first_query(const backward_plan &plan, const key_input
         return 0;
     const int32_t entry = key_of_row(plan, inputs, inputs.query_block, 0);
     const int32_t key = entry < 0 ? ~entry : entry;
-    const int32_t query = key - query_position(plan.forward, 0);
+    const int32_t query = key - inputs.origin;
     return min(max(query, 0), plan.forward.q_len - 1);
 }
 
@@ -109,7 +110,7 @@ __device__ static void start_slots(const backward_plan &plan, key_inputs *inputs
         inputs->end_block = min(inputs->query_block + plan.partition_lists, query_blocks);
         return;
     }
-    inputs->end_slot = shared_entries(plan.forward, inputs->head);
+    inputs->end_slot = shared_entries(plan.forward, inputs->b, inputs->head);
     inputs->by_position = plan.forward.by_position;
     if (plan.forward.sequences.ranges != NULL) {
         const int32_t end = min(inputs->first_slot + rows, inputs->end_slot);
@@ -132,6 +133,7 @@ __device__ static key_inputs key_inputs_of(const backward_plan &plan, key_pass p
     inputs.head = head;
     inputs.b = b;
     inputs.g = g;
+    inputs.origin = query_position(forward, b, 0);
     inputs.k = source_of(forward.k, b, g, forward.head_dim, aligned);
     inputs.v = source_of(forward.v, b, g, forward.head_dim, aligned);
     inputs.q = source_of(forward.q, b, h, forward.head_dim, aligned);

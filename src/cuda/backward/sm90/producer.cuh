@@ -25,7 +25,7 @@ template <class config> struct backward_producer {
         if (query_block >= work.end)
             return past_end;
         return slot < config::slots
-                   ? slot_key(plan, pass, work.head, query_block, work.first_slot + slot)
+                   ? slot_key(plan, pass, work, query_block, work.first_slot + slot)
                    : -1;
     }
 
@@ -118,7 +118,8 @@ template <class config> struct backward_producer {
         cp_async_4(shared_address(is_lse ? memory->lse[stage] : memory->delta[stage]) + 4 * n,
                    (is_lse ? plan.row_lse : plan.row_delta) + row);
         if (threadIdx.x == 0) {
-            const int32_t first = tile * config::q_rows + plan.forward.kv_len - plan.forward.q_len;
+            const int32_t first =
+                query_position(plan.forward, memory->work.b, tile * config::q_rows);
             const uint32_t order = pass.dq_semaphore == NULL
                                        ? 0
                                        : dq_order(plan, pass, tile * config::q_rows / list_queries);
@@ -141,7 +142,7 @@ template <class config> struct backward_producer {
         const backward_work &work = memory->work;
         if (plan.is_rolling && !pass.is_diagonal)
             return work.slot_block;
-        const int32_t visible = min(visible_slots(plan, work.head, query_block), plan.slots);
+        const int32_t visible = min(visible_slots(plan, work, query_block), plan.slots);
         const int32_t active = (visible + config::slots - 1) / config::slots;
         return pass.is_diagonal ? work.slot_block : active - 1 - work.slot_block;
     }

@@ -118,8 +118,9 @@ __device__ static int32_t key_of(const forward_plan &plan, int32_t entry) {
 /* The key that a slot has in a query block, or the slot-th key that arrives inside the block; -1:
  * none. */
 __device__ static int32_t slot_key(const backward_plan &plan, const backward_pass &pass,
-                                   int32_t head, int32_t query_block, int32_t slot) {
+                                   const backward_work &work, int32_t query_block, int32_t slot) {
     const forward_plan &forward = plan.forward;
+    const int32_t head = work.head;
     if (pass.is_diagonal) {
         const int2 count = list_counts(plan, head, query_block);
         const int32_t n = count.x + slot;
@@ -127,16 +128,17 @@ __device__ static int32_t slot_key(const backward_plan &plan, const backward_pas
     }
     if (plan.is_rolling)
         return key_of(forward, key_in_slot(plan, head, query_block, slot));
-    if (slot >= shared_entries(forward, head))
+    if (slot >= shared_entries(forward, work.b, head))
         return -1;
     return key_of(forward, forward.list == NULL ? slot : list_entry(forward, head, 0, slot));
 }
 
 /* How many slots some query of a block sees. Later blocks see no fewer, unless sequences are packed
  * and lists roll. */
-__device__ static int32_t visible_slots(const backward_plan &plan, int32_t head,
+__device__ static int32_t visible_slots(const backward_plan &plan, const backward_work &work,
                                         int32_t query_block) {
     const forward_plan &forward = plan.forward;
+    const int32_t head = work.head;
     if (plan.is_rolling)
         return list_counts(plan, head, query_block).x;
     const int32_t queries = min(forward.q_len, (query_block + 1) * list_queries);
@@ -146,7 +148,7 @@ __device__ static int32_t visible_slots(const backward_plan &plan, int32_t head,
         return plan.slots;
     if (forward.count != NULL)
         return forward.count[(int64_t)head * forward.lists + query_block].y;
-    return max(0, queries + forward.kv_len - forward.q_len);
+    return max(0, query_position(forward, work.b, queries));
 }
 
 /* The first query block of the work, from block `from` on, in which some query sees one of its
@@ -160,7 +162,7 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
             const int2 count = list_counts(plan, work.head, query_block);
             slots = count.y - count.x; // keys that arrive inside the block
         } else if (query_block < work.end) {
-            slots = visible_slots(plan, work.head, query_block);
+            slots = visible_slots(plan, work, query_block);
         }
         const uint32_t mask = __ballot_sync(~0u, slots > work.first_slot);
         if (mask != 0)
@@ -192,7 +194,7 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.query_block = range * query_blocks;
     work.end = min(work.query_block + query_blocks, all);
     if (plan.forward.sequences.ranges != NULL && !plan.is_rolling) {
-        const int32_t entries = shared_entries(plan.forward, work.head);
+        const int32_t entries = shared_entries(plan.forward, work.b, work.head);
         const block_range seen = seeing_blocks(plan.forward, work.head, work.first_slot,
                                                min(work.first_slot + config::slots, entries));
         work.query_block = seen.first;

@@ -127,7 +127,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     row_state<config> state;
     if (threadIdx.x == 0)
         shared.inputs = tile_inputs_of(plan, range, config::rows, aligned);
-    write_positions<config::rows>(shared.position, plan, range);
+    write_positions<config::rows>(shared.position, plan, range, key_count(plan, range.b));
     load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, range,
                                                          aligned);
     __syncthreads();

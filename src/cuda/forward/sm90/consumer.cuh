@@ -155,8 +155,7 @@ template <class config> struct consumer {
         const row_tile tile = tile_at<config>(plan, order, tile_index);
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            position[i] =
-                row_position(plan, (first_row_of(tile) + 8 * i) / plan.group) - tile.first;
+            position[i] = position_in_tile(plan, tile, (first_row_of(tile) + 8 * i) / plan.group);
         softmax = row_softmax();
 #pragma unroll
         for (int i = 0; i < out_registers; i++)

@@ -134,8 +134,7 @@ template <class config> struct producer {
      * and records one. */
     __device__ void load_tile(const forward_plan &plan, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
-        const tile_list keys =
-            tile_list_of(plan, tile.b * plan.kv_heads + tile.g, tile.query, tile.last);
+        const tile_list keys = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
         const char *const k = rows_of(plan.k, tile.b, tile.g), *const v =
                                                                    rows_of(plan.v, tile.b, tile.g);
         const int32_t blocks = max(1, (keys.entries + config::key_rows - 1) / config::key_rows);

@@ -97,9 +97,15 @@ struct row_tile {
                                 // same keys
 };
 
-/* The position of a query; 0 if all queries see the same keys. */
-__device__ static int32_t row_position(const forward_plan &plan, int32_t query) {
-    return plan.by_position ? query_position(plan, query) : 0;
+/* The position of a query of sequence b; 0 if all queries see the same keys. */
+__device__ static int32_t row_position(const forward_plan &plan, int32_t b, int32_t query) {
+    return plan.by_position ? query_position(plan, b, query) : 0;
+}
+
+/* The same relative to the first row of a tile. */
+__device__ static int32_t position_in_tile(const forward_plan &plan, const row_tile &tile,
+                                           int32_t query) {
+    return plan.by_position ? query - tile.query : 0;
 }
 
 /* The order in which tiles are computed: from the last position, which is the heaviest, to the
@@ -127,7 +133,7 @@ __device__ static row_tile tile_at(const forward_plan &plan, const tile_order &o
     tile.first_row = (order.tiles - 1 - from_end) * config::rows;
     tile.end_row = min(tile.first_row + config::rows, plan.q_len * plan.group);
     tile.query = tile.first_row / plan.group;
-    tile.first = row_position(plan, tile.query);
-    tile.last = row_position(plan, (tile.end_row - 1) / plan.group);
+    tile.first = row_position(plan, tile.b, tile.query);
+    tile.last = row_position(plan, tile.b, (tile.end_row - 1) / plan.group);
     return tile;
 }
