@@ -245,7 +245,7 @@ def alternate(peers: list[Peer], inputs: Inputs, rounds: Rounds) -> dict[str, li
 
 
 def find_other(peers: list[Peer], times: dict[str, list[float]]) -> Peer | None:
-    """The peer that fdma is compared with: its second, or the fastest of other libraries."""
+    """What the first peer is compared with: a second one of ours, or the fastest other library."""
     if len(peers) < 2 or peers[1].ours:
         return peers[1] if len(peers) > 1 else None
     return min(peers[1:], key=lambda peer: quantiles(times[peer.name])[1])
@@ -316,7 +316,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Measure every case and write the rows of those that passed; whether all did."""
+    """Measure every case and write the rows of those that passed. Returns whether all passed."""
     lines, right = [find_machine(args.device)], True
     heads = ("ms", "spread", "TFLOP/s", "of other", "as fast")
     print("{:56} {:15} {:>10} {:>7} {:>9} {:>9} {:>9}".format("case", "peer", *heads))

@@ -19,7 +19,7 @@ EDGES = 16  # sequences or pieces whose first and last queries are compared with
 
 
 class Sizes(NamedTuple):
-    """Of the cases of a device."""
+    """Sizes of the cases of a device."""
 
     heads: tuple[int, int, int]  # q_heads, kv_heads, head_dim
     packed: tuple[int, int, int, int]  # sequences, tokens in all, shortest and longest sequence
@@ -79,15 +79,16 @@ class Case(NamedTuple):
 
 
 def visible_pairs(length: int, keys: int) -> int:
-    """Pairs of a query and a key that it keeps, at most `keys` for each query; 0: all."""
+    """Number of pairs of a query and a key that it keeps; a query keeps at most `keys`, 0: all."""
     full = min(keys or length, length)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def packed_lengths(sequences: int, total: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """`total` tokens in sequences of which one is the shortest and one the longest.
+    """Lengths of sequences with `total` tokens in all; the least and the greatest are given.
 
-    Logarithms of lengths are powers of uniform random numbers; the exponent gives the total."""
+    A length is shortest * (longest / shortest) ** (u ** power), where u is a uniform random number.
+    The power is the same for all, and chosen to give the total."""
     generator = torch.Generator().manual_seed(sequences)
     uniform = torch.rand(sequences, generator=generator, dtype=torch.float64)
     uniform[0], uniform[1] = 0, 1

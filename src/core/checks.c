@@ -309,7 +309,7 @@ static fdma_status check_used(const fdma_problem *problem) {
     return FDMA_OK;
 }
 
-/* Checks what `kv_used` holds on the CPU. */
+/* Checks the numbers in `kv_used`, which are in the memory of the host. */
 static fdma_status check_used_keys(const fdma_problem *problem) {
     const int32_t *const used = problem->kv_used.data;
     for (int64_t b = 0; b < problem->batch; b++)

@@ -99,7 +99,7 @@ static size_t sequence_workspace(const fdma_kernel *kernel, const fdma_problem *
     return own.end > own.first ? kernel->workspace(&one) : 0;
 }
 
-/* What the sequence needs that needs most. */
+/* The workspace of the sequence that needs the largest one. */
 static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *packed) {
     size_t most = 0;
     for (int64_t n = 0; n < packed->starts.shape[0]; n++) {
@@ -110,7 +110,7 @@ static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *pack
     return most;
 }
 
-/* What any sequence could need that fits, and the positions after the last one. */
+/* A workspace that suffices for every sequence, and for the positions after the last one. */
 static size_t any_workspace(const fdma_kernel *kernel, const fdma_problem *packed) {
     const sequence_range all = {0, packed->kv_len};
     const size_t sequence = sequence_workspace(kernel, packed, all, true, true);

@@ -25,9 +25,9 @@ typedef struct fdma_partial {
     fdma_tensor out, lse, dout, dlse;
 } fdma_partial;
 
-/* The pages of one stream's carried keys, each of 1 << shift rows. */
+/* Which pages the rows of a stream's carried keys are in. A page has 1 << shift rows. */
 typedef struct key_pages {
-    const int32_t *page; /* its number for these rows, then for the next; NULL: no pages */
+    const int32_t *page; /* the number of each page, in the order of rows; NULL: no pages */
     int shift;
 } key_pages;
 
@@ -46,8 +46,9 @@ typedef struct fdma_problem {
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
     fdma_cache cache;        /* its tensors and sizes */
-    int64_t pages, page_len; /* with a page table: of the pools of its k and v */
-    key_pages carried_pages; /* k_carried and v_carried are pools; no query keeps a missing row */
+    int64_t pages, page_len; /* with a page table: of the pools of k and v */
+    key_pages carried_pages; /* k_carried and v_carried are then pools. Rows whose page is missing
+                                are kept by no query */
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
@@ -79,7 +80,8 @@ fdma_status fdma_check_call(fdma_operation operation, const void *args, check_de
  * follows from them. */
 fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth);
 
-/* Checks the slots of a selection in the host's memory, for the operations that work from them. */
+/* Checks the slots of a selection in the host's memory, for the operations that rely on them:
+ * fdma_lists() and fdma_cache_store(). */
 fdma_status fdma_check_slots(const fdma_problem *problem);
 
 /* Whether any output has elements: if not, there is nothing to run. */

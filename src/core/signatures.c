@@ -48,9 +48,9 @@
 /* Axes: b batch, i q_len, j kv_len, h q_heads, g kv_heads, d head_dim; c kv_heads * head_dim,
  * t tiles, w the width of a list, s sequences + 1, 2 an axis of length 2. Where a call may have
  * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
- * a cache, r or z their rows, x the pages of each; m the pages of a pool and l the rows of a page,
- * which k and v of a cache have instead of p and its rows where there is a page table; e the
- * prompts of a call, which are its packed sequences or its batch.
+ * a cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
+ * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
+ * the pages of a pool, and l, the rows of a page.
  * The first tensor that has one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the
  * others must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */

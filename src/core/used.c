@@ -1,10 +1,10 @@
-/* A sequence of which only the first kv_used keys exist is run as a problem of its own, whose
- * tensors are views that end with those keys; all sequences are one problem if they have equally
- * many. What such problems leave of the outputs is filled in: the keys that do not exist, and under
- * a causal mask the queries before the first key.
+/* Each sequence is run as a problem of its own, whose tensors are views that end with the last key
+ * that exists. If equally many keys exist in every sequence, all sequences are one problem. Such
+ * problems do not write the outputs of keys that do not exist nor, under a causal mask, those of
+ * queries before the first key. These outputs are filled in here.
  *
- * Scores and their gradients know no positions. There the keys that do not exist are keys that are
- * not valid, and all sequences are one problem. */
+ * Scores and their gradients do not depend on positions. For them the keys that do not exist are
+ * keys that are not valid, and all sequences are one problem. */
 #include "core/used.h"
 
 #include "core/element.h"
@@ -17,13 +17,13 @@
 #include <stddef.h>
 #include <string.h>
 
-/* Entries `b` to b + batch - 1, of which the first `keys` keys exist. The first `before` queries
- * stand before every key. */
+/* The batch entries from `b` to b + batch - 1. In each of them the first `keys` keys exist, and the
+ * first `before` queries stand before every key. */
 typedef struct used_entries {
     int64_t b, batch, keys, before;
 } used_entries;
 
-/* A range of an axis of a tensor. */
+/* Cuts an axis of a tensor to `count` elements, from `first` on. */
 static void cut_axis(fdma_tensor *tensor, int axis, int64_t first, int64_t count) {
     const size_t before = (size_t)(first * tensor->stride[axis]);
     if (tensor->data != NULL)
@@ -127,7 +127,8 @@ static bool is_added(const fdma_problem *whole, const tensor_entry *entry) {
     return whole->accumulate && entry->member != offsetof(fdma_problem, dbias);
 }
 
-/* Fills in what of the outputs the problem of the keys that exist does not have. */
+/* Fills in the outputs that the problem of these entries does not write: those of keys that do not
+ * exist, and those of queries that stand before every key. */
 static void fill_rest(const fdma_problem *whole, const used_entries *entries) {
     const tensor_table table = fdma_tensors[whole->operation];
     const tensor_ranges rest = {.b = entries->b,
@@ -154,7 +155,7 @@ static bool is_of_scores(const fdma_problem *problem) {
     return problem->operation == operation_score || problem->operation == operation_score_backward;
 }
 
-/* The problem with the keys that do not exist as padding, which `valid` [batch, kv_len] says. */
+/* The problem in which `valid` [batch, kv_len] makes padding of the keys that do not exist. */
 static fdma_problem mask_problem(const fdma_problem *whole, uint8_t *valid) {
     fdma_problem one = *whole;
     one.kv_used = (fdma_tensor){0};
@@ -178,9 +179,9 @@ static fdma_status run_masked(const fdma_kernel *kernel, const fdma_problem *who
     return kernel->run(&one);
 }
 
-/* ---- both ---- */
+/* ---- all operations ---- */
 
-/* How many entries one problem has: all, if equally many keys exist in each. */
+/* How many batch entries a problem has: all if equally many keys exist in each, otherwise one. */
 static int64_t count_entries(const fdma_problem *whole) {
     const int32_t *const used = whole->kv_used.data;
     for (int64_t b = 1; b < whole->batch; b++)
@@ -196,7 +197,7 @@ static size_t entries_workspace(const fdma_kernel *kernel, const fdma_problem *w
     return kernel->workspace(&one);
 }
 
-/* What the problem needs that needs most. */
+/* The workspace of the problem that needs the largest one. */
 static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *whole) {
     const int64_t batch = count_entries(whole);
     size_t most = 0;
@@ -208,7 +209,7 @@ static size_t most_workspace(const fdma_kernel *kernel, const fdma_problem *whol
     return most;
 }
 
-/* What any problem could need: of all entries, or of one. */
+/* A workspace that suffices for every kv_used, whether the problem has all entries or one. */
 static size_t any_workspace(const fdma_kernel *kernel, const fdma_problem *whole) {
     const used_entries all = {.batch = whole->batch, .keys = whole->kv_len};
     const used_entries one = {.batch = min(whole->batch, 1), .keys = whole->kv_len};

@@ -216,7 +216,8 @@ static inline void check_nan_row(const gradient_problem *p, const char *kernel) 
 
 /* ---- selections that make no sense ---- */
 
-/* Wrong numbers, or a refusal on the CPU; and no access outside: guards and sanitizers say. */
+/* A call gives wrong numbers or, on the CPU, is refused. It touches no memory outside of its
+ * tensors, which guards and sanitizers watch. */
 static inline void run_corrupt(const gradient_problem *p, const char *kernel) {
     uint64_t state = 77;
     gradient_problem wrong = *p;

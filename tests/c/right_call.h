@@ -70,9 +70,9 @@ static inline void name_sequences(call *x) {
     ((int32_t *)x->args.cache_copy.to.data)[1] = 2;
 }
 
-/* A call with all optional tensors or with none, and with so many carried keys or pages of each
- * sequence of its cache, if any. It has
- * succeeded once, and since then its memory holds `untouched` everywhere. */
+/* A call with all optional tensors or with none. It has `carried` carried keys, and each sequence
+ * of its cache has `pages` pages; if that is 0, the cache has no page table. The call has succeeded
+ * once, and since then its memory holds `untouched` everywhere. */
 static inline call *right_call_with(fdma_operation operation, bool with_optional, int64_t carried,
                                     int64_t pages) {
     enum { spare_workspace = 4096 };

@@ -1,6 +1,6 @@
 /* test_cuda_workspace.c - workspace on a CUDA device that was asked for before there was data is
  * enough wherever the data then lies: kernels that want 16 bytes' alignment leave the call to
- * others, or copy. And how much of it gradients want, of carried keys too. */
+ * others, or copy. And how much of it gradients need, with and without carried keys. */
 #include "device.h"
 
 /* A copy on the device that begins one element into its memory, if `shift`. */
@@ -131,8 +131,8 @@ static void gradients_want_little_memory(void) {
     }
 }
 
-/* Asks what a call with so many carried keys, or with none, wants. Returns the bytes of k, v, bias
- * and their gradients. */
+/* Asks for the workspace of a call with so many carried keys. Returns the bytes of its k, v and
+ * bias, and of their gradients. */
 static double ask_for_gradients(int64_t carried, size_t *bytes) {
     const call_sizes n = {.batch = 2,
                           .q_len = 600,

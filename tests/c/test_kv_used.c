@@ -60,8 +60,8 @@ static fdma_lists_args lists_of(const problem *x, int64_t tile_len, const char *
                              .kv_used = x->kv_used};
 }
 
-/* Global scope lets a cut call have more queries than keys, and lists do not depend on it under a
- * causal mask. */
+/* Global scope lets a cut call have more queries than keys. Under a causal mask lists do not depend
+ * on the scope. */
 static void check_lists(const problem *x, int64_t tile_len) {
     const kernel_list kernels = kernels_of("lists");
     const fdma_lists_args want = lists_of(x, tile_len, "reference");
@@ -122,7 +122,8 @@ static void check_gradients(const problem *x) {
     CHECK(taken > 0);
 }
 
-/* Gradients that are added to leave the keys that do not exist as they are; dbias is written. */
+/* If gradients are added to what their tensors hold, those of keys that do not exist stay as they
+ * are, but for dbias, which is written. */
 static void check_added_gradients(const problem *x) {
     const gradient_problem p = gradient_of(x, 0);
     const char *const kernel = kernels_for("backward", x->dtype).name[0];
@@ -252,7 +253,7 @@ static scored_problem new_scored(const used_shape *shape, fdma_dtype dtype, uint
     return p;
 }
 
-/* Validity of the keys that exist. */
+/* A key_valid in which the keys that do not exist are padding. */
 static fdma_tensor mask_of(const problem *x) {
     const fdma_tensor mask = new_tensor(FDMA_UINT8, x->batch, x->kv_len, -1, -1);
     for (int64_t n = 0; n < x->batch * x->kv_len; n++) {
@@ -262,7 +263,7 @@ static fdma_tensor mask_of(const problem *x) {
     return mask;
 }
 
-/* A score and its gradient know no positions: keys that do not exist are as padding. */
+/* To scores and their gradients, keys that do not exist are the same as padding. */
 static void check_score(const scored_problem *p, const char *kernel) {
     const problem *const x = &p->x;
     fdma_tensor score[2], bias[2], dv[2], ddt_proj[2], da[2], dbias = copy_tensor(x->bias);
@@ -293,7 +294,7 @@ static void check_score(const scored_problem *p, const char *kernel) {
     CHECK(same_tensor(da[0], da[1]));
 }
 
-/* The fused calls are their steps. */
+/* A fused call gives what its steps give, one after the other. */
 static void check_fused(const scored_problem *p, const char *kernel) {
     problem x = p->x;
     fdma_selection selection = selection_for(x.score);

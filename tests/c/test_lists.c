@@ -169,7 +169,7 @@ static void check_case(const lists_case *test, const kernel_list *kernels) {
     }
 }
 
-/* Slots that the selection says it uses, in place of those beyond. */
+/* Replaces slots beyond those that the selection says it uses. */
 static void fold_slots(const lists_case *test) {
     int32_t *const slot = test->selection.slot.data;
     for (int64_t i = 0; i < count_of(test->selection.slot); i++)

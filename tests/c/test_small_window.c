@@ -20,12 +20,12 @@ static const shape_case small_cases[] = {
 };
 static const int64_t said_windows[] = {32, 1, 63};
 
-/* What the selection of a case says; each dtype has another. */
+/* The window that the selection of case c says it has; it differs between dtypes. */
 static int64_t said_window(int c, fdma_dtype dtype) {
     return said_windows[(c + (int)dtype) % TEST_COUNT(said_windows)];
 }
 
-/* Keeps all keys that its selection says; packed if `n` is. */
+/* Its selection keeps as many keys as it says; its sequences are packed if those of `n` are. */
 static problem right_problem(const shape_case *n, fdma_dtype dtype) {
     static int32_t starts[] = {0, 20, 320, 330, 690};
     problem x = shape_problem(n, 7, dtype);

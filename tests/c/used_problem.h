@@ -16,7 +16,8 @@ typedef struct used_shape {
     int equal; /* every sequence has equally many keys */
 } used_shape;
 
-/* None, one, fewer than there are queries, as many, all, or any number. */
+/* How many keys of each sequence exist: none, one, fewer than there are queries, as many as
+ * queries, all, or any number. */
 static inline fdma_tensor new_used(const used_shape *shape, uint64_t *state) {
     const fdma_tensor tensor = new_tensor(FDMA_INT32, shape->batch, -1, -1, -1);
     const int64_t len = shape->kv_len, queries = shape->q_len < len ? shape->q_len : len;
@@ -90,7 +91,7 @@ static inline void corrupt_rest(problem *x, corruption how, uint64_t *state) {
 
 /* ---- cut calls ---- */
 
-/* Some elements of an axis; what is absent stays so. */
+/* Some elements of an axis; an absent tensor stays absent. */
 static inline fdma_tensor axis_range(fdma_tensor tensor, int axis, int64_t first, int64_t count) {
     if (tensor.rank > 0) {
         tensor.data =
@@ -124,7 +125,7 @@ static inline problem cut_sequence(const problem *x, int64_t b) {
     return cut;
 }
 
-/* What the cut sequence has of a tensor with queries along an axis. */
+/* The part of a tensor that belongs to the queries of the cut sequence, which are along `axis`. */
 static inline fdma_tensor own_queries(fdma_tensor tensor, const problem *cut, int64_t b, int axis) {
     return axis_range(sequence_of(tensor, b), axis,
                       tensor.rank > 0 ? tensor.shape[axis] - cut->q_len : 0, cut->q_len);

@@ -49,8 +49,8 @@ static inline whole_call new_whole(const stream_case *test, fdma_dtype dtype) {
     return x;
 }
 
-/* The index of key j of a head: of the first element of its row in a tensor shaped as k, of its number
- * in one shaped as bias. */
+/* The index of key j of a head: of the first element of its row in a tensor shaped as k, of its
+ * number in one shaped as bias. */
 static inline int64_t index_of_key(fdma_tensor tensor, int64_t b, int64_t j, int64_t g) {
     const bool has_rows = tensor.rank == 4;
     return b * tensor.stride[0] + (has_rows ? j : g) * tensor.stride[1] +

@@ -3,8 +3,8 @@
 
 #include "arguments.h"
 
-/* Mostly of a power of 2 of rows; the numbers are those of pages, missing ones among them, and any
- * number where the bytes that fill the table are left. */
+/* The rows of a page are mostly a power of 2. The numbers in the table are those of pages and of
+ * missing pages, or any numbers. */
 static void make_pages(call *to, fdma_cache *cache, int64_t rows) {
     const int64_t page_len =
         seldom(&to->in) ? take_up_to(&to->in, 9) : INT64_C(1) << take_up_to(&to->in, 4);

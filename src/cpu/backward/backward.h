@@ -198,7 +198,7 @@ static void find_most_live(const void *context, int64_t head, int32_t thread) {
                                           head % problem->kv_heads, scratch.table.row_of);
 }
 
-/* The key table has rows for as many keys as a selection says that it keeps. */
+/* Refuses selections that keep more keys than they say: the key table has no rows for these. */
 static fdma_status check_selection(const backward_context *backward) {
     const fdma_problem *const problem = backward->problem;
     const int64_t heads = problem->batch * problem->kv_heads;

@@ -26,7 +26,7 @@ static int64_t table_rows(const fdma_problem *problem, int64_t lanes, bool is_pa
     return min((is_partition ? 2 : 1) * problem->slots + lanes + 1, problem->kv_len);
 }
 
-/* The most keys of (b, g) that are kept at any one position. leaving: [kv_len], to work with. */
+/* The most keys of (b, g) that are kept at any one position. leaving: [kv_len], scratch. */
 static int32_t most_live(const fdma_problem *problem, int64_t b, int64_t g, int32_t *leaving) {
     const int32_t *const expiry = expiry_of_head(problem, b, g);
     const uint8_t *const valid = valid_keys(problem, b);

@@ -25,7 +25,7 @@ typedef struct copy_context {
 /* What a thread has read of one row. */
 typedef struct row_copies {
     int32_t *position; /* [count]: of the copied sequences */
-    int32_t *page;     /* [2, count]: in k and v, of the row that is read and of the one written */
+    int32_t *page;     /* [2, count]: the pages of the row that is read, and of the one written */
     uint8_t *slices;   /* [count, slice_bytes] */
 } row_copies;
 
@@ -89,8 +89,8 @@ static bool moves(copied_pairs pairs, const row_copies *copies, int64_t n) {
     return copies->position[n] >= 0 && pairs.from[n] != pairs.to[n];
 }
 
-/* Copies `count` elements of every sequence that has a key in this row. They begin at `first` at
- * index 0 of the first axis. */
+/* Copies `count` elements of every sequence that has a key in this row. At index 0 of the
+ * first axis they begin at `first`. */
 static void copy_elements_of_row(const fdma_problem *problem, const fdma_tensor *tensor,
                                  copied_pairs pairs, int64_t first, int64_t count,
                                  const row_copies *copies) {

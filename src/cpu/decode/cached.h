@@ -1,6 +1,7 @@
 /* fdma_decode(): a task has one kv head of one stream. It decides which keys the new tokens evict,
- * attends, and puts the committed tokens into the cache, where no other task looks. Where there are
- * fewer of them than threads, they run in turn, and the threads share each one's splits. */
+ * attends, and puts the committed tokens into the cache, into rows that no other task reads. If
+ * there are fewer tasks than threads, the tasks run in turn, and the threads share the splits of
+ * each. */
 #pragma once
 
 #include "cpu/decode/decode.h"
@@ -14,8 +15,8 @@ typedef struct cached_context {
     int32_t head_threads; /* that attend within a task */
 } cached_context;
 
-/* A head with as many tokens and queries as the call allows. Fewer keys may be in more splits, so
- * it asks for a workspace that also serves them. */
+/* A head with as many tokens and queries as the call allows. Fewer keys may have more splits, so
+ * that the workspace must also suffice for them. */
 static fdma_problem largest_head(const fdma_problem *problem, int32_t threads) {
     const head_selection none = {0};
     const decode_head head = {

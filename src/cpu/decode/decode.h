@@ -45,7 +45,7 @@ NOINLINE void raise_row_max(const decode_context *decode, decode_partial row, vf
     vf_store(row.max, raised);
 }
 
-/* Turns the products of a row with a block of keys into weights, in words of keys. */
+/* Turns the products of a row and a block of keys into weights, stored as words of keys. */
 static void weigh_row(const decode_task *task, const decode_block *keys, int64_t row) {
     const decode_partial partial =
         partial_of(task->decode, head_of(task, keys->head), task->split, row);
@@ -83,7 +83,7 @@ INLINE void attend_block_of(const decode_task *task, const decode_block *now,
         attend_block_as(task, now, next, dtype, shared_rows);
 }
 
-/* The loops are compiled for each dtype, for one row, for two and for more. */
+/* The loops are compiled for each dtype and for one, two and more rows. */
 static void attend_decode_block(const decode_task *task, const decode_block *now,
                                 const decode_block *next) {
     if (task->decode->problem->dtype == FDMA_FLOAT32)
@@ -114,7 +114,7 @@ static void begin_head(const decode_task *task, int64_t head) {
     }
 }
 
-/* The first block of the split after that of a task, which this thread probably takes next. */
+/* Lists the first block of the next split, which this thread will probably take next. */
 static void list_next_split(const decode_task *task, decode_block *keys) {
     decode_task next = *task;
     next.split++;
@@ -207,7 +207,7 @@ static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64
     return fdma_worthwhile_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond);
 }
 
-/* The heads of a task are neighbours in memory, and few enough for two tasks for each thread. */
+/* How many heads a task has: neighbours in memory, and so few that each thread has two tasks. */
 static int64_t heads_of_task(const fdma_problem *problem, int64_t splits, int32_t threads) {
     if (problem->k.stride[2] > problem->k.stride[1])
         return 1;
@@ -230,7 +230,7 @@ static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
         .width = round_up(problem->head_dim, vf_width),
     };
     const int64_t wanted = (problem->kv_len + usual_split / 2) / usual_split;
-    const int64_t most = min(max(wanted, 1), max_splits); // also of every smaller kv_len
+    const int64_t most = min(max(wanted, 1), max_splits); // no smaller kv_len has more splits
     decode->split = round_up(max(divide_up(problem->kv_len, most), 1), decode_keys);
     decode->splits = problem->any_len ? most : divide_up(problem->kv_len, decode->split);
     const int64_t splits = heads * decode->splits;

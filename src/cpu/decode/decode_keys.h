@@ -10,9 +10,9 @@ enum {
     decode_heads = 8, /* of a task, at most: neighbours in memory, visited side by side */
     decode_sums = vf_width > 8 ? vf_width : 8, /* rows x keys: accumulators of the first product */
     strip_vectors = 4,             /* of channels: accumulators of the second product of one row */
-    usual_split = 512,             /* keys; more where these are too many splits */
+    usual_split = 512,             /* keys; more if that makes more than max_splits */
     max_splits = 32,               /* of a sequence */
-    scan_keys = 16,                /* that are listed together if kept, skipped if expired */
+    scan_keys = 16,                /* keys that are listed together if all are kept */
     bytes_per_microsecond = 10000, /* that a thread reads, roughly */
 };
 
@@ -24,7 +24,7 @@ static const float zero_row[256]; /* as many channels as a row has at most, in a
 typedef struct decode_context {
     const fdma_problem *problem;
     int64_t rows;      /* of a head */
-    int64_t padded;    /* rows, where there are more than two rounded up to whole shared_rows */
+    int64_t padded;    /* rows; if more than two, rounded up to a multiple of shared_rows */
     int64_t width;     /* head_dim, rounded up to whole vectors */
     int64_t heads;     /* of a task */
     int64_t head_sets; /* tasks that the heads of one sequence are divided among */
@@ -50,8 +50,8 @@ typedef struct decode_cursor {
     const uint8_t *valid;  /* or NULL */
 } decode_cursor;
 
-/* A block of keys of one head. Entries from `count` on repeat the last key, but for v: there they
- * are zeros, because a word of weights may have a second key of weight 0. */
+/* A block of keys of one head. Behind the last of its `count` keys, k repeats this key and v is a
+ * row of zeros, because the last word of weights may have a second term, which belongs to no key. */
 typedef struct decode_block {
     int32_t count;
     bool masked;           /* some row may not keep some key */
@@ -100,8 +100,8 @@ static decode_cursor start_split(const decode_task *task, int64_t head) {
     };
 }
 
-/* How many of the next scan_keys keys are kept at the first position: those of a cache are nearly
- * always kept all, those of a long sequence mostly expired. */
+/* How many of the next scan_keys keys are kept at the first position: in a cache nearly always all
+ * of them, in a long sequence mostly none. */
 static int32_t count_kept(const decode_cursor *cursor) {
     int32_t count = 0;
     if (cursor->expiry == NULL)

@@ -37,7 +37,7 @@ INLINE void prefetch_channels(const void *const *rows, int count, fdma_dtype dty
 
 /* ---- Q K^T ---- */
 
-/* Factors of the first product: channels in float32, or words of two bfloat16 channels. */
+/* Factors are what the first product multiplies: vectors of words of channels, of q and of k. */
 enum { pair_factors = 2 / terms }; /* vectors that two vectors of channels become */
 
 INLINE void load_factor_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d) {
@@ -47,13 +47,13 @@ INLINE void load_factor_pair(vf *x, const void *row, fdma_dtype dtype, int64_t d
         load_pair(x, row, dtype, d);
 }
 
-/* The channels from d on where fewer than two vectors are left: one vector of factors. */
+/* One vector of factors: the channels from d on, where fewer than two vectors of them are left. */
 INLINE vf load_last_factors(const void *row, fdma_dtype dtype, int64_t d, int64_t dim) {
     return terms == 2 ? vf_load_first((const float *)row + d / 2, (dim - d) / 2)
                       : channels_of(row, dtype, d, channels_at(d, dim));
 }
 
-/* Channels of one vector of last factors. */
+/* The channels that load_last_factors() loads. */
 enum { last_channels = terms * vf_width };
 
 /* Writes a row of q as factors. */
@@ -68,7 +68,7 @@ INLINE void load_query(float *q, const void *row, fdma_dtype dtype, int64_t dim)
         vf_store(q + d / terms, load_last_factors(row, dtype, d, dim));
 }
 
-/* sums += q k for rows x keys: over two vectors of channels from d on, or over the last ones. */
+/* sums += q k of rows x keys, over two vectors of channels from d on or over the last channels. */
 INLINE void multiply_factors(vf *sums, const float *q, int64_t width, const void *const *k,
                              fdma_dtype dtype, int rows, bool last, int64_t d, int64_t dim) {
     const int keys = decode_sums / rows, vectors = last ? 1 : pair_factors;
@@ -92,9 +92,9 @@ INLINE void multiply_factors(vf *sums, const float *q, int64_t width, const void
     }
 }
 
-/* Products of `rows` rows of q with decode_sums / rows keys, while as many rows from `ahead` on are
- * prefetched (NULL: none). The products of a row are contiguous; those of the next row follow
- * decode_keys further on. */
+/* Products of `rows` rows of q and decode_sums / rows keys. Meanwhile as many keys from `ahead` on
+ * are prefetched (NULL: none). The products of one row are contiguous; two rows are decode_keys
+ * apart. */
 INLINE void multiply_keys(float *products, const float *q, int64_t width, const void *const *k,
                           const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
     const int keys = decode_sums / rows;
@@ -131,8 +131,8 @@ INLINE void multiply_block(const decode_task *task, const decode_block *now,
 
 /* ---- P V ---- */
 
-/* Vectors of channels from d on of `terms` rows of v: an even number of vectors, or one of the last
- * channels. Lanes are words of keys. */
+/* Loads channels from d on of `terms` rows of v: an even number of vectors, or one vector with the
+ * last channels. Each lane is a word of keys, of one channel. */
 INLINE void load_value_words(vf *x, const void *const *v, fdma_dtype dtype, int64_t d, int vectors,
                              int64_t dim) {
     if (vectors == 1 && terms == 2)
@@ -150,8 +150,8 @@ INLINE void load_value_words(vf *x, const void *const *v, fdma_dtype dtype, int6
     }
 }
 
-/* out += weights v for rows x some vectors of channels from d on, as in load_value_words(). A block
- * is summed before it is added to out: each sum of a split has split / decode_keys terms, so that
+/* out += weights v, for some rows and the vectors of channels that load_value_words() loads. A
+ * block is summed before it is added to out: out is then a sum of split / decode_keys numbers, and
  * one key still counts beside all others of a long split. */
 INLINE void add_channels(float *out, int64_t length, const float *weights, const decode_block *now,
                          const void *const *ahead, fdma_dtype dtype, int rows, int vectors,
@@ -177,8 +177,8 @@ INLINE void add_channels(float *out, int64_t length, const float *weights, const
         add_vectors(out + r * length + d, o[r], 0, vectors);
 }
 
-/* The second product for some rows: the channels in strips of so many vectors as leave registers
- * for the sums, then what is left. */
+/* The second product for some rows. The channels are taken in strips whose sums fit the registers;
+ * those that are left are taken two vectors at a time, and then one. */
 INLINE void add_rows(float *out, int64_t length, const float *weights, const decode_block *now,
                      const void *const *ahead, fdma_dtype dtype, int rows, int64_t dim) {
     const int strip = strip_vectors < decode_sums / rows ? strip_vectors : decode_sums / rows;
@@ -201,7 +201,7 @@ INLINE void add_block(const decode_task *task, const decode_block *now, const de
                  r == 0 ? next->v : NULL, dtype, rows, decode->problem->head_dim);
 }
 
-/* Gives the channels of a row of out, which have the order of load_pair(), their own. */
+/* Puts the channels of a row of out, which are in the order of load_pair(), back into their own. */
 static void restore_order(float *out, fdma_dtype dtype, int64_t dim) {
     float pair[2 * vf_width];
     for (int64_t d = 0; dtype == FDMA_BFLOAT16 && d < whole_pairs(dim); d += 2 * vf_width) {

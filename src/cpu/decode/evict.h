@@ -44,7 +44,7 @@ static void load_rows(const decode_head *head, const live_rows *live,
     }
 }
 
-/* x where `holds`, else a number that no minimum takes, in a form that compilers vectorize. */
+/* x if `holds`, else the greatest number, in a form that compilers vectorize. */
 static inline int32_t number_if(bool holds, int32_t x) {
     const int32_t mask = -(int32_t)holds;
     return (x & mask) | (INT32_MAX & ~mask);

@@ -24,7 +24,7 @@
         CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
         CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge)
 
-/* The kernels for few rows. REFUSES_ROWS is that of forward. */
+/* The kernels for few rows. REFUSES_ROWS is the `refuses` of forward. */
 #define DECODE_KERNELS(NAME, MISSING, REFUSES_ROWS, REFUSES)                                       \
     CPU_KERNEL(NAME "/decode", forward, MISSING, REFUSES_ROWS, decode),                            \
         CPU_KERNEL(NAME, decode, MISSING, REFUSES, cached)

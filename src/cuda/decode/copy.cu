@@ -1,6 +1,6 @@
-/* fdma_cache_copy() on any device from compute capability 8.0. A thread block has one row of one kv
- * head, of every sequence that is copied. It reads a slice of the row of all sequences before it
- * writes any. */
+/* fdma_cache_copy() on any device from compute capability 8.0. A thread block copies one row of
+ * one kv head, in all sequences of the call, slice by slice. It reads a slice from all sequences
+ * before it writes any, because a sequence may be both read and written. */
 extern "C" {
 #include "core/cache.h"
 }
@@ -23,7 +23,7 @@ struct copy_plan {
 
 struct copy_memory {
     alignas(16) char slices[slices_bytes];
-    int32_t from[most_copied], to[most_copied]; // -1: an empty sequence; none
+    int32_t from[most_copied], to[most_copied]; // from: -1 if it is empty; to: -1 if there is none
     int32_t position[most_copied];
     float score[most_copied], bias[most_copied];
 };

@@ -1,8 +1,10 @@
-/* What the kernels of fdma_decode() know of its streams and keys. On 9.0 a call has two kernels:
+/* What the kernels of fdma_decode() know of its streams and keys. On 9.0 a call has two of these
+ * three kernels, after those of fdma_score() if place_tokens() cannot compute the scores:
  *
  *   place_tokens()    scores of the new tokens; which row each takes, and so which keys each sees
- *   attend_cluster()  attends, merges, and puts the committed tokens into the cache
- *                     (attend_heads() does if the call has many heads)
+ *   attend_cluster()  attends, merges, and puts the committed tokens into the cache; each pair
+ *                     (b, g) has a cluster of thread blocks
+ *   attend_heads()    the same for many pairs (b, g), which thread blocks take in turn
  *
  * Elsewhere, and for large caches, it has three, after those of fdma_score():
  *

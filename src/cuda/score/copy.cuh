@@ -25,7 +25,8 @@ __device__ static bool has_keys(const score_params &params) {
     return threadIdx.x / 32 < params.key_warps;
 }
 
-/* The keys that a warp takes in a round. A tile takes a round for each block of kv heads. */
+/* The keys that a warp works on in a round: a tile of mma_keys. A tile takes as many rounds as
+ * there are blocks of kv heads. */
 struct key_tile {
     int64_t b, j;
     bool is_there;
