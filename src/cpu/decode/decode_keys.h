@@ -51,7 +51,7 @@ typedef struct decode_cursor {
 } decode_cursor;
 
 /* A block of keys of one head. Behind the last of its `count` keys, k repeats this key and v is a
- * row of zeros, because the last word of weights may have a second term, which belongs to no key. */
+ * row of zeros, because the last word of weights may have a second term that belongs to no key. */
 typedef struct decode_block {
     int32_t count;
     bool masked;           /* some row may not keep some key */
