@@ -149,19 +149,16 @@ neon_runs() { # whether a program for 64-bit ARM can be built and run here
 neon_tests() {
     build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
         ctest --test-dir build/gates/neon --output-on-failure --no-tests=error -j "$jobs" \
-            -E '(test_(parallel|backward_(rows|shapes)|small_window)|check_(row|long))$' &&
+            -E '(test_(parallel|backward_(rows|shapes)|small_window|kv_used|cache_batch)|check_(row|long))$' &&
         QEMU_CPU=cortex-a72 ctest --test-dir build/gates/neon --output-on-failure \
             --no-tests=error -j "$jobs" -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
 
-# The kernels of the device as C++ for the CPU (tests/emulator): those of 9.0, and those of 8.0 where
-# 9.0 has its own.
+# The kernels of the device as C++ for the CPU: tests/emulator.
 emulated_tests() {
     build emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED &&
         ctest --test-dir build/gates/emulated --output-on-failure --no-tests=error -j "$jobs" \
-            -R '^(test_(cases|cache|cache_batch|cache_copy|cache_store|streams)_cuda|test_cuda_workspace)$' &&
-        FDMA_EMULATED_CAPABILITY=80 ctest --test-dir build/gates/emulated --output-on-failure \
-            --no-tests=error -j "$jobs" -R '^test_(cache_batch|streams)_cuda$'
+            -R '^(test_(cache_store|small_window|stream_attention)_cuda|test_cuda_workspace)$'
 }
 
 # Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,
