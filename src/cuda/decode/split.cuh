@@ -77,6 +77,21 @@ __device__ static lane_key find_key(const decode_memory<config> &shared, int32_t
     return {at.first >= 0 ? entry : -1, at};
 }
 
+/* copy_keys() where some keys are carried. */
+template <typename config>
+__device__ static void copy_carried_keys(char *to, const row_source &source, const lane_key &own,
+                                         int32_t kv_len) {
+    constexpr int copiers = row_layout<config::head_dim>::copiers;
+#pragma unroll 1
+    for (int n = 0; n < config::keys; n += warp_lanes / copiers) {
+        const int row = n + threadIdx.x % warp_lanes / copiers;
+        const int32_t key = __shfl_sync(~0u, own.entry, row);
+        const bool there = is_key(key, kv_len);
+        copy_row<config::head_dim>(to, row, row_of_key(source, there ? key : 0), source.vecs, there,
+                                   source.aligned);
+    }
+}
+
 /* Starts copying rows of k or v of a warp's key block. Lane n has the nth key. */
 template <typename config>
 __device__ static void copy_keys(char *to, const row_source &source, int64_t page_bytes,
@@ -84,6 +99,10 @@ __device__ static void copy_keys(char *to, const row_source &source, int64_t pag
     constexpr int copiers = row_layout<config::head_dim>::copiers;
     if (config::in_pages) {
         copy_rows_of_pages<config>(to, source, page_bytes, own.at);
+        return;
+    }
+    if (source.carried_len > 0) {
+        copy_carried_keys<config>(to, source, own, kv_len);
         return;
     }
     const row_source from = source; // a copy in registers, or each cp.async would read it again

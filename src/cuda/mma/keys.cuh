@@ -13,14 +13,28 @@ struct tile_inputs {
     logit_params logits;
 };
 
+/* The rows of k or v of a (b, g), `carried` among them. */
+__device__ static row_source key_source_of(const forward_plan &plan, const head_view &own,
+                                           const head_view &carried, int32_t b, int32_t g,
+                                           bool aligned) {
+    row_source source = source_of(own, b, g, plan.head_dim, aligned);
+    if (plan.carried_len > 0) {
+        source.carried_len = plan.carried_len;
+        source.carried = rows_of(carried, b, g);
+        source.carried_stride = 2 * carried.row;
+    }
+    return source;
+}
+
 /* Of a tile that has the first `rows` rows of a range. */
 __device__ static tile_inputs tile_inputs_of(const forward_plan &plan, const row_range &range,
                                              int32_t rows, bool aligned) {
     const int32_t kv_len = key_count(plan, range.b);
     const int32_t last = row_position(plan, range, kv_len, range.first + rows - 1);
     return {range, tile_list_of(plan, range.b, range.g, range.first / plan.group, last),
-            source_of(plan.k, range.b, range.g, plan.head_dim, aligned),
-            source_of(plan.v, range.b, range.g, plan.head_dim, aligned), logit_params_of(plan)};
+            key_source_of(plan, plan.k, plan.k_carried, range.b, range.g, aligned),
+            key_source_of(plan, plan.v, plan.v_carried, range.b, range.g, aligned),
+            logit_params_of(plan)};
 }
 
 /* The entry of key block n that this thread looks up. */
@@ -82,12 +96,12 @@ __device__ static void copy_block(char *to, const int32_t *keys, const row_sourc
     static_assert(step % 8 == 0, "all rows of a lane are swizzled alike");
     const uint32_t thread = opaque(threadIdx.x);
     const int first = thread / copiers, lane = thread % copiers;
-    if (!source.aligned) {
+    if (!source.aligned || source.carried_len > 0) {
 #pragma unroll 1
         for (int n = first; n < config::keys; n += step) {
             const bool there = is_key(keys[n], kv_len);
-            copy_row_unaligned<config::head_dim>(to, n, row_at(source, there ? keys[n] : 0),
-                                                 source.vecs, there);
+            copy_row<config::head_dim>(to, n, row_of_key(source, there ? keys[n] : 0), source.vecs,
+                                       there, source.aligned);
         }
         return;
     }

@@ -137,21 +137,31 @@ __device__ static void mma_ab(float (&out)[shape::row_tiles][columns][4],
     }
 }
 
-/* The rows of one sequence and head in global memory. */
+/* The rows of one sequence and head in global memory. Where they are those of keys, and some keys
+ * are carried, the rows of the carried ones come first and are elsewhere. */
 struct row_source {
     const char *data;
-    int64_t stride; // bytes
-    int32_t vecs;   // of head_dim; those that a layout has beyond them are zero
-    bool aligned;   // every vector is aligned to 16 bytes
+    int64_t stride;      // bytes
+    int32_t vecs;        // of head_dim; those that a layout has beyond them are zero
+    bool aligned;        // every vector is aligned to 16 bytes
+    int32_t carried_len; // 0: there are none
+    const char *carried;
+    int64_t carried_stride;
 };
 
 __device__ static row_source source_of(const head_view &view, int32_t b, int32_t g,
                                        int32_t head_dim, bool aligned) {
-    return {rows_of(view, b, g), 2 * view.row, head_dim / vec_channels, aligned};
+    return {rows_of(view, b, g), 2 * view.row, head_dim / vec_channels, aligned, 0, NULL, 0};
 }
 
 __device__ static const char *row_at(const row_source &source, uint32_t row) {
     return source.data + row * source.stride;
+}
+
+/* Where the row of a key is, whether it is carried or not. */
+__device__ static const char *row_of_key(const row_source &source, uint32_t key) {
+    return key < (uint32_t)source.carried_len ? source.carried + key * source.carried_stride
+                                              : row_at(source, key - source.carried_len);
 }
 
 /* Copies a row that is aligned to its elements only. */

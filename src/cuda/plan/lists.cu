@@ -26,9 +26,9 @@ static constexpr int wanted_blocks = 264; // two on each multiprocessor of a lar
 
 /* The selection, and how many lists a thread block builds. */
 struct selection_view {
-    number_view<const int32_t> expiry, slot; // absent: dense
-    number_view<const float> bias;
-    const uint8_t *key_valid; // NULL: all
+    number_view<const int32_t> expiry, slot;     // absent: dense
+    number_view<const float> bias, bias_carried; // as forward_plan has k and k_carried
+    const uint8_t *key_valid;                    // NULL: all
     int64_t valid_batch;
     int32_t slots;       // that the selection says it uses
     int32_t block_lists; // lists of a thread block, the first of which is scattered
@@ -39,7 +39,7 @@ struct selection_view {
 struct head_selection {
     const int32_t *expiry, *slot;
     const uint8_t *key_valid;
-    const float *bias;
+    const float *bias, *bias_carried;
     int32_t kv_len; // keys that exist; of the others nothing is read
 };
 
@@ -56,6 +56,8 @@ __device__ static head_selection selection_of(const forward_plan &plan,
         of.key_valid = selection.key_valid + b * selection.valid_batch;
     if (selection.bias.data != NULL)
         of.bias = selection.bias.at(b, g);
+    if (selection.bias_carried.data != NULL)
+        of.bias_carried = selection.bias_carried.at(b, g);
     return of;
 }
 
@@ -63,6 +65,13 @@ __device__ static head_selection selection_of(const forward_plan &plan,
 __device__ static int32_t table_entry(const selection_view &selection, const head_selection &of,
                                       int32_t j) {
     return (int32_t)min((uint32_t)of.slot[j], (uint32_t)selection.slots);
+}
+
+/* The bias of key j, as an exponent of 2. */
+__device__ static float record_bias(const forward_plan &plan, const head_selection &of, int32_t j) {
+    if (of.bias == NULL)
+        return 0;
+    return log2_e * (j < plan.carried_len ? of.bias_carried[j] : of.bias[j - plan.carried_len]);
 }
 
 __device__ static bool is_valid(const head_selection &selection, int32_t j) {
@@ -135,7 +144,7 @@ static __global__ void __launch_bounds__(record_threads)
     const head_selection of = selection_of(plan, selection, head);
     const bool exists = j < of.kv_len;
     const int32_t expiry = record_expiry(plan, of, (int32_t)j);
-    const float bias = of.bias == NULL || !exists ? 0 : of.bias[j] * log2_e;
+    const float bias = exists ? record_bias(plan, of, (int32_t)j) : 0;
     const bool fits = plan.count == NULL || !exists || of.expiry[j] <= j ||
                       table_entry(selection, of, (int32_t)j) < selection.slots;
     plan.records[(int64_t)head * plan.kv_len + j] =
@@ -416,6 +425,7 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     selection.expiry = numbers_of<const int32_t>(&problem->expiry);
     selection.slot = numbers_of<const int32_t>(&problem->slot);
     selection.bias = numbers_of<const float>(&problem->bias);
+    selection.bias_carried = numbers_of<const float>(&problem->bias_carried);
     selection.key_valid = (const uint8_t *)problem->key_valid.data;
     selection.valid_batch = problem->key_valid.stride[0];
     selection.slots = (int32_t)problem->slots;

@@ -13,6 +13,9 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->q = view_of(&problem->q);
     plan->k = view_of(&problem->k);
     plan->v = view_of(&problem->v);
+    plan->k_carried = view_of(&problem->k_carried);
+    plan->v_carried = view_of(&problem->v_carried);
+    plan->carried_len = is_present(&problem->k_carried) ? (int32_t)problem->carried_len : 0;
     plan->out = view_of(&problem->out);
     plan->lse = numbers_of<float>(&problem->lse);
     plan->kv_used = (const int32_t *)problem->kv_used.data;

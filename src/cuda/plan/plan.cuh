@@ -41,6 +41,9 @@ struct alignas(8) key_record {
  * that a tile visits are those of its sequences: consecutive entries. */
 struct forward_plan {
     head_view q, k, v, out;
+    // carried keys: those below carried_len, whose rows are here; those of the other keys are in k
+    // and v, from row 0 on
+    head_view k_carried, v_carried;
     number_view<float> lse;
     key_record *records; // [batch * kv_heads][kv_len]; NULL: every key is kept, and has no bias
     int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
@@ -52,8 +55,9 @@ struct forward_plan {
     const int32_t *kv_used;       // [batch], the caller's: see key_count(); NULL: all keys exist
     int32_t lists;                // of each (b, g); not causal: 1, for all queries
     int32_t batch, q_len, kv_len, q_heads, kv_heads, group, head_dim;
-    float scale;   // of <q, k>
-    float softcap; // 0: off
+    int32_t carried_len; // 0: there are no carried keys
+    float scale;         // of <q, k>
+    float softcap;       // 0: off
     bool causal;
     bool by_position; // causal or packed: which keys a row keeps depends on its position
 };
@@ -178,7 +182,8 @@ static inline int64_t list_keys(const forward_plan &plan) {
     return plan.list_tile > 0 ? plan.list_tile : plan.list_head > 0 ? plan.list_head : plan.kv_len;
 }
 
-/* Whether all rows of q, k, v and out can be copied 16 bytes at a time. */
+/* Whether all rows of q, k, v and out can be copied 16 bytes at a time, and those of carried keys. */
 static inline bool is_aligned(const forward_plan &plan) {
-    return is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out);
+    return is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out) &&
+           is_aligned(plan.k_carried) && is_aligned(plan.v_carried);
 }

@@ -1,9 +1,10 @@
-/* Select with a table, forward and backward with carried keys, by kernels that support neither.
+/* Select with a table and backward with carried keys, by kernels that support neither. Kernels of
+ * forward read the rows of carried keys where they are.
  *
  * Select: each (b, g) becomes a sequence of its own: first its carried keys, sorted by position,
  * with empty rows at the front as keys that are not valid, and then the keys of the call.
- * core/streams.h says why. Forward and backward: the carried keys and those of the call are copied
- * one after the other; from there their gradients are copied to the tensors that they belong to. */
+ * core/streams.h says why. Backward: the carried keys and those of the call are copied one after
+ * the other; from there their gradients are copied to the tensors that they belong to. */
 extern "C" {
 #include "core/streams.h"
 #include "cuda/cuda.h"
@@ -235,7 +236,7 @@ static fdma_status run_select(const fdma_kernel *kernel, const fdma_problem *pro
     return launch("select", write_new_rows, over(max(plan.new_len, 1)), problem, plan, heads);
 }
 
-/* ---- forward and backward ---- */
+/* ---- backward ---- */
 
 /* Rows of carried keys and of those of the call, and of both in the workspace, one after the
  * other. */
@@ -345,11 +346,9 @@ static fdma_problem joined_problem(const fdma_problem *problem, fdma_arena *aren
     one.k = take_rows(problem, arena);
     one.v = take_rows(problem, arena);
     one.bias = take_numbers(problem, &problem->bias, arena);
-    if (problem->operation == operation_backward) {
-        one.dk = take_rows(problem, arena);
-        one.dv = take_rows(problem, arena);
-        one.dbias = take_numbers(problem, &problem->dbias, arena);
-    }
+    one.dk = take_rows(problem, arena);
+    one.dv = take_rows(problem, arena);
+    one.dbias = take_numbers(problem, &problem->dbias, arena);
     one.k_carried = one.v_carried = one.bias_carried = {};
     one.dk_carried = one.dv_carried = one.dbias_carried = {};
     one.carried_len = 0;
@@ -414,13 +413,17 @@ static fdma_status split_gradients(const fdma_problem *problem, const fdma_probl
 static fdma_status run_joined(const fdma_kernel *kernel, const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     fdma_problem one = joined_problem(problem, &arena);
-    const bool has_gradients = problem->operation == operation_backward;
     fdma_set_aside(&one.exec, &arena);
     FDMA_TRY(join_inputs(problem, &one));
-    if (has_gradients && problem->accumulate)
+    if (problem->accumulate)
         FDMA_TRY(join_gradients(problem, &one));
     FDMA_TRY(kernel->run(&one));
-    return has_gradients ? split_gradients(problem, &one) : FDMA_OK;
+    return split_gradients(problem, &one);
+}
+
+/* Whether the keys of the call and the carried ones are to be joined. */
+static bool joins_keys(const fdma_problem *problem) {
+    return problem->operation == operation_backward && is_present(&problem->k_carried);
 }
 
 /* ---- all of them ---- */
@@ -435,7 +438,7 @@ size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *proble
         const fdma_problem one = carried ? sequences_of(problem, plan) : *problem;
         return fdma_arena_size(&arena) + kernel->workspace(&one);
     }
-    if (!is_present(&problem->k_carried))
+    if (!joins_keys(problem))
         return kernel->workspace(problem);
     const fdma_problem one = joined_problem(problem, &arena);
     return fdma_arena_size(&arena) + kernel->workspace(&one);
@@ -446,5 +449,5 @@ fdma_status fdma_cuda_run_kernel(const fdma_kernel *kernel, const fdma_problem *
         return fdma_cuda_run_padded(kernel, problem);
     if (has_table(problem))
         return run_select(kernel, problem);
-    return is_present(&problem->k_carried) ? run_joined(kernel, problem) : kernel->run(problem);
+    return joins_keys(problem) ? run_joined(kernel, problem) : kernel->run(problem);
 }

@@ -32,8 +32,8 @@ template <class config> __device__ static void clear_masks(forward_memory<config
 
 template <class config>
 static __global__ void __launch_bounds__(config::threads, 1)
-    attend(const __grid_constant__ forward_plan plan, const tile_order order,
-           const float softcap_scale) {
+    attend(const __grid_constant__ forward_plan plan, const __grid_constant__ key_steps steps,
+           const tile_order order, const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     forward_memory<config> *const memory = (forward_memory<config> *)bytes;
     // __shfl_sync tells the compiler that all threads of a warp have the same value
@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(config::threads, 1)
         self.order = order;
         self.warp = threadIdx.x / 32;
         self.own_column = self.warp * config::warp_keys + threadIdx.x % config::warp_keys;
-        self.run(plan);
+        self.run(plan, steps);
     } else {
         setmaxnreg_inc<config::consumer_registers>();
         consumer<config> self;
@@ -76,6 +76,13 @@ template <class config> static tile_order order_of(const forward_plan *plan) {
     return order;
 }
 
+static key_steps steps_of(const forward_plan *plan) {
+    if (plan->carried_len == 0)
+        return {steps_of(plan->k), steps_of(plan->v)};
+    return {steps_of(plan->k_carried, plan->k, plan->carried_len),
+            steps_of(plan->v_carried, plan->v, plan->carried_len)};
+}
+
 template <class config>
 static fdma_status attend_with(const fdma_problem *problem, const forward_plan *plan) {
     using memory = forward_memory<config>;
@@ -88,7 +95,8 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
     const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
     if (tiles == 0)
         return FDMA_OK;
-    return launch("forward", attend<config>, shape, problem, *plan, order, softcap_scale);
+    return launch("forward", attend<config>, shape, problem, *plan, steps_of(plan), order,
+                  softcap_scale);
 }
 
 template <typename element>
@@ -103,7 +111,9 @@ static bool is_near(const fdma_problem *problem) {
     const int64_t q_last =
         (problem->q_len - 1) * problem->q.stride[1] + (problem->group - 1) * problem->q.stride[2];
     return problem->k.stride[1] <= INT32_MAX && problem->v.stride[1] <= INT32_MAX &&
-           q_last / vec_channels < (int64_t)no_row;
+           q_last / vec_channels < (int64_t)no_row &&
+           (!is_present(&problem->k_carried) || (are_near(&problem->k_carried, &problem->k) &&
+                                                 are_near(&problem->v_carried, &problem->v)));
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -115,10 +125,11 @@ static const char *refuses(const fdma_problem *problem) {
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     if (!is_aligned(view_of(&problem->q)) || !is_aligned(view_of(&problem->k)) ||
-        !is_aligned(view_of(&problem->v)) || !is_aligned(view_of(&problem->out)))
+        !is_aligned(view_of(&problem->v)) || !is_aligned(view_of(&problem->out)) ||
+        !is_aligned(view_of(&problem->k_carried)) || !is_aligned(view_of(&problem->v_carried)))
         return "rows that do not begin at multiples of 16 bytes";
     if (!is_near(problem))
-        return "rows more than 2^31 elements apart";
+        return "rows more than 2^31 elements apart, or carried keys far from those of the call";
     if (problem->scale < least_scale)
         return "a scale below 1e-6, by which a bias cannot be divided";
     // also if there are few keys: a kernel that takes the call instead, because of the alignment of

@@ -1,7 +1,7 @@
 /* What producer and consumers of sm90's forward kernel share: shapes, shared memory, row tiles. */
 #pragma once
 
-#include "cuda/device/gather.cuh"
+#include "cuda/device/pieces.cuh"
 #include "cuda/device/pipeline.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/plan.cuh"
@@ -86,6 +86,11 @@ template <class config> struct forward_memory {
     uint64_t mask_ready[config::mask_stages], mask_free[config::mask_stages];
     alignas(1024) uint8_t kv[config::kv_stages][config::key_rows * config::row_bytes];
     static constexpr int most_bytes = 227 * 1024; // of a block's shared memory on 9.0
+};
+
+/* How the rows of keys follow one another. */
+struct key_steps {
+    row_steps k, v;
 };
 
 /* `rows` consecutive rows of one kv head. Row r is query r / group of head r % group. */

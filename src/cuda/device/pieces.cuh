@@ -1,0 +1,75 @@
+/* Rows of k or v in two pieces, those of carried keys and those of the call (fdma.h, "Streams"), as
+ * gather_rows() takes them: the index of a row counts units from a base that both pieces share. So
+ * the copies themselves cost the same however many pieces there are. */
+#pragma once
+
+#include "cuda/device/gather.cuh"
+#include "cuda/device/head_view.cuh"
+
+/* How rows follow one another. The rows of keys below carried_len are in the first piece, from its
+ * row 0 on; those of the other keys are in the second one, from its row 0 on. */
+struct row_steps {
+    uint32_t carried_len;  // 0: there is one piece, the unit is its stride, and a key is its index
+    uint32_t unit;         // bytes
+    uint32_t shift;        // the logarithm of the unit, if there are two pieces
+    uint32_t carried, own; // units from one row of a piece to the next
+};
+
+/* The rows of one (b, g). Indices are modulo 2^32. */
+struct piece_rows {
+    const char *base;
+    uint32_t carried, own; // the index that key 0 has, or would have, in either piece
+};
+
+static inline row_steps steps_of(const head_view &own) { return {0, (uint32_t)(2 * own.row)}; }
+
+/* The unit of two pieces is the largest power of 2, up to 64 KB, that divides the distance of any
+ * two rows. It is at least 16 bytes if rows are aligned to that. */
+static inline row_steps steps_of(const head_view &carried, const head_view &own,
+                                 int64_t carried_len) {
+    const uint64_t most_unit = 1 << 16;
+    const uint64_t between = (uint64_t)own.data - (uint64_t)carried.data;
+    const uint64_t strides =
+        (uint64_t)(carried.batch | carried.row | carried.head | own.batch | own.row | own.head);
+    const uint64_t all = between | 2 * strides | most_unit;
+    const uint32_t shift = (uint32_t)__builtin_ctzll(all);
+    return {(uint32_t)carried_len, 1u << shift, shift,
+            (uint32_t)((uint64_t)carried.row * 2 >> shift),
+            (uint32_t)((uint64_t)own.row * 2 >> shift)};
+}
+
+/* How far a row of either piece may be from the base of its (b, g), in bytes. */
+static inline double most_distance(const fdma_tensor *carried, const fdma_tensor *own) {
+    const double between = (double)((intptr_t)own->data - (intptr_t)carried->data);
+    double elements = 0, rows = 0;
+    for (int axis = 0; axis <= 2; axis += 2)
+        elements += (double)(own->shape[axis] - 1) *
+                    fabs((double)own->stride[axis] - (double)carried->stride[axis]);
+    rows = fmax((double)(own->shape[1] - 1) * (double)own->stride[1],
+                (double)(carried->shape[1] - 1) * (double)carried->stride[1]);
+    return fabs(between) + 2 * (elements + rows);
+}
+
+/* Whether every row has an index below no_row. */
+static inline bool are_near(const fdma_tensor *carried, const fdma_tensor *own) {
+    const row_steps steps = steps_of(view_of(carried), view_of(own), carried->shape[1]);
+    return most_distance(carried, own) < (double)no_row * steps.unit;
+}
+
+__device__ static piece_rows rows_of(const row_steps &steps, const head_view &carried,
+                                     const head_view &own, int32_t b, int32_t g) {
+    const char *const second = rows_of(own, b, g);
+    if (steps.carried_len == 0)
+        return {second, 0, 0};
+    const char *const first = rows_of(carried, b, g), *const base = first < second ? first : second;
+    return {base, (uint32_t)((uint64_t)(first - base) >> steps.shift),
+            (uint32_t)((uint64_t)(second - base) >> steps.shift) - steps.carried_len * steps.own};
+}
+
+/* The index of a key's row; no_row stays no_row. */
+__device__ static uint32_t index_of(const row_steps &steps, const piece_rows &rows, uint32_t key) {
+    if (steps.carried_len == 0 || key == no_row)
+        return key;
+    return key < steps.carried_len ? rows.carried + key * steps.carried
+                                   : rows.own + key * steps.own;
+}
