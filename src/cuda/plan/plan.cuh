@@ -182,7 +182,8 @@ static inline int64_t list_keys(const forward_plan &plan) {
     return plan.list_tile > 0 ? plan.list_tile : plan.list_head > 0 ? plan.list_head : plan.kv_len;
 }
 
-/* Whether all rows of q, k, v and out can be copied 16 bytes at a time, and those of carried keys. */
+/* Whether all rows of q, k, v and out, and those of carried keys, can be copied 16 bytes at a
+ * time. */
 static inline bool is_aligned(const forward_plan &plan) {
     return is_aligned(plan.q) && is_aligned(plan.k) && is_aligned(plan.v) && is_aligned(plan.out) &&
            is_aligned(plan.k_carried) && is_aligned(plan.v_carried);
