@@ -20,6 +20,7 @@
 static constexpr int record_threads = 256;
 static constexpr int roll_threads = 256;
 static constexpr int compact_threads = 1024;
+static constexpr int load_batch = 8; // entries of a table whose loads are in flight together
 static constexpr int64_t least_block_lists = 4; // because scattering costs more than rolling
 static constexpr int64_t most_block_lists = 16;
 static constexpr int wanted_blocks = 264; // two on each multiprocessor of a large device
@@ -269,12 +270,28 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
                                   const head_selection &of, const int32_t *list, int32_t position,
                                   roll_memory *shared) {
     int32_t live = 0;
-    for (int32_t s = threadIdx.x; s <= selection.slots; s += roll_threads) {
-        const int32_t j = list[s];
-        const bool lives = is_key(j, plan.kv_len) && j <= position && of.expiry[j] > position &&
-                           table_entry(selection, of, j) == s;
-        shared->table[s] = lives ? j : -1;
-        live = lives ? s + 1 : live;
+    for (int32_t first = threadIdx.x; first <= selection.slots;
+         first += load_batch * roll_threads) {
+        int32_t key[load_batch], expiry[load_batch], entry[load_batch];
+#pragma unroll
+        for (int i = 0; i < load_batch; i++) {
+            const int32_t s = first + i * roll_threads;
+            key[i] = s <= selection.slots ? list[s] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < load_batch; i++) {
+            const bool may_live = is_key(key[i], plan.kv_len) && key[i] <= position;
+            expiry[i] = may_live ? of.expiry[key[i]] : INT32_MIN;
+            entry[i] = may_live ? table_entry(selection, of, key[i]) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < load_batch; i++) {
+            const int32_t s = first + i * roll_threads;
+            const bool lives = expiry[i] > position && entry[i] == s;
+            if (s <= selection.slots)
+                shared->table[s] = lives ? key[i] : -1;
+            live = lives ? s + 1 : live;
+        }
     }
     live = __reduce_max_sync(~0u, live);
     if (threadIdx.x % 32 == 0)

@@ -11,12 +11,16 @@ extern "C" {
 }
 #include "core/integers.h"
 #include "cuda/device/head_view.cuh"
+#include "cuda/device/ptx.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda/streams/used.cuh"
 
 static constexpr int stream_threads = 256;
-static constexpr int counting_lanes = 4;
-static constexpr int counted_rows = 2048; // at a time
+static constexpr int order_warps = stream_threads / 32;
+static constexpr int lane_rows = 2;                    // rows that a lane finds the places of
+static constexpr int ordered_rows = 32 * lane_rows;    // of a thread block
+static constexpr int counted_rows = 2048;              // at a time; a multiple of ordered_rows
+static constexpr int copied_keys = 4 * stream_threads; // of a thread block
 
 /* ---- select ---- */
 
@@ -36,6 +40,7 @@ struct stream_plan {
     int32_t *sequence_expiry; // [heads][kv_len]
     int32_t *sequence_slot;   // [heads][kv_len]
     int32_t *row;             // [heads][rows]: the row of each carried key
+    int32_t *empty;           // [heads]: empty rows, which stand first
 };
 
 struct stream_element {
@@ -50,64 +55,137 @@ __device__ static stream_element element_of(const stream_plan &plan) {
             (int32_t)(blockIdx.x * stream_threads + threadIdx.x)};
 }
 
-/* Copies the keys of the call behind the carried ones. */
-static __global__ void __launch_bounds__(stream_threads)
-    fill_sequences(const __grid_constant__ stream_plan plan, const int64_t heads) {
-    const stream_element at = element_of(plan);
-    if (at.head >= heads || at.n >= plan.new_len)
-        return;
-    const int64_t to = at.head * plan.kv_len + plan.rows + at.n;
-    plan.sequence_score[to] = plan.score.at(at.b, at.g)[at.n];
-    plan.sequence_valid[to] =
-        plan.key_valid == NULL || plan.key_valid[at.b * plan.valid_batch + at.n] != 0;
-}
+/* The numbers of a thread block that orders rows: some of the positions, and what each warp has
+ * counted. */
+struct order_memory {
+    alignas(16) int32_t positions[counted_rows];
+    int32_t before[order_warps][ordered_rows];
+    int32_t empty;
+};
 
-/* Copies the carried keys in order of position. counting_lanes lanes count the rows that precede a
- * key: that number is its new index. */
-static __global__ void __launch_bounds__(stream_threads)
-    order_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
-    __shared__ int32_t positions[counted_rows];
-    const int64_t head = head_of_block();
-    if (head >= heads)
-        return;
-    const int32_t b = (int32_t)(head / plan.kv_heads), g = (int32_t)(head % plan.kv_heads);
-    const int32_t *const position = plan.in_position.at(b, g);
-    const int32_t lane = threadIdx.x % counting_lanes;
-    // counting_lanes times as many threads as rows may be more than 2^32
-    const int64_t thread = (int64_t)blockIdx.x * stream_threads + threadIdx.x;
-    const int32_t row = (int32_t)(thread / counting_lanes);
-    const bool is_there = row < plan.rows;
-    const int32_t own = is_there ? max(position[row], -1) : -1;
-    int32_t before = 0;
-    for (int32_t first = 0; first < plan.rows; first += counted_rows) {
-        const int32_t count = min(counted_rows, plan.rows - first);
-        __syncthreads();
-        for (int32_t n = threadIdx.x; n < count; n += stream_threads)
-            positions[n] = max(position[first + n], -1);
-        __syncthreads();
+/* Loads the positions of rows `first` to `first + count` - 1, -1 for empty ones, and behind them up
+ * to three that no row comes after. Counts the empty ones. */
+__device__ static void load_positions(order_memory *shared, const int32_t *position, int32_t first,
+                                      int32_t count) {
+    int32_t empty = 0;
 #pragma unroll 8
-        for (int32_t n = lane; n < count; n += counting_lanes)
-            before += positions[n] < own || (positions[n] == own && first + n < row);
+    for (int32_t n = threadIdx.x; n < (count + 3) / 4 * 4; n += stream_threads) {
+        const int32_t own = n < count ? max(position[first + n], -1) : INT32_MAX;
+        shared->positions[n] = own;
+        empty += own < 0;
     }
-    for (int other = 1; other < counting_lanes; other *= 2)
-        before += __shfl_xor_sync(~0u, before, other);
-    if (!is_there || lane > 0)
-        return;
-    const int64_t to = head * plan.kv_len + before;
-    plan.row[head * plan.rows + before] = row;
-    plan.sequence_score[to] = plan.in_score.at(b, g)[row];
-    plan.sequence_valid[to] = own >= 0;
+    empty = __reduce_add_sync(~0u, empty);
+    if (threadIdx.x % 32 == 0)
+        atomicAdd(&shared->empty, empty);
 }
 
-/* The number of empty rows, which stand first. */
-__device__ static int32_t count_empty(const uint8_t *valid, int32_t rows) {
-    int32_t low = 0, high = rows; // rows before `low` are empty, those from `high` on are not
-    while (low < high) {
-        const int32_t middle = low + (high - low) / 2;
-        low = valid[middle] ? low : middle + 1;
-        high = valid[middle] ? middle : high;
+/* Counts which of the positions `from` to `end` - 1 precede each of this lane's rows. Both are
+ * multiples of 4. is_earlier: they are those of lower rows, which decides ties. */
+template <bool is_earlier>
+__device__ static void count_positions(const order_memory *shared, int32_t from, int32_t end,
+                                       const int32_t (&own)[lane_rows],
+                                       int32_t (&before)[lane_rows]) {
+#pragma unroll 4
+    for (int32_t n = from + (int32_t)threadIdx.x / 32 * 4; n < end; n += order_warps * 4) {
+        const int4 four = *(const int4 *)&shared->positions[n];
+        const int32_t positions[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < lane_rows * 4; i++)
+            before[i / 4] +=
+                is_earlier ? positions[i % 4] <= own[i / 4] : positions[i % 4] < own[i / 4];
     }
-    return low;
+}
+
+/* The same of the positions of the thread block's own rows, the first of which is at `from`. */
+__device__ static void count_neighbours(const order_memory *shared, int32_t from, int32_t end,
+                                        const int32_t (&own)[lane_rows],
+                                        int32_t (&before)[lane_rows]) {
+    const int32_t lane = threadIdx.x % 32;
+    for (int32_t n = from + (int32_t)threadIdx.x / 32; n < end; n += order_warps)
+#pragma unroll
+        for (int i = 0; i < lane_rows; i++) {
+            const int32_t other = shared->positions[n];
+            before[i] += other < own[i] || (other == own[i] && n - from < lane + 32 * i);
+        }
+}
+
+/* Counts how many rows precede each of this lane's rows, of those that this warp looks at. The
+ * first of the thread block's rows is first_row. */
+__device__ static void count_before(order_memory *shared, const int32_t *position, int32_t rows,
+                                    int32_t first_row, const int32_t (&own)[lane_rows],
+                                    int32_t (&before)[lane_rows]) {
+    for (int32_t first = 0; first < rows; first += counted_rows) {
+        const int32_t count = min(counted_rows, rows - first), end = (count + 3) / 4 * 4;
+        const int32_t from = min(max(first_row - first, 0), end);
+        const int32_t behind = min(max(first_row + ordered_rows - first, 0), end);
+        __syncthreads();
+        load_positions(shared, position, first, count);
+        __syncthreads();
+        count_positions<true>(shared, 0, from, own, before);
+        count_neighbours(shared, from, behind, own, before);
+        count_positions<false>(shared, behind, end, own, before);
+    }
+}
+
+/* Copies some carried keys in order of position: the number of rows that precede a key is its new
+ * index. Each warp looks at some of the rows, for all rows of the thread block. */
+__device__ static void order_rows(const stream_plan &plan, const stream_element &at) {
+    __shared__ order_memory shared;
+    const int32_t first_row = blockIdx.x * ordered_rows, warp = threadIdx.x / 32;
+    const int32_t *const position = plan.in_position.at(at.b, at.g);
+    int32_t own[lane_rows], before[lane_rows] = {};
+#pragma unroll
+    for (int i = 0; i < lane_rows; i++) {
+        const int32_t row = first_row + 32 * i + threadIdx.x % 32;
+        own[i] = row < plan.rows ? max(position[row], -1) : -1;
+    }
+    if (threadIdx.x == 0)
+        shared.empty = 0;
+    count_before(&shared, position, plan.rows, first_row, own, before);
+#pragma unroll
+    for (int i = 0; i < lane_rows; i++)
+        shared.before[warp][32 * i + threadIdx.x % 32] = before[i];
+    __syncthreads();
+    if (first_row == 0 && threadIdx.x == 0)
+        plan.empty[at.head] = shared.empty;
+    const int32_t row = first_row + (int32_t)threadIdx.x;
+    if (threadIdx.x >= ordered_rows || row >= plan.rows)
+        return;
+    int32_t to = 0;
+    for (int w = 0; w < order_warps; w++)
+        to += shared.before[w][threadIdx.x];
+    plan.row[at.head * plan.rows + to] = row;
+    plan.sequence_score[at.head * plan.kv_len + to] = plan.in_score.at(at.b, at.g)[row];
+    plan.sequence_valid[at.head * plan.kv_len + to] = position[row] >= 0;
+}
+
+/* Copies some keys of the call behind the carried ones. */
+__device__ static void copy_keys(const stream_plan &plan, const stream_element &at, int32_t first) {
+    const int32_t end = min(plan.new_len, first + copied_keys);
+    const float *const score = plan.score.at(at.b, at.g);
+    const int64_t to = at.head * plan.kv_len + plan.rows;
+#pragma unroll 4
+    for (int32_t n = first + (int32_t)threadIdx.x; n < end; n += stream_threads) {
+        plan.sequence_score[to + n] = score[n];
+        plan.sequence_valid[to + n] =
+            plan.key_valid == NULL || plan.key_valid[at.b * plan.valid_batch + n] != 0;
+    }
+}
+
+/* Writes the sequences. The first `row_blocks` thread blocks of a head order its carried keys, the
+ * others copy its keys of the call. */
+static __global__ void __launch_bounds__(stream_threads)
+    write_sequences(const __grid_constant__ stream_plan plan, const int64_t heads,
+                    const int32_t row_blocks) {
+    const stream_element at = element_of(plan);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (at.head >= heads)
+        return;
+    if ((int32_t)blockIdx.x < row_blocks)
+        order_rows(plan, at);
+    else
+        copy_keys(plan, at, ((int32_t)blockIdx.x - row_blocks) * copied_keys);
 }
 
 /* Writes the selection from those of the sequences. Slots of a sequence count its valid keys: with
@@ -115,21 +193,22 @@ __device__ static int32_t count_empty(const uint8_t *valid, int32_t rows) {
 static __global__ void __launch_bounds__(stream_threads)
     write_selection(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (at.head >= heads || at.n >= plan.kv_len)
         return;
     const int64_t first = at.head * plan.kv_len;
-    const uint8_t *const valid = plan.sequence_valid + first;
+    const int32_t empty = plan.empty[at.head];
     const int32_t *const row = plan.row + at.head * plan.rows;
     const int32_t ends = plan.sequence_expiry[first + at.n];
     int32_t *const expiry = plan.expiry.at(at.b, at.g), *const slot = plan.slot.at(at.b, at.g);
     if (at.n < plan.rows) {
         const int32_t own = row[at.n];
-        expiry[own] = valid[at.n] ? ends : own;
-        slot[own] = valid[at.n] ? own : -1;
+        expiry[own] = at.n >= empty ? ends : own;
+        slot[own] = at.n >= empty ? own : -1;
         return;
     }
-    const int32_t empty = count_empty(valid, plan.rows), filled = plan.rows - empty;
-    const int32_t s = plan.sequence_slot[first + at.n];
+    const int32_t s = plan.sequence_slot[first + at.n], filled = plan.rows - empty;
     expiry[at.n] = ends;
     slot[at.n] = s < 0 || s >= plan.rows ? -1 : s < filled ? row[empty + s] : row[s - filled];
 }
@@ -139,6 +218,8 @@ static __global__ void __launch_bounds__(stream_threads)
 static __global__ void __launch_bounds__(stream_threads)
     write_carried_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (at.head >= heads || at.n >= plan.out_rows)
         return;
     const bool is_kept = at.n < plan.rows && plan.expiry.at(at.b, at.g)[at.n] >= plan.kv_len;
@@ -150,6 +231,8 @@ static __global__ void __launch_bounds__(stream_threads)
 static __global__ void __launch_bounds__(stream_threads)
     write_new_rows(const __grid_constant__ stream_plan plan, const int64_t heads) {
     const stream_element at = element_of(plan);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     if (at.head >= heads || at.n >= max(plan.new_len, 1))
         return;
     const int32_t most = INT32_MAX - plan.new_len;
@@ -191,6 +274,7 @@ static stream_plan plan_select(const fdma_problem *problem, fdma_arena *arena) {
     plan.sequence_expiry = take<int32_t>(arena, keys);
     plan.sequence_slot = take<int32_t>(arena, keys);
     plan.row = take<int32_t>(arena, problem->batch * problem->kv_heads * problem->carried_len);
+    plan.empty = take<int32_t>(arena, problem->batch * problem->kv_heads);
     return plan;
 }
 
@@ -216,17 +300,17 @@ static fdma_status run_select(const fdma_kernel *kernel, const fdma_problem *pro
     const int64_t heads = problem->batch * problem->kv_heads;
     const auto over = [&](int64_t elements) {
         return launch_shape{grid_of(divide_up(elements, stream_threads), heads),
-                            dim3(stream_threads)};
+                            dim3(stream_threads), 0, start_early};
     };
     if (plan.sequence_score == NULL) {
         FDMA_TRY(kernel->run(problem));
     } else {
         fdma_problem one = sequences_of(problem, plan);
         fdma_set_aside(&one.exec, &arena);
-        FDMA_TRY(
-            launch("select", fill_sequences, over(max(plan.new_len, 1)), problem, plan, heads));
-        FDMA_TRY(launch("select", order_rows, over((int64_t)plan.rows * counting_lanes), problem,
-                        plan, heads));
+        const int32_t row_blocks = (int32_t)divide_up(plan.rows, ordered_rows);
+        const launch_shape all = {grid_of(row_blocks + divide_up(plan.new_len, copied_keys), heads),
+                                  dim3(stream_threads), 0, start_early};
+        FDMA_TRY(launch("select", write_sequences, all, problem, plan, heads, row_blocks));
         FDMA_TRY(kernel->run(&one));
         FDMA_TRY(launch("select", write_selection, over(plan.kv_len), problem, plan, heads));
     }
