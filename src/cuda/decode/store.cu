@@ -7,13 +7,13 @@ extern "C" {
 #include "cuda/device/ptx.cuh"
 
 static constexpr int store_threads = 256;
-static constexpr int warp_keys = 8;    // that a warp of the second kernel looks at together
-static constexpr int block_keys = 256; // that a block of it looks at
+static constexpr int warp_keys = 8; // that a warp of the second kernel looks at
+static constexpr int block_keys = store_threads / 32 * warp_keys;
+static constexpr int copied_keys = 4; // whose loads are in flight together
 
-/* A prompt as starts, index and the cache's seen say; clamped, since they may hold anything. */
+/* A prompt as starts and index say; clamped, since they may hold anything. */
 struct prompt_range {
     int32_t sequence;   // of the cache; -1: skipped
-    int32_t seen;       // tokens before the prompt
     int32_t first, end; // among the keys of the call
 };
 
@@ -24,7 +24,7 @@ struct store_plan {
     number_view<int32_t> expiry, slot, position;
     int32_t *seen;
     const int32_t *index, *starts; // NULL: absent
-    prompt_range *prompts;         // [prompts], in the workspace
+    int32_t *seen_before;          // [prompts], in the workspace: tokens before each prompt
     int32_t count;                 // of prompts
     int32_t sequences, kv_heads, rows, carried_len, new_len;
     int32_t row_bytes;
@@ -33,7 +33,7 @@ struct store_plan {
 
 __device__ static prompt_range prompt_of(const store_plan &plan, int32_t n) {
     const int32_t sequence = plan.index != NULL ? plan.index[n] : n;
-    prompt_range prompt = {-1, 0, 0, plan.new_len};
+    prompt_range prompt = {-1, 0, plan.new_len};
     if (plan.starts != NULL) {
         prompt.first = clamp(plan.starts[n], 0, plan.new_len);
         prompt.end = clamp(plan.starts[n + 1], prompt.first, plan.new_len);
@@ -41,96 +41,138 @@ __device__ static prompt_range prompt_of(const store_plan &plan, int32_t n) {
     if (sequence < 0 || sequence >= plan.sequences)
         return prompt;
     prompt.sequence = sequence;
-    if (plan.carried_len > 0)
-        prompt.seen = clamp(plan.seen[sequence], 0, INT32_MAX - plan.new_len);
     return prompt;
 }
 
-/* A block has one kv head of one prompt: it empties all rows but those of carried keys that are
- * kept to the end. */
+/* Counts the tokens of prompt n. */
+__device__ static void count_tokens(const store_plan &plan, int32_t n, const prompt_range &prompt) {
+    int32_t seen = 0;
+    if (prompt.sequence >= 0) {
+        if (plan.carried_len > 0)
+            seen = clamp(plan.seen[prompt.sequence], 0, INT32_MAX - plan.new_len);
+        plan.seen[prompt.sequence] = seen + prompt.end - prompt.first;
+    }
+    plan.seen_before[n] = seen;
+}
+
+/* A block has some rows of one kv head of one prompt: it empties all but those of carried keys that
+ * are kept to the end. */
 static __global__ void __launch_bounds__(store_threads, 2)
     empty_rows(const __grid_constant__ store_plan plan) {
-    const int32_t n = (int32_t)(blockIdx.x / plan.kv_heads);
-    const int32_t g = (int32_t)(blockIdx.x % plan.kv_heads);
-    const int32_t sequence = plan.index != NULL ? plan.index[n] : n;
-    const int32_t kv_len = plan.carried_len + plan.new_len;
-    if (g == 0 && threadIdx.x == 0) {
-        const prompt_range prompt = prompt_of(plan, n);
-        plan.prompts[n] = prompt;
-        if (prompt.sequence >= 0)
-            plan.seen[prompt.sequence] = prompt.seen + prompt.end - prompt.first;
-    }
-    if (sequence < 0 || sequence >= plan.sequences)
+    const int64_t head = head_of_block();
+    const int32_t n = (int32_t)(head / plan.kv_heads), g = (int32_t)(head % plan.kv_heads);
+    const int32_t row = (int32_t)(blockIdx.x * store_threads + threadIdx.x);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (n >= plan.count)
+        return;
+    const prompt_range prompt = prompt_of(plan, n);
+    if (g == 0 && row == 0)
+        count_tokens(plan, n, prompt);
+    if (prompt.sequence < 0 || row >= plan.rows)
         return;
     const int32_t *const expiry = plan.expiry.at(plan.starts != NULL ? 0 : n, g);
-    for (int32_t row = threadIdx.x; row < plan.rows; row += store_threads)
-        if (row >= plan.carried_len || expiry[row] < kv_len) {
-            plan.cache_score.at(sequence, g)[row] = -INFINITY;
-            plan.position.at(sequence, g)[row] = -1;
-        }
+    if (row < plan.carried_len && expiry[row] >= plan.carried_len + plan.new_len)
+        return;
+    plan.cache_score.at(prompt.sequence, g)[row] = -INFINITY;
+    plan.position.at(prompt.sequence, g)[row] = -1;
 }
 
-/* Copies a row with half a warp, in elements of a type that suits its alignment. */
-template <typename unit>
-__device__ static void copy_units(void *to, const void *from, int32_t bytes) {
-#pragma unroll 1
-    for (int32_t n = threadIdx.x % 16; n < bytes / (int32_t)sizeof(unit); n += 16)
-        ((unit *)to)[n] = ((const unit *)from)[n];
-}
+/* The kept keys among those that a warp looks at. */
+struct kept_keys {
+    row_indices at; // of this lane's key in the cache; no_row_indices(): it is not copied
+    int32_t first;  // key of lane 0
+    uint32_t lanes; // whose keys are to be copied
+};
 
-/* Copies k or v of key m of prompt b to its row in the cache. */
-template <typename unit>
-__device__ static void copy_key(const store_plan &plan, bool is_v, const row_indices &to, int32_t b,
-                                int32_t m, int32_t g, int32_t element_bytes) {
+/* Where a row of key m of the call, and row `to` of the cache, begin. */
+struct row_copy {
+    const char *from;
+    char *to;
+};
+
+/* Of k, or of v, of key m of prompt b. */
+__device__ static row_copy copy_of_key(const store_plan &plan, bool is_v, const row_indices &to,
+                                       int32_t b, int32_t m, int32_t g, int32_t element_bytes) {
     const head_view &cache = is_v ? plan.cache_v : plan.cache_k, &keys = is_v ? plan.v : plan.k;
-    copy_units<unit>(
-        (char *)cache.data +
-            element_bytes * (to.first * cache.batch + to.row * cache.row + g * cache.head),
-        (const char *)keys.data + element_bytes * (b * keys.batch + m * keys.row + g * keys.head),
-        plan.row_bytes);
+    return {(const char *)keys.data +
+                element_bytes * (b * keys.batch + m * keys.row + g * keys.head),
+            (char *)cache.data +
+                element_bytes * (to.first * cache.batch + to.row * cache.row + g * cache.head)};
 }
 
-/* A block has some keys of one kv head of one prompt. A row whose page is missing becomes empty. */
+/* Copies the rows of kept keys, copied_keys at a time, k with the first half of a warp and v with
+ * the second one, in elements of a type that suits their alignment. */
+template <typename unit>
+__device__ static void copy_kept(const store_plan &plan, const kept_keys &kept, int32_t b,
+                                 int32_t g, int32_t element_bytes) {
+    const int32_t units = plan.row_bytes / (int32_t)sizeof(unit), lane = threadIdx.x % 32;
+    uint32_t left = kept.lanes;
+    while (left != 0) {
+        row_copy copy[copied_keys];
+#pragma unroll
+        for (int i = 0; i < copied_keys; i++) {
+            const int32_t other = left != 0 ? __ffs(left) - 1 : 0;
+            const row_indices to = {__shfl_sync(~0u, kept.at.first, other),
+                                    __shfl_sync(~0u, kept.at.row, other)};
+            copy[i] = copy_of_key(plan, lane >= 16, to, b, kept.first + other, g, element_bytes);
+            copy[i].to = left != 0 ? copy[i].to : NULL;
+            left &= left - 1;
+        }
+#pragma unroll 1
+        for (int32_t n = lane % 16; n < units; n += 16) {
+            unit values[copied_keys];
+#pragma unroll
+            for (int i = 0; i < copied_keys; i++)
+                if (copy[i].to != NULL)
+                    values[i] = ((const unit *)copy[i].from)[n];
+#pragma unroll
+            for (int i = 0; i < copied_keys; i++)
+                if (copy[i].to != NULL)
+                    ((unit *)copy[i].to)[n] = values[i];
+        }
+    }
+}
+
+/* Writes what the table has of a key, number m of the prompt. A row whose page is missing becomes
+ * empty. */
+__device__ static void store_numbers(const store_plan &plan, const prompt_range &prompt, int32_t b,
+                                     int32_t n, int32_t g, int32_t own, int32_t row, bool is_lost) {
+    const float score = plan.score.at(b, g)[own];
+    plan.cache_score.at(prompt.sequence, g)[row] = is_lost ? -INFINITY : score;
+    plan.position.at(prompt.sequence, g)[row] =
+        is_lost ? -1 : plan.seen_before[n] + own - prompt.first;
+    if (plan.bias_form != FDMA_BIAS_NONE && !is_lost)
+        plan.cache_bias.at(prompt.sequence, g)[row] = bias_of(plan.bias_form, score);
+}
+
+/* A block has some keys of one kv head of one prompt. What it reads before it waits for
+ * empty_rows(), that kernel has waited for. */
 template <typename unit>
 static __global__ void __launch_bounds__(store_threads, 2)
     store_keys(const __grid_constant__ store_plan plan, const int32_t element_bytes) {
     const int64_t head = head_of_block();
-    if (head >= (int64_t)plan.count * plan.kv_heads)
-        return;
     const int32_t n = (int32_t)(head / plan.kv_heads), g = (int32_t)(head % plan.kv_heads);
     const int32_t b = plan.starts != NULL ? 0 : n, lane = threadIdx.x % 32;
-    const prompt_range prompt = plan.prompts[n];
-    const int32_t from = prompt.first + (int32_t)blockIdx.x * block_keys;
-    const int32_t end = min(prompt.end, from + block_keys);
-    if (prompt.sequence < 0)
-        return;
-    const int32_t *const expiry = plan.expiry.at(b, g) + plan.carried_len;
-    const int32_t *const slot = plan.slot.at(b, g) + plan.carried_len;
-    for (int32_t first = from + (int32_t)threadIdx.x / 32 * warp_keys; first < end;
-         first += store_threads / 32 * warp_keys) {
-        const int32_t own = first + lane;
-        const bool is_kept =
-            lane < warp_keys && own < end && expiry[own] >= plan.carried_len + prompt.end;
-        const int32_t own_row = is_kept ? slot[own] : -1;
-        const bool has_row = own_row >= 0 && own_row < plan.rows;
-        const row_indices own_at =
-            has_row ? indices_of(plan.pages, prompt.sequence, own_row) : no_row_indices();
-        for (uint32_t left = __ballot_sync(~0u, own_at.first >= 0); left != 0; left &= left - 1) {
-            const int32_t other = __ffs(left) - 1;
-            const row_indices to = {__shfl_sync(~0u, own_at.first, other),
-                                    __shfl_sync(~0u, own_at.row, other)};
-            copy_key<unit>(plan, lane >= 16, to, b, first + other, g, element_bytes);
-        }
-        if (!has_row)
-            continue;
-        const bool is_lost = own_at.first < 0;
-        const float score = plan.score.at(b, g)[own];
-        plan.cache_score.at(prompt.sequence, g)[own_row] = is_lost ? -INFINITY : score;
-        plan.position.at(prompt.sequence, g)[own_row] =
-            is_lost ? -1 : prompt.seen + own - prompt.first;
-        if (plan.bias_form != FDMA_BIAS_NONE && !is_lost)
-            plan.cache_bias.at(prompt.sequence, g)[own_row] = bias_of(plan.bias_form, score);
+    const bool is_there = n < plan.count;
+    const prompt_range prompt = is_there ? prompt_of(plan, n) : prompt_range{-1, 0, 0};
+    const int32_t first =
+        prompt.first + (int32_t)blockIdx.x * block_keys + (int32_t)threadIdx.x / 32 * warp_keys;
+    int32_t row = -1;
+    row_indices at = no_row_indices();
+    if (prompt.sequence >= 0 && lane < warp_keys && first + lane < prompt.end) {
+        const int32_t key = plan.carried_len + first + lane;
+        const int32_t slot = plan.slot.at(b, g)[key];
+        row = plan.expiry.at(b, g)[key] >= plan.carried_len + prompt.end ? slot : -1;
     }
+    const bool has_row = row >= 0 && row < plan.rows;
+    if (has_row)
+        at = indices_of(plan.pages, prompt.sequence, row);
+    griddepcontrol_wait(); // for empty_rows()
+    griddepcontrol_launch_dependents();
+    copy_kept<unit>(plan, {at, first, __ballot_sync(~0u, at.first >= 0)}, b, g, element_bytes);
+    if (has_row)
+        store_numbers(plan, prompt, b, n, g, first + lane, row, at.first < 0);
 }
 
 static store_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
@@ -158,7 +200,7 @@ static store_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     plan.new_len = (int32_t)problem->new_len;
     plan.row_bytes = (int32_t)(problem->head_dim * (int64_t)fdma_dtype_size(problem->dtype));
     plan.bias_form = problem->bias_form;
-    plan.prompts = take<prompt_range>(arena, plan.count);
+    plan.seen_before = take<int32_t>(arena, plan.count);
     return plan;
 }
 
@@ -178,12 +220,13 @@ static fdma_status run(const fdma_problem *problem) {
     const int32_t bytes_per_element = (int32_t)fdma_dtype_size(problem->dtype);
     if (heads == 0)
         return FDMA_OK;
-    FDMA_TRY(launch("cache_store", empty_rows, {dim3((unsigned)heads), dim3(store_threads)},
-                    problem, plan));
+    const launch_shape rows = {grid_of(divide_up(max(plan.rows, 1), store_threads), heads),
+                               dim3(store_threads), 0, start_early};
+    FDMA_TRY(launch("cache_store", empty_rows, rows, problem, plan));
     if (plan.new_len == 0)
         return FDMA_OK;
     const launch_shape keys = {grid_of(divide_up(plan.new_len, block_keys), heads),
-                               dim3(store_threads)};
+                               dim3(store_threads), 0, start_early};
     return is_aligned(plan, bytes_per_element)
                ? launch("cache_store", store_keys<uint4>, keys, problem, plan, bytes_per_element)
                : launch("cache_store", store_keys<uint16_t>, keys, problem, plan,
@@ -195,7 +238,7 @@ static const char *refuses(const fdma_problem *problem) {
         return "float64 caches";
     if (count_prompts(problem) * problem->kv_heads > INT32_MAX)
         return "more than 2^31 - 1 heads";
-    if (problem->kv_len > INT32_MAX - block_keys)
+    if (problem->kv_len > INT32_MAX - 256)
         return "more than 2^31 - 257 keys";
     return fdma_refuses_before_sm80(problem);
 }
