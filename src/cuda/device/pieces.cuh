@@ -21,7 +21,9 @@ struct piece_rows {
     uint32_t carried, own; // the index that key 0 has, or would have, in either piece
 };
 
-static inline row_steps steps_of(const head_view &own) { return {0, (uint32_t)(2 * own.row)}; }
+static inline row_steps steps_of(const head_view &own) {
+    return {0, (uint32_t)(2 * own.row), 0, 0, 0};
+}
 
 /* The unit of two pieces is the largest power of 2, up to 64 KB, that divides the distance of any
  * two rows. It is at least 16 bytes if rows are aligned to that. */

@@ -270,13 +270,13 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
                                   const head_selection &of, const int32_t *list, int32_t position,
                                   roll_memory *shared) {
     int32_t live = 0;
-    for (int32_t first = threadIdx.x; first <= selection.slots;
-         first += load_batch * roll_threads) {
+    const uint32_t end = (uint32_t)selection.slots + 1;
+    for (uint32_t first = threadIdx.x; first < end; first += load_batch * roll_threads) {
         int32_t key[load_batch], expiry[load_batch], entry[load_batch];
 #pragma unroll
         for (int i = 0; i < load_batch; i++) {
-            const int32_t s = first + i * roll_threads;
-            key[i] = s <= selection.slots ? list[s] : -1;
+            const uint32_t s = first + i * roll_threads;
+            key[i] = s < end ? list[s] : -1;
         }
 #pragma unroll
         for (int i = 0; i < load_batch; i++) {
@@ -286,11 +286,11 @@ __device__ static void load_table(const forward_plan &plan, const selection_view
         }
 #pragma unroll
         for (int i = 0; i < load_batch; i++) {
-            const int32_t s = first + i * roll_threads;
-            const bool lives = expiry[i] > position && entry[i] == s;
-            if (s <= selection.slots)
+            const uint32_t s = first + i * roll_threads;
+            const bool lives = expiry[i] > position && entry[i] == (int32_t)s;
+            if (s < end)
                 shared->table[s] = lives ? key[i] : -1;
-            live = lives ? s + 1 : live;
+            live = lives ? (int32_t)s + 1 : live;
         }
     }
     live = __reduce_max_sync(~0u, live);
