@@ -50,8 +50,8 @@ static void write_piece(fdma_tensor to, fdma_tensor from) {
 
 /* Places the pieces of `all`, a tensor of all keys, at `memory`, or in a new block if that is
  * NULL. */
-static void place(const placement *how, fdma_tensor all, char *memory, fdma_tensor *carried,
-                  fdma_tensor *own) {
+static void write_pieces(const placement *how, fdma_tensor all, char *memory, fdma_tensor *carried,
+                         fdma_tensor *own) {
     const fdma_tensor first = positions_of(all, 1, 0, carried_len);
     const fdma_tensor rest = positions_of(all, 1, carried_len, kv_len);
     const size_t shift = (size_t)how->shift * dtype_size(all.dtype);
@@ -90,8 +90,8 @@ static void split_call(call *there, call *here, const placement *how, char *memo
     const fdma_tensor k = here->args.forward.k, v = here->args.forward.v;
     const fdma_tensor bias = here->args.forward.bias;
     device_copy_call(there, here);
-    place(how, k, memory, &args->k_carried, &args->k);
-    place(how, v, memory == NULL ? NULL : memory + (1 << 24), &args->v_carried, &args->v);
+    write_pieces(how, k, memory, &args->k_carried, &args->k);
+    write_pieces(how, v, memory == NULL ? NULL : memory + (1 << 24), &args->v_carried, &args->v);
     args->bias_carried = device_tensor(gathered(positions_of(bias, 2, 0, carried_len)));
     args->bias = device_tensor(gathered(positions_of(bias, 2, carried_len, kv_len)));
 }
