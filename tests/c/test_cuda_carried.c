@@ -1,7 +1,8 @@
 /* test_cuda_carried.c - the rows of carried keys and those of the call, in places of a device's
- * memory that have nothing to do with each other: out and lse are, bit for bit, those of the same
- * kernel with all keys in one tensor. */
+ * memory that have nothing to do with each other: out, lse and gradients are, bit for bit, those of
+ * the same kernel with all keys in one tensor. */
 #include "device.h"
+#include "gradient.h"
 
 enum { batch = 2, carried_len = 77, new_len = 190, kv_len = carried_len + new_len };
 
@@ -160,7 +161,89 @@ static void pieces_at_both_ends_of_memory(void) {
     cudaFree(memory);
 }
 
-static const test_entry tests[] = {TEST(pieces_for_many_queries), TEST(pieces_for_few_queries),
-                                   TEST(pieces_at_both_ends_of_memory)};
+/* ---- backward ---- */
+
+/* Copies a call to the device, but k, v, dk and dv in two pieces. */
+static void split_gradients(call *there, call *here, const placement *how) {
+    fdma_backward_args *const args = &there->args.backward, *const all = &here->args.backward;
+    device_copy_call(there, here);
+    write_pieces(how, all->k, NULL, &args->k_carried, &args->k);
+    write_pieces(how, all->v, NULL, &args->v_carried, &args->v);
+    write_pieces(how, all->dk, NULL, &args->dk_carried, &args->dk);
+    write_pieces(how, all->dv, NULL, &args->dv_carried, &args->dv);
+    args->bias_carried = device_tensor(gathered(positions_of(all->bias, 2, 0, carried_len)));
+    args->bias = device_tensor(gathered(positions_of(all->bias, 2, carried_len, kv_len)));
+    args->dbias_carried = device_tensor(gathered(positions_of(all->dbias, 2, 0, carried_len)));
+    args->dbias = device_tensor(gathered(positions_of(all->dbias, 2, carried_len, kv_len)));
+}
+
+/* Compares two pieces of a gradient with the gradient of all keys. */
+static void check_pieces(fdma_tensor carried, fdma_tensor own, fdma_tensor all, int axis) {
+    const fdma_tensor first = gathered(positions_of(all, axis, 0, carried_len));
+    const fdma_tensor rest = gathered(positions_of(all, axis, carried_len, kv_len));
+    CHECK_BYTES(gathered(carried).data, first.data, bytes_of(first));
+    CHECK_BYTES(gathered(own).data, rest.data, bytes_of(rest));
+}
+
+/* Fills the outputs of a call that adds to them. */
+static void fill_gradients(const fdma_backward_args *args) {
+    uint64_t state = 3;
+    const gradients outputs = gradient_outputs(args);
+    for (int t = 0; t < 3; t++)
+        fill_random(outputs.all[t], &state, 1);
+}
+
+/* As check_placement(). */
+static void check_gradients(const problem *x, const placement *how, const char *want) {
+    const gradient_problem p = gradient_of(x, 1);
+    fdma_backward_args args = gradient_args(&p, "cuda");
+    const char *name = NULL, *usual = NULL;
+    call here, there, whole, found;
+    args.deterministic = 1;
+    args.accumulate = how->own_first;
+    fill_gradients(&args);
+    test_context("gradients, %s, head_dim %d, window %d, %s", how->name, (int)x->head_dim,
+                 (int)x->window, want == NULL ? "any kernel" : want);
+    call_of(&here, operation_backward, &args);
+    split_gradients(&there, &here, how);
+    if (want != NULL)
+        there.args.backward.exec.kernel = want;
+    CHECK_OK(fdma_backward_kernel(&there.args.backward, &name));
+    CHECK_OK(device_run_call(&there));
+    device_fetch(&found, &there);
+    device_copy_call(&whole, &here);
+    CHECK_OK(fdma_backward_kernel(&whole.args.backward, &usual));
+    CHECK(!how->is_plain || want != NULL || strcmp(name, usual) == 0);
+    whole.args.backward.exec.kernel = name;
+    CHECK_OK(device_run_call(&whole));
+    device_read_outputs(&here, &whole);
+    const fdma_backward_args *const got = &found.args.backward, *const all = &here.args.backward;
+    CHECK_BYTES(got->dq.data, all->dq.data, bytes_of(all->dq));
+    check_pieces(got->dk_carried, got->dk, all->dk, 1);
+    check_pieces(got->dv_carried, got->dv, all->dv, 1);
+    check_pieces(got->dbias_carried, got->dbias, all->dbias, 2);
+    device_free_all();
+}
+
+static void gradients_of_pieces_are_those_of_the_whole(void) {
+    static const int64_t head_dims[] = {64, 128, 256};
+    for (int d = 0; d < TEST_COUNT(head_dims); d++)
+        for (int n = 0; n < TEST_COUNT(placements); n++)
+            for (int64_t window = n % 2 ? -1 : 20; window <= 60; window += 61) {
+                const problem x = new_problem(n % 3 == 0 ? new_len : 131, head_dims[d], window,
+                                              n % 2 ? FDMA_FLOAT16 : FDMA_BFLOAT16);
+                check_gradients(&x, &placements[n], NULL);
+                if (placements[n].is_plain)
+                    check_gradients(&x, &placements[n], "cuda/sm80");
+                test_free_all();
+            }
+}
+
+static const test_entry tests[] = {
+    TEST(pieces_for_many_queries),
+    TEST(pieces_for_few_queries),
+    TEST(pieces_at_both_ends_of_memory),
+    TEST(gradients_of_pieces_are_those_of_the_whole),
+};
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }

@@ -31,6 +31,25 @@ template <typename number> struct number_view {
     __device__ number *at(int64_t b, int64_t h) const { return data + b * batch + h * head; }
 };
 
+/* The row of key j of a head, which is row j of `carried` if j is below carried_len, else row
+ * j - carried_len of `own`. */
+template <typename element>
+__device__ static element *row_of_key(const head_view &own, const head_view &carried,
+                                      int32_t carried_len, int64_t b, int64_t g, int32_t j) {
+    const bool is_carried = j < carried_len;
+    const head_view &view = is_carried ? carried : own;
+    const int64_t row = is_carried ? j : j - carried_len;
+    return (element *)view.data + b * view.batch + row * view.row + g * view.head;
+}
+
+/* Likewise the number of key j. */
+template <typename number>
+__device__ static number *number_of_key(const number_view<number> &own,
+                                        const number_view<number> &carried, int32_t carried_len,
+                                        int64_t b, int64_t g, int32_t j) {
+    return j < carried_len ? carried.at(b, g) + j : own.at(b, g) + (j - carried_len);
+}
+
 template <typename number> static number_view<number> numbers_of(const fdma_tensor *tensor) {
     return {(number *)tensor->data, tensor->stride[0], tensor->stride[1]};
 }

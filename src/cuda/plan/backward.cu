@@ -46,20 +46,20 @@ static __global__ void __launch_bounds__(row_threads)
 
 /* Clears dbias and, unless they accumulate, dk and dv. row_lanes lanes take a key. */
 static __global__ void __launch_bounds__(row_threads)
-    clear_keys(const backward_plan plan, const bool aligned) {
+    clear_keys(const __grid_constant__ backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
-    const int64_t head = head_of_block();
+    const int64_t head = head_of_block(), b = head / forward.kv_heads, g = head % forward.kv_heads;
     const int32_t j = blockIdx.x * block_rows + threadIdx.x / row_lanes;
     const int32_t lane = threadIdx.x % row_lanes;
     if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
         return;
     if (plan.dbias.data != NULL && lane == 0)
-        plan.dbias.at(head / forward.kv_heads, head % forward.kv_heads)[j] = 0;
+        *dbias_of_key(plan, b, g, j) = 0;
     if (plan.accumulate)
         return;
     const float zeros[vec_channels] = {};
-    __half *const dk = row_of<__half>(plan.dk, head, forward.kv_heads, j);
-    __half *const dv = row_of<__half>(plan.dv, head, forward.kv_heads, j);
+    __half *const dk = dk_of_key<__half>(plan, b, g, j);
+    __half *const dv = dv_of_key<__half>(plan, b, g, j);
     for (int32_t d = lane * vec_channels; d < forward.head_dim; d += row_lanes * vec_channels) {
         store_vec(dk + d, zeros, aligned);
         store_vec(dv + d, zeros, aligned);
@@ -90,9 +90,9 @@ __device__ static void sum_channels(float (&sum)[vec_channels], const float *fro
  * a slot, a lane eight channels. */
 template <typename element>
 static __global__ void __launch_bounds__(boundary_threads)
-    add_boundaries(const backward_plan plan, const bool aligned) {
+    add_boundaries(const __grid_constant__ backward_plan plan, const bool aligned) {
     const forward_plan &forward = plan.forward;
-    const int64_t head = head_of_block();
+    const int64_t head = head_of_block(), b = head / forward.kv_heads, g = head % forward.kv_heads;
     const int32_t slot = blockIdx.x * (boundary_threads / 32) + threadIdx.x / 32;
     const int32_t lane = threadIdx.x % 32, d = lane * vec_channels;
     if (head >= (int64_t)forward.batch * forward.kv_heads || slot >= plan.slots)
@@ -113,13 +113,11 @@ static __global__ void __launch_bounds__(boundary_threads)
         }
         if (is_key(key, forward.kv_len) && next != key) {
             if (d < forward.head_dim) {
-                add_channels(row_of<element>(plan.dk, head, forward.kv_heads, key) + d, dk,
-                             aligned);
-                add_channels(row_of<element>(plan.dv, head, forward.kv_heads, key) + d, dv,
-                             aligned);
+                add_channels(dk_of_key<element>(plan, b, g, key) + d, dk, aligned);
+                add_channels(dv_of_key<element>(plan, b, g, key) + d, dv, aligned);
             }
             if (plan.dbias.data != NULL && lane == 0)
-                plan.dbias.at(head / forward.kv_heads, head % forward.kv_heads)[key] += dbias;
+                *dbias_of_key(plan, b, g, key) += dbias;
             dbias = 0;
         }
         key = next;
@@ -154,7 +152,10 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->dq = view_of(&problem->dq);
     plan->dk = view_of(&problem->dk);
     plan->dv = view_of(&problem->dv);
+    plan->dk_carried = view_of(&problem->dk_carried);
+    plan->dv_carried = view_of(&problem->dv_carried);
     plan->dbias = numbers_of<float>(&problem->dbias);
+    plan->dbias_carried = numbers_of<float>(&problem->dbias_carried);
     plan->dlse = numbers_of<const float>(&problem->dlse);
     plan->accumulate = problem->accumulate;
     plan->deterministic = problem->deterministic;
@@ -208,7 +209,7 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     const int64_t key_heads = problem->batch * problem->kv_heads;
     if (problem->kv_len > 0 && key_heads > 0)
         FDMA_TRY(launch("backward", clear_keys, over_rows(problem->kv_len, key_heads), problem,
-                        *plan, is_aligned(plan->dk) && is_aligned(plan->dv)));
+                        *plan, has_aligned_sums(*plan)));
     if (plan->rows == 0 || heads == 0)
         return FDMA_OK;
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
@@ -227,5 +228,5 @@ fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_p
     return launch(
         "backward", is_half ? add_boundaries<__half> : add_boundaries<__nv_bfloat16>,
         {grid_of(divide_up(plan->slots, boundary_threads / 32), key_heads), dim3(boundary_threads)},
-        problem, *plan, is_aligned(plan->dk) && is_aligned(plan->dv));
+        problem, *plan, has_aligned_sums(*plan));
 }

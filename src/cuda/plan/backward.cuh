@@ -39,7 +39,8 @@ struct boundary_sums {
 struct backward_plan {
     forward_plan forward; // its out and lse are inputs here
     head_view dout, dq, dk, dv;
-    number_view<float> dbias;
+    head_view dk_carried, dv_carried; // of carried keys, as forward's k_carried
+    number_view<float> dbias, dbias_carried;
     number_view<const float> dlse;
     // of row i of (b, h), at (b * q_heads + h) * rows + i:
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
@@ -52,6 +53,27 @@ struct backward_plan {
     bool is_rolling;         // each query block has a list; otherwise a slot never changes its key
     bool accumulate, deterministic;
 };
+
+/* Where dk and dv of a key begin, and where its dbias is. */
+template <typename element>
+__device__ static element *dk_of_key(const backward_plan &plan, int64_t b, int64_t g, int32_t j) {
+    return row_of_key<element>(plan.dk, plan.dk_carried, plan.forward.carried_len, b, g, j);
+}
+
+template <typename element>
+__device__ static element *dv_of_key(const backward_plan &plan, int64_t b, int64_t g, int32_t j) {
+    return row_of_key<element>(plan.dv, plan.dv_carried, plan.forward.carried_len, b, g, j);
+}
+
+__device__ static float *dbias_of_key(const backward_plan &plan, int64_t b, int64_t g, int32_t j) {
+    return number_of_key(plan.dbias, plan.dbias_carried, plan.forward.carried_len, b, g, j);
+}
+
+/* Whether dk and dv of all keys can be written 16 bytes at a time. */
+static inline bool has_aligned_sums(const backward_plan &plan) {
+    return is_aligned(plan.dk) && is_aligned(plan.dv) && is_aligned(plan.dk_carried) &&
+           is_aligned(plan.dv_carried);
+}
 
 /* The clamped counts of list t of (b, g), whatever a corrupt selection says: entries that are live
  * at its first position (x), and all of them (y). Only if is_rolling. */

@@ -48,8 +48,8 @@ template <typename element>
 static fdma_status sum_gradients(const fdma_problem *problem, const backward_plan &plan) {
     const forward_plan &forward = plan.forward;
     const bool aligned = is_aligned(forward.q) && is_aligned(forward.k) && is_aligned(forward.v) &&
-                         is_aligned(plan.dout) && is_aligned(plan.dq) && is_aligned(plan.dk) &&
-                         is_aligned(plan.dv);
+                         is_aligned(forward.k_carried) && is_aligned(forward.v_carried) &&
+                         is_aligned(plan.dout) && is_aligned(plan.dq) && has_aligned_sums(plan);
     if (forward.batch == 0 || forward.q_len == 0)
         return FDMA_OK;
     FDMA_TRY(sum_for_queries<element>(problem, plan, aligned));

@@ -46,8 +46,8 @@ __device__ static void load_rows(key_memory<config> &shared, const backward_plan
         if (before != NULL && before[n] == keys[n])
             continue;
         const bool there = is_key(keys[n], kv_len);
-        const char *const k = row_at(inputs.k, there ? keys[n] : 0);
-        const char *const v = row_at(inputs.v, there ? keys[n] : 0);
+        const char *const k = row_of_key(inputs.k, there ? keys[n] : 0);
+        const char *const v = row_of_key(inputs.v, there ? keys[n] : 0);
         if (inputs.k.aligned) {
             copy_row<config::head_dim>((char *)shared.k, n, k, inputs.k.vecs, there, true);
             copy_row<config::head_dim>((char *)shared.v, n, v, inputs.v.vecs, there, true);
@@ -319,12 +319,12 @@ __device__ static void write_rows(const key_memory<config> &shared, const backwa
             if (is_first)
                 atomicAdd(plan.boundary.dbias + row, dbias);
         } else if (there) {
-            element *const dk = row_at<element>(plan.dk, inputs, key);
+            element *const dk = dk_of_key<element>(plan, inputs.b, inputs.g, key);
             add_sums<config, false>(dk, aligned, dim, sums.dk, s, column_warp, scale);
-            element *const dv = row_at<element>(plan.dv, inputs, key);
+            element *const dv = dv_of_key<element>(plan, inputs.b, inputs.g, key);
             add_sums<config, false>(dv, aligned, dim, sums.dv, s, column_warp, 1);
             if (is_first && plan.dbias.data != NULL)
-                plan.dbias.at(inputs.b, inputs.g)[key] += dbias;
+                *dbias_of_key(plan, inputs.b, inputs.g, key) += dbias;
         }
 #pragma unroll
         for (int d = 0; d < config::warp_columns; d++)

@@ -25,12 +25,6 @@ struct key_inputs {
     logit_params logits;
 };
 
-/* The row of a key in dk or dv. */
-template <typename element>
-__device__ static element *row_at(const head_view &view, const key_inputs &inputs, int32_t key) {
-    return (element *)view.data + inputs.b * view.batch + key * view.row + inputs.g * view.head;
-}
-
 /* A step is some consecutive queries of one head. The steps of a query block go head by head. */
 struct query_step {
     int32_t query_block, h; // h: in the group
@@ -134,8 +128,8 @@ __device__ static key_inputs key_inputs_of(const backward_plan &plan, key_pass p
     inputs.b = b;
     inputs.g = g;
     inputs.origin = query_position(forward, b, 0);
-    inputs.k = source_of(forward.k, b, g, forward.head_dim, aligned);
-    inputs.v = source_of(forward.v, b, g, forward.head_dim, aligned);
+    inputs.k = key_source_of(forward, forward.k, forward.k_carried, b, g, aligned);
+    inputs.v = key_source_of(forward, forward.v, forward.v_carried, b, g, aligned);
     inputs.q = source_of(forward.q, b, h, forward.head_dim, aligned);
     inputs.dout = source_of(plan.dout, b, h, forward.head_dim, aligned);
     inputs.logits = logit_params_of(forward);

@@ -142,8 +142,10 @@ static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT
 
 static const char *refuses(const fdma_problem *problem) {
     enum { smallest = 64, most_blocks = INT32_MAX / 4 };
-    const fdma_tensor *const tensors[] = {&problem->q,  &problem->k,  &problem->v, &problem->dout,
-                                          &problem->dq, &problem->dk, &problem->dv};
+    const fdma_tensor *const tensors[] = {
+        &problem->q,         &problem->k,          &problem->v,         &problem->dout,
+        &problem->dq,        &problem->dk,         &problem->dv,        &problem->k_carried,
+        &problem->v_carried, &problem->dk_carried, &problem->dv_carried};
     const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;

@@ -61,8 +61,9 @@ template <class config> struct backward_producer {
         mbarrier_arrive(&memory->slots_ready);
     }
 
-    /* Loads k and v of one key, or zeros if there is none. By a whole warp. */
-    __device__ void load_key(const backward_plan &plan, int32_t slot, int32_t key) {
+    /* Loads rows of k and v, or zeros if `from` is negative. By a whole warp. */
+    __device__ void load_row(const backward_plan &plan, const head_view &from_k,
+                             const head_view &from_v, int32_t slot, int32_t from) {
         constexpr int vecs = config::channels * 2 / vec_bytes; // of a row
         const forward_plan &forward = plan.forward;
         const backward_work &work = memory->work;
@@ -70,14 +71,23 @@ template <class config> struct backward_producer {
 #pragma unroll 1
         for (int n = threadIdx.x % 32; n < 2 * vecs; n += 32) {
             const int vec = n % vecs, inside = vec % line_lanes;
-            const head_view &view = n < vecs ? forward.k : forward.v;
-            const int64_t row = work.b * view.batch + work.g * view.head + max(key, 0) * view.row;
-            const bool is_there = key >= 0 && vec * vec_channels < forward.head_dim;
+            const head_view &view = n < vecs ? from_k : from_v;
+            const int64_t row = work.b * view.batch + work.g * view.head + max(from, 0) * view.row;
+            const bool is_there = from >= 0 && vec * vec_channels < forward.head_dim;
             const uint32_t panel = vec / line_lanes * config::slots * line_bytes;
             cp_async_16((n < vecs ? k : v) + panel + swizzled(slot, inside),
                         (const char *)view.data + (is_there ? 2 * row + vec * vec_bytes : 0),
                         is_there ? vec_bytes : 0);
         }
+    }
+
+    /* Loads k and v of one key, or zeros if there is none. */
+    __device__ void load_key(const backward_plan &plan, int32_t slot, int32_t key) {
+        const forward_plan &forward = plan.forward;
+        if ((uint32_t)key < (uint32_t)forward.carried_len)
+            load_row(plan, forward.k_carried, forward.v_carried, slot, key);
+        else
+            load_row(plan, forward.k, forward.v, slot, key - forward.carried_len);
     }
 
     /* Loads the new keys of a generation once the consumers have released the old ones. */

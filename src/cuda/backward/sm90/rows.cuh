@@ -81,13 +81,6 @@ __device__ static void add_sums(float *to, int32_t head_dim, int i, float factor
     }
 }
 
-template <typename element>
-__device__ static element *row_at(const head_view &view, const backward_work &work,
-                                  const gradient_row &row) {
-    return (element *)view.data + work.b * view.batch + work.g * view.head +
-           max(row.key, 0) * view.row + row.channel;
-}
-
 /* Writes row i of a thread's dk and dv, unless a boundary takes them. */
 template <typename element, int registers>
 __device__ static void write_sums(const backward_plan &plan, const backward_pass &pass,
@@ -96,8 +89,9 @@ __device__ static void write_sums(const backward_plan &plan, const backward_pass
     const int32_t channels = plan.forward.head_dim - row.channel;
     const bool is_own = row.is_written && row.boundary == 0;
     const bool adds = is_own && (plan.accumulate || pass.is_diagonal);
-    element *const to_dk = row_at<element>(plan.dk, work, row);
-    element *const to_dv = row_at<element>(plan.dv, work, row);
+    const int32_t key = max(row.key, 0);
+    element *const to_dk = dk_of_key<element>(plan, work.b, work.g, key) + row.channel;
+    element *const to_dv = dv_of_key<element>(plan, work.b, work.g, key) + row.channel;
     // all loads are in flight before the first is used
     uint4 old_dk[2 * registers / quad_channels], old_dv[2 * registers / quad_channels];
     load_row(to_dk, channels, adds, old_dk);
@@ -125,7 +119,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_pass
         add_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
         add_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
     } else if (plan.dbias.data != NULL && is_first) {
-        float *const to = plan.dbias.at(work.b, work.g) + row.key;
+        float *const to = dbias_of_key(plan, work.b, work.g, row.key);
         *to = pass.is_diagonal ? *to + dbias : dbias;
     }
 }
