@@ -28,8 +28,8 @@ struct alignas(8) key_record {
     float bias; // times log2(e), because logits are exponents of 2
 };
 
-/* What has changed by one position of a query block since the block's first position: how many keys
- * of those that its list begins with have been evicted, and how many have arrived. */
+/* What has changed by one position of a query block since its first position: how many of the keys
+ * that its list begins with have been evicted, and how many have arrived. */
 struct alignas(2) key_changes {
     uint8_t evicted, arrived;
 };
@@ -38,9 +38,9 @@ static_assert(list_queries <= UINT8_MAX, "at each position at most one key is ev
 
 /* List t of (b, g) has the keys that the queries from t * list_queries on keep: first those live at
  * the first query's position, then those that arrive at a later one, ascending. The first count.x
- * entries are the former, the first count.y both. The live keys are in the order of their slots; or,
- * where the plan has changes, those that are evicted inside the query block stand before the
- * others, in that order. There are three forms:
+ * entries are the former, the first count.y both. Without `changes` the live keys are in the order
+ * of their slots; with them, those that are evicted inside the query block come first, in the order
+ * of their evictions, then the others. There are three forms:
  *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
  *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
  *   list and count given      a selection's
@@ -55,8 +55,7 @@ struct forward_plan {
     int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
     int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
     int2 *count;                  // [batch * kv_heads][lists]
-    key_changes *changes;         // [batch * kv_heads][lists][list_queries]; NULL: live keys are in
-                                  // the order of their slots
+    key_changes *changes;         // [batch * kv_heads][lists][list_queries]: of each position
     int32_t *entries_before;      // [batch * kv_heads][kv_len + 1]: entries with a key below each
                                   // position, in packed sequences; NULL: entry j is key j
     packed_sequences sequences;   // starts NULL: not packed
@@ -138,9 +137,9 @@ struct tile_list {
     int32_t kv_len;  // keys that exist
 };
 
-/* How many entries list t begins with whose keys no query from `query` on keeps. If a packed sequence
- * has begun since the list's first position, these are at least the keys that were live there;
- * positions are queries. */
+/* How many entries list t begins with whose keys no query from `query` on keeps. If a packed
+ * sequence has begun since the list's first position, these are at least the keys that were live
+ * there; positions are queries. */
 __device__ static int32_t evicted_entries(const forward_plan &plan, int64_t head, int32_t t,
                                           int32_t query) {
     const int2 *const ranges = plan.sequences.ranges;

@@ -1,9 +1,9 @@
 /* Rolls the slot table of a (b, g) through its query blocks, and writes the list of each.
  *
  * A list begins with the keys that are live at its first position, and ends with those that arrive
- * inside its query block. Where forward asks for it, the live keys begin with those that are evicted
- * inside the query block, in that order: so the keys of a tile are a range of the list, and those
- * that only some of its rows keep are at the range's ends. */
+ * inside its query block. For forward, the live keys begin with those that are evicted inside the
+ * query block, in that order: so the keys of a tile are a range of the list, and those that only
+ * some of its rows keep are at the range's ends. */
 #pragma once
 
 #include "cuda/device/host.cuh"
@@ -62,11 +62,11 @@ __device__ static void load_arriving(const forward_plan &plan, const selection_v
     }
 }
 
-/* Finds what changes in a list's query block, by one warp. Arrival n is the key at position + 1 + n.
- * The first arrival that takes an entry evicts the key that is live there at the list's first
- * position; its claim then stands in the table. The expiry of an evicted key is not looked at: it is
- * the position of that arrival, or before it where a packed sequence has ended. Nothing is evicted
- * if the list is in the order of slots. Misfits stay, because they stand for others. */
+/* Finds what changes in a list's query block, by one warp. Arrival n is the key at `position` + 1 +
+ * n. The first arrival that takes an entry evicts the key that is live there at the list's first
+ * position; its claim then stands in the table. The expiry of the evicted key is not read: it is
+ * the position of that arrival, or before it where a packed sequence has ended. Unless the list is
+ * by expiry, no key is taken to be evicted. Misfits never are, because they stand for others. */
 __device__ static void find_changes(const head_selection &of, int32_t slots, int32_t position,
                                     const int32_t *arriving, bool is_by_expiry,
                                     roll_memory *shared) {
@@ -103,15 +103,15 @@ __device__ static void find_changes(const head_selection &of, int32_t slots, int
     }
 }
 
-/* Writes a key to a list, an absent one as ~j. */
+/* Writes a key to a list entry. */
 __device__ static void write_key(const head_selection &of, int32_t j, int32_t *to) {
     *to = j >= 0 && !is_valid(of, j) ? ~j : j;
 }
 
-/* Writes the key of a table entry to a list, unless it is evicted inside the list's query block. The
- * first entries of the list belong to the evicted keys. So a key from there takes the place that
- * the key of that entry has left, or, if that is among the first entries too, the place that the
- * key there has left, and so on. */
+/* Writes the key of a table entry to a list, unless it is evicted inside the list's query block.
+ * The first `evicted` entries of the list belong to the evicted keys. A key whose slot is among
+ * them gives way to one of these and takes its entry; if that is among the first ones as well, the
+ * entry of the evicted key that stands there, and so on. */
 __device__ static void write_entry(const head_selection &of, int32_t entry, int32_t evicted,
                                    int32_t *list, const roll_memory *shared) {
     const int32_t j = shared->table[entry];
@@ -122,8 +122,8 @@ __device__ static void write_entry(const head_selection &of, int32_t entry, int3
     write_key(of, j, &list[entry]);
 }
 
-/* Writes the live keys to a list: first those that are evicted inside its query block, in that
- * order, then the others in the order of their slots, but for the places of those. A misfit takes
+/* Writes the live keys to a list, absent ones as ~j: first those that are evicted inside its query
+ * block, in that order, then the others, most of them in the entry of their slot. A misfit takes
  * the entry of the last slot, because kernels of backward know no more entries than slots. Returns
  * how many there are. */
 __device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t *list,
