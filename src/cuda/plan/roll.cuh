@@ -122,6 +122,19 @@ __device__ static void write_entry(const head_selection &of, int32_t entry, int3
     write_key(of, j, &list[entry]);
 }
 
+/* Copies four table entries to their place in a list, but for those of evicted keys. */
+__device__ static void copy_entries(int4 four, int32_t *list) {
+    const int32_t keys[4] = {four.x, four.y, four.z, four.w};
+    if (!is_claim(min(min(four.x, four.y), min(four.z, four.w)))) {
+        *(int4 *)list = four;
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        if (!is_claim(keys[n]))
+            list[n] = keys[n];
+}
+
 /* Writes the live keys to a list, absent ones as ~j: first those that are evicted inside its query
  * block, in that order, then the others, most of them in the entry of their slot. A misfit takes
  * the entry of the last slot, because kernels of backward know no more entries than slots. Returns
@@ -137,14 +150,8 @@ __device__ static int32_t write_live(const head_selection &of, int32_t slots, in
         write_key(of, shared->evicted_key[n], &list[n]);
     for (int32_t s = threadIdx.x; s < moved; s += roll_threads)
         write_entry(of, s, evicted, list, shared);
-    for (int32_t s = moved + threadIdx.x * 4; s < whole; s += roll_threads * 4) {
-        const int4 four = *(const int4 *)&shared->table[s];
-        if (!is_claim(min(min(four.x, four.y), min(four.z, four.w))))
-            *(int4 *)&list[s] = four;
-        else
-            for (int32_t n = s; n < s + 4; n++)
-                write_entry(of, n, evicted, list, shared);
-    }
+    for (int32_t s = moved + threadIdx.x * 4; s < whole; s += roll_threads * 4)
+        copy_entries(*(const int4 *)&shared->table[s], &list[s]);
     for (int32_t s = whole + threadIdx.x; s < own; s += roll_threads)
         write_entry(of, s, evicted, list, shared);
     if (has_misfit && threadIdx.x == 0)
