@@ -5,7 +5,7 @@
 #include "scores.h"
 
 static const char *const kernels[] = {"cuda/sm90/d64", "cuda/sm80/d64", "cuda/sm80/decode/d64"};
-enum { tile_rows = 128, query_block = 128, random_cases = 60 };
+enum { tile_rows = 128, query_block = 128, random_cases = 80 };
 
 /* ---- random selections ---- */
 
@@ -24,7 +24,7 @@ static fdma_tensor new_starts(int64_t kv_len, uint64_t *state) {
 
 /* Windows of a few keys, of about a query block, and larger ones. */
 static problem random_problem(uint64_t *state, fdma_dtype dtype) {
-    static const int64_t groups[] = {1, 3, 4, 8}, windows[] = {1, 2, 3, 37, 64, 127, 128, 200};
+    static const int64_t groups[] = {1, 3, 4, 5, 8}, windows[] = {1, 2, 3, 37, 64, 127, 128, 200};
     const int64_t group = groups[random_below(state, TEST_COUNT(groups))];
     const int64_t kv_len = 130 + random_below(state, 500);
     const bool is_packed = random_below(state, 4) == 0, is_whole = random_below(state, 2) == 0;
@@ -40,8 +40,12 @@ static problem random_problem(uint64_t *state, fdma_dtype dtype) {
     x.dtype = dtype;
     problem_fill(&x, *state);
     fill_kinds(x.score, 1 + random_below(state, 200), state);
-    if (is_packed)
+    if (is_packed) {
         x.starts = new_starts(kv_len, state);
+    } else if (random_below(state, 4) == 0) {
+        x.kv_used = new_tensor(FDMA_INT32, 1, -1, -1, -1);
+        *(int32_t *)x.kv_used.data = (int32_t)random_below(state, kv_len + 1);
+    }
     if (random_below(state, 3) == 0)
         x.key_valid = new_padding(1, kv_len, state);
     problem_select(&x);
@@ -55,9 +59,10 @@ static void random_selections_are_attended_to(void) {
         const problem x = random_problem(&state, test_dtypes[1 + i % 2]);
         const attended want = problem_attend(&x, "reference", 1);
         for (int kernel = 0; kernel < TEST_COUNT(kernels); kernel++) {
-            test_context("%s, case %d: %d heads, q_len %d, kv_len %d, window %d, recent %d%s%s",
+            test_context("%s, case %d: %d heads, q_len %d, kv_len %d, window %d, recent %d%s%s%s",
                          kernels[kernel], i, (int)x.q_heads, (int)x.q_len, (int)x.kv_len,
                          (int)x.window, (int)x.recent, x.starts.rank > 0 ? ", packed" : "",
+                         x.kv_used.rank > 0 ? ", kv_used" : "",
                          x.key_valid.rank > 0 ? ", padding" : "");
             if (!problem_is_taken(&x, kernels[kernel]))
                 continue;
