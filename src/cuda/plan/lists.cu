@@ -15,80 +15,19 @@
  * Source: docs/algorithm.md, slots. */
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/softmax.cuh"
-#include "cuda/plan/plan.cuh"
+#include "cuda/plan/roll.cuh"
 
 static constexpr int record_threads = 256;
-static constexpr int roll_threads = 256;
+static constexpr int count_threads = 256;
 static constexpr int compact_threads = 1024;
-static constexpr int load_batch = 8; // entries of a table whose loads are in flight together
 static constexpr int64_t least_block_lists = 4; // because scattering costs more than rolling
-static constexpr int64_t most_block_lists = 16;
-static constexpr int wanted_blocks = 264; // two on each multiprocessor of a large device
-
-/* The selection, and how many lists a thread block builds. */
-struct selection_view {
-    number_view<const int32_t> expiry, slot;     // absent: dense
-    number_view<const float> bias, bias_carried; // as forward_plan has k and k_carried
-    const uint8_t *key_valid;                    // NULL: all
-    int64_t valid_batch;
-    int32_t slots;       // that the selection says it uses
-    int32_t block_lists; // lists of a thread block, the first of which is scattered
-    bool is_global;
-};
-
-/* The selection of one (b, g). */
-struct head_selection {
-    const int32_t *expiry, *slot;
-    const uint8_t *key_valid;
-    const float *bias, *bias_carried;
-    int32_t kv_len; // keys that exist; of the others nothing is read
-};
-
-__device__ static head_selection selection_of(const forward_plan &plan,
-                                              const selection_view &selection, int head) {
-    const int64_t b = head / plan.kv_heads, g = head % plan.kv_heads;
-    head_selection of = {};
-    of.kv_len = key_count(plan, (int32_t)b);
-    if (selection.expiry.data != NULL)
-        of.expiry = selection.expiry.at(b, g);
-    if (selection.slot.data != NULL)
-        of.slot = selection.slot.at(b, g);
-    if (selection.key_valid != NULL)
-        of.key_valid = selection.key_valid + b * selection.valid_batch;
-    if (selection.bias.data != NULL)
-        of.bias = selection.bias.at(b, g);
-    if (selection.bias_carried.data != NULL)
-        of.bias_carried = selection.bias_carried.at(b, g);
-    return of;
-}
-
-/* The entry of a kept key in the table: its slot, or the entry `slots`, which the misfits share. */
-__device__ static int32_t table_entry(const selection_view &selection, const head_selection &of,
-                                      int32_t j) {
-    return (int32_t)min((uint32_t)of.slot[j], (uint32_t)selection.slots);
-}
+static constexpr int wanted_blocks = 264;       // two on each multiprocessor of a large device
 
 /* The bias of key j, as an exponent of 2. */
 __device__ static float record_bias(const forward_plan &plan, const head_selection &of, int32_t j) {
     if (of.bias == NULL)
         return 0;
     return log2_e * (j < plan.carried_len ? of.bias_carried[j] : of.bias[j - plan.carried_len]);
-}
-
-__device__ static bool is_valid(const head_selection &selection, int32_t j) {
-    return selection.key_valid == NULL || selection.key_valid[j] != 0;
-}
-
-/* The first position of list t, in a causal plan. */
-__device__ static int32_t list_position(const forward_plan &plan, const head_selection &of,
-                                        int32_t t) {
-    return t * list_queries + of.kv_len - plan.q_len;
-}
-
-/* The end of key j's sequence. */
-__device__ static int32_t sequence_end(const forward_plan &plan, const head_selection &of,
-                                       int32_t j) {
-    return plan.sequences.ranges == NULL ? of.kv_len : plan.sequences.ranges[j].y;
 }
 
 /* The expiry of a key's record: INT32_MIN if it is never kept or does not exist, INT32_MAX if it
@@ -186,7 +125,7 @@ __device__ static void list_misfit(const forward_plan &plan, int head, int32_t m
 
 /* For a global selection, a thread block counts the kept keys of one (b, g), and then how many of
  * them each query block sees. */
-static __global__ void __launch_bounds__(roll_threads)
+static __global__ void __launch_bounds__(count_threads)
     count_global(const forward_plan plan, const selection_view selection) {
     const int head = blockIdx.x;
     const head_selection of = selection_of(plan, selection, head);
@@ -198,7 +137,7 @@ static __global__ void __launch_bounds__(roll_threads)
         kept = 0, misfit = INT32_MAX;
     __syncthreads();
     int32_t most = 0; // the slots of kept keys are 0, 1, 2, ...
-    for (int32_t j = threadIdx.x; j < of.kv_len; j += roll_threads) {
+    for (int32_t j = threadIdx.x; j < of.kv_len; j += count_threads) {
         if (of.expiry[j] != of.kv_len)
             continue;
         const int32_t entry = table_entry(selection, of, j);
@@ -214,7 +153,7 @@ static __global__ void __launch_bounds__(roll_threads)
         kept = selection.slots;
     }
     __syncthreads();
-    for (int32_t t = threadIdx.x; t < plan.lists; t += roll_threads) {
+    for (int32_t t = threadIdx.x; t < plan.lists; t += count_threads) {
         const int64_t first = plan.causal ? list_position(plan, of, t) : INT32_MAX;
         plan.count[(int64_t)head * plan.lists + t] = make_int2(
             count_up_to(list, kept, first), count_up_to(list, kept, first + list_queries - 1));
@@ -250,188 +189,6 @@ static __global__ void __launch_bounds__(compact_threads) compact_kept(const for
         if (kept)
             list[n] = (int32_t)j;
         __syncthreads(); // every thread has read the counts
-    }
-}
-
-/* The state of a thread block that rolls through its lists. */
-struct roll_memory {
-    int32_t *table;                         // [slots + 1]: live keys, or -1; aligned to 16 bytes
-    int32_t live;                           // one more than the last entry in use
-    int32_t arrivals[2][roll_threads / 32]; // counted by each warp; even and odd lists
-    // the entry of each key after the first list's first position; negative: it is not kept
-    int32_t arriving[most_block_lists * list_queries];
-};
-
-static_assert(sizeof(roll_memory) <= 16 * 1024, "static shared memory; see launch()");
-
-/* Loads a scattered list. Entries that the selection does not confirm are left out, because they
- * may never have been written. */
-__device__ static void load_table(const forward_plan &plan, const selection_view &selection,
-                                  const head_selection &of, const int32_t *list, int32_t position,
-                                  roll_memory *shared) {
-    int32_t live = 0;
-    const uint32_t end = (uint32_t)selection.slots + 1;
-    for (uint32_t first = threadIdx.x; first < end; first += load_batch * roll_threads) {
-        int32_t key[load_batch], expiry[load_batch], entry[load_batch];
-#pragma unroll
-        for (int i = 0; i < load_batch; i++) {
-            const uint32_t s = first + i * roll_threads;
-            key[i] = s < end ? list[s] : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < load_batch; i++) {
-            const bool may_live = is_key(key[i], plan.kv_len) && key[i] <= position;
-            expiry[i] = may_live ? of.expiry[key[i]] : INT32_MIN;
-            entry[i] = may_live ? table_entry(selection, of, key[i]) : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < load_batch; i++) {
-            const uint32_t s = first + i * roll_threads;
-            const bool lives = expiry[i] > position && entry[i] == (int32_t)s;
-            if (s < end)
-                shared->table[s] = lives ? key[i] : -1;
-            live = lives ? (int32_t)s + 1 : live;
-        }
-    }
-    live = __reduce_max_sync(~0u, live);
-    if (threadIdx.x % 32 == 0)
-        atomicMax(&shared->live, live);
-}
-
-/* Loads the entries of the keys that arrive after `position`, which may be negative, within the
- * query blocks of the `lists` lists that this thread block builds. */
-__device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
-                                     const head_selection &of, int32_t position, int32_t lists,
-                                     roll_memory *shared) {
-    for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
-        const int32_t j = position + 1 + n;
-        const bool arrives = is_key(j, of.kv_len) && of.expiry[j] > j;
-        shared->arriving[n] = arrives ? table_entry(selection, of, j) : -1;
-    }
-}
-
-/* Writes the live keys to a list, absent ones as ~j. A misfit takes the entry of the last slot,
- * because kernels of backward know no more entries than slots. Returns how many there are. */
-__device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t *list,
-                                     const roll_memory *shared) {
-    const bool has_misfit = shared->live > slots;
-    const int32_t own = has_misfit ? slots - 1 : shared->live;
-    const int32_t whole = of.key_valid == NULL ? own / 4 * 4 : 0;
-    for (int32_t s = threadIdx.x * 4; s < whole; s += roll_threads * 4)
-        *(int4 *)&list[s] = *(const int4 *)&shared->table[s];
-    for (int32_t s = whole + threadIdx.x; s < own; s += roll_threads) {
-        const int32_t j = shared->table[s];
-        list[s] = j >= 0 && !is_valid(of, j) ? ~j : j;
-    }
-    if (has_misfit && threadIdx.x == 0)
-        list[own] = shared->table[slots];
-    return has_misfit ? slots : own;
-}
-
-/* Appends the keys that arrive after the first position of list t, ascending, to its `live`
- * entries, and writes its counts. `arriving` points to the table entry of the first of them. They
- * are fewer than the threads. */
-__device__ static void write_arrivals(const forward_plan &plan, const head_selection &of, int32_t t,
-                                      int32_t live, const int32_t *arriving, int32_t *list,
-                                      int2 *count, roll_memory *shared) {
-    const int32_t n = threadIdx.x, warp = n / 32, j = list_position(plan, of, t) + 1 + n;
-    const bool arrives = n < list_queries - 1 && arriving[n] >= 0 && is_valid(of, j);
-    const unsigned mask = __ballot_sync(~0u, arrives);
-    int32_t *const arrivals = shared->arrivals[t % 2];
-    if (n % 32 == 0)
-        arrivals[warp] = __popc(mask);
-    __syncthreads();
-    int32_t before = 0, all = 0;
-    for (int32_t w = 0; w < list_queries / 32; w++) {
-        before += w < warp ? arrivals[w] : 0;
-        all += arrivals[w];
-    }
-    // in bounds for any selection: at most `slots` are live, and fewer than list_queries arrive
-    if (arrives)
-        list[live + before + __popc(mask & ((1u << n % 32) - 1))] = j;
-    if (n == 0)
-        *count = make_int2(live, live + all);
-}
-
-/* Moves the table on to the next list's first position: the keys that arrive up to it take over
- * their entries. If two of them take the same one, the later key has it. */
-__device__ static void roll_table(int32_t position, const int32_t *arriving, roll_memory *shared) {
-    const int32_t n = threadIdx.x;
-    if (n >= list_queries || arriving[n] < 0)
-        return;
-    atomicMax(&shared->table[arriving[n]], position + 1 + n);
-    atomicMax(&shared->live, arriving[n] + 1);
-}
-
-/* Removes the keys from the table that are no longer live at a position, those of sequences that
- * have ended: the next sequence may use fewer slots. A misfit stays until its sequence ends, as it
- * stands for others. */
-__device__ static void drop_expired(const forward_plan &plan, const head_selection &of,
-                                    int32_t slots, int32_t position, roll_memory *shared) {
-    const int32_t used = shared->live;
-    int32_t live = 0;
-    __syncthreads();
-    if (threadIdx.x == 0)
-        shared->live = 0;
-    __syncthreads();
-    for (int32_t s = threadIdx.x; s < used; s += roll_threads) {
-        const int32_t j = shared->table[s];
-        const bool lives =
-            j >= 0 && (s < slots ? of.expiry[j] : sequence_end(plan, of, j)) > position;
-        shared->table[s] = lives ? j : -1;
-        live = lives ? s + 1 : live;
-    }
-    live = __reduce_max_sync(~0u, live);
-    if (threadIdx.x % 32 == 0)
-        atomicMax(&shared->live, live);
-}
-
-/* Moves the table on from list t to the next one. */
-__device__ static void advance_table(const forward_plan &plan, const head_selection &of,
-                                     int32_t slots, int32_t t, const int32_t *arriving,
-                                     roll_memory *shared) {
-    const int32_t position = list_position(plan, of, t), next = list_position(plan, of, t + 1);
-    roll_table(position, arriving, shared);
-    if (plan.sequences.ranges == NULL || plan.sequences.ranges[next].x <= position)
-        return;
-    __syncthreads();
-    drop_expired(plan, of, slots, next, shared);
-}
-
-/* The lists of one thread block. */
-static __global__ void __launch_bounds__(roll_threads)
-    roll_lists(const forward_plan plan, const selection_view selection) {
-    extern __shared__ int4 table[];
-    __shared__ roll_memory shared;
-    const int64_t head = head_of_block();
-    const int32_t first = blockIdx.x * selection.block_lists;
-    const int32_t end = min(first + selection.block_lists, plan.lists);
-    if (head >= plan.batch * plan.kv_heads)
-        return;
-    const head_selection of = selection_of(plan, selection, head);
-    int32_t *const lists = plan.list + head * plan.list_head;
-    if (threadIdx.x == 0) {
-        // a list that is not rolled any further is its own table
-        shared.table =
-            selection.block_lists > 1 ? (int32_t *)table : lists + first * plan.list_tile;
-        shared.live = 0;
-    }
-    __syncthreads();
-    const int32_t position = list_position(plan, of, first);
-    load_arriving(plan, selection, of, position, end - first, &shared);
-    griddepcontrol_wait(); // for the scattered lists
-    griddepcontrol_launch_dependents();
-    load_table(plan, selection, of, lists + first * plan.list_tile, position, &shared);
-    for (int32_t t = first; t < end; t++) {
-        const int32_t *const arriving = shared.arriving + (t - first) * list_queries;
-        int32_t *const list = lists + t * plan.list_tile;
-        __syncthreads();
-        const int32_t live = write_live(of, selection.slots, list, &shared);
-        write_arrivals(plan, of, t, live, arriving, list,
-                       &plan.count[(int64_t)head * plan.lists + t], &shared);
-        __syncthreads();
-        if (t + 1 < end)
-            advance_table(plan, of, selection.slots, t, arriving, &shared);
     }
 }
 
@@ -475,7 +232,7 @@ fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_pla
         return FDMA_OK;
     if (selection.is_global)
         return launch("forward", count_global,
-                      {dim3((unsigned)heads), dim3(roll_threads), 0, start_early}, problem, *plan,
+                      {dim3((unsigned)heads), dim3(count_threads), 0, start_early}, problem, *plan,
                       selection);
     return launch("forward", roll_lists,
                   {grid_of(divide_up(plan->lists, selection.block_lists), heads),

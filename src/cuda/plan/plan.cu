@@ -96,5 +96,7 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
         plan.entries_before = take<int32_t>(arena, heads * (problem->kv_len + 1));
     else if (is_listed(problem))
         plan.count = take<int2>(arena, heads * plan.lists);
+    if (is_rolling && problem->operation == operation_forward) // backward finds keys by slot
+        plan.changes = take<key_changes>(arena, heads * plan.lists * list_queries);
     return plan;
 }

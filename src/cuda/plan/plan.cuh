@@ -28,10 +28,19 @@ struct alignas(8) key_record {
     float bias; // times log2(e), because logits are exponents of 2
 };
 
+/* What has changed by one position of a query block since its first position: how many of the keys
+ * that its list begins with have been evicted, and how many have arrived. */
+struct alignas(2) key_changes {
+    uint8_t evicted, arrived;
+};
+
+static_assert(list_queries <= UINT8_MAX, "at each position at most one key is evicted or arrives");
+
 /* List t of (b, g) has the keys that the queries from t * list_queries on keep: first those live at
- * the first query's position, in the order of their slots, then those that arrive at a later one,
- * ascending. The first count.x entries are the former, the first count.y both. There are three
- * forms:
+ * the first query's position, then those that arrive at a later one, ascending. The first count.x
+ * entries are the former, the first count.y both. Without `changes` the live keys are in the order
+ * of their slots; with them, those that are evicted inside the query block come first, in the order
+ * of their evictions, then the others. There are three forms:
  *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
  *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
  *   list and count given      a selection's
@@ -49,6 +58,7 @@ struct forward_plan {
     int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
     int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
     int2 *count;                  // [batch * kv_heads][lists]
+    key_changes *changes;         // [batch * kv_heads][lists][list_queries]: of each position
     int32_t *entries_before;      // [batch * kv_heads][kv_len + 1]: entries with a key below each
                                   // position, in packed sequences; NULL: entry j is key j
     packed_sequences sequences;   // starts NULL: not packed
@@ -78,6 +88,12 @@ __device__ static int32_t query_position(const forward_plan &plan, int32_t b, in
     return query + key_count(plan, b) - plan.q_len;
 }
 
+/* The changes of list t by the position `offset` after its first one. */
+__device__ static key_changes changes_at(const forward_plan &plan, int64_t head, int32_t t,
+                                         int32_t offset) {
+    return plan.changes[(head * plan.lists + t) * list_queries + min(offset, list_queries - 1)];
+}
+
 /* Entries of list t of kv head `head` (of all sequences; b is its sequence) that some row up to
  * position `last` may keep. Counts are clamped, since a corrupt selection may leave anything there.
  * The keys that arrive are distinct and ascend, so at most one of them arrives at each position up
@@ -90,7 +106,10 @@ __device__ static int32_t visible_entries(const forward_plan &plan, int32_t b, i
     const int64_t size = plan.list_tile > 0 ? plan.list_tile : plan.list_head;
     const int32_t all = (int32_t)min((int64_t)max(count.y, 0), size);
     const int32_t live = min(max(count.x, 0), all);
-    const int32_t seen = max(last - max(query_position(plan, b, t * list_queries), -1), 0);
+    const int32_t first = query_position(plan, b, t * list_queries);
+    if (plan.changes != NULL)
+        return min(live + changes_at(plan, head, t, last - first).arrived, all);
+    const int32_t seen = max(last - max(first, -1), 0);
     return plan.causal ? live + min(all - live, seen) : all;
 }
 
@@ -122,20 +141,28 @@ struct tile_list {
     int32_t kv_len;  // keys that exist
 };
 
-/* Leaves out the keys of sequences that end before the first query of a tile. Where lists roll,
- * these are at least the keys that are live at the first position of list t, if a sequence has
- * begun since; positions are queries. */
-__device__ static void skip_sequences(const forward_plan &plan, int64_t head, int32_t t,
-                                      int32_t query, int32_t last, tile_list *keys) {
-    const int32_t first = plan.sequences.ranges[query].x;
-    if (plan.list_tile == 0) {
-        keys->first = entries_below(plan, head, first);
-        keys->entries = entries_seen(plan, head, last) - keys->first;
-    } else if (first > t * list_queries) {
-        const int32_t live = plan.count[head * plan.lists + t].x;
-        keys->first = min(max(live, 0), keys->entries);
-        keys->entries -= keys->first;
+/* How many entries list t begins with whose keys no query from `query` on keeps. If a packed
+ * sequence has begun since the list's first position, these are at least the keys that were live
+ * there; positions are queries. */
+__device__ static int32_t evicted_entries(const forward_plan &plan, int64_t head, int32_t t,
+                                          int32_t query) {
+    const int2 *const ranges = plan.sequences.ranges;
+    if (ranges != NULL && ranges[query].x > t * list_queries)
+        return max(plan.count[head * plan.lists + t].x, 0);
+    return plan.changes == NULL ? 0 : changes_at(plan, head, t, query - t * list_queries).evicted;
+}
+
+/* Leaves out the first entries of a list, those of keys that expire before the first query of a
+ * tile. */
+__device__ static void skip_expired(const forward_plan &plan, int64_t head, int32_t t,
+                                    int32_t query, int32_t last, tile_list *keys) {
+    if (plan.list_tile > 0) {
+        keys->first = min(evicted_entries(plan, head, t, query), keys->entries);
+    } else if (plan.sequences.ranges != NULL) {
+        keys->first = entries_below(plan, head, plan.sequences.ranges[query].x);
+        keys->entries = entries_seen(plan, head, last);
     }
+    keys->entries -= keys->first;
     keys->list += keys->list == NULL ? 0 : keys->first;
 }
 
@@ -151,8 +178,7 @@ __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, in
     keys.first = 0;
     keys.entries = visible_entries(plan, b, head, t, last);
     keys.kv_len = key_count(plan, b);
-    if (plan.sequences.ranges != NULL)
-        skip_sequences(plan, head, t, query, last, &keys);
+    skip_expired(plan, head, t, query, last, &keys);
     return keys;
 }
 

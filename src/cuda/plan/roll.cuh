@@ -1,0 +1,282 @@
+/* Rolls the slot table of a (b, g) through its query blocks, and writes the list of each.
+ *
+ * A list begins with the keys that are live at its first position, and ends with those that arrive
+ * inside its query block. For forward, the live keys begin with those that are evicted inside the
+ * query block, in that order: so the keys of a tile are a range of the list, and those that only
+ * some of its rows keep are at the range's ends. */
+#pragma once
+
+#include "cuda/device/host.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/plan/selection.cuh"
+
+static constexpr int roll_threads = 256;
+static constexpr int load_batch = 8; // entries of a table whose loads are in flight together
+static constexpr int64_t most_block_lists = 16;
+
+/* The state of a thread block that rolls through its lists. */
+struct roll_memory {
+    int32_t *table;                      // [slots + 1]: live keys, or -1; aligned to 16 bytes
+    int32_t live;                        // one more than the last entry in use
+    key_changes changes[list_queries];   // of the list that is being written
+    int32_t evicted_entry[list_queries]; // of the keys that it begins with
+    int32_t evicted_key[list_queries];
+    // the entry of each key after the first list's first position; negative: it is not kept
+    int32_t arriving[most_block_lists * list_queries];
+};
+
+static_assert(sizeof(roll_memory) <= 16 * 1024, "static shared memory; see launch()");
+
+/* Marks the entry of a key that arrival n of a query block evicts, until the table is rolled. Below
+ * every key, and every absent one. */
+__device__ static int32_t claim_of(int32_t n) { return INT32_MIN + n; }
+
+__device__ static bool is_claim(int32_t entry) { return entry < claim_of(list_queries); }
+
+/* Loads a scattered list. Entries that the selection does not confirm are left out, because they
+ * may never have been written. */
+__device__ static void load_table(const forward_plan &plan, const selection_view &selection,
+                                  const head_selection &of, const int32_t *list, int32_t position,
+                                  roll_memory *shared) {
+    int32_t live = 0;
+    const uint32_t end = (uint32_t)selection.slots + 1;
+    for (uint32_t first = threadIdx.x; first < end; first += load_batch * roll_threads) {
+        int32_t key[load_batch], expiry[load_batch], entry[load_batch];
+#pragma unroll
+        for (int i = 0; i < load_batch; i++) {
+            const uint32_t s = first + i * roll_threads;
+            key[i] = s < end ? list[s] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < load_batch; i++) {
+            const bool may_live = is_key(key[i], plan.kv_len) && key[i] <= position;
+            expiry[i] = may_live ? of.expiry[key[i]] : INT32_MIN;
+            entry[i] = may_live ? table_entry(selection, of, key[i]) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < load_batch; i++) {
+            const uint32_t s = first + i * roll_threads;
+            const bool lives = expiry[i] > position && entry[i] == (int32_t)s;
+            if (s < end)
+                shared->table[s] = lives ? key[i] : -1;
+            live = lives ? (int32_t)s + 1 : live;
+        }
+    }
+    live = __reduce_max_sync(~0u, live);
+    if (threadIdx.x % 32 == 0)
+        atomicMax(&shared->live, live);
+}
+
+/* Loads the entries of the keys that arrive after `position`, which may be negative, within the
+ * query blocks of the `lists` lists that this thread block builds. */
+__device__ static void load_arriving(const forward_plan &plan, const selection_view &selection,
+                                     const head_selection &of, int32_t position, int32_t lists,
+                                     roll_memory *shared) {
+    for (int32_t n = threadIdx.x; n < lists * list_queries; n += roll_threads) {
+        const int32_t j = position + 1 + n;
+        const bool arrives = is_key(j, of.kv_len) && of.expiry[j] > j;
+        shared->arriving[n] = arrives ? table_entry(selection, of, j) : -1;
+    }
+}
+
+/* Finds what changes in a list's query block, by one warp. Arrival n is the key at `position` + 1 +
+ * n. The first arrival that takes an entry evicts the key that is live there at the list's first
+ * position; its claim then stands in the table. The expiry of the evicted key is not read: it is
+ * the position of that arrival, or before it where a packed sequence has ended. Unless the list is
+ * by expiry, no key is taken to be evicted. Misfits never are, because they stand for others. */
+__device__ static void find_changes(const head_selection &of, int32_t slots, int32_t position,
+                                    const int32_t *arriving, bool is_by_expiry,
+                                    roll_memory *shared) {
+    constexpr int rounds = list_queries / 32;
+    const uint32_t lane = threadIdx.x % 32, before = (1u << lane) - 1;
+    int32_t key[rounds], evicted = 0, arrived = 0;
+#pragma unroll
+    for (int r = 0; r < rounds; r++) {
+        const int32_t n = r * 32 + lane;
+        const bool takes = n < list_queries - 1 && (uint32_t)arriving[n] < (uint32_t)slots;
+        key[r] = takes && is_by_expiry ? shared->table[arriving[n]] : -1;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < rounds; r++)
+        if (key[r] >= 0)
+            atomicMin(&shared->table[arriving[r * 32 + lane]], claim_of(r * 32 + lane));
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < rounds; r++) {
+        const int32_t n = r * 32 + lane, entry = arriving[n];
+        const bool evicts = key[r] >= 0 && shared->table[entry] == claim_of(n);
+        const bool arrives = n < list_queries - 1 && entry >= 0 && is_valid(of, position + 1 + n);
+        const uint32_t evicting = __ballot_sync(~0u, evicts);
+        const uint32_t arrivals = __ballot_sync(~0u, arrives);
+        const int32_t rank = evicted + __popc(evicting & before);
+        shared->changes[n] = {(uint8_t)rank, (uint8_t)(arrived + __popc(arrivals & before))};
+        if (evicts) {
+            shared->evicted_entry[rank] = entry;
+            shared->evicted_key[rank] = key[r];
+        }
+        evicted += __popc(evicting);
+        arrived += __popc(arrivals);
+    }
+}
+
+/* Writes a key to a list entry. */
+__device__ static void write_key(const head_selection &of, int32_t j, int32_t *to) {
+    *to = j >= 0 && !is_valid(of, j) ? ~j : j;
+}
+
+/* Writes the key of a table entry to a list, unless it is evicted inside the list's query block.
+ * The first `evicted` entries of the list belong to the evicted keys. A key whose slot is among
+ * them gives way to one of these and takes its entry; if that is among the first ones as well, the
+ * entry of the evicted key that stands there, and so on. */
+__device__ static void write_entry(const head_selection &of, int32_t entry, int32_t evicted,
+                                   int32_t *list, const roll_memory *shared) {
+    const int32_t j = shared->table[entry];
+    if (is_claim(j))
+        return;
+    while (entry < evicted)
+        entry = shared->evicted_entry[entry];
+    write_key(of, j, &list[entry]);
+}
+
+/* Copies four table entries to their place in a list, but for those of evicted keys. */
+__device__ static void copy_entries(int4 four, int32_t *list) {
+    const int32_t keys[4] = {four.x, four.y, four.z, four.w};
+    if (!is_claim(min(min(four.x, four.y), min(four.z, four.w)))) {
+        *(int4 *)list = four;
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+        if (!is_claim(keys[n]))
+            list[n] = keys[n];
+}
+
+/* Writes the live keys to a list, absent ones as ~j: first those that are evicted inside its query
+ * block, in that order, then the others, most of them in the entry of their slot. A misfit takes
+ * the entry of the last slot, because kernels of backward know no more entries than slots. Returns
+ * how many there are. */
+__device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t *list,
+                                     const roll_memory *shared) {
+    const bool has_misfit = shared->live > slots;
+    const int32_t own = has_misfit ? slots - 1 : shared->live;
+    const int32_t evicted = shared->changes[list_queries - 1].evicted;
+    const int32_t moved = min((evicted + 3) / 4 * 4, own);
+    const int32_t whole = of.key_valid == NULL ? max(own / 4 * 4, moved) : moved;
+    for (int32_t n = threadIdx.x; n < evicted; n += roll_threads)
+        write_key(of, shared->evicted_key[n], &list[n]);
+    for (int32_t s = threadIdx.x; s < moved; s += roll_threads)
+        write_entry(of, s, evicted, list, shared);
+    for (int32_t s = moved + threadIdx.x * 4; s < whole; s += roll_threads * 4)
+        copy_entries(*(const int4 *)&shared->table[s], &list[s]);
+    for (int32_t s = whole + threadIdx.x; s < own; s += roll_threads)
+        write_entry(of, s, evicted, list, shared);
+    if (has_misfit && threadIdx.x == 0)
+        list[own] = shared->table[slots];
+    return has_misfit ? slots : own;
+}
+
+/* Appends the keys that arrive after the first position of list t, ascending, to its `live`
+ * entries, and writes its counts and changes. They are fewer than the threads. */
+__device__ static void write_arrivals(const forward_plan &plan, int64_t head, int32_t t,
+                                      int32_t position, int32_t live, int32_t *list,
+                                      const roll_memory *shared) {
+    const int32_t n = threadIdx.x;
+    const int64_t row = head * plan.lists + t;
+    if (n >= list_queries)
+        return;
+    const key_changes own = shared->changes[n];
+    if (plan.changes != NULL)
+        plan.changes[row * list_queries + n] = own;
+    // in bounds for any selection: at most `slots` are live, and fewer than list_queries arrive
+    if (n < list_queries - 1 && shared->changes[n + 1].arrived > own.arrived)
+        list[live + own.arrived] = position + 1 + n;
+    if (n == list_queries - 1)
+        plan.count[row] = make_int2(live, live + own.arrived);
+}
+
+/* Moves the table on to the next list's first position: the keys that arrive up to it take over
+ * their entries. If two of them take the same one, the later key has it. */
+__device__ static void roll_table(int32_t position, const int32_t *arriving, roll_memory *shared) {
+    const int32_t n = threadIdx.x;
+    if (n >= list_queries || arriving[n] < 0)
+        return;
+    atomicMax(&shared->table[arriving[n]], position + 1 + n);
+    atomicMax(&shared->live, arriving[n] + 1);
+}
+
+/* Removes the keys from the table that are no longer live at a position, those of sequences that
+ * have ended: the next sequence may use fewer slots. A misfit stays until its sequence ends, as it
+ * stands for others. */
+__device__ static void drop_expired(const forward_plan &plan, const head_selection &of,
+                                    int32_t slots, int32_t position, roll_memory *shared) {
+    const int32_t used = shared->live;
+    int32_t live = 0;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        shared->live = 0;
+    __syncthreads();
+    for (int32_t s = threadIdx.x; s < used; s += roll_threads) {
+        const int32_t j = shared->table[s];
+        const bool lives =
+            j >= 0 && (s < slots ? of.expiry[j] : sequence_end(plan, of, j)) > position;
+        shared->table[s] = lives ? j : -1;
+        live = lives ? s + 1 : live;
+    }
+    live = __reduce_max_sync(~0u, live);
+    if (threadIdx.x % 32 == 0)
+        atomicMax(&shared->live, live);
+}
+
+/* Moves the table on from list t to the next one. */
+__device__ static void advance_table(const forward_plan &plan, const head_selection &of,
+                                     int32_t slots, int32_t t, const int32_t *arriving,
+                                     roll_memory *shared) {
+    const int32_t position = list_position(plan, of, t), next = list_position(plan, of, t + 1);
+    roll_table(position, arriving, shared);
+    if (plan.sequences.ranges == NULL || plan.sequences.ranges[next].x <= position)
+        return;
+    __syncthreads();
+    drop_expired(plan, of, slots, next, shared);
+}
+
+/* The lists of one thread block. */
+static __global__ void __launch_bounds__(roll_threads)
+    roll_lists(const forward_plan plan, const selection_view selection) {
+    extern __shared__ int4 table[];
+    __shared__ roll_memory shared;
+    const int64_t head = head_of_block();
+    const int32_t first = blockIdx.x * selection.block_lists;
+    const int32_t end = min(first + selection.block_lists, plan.lists);
+    if (head >= plan.batch * plan.kv_heads)
+        return;
+    const head_selection of = selection_of(plan, selection, head);
+    const bool is_by_expiry = plan.changes != NULL && selection.block_lists > 1;
+    int32_t *const lists = plan.list + head * plan.list_head;
+    if (threadIdx.x == 0) {
+        // a list that is not rolled any further is its own table
+        shared.table =
+            selection.block_lists > 1 ? (int32_t *)table : lists + first * plan.list_tile;
+        shared.live = 0;
+    }
+    __syncthreads();
+    const int32_t position = list_position(plan, of, first);
+    load_arriving(plan, selection, of, position, end - first, &shared);
+    griddepcontrol_wait(); // for the scattered lists
+    griddepcontrol_launch_dependents();
+    load_table(plan, selection, of, lists + first * plan.list_tile, position, &shared);
+    for (int32_t t = first; t < end; t++) {
+        const int32_t *const arriving = shared.arriving + (t - first) * list_queries;
+        __syncthreads();
+        if (threadIdx.x < 32)
+            find_changes(of, selection.slots, list_position(plan, of, t), arriving,
+                         is_by_expiry && shared.live <= selection.slots, &shared);
+        __syncthreads();
+        int32_t *const list = lists + t * plan.list_tile;
+        const int32_t live = write_live(of, selection.slots, list, &shared);
+        write_arrivals(plan, head, t, list_position(plan, of, t), live, list, &shared);
+        __syncthreads();
+        if (t + 1 < end)
+            advance_table(plan, of, selection.slots, t, arriving, &shared);
+    }
+}
