@@ -82,13 +82,14 @@ __device__ static void add_sums(float *to, int32_t head_dim, int i, float factor
 }
 
 /* Writes row i of a thread's dk and dv, unless a boundary takes them. */
-template <typename element, int registers>
-__device__ static void write_sums(const backward_plan &plan, const backward_pass &pass,
-                                  const backward_work &work, const gradient_row &row, int i,
-                                  const float (&dk)[registers], const float (&dv)[registers]) {
+template <class config, int registers>
+__device__ static void write_sums(const backward_plan &plan, const backward_work &work,
+                                  const gradient_row &row, int i, const float (&dk)[registers],
+                                  const float (&dv)[registers]) {
+    using element = typename config::element;
     const int32_t channels = plan.forward.head_dim - row.channel;
     const bool is_own = row.is_written && row.boundary == 0;
-    const bool adds = is_own && (plan.accumulate || pass.is_diagonal);
+    const bool adds = is_own && (plan.accumulate || config::is_diagonal);
     const int32_t key = max(row.key, 0);
     element *const to_dk = dk_of_key<element>(plan, work.b, work.g, key) + row.channel;
     element *const to_dv = dv_of_key<element>(plan, work.b, work.g, key) + row.channel;
@@ -101,16 +102,15 @@ __device__ static void write_sums(const backward_plan &plan, const backward_pass
 }
 
 /* Writes the row's dbias, and adds what a boundary takes. */
-template <int registers>
-__device__ static void write_rest(const backward_plan &plan, const backward_pass &pass,
-                                  const backward_work &work, const gradient_row &row, int i,
-                                  float dbias, const float (&dk)[registers],
-                                  const float (&dv)[registers]) {
+template <class config, int registers>
+__device__ static void write_rest(const backward_plan &plan, const backward_work &work,
+                                  const gradient_row &row, int i, float dbias,
+                                  const float (&dk)[registers], const float (&dv)[registers]) {
     // one lane of the quad, and one consumer, writes dbias
     const bool is_first = threadIdx.x % 4 == 0 && row.channel == 0;
     if (!row.is_written)
         return;
-    if (row.boundary > 0) {
+    if (!config::is_diagonal && row.boundary > 0) {
         const int32_t head_dim = plan.forward.head_dim;
         const int64_t at = boundary_row(plan, work.head, row.boundary, work.first_slot + row.slot);
         if (is_first)
@@ -120,7 +120,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_pass
         add_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
     } else if (plan.dbias.data != NULL && is_first) {
         float *const to = dbias_of_key(plan, work.b, work.g, row.key);
-        *to = pass.is_diagonal ? *to + dbias : dbias;
+        *to = config::is_diagonal ? *to + dbias : dbias;
     }
 }
 
