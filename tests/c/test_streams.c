@@ -376,6 +376,8 @@ static void check_backward(const gradient_problem *joined, const char *kernel,
     fdma_backward_args args = want;
     args.dq = copy_tensor(want.dq);
     split_keys(&args, request);
+    if (!call_takes(operation_backward, &args)) // rows that are not aligned
+        return;
     CHECK_OK(run_backward(&want));
     CHECK_OK(run_backward(&args));
     CHECK_BYTES(args.dq.data, want.dq.data, bytes_of(want.dq));

@@ -188,9 +188,9 @@ template <class config> struct backward_producer {
         for (int32_t n = 0; n < group * tiles; n++) {
             const int32_t tile = opaque(query_block) * tiles + n % tiles;
             const int32_t end = end_of_queries(plan, pass, opaque(query_block));
-            if (tile * config::q_rows >= end || sees_none(tile))
-                continue;
             const bool is_tail = (tile + 1) * config::q_rows >= end;
+            if (tile * config::q_rows >= end || (sees_none(tile) && !is_tail))
+                continue; // but a block has at least one step
             const bool ends = n / tiles == group - 1 && (n % tiles == tiles - 1 || is_tail);
             if (ends)
                 changes =
@@ -201,11 +201,12 @@ template <class config> struct backward_producer {
         return changes;
     }
 
-    /* The next query block to visit. Where a packed sequence has ended, those follow in which no
-     * query sees a slot of this block. */
+    /* The next query block to visit: the diagonal pass visits those in which a key arrives. Where a
+     * packed sequence has ended, those follow in which no query sees a slot of this block. */
     __device__ int32_t block_after(const backward_plan &plan, const backward_pass &pass,
                                    int32_t query_block) const {
-        const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
+        const bool skips =
+            config::is_diagonal || (plan.is_rolling && plan.forward.sequences.ranges != NULL);
         return skips ? find_query_block<config>(plan, memory->work, query_block + 1)
                      : query_block + 1;
     }
