@@ -97,7 +97,7 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
  * each multiprocessor `waves` thread blocks, so that the load evens out. */
 template <class config>
 static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_task &task) {
-    const int64_t waves = 4 * config::blocks;
+    const int64_t waves = config::is_narrow ? 32 : 4;
     const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
     const int64_t slot_blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks;
     return (int32_t)max(slot_blocks * task.plan.forward.lists / wanted, (int64_t)1);
