@@ -96,6 +96,8 @@ __device__ static void write_numbers(const copy_memory &shared, const copy_plan 
             plan.seen[to] = shared.position[n];
         } else if (to >= 0) {
             plan.position.at(to, g)[row] = shared.position[n];
+            if (shared.position[n] < 0)
+                continue; // the score and the bias of an empty row are not read
             plan.score.at(to, g)[row] = shared.score[n];
             plan.bias.at(to, g)[row] = shared.bias[n];
         }
