@@ -370,11 +370,6 @@ static segment_plan plan_segments(const fdma_problem *problem) {
     const int64_t most = device->capability < 110 ? (int64_t)most_blocks : (int64_t)portable_blocks;
     segment_plan best = {NULL, 0, INT64_MAX};
     for (const auto &choice : choices) {
-#ifdef FDMA_SELECT_ITEMS
-        const int64_t most_keys = (int64_t)FDMA_SELECT_ITEMS * threads * most_blocks;
-        if (choice.items != FDMA_SELECT_ITEMS && problem->kv_len <= most_keys)
-            continue;
-#endif
         const int64_t wanted = divide_up(problem->kv_len, (int64_t)threads * choice.items);
         const int64_t blocks = max(wanted, (int64_t)1); // also if there are no keys
         if (blocks > min(most, (int64_t)most_blocks_of(choice.items)))
