@@ -157,6 +157,9 @@ neon_tests() {
 # The kernels of the device as C++ for the CPU: tests/emulator.
 emulated_tests() {
     build emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED &&
+        for cases in window/1 softcap/; do
+            build/gates/emulated/fdma check --device cuda "$cases" || return 1
+        done &&
         ctest --test-dir build/gates/emulated --output-on-failure --no-tests=error -j "$jobs" \
             -R '^(test_(cache_store|small_window|stream_attention)_cuda|test_cuda_(lists|workspace))$'
 }
