@@ -11,7 +11,7 @@
 #include "cuda/plan/selection.cuh"
 
 static constexpr int roll_threads = 256;
-static constexpr int load_batch = 8; // entries of a table whose loads are in flight together
+static constexpr int load_batch = 4; // entries of a table whose loads are in flight together
 static constexpr int64_t most_block_lists = 16;
 
 /* The state of a thread block that rolls through its lists. */
