@@ -105,7 +105,7 @@ static int64_t check_evicted(const problem *x, int64_t j, const char *kernel) {
     return rows;
 }
 
-/* Keys leave in the order of their arrival, or in any order. */
+/* Keys are evicted in the order of their arrival, or in any order. */
 static const shape_case evicted_cases[] = {
     SHAPE("rising", 1, 400, 400, 4, 1, 16, 64, CAUSAL, LINEAR, 0, RISING, PLAIN, NONE),
     SHAPE("iid", 1, 300, 390, 8, 1, 16, 20, CAUSAL, LINEAR, 0, IID, PLAIN, NONE),

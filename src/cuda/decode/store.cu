@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(store_threads, 2)
     empty_rows(const __grid_constant__ store_plan plan) {
     const int64_t head = head_of_block();
     const int32_t n = (int32_t)(head / plan.kv_heads), g = (int32_t)(head % plan.kv_heads);
-    const int32_t row = (int32_t)(blockIdx.x * store_threads + threadIdx.x);
+    const int64_t row = (int64_t)blockIdx.x * store_threads + threadIdx.x;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (n >= plan.count)
@@ -85,7 +85,7 @@ struct kept_keys {
     uint32_t lanes; // whose keys are to be copied
 };
 
-/* Where a row of key m of the call, and row `to` of the cache, begin. */
+/* Where the row of a key begins, in the call and in the cache. */
 struct row_copy {
     const char *from;
     char *to;
@@ -134,8 +134,8 @@ __device__ static void copy_kept(const store_plan &plan, const kept_keys &kept, 
     }
 }
 
-/* Writes what the table has of a key, number m of the prompt. A row whose page is missing becomes
- * empty. */
+/* Writes score, position and bias of key `own` of the call to its row. A row whose page is missing
+ * becomes empty. */
 __device__ static void store_numbers(const store_plan &plan, const prompt_range &prompt, int32_t b,
                                      int32_t n, int32_t g, int32_t own, int32_t row, bool is_lost) {
     const float score = plan.score.at(b, g)[own];
@@ -146,8 +146,8 @@ __device__ static void store_numbers(const store_plan &plan, const prompt_range 
         plan.cache_bias.at(prompt.sequence, g)[row] = bias_of(plan.bias_form, score);
 }
 
-/* A block has some keys of one kv head of one prompt. What it reads before it waits for
- * empty_rows(), that kernel has waited for. */
+/* A block has some keys of one kv head of one prompt. What it reads before its wait was
+ * complete before empty_rows() let it start. */
 template <typename unit>
 static __global__ void __launch_bounds__(store_threads, 2)
     store_keys(const __grid_constant__ store_plan plan, const int32_t element_bytes) {
@@ -156,11 +156,13 @@ static __global__ void __launch_bounds__(store_threads, 2)
     const int32_t b = plan.starts != NULL ? 0 : n, lane = threadIdx.x % 32;
     const bool is_there = n < plan.count;
     const prompt_range prompt = is_there ? prompt_of(plan, n) : prompt_range{-1, 0, 0};
-    const int32_t first =
-        prompt.first + (int32_t)blockIdx.x * block_keys + (int32_t)threadIdx.x / 32 * warp_keys;
+    // keys of the prompt before those of this warp; the grid covers prompts of any length
+    const int64_t before = (int64_t)blockIdx.x * block_keys + threadIdx.x / 32 * warp_keys;
+    const bool has_keys = before < prompt.end - prompt.first;
+    const int32_t first = prompt.first + (has_keys ? (int32_t)before : 0);
     int32_t row = -1;
     row_indices at = no_row_indices();
-    if (prompt.sequence >= 0 && lane < warp_keys && first + lane < prompt.end) {
+    if (prompt.sequence >= 0 && has_keys && lane < warp_keys && first + lane < prompt.end) {
         const int32_t key = plan.carried_len + first + lane;
         const int32_t slot = plan.slot.at(b, g)[key];
         row = plan.expiry.at(b, g)[key] >= plan.carried_len + prompt.end ? slot : -1;

@@ -53,7 +53,9 @@ static __global__ void __launch_bounds__(row_threads)
     const int32_t lane = threadIdx.x % row_lanes;
     if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
         return;
-    if (plan.dbias.data != NULL && lane == 0)
+    // a call without keys of its own may have no memory for dbias, and yet some for carried keys
+    const bool has_dbias = (j < forward.carried_len ? plan.dbias_carried : plan.dbias).data != NULL;
+    if (has_dbias && lane == 0)
         *dbias_of_key(plan, b, g, j) = 0;
     if (plan.accumulate)
         return;

@@ -34,13 +34,13 @@ struct alignas(2) key_changes {
     uint8_t evicted, arrived;
 };
 
-static_assert(list_queries <= UINT8_MAX, "at each position at most one key is evicted or arrives");
+static_assert(list_queries <= UINT8_MAX, "at most one key arrives at a position, and evicts one");
 
 /* List t of (b, g) has the keys that the queries from t * list_queries on keep: first those live at
  * the first query's position, then those that arrive at a later one, ascending. The first count.x
  * entries are the former, the first count.y both. Without `changes` the live keys are in the order
- * of their slots; with them, those that are evicted inside the query block come first, in the order
- * of their evictions, then the others. There are three forms:
+ * of their slots; with them, the first `evicted` entries are keys that are evicted inside the query
+ * block, in that order. There are three forms:
  *   list is NULL              the keys 0, 1, 2, ...: entry j is key j
  *   list given, count NULL    the same, but keys that key_valid leaves out are marked absent
  *   list and count given      a selection's
@@ -152,7 +152,7 @@ __device__ static int32_t evicted_entries(const forward_plan &plan, int64_t head
     return plan.changes == NULL ? 0 : changes_at(plan, head, t, query - t * list_queries).evicted;
 }
 
-/* Leaves out the first entries of a list, those of keys that expire before the first query of a
+/* Leaves out the first entries of a list, those of keys that have expired by the first query of a
  * tile. */
 __device__ static void skip_expired(const forward_plan &plan, int64_t head, int32_t t,
                                     int32_t query, int32_t last, tile_list *keys) {

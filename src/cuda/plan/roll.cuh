@@ -155,7 +155,7 @@ __device__ static void copy_entries(int4 four, int32_t *list) {
 /* Writes the live keys to a list, absent ones as ~j: first those that are evicted inside its query
  * block, in that order, then the others, most of them in the entry of their slot. A misfit takes
  * the entry of the last slot, because kernels of backward know no more entries than slots. Returns
- * how many there are. */
+ * how many entries that makes. */
 __device__ static int32_t write_live(const head_selection &of, int32_t slots, int32_t *list,
                                      const roll_memory *shared) {
     const bool has_misfit = shared->live > slots;
@@ -177,7 +177,8 @@ __device__ static int32_t write_live(const head_selection &of, int32_t slots, in
 }
 
 /* Appends the keys that arrive after the first position of list t, ascending, to its `live`
- * entries, and writes its counts and changes. They are fewer than the threads. */
+ * entries, and writes its counts and changes. A query block has fewer arrivals than there are
+ * threads. */
 __device__ static void write_arrivals(const forward_plan &plan, int64_t head, int32_t t,
                                       int32_t position, int32_t live, int32_t *list,
                                       const roll_memory *shared) {

@@ -72,7 +72,7 @@ __device__ static void load_positions(order_memory *shared, const int32_t *posit
         atomicAdd(&shared->empty, empty);
 }
 
-/* Counts which of the positions `from` to `end` - 1 precede each of this lane's rows. Both are
+/* Counts how many of the positions `from` to `end` - 1 precede each of this lane's rows. Both are
  * multiples of 4. is_earlier: they are those of lower rows, which decides ties. */
 template <bool is_earlier>
 __device__ static void count_positions(const order_memory *shared, int32_t from, int32_t end,
