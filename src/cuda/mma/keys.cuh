@@ -86,6 +86,20 @@ __device__ static void copy_records(key_records<keys> &records, const tile_list 
         copy_record(records, column, from, entries[column]);
 }
 
+/* copy_block() where some keys are carried, or rows are not aligned: with few registers, because it
+ * looks up one row after the other. */
+template <typename config>
+__device__ static void copy_rows_one_by_one(char *to, const int32_t *keys, const row_source &source,
+                                            int32_t kv_len) {
+    constexpr int copiers = row_layout<config::head_dim>::copiers;
+#pragma unroll 1
+    for (int n = opaque(threadIdx.x) / copiers; n < config::keys; n += config::threads / copiers) {
+        const bool there = is_key(keys[n], kv_len);
+        copy_row<config::head_dim>(to, n, row_of_key(source, there ? keys[n] : 0), source.vecs,
+                                   there, source.aligned);
+    }
+}
+
 /* Starts copying the rows of k or v of a key block. An entry that is no key becomes zeros, because
  * whatever lies there is multiplied by a weight of 0. */
 template <typename config>
@@ -97,12 +111,7 @@ __device__ static void copy_block(char *to, const int32_t *keys, const row_sourc
     const uint32_t thread = opaque(threadIdx.x);
     const int first = thread / copiers, lane = thread % copiers;
     if (!source.aligned || source.carried_len > 0) {
-#pragma unroll 1
-        for (int n = first; n < config::keys; n += step) {
-            const bool there = is_key(keys[n], kv_len);
-            copy_row<config::head_dim>(to, n, row_of_key(source, there ? keys[n] : 0), source.vecs,
-                                       there, source.aligned);
-        }
+        copy_rows_one_by_one<config>(to, keys, source, kv_len);
         return;
     }
     const row_source from = source; // a copy in registers, or each cp.async would read it again
