@@ -42,7 +42,7 @@ __device__ static element *row_of_key(const head_view &own, const head_view &car
     return (element *)view.data + b * view.batch + row * view.row + g * view.head;
 }
 
-/* Likewise the number of key j. */
+/* The number of key j, in the same way. */
 template <typename number>
 __device__ static number *number_of_key(const number_view<number> &own,
                                         const number_view<number> &carried, int32_t carried_len,

@@ -3,7 +3,7 @@
  * A list begins with the keys that are live at its first position, and ends with those that arrive
  * inside its query block. For forward, the live keys begin with those that are evicted inside the
  * query block, in that order: so the keys of a tile are a range of the list, and those that only
- * some of its rows keep are at the range's ends. */
+ * some rows of the tile keep are at the ends of that range. */
 #pragma once
 
 #include "cuda/device/host.cuh"
