@@ -28,8 +28,8 @@ struct alignas(8) key_record {
     float bias; // times log2(e), because logits are exponents of 2
 };
 
-/* Counts at one position of a query block, from its first position on: how many of the keys that its
- * list begins with have been evicted by then, and how many have arrived. */
+/* Counts at one position of a query block, from its first position on: how many of the keys that
+ * its list begins with have been evicted by then, and how many have arrived. */
 struct alignas(2) key_changes {
     uint8_t evicted, arrived;
 };
