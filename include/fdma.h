@@ -441,20 +441,22 @@ typedef struct fdma_forward_args {
     int32_t causal; /* nonzero: a query sees only keys at positions up to its own */
     int32_t reserved;
     fdma_exec exec;
-    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor kv_used;    /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor sink_logit; /* optional [q_heads] float32: one more term in the sum of each row */
 } fdma_forward_args;
 
 /*! fdma_forward() - attention of each query over its kept keys, or over all visible ones.
  *  Use it with a selection that you keep or make yourself, or without one as plain (dense)
  *  attention with grouped heads, bias, softcap and padding. Ask for lse to train or to merge.
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
- *             out[b,i,h] = sum_j softmax_j(s[i,.]) v[b,j,g]
- *             lse[b,h,i] = log sum_j exp(s[i,j])
+ *             lse[b,h,i] = log(exp(sink_logit[h]) + sum_j exp(s[i,j])), without the first term if
+ *                          sink_logit is absent
+ *             out[b,i,h] = sum_j exp(s[i,j] - lse[b,h,i]) v[b,j,g]
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
- *             (kv_len + (window + recent) * q_len / 128)), and a copy of all k and v if there are
- *             carried keys; for a few queries also some rows of out
- *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf;
- *             a kept logit that is NaN or +inf: that row's out and lse are NaN; keys that are not
+ *             (kv_len + (window + recent) * q_len / 128)); for a few queries also some rows of out
+ *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
+ *             or, with a sink_logit, this; a kept logit or a sink_logit that is NaN or +inf: that
+ *             row's out and lse are NaN; a sink_logit of -inf is as none; keys that are not
  *             valid or never kept are never read; sums may overflow, although out would be finite,
  *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
  *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
@@ -492,7 +494,8 @@ typedef struct fdma_attention_args {
     int32_t causal;
     int32_t reserved;
     fdma_exec exec;
-    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor kv_used;    /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor sink_logit; /* optional [q_heads] float32, as in fdma_forward_args */
 } fdma_attention_args;
 
 /*! fdma_attention() - score, select and attend in one call.
@@ -660,6 +663,7 @@ typedef struct fdma_decode_args {
     fdma_bias_form bias_form; /* the same in every call on a cache */
     int32_t reserved;
     fdma_exec exec;
+    fdma_tensor sink_logit; /* optional [q_heads] float32, as in fdma_forward_args */
 } fdma_decode_args;
 
 /*! fdma_decode() - attention of new tokens over a cache and each other, which then enter the cache.
@@ -707,25 +711,30 @@ typedef struct fdma_backward_args {
     double scale, softcap;           /* as in fdma_forward_args */
     int32_t causal;
     int32_t deterministic; /* nonzero: bit-equal from run to run; the CPU always is */
-    int32_t accumulate;    /* nonzero: gradients are added to dq, dk and dv; dbias is overwritten */
+    int32_t accumulate;    /* nonzero: gradients are added to dq, dk, dv and dsink_logit; dbias is
+                              overwritten */
     int32_t reserved;
     fdma_exec exec;
-    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor kv_used;     /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor sink_logit;  /* as in fdma_forward_args; only dsink_logit depends on it, beside lse */
+    fdma_tensor dsink_logit; /* output, optional [q_heads] float32; not without sink_logit */
 } fdma_backward_args;
 
-/*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v and bias.
+/*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v, bias and sink_logit.
  *  Use it to train with fdma_forward(). Every field that forward also has must be what it was then.
  *  Formula    P[i,j] = exp(s[i,j] - lse[i]) over kept keys
  *             delta[i] = <dout[i], out[i]> - dlse[i]
  *             dv[j] = sum_i P[i,j] dout[i];  dS[i,j] = P[i,j] (<dout[i], v[j]> - delta[i])
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
+ *             dsink_logit[h] = -sum_{b,i} exp(sink_logit[h] - lse[i]) delta[i]
  *             sums over i run over the queries, and over the heads that share the key
  *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
  *             kept are never read, and their gradients are exactly 0; the choice of keys is not
  *             differentiable
  *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
- *             more than window + recent keys at some position; short calls may have room for them
+ *             more than window + recent keys at some position; short calls may have room for them.
+ *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
 
@@ -791,7 +800,9 @@ typedef struct fdma_attention_backward_args {
     int32_t deterministic; /* as in fdma_backward_args */
     int32_t accumulate;    /* nonzero: all gradients are added to what they hold */
     fdma_exec exec;
-    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor kv_used;     /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor sink_logit;  /* as in fdma_backward_args */
+    fdma_tensor dsink_logit; /* output, optional, as in fdma_backward_args */
 } fdma_attention_backward_args;
 
 /*! fdma_attention_backward() - the gradients of fdma_attention() in one call.

@@ -180,6 +180,7 @@ fdma_problem fdma_decode_forward(const decode_head *head, const head_selection *
     one.q = slice(&queries, 1, 0, head->queries);
     one.out = slice(&results, 1, 0, head->queries);
     one.lse = slice(&sums, 2, 0, head->queries);
+    one.sink_logit = slice(&problem->sink_logit, 0, g * group, group);
     one.k = slice(&k, 2, g, 1);
     one.v = slice(&v, 2, g, 1);
     one.k_carried = slice(&k_carried, 2, g, 1);

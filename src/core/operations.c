@@ -96,10 +96,17 @@ static fdma_status take_forward(const any_args *args, fdma_problem *problem) {
     return take_logit_options(forward->scale, forward->softcap, forward->causal, problem);
 }
 
+static fdma_status check_dsink_logit(const fdma_problem *problem) {
+    FDMA_REQUIRE(!is_present(&problem->dsink_logit) || is_present(&problem->sink_logit),
+                 FDMA_INVALID_ARGUMENT, "dsink_logit: is given, want none without sink_logit");
+    return FDMA_OK;
+}
+
 static fdma_status take_backward(const any_args *args, fdma_problem *problem) {
     const fdma_backward_args *const backward = &args->backward;
     problem->deterministic = backward->deterministic != 0;
     problem->accumulate = backward->accumulate != 0;
+    FDMA_TRY(check_dsink_logit(problem));
     return take_logit_options(backward->scale, backward->softcap, backward->causal, problem);
 }
 
@@ -165,6 +172,7 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
         problem->dt_proj = problem->a = problem->dt_bias = (fdma_tensor){0};
     }
     FDMA_TRY(check_ddt_bias(problem));
+    FDMA_TRY(check_dsink_logit(problem));
     problem->deterministic = call->deterministic != 0;
     problem->accumulate = call->accumulate != 0;
     return take_logit_options(call->scale, call->softcap, call->causal, problem);

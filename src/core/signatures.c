@@ -93,6 +93,7 @@ static const tensor_entry forward_tensors[] = {
     ARG(forward, key_valid, "bn", uint8, optional),
     ARG(forward, starts, "s", int32, optional),
     ARG(forward, kv_used, "b", int32, optional),
+    ARG(forward, sink_logit, "h", wide, optional),
     CARRIED(forward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
@@ -108,6 +109,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, key_valid, "bn", uint8, optional),
     ARG(backward, starts, "s", int32, optional),
     ARG(backward, kv_used, "b", int32, optional),
+    ARG(backward, sink_logit, "h", wide, optional),
     CARRIED(backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
@@ -119,6 +121,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, dk, "bngd", same, output),
     ARG(backward, dv, "bngd", same, output),
     ARG(backward, dbias, "bgn", wide, optional_output),
+    ARG(backward, dsink_logit, "h", wide, optional_output),
     CARRIED_GRADIENTS(backward),
 };
 
@@ -169,6 +172,7 @@ static const tensor_entry decode_tensors[] = {
     ARG(decode, index, "b", int32, optional),
     ARG(decode, n_tokens, "b", int32, optional),
     ARG(decode, commit, "b", int32, optional),
+    ARG(decode, sink_logit, "h", wide, optional),
     CACHE(decode, "r"),
     ARG(decode, out, "bihd", same, output),
     ARG(decode, lse, "bhi", wide, optional_output),
@@ -201,6 +205,7 @@ static const tensor_entry attention_tensors[] = {
     ARG(attention, key_valid, "bn", uint8, optional),
     ARG(attention, starts, "s", int32, optional),
     ARG(attention, kv_used, "b", int32, optional),
+    ARG(attention, sink_logit, "h", wide, optional),
     TABLE_IN(attention, wide),
     CARRIED(attention),
     ARG(attention, out, "bihd", same, output),
@@ -223,6 +228,7 @@ static const tensor_entry attention_backward_tensors[] = {
     ARG(attention_backward, key_valid, "bn", uint8, optional),
     ARG(attention_backward, starts, "s", int32, optional),
     ARG(attention_backward, kv_used, "b", int32, optional),
+    ARG(attention_backward, sink_logit, "h", wide, optional),
     CARRIED(attention_backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
@@ -236,6 +242,7 @@ static const tensor_entry attention_backward_tensors[] = {
     ARG(attention_backward, ddt_proj, "gc", as_dt_proj, output),
     ARG(attention_backward, da, "g", as_a, output),
     ARG(attention_backward, ddt_bias, "g", as_dt_bias, optional_output),
+    ARG(attention_backward, dsink_logit, "h", wide, optional_output),
     CARRIED_GRADIENTS(attention_backward),
 };
 

@@ -89,6 +89,19 @@ static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const ke
     }
 }
 
+/* Minus the sum of the sink's probability times delta, over all rows of a query head. */
+static real sink_gradient(const fdma_problem *problem, int64_t h) {
+    const real sink = sink_logit_of(problem, h);
+    real sum = 0;
+    for (int64_t b = 0; b < problem->batch; b++)
+        for (int64_t i = 0; i < problem->q_len; i++) {
+            const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
+            if (sink != -infinity && lse != -infinity)
+                sum -= rounded(problem->dtype, exp(sink - lse)) * delta_of(problem, b, i, h);
+        }
+    return sum;
+}
+
 static fdma_status run_backward(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const key_gradients sums = take_sums(problem, &arena);
@@ -104,5 +117,8 @@ static fdma_status run_backward(const fdma_problem *problem) {
                     add_row(problem, b, i, h, &sums);
             put_keys(problem, b, g, &sums);
         }
+    for (int64_t h = 0; h < problem->q_heads && is_present(&problem->dsink_logit); h++)
+        put(&problem->dsink_logit, offset_of(&problem->dsink_logit, h, 0, 0),
+            sink_gradient(problem, h), problem->accumulate);
     return FDMA_OK;
 }

@@ -4,12 +4,13 @@
 #include "reference/logit.h"
 
 /* The weights exp(s[j] - row_max) of one row's keys, 0 for keys that it does not keep. Returns
- * their sum: 0 for an empty row, NaN if a kept logit is NaN or +inf. */
+ * their sum and that of the sink logit: 0 for an empty row, NaN if a kept logit is NaN or +inf. */
 static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_t h, real *weights,
                        real *row_max) {
     const int64_t g = h / problem->group, p = query_position(problem, i);
+    const real sink = sink_logit_of(problem, h);
     real sum = 0;
-    *row_max = -infinity;
+    *row_max = sink;
     for (int64_t j = 0; j < problem->kv_len; j++) {
         const bool kept = is_kept(problem, b, g, j, p);
         weights[j] = kept ? logit_of(problem, b, i, h, j).value : -infinity;
@@ -17,6 +18,8 @@ static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_
         if (isnan(*row_max))
             return *row_max;
     }
+    if (sink != -infinity)
+        sum += exp(sink - *row_max); // NaN if the sink logit is NaN or +inf
     for (int64_t j = 0; j < problem->kv_len; j++) {
         weights[j] = weights[j] == -infinity ? 0 : exp(weights[j] - *row_max); // -inf - -inf is NaN
         sum += weights[j];

@@ -24,6 +24,12 @@ static inline key_row number_of_key(const fdma_problem *problem, const fdma_tens
     return (key_row){storage.tensor, offset_of(storage.tensor, b, g, storage.index)};
 }
 
+/* The sink logit of a query head; -inf if the call has none. */
+static inline real sink_logit_of(const fdma_problem *problem, int64_t h) {
+    const fdma_tensor *const sink = &problem->sink_logit;
+    return is_present(sink) ? load(sink, offset_of(sink, h, 0, 0)) : -infinity;
+}
+
 typedef struct logit {
     real value;
     real slope; /* derivative of the softcap; 1 without one */

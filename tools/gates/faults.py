@@ -374,7 +374,7 @@ BACKWARDS = [
           "vf_sub(vf_set(1), square)", "vf_set(1)",
           ("check group/", "check window/", "check softcap/")),
     Fault("delta without dlse", "src/cpu/backward/",
-          "(double)dlse - product", "-product",
+          "product - (is_present", "product - 0 * (is_present",
           ("check group/", "check window/", "check softcap/")),
     Fault("dk and dv are overwritten, not added to", "src/cpu/backward/",
           "add = problem->accumulate;", "add = false;",

@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "cpu/backward/partition.h"
+#include "cpu/backward/sink.h"
 #if defined(FDMA_POINT_AMX)
 #include "cpu/backward/block_amx.h"
 #else
@@ -227,5 +228,7 @@ static fdma_status run_backward(const fdma_problem *problem) {
     if (context.count > 1)
         fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, join_partitions,
                           &context);
+    if (is_present(&problem->dsink_logit))
+        fdma_parallel_for(context.threads, problem->q_heads, find_dsink, problem);
     return FDMA_OK;
 }

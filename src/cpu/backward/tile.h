@@ -72,7 +72,15 @@ static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, in
     return sum[0] + sum[1] + (sum[2] + sum[3]);
 }
 
-/* Loads lse and computes delta = <dout, out> - dlse of every row, but for empty ones. */
+/* delta = <dout, out> - dlse of the row of query i and query head h. */
+static double delta_of_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
+    const double product = product_of_rows(head_row(&problem->dout, b, i, h),
+                                           head_row(&problem->out, b, i, h), problem->dtype,
+                                           problem->head_dim);
+    return product - (is_present(&problem->dlse) ? (double)*float_at(&problem->dlse, b, h, i) : 0);
+}
+
+/* Loads lse and delta of every row, but for empty ones. */
 static void load_lse_and_delta(const fdma_problem *problem, const row_range *rows,
                                const backward_tile *tile) {
     for (int64_t lane = 0; lane < used_lanes(rows); lane++) {
@@ -83,12 +91,8 @@ static void load_lse_and_delta(const fdma_problem *problem, const row_range *row
         tile->minus_delta[lane] = 0;
         if (tile->left_out[lane])
             continue;
-        const void *const dout = row_of_lane(problem, &problem->dout, rows, lane);
-        const void *const out = row_of_lane(problem, &problem->out, rows, lane);
-        const float dlse =
-            is_present(&problem->dlse) ? *float_of_lane(problem, &problem->dlse, rows, lane) : 0;
-        const double product = product_of_rows(dout, out, problem->dtype, problem->head_dim);
-        tile->minus_delta[lane] = (float)((double)dlse - product);
+        const int64_t row = rows->first + lane, h = rows->g * problem->group + row % problem->group;
+        tile->minus_delta[lane] = (float)-delta_of_row(problem, rows->b, row / problem->group, h);
     }
 }
 

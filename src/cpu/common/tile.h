@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/common/memory.h"
+#include "cpu/common/sink.h"
 #include "cpu/common/vectors.h"
 
 #include <float.h>
@@ -241,9 +242,9 @@ static void clear_tile(tile_state *tile, const row_range *rows, int64_t dim) {
 
 static void write_lse(const fdma_problem *problem, const row_range *rows, const tile_state *tile) {
     for (int64_t lane = 0; lane < rows->count; lane++) {
-        const double sum = (double)tile->sum[lane], max = (double)tile->max[lane];
+        const float sink = sink_of_row(problem, rows->g, rows->first + lane);
         *float_of_lane(problem, &problem->lse, rows, lane) =
-            sum == 0 ? -INFINITY : (float)(max + log(sum));
+            lse_of_row(tile->max[lane], tile->sum[lane], sink);
     }
 }
 
@@ -275,12 +276,15 @@ INLINE void write_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
     }
 }
 
-/* Writes out, divided by the sums. A row that keeps no key has sum 0: its out is 0. */
+/* Writes out, divided by the sums. */
 static void write_out(const fdma_problem *problem, const row_range *rows, const tile_state *tile) {
     for (int64_t first = 0; first < rows->count; first += vf_width) {
         float inverse[vf_width];
-        for (int64_t lane = 0; lane < vf_width; lane++)
-            inverse[lane] = tile->sum[first + lane] == 0 ? 0 : 1 / tile->sum[first + lane];
+        for (int64_t lane = 0; lane < vf_width; lane++) {
+            const int64_t at = first + lane;
+            const float sink = sink_of_row(problem, rows->g, rows->first + at);
+            inverse[lane] = inverse_of_sum(tile->max[at], tile->sum[at], sink);
+        }
         write_lanes(problem, &problem->out, rows, tile->out, first, vf_load(inverse), false);
     }
 }

@@ -176,8 +176,7 @@ static float merge_splits(const decode_context *decode, int64_t head, int64_t ro
     return vf_sum(total);
 }
 
-/* Merges the splits of a head, and writes out and lse. A row that keeps no key has sum 0: its out
- * is 0. */
+/* Merges the splits of a head, and writes out and lse. */
 static void merge_head(const void *context, int64_t head, int32_t thread) {
     const decode_context *const decode = context;
     const fdma_problem *const problem = decode->problem;
@@ -187,17 +186,18 @@ static void merge_head(const void *context, int64_t head, int32_t thread) {
     for (int64_t row = 0; row < decode->rows; row++) {
         const decode_partial merged = partial_of(decode, head, 0, row);
         const float sum = decode->splits > 0 ? merge_splits(decode, head, row) : 0;
+        const float max = sum == 0 ? 0 : *merged.max;
+        const float sink = sink_of_row(problem, rows.g, row);
         void *const to = row_of_lane(problem, &problem->out, &rows, row);
-        const vf inverse = vf_set(sum == 0 ? 0 : 1 / sum);
+        const vf inverse = vf_set(inverse_of_sum(max, sum, sink));
         if (sum != 0)
             restore_order(merged.out, problem->dtype, problem->head_dim);
         for (int64_t d = 0; d < problem->head_dim; d += vf_width)
             store_channels(to, problem->dtype, d,
-                           sum == 0 ? vf_set(0) : vf_mul(vf_load(merged.out + d), inverse),
+                           sum == 0 ? inverse : vf_mul(vf_load(merged.out + d), inverse),
                            channels_at(d, problem->head_dim));
         if (is_present(&problem->lse))
-            *float_of_lane(problem, &problem->lse, &rows, row) =
-                sum == 0 ? -INFINITY : (float)((double)*merged.max + log((double)sum));
+            *float_of_lane(problem, &problem->lse, &rows, row) = lse_of_row(max, sum, sink);
     }
     restore_modes(modes);
 }
