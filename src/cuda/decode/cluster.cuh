@@ -300,6 +300,7 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
 #pragma unroll
     for (int n = 0; n < cluster_ranks; n++)
         weights[n] = __shfl_sync(~0u, weight, n);
+    const row_result result = result_of(most, sum, sink_of_row(plan, range, row));
     element *const to = (element *)plan.out.data + row_offset(plan.out, plan, range, row);
     for (int d = lane * 4; d < plan.head_dim; d += warp_lanes * 4) {
         float4 partials[cluster_ranks], out = {};
@@ -314,13 +315,13 @@ __device__ static void merge_ranks(cluster_memory<config> &shared, const forward
                 out.z += weights[n] * partials[n].z;
                 out.w += weights[n] * partials[n].w;
             }
-        to[d] = (element)(sum == 0 ? 0 : out.x / sum);
-        to[d + 1] = (element)(sum == 0 ? 0 : out.y / sum);
-        to[d + 2] = (element)(sum == 0 ? 0 : out.z / sum);
-        to[d + 3] = (element)(sum == 0 ? 0 : out.w / sum);
+        to[d] = (element)(result.scale == 0 ? 0 : out.x * result.scale);
+        to[d + 1] = (element)(result.scale == 0 ? 0 : out.y * result.scale);
+        to[d + 2] = (element)(result.scale == 0 ? 0 : out.z * result.scale);
+        to[d + 3] = (element)(result.scale == 0 ? 0 : out.w * result.scale);
     }
     if (lane == 0 && plan.lse.data != NULL)
-        *lse_at(plan, range, row) = lse_of(most, sum);
+        *lse_at(plan, range, row) = result.lse;
 }
 
 /* Merges the rows of a tile that fall to this block. */

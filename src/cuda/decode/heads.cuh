@@ -349,7 +349,9 @@ __device__ static void write_rows(const forward_plan &plan, const heads_item &it
         if (row >= item.range.total)
             continue;
         const bool has_token = row_position(plan, item.range, plan.kv_len, row) < item.tokens;
-        const float sum = has_token ? state.row_sum[r] : 0, factor = 1 / sum;
+        const float sum = has_token ? state.row_sum[r] : 0;
+        const float sink = has_token ? sink_of_row(plan, item.range, row) : -INFINITY;
+        const row_result result = result_of(state.row_max[r], sum, sink);
         element *const to = (element *)plan.out.data + row_offset(plan.out, plan, item.range, row);
 #pragma unroll
         for (int d = 0; d < config::head_dim / 8; d++)
@@ -358,10 +360,10 @@ __device__ static void write_rows(const forward_plan &plan, const heads_item &it
                 const int channel = d * 8 + lane % 4 * 2 + x;
                 const float out = state.out[r / 2][d][r % 2 * 2 + x];
                 if (channel < plan.head_dim)
-                    to[channel] = (element)(sum == 0 ? 0 : out * factor);
+                    to[channel] = (element)(result.scale == 0 ? 0 : out * result.scale);
             }
         if (lane % 4 == 0 && plan.lse.data != NULL)
-            *lse_at(plan, item.range, row) = lse_of(state.row_max[r], sum);
+            *lse_at(plan, item.range, row) = result.lse;
     }
 }
 

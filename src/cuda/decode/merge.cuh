@@ -68,16 +68,17 @@ __device__ static void merge_row(merge_memory<config> &shared, const forward_pla
     const float2 all = weigh_splits(shared, splits.stats + first, splits.count);
     sum_splits(shared, splits.out + first * plan.head_dim, splits.count, plan.head_dim);
     __syncthreads();
+    const row_result result = result_of(all.x, all.y, sink_of_row(plan, range, row));
     typename config::element *const to =
         (typename config::element *)plan.out.data + row_offset(plan.out, plan, range, row);
     for (int d = threadIdx.x; d < plan.head_dim; d += merge_threads) {
         float out = 0;
         for (int w = 0; w < merge_memory<config>::warps; w++)
             out += shared.out[w][d];
-        to[d] = (typename config::element)(all.y == 0 ? 0 : out / all.y);
+        to[d] = (typename config::element)(result.scale == 0 ? 0 : out * result.scale);
     }
     if (threadIdx.x == 0 && plan.lse.data != NULL)
-        *lse_at(plan, range, row) = lse_of(all.x, all.y);
+        *lse_at(plan, range, row) = result.lse;
 }
 
 template <typename config>

@@ -42,7 +42,17 @@ __device__ static float growth_factor(float from, float to) {
     return from == to ? 1 : ex2_approx(from - to);
 }
 
-/* The lse of a row in nats; -inf if the row is empty. */
-__device__ static float lse_of(float row_max, float row_sum) {
-    return (row_max + log2f(row_sum)) * ln_2;
+/* What a row comes to: its out is multiplied by `scale`; if that is 0 its out is 0. */
+struct row_result {
+    float scale, lse; // lse in nats; -inf if the row is empty
+};
+
+/* The result of a row with the sum of its weights, to which a sink logit adds one; the sink is an
+ * exponent of 2, -inf if there is none. The out of an empty row may hold anything. */
+__device__ static row_result result_of(float row_max, float row_sum, float sink) {
+    if (row_sum == 0)
+        return {isnan(sink) ? sink : 0, sink * ln_2};
+    const float top = fmaxf(row_max, sink); // row_max if the sink is NaN
+    const float sum = row_sum * growth_factor(row_max, top) + ex2_approx(sink - top);
+    return {1 / (row_sum + ex2_approx(sink - row_max)), (top + log2f(sum)) * ln_2};
 }

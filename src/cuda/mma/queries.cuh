@@ -35,6 +35,11 @@ __device__ static int64_t row_offset(const head_view &view, const forward_plan &
     return range.b * view.batch + i * view.row + h * view.head;
 }
 
+/* The sink logit of a row, which may be past the end, as an exponent of 2. */
+__device__ static float sink_of_row(const forward_plan &plan, const row_range &range, int32_t row) {
+    return sink_exponent(plan, range.g * plan.group + row % plan.group);
+}
+
 /* Where the lse of a row is written, if it is wanted. */
 __device__ static float *lse_at(const forward_plan &plan, const row_range &range, int32_t row) {
     return plan.lse.at(range.b, range.g * plan.group + row % plan.group) + row / plan.group;

@@ -44,6 +44,30 @@ static __global__ void __launch_bounds__(row_threads)
     plan.row_delta[head * plan.rows + i] = empty ? 0 : delta;
 }
 
+/* dsink_logit: minus the sum of the sink's probability times delta over all rows of a query head,
+ * which is a thread block's. Each thread adds every row_threads-th row, and thread 0 the sums of the
+ * threads, so that every sum has one order. */
+static __global__ void __launch_bounds__(row_threads)
+    sum_sinks(const __grid_constant__ backward_plan plan) {
+    __shared__ float sums[row_threads];
+    const int32_t h = blockIdx.x;
+    const float sink = sink_exponent(plan.forward, h);
+    float sum = 0;
+    for (int32_t b = 0; b < plan.forward.batch; b++) {
+        const int64_t first = ((int64_t)b * plan.forward.q_heads + h) * plan.rows;
+        for (int32_t i = threadIdx.x; i < plan.rows && sink != -INFINITY; i += row_threads)
+            sum -= exp2f(sink - plan.row_lse[first + i]) * plan.row_delta[first + i];
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0)
+        return;
+    for (int n = 1; n < row_threads; n++)
+        sum += sums[n];
+    float *const to = plan.dsink_logit.at(0, h);
+    *to = plan.accumulate ? *to + sum : sum;
+}
+
 /* Clears dbias and, unless they accumulate, dk and dv. row_lanes lanes take a key. */
 static __global__ void __launch_bounds__(row_threads)
     clear_keys(const __grid_constant__ backward_plan plan, const bool aligned) {
@@ -129,6 +153,8 @@ static __global__ void __launch_bounds__(boundary_threads)
 const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most_head_dim) {
     if (problem->dlse.dtype == FDMA_FLOAT64 || problem->dbias.dtype == FDMA_FLOAT64)
         return "float64 dlse or dbias; supported: float32";
+    if (problem->dsink_logit.dtype == FDMA_FLOAT64)
+        return "float64 dsink_logit; supported: float32";
     return fdma_cuda_refuses_plan(problem, most_head_dim);
 }
 
@@ -159,6 +185,7 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->dbias = numbers_of<float>(&problem->dbias);
     plan->dbias_carried = numbers_of<float>(&problem->dbias_carried);
     plan->dlse = numbers_of<const float>(&problem->dlse);
+    plan->dsink_logit = {(float *)problem->dsink_logit.data, 0, problem->dsink_logit.stride[0]};
     plan->accumulate = problem->accumulate;
     plan->deterministic = problem->deterministic;
 }
@@ -212,13 +239,17 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     if (problem->kv_len > 0 && key_heads > 0)
         FDMA_TRY(launch("backward", clear_keys, over_rows(problem->kv_len, key_heads), problem,
                         *plan, has_aligned_sums(*plan)));
+    const bool has_dsink = plan->dsink_logit.data != NULL && problem->q_heads > 0;
+    const launch_shape by_head = {dim3((uint32_t)problem->q_heads), dim3(row_threads)};
     if (plan->rows == 0 || heads == 0)
-        return FDMA_OK;
+        return has_dsink ? launch("backward", sum_sinks, by_head, problem, *plan) : FDMA_OK;
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
     const bool is_half = problem->dtype == FDMA_FLOAT16;
     FDMA_TRY(clear_boundaries(problem, plan));
     FDMA_TRY(launch("backward", is_half ? find_row_stats<__half> : find_row_stats<__nv_bfloat16>,
                     over_rows(plan->rows, heads), problem, *plan, aligned));
+    if (has_dsink)
+        FDMA_TRY(launch("backward", sum_sinks, by_head, problem, *plan));
     return fdma_cuda_build_lists(problem, &plan->forward);
 }
 

@@ -18,6 +18,7 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->carried_len = is_present(&problem->k_carried) ? (int32_t)problem->carried_len : 0;
     plan->out = view_of(&problem->out);
     plan->lse = numbers_of<float>(&problem->lse);
+    plan->sink_logit = {(const float *)problem->sink_logit.data, 0, problem->sink_logit.stride[0]};
     plan->kv_used = (const int32_t *)problem->kv_used.data;
     plan->batch = (int32_t)problem->batch;
     plan->q_len = (int32_t)problem->q_len;
@@ -58,6 +59,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
         return "float64 tensors: cast q, k and v to bfloat16 or float16";
     if (problem->bias.dtype == FDMA_FLOAT64 || problem->lse.dtype == FDMA_FLOAT64)
         return "float64 bias or lse; supported: float32";
+    if (problem->sink_logit.dtype == FDMA_FLOAT64)
+        return "float64 sink_logit; supported: float32";
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||
         problem->batch * problem->q_heads > most_rows)
         return "more than 2^31 - 1025 queries, keys or heads";
