@@ -41,6 +41,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "key_valid": ("batch", "kv_len"),
     "starts": ("sequences + 1",),
     "kv_used": ("batch",),
+    "sink_logit": ("q_heads",),
     "score": SCORE_SHAPE,
     "bias": SCORE_SHAPE,
     "expiry": SCORE_SHAPE,
@@ -183,7 +184,7 @@ def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options)
     is not given: it is then an empty tensor, because operators cannot return None."""
     if result == "dbias":
         return not options["wants_dbias"]
-    if result == "ddt_bias" and tensors["dt_bias"] is None:
+    if result in ("ddt_bias", "dsink_logit") and tensors[result[1:]] is None:
         return True
     learned = ("bias", "ddt_proj", "da_coef", "ddt_bias")
     return result in learned and options.get("bias_form") == "none"

@@ -137,7 +137,7 @@ class ForwardArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
-        *tensors("kv_used"),
+        *tensors("kv_used sink_logit"),
     ]
 
 
@@ -158,7 +158,7 @@ class AttentionArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
-        *tensors("kv_used"),
+        *tensors("kv_used sink_logit"),
     ]
 
 
@@ -174,7 +174,7 @@ class BackwardArgs(Sized):
         ("accumulate", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
-        *tensors("kv_used"),
+        *tensors("kv_used sink_logit dsink_logit"),
     ]
 
 
@@ -203,6 +203,7 @@ class DecodeArgs(Sized):
         ("bias_form", c_int),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("sink_logit"),
     ]
 
 
@@ -249,7 +250,7 @@ class AttentionBackwardArgs(Sized):
         ("deterministic", c_int32),
         ("accumulate", c_int32),
         ("exec", Exec),
-        *tensors("kv_used"),
+        *tensors("kv_used sink_logit dsink_logit"),
     ]
 
 

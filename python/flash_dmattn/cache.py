@@ -150,6 +150,7 @@ class DynamicMaskCache:
         key_valid: torch.Tensor | None = None,
         n_tokens: torch.Tensor | int | None = None,
         draft: bool = False,
+        sink_logit: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         backend: str | None = None,
@@ -175,6 +176,7 @@ class DynamicMaskCache:
                 leaves no trace; None for len.
             draft: the tokens do not enter the cache. Drafts have no index and no key_valid; where
                 they have n_tokens, commit() has to follow.
+            sink_logit: optional [q_heads] float32, as in attention().
             softmax_scale: as in attention().
             softcap: as in attention().
             backend: as in score().
@@ -193,7 +195,9 @@ class DynamicMaskCache:
         )
         count = streams.counts("n_tokens", n_tokens, key)
         options = (self.bias_form, _scale(softmax_scale), softcap, backend)
-        tokens = Tokens(query, key, value, tuple(weights), index, key_valid, count, options)
+        tokens = Tokens(
+            query, key, value, tuple(weights), index, key_valid, count, sink_logit, options
+        )
         if index is None:
             require(
                 key.shape[0] == self.batch,
@@ -205,7 +209,7 @@ class DynamicMaskCache:
             out = self._prefill(layer, tokens)
         else:
             where = self._sequences(layer, index)
-            rows = (query, key, value, *weights, None, where, count, None)
+            rows = (query, key, value, *weights, None, where, count, None, sink_logit)
             out, _ = ops.DECODE.op(*rows, *self.keys.tensors, *self.keys.rules, *options)
         self._count(layer, key.shape[1])
         return out
@@ -258,7 +262,8 @@ class DynamicMaskCache:
         require(length <= TOKENS_MAX, f"key: makes {length} drafts, want at most {TOKENS_MAX}")
         commit = streams.counts("commit", 0, key) if draft else None
         where = self._indices[layer]
-        rows = (query, *drafts[:2], None, None, None, drafts.score, where, drafts.n_tokens, commit)
+        counts = (drafts.n_tokens, commit, tokens.sink_logit)
+        rows = (query, *drafts[:2], None, None, None, drafts.score, where, *counts)
         out, _ = ops.DECODE.op(*rows, *self.keys.tensors, *self.keys.rules, *tokens.options)
         if not draft:
             self._count(layer, length)

@@ -267,6 +267,7 @@ def attention(
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,
+    sink_logit: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -285,6 +286,8 @@ def attention(
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
         kv_used: optional [batch] int32, how many keys exist: see the top of this module.
+        sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
+            the sum of each row of a head, which has no value. lse counts it.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -294,8 +297,8 @@ def attention(
 
     Returns:
         out [batch, q_len, q_heads, head_dim] of query's dtype, and lse [batch, q_heads, q_len],
-        float32 (float64 if query is), in nats. A query that keeps no key has out = 0 and
-        lse = -inf.
+        float32 (float64 if query is), in nats. A query that keeps no key has out = 0, and
+        lse = -inf or its sink_logit.
 
     Raises:
         TypeError: a query that is not a tensor, or a selection that select() did not make.
@@ -312,7 +315,7 @@ def attention(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
-    _refuse_tangents("attention", query, key, value, bias)
+    _refuse_tangents("attention", query, key, value, bias, sink_logit)
     expiry, slot, window, scope, recent, sinks = None, None, 0, "causal", 0, 0
     if selection is not None:
         if not isinstance(selection, Selection):
@@ -326,6 +329,7 @@ def attention(
         key_valid,
         starts,
         kv_used,
+        sink_logit,
         expiry,
         slot,
         window,
@@ -396,6 +400,7 @@ def flash_dma_attention(
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,
+    sink_logit: torch.Tensor | None = None,
     recent: int = 0,
     sinks: int = 0,
     scope: str | None = None,
@@ -424,6 +429,7 @@ def flash_dma_attention(
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
         kv_used: optional [batch] int32, how many keys exist: see the top of this module.
+        sink_logit: optional [q_heads] float32, as in attention().
         recent: number of keys that a query keeps beside these because they are the newest that it
             can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
             and a query keeps keep_window_size + recent keys. A language model needs the tokens just
@@ -443,7 +449,7 @@ def flash_dma_attention(
     Returns:
         out [batch, q_len, q_heads, head_dim], of query's dtype; with return_lse a pair of out and
         lse [batch, q_heads, q_len], float32 (float64 if query is), in nats. A query that keeps no
-        key has out = 0 and lse = -inf.
+        key has out = 0, and lse = -inf or its sink_logit.
 
     Raises:
         TypeError: a query that is not a tensor, or a keep_window_size, recent or sinks that is not
@@ -465,7 +471,7 @@ def flash_dma_attention(
     Source: arXiv:2508.02124.
     """
     check_no_dropout(dropout_p, return_attn_probs)
-    _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias)
+    _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     if scope is None:
         scope = "causal" if causal else "global"
@@ -477,9 +483,9 @@ def flash_dma_attention(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
     numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap)
-    options = (key_valid, starts, kv_used, *rules, *numbers)
+    options = (key_valid, starts, kv_used, sink_logit, *rules, *numbers)
     needs_gradients = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in tensors
+        x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )
     if not needs_gradients and not return_lse:
         return ops.FUSED_OUT.op(*tensors, *options, backend)

@@ -58,7 +58,7 @@ class DynamicMaskAttention(nn.Module):
         score = A * softplus(dt_proj(v)), where dt_proj has a bias if dt_bias is True
         forward(x) = o_proj(softmax(scale * <q, k> + exp(score)) v), over the kept keys: of the keys
             that a query can see, the `recent` newest, and of the others the `window` keys of
-            highest score
+            highest score; with sink_logit the sum of the softmax has one more term for each head
 
     A is initialised with zeros. All keys then have equal scores, so that the most recent ones are
     kept: training starts (if causal) from a sliding window of window + recent keys, `sinks` of
@@ -82,6 +82,8 @@ class DynamicMaskAttention(nn.Module):
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
         dt_bias: whether dt_proj has one.
+        sink_logit: whether each query head learns a sink logit, so that its probabilities may sum
+            to less than 1. It is initialised with zeros.
         rope_base: base of the rotary angles; None for no position embedding.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -97,6 +99,7 @@ class DynamicMaskAttention(nn.Module):
         o_proj.weight   [hidden, heads * head_dim]
         dt_proj.weight  [kv_heads, kv_heads * head_dim], unless window is None
         A               [kv_heads], unless window is None
+        sink_logit      [heads], if asked for
 
     Raises:
         TypeError: a window, recent or sinks that is not an int.
@@ -123,6 +126,7 @@ class DynamicMaskAttention(nn.Module):
         causal: bool = True,
         bias: bool = False,
         dt_bias: bool = False,
+        sink_logit: bool = False,
         rope_base: float | None = 10000.0,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
@@ -160,13 +164,23 @@ class DynamicMaskAttention(nn.Module):
         if window is not None:
             self.dt_proj = nn.Linear(kv_heads * dim, kv_heads, bias=dt_bias, **kind)
             self.A = nn.Parameter(torch.zeros(kv_heads, **kind))
+        zeros = nn.Parameter(torch.zeros(heads, **kind)) if sink_logit else None
+        self.register_parameter("sink_logit", zeros)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters anew: projections as nn.Linear does, A with zeros."""
+        """Initialise all parameters anew: projections as nn.Linear does, the others with zeros."""
         for projection in self.children():
             projection.reset_parameters()
         if self.window is not None:
             nn.init.zeros_(self.A)
+        if self.sink_logit is not None:
+            nn.init.zeros_(self.sink_logit)
+
+    @property
+    def wide_sink_logit(self) -> torch.Tensor | None:
+        """The sink logits in float32 (float64 if the layer is)."""
+        sink = self.sink_logit
+        return None if sink is None else sink.to(_arguments.wide(sink.dtype))
 
     def extra_repr(self) -> str:
         return (
@@ -251,6 +265,7 @@ class DynamicMaskAttention(nn.Module):
                 key_valid=key_valid,
                 n_tokens=n_tokens,
                 draft=draft,
+                sink_logit=self.wide_sink_logit,
                 softmax_scale=self.softmax_scale,
                 softcap=self.softcap,
             )
@@ -289,6 +304,7 @@ class DynamicMaskAttention(nn.Module):
         options = {
             "key_valid": key_valid,
             "starts": starts,
+            "sink_logit": self.wide_sink_logit,
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,

@@ -167,7 +167,7 @@ SELECT = Operator(
 # Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
-    "Tensor? starts, Tensor? kv_used, "
+    "Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
     "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
     "str scope, bool causal, float softmax_scale, float softcap, bool deterministic, "
     "str? backend) -> (Tensor out, Tensor lse)",
@@ -175,7 +175,7 @@ ATTENTION = Operator(
 )
 FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
     "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
     "bool deterministic, str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, "
@@ -186,7 +186,7 @@ FUSED = Operator(
 # in the workspace.
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
     "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
     "str? backend) -> Tensor out",
@@ -208,10 +208,10 @@ SCORE_BACKWARD = BackwardOperator(
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
     "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
-    "Tensor? expiry, "
+    "Tensor? sink_logit, Tensor? expiry, "
     "Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
     "float softmax_scale, float softcap, bool deterministic, bool wants_dbias, str? backend) "
-    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias)",
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink_logit)",
     "backward",
     ATTENTION,
     "backward",
@@ -219,11 +219,12 @@ ATTENTION_BACKWARD = BackwardOperator(
 FUSED_BACKWARD = BackwardOperator(
     "flash_dma_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
-    "Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor expiry, Tensor slot, "
+    "Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
+    "Tensor expiry, Tensor slot, "
     "SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, str bias_form, "
     "bool causal, float softmax_scale, float softcap, bool deterministic, str? backend) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor ddt_proj, Tensor da_coef, "
-    "Tensor ddt_bias)",
+    "Tensor ddt_bias, Tensor dsink_logit)",
     "attention_backward",
     FUSED,
     "backward",
@@ -239,6 +240,7 @@ MERGE_BACKWARD = BackwardOperator(
 DECODE = Operator(
     "decode(Tensor query, Tensor key, Tensor value, Tensor? dt_proj, Tensor? a_coef, "
     "Tensor? dt_bias, Tensor? score, Tensor? index, Tensor? n_tokens, Tensor? commit, "
+    "Tensor? sink_logit, "
     "Tensor(a!) cache_key, Tensor(b!) cache_value, Tensor(c!) cache_bias, Tensor(d!) cache_score, "
     "Tensor(e!) cache_position, Tensor(f!) cache_seen, Tensor? cache_page_table, SymInt window, "
     "SymInt recent, SymInt sinks, str bias_form, float softmax_scale, float softcap, str? backend) "
@@ -248,7 +250,7 @@ DECODE = Operator(
 # The keys of a stream's next piece: the first one if there are no carried keys.
 PREFILL = Operator(
     "prefill(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
-    "Tensor? dt_bias, Tensor? key_valid, Tensor? score_in, Tensor? position_in, Tensor? seen_in, "
+    "Tensor? dt_bias, Tensor? key_valid, Tensor? sink_logit, Tensor? score_in, Tensor? position_in, Tensor? seen_in, "
     "Tensor? key_carried, Tensor? value_carried, Tensor? bias_carried, SymInt window, "
     "SymInt recent, SymInt sinks, str bias_form, float softmax_scale, "
     "float softcap, str? backend) -> (Tensor out, Tensor score, Tensor expiry_all, "

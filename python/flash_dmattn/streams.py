@@ -103,6 +103,7 @@ def decode(
     index: torch.Tensor | None = None,
     n_tokens: torch.Tensor | int | None = None,
     commit: torch.Tensor | int | None = None,
+    sink_logit: torch.Tensor | None = None,
     bias_form: str = "exp",
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -131,6 +132,7 @@ def decode(
             is 0; None for new_len.
         commit: [batch] int32 or an int: the first n enter the cache, the others leave no trace;
             None for all tokens.
+        sink_logit: optional [q_heads] float32, as in attention().
         bias_form: as in score(): the same in every call on a cache.
         softmax_scale: as in attention().
         softcap: as in attention().
@@ -159,13 +161,14 @@ def decode(
     """
     if not isinstance(cache, KeyCache):
         raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
-    _refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score)
+    _refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
     out, lse = ops.DECODE.op(
         *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),
         score,
         index,
         counts("n_tokens", n_tokens, key),
         counts("commit", commit, key),
+        sink_logit,
         *cache.tensors,
         *cache.rules,
         bias_form,
@@ -186,6 +189,7 @@ class Tokens(NamedTuple):
     index: MaybeTensor
     key_valid: MaybeTensor
     n_tokens: MaybeTensor
+    sink_logit: MaybeTensor
     options: tuple[str, float, float, str | None]  # bias_form, scale, softcap and backend
 
 
@@ -198,7 +202,7 @@ def prefill(
 
     Tokens from n_tokens on are padding, which leaves no trace.
     """
-    query, key, value, weights, _, key_valid, n_tokens, options = tokens
+    query, key, value, weights, _, key_valid, n_tokens, sink_logit, options = tokens
     seen = None
     if n_tokens is not None:
         is_token = torch.arange(key.shape[1], device=key.device) < n_tokens[:, None]
@@ -210,7 +214,8 @@ def prefill(
         bias = None if options[0] == "none" else carried.bias
         tables = carried.score, carried.position, carried.seen, carried.key, carried.value, bias
     tensors, rules = cache.tensors, cache.rules
-    out, *kept = ops.PREFILL.op(query, key, value, *weights, key_valid, *tables, *rules, *options)
+    inputs = (query, key, value, *weights, key_valid, sink_logit)
+    out, *kept = ops.PREFILL.op(*inputs, *tables, *rules, *options)
     score, expiry, slot = kept
     with torch.no_grad():
         rows = (key, value, score, where, expiry, slot)

@@ -22,6 +22,7 @@ def flash_dmattn_varlen_func(
     dt_proj: torch.Tensor | None = None,
     a_coef: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
+    sink_logit: torch.Tensor | None = None,
     keep_window_size: int = 2048,
     recent: int = 0,
     sinks: int = 0,
@@ -53,6 +54,7 @@ def flash_dmattn_varlen_func(
         dt_proj: [kv_heads, kv_heads * head_dim], with a_coef; None for attention to all keys.
         a_coef: [kv_heads].
         dt_bias: optional [kv_heads], beside them; None for 0.
+        sink_logit: optional [q_heads] float32, as in attention().
         keep_window_size: as in flash_dma_attention().
         recent: as there.
         sinks: as there.
@@ -97,6 +99,7 @@ def flash_dmattn_varlen_func(
     rows = q[None], k[None], v[None]
     options = {
         "starts": cu_seqlens_q,
+        "sink_logit": sink_logit,
         "causal": causal,
         "softmax_scale": softmax_scale,
         "softcap": softcap,
