@@ -25,13 +25,14 @@ static const char *const documented[operation_count] = {
     [operation_lists] =
         " expiry:bgj:i slot:bgj:i starts?:s:i kv_used?:b:i >list:bgtw:i >count:bgt2:i",
     [operation_forward] =
-        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i" CARRIED(
-            "", "") " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
+        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
+        " sink_logit?:h:f" CARRIED("", "") " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
     [operation_backward] =
-        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i" CARRIED(
-            "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f"
-                    " dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bngd:s >dv:bngd:s"
-                    " >dbias?:bgn:f" CARRIED(">", "d"),
+        " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
+        " sink_logit?:h:f" CARRIED("", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f"
+                                           " dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bngd:s"
+                                           " >dv:bngd:s >dbias?:bgn:f"
+                                           " >dsink_logit?:h:f" CARRIED(">", "d"),
     [operation_score_backward] =
         " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u kv_used?:b:i dbias:bgj:f"
         " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b",
@@ -43,22 +44,21 @@ static const char *const documented[operation_count] = {
     [operation_decode] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w score?:bgn:f index?:b:i "
         "n_tokens?:b:i"
-        " commit?:b:i" CACHE("r") " >out:bihd:s >lse?:bhi:f",
+        " commit?:b:i sink_logit?:h:f" CACHE("r") " >out:bihd:s >lse?:bhi:f",
     [operation_cache_store] =
         " k:bngd:s v:bngd:s score:bgn:f starts?:s:i index?:e:i expiry:bgj:i slot:bgj:i" CACHE("z"),
     [operation_cache_copy] = CACHE("r") " from:b:i to:b:i",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
-        "starts?:s:i kv_used?:b:i" TABLE("", "table_in", "f")
+        "starts?:s:i kv_used?:b:i sink_logit?:h:f" TABLE("", "table_in", "f")
             CARRIED("", "") " >out:bihd:s >lse?:bhi:f >score?:bgn:f"
                             " >bias?:bgn:f >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "f"),
     [operation_attention_backward] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w bias?:bgn:f key_valid?:bn:u "
-        "starts?:s:i kv_used?:b:i" CARRIED(
-            "",
-            "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f"
-                " >dq:bihd:s >dk:bngd:s >dv:bngd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b" CARRIED(
-                    ">", "d"),
+        "starts?:s:i kv_used?:b:i sink_logit?:h:f" CARRIED(
+            "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f"
+                    " >dq:bihd:s >dk:bngd:s >dv:bngd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b"
+                    " >dsink_logit?:h:f" CARRIED(">", "d"),
 };
 
 /* Otherwise the cases below would follow a mistake in the list. */

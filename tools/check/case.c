@@ -46,6 +46,8 @@ bool check_is_packed(const check_case *test) { return test->sequences >= 0; }
 
 bool check_has_dt_bias(const check_case *test) { return check_seed(test) % 2 != 0; }
 
+bool check_has_sink_logit(const check_case *test) { return check_seed(test) % 3 == 0; }
+
 int64_t check_page_len(const check_case *test) {
     const uint64_t seed = check_seed(test) / 2;
     return seed % 2 != 0 ? INT64_C(1) << seed / 2 % 6 : 0;

@@ -57,6 +57,9 @@ bool check_is_packed(const check_case *test);
 /*! check_has_dt_bias() - half of the cases have one, found by their seed. */
 bool check_has_dt_bias(const check_case *test);
 
+/*! check_has_sink_logit() - a third of the cases have sink logits, found by their seed. */
+bool check_has_sink_logit(const check_case *test);
+
 /*! check_page_len() - rows of a page of the case's caches, found by its seed; 0: no pages. */
 int64_t check_page_len(const check_case *test);
 

@@ -1,6 +1,6 @@
 /* See check/evaluate.h.
  *
- * dbias, da and ddt_bias are sums whose terms have errors of both signs, and one order of summation
+ * dbias, dsink_logit, da and ddt_bias are sums whose terms have errors of both signs, and one order of summation
  * may be accurate by chance. Their terms are therefore split into groups, and the scatter of a
  * result is the sum of the magnitudes of its groups' errors: the plain error of the worst order. */
 #include "check/evaluate.h"
@@ -24,6 +24,7 @@ static check_problem widen(const check_problem *problem) {
         &wide.dt_bias,
         &wide.score,
         &wide.bias,
+        &wide.sink_logit,
         &wide.forward_out,
         &wide.forward_lse,
         &wide.dout,
@@ -101,8 +102,9 @@ static fdma_status add_scatter(check_result *results, const check_problem *wide,
     return status;
 }
 
-/* The terms of dbias are those of rows. The rows of the other groups are made empty. */
-static fdma_status scatter_dbias(check_problem *problem, const check_problem *wide, int group) {
+/* The terms of dbias and of dsink_logit are those of rows. The rows of the other groups are made
+ * empty. */
+static fdma_status scatter_rows(check_problem *problem, const check_problem *wide, int group) {
     check_problem some = plain(problem), some_wide = *wide;
     some.forward_lse = check_tensor_like(problem->forward_lse);
     const double *lse = check_widen(problem->forward_lse);
@@ -110,7 +112,7 @@ static fdma_status scatter_dbias(check_problem *problem, const check_problem *wi
         check_store(some.forward_lse, row,
                     row % error_groups == group ? lse[row] : -(double)INFINITY);
     some_wide.forward_lse = check_wide_tensor(some.forward_lse);
-    return add_scatter(problem->results[CHECK_BACKWARD], &some_wide, &some, CHECK_BACKWARD, 3, 4);
+    return add_scatter(problem->results[CHECK_BACKWARD], &some_wide, &some, CHECK_BACKWARD, 3, 5);
 }
 
 /* The terms of da and ddt_bias are those of keys. The gradients of the other groups' keys are made
@@ -143,10 +145,11 @@ fdma_status check_evaluate(check_problem *problem) {
     const check_problem given = plain(problem);
     for (int id = 0; id < check_operation_count && status == FDMA_OK; id++)
         status = evaluate(problem, &given, (check_operation_id)id, true);
-    for (int group = 0; group < error_groups && problem->bias.rank > 0; group++) {
-        if (status == FDMA_OK)
-            status = scatter_dbias(problem, &wide, group);
-        if (status == FDMA_OK)
+    const bool has_bias = problem->bias.rank > 0;
+    for (int group = 0; group < error_groups; group++) {
+        if (status == FDMA_OK && (has_bias || problem->sink_logit.rank > 0))
+            status = scatter_rows(problem, &wide, group);
+        if (status == FDMA_OK && has_bias)
             status = scatter_heads(problem, &wide, group);
     }
     return status;

@@ -102,6 +102,8 @@ static void allocate_inputs(check_problem *problem) {
     problem->forward_lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
     if (check_has_dt_bias(test))
         problem->dt_bias = check_tensor(dtype, 1, &test->kv_heads);
+    if (check_has_sink_logit(test))
+        problem->sink_logit = check_tensor(FDMA_FLOAT32, 1, &test->q_heads);
     if (test->bias_form != FDMA_BIAS_NONE)
         problem->bias = check_tensor(FDMA_FLOAT32, 3, score_shape);
     if (test->padding != PADDING_NONE)
@@ -212,7 +214,7 @@ static void make_decode_inputs(check_problem *problem) {
 void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtype dtype,
                        int32_t device) {
     const double width = (double)(test->kv_heads * test->head_dim);
-    uint64_t random = check_seed(test), random_of_dt_bias = random + 2;
+    uint64_t random = check_seed(test), random_of_dt_bias = random + 2, random_of_sink = random + 3;
     *problem = (check_problem){.test = test, .dtype = dtype, .device = device};
     allocate_inputs(problem);
     check_fill_normal(problem->q, &random, 1);
@@ -221,6 +223,7 @@ void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtyp
     check_fill_normal(problem->dt_proj, &random, 1 / sqrt(width));
     check_fill_normal(problem->a, &random, 1);
     check_fill_normal(problem->dt_bias, &random_of_dt_bias, 1);
+    check_fill_normal(problem->sink_logit, &random_of_sink, 2);
     fill_scores(problem, &random);
     if (problem->key_valid.rank > 0)
         spoil_invalid_keys(problem);

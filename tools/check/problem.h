@@ -27,7 +27,7 @@ typedef enum check_operation_id {
     check_operation_count,
 } check_operation_id;
 
-enum { check_output_limit = 4 }; /* outputs of an operation */
+enum { check_output_limit = 5 }; /* outputs of an operation */
 
 /* Everything that is computed once for a case and a dtype. Absent tensors have rank 0. */
 typedef struct check_problem {
@@ -43,6 +43,7 @@ typedef struct check_problem {
     fdma_tensor starts;              /* int32 */
     fdma_tensor score;               /* float32, what the selection ranks */
     fdma_tensor bias;                /* float32, made from score */
+    fdma_tensor sink_logit;          /* float32; absent in most cases */
     fdma_selection selection;        /* the reference's, for `score` */
 
     fdma_cache cache;                       /* of decode: the keys before its tokens */

@@ -91,6 +91,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"key_valid", problem->key_valid},
         {"starts", problem->starts},
         {"kv_used", {0}},
+        {"sink_logit", problem->sink_logit},
         {"score", given.score},
         {"bias", problem->bias},
         {"expiry", problem->selection.expiry},

@@ -64,8 +64,7 @@ static __global__ void __launch_bounds__(row_threads)
         return;
     for (int n = 1; n < row_threads; n++)
         sum += sums[n];
-    float *const to = plan.dsink_logit.at(0, h);
-    *to = plan.accumulate ? *to + sum : sum;
+    plan.dsink_logit[h] = plan.accumulate ? plan.dsink_logit[h] + sum : sum;
 }
 
 /* Clears dbias and, unless they accumulate, dk and dv. row_lanes lanes take a key. */
@@ -185,7 +184,7 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->dbias = numbers_of<float>(&problem->dbias);
     plan->dbias_carried = numbers_of<float>(&problem->dbias_carried);
     plan->dlse = numbers_of<const float>(&problem->dlse);
-    plan->dsink_logit = {(float *)problem->dsink_logit.data, 0, problem->dsink_logit.stride[0]};
+    plan->dsink_logit = (float *)problem->dsink_logit.data;
     plan->accumulate = problem->accumulate;
     plan->deterministic = problem->deterministic;
 }
@@ -239,7 +238,7 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     if (problem->kv_len > 0 && key_heads > 0)
         FDMA_TRY(launch("backward", clear_keys, over_rows(problem->kv_len, key_heads), problem,
                         *plan, has_aligned_sums(*plan)));
-    const bool has_dsink = plan->dsink_logit.data != NULL && problem->q_heads > 0;
+    const bool has_dsink = plan->dsink_logit != NULL && problem->q_heads > 0;
     const launch_shape by_head = {dim3((uint32_t)problem->q_heads), dim3(row_threads)};
     if (plan->rows == 0 || heads == 0)
         return has_dsink ? launch("backward", sum_sinks, by_head, problem, *plan) : FDMA_OK;

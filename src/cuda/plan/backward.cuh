@@ -42,7 +42,7 @@ struct backward_plan {
     head_view dk_carried, dv_carried; // of carried keys, as forward's k_carried
     number_view<float> dbias, dbias_carried;
     number_view<const float> dlse;
-    number_view<float> dsink_logit; // [q_heads]
+    float *dsink_logit; // [q_heads]; NULL: not wanted
     // of row i of (b, h), at (b * q_heads + h) * rows + i:
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len

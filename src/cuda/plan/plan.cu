@@ -18,7 +18,7 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->carried_len = is_present(&problem->k_carried) ? (int32_t)problem->carried_len : 0;
     plan->out = view_of(&problem->out);
     plan->lse = numbers_of<float>(&problem->lse);
-    plan->sink_logit = {(const float *)problem->sink_logit.data, 0, problem->sink_logit.stride[0]};
+    plan->sink_logit = (const float *)problem->sink_logit.data;
     plan->kv_used = (const int32_t *)problem->kv_used.data;
     plan->batch = (int32_t)problem->batch;
     plan->q_len = (int32_t)problem->q_len;

@@ -55,7 +55,7 @@ struct forward_plan {
     // and v, from row 0 on
     head_view k_carried, v_carried;
     number_view<float> lse;
-    number_view<const float> sink_logit; // [q_heads]
+    const float *sink_logit; // [q_heads]; NULL: none
     key_record *records; // [batch * kv_heads][kv_len]; NULL: every key is kept, and has no bias
     int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
     int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
@@ -82,9 +82,9 @@ __device__ static bool is_key(int32_t entry, int32_t kv_len) {
 
 /* The sink logit of query head h as an exponent of 2: -inf if there is none, NaN if it is +inf. */
 __device__ static float sink_exponent(const forward_plan &plan, int32_t h) {
-    if (plan.sink_logit.data == NULL)
+    if (plan.sink_logit == NULL)
         return -INFINITY;
-    const float sink = *plan.sink_logit.at(0, h);
+    const float sink = plan.sink_logit[h];
     return sink == INFINITY ? NAN : sink * log2_e;
 }
 
