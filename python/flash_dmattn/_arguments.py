@@ -66,7 +66,7 @@ INT32_INPUTS = (
 )
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if inputs are
-FLOAT32_RESULTS = ("score", "bias", "dbias", "lse", "dlse_a", "dlse_b")
+FLOAT32_RESULTS = ("score", "bias", "dbias", "dsink_logit", "lse", "dlse_a", "dlse_b")
 
 # Fields of the C structs whose names differ from the arguments'.
 FIELDS = {

@@ -105,7 +105,7 @@ static fdma_status check_dsink_logit(const fdma_problem *problem) {
 static fdma_status take_backward(const any_args *args, fdma_problem *problem) {
     const fdma_backward_args *const backward = &args->backward;
     problem->deterministic = backward->deterministic != 0;
-    problem->accumulate = backward->accumulate != 0;
+    problem->accumulate = problem->add_dsinks = backward->accumulate != 0;
     FDMA_TRY(check_dsink_logit(problem));
     return take_logit_options(backward->scale, backward->softcap, backward->causal, problem);
 }
@@ -174,7 +174,7 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
     FDMA_TRY(check_ddt_bias(problem));
     FDMA_TRY(check_dsink_logit(problem));
     problem->deterministic = call->deterministic != 0;
-    problem->accumulate = call->accumulate != 0;
+    problem->accumulate = problem->add_dsinks = call->accumulate != 0;
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
 

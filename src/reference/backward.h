@@ -119,6 +119,6 @@ static fdma_status run_backward(const fdma_problem *problem) {
         }
     for (int64_t h = 0; h < problem->q_heads && is_present(&problem->dsink_logit); h++)
         put(&problem->dsink_logit, offset_of(&problem->dsink_logit, h, 0, 0),
-            sink_gradient(problem, h), problem->accumulate);
+            sink_gradient(problem, h), problem->add_dsinks);
     return FDMA_OK;
 }

@@ -78,7 +78,7 @@ static void adds_a_term_to_each_row(void) {
 
 /* Sinks that no float32 sum of exponentials holds, and those that are no numbers. */
 static void check_extremes(problem *x, const char *kernel) {
-    static const float extremes[] = {1e30F, -1e30F, FLT_MAX, -FLT_MAX, INFINITY, NAN};
+    static const float extremes[] = {1e30F, -1e30F, 2e38F, -2e38F, INFINITY, NAN};
     if (!problem_is_taken(x, kernel))
         return;
     const fdma_tensor sinks = new_tensor(FDMA_FLOAT32, x->q_heads, -1, -1, -1);
@@ -187,12 +187,19 @@ static problem with_key(const problem *x, fdma_tensor sinks) {
     return more;
 }
 
-static fdma_tensor run_with_sinks(const problem *x, const char *kernel, fdma_tensor sinks,
-                                  int32_t threads, int accumulate, gradients *found) {
+static gradient_problem gradient_with(const problem *x, fdma_tensor sinks) {
     const attended done = attend_with(x, NULL, sinks);
     gradient_problem p = gradient_of(x, 1);
     p.out = done.out, p.lse = done.lse;
-    fdma_backward_args args = gradient_args(&p, kernel);
+    return p;
+}
+
+/* Returns dsink_logit. With `accumulate` the gradients are added to 100, and those of q, k and v to
+ * 0. */
+static fdma_tensor run_with_sinks(const gradient_problem *p, const char *kernel, fdma_tensor sinks,
+                                  int32_t threads, int accumulate, gradients *found) {
+    const problem *const x = &p->x;
+    fdma_backward_args args = gradient_args(p, kernel);
     args.sink_logit = sinks;
     args.dsink_logit = new_output(FDMA_FLOAT32, x->q_heads, -1, -1, -1);
     args.exec.threads = threads;
@@ -208,6 +215,12 @@ static fdma_tensor run_with_sinks(const problem *x, const char *kernel, fdma_ten
     return args.dsink_logit;
 }
 
+static bool takes_gradients(const problem *x, const char *kernel) {
+    gradient_problem p = gradient_of(x, 1);
+    fdma_backward_args args = gradient_args(&p, kernel);
+    return call_takes(operation_backward, &args);
+}
+
 /* With one query head for each kv head, the gradient of the key's bias is that of the sink. */
 static void check_gradients(const char *kernel, fdma_dtype dtype) {
     static const problem one_head[] = {
@@ -220,12 +233,15 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
         x.dtype = dtype;
         problem_fill(&x, (uint64_t)n + 1);
         problem_select(&x);
+        if (!takes_gradients(&x, kernel))
+            continue;
         const fdma_tensor sinks = new_tensor(FDMA_FLOAT32, x.q_heads, -1, -1, -1);
         uint64_t state = 3;
         fill_random(sinks, &state, 3);
         const problem more = with_key(&x, sinks);
+        const gradient_problem given = gradient_with(&x, sinks);
         gradients found, again;
-        const fdma_tensor dsinks = run_with_sinks(&x, kernel, sinks, 1, 0, &found);
+        const fdma_tensor dsinks = run_with_sinks(&given, kernel, sinks, 1, 0, &found);
         gradient_problem p = gradient_of(&more, 1);
         const gradients want = gradient_run(&p, kernel, 1);
         const double tolerance = 8 * step_of(dtype);
@@ -239,7 +255,7 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
         }
         check_near(dsinks, key_dbias, tolerance);
         check_near(found.dq, want.dq, tolerance);
-        const fdma_tensor same = run_with_sinks(&x, kernel, sinks, 3, 1, &again);
+        const fdma_tensor same = run_with_sinks(&given, kernel, sinks, 3, 1, &again);
         for (int64_t h = 0; h < x.q_heads; h++)
             CHECK_NEAR((double)((const float *)same.data)[h] - 100,
                        (double)((const float *)dsinks.data)[h], 1e-4);
@@ -248,6 +264,97 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
 }
 
 static void has_the_gradient_of_a_bias(void) { for_each_kernel("backward", check_gradients); }
+
+/* The first `used` keys of sequence b, by themselves. */
+static gradient_problem first_keys(const gradient_problem *p, int64_t b, int64_t used) {
+    gradient_problem one = *p;
+    one.x = problem_sequence(&p->x, b);
+    one.x.kv_used = (fdma_tensor){0};
+    one.x.kv_len = one.x.k.shape[1] = one.x.v.shape[1] = one.x.bias.shape[2] = used;
+    fdma_tensor *const rows[] = {&one.out, &one.lse, &one.dout, &one.dlse};
+    for (int n = 0; n < TEST_COUNT(rows); n++)
+        *rows[n] = sequence_of(*rows[n], b);
+    return one;
+}
+
+static void cut_axis(fdma_tensor *tensor, int axis, int64_t first, int64_t end) {
+    const size_t before = (size_t)(first * tensor->stride[axis]);
+    tensor->data = (char *)tensor->data + before * dtype_size(tensor->dtype);
+    tensor->shape[axis] = end - first;
+}
+
+/* Positions `first` to `end` - 1 of packed sequences, by themselves. */
+static gradient_problem piece_of(const gradient_problem *p, int64_t first, int64_t end) {
+    gradient_problem one = *p;
+    problem *const x = &one.x;
+    fdma_tensor *const rows[] = {&x->q, &x->k, &x->v, &one.out, &one.dout};
+    fdma_tensor *const numbers[] = {&x->bias, &one.lse, &one.dlse};
+    x->starts = (fdma_tensor){0};
+    x->q_len = x->kv_len = end - first;
+    for (int n = 0; n < TEST_COUNT(rows); n++)
+        cut_axis(rows[n], 1, first, end);
+    for (int n = 0; n < TEST_COUNT(numbers); n++)
+        cut_axis(numbers[n], 2, first, end);
+    return one;
+}
+
+static void check_sum(const gradient_problem *whole, const gradient_problem *parts, int count,
+                      const char *kernel, fdma_tensor sinks) {
+    gradients unused;
+    const fdma_tensor found = run_with_sinks(whole, kernel, sinks, 1, 0, &unused);
+    const fdma_tensor sums = new_tensor(FDMA_FLOAT32, count_of(sinks), -1, -1, -1);
+    memset(sums.data, 0, bytes_of(sums));
+    for (int part = 0; part < count; part++) {
+        const fdma_tensor share = run_with_sinks(&parts[part], kernel, sinks, 1, 0, &unused);
+        for (int64_t h = 0; h < count_of(sinks); h++)
+            ((float *)sums.data)[h] += ((const float *)share.data)[h];
+    }
+    check_near(found, sums, 8 * step_of(whole->x.dtype));
+}
+
+/* The gradient over all parts is the sum of those over each of them: packed sequences, one of which
+ * is empty, and sequences of a batch in which different numbers of keys exist, fewer than queries
+ * or none. */
+static void check_shares(const char *kernel, fdma_dtype dtype) {
+    static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
+    problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
+    packed.dtype = batch.dtype = dtype;
+    problem_fill(&packed, 5);
+    problem_fill(&batch, 6);
+    if (!takes_gradients(&packed, kernel))
+        return;
+    packed.starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
+    batch.kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
+    const fdma_tensor sinks = new_sinks(4);
+    const gradient_problem all[] = {gradient_with(&packed, sinks), gradient_with(&batch, sinks)};
+    const gradient_problem sequences[] = {piece_of(&all[0], 0, 25), piece_of(&all[0], 25, 60)};
+    const gradient_problem entries[] = {first_keys(&all[1], 0, 20), first_keys(&all[1], 1, 50),
+                                        first_keys(&all[1], 2, 0)};
+    check_sum(&all[0], sequences, TEST_COUNT(sequences), kernel, sinks);
+    check_sum(&all[1], entries, TEST_COUNT(entries), kernel, sinks);
+}
+
+static void parts_add_their_shares(void) { for_each_kernel("backward", check_shares); }
+
+/* Without rows there is nothing to add. */
+static void check_empty(const char *kernel, fdma_dtype dtype) {
+    const problem empty[] = {SIZES(1, 0, 9, 4, 2, 64, -1, 1), SIZES(1, 0, 0, 4, 2, 64, -1, 0),
+                             SIZES(0, 5, 9, 4, 2, 64, -1, 0)};
+    for (int n = 0; n < TEST_COUNT(empty); n++) {
+        problem x = empty[n];
+        gradients unused;
+        x.dtype = dtype;
+        problem_fill(&x, 5);
+        if (!takes_gradients(&x, kernel))
+            continue;
+        const gradient_problem p = gradient_with(&x, new_sinks(4));
+        const fdma_tensor found = run_with_sinks(&p, kernel, new_sinks(4), 2, 0, &unused);
+        for (int h = 0; h < 4; h++)
+            CHECK(((const float *)found.data)[h] == 0);
+    }
+}
+
+static void no_rows_give_zero(void) { for_each_kernel("backward", check_empty); }
 
 /* ---- the fused calls and decode ---- */
 
@@ -347,7 +454,8 @@ static const test_entry tests[] = {
     TEST(adds_a_term_to_each_row),     TEST(takes_any_number),
     TEST(belongs_to_one_of_merged_parts), TEST(has_the_gradient_of_a_bias),
     TEST(fused_calls_are_their_steps), TEST(decode_has_it_too),
-    TEST(gradient_needs_the_sinks),
+    TEST(gradient_needs_the_sinks),    TEST(parts_add_their_shares),
+    TEST(no_rows_give_zero),
 };
 
 int main(int argc, char **argv) {

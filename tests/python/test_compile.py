@@ -38,11 +38,11 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
     given |= {"recent": 3, "sinks": 2}
-    attended = ops.ATTENTION.op(query, key, value, score, *3 * [None], expiry, slot, *OPTIONS)
+    attended = ops.ATTENTION.op(query, key, value, score, *4 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
-        **dict.fromkeys(("starts", "kv_used", "dt_bias")),
+        **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit")),
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
@@ -54,6 +54,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
     used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
     dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
+    sinks = {"sink_logit": torch.tensor([0.5, -2.0, 3.0, 0.0])}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
@@ -76,6 +77,9 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "select of few keys": (ops.SELECT, used),
         "dense over few keys": (ops.ATTENTION, {**dense, **used}),
         "fused over few keys": (ops.FUSED, used),
+        "dense with sink logits": (ops.ATTENTION, {**dense, **sinks}),
+        "fused with sink logits": (ops.FUSED, sinks),
+        "fused with sink logits, out alone": (ops.FUSED_OUT, sinks),
         "merge": (ops.MERGE, {}),
         **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
@@ -85,6 +89,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused's backward": (ops.FUSED_BACKWARD, {}),
         "score's backward with dt_bias": (ops.SCORE_BACKWARD, dt_bias),
         "fused's backward with dt_bias": (ops.FUSED_BACKWARD, dt_bias),
+        "selected's backward with sink logits": (ops.ATTENTION_BACKWARD, sinks),
+        "fused's backward with sink logits": (ops.FUSED_BACKWARD, sinks),
         "merge's backward": (ops.MERGE_BACKWARD, {}),
     }
     return {
@@ -104,7 +110,7 @@ def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
     numbers = {"index": [1, 0], "n_tokens": [3, 2], "commit": [2, 0]}
     given = {
         **{"query": query[:, 7:10], "key": key[:, 7:10], "value": value[:, 7:10], "score": None},
-        "key_valid": None,
+        **dict.fromkeys(("key_valid", "sink_logit")),
         **{name: torch.tensor(one, dtype=torch.int32) for name, one in numbers.items()},
         **{f"cache_{name}": one for name, one in held.items()},
         "cache_page_table": None,

@@ -18,6 +18,6 @@ static void find_dsink(const void *context, int64_t h, int32_t thread) {
                 sum -= exp(sink - lse) * delta_of_row(problem, b, i, h);
         }
     float *const to = float_at(&problem->dsink_logit, h, 0, 0);
-    *to = (float)(problem->accumulate ? (double)*to + sum : sum);
+    *to = (float)(problem->add_dsinks ? (double)*to + sum : sum);
     restore_modes(modes);
 }

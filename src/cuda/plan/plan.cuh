@@ -84,8 +84,10 @@ __device__ static bool is_key(int32_t entry, int32_t kv_len) {
 __device__ static float sink_exponent(const forward_plan &plan, int32_t h) {
     if (plan.sink_logit == NULL)
         return -INFINITY;
-    const float sink = plan.sink_logit[h];
-    return sink == INFINITY ? NAN : sink * log2_e;
+    const float sink = plan.sink_logit[h], exponent = sink * log2_e;
+    if (isinf(exponent) && !isinf(sink))
+        return copysignf(FLT_MAX, sink);
+    return exponent == INFINITY ? NAN : exponent;
 }
 
 /* How many keys of sequence b exist: the first ones. */
