@@ -715,8 +715,9 @@ typedef struct fdma_backward_args {
                               overwritten */
     int32_t reserved;
     fdma_exec exec;
-    fdma_tensor kv_used;     /* optional [batch] int32: how many keys of each sequence exist */
-    fdma_tensor sink_logit;  /* as in fdma_forward_args; only dsink_logit depends on it, beside lse */
+    fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
+    fdma_tensor
+        sink_logit; /* as in fdma_forward_args; only dsink_logit depends on it, beside lse */
     fdma_tensor dsink_logit; /* output, optional [q_heads] float32; not without sink_logit */
 } fdma_backward_args;
 

@@ -97,15 +97,9 @@ def flash_dmattn_varlen_func(
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
     functional.check_no_dropout(dropout_p, return_attn_probs)
     rows = q[None], k[None], v[None]
-    options = {
-        "starts": cu_seqlens_q,
-        "sink_logit": sink_logit,
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "backend": backend,
-        "deterministic": deterministic,
-    }
+    options = {"starts": cu_seqlens_q, "sink_logit": sink_logit, "causal": causal}
+    options |= {"softmax_scale": softmax_scale, "softcap": softcap}
+    options |= {"backend": backend, "deterministic": deterministic}
     if dt_proj is None or a_coef is None:
         out, lse = functional.attention(*rows, **options)
     else:

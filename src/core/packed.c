@@ -128,7 +128,7 @@ size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *prob
            (depth == check_all ? most_workspace(kernel, problem) : any_workspace(kernel, problem));
 }
 
-fdma_problem fdma_begin_parts(const fdma_problem *problem, bool only_checks) {
+fdma_problem fdma_prepare_cuts(const fdma_problem *problem, bool only_checks) {
     const fdma_tensor *const dsinks = &problem->dsink_logit;
     fdma_problem whole = *problem;
     whole.only_checks = only_checks;
@@ -138,16 +138,16 @@ fdma_problem fdma_begin_parts(const fdma_problem *problem, bool only_checks) {
     return whole;
 }
 
-bool fdma_part_has_work(fdma_problem part) {
-    part.dsink_logit = (fdma_tensor){0};
-    return fdma_has_work(&part);
+bool fdma_cut_has_work(fdma_problem cut) {
+    cut.dsink_logit = (fdma_tensor){0};
+    return fdma_has_work(&cut);
 }
 
 static fdma_status run_sequence(const fdma_kernel *kernel, const fdma_problem *packed, int64_t n,
                                 const packed_scratch *scratch) {
     const sequence_range own = sequence_of_index(packed, n);
     const fdma_problem one = cut_problem(packed, own, is_sequence(packed, n), scratch);
-    if (!fdma_part_has_work(one))
+    if (!fdma_cut_has_work(one))
         return FDMA_OK;
     if (reads_expiry(packed))
         copy_expiry(packed, own, scratch->expiry);
@@ -160,7 +160,7 @@ static fdma_status run_sequence(const fdma_kernel *kernel, const fdma_problem *p
 static fdma_status run_sequences(const fdma_kernel *kernel, const fdma_problem *problem) {
     if (!is_present(&problem->starts) || !kernel->one_sequence)
         return kernel->run(problem);
-    fdma_problem packed = fdma_begin_parts(problem, problem->only_checks);
+    fdma_problem packed = fdma_prepare_cuts(problem, problem->only_checks);
     fdma_arena arena = fdma_arena_of(problem);
     const packed_scratch scratch = take_scratch(&arena, problem);
     fdma_set_aside(&packed.exec, &arena);

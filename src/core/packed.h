@@ -12,12 +12,12 @@ size_t fdma_kernel_workspace(const fdma_kernel *kernel, const fdma_problem *prob
 /* Whether a kernel checks the selections of all sequences (only_checks) before it runs on one. */
 bool fdma_looks_first(const fdma_kernel *kernel, const fdma_problem *problem);
 
-/* The problem whose parts are run one after the other: each of them adds its share of dsink_logit,
- * which is cleared here unless the call adds to it. */
-fdma_problem fdma_begin_parts(const fdma_problem *problem, bool only_checks);
+/* A problem that is then cut into several, which are run one after the other. Each of them adds its
+ * rows to dsink_logit, which is cleared here unless the call itself adds to it. */
+fdma_problem fdma_prepare_cuts(const fdma_problem *problem, bool only_checks);
 
-/* Whether a part has rows or keys. */
-bool fdma_part_has_work(fdma_problem part);
+/* Whether a problem that was cut out of another has rows or keys. */
+bool fdma_cut_has_work(fdma_problem cut);
 
 /* Runs a kernel on a problem, packed or not. Backward looks at the selections of all sequences
  * before it writes the gradients of one. */

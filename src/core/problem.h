@@ -62,7 +62,7 @@ typedef struct fdma_problem {
     bool selected;
     bool deterministic;
     bool accumulate;      /* gradients are added to what their tensors hold */
-    bool add_dsinks;      /* dsink_logit is: as `accumulate`, but for the parts of a call */
+    bool add_dsinks;      /* dsink_logit is: with `accumulate`, and in a problem cut from one */
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */

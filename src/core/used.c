@@ -51,9 +51,9 @@ static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry,
 
 static used_entries entries_at(const fdma_problem *whole, int64_t b, int64_t batch) {
     const int64_t keys = ((const int32_t *)whole->kv_used.data)[b];
-    // with a sink logit these queries have an lse, and a share of dsink_logit
-    const bool before = whole->causal && is_attending(whole->operation) &&
-                        !is_present(&whole->sink_logit);
+    // with a sink logit these queries have an lse, and count in dsink_logit
+    const bool before =
+        whole->causal && is_attending(whole->operation) && !is_present(&whole->sink_logit);
     return (used_entries){b, batch, keys, before ? max(whole->q_len - keys, 0) : 0};
 }
 
@@ -234,13 +234,13 @@ size_t fdma_used_workspace(const fdma_kernel *kernel, const fdma_problem *proble
 static fdma_status run_entries(const fdma_kernel *kernel, const fdma_problem *problem,
                                bool only_checks) {
     const int64_t batch = count_entries(problem);
-    const fdma_problem whole = fdma_begin_parts(problem, only_checks);
+    const fdma_problem whole = fdma_prepare_cuts(problem, only_checks);
     for (int64_t b = 0; b < whole.batch; b += batch) {
         const used_entries entries = entries_at(&whole, b, batch);
         const fdma_problem one = cut_problem(&whole, &entries);
         if (!only_checks)
             fill_rest(&whole, &entries);
-        const fdma_status status = fdma_part_has_work(one) ? kernel->run(&one) : FDMA_OK;
+        const fdma_status status = fdma_cut_has_work(one) ? kernel->run(&one) : FDMA_OK;
         if (status != FDMA_OK)
             return status;
     }

@@ -5,8 +5,15 @@
 
 /* Batch, queries, keys, query heads, kv heads, channels, window (-1: dense), causal. */
 #define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
-    {.batch = b, .q_len = i, .kv_len = j, .q_heads = h, .kv_heads = g, .head_dim = d, .window = w, \
-     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL, .causal = is_causal}
+    {.batch = b,                                                                                   \
+     .q_len = i,                                                                                   \
+     .kv_len = j,                                                                                  \
+     .q_heads = h,                                                                                 \
+     .kv_heads = g,                                                                                \
+     .head_dim = d,                                                                                \
+     .window = w,                                                                                  \
+     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,                                   \
+     .causal = is_causal}
 
 static const problem sizes[] = {
     SIZES(2, 70, 70, 4, 2, 64, 20, 1),   SIZES(1, 150, 170, 6, 2, 40, -1, 0),
@@ -27,9 +34,7 @@ static fdma_tensor new_sinks(int64_t q_heads) {
     return sinks;
 }
 
-static float sink_of(fdma_tensor sinks, int64_t h) {
-    return ((const float *)sinks.data)[h];
-}
+static float sink_of(fdma_tensor sinks, int64_t h) { return ((const float *)sinks.data)[h]; }
 
 static attended attend_with(const problem *x, const char *kernel, fdma_tensor sinks) {
     fdma_forward_args args = problem_args(x, kernel);
@@ -148,7 +153,7 @@ static void check_halves(problem *x, const char *kernel) {
                    load_double(whole.out.data, x->dtype, at), 2 * problem_out_tolerance(x));
 }
 
-static void belongs_to_one_of_merged_parts(void) {
+static void belongs_to_one_of_merged_halves(void) {
     static const problem dense = SIZES(1, 40, 130, 4, 2, 64, -1, 0);
     for_each_problem(&dense, 9, check_halves);
 }
@@ -224,7 +229,8 @@ static bool takes_gradients(const problem *x, const char *kernel) {
 /* With one query head for each kv head, the gradient of the key's bias is that of the sink. */
 static void check_gradients(const char *kernel, fdma_dtype dtype) {
     static const problem one_head[] = {
-        SIZES(2, 70, 70, 2, 2, 64, 20, 1),   SIZES(1, 150, 170, 3, 3, 40, -1, 0),
+        SIZES(2, 70, 70, 2, 2, 64, 20, 1),
+        SIZES(1, 150, 170, 3, 3, 40, -1, 0),
         SIZES(1, 200, 200, 2, 2, 128, 5, 1),
         SIZES(1, 64, 90, 2, 2, 128, 30, 0),
     };
@@ -249,8 +255,8 @@ static void check_gradients(const char *kernel, fdma_dtype dtype) {
         for (int64_t h = 0; h < x.q_heads; h++) {
             double sum = 0;
             for (int64_t b = 0; b < x.batch; b++)
-                sum += load_double(want.dbias.data, FDMA_FLOAT32,
-                                   (b * x.kv_heads + h) * more.kv_len);
+                sum +=
+                    load_double(want.dbias.data, FDMA_FLOAT32, (b * x.kv_heads + h) * more.kv_len);
             ((float *)key_dbias.data)[h] = (float)sum;
         }
         check_near(dsinks, key_dbias, tolerance);
@@ -298,24 +304,24 @@ static gradient_problem piece_of(const gradient_problem *p, int64_t first, int64
     return one;
 }
 
-static void check_sum(const gradient_problem *whole, const gradient_problem *parts, int count,
+static void check_sum(const gradient_problem *whole, const gradient_problem *pieces, int count,
                       const char *kernel, fdma_tensor sinks) {
     gradients unused;
     const fdma_tensor found = run_with_sinks(whole, kernel, sinks, 1, 0, &unused);
     const fdma_tensor sums = new_tensor(FDMA_FLOAT32, count_of(sinks), -1, -1, -1);
     memset(sums.data, 0, bytes_of(sums));
-    for (int part = 0; part < count; part++) {
-        const fdma_tensor share = run_with_sinks(&parts[part], kernel, sinks, 1, 0, &unused);
+    for (int n = 0; n < count; n++) {
+        const fdma_tensor one = run_with_sinks(&pieces[n], kernel, sinks, 1, 0, &unused);
         for (int64_t h = 0; h < count_of(sinks); h++)
-            ((float *)sums.data)[h] += ((const float *)share.data)[h];
+            ((float *)sums.data)[h] += ((const float *)one.data)[h];
     }
     check_near(found, sums, 8 * step_of(whole->x.dtype));
 }
 
-/* The gradient over all parts is the sum of those over each of them: packed sequences, one of which
+/* The gradient of the whole is the sum of those of its pieces: packed sequences, one of which
  * is empty, and sequences of a batch in which different numbers of keys exist, fewer than queries
  * or none. */
-static void check_shares(const char *kernel, fdma_dtype dtype) {
+static void check_pieces(const char *kernel, fdma_dtype dtype) {
     static int32_t starts[] = {0, 25, 25, 60}, used[] = {20, 50, 0};
     problem packed = SIZES(1, 60, 60, 4, 2, 64, -1, 1), batch = SIZES(3, 30, 50, 4, 2, 64, -1, 1);
     packed.dtype = batch.dtype = dtype;
@@ -334,7 +340,7 @@ static void check_shares(const char *kernel, fdma_dtype dtype) {
     check_sum(&all[1], entries, TEST_COUNT(entries), kernel, sinks);
 }
 
-static void parts_add_their_shares(void) { for_each_kernel("backward", check_shares); }
+static void adds_up_over_pieces(void) { for_each_kernel("backward", check_pieces); }
 
 /* Without rows there is nothing to add. */
 static void check_empty(const char *kernel, fdma_dtype dtype) {
@@ -366,8 +372,7 @@ static void fused_calls_are_their_steps(void) {
     problem_fill(&x, 2);
     problem_select(&x);
     const fdma_tensor sinks = new_sinks(x.q_heads);
-    const fdma_tensor dt_proj =
-        new_tensor(x.dtype, x.kv_heads, x.kv_heads * x.head_dim, -1, -1);
+    const fdma_tensor dt_proj = new_tensor(x.dtype, x.kv_heads, x.kv_heads * x.head_dim, -1, -1);
     const fdma_tensor a = new_tensor(x.dtype, x.kv_heads, -1, -1, -1);
     fill_random(dt_proj, &state, 0.1F);
     fill_random(a, &state, 1);
@@ -412,7 +417,8 @@ static void check_decode(const char *kernel, fdma_dtype dtype) {
     size_t bytes;
     x.dtype = dtype;
     problem_fill(&x, 4);
-    fdma_cache cache = {.sequences = 1, .kv_heads = 2, .head_dim = 64, .window = 40, .dtype = dtype};
+    fdma_cache cache = {
+        .sequences = 1, .kv_heads = 2, .head_dim = 64, .window = 40, .dtype = dtype};
     CHECK_OK(fdma_cache_bytes(&cache, &bytes));
     CHECK_OK(fdma_cache_init(&cache, test_alloc(bytes)));
     const fdma_tensor sinks = new_sinks(x.q_heads);
@@ -451,13 +457,15 @@ static void gradient_needs_the_sinks(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(adds_a_term_to_each_row),     TEST(takes_any_number),
-    TEST(belongs_to_one_of_merged_parts), TEST(has_the_gradient_of_a_bias),
-    TEST(fused_calls_are_their_steps), TEST(decode_has_it_too),
-    TEST(gradient_needs_the_sinks),    TEST(parts_add_their_shares),
+    TEST(adds_a_term_to_each_row),
+    TEST(takes_any_number),
+    TEST(belongs_to_one_of_merged_halves),
+    TEST(has_the_gradient_of_a_bias),
+    TEST(fused_calls_are_their_steps),
+    TEST(decode_has_it_too),
+    TEST(gradient_needs_the_sinks),
+    TEST(adds_up_over_pieces),
     TEST(no_rows_give_zero),
 };
 
-int main(int argc, char **argv) {
-    return test_run_backend(argc, argv, tests, TEST_COUNT(tests));
-}
+int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -54,7 +54,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
     used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
     dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
-    sinks = {"sink_logit": torch.tensor([0.5, -2.0, 3.0, 0.0])}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
@@ -77,9 +76,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "select of few keys": (ops.SELECT, used),
         "dense over few keys": (ops.ATTENTION, {**dense, **used}),
         "fused over few keys": (ops.FUSED, used),
-        "dense with sink logits": (ops.ATTENTION, {**dense, **sinks}),
-        "fused with sink logits": (ops.FUSED, sinks),
-        "fused with sink logits, out alone": (ops.FUSED_OUT, sinks),
         "merge": (ops.MERGE, {}),
         **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
@@ -89,13 +85,24 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused's backward": (ops.FUSED_BACKWARD, {}),
         "score's backward with dt_bias": (ops.SCORE_BACKWARD, dt_bias),
         "fused's backward with dt_bias": (ops.FUSED_BACKWARD, dt_bias),
-        "selected's backward with sink logits": (ops.ATTENTION_BACKWARD, sinks),
-        "fused's backward with sink logits": (ops.FUSED_BACKWARD, sinks),
+        **make_sinks(),
         "merge's backward": (ops.MERGE_BACKWARD, {}),
     }
     return {
         name: (operator.op, tuple({**values, **changes}[one] for one in operator.arguments))
         for name, (operator, changes) in cases.items()
+    }
+
+
+def make_sinks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    """Operators with sink logits."""
+    sinks = {"sink_logit": torch.tensor([0.5, -2.0, 3.0, 0.0])}
+    return {
+        "selected with sink logits": (ops.ATTENTION, sinks),
+        "fused with sink logits": (ops.FUSED, sinks),
+        "fused with sink logits, out alone": (ops.FUSED_OUT, sinks),
+        "selected's backward with sink logits": (ops.ATTENTION_BACKWARD, sinks),
+        "fused's backward with sink logits": (ops.FUSED_BACKWARD, sinks),
     }
 
 

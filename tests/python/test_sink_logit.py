@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases
 import flash_dmattn
 import pytest
 import torch

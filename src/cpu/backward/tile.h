@@ -74,9 +74,9 @@ static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, in
 
 /* delta = <dout, out> - dlse of the row of query i and query head h. */
 static double delta_of_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
-    const double product = product_of_rows(head_row(&problem->dout, b, i, h),
-                                           head_row(&problem->out, b, i, h), problem->dtype,
-                                           problem->head_dim);
+    const double product =
+        product_of_rows(head_row(&problem->dout, b, i, h), head_row(&problem->out, b, i, h),
+                        problem->dtype, problem->head_dim);
     return product - (is_present(&problem->dlse) ? (double)*float_at(&problem->dlse, b, h, i) : 0);
 }
 

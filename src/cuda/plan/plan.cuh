@@ -56,8 +56,8 @@ struct forward_plan {
     head_view k_carried, v_carried;
     number_view<float> lse;
     const float *sink_logit; // [q_heads]; NULL: none
-    key_record *records; // [batch * kv_heads][kv_len]; NULL: every key is kept, and has no bias
-    int32_t *list;       // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
+    key_record *records;     // [batch * kv_heads][kv_len]; NULL: every key is kept, and has no bias
+    int32_t *list; // of (b, g) and t: list + (b * kv_heads + g) * list_head + t * list_tile
     int64_t list_head, list_tile; // multiples of 4; list_tile 0: all query blocks share a list
     int2 *count;                  // [batch * kv_heads][lists]
     key_changes *changes;         // [batch * kv_heads][lists][list_queries]: of each position

@@ -91,17 +91,16 @@ __device__ static void write_out(tile_memory<config> &shared, const row_state<co
 #pragma unroll
     for (int r = 0; r < row_state<config>::rows; r++) {
         const int32_t row = first + lane / 4 * row_state<config>::rows + r;
-        const row_result result = result_of(state.row_max[r], quad_sum(state.row_sum[r]),
-                                            sink_of_row(plan, range, row));
+        const row_result result =
+            result_of(state.row_max[r], quad_sum(state.row_sum[r]), sink_of_row(plan, range, row));
         if (plan.lse.data != NULL && lane % 4 == 0 && row < range.total)
             *lse_at(plan, range, row) = result.lse;
 #pragma unroll
         for (int d = 0; d < config::head_dim / 8; d++) {
             const float *const out = &state.out[r / 2][d][r % 2 * 2];
             // not out * 0: out may be NaN where no key is kept
-            const uint32_t pair = result.scale == 0
-                                      ? 0
-                                      : type::pack(out[0] * result.scale, out[1] * result.scale);
+            const uint32_t pair =
+                result.scale == 0 ? 0 : type::pack(out[0] * result.scale, out[1] * result.scale);
             *(uint32_t *)(staged + layout::offset(r * 8 + lane / 4, d) + lane % 4 * 4) = pair;
         }
     }

@@ -259,8 +259,8 @@ __device__ void consumer<config>::finish_tile(const forward_plan &plan, int32_t 
         const int32_t row = first_row_of(tile) + 8 * i, query = row / plan.group;
         const int32_t h = tile.g * plan.group + row % plan.group;
         const bool is_there = query < plan.q_len;
-        const row_result result = result_of(softmax.row_max[i], quad_sum(softmax.row_sum[i]),
-                                            sink_exponent(plan, h));
+        const row_result result =
+            result_of(softmax.row_max[i], quad_sum(softmax.row_sum[i]), sink_exponent(plan, h));
         if (plan.lse.data != NULL && is_there && lane == 0)
             plan.lse.at(tile.b, h)[query] = result.lse;
         element *const to = (element *)plan.out.data + tile.b * plan.out.batch +
@@ -271,9 +271,9 @@ __device__ void consumer<config>::finish_tile(const forward_plan &plan, int32_t 
 #pragma unroll
             for (int n = 0; n < 4; n++) {
                 const float *const pair = &out[(c / 8 + n) * 4 + 2 * i];
-                words[n] = element_type<element>::pack(
-                    result.scale == 0 ? 0 : pair[0] * result.scale,
-                    result.scale == 0 ? 0 : pair[1] * result.scale);
+                words[n] =
+                    element_type<element>::pack(result.scale == 0 ? 0 : pair[0] * result.scale,
+                                                result.scale == 0 ? 0 : pair[1] * result.scale);
             }
             transpose_quad(words);
             const int channel = c + 8 * lane;
