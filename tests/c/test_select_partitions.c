@@ -80,7 +80,7 @@ static fdma_problem random_problem(uint64_t *state) {
 }
 
 static void partitions_select_what_the_reference_does(void) {
-    enum { cases = 4000 };
+    const int cases = test_repeats(4000);
     uint64_t state = 1;
     for (int i = 0; i < cases; i++) {
         fdma_problem problem = random_problem(&state);
@@ -106,7 +106,7 @@ static void every_boundary(void) {
 }
 
 static void threads_change_nothing(void) {
-    enum { cases = 600 };
+    const int cases = test_repeats(600);
     static const int32_t threads[] = {2, 3, 8};
     uint64_t state = 3;
     for (int i = 0; i < cases; i++) {
@@ -143,7 +143,7 @@ static void guesses_that_fail(void) {
 }
 
 static void long_partitions(void) {
-    enum { cases = 300 };
+    const int cases = test_repeats(300);
     uint64_t state = 5;
     for (int i = 0; i < cases; i++) {
         const int64_t n = 4000 + random_below(&state, 8000);
