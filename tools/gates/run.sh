@@ -92,14 +92,12 @@ sanitized_tests() {
 
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
 valgrind_tests() {
-    for test in kernels vocabulary fresh select attention; do
-        echo "test_$test"
-        if ! FDMA_TEST_DIVISOR=4 OMP_NUM_THREADS=1 valgrind --quiet --error-exitcode=9 \
-            "build/gates/gcc/tests/test_$test"; then
-            echo "test_$test failed under valgrind"
-            return 1
-        fi
-    done
+    # shellcheck disable=SC2016 # the inner shell has the name of the test as $0
+    printf 'test_%s\n' kernels vocabulary fresh select attention |
+        FDMA_TEST_DIVISOR=4 OMP_NUM_THREADS=1 xargs -n 1 -P "$jobs" sh -c \
+            'valgrind --quiet --error-exitcode=9 "build/gates/gcc/tests/$0" && exit
+             echo "$0 failed under valgrind"
+             exit 1'
 }
 
 header_alone() {
