@@ -9,11 +9,6 @@ typedef void (*property)(const gradient_problem *p, const char *kernel);
 
 static bool is_reference(const char *kernel) { return strcmp(kernel, "reference") == 0; }
 
-/* Where the number of cases is divided, each case is tested in one of the dtypes. */
-static bool is_left_out(int n, int type) {
-    return test_divisor() > 1 && (n + type) % (test_dtype_count - first_dtype()) != 0;
-}
-
 /* Calls `holds` for every stride-th case that a kernel takes: some properties are slow to test on a
  * device, or depend on little of the shape. The reference is slow, and computes in double whatever
  * the dtype: it is tested in one of them. */

@@ -175,8 +175,8 @@ static fdma_selection select_with(const fdma_problem *problem, const char *kerne
     return selection;
 }
 
-/* Every kernel but the reference, which takes too long. Where the number of cases is divided, `first`
- * chooses one number of threads. */
+/* Every kernel but the reference, which takes too long. Where the number of cases is divided,
+ * `first` chooses one number of threads. */
 static void check_calls(const fdma_problem *problem, const kernel_list *kernels, int first) {
     static const int32_t threads[] = {1, 2, 3, 8};
     const int count = test_repeats(TEST_COUNT(threads));
