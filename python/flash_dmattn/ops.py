@@ -251,9 +251,9 @@ DECODE = Operator(
 PREFILL = Operator(
     "prefill(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? sink_logit, Tensor? score_in, "
-    "Tensor? position_in, Tensor? seen_in, Tensor? key_carried, Tensor? value_carried, Tensor? bias_carried, SymInt window, "
-    "SymInt recent, SymInt sinks, str bias_form, float softmax_scale, "
-    "float softcap, str? backend) -> (Tensor out, Tensor score, Tensor expiry_all, "
+    "Tensor? position_in, Tensor? seen_in, Tensor? key_carried, Tensor? value_carried, "
+    "Tensor? bias_carried, SymInt window, SymInt recent, SymInt sinks, str bias_form, "
+    "float softmax_scale, float softcap, str? backend) -> (Tensor out, Tensor score, Tensor expiry_all, "
     "Tensor slot_all)",
     "attention",
 )

@@ -2,7 +2,6 @@
 #include "core/element.h"
 
 #include <math.h>
-#include <string.h>
 
 /* A binary floating format of 16 bits: 1 sign bit, exponent, fraction. */
 typedef struct format16 {
@@ -13,26 +12,13 @@ typedef struct format16 {
 static const format16 binary16 = {10, 15};
 static const format16 bfloat16 = {7, 127};
 
-static double double_of(uint64_t bits) {
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Does no floating-point arithmetic on normal numbers, because the reference spends most of its
- * time here. */
-static double decode(uint16_t bits, format16 format) {
+double fdma_load_unusual(uint16_t bits, fdma_dtype dtype) {
+    const format16 format = dtype == FDMA_FLOAT16 ? binary16 : bfloat16;
     const int fraction = bits & ((1 << format.fraction_bits) - 1);
-    const int top = (1 << (15 - format.fraction_bits)) - 1; // the exponent of inf and NaN
-    const int exponent = bits >> format.fraction_bits & top;
     const double sign = bits & 0x8000 ? -1 : 1;
-    if (exponent == top)
-        return fraction ? (double)NAN : sign * (double)INFINITY;
-    if (exponent == 0)
+    if ((bits & 0x7fff) >> format.fraction_bits == 0)
         return sign * ldexp(fraction, 1 - format.bias - format.fraction_bits);
-    return double_of((uint64_t)(bits & 0x8000) << 48 |
-                     (uint64_t)(exponent - format.bias + 1023) << 52 |
-                     (uint64_t)fraction << (52 - format.fraction_bits));
+    return fraction ? (double)NAN : sign * (double)INFINITY;
 }
 
 static uint16_t encode(double value, format16 format) {
@@ -51,11 +37,6 @@ static uint16_t encode(double value, format16 format) {
     const int64_t bits =
         (int64_t)steps + ((int64_t)(normal + format.bias - 1) << format.fraction_bits);
     return (uint16_t)(sign | (bits < infinity ? (int)bits : infinity));
-}
-
-double fdma_load_short(const fdma_tensor *tensor, int64_t offset) {
-    const uint16_t bits = ((const uint16_t *)tensor->data)[offset];
-    return decode(bits, tensor->dtype == FDMA_FLOAT16 ? binary16 : bfloat16);
 }
 
 void fdma_store(const fdma_tensor *tensor, int64_t offset, double value) {

@@ -3,17 +3,21 @@
 
 #include "reference/logit.h"
 
-/* Sums of one (b, g). */
+/* Sums of one (b, g), and inputs of a row and a key. */
 typedef struct key_gradients {
-    real *dk, *dv; /* [kv_len, head_dim] */
-    real *dbias;   /* [kv_len] */
-    real *dq;      /* [head_dim] of the row */
+    real *dk, *dv;  /* [kv_len, head_dim] */
+    real *dbias;    /* [kv_len] */
+    real *dq;       /* [head_dim] of the row */
+    real *q, *dout; /* [head_dim] of the row */
+    real *k, *v;    /* [head_dim] of the key */
 } key_gradients;
 
 static key_gradients take_sums(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t keys = problem->kv_len, dim = problem->head_dim;
     return (key_gradients){take_reals(arena, keys * dim), take_reals(arena, keys * dim),
-                           take_reals(arena, keys), take_reals(arena, dim)};
+                           take_reals(arena, keys),       take_reals(arena, dim),
+                           take_reals(arena, dim),        take_reals(arena, dim),
+                           take_reals(arena, dim),        take_reals(arena, dim)};
 }
 
 static size_t backward_workspace(const fdma_problem *problem) {
@@ -37,25 +41,23 @@ static real delta_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t 
                : sum;
 }
 
-/* Adds the terms of one row and key. */
-static void add_key(const fdma_problem *problem, int64_t b, int64_t i, int64_t h, int64_t j,
+/* Adds the terms of one row, whose q and dout are loaded, and one key. */
+static void add_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j, real lse,
                     real delta, const key_gradients *sums) {
     const fdma_dtype dtype = problem->dtype;
-    const int64_t g = h / problem->group, dim = problem->head_dim;
-    const int64_t q = offset_of(&problem->q, b, i, h), dout = offset_of(&problem->dout, b, i, h);
-    const key_row k = row_of_key(problem, &problem->k, &problem->k_carried, b, j, g);
-    const key_row v = row_of_key(problem, &problem->v, &problem->v_carried, b, j, g);
-    const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
-    const logit s = logit_of(problem, b, i, h, j);
+    const int64_t dim = problem->head_dim;
+    load_key(sums->k, problem, &problem->k, &problem->k_carried, b, j, g);
+    load_key(sums->v, problem, &problem->v, &problem->v_carried, b, j, g);
+    const logit s = logit_of(problem, sums->q, sums->k, b, g, j);
     const real p = rounded(dtype, exp(s.value - lse));
-    const real dp = rounded(dtype, dot(&problem->dout, dout, v.tensor, v.offset, dim));
+    const real dp = rounded(dtype, dot(sums->dout, sums->v, dim));
     const real ds = rounded(dtype, p * (dp - delta));
     const real dproduct = rounded(dtype, rounded(dtype, ds * s.slope) * (real)problem->scale);
     sums->dbias[j] += ds;
     for (int64_t d = 0; d < dim; d++) {
-        sums->dv[j * dim + d] += p * load(&problem->dout, dout + d);
-        sums->dk[j * dim + d] += dproduct * load(&problem->q, q + d);
-        sums->dq[d] += dproduct * load(k.tensor, k.offset + d);
+        sums->dv[j * dim + d] += p * sums->dout[d];
+        sums->dk[j * dim + d] += dproduct * sums->q[d];
+        sums->dq[d] += dproduct * sums->k[d];
     }
 }
 
@@ -65,9 +67,11 @@ static void add_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h
     const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
     const real delta = delta_of(problem, b, i, h);
     memset(sums->dq, 0, (size_t)dim * sizeof *sums->dq);
+    load_row(sums->q, &problem->q, offset_of(&problem->q, b, i, h), dim);
+    load_row(sums->dout, &problem->dout, offset_of(&problem->dout, b, i, h), dim);
     for (int64_t j = 0; j < problem->kv_len && lse != -infinity; j++)
         if (is_kept(problem, b, g, j, query_position(problem, i)))
-            add_key(problem, b, i, h, j, delta, sums);
+            add_key(problem, b, g, j, lse, delta, sums);
     for (int64_t d = 0; d < dim; d++)
         put(&problem->dq, offset_of(&problem->dq, b, i, h) + d, sums->dq[d], problem->accumulate);
 }

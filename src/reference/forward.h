@@ -3,17 +3,34 @@
 
 #include "reference/logit.h"
 
+typedef struct row_scratch {
+    real *weights; /* [kv_len] */
+    real *q, *key; /* [head_dim]: the row's query, and k or v of a key */
+    real *out;     /* [head_dim] */
+} row_scratch;
+
+static row_scratch take_row(const fdma_problem *problem, fdma_arena *arena) {
+    const int64_t dim = problem->head_dim;
+    return (row_scratch){take_reals(arena, problem->kv_len), take_reals(arena, dim),
+                         take_reals(arena, dim), take_reals(arena, dim)};
+}
+
 /* The weights exp(s[j] - row_max) of one row's keys, 0 for keys that it does not keep. Returns
  * their sum and that of the sink logit: 0 for an empty row, NaN if a kept logit is NaN or +inf. */
-static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_t h, real *weights,
-                       real *row_max) {
+static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
+                       const row_scratch *row, real *row_max) {
     const int64_t g = h / problem->group, p = query_position(problem, i);
     const real sink = sink_logit_of(problem, h);
+    real *const weights = row->weights;
     real sum = 0;
     *row_max = sink;
+    load_row(row->q, &problem->q, offset_of(&problem->q, b, i, h), problem->head_dim);
     for (int64_t j = 0; j < problem->kv_len; j++) {
-        const bool kept = is_kept(problem, b, g, j, p);
-        weights[j] = kept ? logit_of(problem, b, i, h, j).value : -infinity;
+        weights[j] = -infinity;
+        if (is_kept(problem, b, g, j, p)) {
+            load_key(row->key, problem, &problem->k, &problem->k_carried, b, j, g);
+            weights[j] = logit_of(problem, row->q, row->key, b, g, j).value;
+        }
         *row_max = isnan(weights[j]) || weights[j] > *row_max ? weights[j] : *row_max;
         if (isnan(*row_max))
             return *row_max;
@@ -27,29 +44,20 @@ static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_
     return sum;
 }
 
-typedef struct row_scratch {
-    real *weights; /* [kv_len] */
-    real *out;     /* [head_dim] */
-} row_scratch;
-
-static row_scratch take_row(const fdma_problem *problem, fdma_arena *arena) {
-    return (row_scratch){take_reals(arena, problem->kv_len), take_reals(arena, problem->head_dim)};
-}
-
 static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
                        const row_scratch *row) {
     const int64_t g = h / problem->group, p = query_position(problem, i);
     real row_max;
-    const real sum = weigh_keys(problem, b, i, h, row->weights, &row_max);
+    const real sum = weigh_keys(problem, b, i, h, row, &row_max);
     for (int64_t d = 0; d < problem->head_dim; d++)
         row->out[d] = isnan(sum) ? sum : 0;
     for (int64_t j = 0; j < problem->kv_len && sum > 0; j++) {
         if (!is_kept(problem, b, g, j, p))
             continue;
         const real probability = rounded(problem->dtype, row->weights[j] / sum);
-        const key_row v = row_of_key(problem, &problem->v, &problem->v_carried, b, j, g);
+        load_key(row->key, problem, &problem->v, &problem->v_carried, b, j, g);
         for (int64_t d = 0; d < problem->head_dim; d++)
-            row->out[d] += probability * load(v.tensor, v.offset + d);
+            row->out[d] += probability * row->key[d];
     }
     for (int64_t d = 0; d < problem->head_dim; d++)
         store(&problem->out, offset_of(&problem->out, b, i, h) + d, row->out[d]);

@@ -17,6 +17,12 @@ static inline key_row row_of_key(const fdma_problem *problem, const fdma_tensor 
     return (key_row){carried, offset_of(carried, at.first, at.row, g)};
 }
 
+static inline void load_key(real *row, const fdma_problem *problem, const fdma_tensor *own,
+                            const fdma_tensor *carried, int64_t b, int64_t j, int64_t g) {
+    const key_row key = row_of_key(problem, own, carried, b, j, g);
+    load_row(row, key.tensor, key.offset, problem->head_dim);
+}
+
 /* The number of key j in a tensor shaped as bias. */
 static inline key_row number_of_key(const fdma_problem *problem, const fdma_tensor *own,
                                     const fdma_tensor *carried, int64_t b, int64_t g, int64_t j) {
@@ -35,15 +41,12 @@ typedef struct logit {
     real slope; /* derivative of the softcap; 1 without one */
 } logit;
 
-static inline logit logit_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
-                             int64_t j) {
+/* Of a query's row, and of a key with its row. */
+static inline logit logit_of(const fdma_problem *problem, const real *q, const real *k, int64_t b,
+                             int64_t g, int64_t j) {
     const fdma_dtype dtype = problem->dtype;
-    const int64_t g = h / problem->group;
     const real scale = (real)problem->scale, cap = (real)problem->softcap;
-    const key_row k = row_of_key(problem, &problem->k, &problem->k_carried, b, j, g);
-    const real product =
-        dot(&problem->q, offset_of(&problem->q, b, i, h), k.tensor, k.offset, problem->head_dim);
-    real s = rounded(dtype, rounded(dtype, product) * scale), slope = 1;
+    real s = rounded(dtype, rounded(dtype, dot(q, k, problem->head_dim)) * scale), slope = 1;
     if (cap > 0) {
         const real capped = rounded(dtype, tanh(s / cap));
         s = rounded(dtype, cap * capped);

@@ -45,11 +45,16 @@ static inline real rounded(fdma_dtype dtype, real value) {
 
 static inline real softplus(real x) { return (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
 
-static inline real dot(const fdma_tensor *x, int64_t at_x, const fdma_tensor *y, int64_t at_y,
-                       int64_t count) {
+/* Elements that are used many times are converted once. */
+static inline void load_row(real *row, const fdma_tensor *tensor, int64_t offset, int64_t count) {
+    for (int64_t d = 0; d < count; d++)
+        row[d] = load(tensor, offset + d);
+}
+
+static inline real dot(const real *x, const real *y, int64_t count) {
     real sum = 0;
     for (int64_t d = 0; d < count; d++)
-        sum += load(x, at_x + d) * load(y, at_y + d);
+        sum += x[d] * y[d];
     return sum;
 }
 

@@ -54,12 +54,16 @@ static inline fence fence_new(size_t size, size_t element, fence_edge edge) {
     return made;
 }
 
+static inline int fence_has_guards(const unsigned char *from, const unsigned char *end) {
+    while (from < end && *from == test_guard_byte)
+        from++;
+    return from == end;
+}
+
 /* Whether the bytes around it are still guard bytes. */
 static inline int fence_intact(fence x) {
-    for (unsigned char *at = x.room; at < x.room + x.room_size; at++)
-        if ((at < x.data || at >= x.data + x.size) && *at != test_guard_byte)
-            return 0;
-    return 1;
+    return fence_has_guards(x.room, x.data) &&
+           fence_has_guards(x.data + x.size, x.room + x.room_size);
 }
 
 static inline void fence_free_all(void) {

@@ -45,6 +45,18 @@ static struct {
     int blocks;
 } test_state;
 
+/* test_divisor() - FDMA_TEST_DIVISOR, by which the number of random cases is divided; 1 by default.
+ * tools/gates/run.sh sets it for builds and emulators that are slow. */
+static inline int test_divisor(void) {
+    const char *const variable = getenv("FDMA_TEST_DIVISOR");
+    const int value = variable != NULL ? atoi(variable) : 1;
+    return value > 1 ? value : 1;
+}
+
+/* test_repeats() - how many of `count` random cases are tested, which alternate between kinds: a
+ * quarter of them must still have each kind. */
+static inline int test_repeats(int count) { return (count + test_divisor() - 1) / test_divisor(); }
+
 /* test_context() - words that precede the failures from here on: which kernel, which case. */
 __attribute__((format(printf, 1, 2))) static inline void test_context(const char *format, ...) {
     va_list list;

@@ -74,7 +74,7 @@ static void check_one(const backward_problem *y, const char *kernel, const gradi
 }
 
 static void gradients_are_the_references(void) {
-    enum { rounds = 60 };
+    const int rounds = test_repeats(60);
     uint64_t state = 5;
     const char *const only = getenv("FDMA_TEST_KERNEL");
     for (int round = 0; round < rounds; round++) {

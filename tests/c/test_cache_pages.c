@@ -343,7 +343,7 @@ static void corrupt_page_tables_do_no_harm(void) {
     static const int32_t from[] = {4, 3, -1}, to[] = {0, 1, 2};
     const fdma_dtype dtype = FDMA_BFLOAT16;
     const kernel_list kernels = kernels_for("decode", dtype);
-    const int repeats = test_backend.run != NULL ? 8 : 40;
+    const int repeats = test_repeats(test_backend.run != NULL ? 8 : 40);
     for (int c = 0; c < repeats * kernels.count; c++) {
         const char *const kernel = kernels.name[c / repeats];
         const stream_case *const test = &cases[c % TEST_COUNT(cases)];

@@ -156,7 +156,7 @@ static void check_added_gradients(const problem *x, const char *kernel) {
 }
 
 static void sequences_are_cut(void) {
-    for (int n = 0; n < 2 * TEST_COUNT(used_shapes); n++) {
+    for (int n = 0; n < test_repeats(2) * TEST_COUNT(used_shapes); n++) {
         const used_shape *const shape = &used_shapes[n % TEST_COUNT(used_shapes)];
         const int types = test_dtype_count - first_dtype();
         problem x = used_problem(shape, test_dtypes[first_dtype() + n % types], (uint64_t)n + 3);

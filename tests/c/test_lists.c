@@ -292,7 +292,7 @@ static corruption any_corruption(uint64_t *state) {
 }
 
 static void corrupt_selections_list_keys(void) {
-    enum { cases = 600 };
+    const int cases = test_repeats(600);
     const kernel_list kernels = kernels_of("lists");
     uint64_t state = 4;
     for (int i = 0; i < cases; i++) {

@@ -212,7 +212,7 @@ static void global_scope_with_padding(void) { compare_lengths(FDMA_SCOPE_GLOBAL,
 
 /* recent and sinks, below, at and above the length, together and alone. */
 static void newest_keys_and_sinks(void) {
-    enum { cases = 900 };
+    const int cases = test_repeats(900);
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 7;
     for (int i = 0; i < cases; i++) {

@@ -80,7 +80,7 @@ static fdma_problem random_problem(uint64_t *state) {
 }
 
 static void partitions_select_what_the_reference_does(void) {
-    enum { cases = 4000 };
+    const int cases = test_repeats(4000);
     uint64_t state = 1;
     for (int i = 0; i < cases; i++) {
         fdma_problem problem = random_problem(&state);
@@ -106,7 +106,7 @@ static void every_boundary(void) {
 }
 
 static void threads_change_nothing(void) {
-    enum { cases = 600 };
+    const int cases = test_repeats(600);
     static const int32_t threads[] = {2, 3, 8};
     uint64_t state = 3;
     for (int i = 0; i < cases; i++) {
@@ -143,7 +143,7 @@ static void guesses_that_fail(void) {
 }
 
 static void long_partitions(void) {
-    enum { cases = 300 };
+    const int cases = test_repeats(300);
     uint64_t state = 5;
     for (int i = 0; i < cases; i++) {
         const int64_t n = 4000 + random_below(&state, 8000);
@@ -175,14 +175,17 @@ static fdma_selection select_with(const fdma_problem *problem, const char *kerne
     return selection;
 }
 
-/* Every kernel but the reference, which takes too long. */
-static void check_calls(const fdma_problem *problem, const kernel_list *kernels) {
+/* Every kernel but the reference, which takes too long. Where the number of cases is divided,
+ * `first` chooses one number of threads. */
+static void check_calls(const fdma_problem *problem, const kernel_list *kernels, int first) {
     static const int32_t threads[] = {1, 2, 3, 8};
+    const int count = test_repeats(TEST_COUNT(threads));
     fdma_problem want = *problem;
     select_cut(&want, 1, 1);
     for (int k = 0; k < kernels->count; k++) {
-        for (int t = 0; t < TEST_COUNT(threads) && strcmp(kernels->name[k], "reference"); t++) {
-            const fdma_selection got = select_with(problem, kernels->name[k], threads[t]);
+        for (int t = 0; t < count && strcmp(kernels->name[k], "reference"); t++) {
+            const int32_t number = threads[(first + t) % TEST_COUNT(threads)];
+            const fdma_selection got = select_with(problem, kernels->name[k], number);
             CHECK(same_tensor(got.expiry, want.expiry));
             CHECK(same_tensor(got.slot, want.slot));
         }
@@ -208,7 +211,7 @@ static void calls_on_any_number_of_threads(void) {
             fill_kind(problem.score, kind, &state);
             if (i % 3 == 1)
                 problem.key_valid = new_padding(1, n, &state);
-            check_calls(&problem, &kernels);
+            check_calls(&problem, &kernels, i + i / TEST_COUNT(windows));
             test_free_all();
         }
     }

@@ -81,29 +81,42 @@ static int64_t check_rows(const problem *x, fdma_tensor actual, fdma_tensor want
     return lost;
 }
 
-static void check_forward(const char *kernel, fdma_dtype dtype) {
-    for (int c = 0; c < TEST_COUNT(small_cases); c++) {
-        const shape_case *const n = &small_cases[c];
-        const problem right = right_problem(n, dtype);
-        const problem x = with_window(&right, said_window(c, dtype));
-        test_context("%s %s, %s, %d", kernel, dtype_name(dtype), n->name, (int)x.selection.window);
-        if (problem_is_taken(&x, kernel)) {
-            const attended want = problem_attend(&right, "reference", 1);
-            const attended found = problem_attend(&x, kernel, 2);
-            const int64_t lost = check_rows(&x, found.out, want.out, problem_out_tolerance(&x));
-            CHECK((lost > 0) == (test_backend.run != NULL));
-            for (int64_t i = 0; i < count_of(want.lse); i++) {
-                const double lse = (double)((const float *)want.lse.data)[i];
-                const double value = (double)((const float *)found.lse.data)[i];
-                if (test_backend.run == NULL || !isnan(value))
-                    CHECK_NEAR(value, lse, problem_lse_tolerance(&x, lse));
-            }
+/* Calls `check` for each case in each dtype; all kernels share what is wanted of them. */
+static void for_each_case(void (*check)(const problem *right, int64_t window, const char *name)) {
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        const fdma_dtype dtype = test_dtypes[type];
+        for (int c = 0; c < TEST_COUNT(small_cases); c++) {
+            const problem right = right_problem(&small_cases[c], dtype);
+            check(&right, said_window(c, dtype), small_cases[c].name);
+            test_free_all();
         }
-        test_free_all();
     }
 }
 
-static void forward_is_right(void) { for_each_kernel("forward", check_forward); }
+static void check_attended(const problem *x, const char *kernel, attended want) {
+    const attended found = problem_attend(x, kernel, 2);
+    const int64_t lost = check_rows(x, found.out, want.out, problem_out_tolerance(x));
+    CHECK((lost > 0) == (test_backend.run != NULL));
+    for (int64_t i = 0; i < count_of(want.lse); i++) {
+        const double lse = (double)((const float *)want.lse.data)[i];
+        const double value = (double)((const float *)found.lse.data)[i];
+        if (test_backend.run == NULL || !isnan(value))
+            CHECK_NEAR(value, lse, problem_lse_tolerance(x, lse));
+    }
+}
+
+static void check_forward(const problem *right, int64_t window, const char *name) {
+    const problem x = with_window(right, window);
+    const attended want = problem_attend(right, "reference", 1);
+    const kernel_list kernels = kernels_for("forward", x.dtype);
+    for (int k = 0; k < kernels.count; k++) {
+        test_context("%s %s, %s, %d", kernels.name[k], dtype_name(x.dtype), name, (int)window);
+        if (problem_is_taken(&x, kernels.name[k]))
+            check_attended(&x, kernels.name[k], want);
+    }
+}
+
+static void forward_is_right(void) { for_each_case(check_forward); }
 
 /* No byte of an output has been written. */
 static void check_unwritten(fdma_tensor output) {
@@ -119,8 +132,9 @@ static void check_gradients(const gradient_problem *p, const char *kernel) {
     const fdma_status status = run_backward(&args);
     const gradients found = gradient_outputs(&args);
     if (test_backend.run != NULL) {
-        const gradients want = reference_gradients(p), plain = plain_gradients(p);
-        const double error = largest_difference(plain.dq, want.dq);
+        expect_gradients(p);
+        const gradients want = p->expected->reference;
+        const double error = largest_difference(p->expected->plain.dq, want.dq);
         CHECK_OK(status);
         CHECK(check_rows(&p->x, found.dq, want.dq,
                          2 * error + step_of(p->x.dtype) * largest_of(want.dq)) > 0);
@@ -137,44 +151,35 @@ static void check_gradients(const gradient_problem *p, const char *kernel) {
           strncmp(kernel, "reference", 9) == 0);
 }
 
-static void check_backward(const char *kernel, fdma_dtype dtype) {
-    for (int c = 0; c < TEST_COUNT(small_cases); c++) {
-        const shape_case *const n = &small_cases[c];
-        const problem right = right_problem(n, dtype);
-        gradient_problem p = gradient_of(&right, 0);
-        p.x = with_window(&right, said_window(c, dtype));
-        p.deterministic = 1;
-        test_context("%s %s, %s, %d", kernel, dtype_name(dtype), n->name,
-                     (int)p.x.selection.window);
-        fdma_backward_args args = gradient_args(&p, kernel);
+static void check_backward(const problem *right, int64_t window, const char *name) {
+    const kernel_list kernels = kernels_for("backward", right->dtype);
+    gradient_problem p = gradient_of(right, 0);
+    p.x = with_window(right, window);
+    p.deterministic = 1;
+    for (int k = 0; k < kernels.count; k++) {
+        test_context("%s %s, %s, %d", kernels.name[k], dtype_name(p.x.dtype), name, (int)window);
+        fdma_backward_args args = gradient_args(&p, kernels.name[k]);
         if (call_takes(operation_backward, &args))
-            check_gradients(&p, kernel);
-        test_free_all();
+            check_gradients(&p, kernels.name[k]);
     }
 }
 
-static void backward_is_right_or_refused(void) { for_each_kernel("backward", check_backward); }
+static void backward_is_right_or_refused(void) { for_each_case(check_backward); }
 
 /* The same where only some keys of each sequence exist. */
-static void check_used(const char *kernel, fdma_dtype dtype) {
+static void used_keys_are_right_or_refused(void) {
     static const shape_case n =
         SHAPE("used", 2, 300, 720, 4, 2, 64, 64, CAUSAL, LINEAR, 0, IID, PLAIN, NONE);
     static int32_t used[] = {700, 720};
-    problem right = shape_problem(&n, 7, dtype);
-    right.key_valid = (fdma_tensor){0};
-    right.kv_used = fdma_tensor_1d(used, FDMA_INT32, 2);
-    problem_select(&right);
-    gradient_problem p = gradient_of(&right, 0);
-    p.x = with_window(&right, 32);
-    p.deterministic = 1;
-    test_context("%s %s", kernel, dtype_name(dtype));
-    fdma_backward_args args = gradient_args(&p, kernel);
-    if (call_takes(operation_backward, &args))
-        check_gradients(&p, kernel);
-    test_free_all();
+    for (int type = first_dtype(); type < test_dtype_count; type++) {
+        problem right = shape_problem(&n, 7, test_dtypes[type]);
+        right.key_valid = (fdma_tensor){0};
+        right.kv_used = fdma_tensor_1d(used, FDMA_INT32, 2);
+        problem_select(&right);
+        check_backward(&right, 32, n.name);
+        test_free_all();
+    }
 }
-
-static void used_keys_are_right_or_refused(void) { for_each_kernel("backward", check_used); }
 
 /* The fused call finds out before it writes a gradient of the score. */
 static void fused_gradients_are_refused(void) {

@@ -131,14 +131,20 @@ static inline fdma_tensor own_queries(fdma_tensor tensor, const problem *cut, in
                       tensor.rank > 0 ? tensor.shape[axis] - cut->q_len : 0, cut->q_len);
 }
 
+/* The value is converted once, as conversions to 16 bits are slow. */
 static inline void fill_tensor_with(fdma_tensor tensor, double value) {
-    for (int64_t i = 0; i < count_of(tensor); i++)
-        if (tensor.dtype == FDMA_INT32)
-            ((int32_t *)tensor.data)[i] = (int32_t)value;
-        else if (tensor.dtype == FDMA_FLOAT64)
-            ((double *)tensor.data)[i] = value;
-        else
-            store_float(tensor.data, tensor.dtype, i, (float)value);
+    const size_t size = dtype_size(tensor.dtype);
+    char *const data = tensor.data;
+    if (count_of(tensor) == 0)
+        return;
+    if (tensor.dtype == FDMA_INT32)
+        *(int32_t *)tensor.data = (int32_t)value;
+    else if (tensor.dtype == FDMA_FLOAT64)
+        *(double *)tensor.data = value;
+    else
+        store_float(tensor.data, tensor.dtype, 0, (float)value);
+    for (int64_t i = 1; i < count_of(tensor); i++)
+        memcpy(data + (size_t)i * size, data, size);
 }
 
 /* Selects in cut calls, into the selection of the problem. */

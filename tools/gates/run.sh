@@ -31,15 +31,30 @@ gate() { # gate NAME COMMAND...
     fi
 }
 
-build() { # build DIRECTORY CMAKE_OPTION...: everything for the CPU, with warnings as errors
-    directory=build/gates/$1
-    shift
+# Most ISAs of x86-64 are left out of builds that test something else: their kernels take as long to
+# compile as all the rest.
+narrow="-DFDMA_COMPILES_avx512=OFF -DFDMA_COMPILES_avx512bf16=OFF -DFDMA_COMPILES_amx=OFF"
+
+build_targets() { # build_targets TARGETS DIRECTORY CMAKE_OPTION...: with warnings as errors
+    targets=$1
+    directory=build/gates/$2
+    shift 2
+    # shellcheck disable=SC2086 # a list of targets
     cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF "$@" &&
-        cmake --build "$directory" -j "$jobs"
+        cmake --build "$directory" -j "$jobs" --target $targets
 }
 
-c_tests() { # c_tests DIRECTORY
-    ctest --test-dir "$1" --output-on-failure --no-tests=error -j "$jobs"
+build() { # build DIRECTORY CMAKE_OPTION...: everything for the CPU, with warnings as errors
+    build_targets all "$@"
+}
+
+# `make test` runs every case. Builds and emulators that are slow test fewer of the random ones.
+c_tests() { # c_tests DIVISOR DIRECTORY CTEST_OPTION...: DIVISOR divides the number of random cases
+    divisor=$1
+    directory=$2
+    shift 2
+    FDMA_TEST_DIVISOR=$divisor ctest --test-dir "$directory" --output-on-failure --no-tests=error \
+        -j "$jobs" "$@"
 }
 
 # Each vocabulary has a file in tests/c/vocabulary, and words.h there uses every word.
@@ -66,24 +81,23 @@ words_tested() {
 }
 
 clang_tests() {
-    build clang -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=Release && c_tests build/gates/clang
+    build clang -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=Release &&
+        c_tests 4 build/gates/clang
 }
 
 sanitized_tests() {
     cmake --preset asan && cmake --build --preset asan -j "$jobs" &&
-        OMP_NUM_THREADS=2 c_tests build/asan
+        OMP_NUM_THREADS=2 c_tests 4 build/asan
 }
 
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
 valgrind_tests() {
-    for test in kernels vocabulary fresh select attention; do
-        echo "test_$test"
-        if ! OMP_NUM_THREADS=1 valgrind --quiet --error-exitcode=9 \
-            "build/gates/gcc/tests/test_$test"; then
-            echo "test_$test failed under valgrind"
-            return 1
-        fi
-    done
+    # shellcheck disable=SC2016 # the inner shell has the name of the test as $0
+    printf 'test_%s\n' kernels vocabulary fresh select attention |
+        FDMA_TEST_DIVISOR=4 OMP_NUM_THREADS=1 xargs -n 1 -P "$jobs" sh -c \
+            'valgrind --quiet --error-exitcode=9 "build/gates/gcc/tests/$0" && exit
+             echo "$0 failed under valgrind"
+             exit 1'
 }
 
 header_alone() {
@@ -99,7 +113,8 @@ header_alone() {
 
 # `cmake --install` after the target that `make demo` builds.
 install_after_demo() {
-    cmake -S . -B build/gates/demo -G Ninja -DFDMA_CUDA=OFF -DFDMA_BUILD_TESTS=OFF &&
+    # shellcheck disable=SC2086 # a list of options
+    cmake -S . -B build/gates/demo -G Ninja -DFDMA_CUDA=OFF -DFDMA_BUILD_TESTS=OFF $narrow &&
         cmake --build build/gates/demo -j "$jobs" \
             --target "$(sed -n '/^demo:/,/^$/s/.*--target \([a-z_]*\)$/\1/p' Makefile)" &&
         cmake --install build/gates/demo --prefix build/gates/demo/installed
@@ -143,33 +158,32 @@ neon_runs() { # whether a program for 64-bit ARM can be built and run here
 }
 
 # First on an emulated CPU with every feature, then on one with nothing beyond ARMv8.0. Left out are
-# tests that would take a quarter of an hour: properties of gradients over many shapes, and the cases
+# tests that would take a quarter of an hour: properties of attention over many shapes, and the cases
 # with the most rows and keys. The emulator fails where a process of several threads forks, as
 # test_parallel does.
 neon_tests() {
     build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
-        ctest --test-dir build/gates/neon --output-on-failure --no-tests=error -j "$jobs" \
-            -E '(test_(parallel|backward_(rows|shapes)|small_window|kv_used|cache_batch)|check_(row|long))$' &&
-        QEMU_CPU=cortex-a72 ctest --test-dir build/gates/neon --output-on-failure \
-            --no-tests=error -j "$jobs" -R 'test_(kernels|vocabulary|pairs|select|attention)$'
+        c_tests 4 build/gates/neon \
+            -E '(test_(parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$' &&
+        QEMU_CPU=cortex-a72 c_tests 4 build/gates/neon \
+            -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
 
 # The kernels of the device as C++ for the CPU: tests/emulator.
 emulated_tests() {
-    build emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED &&
-        for cases in window/1 softcap/; do
-            build/gates/emulated/fdma check --device cuda "$cases" || return 1
-        done &&
-        ctest --test-dir build/gates/emulated --output-on-failure --no-tests=error -j "$jobs" \
-            -R '^(test_(cache_store|small_window|stream_attention)_cuda|test_cuda_(lists|workspace))$'
+    # shellcheck disable=SC2086 # a list of options
+    build_targets "fdma_tool test_cache_store test_small_window test_stream_attention test_cuda_lists
+            test_cuda_workspace" emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
+        c_tests 1 build/gates/emulated -R \
+            '^(check_emulated_.*|test_(cache_store|small_window|stream_attention)_cuda|test_cuda_(lists|workspace))$'
 }
 
 # Not all of `undefined`: with its checks of pointers clang takes many minutes for a file of kernels,
 # and the address sanitizer finds what they would.
 build_fuzzers() {
     undefined="signed-integer-overflow;shift;bounds;integer-divide-by-zero;vla-bound;bool;enum"
-    build fuzz -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_THREADS=OFF \
-        -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;$undefined"
+    build_targets "fuzz_safetensors fuzz_arguments" fuzz -DCMAKE_C_COMPILER=clang \
+        -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_THREADS=OFF -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;$undefined"
 }
 
 fuzz() { # fuzz NAME: starts from the kept inputs; an input that crashes is left in build/gates/fuzz
@@ -212,7 +226,8 @@ else
 fi
 if command -v nvcc >/dev/null; then
     echo "      compiling the CUDA kernels for every device, without a spilled register (about 5 minutes)"
-    gate cuda build cuda -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF
+    # shellcheck disable=SC2086 # a list of options
+    gate cuda build cuda -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF $narrow
     echo "      running the CUDA kernels on an emulated device (about 5 minutes)"
     gate emulated emulated_tests
 else
