@@ -30,6 +30,7 @@ ZONES = (
     ("cpu forward", "src/cpu/forward/"),
     ("cpu backward", "src/cpu/backward/"),
     ("cpu merge", "src/cpu/merge/"),
+    ("cpu probabilities", "src/cpu/probabilities/"),
     ("cpu isa", "src/cpu/isa/"),
     ("cpu", "src/cpu/"),
     ("cuda row", "src/cuda/cuda.h"),
@@ -64,7 +65,7 @@ TESTED = ("include", "src", "tests")
 CPU_KERNEL = ("public", "core", "cpu threads", "cpu simd", "cpu common")
 CPU_OPERATIONS = tuple(
     f"cpu {operation}"
-    for operation in "score select lists decode cache forward backward merge".split()
+    for operation in "score select lists decode cache forward backward merge probabilities".split()
 )
 CUDA_KERNEL = ("public", "core", "cuda devices", "cuda device", "cuda plan")
 ALLOWED = {
@@ -84,6 +85,7 @@ ALLOWED = {
     "cpu forward": CPU_KERNEL,
     "cpu backward": (*CPU_KERNEL, "cpu forward"),
     "cpu merge": CPU_KERNEL,
+    "cpu probabilities": CPU_KERNEL,
     "cpu isa": (*CPU_KERNEL, *CPU_OPERATIONS),
     "cpu": ("public", "core", "cpu row", "cpu threads", "cpu simd", "cpu isa"),
     "cuda row": ("public", "core"),
