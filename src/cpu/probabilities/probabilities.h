@@ -9,8 +9,11 @@
 
 #include <math.h>
 
-/* Channels that a thread multiplies in a microsecond, roughly. */
-enum { multiplied_channels = 2000 };
+enum {
+    multiplied_channels = 2000, /* that a thread multiplies in a microsecond, roughly */
+    summed_channels = 16,       /* whose products are added up first, so that rounding errors grow
+                                   with the number of such sums */
+};
 
 /* A row of attention. */
 typedef struct probability_row {
@@ -38,13 +41,17 @@ static probability_row find_probability_row(const fdma_problem *problem, int64_t
 static float multiply_key(const probability_row *row, int64_t j) {
     const fdma_problem *const problem = row->problem;
     const void *const k = key_row(problem, &problem->k, &problem->k_carried, row->b, j, row->g);
-    vf sum = vf_set(0);
+    vf sum = vf_set(0), partial = vf_set(0);
     for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
         const int64_t count = channels_at(d, problem->head_dim);
-        sum = vf_fma(load_channels(row->q, problem->dtype, d, count),
-                     load_channels(k, problem->dtype, d, count), sum);
+        partial = vf_fma(load_channels(row->q, problem->dtype, d, count),
+                         load_channels(k, problem->dtype, d, count), partial);
+        if ((d + vf_width) % summed_channels == 0) {
+            sum = vf_add(sum, partial);
+            partial = vf_set(0);
+        }
     }
-    return vf_sum(sum);
+    return vf_sum(vf_add(sum, partial));
 }
 
 static float logit_of_key(const probability_row *row, int64_t j) {
