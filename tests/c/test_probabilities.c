@@ -265,6 +265,35 @@ static void check_strides(const problem *x, const attended *forward, const char 
 
 static void strides_change_no_bit(void) { for_each_kernel_of(&usual_shape, check_strides); }
 
+static void check_refused(const fdma_probabilities_args *args, const char *message) {
+    const fdma_tensor before = copy_tensor(args->probability);
+    CHECK_INT(fdma_probabilities(args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), message);
+    CHECK(same_tensor(args->probability, before));
+}
+
+static void check_carried_mistakes(const problem *x, const attended *forward, const char *kernel) {
+    fdma_probabilities_args args = probabilities_args(x, forward->lse, kernel);
+    args.exec.kernel = NULL; // the checks come before the choice of a kernel and a device
+    args.k_carried = positions_of(x->k, 1, 0, 30);
+    check_refused(&args, "expiry: axis 2 has 71 elements, want 101");
+    args.k = positions_of(x->k, 1, 30, x->kv_len);
+    args.bias = positions_of(x->bias, 2, 30, x->kv_len);
+    check_refused(&args, "bias_carried: is absent, want it with k_carried and a bias");
+    args.bias_carried = args.bias;
+    check_refused(&args, "bias_carried: axis 2 has 41 elements, want 30");
+    args.bias_carried = positions_of(x->bias, 2, 0, 30);
+    args.kv_used = new_tensor(FDMA_INT32, x->batch, -1, -1, -1);
+    check_refused(&args, "kv_used: is given, want none with k_carried");
+    args.kv_used = (fdma_tensor){0};
+    args.key_valid = new_tensor(FDMA_UINT8, x->batch, x->kv_len - 30, -1, -1);
+    check_refused(&args, "key_valid: is given, want none with k_carried");
+}
+
+static void carried_keys_are_checked(void) {
+    for_each_kernel_of(&usual_shape, check_carried_mistakes);
+}
+
 /* ---- special values ---- */
 
 /* Row 0 of each head gets the lse NaN, row 1 -inf. */
@@ -299,9 +328,13 @@ static void keys_that_no_query_keeps_are_not_read(void) {
 }
 
 static const test_entry tests[] = {
-    TEST(rows_are_those_of_forward), TEST(every_head_dim_is_computed),
-    TEST(carried_keys_come_first),   TEST(strides_change_no_bit),
-    TEST(lse_may_be_special),        TEST(keys_that_no_query_keeps_are_not_read),
+    TEST(rows_are_those_of_forward),
+    TEST(every_head_dim_is_computed),
+    TEST(carried_keys_come_first),
+    TEST(strides_change_no_bit),
+    TEST(carried_keys_are_checked),
+    TEST(lse_may_be_special),
+    TEST(keys_that_no_query_keeps_are_not_read),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }
