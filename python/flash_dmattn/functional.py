@@ -10,12 +10,12 @@ enqueued on the device's current stream and returns without waiting. On CUDA dev
 value are float16 or bfloat16; on the CPU they are float32, float16 or bfloat16, or float64 for the
 slow kernel "reference". On the CPU at most torch.get_num_threads() threads are used.
 
-All functions but select() are differentiable, once, in reverse mode. Second derivatives and
-forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys is not
-differentiable, and keys that no query keeps have gradients of exactly 0. On the CPU gradients are
-bit-equal from run to run; on a CUDA device those of attention are bit-equal only if `deterministic`
-or torch.use_deterministic_algorithms(True) is set. The kernels of `backend` compute gradients too;
-if a named kernel has none, another kernel of the same backend computes them.
+All functions but select() and attention_probabilities() are differentiable, once, in reverse mode.
+Second derivatives and forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys
+is not differentiable, and keys that no query keeps have gradients of exactly 0. On the CPU
+gradients are bit-equal from run to run; on a CUDA device those of attention are bit-equal only if
+`deterministic` or torch.use_deterministic_algorithms(True) is set. The kernels of `backend` compute
+gradients too; if a named kernel has none, another kernel of the same backend computes them.
 
 Packed sequences stand one after the other in one batch entry, without padding. `starts`
 [sequences + 1] int32 has the position at which each begins and, last, the end of all: [0, 4, 10]
