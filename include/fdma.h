@@ -22,6 +22,7 @@
  *   the three calls            to reuse a selection, or to supply your own scores or bias
  *   fdma_attention_backward()  gradients of fdma_attention(), for training
  *   fdma_backward() and fdma_score_backward()   gradients of the single calls
+ *   fdma_probabilities()       the probabilities of every query and key, to look at
  *   fdma_decode()              attention of new tokens over a cache of bounded size, to generate
  *   fdma_merge()               joins attention over two disjoint sets of keys, such as a shared
  *                              prompt and each sequence's own keys
@@ -467,6 +468,41 @@ typedef struct fdma_forward_args {
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
+typedef struct fdma_probabilities_args {
+    size_t size;                     /* sizeof(fdma_probabilities_args) */
+    fdma_tensor q;                   /* [batch, q_len, q_heads, head_dim] */
+    fdma_tensor k;                   /* [batch, kv_len, kv_heads, head_dim] */
+    fdma_tensor bias;                /* optional [batch, kv_heads, kv_len] float32 */
+    fdma_tensor key_valid;           /* optional [batch, kv_len] uint8: 0 for padding */
+    fdma_tensor starts;              /* optional [sequences + 1] int32: packed sequences */
+    fdma_tensor kv_used;             /* optional [batch] int32: how many keys exist */
+    fdma_tensor k_carried;           /* optional [batch, rows, kv_heads, head_dim] */
+    fdma_tensor bias_carried;        /* [batch, kv_heads, rows] float32: given if bias is */
+    fdma_tensor lse;                 /* fdma_forward()'s: [batch, q_heads, q_len] float32 */
+    fdma_tensor probability;         /* output [batch, q_heads, q_len, kv_len] float32; its kv_len
+                                        counts carried keys, which come first, too */
+    const fdma_selection *selection; /* the one that forward was given; NULL: dense */
+    double scale, softcap;           /* as in fdma_forward_args */
+    int32_t causal;
+    int32_t reserved;
+    fdma_exec exec;
+} fdma_probabilities_args;
+
+/*! fdma_probabilities() - the probability that each query gives to each key.
+ *  Use it to debug and to draw pictures, after fdma_forward() or fdma_attention(). Every field that
+ *  these also have must be what it was then. It computes and writes q_len * kv_len numbers, and
+ *  nothing about it is tuned: to attend, use the calls above.
+ *  Formula    probability[b,h,i,j] = exp(s[i,j] - lse[b,h,i]), with the s of fdma_forward(), for
+ *             the keys that query i keeps, and 0 for all others
+ *  Workspace  none; on a device O(batch * kv_heads * kv_len)
+ *  Edge       a row sums to 1 up to rounding, or to less if forward had a sink_logit; an empty one
+ *             (lse = -inf) is all 0; where lse is NaN, kept keys have NaN and the others 0; with an
+ *             lse that is not forward's, such as a merged one, rows sum to what these keys have of
+ *             the whole; keys that are not valid or never kept are never read
+ *  Errors     as fdma_forward()
+ *  Source     docs/algorithm.md, backward */
+FDMA_API fdma_status fdma_probabilities(const fdma_probabilities_args *args);
+
 typedef struct fdma_attention_args {
     size_t size;               /* sizeof(fdma_attention_args) */
     fdma_tensor q;             /* [batch, q_len, q_heads, head_dim] */
@@ -883,6 +919,8 @@ FDMA_API fdma_status fdma_score_workspace(const fdma_score_args *args, size_t *b
 FDMA_API fdma_status fdma_select_workspace(const fdma_select_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_lists_workspace(const fdma_lists_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes);
+FDMA_API fdma_status fdma_probabilities_workspace(const fdma_probabilities_args *args,
+                                                  size_t *bytes);
 FDMA_API fdma_status fdma_attention_workspace(const fdma_attention_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_cache_store_workspace(const fdma_cache_store_args *args, size_t *bytes);
 FDMA_API fdma_status fdma_cache_copy_workspace(const fdma_cache_copy_args *args, size_t *bytes);
@@ -923,6 +961,8 @@ FDMA_API fdma_status fdma_score_kernel(const fdma_score_args *args, const char *
 FDMA_API fdma_status fdma_select_kernel(const fdma_select_args *args, const char **name);
 FDMA_API fdma_status fdma_lists_kernel(const fdma_lists_args *args, const char **name);
 FDMA_API fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name);
+FDMA_API fdma_status fdma_probabilities_kernel(const fdma_probabilities_args *args,
+                                               const char **name);
 FDMA_API fdma_status fdma_cache_store_kernel(const fdma_cache_store_args *args, const char **name);
 FDMA_API fdma_status fdma_cache_copy_kernel(const fdma_cache_copy_args *args, const char **name);
 FDMA_API fdma_status fdma_decode_kernel(const fdma_decode_args *args, const char **name);

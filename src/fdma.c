@@ -161,6 +161,18 @@ fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name
     return ask_kernel(operation_forward, args, name);
 }
 
+fdma_status fdma_probabilities(const fdma_probabilities_args *args) {
+    return run(operation_probabilities, args);
+}
+
+fdma_status fdma_probabilities_workspace(const fdma_probabilities_args *args, size_t *bytes) {
+    return ask_workspace(operation_probabilities, args, bytes);
+}
+
+fdma_status fdma_probabilities_kernel(const fdma_probabilities_args *args, const char **name) {
+    return ask_kernel(operation_probabilities, args, name);
+}
+
 fdma_status fdma_backward(const fdma_backward_args *args) { return run(operation_backward, args); }
 
 fdma_status fdma_backward_workspace(const fdma_backward_args *args, size_t *bytes) {

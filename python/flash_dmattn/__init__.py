@@ -12,6 +12,7 @@ from .functional import (
     select,
 )
 from .nn import DynamicMaskAttention
+from .probabilities import attention_probabilities
 from .streams import KeyCache, decode
 from .varlen import flash_dmattn_varlen_func
 
@@ -23,6 +24,7 @@ __all__ = [
     "KeyCache",
     "Selection",
     "attention",
+    "attention_probabilities",
     "decode",
     "flash_dma_attention",
     "flash_dmattn_varlen_func",

@@ -48,6 +48,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "slot": SCORE_SHAPE,
     **dict.fromkeys(("out", "out_a", "out_b"), QUERY_SHAPE),
     **dict.fromkeys(("lse", "lse_a", "lse_b"), LSE_SHAPE),
+    "probability": (*LSE_SHAPE, "kv_len"),
     **dict.fromkeys(("expiry_all", "slot_all"), ("batch", "kv_heads", "all_len")),
     **dict.fromkeys(("index", "n_tokens", "commit", "seen_in"), ("batch",)),
     **dict.fromkeys(("copy_from", "copy_to"), ("batch",)),
@@ -66,7 +67,10 @@ INT32_INPUTS = (
 )
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if inputs are
-FLOAT32_RESULTS = ("score", "bias", "dbias", "dsink_logit", "lse", "dlse_a", "dlse_b")
+FLOAT32_RESULTS = (
+    *("score", "bias", "dbias", "dsink_logit", "lse", "dlse_a", "dlse_b"),
+    "probability",
+)
 
 # Fields of the C structs whose names differ from the arguments'.
 FIELDS = {

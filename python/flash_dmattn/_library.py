@@ -227,6 +227,18 @@ class CacheCopyArgs(Sized):
     ]
 
 
+class ProbabilitiesArgs(Sized):
+    _fields_ = [
+        *tensors("q k bias key_valid starts kv_used k_carried bias_carried lse probability"),
+        ("selection", POINTER(Selection)),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("causal", c_int32),
+        ("reserved", c_int32),
+        ("exec", Exec),
+    ]
+
+
 class ScoreBackwardArgs(Sized):
     _fields_ = [
         *tensors("dbias v dt_proj a dt_bias key_valid dv ddt_proj da ddt_bias"),
@@ -315,6 +327,7 @@ CALLS: dict[str, type[Sized]] = {
     "fdma_select": SelectArgs,
     "fdma_lists": ListsArgs,
     "fdma_forward": ForwardArgs,
+    "fdma_probabilities": ProbabilitiesArgs,
     "fdma_attention": AttentionArgs,
     "fdma_cache_store": CacheStoreArgs,
     "fdma_cache_copy": CacheCopyArgs,

@@ -10,12 +10,12 @@ enqueued on the device's current stream and returns without waiting. On CUDA dev
 value are float16 or bfloat16; on the CPU they are float32, float16 or bfloat16, or float64 for the
 slow kernel "reference". On the CPU at most torch.get_num_threads() threads are used.
 
-All functions but select() are differentiable, once, in reverse mode. Second derivatives and
-forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys is not
-differentiable, and keys that no query keeps have gradients of exactly 0. On the CPU gradients are
-bit-equal from run to run; on a CUDA device those of attention are bit-equal only if `deterministic`
-or torch.use_deterministic_algorithms(True) is set. The kernels of `backend` compute gradients too;
-if a named kernel has none, another kernel of the same backend computes them.
+All functions but select() and attention_probabilities() are differentiable, once, in reverse mode.
+Second derivatives and forward mode (torch.func.jvp) raise NotImplementedError. The choice of keys
+is not differentiable, and keys that no query keeps have gradients of exactly 0. On the CPU
+gradients are bit-equal from run to run; on a CUDA device those of attention are bit-equal only if
+`deterministic` or torch.use_deterministic_algorithms(True) is set. The kernels of `backend` compute
+gradients too; if a named kernel has none, another kernel of the same backend computes them.
 
 Packed sequences stand one after the other in one batch entry, without padding. `starts`
 [sequences + 1] int32 has the position at which each begins and, last, the end of all: [0, 4, 10]
@@ -36,7 +36,7 @@ scaled_dot_product_attention does; scores, biases and lse stay float32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -136,15 +136,23 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     )
 
 
-def check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
+def check_no_dropout(dropout_p: float) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
     if dropout_p > 0:
         raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout yet")
-    if return_attn_probs:
-        raise NotImplementedError(
-            "return_attn_probs: is True, want False: the probabilities are never stored"
-        )
+
+
+def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
+    """The fields of a selection in the order of the operators' schemas, `expiry` to `scope`."""
+    if selection is None:
+        return None, None, 0, 0, 0, "causal"
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
+    expiry, slot, window, scope, recent, sinks = selection
+    if scope not in _library.SCOPES:
+        raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
+    return expiry, slot, window, recent, sinks, scope
 
 
 def score(
@@ -316,13 +324,6 @@ def attention(
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
     _refuse_tangents("attention", query, key, value, bias, sink_logit)
-    expiry, slot, window, scope, recent, sinks = None, None, 0, "causal", 0, 0
-    if selection is not None:
-        if not isinstance(selection, Selection):
-            raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
-        expiry, slot, window, scope, recent, sinks = selection
-        if scope not in _library.SCOPES:
-            raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return ops.ATTENTION.op(
         *_autocast("query", (query, key, value)),
         bias,
@@ -330,12 +331,7 @@ def attention(
         starts,
         kv_used,
         sink_logit,
-        expiry,
-        slot,
-        window,
-        recent,
-        sinks,
-        scope,
+        *_rules_of(selection),
         causal,
         _scale(softmax_scale),
         softcap,
@@ -409,7 +405,7 @@ def flash_dma_attention(
     backend: str | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | Tensors:
     """Dynamic mask attention in one call: score(), select() and attention().
 
     Args:
@@ -424,7 +420,8 @@ def flash_dma_attention(
         dropout_p: 0; anything else in [0, 1) raises NotImplementedError.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
-        return_attn_probs: False; True raises NotImplementedError.
+        return_attn_probs: also return the probabilities, as attention_probabilities() does: q_len *
+            kv_len numbers for each query head, to debug and to draw pictures.
         dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
@@ -447,16 +444,18 @@ def flash_dma_attention(
         return_lse: also return lse.
 
     Returns:
-        out [batch, q_len, q_heads, head_dim], of query's dtype; with return_lse a pair of out and
-        lse [batch, q_heads, q_len], float32 (float64 if query is), in nats. A query that keeps no
-        key has out = 0, and lse = -inf or its sink_logit.
+        out [batch, q_len, q_heads, head_dim], of query's dtype. With return_lse or
+        return_attn_probs a tuple of out, lse [batch, q_heads, q_len] and probabilities
+        [batch, q_heads, q_len, kv_len], without what is not asked for. lse, in nats, and
+        probabilities are float32 (float64 if query is); probabilities have no gradient. A query
+        that keeps no key has out = 0, lse = -inf or its sink_logit, and probabilities of 0.
 
     Raises:
         TypeError: a query that is not a tensor, or a keep_window_size, recent or sinks that is not
             an int.
         ValueError: shapes, devices or options that are inconsistent.
-        NotImplementedError: dropout, probabilities, or a dtype, head_dim or backend that no kernel
-            on this machine supports.
+        NotImplementedError: dropout, or a dtype, head_dim or backend that no kernel on this machine
+            supports.
 
     Example:
         >>> query = torch.randn(2, 16, 4, 8)
@@ -470,7 +469,7 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    check_no_dropout(dropout_p, return_attn_probs)
+    check_no_dropout(dropout_p)
     _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     if scope is None:
@@ -487,7 +486,13 @@ def flash_dma_attention(
     needs_gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )
-    if not needs_gradients and not return_lse:
+    if not needs_gradients and not return_lse and not return_attn_probs:
         return ops.FUSED_OUT.op(*tensors, *options, backend)
-    out, lse, *_ = ops.FUSED.op(*tensors, *options, deterministic, backend)
-    return (out, lse) if return_lse else out
+    out, lse, _, bias, *selected = ops.FUSED.op(*tensors, *options, deterministic, backend)
+    results = (out, lse) if return_lse else (out,)
+    if return_attn_probs:
+        bias = None if bias_form == "none" else bias
+        given = (*tensors[:2], bias, key_valid, starts, kv_used, *selected, lse)
+        numbers = (*rules, scope, *numbers[2:])
+        results += (ops.PROBABILITIES.without_gradients(*given, *numbers, backend),)
+    return results if len(results) > 1 else out

@@ -152,6 +152,17 @@ class BackwardOperator(Operator):
         return call(self.operation, arguments[:count], options, backend)
 
 
+class ProbabilitiesOperator(Operator):
+    """The probabilities of an attention that has been computed, perhaps by a kernel whose name no
+    kernel of probabilities has."""
+
+    def run(self, *arguments: Any) -> Any:
+        return super().run(*arguments[:-1], backend_for(arguments[-1], "probabilities"))
+
+    def without_gradients(self, *arguments: Any) -> torch.Tensor:
+        return self.op(*(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments))
+
+
 SCORE = Operator(
     "score(Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
     "Tensor? key_valid, Tensor? kv_used, str bias_form, str? backend) "
@@ -191,6 +202,14 @@ FUSED_OUT = Operator(
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
     "str? backend) -> Tensor out",
     "attention",
+)
+# It has no gradient.
+PROBABILITIES = ProbabilitiesOperator(
+    "probabilities(Tensor query, Tensor key, Tensor? bias, Tensor? key_valid, Tensor? starts, "
+    "Tensor? kv_used, Tensor? expiry, Tensor? slot, Tensor lse, SymInt window, SymInt recent, "
+    "SymInt sinks, str scope, bool causal, float softmax_scale, float softcap, str? backend) "
+    "-> Tensor probability",
+    "probabilities",
 )
 MERGE = Operator(
     "merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, str? backend) "
@@ -253,8 +272,8 @@ PREFILL = Operator(
     "Tensor? dt_bias, Tensor? key_valid, Tensor? sink_logit, Tensor? score_in, "
     "Tensor? position_in, Tensor? seen_in, Tensor? key_carried, Tensor? value_carried, "
     "Tensor? bias_carried, SymInt window, SymInt recent, SymInt sinks, str bias_form, "
-    "float softmax_scale, float softcap, str? backend) -> (Tensor out, Tensor score, Tensor expiry_all, "
-    "Tensor slot_all)",
+    "float softmax_scale, float softcap, str? backend) -> (Tensor out, Tensor score, "
+    "Tensor expiry_all, Tensor slot_all)",
     "attention",
 )
 CACHE_STORE = Operator(

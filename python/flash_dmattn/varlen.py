@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from . import functional
+from . import functional, probabilities
+
+
+def _check_same(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
+    same = cu_seqlens_q is cu_seqlens_k or (
+        cu_seqlens_q.shape == cu_seqlens_k.shape and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    )
+    if not same:
+        raise ValueError(
+            "cu_seqlens_k: differs from cu_seqlens_q, want the same: packed sequences attend to "
+            "themselves"
+        )
 
 
 def flash_dmattn_varlen_func(
@@ -33,7 +44,7 @@ def flash_dmattn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Self-attention of packed sequences, called as flash_attn_varlen_func() of flash-attn is.
 
     It is flash_dma_attention() with `starts`; without dt_proj and a_coef it is attention() without
@@ -63,11 +74,13 @@ def flash_dmattn_varlen_func(
         softcap: as there.
         backend: as in score().
         deterministic: as in flash_dma_attention().
-        return_attn_probs: False; True raises NotImplementedError.
+        return_attn_probs: also return the probabilities, total * total numbers for each query head.
         return_lse: also return lse.
 
     Returns:
-        out [total, q_heads, head_dim]; with return_lse a pair of out and lse [q_heads, total].
+        out [total, q_heads, head_dim]. With return_lse or return_attn_probs a tuple of out, lse
+        [q_heads, total] and probabilities [q_heads, total, total], without what is not asked for;
+        probabilities are 0 for queries and keys of different sequences, and have no gradient.
 
     Raises:
         ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
@@ -82,31 +95,30 @@ def flash_dmattn_varlen_func(
 
     Source: arXiv:2508.02124.
     """
-    same = cu_seqlens_q is cu_seqlens_k or (
-        cu_seqlens_q.shape == cu_seqlens_k.shape and torch.equal(cu_seqlens_q, cu_seqlens_k)
-    )
-    if not same:
-        raise ValueError(
-            "cu_seqlens_k: differs from cu_seqlens_q, want the same: packed sequences attend to "
-            "themselves"
-        )
+    _check_same(cu_seqlens_q, cu_seqlens_k)
     if (dt_proj is None) != (a_coef is None):
         absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
     if dt_bias is not None and dt_proj is None:
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
-    functional.check_no_dropout(dropout_p, return_attn_probs)
+    functional.check_no_dropout(dropout_p)
     rows = q[None], k[None], v[None]
-    options = {"starts": cu_seqlens_q, "sink_logit": sink_logit, "causal": causal}
+    options = {"starts": cu_seqlens_q, "causal": causal, "backend": backend}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap}
-    options |= {"backend": backend, "deterministic": deterministic}
+    probability = ()
     if dt_proj is None or a_coef is None:
-        out, lse = functional.attention(*rows, **options)
+        out, lse = functional.attention(
+            *rows, sink_logit=sink_logit, **options, deterministic=deterministic
+        )
+        if return_attn_probs:
+            probability = (probabilities.attention_probabilities(*rows[:2], lse, **options),)
     else:
         rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
-        rules["dt_bias"] = dt_bias
-        out, lse = functional.flash_dma_attention(
+        rules |= {"dt_bias": dt_bias, "sink_logit": sink_logit}
+        options |= {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
+        out, lse, *probability = functional.flash_dma_attention(
             *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
         )
-    out, lse = out.squeeze(0), lse.squeeze(0)  # unlike [0], whose gradient would be copied
-    return (out, lse) if return_lse else out
+    results = (out, lse, *probability) if return_lse else (out, *probability)
+    results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
+    return results if len(results) > 1 else results[0]

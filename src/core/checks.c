@@ -221,7 +221,8 @@ static fdma_status check_carried_tensors(const fdma_problem *problem) {
     const bool backward = has_gradients(problem->operation);
     const bool dbias =
         problem->operation == operation_backward ? is_present(&problem->dbias) : has_bias(problem);
-    FDMA_TRY(check_pair("v_carried", &problem->v_carried, "k_carried", carried));
+    FDMA_TRY(check_pair("v_carried", &problem->v_carried, "k_carried",
+                        carried && problem->operation != operation_probabilities));
     FDMA_TRY(check_pair("bias_carried", &problem->bias_carried, "k_carried and a bias",
                         carried && has_bias(problem)));
     FDMA_TRY(check_pair("dk_carried", &problem->dk_carried, "k_carried", carried && backward));

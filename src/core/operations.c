@@ -153,6 +153,11 @@ static fdma_status take_cache_copy(const any_args *args, fdma_problem *problem) 
     return FDMA_OK;
 }
 
+static fdma_status take_probabilities(const any_args *args, fdma_problem *problem) {
+    const fdma_probabilities_args *const call = &args->probabilities;
+    return take_logit_options(call->scale, call->softcap, call->causal, problem);
+}
+
 static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
     const fdma_attention_args *const call = &args->attention;
     FDMA_TRY(take_bias_form(call->bias_form, problem));
@@ -211,6 +216,8 @@ static const operation_entry operations[] = {
     OPERATION(cache_store, OF(cache_store, reserved), OF(cache_store, selection), true,
               take_cache_store),
     OPERATION(cache_copy, OF(cache_copy, reserved), 0, false, take_cache_copy),
+    OPERATION(probabilities, OF(probabilities, reserved), OF(probabilities, selection), false,
+              take_probabilities),
     OPERATION(attention, OF(attention, reserved), OF(attention, selection), false, take_attention),
     OPERATION(attention_backward, 0, OF(attention_backward, selection), true,
               take_attention_backward),

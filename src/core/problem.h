@@ -16,6 +16,7 @@ typedef enum fdma_operation {
     operation_decode, /* with a step for the score, unless it is given */
     operation_cache_store,
     operation_cache_copy,
+    operation_probabilities,
     operation_attention, /* fused: made of others, without kernels of its own */
     operation_attention_backward,
 } fdma_operation;
@@ -42,7 +43,7 @@ typedef struct fdma_problem {
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, kv_used,
         expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
-    fdma_tensor sink_logit, dsink_logit;
+    fdma_tensor sink_logit, dsink_logit, probability;
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
@@ -104,7 +105,8 @@ static inline bool has_cache(fdma_operation operation) {
 /* Whether an operation computes attention, or its gradients, from q and k. */
 static inline bool is_attending(fdma_operation operation) {
     return operation == operation_forward || operation == operation_backward ||
-           operation == operation_decode || is_fused(operation);
+           operation == operation_decode || operation == operation_probabilities ||
+           is_fused(operation);
 }
 
 /* The position of query i. */

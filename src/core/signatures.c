@@ -195,6 +195,21 @@ static const tensor_entry cache_copy_tensors[] = {
     ARG(cache_copy, to, "b", int32, input),
 };
 
+static const tensor_entry probabilities_tensors[] = {
+    ARG(probabilities, q, "bihd", same, input),
+    ARG(probabilities, k, "bngd", same, input),
+    ARG(probabilities, bias, "bgn", wide, optional),
+    ARG(probabilities, key_valid, "bn", uint8, optional),
+    ARG(probabilities, starts, "s", int32, optional),
+    ARG(probabilities, kv_used, "b", int32, optional),
+    ARG(probabilities, k_carried, "brgd", same, optional),
+    ARG(probabilities, bias_carried, "bgr", wide, optional),
+    SELECTION(expiry, "bgj", int32, input),
+    SELECTION(slot, "bgj", int32, optional),
+    ARG(probabilities, lse, "bhi", wide, input),
+    ARG(probabilities, probability, "bhij", wide, output),
+};
+
 static const tensor_entry attention_tensors[] = {
     ARG(attention, q, "bihd", same, input),
     ARG(attention, k, "bngd", same, input),
@@ -252,17 +267,11 @@ static const tensor_entry attention_backward_tensors[] = {
     [operation_##name] = {name##_tensors, sizeof name##_tensors / sizeof name##_tensors[0]}
 
 const tensor_table fdma_tensors[] = {
-    TABLE(score),
-    TABLE(select),
-    TABLE(lists),
-    TABLE(forward),
-    TABLE(backward),
-    TABLE(score_backward),
-    TABLE(merge),
-    TABLE(merge_backward),
-    TABLE(decode),
-    TABLE(cache_store),
-    TABLE(cache_copy),
-    TABLE(attention),
-    TABLE(attention_backward),
+    TABLE(score),      TABLE(select),
+    TABLE(lists),      TABLE(forward),
+    TABLE(backward),   TABLE(score_backward),
+    TABLE(merge),      TABLE(merge_backward),
+    TABLE(decode),     TABLE(cache_store),
+    TABLE(cache_copy), TABLE(probabilities),
+    TABLE(attention),  TABLE(attention_backward),
 };

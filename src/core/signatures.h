@@ -18,6 +18,7 @@ typedef union any_args {
     fdma_decode_args decode;
     fdma_cache_store_args cache_store;
     fdma_cache_copy_args cache_copy;
+    fdma_probabilities_args probabilities;
     fdma_attention_args attention;
     fdma_attention_backward_args attention_backward;
 } any_args;

@@ -129,25 +129,38 @@ static bool is_added(const fdma_problem *whole, const tensor_entry *entry) {
     return whole->accumulate && entry->member != offsetof(fdma_problem, dbias);
 }
 
+/* Fills one range of an output. */
+static void fill_range(const fdma_problem *whole, const tensor_entry *entry,
+                       const tensor_ranges *range) {
+    fdma_tensor tensor = *tensor_at(whole, entry->member);
+    cut_tensor(&tensor, entry, range);
+    if (entry->member == offsetof(fdma_problem, expiry))
+        number_keys(&tensor, range->first_key);
+    else
+        fill_tensor(&tensor, value_without_keys(entry));
+}
+
 /* Fills in the outputs that the problem of these entries does not write: those of keys that do not
- * exist, and those of queries that stand before every key. */
+ * exist, and those of queries that stand before every key. Probabilities have both axes. */
 static void fill_rest(const fdma_problem *whole, const used_entries *entries) {
     const tensor_table table = fdma_tensors[whole->operation];
-    const tensor_ranges rest = {.b = entries->b,
-                                .batch = entries->batch,
-                                .queries = entries->before,
-                                .first_key = entries->keys,
-                                .keys = whole->kv_len - entries->keys};
+    const tensor_ranges before = {.b = entries->b,
+                                  .batch = entries->batch,
+                                  .queries = entries->before,
+                                  .keys = whole->kv_len};
+    const tensor_ranges after = {.b = entries->b,
+                                 .batch = entries->batch,
+                                 .queries = whole->q_len,
+                                 .first_key = entries->keys,
+                                 .keys = whole->kv_len - entries->keys};
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {
-        fdma_tensor tensor = *tensor_at(whole, entry->member);
         const bool is_output = entry->role == role_output || entry->role == role_optional_output;
-        if (!is_output || !is_present(&tensor) || !has_axis(entry, "ijn") || is_added(whole, entry))
+        if (!is_output || !is_present(tensor_at(whole, entry->member)) || is_added(whole, entry))
             continue;
-        cut_tensor(&tensor, entry, &rest);
-        if (entry->member == offsetof(fdma_problem, expiry))
-            number_keys(&tensor, entries->keys);
-        else
-            fill_tensor(&tensor, value_without_keys(entry));
+        if (has_axis(entry, "i"))
+            fill_range(whole, entry, &before);
+        if (has_axis(entry, "jn"))
+            fill_range(whole, entry, &after);
     }
 }
 

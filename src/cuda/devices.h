@@ -73,4 +73,5 @@ const char *fdma_refuses_all_but_sm90a(const fdma_problem *problem);
     X(fdma_cuda_sm80_score_backward)                                                               \
     X(fdma_cuda_sm80_cache_store)                                                                  \
     X(fdma_cuda_sm80_cache_copy)                                                                   \
-    X(fdma_cuda_sm80_merge)
+    X(fdma_cuda_sm80_merge)                                                                        \
+    X(fdma_cuda_sm80_probabilities)

@@ -7,6 +7,7 @@
 #include "reference/decode.h"
 #include "reference/forward.h"
 #include "reference/merge.h"
+#include "reference/probabilities.h"
 #include "reference/score.h"
 #include "reference/score_backward.h"
 
@@ -31,4 +32,5 @@ static size_t no_workspace(const fdma_problem *problem) {
         KERNEL(decode, decode_workspace, run_decode),                                              \
         KERNEL(score_backward, score_backward_workspace, run_score_backward),                      \
         KERNEL(merge, no_workspace, run_merge),                                                    \
-        KERNEL(merge_backward, no_workspace, run_merge_backward)
+        KERNEL(merge_backward, no_workspace, run_merge_backward),                                  \
+        KERNEL(probabilities, forward_workspace, run_probabilities)

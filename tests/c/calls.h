@@ -68,6 +68,7 @@ DEFINE_SINGLE_OPERATION(merge_backward)
 DEFINE_SINGLE_OPERATION(decode)
 DEFINE_SINGLE_OPERATION(cache_store)
 DEFINE_SINGLE_OPERATION(cache_copy)
+DEFINE_SINGLE_OPERATION(probabilities)
 DEFINE_FUSED_OPERATION(attention, forward)
 DEFINE_FUSED_OPERATION(attention_backward, backward)
 
@@ -93,6 +94,7 @@ static const operation_info operations[operation_count] = {
     OPERATION(decode, 0),
     OPERATION(cache_store, SELECTION_OF(cache_store)),
     OPERATION(cache_copy, 0),
+    OPERATION(probabilities, SELECTION_OF(probabilities)),
     OPERATION(attention, SELECTION_OF(attention)),
     OPERATION(attention_backward, SELECTION_OF(attention_backward)),
 };

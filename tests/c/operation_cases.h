@@ -220,6 +220,30 @@ static inline bool make_merge(call *x, int s, int type, const char *kernel) {
     return true;
 }
 
+/* ---- probabilities ---- */
+
+/* lse is random. */
+static inline bool make_probabilities(call *x, int s, int type, const char *kernel) {
+    const problem p = problem_of(&shapes[s], shapes[s].head_dim, test_dtypes[type], s % 2 != 0);
+    const fdma_forward_args forward = problem_args(&p, kernel);
+    uint64_t state = 5;
+    x->selection = p.selection;
+    x->args.probabilities = (fdma_probabilities_args){
+        .size = sizeof x->args.probabilities,
+        .q = p.q,
+        .k = p.k,
+        .bias = p.bias,
+        .key_valid = p.key_valid,
+        .lse = forward.lse,
+        .probability = new_output(FDMA_FLOAT32, p.batch, p.q_heads, p.q_len, p.kv_len),
+        .selection = p.window >= 0 ? &x->selection : NULL,
+        .softcap = p.softcap,
+        .causal = p.causal,
+    };
+    fill_random(forward.lse, &state, 1);
+    return true;
+}
+
 /* ---- all of them ---- */
 
 /* Fills in the arguments of case `c` for a kernel; false: the case is left out. */
@@ -248,6 +272,7 @@ static const operation_cases cases_of[] = {
     [operation_score_backward] = {make_score_backward, test_dtype_count, TEST_COUNT(shapes), true},
     [operation_merge] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
     [operation_merge_backward] = {make_merge, test_dtype_count, TEST_COUNT(shapes), true},
+    [operation_probabilities] = {make_probabilities, test_dtype_count, TEST_COUNT(shapes), true},
 };
 
 /* Whether the kernel that a call forces is the one that runs it. A name without "/decode" also

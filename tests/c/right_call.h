@@ -44,12 +44,15 @@ static const call call_options[operation_count] = {
     [operation_decode].args.decode = {.cache = RIGHT_CACHE},
     [operation_cache_store].args.cache_store = {.cache = RIGHT_CACHE},
     [operation_cache_copy].args.cache_copy = {.cache = RIGHT_CACHE},
+    [operation_probabilities].args.probabilities = {.causal = 1},
     [operation_attention].args.attention = {.window = 4, .causal = 1},
     [operation_attention_backward].args.attention_backward = {.causal = 1},
 };
 
-static inline bool is_forward_or_backward(fdma_operation operation) {
-    return operation == operation_forward || operation == operation_backward;
+/* Whether a call takes key_valid only without carried keys. */
+static inline bool is_unfused_attention(fdma_operation operation) {
+    return operation == operation_forward || operation == operation_backward ||
+           operation == operation_probabilities;
 }
 
 /* Decode has weights or a score: with tables the former, otherwise both but for dt_bias. */
@@ -92,7 +95,7 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     call_make(x, &right.sizes, call_dtype(operation), with_optional);
     if (operation == operation_decode)
         leave_one_of_pair(x, with_tables);
-    if (carried > 0 && is_forward_or_backward(operation))
+    if (carried > 0 && is_unfused_attention(operation))
         *call_tensor_named(x, "key_valid") = (fdma_tensor){0};
     call_describe_selection(x, 4, FDMA_SCOPE_CAUSAL);
     right.bytes = (table.count + 1) * region;

@@ -78,7 +78,7 @@ static void random_selections_are_attended_to(void) {
 
 /* Is key j live at the first position of a query's query block, but not at that of its tile? If a
  * query has rows in two tiles, the first one decides. */
-static bool is_left_out(const problem *x, int64_t j, int64_t i) {
+static bool is_evicted_early(const problem *x, int64_t j, int64_t i) {
     const int64_t group = x->q_heads / x->kv_heads, origin = x->kv_len - x->q_len;
     const int64_t row = i * group / tile_rows * tile_rows, block = i / query_block * query_block;
     const int32_t expiry = ((const int32_t *)x->selection.expiry.data)[j];
@@ -96,7 +96,7 @@ static int64_t check_evicted(const problem *x, int64_t j, const char *kernel) {
     spoil_key(spoiled.v, 0, j, 0, NAN);
     const attended found = problem_attend(&spoiled, kernel, 1);
     for (int64_t i = 0; i < x->q_len; i++) {
-        if (!is_left_out(x, j, i))
+        if (!is_evicted_early(x, j, i))
             continue;
         CHECK_BYTES((const char *)found.out.data + (size_t)i * row_bytes,
                     (const char *)want.out.data + (size_t)i * row_bytes, row_bytes);

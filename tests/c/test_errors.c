@@ -77,6 +77,7 @@ static void options_of_attention_are_checked(void) {
 #define ATTENDING_REJECTS(statement, ...)                                                          \
     REJECTS(forward, statement, __VA_ARGS__);                                                      \
     REJECTS(backward, statement, __VA_ARGS__);                                                     \
+    REJECTS(probabilities, statement, __VA_ARGS__);                                                \
     REJECTS(attention, statement, __VA_ARGS__);                                                    \
     REJECTS(attention_backward, statement, __VA_ARGS__)
     ATTENDING_REJECTS(args->scale = -0.5, INVALID("scale", "-0.5"));
@@ -88,9 +89,11 @@ static void options_of_attention_are_checked(void) {
     ATTENDING_REJECTS(args->softcap = (double)INFINITY, INVALID("softcap", "inf"));
     REJECTS(forward, args->reserved = 1, INVALID("reserved", "1"));
     REJECTS(backward, args->reserved = 1, INVALID("reserved", "1"));
+    REJECTS(probabilities, args->reserved = 1, INVALID("reserved", "1"));
     REJECTS(attention, args->reserved = 2, INVALID("reserved", "2"));
     REJECTS(forward, args->causal = 0, INVALID("selection", "scope", "causal"));
     REJECTS(backward, args->causal = 0, INVALID("selection", "scope", "causal"));
+    REJECTS(probabilities, args->causal = 0, INVALID("selection", "scope", "causal"));
     REJECTS(attention_backward, args->causal = 0, INVALID("selection", "scope", "causal"));
     REJECTS(attention_backward, args->selection = NULL, INVALID("selection", "NULL"));
     REJECTS(attention, (args->scope = FDMA_SCOPE_CAUSAL, args->causal = 0),

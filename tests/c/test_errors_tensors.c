@@ -48,6 +48,9 @@ static const char *const documented[operation_count] = {
     [operation_cache_store] =
         " k:bngd:s v:bngd:s score:bgn:f starts?:s:i index?:e:i expiry:bgj:i slot:bgj:i" CACHE("z"),
     [operation_cache_copy] = CACHE("r") " from:b:i to:b:i",
+    [operation_probabilities] =
+        " q:bihd:s k:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i k_carried?:brgd:s"
+        " bias_carried?:bgr:f expiry:bgj:i slot?:bgj:i lse:bhi:f >probability:bhij:f",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
         "starts?:s:i kv_used?:b:i sink_logit?:h:f" TABLE("", "table_in", "f")

@@ -77,10 +77,12 @@ static void merge_backward_forgets(void) {
     check_cases(operation_merge_backward, many, check_fills);
 }
 
+static void probabilities_forgets(void) { check_cases(operation_probabilities, many, check_fills); }
+
 static const test_entry tests[] = {
     TEST(score_forgets),   TEST(select_forgets),         TEST(lists_forgets),
     TEST(forward_forgets), TEST(backward_forgets),       TEST(score_backward_forgets),
-    TEST(merge_forgets),   TEST(merge_backward_forgets),
+    TEST(merge_forgets),   TEST(merge_backward_forgets), TEST(probabilities_forgets),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -105,12 +105,17 @@ static void merge_backward_stays_inside(void) {
     check_cases(operation_merge_backward, 1, check_fenced);
 }
 
+static void probabilities_stays_inside(void) {
+    check_cases(operation_probabilities, 1, check_fenced);
+}
+
 static const test_entry tests[] = {
-    TEST(accesses_outside_are_seen), TEST(forward_outside_is_seen),
-    TEST(score_stays_inside),        TEST(select_stays_inside),
-    TEST(lists_stays_inside),        TEST(forward_stays_inside),
-    TEST(backward_stays_inside),     TEST(score_backward_stays_inside),
-    TEST(merge_stays_inside),        TEST(merge_backward_stays_inside),
+    TEST(accesses_outside_are_seen),  TEST(forward_outside_is_seen),
+    TEST(score_stays_inside),         TEST(select_stays_inside),
+    TEST(lists_stays_inside),         TEST(forward_stays_inside),
+    TEST(backward_stays_inside),      TEST(score_backward_stays_inside),
+    TEST(merge_stays_inside),         TEST(merge_backward_stays_inside),
+    TEST(probabilities_stays_inside),
 };
 
 int main(void) {

@@ -53,6 +53,7 @@ typedef struct call {
         fdma_decode_args decode;
         fdma_cache_store_args cache_store;
         fdma_cache_copy_args cache_copy;
+        fdma_probabilities_args probabilities;
         fdma_backward_args backward;
         fdma_score_backward_args score_backward;
         fdma_attention_backward_args attention_backward;

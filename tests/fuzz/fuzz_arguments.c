@@ -307,6 +307,34 @@ static void make_merge_backward(call *to) {
     to->work = elements(&args->dout);
 }
 
+static void make_probabilities(call *to) {
+    const int64_t keys = (int64_t)((uint64_t)to->rows + (uint64_t)to->kv_len);
+    const int64_t shape[] = {to->batch, to->q_heads, to->q_len, keys};
+    fdma_probabilities_args *const args = &to->args.probabilities;
+    *args = (fdma_probabilities_args){.size = sizeof *args, .exec = make_exec(&to->in)};
+    args->causal = make_causal(to);
+    args->scale = make_number(&to->in);
+    args->softcap = make_number(&to->in);
+    args->reserved = make_reserved(&to->in);
+    args->q = make_queries(to, false);
+    args->k = make_keys(to);
+    args->bias = maybe_per_key(to, false);
+    args->key_valid = maybe_valid_keys(to);
+    args->starts = maybe_starts(to);
+    args->k_carried = make_carried_rows(to, false);
+    if (args->bias.rank > 0)
+        args->bias_carried = make_carried_numbers(to, false, FDMA_FLOAT32);
+    args->lse = make_lse(to, false);
+    args->probability = make(to, true, FDMA_FLOAT32, 4, shape);
+    if (take_up_to(&to->in, 1)) {
+        make_selection(to, false, make_window(to),
+                       args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
+        args->selection = &to->selection;
+    }
+    args->kv_used = maybe_used(to);
+    to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
+}
+
 /* The calls, through pointers to their argument structs. */
 #define DEFINE_OPERATION(name)                                                                     \
     static fdma_status run_##name(const void *args) { return fdma_##name(args); }                  \
@@ -330,6 +358,7 @@ DEFINE_OPERATION(score_backward)
 DEFINE_OPERATION(attention_backward)
 DEFINE_OPERATION(merge)
 DEFINE_OPERATION(merge_backward)
+DEFINE_OPERATION(probabilities)
 
 static const struct operation {
     size_t size, exec; /* of the argument struct; its offset there */
@@ -343,7 +372,7 @@ static const struct operation {
     OPERATION(score_backward), OPERATION(attention_backward),
     OPERATION(merge),          OPERATION(merge_backward),
     OPERATION(decode),         OPERATION(cache_store),
-    OPERATION(cache_copy),
+    OPERATION(cache_copy),     OPERATION(probabilities),
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 

@@ -24,6 +24,8 @@ from flash_dmattn import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 Arguments = tuple[Any, ...]
+DENSE = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
+DENSE |= {"recent": 0, "sinks": 0}
 
 
 def make_tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -48,8 +50,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
         **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
     }
-    dense = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
-    dense |= {"recent": 0, "sinks": 0}
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
     used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
@@ -61,7 +61,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "score with dt_bias": (ops.SCORE, dt_bias),
         "select": (ops.SELECT, {}),
         "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
-        "dense": (ops.ATTENTION, dense),
+        "dense": (ops.ATTENTION, DENSE),
         "selected": (ops.ATTENTION, {"key_valid": None}),
         "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
         "fused": (ops.FUSED, {"backend": "reference"}),
@@ -74,14 +74,16 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused and packed": (ops.FUSED, packed),
         "score of few keys": (ops.SCORE, used),
         "select of few keys": (ops.SELECT, used),
-        "dense over few keys": (ops.ATTENTION, {**dense, **used}),
+        "dense over few keys": (ops.ATTENTION, {**DENSE, **used}),
         "fused over few keys": (ops.FUSED, used),
         "merge": (ops.MERGE, {}),
+        "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
+        "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
         **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
-        "dense's backward": (ops.ATTENTION_BACKWARD, dense),
-        "dense's backward over few keys": (ops.ATTENTION_BACKWARD, {**dense, **used}),
+        "dense's backward": (ops.ATTENTION_BACKWARD, DENSE),
+        "dense's backward over few keys": (ops.ATTENTION_BACKWARD, {**DENSE, **used}),
         "fused's backward": (ops.FUSED_BACKWARD, {}),
         "score's backward with dt_bias": (ops.SCORE_BACKWARD, dt_bias),
         "fused's backward with dt_bias": (ops.FUSED_BACKWARD, dt_bias),

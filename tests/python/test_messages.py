@@ -24,6 +24,7 @@ QUERY, KEY = (1, 6, 4, 16), (1, 6, 2, 16)
 SCORE, LSE = (1, 2, 6), (1, 4, 6)
 CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
     flash_dmattn.attention: {"query": QUERY, "key": KEY, "value": KEY},
+    flash_dmattn.attention_probabilities: {"query": QUERY, "key": KEY, "lse": LSE},
     flash_dmattn.flash_dma_attention: {
         **{"query": QUERY, "key": KEY, "value": KEY},
         **{"dt_proj": (2, 32), "a_coef": (2,)},
@@ -52,6 +53,7 @@ def wrong(function: Callable[..., Any], **changes: Any) -> Any:
 
 
 attend = functools.partial(wrong, flash_dmattn.attention)
+probabilities = functools.partial(wrong, flash_dmattn.attention_probabilities)
 fused = functools.partial(wrong, flash_dmattn.flash_dma_attention)
 score = functools.partial(wrong, flash_dmattn.score)
 select = functools.partial(wrong, flash_dmattn.select)

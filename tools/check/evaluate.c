@@ -49,6 +49,7 @@ static check_problem widen(const check_problem *problem) {
     for (size_t t = 0; t < sizeof tensors / sizeof tensors[0]; t++)
         *tensors[t] = check_wide_tensor(*tensors[t]);
     wide.cache.dtype = FDMA_FLOAT64;
+    wide.probability.dtype = FDMA_FLOAT64;
     return wide;
 }
 

@@ -63,6 +63,7 @@ const check_operation check_operations[check_operation_count] = {
     [CHECK_DECODE] = {"decode", applies_to_decode, {"out", "lse"}, {LIKE(new_q), LIKE(new_lse)}},
     [CHECK_CACHE_STORE] = {"cache_store", applies_to_cache, {NULL}, {0}},
     [CHECK_CACHE_COPY] = {"cache_copy", applies_to_cache, {NULL}, {0}},
+    [CHECK_PROBABILITIES] = {"probabilities", applies_always, {"probability"}, {LIKE(probability)}},
 };
 
 const check_operation *check_find_operation(const char *name) {

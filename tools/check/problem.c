@@ -91,6 +91,7 @@ static void allocate_inputs(check_problem *problem) {
     const int64_t score_shape[3] = {test->batch, test->kv_heads, test->kv_len};
     const int64_t valid_shape[2] = {test->batch, test->kv_len};
     const int64_t lse_shape[3] = {test->batch, test->q_heads, test->q_len};
+    const int64_t pair_shape[4] = {test->batch, test->q_heads, test->q_len, test->kv_len};
     const fdma_dtype dtype = problem->dtype;
 
     problem->q = check_layout_tensor(dtype, test->layout, q_shape);
@@ -100,6 +101,7 @@ static void allocate_inputs(check_problem *problem) {
     problem->a = check_tensor(dtype, 1, &test->kv_heads);
     problem->score = check_tensor(FDMA_FLOAT32, 3, score_shape);
     problem->forward_lse = check_tensor(FDMA_FLOAT32, 3, lse_shape);
+    problem->probability = fdma_dense_tensor(NULL, FDMA_FLOAT32, 4, pair_shape);
     if (check_has_dt_bias(test))
         problem->dt_bias = check_tensor(dtype, 1, &test->kv_heads);
     if (check_has_sink_logit(test))

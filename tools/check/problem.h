@@ -24,6 +24,7 @@ typedef enum check_operation_id {
     CHECK_DECODE,
     CHECK_CACHE_STORE,
     CHECK_CACHE_COPY,
+    CHECK_PROBABILITIES,
     check_operation_count,
 } check_operation_id;
 
@@ -52,6 +53,7 @@ typedef struct check_problem {
     fdma_tensor from, to;                   /* of cache_copy */
 
     fdma_tensor forward_out, forward_lse;       /* inputs of backward: the reference's, rounded */
+    fdma_tensor probability;                    /* float32 or, made wide, float64, without data */
     fdma_tensor dout, dlse;                     /* dlse is absent in some cases */
     fdma_tensor score_dbias;                    /* 0 for some keys, NaN for keys not valid */
     fdma_tensor score_v;                        /* v, with NaN where dbias is 0 in every head */

@@ -42,8 +42,9 @@ DEFINE_OPERATION(merge_backward)
 DEFINE_OPERATION(decode)
 DEFINE_OPERATION(cache_store)
 DEFINE_OPERATION(cache_copy)
+DEFINE_OPERATION(probabilities)
 
-_Static_assert((int)CHECK_CACHE_COPY == (int)operation_cache_copy, "the same order");
+_Static_assert((int)CHECK_PROBABILITIES == (int)operation_probabilities, "the same order");
 
 static const struct {
     size_t size; /* of the argument struct */
@@ -56,7 +57,7 @@ static const struct {
     [CHECK_BACKWARD] = OPERATION(backward),     [CHECK_SCORE_BACKWARD] = OPERATION(score_backward),
     [CHECK_MERGE] = OPERATION(merge),           [CHECK_MERGE_BACKWARD] = OPERATION(merge_backward),
     [CHECK_DECODE] = OPERATION(decode),         [CHECK_CACHE_STORE] = OPERATION(cache_store),
-    [CHECK_CACHE_COPY] = OPERATION(cache_copy),
+    [CHECK_CACHE_COPY] = OPERATION(cache_copy), [CHECK_PROBABILITIES] = OPERATION(probabilities),
 };
 
 /* The problem with the tensors that an operation is given in place of others. */
@@ -127,14 +128,38 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
 
 /* ---- one call ---- */
 
-/* The fields that are no tensors. */
+/* The fields that are no tensors, of a call with a cache. */
+static void set_cache_options(check_call *call, const check_problem *problem, check_operation_id id,
+                              const fdma_selection *selection) {
+    const check_case *const test = problem->test;
+    fdma_cache cache = problem->cache;
+    cache.device = call->device;
+    switch (id) {
+    case CHECK_DECODE:
+        call->args.decode = (fdma_decode_args){.cache = cache,
+                                               .scale = problem->scale,
+                                               .softcap = test->softcap,
+                                               .bias_form = test->bias_form};
+        break;
+    case CHECK_CACHE_STORE:
+        call->args.cache_store = (fdma_cache_store_args){
+            .cache = cache, .selection = selection, .bias_form = test->bias_form};
+        break;
+    case CHECK_CACHE_COPY:
+        call->args.cache_copy.cache = cache;
+        break;
+    default:
+        break;
+    }
+}
+
+/* Those of any call. */
 static void set_options(check_call *call, const check_problem *problem, check_operation_id id) {
     const check_case *const test = problem->test;
     const int32_t causal = check_is_causal(test);
     const fdma_selection *const selection = check_is_selected(test) ? &call->selection : NULL;
-    fdma_cache cache = problem->cache;
-    cache.device = call->device;
     call->selection = problem->selection;
+    set_cache_options(call, problem, id, selection);
     switch (id) {
     case CHECK_SCORE:
         call->args.score.bias_form = test->bias_form;
@@ -168,18 +193,11 @@ static void set_options(check_call *call, const check_problem *problem, check_op
     case CHECK_SCORE_BACKWARD:
         call->args.score_backward.bias_form = test->bias_form;
         break;
-    case CHECK_DECODE:
-        call->args.decode = (fdma_decode_args){.cache = cache,
-                                               .scale = problem->scale,
-                                               .softcap = test->softcap,
-                                               .bias_form = test->bias_form};
-        break;
-    case CHECK_CACHE_STORE:
-        call->args.cache_store = (fdma_cache_store_args){
-            .cache = cache, .selection = selection, .bias_form = test->bias_form};
-        break;
-    case CHECK_CACHE_COPY:
-        call->args.cache_copy.cache = cache;
+    case CHECK_PROBABILITIES:
+        call->args.probabilities = (fdma_probabilities_args){.selection = selection,
+                                                             .scale = problem->scale,
+                                                             .softcap = test->softcap,
+                                                             .causal = causal};
         break;
     default:
         break;

@@ -30,6 +30,7 @@ ZONES = (
     ("cpu forward", "src/cpu/forward/"),
     ("cpu backward", "src/cpu/backward/"),
     ("cpu merge", "src/cpu/merge/"),
+    ("cpu probabilities", "src/cpu/probabilities/"),
     ("cpu isa", "src/cpu/isa/"),
     ("cpu", "src/cpu/"),
     ("cuda row", "src/cuda/cuda.h"),
@@ -49,6 +50,7 @@ ZONES = (
     ("cuda backward sm80", "src/cuda/backward/sm80/"),
     ("cuda backward sm90", "src/cuda/backward/sm90/"),
     ("cuda merge", "src/cuda/merge/"),
+    ("cuda probabilities", "src/cuda/probabilities/"),
     ("cuda", "src/cuda/"),
     ("entry", "src/fdma.c"),
     ("cases", "tests/cases.def"),
@@ -64,7 +66,7 @@ TESTED = ("include", "src", "tests")
 CPU_KERNEL = ("public", "core", "cpu threads", "cpu simd", "cpu common")
 CPU_OPERATIONS = tuple(
     f"cpu {operation}"
-    for operation in "score select lists decode cache forward backward merge".split()
+    for operation in "score select lists decode cache forward backward merge probabilities".split()
 )
 CUDA_KERNEL = ("public", "core", "cuda devices", "cuda device", "cuda plan")
 ALLOWED = {
@@ -84,6 +86,7 @@ ALLOWED = {
     "cpu forward": CPU_KERNEL,
     "cpu backward": (*CPU_KERNEL, "cpu forward"),
     "cpu merge": CPU_KERNEL,
+    "cpu probabilities": CPU_KERNEL,
     "cpu isa": (*CPU_KERNEL, *CPU_OPERATIONS),
     "cpu": ("public", "core", "cpu row", "cpu threads", "cpu simd", "cpu isa"),
     "cuda row": ("public", "core"),
@@ -103,6 +106,7 @@ ALLOWED = {
     "cuda backward sm80": (*CUDA_KERNEL, "cuda mma"),
     "cuda backward sm90": CUDA_KERNEL,
     "cuda merge": CUDA_KERNEL,
+    "cuda probabilities": CUDA_KERNEL,
     "cuda": ("public", "core", "cuda row", "cuda devices"),
     "entry": ("public", "core", "reference row", "cpu row", "cuda row"),
     "cases": (),

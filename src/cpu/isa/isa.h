@@ -11,7 +11,8 @@
      .workspace = FUNCTION##_workspace,                                                            \
      .run = run_##FUNCTION,                                                                        \
      .one_sequence = operation_##OPERATION != operation_lists &&                                   \
-                     operation_##OPERATION != operation_cache_store}
+                     operation_##OPERATION != operation_cache_store &&                             \
+                     operation_##OPERATION != operation_probabilities}
 
 /* The kernels that depend on the vocabulary alone. They compute in float32. */
 #define VECTOR_KERNELS(NAME, MISSING)                                                              \
@@ -22,7 +23,8 @@
         CPU_KERNEL(NAME, cache_copy, MISSING, fdma_refuses_wide, cache_copy),                      \
         CPU_KERNEL(NAME, score_backward, MISSING, fdma_refuses_wide, score_backward),              \
         CPU_KERNEL(NAME, merge, MISSING, fdma_refuses_wide, merge),                                \
-        CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge)
+        CPU_KERNEL(NAME, merge_backward, MISSING, fdma_refuses_wide, merge),                       \
+        CPU_KERNEL(NAME, probabilities, MISSING, fdma_refuses_wide, probabilities)
 
 /* The kernels for few rows. REFUSES_ROWS is the `refuses` of forward. */
 #define DECODE_KERNELS(NAME, MISSING, REFUSES_ROWS, REFUSES)                                       \

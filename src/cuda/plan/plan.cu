@@ -57,7 +57,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
         return "float32 tensors: cast q, k and v to bfloat16 or float16";
     if (problem->dtype != FDMA_FLOAT16 && problem->dtype != FDMA_BFLOAT16)
         return "float64 tensors: cast q, k and v to bfloat16 or float16";
-    if (problem->bias.dtype == FDMA_FLOAT64 || problem->lse.dtype == FDMA_FLOAT64)
+    if (problem->bias.dtype == FDMA_FLOAT64 || problem->bias_carried.dtype == FDMA_FLOAT64 ||
+        problem->lse.dtype == FDMA_FLOAT64)
         return "float64 bias or lse; supported: float32";
     if (problem->sink_logit.dtype == FDMA_FLOAT64)
         return "float64 sink_logit; supported: float32";

@@ -1,0 +1,80 @@
+"""The probabilities of attention, to look at."""
+
+from __future__ import annotations
+
+import torch
+
+from . import ops
+from .functional import Selection, _autocast, _rules_of, _scale
+
+
+def attention_probabilities(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    selection: Selection | None = None,
+    key_valid: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    kv_used: torch.Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The probability that each query gives to each key, to debug and to draw pictures.
+
+    It is exp(logit - lse) for the keys that a query keeps, and 0 for all others. It computes and
+    stores q_len * kv_len numbers for each query head, and nothing about it is tuned. It is not
+    differentiable: the result has no gradient.
+
+    Args:
+        query: [batch, q_len, q_heads, head_dim], as in attention().
+        key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
+        lse: [batch, q_heads, q_len] float32 (float64 if query is), in nats: attention()'s for the
+            same arguments.
+        bias: as in attention().
+        selection: as there.
+        key_valid: as there.
+        starts: as there.
+        kv_used: as there.
+        causal: as there.
+        softmax_scale: as there.
+        softcap: as there.
+        backend: as in score().
+
+    Returns:
+        [batch, q_heads, q_len, kv_len] float32 (float64 if query is). A row sums to 1 up to
+        rounding; that of a query that keeps no key is 0.
+
+    Raises:
+        TypeError: a query that is not a tensor, or a selection that select() did not make.
+        ValueError: shapes, devices or options that are inconsistent, or a selection made for
+            other keys.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
+
+    Example:
+        >>> x = torch.randn(1, 6, 2, 8)
+        >>> out, lse = flash_dmattn.attention(x, x, x, causal=True)
+        >>> flash_dmattn.attention_probabilities(x, x, lse, causal=True)[0, 0, 0]
+        tensor([1., 0., 0., 0., 0., 0.])
+
+    Source: arXiv:2205.14135.
+    """
+    expiry, slot, *rules = _rules_of(selection)
+    return ops.PROBABILITIES.without_gradients(
+        *_autocast("query", (query, key)),
+        bias,
+        key_valid,
+        starts,
+        kv_used,
+        expiry,
+        slot,
+        lse,
+        *rules,
+        causal,
+        _scale(softmax_scale),
+        softcap,
+        backend,
+    )
