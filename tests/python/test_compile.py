@@ -74,11 +74,11 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused and packed": (ops.FUSED, packed),
         "score of few keys": (ops.SCORE, used),
         "select of few keys": (ops.SELECT, used),
-        "dense over few keys": (ops.ATTENTION, {**DENSE, **used}),
         "fused over few keys": (ops.FUSED, used),
         "merge": (ops.MERGE, {}),
         "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
         "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
+        **make_sinks(),
         **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
@@ -87,7 +87,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "fused's backward": (ops.FUSED_BACKWARD, {}),
         "score's backward with dt_bias": (ops.SCORE_BACKWARD, dt_bias),
         "fused's backward with dt_bias": (ops.FUSED_BACKWARD, dt_bias),
-        **make_sinks(),
         "merge's backward": (ops.MERGE_BACKWARD, {}),
     }
     return {
@@ -97,9 +96,11 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
 
 
 def make_sinks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
-    """Operators with sink logits."""
+    """Operators with sink logits, and one of them over few keys."""
     sinks = {"sink_logit": torch.tensor([0.5, -2.0, 3.0, 0.0])}
+    used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
     return {
+        "dense over few keys": (ops.ATTENTION, {**DENSE, **sinks, **used}),
         "selected with sink logits": (ops.ATTENTION, sinks),
         "fused with sink logits": (ops.FUSED, sinks),
         "fused with sink logits, out alone": (ops.FUSED_OUT, sinks),

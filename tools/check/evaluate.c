@@ -2,7 +2,8 @@
  *
  * dbias, dsink_logit, da and ddt_bias are sums whose terms have errors of both signs, and one order
  * of summation may be accurate by chance. Their terms are therefore split into groups, and the
- * scatter of a result is the sum of the magnitudes of its groups' errors: the plain error of the worst order. */
+ * scatter of a result is the sum of the magnitudes of its groups' errors: the plain error of the
+ * worst order. */
 #include "check/evaluate.h"
 
 #include "check/operations.h"
