@@ -45,8 +45,8 @@ static __global__ void __launch_bounds__(row_threads)
 }
 
 /* dsink_logit: minus the sum of the sink's probability times delta, over all rows of a query head.
- * A thread block takes a head. Each thread adds up every row_threads-th row, and thread 0 the sums of
- * the threads, so that every sum has one order. */
+ * A thread block takes a head. Each thread adds up every row_threads-th row, and thread 0 the sums
+ * of the threads, so that every sum has one order. */
 static __global__ void __launch_bounds__(row_threads)
     sum_sinks(const __grid_constant__ backward_plan plan) {
     __shared__ float sums[row_threads];
