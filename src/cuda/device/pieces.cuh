@@ -8,7 +8,7 @@
 
 /* How rows follow one another. The rows of keys below carried_len are in the first piece, from its
  * row 0 on; those of the other keys are in the second one, from its row 0 on. */
-struct row_steps {
+struct row_strides {
     uint32_t carried_len;  // 0: there is one piece, the unit is its stride, and a key is its index
     uint32_t unit;         // bytes
     uint32_t shift;        // the logarithm of the unit, if there are two pieces
@@ -21,14 +21,14 @@ struct piece_rows {
     uint32_t carried, own; // the index that key 0 has, or would have, in either piece
 };
 
-static inline row_steps steps_of(const head_view &own) {
+static inline row_strides strides_of(const head_view &own) {
     return {0, (uint32_t)(2 * own.row), 0, 0, 0};
 }
 
 /* The unit of two pieces is the largest power of 2, up to 64 KB, that divides the distance of any
  * two rows. It is at least 16 bytes if rows are aligned to that. */
-static inline row_steps steps_of(const head_view &carried, const head_view &own,
-                                 int64_t carried_len) {
+static inline row_strides strides_of(const head_view &carried, const head_view &own,
+                                     int64_t carried_len) {
     const uint64_t most_unit = 1 << 16;
     const uint64_t between = (uint64_t)own.data - (uint64_t)carried.data;
     const uint64_t strides =
@@ -54,24 +54,26 @@ static inline double most_distance(const fdma_tensor *carried, const fdma_tensor
 
 /* Whether every row has an index below no_row. */
 static inline bool are_near(const fdma_tensor *carried, const fdma_tensor *own) {
-    const row_steps steps = steps_of(view_of(carried), view_of(own), carried->shape[1]);
-    return most_distance(carried, own) < (double)no_row * steps.unit;
+    const row_strides strides = strides_of(view_of(carried), view_of(own), carried->shape[1]);
+    return most_distance(carried, own) < (double)no_row * strides.unit;
 }
 
-__device__ static piece_rows rows_of(const row_steps &steps, const head_view &carried,
+__device__ static piece_rows rows_of(const row_strides &strides, const head_view &carried,
                                      const head_view &own, int32_t b, int32_t g) {
     const char *const second = rows_of(own, b, g);
-    if (steps.carried_len == 0)
+    if (strides.carried_len == 0)
         return {second, 0, 0};
     const char *const first = rows_of(carried, b, g), *const base = first < second ? first : second;
-    return {base, (uint32_t)((uint64_t)(first - base) >> steps.shift),
-            (uint32_t)((uint64_t)(second - base) >> steps.shift) - steps.carried_len * steps.own};
+    return {base, (uint32_t)((uint64_t)(first - base) >> strides.shift),
+            (uint32_t)((uint64_t)(second - base) >> strides.shift) -
+                strides.carried_len * strides.own};
 }
 
 /* The index of a key's row; no_row stays no_row. */
-__device__ static uint32_t index_of(const row_steps &steps, const piece_rows &rows, uint32_t key) {
-    if (steps.carried_len == 0 || key == no_row)
+__device__ static uint32_t index_of(const row_strides &strides, const piece_rows &rows,
+                                    uint32_t key) {
+    if (strides.carried_len == 0 || key == no_row)
         return key;
-    return key < steps.carried_len ? rows.carried + key * steps.carried
-                                   : rows.own + key * steps.own;
+    return key < strides.carried_len ? rows.carried + key * strides.carried
+                                     : rows.own + key * strides.own;
 }

@@ -32,7 +32,7 @@ template <class config> __device__ static void clear_masks(forward_memory<config
 
 template <class config>
 static __global__ void __launch_bounds__(config::threads, 1)
-    attend(const __grid_constant__ forward_plan plan, const __grid_constant__ key_steps steps,
+    attend(const __grid_constant__ forward_plan plan, const __grid_constant__ key_strides strides,
            const tile_order order, const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
     forward_memory<config> *const memory = (forward_memory<config> *)bytes;
@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(config::threads, 1)
         self.order = order;
         self.warp = threadIdx.x / 32;
         self.own_column = self.warp * config::warp_keys + threadIdx.x % config::warp_keys;
-        self.run(plan, steps);
+        self.run(plan, strides);
     } else {
         setmaxnreg_inc<config::consumer_registers>();
         consumer<config> self;
@@ -76,11 +76,11 @@ template <class config> static tile_order order_of(const forward_plan *plan) {
     return order;
 }
 
-static key_steps steps_of(const forward_plan *plan) {
+static key_strides strides_of(const forward_plan *plan) {
     if (plan->carried_len == 0)
-        return {steps_of(plan->k), steps_of(plan->v)};
-    return {steps_of(plan->k_carried, plan->k, plan->carried_len),
-            steps_of(plan->v_carried, plan->v, plan->carried_len)};
+        return {strides_of(plan->k), strides_of(plan->v)};
+    return {strides_of(plan->k_carried, plan->k, plan->carried_len),
+            strides_of(plan->v_carried, plan->v, plan->carried_len)};
 }
 
 template <class config>
@@ -95,7 +95,7 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
     const float softcap_scale = plan->softcap == 0 ? 0 : plan->scale / plan->softcap;
     if (tiles == 0)
         return FDMA_OK;
-    return launch("forward", attend<config>, shape, problem, *plan, steps_of(plan), order,
+    return launch("forward", attend<config>, shape, problem, *plan, strides_of(plan), order,
                   softcap_scale);
 }
 

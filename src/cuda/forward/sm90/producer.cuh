@@ -52,12 +52,12 @@ template <class config> struct producer {
     }
 
     /* Gathers the rows of k or v of a key block into the next stage. */
-    __device__ void load_rows(const forward_plan &plan, const row_steps &steps,
+    __device__ void load_rows(const forward_plan &plan, const row_strides &strides,
                               const piece_rows &rows, int32_t key) {
         wait(&memory->kv_free[kv.stage], kv.parity ^ 1);
         gather_rows<config::key_rows, config::panels, config::warp_keys>(
-            shared_address(memory->kv[kv.stage]), warp * config::warp_keys, rows.base, steps.unit,
-            index_of(steps, rows, (uint32_t)key), plan.head_dim);
+            shared_address(memory->kv[kv.stage]), warp * config::warp_keys, rows.base, strides.unit,
+            index_of(strides, rows, (uint32_t)key), plan.head_dim);
         cp_async_mbarrier_arrive_noinc(&memory->kv_ready[kv.stage]);
         kv.advance();
     }
@@ -132,11 +132,11 @@ template <class config> struct producer {
 
     /* Loads k one key block ahead of v. Of the list, entries are fetched two key blocks ahead of k,
      * and records one. */
-    __device__ void load_tile(const forward_plan &plan, const key_steps &steps, int32_t index) {
+    __device__ void load_tile(const forward_plan &plan, const key_strides &strides, int32_t index) {
         const row_tile tile = tile_at<config>(plan, order, index);
         const tile_list keys = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
-        const piece_rows k = rows_of(steps.k, plan.k_carried, plan.k, tile.b, tile.g);
-        const piece_rows v = rows_of(steps.v, plan.v_carried, plan.v, tile.b, tile.g);
+        const piece_rows k = rows_of(strides.k, plan.k_carried, plan.k, tile.b, tile.g);
+        const piece_rows v = rows_of(strides.v, plan.v_carried, plan.v, tile.b, tile.g);
         const int32_t blocks = max(1, (keys.entries + config::key_rows - 1) / config::key_rows);
         const int32_t rest = keys.entries - (blocks - 1) * config::key_rows;
         int32_t before = no_key, next = fetch_key(keys, 1);
@@ -147,27 +147,27 @@ template <class config> struct producer {
             const int32_t after = fetch_key(keys, block + 2);
             if (plan.by_position)
                 drop_expired(tile, &own);
-            load_rows(plan, steps.k, k, own.key);
+            load_rows(plan, strides.k, k, own.key);
             if (block == 0)
                 load_queries(plan, tile, {index, blocks, rest <= config::short_keys});
             else
-                load_rows(plan, steps.v, v, before);
+                load_rows(plan, strides.v, v, before);
             write_mask(plan, tile, own);
             before = own.key;
             own = {next, next_record};
             next = after;
         }
-        load_rows(plan, steps.v, v, before);
+        load_rows(plan, strides.v, v, before);
     }
 
     /* Loads the tiles of this thread block. Tiles are dealt to the grid back and forth, so that
      * every thread block gets heavy and light ones. */
-    __device__ void run(const forward_plan &plan, const key_steps &steps) {
+    __device__ void run(const forward_plan &plan, const key_strides &strides) {
         const int32_t grid = gridDim.x, all = order.tiles * order.heads;
         for (int32_t round = 0; round * grid < all; round++) {
             const int32_t n = round % 2 == 0 ? blockIdx.x : grid - 1 - blockIdx.x;
             if (round * grid + n < all)
-                load_tile(plan, steps, round * grid + n);
+                load_tile(plan, strides, round * grid + n);
         }
         wait(&memory->q_free, q.parity ^ 1);
         publish_tile({-1, 0, false});

@@ -89,8 +89,8 @@ template <class config> struct forward_memory {
 };
 
 /* How the rows of keys follow one another. */
-struct key_steps {
-    row_steps k, v;
+struct key_strides {
+    row_strides k, v;
 };
 
 /* `rows` consecutive rows of one kv head. Row r is query r / group of head r % group. */
