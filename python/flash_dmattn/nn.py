@@ -177,7 +177,7 @@ class DynamicMaskAttention(nn.Module):
             nn.init.zeros_(self.sink_logit)
 
     @property
-    def wide_sink_logit(self) -> torch.Tensor | None:
+    def _wide_sink_logit(self) -> torch.Tensor | None:
         """The sink logits in float32 (float64 if the layer is)."""
         sink = self.sink_logit
         return None if sink is None else sink.to(_arguments.wide(sink.dtype))
@@ -265,7 +265,7 @@ class DynamicMaskAttention(nn.Module):
                 key_valid=key_valid,
                 n_tokens=n_tokens,
                 draft=draft,
-                sink_logit=self.wide_sink_logit,
+                sink_logit=self._wide_sink_logit,
                 softmax_scale=self.softmax_scale,
                 softcap=self.softcap,
             )
@@ -304,7 +304,7 @@ class DynamicMaskAttention(nn.Module):
         options = {
             "key_valid": key_valid,
             "starts": starts,
-            "sink_logit": self.wide_sink_logit,
+            "sink_logit": self._wide_sink_logit,
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,

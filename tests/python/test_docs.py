@@ -1,15 +1,18 @@
-"""The docstrings: every public function has Args, Returns, Raises and an Example that is true."""
+"""The docstrings: every public function has Args, Returns, Raises and an Example that is true. The
+reference is made of them."""
 
 from __future__ import annotations
 
 import doctest
 import inspect
+import re
 import typing
 from typing import Any
 
 import flash_dmattn
 import pytest
 import torch
+from programs import ROOT, output_of, python
 
 PUBLIC = [getattr(flash_dmattn, name) for name in flash_dmattn.__all__]
 
@@ -39,3 +42,16 @@ def test_sections(thing: Any) -> None:
     if inspect.isfunction(thing):
         assert "\nReturns:\n" in text
         assert set(typing.get_type_hints(thing)) == {*arguments, "return"}
+
+
+def test_the_reference_is_up_to_date() -> None:
+    output_of(python(ROOT / "tools" / "api_reference.py", "--check"))
+
+
+def test_the_reference_has_every_function() -> None:
+    text = (ROOT / "docs" / "api_reference.md").read_text()
+    header = (ROOT / "include" / "fdma.h").read_text()
+    calls = re.findall(r"^FDMA_API [\w ]*?\*?(fdma_\w+)\(", header, flags=re.M)
+    assert len(calls) > 50
+    assert [name for name in calls if f"{name}(" not in text] == []
+    assert [name for name in flash_dmattn.__all__ if f"### flash_dmattn.{name}\n" not in text] == []

@@ -1,0 +1,185 @@
+"""Writes docs/api_reference.md from the docstrings of the Python package and from include/fdma.h.
+
+    api_reference.py [--check]
+
+--check writes nothing, and fails if the file is not what would be written. It needs the package and
+its library: set PYTHONPATH and FDMA_LIBRARY as `make test` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flash_dmattn
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "api_reference.md"
+HEADER = ROOT / "include" / "fdma.h"
+WIDTH = 100
+SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Example:")
+
+OPENING = """# API reference
+
+`tools/api_reference.py` writes this page from the docstrings of the package and from
+[fdma.h](../include/fdma.h), which is the manual of the C library. The tests run every Python
+example here, and the programs of [examples/](../examples).
+
+[Python](#python) · [C](#c)
+"""
+
+# ---- Python ----
+
+
+def signature_of(thing: Any, name: str) -> str:
+    """The signature on one line or, if that is too long, with a line for each argument."""
+    signature = inspect.signature(thing)
+    arguments = [x for x in signature.parameters.values() if x.name != "self"]
+    words = [str(x).replace("'", "") for x in arguments]  # annotations are strings
+    first_named = next((n for n, x in enumerate(arguments) if x.kind == x.KEYWORD_ONLY), None)
+    if first_named is not None:
+        words.insert(first_named, "*")
+    result = signature.return_annotation
+    end = "" if result in (signature.empty, "None") else f" -> {result}"
+    line = f"{name}({', '.join(words)}){end}"
+    lines = "".join(f"    {word},\n" for word in words)
+    return line if len(line) <= WIDTH else f"{name}(\n{lines}){end}"
+
+
+def sections_of(text: str) -> Iterator[tuple[str, str]]:
+    """The sections of a docstring, by name, and the text around them, whose name is empty."""
+    name, lines = "", []
+    for line in text.splitlines():
+        begins = line in SECTIONS or line.startswith("Source: ")
+        ends = name != "" and line != "" and not line.startswith(" ")
+        if begins or ends:
+            yield name, inspect.cleandoc("\n" + "\n".join(lines))
+            name, _, rest = line.partition(":") if begins else ("", "", line)
+            lines = [rest.strip()] if name in ("", "Source") else []
+        else:
+            lines.append(line)
+    yield name, inspect.cleandoc("\n" + "\n".join(lines))
+
+
+def list_of(body: str) -> str:
+    """A section of names and what is said of each, as a list. Other lines stay text."""
+    return re.sub(r"^(\w[\w.]*): ", r"- `\1`: ", body, flags=re.M).replace("\n    ", "\n  ")
+
+
+def fenced(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def section_text(name: str, body: str) -> str:
+    if not name:  # an indented block after a line of text becomes code
+        return re.sub(r":\n(?= )", ":\n\n", body)
+    if name == "Example":
+        return fenced("python", body)
+    return f"**{name}** {body}" if name == "Source" else f"**{name}**\n\n{list_of(body)}"
+
+
+def docstring_text(thing: Any) -> str:
+    text = inspect.getdoc(thing) or ""
+    sections = (section_text(*section) for section in sections_of(text))
+    return "\n\n".join(section for section in sections if section)
+
+
+def methods_of(thing: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties of a class of this package that have a docstring."""
+    fields = getattr(thing, "_fields", ())
+    for name, member in list(vars(thing).items()):
+        if not name.startswith("_") and name not in fields and getattr(member, "__doc__", None):
+            yield name, member
+
+
+def class_text(name: str, thing: type) -> Iterator[str]:
+    for method, member in methods_of(thing):
+        yield f"#### {name}.{method}"
+        if not isinstance(member, property):
+            yield fenced("python", signature_of(member, method))
+        yield docstring_text(member)
+
+
+def python_text() -> Iterator[str]:
+    yield "## Python"
+    for name in flash_dmattn.__all__:
+        thing = getattr(flash_dmattn, name)
+        yield f"### flash_dmattn.{name}"
+        yield fenced("python", signature_of(thing, name))
+        yield docstring_text(thing)
+        if inspect.isclass(thing):
+            yield from class_text(name, thing)
+
+
+# ---- C ----
+
+
+def comment_text(comment: str) -> str:
+    """The text of a comment of the header, without its marks."""
+    body = re.sub(r"^/\*!? ?|\s*\*/$", "", comment)
+    return "\n".join(re.sub(r"^ \*(  )?", "", line).rstrip() for line in body.split("\n")).strip()
+
+
+def declarations_of(text: str) -> Iterator[tuple[str, str]]:
+    """The top-level comments and declarations of the header: their kind and text."""
+    pattern = re.compile(
+        r"(?P<entry>/\*! .*?\*/)|(?P<section>^/\* [A-Z][\w ]* \*/$)"
+        r"|(?P<type>^typedef .*?^\} \w+;|^typedef [^{;]*;)|(?P<call>^FDMA_API .*?;)",
+        re.M | re.S,
+    )
+    body = text[text.index('extern "C" {') :]
+    for match in pattern.finditer(body):
+        yield match.lastgroup or "", match.group()
+
+
+def entry_text(title: str, text: str, code: list[str]) -> Iterator[str]:
+    yield f"#### {title}"
+    yield fenced("text", text)
+    if code:
+        yield fenced("c", "\n".join(code))
+
+
+def c_text() -> Iterator[str]:
+    """Each entry with its declarations: the calls behind it, the type that it names, and the types
+    before it that belong to no other entry."""
+    yield "## C"
+    title, text = "", ""
+    code: list[str] = []
+    types: list[str] = []
+    for kind, found in declarations_of(HEADER.read_text()):
+        if kind in ("entry", "section") and title:
+            yield from entry_text(title, text, code)
+            title, code = "", []
+        if kind == "section":
+            yield f"### {comment_text(found)}"
+        elif kind == "entry":
+            title, _, text = comment_text(found).partition(" - ")
+            code, types = types, []
+        elif kind == "call":  # without the macro, lines go on that many columns further left
+            code.append(found.replace("FDMA_API ", "").replace("\n" + 9 * " ", "\n"))
+        else:
+            (code if found.endswith(f"}} {title};") else types).append(found)
+    yield from entry_text(title, text, code)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only compare")
+    given = parser.parse_args()
+    text = "\n".join([OPENING, "\n\n".join([*python_text(), *c_text()]), ""])
+    if not given.check:
+        REFERENCE.write_text(text)
+        return 0
+    if REFERENCE.exists() and REFERENCE.read_text() == text:
+        return 0
+    print(f"{REFERENCE.relative_to(ROOT)} is not up to date: run tools/api_reference.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
