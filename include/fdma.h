@@ -49,7 +49,7 @@
  * the first position of each and, last, the end of all. A query sees keys of its own sequence only,
  * and a sequence ranks its own keys: it gets the results that it has by itself. Give the same
  * starts to every call on these tensors. Positions from the last start on belong to no sequence:
- * their out is 0, their lse -inf, and their keys are never read.
+ * their queries keep no key, and their keys are never read.
  *
  *     int32_t starts[] = {0, 4, 10}; // sequences of 4 and 6 keys
  *     args.starts = fdma_tensor_1d(starts, FDMA_INT32, 3);

@@ -26,7 +26,7 @@ device starts are not checked: those that descend or are too large are clamped.
 Preallocated keys have room for more than there are. `kv_used` [batch] int32 says how many exist:
 the first kv_used[b] of sequence b, which gets the results that it has with key, value and whatever
 else belongs to keys cut to them. Query i stands at position i + kv_used[b] - q_len; one that stands
-before all keys has out = 0 and lse = -inf. Keys from kv_used[b] on are not read, and their
+before all keys keeps none. Keys from kv_used[b] on are not read, and their
 gradients are 0. A selection that was made with kv_used is used with the same kv_used. It is not for
 packed sequences. Numbers below 0 or above kv_len are errors; on a device they are clamped.
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from programs import ROOT, output_of, python, run
 
 LIBRARY = Path(os.environ["FDMA_LIBRARY"])
@@ -22,9 +23,9 @@ class Example(NamedTuple):
     printed: str | None
 
 
-def examples(language: str) -> list[Example]:
+def examples(language: str, document: str = "README.md") -> list[Example]:
     """The blocks of one language, each with the text block that it is followed by, if any."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / document).read_text()
     blocks = list(FENCE.finditer(text))
     found = []
     for block, following in zip(blocks, [*blocks[1:], None]):
@@ -33,7 +34,7 @@ def examples(language: str) -> list[Example]:
         told = following is not None and following[1] == "text"
         heading = told and "\n#" in text[block.end() : following.start()]
         found.append(Example(block[2], following[2] if told and not heading else None))
-    assert found, f"README.md has no ```{language} block"
+    assert found, f"{document} has no ```{language} block"
     return found
 
 
@@ -43,8 +44,9 @@ def assert_printed(example: Example, output: str) -> None:
         assert output.split() == example.printed.split()
 
 
-def test_python(tmp_path: Path) -> None:
-    for example in examples("python"):
+@pytest.mark.parametrize("document", ["README.md", "docs/integration.md"])
+def test_python(document: str, tmp_path: Path) -> None:
+    for example in examples("python", document):
         script = tmp_path / "example.py"
         script.write_text(example.code)
         assert_printed(example, output_of(python(script, cwd=tmp_path)))
