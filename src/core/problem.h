@@ -63,7 +63,8 @@ typedef struct fdma_problem {
     bool selected;
     bool deterministic;
     bool accumulate;      /* gradients are added to what their tensors hold */
-    bool add_dsinks;      /* dsink_logit is: with `accumulate`, and in a problem cut from one */
+    bool add_dsinks;      /* dsink_logit is added to what its tensor holds: with `accumulate`, and
+                             in each of the problems that a call is cut into */
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */

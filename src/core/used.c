@@ -51,7 +51,7 @@ static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry,
 
 static used_entries entries_at(const fdma_problem *whole, int64_t b, int64_t batch) {
     const int64_t keys = ((const int32_t *)whole->kv_used.data)[b];
-    // with a sink logit these queries have an lse, and count in dsink_logit
+    // with a sink logit these queries are run: they have an lse and a gradient
     const bool before =
         whole->causal && is_attending(whole->operation) && !is_present(&whole->sink_logit);
     return (used_entries){b, batch, keys, before ? max(whole->q_len - keys, 0) : 0};

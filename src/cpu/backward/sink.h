@@ -1,4 +1,4 @@
-/* The gradient of the sink logits, which takes lse and delta of every row, and no key. */
+/* The gradient of the sink logits: a sum over rows, for which no key is read. */
 #pragma once
 
 #include "cpu/backward/tile.h"

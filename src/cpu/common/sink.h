@@ -11,19 +11,20 @@ static float sink_of_row(const fdma_problem *problem, int64_t g, int64_t row) {
     return is_present(&problem->sink_logit) ? *float_at(&problem->sink_logit, h, 0, 0) : -INFINITY;
 }
 
-/* What the out of a row is multiplied by: 1 over the sum of its weights, exp(logit - max), and of
- * exp(sink - max), which may overflow: then out is 0. Without weights it is 0, too. */
+/* The factor by which the out of a row is multiplied: 1 / (sum + exp(sink - max)), where `sum` is
+ * that of the weights exp(logit - max). The exponential may overflow, and the factor is then 0. It
+ * is 0 in a row without weights, too. */
 static float inverse_of_sum(float max, float sum, float sink) {
     if (isnan(sink) || sink == INFINITY)
         return NAN;
     return sum == 0 ? 0 : 1 / (sum + expf(sink - max));
 }
 
-/* The lse of that row; without weights it is the sink. */
+/* The lse of such a row; without weights it is the sink logit. */
 static float lse_of_row(float max, float sum, float sink) {
     if (sum == 0 && sink == -INFINITY)
         return sink;
     const double top = (double)(sum == 0 || sink > max ? sink : max);
     const double weights = sum == 0 ? 0 : (double)sum * exp((double)max - top);
-    return (float)(top + log(weights + exp((double)sink - top))); // NaN if the sink is, or is inf
+    return (float)(top + log(weights + exp((double)sink - top))); // NaN if sink is NaN or inf
 }

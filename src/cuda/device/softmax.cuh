@@ -42,13 +42,14 @@ __device__ static float growth_factor(float from, float to) {
     return from == to ? 1 : ex2_approx(from - to);
 }
 
-/* What a row comes to: its out is multiplied by `scale`; if that is 0 its out is 0. */
+/* What the epilogue does with a row: it multiplies out by `scale`, or sets it to 0 if that is 0, as
+ * the out of an empty row may hold anything; and it writes lse, which is in nats. */
 struct row_result {
-    float scale, lse; // lse in nats; -inf if the row is empty
+    float scale, lse;
 };
 
-/* The result of a row with the sum of its weights, to which a sink logit adds one; the sink is an
- * exponent of 2, -inf if there is none. The out of an empty row may hold anything. */
+/* The result of a row whose weights 2^(logit - row_max) have the sum row_sum. A sink logit adds one
+ * more weight; it is an exponent of 2, and -inf if there is none. */
 __device__ static row_result result_of(float row_max, float row_sum, float sink) {
     if (row_sum == 0)
         return {isnan(sink) ? sink : 0, sink * ln_2};
