@@ -135,10 +135,7 @@ def test_everything_that_the_fused_operator_returns() -> None:
     tensors = [x.detach() for x in make_fused(60)]
     out, lse, score, bias, *selection = ops.FUSED.op(
         *tensors,
-        None,
-        None,
-        None,
-        None,
+        *5 * [None],
         cases.WINDOW,
         9,
         2,

@@ -57,22 +57,8 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     return tile;
 }
 
-/* <x, y> of two rows, in double precision: where a row has all its weight on one key, dP - delta
- * cancels to the last bits. Four sums hide the latency of an addition. */
-static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, int64_t dim) {
-    double sum[4] = {0};
-    for (int64_t d = 0; d < dim; d += vf_width) {
-        const int64_t count = channels_at(d, dim);
-        float left[vf_width], right[vf_width];
-        vf_store(left, load_channels(x, dtype, d, count));
-        vf_store(right, load_channels(y, dtype, d, count));
-        for (int64_t n = 0; n < count; n++)
-            sum[n % 4] += (double)left[n] * (double)right[n];
-    }
-    return sum[0] + sum[1] + (sum[2] + sum[3]);
-}
-
-/* delta = <dout, out> - dlse of the row of query i and query head h. */
+/* delta = <dout, out> - dlse of the row of query i and query head h, in double precision: where a
+ * row has all its weight on one key, dP - delta cancels to the last bits. */
 static double delta_of_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h) {
     const double product =
         product_of_rows(head_row(&problem->dout, b, i, h), head_row(&problem->out, b, i, h),

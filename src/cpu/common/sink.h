@@ -17,7 +17,7 @@ static float sink_of_row(const fdma_problem *problem, int64_t g, int64_t row) {
 static float inverse_of_sum(float max, float sum, float sink) {
     if (isnan(sink) || sink == INFINITY)
         return NAN;
-    return sum == 0 ? 0 : 1 / (sum + expf(sink - max));
+    return sum == 0 ? 0 : (float)(1 / ((double)sum + exp((double)sink - (double)max)));
 }
 
 /* The lse of such a row; without weights it is the sink logit. */

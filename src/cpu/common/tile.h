@@ -153,6 +153,20 @@ static inline int64_t channels_at(int64_t d, int64_t dim) {
     return d > dim ? 0 : dim - d < vf_width ? dim - d : vf_width;
 }
 
+/* <x, y> of two rows, in double precision. Four sums hide the latency of an addition. */
+static double product_of_rows(const void *x, const void *y, fdma_dtype dtype, int64_t dim) {
+    double sum[4] = {0};
+    for (int64_t d = 0; d < dim; d += vf_width) {
+        const int64_t count = channels_at(d, dim);
+        float left[vf_width], right[vf_width];
+        vf_store(left, load_channels(x, dtype, d, count));
+        vf_store(right, load_channels(y, dtype, d, count));
+        for (int64_t n = 0; n < count; n++)
+            sum[n % 4] += (double)left[n] * (double)right[n];
+    }
+    return sum[0] + sum[1] + (sum[2] + sum[3]);
+}
+
 /* Writes a row of channels times a factor; with `add` it adds them to what the row holds. */
 static inline void write_row(const fdma_problem *problem, void *to, const float *from, float factor,
                              bool add) {

@@ -1,6 +1,6 @@
 /* The probability of every query and key, from the lse that forward has written: one row of
- * attention at a time, with the channels of a key in the lanes. Nothing is skipped or blocked,
- * because the result is to be looked at, not to be computed with. */
+ * attention at a time, in double precision. Nothing is skipped or blocked, because the result is to
+ * be looked at, not to be computed with. */
 #pragma once
 
 #include "cpu/common/math.h"
@@ -9,11 +9,7 @@
 
 #include <math.h>
 
-enum {
-    multiplied_channels = 2000, /* that a thread multiplies in a microsecond, roughly */
-    summed_channels = 16,       /* whose products are added up first, so that rounding errors grow
-                                   with the number of such sums */
-};
+enum { multiplied_channels = 1000 }; /* in a microsecond on one thread, roughly */
 
 /* A row of attention. */
 typedef struct probability_row {
@@ -38,30 +34,18 @@ static probability_row find_probability_row(const fdma_problem *problem, int64_t
     };
 }
 
-static float multiply_key(const probability_row *row, int64_t j) {
+static double logit_of_key(const probability_row *row, int64_t j) {
     const fdma_problem *const problem = row->problem;
     const void *const k = key_row(problem, &problem->k, &problem->k_carried, row->b, j, row->g);
-    vf sum = vf_set(0), partial = vf_set(0);
-    for (int64_t d = 0; d < problem->head_dim; d += vf_width) {
-        const int64_t count = channels_at(d, problem->head_dim);
-        partial = vf_fma(load_channels(row->q, problem->dtype, d, count),
-                         load_channels(k, problem->dtype, d, count), partial);
-        if ((d + vf_width) % summed_channels == 0) {
-            sum = vf_add(sum, partial);
-            partial = vf_set(0);
-        }
-    }
-    return vf_sum(vf_add(sum, partial));
-}
-
-static float logit_of_key(const probability_row *row, int64_t j) {
-    const fdma_problem *const problem = row->problem;
-    const float scale = (float)problem->scale, cap = softcap_of(problem);
-    const float product = multiply_key(row, j);
-    const float s = cap > 0 ? cap * tanhf(product * scale_over_cap(scale, cap)) : product * scale;
+    const double cap = (double)softcap_of(problem);
+    double s = problem->scale * product_of_rows(row->q, k, problem->dtype, problem->head_dim);
+    if (cap > 0)
+        s = cap * tanh(s / cap);
     if (!is_present(&problem->bias))
         return s;
-    return s + *key_float(problem, &problem->bias, &problem->bias_carried, row->b, row->g, j);
+    const float *const bias =
+        key_float(problem, &problem->bias, &problem->bias_carried, row->b, row->g, j);
+    return s + (double)*bias;
 }
 
 static void write_probabilities(const void *context, int64_t index, int32_t thread) {
@@ -72,7 +56,7 @@ static void write_probabilities(const void *context, int64_t index, int32_t thre
     (void)thread;
     for (int64_t j = 0; j < problem->kv_len; j++) {
         const bool kept = row.lse != -INFINITY && is_kept(problem, row.b, row.g, j, p);
-        to[j] = kept ? expf(logit_of_key(&row, j) - row.lse) : 0;
+        to[j] = kept ? (float)exp(logit_of_key(&row, j) - (double)row.lse) : 0;
     }
 }
 
