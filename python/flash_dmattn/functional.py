@@ -140,7 +140,7 @@ def check_no_dropout(dropout_p: float) -> None:
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
     if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout yet")
+        raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout")
 
 
 def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
