@@ -2,7 +2,7 @@
  * queries and a thread for each of some keys, which reads its key once for all of these queries.
  * Products are of plain multiply-adds: the result is to be looked at, not to be computed with.
  *
- * Which queries keep a key, the records of forward's plan say (plan/plan.cuh). */
+ * The records of forward's plan say which queries keep a key (plan/plan.cuh). */
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda/plan/plan.cuh"
