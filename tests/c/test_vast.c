@@ -4,8 +4,8 @@
 
 static const int64_t vast = INT64_C(1) << 40;
 
-/* Of inputs zeros; of outputs ones, which a gradient of nothing overwrites. Optional tensors that no
- * memory holds are left out. */
+/* Of inputs zeros; of outputs ones, which a gradient of nothing overwrites. Optional tensors that
+ * no memory holds are left out. */
 static void give_elements(call *x) {
     const tensor_table table = fdma_tensors[x->operation];
     for (const tensor_entry *entry = table.entries; entry < table.entries + table.count; entry++) {

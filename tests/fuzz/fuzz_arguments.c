@@ -453,6 +453,8 @@ static void try_call(call *c, const struct operation *operation) {
     MUST(args != NULL);
     c->args.size = size;
     memcpy(args, &c->args, bytes < operation->size ? bytes : operation->size);
+    if (size < operation->size) /* the struct may lack the tensors that have no memory */
+        c->unbacked = false;
 
     size_t asked = SIZE_MAX;
     const fdma_status status = operation->workspace(args, &asked);
