@@ -411,6 +411,8 @@ fdma_status fdma_check_slots(const fdma_problem *problem) {
     const bool lists = problem->operation == operation_lists;
     if (problem->exec.device != FDMA_CPU || (!lists && problem->operation != operation_cache_store))
         return FDMA_OK;
+    if (is_empty(slot)) // of any number of heads
+        return FDMA_OK;
     for (int64_t head = 0; head < problem->batch * problem->kv_heads; head++) {
         const int64_t b = head / problem->kv_heads, g = head % problem->kv_heads;
         const int64_t first = b * slot->stride[0] + g * slot->stride[1];
