@@ -314,6 +314,16 @@ __device__ static void red_add_v2(float *address, float x, float y) {
                  : "memory");
 }
 
+/* Adds to eight consecutive elements in device memory, at a multiple of 16 bytes, without returning
+ * them. words: pairs of elements. */
+template <typename element>
+__device__ static void red_add_x8(element *address, const uint32_t (&words)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.%5x2 [%0], {%1, %2, %3, %4};" ::"l"(address),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+                 "C"(element_type<element>::ptx)
+                 : "memory");
+}
+
 /* Orders this thread's earlier accesses to device memory before its later ones, also as seen by
  * threads that synchronise with it. */
 __device__ static void fence_acq_rel_gpu(void) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }

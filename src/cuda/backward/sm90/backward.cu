@@ -24,7 +24,7 @@ template <class config> __device__ static void init_barriers(backward_memory<con
 }
 
 template <class config>
-static __global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     differentiate(const __grid_constant__ backward_plan plan,
                   const __grid_constant__ backward_pass pass, const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
@@ -72,6 +72,7 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return task;
 }
 
+/* Runs a pass, with a range of query blocks for each thread block of a slot block. */
 template <class config>
 static fdma_status run_pass(const fdma_problem *problem, const backward_task &task,
                             int64_t ranges) {
@@ -94,12 +95,26 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
  * query block it would mostly wait; with several, the queries of the next one are loaded while the
  * current one is multiplied, and the keys while the current gradients are written. As many as leave
  * each multiprocessor `waves` thread blocks, so that the load evens out. */
+template <class config>
 static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_task &task) {
-    const int64_t waves = 4;
+    const int64_t waves = config::is_narrow ? 32 : 4;
     const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
     const int64_t slot_blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks;
     return (int32_t)max(slot_blocks * task.plan.forward.lists / wanted, (int64_t)1);
 }
+
+template <class config>
+static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task task) {
+    task.pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
+    task.pass.query_blocks = count_blocks_in_row<config>(problem, task);
+    return run_pass<config>(problem, task,
+                            divide_up(task.plan.forward.lists, task.pass.query_blocks));
+}
+
+/* The diagonal pass takes the narrow form where there is one. */
+template <class config>
+using diagonal_config =
+    backward_config<typename config::element, config::channels, config::has_softcap, true>;
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
@@ -113,12 +128,8 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
                    (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
     pass.slot_blocks = plan.slots / config::slots;
     FDMA_TRY(run_pass<config>(problem, task, plan.partitions));
-    if (plan.is_rolling) {
-        pass.is_diagonal = true;
-        pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
-        pass.query_blocks = count_blocks_in_row(problem, task);
-        FDMA_TRY(run_pass<config>(problem, task, divide_up(plan.forward.lists, pass.query_blocks)));
-    }
+    if (plan.is_rolling)
+        FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     FDMA_TRY(launch("backward", write_dq<config>,
                     {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
@@ -126,8 +137,8 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
 
 template <typename element> static fdma_status run_elements(const fdma_problem *problem) {
     if (problem->softcap != 0)
-        return run_with<backward_config<element, FDMA_HEAD_DIM, true>>(problem);
-    return run_with<backward_config<element, FDMA_HEAD_DIM, false>>(problem);
+        return run_with<backward_config<element, FDMA_HEAD_DIM, true, false>>(problem);
+    return run_with<backward_config<element, FDMA_HEAD_DIM, false, false>>(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -135,7 +146,8 @@ static fdma_status run(const fdma_problem *problem) {
                                           : run_elements<__nv_bfloat16>(problem);
 }
 
-using any_config = backward_config<__half, FDMA_HEAD_DIM, false>; // all take the same workspace
+using any_config =
+    backward_config<__half, FDMA_HEAD_DIM, false, false>; // all take the same workspace
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }

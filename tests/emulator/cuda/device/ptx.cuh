@@ -257,4 +257,12 @@ static inline void red_add_v2(float *address, float x, float y) {
     atomicAdd(address + 1, y);
 }
 
+/* Not atomic: no two threads of these kernels add to one element. */
+template <typename element>
+static inline void red_add_x8(element *address, const uint32_t (&words)[4]) {
+    for (int i = 0; i < 8; i++)
+        address[i] =
+            from_float<element>(float_of<element>(address + i) + unpacked<element>(words, i));
+}
+
 static inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
