@@ -6,6 +6,7 @@
 #include "cuda/backward/sm90/producer.cuh"
 
 static constexpr int most_partitions = 32;
+static constexpr int most_ordered = 1024; // blocks of a head
 
 template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
@@ -53,11 +54,42 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     }
 }
 
+/* How many query blocks the n-th block of a head visits in the slot pass. */
+__device__ static int32_t count_visits(const backward_plan &plan, int32_t slot_blocks, int32_t n) {
+    const int32_t first = n / slot_blocks * plan.partition_lists;
+    const int32_t end = min(first + plan.partition_lists, plan.forward.lists);
+    const int32_t first_slot = n % slot_blocks * (plan.slots / slot_blocks);
+    int32_t visits = 0;
+    for (int32_t t = first; t < end; t++)
+        visits += list_counts(plan, 0, t).x > first_slot;
+    return visits;
+}
+
+/* Orders the blocks of a head in the slot pass: those that visit the most query blocks first, so
+ * that no multiprocessor still has much to do when the others end. The first head stands for all,
+ * as they have the same sequences. By one thread block. */
+static __global__ void __launch_bounds__(most_ordered)
+    order_blocks(const __grid_constant__ backward_plan plan, const int32_t slot_blocks,
+                 int32_t *order) {
+    __shared__ int32_t visits[most_ordered];
+    const int32_t own = threadIdx.x, blocks = slot_blocks * plan.partitions;
+    if (own < blocks)
+        visits[own] = count_visits(plan, slot_blocks, own);
+    __syncthreads();
+    if (own >= blocks)
+        return;
+    int32_t rank = 0;
+    for (int32_t n = 0; n < blocks; n++)
+        rank += visits[n] > visits[own] || (visits[n] == visits[own] && n < own);
+    order[rank] = own;
+}
+
 /* What a call works from, all of it in the workspace. */
 struct backward_task {
     backward_plan plan;
     backward_pass pass;
-    int64_t tiles; // of all heads
+    int64_t tiles;  // of all heads
+    int32_t *order; // see order_blocks(); NULL: not ordered
 };
 
 template <class config>
@@ -69,6 +101,12 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);
     if (problem->deterministic)
         task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles * config::consumers);
+    task.pass.slot_blocks = task.plan.slots / config::slots;
+    const int64_t blocks = (int64_t)task.pass.slot_blocks * task.plan.partitions;
+    // with semaphores a block waits for others, which must not start after it
+    if (is_present(&problem->starts) && task.plan.is_rolling && !problem->deterministic &&
+        blocks <= most_ordered)
+        task.order = take<int32_t>(arena, blocks);
     return task;
 }
 
@@ -89,6 +127,15 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
     return launch("backward", differentiate<config>,
                   {dim3((unsigned)blocks), dim3(config::threads), sizeof(memory)}, problem,
                   task.plan, task.pass, softcap_scale);
+}
+
+template <class config>
+static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
+    task.pass.order = task.order;
+    if (task.order != NULL && task.pass.slot_blocks > 0)
+        FDMA_TRY(launch("backward", order_blocks, {dim3(1), dim3(most_ordered)}, problem, task.plan,
+                        task.pass.slot_blocks, task.order));
+    return run_pass<config>(problem, task, task.plan.partitions);
 }
 
 /* How many query blocks a thread block of the diagonal pass takes, one after the other. With one
@@ -126,8 +173,7 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
         return FDMA_OK;
     FDMA_TRY(clear("backward", problem, pass.dq_sum,
                    (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
-    pass.slot_blocks = plan.slots / config::slots;
-    FDMA_TRY(run_pass<config>(problem, task, plan.partitions));
+    FDMA_TRY(run_slot_pass<config>(problem, task));
     if (plan.is_rolling)
         FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     FDMA_TRY(launch("backward", write_dq<config>,

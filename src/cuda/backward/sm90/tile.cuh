@@ -66,6 +66,7 @@ struct backward_pass {
                             // dq_sum; NULL: they add in any order
     int32_t tiles;          // of a head
     int32_t slot_blocks;
+    const int32_t *order; // of the blocks of a head, see order_blocks(); NULL: as in the grid
 };
 
 /* The work of a thread block. */
@@ -188,14 +189,24 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
     return work.end;
 }
 
+/* The index in the grid, without an order, of the n-th block of a head in pass.order. */
+__device__ static int32_t work_in_order(const backward_pass &pass, int32_t n, int32_t head,
+                                        int32_t heads) {
+    const int32_t entry = pass.order[n];
+    const int32_t range = entry / pass.slot_blocks, slot_block = entry % pass.slot_blocks;
+    return (range * heads + head) * pass.slot_blocks + slot_block;
+}
+
 /* The slot blocks of one head are neighbours in the grid, as they read the same queries. A block
  * that waits for the dq of another one comes after it: slot blocks add in reverse where lists do
  * not roll, so there they start in reverse. */
 template <class config>
 __device__ static backward_work find_work(const backward_plan &plan, const backward_pass &pass) {
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
-    const int32_t n = blockIdx.x / pass.slot_blocks;
-    const int32_t block = blockIdx.x % pass.slot_blocks;
+    const int32_t id = pass.order == NULL
+                           ? (int32_t)blockIdx.x
+                           : work_in_order(pass, blockIdx.x / heads, blockIdx.x % heads, heads);
+    const int32_t n = id / pass.slot_blocks, block = id % pass.slot_blocks;
     backward_work work;
     const bool is_reversed = pass.dq_semaphore != NULL && !plan.is_rolling;
     work.slot_block = is_reversed ? pass.slot_blocks - 1 - block : block;
