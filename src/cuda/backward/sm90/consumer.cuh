@@ -81,15 +81,26 @@ template <class config> struct backward_consumer {
         return make_int2(arrives ? from : INT32_MIN, slot.expiry);
     }
 
+    /* Which of the 32 positions from `begin` on are in a range, as bits. */
+    __device__ static uint32_t bits_of_range(const int2 &range, int32_t begin) {
+        return low_bits((uint32_t)max(range.y, begin) - begin) &
+               ~low_bits((uint32_t)max(range.x, begin) - begin);
+    }
+
     /* Clears the pairs of queries that do not keep their key. first: position of the lane's first
-     * column. */
+     * column; its columns are 8n and 8n + 1 after it. Of 32 positions these are the two lowest bits
+     * of byte n: shifted to the sign of the byte, each becomes half a pair. */
     __device__ static void mask_pairs(int32_t first, const int2 (&kept)[2], pairs &packed) {
 #pragma unroll
-        for (int i = 0; i < product_registers; i += 2) {
-            const int32_t position = first + i / 4 * 8, row = i / 2 % 2;
-            const bool low = kept[row].x <= position && position < kept[row].y;
-            const bool high = kept[row].x <= position + 1 && position + 1 < kept[row].y;
-            packed[i / 8][i / 2 % 4] &= (low ? 0xffffu : 0) | (high ? 0xffff0000u : 0);
+        for (int k = 0; k < product_registers / 16; k++) {
+#pragma unroll
+            for (int row = 0; row < 2; row++) {
+                const uint32_t bits = bits_of_range(kept[row], first + 32 * k);
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+                    packed[2 * k + n / 2][n % 2 * 2 + row] &=
+                        prmt(bits << 7, bits << 6, 0xcc88 + n * 0x1111);
+            }
         }
     }
 
