@@ -33,8 +33,8 @@ struct gradient_row {
     bool is_written;
 };
 
-/* Writes row i of a thread's sums, times factor, to a row of 16-bit elements, or adds them to it. By
- * a whole warp. */
+/* Writes row i of a thread's sums, times factor, to a row of 16-bit elements, or adds them to it.
+ * By a whole warp. */
 template <typename element, int registers>
 __device__ static void write_row(element *to, int32_t channels, bool is_written, bool adds, int i,
                                  float factor, const float (&sums)[registers]) {
