@@ -137,6 +137,7 @@ static int64_t wrap(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint
 static size_t element_size(fdma_dtype dtype) {
     switch (dtype) {
     case FDMA_FLOAT64:
+    case FDMA_INT64:
         return 8;
     case FDMA_FLOAT16:
     case FDMA_BFLOAT16:
@@ -286,6 +287,16 @@ static fdma_tensor maybe_per_key(call *to, bool output) {
 static fdma_tensor maybe_valid(call *to) {
     const int64_t shape[] = {to->batch, to->kv_len};
     return make_optional(to, false, FDMA_UINT8, 2, shape);
+}
+
+/* Where carried keys allow none, mostly none. */
+static double make_dropout(call *to) {
+    return to->rows == 0 || seldom(&to->in) ? make_number(&to->in) : 0;
+}
+
+static fdma_tensor maybe_rng_state(call *to) {
+    const int64_t shape[] = {2};
+    return make_optional(to, false, FDMA_INT64, 1, shape);
 }
 
 /* Of forward and backward, where carried keys allow none. */

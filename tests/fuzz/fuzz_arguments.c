@@ -99,6 +99,8 @@ static void make_forward(call *to) {
     args->causal = make_causal(to);
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to);
+    args->rng_state = maybe_rng_state(to);
     args->reserved = make_reserved(&to->in);
     args->q = make_queries(to, false);
     args->k = make_keys(to);
@@ -130,6 +132,8 @@ static void make_attention(call *to) {
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, 3);
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to);
+    args->rng_state = maybe_rng_state(to);
     args->window = make_window(to);
     args->reserved = make_reserved(&to->in);
     args->q = make_queries(to, false);
@@ -171,6 +175,8 @@ static void make_backward(call *to) {
     args->accumulate = (int32_t)take_up_to(&to->in, 1);
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to);
+    args->rng_state = maybe_rng_state(to);
     args->reserved = make_reserved(&to->in);
     args->dout = make_queries(to, false);
     args->dlse = maybe_per_row(to, false);
@@ -269,6 +275,8 @@ static void make_attention_backward(call *to) {
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to);
+    args->rng_state = maybe_rng_state(to);
     make_whole_tensors(to, args);
     const int64_t window = make_window(to);
     make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
@@ -315,6 +323,8 @@ static void make_probabilities(call *to) {
     args->causal = make_causal(to);
     args->scale = make_number(&to->in);
     args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to);
+    args->rng_state = maybe_rng_state(to);
     args->reserved = make_reserved(&to->in);
     args->q = make_queries(to, false);
     args->k = make_keys(to);

@@ -60,6 +60,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     if (problem->bias.dtype == FDMA_FLOAT64 || problem->bias_carried.dtype == FDMA_FLOAT64 ||
         problem->lse.dtype == FDMA_FLOAT64)
         return "float64 bias or lse; supported: float32";
+    if (problem->dropout.threshold != 0)
+        return "dropout";
     if (problem->sink_logit.dtype == FDMA_FLOAT64)
         return "float64 sink_logit; supported: float32";
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||
