@@ -136,11 +136,32 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     )
 
 
-def check_no_dropout(dropout_p: float) -> None:
+def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
     if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
-    if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout")
+        raise ValueError(f"{name}: is {dropout_p}, want a number in [0, 1)")
+
+
+def draw_state(
+    query: torch.Tensor,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The seed and the offset of dropout: rng_state if it is given, otherwise drawn from
+    `generator`; None without dropout."""
+    check_dropout(dropout_p)
+    if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator: is a {type(generator).__name__}, want a torch.Generator")
+        if generator.device != query.device:
+            raise ValueError(
+                f"generator: is on {generator.device}, want {query.device}, where query is"
+            )
+        if rng_state is not None:
+            raise ValueError("generator: is given, want None with rng_state")
+    if dropout_p == 0 or rng_state is not None:
+        return rng_state
+    return torch.randint((1 << 63) - 1, (2,), generator=generator, device=query.device)
 
 
 def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
@@ -279,6 +300,9 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    rng_state: torch.Tensor | None = None,
     backend: str | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,6 +324,12 @@ def attention(
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
+        dropout_p: probability with which each of the probabilities becomes 0; the others are
+            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16. lse is without dropout.
+        generator: on query's device: dropout draws two numbers from it. None for the default one,
+            which torch.manual_seed() sets.
+        rng_state: optional [2] int64 on query's device, in place of the numbers that dropout draws:
+            calls with the same rng_state drop the same probabilities.
         backend: as in score().
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
 
@@ -309,7 +339,8 @@ def attention(
         lse = -inf or its sink_logit.
 
     Raises:
-        TypeError: a query that is not a tensor, or a selection that select() did not make.
+        TypeError: a query that is not a tensor, a selection that select() did not make, or a
+            generator that is none.
         ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
@@ -324,17 +355,21 @@ def attention(
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
     _refuse_tangents("attention", query, key, value, bias, sink_logit)
+    rows = _autocast("query", (query, key, value))
+    rng_state = draw_state(query, dropout_p, generator, rng_state)
     return ops.ATTENTION.op(
-        *_autocast("query", (query, key, value)),
+        *rows,
         bias,
         key_valid,
         starts,
         kv_used,
         sink_logit,
+        rng_state,
         *_rules_of(selection),
         causal,
         _scale(softmax_scale),
         softcap,
+        dropout_p,
         deterministic,
         backend,
     )
@@ -402,6 +437,7 @@ def flash_dma_attention(
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
+    generator: torch.Generator | None = None,
     backend: str | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -417,11 +453,11 @@ def flash_dma_attention(
         a_coef: [kv_heads], of query's dtype or float32.
         keep_window_size: number of keys that a query keeps, 1 or more; kv_len or more keeps
             all of them.
-        dropout_p: 0; anything else in [0, 1) raises NotImplementedError.
+        dropout_p: as in attention().
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
-        return_attn_probs: also return the probabilities, as attention_probabilities() does: q_len *
-            kv_len numbers for each query head, to debug and to draw pictures.
+        return_attn_probs: also return the probabilities, as attention_probabilities() does, but
+            with dropout: q_len * kv_len numbers for each query head, to debug and to draw pictures.
         dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
@@ -439,6 +475,7 @@ def flash_dma_attention(
             nothing, so that dt_proj, a_coef and dt_bias have no gradients.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
+        generator: as in attention().
         backend: as in score().
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
         return_lse: also return lse.
@@ -451,11 +488,10 @@ def flash_dma_attention(
         that keeps no key has out = 0, lse = -inf or its sink_logit, and probabilities of 0.
 
     Raises:
-        TypeError: a query that is not a tensor, or a keep_window_size, recent or sinks that is not
-            an int.
+        TypeError: a query that is not a tensor, a keep_window_size, recent or sinks that is not an
+            int, or a generator that is none.
         ValueError: shapes, devices or options that are inconsistent.
-        NotImplementedError: dropout, or a dtype, head_dim or backend that no kernel on this machine
-            supports.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
         >>> query = torch.randn(2, 16, 4, 8)
@@ -469,7 +505,6 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    check_no_dropout(dropout_p)
     _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     if scope is None:
@@ -481,8 +516,9 @@ def flash_dma_attention(
     rules = _arguments.check_rules(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
-    numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap)
-    options = (key_valid, starts, kv_used, sink_logit, *rules, *numbers)
+    numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap, dropout_p)
+    rng_state = draw_state(query, dropout_p, generator)
+    options = (key_valid, starts, kv_used, sink_logit, rng_state, *rules, *numbers)
     needs_gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )
@@ -492,7 +528,7 @@ def flash_dma_attention(
     results = (out, lse) if return_lse else (out,)
     if return_attn_probs:
         bias = None if bias_form == "none" else bias
-        given = (*tensors[:2], bias, key_valid, starts, kv_used, *selected, lse)
+        given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, *selected, lse)
         numbers = (*rules, scope, *numbers[2:])
         results += (ops.PROBABILITIES.without_gradients(*given, *numbers, backend),)
     return results if len(results) > 1 else out
