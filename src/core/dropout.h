@@ -46,7 +46,8 @@ INTEGER_FUNCTION row_code dropout_philox(uint64_t seed, uint64_t offset, uint32_
         key[0] += key_steps[0];
         key[1] += key_steps[1];
     }
-    return (row_code){x[0], x[1]};
+    const row_code code = {x[0], x[1]};
+    return code;
 }
 
 /* Of the query at `position`, of query head `head`: b * q_heads + h. */
@@ -59,9 +60,9 @@ INTEGER_FUNCTION row_code dropout_row(const dropout_params *dropout, int64_t hea
 /* Of the key at `position`, of kv head `head`: b * kv_heads + g. */
 INTEGER_FUNCTION uint32_t dropout_key(const dropout_params *dropout, int64_t head,
                                       int64_t position) {
-    return dropout_philox(dropout->seed, dropout->offset, (uint32_t)position,
-                          2 * (uint32_t)head + 1)
-        .flips;
+    const row_code code =
+        dropout_philox(dropout->seed, dropout->offset, (uint32_t)position, 2 * (uint32_t)head + 1);
+    return code.flips;
 }
 
 /* The bits of two pairs: in the lower half of the query at the even position, in the upper half of

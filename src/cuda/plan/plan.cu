@@ -29,6 +29,9 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->head_dim = (int32_t)problem->head_dim;
     plan->scale = (float)problem->scale;
     plan->softcap = (float)problem->softcap;
+    plan->dropout = problem->dropout;
+    plan->dropout_scale = (float)dropout_scale(problem->dropout.threshold);
+    plan->rng_state = (const int64_t *)problem->rng_state.data;
     plan->causal = problem->causal;
     plan->by_position = problem->causal || is_present(&problem->starts);
 }
@@ -60,8 +63,6 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     if (problem->bias.dtype == FDMA_FLOAT64 || problem->bias_carried.dtype == FDMA_FLOAT64 ||
         problem->lse.dtype == FDMA_FLOAT64)
         return "float64 bias or lse; supported: float32";
-    if (problem->dropout.threshold != 0)
-        return "dropout";
     if (problem->sink_logit.dtype == FDMA_FLOAT64)
         return "float64 sink_logit; supported: float32";
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||
