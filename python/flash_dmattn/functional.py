@@ -39,7 +39,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from . import (
     _arguments,
@@ -47,6 +46,7 @@ from . import (
     autograd,  # noqa: F401 (registers gradients)
     ops,
 )
+from ._inputs import draw_state, refuse_tangents
 
 Tensors = tuple[torch.Tensor, ...]
 MaybeTensors = tuple[_arguments.MaybeTensor, ...]
@@ -105,19 +105,6 @@ def _scale(softmax_scale: float | None) -> float:
     return softmax_scale
 
 
-def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
-    """Refuse tensors with forward-mode tangents, which an operator would silently ignore. They
-    are visible only here, before dispatch; outside of forward mode there is nothing to check."""
-    if getattr(forward_ad, "_current_level", 0) < 0:
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"flash_dmattn.{name}: forward-mode derivatives (torch.func.jvp) are not "
-                "implemented, use reverse mode (torch.autograd.grad)"
-            )
-
-
 def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTensors:
     """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
     autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
@@ -134,34 +121,6 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
         *(row.to(dtype) if row.dtype in floats else row for row in rows),
         *(one.to(dtype) if one is not None and one.dtype in narrow else one for one in weights),
     )
-
-
-def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"{name}: is {dropout_p}, want a number in [0, 1)")
-
-
-def draw_state(
-    query: torch.Tensor,
-    dropout_p: float,
-    generator: torch.Generator | None,
-    rng_state: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """The seed and the offset of dropout: rng_state if it is given, otherwise drawn from
-    `generator`; None without dropout."""
-    check_dropout(dropout_p)
-    if generator is not None:
-        if not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator: is a {type(generator).__name__}, want a torch.Generator")
-        if generator.device != query.device:
-            raise ValueError(
-                f"generator: is on {generator.device}, want {query.device}, where query is"
-            )
-        if rng_state is not None:
-            raise ValueError("generator: is given, want None with rng_state")
-    if dropout_p == 0 or rng_state is not None:
-        return rng_state
-    return torch.randint((1 << 63) - 1, (2,), generator=generator, device=query.device)
 
 
 def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
@@ -221,7 +180,7 @@ def score(
 
     Source: arXiv:2508.02124, section 3.
     """
-    _refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
+    refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
     tensors = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
     scores, bias = ops.SCORE.op(*tensors, key_valid, kv_used, bias_form, backend)
     return scores, None if bias_form == "none" else bias
@@ -354,7 +313,7 @@ def attention(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
-    _refuse_tangents("attention", query, key, value, bias, sink_logit)
+    refuse_tangents("attention", query, key, value, bias, sink_logit)
     rows = _autocast("query", (query, key, value))
     rng_state = draw_state(query, dropout_p, generator, rng_state)
     return ops.ATTENTION.op(
@@ -411,7 +370,7 @@ def merge(
 
     Source: arXiv:2205.14135, section 3.1.
     """
-    _refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
+    refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
     return ops.MERGE.op(out_a, lse_a, out_b, lse_b, backend)
 
 
@@ -505,7 +464,7 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
+    refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     if scope is None:
         scope = "causal" if causal else "global"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import _arguments, functional
+from ._inputs import check_dropout
 from .cache import DynamicMaskCache
 
 HEAD_DIM_MAX = 256  # of the kernels
@@ -105,7 +106,8 @@ class DynamicMaskAttention(nn.Module):
 
     Raises:
         TypeError: a window, recent or sinks that is not an int.
-        ValueError: sizes that contradict each other, or a window, recent or sinks out of its range.
+        ValueError: sizes that contradict each other, or a window, recent, sinks or dropout out of
+            its range.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -158,7 +160,7 @@ class DynamicMaskAttention(nn.Module):
         self.window = None if window is None else rules[0]
         self.recent, self.sinks = rules[1:]
         self.causal, self.rope_base = causal, rope_base
-        functional.check_dropout(dropout, "dropout")
+        check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden, heads * dim, bias=bias, **kind)

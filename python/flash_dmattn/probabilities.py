@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from . import ops
-from .functional import Selection, _autocast, _rules_of, _scale, check_dropout
+from ._inputs import check_dropout
+from .functional import Selection, _autocast, _rules_of, _scale
 
 
 def attention_probabilities(

@@ -22,7 +22,7 @@ typedef struct shape {
     problem sizes;
     double dropout;
     uint64_t seed, offset;
-    int32_t parts[4]; /* the starts of packed sequences, or kv_used of each sequence */
+    int32_t numbers[4]; /* the starts of packed sequences, or kv_used of each sequence */
     bool packed, cut;
 } shape;
 
@@ -44,12 +44,12 @@ static problem problem_of(const shape *n, fdma_dtype dtype) {
     x.seed = n->seed;
     x.offset = n->offset;
     problem_fill(&x, 8);
-    fdma_tensor parts = new_tensor(FDMA_INT32, 4, -1, -1, -1);
-    memcpy(parts.data, n->parts, sizeof n->parts);
+    fdma_tensor numbers = new_tensor(FDMA_INT32, 4, -1, -1, -1);
+    memcpy(numbers.data, n->numbers, sizeof n->numbers);
     if (n->packed)
-        x.starts = parts;
+        x.starts = numbers;
     if (n->cut)
-        x.kv_used = parts;
+        x.kv_used = numbers;
     problem_select(&x);
     return x;
 }
@@ -283,18 +283,18 @@ static void check_last_queries(const char *kernel, fdma_dtype dtype) {
         return;
     last.q_len = last.q.shape[1] = x.q_len - first;
     last.q.data = (char *)x.q.data + (size_t)(first * x.q.stride[1]) * dtype_size(dtype);
-    const attended whole = problem_attend(&x, kernel, 1), part = problem_attend(&last, kernel, 1);
+    const attended whole = problem_attend(&x, kernel, 1), some = problem_attend(&last, kernel, 1);
     check_same_results(problem_attend(&x, kernel, 3), whole);
-    for (int64_t at = 0; at < count_of(part.out); at++) {
+    for (int64_t at = 0; at < count_of(some.out); at++) {
         const int64_t width = x.q_heads * x.head_dim, row = at / width;
         const int64_t b = row / last.q_len, i = row % last.q_len + first;
-        CHECK_NEAR(load_double(part.out.data, dtype, at),
+        CHECK_NEAR(load_double(some.out.data, dtype, at),
                    load_double(whole.out.data, dtype, (b * x.q_len + i) * width + at % width),
                    2 * problem_out_tolerance(&x));
     }
 }
 
-static void parts_drop_the_same(void) { for_each_kernel("forward", check_last_queries); }
+static void some_queries_drop_the_same(void) { for_each_kernel("forward", check_last_queries); }
 
 /* ---- the function ---- */
 
@@ -420,7 +420,7 @@ static const test_entry tests[] = {
     TEST(gradients_lack_dropped_pairs),
     TEST(state_replaces_seed_and_offset),
     TEST(dropout_is_rounded),
-    TEST(parts_drop_the_same),
+    TEST(some_queries_drop_the_same),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -274,13 +274,31 @@ static void tensors_are_checked(void) {
     }
 }
 
+/* Carried keys have no positions, on which dropout depends. */
+static void check_no_dropout(call *x) {
+    const expectation want = {FDMA_INVALID_ARGUMENT, {"dropout", "k_carried"}, 0};
+    double *const dropout =
+        x->operation == operation_forward              ? &x->args.forward.dropout
+        : x->operation == operation_backward           ? &x->args.backward.dropout
+        : x->operation == operation_attention          ? &x->args.attention.dropout
+        : x->operation == operation_attention_backward ? &x->args.attention_backward.dropout
+        : x->operation == operation_probabilities      ? &x->args.probabilities.dropout
+                                                       : NULL;
+    if (dropout == NULL)
+        return;
+    test_context("%s with carried keys and dropout", operations[x->operation].name);
+    *dropout = 0.5;
+    check_rejected(x, &want);
+}
+
 /* Calls of select and of the fused forward have tables, too. */
 static void tensors_of_streams_are_checked(void) {
     for (int operation = 0; operation < operation_count; operation++) {
         if (!has_axis((fdma_operation)operation, 'n'))
             continue;
-        right_call_with((fdma_operation)operation, true, 4, 0);
+        call *const x = right_call_with((fdma_operation)operation, true, 4, 0);
         check_tensors(true);
+        check_no_dropout(x);
     }
 }
 

@@ -39,7 +39,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
-    given |= {"recent": 3, "sinks": 2}
+    given |= {"recent": 3, "sinks": 2, "dropout_p": 0.0}
     attended = ops.ATTENTION.op(query, key, value, score, *5 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
@@ -47,14 +47,12 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit", "rng_state")),
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
-        **{"dropout_p": 0.0},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
         **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
     }
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
-    used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
-    dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
+    used, dt_bias = {"kv_used": torch.tensor([5, 12]).int()}, {"dt_bias": torch.tensor([0.5, -2.0])}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
