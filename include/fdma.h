@@ -92,15 +92,15 @@
  * most as many queries as the piece has keys.
  *
  * Dropout. In training some of the probabilities may be dropped: each becomes 0 with probability
- * `dropout`, and the others are divided by 1 - dropout. lse is without dropout. `dropout` is rounded
- * to a multiple of 2^-16. Which probabilities are dropped is a function, which docs/algorithm.md
- * defines, of seed, offset, the entry of the batch, the query head and the positions of query and
- * key. It is the same in forward, backward and fdma_probabilities(), in every kernel and on every
- * device; a call on the last queries alone drops what it drops with all of them. So give each call
- * of forward, in every layer and step, a seed or an offset of its own, and its backward call the
- * same ones. rng_state [2] int64 has seed and offset in memory, on a device in its memory, where a
- * replayed CUDA graph may find other ones. Positions of packed sequences count from the first of
- * them. Calls with carried keys have no dropout.
+ * `dropout`, and the others are divided by 1 - dropout. lse is without dropout. `dropout` is
+ * rounded to a multiple of 2^-16. Which probabilities are dropped is a function of seed, offset,
+ * the entry of the batch, the query head and the positions of query and key; docs/algorithm.md
+ * defines it. It is the same in forward, backward and fdma_probabilities(), in every kernel and on
+ * every device, and a call on the last queries alone drops what it drops with all of them. So give
+ * each call of forward, in every layer and step, a seed or an offset of its own, and its backward
+ * call the same ones. rng_state [2] int64 has seed and offset in memory, on a device in its memory,
+ * where a replayed CUDA graph may find other ones. Positions of packed sequences count from the
+ * first of them. Calls with carried keys have no dropout.
  *
  * Making a call
  *
@@ -467,8 +467,8 @@ typedef struct fdma_forward_args {
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
  *             lse[b,h,i] = log(exp(sink_logit[h]) + sum_j exp(s[i,j])), without the first term if
  *                          sink_logit is absent
- *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or, with
- *                          dropout, 0 or 1 / (1 - dropout)
+ *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or,
+ *                          with dropout, 0 or 1 / (1 - dropout)
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
  *             (kv_len + (window + recent) * q_len / 128)); for a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
@@ -480,7 +480,8 @@ typedef struct fdma_forward_args {
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
  *             a scale beyond float32, a dropout below 0 or that rounds to 1, dropout with carried
  *             keys, a selection made for another kv_len or scope, key_valid with carried keys (the
- *             selection excludes keys that are not valid; fdma_attention(), which selects, takes it)
+ *             selection excludes keys that are not valid; fdma_attention(), which selects, takes
+ *             it)
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 

@@ -248,7 +248,7 @@ static fdma_status check_carried(const fdma_problem *problem) {
                  FDMA_INVALID_ARGUMENT,
                  "key_valid: is given, want none with k_carried: the selection excludes such keys");
     FDMA_REQUIRE(problem->dropout.threshold == 0, FDMA_INVALID_ARGUMENT,
-                 "dropout: is given, want 0 with k_carried");
+                 "dropout: is given, want none with k_carried");
     return FDMA_OK;
 }
 
