@@ -91,6 +91,17 @@
  * has the same window, recent, sinks and bias_form, causal masking, causal scope, no starts, and at
  * most as many queries as the piece has keys.
  *
+ * Dropout. In training some of the probabilities may be dropped: each becomes 0 with probability
+ * `dropout`, and the others are divided by 1 - dropout. lse is without dropout. `dropout` is
+ * rounded to a multiple of 2^-16. Which probabilities are dropped is a function of seed, offset,
+ * the entry of the batch, the query head and the positions of query and key; docs/algorithm.md
+ * defines it. It is the same in forward, backward and fdma_probabilities(), in every kernel and on
+ * every device, and a call on the last queries alone drops what it drops with all of them. So give
+ * each call of forward, in every layer and step, a seed or an offset of its own, and its backward
+ * call the same ones. rng_state [2] int64 has seed and offset in memory, on a device in its memory,
+ * where a replayed CUDA graph may find other ones. Positions of packed sequences count from the
+ * first of them. Calls with carried keys have no dropout.
+ *
  * Making a call
  *
  *   Fill the operation's argument struct and pass its address. `size` is the size
@@ -214,6 +225,7 @@ typedef enum fdma_dtype {
     FDMA_FLOAT64 = 4,  /* the kernel "reference" only */
     FDMA_INT32 = 5,
     FDMA_UINT8 = 6,
+    FDMA_INT64 = 7, /* rng_state only */
 } fdma_dtype;
 
 /*! fdma_tensor - a borrowed view of an array of rank 1 to 4.
@@ -444,6 +456,9 @@ typedef struct fdma_forward_args {
     fdma_exec exec;
     fdma_tensor kv_used;    /* optional [batch] int32: how many keys of each sequence exist */
     fdma_tensor sink_logit; /* optional [q_heads] float32: one more term in the sum of each row */
+    double dropout;         /* each probability becomes 0 with this probability; below 1; 0: off */
+    uint64_t seed, offset;  /* which ones do is a function of these; see "Dropout", above */
+    fdma_tensor rng_state;  /* optional [2] int64: seed and offset in memory, in place of these */
 } fdma_forward_args;
 
 /*! fdma_forward() - attention of each query over its kept keys, or over all visible ones.
@@ -452,7 +467,8 @@ typedef struct fdma_forward_args {
  *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
  *             lse[b,h,i] = log(exp(sink_logit[h]) + sum_j exp(s[i,j])), without the first term if
  *                          sink_logit is absent
- *             out[b,i,h] = sum_j exp(s[i,j] - lse[b,h,i]) v[b,j,g]
+ *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or,
+ *                          with dropout, 0 or 1 / (1 - dropout)
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
  *             (kv_len + (window + recent) * q_len / 128)); for a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
@@ -462,9 +478,10 @@ typedef struct fdma_forward_args {
  *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
  *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
- *             a scale beyond float32, a selection made for another kv_len or scope, key_valid with
- *             carried keys (the selection excludes keys that are not valid; fdma_attention(), which
- *             selects, takes it)
+ *             a scale beyond float32, a dropout below 0 or that rounds to 1, dropout with carried
+ *             keys, a selection made for another kv_len or scope, key_valid with carried keys (the
+ *             selection excludes keys that are not valid; fdma_attention(), which selects, takes
+ *             it)
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
@@ -486,19 +503,23 @@ typedef struct fdma_probabilities_args {
     int32_t causal;
     int32_t reserved;
     fdma_exec exec;
+    double dropout; /* as in fdma_forward_args, and the two below */
+    uint64_t seed, offset;
+    fdma_tensor rng_state;
 } fdma_probabilities_args;
 
 /*! fdma_probabilities() - the probability that each query gives to each key.
  *  Use it to debug and to draw pictures, after fdma_forward() or fdma_attention(). Every field that
  *  these also have must be what it was then. It computes and writes q_len * kv_len numbers, and
  *  nothing about it is tuned: to attend, use the calls above.
- *  Formula    probability[b,h,i,j] = exp(s[i,j] - lse[b,h,i]), with the s of fdma_forward(), for
- *             the keys that query i keeps, and 0 for all others
+ *  Formula    probability[b,h,i,j] = m[i,j] exp(s[i,j] - lse[b,h,i]), with the s and m of
+ *             fdma_forward(), for the keys that query i keeps, and 0 for all others
  *  Workspace  none; on a device O(batch * kv_heads * kv_len)
- *  Edge       a row sums to 1 up to rounding, or to less if forward had a sink_logit; an empty one
- *             (lse = -inf) is all 0; where lse is NaN, kept keys have NaN and the others 0; with an
- *             lse that is not forward's, such as a merged one, rows sum to what these keys have of
- *             the whole; keys that are not valid or never kept are never read
+ *  Edge       without dropout a row sums to 1 up to rounding, or to less if forward had a
+ *             sink_logit; an empty one (lse = -inf) is all 0; where lse is NaN, kept keys have NaN
+ *             and the others 0; with an lse that is not forward's, such as a merged one, rows sum
+ *             to what these keys have of the whole; keys that are not valid or never kept are never
+ *             read
  *  Errors     as fdma_forward()
  *  Source     docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_probabilities(const fdma_probabilities_args *args);
@@ -532,6 +553,9 @@ typedef struct fdma_attention_args {
     fdma_exec exec;
     fdma_tensor kv_used;    /* optional [batch] int32: how many keys of each sequence exist */
     fdma_tensor sink_logit; /* optional [q_heads] float32, as in fdma_forward_args */
+    double dropout;         /* as in fdma_forward_args, and the two below */
+    uint64_t seed, offset;
+    fdma_tensor rng_state;
 } fdma_attention_args;
 
 /*! fdma_attention() - score, select and attend in one call.
@@ -755,13 +779,17 @@ typedef struct fdma_backward_args {
     fdma_tensor
         sink_logit; /* as in fdma_forward_args; only dsink_logit depends on it, beside lse */
     fdma_tensor dsink_logit; /* output, optional [q_heads] float32; not without sink_logit */
+    double dropout;          /* as forward had it, and the two below */
+    uint64_t seed, offset;
+    fdma_tensor rng_state;
 } fdma_backward_args;
 
 /*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v, bias and sink_logit.
  *  Use it to train with fdma_forward(). Every field that forward also has must be what it was then.
  *  Formula    P[i,j] = exp(s[i,j] - lse[i]) over kept keys
  *             delta[i] = <dout[i], out[i]> - dlse[i]
- *             dv[j] = sum_i P[i,j] dout[i];  dS[i,j] = P[i,j] (<dout[i], v[j]> - delta[i])
+ *             dv[j] = sum_i m[i,j] P[i,j] dout[i], with the m of fdma_forward()
+ *             dS[i,j] = P[i,j] (m[i,j] <dout[i], v[j]> - delta[i])
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
  *             dsink_logit[h] = -sum_{b,i} exp(sink_logit[h] - lse[i]) delta[i]
@@ -840,6 +868,9 @@ typedef struct fdma_attention_backward_args {
     fdma_tensor kv_used;     /* optional [batch] int32: how many keys of each sequence exist */
     fdma_tensor sink_logit;  /* as in fdma_backward_args */
     fdma_tensor dsink_logit; /* output, optional, as in fdma_backward_args */
+    double dropout;          /* as in fdma_backward_args, and the two below */
+    uint64_t seed, offset;
+    fdma_tensor rng_state;
 } fdma_attention_backward_args;
 
 /*! fdma_attention_backward() - the gradients of fdma_attention() in one call.

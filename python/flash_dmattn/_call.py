@@ -23,6 +23,7 @@ DTYPES = {
     torch.bfloat16: _library.BFLOAT16,
     torch.float64: _library.FLOAT64,
     torch.int32: _library.INT32,
+    torch.int64: _library.INT64,
     torch.uint8: _library.UINT8,
     torch.bool: _library.UINT8,
 }

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, WORKSPACE_TOO_SMALL, CUDA_ERROR = range(5)
-FLOAT32, FLOAT16, BFLOAT16, FLOAT64, INT32, UINT8 = range(1, 7)
+FLOAT32, FLOAT16, BFLOAT16, FLOAT64, INT32, UINT8, INT64 = range(1, 8)
 BIAS_FORMS = {"exp": 0, "linear": 1, "none": 2}
 SCOPE_DEFAULT = 0
 SCOPES = {"causal": 1, "global": 2}
@@ -138,6 +138,10 @@ class ForwardArgs(Sized):
         ("reserved", c_int32),
         ("exec", Exec),
         *tensors("kv_used sink_logit"),
+        ("dropout", c_double),
+        ("seed", c_uint64),
+        ("offset", c_uint64),
+        *tensors("rng_state"),
     ]
 
 
@@ -159,6 +163,10 @@ class AttentionArgs(Sized):
         ("reserved", c_int32),
         ("exec", Exec),
         *tensors("kv_used sink_logit"),
+        ("dropout", c_double),
+        ("seed", c_uint64),
+        ("offset", c_uint64),
+        *tensors("rng_state"),
     ]
 
 
@@ -175,6 +183,10 @@ class BackwardArgs(Sized):
         ("reserved", c_int32),
         ("exec", Exec),
         *tensors("kv_used sink_logit dsink_logit"),
+        ("dropout", c_double),
+        ("seed", c_uint64),
+        ("offset", c_uint64),
+        *tensors("rng_state"),
     ]
 
 
@@ -236,6 +248,10 @@ class ProbabilitiesArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
+        ("dropout", c_double),
+        ("seed", c_uint64),
+        ("offset", c_uint64),
+        *tensors("rng_state"),
     ]
 
 
@@ -263,6 +279,10 @@ class AttentionBackwardArgs(Sized):
         ("accumulate", c_int32),
         ("exec", Exec),
         *tensors("kv_used sink_logit dsink_logit"),
+        ("dropout", c_double),
+        ("seed", c_uint64),
+        ("offset", c_uint64),
+        *tensors("rng_state"),
     ]
 
 

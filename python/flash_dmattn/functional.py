@@ -39,7 +39,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from . import (
     _arguments,
@@ -47,6 +46,7 @@ from . import (
     autograd,  # noqa: F401 (registers gradients)
     ops,
 )
+from ._inputs import draw_state, refuse_tangents
 
 Tensors = tuple[torch.Tensor, ...]
 MaybeTensors = tuple[_arguments.MaybeTensor, ...]
@@ -105,19 +105,6 @@ def _scale(softmax_scale: float | None) -> float:
     return softmax_scale
 
 
-def _refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
-    """Refuse tensors with forward-mode tangents, which an operator would silently ignore. They
-    are visible only here, before dispatch; outside of forward mode there is nothing to check."""
-    if getattr(forward_ad, "_current_level", 0) < 0:
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"flash_dmattn.{name}: forward-mode derivatives (torch.func.jvp) are not "
-                "implemented, use reverse mode (torch.autograd.grad)"
-            )
-
-
 def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTensors:
     """`rows` (query, key and value) and `weights` (dt_proj, a_coef, dt_bias) in autocast's dtype if
     autocast is on. float32 weights stay as they are: kernels support them beside any dtype of the
@@ -134,13 +121,6 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
         *(row.to(dtype) if row.dtype in floats else row for row in rows),
         *(one.to(dtype) if one is not None and one.dtype in narrow else one for one in weights),
     )
-
-
-def check_no_dropout(dropout_p: float) -> None:
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: is {dropout_p}, want a number in [0, 1)")
-    if dropout_p > 0:
-        raise NotImplementedError(f"dropout_p: is {dropout_p}, want 0: there is no dropout")
 
 
 def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
@@ -200,7 +180,7 @@ def score(
 
     Source: arXiv:2508.02124, section 3.
     """
-    _refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
+    refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
     tensors = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
     scores, bias = ops.SCORE.op(*tensors, key_valid, kv_used, bias_form, backend)
     return scores, None if bias_form == "none" else bias
@@ -279,6 +259,9 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    rng_state: torch.Tensor | None = None,
     backend: str | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,6 +283,12 @@ def attention(
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
+        dropout_p: probability with which each of the probabilities becomes 0; the others are
+            divided by 1 - dropout_p. It is rounded to a multiple of 2^-16. lse is without dropout.
+        generator: on query's device: dropout draws two numbers from it. None for the default one,
+            which torch.manual_seed() sets.
+        rng_state: optional [2] int64 on query's device, in place of the numbers that dropout draws:
+            calls with the same rng_state drop the same probabilities.
         backend: as in score().
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
 
@@ -309,7 +298,8 @@ def attention(
         lse = -inf or its sink_logit.
 
     Raises:
-        TypeError: a query that is not a tensor, or a selection that select() did not make.
+        TypeError: a query that is not a tensor, a selection that select() did not make, or a
+            generator that is none.
         ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
@@ -323,18 +313,22 @@ def attention(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
-    _refuse_tangents("attention", query, key, value, bias, sink_logit)
+    refuse_tangents("attention", query, key, value, bias, sink_logit)
+    rows = _autocast("query", (query, key, value))
+    rng_state = draw_state(query, dropout_p, generator, rng_state)
     return ops.ATTENTION.op(
-        *_autocast("query", (query, key, value)),
+        *rows,
         bias,
         key_valid,
         starts,
         kv_used,
         sink_logit,
+        rng_state,
         *_rules_of(selection),
         causal,
         _scale(softmax_scale),
         softcap,
+        dropout_p,
         deterministic,
         backend,
     )
@@ -376,7 +370,7 @@ def merge(
 
     Source: arXiv:2205.14135, section 3.1.
     """
-    _refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
+    refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
     return ops.MERGE.op(out_a, lse_a, out_b, lse_b, backend)
 
 
@@ -402,6 +396,7 @@ def flash_dma_attention(
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
+    generator: torch.Generator | None = None,
     backend: str | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -417,11 +412,11 @@ def flash_dma_attention(
         a_coef: [kv_heads], of query's dtype or float32.
         keep_window_size: number of keys that a query keeps, 1 or more; kv_len or more keeps
             all of them.
-        dropout_p: 0; anything else in [0, 1) raises NotImplementedError.
+        dropout_p: as in attention().
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
-        return_attn_probs: also return the probabilities, as attention_probabilities() does: q_len *
-            kv_len numbers for each query head, to debug and to draw pictures.
+        return_attn_probs: also return the probabilities, as attention_probabilities() does, but
+            with dropout: q_len * kv_len numbers for each query head, to debug and to draw pictures.
         dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
@@ -439,6 +434,7 @@ def flash_dma_attention(
             nothing, so that dt_proj, a_coef and dt_bias have no gradients.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
+        generator: as in attention().
         backend: as in score().
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
         return_lse: also return lse.
@@ -451,11 +447,10 @@ def flash_dma_attention(
         that keeps no key has out = 0, lse = -inf or its sink_logit, and probabilities of 0.
 
     Raises:
-        TypeError: a query that is not a tensor, or a keep_window_size, recent or sinks that is not
-            an int.
+        TypeError: a query that is not a tensor, a keep_window_size, recent or sinks that is not an
+            int, or a generator that is none.
         ValueError: shapes, devices or options that are inconsistent.
-        NotImplementedError: dropout, or a dtype, head_dim or backend that no kernel on this machine
-            supports.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
 
     Example:
         >>> query = torch.randn(2, 16, 4, 8)
@@ -469,8 +464,7 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
-    check_no_dropout(dropout_p)
-    _refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
+    refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     if scope is None:
         scope = "causal" if causal else "global"
@@ -481,8 +475,9 @@ def flash_dma_attention(
     rules = _arguments.check_rules(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
-    numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap)
-    options = (key_valid, starts, kv_used, sink_logit, *rules, *numbers)
+    numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap, dropout_p)
+    rng_state = draw_state(query, dropout_p, generator)
+    options = (key_valid, starts, kv_used, sink_logit, rng_state, *rules, *numbers)
     needs_gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )
@@ -492,7 +487,7 @@ def flash_dma_attention(
     results = (out, lse) if return_lse else (out,)
     if return_attn_probs:
         bias = None if bias_form == "none" else bias
-        given = (*tensors[:2], bias, key_valid, starts, kv_used, *selected, lse)
+        given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, *selected, lse)
         numbers = (*rules, scope, *numbers[2:])
         results += (ops.PROBABILITIES.without_gradients(*given, *numbers, backend),)
     return results if len(results) > 1 else out

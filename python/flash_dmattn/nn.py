@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import _arguments, functional
+from ._inputs import check_dropout
 from .cache import DynamicMaskCache
 
 HEAD_DIM_MAX = 256  # of the kernels
@@ -82,6 +83,8 @@ class DynamicMaskAttention(nn.Module):
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
         dt_bias: whether dt_proj has one.
+        dropout: probability with which each attention probability becomes 0 in training mode; the
+            others are divided by 1 - dropout. Calls with a cache have no dropout.
         sink_logit: whether each query head learns a sink logit, so that its probabilities may sum
             to less than 1. It is initialised with zeros.
         rope_base: base of the rotary angles; None for no position embedding.
@@ -103,7 +106,8 @@ class DynamicMaskAttention(nn.Module):
 
     Raises:
         TypeError: a window, recent or sinks that is not an int.
-        ValueError: sizes that contradict each other, or a window, recent or sinks out of its range.
+        ValueError: sizes that contradict each other, or a window, recent, sinks or dropout out of
+            its range.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -127,6 +131,7 @@ class DynamicMaskAttention(nn.Module):
         bias: bool = False,
         dt_bias: bool = False,
         sink_logit: bool = False,
+        dropout: float = 0.0,
         rope_base: float | None = 10000.0,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
@@ -155,7 +160,8 @@ class DynamicMaskAttention(nn.Module):
         self.window = None if window is None else rules[0]
         self.recent, self.sinks = rules[1:]
         self.causal, self.rope_base = causal, rope_base
-        self.softmax_scale, self.softcap = softmax_scale, softcap
+        check_dropout(dropout, "dropout")
+        self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden, heads * dim, bias=bias, **kind)
         self.k_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **kind)
@@ -186,7 +192,7 @@ class DynamicMaskAttention(nn.Module):
         return (
             f"{self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}, "
             f"head_dim={self.head_dim}, window={self.window}, recent={self.recent}, "
-            f"sinks={self.sinks}, causal={self.causal}"
+            f"sinks={self.sinks}, causal={self.causal}, dropout={self.dropout}"
         )
 
     def forward(
@@ -308,6 +314,7 @@ class DynamicMaskAttention(nn.Module):
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
+            "dropout_p": self.dropout if self.training else 0.0,
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]

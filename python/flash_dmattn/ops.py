@@ -178,17 +178,20 @@ SELECT = Operator(
 # Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
-    "Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
+    "Tensor? starts, Tensor? kv_used, Tensor? sink_logit, Tensor? rng_state, "
     "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
-    "str scope, bool causal, float softmax_scale, float softcap, bool deterministic, "
+    "str scope, bool causal, float softmax_scale, float softcap, float dropout_p, "
+    "bool deterministic, "
     "str? backend) -> (Tensor out, Tensor lse)",
     "forward",
 )
 FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
+    "Tensor? rng_state, "
     "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
+    "float dropout_p, "
     "bool deterministic, str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, "
     "Tensor expiry, Tensor slot)",
     "attention",
@@ -198,16 +201,20 @@ FUSED = Operator(
 FUSED_OUT = Operator(
     "flash_dma_output(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
+    "Tensor? rng_state, "
     "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
+    "float dropout_p, "
     "str? backend) -> Tensor out",
     "attention",
 )
 # It has no gradient.
 PROBABILITIES = ProbabilitiesOperator(
     "probabilities(Tensor query, Tensor key, Tensor? bias, Tensor? key_valid, Tensor? starts, "
-    "Tensor? kv_used, Tensor? expiry, Tensor? slot, Tensor lse, SymInt window, SymInt recent, "
-    "SymInt sinks, str scope, bool causal, float softmax_scale, float softcap, str? backend) "
+    "Tensor? kv_used, Tensor? rng_state, Tensor? expiry, Tensor? slot, Tensor lse, "
+    "SymInt window, SymInt recent, "
+    "SymInt sinks, str scope, bool causal, float softmax_scale, float softcap, "
+    "float dropout_p, str? backend) "
     "-> Tensor probability",
     "probabilities",
 )
@@ -227,9 +234,10 @@ SCORE_BACKWARD = BackwardOperator(
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
     "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
-    "Tensor? sink_logit, Tensor? expiry, "
+    "Tensor? sink_logit, Tensor? rng_state, Tensor? expiry, "
     "Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
-    "float softmax_scale, float softcap, bool deterministic, bool wants_dbias, str? backend) "
+    "float softmax_scale, float softcap, float dropout_p, bool deterministic, "
+    "bool wants_dbias, str? backend) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink_logit)",
     "backward",
     ATTENTION,
@@ -239,9 +247,11 @@ FUSED_BACKWARD = BackwardOperator(
     "flash_dma_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
     "Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, Tensor? dt_bias, "
     "Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
+    "Tensor? rng_state, "
     "Tensor expiry, Tensor slot, "
     "SymInt keep_window_size, SymInt recent, SymInt sinks, str scope, str bias_form, "
-    "bool causal, float softmax_scale, float softcap, bool deterministic, str? backend) "
+    "bool causal, float softmax_scale, float softcap, float dropout_p, bool deterministic, "
+    "str? backend) "
     "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor ddt_proj, Tensor da_coef, "
     "Tensor ddt_bias, Tensor dsink_logit)",
     "attention_backward",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import ops
+from ._inputs import check_dropout
 from .functional import Selection, _autocast, _rules_of, _scale
 
 
@@ -21,6 +22,8 @@ def attention_probabilities(
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """The probability that each query gives to each key, to debug and to draw pictures.
@@ -42,11 +45,14 @@ def attention_probabilities(
         causal: as there.
         softmax_scale: as there.
         softcap: as there.
+        dropout_p: as there; probabilities that are dropped are 0, the others divided by
+            1 - dropout_p.
+        rng_state: as there; not None with dropout.
         backend: as in score().
 
     Returns:
-        [batch, q_heads, q_len, kv_len] float32 (float64 if query is). A row sums to 1 up to
-        rounding; that of a query that keeps no key is 0.
+        [batch, q_heads, q_len, kv_len] float32 (float64 if query is). Without dropout a row sums to
+        1 up to rounding; that of a query that keeps no key is 0.
 
     Raises:
         TypeError: a query that is not a tensor, or a selection that select() did not make.
@@ -62,6 +68,9 @@ def attention_probabilities(
 
     Source: arXiv:2205.14135.
     """
+    if dropout_p > 0 and rng_state is None:
+        raise ValueError("rng_state: is None, want that of attention() with dropout")
+    check_dropout(dropout_p)
     expiry, slot, *rules = _rules_of(selection)
     return ops.PROBABILITIES.without_gradients(
         *_autocast("query", (query, key)),
@@ -69,6 +78,7 @@ def attention_probabilities(
         key_valid,
         starts,
         kv_used,
+        rng_state,
         expiry,
         slot,
         lse,
@@ -76,5 +86,6 @@ def attention_probabilities(
         causal,
         _scale(softmax_scale),
         softcap,
+        dropout_p,
         backend,
     )

@@ -12,7 +12,8 @@ import torch
 
 from . import _arguments, ops
 from ._arguments import MaybeTensor
-from .functional import _autocast, _refuse_tangents, _scale
+from ._inputs import refuse_tangents
+from .functional import _autocast, _scale
 
 TOKENS_MAX = 64  # new tokens of a decode()
 
@@ -161,7 +162,7 @@ def decode(
     """
     if not isinstance(cache, KeyCache):
         raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
-    _refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
+    refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
     out, lse = ops.DECODE.op(
         *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),
         score,

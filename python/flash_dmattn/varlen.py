@@ -40,6 +40,7 @@ def flash_dmattn_varlen_func(
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
+    generator: torch.Generator | None = None,
     backend: str | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -72,6 +73,7 @@ def flash_dmattn_varlen_func(
         scope: as there.
         bias_form: as there.
         softcap: as there.
+        generator: as in attention(), on q's device.
         backend: as in score().
         deterministic: as in flash_dma_attention().
         return_attn_probs: also return the probabilities, total * total numbers for each query head.
@@ -101,12 +103,13 @@ def flash_dmattn_varlen_func(
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
     if dt_bias is not None and dt_proj is None:
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
-    functional.check_no_dropout(dropout_p)
     rows = q[None], k[None], v[None]
     options = {"starts": cu_seqlens_q, "causal": causal, "backend": backend}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap}
     probability = ()
     if dt_proj is None or a_coef is None:
+        rng_state = functional.draw_state(q, dropout_p, generator)
+        options |= {"dropout_p": dropout_p, "rng_state": rng_state}
         out, lse = functional.attention(
             *rows, sink_logit=sink_logit, **options, deterministic=deterministic
         )
@@ -116,6 +119,7 @@ def flash_dmattn_varlen_func(
         rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
         rules |= {"dt_bias": dt_bias, "sink_logit": sink_logit}
         options |= {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
+        options |= {"dropout_p": dropout_p, "generator": generator}
         out, lse, *probability = functional.flash_dma_attention(
             *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
         )

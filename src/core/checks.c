@@ -34,6 +34,8 @@ static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
         return takes_int32;
     case dtypes_uint8:
         return takes_uint8;
+    case dtypes_int64:
+        return takes_int64;
     case dtypes_as_dt_proj:
         return 1u << problem->dt_proj.dtype;
     case dtypes_as_a:
@@ -245,6 +247,8 @@ static fdma_status check_carried(const fdma_problem *problem) {
     FDMA_REQUIRE(!is_present(&problem->key_valid) || is_fused(problem->operation),
                  FDMA_INVALID_ARGUMENT,
                  "key_valid: is given, want none with k_carried: the selection excludes such keys");
+    FDMA_REQUIRE(problem->dropout.threshold == 0, FDMA_INVALID_ARGUMENT,
+                 "dropout: is given, want none with k_carried");
     return FDMA_OK;
 }
 
@@ -316,6 +320,13 @@ static fdma_status check_used_keys(const fdma_problem *problem) {
                      "kv_used: element %lld is %d, want 0 to %lld", (long long)b, used[b],
                      (long long)problem->kv_len);
     return FDMA_OK;
+}
+
+/* On a device kernels read it. */
+static void read_rng_state(fdma_problem *problem) {
+    const int64_t *const state = problem->rng_state.data;
+    problem->dropout.seed = (uint64_t)state[0];
+    problem->dropout.offset = (uint64_t)state[1];
 }
 
 /* Checks the sizes against each other and against the options. */
@@ -397,6 +408,8 @@ fdma_status fdma_settle_problem(fdma_problem *problem, check_depth depth) {
         FDMA_TRY(check_seen(problem));
     if (depth == check_all && is_present(&problem->kv_used) && problem->exec.device == FDMA_CPU)
         FDMA_TRY(check_used_keys(problem));
+    if (depth == check_all && is_present(&problem->rng_state) && problem->exec.device == FDMA_CPU)
+        read_rng_state(problem);
     return depth == check_all && is_present(&problem->starts) ? check_starts(problem) : FDMA_OK;
 }
 

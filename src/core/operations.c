@@ -70,6 +70,17 @@ static fdma_status take_logit_options(double scale, double softcap, int32_t caus
     return FDMA_OK;
 }
 
+static fdma_status take_dropout(double dropout, uint64_t seed, uint64_t offset,
+                                fdma_problem *problem) {
+    const double half_step = 0.5 / dropout_range; // p is rounded to steps of 2^-16
+    FDMA_REQUIRE(dropout >= 0 && dropout < 1 - half_step, FDMA_INVALID_ARGUMENT,
+                 "dropout: is %.8g, want 0 or more and less than 1 - 2^-17", dropout);
+    problem->dropout.threshold = (uint32_t)((dropout + half_step) * dropout_range);
+    problem->dropout.seed = seed;
+    problem->dropout.offset = offset;
+    return FDMA_OK;
+}
+
 static fdma_status take_score(const any_args *args, fdma_problem *problem) {
     return take_bias_form(args->score.bias_form, problem);
 }
@@ -93,6 +104,7 @@ static fdma_status take_lists(const any_args *args, fdma_problem *problem) {
 
 static fdma_status take_forward(const any_args *args, fdma_problem *problem) {
     const fdma_forward_args *const forward = &args->forward;
+    FDMA_TRY(take_dropout(forward->dropout, forward->seed, forward->offset, problem));
     return take_logit_options(forward->scale, forward->softcap, forward->causal, problem);
 }
 
@@ -106,6 +118,7 @@ static fdma_status take_backward(const any_args *args, fdma_problem *problem) {
     const fdma_backward_args *const backward = &args->backward;
     problem->deterministic = backward->deterministic != 0;
     problem->accumulate = problem->add_dsinks = backward->accumulate != 0;
+    FDMA_TRY(take_dropout(backward->dropout, backward->seed, backward->offset, problem));
     FDMA_TRY(check_dsink_logit(problem));
     return take_logit_options(backward->scale, backward->softcap, backward->causal, problem);
 }
@@ -155,6 +168,7 @@ static fdma_status take_cache_copy(const any_args *args, fdma_problem *problem) 
 
 static fdma_status take_probabilities(const any_args *args, fdma_problem *problem) {
     const fdma_probabilities_args *const call = &args->probabilities;
+    FDMA_TRY(take_dropout(call->dropout, call->seed, call->offset, problem));
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
 
@@ -163,6 +177,7 @@ static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
     FDMA_TRY(take_bias_form(call->bias_form, problem));
     FDMA_TRY(take_rules(call->window, call->recent, call->sinks, call->scope, call->causal != 0,
                         problem));
+    FDMA_TRY(take_dropout(call->dropout, call->seed, call->offset, problem));
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
 
@@ -180,6 +195,7 @@ static fdma_status take_attention_backward(const any_args *args, fdma_problem *p
     FDMA_TRY(check_dsink_logit(problem));
     problem->deterministic = call->deterministic != 0;
     problem->accumulate = problem->add_dsinks = call->accumulate != 0;
+    FDMA_TRY(take_dropout(call->dropout, call->seed, call->offset, problem));
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
 

@@ -50,6 +50,7 @@ static fdma_problem cut_problem(const fdma_problem *packed, sequence_range own, 
     for (size_t t = 0; t < table.count; t++)
         cut_tensor(problem_tensor(&one, &table.entries[t]), &table.entries[t], own);
     one.starts = (fdma_tensor){0};
+    one.first_position = own.first;
     one.q_len = min(packed->q_len, count);
     one.kv_len = one.new_len = count;
     if (reads_expiry(packed))

@@ -2,6 +2,7 @@
  * struct. */
 #pragma once
 
+#include "core/dropout.h"
 #include "core/tensor.h"
 
 typedef enum fdma_operation {
@@ -43,7 +44,7 @@ typedef struct fdma_problem {
     fdma_tensor q, k, v, out, lse, bias, score, dt_proj, a, dt_bias, key_valid, starts, kv_used,
         expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
-    fdma_tensor sink_logit, dsink_logit, probability;
+    fdma_tensor sink_logit, dsink_logit, probability, rng_state;
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
@@ -57,6 +58,10 @@ typedef struct fdma_problem {
     int64_t tile_len;
     double scale;   /* never 0 */
     double softcap; /* 0: off */
+    dropout_params dropout;
+    int64_t first_entry, first_position; /* of a problem that is cut out of a call: where its batch
+                                            and its positions begin in those of the call, which
+                                            dropout depends on */
     fdma_scope scope;
     fdma_bias_form bias_form;
     bool causal;
@@ -153,6 +158,26 @@ static inline sequence_range sequence_at(const fdma_problem *problem, int64_t po
     }
     return high < problem->starts.shape[0] ? (sequence_range){starts[low], starts[high]}
                                            : (sequence_range){position, position};
+}
+
+/* The code of query head h of sequence b at position p; see core/dropout.h. */
+static inline row_code row_code_of(const fdma_problem *problem, int64_t b, int64_t h, int64_t p) {
+    const int64_t head = (problem->first_entry + b) * problem->q_heads + h;
+    return dropout_row(&problem->dropout, head, problem->first_position + p);
+}
+
+/* That of key j and kv head g. */
+static inline uint32_t key_code_of(const fdma_problem *problem, int64_t b, int64_t g, int64_t j) {
+    const int64_t head = (problem->first_entry + b) * problem->kv_heads + g;
+    return dropout_key(&problem->dropout, head, problem->first_position + j);
+}
+
+/* Whether dropout drops the pair of a query at position p and key j. */
+static inline bool is_dropped(const fdma_problem *problem, row_code row, int64_t b, int64_t g,
+                              int64_t j, int64_t p) {
+    const uint32_t threshold = problem->dropout.threshold;
+    return threshold != 0 && dropout_drops(threshold, row, problem->first_position + p,
+                                           key_code_of(problem, b, g, j));
 }
 
 /* The tensor that stores a number or a row of a key, and the index of the key in it. */

@@ -29,6 +29,7 @@ typedef enum tensor_dtypes {
     dtypes_wide,   /* float32, or float64 for the reference */
     dtypes_int32,
     dtypes_uint8,
+    dtypes_int64,
     dtypes_as_dt_proj,
     dtypes_as_a,
     dtypes_as_dt_bias,
@@ -52,7 +53,7 @@ typedef struct tensor_entry {
     bool in_selection; /* absent where the call has no selection */
 } tensor_entry;
 
-enum { most_tensors = 28 }; /* of one operation */
+enum { most_tensors = 32 }; /* of one operation */
 
 /* The tensors of one operation, in the order in which they are checked. */
 typedef struct tensor_table {

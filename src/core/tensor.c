@@ -8,6 +8,7 @@
 static const char *const dtype_names[] = {
     [FDMA_FLOAT32] = "float32", [FDMA_FLOAT16] = "float16", [FDMA_BFLOAT16] = "bfloat16",
     [FDMA_FLOAT64] = "float64", [FDMA_INT32] = "int32",     [FDMA_UINT8] = "uint8",
+    [FDMA_INT64] = "int64",
 };
 enum { dtype_count = sizeof dtype_names / sizeof dtype_names[0] };
 

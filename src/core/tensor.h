@@ -24,13 +24,14 @@ enum {
     takes_float64 = 1 << FDMA_FLOAT64,
     takes_int32 = 1 << FDMA_INT32,
     takes_uint8 = 1 << FDMA_UINT8,
+    takes_int64 = 1 << FDMA_INT64,
     takes_floats = takes_float32 | takes_float16 | takes_bfloat16 | takes_float64,
     takes_wide_floats = takes_float32 | takes_float64,
 };
 
 /* Bytes of an element; 0 if there is no such dtype. */
 static inline size_t fdma_dtype_size(fdma_dtype dtype) {
-    static const uint8_t sizes[] = {0, 4, 2, 2, 8, 4, 1}; // in the order of fdma_dtype
+    static const uint8_t sizes[] = {0, 4, 2, 2, 8, 4, 1, 8}; // in the order of fdma_dtype
     return (size_t)dtype < sizeof sizes ? sizes[dtype] : 0;
 }
 

@@ -67,6 +67,7 @@ static fdma_problem cut_problem(const fdma_problem *whole, const used_entries *e
                                .keys = entries->keys};
     fdma_problem one = *whole;
     one.kv_used = (fdma_tensor){0};
+    one.first_entry = entries->b;
     for (size_t t = 0; t < table.count; t++)
         cut_tensor(problem_tensor(&one, &table.entries[t]), &table.entries[t], &own);
     one.batch = own.batch;

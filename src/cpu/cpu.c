@@ -247,6 +247,8 @@ const char *fdma_refuses_slow(const fdma_problem *problem) {
 /* Decode keeps the sums of all rows of a kv head side by side: for more rows, tiles are faster. */
 const char *fdma_refuses_decode(const fdma_problem *problem) {
     enum { most_rows = 16 };
+    if (problem->dropout.threshold != 0)
+        return "dropout";
     return problem->q_len * problem->group > most_rows
                ? "more than 16 rows (queries times q_heads / kv_heads) of a kv head"
                : fdma_refuses_wide(problem);

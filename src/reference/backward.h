@@ -41,21 +41,31 @@ static real delta_of(const fdma_problem *problem, int64_t b, int64_t i, int64_t 
                : sum;
 }
 
+/* What the gradients of a row depend on beside its q and dout. */
+typedef struct row_inputs {
+    int64_t p; /* its position */
+    real lse, delta;
+    row_code code;
+} row_inputs;
+
 /* Adds the terms of one row, whose q and dout are loaded, and one key. */
-static void add_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j, real lse,
-                    real delta, const key_gradients *sums) {
+static void add_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j,
+                    const row_inputs *row, const key_gradients *sums) {
     const fdma_dtype dtype = problem->dtype;
     const int64_t dim = problem->head_dim;
+    const bool drops = is_dropped(problem, row->code, b, g, j, row->p);
     load_key(sums->k, problem, &problem->k, &problem->k_carried, b, j, g);
     load_key(sums->v, problem, &problem->v, &problem->v_carried, b, j, g);
     const logit s = logit_of(problem, sums->q, sums->k, b, g, j);
-    const real p = rounded(dtype, exp(s.value - lse));
-    const real dp = rounded(dtype, dot(sums->dout, sums->v, dim));
-    const real ds = rounded(dtype, p * (dp - delta));
+    const real p = rounded(dtype, exp(s.value - row->lse));
+    const real dropped = rounded(dtype, after_dropout(problem, drops, p));
+    const real product = rounded(dtype, dot(sums->dout, sums->v, dim));
+    const real dp = rounded(dtype, after_dropout(problem, drops, product));
+    const real ds = rounded(dtype, p * (dp - row->delta));
     const real dproduct = rounded(dtype, rounded(dtype, ds * s.slope) * (real)problem->scale);
     sums->dbias[j] += ds;
     for (int64_t d = 0; d < dim; d++) {
-        sums->dv[j * dim + d] += p * sums->dout[d];
+        sums->dv[j * dim + d] += dropped * sums->dout[d];
         sums->dk[j * dim + d] += dproduct * sums->q[d];
         sums->dq[d] += dproduct * sums->k[d];
     }
@@ -63,15 +73,17 @@ static void add_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j
 
 static void add_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
                     const key_gradients *sums) {
-    const int64_t g = h / problem->group, dim = problem->head_dim;
-    const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
-    const real delta = delta_of(problem, b, i, h);
+    const int64_t g = h / problem->group, dim = problem->head_dim, p = query_position(problem, i);
+    const row_inputs row = {.p = p,
+                            .lse = load(&problem->lse, offset_of(&problem->lse, b, h, i)),
+                            .delta = delta_of(problem, b, i, h),
+                            .code = row_code_of(problem, b, h, p)};
     memset(sums->dq, 0, (size_t)dim * sizeof *sums->dq);
     load_row(sums->q, &problem->q, offset_of(&problem->q, b, i, h), dim);
     load_row(sums->dout, &problem->dout, offset_of(&problem->dout, b, i, h), dim);
-    for (int64_t j = 0; j < problem->kv_len && lse != -infinity; j++)
-        if (is_kept(problem, b, g, j, query_position(problem, i)))
-            add_key(problem, b, g, j, lse, delta, sums);
+    for (int64_t j = 0; j < problem->kv_len && row.lse != -infinity; j++)
+        if (is_kept(problem, b, g, j, p))
+            add_key(problem, b, g, j, &row, sums);
     for (int64_t d = 0; d < dim; d++)
         put(&problem->dq, offset_of(&problem->dq, b, i, h) + d, sums->dq[d], problem->accumulate);
 }

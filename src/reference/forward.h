@@ -49,12 +49,15 @@ static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_
     const int64_t g = h / problem->group, p = query_position(problem, i);
     real row_max;
     const real sum = weigh_keys(problem, b, i, h, row, &row_max);
+    const row_code code = row_code_of(problem, b, h, p);
     for (int64_t d = 0; d < problem->head_dim; d++)
         row->out[d] = isnan(sum) ? sum : 0;
     for (int64_t j = 0; j < problem->kv_len && sum > 0; j++) {
         if (!is_kept(problem, b, g, j, p))
             continue;
-        const real probability = rounded(problem->dtype, row->weights[j] / sum);
+        const bool dropped = is_dropped(problem, code, b, g, j, p);
+        const real weight = rounded(problem->dtype, row->weights[j] / sum);
+        const real probability = rounded(problem->dtype, after_dropout(problem, dropped, weight));
         load_key(row->key, problem, &problem->v, &problem->v_carried, b, j, g);
         for (int64_t d = 0; d < problem->head_dim; d++)
             row->out[d] += probability * row->key[d];

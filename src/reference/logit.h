@@ -36,6 +36,11 @@ static inline real sink_logit_of(const fdma_problem *problem, int64_t h) {
     return is_present(sink) ? load(sink, offset_of(sink, h, 0, 0)) : -infinity;
 }
 
+/* What dropout makes of a number of a pair: 0, even of NaN, or a greater one. */
+static inline real after_dropout(const fdma_problem *problem, bool dropped, real x) {
+    return dropped ? 0 : x * (real)dropout_scale(problem->dropout.threshold);
+}
+
 typedef struct logit {
     real value;
     real slope; /* derivative of the softcap; 1 without one */

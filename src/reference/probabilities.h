@@ -7,12 +7,15 @@ static void write_probabilities(const fdma_problem *problem, int64_t b, int64_t 
                                 const row_scratch *row) {
     const int64_t g = h / problem->group, p = query_position(problem, i);
     const real lse = load(&problem->lse, offset_of(&problem->lse, b, h, i));
+    const row_code code = row_code_of(problem, b, h, p);
     load_row(row->q, &problem->q, offset_of(&problem->q, b, i, h), problem->head_dim);
     for (int64_t j = 0; j < problem->kv_len; j++) {
         real probability = 0;
         if (lse != -infinity && is_kept(problem, b, g, j, p)) {
             load_key(row->key, problem, &problem->k, &problem->k_carried, b, j, g);
             probability = exp(logit_of(problem, row->q, row->key, b, g, j).value - lse);
+            probability =
+                after_dropout(problem, is_dropped(problem, code, b, g, j, p), probability);
         }
         store(&problem->probability, offset_of(&problem->probability, b, h, i) + j, probability);
     }

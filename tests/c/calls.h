@@ -265,6 +265,8 @@ static inline fdma_dtype dtype_of_entry(const tensor_entry *entry, fdma_dtype dt
         return FDMA_INT32;
     case dtypes_uint8:
         return FDMA_UINT8;
+    case dtypes_int64:
+        return FDMA_INT64;
     case dtypes_wide:
     case dtypes_as_a:
         return FDMA_FLOAT32;

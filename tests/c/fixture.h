@@ -74,12 +74,12 @@ static inline double load_double(const void *data, fdma_dtype dtype, int64_t at)
 }
 
 static inline const char *dtype_name(fdma_dtype dtype) {
-    static const char *const names[] = {"?", "f32", "f16", "bf16", "f64", "i32", "u8"};
+    static const char *const names[] = {"?", "f32", "f16", "bf16", "f64", "i32", "u8", "i64"};
     return names[dtype];
 }
 
 static inline size_t dtype_size(fdma_dtype dtype) {
-    static const size_t sizes[] = {0, 4, 2, 2, 8, 4, 1};
+    static const size_t sizes[] = {0, 4, 2, 2, 8, 4, 1, 8};
     return sizes[dtype];
 }
 

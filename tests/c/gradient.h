@@ -77,6 +77,10 @@ static inline fdma_backward_args gradient_args(const gradient_problem *p, const 
         .deterministic = p->deterministic,
         .exec = {.kernel = kernel, .threads = 1},
         .kv_used = x->kv_used,
+        .dropout = x->dropout,
+        .seed = x->seed,
+        .offset = x->offset,
+        .rng_state = x->rng_state,
     };
 }
 
@@ -123,6 +127,10 @@ static inline fdma_attention_backward_args fused_args(const gradient_problem *p,
         .causal = x->causal,
         .exec = {.kernel = kernel, .threads = 2},
         .kv_used = x->kv_used,
+        .dropout = x->dropout,
+        .seed = x->seed,
+        .offset = x->offset,
+        .rng_state = x->rng_state,
     };
 }
 

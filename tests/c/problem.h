@@ -18,6 +18,9 @@ typedef struct problem {
     fdma_tensor key_valid;   /* absent unless a test sets it, as starts is */
     fdma_tensor starts, kv_used;
     fdma_selection selection;
+    double dropout;
+    uint64_t seed, offset;
+    fdma_tensor rng_state;
 } problem;
 
 typedef struct attended {
@@ -80,6 +83,10 @@ static inline fdma_forward_args problem_args(const problem *x, const char *kerne
         .causal = x->causal,
         .exec = {.kernel = kernel, .threads = 1},
         .kv_used = x->kv_used,
+        .dropout = x->dropout,
+        .seed = x->seed,
+        .offset = x->offset,
+        .rng_state = x->rng_state,
     };
 }
 

@@ -6,7 +6,7 @@
 #include "differences.h"
 #include "gradient.h"
 
-/* Of a tiny case: by its index some have a scale, and some have no dlse. */
+/* Of a tiny case: by its index some have a scale, some dropout, and some have no dlse. */
 typedef struct tiny_case {
     problem x;
     int with_dlse, with_dt_bias;
@@ -18,6 +18,8 @@ static tiny_case tiny_of(int index, fdma_dtype dtype) {
     tiny_case tiny = {
         .x = case_problem(index, dtype), .with_dlse = index % 4 != 1, .with_dt_bias = index % 2};
     tiny.x.scale = index % 3 == 0 ? 0.7 : 0;
+    tiny.x.dropout = index % 3 != 1 ? 0.3 : 0;
+    tiny.x.seed = (uint64_t)index;
     if (cases[index].bias_form == FDMA_BIAS_NONE)
         tiny.x.bias = (fdma_tensor){0};
     else if (dtype == FDMA_FLOAT64)
@@ -81,7 +83,9 @@ static void the_plain_evaluation_is_near_the_reference(void) {
             const gradients want = reference_gradients(&p), got = plain_gradients(&p);
             const problem *x = &p.x;
             const int64_t terms = x->q_len * x->q_heads + x->kv_len + x->head_dim;
-            const double relative = (double)terms * (double)FLT_EPSILON + 4 * step_of(dtype);
+            const int roundings = x->dropout > 0 ? 6 : 4; // to the dtype
+            const double relative =
+                (double)terms * (double)FLT_EPSILON + roundings * step_of(dtype);
             for (int t = 0; t < TEST_COUNT(want.all); t++)
                 check_near(got.all[t], want.all[t], relative);
             test_free_all();
@@ -245,6 +249,8 @@ static void attend_whole(whole_loss *w, gradient_problem *p, int with_dlse) {
         .softcap = x->softcap,
         .causal = x->causal,
         .exec = {.kernel = "reference"},
+        .dropout = x->dropout,
+        .seed = x->seed,
     };
     CHECK_OK(run_attention(&args));
     score_now(&w->s);

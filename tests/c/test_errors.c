@@ -87,6 +87,10 @@ static void options_of_attention_are_checked(void) {
     ATTENDING_REJECTS(args->softcap = -2, INVALID("softcap", "-2"));
     ATTENDING_REJECTS(args->softcap = (double)NAN, INVALID("softcap", "nan"));
     ATTENDING_REJECTS(args->softcap = (double)INFINITY, INVALID("softcap", "inf"));
+    ATTENDING_REJECTS(args->dropout = -0.25, INVALID("dropout", "-0.25", "0 or more"));
+    ATTENDING_REJECTS(args->dropout = 1, INVALID("dropout", "is 1", "less than"));
+    ATTENDING_REJECTS(args->dropout = 1 - 0x1p-17, INVALID("dropout", "less than"));
+    ATTENDING_REJECTS(args->dropout = (double)NAN, INVALID("dropout", "nan"));
     REJECTS(forward, args->reserved = 1, INVALID("reserved", "1"));
     REJECTS(backward, args->reserved = 1, INVALID("reserved", "1"));
     REJECTS(probabilities, args->reserved = 1, INVALID("reserved", "1"));

@@ -26,13 +26,15 @@ static const char *const documented[operation_count] = {
         " expiry:bgj:i slot:bgj:i starts?:s:i kv_used?:b:i >list:bgtw:i >count:bgt2:i",
     [operation_forward] =
         " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
-        " sink_logit?:h:f" CARRIED("", "") " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
+        " sink_logit?:h:f rng_state?:2:l" CARRIED(
+            "", "") " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
     [operation_backward] =
         " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
-        " sink_logit?:h:f" CARRIED("", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f"
-                                           " dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bngd:s"
-                                           " >dv:bngd:s >dbias?:bgn:f"
-                                           " >dsink_logit?:h:f" CARRIED(">", "d"),
+        " sink_logit?:h:f rng_state?:2:l" CARRIED(
+            "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f"
+                    " dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bngd:s"
+                    " >dv:bngd:s >dbias?:bgn:f"
+                    " >dsink_logit?:h:f" CARRIED(">", "d"),
     [operation_score_backward] =
         " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u kv_used?:b:i dbias:bgj:f"
         " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b",
@@ -49,16 +51,17 @@ static const char *const documented[operation_count] = {
         " k:bngd:s v:bngd:s score:bgn:f starts?:s:i index?:e:i expiry:bgj:i slot:bgj:i" CACHE("z"),
     [operation_cache_copy] = CACHE("r") " from:b:i to:b:i",
     [operation_probabilities] =
-        " q:bihd:s k:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i k_carried?:brgd:s"
-        " bias_carried?:bgr:f expiry:bgj:i slot?:bgj:i lse:bhi:f >probability:bhij:f",
+        " q:bihd:s k:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i rng_state?:2:l"
+        " k_carried?:brgd:s bias_carried?:bgr:f expiry:bgj:i slot?:bgj:i lse:bhi:f "
+        ">probability:bhij:f",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
-        "starts?:s:i kv_used?:b:i sink_logit?:h:f" TABLE("", "table_in", "f")
+        "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" TABLE("", "table_in", "f")
             CARRIED("", "") " >out:bihd:s >lse?:bhi:f >score?:bgn:f"
                             " >bias?:bgn:f >expiry:bgj:i >slot?:bgj:i" TABLE(">", "table_out", "f"),
     [operation_attention_backward] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w bias?:bgn:f key_valid?:bn:u "
-        "starts?:s:i kv_used?:b:i sink_logit?:h:f" CARRIED(
+        "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" CARRIED(
             "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f"
                     " >dq:bihd:s >dk:bngd:s >dv:bngd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b"
                     " >dsink_logit?:h:f" CARRIED(">", "d"),
@@ -69,7 +72,7 @@ static void list_is_as_documented(void) {
     static const char dtypes[] = {
         [dtypes_same] = 's',  [dtypes_weight] = 'w',     [dtypes_wide] = 'f',
         [dtypes_int32] = 'i', [dtypes_uint8] = 'u',      [dtypes_as_dt_proj] = 'd',
-        [dtypes_as_a] = 'a',  [dtypes_as_dt_bias] = 'b',
+        [dtypes_as_a] = 'a',  [dtypes_as_dt_bias] = 'b', [dtypes_int64] = 'l',
     };
     for (int operation = 0; operation < operation_count; operation++) {
         const tensor_table table = fdma_tensors[operation];
@@ -184,10 +187,10 @@ static bool may_have(const tensor_entry *entry, fdma_dtype own, fdma_dtype dtype
 
 static void check_dtypes(const tensor_entry *entry, fdma_tensor tensor) {
     static const char *const names[] = {"unset",   "float32", "float16", "bfloat16",
-                                        "float64", "int32",   "uint8"};
+                                        "float64", "int32",   "uint8",   "int64"};
     const expectation unknown = {FDMA_INVALID_ARGUMENT, {entry->name, "77"}, 0};
     const fdma_dtype own = tensor.dtype;
-    for (int dtype = FDMA_FLOAT32; dtype <= FDMA_UINT8; dtype++) {
+    for (int dtype = FDMA_FLOAT32; dtype <= FDMA_INT64; dtype++) {
         const expectation want = {FDMA_UNSUPPORTED, {entry->name, names[dtype]}, 0};
         tensor.dtype = (fdma_dtype)dtype;
         if (!may_have(entry, own, tensor.dtype))
@@ -271,13 +274,31 @@ static void tensors_are_checked(void) {
     }
 }
 
+/* Carried keys have no positions, on which dropout depends. */
+static void check_no_dropout(call *x) {
+    const expectation want = {FDMA_INVALID_ARGUMENT, {"dropout", "k_carried"}, 0};
+    double *const dropout =
+        x->operation == operation_forward              ? &x->args.forward.dropout
+        : x->operation == operation_backward           ? &x->args.backward.dropout
+        : x->operation == operation_attention          ? &x->args.attention.dropout
+        : x->operation == operation_attention_backward ? &x->args.attention_backward.dropout
+        : x->operation == operation_probabilities      ? &x->args.probabilities.dropout
+                                                       : NULL;
+    if (dropout == NULL)
+        return;
+    test_context("%s with carried keys and dropout", operations[x->operation].name);
+    *dropout = 0.5;
+    check_rejected(x, &want);
+}
+
 /* Calls of select and of the fused forward have tables, too. */
 static void tensors_of_streams_are_checked(void) {
     for (int operation = 0; operation < operation_count; operation++) {
         if (!has_axis((fdma_operation)operation, 'n'))
             continue;
-        right_call_with((fdma_operation)operation, true, 4, 0);
+        call *const x = right_call_with((fdma_operation)operation, true, 4, 0);
         check_tensors(true);
+        check_no_dropout(x);
     }
 }
 

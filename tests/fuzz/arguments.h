@@ -137,6 +137,7 @@ static int64_t wrap(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint
 static size_t element_size(fdma_dtype dtype) {
     switch (dtype) {
     case FDMA_FLOAT64:
+    case FDMA_INT64:
         return 8;
     case FDMA_FLOAT16:
     case FDMA_BFLOAT16:
@@ -288,6 +289,16 @@ static fdma_tensor maybe_valid(call *to) {
     return make_optional(to, false, FDMA_UINT8, 2, shape);
 }
 
+/* Where carried keys allow none, mostly none. */
+static double make_dropout(call *to) {
+    return to->rows == 0 || seldom(&to->in) ? make_number(&to->in) : 0;
+}
+
+static fdma_tensor maybe_rng_state(call *to) {
+    const int64_t shape[] = {2};
+    return make_optional(to, false, FDMA_INT64, 1, shape);
+}
+
 /* Of forward and backward, where carried keys allow none. */
 static fdma_tensor maybe_valid_keys(call *to) {
     return to->rows == 0 || seldom(&to->in) ? maybe_valid(to) : (fdma_tensor){0};
@@ -381,6 +392,10 @@ static fdma_tensor make_lse(call *to, bool output) {
 
 static fdma_tensor maybe_per_row(call *to, bool output) {
     return take_up_to(&to->in, 1) ? make_lse(to, output) : (fdma_tensor){0};
+}
+
+static int64_t tiles_of(int64_t q_len, int64_t tile_len) {
+    return tile_len > 0 ? q_len / tile_len + (q_len % tile_len > 0) : 0;
 }
 
 static fdma_tensor maybe_lse(call *to) { return maybe_per_row(to, true); }

@@ -61,10 +61,6 @@ static void make_select(call *to) {
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
-static int64_t tiles_of(int64_t q_len, int64_t tile_len) {
-    return tile_len > 0 ? q_len / tile_len + (q_len % tile_len > 0) : 0;
-}
-
 /* Selections here are any numbers. */
 static void make_lists(call *to) {
     fdma_lists_args *const args = &to->args.lists;
@@ -97,8 +93,8 @@ static void make_forward(call *to) {
     fdma_forward_args *const args = &to->args.forward;
     *args = (fdma_forward_args){.size = sizeof *args, .exec = make_exec(&to->in)};
     args->causal = make_causal(to);
-    args->scale = make_number(&to->in);
-    args->softcap = make_number(&to->in);
+    args->scale = make_number(&to->in), args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to), args->rng_state = maybe_rng_state(to);
     args->reserved = make_reserved(&to->in);
     args->q = make_queries(to, false);
     args->k = make_keys(to);
@@ -128,8 +124,8 @@ static void make_attention(call *to) {
     args->causal = make_causal(to);
     args->scope = (fdma_scope)take_up_to(&to->in, 3);
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, 3);
-    args->scale = make_number(&to->in);
-    args->softcap = make_number(&to->in);
+    args->scale = make_number(&to->in), args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to), args->rng_state = maybe_rng_state(to);
     args->window = make_window(to);
     args->reserved = make_reserved(&to->in);
     args->q = make_queries(to, false);
@@ -169,8 +165,8 @@ static void make_backward(call *to) {
     args->causal = make_causal(to);
     args->deterministic = (int32_t)take_up_to(&to->in, 1);
     args->accumulate = (int32_t)take_up_to(&to->in, 1);
-    args->scale = make_number(&to->in);
-    args->softcap = make_number(&to->in);
+    args->scale = make_number(&to->in), args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to), args->rng_state = maybe_rng_state(to);
     args->reserved = make_reserved(&to->in);
     args->dout = make_queries(to, false);
     args->dlse = maybe_per_row(to, false);
@@ -267,8 +263,8 @@ static void make_attention_backward(call *to) {
     args->deterministic = (int32_t)take_up_to(&to->in, 1);
     args->accumulate = (int32_t)take_up_to(&to->in, 1);
     args->bias_form = (fdma_bias_form)take_up_to(&to->in, seldom(&to->in) ? 3 : 2);
-    args->scale = make_number(&to->in);
-    args->softcap = make_number(&to->in);
+    args->scale = make_number(&to->in), args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to), args->rng_state = maybe_rng_state(to);
     make_whole_tensors(to, args);
     const int64_t window = make_window(to);
     make_selection(to, false, window, args->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL);
@@ -313,8 +309,8 @@ static void make_probabilities(call *to) {
     fdma_probabilities_args *const args = &to->args.probabilities;
     *args = (fdma_probabilities_args){.size = sizeof *args, .exec = make_exec(&to->in)};
     args->causal = make_causal(to);
-    args->scale = make_number(&to->in);
-    args->softcap = make_number(&to->in);
+    args->scale = make_number(&to->in), args->softcap = make_number(&to->in);
+    args->dropout = make_dropout(to), args->rng_state = maybe_rng_state(to);
     args->reserved = make_reserved(&to->in);
     args->q = make_queries(to, false);
     args->k = make_keys(to);

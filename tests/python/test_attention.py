@@ -135,7 +135,7 @@ def test_everything_that_the_fused_operator_returns() -> None:
     tensors = [x.detach() for x in make_fused(60)]
     out, lse, score, bias, *selection = ops.FUSED.op(
         *tensors,
-        *5 * [None],
+        *6 * [None],
         cases.WINDOW,
         9,
         2,
@@ -144,6 +144,7 @@ def test_everything_that_the_fused_operator_returns() -> None:
         True,
         0.0,
         3.0,
+        0.0,
         False,
         None,
     )

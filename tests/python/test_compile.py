@@ -39,12 +39,12 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
-    given |= {"recent": 3, "sinks": 2}
-    attended = ops.ATTENTION.op(query, key, value, score, *4 * [None], expiry, slot, *OPTIONS)
+    given |= {"recent": 3, "sinks": 2, "dropout_p": 0.0}
+    attended = ops.ATTENTION.op(query, key, value, score, *5 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
-        **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit")),
+        **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit", "rng_state")),
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
@@ -52,8 +52,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     }
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
     packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
-    used = {"kv_used": torch.tensor([5, 12], dtype=torch.int32)}
-    dt_bias = {"dt_bias": torch.tensor([0.5, -2.0])}
+    used, dt_bias = {"kv_used": torch.tensor([5, 12]).int()}, {"dt_bias": torch.tensor([0.5, -2.0])}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
         "score": (ops.SCORE, {}),
@@ -79,6 +78,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
         "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
         **make_sinks(),
+        **make_dropout(),
         **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
         "selected's backward": (ops.ATTENTION_BACKWARD, {}),
@@ -92,6 +92,20 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     return {
         name: (operator.op, tuple({**values, **changes}[one] for one in operator.arguments))
         for name, (operator, changes) in cases.items()
+    }
+
+
+def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    """Operators with dropout."""
+    dropout = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 1 << 40])}
+    return {
+        "dense with dropout": (ops.ATTENTION, {**DENSE, **dropout}),
+        "selected with dropout": (ops.ATTENTION, dropout),
+        "fused with dropout": (ops.FUSED, dropout),
+        "fused with dropout, out alone": (ops.FUSED_OUT, dropout),
+        "probabilities with dropout, alone": (ops.PROBABILITIES, dropout),
+        "selected's backward with dropout": (ops.ATTENTION_BACKWARD, dropout),
+        "fused's backward with dropout": (ops.FUSED_BACKWARD, dropout),
     }
 
 
@@ -151,7 +165,18 @@ def make_streams() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
     }
 
 
-OPTIONS = (4, 3, 2, "causal", True, 0.5, 2.0, False, None)  # of ops.ATTENTION, from `window` on
+OPTIONS = (
+    4,
+    3,
+    2,
+    "causal",
+    True,
+    0.5,
+    2.0,
+    0.0,
+    False,
+    None,
+)  # of ops.ATTENTION, from `window` on
 OPERATORS = operators()
 
 

@@ -48,6 +48,15 @@ bool check_has_dt_bias(const check_case *test) { return check_seed(test) % 2 != 
 
 bool check_has_sink_logit(const check_case *test) { return check_seed(test) % 3 == 0; }
 
+double check_dropout(const check_case *test) {
+    static const double probabilities[] = {0.1, 0.5, 0.9, 0.2};
+    const uint64_t seed = check_seed(test) >> 8;
+    // with one key alone, gradients of logits are nothing but rounding errors
+    return test->kv_len > 1 && seed % 5 == 0 ? probabilities[seed / 5 % 4] : 0;
+}
+
+bool check_has_rng_state(const check_case *test) { return check_seed(test) >> 40 & 1; }
+
 int64_t check_page_len(const check_case *test) {
     const uint64_t seed = check_seed(test) / 2;
     return seed % 2 != 0 ? INT64_C(1) << seed / 2 % 6 : 0;

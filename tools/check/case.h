@@ -60,6 +60,12 @@ bool check_has_dt_bias(const check_case *test);
 /*! check_has_sink_logit() - a third of the cases have sink logits, found by their seed. */
 bool check_has_sink_logit(const check_case *test);
 
+/*! check_dropout() - of a fifth of the cases, found by their seed; of the others 0. */
+double check_dropout(const check_case *test);
+
+/*! check_has_rng_state() - half of the cases have dropout's seed and offset in memory. */
+bool check_has_rng_state(const check_case *test);
+
 /*! check_page_len() - rows of a page of the case's caches, found by its seed; 0: no pages. */
 int64_t check_page_len(const check_case *test);
 

@@ -106,6 +106,12 @@ static void allocate_inputs(check_problem *problem) {
         problem->dt_bias = check_tensor(dtype, 1, &test->kv_heads);
     if (check_has_sink_logit(test))
         problem->sink_logit = check_tensor(FDMA_FLOAT32, 1, &test->q_heads);
+    if (check_has_rng_state(test)) {
+        const int64_t numbers = 2;
+        problem->rng_state = check_tensor(FDMA_INT64, 1, &numbers);
+        ((int64_t *)problem->rng_state.data)[0] = (int64_t)check_seed(test);
+        ((int64_t *)problem->rng_state.data)[1] = test->kv_len;
+    }
     if (test->bias_form != FDMA_BIAS_NONE)
         problem->bias = check_tensor(FDMA_FLOAT32, 3, score_shape);
     if (test->padding != PADDING_NONE)

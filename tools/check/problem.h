@@ -45,6 +45,7 @@ typedef struct check_problem {
     fdma_tensor score;               /* float32, what the selection ranks */
     fdma_tensor bias;                /* float32, made from score */
     fdma_tensor sink_logit;          /* float32; absent in most cases */
+    fdma_tensor rng_state;           /* int64; absent in some cases */
     fdma_selection selection;        /* the reference's, for `score` */
 
     fdma_cache cache;                       /* of decode: the keys before its tokens */

@@ -93,6 +93,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"starts", problem->starts},
         {"kv_used", {0}},
         {"sink_logit", problem->sink_logit},
+        {"rng_state", problem->rng_state},
         {"score", given.score},
         {"bias", problem->bias},
         {"expiry", problem->selection.expiry},
@@ -181,14 +182,18 @@ static void set_options(check_call *call, const check_problem *problem, check_op
         call->args.forward = (fdma_forward_args){.selection = selection,
                                                  .scale = problem->scale,
                                                  .softcap = test->softcap,
-                                                 .causal = causal};
+                                                 .causal = causal,
+                                                 .dropout = check_dropout(test),
+                                                 .seed = check_seed(test)};
         break;
     case CHECK_BACKWARD:
         call->args.backward = (fdma_backward_args){.selection = selection,
                                                    .scale = problem->scale,
                                                    .softcap = test->softcap,
                                                    .causal = causal,
-                                                   .deterministic = problem->deterministic};
+                                                   .deterministic = problem->deterministic,
+                                                   .dropout = check_dropout(test),
+                                                   .seed = check_seed(test)};
         break;
     case CHECK_SCORE_BACKWARD:
         call->args.score_backward.bias_form = test->bias_form;
@@ -197,7 +202,9 @@ static void set_options(check_call *call, const check_problem *problem, check_op
         call->args.probabilities = (fdma_probabilities_args){.selection = selection,
                                                              .scale = problem->scale,
                                                              .softcap = test->softcap,
-                                                             .causal = causal};
+                                                             .causal = causal,
+                                                             .dropout = check_dropout(test),
+                                                             .seed = check_seed(test)};
         break;
     default:
         break;

@@ -16,6 +16,7 @@ static const struct {
 } dtypes[] = {
     {"f32", FDMA_FLOAT32, 4}, {"f16", FDMA_FLOAT16, 2}, {"bf16", FDMA_BFLOAT16, 2},
     {"f64", FDMA_FLOAT64, 8}, {"i32", FDMA_INT32, 4},   {"u8", FDMA_UINT8, 1},
+    {"i64", FDMA_INT64, 8},
 };
 
 const char *dtype_name(fdma_dtype dtype) {
@@ -121,6 +122,8 @@ double load_element(const void *data, fdma_dtype dtype, int64_t index) {
         return ((const int32_t *)data)[index];
     case FDMA_UINT8:
         return ((const uint8_t *)data)[index];
+    case FDMA_INT64:
+        return (double)((const int64_t *)data)[index];
     default:
         return from_bfloat(((const uint16_t *)data)[index]);
     }

@@ -1,22 +1,9 @@
-"""The faults that mutate.py plants: small mistakes of the kinds that a change may make.
-
-`old` must occur exactly once in `path`. `tests` are tried in order: those that are quick and
-likely to fail come first.
-"""
+"""The faults that mutate.py plants."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Fault(NamedTuple):
-    name: str
-    path: str  # a file, or a folder that has `old` in one of its files
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    wide: bool = False  # needs AVX-512 or AMX kernels, which most faults build without
-
+from fault import Fault
+from faults_python import PYTHON
 
 # fmt: off
 ERRORS = ("test_errors", "test_errors_tensors")
@@ -226,6 +213,18 @@ CORE = [
           "slice(&problem->sink_logit, 0, g * group, group)",
           "slice(&problem->sink_logit, 0, 0, group)",
           ("test_sink_logit",)),
+    Fault("a sequence by itself drops the pairs of the first one", "src/core/",
+          "one.first_entry = entries->b;", "",
+          ("test_dropout",)),
+    Fault("each packed sequence drops pairs as if it were the first", "src/core/",
+          "one.first_position = own.first;", "",
+          ("test_dropout",)),
+    Fault("an offset in memory that is not read", "src/core/",
+          "problem->dropout.offset = (uint64_t)state[1];", "",
+          ("test_dropout",)),
+    Fault("a fused call forgets dropout", "src/core/",
+          ".dropout = whole->dropout,", "",
+          ("test_backward",)),
     Fault("a workspace that is too small", "src/fdma.c",
           "call.steps.lent >= call.workspace", "true",
           (*ERRORS, "test_workspace")),
@@ -381,7 +380,7 @@ FORWARD = [
 
 BACKWARDS = [
     Fault("dk without the scale", "src/cpu/backward/",
-          "sums, (float)problem->scale,", "sums, 1,",
+          "sums, (float)problem->scale *", "sums,",
           ("check group/", "check window/", "check softcap/")),
     Fault("sums of a partition are not handed on", "src/cpu/backward/",
           "add_row(to->sums + m * table->row_size, sums, table->row_size);", ";",
@@ -392,6 +391,18 @@ BACKWARDS = [
     Fault("delta without dlse", "src/cpu/backward/",
           "product - (is_present", "product - 0 * (is_present",
           ("check group/", "check window/", "check softcap/")),
+    Fault("dropped pairs pass on the gradient of their probability", "src/cpu/backward/",
+          "vf_pick_greater(vf_set(0), p, minus_delta, s[key][m])", "s[key][m]",
+          ("check group/",)),
+    Fault("dv has what is dropped", "src/cpu/backward/",
+          "vf_store(word, vf_of_bits(p & kept));", "vf_store(word, vf_of_bits(p));",
+          ("test_dropout", "check group/")),
+    Fault("queries at odd positions drop what those before them drop", "src/cpu/common/",
+          "% 2 != 0 ? 16 : 0;", "% 2 != 0 ? 0 : 0;",
+          ("test_dropout", "check group/")),
+    Fault("what is not dropped stays as it was", "src/cpu/common/",
+          "scale * inverse_of_sum(", "inverse_of_sum(",
+          ("test_dropout", "check group/")),
     Fault("dsink_logit without delta", "src/cpu/backward/",
           "* delta_of_row(problem, b, i, h)", "",
           ("test_sink_logit",)),
@@ -409,7 +420,7 @@ BACKWARDS = [
           "row.lse != -INFINITY && ", "",
           ("test_probabilities",)),
     Fault("probabilities without the softcap", "src/cpu/probabilities/",
-          "s = cap > 0 ?", "s = cap < 0 ?",
+          "s = cap * tanh(s / cap);", ";",
           ("test_probabilities", "check softcap/")),
     Fault("packed sequences see each other's probabilities", "src/cpu/isa/",
           "operation_##OPERATION != operation_probabilities", "true",
@@ -445,55 +456,6 @@ SIMD = [
     Fault("a coefficient of exp2 with a wrong digit", "src/cpu/common/",
           "0x1.62e4bap-1f", "0x1.62e7bap-1f",
           ("test_vocabulary", "check dense/", "check scores/", "test_values")),
-]
-
-PYTHON = [
-    Fault("a gradient that is added to begins unset", "python/flash_dmattn/",
-          "outputs[index].zero_()", "pass",
-          ("pytest test_backward.py -k three_steps", "pytest test_backward.py -k bias_forms")),
-    Fault("a call remembered without its dtypes", "python/flash_dmattn/",
-          "stride, tensor.dtype, tensor.get_device()", "stride, tensor.get_device()",
-          ("pytest test_select.py", "pytest test_attention.py")),
-    Fault("a strided last axis is not copied", "python/flash_dmattn/",
-          "stride[-1] != 1 and tensor.size(-1) > 1", "False",
-          ("pytest test_attention.py",)),
-    Fault("a scale of 0 means the default", "python/flash_dmattn/",
-          "not softmax_scale > 0:", "False:",
-          ("pytest test_messages.py",)),
-    Fault("scores of float64 in float32", "python/flash_dmattn/",
-          "return torch.float64 if dtype == torch.float64 else torch.float32",
-          "return torch.float32",
-          ("pytest test_backward.py -k gradcheck",)),
-    Fault("the gradient of the bias goes by another input", "python/flash_dmattn/",
-          "[needed[bias] if", "[needed[0] if",
-          ("pytest test_backward.py -k alone",)),
-    Fault("the score's gradient passes through exp", "python/flash_dmattn/",
-          'given.append((dscore, "linear"))', "given.append((dscore, ctx.bias_form))",
-          ("pytest test_backward.py -k bias_forms",)),
-    Fault("an axis is not compared with the other tensors", "python/flash_dmattn/",
-          "if size != want:", "if False:",
-          ("pytest test_messages.py",)),
-    Fault("the switch for deterministic gradients is not asked", "python/flash_dmattn/",
-          "(*options[:at], True, *options[at + 1 :])", "options",
-          ("pytest test_backward.py -k deterministic",)),
-    Fault("tangents of forward mode are dropped", "python/flash_dmattn/",
-          "forward_ad.unpack_dual(tensor).tangent is not None", "False",
-          ("pytest test_messages.py -k forward_mode",)),
-    Fault("packed sequences are scored without dt_bias", "python/flash_dmattn/",
-          '{"dt_bias": dt_bias, "sink', '{"dt_bias": None, "sink',
-          ("pytest test_dt_bias.py -k packed",)),
-    Fault("rotary angles turn the wrong way", "python/flash_dmattn/",
-          "second * cos + first * sin", "second * cos - first * sin",
-          ("pytest test_module.py",)),
-    Fault("autocast narrows float64", "python/flash_dmattn/",
-          "floats = (torch.float32, *narrow)", "floats = (torch.float64, torch.float32, *narrow)",
-          ("pytest test_backward.py -k autocast_leaves",)),
-    Fault("a benchmark expects packed queries to keep keys of other sequences", "benchmarks/",
-          "own, key = rows[inside] - start,", "own, key = rows[inside],",
-          ("pytest test_streams_benchmark.py -k kept_keys",)),
-    Fault("a benchmark compares times of unequal work", "benchmarks/",
-          " * case.flops(other.lengths) / flops", "",
-          ("pytest test_streams_benchmark.py -k figures",)),
 ]
 
 FAULTS = [*CORE, *REFERENCE, *SCORE, *SELECT, *FORWARD, *BACKWARDS, *SIMD, *PYTHON]

@@ -24,7 +24,8 @@ import sys
 import time
 from pathlib import Path
 
-from faults import FAULTS, Fault
+from fault import Fault
+from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "build" / "mutate"

@@ -90,6 +90,7 @@ static void sweep_tile(const fdma_problem *problem, const row_range *rows,
         .has_dbias = is_present(&problem->dbias),
     };
     load_backward_tile(problem, rows, tile);
+    find_row_codes(problem, rows, &tile->logits);
     for (int block = 0; block < step.logits.blocks; block++)
         clear_out(&step.logits, block);
     if (problem->kv_len > 0)

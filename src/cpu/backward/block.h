@@ -68,6 +68,27 @@ INLINE void find_group_probabilities(const backward_step *step, const key_group 
         find_slopes(step, group->first);
 }
 
+/* Gives the probabilities of dropped pairs a minus sign, which says to find_ds() that they are
+ * dropped, and leaves them out of the words. */
+NOINLINE void drop_probabilities(const backward_step *step, int block, const group_list *groups) {
+    const backward_tile *const tile = step->tile;
+    for (int32_t n = 0; n < groups->count * group_keys; n++) {
+        const key_group *const group = &groups->group[n / group_keys];
+        const int32_t key = group->first + n % group_keys;
+        for (int m = group->upper ? half_vectors : 0; m < tile_vectors; m++) {
+            float *const at = tile->p + key * block_lanes + m * vf_width;
+            float *const word = words_at(tile->p_words, key, block) + m * vf_width / terms;
+            const vu kept = undropped_lanes(&step->logits, key, block * block_lanes + m * vf_width);
+            const vu p = vu_of(vf_load(at));
+            vf_store(at, vf_of_bits(p | (~kept & 0x80000000U)));
+            if (terms == 2)
+                vf_store_terms(word, vf_of_bits(p & kept));
+            else
+                vf_store(word, vf_of_bits(p & kept));
+        }
+    }
+}
+
 NOINLINE void find_block_probabilities(const backward_step *step, int block,
                                        const group_list *groups) {
     int32_t multiplied = 0; // the products of the keys before it are in memory
@@ -75,6 +96,8 @@ NOINLINE void find_block_probabilities(const backward_step *step, int block,
         multiplied = multiply_ahead(&step->logits, &groups->group[n], block, multiplied);
         find_group_probabilities(step, &groups->group[n], block);
     }
+    if (step->logits.threshold != 0)
+        drop_probabilities(step, block, groups);
 }
 
 /* dbias += dS, summed over the lanes of a block. */
@@ -89,9 +112,10 @@ INLINE void add_dbias(const backward_step *step, product_block ds, int32_t first
     }
 }
 
-/* dS = P (dP - delta) of a group; then, under a softcap, dS times its derivative. */
+/* dS = P (dP - delta) of a group, where dP is 0 for dropped pairs; then, under a softcap, dS times
+ * its derivative. */
 INLINE void find_ds(product_block s, const backward_step *step, const key_group *group, int block,
-                    int from) {
+                    int from, bool drops) {
     const backward_tile *const tile = step->tile;
     const int64_t at = group->first * block_lanes;
     multiply_group_from(s, from, &step->dp, group->first, block,
@@ -100,7 +124,13 @@ INLINE void find_ds(product_block s, const backward_step *step, const key_group 
     for (int m = from; m < tile_vectors; m++) {
         UNROLL
         for (int key = 0; key < group_keys; key++) {
-            const vf p = vf_load(tile->p + at + key * block_lanes + m * vf_width);
+            vf p = vf_load(tile->p + at + key * block_lanes + m * vf_width);
+            if (drops) {
+                const vf minus_delta =
+                    vf_load(tile->minus_delta + block * block_lanes + m * vf_width);
+                s[key][m] = vf_pick_greater(vf_set(0), p, minus_delta, s[key][m]);
+                p = vf_abs(p);
+            }
             const vf ds = vf_mul(p, s[key][m]);
             // a key that the row does not keep may make dP NaN
             s[key][m] = group->masked ? vf_pick_greater(vf_set(FLT_MIN), p, vf_set(0), ds) : ds;
@@ -136,21 +166,38 @@ INLINE void store_ds(product_block ds, const backward_tile *tile, int32_t first,
     }
 }
 
-INLINE void find_group_ds(const backward_step *step, const key_group *group, int block) {
+INLINE void find_group_ds(const backward_step *step, const key_group *group, int block,
+                          bool drops) {
     product_block ds;
     if (group->upper) {
-        find_ds(ds, step, group, block, half_vectors);
+        find_ds(ds, step, group, block, half_vectors, drops);
         store_ds(ds, step->tile, group->first, block, half_vectors);
     } else {
-        find_ds(ds, step, group, block, 0);
+        find_ds(ds, step, group, block, 0, drops);
         store_ds(ds, step->tile, group->first, block, 0);
     }
 }
 
-NOINLINE void find_block_ds(const backward_step *step, int block, const group_list *groups) {
+INLINE void find_all_ds(const backward_step *step, int block, const group_list *groups,
+                        bool drops) {
     int32_t multiplied = 0;
     for (int32_t n = 0; n < groups->count; n++) {
         multiplied = multiply_ahead(&step->dp, &groups->group[n], block, multiplied);
-        find_group_ds(step, &groups->group[n], block);
+        find_group_ds(step, &groups->group[n], block, drops);
     }
+}
+
+NOINLINE void find_plain_ds(const backward_step *step, int block, const group_list *groups) {
+    find_all_ds(step, block, groups, false);
+}
+
+NOINLINE void find_dropped_ds(const backward_step *step, int block, const group_list *groups) {
+    find_all_ds(step, block, groups, true);
+}
+
+static void find_block_ds(const backward_step *step, int block, const group_list *groups) {
+    if (step->logits.threshold != 0)
+        find_dropped_ds(step, block, groups);
+    else
+        find_plain_ds(step, block, groups);
 }

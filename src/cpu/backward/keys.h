@@ -97,9 +97,10 @@ static void write_sums(const fdma_problem *problem, const row_range *rows, const
                        int64_t j, const float *sums) {
     void *const dk = dk_row(problem, rows, j), *const dv = dv_row(problem, rows, j);
     const bool add = problem->accumulate;
-    write_row(problem, dk, sums, (float)problem->scale, add);
-    write_row(problem, dv, sums + table->width, 1, add);
-    write_dbias(problem, rows, j, vf_sum(vf_load(sums + 2 * table->width)));
+    const float scale = (float)dropout_scale(problem->dropout.threshold);
+    write_row(problem, dk, sums, (float)problem->scale * scale, add);
+    write_row(problem, dv, sums + table->width, scale, add);
+    write_dbias(problem, rows, j, scale * vf_sum(vf_load(sums + 2 * table->width)));
 }
 
 static void write_key(const fdma_problem *problem, const row_range *rows, const key_table *table,

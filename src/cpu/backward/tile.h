@@ -18,12 +18,13 @@ typedef struct backward_tile {
     tile_state dp;     /* the same buffers but for q and k_rows, which hold dout and v */
     float *q_rows;     /* [blocks][strips][lane_words][row_strip]: words of lanes */
     float *dout_rows;
-    float *p;           /* [key_block][block_lanes]: probabilities */
-    float *p_words;     /* [key_block][held_words]: in words of lanes; p where terms is 1 */
+    float *p;           /* [key_block][block_lanes]: probabilities; of dropped pairs, minus them */
+    float *p_words;     /* [key_block][held_words]: in words of lanes, 0 for dropped pairs; p where
+                           terms is 1 and there is no dropout */
     float *ds_words;    /* [key_block][held_words]: dS; logits.weights where terms is 1 */
     float *slope;       /* [key_block][block_lanes]: of the softcap */
     float *lse;         /* [lanes]; inf in those that are left out */
-    float *minus_delta; /* [lanes]: dlse - <dout, out> */
+    float *minus_delta; /* [lanes]: dlse - <dout, out>, over dropout_scale() */
     uint8_t *left_out;  /* [lanes]: the lane has no row, or an empty one */
 } backward_tile;
 
@@ -40,6 +41,7 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     const int64_t dim = tile_dim(problem);
     const int64_t rows = lanes / block_lanes * block_rows(dim);
     const int64_t products = key_block * block_lanes, words = key_block * held_words;
+    const bool drops = problem->dropout.threshold != 0;
     backward_tile tile;
     tile.logits = take_tile(arena, problem, lanes);
     tile.dp = tile.logits;
@@ -48,7 +50,7 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     tile.q_rows = take_floats(arena, rows);
     tile.dout_rows = take_floats(arena, rows);
     tile.p = take_floats(arena, products);
-    tile.p_words = terms == 1 ? tile.p : take_floats(arena, words);
+    tile.p_words = terms == 1 && !drops ? tile.p : take_floats(arena, words);
     tile.ds_words = terms == 1 ? tile.logits.weights : take_floats(arena, words);
     tile.slope = take_floats(arena, problem->softcap > 0 ? products : 0);
     tile.lse = take_floats(arena, lanes);
@@ -66,9 +68,11 @@ static double delta_of_row(const fdma_problem *problem, int64_t b, int64_t i, in
     return product - (is_present(&problem->dlse) ? (double)*float_at(&problem->dlse, b, h, i) : 0);
 }
 
-/* Loads lse and delta of every row, but for empty ones. */
+/* Loads lse and delta of every row, but for empty ones. Gradients are multiplied by
+ * dropout_scale() at the end, and delta is therefore divided by it. */
 static void load_lse_and_delta(const fdma_problem *problem, const row_range *rows,
                                const backward_tile *tile) {
+    const double scale = dropout_scale(problem->dropout.threshold);
     for (int64_t lane = 0; lane < used_lanes(rows); lane++) {
         const float lse =
             lane < rows->count ? *float_of_lane(problem, &problem->lse, rows, lane) : -INFINITY;
@@ -78,7 +82,8 @@ static void load_lse_and_delta(const fdma_problem *problem, const row_range *row
         if (tile->left_out[lane])
             continue;
         const int64_t row = rows->first + lane, h = rows->g * problem->group + row % problem->group;
-        tile->minus_delta[lane] = (float)-delta_of_row(problem, rows->b, row / problem->group, h);
+        const double delta = delta_of_row(problem, rows->b, row / problem->group, h);
+        tile->minus_delta[lane] = (float)(-delta / scale);
     }
 }
 
@@ -115,7 +120,7 @@ static void load_backward_tile(const fdma_problem *problem, const row_range *row
 
 static void write_dq(const fdma_problem *problem, const row_range *rows,
                      const backward_tile *tile) {
-    const vf scale = vf_set((float)problem->scale);
+    const vf scale = vf_set((float)(problem->scale * dropout_scale(problem->dropout.threshold)));
     for (int64_t first = 0; first < rows->count; first += vf_width)
         write_lanes(problem, &problem->dq, rows, tile->logits.out, first, scale,
                     problem->accumulate);

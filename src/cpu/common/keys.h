@@ -184,6 +184,7 @@ typedef struct key_list {
     const void *k_source[key_block]; /* the caller's rows */
     const void *v_source[key_block];
     float bias[key_block];
+    uint32_t code[key_block]; /* of dropout; see core/dropout.h */
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
 } key_list;
@@ -266,6 +267,13 @@ static void find_bias(const fdma_problem *problem, int64_t b, int64_t g, const i
         to[n] = *(key[n] < carried_len ? carried_bias + key[n] : bias + (key[n] - carried_len));
 }
 
+/* The codes of some keys. Without dropout they are not used. */
+static void find_codes(const fdma_problem *problem, int64_t b, int64_t g, const int32_t *key,
+                       int32_t count, uint32_t *to) {
+    for (int32_t n = 0; n < count && problem->dropout.threshold != 0; n++)
+        to[n] = key_code_of(problem, b, g, key[n]);
+}
+
 /* Prefetches into the L2 cache one cache line of each row, if a line begins at this byte. */
 INLINE void prefetch_rows(const void *const *rows, int count, int64_t byte) {
     if (byte % 64 != 0)
@@ -285,10 +293,12 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
     find_k(problem, rows->b, rows->g, list->key, list->count, list->k_source);
     find_v(problem, rows->b, rows->g, list->key, list->count, list->v_source);
     find_bias(problem, rows->b, rows->g, list->key, list->count, list->bias);
+    find_codes(problem, rows->b, rows->g, list->key, list->count, list->code);
     for (int32_t n = list->count; n < key_block; n++) {
         list->masked[n / group_keys] = true;
         list->k_source[n] = list->v_source[n] = tile->zeros;
         list->bias[n] = 0;
+        list->code[n] = 0;
         list->first_lane[n] = list->end_lane[n] = 0;
     }
 }

@@ -13,6 +13,10 @@ static inline int32_t *take_ints(fdma_arena *arena, int64_t count) {
     return fdma_arena_take(arena, (size_t)count * sizeof(int32_t));
 }
 
+static inline uint32_t *take_codes(fdma_arena *arena, int64_t count) {
+    return fdma_arena_take(arena, (size_t)count * sizeof(uint32_t));
+}
+
 /* The scratch memory of one thread, of which all threads have `size` bytes each. */
 static inline fdma_arena scratch_of_thread(uint8_t *scratch, size_t size, int32_t thread) {
     return (fdma_arena){.base = scratch + (size_t)thread * size};

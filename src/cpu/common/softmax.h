@@ -45,6 +45,7 @@ static tile_step first_step(const fdma_problem *problem, const row_range *rows,
         .dim = tile_dim(problem),
         .scale = (float)problem->scale,
         .cap = softcap_of(problem),
+        .threshold = problem->dropout.threshold,
         .blocks = (int)(used_lanes(rows) / block_lanes),
     };
 }

@@ -60,9 +60,10 @@ typedef struct tile_step {
     const key_list *next; /* prefetched meanwhile; NULL: none */
     int64_t dim;
     float scale;
-    float cap;  /* 0: no softcap */
-    int blocks; /* of lanes, that hold rows */
-    bool begun; /* another key block came before */
+    float cap;          /* 0: no softcap */
+    uint32_t threshold; /* of dropout; 0: off */
+    int blocks;         /* of lanes, that hold rows */
+    bool begun;         /* another key block came before */
 } tile_step;
 
 /* Scores, logits or weights of a group, in registers. */

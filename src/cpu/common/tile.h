@@ -51,6 +51,9 @@ typedef struct tile_state {
     float *k_rows;    /* [key_block][padded_row(dim)]: k of a key block */
     float *values;    /* [strips][key_block / terms][strip_channels]: v of a key block */
     float *zeros;     /* [dim] */
+
+    /* Dropout: the codes of the rows, and by how much the bits of a pair are shifted. */
+    uint32_t *flips, *adds, *shift; /* [tile lanes] */
 } tile_state;
 
 /* head_dim, rounded up to whole steps of the products; the channels beyond it are 0. */
@@ -75,6 +78,10 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
     tile.k_rows = take_floats(arena, key_block * padded_row(dim));
     tile.values = take_floats(arena, divide_up(dim, strip_channels) * strip_length);
     tile.zeros = take_floats(arena, dim);
+    const int64_t coded = problem->dropout.threshold != 0 ? lanes : 0;
+    tile.flips = take_codes(arena, coded);
+    tile.adds = take_codes(arena, coded);
+    tile.shift = take_codes(arena, coded);
     return tile;
 }
 
@@ -290,14 +297,15 @@ INLINE void write_lanes(const fdma_problem *problem, const fdma_tensor *tensor,
     }
 }
 
-/* Writes out, divided by the sums. */
+/* Writes out, divided by the sums, and by the probability that a pair is not dropped. */
 static void write_out(const fdma_problem *problem, const row_range *rows, const tile_state *tile) {
+    const float scale = (float)dropout_scale(problem->dropout.threshold);
     for (int64_t first = 0; first < rows->count; first += vf_width) {
         float inverse[vf_width];
         for (int64_t lane = 0; lane < vf_width; lane++) {
             const int64_t at = first + lane;
             const float sink = sink_of_row(problem, rows->g, rows->first + at);
-            inverse[lane] = inverse_of_sum(tile->max[at], tile->sum[at], sink);
+            inverse[lane] = scale * inverse_of_sum(tile->max[at], tile->sum[at], sink);
         }
         write_lanes(problem, &problem->out, rows, tile->out, first, vf_load(inverse), false);
     }

@@ -1,6 +1,7 @@
 /* One block of a tile's lanes attends to one key block: weights, then O += V P. */
 #pragma once
 
+#include "cpu/common/dropout.h"
 #include "cpu/common/softmax.h"
 
 /* The logits of a group, -inf in lanes that do not keep the key. */
@@ -93,6 +94,8 @@ static void attend_block(const tile_step *step, int block) {
     memset(tile->block_sum, 0, sizeof(float) * block_lanes);
     weigh_groups(step, block, &groups);
     add_block_sum(tile, block);
+    if (step->threshold != 0)
+        drop_weights(step, block, &groups);
     if (!step->begun)
         clear_out(step, block); // only now, so that it is in the cache when it is added to
     add_groups(step, block, &groups);

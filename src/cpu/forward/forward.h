@@ -70,6 +70,7 @@ static void attend_tile(const void *context, int64_t index, int32_t thread) {
     const row_range rows = rows_of_tile(problem, head, forward->lanes, tile_index);
     pack_rows(problem, &problem->q, &rows, scratch.tile.q, NULL, NULL);
     clear_tile(&scratch.tile, &rows, tile_dim(problem));
+    find_row_codes(problem, &rows, &scratch.tile);
     attend_all_keys(problem, &forward->snapshots, &rows, &scratch.tile, &scratch.blocks);
     write_out(problem, &rows, &scratch.tile);
     if (is_present(&problem->lse))

@@ -17,6 +17,7 @@ typedef struct probability_row {
     int64_t b, i, h, g;
     const void *q; /* [head_dim] */
     float lse;
+    row_code code; /* of dropout */
 } probability_row;
 
 static probability_row find_probability_row(const fdma_problem *problem, int64_t index) {
@@ -31,6 +32,7 @@ static probability_row find_probability_row(const fdma_problem *problem, int64_t
         .g = h / problem->group,
         .q = head_row(&problem->q, b, i, h),
         .lse = *float_at(&problem->lse, b, h, i),
+        .code = row_code_of(problem, b, h, query_position(problem, i)),
     };
 }
 
@@ -52,11 +54,13 @@ static void write_probabilities(const void *context, int64_t index, int32_t thre
     const fdma_problem *const problem = context;
     const probability_row row = find_probability_row(problem, index);
     const int64_t p = query_position(problem, row.i);
+    const double scale = dropout_scale(problem->dropout.threshold);
     float *const to = float_at(&problem->probability, row.b, row.h, row.i);
     (void)thread;
     for (int64_t j = 0; j < problem->kv_len; j++) {
-        const bool kept = row.lse != -INFINITY && is_kept(problem, row.b, row.g, j, p);
-        to[j] = kept ? (float)exp(logit_of_key(&row, j) - (double)row.lse) : 0;
+        const bool kept = row.lse != -INFINITY && is_kept(problem, row.b, row.g, j, p) &&
+                          !is_dropped(problem, row.code, row.b, row.g, j, p);
+        to[j] = kept ? (float)(scale * exp(logit_of_key(&row, j) - (double)row.lse)) : 0;
     }
 }
 

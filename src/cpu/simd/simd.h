@@ -3,6 +3,9 @@
  * that is opened alone is compiled in the scalar vocabulary. */
 #pragma once
 
+#include <stdint.h>
+#include <string.h>
+
 #if defined(FDMA_POINT_AMX) || defined(FDMA_POINT_AVX512BF16)
 #include "cpu/simd/avx512.h"
 #include "cpu/simd/avx512_shape.h"
@@ -38,6 +41,29 @@ static inline void vf_store_first(float *p, vf x, int64_t count) {
     vf_store(p, x);
 }
 #endif
+
+/* A vector of vf_width integers of 32 bits, to which compilers apply C's operators, lane by lane. A
+ * comparison sets all bits of a lane, or none. */
+typedef uint32_t vu __attribute__((vector_size(sizeof(vf))));
+
+static inline vu vu_load(const uint32_t *p) {
+    vu x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* The bits of a vector of floats, and back. */
+static inline vu vu_of(vf x) {
+    vu bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline vf vf_of_bits(vu bits) {
+    vf x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
 
 /* The same in every vocabulary, because compilers apply C's operators to each lane of a vector. */
 static inline vf vf_add(vf a, vf b) { return a + b; }

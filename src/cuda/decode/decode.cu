@@ -50,6 +50,8 @@ static const char *refuses(const fdma_problem *problem) {
     const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
+    if (problem->dropout.threshold != 0)
+        return "dropout";
     if (problem->q_len > most_queries)
         return "more than 16 queries";
     const int64_t tiles = problem->q_len * problem->group / mma_rows + 1;

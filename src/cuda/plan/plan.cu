@@ -29,6 +29,9 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->head_dim = (int32_t)problem->head_dim;
     plan->scale = (float)problem->scale;
     plan->softcap = (float)problem->softcap;
+    plan->dropout = problem->dropout;
+    plan->dropout_scale = (float)dropout_scale(problem->dropout.threshold);
+    plan->rng_state = (const int64_t *)problem->rng_state.data;
     plan->causal = problem->causal;
     plan->by_position = problem->causal || is_present(&problem->starts);
 }

@@ -70,6 +70,9 @@ struct forward_plan {
     int32_t carried_len; // 0: there are no carried keys
     float scale;         // of <q, k>
     float softcap;       // 0: off
+    dropout_params dropout;
+    float dropout_scale;      // what probabilities that are not dropped are multiplied by
+    const int64_t *rng_state; // [2]: seed and offset, in place of dropout's; NULL: none
     bool causal;
     bool by_position; // causal or packed: which keys a row keeps depends on its position
 };
@@ -88,6 +91,29 @@ __device__ static float sink_exponent(const forward_plan &plan, int32_t h) {
     if (isinf(exponent) && !isinf(sink))
         return copysignf(FLT_MAX, sink);
     return exponent == INFINITY ? NAN : exponent;
+}
+
+/* Dropout with the seed and the offset that are valid while the kernel runs. */
+__device__ static dropout_params dropout_of(const forward_plan &plan) {
+    dropout_params dropout = plan.dropout;
+    if (plan.rng_state != NULL) {
+        dropout.seed = (uint64_t)plan.rng_state[0];
+        dropout.offset = (uint64_t)plan.rng_state[1];
+    }
+    return dropout;
+}
+
+/* Dropout's code of query head h of sequence b at a position; see core/dropout.h. */
+__device__ static row_code row_code_of(const forward_plan &plan, int32_t b, int32_t h,
+                                       int32_t position) {
+    const dropout_params dropout = dropout_of(plan);
+    return dropout_row(&dropout, (int64_t)b * plan.q_heads + h, position);
+}
+
+/* That of key j and kv head g. */
+__device__ static uint32_t key_code_of(const forward_plan &plan, int32_t b, int32_t g, int32_t j) {
+    const dropout_params dropout = dropout_of(plan);
+    return dropout_key(&dropout, (int64_t)b * plan.kv_heads + g, j);
 }
 
 /* How many keys of sequence b exist: the first ones. */

@@ -95,12 +95,27 @@ __device__ static float bias_of(const forward_plan &plan, const probability_para
     return *number_of_key(params.bias, params.bias_carried, plan.carried_len, rows.b, rows.g, j);
 }
 
+/* A bit for each query whose pair with key j is dropped. */
+__device__ static uint32_t find_dropped(const forward_plan &plan, const query_rows &rows,
+                                        const row_code *codes, int32_t j) {
+    const uint32_t threshold = plan.dropout.threshold;
+    uint32_t dropped = 0;
+    if (threshold == 0)
+        return 0;
+    const uint32_t key = key_code_of(plan, rows.b, rows.g, j);
+    for (int n = 0; n < rows.count; n++) {
+        const int32_t p = query_position(plan, rows.b, rows.first + n);
+        dropped |= (uint32_t)dropout_drops(threshold, codes[n], p, key) << n;
+    }
+    return dropped;
+}
+
 /* Writes the probabilities that the queries of a thread block give to key j. A key that none of
  * them keeps is not read. */
 template <typename element>
 __device__ static void write_key(const forward_plan &plan, const probability_params &params,
                                  const query_rows &rows, const float (*q)[most_channels],
-                                 int32_t j) {
+                                 const row_code *codes, int32_t j) {
     const key_record record =
         plan.records[((int64_t)rows.b * plan.kv_heads + rows.g) * plan.kv_len + j];
     const float *const lse = plan.lse.at(rows.b, rows.h) + rows.first;
@@ -111,6 +126,7 @@ __device__ static void write_key(const forward_plan &plan, const probability_par
         const int32_t p = query_position(plan, rows.b, rows.first + n);
         kept |= (uint32_t)(lse[n] != -INFINITY && keeps(plan, record, j, p)) << n;
     }
+    kept &= ~find_dropped(plan, rows, codes, j);
     float sums[block_queries] = {}, bias = 0;
     if (kept != 0) {
         const element *const k =
@@ -122,19 +138,24 @@ __device__ static void write_key(const forward_plan &plan, const probability_par
     for (int n = 0; n < block_queries; n++)
         if (n < rows.count)
             to[n * params.row] =
-                kept >> n & 1 ? expf(logit_of(params, sums[n]) + bias - lse[n]) : 0;
+                kept >> n & 1 ? plan.dropout_scale * expf(logit_of(params, sums[n]) + bias - lse[n])
+                              : 0;
 }
 
 template <typename element>
 static __global__ void __launch_bounds__(block_keys)
     write_probabilities(const forward_plan plan, const probability_params params) {
     __shared__ float q[block_queries][most_channels];
+    __shared__ row_code codes[block_queries];
     const query_rows rows = rows_of_block(plan, params.key_blocks);
     const int64_t j = (int64_t)(blockIdx.x % params.key_blocks) * block_keys + threadIdx.x;
     load_rows<element>(q, plan, rows, params.aligned);
+    if (plan.dropout.threshold != 0 && (int32_t)threadIdx.x < rows.count)
+        codes[threadIdx.x] = row_code_of(plan, rows.b, rows.h,
+                                         query_position(plan, rows.b, rows.first + threadIdx.x));
     __syncthreads();
     if (rows.count > 0 && j < plan.kv_len)
-        write_key<element>(plan, params, rows, q, (int32_t)j);
+        write_key<element>(plan, params, rows, q, codes, (int32_t)j);
 }
 
 /* A plan that has records of all keys, and no lists. */

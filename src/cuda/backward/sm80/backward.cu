@@ -9,10 +9,10 @@
 static constexpr int32_t block_slots = 64; // of a slot block
 static constexpr int32_t most_partitions = 16;
 
-template <typename element>
+template <typename element, bool drops>
 static fdma_status sum_for_keys(const fdma_problem *problem, const backward_plan &plan,
                                 bool aligned) {
-    using config = key_config<element>;
+    using config = key_config<element, drops>;
     static_assert(sizeof(key_memory<config>) <= least_shared_bytes,
                   "a block of keys fits everywhere");
     static_assert(config::rows == block_slots, "the rows of a thread block are a slot block");
@@ -30,10 +30,10 @@ static fdma_status sum_for_keys(const fdma_problem *problem, const backward_plan
     return launch("backward", sum_keys<config>, shape, problem, plan, pass_slots, aligned);
 }
 
-template <typename element>
+template <typename element, bool drops>
 static fdma_status sum_for_queries(const fdma_problem *problem, const backward_plan &plan,
                                    bool aligned) {
-    using config = query_config<element>;
+    using config = query_config<element, drops>;
     static_assert(sizeof(query_memory<config>) <= least_shared_bytes,
                   "a tile of queries fits everywhere");
     const int32_t rows = plan.forward.q_len * plan.forward.group;
@@ -44,7 +44,7 @@ static fdma_status sum_for_queries(const fdma_problem *problem, const backward_p
                   problem, plan, tiles, aligned);
 }
 
-template <typename element>
+template <typename element, bool drops>
 static fdma_status sum_gradients(const fdma_problem *problem, const backward_plan &plan) {
     const forward_plan &forward = plan.forward;
     const bool aligned = is_aligned(forward.q) && is_aligned(forward.k) && is_aligned(forward.v) &&
@@ -52,8 +52,14 @@ static fdma_status sum_gradients(const fdma_problem *problem, const backward_pla
                          is_aligned(plan.dout) && is_aligned(plan.dq) && has_aligned_sums(plan);
     if (forward.batch == 0 || forward.q_len == 0)
         return FDMA_OK;
-    FDMA_TRY(sum_for_queries<element>(problem, plan, aligned));
-    return sum_for_keys<element>(problem, plan, aligned);
+    FDMA_TRY((sum_for_queries<element, drops>(problem, plan, aligned)));
+    return sum_for_keys<element, drops>(problem, plan, aligned);
+}
+
+template <typename element>
+static fdma_status sum_all(const fdma_problem *problem, const backward_plan &plan) {
+    return problem->dropout.threshold != 0 ? sum_gradients<element, true>(problem, plan)
+                                           : sum_gradients<element, false>(problem, plan);
 }
 
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
@@ -69,8 +75,8 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const backward_plan plan = lay_out(problem, &arena);
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
-    FDMA_TRY(problem->dtype == FDMA_FLOAT16 ? sum_gradients<__half>(problem, plan)
-                                            : sum_gradients<__nv_bfloat16>(problem, plan));
+    FDMA_TRY(problem->dtype == FDMA_FLOAT16 ? sum_all<__half>(problem, plan)
+                                            : sum_all<__nv_bfloat16>(problem, plan));
     return fdma_cuda_end_backward(problem, &plan);
 }
 

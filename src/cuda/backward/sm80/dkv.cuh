@@ -4,6 +4,18 @@
 #pragma once
 
 #include "cuda/backward/sm80/steps.cuh"
+#include "cuda/mma/dropout.cuh"
+
+/* Dropout's codes of the keys, and of the queries of two stages. */
+template <typename config, bool drops> struct step_codes {
+    using type = no_codes;
+};
+template <typename config> struct step_codes<config, true> {
+    struct type {
+        uint32_t key[config::rows];
+        row_code query[2][config::keys];
+    };
+};
 
 template <typename config> struct key_memory {
     using element = typename config::element;
@@ -16,7 +28,8 @@ template <typename config> struct key_memory {
     int32_t expiry[config::rows];
     int32_t from[config::rows]; // the first position at which the key may be kept
     float bias[config::rows];
-    query_step step[2]; // of each stage
+    typename step_codes<config, config::drops>::type codes; // of dropout
+    query_step step[2];                                     // of each stage
     key_inputs inputs;
 };
 
@@ -31,6 +44,41 @@ struct key_rows {
     float bias[2];
     int32_t from[2], expiry[2];
 };
+
+/* Which of a lane's elements dropout drops: a bit for each. */
+template <typename config>
+__device__ static uint32_t find_dropped(const key_memory<config> &shared, int stage,
+                                        int32_t position, uint32_t threshold) {
+    const int lane = threadIdx.x % warp_lanes;
+    const int row = threadIdx.x / warp_lanes % config::row_warps * mma_rows + lane / 4;
+    const uint32_t keys[2] = {shared.codes.key[row], shared.codes.key[row + 8]};
+    const bool is_paired = position % 2 == 0; // a lane's two queries share their code
+    uint32_t dropped = 0;
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++) {
+        const row_code *const codes = &shared.codes.query[stage][n * 8 + lane % 4 * 2];
+        const row_code even = codes[0], odd = codes[1];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const uint32_t mixed = dropout_mix(even, keys[r]);
+            const uint32_t next = is_paired ? mixed : dropout_mix(odd, keys[r]);
+            dropped |= (uint32_t)drops(mixed, !is_paired, threshold) << (n * 4 + r * 2);
+            dropped |= (uint32_t)drops(next, is_paired, threshold) << (n * 4 + r * 2 + 1);
+        }
+    }
+    return dropped;
+}
+
+/* Clears what is dropped, and multiplies the rest by `factor`. */
+template <typename config>
+__device__ static void drop_elements(float (&x)[1][config::keys / 8][4], uint32_t dropped,
+                                     float factor) {
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            x[0][n][e] = dropped >> (n * 4 + e) & 1 ? 0 : x[0][n][e] * factor;
+}
 
 /* Starts copying k and v of the rows whose key is not the one before, and loads their records. */
 template <typename config>
@@ -68,6 +116,8 @@ __device__ static void load_rows(key_memory<config> &shared, const backward_plan
     if (inputs.by_position)
         shared.from[n] = there ? first_position(plan.forward, keys[n]) : 0;
     shared.bias[n] = there ? record.bias : -INFINITY; // without a key, sums are not used
+    if constexpr (config::drops)
+        shared.codes.key[n] = key_code_of(plan.forward, inputs.b, inputs.g, keys[n]);
 }
 
 /* Starts copying the rows of q, dout, lse and delta of a step; q and dout are zero past the end. */
@@ -101,6 +151,10 @@ __device__ static void load_step(key_memory<config> &shared, const backward_plan
         const int64_t row = head * plan.rows + step.query + n;
         cp_async_4(shared_address(&shared.lse[stage][n]), &plan.row_lse[row]);
         cp_async_4(shared_address(&shared.delta[stage][n]), &plan.row_delta[row]);
+        if constexpr (config::drops)
+            shared.codes.query[stage][n] =
+                row_code_of(forward, inputs.b, inputs.g * forward.group + step.h,
+                            inputs.origin + step.query + n);
     }
     cp_async_commit_group();
 }
@@ -259,7 +313,14 @@ __device__ static void add_step(key_memory<config> &shared, const backward_plan 
     mma_abt<config>(dp, down_first<head_dim>(shared.v + first).unhoisted(),
                     right_first<head_dim>(shared.dout[stage]).unhoisted());
     const int32_t position = shared.inputs.origin + shared.step[stage].query;
+    uint32_t dropped = 0;
+    if constexpr (config::drops) {
+        dropped = find_dropped(shared, stage, position, plan.forward.dropout.threshold);
+        drop_elements<config>(dp, dropped, plan.forward.dropout_scale);
+    }
     find_weights(shared, stage, load_key_rows(shared), position, s, dp, sums.dbias);
+    if constexpr (config::drops)
+        drop_elements<config>(s, dropped, 1); // dv is multiplied by dropout_scale at the end
     mma_ab<config>(sums.dv, s,
                    down_first<head_dim>(shared.dout[stage], column_warp * 2).unhoisted());
     mma_ab<config>(sums.dk, dp, down_first<head_dim>(shared.q[stage], column_warp * 2).unhoisted());
@@ -300,7 +361,7 @@ __device__ static void write_rows(const key_memory<config> &shared, const backwa
     const int column_warp = thread / warp_lanes / config::row_warps;
     const bool is_first = column_warp == 0 && thread % 4 == 0; // of a row's lanes
     const int32_t dim = plan.forward.head_dim;
-    const float scale = plan.forward.scale;
+    const float scale = plan.forward.scale, dv_scale = plan.forward.dropout_scale;
 #pragma unroll
     for (int s = 0; s < 2; s++) {
         const int n = warp * mma_rows + thread % warp_lanes / 4 + s * 8;
@@ -315,14 +376,15 @@ __device__ static void write_rows(const key_memory<config> &shared, const backwa
             add_sums<config, true>(plan.boundary.dk + row * dim, true, dim, sums.dk, s, column_warp,
                                    scale);
             add_sums<config, true>(plan.boundary.dv + row * dim, true, dim, sums.dv, s, column_warp,
-                                   1);
+                                   config::drops ? dv_scale : 1);
             if (is_first)
                 atomicAdd(plan.boundary.dbias + row, dbias);
         } else if (there) {
             element *const dk = dk_of_key<element>(plan, inputs.b, inputs.g, key);
             add_sums<config, false>(dk, aligned, dim, sums.dk, s, column_warp, scale);
             element *const dv = dv_of_key<element>(plan, inputs.b, inputs.g, key);
-            add_sums<config, false>(dv, aligned, dim, sums.dv, s, column_warp, 1);
+            add_sums<config, false>(dv, aligned, dim, sums.dv, s, column_warp,
+                                    config::drops ? dv_scale : 1);
             if (is_first && plan.dbias.data != NULL)
                 *dbias_of_key(plan, inputs.b, inputs.g, key) += dbias;
         }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/backward/sm80/tile.cuh"
+#include "cuda/mma/dropout.cuh"
 
 template <typename config> struct query_memory {
     using element = typename config::element;
@@ -14,6 +15,7 @@ template <typename config> struct query_memory {
     key_records<config::keys> records[2];
     alignas(16) int32_t key[3][config::keys]; // list entries: of this key block and the next two
     int32_t position[config::rows];
+    typename codes_of<config, config::drops>::type codes; // of dropout
     tile_inputs inputs;
 };
 
@@ -41,12 +43,15 @@ __device__ static row_stats load_row_stats(const backward_plan &plan, const row_
 
 /* Starts copying key block n, whose entries are in shared memory. */
 template <typename config>
-__device__ static void load_keys(query_memory<config> &shared, int32_t n) {
+__device__ static void load_keys(query_memory<config> &shared, const forward_plan &plan,
+                                 int32_t n) {
     const int32_t *const keys = shared.key[n % 3];
     const tile_inputs &inputs = shared.inputs;
     copy_block<config>((char *)shared.k[n % 2], keys, inputs.k, inputs.keys.kv_len);
     copy_block<config>((char *)shared.v[n % 2], keys, inputs.v, inputs.keys.kv_len);
     copy_records(shared.records[n % 2], inputs.keys, keys);
+    if constexpr (config::drops)
+        write_key_codes(shared.codes, plan, inputs.range, keys, n);
     cp_async_commit_group();
 }
 
@@ -74,16 +79,20 @@ __device__ static void find_slopes(float (&s)[1][config::keys / 8][4],
 
 /* dp becomes the gradient of scale * <q, k>. */
 template <typename config>
-__device__ static void
-find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::keys / 8][4],
-               float (&dp)[1][config::keys / 8][4], const row_stats &stats, bool by_position) {
+__device__ static void find_gradients(query_memory<config> &shared, int32_t n,
+                                      float (&s)[1][config::keys / 8][4],
+                                      float (&dp)[1][config::keys / 8][4], const row_stats &stats,
+                                      const forward_plan &plan) {
     const key_records<config::keys> &keys = shared.records[n % 2];
-    const int32_t *const position = shared.position + opaque(threadIdx.x) / warp_lanes * mma_rows;
+    const int first = opaque(threadIdx.x) / warp_lanes * mma_rows;
+    if constexpr (config::drops)
+        drop_elements(dp, shared.codes, shared.position, first, n, plan.dropout.threshold,
+                      plan.dropout_scale);
     find_slopes<config>(s, dp, stats, shared.inputs.logits.softcap_scale);
     find_logits<config>(s, keys.bias, {0, shared.inputs.logits.scale});
     mask_logits<config>(s, keys.expiry,
-                        first_positions(keys, shared.key[n % 3], shared.inputs.keys), position,
-                        by_position);
+                        first_positions(keys, shared.key[n % 3], shared.inputs.keys),
+                        shared.position + first, plan.by_position);
 #pragma unroll
     for (int c = 0; c < config::keys / 8; c++)
 #pragma unroll
@@ -94,7 +103,8 @@ find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::ke
 /* dq of a warp's rows over all key blocks. */
 template <typename config>
 __device__ static void sum_blocks(query_memory<config> &shared, const row_stats &stats,
-                                  float (&dq)[1][config::head_dim / 8][4], bool by_position) {
+                                  float (&dq)[1][config::head_dim / 8][4],
+                                  const forward_plan &plan) {
     constexpr int head_dim = config::head_dim;
     const tile_list &keys = shared.inputs.keys;
     const int first = threadIdx.x / warp_lanes * mma_rows * head_dim;
@@ -106,11 +116,11 @@ __device__ static void sum_blocks(query_memory<config> &shared, const row_stats 
         __syncthreads(); // block n has arrived, and every warp has read the one before
         const int32_t upcoming = own_entry<config>(keys, n + 2);
         if ((n + 1) * config::keys < keys.entries)
-            load_keys(shared, n + 1);
+            load_keys(shared, plan, n + 1);
         mma_abt<config>(s, q_at.unhoisted(), right_first<head_dim>(shared.k[n % 2]));
         mma_abt<config>(dp, dout_at.unhoisted(), right_first<head_dim>(shared.v[n % 2]));
         store_entry(shared.key, n + 2, upcoming);
-        find_gradients(shared, n, s, dp, stats, by_position);
+        find_gradients(shared, n, s, dp, stats, plan);
         mma_ab<config>(dq, dp, down_first<head_dim>(shared.k[n % 2]));
     }
 }
@@ -168,6 +178,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     if (threadIdx.x == 0)
         shared.inputs = tile_inputs_of(forward, range, config::rows, aligned);
     write_positions<config::rows>(shared.position, forward, range, key_count(forward, range.b));
+    if constexpr (config::drops)
+        write_row_codes(shared.codes, forward, range, key_count(forward, range.b));
     load_rows(shared, plan, range, aligned);
     __syncthreads();
     for (int32_t n = 0; n < 2; n++)
@@ -175,8 +187,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     const row_stats stats = load_row_stats<config>(plan, range);
     clear_sums(dq);
     __syncthreads();
-    load_keys(shared, 0);
-    sum_blocks(shared, stats, dq, forward.by_position);
+    load_keys(shared, forward, 0);
+    sum_blocks(shared, stats, dq, forward);
     cp_async_wait_group<0>(); // if the list is empty, rows may still be on their way
     write_dq<config>(dq, plan, range, stats, aligned);
 }

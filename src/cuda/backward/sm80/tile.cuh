@@ -7,8 +7,9 @@
 
 /* A warp has 16 rows. Where dk and dv of 16 keys do not fit its registers, column_warps warps have
  * the same rows: each computes their weights, and sums some of the channels. */
-template <typename type, int column_warps_> struct gradient_config {
+template <typename type, int column_warps_, bool drops_> struct gradient_config {
     using element = type;
+    static constexpr bool drops = drops_; // with dropout
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int row_tiles = 1;
     static constexpr int row_warps = 4;
@@ -20,8 +21,9 @@ template <typename type, int column_warps_> struct gradient_config {
     static constexpr int blocks = head_dim <= 128 ? 2 : 1; // on a multiprocessor
 };
 
-template <typename type> using query_config = gradient_config<type, 1>;
-template <typename type> using key_config = gradient_config<type, (FDMA_HEAD_DIM > 128 ? 2 : 1)>;
+template <typename type, bool drops> using query_config = gradient_config<type, 1, drops>;
+template <typename type, bool drops>
+using key_config = gradient_config<type, (FDMA_HEAD_DIM > 128 ? 2 : 1), drops>;
 
 template <typename element> struct gradient_row {
     element *data;

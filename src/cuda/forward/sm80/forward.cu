@@ -3,15 +3,18 @@
  * tile of rows of a kv head (mma/queries.cuh) and visits its list one key block at a time.
  *
  * Source: arXiv:2205.14135; arXiv:2307.08691. */
+#include "cuda/mma/dropout.cuh"
 #include "cuda/mma/keys.cuh"
 
-template <typename type> struct tile_config {
+/* drops: with dropout, whose code takes registers and memory. */
+template <typename type, bool drops_> struct tile_config {
     using element = type;
+    static constexpr bool drops = drops_;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int warps = 4;
     static constexpr int row_tiles = head_dim <= 128 ? 2 : 1; // of a warp: what the registers hold
-    static constexpr int keys = 64;                           // of a key block
-    static constexpr int blocks = head_dim <= 64 ? 3 : 2;     // on a multiprocessor
+    static constexpr int keys = drops && head_dim > 192 ? 32 : 64;  // of a key block
+    static constexpr int blocks = head_dim <= 64 && !drops ? 3 : 2; // on a multiprocessor
     static constexpr int threads = warps * warp_lanes;
     static constexpr int rows = warps * row_tiles * mma_rows;
 };
@@ -24,15 +27,18 @@ template <typename config> struct tile_memory {
     key_records<config::keys> records[2];     // of this key block and the next
     alignas(16) int32_t key[3][config::keys]; // list entries: of this key block and the next two
     int32_t position[config::rows];
+    typename codes_of<config, config::drops>::type codes; // of dropout
     tile_inputs inputs;
 };
 
 /* Starts copying k and the records of key block n, whose entries are in shared memory. */
 template <typename config>
-__device__ static void load_keys(tile_memory<config> &shared, int32_t n) {
+__device__ static void load_keys(tile_memory<config> &shared, const forward_plan &plan, int32_t n) {
     const int32_t *const keys = shared.key[n % 3];
     copy_block<config>((char *)shared.k, keys, shared.inputs.k, shared.inputs.keys.kv_len);
     copy_records(shared.records[n % 2], shared.inputs.keys, keys);
+    if constexpr (config::drops)
+        write_key_codes(shared.codes, plan, shared.inputs.range, keys, n);
     cp_async_commit_group();
 }
 
@@ -47,7 +53,7 @@ __device__ static void load_values(tile_memory<config> &shared, int32_t n) {
  * keys of the next block during this one's softmax and second product. */
 template <typename config>
 __device__ static void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
-                                     bool by_position) {
+                                     const forward_plan &plan) {
     constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
     const tile_list &keys = shared.inputs.keys;
     const int warp = threadIdx.x / warp_lanes;
@@ -66,13 +72,14 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
         __syncthreads(); // v has arrived, and every warp has read k
         store_entry(shared.key, n + 2, upcoming);
         if ((n + 1) * config::keys < keys.entries)
-            load_keys(shared, n + 1);
+            load_keys(shared, plan, n + 1);
         find_logits<config>(s, records.bias, shared.inputs.logits);
-        const int32_t *const position =
-            shared.position + opaque(threadIdx.x) / warp_lanes * warp_size;
+        const int first = opaque(threadIdx.x) / warp_lanes * warp_size;
         mask_logits<config>(s, records.expiry, first_positions(records, shared.key[n % 3], keys),
-                            position, by_position);
-        weigh(s, state);                    // P = exp2(S - row_max)
+                            shared.position + first, plan.by_position);
+        weigh(s, state); // P = exp2(S - row_max)
+        if constexpr (config::drops)
+            drop_elements(s, shared.codes, shared.position, first, n, plan.dropout.threshold, 1);
         mma_ab<config>(state.out, s, v_at); // O += P V
     }
 }
@@ -91,8 +98,10 @@ __device__ static void write_out(tile_memory<config> &shared, const row_state<co
 #pragma unroll
     for (int r = 0; r < row_state<config>::rows; r++) {
         const int32_t row = first + lane / 4 * row_state<config>::rows + r;
-        const row_result result =
+        row_result result =
             result_of(state.row_max[r], quad_sum(state.row_sum[r]), sink_of_row(plan, range, row));
+        if constexpr (config::drops)
+            result.scale *= plan.dropout_scale;
         if (plan.lse.data != NULL && lane % 4 == 0 && row < range.total)
             *lse_at(plan, range, row) = result.lse;
 #pragma unroll
@@ -130,23 +139,25 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     if (threadIdx.x == 0)
         shared.inputs = tile_inputs_of(plan, range, config::rows, aligned);
     write_positions<config::rows>(shared.position, plan, range, key_count(plan, range.b));
+    if constexpr (config::drops)
+        write_row_codes(shared.codes, plan, range, key_count(plan, range.b));
     load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, range,
                                                          aligned);
     __syncthreads();
     for (int32_t n = 0; n < 2; n++)
         store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
     __syncthreads();
-    load_keys(shared, 0);
+    load_keys(shared, plan, 0);
     clear_rows(state);
-    attend_blocks(shared, state, plan.by_position);
+    attend_blocks(shared, state, plan);
     cp_async_wait_group<0>(); // if the list is empty, q may still be on its way
     __syncthreads();
     write_out(shared, state, plan);
 }
 
-template <typename element>
+template <typename element, bool drops>
 static fdma_status attend(const fdma_problem *problem, const forward_plan &plan) {
-    using config = tile_config<element>;
+    using config = tile_config<element, drops>;
     static_assert(sizeof(tile_memory<config>) <= least_shared_bytes, "a tile fits everywhere");
     const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
     const int32_t heads = plan.batch * plan.kv_heads;
@@ -164,8 +175,12 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const forward_plan plan = fdma_cuda_plan_forward(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
-    return problem->dtype == FDMA_FLOAT16 ? attend<__half>(problem, plan)
-                                          : attend<__nv_bfloat16>(problem, plan);
+    const bool is_half = problem->dtype == FDMA_FLOAT16;
+    if (problem->dropout.threshold != 0)
+        return is_half ? attend<__half, true>(problem, plan)
+                       : attend<__nv_bfloat16, true>(problem, plan);
+    return is_half ? attend<__half, false>(problem, plan)
+                   : attend<__nv_bfloat16, false>(problem, plan);
 }
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM),

@@ -122,6 +122,8 @@ static const char *refuses(const fdma_problem *problem) {
     const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
+    if (problem->dropout.threshold != 0)
+        return "dropout";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     if (!is_aligned(view_of(&problem->q)) || !is_aligned(view_of(&problem->k)) ||
