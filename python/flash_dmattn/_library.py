@@ -137,7 +137,7 @@ class ForwardArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
-        *tensors("kv_used sink_logit"),
+        *tensors("kv_used sink_logit attn_mask attn_bias"),
     ]
 
 
@@ -174,7 +174,7 @@ class BackwardArgs(Sized):
         ("accumulate", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
-        *tensors("kv_used sink_logit dsink_logit"),
+        *tensors("kv_used sink_logit dsink_logit attn_mask attn_bias dattn_bias"),
     ]
 
 
@@ -236,6 +236,7 @@ class ProbabilitiesArgs(Sized):
         ("causal", c_int32),
         ("reserved", c_int32),
         ("exec", Exec),
+        *tensors("attn_mask attn_bias"),
     ]
 
 

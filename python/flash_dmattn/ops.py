@@ -178,7 +178,7 @@ SELECT = Operator(
 # Dense if expiry is None.
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
-    "Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
+    "Tensor? starts, Tensor? kv_used, Tensor? sink_logit, Tensor? attn_mask, Tensor? attn_bias, "
     "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
     "str scope, bool causal, float softmax_scale, float softcap, bool deterministic, "
     "str? backend) -> (Tensor out, Tensor lse)",
@@ -206,7 +206,8 @@ FUSED_OUT = Operator(
 # It has no gradient.
 PROBABILITIES = ProbabilitiesOperator(
     "probabilities(Tensor query, Tensor key, Tensor? bias, Tensor? key_valid, Tensor? starts, "
-    "Tensor? kv_used, Tensor? expiry, Tensor? slot, Tensor lse, SymInt window, SymInt recent, "
+    "Tensor? kv_used, Tensor? attn_mask, Tensor? attn_bias, "
+    "Tensor? expiry, Tensor? slot, Tensor lse, SymInt window, SymInt recent, "
     "SymInt sinks, str scope, bool causal, float softmax_scale, float softcap, str? backend) "
     "-> Tensor probability",
     "probabilities",
@@ -227,10 +228,11 @@ SCORE_BACKWARD = BackwardOperator(
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
     "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
-    "Tensor? sink_logit, Tensor? expiry, "
+    "Tensor? sink_logit, Tensor? attn_mask, Tensor? attn_bias, Tensor? expiry, "
     "Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
-    "float softmax_scale, float softcap, bool deterministic, bool wants_dbias, str? backend) "
-    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink_logit)",
+    "float softmax_scale, float softcap, bool deterministic, bool wants_dbias, "
+    "bool wants_dattn_bias, str? backend) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
+    "Tensor dbias, Tensor dsink_logit, Tensor dattn_bias)",
     "backward",
     ATTENTION,
     "backward",

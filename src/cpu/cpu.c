@@ -225,6 +225,9 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
         if (is_present(tensor) && tensor->dtype == FDMA_FLOAT64)
             return "float64 tensors; supported: float32, float16, bfloat16";
     }
+    if (problem->operation != operation_probabilities &&
+        (is_present(&problem->attn_mask) || is_present(&problem->attn_bias)))
+        return "attn_mask and attn_bias";
     return NULL;
 }
 

@@ -62,6 +62,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
         return "float64 bias or lse; supported: float32";
     if (problem->sink_logit.dtype == FDMA_FLOAT64)
         return "float64 sink_logit; supported: float32";
+    if (is_present(&problem->attn_mask) || is_present(&problem->attn_bias))
+        return "attn_mask and attn_bias, which kernels of the CPU take";
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||
         problem->batch * problem->q_heads > most_rows)
         return "more than 2^31 - 1025 queries, keys or heads";
