@@ -225,9 +225,6 @@ const char *fdma_refuses_wide(const fdma_problem *problem) {
         if (is_present(tensor) && tensor->dtype == FDMA_FLOAT64)
             return "float64 tensors; supported: float32, float16, bfloat16";
     }
-    if (problem->operation != operation_probabilities &&
-        (is_present(&problem->attn_mask) || is_present(&problem->attn_bias)))
-        return "attn_mask and attn_bias";
     return NULL;
 }
 
@@ -250,6 +247,8 @@ const char *fdma_refuses_slow(const fdma_problem *problem) {
 /* Decode keeps the sums of all rows of a kv head side by side: for more rows, tiles are faster. */
 const char *fdma_refuses_decode(const fdma_problem *problem) {
     enum { most_rows = 16 };
+    if (is_present(&problem->attn_mask) || is_present(&problem->attn_bias))
+        return "attn_mask and attn_bias";
     return problem->q_len * problem->group > most_rows
                ? "more than 16 rows (queries times q_heads / kv_heads) of a kv head"
                : fdma_refuses_wide(problem);

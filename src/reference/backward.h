@@ -31,12 +31,11 @@ static fdma_tensor pair_sums(const fdma_problem *problem, const key_gradients *s
 
 static key_gradients take_sums(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t keys = problem->kv_len, dim = problem->head_dim;
-    return (key_gradients){
-        take_reals(arena, keys * dim), take_reals(arena, keys * dim),
-        take_reals(arena, keys),       take_reals(arena, pair_count(problem)),
-        take_reals(arena, dim),        take_reals(arena, dim),
-        take_reals(arena, dim),        take_reals(arena, dim),
-        take_reals(arena, dim)};
+    return (key_gradients){take_reals(arena, keys * dim), take_reals(arena, keys * dim),
+                           take_reals(arena, keys),       take_reals(arena, pair_count(problem)),
+                           take_reals(arena, dim),        take_reals(arena, dim),
+                           take_reals(arena, dim),        take_reals(arena, dim),
+                           take_reals(arena, dim)};
 }
 
 static size_t backward_workspace(const fdma_problem *problem) {

@@ -54,8 +54,8 @@ static inline logit logit_of(const fdma_problem *problem, const real *q, const r
         slope = rounded(dtype, 1 - capped * capped);
     }
     if (is_present(&problem->bias)) {
-        const key_row bias =
-            number_of_key(problem, &problem->bias, &problem->bias_carried, b, h / problem->group, j);
+        const key_row bias = number_of_key(problem, &problem->bias, &problem->bias_carried, b,
+                                           h / problem->group, j);
         s += load(bias.tensor, bias.offset);
     }
     if (is_present(pairs))

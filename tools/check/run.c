@@ -93,6 +93,8 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"starts", problem->starts},
         {"kv_used", {0}},
         {"sink_logit", problem->sink_logit},
+        {"attn_mask", problem->attn_mask},
+        {"attn_bias", problem->attn_bias},
         {"score", given.score},
         {"bias", problem->bias},
         {"expiry", problem->selection.expiry},

@@ -108,6 +108,13 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, kept);
 }
 
+static inline vf vf_keep_bits(vf x, uint32_t bits) {
+    const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int32_t)bits), lane_bit);
+    const __m256 kept = _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane_bit));
+    return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, kept);
+}
+
 static inline void vf_transpose(vf x[vf_width]) {
     vf y[vf_width];
     for (int i = 0; i < 8; i += 4) {

@@ -114,6 +114,10 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), kept, x);
 }
 
+static inline vf vf_keep_bits(vf x, uint32_t bits) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), (__mmask16)bits, x);
+}
+
 /* Three rounds of shuffles swap the bits of (row, column): pairs, quads, then 128-bit quarters. */
 static inline void vf_transpose(vf x[vf_width]) {
     vf y[vf_width];

@@ -96,6 +96,12 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return vbslq_f32(kept, x, vdupq_n_f32(-__builtin_inff()));
 }
 
+static inline vf vf_keep_bits(vf x, uint32_t bits) {
+    static const uint32_t lane_bits[vf_width] = {1, 2, 4, 8};
+    const uint32x4_t kept = vtstq_u32(vdupq_n_u32(bits), vld1q_u32(lane_bits));
+    return vbslq_f32(kept, x, vdupq_n_f32(-__builtin_inff()));
+}
+
 /* Halves of a vector as one element each. */
 static inline float64x2_t vf_halves(vf x) { return vreinterpretq_f64_f32(x); }
 

@@ -127,6 +127,9 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return first <= 0 && end > 0 ? x : -INFINITY;
 }
 
+/* x in the lanes whose bit is set, lane 0 the lowest, -inf in the others */
+static inline vf vf_keep_bits(vf x, uint32_t bits) { return bits & 1 ? x : -INFINITY; }
+
 /* Rows become columns. */
 static inline void vf_transpose(vf x[vf_width]) { (void)x; }
 

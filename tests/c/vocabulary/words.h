@@ -94,6 +94,10 @@ static void word_keep(float *to, const float *x, int32_t first, int32_t end) {
     vf_store(to, vf_keep(vf_load(x), first, end));
 }
 
+static void word_keep_bits(float *to, const float *x, uint32_t bits) {
+    vf_store(to, vf_keep_bits(vf_load(x), bits));
+}
+
 static void word_transpose(float *x) {
     vf rows[vf_width];
     for (int i = 0; i < vf_width; i++)
