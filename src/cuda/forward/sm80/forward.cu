@@ -3,15 +3,18 @@
  * tile of rows of a kv head (mma/queries.cuh) and visits its list one key block at a time.
  *
  * Source: arXiv:2205.14135; arXiv:2307.08691. */
-#include "cuda/mma/keys.cuh"
+#include "cuda/mma/pairs.cuh"
 
-template <typename type> struct tile_config {
+/* pairs: with attn_mask or attn_bias. */
+template <typename type, bool pairs> struct tile_config {
     using element = type;
+    static constexpr bool has_pairs = pairs;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int warps = 4;
-    static constexpr int row_tiles = head_dim <= 128 ? 2 : 1; // of a warp: what the registers hold
-    static constexpr int keys = 64;                           // of a key block
-    static constexpr int blocks = head_dim <= 64 ? 3 : 2;     // on a multiprocessor
+    // of a warp: what the registers hold
+    static constexpr int row_tiles = head_dim <= 128 && !has_pairs ? 2 : 1;
+    static constexpr int keys = 64;                                     // of a key block
+    static constexpr int blocks = head_dim <= 64 && !has_pairs ? 3 : 2; // on a multiprocessor
     static constexpr int threads = warps * warp_lanes;
     static constexpr int rows = warps * row_tiles * mma_rows;
 };
@@ -47,7 +50,7 @@ __device__ static void load_values(tile_memory<config> &shared, int32_t n) {
  * keys of the next block during this one's softmax and second product. */
 template <typename config>
 __device__ static void attend_blocks(tile_memory<config> &shared, row_state<config> &state,
-                                     bool by_position) {
+                                     const forward_plan &plan) {
     constexpr int head_dim = config::head_dim, warp_size = config::row_tiles * mma_rows;
     const tile_list &keys = shared.inputs.keys;
     const int warp = threadIdx.x / warp_lanes;
@@ -68,10 +71,14 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
         if ((n + 1) * config::keys < keys.entries)
             load_keys(shared, n + 1);
         find_logits<config>(s, records.bias, shared.inputs.logits);
-        const int32_t *const position =
-            shared.position + opaque(threadIdx.x) / warp_lanes * warp_size;
-        mask_logits<config>(s, records.expiry, first_positions(records, shared.key[n % 3], keys),
-                            position, by_position);
+        const int32_t first_row = opaque(threadIdx.x) / warp_lanes * warp_size;
+        if constexpr (config::has_pairs)
+            add_pairs<config>(s, plan, shared.inputs, shared.inputs.range.first + first_row,
+                              records, shared.key[n % 3]);
+        else
+            mask_logits<config>(s, records.expiry,
+                                first_positions(records, shared.key[n % 3], keys),
+                                shared.position + first_row, plan.by_position);
         weigh(s, state);                    // P = exp2(S - row_max)
         mma_ab<config>(state.out, s, v_at); // O += P V
     }
@@ -138,21 +145,27 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     __syncthreads();
     load_keys(shared, 0);
     clear_rows(state);
-    attend_blocks(shared, state, plan.by_position);
+    attend_blocks(shared, state, plan);
     cp_async_wait_group<0>(); // if the list is empty, q may still be on its way
     __syncthreads();
     write_out(shared, state, plan);
 }
 
-template <typename element>
+template <typename config>
 static fdma_status attend(const fdma_problem *problem, const forward_plan &plan) {
-    using config = tile_config<element>;
     static_assert(sizeof(tile_memory<config>) <= least_shared_bytes, "a tile fits everywhere");
     const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
     const int32_t heads = plan.batch * plan.kv_heads;
     return launch("forward", attend_tile<config>,
                   {dim3(heads * tiles), dim3(config::threads), sizeof(tile_memory<config>)},
                   problem, plan, tiles, is_aligned(plan));
+}
+
+template <typename element>
+static fdma_status attend_elements(const fdma_problem *problem, const forward_plan &plan) {
+    return plan.mask.data != NULL || plan.pair_bias.data != NULL
+               ? attend<tile_config<element, true>>(problem, plan)
+               : attend<tile_config<element, false>>(problem, plan);
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -164,8 +177,8 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const forward_plan plan = fdma_cuda_plan_forward(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
-    return problem->dtype == FDMA_FLOAT16 ? attend<__half>(problem, plan)
-                                          : attend<__nv_bfloat16>(problem, plan);
+    return problem->dtype == FDMA_FLOAT16 ? attend_elements<__half>(problem, plan)
+                                          : attend_elements<__nv_bfloat16>(problem, plan);
 }
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM),
