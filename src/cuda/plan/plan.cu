@@ -51,7 +51,9 @@ static bool has_vast_lists(const fdma_problem *problem) {
     const double lists =
         (double)(problem->batch * problem->kv_heads) * (double)(problem->q_len / list_queries + 1);
     const bool has_lists = is_listed(problem) || is_present(&problem->attn_mask);
-    const int64_t size = is_present(&problem->attn_mask) ? problem->kv_len : list_size(problem);
+    const int64_t words = problem->group < 1024 ? 4 * problem->group + 1 : INT32_MAX; // of a key
+    const int64_t size =
+        is_present(&problem->attn_mask) ? problem->kv_len * words : list_size(problem);
     return has_lists && lists * (double)size > most_entries;
 }
 
@@ -93,14 +95,22 @@ const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_he
 
 /* A list has room for every key, since how many a mask lets through is not known on the host. */
 static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
+    const fdma_tensor *const mask = &problem->attn_mask;
     kept_lists kept = {};
-    if (!is_present(&problem->attn_mask))
+    if (!is_present(mask))
         return kept;
-    const int64_t heads = problem->batch * problem->kv_heads;
+    const bool differ = problem->selected; // expiries of keys, from one kv head to another
+    const bool differ_in_batch = differ || is_present(&problem->key_valid) ||
+                                 is_present(&problem->kv_used) || mask->shape[0] > 1;
+    kept.batches = differ_in_batch ? (int32_t)problem->batch : 1;
+    kept.heads = differ || mask->shape[1] > 1 ? (int32_t)problem->kv_heads : 1;
+    kept.mask_heads = (int32_t)max(mask->shape[1] / max(problem->kv_heads, (int64_t)1), (int64_t)1);
     kept.lists = (int32_t)divide_up(problem->q_len, list_queries);
     kept.size = round_up(problem->kv_len, 4);
-    kept.list = take<int32_t>(arena, heads * kept.lists * kept.size);
-    kept.count = take<int32_t>(arena, heads * kept.lists);
+    const int64_t lists = (int64_t)kept.batches * kept.heads * kept.lists;
+    kept.queries = take<uint4>(arena, lists * kept.size * kept.mask_heads);
+    kept.list = take<int32_t>(arena, lists * kept.size);
+    kept.count = take<int32_t>(arena, lists);
     return kept;
 }
 

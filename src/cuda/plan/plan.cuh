@@ -39,12 +39,16 @@ struct alignas(2) key_changes {
 static_assert(list_queries <= UINT8_MAX, "at most one key arrives at a position, and evicts one");
 
 /* With attn_mask, the keys that some query of a query block keeps, ascending, whatever other lists
- * the plan has. */
+ * the plan has, and for each listed key which of the queries keep it, by all rules. Sequences and
+ * kv heads among which neither the mask nor another rule differs share their lists. */
 struct kept_lists {
-    int32_t *list;  // of (b, g) and t: list + ((b * kv_heads + g) * lists + t) * size; NULL: none
-    int32_t *count; // [batch * kv_heads][lists]
-    int64_t size;   // entries that a list has room for
-    int32_t lists;  // of each (b, g)
+    int32_t *list;   // list t of set s: list + (s * lists + t) * size; NULL: there are none
+    uint4 *queries;  // entry n of head m of the mask: [(s * lists + t) * size + n][m], a bit each
+    int32_t *count;  // [sets][lists]
+    int64_t size;    // entries that a list has room for
+    int32_t lists;   // of each set
+    int32_t batches, heads; // of sets: 1, or one for each sequence, for each kv head
+    int32_t mask_heads;     // that the query heads of a kv head have
 };
 
 /* List t of (b, g) has the keys that the queries from t * list_queries on keep: first those live at
@@ -160,6 +164,7 @@ struct tile_list {
     const int32_t *list;       // NULL: the keys first, first + 1, ...
     const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
     const int2 *ranges;        // where not causal, of packed sequences; else NULL
+    const uint32_t *queries;   // of kept_lists, four words for each head of the mask; else NULL
     int32_t first;
     int32_t entries; // that some row of the tile may keep; none if not above 0
     int32_t kv_len;  // keys that exist
@@ -190,6 +195,12 @@ __device__ static void skip_expired(const forward_plan &plan, int64_t head, int3
     keys->list += keys->list == NULL ? 0 : keys->first;
 }
 
+/* The number of list t of (b, g) among all lists of kept keys. */
+__device__ static int64_t kept_list(const kept_lists &kept, int32_t b, int32_t g, int32_t t) {
+    const int64_t set = (int64_t)min(b, kept.batches - 1) * kept.heads + min(g, kept.heads - 1);
+    return set * kept.lists + t;
+}
+
 /* The list of the rows of kv head g of sequence b from a query to a position. */
 __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, int32_t g,
                                          int32_t query, int32_t last) {
@@ -197,8 +208,10 @@ __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, in
     const int64_t head = b * plan.kv_heads + g;
     tile_list keys = {};
     if (plan.kept.list != NULL) {
-        const int64_t n = head * plan.kept.lists + query / list_queries;
+        const int64_t n = kept_list(plan.kept, b, g, query / list_queries);
         keys.list = plan.kept.list + n * plan.kept.size;
+        keys.queries = (const uint32_t *)(plan.kept.queries +
+                                          n * plan.kept.size * plan.kept.mask_heads);
         keys.entries = plan.kept.count[n];
     } else {
         if (plan.list != NULL)

@@ -74,7 +74,7 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
         const int32_t first_row = opaque(threadIdx.x) / warp_lanes * warp_size;
         if constexpr (config::has_pairs)
             add_pairs<config>(s, plan, shared.inputs, shared.inputs.range.first + first_row,
-                              records, shared.key[n % 3]);
+                              records, shared.key[n % 3], n);
         else
             mask_logits<config>(s, records.expiry,
                                 first_positions(records, shared.key[n % 3], keys),
