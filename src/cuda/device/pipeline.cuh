@@ -18,8 +18,9 @@ __device__ static void wait(uint64_t *barrier, uint32_t parity) {
 #endif
 }
 
-/* Arrives once for each warp. */
+/* Arrives once for each warp, after what all of its lanes have read. */
 __device__ static void release(uint64_t *barrier) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0)
         mbarrier_arrive(barrier);
 }

@@ -138,6 +138,21 @@ __device__ static uint32_t mov_b32(uint32_t x) {
     return y;
 }
 
+/* The lowest `count` bits, or all 32. */
+__device__ static uint32_t low_bits(uint32_t count) {
+    uint32_t bits;
+    asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(bits) : "r"(count));
+    return bits;
+}
+
+/* A number of four of the bytes of low (0 to 3) and high (4 to 7), a digit of the selector for
+ * each. A digit with 8 added stands for eight copies of that byte's sign. */
+__device__ static uint32_t prmt(uint32_t low, uint32_t high, uint32_t selector) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+    return bytes;
+}
+
 /* 2^x; 0 for -inf. Subnormal results are 0. */
 __device__ static float ex2_approx(float x) {
     float y;
@@ -311,6 +326,16 @@ __device__ static void red_add_v4(float *address, float x, float y, float z, flo
 
 __device__ static void red_add_v2(float *address, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y)
+                 : "memory");
+}
+
+/* Adds to eight consecutive elements in device memory, at a multiple of 16 bytes, without returning
+ * them. words: pairs of elements. */
+template <typename element>
+__device__ static void red_add_x8(element *address, const uint32_t (&words)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.%5x2 [%0], {%1, %2, %3, %4};" ::"l"(address),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+                 "C"(element_type<element>::ptx)
                  : "memory");
 }
 

@@ -6,6 +6,7 @@
 #include "cuda/backward/sm90/producer.cuh"
 
 static constexpr int most_partitions = 32;
+static constexpr int most_ordered = 1024; // blocks of a head
 
 template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
@@ -24,7 +25,7 @@ template <class config> __device__ static void init_barriers(backward_memory<con
 }
 
 template <class config>
-static __global__ void __launch_bounds__(config::threads, 1)
+static __global__ void __launch_bounds__(config::threads, config::blocks)
     differentiate(const __grid_constant__ backward_plan plan,
                   const __grid_constant__ backward_pass pass, const float softcap_scale) {
     extern __shared__ __align__(1024) uint8_t bytes[];
@@ -53,11 +54,42 @@ static __global__ void __launch_bounds__(config::threads, 1)
     }
 }
 
+/* How many query blocks the n-th block of a head visits in the slot pass. */
+__device__ static int32_t count_visits(const backward_plan &plan, int32_t slot_blocks, int32_t n) {
+    const int32_t first = n / slot_blocks * plan.partition_lists;
+    const int32_t end = min(first + plan.partition_lists, plan.forward.lists);
+    const int32_t first_slot = n % slot_blocks * (plan.slots / slot_blocks);
+    int32_t visits = 0;
+    for (int32_t t = first; t < end; t++)
+        visits += list_counts(plan, 0, t).x > first_slot;
+    return visits;
+}
+
+/* Orders the blocks of a head in the slot pass: those that visit the most query blocks first, so
+ * that no multiprocessor still has much to do when the others end. The first head stands for all,
+ * as they have the same sequences. By one thread block. */
+static __global__ void __launch_bounds__(most_ordered)
+    order_blocks(const __grid_constant__ backward_plan plan, const int32_t slot_blocks,
+                 int32_t *order) {
+    __shared__ int32_t visits[most_ordered];
+    const int32_t own = threadIdx.x, blocks = slot_blocks * plan.partitions;
+    if (own < blocks)
+        visits[own] = count_visits(plan, slot_blocks, own);
+    __syncthreads();
+    if (own >= blocks)
+        return;
+    int32_t rank = 0;
+    for (int32_t n = 0; n < blocks; n++)
+        rank += visits[n] > visits[own] || (visits[n] == visits[own] && n < own);
+    order[rank] = own;
+}
+
 /* What a call works from, all of it in the workspace. */
 struct backward_task {
     backward_plan plan;
     backward_pass pass;
-    int64_t tiles; // of all heads
+    int64_t tiles;  // of all heads
+    int32_t *order; // see order_blocks(); NULL: not ordered
 };
 
 template <class config>
@@ -69,9 +101,16 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);
     if (problem->deterministic)
         task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles * config::consumers);
+    task.pass.slot_blocks = task.plan.slots / config::slots;
+    const int64_t blocks = (int64_t)task.pass.slot_blocks * task.plan.partitions;
+    // with semaphores a block waits for others, which must not start after it
+    if (is_present(&problem->starts) && task.plan.is_rolling && !problem->deterministic &&
+        blocks <= most_ordered)
+        task.order = take<int32_t>(arena, blocks);
     return task;
 }
 
+/* Runs a pass, with a range of query blocks for each thread block of a slot block. */
 template <class config>
 static fdma_status run_pass(const fdma_problem *problem, const backward_task &task,
                             int64_t ranges) {
@@ -90,16 +129,39 @@ static fdma_status run_pass(const fdma_problem *problem, const backward_task &ta
                   task.plan, task.pass, softcap_scale);
 }
 
+template <class config>
+static fdma_status run_slot_pass(const fdma_problem *problem, backward_task task) {
+    task.pass.order = task.order;
+    if (task.order != NULL && task.pass.slot_blocks > 0)
+        FDMA_TRY(launch("backward", order_blocks, {dim3(1), dim3(most_ordered)}, problem, task.plan,
+                        task.pass.slot_blocks, task.order));
+    return run_pass<config>(problem, task, task.plan.partitions);
+}
+
 /* How many query blocks a thread block of the diagonal pass takes, one after the other. With one
  * query block it would mostly wait; with several, the queries of the next one are loaded while the
  * current one is multiplied, and the keys while the current gradients are written. As many as leave
  * each multiprocessor `waves` thread blocks, so that the load evens out. */
+template <class config>
 static int32_t count_blocks_in_row(const fdma_problem *problem, const backward_task &task) {
-    const int64_t waves = 4;
+    const int64_t waves = config::is_narrow ? 32 : 4;
     const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
     const int64_t slot_blocks = problem->batch * problem->kv_heads * task.pass.slot_blocks;
     return (int32_t)max(slot_blocks * task.plan.forward.lists / wanted, (int64_t)1);
 }
+
+template <class config>
+static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task task) {
+    task.pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
+    task.pass.query_blocks = count_blocks_in_row<config>(problem, task);
+    return run_pass<config>(problem, task,
+                            divide_up(task.plan.forward.lists, task.pass.query_blocks));
+}
+
+/* The diagonal pass takes the narrow form where there is one. */
+template <class config>
+using diagonal_config =
+    backward_config<typename config::element, config::channels, config::has_softcap, true>;
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
@@ -111,14 +173,9 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
         return FDMA_OK;
     FDMA_TRY(clear("backward", problem, pass.dq_sum,
                    (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
-    pass.slot_blocks = plan.slots / config::slots;
-    FDMA_TRY(run_pass<config>(problem, task, plan.partitions));
-    if (plan.is_rolling) {
-        pass.is_diagonal = true;
-        pass.slot_blocks = (int32_t)divide_up(list_queries - 1, config::slots);
-        pass.query_blocks = count_blocks_in_row(problem, task);
-        FDMA_TRY(run_pass<config>(problem, task, divide_up(plan.forward.lists, pass.query_blocks)));
-    }
+    FDMA_TRY(run_slot_pass<config>(problem, task));
+    if (plan.is_rolling)
+        FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
     FDMA_TRY(launch("backward", write_dq<config>,
                     {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
@@ -126,8 +183,8 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
 
 template <typename element> static fdma_status run_elements(const fdma_problem *problem) {
     if (problem->softcap != 0)
-        return run_with<backward_config<element, FDMA_HEAD_DIM, true>>(problem);
-    return run_with<backward_config<element, FDMA_HEAD_DIM, false>>(problem);
+        return run_with<backward_config<element, FDMA_HEAD_DIM, true, false>>(problem);
+    return run_with<backward_config<element, FDMA_HEAD_DIM, false, false>>(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -135,7 +192,8 @@ static fdma_status run(const fdma_problem *problem) {
                                           : run_elements<__nv_bfloat16>(problem);
 }
 
-using any_config = backward_config<__half, FDMA_HEAD_DIM, false>; // all take the same workspace
+using any_config =
+    backward_config<__half, FDMA_HEAD_DIM, false, false>; // all take the same workspace
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }

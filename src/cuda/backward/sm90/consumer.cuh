@@ -14,7 +14,7 @@ template <class config> struct backward_consumer {
     static constexpr int sum_registers = config::own_channels / 2;    // of dk, of dv
     static constexpr int all_barrier = 2; // named barrier of both consumers; 3 and 4 of each alone
     // softcap leaves no registers to hold dq while the next step's weights are computed
-    static constexpr bool adds_dq_first = config::has_softcap;
+    static constexpr bool adds_dq_first = config::has_softcap || config::is_narrow;
 
     using products = float[product_registers];
     using pairs = uint32_t[config::own_queries / wgmma_k][4]; // 16-bit pairs, as wgmma takes them
@@ -76,20 +76,31 @@ template <class config> struct backward_consumer {
     /* The positions x <= p < y at which the key of a slot is kept. */
     __device__ static int2 kept_positions(const backward_plan &plan, const backward_pass &pass,
                                           const slot_record &slot) {
-        const bool arrives = pass.is_diagonal || !plan.is_rolling;
+        const bool arrives = config::is_diagonal || !plan.is_rolling;
         const int32_t from = plan.forward.causal ? slot.key : slot.from;
         return make_int2(arrives ? from : INT32_MIN, slot.expiry);
     }
 
+    /* Which of the 32 positions from `begin` on are in a range, as bits. */
+    __device__ static uint32_t bits_of_range(const int2 &range, int32_t begin) {
+        return low_bits((uint32_t)max(range.y, begin) - begin) &
+               ~low_bits((uint32_t)max(range.x, begin) - begin);
+    }
+
     /* Clears the pairs of queries that do not keep their key. first: position of the lane's first
-     * column. */
+     * column; its columns are 8n and 8n + 1 after it. Of 32 positions these are the two lowest bits
+     * of byte n: shifted to the sign of the byte, each becomes half a pair. */
     __device__ static void mask_pairs(int32_t first, const int2 (&kept)[2], pairs &packed) {
 #pragma unroll
-        for (int i = 0; i < product_registers; i += 2) {
-            const int32_t position = first + i / 4 * 8, row = i / 2 % 2;
-            const bool low = kept[row].x <= position && position < kept[row].y;
-            const bool high = kept[row].x <= position + 1 && position + 1 < kept[row].y;
-            packed[i / 8][i / 2 % 4] &= (low ? 0xffffu : 0) | (high ? 0xffff0000u : 0);
+        for (int k = 0; k < product_registers / 16; k++) {
+#pragma unroll
+            for (int row = 0; row < 2; row++) {
+                const uint32_t bits = bits_of_range(kept[row], first + 32 * k);
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+                    packed[2 * k + n / 2][n % 2 * 2 + row] &=
+                        prmt(bits << 7, bits << 6, 0xcc88 + n * 0x1111);
+            }
         }
     }
 
@@ -210,10 +221,12 @@ template <class config> struct backward_consumer {
             const int32_t row = own_row() + 8 * i, past = (generation + 1) % 2;
             if (threadIdx.x % 4 != 0 || (config::is_wide && index > 0))
                 return 0;
-            float *const sums[] = {&memory->dbias[past][0][row], &memory->dbias[past][1][row]};
-            const float before = generation == 0 ? 0 : memory->dbias_before[row];
-            const float sum = before + *sums[0] + *sums[1];
-            *sums[0] = *sums[1] = 0;
+            float sum = generation == 0 ? 0 : memory->dbias_before[row];
+#pragma unroll
+            for (int i = 0; i < config::consumers; i++) {
+                sum += memory->dbias[past][i][row];
+                memory->dbias[past][i][row] = 0;
+            }
             memory->dbias_before[row] = changes ? 0 : sum;
             return sum;
         } else {
@@ -238,6 +251,8 @@ template <class config> struct backward_consumer {
     }
 
     __device__ void store_ds(int32_t step, const pairs &ds) {
+        if (config::is_narrow) // until all warps have read the dS before it
+            sync_warpgroup();
         store_pairs(ds_block(step), ds);
         fence_proxy_async();
         sync_warpgroup();
@@ -312,12 +327,11 @@ template <class config> struct backward_consumer {
 
     /* Adds dq to dq_sum, for the n-th dq_columns channels of this consumer. */
     __device__ void add_dq(const backward_pass &pass, int32_t step, const dq_tile &dq, int n = 0) {
-        constexpr int products = config::dq_channels / config::dq_columns;
         const step_header &header = memory->header[stage_of(step)];
         const int32_t half = ld_shared_by_first_lane(&header.tile) * config::consumers + index;
         float *const to =
             pass.dq_sum +
-            ((int64_t)half * products + n) * (config::dq_registers * warpgroup_threads) +
+            ((int64_t)half * config::dq_products + n) * (config::dq_registers * warpgroup_threads) +
             opaque(threadIdx.x) % warpgroup_threads * 4;
         if (pass.dq_semaphore != NULL && n == 0)
             acquire_semaphore(pass, half, header);
@@ -326,9 +340,16 @@ template <class config> struct backward_consumer {
             red_add_v4(to + i * warpgroup_threads, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
     }
 
-    __device__ void finish_dq(const backward_pass &pass, int32_t step, const dq_tile &dq) {
+    /* Adds dq of a step, whose first channels have been issued. */
+    __device__ void finish_dq(const backward_pass &pass, int32_t step, dq_tile &dq) {
         wgmma_wait_group<0>();
         add_dq(pass, step, dq);
+#pragma unroll
+        for (int n = 1; n < config::dq_products; n++) {
+            issue_dq(dq, step, n);
+            wgmma_wait_group<0>();
+            add_dq(pass, step, dq, n);
+        }
     }
 
     /* The steps of a generation from `now` on; returns the first step of the next one. dq needs the
@@ -437,8 +458,8 @@ template <class config> struct backward_consumer {
                                   config::is_wide ? index * config::own_channels : 0,
                                   changes && leaving.key >= 0};
         if (__any_sync(~0u, row.is_written)) {
-            write_sums<element>(plan, pass, memory->work, row, i, dk, dv);
-            write_rest(plan, pass, memory->work, row, i, dbias, dk, dv);
+            write_sums<config>(plan, memory->work, row, i, dk, dv);
+            write_rest<config>(plan, memory->work, row, i, dbias, dk, dv);
         }
 #pragma unroll
         for (int c = 2 * i; c < sum_registers; c += 4) {

@@ -25,7 +25,7 @@ template <class config> struct backward_producer {
         if (query_block >= work.end)
             return past_end;
         return slot < config::slots
-                   ? slot_key(plan, pass, work, query_block, work.first_slot + slot)
+                   ? slot_key<config>(plan, work, query_block, work.first_slot + slot)
                    : -1;
     }
 
@@ -48,7 +48,7 @@ template <class config> struct backward_producer {
                     : forward.records[(int64_t)work.head * forward.kv_len + key];
             own.expiry = record.expiry;
             own.bias = record.bias;
-            if (plan.partitions > 1 && !pass.is_diagonal)
+            if (plan.partitions > 1 && !config::is_diagonal)
                 own.boundary =
                     boundary_of(plan, work.head, work.partition, work.first_slot + own_slot(), key);
             else if (!forward.causal)
@@ -150,11 +150,11 @@ template <class config> struct backward_producer {
     __device__ uint32_t dq_order(const backward_plan &plan, const backward_pass &pass,
                                  int32_t query_block) const {
         const backward_work &work = memory->work;
-        if (plan.is_rolling && !pass.is_diagonal)
+        if (plan.is_rolling && !config::is_diagonal)
             return work.slot_block;
         const int32_t visible = min(visible_slots(plan, work, query_block), plan.slots);
         const int32_t active = (visible + config::slots - 1) / config::slots;
-        return pass.is_diagonal ? work.slot_block : active - 1 - work.slot_block;
+        return config::is_diagonal ? work.slot_block : active - 1 - work.slot_block;
     }
 
     /* The end of the queries of a block that may see a key of the slots: where a packed sequence
@@ -163,10 +163,18 @@ template <class config> struct backward_producer {
                                              int32_t query_block) {
         const forward_plan &forward = plan.forward;
         const int32_t first = query_block * list_queries, middle = first + config::q_rows;
-        if (forward.sequences.ranges == NULL || !plan.is_rolling || pass.is_diagonal ||
+        if (forward.sequences.ranges == NULL || !plan.is_rolling || config::is_diagonal ||
             middle >= forward.q_len)
             return forward.q_len;
         return forward.sequences.ranges[middle].x > first ? middle : forward.q_len;
+    }
+
+    /* Whether no query of a tile sees a key of the diagonal pass's slots: the n-th key to arrive
+     * inside a query block arrives after the first n queries, or later. */
+    __device__ bool sees_none(int32_t tile) const {
+        constexpr int tiles = list_queries / config::q_rows;
+        return config::is_diagonal &&
+               memory->work.first_slot >= (tile % tiles + 1) * config::q_rows;
     }
 
     /* Loads the steps of a query block. True if a slot changes its key after it, or nothing
@@ -180,9 +188,9 @@ template <class config> struct backward_producer {
         for (int32_t n = 0; n < group * tiles; n++) {
             const int32_t tile = opaque(query_block) * tiles + n % tiles;
             const int32_t end = end_of_queries(plan, pass, opaque(query_block));
-            if (tile * config::q_rows >= end)
-                continue;
             const bool is_tail = (tile + 1) * config::q_rows >= end;
+            if (tile * config::q_rows >= end || (sees_none(tile) && !is_tail))
+                continue; // but a block has at least one step
             const bool ends = n / tiles == group - 1 && (n % tiles == tiles - 1 || is_tail);
             if (ends)
                 changes =
@@ -193,18 +201,19 @@ template <class config> struct backward_producer {
         return changes;
     }
 
-    /* The next query block to visit. Where a packed sequence has ended, those follow in which no
-     * query sees a slot of this block. */
+    /* The next query block to visit: the diagonal pass visits those in which a key arrives. Where a
+     * packed sequence has ended, those follow in which no query sees a slot of this block. */
     __device__ int32_t block_after(const backward_plan &plan, const backward_pass &pass,
                                    int32_t query_block) const {
-        const bool skips = plan.is_rolling && plan.forward.sequences.ranges != NULL;
-        return skips ? find_query_block(plan, pass, memory->work, query_block + 1)
+        const bool skips =
+            config::is_diagonal || (plan.is_rolling && plan.forward.sequences.ranges != NULL);
+        return skips ? find_query_block<config>(plan, memory->work, query_block + 1)
                      : query_block + 1;
     }
 
     __device__ void run(const backward_plan &plan, const backward_pass &pass) {
         int32_t query_block =
-            find_query_block(plan, pass, memory->work, memory->work.query_block) - 1;
+            find_query_block<config>(plan, memory->work, memory->work.query_block) - 1;
         step = 0;
         generation = -1;
         steps_ahead = no_keys;

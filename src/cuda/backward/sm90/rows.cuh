@@ -33,28 +33,13 @@ struct gradient_row {
     bool is_written;
 };
 
-/* Loads this lane's channels of a row that is added to; 0 if it is overwritten. */
-template <typename element, int loads>
-__device__ static void load_row(const element *from, int32_t channels, bool adds,
-                                uint4 (&old)[loads]) {
+/* Writes row i of a thread's sums, times factor, to a row of 16-bit elements, or adds them to it.
+ * By a whole warp. */
+template <typename element, int registers>
+__device__ static void write_row(element *to, int32_t channels, bool is_written, bool adds, int i,
+                                 float factor, const float (&sums)[registers]) {
 #pragma unroll
-    for (int n = 0; n < loads; n++) {
-        const int channel = opaque(n * quad_channels + 8 * (threadIdx.x % 4));
-        old[n] = make_uint4(0, 0, 0, 0);
-        if (adds && channel < channels)
-            old[n] = *(const uint4 *)(from + channel);
-    }
-}
-
-/* Writes row i of a thread's sums, times factor, plus `old`, to a row of 16-bit elements. By a
- * whole warp. */
-template <typename element, int registers, int stores>
-__device__ static void write_row(element *to, int32_t channels, bool is_written, int i,
-                                 float factor, const float (&sums)[registers],
-                                 const uint4 (&old)[stores]) {
-    static_assert(stores * quad_channels == 2 * registers, "all channels are written");
-#pragma unroll
-    for (int n = 0; n < stores; n++) {
+    for (int n = 0; n < 2 * registers / quad_channels; n++) {
         // opaque: the compiler would keep the results of the comparisons, and run out of predicates
         const int channel = opaque(n * quad_channels + 8 * (threadIdx.x % 4));
         uint32_t words[4];
@@ -64,8 +49,12 @@ __device__ static void write_row(element *to, int32_t channels, bool is_written,
             words[k] = element_type<element>::pack(sums[at] * factor, sums[at + 1] * factor);
         }
         transpose_quad(words);
-        if (is_written && channel < channels)
-            *(uint4 *)(to + channel) = add_words<element>(old[n], words);
+        if (!is_written || channel >= channels)
+            continue;
+        if (adds)
+            red_add_x8(to + channel, words);
+        else
+            *(uint4 *)(to + channel) = make_uint4(words[0], words[1], words[2], words[3]);
     }
 }
 
@@ -82,35 +71,31 @@ __device__ static void add_sums(float *to, int32_t head_dim, int i, float factor
 }
 
 /* Writes row i of a thread's dk and dv, unless a boundary takes them. */
-template <typename element, int registers>
-__device__ static void write_sums(const backward_plan &plan, const backward_pass &pass,
-                                  const backward_work &work, const gradient_row &row, int i,
-                                  const float (&dk)[registers], const float (&dv)[registers]) {
+template <class config, int registers>
+__device__ static void write_sums(const backward_plan &plan, const backward_work &work,
+                                  const gradient_row &row, int i, const float (&dk)[registers],
+                                  const float (&dv)[registers]) {
+    using element = typename config::element;
     const int32_t channels = plan.forward.head_dim - row.channel;
     const bool is_own = row.is_written && row.boundary == 0;
-    const bool adds = is_own && (plan.accumulate || pass.is_diagonal);
+    const bool adds = plan.accumulate || config::is_diagonal;
     const int32_t key = max(row.key, 0);
-    element *const to_dk = dk_of_key<element>(plan, work.b, work.g, key) + row.channel;
-    element *const to_dv = dv_of_key<element>(plan, work.b, work.g, key) + row.channel;
-    // all loads are in flight before the first is used
-    uint4 old_dk[2 * registers / quad_channels], old_dv[2 * registers / quad_channels];
-    load_row(to_dk, channels, adds, old_dk);
-    load_row(to_dv, channels, adds, old_dv);
-    write_row(to_dk, channels, is_own, i, plan.forward.scale, dk, old_dk);
-    write_row(to_dv, channels, is_own, i, 1, dv, old_dv);
+    element *const dk_row = dk_of_key<element>(plan, work.b, work.g, key) + row.channel;
+    element *const dv_row = dv_of_key<element>(plan, work.b, work.g, key) + row.channel;
+    write_row(dk_row, channels, is_own, adds, i, plan.forward.scale, dk);
+    write_row(dv_row, channels, is_own, adds, i, 1, dv);
 }
 
 /* Writes the row's dbias, and adds what a boundary takes. */
-template <int registers>
-__device__ static void write_rest(const backward_plan &plan, const backward_pass &pass,
-                                  const backward_work &work, const gradient_row &row, int i,
-                                  float dbias, const float (&dk)[registers],
-                                  const float (&dv)[registers]) {
+template <class config, int registers>
+__device__ static void write_rest(const backward_plan &plan, const backward_work &work,
+                                  const gradient_row &row, int i, float dbias,
+                                  const float (&dk)[registers], const float (&dv)[registers]) {
     // one lane of the quad, and one consumer, writes dbias
     const bool is_first = threadIdx.x % 4 == 0 && row.channel == 0;
     if (!row.is_written)
         return;
-    if (row.boundary > 0) {
+    if (!config::is_diagonal && row.boundary > 0) {
         const int32_t head_dim = plan.forward.head_dim;
         const int64_t at = boundary_row(plan, work.head, row.boundary, work.first_slot + row.slot);
         if (is_first)
@@ -120,7 +105,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_pass
         add_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
     } else if (plan.dbias.data != NULL && is_first) {
         float *const to = dbias_of_key(plan, work.b, work.g, row.key);
-        *to = pass.is_diagonal ? *to + dbias : dbias;
+        *to = config::is_diagonal ? *to + dbias : dbias;
     }
 }
 

@@ -12,31 +12,46 @@
 
 static constexpr int q_tile_rows = 64; // queries, of one head, of a step
 
-/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. The
- * consumers split the slots of the block between them. With 256 channels, dk and dv of 64 slots
- * fill the registers of both consumers, so they split the queries of a step and the channels
- * instead: the wide form. */
-template <typename element_, int most_channels, bool softcap> struct backward_config {
+/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
+ * diagonal: the diagonal pass or the slot pass. Two consumers split the slots of a block between
+ * them, but for two forms:
+ *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
+ *           split the queries of a step and the channels instead
+ *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
+ *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
+ *           it too few registers */
+template <typename element_, int most_channels, bool softcap, bool diagonal>
+struct backward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap;
+    static constexpr bool is_diagonal = diagonal;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
+    static constexpr bool is_narrow = is_diagonal && channels <= (has_softcap ? 64 : 128);
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
-    static constexpr int consumers = 2; // warpgroups
+    static constexpr int consumers = is_narrow ? 1 : 2; // warpgroups
     static constexpr int warpgroup_slots = 64;
     static constexpr int slots = is_wide ? warpgroup_slots : consumers * warpgroup_slots;
     static constexpr int q_rows = q_tile_rows;
     static constexpr int own_queries = is_wide ? q_rows / consumers : q_rows;
     static constexpr int own_channels = is_wide ? channels / consumers : channels; // of dk and dv
     static constexpr int dq_channels = channels / consumers;                       // of a consumer
-    static constexpr int dq_columns = dq_channels > 64 ? 64 : dq_channels;         // of one product
+    static constexpr int most_columns = is_narrow ? 32 : 64; // of dq, for lack of registers
+    static constexpr int dq_columns = dq_channels > most_columns ? most_columns : dq_channels;
+    static constexpr int dq_products = dq_channels / dq_columns;
     static constexpr int dq_registers = q_rows * dq_columns / warpgroup_threads;
-    static constexpr int stages = channels > 128 ? 2 : channels > 64 ? 3 : 4; // steps in flight
-    static constexpr int ds_buffers = is_wide ? 1 : 2;
+    // steps in flight
+    static constexpr int stages = is_wide || is_narrow ? 2 : channels > 64 ? 3 : 4;
+    static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
-    static constexpr int producer_registers = channels > 128 ? 56 : channels > 64 ? 40 : 104;
-    static constexpr int consumer_registers = channels > 128 ? 224 : channels > 64 ? 232 : 200;
+    static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
+    static constexpr int producer_registers = is_wide         ? 56
+                                              : channels > 64 ? 40
+                                              : is_narrow     ? 48
+                                                              : 104;
+    static constexpr int consumer_registers =
+        is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
     // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
     // because both consumers have sums of the same slots
     static constexpr bool dbias_in_shared = has_softcap || is_wide;
@@ -45,13 +60,13 @@ template <typename element_, int most_channels, bool softcap> struct backward_co
 /* One launch of the kernel: the slot pass, for keys that are live at the first position of a query
  * block, or after it the diagonal pass, for keys that arrive inside one. */
 struct backward_pass {
-    bool is_diagonal;
     int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
     float *dq_sum;          // [batch * q_heads][tiles] of 64 queries, laid out as accumulators
     uint32_t *dq_semaphore; // of each tile and consumer: how many slot blocks have added to
                             // dq_sum; NULL: they add in any order
     int32_t tiles;          // of a head
     int32_t slot_blocks;
+    const int32_t *order; // of the blocks of a head, see order_blocks(); NULL: as in the grid
 };
 
 /* The work of a thread block. */
@@ -106,8 +121,9 @@ template <class config> struct backward_memory {
     int32_t is_over; // 1: no generation follows
     uint64_t step_ready[config::stages], step_free[config::stages];
     uint64_t ds_ready[2];
-    uint64_t slots_ready, keys_ready, keys_free;  // of a generation
-    static constexpr int most_bytes = 227 * 1024; // of a block's shared memory on 9.0
+    uint64_t slots_ready, keys_ready, keys_free; // of a generation
+    // of a block's shared memory on 9.0, where each block reserves 1 KB
+    static constexpr int most_bytes = (228 / config::blocks - 1) * 1024;
 };
 
 /* The key of a list entry; -1: none. */
@@ -117,11 +133,12 @@ __device__ static int32_t key_of(const forward_plan &plan, int32_t entry) {
 
 /* The key that a slot has in a query block, or the slot-th key that arrives inside the block; -1:
  * none. */
-__device__ static int32_t slot_key(const backward_plan &plan, const backward_pass &pass,
-                                   const backward_work &work, int32_t query_block, int32_t slot) {
+template <class config>
+__device__ static int32_t slot_key(const backward_plan &plan, const backward_work &work,
+                                   int32_t query_block, int32_t slot) {
     const forward_plan &forward = plan.forward;
     const int32_t head = work.head;
-    if (pass.is_diagonal) {
+    if (config::is_diagonal) {
         const int2 count = list_counts(plan, head, query_block);
         const int32_t n = count.x + slot;
         return n < count.y ? key_of(forward, list_entry(forward, head, query_block, n)) : -1;
@@ -153,12 +170,13 @@ __device__ static int32_t visible_slots(const backward_plan &plan, const backwar
 
 /* The first query block of the work, from block `from` on, in which some query sees one of its
  * slots. By a whole warp. */
-__device__ static int32_t find_query_block(const backward_plan &plan, const backward_pass &pass,
-                                           const backward_work &work, int32_t from) {
+template <class config>
+__device__ static int32_t find_query_block(const backward_plan &plan, const backward_work &work,
+                                           int32_t from) {
     for (int32_t base = from; base < work.end; base += 32) {
         const int32_t query_block = base + threadIdx.x % 32;
         int32_t slots = 0;
-        if (query_block < work.end && pass.is_diagonal) {
+        if (query_block < work.end && config::is_diagonal) {
             const int2 count = list_counts(plan, work.head, query_block);
             slots = count.y - count.x; // keys that arrive inside the block
         } else if (query_block < work.end) {
@@ -171,14 +189,24 @@ __device__ static int32_t find_query_block(const backward_plan &plan, const back
     return work.end;
 }
 
+/* The index in the grid, without an order, of the n-th block of a head in pass.order. */
+__device__ static int32_t work_in_order(const backward_pass &pass, int32_t n, int32_t head,
+                                        int32_t heads) {
+    const int32_t entry = pass.order[n];
+    const int32_t range = entry / pass.slot_blocks, slot_block = entry % pass.slot_blocks;
+    return (range * heads + head) * pass.slot_blocks + slot_block;
+}
+
 /* The slot blocks of one head are neighbours in the grid, as they read the same queries. A block
  * that waits for the dq of another one comes after it: slot blocks add in reverse where lists do
  * not roll, so there they start in reverse. */
 template <class config>
 __device__ static backward_work find_work(const backward_plan &plan, const backward_pass &pass) {
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
-    const int32_t n = blockIdx.x / pass.slot_blocks;
-    const int32_t block = blockIdx.x % pass.slot_blocks;
+    const int32_t id = pass.order == NULL
+                           ? (int32_t)blockIdx.x
+                           : work_in_order(pass, blockIdx.x / heads, blockIdx.x % heads, heads);
+    const int32_t n = id / pass.slot_blocks, block = id % pass.slot_blocks;
     backward_work work;
     const bool is_reversed = pass.dq_semaphore != NULL && !plan.is_rolling;
     work.slot_block = is_reversed ? pass.slot_blocks - 1 - block : block;
@@ -187,10 +215,10 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.b = work.head / plan.forward.kv_heads;
     work.g = work.head % plan.forward.kv_heads;
     const int32_t range = n / heads, all = plan.rows / list_queries;
-    const int32_t query_blocks = pass.is_diagonal       ? pass.query_blocks
+    const int32_t query_blocks = config::is_diagonal    ? pass.query_blocks
                                  : plan.partitions == 1 ? all
                                                         : plan.partition_lists;
-    work.partition = pass.is_diagonal ? 0 : range;
+    work.partition = config::is_diagonal ? 0 : range;
     work.query_block = range * query_blocks;
     work.end = min(work.query_block + query_blocks, all);
     if (plan.forward.sequences.ranges != NULL && !plan.is_rolling) {

@@ -126,6 +126,16 @@ static inline uint64_t mad_wide_u32(uint32_t a, uint32_t b, uint64_t c) {
 }
 
 static inline uint32_t opaque(uint32_t x) { return x; }
+static inline uint32_t low_bits(uint32_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
+static inline uint32_t prmt(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = (uint64_t)high << 32 | low;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; i++) {
+        const uint32_t digit = selector >> 4 * i & 15, byte = bytes >> 8 * (digit & 7) & 0xff;
+        result |= (digit < 8 ? byte : byte >> 7 ? 0xff : 0) << 8 * i;
+    }
+    return result;
+}
 static inline uint32_t mov_b32(uint32_t x) { return x; }
 
 static inline float ex2_approx(float x) {
@@ -255,6 +265,14 @@ static inline void red_add_v4(float *address, float x, float y, float z, float w
 static inline void red_add_v2(float *address, float x, float y) {
     atomicAdd(address, x);
     atomicAdd(address + 1, y);
+}
+
+/* Not atomic: no two threads of these kernels add to one element. */
+template <typename element>
+static inline void red_add_x8(element *address, const uint32_t (&words)[4]) {
+    for (int i = 0; i < 8; i++)
+        address[i] =
+            from_float<element>(float_of<element>(address + i) + unpacked<element>(words, i));
 }
 
 static inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
