@@ -324,21 +324,6 @@ static void check_range(const vocabulary *x, int32_t first, int32_t end) {
         check_lane("vf_keep", i, to[i], i >= first && i < end ? from[i] : -INFINITY);
 }
 
-/* Bits beyond the last lane do not count. */
-static void check_bits(const vocabulary *x) {
-    uint64_t state = 19;
-    float from[lanes], to[lanes];
-    fill_any(from, &state);
-    for (int n = 0; n < 100; n++) {
-        const uint32_t bits = n < 2 ? -(uint32_t)n : (uint32_t)random_bits(&state);
-        x->keep_bits(to, from, bits);
-        for (int i = 0; i < x->width; i++)
-            check_lane("vf_keep_bits", i, to[i], bits >> i & 1 ? from[i] : -INFINITY);
-    }
-}
-
-static void keep_bits_keeps_lanes(void) { on_each(check_bits); }
-
 static void check_ranges(const vocabulary *x) {
     static const int32_t far[] = {INT32_MIN, INT32_MIN + 1, -1000, 1000, INT32_MAX};
     const int32_t beyond = x->width + 2;
@@ -485,22 +470,11 @@ static void callers_modes_do_not_show(void) { on_each(check_modes); }
 static void flushing_is_undone(void) { on_each(check_flushed); }
 
 static const test_entry tests[] = {
-    TEST(vocabularies_are_named),
-    TEST(loads_and_stores),
-    TEST(first_lanes),
-    TEST(float16_is_exact),
-    TEST(bfloat16_is_exact),
-    TEST(operations_are_exact),
-    TEST(products_are_summed),
-    TEST(lanes_are_summed),
-    TEST(comparisons_are_exact),
-    TEST(keep_bits_keeps_lanes),
-    TEST(ranges_of_lanes_are_kept),
-    TEST(rows_become_columns),
-    TEST(powers_of_two),
-    TEST(rounding_errors_are_exact),
-    TEST(flushing_is_undone),
-    TEST(callers_modes_do_not_show),
+    TEST(vocabularies_are_named),    TEST(loads_and_stores),    TEST(first_lanes),
+    TEST(float16_is_exact),          TEST(bfloat16_is_exact),   TEST(operations_are_exact),
+    TEST(products_are_summed),       TEST(lanes_are_summed),    TEST(comparisons_are_exact),
+    TEST(ranges_of_lanes_are_kept),  TEST(rows_become_columns), TEST(powers_of_two),
+    TEST(rounding_errors_are_exact), TEST(flushing_is_undone),  TEST(callers_modes_do_not_show),
 };
 
 int main(void) {

@@ -61,10 +61,6 @@ static void make_select(call *to) {
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
-static int64_t tiles_of(int64_t q_len, int64_t tile_len) {
-    return tile_len > 0 ? q_len / tile_len + (q_len % tile_len > 0) : 0;
-}
-
 /* Selections here are any numbers. */
 static void make_lists(call *to) {
     fdma_lists_args *const args = &to->args.lists;
@@ -118,6 +114,7 @@ static void make_forward(call *to) {
         args->selection = &to->selection;
     }
     args->kv_used = maybe_used(to);
+    give_pairs(to, &args->attn_mask, &args->attn_bias, NULL);
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
@@ -200,6 +197,7 @@ static void make_backward(call *to) {
         args->selection = &to->selection;
     }
     args->kv_used = maybe_used(to);
+    give_pairs(to, &args->attn_mask, &args->attn_bias, &args->dattn_bias);
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
@@ -332,6 +330,7 @@ static void make_probabilities(call *to) {
         args->selection = &to->selection;
     }
     args->kv_used = maybe_used(to);
+    give_pairs(to, &args->attn_mask, &args->attn_bias, NULL);
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 

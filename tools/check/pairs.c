@@ -41,8 +41,10 @@ static void spoil_bias(fdma_tensor bias, fdma_tensor mask) {
 
 void check_make_pairs(check_problem *problem) {
     const check_case *const test = problem->test;
-    const uint64_t seed = check_seed(test) / 64;
-    const bool has_mask = seed % 3 == 0, has_bias = seed % 5 < 2, alike = seed / 64 % 4 == 0;
+    const uint64_t seed = check_seed(test) / 8;
+    // a row of one key has gradients of exactly 0, and the plain evaluation may find exactly that
+    const bool has_mask = seed % 3 == 0 && test->window != 1, has_bias = seed % 5 < 2,
+               alike = seed / 64 % 4 == 0;
     const fdma_dtype dtype = seed / 2 % 2 != 0 ? problem->dtype : FDMA_FLOAT32;
     const uint64_t mask_axes = seed / 128 % 32;
     uint64_t random = seed + 5;

@@ -217,6 +217,17 @@ static uint64_t find_candidates(const key_cursor *cursor, int64_t first, int64_t
     return candidates;
 }
 
+/* Goes on to the next 64 keys, and scans more of the mask before where it has to. */
+static void open_next_columns(const fdma_problem *problem, const row_range *rows,
+                              key_cursor *cursor) {
+    mask_scan *const scan = &cursor->mask;
+    const int64_t first = cursor->next, count = min(cursor->end - first, word_bits);
+    if (first >= scan->end)
+        scan_mask(problem, rows, scan, first, min(cursor->end, first + scanned_keys));
+    open_columns(scan, first, find_candidates(cursor, first, count));
+    cursor->next += count;
+}
+
 /* As next_keys(), with a mask; it also writes the bits of the lanes that keep each key. */
 static int32_t next_masked_keys(const fdma_problem *problem, const row_range *rows,
                                 key_cursor *cursor, key_list *list) {
@@ -224,13 +235,10 @@ static int32_t next_masked_keys(const fdma_problem *problem, const row_range *ro
     int32_t count = 0;
     while (count < key_block && (scan->pending != 0 || cursor->next < cursor->end)) {
         if (scan->pending == 0) {
-            const int64_t keys = min(cursor->end - cursor->next, scanned_keys);
-            scan_mask(problem, rows, scan, cursor->next, keys,
-                      find_candidates(cursor, cursor->next, keys));
-            cursor->next += keys;
+            open_next_columns(problem, rows, cursor);
             continue;
         }
-        const int64_t j = scan->first + __builtin_ctzll(scan->pending);
+        const int64_t j = scan->first_column + __builtin_ctzll(scan->pending);
         const int32_t end = end_lane_of(problem, rows, cursor->expiry, j);
         scan->pending &= scan->pending - 1;
         list->key[count] = (int32_t)j;

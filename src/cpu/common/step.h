@@ -19,11 +19,11 @@ typedef struct group_list {
 
 /* The bits of the lanes of a block that keep the listed key n. */
 INLINE uint64_t kept_lanes(const key_list *list, int32_t n, int block) {
-    const int lane = block * block_lanes, shift = lane % scanned_keys;
-    const uint64_t *const words = list->kept + n * kept_words + lane / scanned_keys;
+    const int lane = block * block_lanes, shift = lane % word_bits;
+    const uint64_t *const words = list->kept + n * kept_words + lane / word_bits;
     uint64_t bits = words[0] >> shift;
-    if (shift + block_lanes > scanned_keys)
-        bits |= words[1] << (scanned_keys - shift);
+    if (shift + block_lanes > word_bits)
+        bits |= words[1] << (word_bits - shift);
     return bits & lowest_bits(block_lanes);
 }
 
