@@ -218,7 +218,8 @@ static void check_empty_rows(problem *x, const char *kernel) {
         const int64_t first = ((row / x->q_len / x->q_heads * x->q_len + i) * x->q_heads + h);
         if (i % 2 != 0 && i <= x->q_len / 2)
             continue;
-        CHECK(((float *)args.lse.data)[row] == ((float *)sinks.data)[h]);
+        const float sink = ((float *)sinks.data)[h]; // a device multiplies it by log2(e) and back
+        CHECK(fabsf(((float *)args.lse.data)[row] - sink) <= 1e-6f * fabsf(sink));
         CHECK(((float *)without.lse.data)[row] == -INFINITY);
         for (int64_t d = first * x->head_dim; d < (first + 1) * x->head_dim; d++)
             CHECK(load_double(args.out.data, x->dtype, d) == 0 &&

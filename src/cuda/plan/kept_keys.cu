@@ -5,7 +5,7 @@
 #include "cuda/device/ptx.cuh"
 #include "cuda/plan/plan.cuh"
 
-static constexpr int kept_threads = 1024;
+static constexpr int kept_threads = 256;
 static constexpr int kept_warps = kept_threads / 32;
 static constexpr int own_keys = 4; // of a thread
 static constexpr int query_words = list_queries / 32;
@@ -28,18 +28,18 @@ __device__ static query_bits allowed_queries(const forward_plan &plan, const kep
                                              int32_t j) {
     const int64_t head = (int64_t)work.b * plan.kv_heads + work.g;
     const int32_t position = query_position(plan, work.b, work.t * list_queries);
-    const int64_t expiry = plan.records == NULL ? INT32_MAX
-                                                : plan.records[head * plan.kv_len + j].expiry;
+    const int64_t expiry =
+        plan.records == NULL ? INT32_MAX : plan.records[head * plan.kv_len + j].expiry;
     const int64_t from = plan.by_position ? first_position(plan, j) : INT32_MIN;
     const int64_t queries = plan.q_len - work.t * list_queries;
     query_bits bits;
 #pragma unroll
     for (int w = 0; w < query_words; w++) {
         const int64_t first = position + 32 * w; // of the word
-        const uint32_t end = (uint32_t)min(max(min(expiry - position, queries) - 32 * w,
-                                               (int64_t)0), (int64_t)32);
-        bits.word[w] = low_bits(end) & ~low_bits((uint32_t)min(max(from - first, (int64_t)0),
-                                                               (int64_t)32));
+        const uint32_t end =
+            (uint32_t)min(max(min(expiry - position, queries) - 32 * w, (int64_t)0), (int64_t)32);
+        bits.word[w] =
+            low_bits(end) & ~low_bits((uint32_t)min(max(from - first, (int64_t)0), (int64_t)32));
     }
     return bits;
 }

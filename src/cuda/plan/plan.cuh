@@ -42,11 +42,11 @@ static_assert(list_queries <= UINT8_MAX, "at most one key arrives at a position,
  * the plan has, and for each listed key which of the queries keep it, by all rules. Sequences and
  * kv heads among which neither the mask nor another rule differs share their lists. */
 struct kept_lists {
-    int32_t *list;   // list t of set s: list + (s * lists + t) * size; NULL: there are none
-    uint4 *queries;  // entry n of head m of the mask: [(s * lists + t) * size + n][m], a bit each
-    int32_t *count;  // [sets][lists]
-    int64_t size;    // entries that a list has room for
-    int32_t lists;   // of each set
+    int32_t *list;  // list t of set s: list + (s * lists + t) * size; NULL: there are none
+    uint4 *queries; // entry n of head m of the mask: [(s * lists + t) * size + n][m], a bit each
+    int32_t *count; // [sets][lists]
+    int64_t size;   // entries that a list has room for
+    int32_t lists;  // of each set
     int32_t batches, heads; // of sets: 1, or one for each sequence, for each kv head
     int32_t mask_heads;     // that the query heads of a kv head have
 };
@@ -210,8 +210,8 @@ __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, in
     if (plan.kept.list != NULL) {
         const int64_t n = kept_list(plan.kept, b, g, query / list_queries);
         keys.list = plan.kept.list + n * plan.kept.size;
-        keys.queries = (const uint32_t *)(plan.kept.queries +
-                                          n * plan.kept.size * plan.kept.mask_heads);
+        keys.queries =
+            (const uint32_t *)(plan.kept.queries + n * plan.kept.size * plan.kept.mask_heads);
         keys.entries = plan.kept.count[n];
     } else {
         if (plan.list != NULL)

@@ -121,8 +121,8 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
             float &product = s[0][x / 2][r * 2 + x % 2], &gradient = dp[0][x / 2][r * 2 + x % 2];
             const float cap = inputs.logits.softcap_scale;
             const float t = cap == 0 ? product : tanh_of(product * cap);
-            if (is_empty || !keeps_pair(plan.forward, row, inputs.keys, records, entries, first, n,
-                                        column)) {
+            if (is_empty ||
+                !keeps_pair(plan.forward, row, inputs.keys, records, entries, first, n, column)) {
                 gradient = 0;
                 continue;
             }
