@@ -69,6 +69,20 @@
  *     int32_t used[2] = {900, 37}; // keys so far, in tensors that have room for kv_len
  *     args.kv_used = fdma_tensor_1d(used, FDMA_INT32, 2);
  *
+ * Masks. attn_mask [batch, q_heads, q_len, kv_len] uint8 is 0 where a query does not attend to a
+ * key, and attn_bias, of the same axes, is added to the logits. Each axis of either may have length
+ * 1 instead: it is broadcast, and nothing is expanded. The axis of heads may also have kv_heads
+ * entries, which the query heads of a kv head share. They combine with everything else: a query
+ * attends to the keys that attn_mask and all other rules let it keep. With packed sequences they
+ * are indexed by positions in the packed tensors; with carried keys there are none. What attn_bias
+ * holds for a query and a key that it does not keep does not matter, even if it is NaN. The CPU
+ * reads the mask once for all query heads that share it, and computes with the keys that it lets
+ * some query of a tile keep: a mask of few keys costs little more than these. On a device they are
+ * refused.
+ *
+ *     // [1, 1, q_len, kv_len]: shared by all sequences and heads
+ *     args.attn_mask = fdma_tensor_4d(mask, FDMA_UINT8, 1, 1, q_len, kv_len);
+ *
  * Streams. A long sequence can come in pieces, as a prompt does that is prefilled a few thousand
  * tokens at a time. Of the keys of earlier pieces, later queries can keep only those that the last
  * query so far has kept. These are the carried keys: at most rows = window + recent for each kv
@@ -459,12 +473,16 @@ typedef struct fdma_forward_args {
     double dropout;         /* each probability becomes 0 with this probability; below 1; 0: off */
     uint64_t seed, offset;  /* which ones do is a function of these; see "Dropout", above */
     fdma_tensor rng_state;  /* optional [2] int64: seed and offset in memory, in place of these */
+    fdma_tensor attn_mask;  /* optional [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or
+                               1] uint8: 0 where the query does not attend to the key */
+    fdma_tensor attn_bias;  /* optional, axes as of attn_mask, q's dtype or float32: added to s */
 } fdma_forward_args;
 
 /*! fdma_forward() - attention of each query over its kept keys, or over all visible ones.
  *  Use it with a selection that you keep or make yourself, or without one as plain (dense)
  *  attention with grouped heads, bias, softcap and padding. Ask for lse to train or to merge.
- *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j], over kept keys only
+ *  Formula    s[i,j] = softcap(scale * <q[b,i,h], k[b,j,g]>) + bias[b,g,j] + attn_bias[b,h,i,j],
+ *             over kept keys only: with attn_mask, those of the other rules where it is not 0
  *             lse[b,h,i] = log(exp(sink_logit[h]) + sum_j exp(s[i,j])), without the first term if
  *                          sink_logit is absent
  *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or,
@@ -478,10 +496,10 @@ typedef struct fdma_forward_args {
  *             if |v| * kept keys * w exceeds the largest float32: w, the most that a weight can be,
  *             is 2^11 on the CPU, 2^15 on compute capability 9.0 and 2^8 on other devices
  *  Errors     FDMA_INVALID_ARGUMENT also for a scale or softcap that is negative, infinite or NaN,
- *             a scale beyond float32, a dropout below 0 or that rounds to 1, dropout with carried
- *             keys, a selection made for another kv_len or scope, key_valid with carried keys (the
- *             selection excludes keys that are not valid; fdma_attention(), which selects, takes
- *             it)
+ *             a scale beyond float32, a dropout below 0 or that rounds to 1, dropout, attn_mask or
+ *             attn_bias with carried keys, a selection made for another kv_len or scope, key_valid
+ *             with carried keys (the selection excludes keys that are not valid; fdma_attention(),
+ *             which selects, takes it)
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
 
@@ -506,6 +524,7 @@ typedef struct fdma_probabilities_args {
     double dropout; /* as in fdma_forward_args, and the two below */
     uint64_t seed, offset;
     fdma_tensor rng_state;
+    fdma_tensor attn_mask, attn_bias; /* as in fdma_forward_args */
 } fdma_probabilities_args;
 
 /*! fdma_probabilities() - the probability that each query gives to each key.
@@ -771,8 +790,8 @@ typedef struct fdma_backward_args {
     double scale, softcap;           /* as in fdma_forward_args */
     int32_t causal;
     int32_t deterministic; /* nonzero: bit-equal from run to run; the CPU always is */
-    int32_t accumulate;    /* nonzero: gradients are added to dq, dk, dv and dsink_logit; dbias is
-                              overwritten */
+    int32_t accumulate;    /* nonzero: gradients are added to dq, dk, dv and dsink_logit; dbias and
+                              dattn_bias are overwritten */
     int32_t reserved;
     fdma_exec exec;
     fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
@@ -782,9 +801,12 @@ typedef struct fdma_backward_args {
     double dropout;          /* as forward had it, and the two below */
     uint64_t seed, offset;
     fdma_tensor rng_state;
+    fdma_tensor attn_mask, attn_bias; /* as in fdma_forward_args */
+    fdma_tensor dattn_bias; /* output, optional float32, shaped as attn_bias; not without it */
 } fdma_backward_args;
 
-/*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v, bias and sink_logit.
+/*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v, bias, sink_logit and
+ *  attn_bias.
  *  Use it to train with fdma_forward(). Every field that forward also has must be what it was then.
  *  Formula    P[i,j] = exp(s[i,j] - lse[i]) over kept keys
  *             delta[i] = <dout[i], out[i]> - dlse[i]
@@ -793,13 +815,15 @@ typedef struct fdma_backward_args {
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
  *             dsink_logit[h] = -sum_{b,i} exp(sink_logit[h] - lse[i]) delta[i]
+ *             dattn_bias[b,h,i,j] = dS[i,j], summed over the axes along which attn_bias is broadcast
  *             sums over i run over the queries, and over the heads that share the key
  *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
  *             kept are never read, and their gradients are exactly 0; the choice of keys is not
  *             differentiable
  *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
  *             more than window + recent keys at some position; short calls may have room for them.
- *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit
+ *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit, a dattn_bias without
+ *             attn_bias or of another shape
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
 

@@ -31,6 +31,8 @@ CACHE_SHAPE = ("sequences", "rows", "kv_heads", "head_dim")
 PAGED_SHAPE = ("pages", "page_len", "kv_heads", "head_dim")  # instead, with a page table
 CACHE_TABLE_SHAPE = ("sequences", "kv_heads", "rows")
 LSE_SHAPE = ("batch", "q_heads", "q_len")
+# Axes of one of several lengths; those of length 1 are broadcast.
+PAIR_SHAPE = ("batch or 1", "q_heads or kv_heads or 1", "q_len or 1", "kv_len or 1")
 SHAPES: dict[str, tuple[str, ...]] = {
     "query": QUERY_SHAPE,
     "key": KEY_SHAPE,
@@ -43,6 +45,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "kv_used": ("batch",),
     "sink_logit": ("q_heads",),
     "rng_state": ("seed and offset",),
+    "attn_mask": PAIR_SHAPE,
+    "attn_bias": PAIR_SHAPE,
     "score": SCORE_SHAPE,
     "bias": SCORE_SHAPE,
     "expiry": SCORE_SHAPE,
@@ -66,10 +70,11 @@ INT32_INPUTS = (
     *("starts", "kv_used", "index", "n_tokens", "commit", "copy_from", "copy_to"),
     "cache_page_table",
 )
+BOOL_INPUTS = ("key_valid", "attn_mask")
 INT32_RESULTS = ("expiry", "slot", "expiry_all", "slot_all")
 # float64 if inputs are
 FLOAT32_RESULTS = (
-    *("score", "bias", "dbias", "dsink_logit", "lse", "dlse_a", "dlse_b"),
+    *("score", "bias", "dbias", "dsink_logit", "dattn_bias", "lse", "dlse_a", "dlse_b"),
     "probability",
 )
 
@@ -132,6 +137,12 @@ def size_of(dimension: str, sizes: Sizes) -> Any:
     return sizes[first] * sizes[second] if second else sizes[first]
 
 
+def lengths_of(dimension: str, sizes: Sizes) -> list[int]:
+    """The lengths that an axis of PAIR_SHAPE may have, each once."""
+    names = dimension.split(" or ")
+    return list(dict.fromkeys([*(sizes[name] for name in names[:-1]), int(names[-1])]))
+
+
 def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
     """The size of each dimension, from the first tensor that has it.
 
@@ -151,7 +162,8 @@ def bind_sizes(tensors: Mapping[str, MaybeTensor]) -> Sizes:
                 f"{describe_shape(name, in_pages)}"
             )
         for dimension, size in zip(shape, tensor.shape):
-            sizes.setdefault(dimension, size)
+            if shape is not PAIR_SHAPE:
+                sizes.setdefault(dimension, size)
     return sizes
 
 
@@ -168,12 +180,17 @@ def check_sizes(tensors: Mapping[str, MaybeTensor], sizes: Sizes) -> None:
             continue
         shown = SHOWN.get(name, name)
         for axis, dimension in enumerate(shape_of(name, in_pages)):
-            size, want = tensor.shape[axis], size_of(dimension, sizes)
-            if " * " in dimension:
-                owner = f"want {dimension}, {want}"
+            size = tensor.shape[axis]
+            if " or " in dimension:
+                lengths = lengths_of(dimension, sizes)
+                owner = f"want {' or '.join(map(str, lengths))}"
+            elif " * " in dimension:
+                lengths = [size_of(dimension, sizes)]
+                owner = f"want {dimension}, {lengths[0]}"
             else:
-                owner = f"{owners.setdefault(dimension, shown)} has {want}"
-            if size != want:
+                lengths = [size_of(dimension, sizes)]
+                owner = f"{owners.setdefault(dimension, shown)} has {lengths[0]}"
+            if size not in lengths:
                 count = f"{size} element{'' if size == 1 else 's'}"
                 raise ValueError(
                     f"{shown}: axis {axis} has {count}, {owner}; {describe_shape(name, in_pages)}"
@@ -188,8 +205,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def is_absent(result: str, tensors: Mapping[str, MaybeTensor], options: Options) -> bool:
     """Whether a result is left out, by the options or because the tensor that it is the gradient of
     is not given: it is then an empty tensor, because operators cannot return None."""
-    if result == "dbias":
-        return not options["wants_dbias"]
+    if f"wants_{result}" in options:
+        return not options[f"wants_{result}"]
     if result in ("ddt_bias", "dsink_logit") and tensors[result[1:]] is None:
         return True
     learned = ("bias", "ddt_proj", "da_coef", "ddt_bias")
@@ -210,6 +227,8 @@ def result_like(
         dtype = first.dtype if source is None else source.dtype
     if is_absent(result, tensors, options):
         return (0,), dtype
+    if result == "dattn_bias":
+        return tuple(tensors["attn_bias"].shape), dtype
     return tuple(size_of(dimension, sizes) for dimension in shape_of(result)), dtype
 
 

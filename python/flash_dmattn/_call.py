@@ -67,8 +67,8 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     shown = _arguments.SHOWN.get(name, name)
-    if name == "key_valid" and tensor.dtype not in (torch.bool, torch.uint8):
-        raise NotImplementedError(f"key_valid: dtype is {dtype}, supported: bool or uint8")
+    if name in _arguments.BOOL_INPUTS and tensor.dtype not in (torch.bool, torch.uint8):
+        raise NotImplementedError(f"{name}: dtype is {dtype}, supported: bool or uint8")
     if name in _arguments.INT32_INPUTS and tensor.dtype != torch.int32:
         raise NotImplementedError(f"{shown}: dtype is {dtype}, supported: int32")
     if tensor.dtype not in DTYPES:

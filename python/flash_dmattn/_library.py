@@ -141,7 +141,7 @@ class ForwardArgs(Sized):
         ("dropout", c_double),
         ("seed", c_uint64),
         ("offset", c_uint64),
-        *tensors("rng_state"),
+        *tensors("rng_state attn_mask attn_bias"),
     ]
 
 
@@ -186,7 +186,7 @@ class BackwardArgs(Sized):
         ("dropout", c_double),
         ("seed", c_uint64),
         ("offset", c_uint64),
-        *tensors("rng_state"),
+        *tensors("rng_state attn_mask attn_bias dattn_bias"),
     ]
 
 
@@ -251,7 +251,7 @@ class ProbabilitiesArgs(Sized):
         ("dropout", c_double),
         ("seed", c_uint64),
         ("offset", c_uint64),
-        *tensors("rng_state"),
+        *tensors("rng_state attn_mask attn_bias"),
     ]
 
 

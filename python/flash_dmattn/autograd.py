@@ -47,7 +47,12 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
     form = arguments.index("bias_form") if "bias" in results else None
     learned = indices(("ddt_proj", "da_coef", "ddt_bias"), backward.operation.results)
     without_bias = [None if at in learned else at for at in gradients]
-    bias = arguments.index("bias") if "bias" in arguments else None
+    # Of an option wants_dX of backward, which is no argument of forward, where X is.
+    wanted_by = {
+        at: arguments.index(name.removeprefix("wants_d"))
+        for at, name in enumerate(backward.operation.options)
+        if name.startswith("wants_d")
+    }
     others = [at for at, name in enumerate(results) if name not in ("out", "lse")]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -67,8 +72,8 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         if dout is None:
             dout = torch.zeros_like(tensors[0])  # out, or out_a
         given = ctx.options
-        if bias is not None:  # wants_dbias is no argument of forward
-            given = [needed[bias] if at is None else x for at, x in zip(options, given)]
+        for at, argument in wanted_by.items():
+            given[at] = needed[argument]
         found = backward.op(dout, dlse, *tensors, *given)
         wanted = gradients if ctx.has_bias else without_bias
         return pick(found, wanted, needed)

@@ -256,6 +256,8 @@ def attention(
     starts: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,
     sink_logit: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -279,6 +281,12 @@ def attention(
         kv_used: optional [batch] int32, how many keys exist: see the top of this module.
         sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
             the sum of each row of a head, which has no value. lse counts it.
+        attn_mask: optional [batch, q_heads, q_len, kv_len] bool or uint8, false where a query does
+            not attend to a key. Any axis may have length 1 instead, and is then broadcast; the axis
+            of heads may have kv_heads entries. It combines with all other rules. On the CPU alone.
+        attn_bias: optional, with axes as attn_mask, of query's dtype or float32: added to the
+            logits, after softcap. What it has for a query and a key that the query does not keep
+            does not matter, even NaN. Its gradient is summed in float32. On the CPU alone.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -313,7 +321,7 @@ def attention(
 
     Source: arXiv:2205.14135, arXiv:2508.02124.
     """
-    refuse_tangents("attention", query, key, value, bias, sink_logit)
+    refuse_tangents("attention", query, key, value, bias, sink_logit, attn_bias)
     rows = _autocast("query", (query, key, value))
     rng_state = draw_state(query, dropout_p, generator, rng_state)
     return ops.ATTENTION.op(
@@ -324,6 +332,8 @@ def attention(
         kv_used,
         sink_logit,
         rng_state,
+        attn_mask,
+        attn_bias,
         *_rules_of(selection),
         causal,
         _scale(softmax_scale),
@@ -487,7 +497,8 @@ def flash_dma_attention(
     results = (out, lse) if return_lse else (out,)
     if return_attn_probs:
         bias = None if bias_form == "none" else bias
-        given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, *selected, lse)
+        given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, None, None)
+        given = (*given, *selected, lse)
         numbers = (*rules, scope, *numbers[2:])
         results += (ops.PROBABILITIES.without_gradients(*given, *numbers, backend),)
     return results if len(results) > 1 else out

@@ -179,6 +179,7 @@ SELECT = Operator(
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
     "Tensor? starts, Tensor? kv_used, Tensor? sink_logit, Tensor? rng_state, "
+    "Tensor? attn_mask, Tensor? attn_bias, "
     "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
     "str scope, bool causal, float softmax_scale, float softcap, float dropout_p, "
     "bool deterministic, "
@@ -211,8 +212,8 @@ FUSED_OUT = Operator(
 # It has no gradient.
 PROBABILITIES = ProbabilitiesOperator(
     "probabilities(Tensor query, Tensor key, Tensor? bias, Tensor? key_valid, Tensor? starts, "
-    "Tensor? kv_used, Tensor? rng_state, Tensor? expiry, Tensor? slot, Tensor lse, "
-    "SymInt window, SymInt recent, "
+    "Tensor? kv_used, Tensor? rng_state, Tensor? attn_mask, Tensor? attn_bias, "
+    "Tensor? expiry, Tensor? slot, Tensor lse, SymInt window, SymInt recent, "
     "SymInt sinks, str scope, bool causal, float softmax_scale, float softcap, "
     "float dropout_p, str? backend) "
     "-> Tensor probability",
@@ -234,11 +235,13 @@ SCORE_BACKWARD = BackwardOperator(
 ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
     "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
-    "Tensor? sink_logit, Tensor? rng_state, Tensor? expiry, "
+    "Tensor? sink_logit, Tensor? rng_state, Tensor? attn_mask, Tensor? attn_bias, "
+    "Tensor? expiry, "
     "Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
     "float softmax_scale, float softcap, float dropout_p, bool deterministic, "
-    "bool wants_dbias, str? backend) "
-    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dbias, Tensor dsink_logit)",
+    "bool wants_dbias, bool wants_dattn_bias, str? backend) "
+    "-> (Tensor dquery, Tensor dkey, Tensor dvalue, "
+    "Tensor dbias, Tensor dsink_logit, Tensor dattn_bias)",
     "backward",
     ATTENTION,
     "backward",

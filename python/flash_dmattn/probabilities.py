@@ -19,6 +19,8 @@ def attention_probabilities(
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     kv_used: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -42,6 +44,8 @@ def attention_probabilities(
         key_valid: as there.
         starts: as there.
         kv_used: as there.
+        attn_mask: as there.
+        attn_bias: as there.
         causal: as there.
         softmax_scale: as there.
         softcap: as there.
@@ -79,6 +83,8 @@ def attention_probabilities(
         starts,
         kv_used,
         rng_state,
+        attn_mask,
+        attn_bias,
         expiry,
         slot,
         lse,

@@ -130,6 +130,27 @@ static char dim_of(const fdma_problem *problem, const tensor_entry *entry, int a
     return has_rows && axis < 2 && has_pages(&problem->cache) ? "ml"[axis] : entry->dims[axis];
 }
 
+/* Checks an axis that may be broadcast, with one of these letters: "BHIJ". */
+static fdma_status check_broadcast(const fdma_problem *problem, const tensor_entry *entry,
+                                   int axis) {
+    const int64_t length = tensor_at(problem, entry->member)->shape[axis];
+    const int64_t full[] = {problem->batch, problem->q_heads, problem->q_len, problem->kv_len};
+    const int64_t want = full[strchr("BHIJ", entry->dims[axis]) - "BHIJ"];
+    if (entry->member == offsetof(fdma_problem, dattn_bias))
+        FDMA_REQUIRE(length == problem->attn_bias.shape[axis], FDMA_INVALID_ARGUMENT,
+                     "%s: axis %d has %lld elements, want %lld, as attn_bias has", entry->name,
+                     axis, (long long)length, (long long)problem->attn_bias.shape[axis]);
+    if (entry->dims[axis] == 'H')
+        FDMA_REQUIRE(length == want || length == problem->kv_heads || length == 1,
+                     FDMA_INVALID_ARGUMENT, "%s: axis %d has %lld elements, want %lld, %lld or 1",
+                     entry->name, axis, (long long)length, (long long)want,
+                     (long long)problem->kv_heads);
+    FDMA_REQUIRE(entry->dims[axis] == 'H' || length == want || length == 1, FDMA_INVALID_ARGUMENT,
+                 "%s: axis %d has %lld elements, want %lld or 1", entry->name, axis,
+                 (long long)length, (long long)want);
+    return FDMA_OK;
+}
+
 /* Checks rank, dtype and shape of a tensor. The first tensor of a call settles the dtype of the
  * problem; for each axis, the first tensor that has it settles its length. */
 static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entry,
@@ -143,8 +164,12 @@ static fdma_status settle_tensor(fdma_problem *problem, const tensor_entry *entr
     for (int axis = 0; axis < tensor->rank; axis++) {
         const char dim = dim_of(problem, entry, axis);
         int64_t *const size = size_of(problem, dim);
-        if (dim == 'j')
+        if (dim == 'j' || dim == 'J')
             FDMA_TRY(settle_keys(problem, settled));
+        if (may_broadcast(dim)) {
+            FDMA_TRY(check_broadcast(problem, entry, axis));
+            continue;
+        }
         if (size != NULL && !(*settled & bit_of(dim))) {
             *settled |= bit_of(dim);
             *size = tensor->shape[axis];
@@ -249,6 +274,10 @@ static fdma_status check_carried(const fdma_problem *problem) {
                  "key_valid: is given, want none with k_carried: the selection excludes such keys");
     FDMA_REQUIRE(problem->dropout.threshold == 0, FDMA_INVALID_ARGUMENT,
                  "dropout: is given, want none with k_carried");
+    FDMA_REQUIRE(!is_present(&problem->attn_mask), FDMA_INVALID_ARGUMENT,
+                 "attn_mask: is given, want none with k_carried");
+    FDMA_REQUIRE(!is_present(&problem->attn_bias), FDMA_INVALID_ARGUMENT,
+                 "attn_bias: is given, want none with k_carried");
     return FDMA_OK;
 }
 
@@ -357,10 +386,11 @@ static fdma_status check_sizes(const fdma_problem *problem) {
 }
 
 /* A caller may give any stride to an axis of length 0 or 1, because it is never needed. Kernels
- * find 0 there. */
-static void settle_strides(fdma_tensor *tensor) {
-    for (int axis = 0; axis < tensor->rank - 1; axis++)
-        if (tensor->shape[axis] <= 1)
+ * find 0 there, and on the last axis where that may be broadcast. */
+static void settle_strides(fdma_tensor *tensor, const tensor_entry *entry) {
+    const int last = tensor->rank - 1;
+    for (int axis = 0; axis < tensor->rank; axis++)
+        if (tensor->shape[axis] <= 1 && (axis < last || may_broadcast(entry->dims[axis])))
             tensor->stride[axis] = 0;
 }
 
@@ -374,7 +404,7 @@ static fdma_status check_memory(fdma_problem *problem, check_depth depth) {
         if (!is_present(tensor))
             continue;
         FDMA_TRY(fdma_check_layout(entry->name, tensor, is_output(entry), depth == check_all));
-        settle_strides(tensor);
+        settle_strides(tensor, entry);
         tensors[count++] = (named_tensor){entry->name, tensor, is_output(entry)};
     }
     return depth == check_all ? fdma_check_overlaps(tensors, count, &problem->exec) : FDMA_OK;

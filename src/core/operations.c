@@ -120,6 +120,8 @@ static fdma_status take_backward(const any_args *args, fdma_problem *problem) {
     problem->accumulate = problem->add_dsinks = backward->accumulate != 0;
     FDMA_TRY(take_dropout(backward->dropout, backward->seed, backward->offset, problem));
     FDMA_TRY(check_dsink_logit(problem));
+    FDMA_REQUIRE(!is_present(&problem->dattn_bias) || is_present(&problem->attn_bias),
+                 FDMA_INVALID_ARGUMENT, "dattn_bias: is given, want none without attn_bias");
     return take_logit_options(backward->scale, backward->softcap, backward->causal, problem);
 }
 

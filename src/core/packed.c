@@ -3,6 +3,7 @@
  * select writes are moved afterwards. */
 #include "core/packed.h"
 
+#include "core/element.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
@@ -31,7 +32,10 @@ static packed_scratch take_scratch(fdma_arena *arena, const fdma_problem *packed
 /* The part of a tensor that belongs to some positions. */
 static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry, sequence_range own) {
     for (int axis = 0; axis < tensor->rank; axis++) {
-        if (strchr("ijn", entry->dims[axis]) == NULL)
+        const char dim = entry->dims[axis];
+        const bool is_cut = may_broadcast(dim) ? (dim == 'I' || dim == 'J') && tensor->stride[axis]
+                                               : strchr("ijn", dim) != NULL;
+        if (!is_cut)
             continue;
         const size_t before = (size_t)(own.first * tensor->stride[axis]);
         if (tensor->data != NULL)
@@ -133,14 +137,16 @@ fdma_problem fdma_prepare_cuts(const fdma_problem *problem, bool only_checks) {
     const fdma_tensor *const dsinks = &problem->dsink_logit;
     fdma_problem whole = *problem;
     whole.only_checks = only_checks;
-    whole.add_dsinks = true;
+    whole.add_dsinks = whole.add_dattn_bias = true;
+    if (is_present(&problem->dattn_bias) && !only_checks)
+        fdma_clear_tensor(&problem->dattn_bias);
     if (is_present(dsinks) && !problem->add_dsinks && !only_checks)
         memset(dsinks->data, 0, (size_t)problem->q_heads * fdma_dtype_size(dsinks->dtype));
     return whole;
 }
 
 bool fdma_cut_has_work(fdma_problem cut) {
-    cut.dsink_logit = (fdma_tensor){0};
+    cut.dsink_logit = cut.dattn_bias = (fdma_tensor){0};
     return fdma_has_work(&cut);
 }
 

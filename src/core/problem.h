@@ -45,6 +45,7 @@ typedef struct fdma_problem {
         expiry, slot, list, count;
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
     fdma_tensor sink_logit, dsink_logit, probability, rng_state;
+    fdma_tensor attn_mask, attn_bias, dattn_bias; /* axes that are broadcast have stride 0 */
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
@@ -70,6 +71,7 @@ typedef struct fdma_problem {
     bool accumulate;      /* gradients are added to what their tensors hold */
     bool add_dsinks;      /* dsink_logit is added to what its tensor holds: with `accumulate`, and
                              in each of the problems that a call is cut into */
+    bool add_dattn_bias;  /* dattn_bias is: in each of those problems */
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
@@ -225,4 +227,22 @@ static inline bool is_kept(const fdma_problem *problem, int64_t b, int64_t g, in
     const int32_t end =
         ((const int32_t *)expiry->data)[b * expiry->stride[0] + g * expiry->stride[1] + j];
     return problem->causal ? p < end : end == (int32_t)own.end;
+}
+
+/* Where a tensor shaped as attn_mask has the number of query head h, query i and key j. */
+static inline int64_t offset_of_pair(const fdma_problem *problem, const fdma_tensor *tensor,
+                                     int64_t b, int64_t h, int64_t i, int64_t j) {
+    const int64_t head = tensor->shape[1] == problem->q_heads ? h : h / problem->group;
+    return b * tensor->stride[0] + head * tensor->stride[1] + i * tensor->stride[2] +
+           j * tensor->stride[3];
+}
+
+/* Whether query i of head h attends to key j: by is_kept() and by the mask. */
+static inline bool attends_to(const fdma_problem *problem, int64_t b, int64_t h, int64_t i,
+                              int64_t j) {
+    const fdma_tensor *const mask = &problem->attn_mask;
+    if (!is_kept(problem, b, h / problem->group, j, query_position(problem, i)))
+        return false;
+    return !is_present(mask) ||
+           ((const uint8_t *)mask->data)[offset_of_pair(problem, mask, b, h, i, j)] != 0;
 }

@@ -35,6 +35,11 @@
         ARG(operation, dv_carried, "brgd", same, optional_output),                                 \
         ARG(operation, dbias_carried, "bgr", wide, optional_output)
 
+/* The tensors that have a number for each pair of a query and a key. */
+#define PAIRS(operation)                                                                           \
+    ARG(operation, attn_mask, "BHIJ", uint8, optional),                                            \
+        ARG(operation, attn_bias, "BHIJ", weight, optional)
+
 /* The tensors of a cache, whose rows have the letter `r`. */
 #define CACHE(operation, r)                                                                        \
     ARG(operation, cache.k, "p" r "gd", same, output),                                             \
@@ -50,7 +55,8 @@
  * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
  * a cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
  * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
- * the pages of a pool, and l, the rows of a page.
+ * the pages of a pool, and l, the rows of a page. B, H, I and J are axes of b, h, i and j elements
+ * that may have length 1 instead, H also that of g.
  * The first tensor that has one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the
  * others must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
@@ -96,6 +102,7 @@ static const tensor_entry forward_tensors[] = {
     ARG(forward, sink_logit, "h", wide, optional),
     ARG(forward, rng_state, "2", int64, optional),
     CARRIED(forward),
+    PAIRS(forward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(forward, out, "bihd", same, output),
@@ -113,6 +120,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, sink_logit, "h", wide, optional),
     ARG(backward, rng_state, "2", int64, optional),
     CARRIED(backward),
+    PAIRS(backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(backward, out, "bihd", same, input),
@@ -124,6 +132,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, dv, "bngd", same, output),
     ARG(backward, dbias, "bgn", wide, optional_output),
     ARG(backward, dsink_logit, "h", wide, optional_output),
+    ARG(backward, dattn_bias, "BHIJ", wide, optional_output),
     CARRIED_GRADIENTS(backward),
 };
 
@@ -207,6 +216,7 @@ static const tensor_entry probabilities_tensors[] = {
     ARG(probabilities, rng_state, "2", int64, optional),
     ARG(probabilities, k_carried, "brgd", same, optional),
     ARG(probabilities, bias_carried, "bgr", wide, optional),
+    PAIRS(probabilities),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(probabilities, lse, "bhi", wide, input),

@@ -61,6 +61,9 @@ typedef struct tensor_table {
     size_t count;
 } tensor_table;
 
+/* Whether the letter of an axis says that it may have length 1 and is then broadcast. */
+static inline bool may_broadcast(char dim) { return dim >= 'A' && dim <= 'Z'; }
+
 extern const tensor_table fdma_tensors[]; /* indexed by fdma_operation */
 
 static inline const fdma_tensor *tensor_at(const void *base, size_t offset) {

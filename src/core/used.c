@@ -40,11 +40,13 @@ static void cut_tensor(fdma_tensor *tensor, const tensor_entry *entry,
                        const tensor_ranges *ranges) {
     for (int axis = 0; axis < tensor->rank; axis++) {
         const char dim = entry->dims[axis];
-        if (dim == 'b')
+        if (may_broadcast(dim) && tensor->stride[axis] == 0)
+            continue;
+        if (dim == 'b' || dim == 'B')
             cut_axis(tensor, axis, ranges->b, ranges->batch);
-        else if (dim == 'i')
+        else if (dim == 'i' || dim == 'I')
             cut_axis(tensor, axis, ranges->first_query, ranges->queries);
-        else if (dim == 'j' || dim == 'n')
+        else if (dim == 'j' || dim == 'n' || dim == 'J')
             cut_axis(tensor, axis, ranges->first_key, ranges->keys);
     }
 }

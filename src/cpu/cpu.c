@@ -249,6 +249,8 @@ const char *fdma_refuses_decode(const fdma_problem *problem) {
     enum { most_rows = 16 };
     if (problem->dropout.threshold != 0)
         return "dropout";
+    if (is_present(&problem->attn_mask) || is_present(&problem->attn_bias))
+        return "attn_mask and attn_bias";
     return problem->q_len * problem->group > most_rows
                ? "more than 16 rows (queries times q_heads / kv_heads) of a kv head"
                : fdma_refuses_wide(problem);

@@ -7,17 +7,35 @@
 typedef struct key_gradients {
     real *dk, *dv;  /* [kv_len, head_dim] */
     real *dbias;    /* [kv_len] */
+    real *dpairs;   /* of dattn_bias, contiguous: of all (b, g) */
     real *dq;       /* [head_dim] of the row */
     real *q, *dout; /* [head_dim] of the row */
     real *k, *v;    /* [head_dim] of the key */
 } key_gradients;
 
+/* The elements of dattn_bias. */
+static int64_t pair_count(const fdma_problem *problem) {
+    const fdma_tensor *const pairs = &problem->dattn_bias;
+    return is_present(pairs) ? pairs->shape[0] * pairs->shape[1] * pairs->shape[2] * pairs->shape[3]
+                             : 0;
+}
+
+/* dattn_bias as it is summed: contiguous. */
+static fdma_tensor pair_sums(const fdma_problem *problem, const key_gradients *sums) {
+    fdma_tensor dense = problem->dattn_bias;
+    dense.data = sums->dpairs;
+    for (int64_t axis = 3, stride = 1; axis >= 0; stride *= dense.shape[axis--])
+        dense.stride[axis] = problem->dattn_bias.stride[axis] == 0 ? 0 : stride;
+    return dense;
+}
+
 static key_gradients take_sums(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t keys = problem->kv_len, dim = problem->head_dim;
     return (key_gradients){take_reals(arena, keys * dim), take_reals(arena, keys * dim),
-                           take_reals(arena, keys),       take_reals(arena, dim),
+                           take_reals(arena, keys),       take_reals(arena, pair_count(problem)),
                            take_reals(arena, dim),        take_reals(arena, dim),
-                           take_reals(arena, dim),        take_reals(arena, dim)};
+                           take_reals(arena, dim),        take_reals(arena, dim),
+                           take_reals(arena, dim)};
 }
 
 static size_t backward_workspace(const fdma_problem *problem) {
@@ -49,14 +67,15 @@ typedef struct row_inputs {
 } row_inputs;
 
 /* Adds the terms of one row, whose q and dout are loaded, and one key. */
-static void add_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j,
+static void add_key(const fdma_problem *problem, int64_t b, int64_t h, int64_t i, int64_t j,
                     const row_inputs *row, const key_gradients *sums) {
+    const int64_t g = h / problem->group;
     const fdma_dtype dtype = problem->dtype;
     const int64_t dim = problem->head_dim;
     const bool drops = is_dropped(problem, row->code, b, g, j, row->p);
     load_key(sums->k, problem, &problem->k, &problem->k_carried, b, j, g);
     load_key(sums->v, problem, &problem->v, &problem->v_carried, b, j, g);
-    const logit s = logit_of(problem, sums->q, sums->k, b, g, j);
+    const logit s = logit_of(problem, sums->q, sums->k, b, h, i, j);
     const real p = rounded(dtype, exp(s.value - row->lse));
     const real dropped = rounded(dtype, after_dropout(problem, drops, p));
     const real product = rounded(dtype, dot(sums->dout, sums->v, dim));
@@ -64,6 +83,10 @@ static void add_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j
     const real ds = rounded(dtype, p * (dp - row->delta));
     const real dproduct = rounded(dtype, rounded(dtype, ds * s.slope) * (real)problem->scale);
     sums->dbias[j] += ds;
+    if (is_present(&problem->dattn_bias)) {
+        const fdma_tensor pairs = pair_sums(problem, sums);
+        sums->dpairs[offset_of_pair(problem, &pairs, b, h, i, j)] += ds;
+    }
     for (int64_t d = 0; d < dim; d++) {
         sums->dv[j * dim + d] += dropped * sums->dout[d];
         sums->dk[j * dim + d] += dproduct * sums->q[d];
@@ -73,7 +96,7 @@ static void add_key(const fdma_problem *problem, int64_t b, int64_t g, int64_t j
 
 static void add_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
                     const key_gradients *sums) {
-    const int64_t g = h / problem->group, dim = problem->head_dim, p = query_position(problem, i);
+    const int64_t dim = problem->head_dim, p = query_position(problem, i);
     const row_inputs row = {.p = p,
                             .lse = load(&problem->lse, offset_of(&problem->lse, b, h, i)),
                             .delta = delta_of(problem, b, i, h),
@@ -82,8 +105,8 @@ static void add_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h
     load_row(sums->q, &problem->q, offset_of(&problem->q, b, i, h), dim);
     load_row(sums->dout, &problem->dout, offset_of(&problem->dout, b, i, h), dim);
     for (int64_t j = 0; j < problem->kv_len && row.lse != -infinity; j++)
-        if (is_kept(problem, b, g, j, p))
-            add_key(problem, b, g, j, &row, sums);
+        if (attends_to(problem, b, h, i, j))
+            add_key(problem, b, h, i, j, &row, sums);
     for (int64_t d = 0; d < dim; d++)
         put(&problem->dq, offset_of(&problem->dq, b, i, h) + d, sums->dq[d], problem->accumulate);
 }
@@ -105,6 +128,18 @@ static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const ke
     }
 }
 
+/* Writes dattn_bias, or adds it to what its tensor holds. */
+static void put_pairs(const fdma_problem *problem, const key_gradients *sums) {
+    const fdma_tensor *const to = &problem->dattn_bias;
+    const real *from = sums->dpairs;
+    for (int64_t n = 0; n < pair_count(problem); n++) {
+        const int64_t x3 = n % to->shape[3], rest = n / to->shape[3];
+        const int64_t x2 = rest % to->shape[2], x1 = rest / to->shape[2] % to->shape[1];
+        const int64_t x0 = rest / to->shape[2] / to->shape[1];
+        put(to, offset_of(to, x0, x1, x2) + x3, *from++, problem->add_dattn_bias);
+    }
+}
+
 /* Minus the sum of the sink's probability times delta, over all rows of a query head. */
 static real sink_gradient(const fdma_problem *problem, int64_t h) {
     const real sink = sink_logit_of(problem, h);
@@ -123,6 +158,8 @@ static fdma_status run_backward(const fdma_problem *problem) {
     const key_gradients sums = take_sums(problem, &arena);
     const size_t keys = (size_t)problem->kv_len, dim = (size_t)problem->head_dim;
     const int64_t group = problem->q_len > 0 ? problem->group : 0; // without queries it may be huge
+    if (is_present(&problem->dattn_bias))
+        memset(sums.dpairs, 0, (size_t)pair_count(problem) * sizeof *sums.dpairs);
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t g = 0; g < problem->kv_heads; g++) {
             memset(sums.dk, 0, keys * dim * sizeof *sums.dk);
@@ -133,6 +170,7 @@ static fdma_status run_backward(const fdma_problem *problem) {
                     add_row(problem, b, i, h, &sums);
             put_keys(problem, b, g, &sums);
         }
+    put_pairs(problem, &sums);
     for (int64_t h = 0; h < problem->q_heads && is_present(&problem->dsink_logit); h++)
         put(&problem->dsink_logit, offset_of(&problem->dsink_logit, h, 0, 0),
             sink_gradient(problem, h), problem->add_dsinks);

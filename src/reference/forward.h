@@ -19,7 +19,7 @@ static row_scratch take_row(const fdma_problem *problem, fdma_arena *arena) {
  * their sum and that of the sink logit: 0 for an empty row, NaN if a kept logit is NaN or +inf. */
 static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
                        const row_scratch *row, real *row_max) {
-    const int64_t g = h / problem->group, p = query_position(problem, i);
+    const int64_t g = h / problem->group;
     const real sink = sink_logit_of(problem, h);
     real *const weights = row->weights;
     real sum = 0;
@@ -27,9 +27,9 @@ static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_
     load_row(row->q, &problem->q, offset_of(&problem->q, b, i, h), problem->head_dim);
     for (int64_t j = 0; j < problem->kv_len; j++) {
         weights[j] = -infinity;
-        if (is_kept(problem, b, g, j, p)) {
+        if (attends_to(problem, b, h, i, j)) {
             load_key(row->key, problem, &problem->k, &problem->k_carried, b, j, g);
-            weights[j] = logit_of(problem, row->q, row->key, b, g, j).value;
+            weights[j] = logit_of(problem, row->q, row->key, b, h, i, j).value;
         }
         *row_max = isnan(weights[j]) || weights[j] > *row_max ? weights[j] : *row_max;
         if (isnan(*row_max))
@@ -46,14 +46,14 @@ static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_
 
 static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
                        const row_scratch *row) {
-    const int64_t g = h / problem->group, p = query_position(problem, i);
+    const int64_t g = h / problem->group;
     real row_max;
     const real sum = weigh_keys(problem, b, i, h, row, &row_max);
     const row_code code = row_code_of(problem, b, h, p);
     for (int64_t d = 0; d < problem->head_dim; d++)
         row->out[d] = isnan(sum) ? sum : 0;
     for (int64_t j = 0; j < problem->kv_len && sum > 0; j++) {
-        if (!is_kept(problem, b, g, j, p))
+        if (!attends_to(problem, b, h, i, j))
             continue;
         const bool dropped = is_dropped(problem, code, b, g, j, p);
         const real weight = rounded(problem->dtype, row->weights[j] / sum);

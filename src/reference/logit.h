@@ -46,9 +46,10 @@ typedef struct logit {
     real slope; /* derivative of the softcap; 1 without one */
 } logit;
 
-/* Of a query's row, and of a key with its row. */
+/* Of query i of head h, which has the row q, and of key j, which has the row k. */
 static inline logit logit_of(const fdma_problem *problem, const real *q, const real *k, int64_t b,
-                             int64_t g, int64_t j) {
+                             int64_t h, int64_t i, int64_t j) {
+    const fdma_tensor *const pairs = &problem->attn_bias;
     const fdma_dtype dtype = problem->dtype;
     const real scale = (real)problem->scale, cap = (real)problem->softcap;
     real s = rounded(dtype, rounded(dtype, dot(q, k, problem->head_dim)) * scale), slope = 1;
@@ -58,9 +59,11 @@ static inline logit logit_of(const fdma_problem *problem, const real *q, const r
         slope = rounded(dtype, 1 - capped * capped);
     }
     if (is_present(&problem->bias)) {
-        const key_row bias =
-            number_of_key(problem, &problem->bias, &problem->bias_carried, b, g, j);
+        const key_row bias = number_of_key(problem, &problem->bias, &problem->bias_carried, b,
+                                           h / problem->group, j);
         s += load(bias.tensor, bias.offset);
     }
+    if (is_present(pairs))
+        s += load(pairs, offset_of_pair(problem, pairs, b, h, i, j));
     return (logit){rounded(dtype, s), slope};
 }

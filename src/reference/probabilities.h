@@ -11,9 +11,9 @@ static void write_probabilities(const fdma_problem *problem, int64_t b, int64_t 
     load_row(row->q, &problem->q, offset_of(&problem->q, b, i, h), problem->head_dim);
     for (int64_t j = 0; j < problem->kv_len; j++) {
         real probability = 0;
-        if (lse != -infinity && is_kept(problem, b, g, j, p)) {
+        if (lse != -infinity && attends_to(problem, b, h, i, j)) {
             load_key(row->key, problem, &problem->k, &problem->k_carried, b, j, g);
-            probability = exp(logit_of(problem, row->q, row->key, b, g, j).value - lse);
+            probability = exp(logit_of(problem, row->q, row->key, b, h, i, j).value - lse);
             probability =
                 after_dropout(problem, is_dropped(problem, code, b, g, j, p), probability);
         }

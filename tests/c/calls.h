@@ -234,6 +234,7 @@ typedef struct call_sizes {
     int64_t carried;      /* keys, which kv_len counts too; 0: no carried keys and no tables */
     int64_t sequences;    /* of a cache */
     int64_t pages;        /* of a sequence; 0: no page table */
+    bool with_pairs;      /* attn_mask and attn_bias, with all axes in full */
 } call_sizes;
 
 /* The length of an axis, by its letter in core/signatures.c. */
@@ -254,6 +255,10 @@ static inline int64_t size_of_axis(const call_sizes *n, char letter) {
         ['z'] = n->carried,
         ['p'] = n->sequences,
         ['x'] = n->pages,
+        ['B'] = n->batch,
+        ['H'] = n->q_heads,
+        ['I'] = n->q_len,
+        ['J'] = n->kv_len,
     };
     return sizes[(int)letter];
 }
@@ -295,7 +300,8 @@ static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, boo
         int64_t shape[4] = {0};
         if (is_list_of_numbers(entry) || (n->pages == 0 && strchr(entry->dims, 'x') != NULL) ||
             (n->carried == 0 && strpbrk(entry->dims, "rz") != NULL) ||
-            (n->carried == 0 && strstr(entry->name, ".seen") != NULL))
+            (n->carried == 0 && strstr(entry->name, ".seen") != NULL) ||
+            (!n->with_pairs && may_broadcast(entry->dims[0])))
             continue;
         for (int axis = 0; axis < rank; axis++)
             shape[axis] = size_of_axis(n, entry->dims[axis]);

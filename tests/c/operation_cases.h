@@ -59,6 +59,24 @@ static inline call forward_call(const problem *x, const char *kernel) {
                   .selection = x->selection};
 }
 
+/* A mask that leaves some rows and some keys out, shared by all heads. */
+static inline fdma_tensor mask_of(const problem *x) {
+    const fdma_tensor mask = new_tensor(FDMA_UINT8, 1, 1, x->q_len, x->kv_len);
+    for (int64_t n = 0; n < count_of(mask); n++) {
+        const int64_t i = n / x->kv_len, j = n % x->kv_len;
+        ((uint8_t *)mask.data)[n] = i % 9 != 4 && j % 7 != 3 && (i + 3 * j) % 4 == 1;
+    }
+    return mask;
+}
+
+static inline fdma_tensor pair_bias_of(const problem *x, bool for_each_query) {
+    const fdma_tensor bias =
+        new_tensor(x->dtype, 1, x->q_heads, for_each_query ? x->q_len : 1, x->kv_len);
+    uint64_t state = 4;
+    fill_random(bias, &state, 1);
+    return bias;
+}
+
 /* Large problems have one dtype each, and the reference, which is slow, runs none of them. */
 static inline bool make_forward(call *x, int c, int type, const char *kernel) {
     const int s = c / TEST_COUNT(head_dims), d = c % TEST_COUNT(head_dims);
@@ -72,6 +90,10 @@ static inline bool make_forward(call *x, int c, int type, const char *kernel) {
         problem_of(n, head_dims[d], test_dtypes[type], (s + head_dims[d] / 8) % 2 != 0);
     *x = forward_call(&p, kernel);
     x->args.forward.selection = p.window >= 0 ? &x->selection : NULL;
+    if (c % 3 == 1)
+        x->args.forward.attn_mask = mask_of(&p);
+    if (c % 4 == 1)
+        x->args.forward.attn_bias = pair_bias_of(&p, c % 8 == 1);
     return true;
 }
 
@@ -81,6 +103,13 @@ static inline bool make_backward(call *x, int s, int type, const char *kernel) {
     x->args.backward = gradient_args(&gradient, kernel);
     x->selection = p.selection;
     x->args.backward.selection = p.window >= 0 ? &x->selection : NULL;
+    if (s % 3 != 0)
+        x->args.backward.attn_mask = mask_of(&p);
+    if (s % 2 != 0) {
+        x->args.backward.attn_bias = pair_bias_of(&p, s % 4 == 1);
+        x->args.backward.dattn_bias =
+            new_output(FDMA_FLOAT32, 1, p.q_heads, s % 4 == 1 ? p.q_len : 1, p.kv_len);
+    }
     return true;
 }
 

@@ -92,6 +92,7 @@ static inline call *right_call_with(fdma_operation operation, bool with_optional
     right.sizes.kv_len += carried;
     right.sizes.carried = carried;
     right.sizes.pages = pages;
+    right.sizes.with_pairs = carried == 0;
     call_make(x, &right.sizes, call_dtype(operation), with_optional);
     if (operation == operation_decode)
         leave_one_of_pair(x, with_tables);

@@ -7,7 +7,9 @@
 /* Returns whether any tensor of the call has such an axis. */
 static bool set_size(call *x, char letter, int64_t size) {
     // no call has carried keys; an index has the axis e
-    const char letters[] = {letter, letter == 'j' ? 'n' : letter == 'b' ? 'e' : letter, 0};
+    const char broadcast = strchr("bhij", letter) != NULL ? (char)(letter - 'a' + 'A') : letter;
+    const char other = letter == 'j' ? 'n' : letter == 'b' ? 'e' : letter;
+    const char letters[] = {letter, other, broadcast, 0};
     const tensor_table table = fdma_tensors[x->operation];
     bool found = false;
     if (x->operation == operation_cache_copy && letter == 'b')

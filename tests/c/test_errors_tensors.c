@@ -13,6 +13,8 @@
 #define CARRIED(role, d)                                                                           \
     " " role d "k_carried?:brgd:s " role d "v_carried?:brgd:s " role d "bias_carried?:bgr:f"
 
+#define PAIRS " attn_mask?:BHIJ:u attn_bias?:BHIJ:w"
+
 #define CACHE(r)                                                                                   \
     " >cache.k:p" r "gd:s >cache.v:p" r "gd:s >cache.bias:pg" r ":f >cache.table.score:pg" r       \
     ":f >cache.table.position:pg" r ":i >cache.table.seen:p:i cache.page_table?:px:i"
@@ -26,15 +28,14 @@ static const char *const documented[operation_count] = {
         " expiry:bgj:i slot:bgj:i starts?:s:i kv_used?:b:i >list:bgtw:i >count:bgt2:i",
     [operation_forward] =
         " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
-        " sink_logit?:h:f rng_state?:2:l" CARRIED(
-            "", "") " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
+        " sink_logit?:h:f rng_state?:2:l" CARRIED("", "") PAIRS
+    " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
     [operation_backward] =
         " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
-        " sink_logit?:h:f rng_state?:2:l" CARRIED(
-            "", "") " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f"
-                    " dout:bihd:s dlse?:bhi:f >dq:bihd:s >dk:bngd:s"
-                    " >dv:bngd:s >dbias?:bgn:f"
-                    " >dsink_logit?:h:f" CARRIED(">", "d"),
+        " sink_logit?:h:f rng_state?:2:l" CARRIED("", "") PAIRS
+    " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s"
+    " >dk:bngd:s >dv:bngd:s >dbias?:bgn:f >dsink_logit?:h:f"
+    " >dattn_bias?:BHIJ:f" CARRIED(">", "d"),
     [operation_score_backward] =
         " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u kv_used?:b:i dbias:bgj:f"
         " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b",
@@ -52,8 +53,8 @@ static const char *const documented[operation_count] = {
     [operation_cache_copy] = CACHE("r") " from:b:i to:b:i",
     [operation_probabilities] =
         " q:bihd:s k:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i rng_state?:2:l"
-        " k_carried?:brgd:s bias_carried?:bgr:f expiry:bgj:i slot?:bgj:i lse:bhi:f "
-        ">probability:bhij:f",
+        " k_carried?:brgd:s bias_carried?:bgr:f" PAIRS
+        " expiry:bgj:i slot?:bgj:i lse:bhi:f >probability:bhij:f",
     [operation_attention] =
         " q:bihd:s k:bngd:s v:bngd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bn:u "
         "starts?:s:i kv_used?:b:i sink_logit?:h:f rng_state?:2:l" TABLE("", "table_in", "f")
@@ -131,6 +132,12 @@ static expectation want_of_origin(char letter, int64_t wrong) {
         FDMA_INVALID_ARGUMENT, {number(size_of_axis(&right.sizes, letter)), number(wrong)}, 0};
 }
 
+/* Whether an axis may be broadcast with this length. The gradient has the shape of its tensor. */
+static bool may_have_length(const tensor_entry *entry, char letter, int64_t length) {
+    return may_broadcast(letter) && !is_output(entry) &&
+           (length == 1 || (letter == 'H' && length == right.sizes.kv_heads));
+}
+
 static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_optional) {
     for (int axis = 0; axis < tensor.rank; axis++) {
         const char letter = entry->dims[axis];
@@ -146,7 +153,7 @@ static void check_axes(const tensor_entry *entry, fdma_tensor tensor, bool with_
             /* lists and page tables may be wider; without optional tensors nothing contradicts a
              * settled size */
             if ((strchr("wx", letter) == NULL || wrong[i] < (letter == 'w' ? size : 0)) &&
-                (with_optional || !origin))
+                (with_optional || !origin) && !may_have_length(entry, letter, wrong[i]))
                 check_tensor(entry, tensor, "has an axis of another size", &want);
         }
         tensor.shape[axis] = size;

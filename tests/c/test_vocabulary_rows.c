@@ -1,5 +1,5 @@
-/* test_vocabulary_rows.c - the words that work on whole rows: pairs of channels are loaded, and the
- * lanes of several vectors added up. */
+/* test_vocabulary_rows.c - the words that work on whole rows, and those of masks: pairs of channels
+ * are loaded, the lanes of several vectors added up, bytes become bits, and bits choose lanes. */
 #include "vocabulary/each.h"
 
 /* Every number of bfloat16, at even and at odd indices. */
@@ -43,9 +43,47 @@ static void check_each_sum(const vocabulary *x) {
 
 static void rows_are_summed(void) { on_each(check_each_sum); }
 
+/* Bits beyond the last lane do not count. */
+static void check_bits(const vocabulary *x) {
+    uint64_t state = 19;
+    float from[lanes], to[lanes];
+    fill_any(from, &state);
+    for (int n = 0; n < 100; n++) {
+        const uint32_t bits = n < 2 ? -(uint32_t)n : (uint32_t)random_bits(&state);
+        x->keep_bits(to, from, bits);
+        for (int i = 0; i < x->width; i++)
+            check_lane("vf_keep_bits", i, to[i], bits >> i & 1 ? from[i] : -INFINITY);
+    }
+}
+
+static void keep_bits_keeps_lanes(void) { on_each(check_bits); }
+
+/* One byte that is not 0, bytes at random, and an address of any alignment. */
+static void check_bytes(const vocabulary *x) {
+    uint64_t state = 21;
+    uint8_t bytes[80] = {0};
+    for (int n = 0; n < 64; n++) {
+        bytes[3 + n] = (uint8_t)(1 << n % 8);
+        CHECK(x->nonzero_bytes(bytes + 3) == UINT64_C(1) << n);
+        bytes[3 + n] = 0;
+    }
+    for (int round = 0; round < 100; round++) {
+        uint64_t want = 0;
+        for (int n = 0; n < 64; n++) {
+            bytes[round % 16 + n] = random_bits(&state) % 3 == 0 ? (uint8_t)random_bits(&state) : 0;
+            want |= (uint64_t)(bytes[round % 16 + n] != 0) << n;
+        }
+        CHECK(x->nonzero_bytes(bytes + round % 16) == want);
+    }
+}
+
+static void bytes_become_bits(void) { on_each(check_bytes); }
+
 static const test_entry tests[] = {
     TEST(even_and_odd_channels_are_told_apart),
     TEST(rows_are_summed),
+    TEST(keep_bits_keeps_lanes),
+    TEST(bytes_become_bits),
 };
 
 int main(void) { return test_run(tests, TEST_COUNT(tests)); }

@@ -256,6 +256,10 @@ static fdma_tensor make(call *to, bool output, fdma_dtype dtype, int32_t rank,
     return tensor;
 }
 
+static int64_t tiles_of(int64_t q_len, int64_t tile_len) {
+    return tile_len > 0 ? q_len / tile_len + (q_len % tile_len > 0) : 0;
+}
+
 static fdma_tensor make_optional(call *to, bool output, fdma_dtype dtype, int32_t rank,
                                  const int64_t *shape) {
     return take_up_to(&to->in, 1) ? make(to, output, dtype, rank, shape) : (fdma_tensor){0};
@@ -352,6 +356,26 @@ static fdma_tensor maybe_used(call *to) {
         alone || seldom(&to->in) ? maybe_numbers(to, 0, to->kv_len) : (fdma_tensor){0};
     to->cut = used.rank > 0;
     return used;
+}
+
+/* A tensor of pairs, broadcast along any axes. */
+static fdma_tensor make_pairs(call *to, fdma_dtype dtype) {
+    const uint8_t axes = (uint8_t)take(&to->in);
+    const int64_t heads[] = {1, to->q_heads, to->kv_heads, to->q_heads};
+    const int64_t shape[] = {axes & 1 ? to->batch : 1, heads[axes >> 1 & 3],
+                             axes & 8 ? to->q_len : 1, axes & 16 ? to->kv_len : 1};
+    return make(to, false, dtype, 4, shape);
+}
+
+/* Carried keys allow none. */
+static void give_pairs(call *to, fdma_tensor *mask, fdma_tensor *bias, fdma_tensor *dbias) {
+    const bool allowed = to->rows == 0 || seldom(&to->in);
+    if (allowed && take_up_to(&to->in, 1))
+        *mask = make_pairs(to, FDMA_UINT8);
+    if (allowed && take_up_to(&to->in, 1))
+        *bias = make_pairs(to, take_up_to(&to->in, 1) ? to->dtype : FDMA_FLOAT32);
+    if (dbias != NULL && bias->rank == 4 && take_up_to(&to->in, 1))
+        *dbias = make(to, true, FDMA_FLOAT32, 4, bias->shape);
 }
 
 /* ---- streams ---- */

@@ -114,6 +114,7 @@ static void make_forward(call *to) {
         args->selection = &to->selection;
     }
     args->kv_used = maybe_used(to);
+    give_pairs(to, &args->attn_mask, &args->attn_bias, NULL);
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
@@ -196,6 +197,7 @@ static void make_backward(call *to) {
         args->selection = &to->selection;
     }
     args->kv_used = maybe_used(to);
+    give_pairs(to, &args->attn_mask, &args->attn_bias, &args->dattn_bias);
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
@@ -328,6 +330,7 @@ static void make_probabilities(call *to) {
         args->selection = &to->selection;
     }
     args->kv_used = maybe_used(to);
+    give_pairs(to, &args->attn_mask, &args->attn_bias, NULL);
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 

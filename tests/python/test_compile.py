@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 Arguments = tuple[Any, ...]
 DENSE = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
 DENSE |= {"recent": 0, "sinks": 0}
+PAIRS = {"attn_mask": torch.arange(12).remainder(5)[None, None, None] != 3}
+PAIRS |= {"attn_bias": torch.linspace(-1, 1, 288).view(1, 2, 12, 12), "wants_dattn_bias": True}
 
 
 def make_tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -40,11 +42,13 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
     given |= {"recent": 3, "sinks": 2, "dropout_p": 0.0}
-    attended = ops.ATTENTION.op(query, key, value, score, *5 * [None], expiry, slot, *OPTIONS)
+    attended = ops.ATTENTION.op(query, key, value, score, *7 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
         **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit", "rng_state")),
+        **dict.fromkeys(("attn_mask", "attn_bias")),
+        "wants_dattn_bias": False,
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
@@ -77,6 +81,10 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "merge": (ops.MERGE, {}),
         "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
         "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
+        "probabilities, masked, alone": (ops.PROBABILITIES, {**DENSE, **PAIRS}),
+        "dense with a mask": (ops.ATTENTION, {**DENSE, **PAIRS}),
+        "selected with a mask": (ops.ATTENTION, PAIRS),
+        "selected's backward with a mask": (ops.ATTENTION_BACKWARD, PAIRS),
         **make_sinks(),
         **make_dropout(),
         **make_streams(),

@@ -103,7 +103,7 @@ class Listed(NamedTuple):
 def with_macros(text: str, body: str) -> str:
     """A table of tensors in which the rows that a macro stands for are written out."""
     macros = dict(re.findall(r"#define (\w+)\([^)]*\)((?:[^\n]*\\\n)+[^\n]*)", text))
-    body = re.sub(r"(CARRIED(?:_GRADIENTS)?)\(\w+\)", lambda one: macros[one[1]], body)
+    body = re.sub(r"(CARRIED(?:_GRADIENTS)?|PAIRS)\(\w+\)", lambda one: macros[one[1]], body)
     body = re.sub(
         r'CACHE\(\w+, "(\w)"\)',
         lambda one: macros["CACHE"].replace('" r "', one[1]).replace('" r', f'{one[1]}"'),
@@ -142,10 +142,12 @@ DIMENSIONS = {
     **{"d": "head_dim", "c": "kv_heads * head_dim", "s": "sequences + 1"},
     **{"n": "kv_len", "r": "rows", "z": "rows", "p": "sequences", "e": "batch"},
     **{"x": "sequence_pages", "2": "seed and offset"},
+    **dict(zip("BHIJ", _arguments.PAIR_SHAPE)),
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]
 # Options for the selection, for the gradients, or for the allocation of results.
-NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic", "wants_dbias"}
+NO_FIELD = {"window", "recent", "sinks", "scope", "deterministic"}
+NO_FIELD |= {"wants_dbias", "wants_dattn_bias"}
 
 
 def tensors_of(mirror: type, prefix: str = "") -> list[str]:

@@ -1,6 +1,6 @@
 /* See check/evaluate.h.
  *
- * dbias, dsink_logit, da and ddt_bias are sums whose terms have errors of both signs, and one order
+ * dbias, dsink_logit, dattn_bias, da and ddt_bias are sums whose terms have errors of both signs, and one order
  * of summation may be accurate by chance. Their terms are therefore split into groups, and the
  * scatter of a result is the sum of the magnitudes of its groups' errors: the plain error of the
  * worst order. */
@@ -26,6 +26,7 @@ static check_problem widen(const check_problem *problem) {
         &wide.score,
         &wide.bias,
         &wide.sink_logit,
+        &wide.attn_bias,
         &wide.forward_out,
         &wide.forward_lse,
         &wide.dout,
@@ -50,7 +51,7 @@ static check_problem widen(const check_problem *problem) {
     for (size_t t = 0; t < sizeof tensors / sizeof tensors[0]; t++)
         *tensors[t] = check_wide_tensor(*tensors[t]);
     wide.cache.dtype = FDMA_FLOAT64;
-    wide.probability.dtype = FDMA_FLOAT64;
+    wide.probability.dtype = wide.dattn_bias.dtype = FDMA_FLOAT64;
     return wide;
 }
 
@@ -104,7 +105,7 @@ static fdma_status add_scatter(check_result *results, const check_problem *wide,
     return status;
 }
 
-/* The terms of dbias and of dsink_logit are those of rows. The rows of the other groups are made
+/* The terms of dbias, dsink_logit and dattn_bias are those of rows. The rows of the other groups are made
  * empty. */
 static fdma_status scatter_rows(check_problem *problem, const check_problem *wide, int group) {
     check_problem some = plain(problem), some_wide = *wide;
@@ -114,7 +115,7 @@ static fdma_status scatter_rows(check_problem *problem, const check_problem *wid
         check_store(some.forward_lse, row,
                     row % error_groups == group ? lse[row] : -(double)INFINITY);
     some_wide.forward_lse = check_wide_tensor(some.forward_lse);
-    return add_scatter(problem->results[CHECK_BACKWARD], &some_wide, &some, CHECK_BACKWARD, 3, 5);
+    return add_scatter(problem->results[CHECK_BACKWARD], &some_wide, &some, CHECK_BACKWARD, 3, 6);
 }
 
 /* The terms of da and ddt_bias are those of keys. The gradients of the other groups' keys are made
@@ -149,7 +150,8 @@ fdma_status check_evaluate(check_problem *problem) {
         status = evaluate(problem, &given, (check_operation_id)id, true);
     const bool has_bias = problem->bias.rank > 0;
     for (int group = 0; group < error_groups; group++) {
-        if (status == FDMA_OK && (has_bias || problem->sink_logit.rank > 0))
+        if (status == FDMA_OK &&
+            (has_bias || problem->sink_logit.rank > 0 || problem->attn_bias.rank > 0))
             status = scatter_rows(problem, &wide, group);
         if (status == FDMA_OK && has_bias)
             status = scatter_heads(problem, &wide, group);

@@ -28,7 +28,7 @@ typedef enum check_operation_id {
     check_operation_count,
 } check_operation_id;
 
-enum { check_output_limit = 5 }; /* outputs of an operation */
+enum { check_output_limit = 6 }; /* outputs of an operation */
 
 /* Everything that is computed once for a case and a dtype. Absent tensors have rank 0. */
 typedef struct check_problem {
@@ -46,6 +46,9 @@ typedef struct check_problem {
     fdma_tensor bias;                /* float32, made from score */
     fdma_tensor sink_logit;          /* float32; absent in most cases */
     fdma_tensor rng_state;           /* int64; absent in some cases */
+    fdma_tensor attn_mask;           /* uint8; absent in most cases */
+    fdma_tensor attn_bias;           /* in dtype or float32; absent in most cases */
+    fdma_tensor dattn_bias;          /* float32 or, made wide, float64, without data */
     fdma_selection selection;        /* the reference's, for `score` */
 
     fdma_cache cache;                       /* of decode: the keys before its tokens */

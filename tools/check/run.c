@@ -94,6 +94,8 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"kv_used", {0}},
         {"sink_logit", problem->sink_logit},
         {"rng_state", problem->rng_state},
+        {"attn_mask", problem->attn_mask},
+        {"attn_bias", problem->attn_bias},
         {"score", given.score},
         {"bias", problem->bias},
         {"expiry", problem->selection.expiry},

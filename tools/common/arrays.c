@@ -140,6 +140,9 @@ void store_element(void *data, fdma_dtype dtype, int64_t index, double value) {
     case FDMA_FLOAT16:
         ((uint16_t *)data)[index] = to_half(value);
         break;
+    case FDMA_UINT8:
+        ((uint8_t *)data)[index] = (uint8_t)value;
+        break;
     default:
         ((uint16_t *)data)[index] = to_bfloat(value);
     }

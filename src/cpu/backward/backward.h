@@ -25,6 +25,8 @@ typedef struct backward_context {
     int64_t tiles; /* of one (b, g) */
     int64_t tasks; /* partitions of all (b, g) */
     int32_t threads;
+    int64_t batch, kv_heads; /* of a turn: the (b, g) that are swept at a time */
+    int64_t first_b, first_g;
     int32_t *most_live; /* [batch * kv_heads]: see most_live() */
 } backward_context;
 
@@ -48,7 +50,7 @@ static backward_scratch take_backward_scratch(fdma_arena *arena, const backward_
     scratch.table = take_key_table(arena, problem, rows);
     if (context->count == 1 || problem->any_len)
         scratch.table.sums = take_floats(arena, table_floats(problem, rows));
-    scratch.blocks = take_key_blocks(arena);
+    scratch.blocks = take_key_blocks(arena, problem);
     return scratch;
 }
 
@@ -67,7 +69,7 @@ static void visit_keys(const fdma_problem *problem, const row_range *rows,
     const backward_tile *const tile = &scratch->tile;
     key_blocks *const blocks = &scratch->blocks;
     advance_table(problem, rows, &scratch->table, &blocks->cursor);
-    list_keys(problem, rows, &blocks->cursor, &tile->logits, blocks->next);
+    start_key_blocks(problem, rows, &tile->logits, blocks);
     while (advance_keys(problem, rows, &tile->logits, blocks)) {
         const key_list *const keys = blocks->now;
         load_keys(problem, tile->logits.k_rows, keys->k_source, keys->count);
@@ -138,8 +140,10 @@ static backward_partition partition_at(const backward_context *backward, int64_t
 static void sweep_partition(const void *context, int64_t task, int32_t thread) {
     const backward_context *const backward = context;
     const fdma_problem *const problem = backward->problem;
-    const int64_t heads = problem->batch * problem->kv_heads, count = backward->count;
-    const int64_t head = task % heads, index = count - 1 - task / heads;
+    const int64_t heads = backward->batch * backward->kv_heads, count = backward->count;
+    const int64_t n = task % heads, index = count - 1 - task / heads;
+    const int64_t b = backward->first_b + n / backward->kv_heads;
+    const int64_t head = b * problem->kv_heads + backward->first_g + n % backward->kv_heads;
     const uint32_t modes = flush_subnormals();
     fdma_arena arena = scratch_of_thread(backward->scratch, backward->scratch_size, thread);
     backward_scratch scratch = take_backward_scratch(&arena, backward);
@@ -150,6 +154,24 @@ static void sweep_partition(const void *context, int64_t task, int32_t thread) {
     }
     sweep_tiles(backward, &scratch, head, index, count > 1 ? &own : NULL);
     restore_modes(modes);
+}
+
+/* Sweeps over all (b, g). Those that add to the same elements of dattn_bias take turns, so that the
+ * order of its sums does not depend on the threads. */
+static void sweep_all(backward_context *backward) {
+    const fdma_problem *const problem = backward->problem;
+    const fdma_tensor *const pairs = &problem->dattn_bias;
+    const bool shares_batch = is_present(pairs) && pairs->shape[0] == 1;
+    backward->batch = shares_batch ? 1 : problem->batch;
+    backward->kv_heads = heads_at_once(problem);
+    for (int64_t b = 0; b < problem->batch; b += max(backward->batch, 1))
+        for (int64_t g = 0; g < problem->kv_heads; g += backward->kv_heads) {
+            backward->first_b = b;
+            backward->first_g = g;
+            fdma_parallel_for(backward->threads,
+                              backward->batch * backward->kv_heads * backward->count,
+                              sweep_partition, backward);
+        }
 }
 
 /* Adds up what the partitions of one (b, g) have left behind. */
@@ -225,7 +247,9 @@ static fdma_status run_backward(const fdma_problem *problem) {
     plan_backward(problem, &context);
     if (problem->only_checks)
         return check_selection(&context);
-    fdma_parallel_for(context.threads, context.tasks, sweep_partition, &context);
+    if (is_present(&problem->dattn_bias) && !problem->add_dattn_bias)
+        fdma_clear_tensor(&problem->dattn_bias);
+    sweep_all(&context);
     if (context.count > 1)
         fdma_parallel_for(context.threads, problem->batch * problem->kv_heads, join_partitions,
                           &context);

@@ -92,6 +92,8 @@ NOINLINE void drop_probabilities(const backward_step *step, int block, const gro
 NOINLINE void find_block_probabilities(const backward_step *step, int block,
                                        const group_list *groups) {
     int32_t multiplied = 0; // the products of the keys before it are in memory
+    if (step->logits.tile->pair_bias != NULL)
+        load_pair_bias(&step->logits, block, groups);
     for (int32_t n = 0; n < groups->count; n++) {
         multiplied = multiply_ahead(&step->logits, &groups->group[n], block, multiplied);
         find_group_probabilities(step, &groups->group[n], block);
@@ -109,6 +111,17 @@ INLINE void add_dbias(const backward_step *step, product_block ds, int32_t first
         for (int m = from + 1; m < tile_vectors; m++)
             sum = vf_add(sum, ds[key][m]);
         vf_store(step->dbias[first + key], vf_add(vf_load(step->dbias[first + key]), sum));
+    }
+}
+
+/* Keeps dS of a group for dattn_bias. The lanes before `from` keep none of its keys. */
+INLINE void store_pair_ds(product_block ds, const backward_tile *tile, int32_t first, int from) {
+    UNROLL
+    for (int key = 0; key < group_keys; key++) {
+        float *const to = tile->pair_ds + (first + key) * block_lanes;
+        for (int m = 0; m < from; m++)
+            vf_store(to + m * vf_width, vf_set(0));
+        store_vectors(to, ds[key], from, tile_vectors);
     }
 }
 
@@ -138,6 +151,8 @@ INLINE void find_ds(product_block s, const backward_step *step, const key_group 
     }
     if (step->has_dbias)
         add_dbias(step, s, group->first, from);
+    if (tile->pair_ds != NULL)
+        store_pair_ds(s, tile, group->first, from);
     if (step->logits.cap > 0) {
         UNROLL
         for (int m = from; m < tile_vectors; m++) {
@@ -185,6 +200,8 @@ INLINE void find_all_ds(const backward_step *step, int block, const group_list *
         multiplied = multiply_ahead(&step->dp, &groups->group[n], block, multiplied);
         find_group_ds(step, &groups->group[n], block, drops);
     }
+    if (step->tile->pair_ds != NULL)
+        add_pair_gradients(&step->logits, block, groups, step->tile->pair_ds);
 }
 
 NOINLINE void find_plain_ds(const backward_step *step, int block, const group_list *groups) {

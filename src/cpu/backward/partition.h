@@ -45,10 +45,31 @@ static double most_tables(const fdma_problem *problem, int64_t lanes) {
     return (free_table_bytes + 0.3 * keys + 4 * rows) / table;
 }
 
+/* Whether kv heads add to the same elements of dattn_bias, so that they take turns. */
+static bool shares_heads(const fdma_problem *problem) {
+    return is_present(&problem->dattn_bias) && problem->dattn_bias.shape[1] == 1;
+}
+
+/* Whether the partitions of a kv head would: all its rows do, or those of one query, which may be
+ * in two of them. */
+static bool shares_rows(const fdma_problem *problem, int64_t lanes) {
+    const fdma_tensor *const pairs = &problem->dattn_bias;
+    const bool splits_queries = lanes % problem->group != 0;
+    return is_present(pairs) &&
+           (pairs->shape[2] == 1 || (pairs->shape[1] != problem->q_heads && splits_queries));
+}
+
+/* The kv heads of a sequence that are worked on at a time. */
+static int64_t heads_at_once(const fdma_problem *problem) {
+    return shares_heads(problem) ? 1 : problem->kv_heads;
+}
+
 static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
     const double most = most_tables(problem, lanes);
     int64_t count = 1;
-    while (2 * count * problem->kv_heads <= wanted_tasks && 2 * (double)count <= most &&
+    if (shares_rows(problem, lanes))
+        return count;
+    while (2 * count * heads_at_once(problem) <= wanted_tasks && 2 * (double)count <= most &&
            2 * count * min_partition <= tiles_of(problem, lanes))
         count *= 2;
     return count;
@@ -57,10 +78,11 @@ static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
 /* So many partitions of this problem take at least as much memory as all those of a sequence with
  * fewer keys. A shorter sequence may have more partitions, but of smaller tables. */
 static int64_t most_partitions(const fdma_problem *problem, int64_t lanes) {
-    const double tables = (double)problem->kv_heads * most_tables(problem, lanes);
-    if (2 * problem->kv_heads > wanted_tasks)
+    const int64_t heads = heads_at_once(problem), turns = problem->kv_heads / heads;
+    const double tables = (double)heads * most_tables(problem, lanes);
+    if (2 * heads > wanted_tasks)
         return 0;
-    return tables < wanted_tasks ? min((int64_t)tables + 2, wanted_tasks) : wanted_tasks;
+    return turns * (tables < wanted_tasks ? min((int64_t)tables + 2, wanted_tasks) : wanted_tasks);
 }
 
 /* Gives rows to the keys that arrived before the first tile of a partition. */

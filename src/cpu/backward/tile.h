@@ -23,6 +23,7 @@ typedef struct backward_tile {
                            terms is 1 and there is no dropout */
     float *ds_words;    /* [key_block][held_words]: dS; logits.weights where terms is 1 */
     float *slope;       /* [key_block][block_lanes]: of the softcap */
+    float *pair_ds;     /* [key_block][block_lanes]: dS before the softcap; NULL: not wanted */
     float *lse;         /* [lanes]; inf in those that are left out */
     float *minus_delta; /* [lanes]: dlse - <dout, out>, over dropout_scale() */
     uint8_t *left_out;  /* [lanes]: the lane has no row, or an empty one */
@@ -53,6 +54,9 @@ static backward_tile take_backward_tile(fdma_arena *arena, const fdma_problem *p
     tile.p_words = terms == 1 && !drops ? tile.p : take_floats(arena, words);
     tile.ds_words = terms == 1 ? tile.logits.weights : take_floats(arena, words);
     tile.slope = take_floats(arena, problem->softcap > 0 ? products : 0);
+    tile.pair_ds = NULL;
+    if (is_present(&problem->dattn_bias))
+        tile.pair_ds = take_floats(arena, products);
     tile.lse = take_floats(arena, lanes);
     tile.minus_delta = take_floats(arena, lanes);
     tile.left_out = fdma_arena_take(arena, (size_t)lanes);

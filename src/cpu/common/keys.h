@@ -6,10 +6,13 @@
  * A key that is not live at a position and arrived before it never becomes live again. So the keys
  * that any row of a tile keeps are those that are live at its first position and those that arrive
  * up to its last one.
- * Snapshots of the live keys at every `step` positions make finding them O(window) for a tile. */
+ * Snapshots of the live keys at every `step` positions make finding them O(window) for a tile.
+ *
+ * With a mask a tile goes through all keys in ascending order and visits those that any of its rows
+ * keeps: see mask.h. */
 #pragma once
 
-#include "cpu/common/tile.h"
+#include "cpu/common/mask.h"
 
 /* Snapshot n (from 1) holds the keys before position n * step that are live there. If a
  * selection keeps more keys than it says, a snapshot may have no room for all of them. It is then
@@ -28,7 +31,7 @@ static snapshots take_snapshots(fdma_arena *arena, const fdma_problem *problem) 
     const int64_t window = slots_of(problem), heads = problem->batch * problem->kv_heads;
     snapshots all = {.step = max(window / 2, min_snapshot_step), .capacity = window};
     // a window that holds every key excludes none: its tiles start from the first key
-    if (problem->selected && window < problem->kv_len)
+    if (problem->selected && window < problem->kv_len && !has_mask(problem))
         all.count = (problem->kv_len - 1) / all.step;
     all.keys = take_ints(arena, heads * all.count * window);
     all.length = take_ints(arena, heads * all.count);
@@ -88,9 +91,10 @@ typedef struct key_cursor {
     int32_t *expiring; /* [most_lanes], those that expire within the tile */
     int32_t expiring_count;
     bool is_sorted;
+    mask_scan mask; /* unless there is none */
 } key_cursor;
 
-/* Starts at the first key of a tile. Before the call only `expiring` of the cursor is set. */
+/* Starts at the first key of a tile. Before the call only the arrays of the cursor are set. */
 static void start_keys(const fdma_problem *problem, const snapshots *all, const row_range *rows,
                        key_cursor *cursor) {
     *cursor = (key_cursor){
@@ -100,6 +104,7 @@ static void start_keys(const fdma_problem *problem, const snapshots *all, const 
         .first_position = rows->first_position,
         .last_position = rows->last_position,
         .expiring = cursor->expiring,
+        .mask = cursor->mask,
     };
     int64_t n = min(max(rows->first_position, 0) / all->step, all->count);
     int64_t index = (rows->b * problem->kv_heads + rows->g) * all->count + n - 1;
@@ -174,7 +179,8 @@ static int32_t next_keys(key_cursor *cursor, int32_t *keys) {
     return count;
 }
 
-/* A key block, ready for the products. The rows of a tile that keep a key are one range of lanes.
+/* A key block, ready for the products. The rows of a tile that keep a key are one range of lanes,
+ * or, with a mask, any lanes.
  * A group of group_keys keys is masked unless every row keeps all of them. */
 typedef struct key_list {
     int32_t count;
@@ -187,9 +193,60 @@ typedef struct key_list {
     uint32_t code[key_block]; /* of dropout; see core/dropout.h */
     int32_t first_lane[key_block];
     int32_t end_lane[key_block];
+    uint64_t *kept; /* [key_block][kept_words]: bits of the lanes that keep each key, instead of
+                       masked, first_lane and end_lane; NULL: no mask */
 } key_list;
 
 static int32_t clamp_lane(int64_t lane) { return (int32_t)min(max(lane, 0), most_lanes); }
+
+/* The first lane at whose position key j has expired. */
+static int32_t end_lane_of(const fdma_problem *problem, const row_range *rows,
+                           const int32_t *expiry, int64_t j) {
+    const int64_t origin = query_position(problem, 0);
+    if (!problem->causal || expiry == NULL)
+        return most_lanes;
+    return clamp_lane((expiry[j] - origin) * problem->group - rows->first);
+}
+
+/* Which of `count` keys from `first` on may be kept by some row, whatever the mask is. */
+static uint64_t find_candidates(const key_cursor *cursor, int64_t first, int64_t count) {
+    uint64_t candidates = 0;
+    if (cursor->expiry == NULL && cursor->valid == NULL)
+        return lowest_bits(count);
+    for (int64_t n = 0; n < count; n++)
+        candidates |= (uint64_t)is_visited(cursor, (int32_t)(first + n)) << n;
+    return candidates;
+}
+
+/* Goes on to the next 64 keys, and scans more of the mask before where it has to. */
+static void open_next_columns(const fdma_problem *problem, const row_range *rows,
+                              key_cursor *cursor) {
+    mask_scan *const scan = &cursor->mask;
+    const int64_t first = cursor->next, count = min(cursor->end - first, word_bits);
+    if (first >= scan->end)
+        scan_mask(problem, rows, scan, first, min(cursor->end, first + scanned_keys));
+    open_columns(scan, first, find_candidates(cursor, first, count));
+    cursor->next += count;
+}
+
+/* As next_keys(), with a mask; it also writes the bits of the lanes that keep each key. */
+static int32_t next_masked_keys(const fdma_problem *problem, const row_range *rows,
+                                key_cursor *cursor, key_list *list) {
+    mask_scan *const scan = &cursor->mask;
+    int32_t count = 0;
+    while (count < key_block && (scan->pending != 0 || cursor->next < cursor->end)) {
+        if (scan->pending == 0) {
+            open_next_columns(problem, rows, cursor);
+            continue;
+        }
+        const int64_t j = scan->first_column + __builtin_ctzll(scan->pending);
+        const int32_t end = end_lane_of(problem, rows, cursor->expiry, j);
+        scan->pending &= scan->pending - 1;
+        list->key[count] = (int32_t)j;
+        count += take_column(scan, j, end, list->kept + count * kept_words);
+    }
+    return count;
+}
 
 /* Finds the lanes that keep each key: from its own position on, until it expires. */
 static void mark_lanes(const fdma_problem *problem, const row_range *rows, key_list *list) {
@@ -287,9 +344,14 @@ INLINE void prefetch_rows(const void *const *rows, int count, int64_t byte) {
  * zeros that no lane keeps, because products read whole groups and prefetches read every entry. */
 static void list_keys(const fdma_problem *problem, const row_range *rows, key_cursor *cursor,
                       const tile_state *tile, key_list *list) {
-    list->count = next_keys(cursor, list->key);
+    list->count = list->kept != NULL ? next_masked_keys(problem, rows, cursor, list)
+                                     : next_keys(cursor, list->key);
     list->word_size = (int32_t)fdma_dtype_size(problem->dtype) * terms;
-    mark_lanes(problem, rows, list);
+    if (list->kept == NULL)
+        mark_lanes(problem, rows, list);
+    else
+        memset(list->kept + list->count * kept_words, 0,
+               sizeof(uint64_t) * (size_t)((key_block - list->count) * kept_words));
     find_k(problem, rows->b, rows->g, list->key, list->count, list->k_source);
     find_v(problem, rows->b, rows->g, list->key, list->count, list->v_source);
     find_bias(problem, rows->b, rows->g, list->key, list->count, list->bias);
@@ -307,15 +369,40 @@ static void list_keys(const fdma_problem *problem, const row_range *rows, key_cu
  * prefetched. */
 typedef struct key_blocks {
     key_list *now, *next;
+    uint64_t *kept[2]; /* those of the two lists */
     key_cursor cursor; /* at the first key after those of `next` */
 } key_blocks;
 
-static key_blocks take_key_blocks(fdma_arena *arena) {
+static key_blocks take_key_blocks(fdma_arena *arena, const fdma_problem *problem) {
+    const size_t kept = has_mask(problem) ? sizeof(uint64_t) * key_block * kept_words : 0;
     key_blocks blocks;
     blocks.now = fdma_arena_take(arena, sizeof *blocks.now);
     blocks.next = fdma_arena_take(arena, sizeof *blocks.next);
     blocks.cursor.expiring = take_ints(arena, most_lanes);
+    blocks.cursor.mask = take_mask_scan(arena, problem);
+    for (int n = 0; n < 2; n++) {
+        blocks.kept[n] = fdma_arena_take(arena, kept);
+        if (kept == 0)
+            blocks.kept[n] = NULL;
+    }
     return blocks;
+}
+
+/* Lists the first key block of a tile as `next`, for advance_keys(). The cursor is at its first
+ * key; with a mask it goes through all keys instead. */
+static void start_key_blocks(const fdma_problem *problem, const row_range *rows,
+                             const tile_state *tile, key_blocks *blocks) {
+    key_cursor *const cursor = &blocks->cursor;
+    blocks->now->kept = blocks->kept[0];
+    blocks->next->kept = blocks->kept[1];
+    blocks->next->count = 0;
+    if (problem->kv_len == 0)
+        return;
+    if (has_mask(problem)) {
+        cursor->live_count = cursor->next = 0;
+        start_mask(problem, rows, &cursor->mask);
+    }
+    list_keys(problem, rows, cursor, tile, blocks->next);
 }
 
 /* Goes to the next key block, or returns false at the end. */

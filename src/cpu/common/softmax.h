@@ -47,7 +47,18 @@ static tile_step first_step(const fdma_problem *problem, const row_range *rows,
         .cap = softcap_of(problem),
         .threshold = problem->dropout.threshold,
         .blocks = (int)(used_lanes(rows) / block_lanes),
+        .problem = problem,
+        .rows = rows,
     };
+}
+
+INLINE void add_pair_bias(product_block s, int from, const float *bias) {
+    UNROLL
+    for (int key = 0; key < group_keys; key++) {
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_add(s[key][m], vf_load(bias + key * block_lanes + m * vf_width));
+    }
 }
 
 /* The logits of the group that begins at `first`, before any mask. */
@@ -58,10 +69,28 @@ INLINE void find_logits(product_block s, int from, const tile_step *step, int32_
     if (cap > 0)
         cap_products(s, from, step->tile->capped, scale, cap);
     scale_and_bias(s, from, cap > 0 ? 1 : scale, step->keys->bias + first);
+    if (step->tile->pair_bias != NULL)
+        add_pair_bias(s, from, step->tile->pair_bias + first * block_lanes);
+}
+
+/* mask_lanes() with a mask. */
+INLINE void mask_by_bits(product_block s, int from, const key_list *keys, int32_t first,
+                         int block) {
+    UNROLL
+    for (int key = 0; key < group_keys; key++) {
+        const uint64_t bits = kept_lanes(keys, first + key, block);
+        UNROLL
+        for (int m = from; m < tile_vectors; m++)
+            s[key][m] = vf_keep_bits(s[key][m], (uint32_t)(bits >> (m * vf_width)));
+    }
 }
 
 /* Makes the logits of the group that begins at `first` -inf in lanes that do not keep the key. */
 INLINE void mask_lanes(product_block s, int from, const key_list *keys, int32_t first, int block) {
+    if (keys->kept != NULL) {
+        mask_by_bits(s, from, keys, first, block);
+        return;
+    }
     const int32_t *const first_lane = keys->first_lane + first;
     const int32_t *const end_lane = keys->end_lane + first;
     const int32_t lane = block * block_lanes;

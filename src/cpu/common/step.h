@@ -17,8 +17,41 @@ typedef struct group_list {
     int32_t count;
 } group_list;
 
+/* The bits of the lanes of a block that keep the listed key n. */
+INLINE uint64_t kept_lanes(const key_list *list, int32_t n, int block) {
+    const int lane = block * block_lanes, shift = lane % word_bits;
+    const uint64_t *const words = list->kept + n * kept_words + lane / word_bits;
+    uint64_t bits = words[0] >> shift;
+    if (shift + block_lanes > word_bits)
+        bits |= words[1] << (word_bits - shift);
+    return bits & lowest_bits(block_lanes);
+}
+
+/* classify_groups() with a mask. */
+static void classify_by_mask(const key_list *list, int block, group_list *groups) {
+    const uint64_t all = lowest_bits(block_lanes), lower = lowest_bits(half_vectors * vf_width);
+    groups->count = 0;
+    for (int32_t first = 0; first < whole_steps(list->count); first += group_keys) {
+        uint64_t some = 0, every = all;
+        for (int32_t n = first; n < first + group_keys; n++) {
+            const uint64_t bits = kept_lanes(list, n, block);
+            some |= bits;
+            every &= bits;
+        }
+        if (some != 0)
+            groups->group[groups->count++] =
+                (key_group){.first = first,
+                            .upper = half_vectors > 0 && (some & lower) == 0,
+                            .masked = every != all};
+    }
+}
+
 /* The groups that some of the lanes of a block keep, in the order of the list. */
 static void classify_groups(const key_list *list, int block, group_list *groups) {
+    if (list->kept != NULL) {
+        classify_by_mask(list, block, groups);
+        return;
+    }
     const int32_t lane = block * block_lanes, end = lane + block_lanes;
     const int32_t middle = lane + half_vectors * vf_width;
     groups->count = 0;
@@ -63,7 +96,9 @@ typedef struct tile_step {
     float cap;          /* 0: no softcap */
     uint32_t threshold; /* of dropout; 0: off */
     int blocks;         /* of lanes, that hold rows */
-    bool begun;         /* another key block came before */
+    const fdma_problem *problem;
+    const row_range *rows;
+    bool begun; /* another key block came before */
 } tile_step;
 
 /* Scores, logits or weights of a group, in registers. */

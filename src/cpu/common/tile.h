@@ -45,6 +45,7 @@ typedef struct tile_state {
     float *weights;   /* [key_block / terms][block_lanes], of one block of lanes at a time */
     float *products;  /* [key_step][block_lanes], for products that leave them in memory */
     float *capped;    /* [group_keys][block_lanes] */
+    float *pair_bias; /* [key_block][block_lanes]: attn_bias, of one block of lanes; NULL: none */
     float *max;       /* [tile lanes], may lag behind the true maximum: see most_weight */
     float *sum;       /* [tile lanes], of the weights of all key blocks before */
     float *block_sum; /* [block_lanes], of those of this key block, for one block of lanes */
@@ -72,6 +73,9 @@ static tile_state take_tile(fdma_arena *arena, const fdma_problem *problem, int6
     tile.weights = take_floats(arena, block_lanes * key_block / terms);
     tile.products = take_floats(arena, block_lanes * key_step);
     tile.capped = take_floats(arena, block_lanes * group_keys);
+    tile.pair_bias = NULL;
+    if (is_present(&problem->attn_bias))
+        tile.pair_bias = take_floats(arena, block_lanes * key_block);
     tile.max = take_floats(arena, lanes);
     tile.sum = take_floats(arena, lanes);
     tile.block_sum = take_floats(arena, block_lanes);

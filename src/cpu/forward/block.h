@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/common/dropout.h"
+#include "cpu/common/pair_bias.h"
 #include "cpu/common/softmax.h"
 
 /* The logits of a group, -inf in lanes that do not keep the key. */
@@ -92,6 +93,8 @@ static void attend_block(const tile_step *step, int block) {
     group_list groups;
     classify_groups(step->keys, block, &groups);
     memset(tile->block_sum, 0, sizeof(float) * block_lanes);
+    if (tile->pair_bias != NULL)
+        load_pair_bias(step, block, &groups);
     weigh_groups(step, block, &groups);
     add_block_sum(tile, block);
     if (step->threshold != 0)

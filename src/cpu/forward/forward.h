@@ -25,7 +25,7 @@ typedef struct forward_scratch {
 static forward_scratch take_forward_scratch(fdma_arena *arena, const forward_context *context) {
     forward_scratch scratch;
     scratch.tile = take_tile(arena, context->problem, context->lanes);
-    scratch.blocks = take_key_blocks(arena);
+    scratch.blocks = take_key_blocks(arena, context->problem);
     return scratch;
 }
 
@@ -45,9 +45,7 @@ static void attend_all_keys(const fdma_problem *problem, const snapshots *all,
                             const row_range *rows, const tile_state *tile, key_blocks *blocks) {
     tile_step step = first_step(problem, rows, tile);
     start_keys(problem, all, rows, &blocks->cursor);
-    blocks->next->count = 0;
-    if (problem->kv_len > 0)
-        list_keys(problem, rows, &blocks->cursor, tile, blocks->next);
+    start_key_blocks(problem, rows, tile, blocks);
     while (advance_keys(problem, rows, tile, blocks)) {
         step.keys = blocks->now;
         step.next = blocks->next;

@@ -43,11 +43,12 @@ static double logit_of_key(const probability_row *row, int64_t j) {
     double s = problem->scale * product_of_rows(row->q, k, problem->dtype, problem->head_dim);
     if (cap > 0)
         s = cap * tanh(s / cap);
-    if (!is_present(&problem->bias))
-        return s;
-    const float *const bias =
-        key_float(problem, &problem->bias, &problem->bias_carried, row->b, row->g, j);
-    return s + (double)*bias;
+    if (is_present(&problem->bias))
+        s += (double)*key_float(problem, &problem->bias, &problem->bias_carried, row->b, row->g, j);
+    if (is_present(&problem->attn_bias))
+        s += fdma_load(&problem->attn_bias,
+                       offset_of_pair(problem, &problem->attn_bias, row->b, row->h, row->i, j));
+    return s;
 }
 
 static void write_probabilities(const void *context, int64_t index, int32_t thread) {
@@ -58,7 +59,7 @@ static void write_probabilities(const void *context, int64_t index, int32_t thre
     float *const to = float_at(&problem->probability, row.b, row.h, row.i);
     (void)thread;
     for (int64_t j = 0; j < problem->kv_len; j++) {
-        const bool kept = row.lse != -INFINITY && is_kept(problem, row.b, row.g, j, p) &&
+        const bool kept = row.lse != -INFINITY && attends_to(problem, row.b, row.h, row.i, j) &&
                           !is_dropped(problem, row.code, row.b, row.g, j, p);
         to[j] = kept ? (float)(scale * exp(logit_of_key(&row, j) - (double)row.lse)) : 0;
     }

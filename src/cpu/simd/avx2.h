@@ -108,6 +108,22 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, kept);
 }
 
+static inline vf vf_keep_bits(vf x, uint32_t bits) {
+    const __m256i lane_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32((int32_t)bits), lane_bit);
+    const __m256 kept = _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane_bit));
+    return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), x, kept);
+}
+
+static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
+    const __m256i low = _mm256_loadu_si256((const __m256i *)p);
+    const __m256i high = _mm256_loadu_si256((const __m256i *)(p + 32));
+    const __m256i zero = _mm256_setzero_si256();
+    const uint32_t low_zeros = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(low, zero));
+    const uint32_t high_zeros = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(high, zero));
+    return ~((uint64_t)high_zeros << 32 | low_zeros);
+}
+
 static inline void vf_transpose(vf x[vf_width]) {
     vf y[vf_width];
     for (int i = 0; i < 8; i += 4) {

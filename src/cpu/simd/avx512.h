@@ -114,6 +114,15 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), kept, x);
 }
 
+static inline vf vf_keep_bits(vf x, uint32_t bits) {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), (__mmask16)bits, x);
+}
+
+static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
+    const __m512i bytes = _mm512_loadu_si512(p);
+    return _mm512_test_epi8_mask(bytes, bytes);
+}
+
 /* Three rounds of shuffles swap the bits of (row, column): pairs, quads, then 128-bit quarters. */
 static inline void vf_transpose(vf x[vf_width]) {
     vf y[vf_width];

@@ -96,6 +96,25 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return vbslq_f32(kept, x, vdupq_n_f32(-__builtin_inff()));
 }
 
+static inline vf vf_keep_bits(vf x, uint32_t bits) {
+    static const uint32_t lane_bits[vf_width] = {1, 2, 4, 8};
+    const uint32x4_t kept = vtstq_u32(vdupq_n_u32(bits), vld1q_u32(lane_bits));
+    return vbslq_f32(kept, x, vdupq_n_f32(-__builtin_inff()));
+}
+
+/* The bits of 16 bytes, each in its place within a byte; sums of neighbours then join 8 of them. */
+static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
+    static const uint8_t places[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t place = vld1q_u8(places);
+    uint8x16_t bits[4];
+    for (int n = 0; n < 4; n++) {
+        const uint8x16_t bytes = vld1q_u8(p + 16 * n);
+        bits[n] = vandq_u8(vtstq_u8(bytes, bytes), place);
+    }
+    const uint8x16_t pairs = vpaddq_u8(vpaddq_u8(bits[0], bits[1]), vpaddq_u8(bits[2], bits[3]));
+    return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(pairs, pairs)), 0);
+}
+
 /* Halves of a vector as one element each. */
 static inline float64x2_t vf_halves(vf x) { return vreinterpretq_f64_f32(x); }
 

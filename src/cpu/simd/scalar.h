@@ -127,6 +127,17 @@ static inline vf vf_keep(vf x, int32_t first, int32_t end) {
     return first <= 0 && end > 0 ? x : -INFINITY;
 }
 
+/* x in the lanes whose bit is set, lane 0 the lowest, -inf in the others */
+static inline vf vf_keep_bits(vf x, uint32_t bits) { return bits & 1 ? x : -INFINITY; }
+
+/* Bit n: whether byte n of 64 is not 0. */
+static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
+    uint64_t bits = 0;
+    for (int n = 0; n < 64; n++)
+        bits |= (uint64_t)(p[n] != 0) << n;
+    return bits;
+}
+
 /* Rows become columns. */
 static inline void vf_transpose(vf x[vf_width]) { (void)x; }
 

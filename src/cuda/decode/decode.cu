@@ -47,7 +47,7 @@ static fdma_status attend(const fdma_problem *problem, const forward_plan &plan,
 }
 
 static const char *refuses(const fdma_problem *problem) {
-    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
+    const char *const reason = fdma_cuda_refuses_pairs(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
     if (problem->dropout.threshold != 0)

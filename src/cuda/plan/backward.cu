@@ -149,11 +149,42 @@ static __global__ void __launch_bounds__(boundary_threads)
     }
 }
 
+/* The lengths of dattn_bias. */
+struct pair_lengths {
+    int64_t batch, heads, queries, keys;
+};
+
+/* Clears dattn_bias, of which a thread takes one element. */
+static __global__ void __launch_bounds__(row_threads)
+    clear_pairs(const pair_view pairs, const pair_lengths lengths) {
+    const int64_t n = (int64_t)blockIdx.x * row_threads + threadIdx.x;
+    const int64_t rows = n / lengths.keys, i = rows % lengths.queries;
+    const int64_t heads = rows / lengths.queries, b = heads / lengths.heads;
+    if (b < lengths.batch)
+        ((float *)pairs.data)[b * pairs.batch + heads % lengths.heads * pairs.head +
+                              i * pairs.query + n % lengths.keys * pairs.key] = 0;
+}
+
+static fdma_status clear_dattn_bias(const fdma_problem *problem, const backward_plan *plan) {
+    const int64_t *const shape = problem->dattn_bias.shape;
+    if (!is_present(&problem->dattn_bias) || is_empty(&problem->dattn_bias))
+        return FDMA_OK;
+    const int64_t elements = shape[0] * shape[1] * shape[2] * shape[3];
+    return launch("backward", clear_pairs,
+                  {dim3((unsigned)divide_up(elements, row_threads)), dim3(row_threads)}, problem,
+                  plan->dpairs, pair_lengths{shape[0], shape[1], shape[2], shape[3]});
+}
+
 const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most_head_dim) {
     if (problem->dlse.dtype == FDMA_FLOAT64 || problem->dbias.dtype == FDMA_FLOAT64)
         return "float64 dlse or dbias; supported: float32";
     if (problem->dsink_logit.dtype == FDMA_FLOAT64)
         return "float64 dsink_logit; supported: float32";
+    const int64_t *const shape = problem->dattn_bias.shape; // not above the product of all lengths
+    if (is_present(&problem->dattn_bias) &&
+        (double)shape[0] * (double)shape[1] * (double)shape[2] * (double)shape[3] / row_threads >
+            INT32_MAX)
+        return "2^39 or more elements of dattn_bias";
     return fdma_cuda_refuses_plan(problem, most_head_dim);
 }
 
@@ -185,6 +216,7 @@ static void describe_gradients(const fdma_problem *problem, backward_plan *plan)
     plan->dbias_carried = numbers_of<float>(&problem->dbias_carried);
     plan->dlse = numbers_of<const float>(&problem->dlse);
     plan->dsink_logit = (float *)problem->dsink_logit.data;
+    plan->dpairs = pairs_of(&problem->dattn_bias, problem->q_heads);
     plan->accumulate = problem->accumulate;
     plan->deterministic = problem->deterministic;
 }
@@ -235,6 +267,7 @@ static fdma_status clear_boundaries(const fdma_problem *problem, const backward_
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan) {
     const int64_t heads = problem->batch * problem->q_heads;
     const int64_t key_heads = problem->batch * problem->kv_heads;
+    FDMA_TRY(clear_dattn_bias(problem, plan));
     if (problem->kv_len > 0 && key_heads > 0)
         FDMA_TRY(launch("backward", clear_keys, over_rows(problem->kv_len, key_heads), problem,
                         *plan, has_aligned_sums(*plan)));

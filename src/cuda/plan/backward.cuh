@@ -43,6 +43,7 @@ struct backward_plan {
     number_view<float> dbias, dbias_carried;
     number_view<const float> dlse;
     float *dsink_logit; // [q_heads]; NULL: not wanted
+    pair_view dpairs;   // dattn_bias
     // of row i of (b, h), at (b * q_heads + h) * rows + i:
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len

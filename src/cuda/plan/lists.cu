@@ -213,7 +213,7 @@ static selection_view describe_selection(const fdma_problem *problem, const forw
     return selection;
 }
 
-fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
+static fdma_status build_selection_lists(const fdma_problem *problem, const forward_plan *plan) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const selection_view selection = describe_selection(problem, plan);
     const size_t table = selection.block_lists > 1 ? (selection.slots + 1) * sizeof(int32_t) : 0;
@@ -238,4 +238,9 @@ fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_pla
                   {grid_of(divide_up(plan->lists, selection.block_lists), heads),
                    dim3(roll_threads), table, start_early},
                   problem, *plan, selection);
+}
+
+fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
+    FDMA_TRY(build_selection_lists(problem, plan));
+    return plan->kept.list == NULL ? FDMA_OK : fdma_cuda_list_kept_keys(problem, plan);
 }

@@ -19,6 +19,8 @@ void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan)
     plan->out = view_of(&problem->out);
     plan->lse = numbers_of<float>(&problem->lse);
     plan->sink_logit = (const float *)problem->sink_logit.data;
+    plan->mask = pairs_of(&problem->attn_mask, problem->q_heads);
+    plan->pair_bias = pairs_of(&problem->attn_bias, problem->q_heads);
     plan->kv_used = (const int32_t *)problem->kv_used.data;
     plan->batch = (int32_t)problem->batch;
     plan->q_len = (int32_t)problem->q_len;
@@ -51,7 +53,11 @@ static bool has_vast_lists(const fdma_problem *problem) {
     const double most_entries = (double)(INT64_C(1) << 46);
     const double lists =
         (double)(problem->batch * problem->kv_heads) * (double)(problem->q_len / list_queries + 1);
-    return is_listed(problem) && lists * (double)list_size(problem) > most_entries;
+    const bool has_lists = is_listed(problem) || is_present(&problem->attn_mask);
+    const int64_t words = problem->group < 1024 ? 4 * problem->group + 1 : INT32_MAX; // of a key
+    const int64_t size =
+        is_present(&problem->attn_mask) ? problem->kv_len * words : list_size(problem);
+    return has_lists && lists * (double)size > most_entries;
 }
 
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim) {
@@ -65,6 +71,8 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
         return "float64 bias or lse; supported: float32";
     if (problem->sink_logit.dtype == FDMA_FLOAT64)
         return "float64 sink_logit; supported: float32";
+    if (problem->attn_bias.dtype == FDMA_FLOAT64 || problem->dattn_bias.dtype == FDMA_FLOAT64)
+        return "float64 attn_bias or dattn_bias; supported: q's dtype and float32";
     if (problem->q_len > most_rows || problem->kv_len > most_rows ||
         problem->batch * problem->q_heads > most_rows)
         return "more than 2^31 - 1025 queries, keys or heads";
@@ -82,6 +90,33 @@ const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_hea
     return problem->head_dim > most_head_dim ? "a larger head_dim than its own" : NULL;
 }
 
+const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim) {
+    if (is_present(&problem->attn_mask) || is_present(&problem->attn_bias))
+        return "attn_mask and attn_bias, which cuda/sm80 takes";
+    return fdma_cuda_refuses_plan(problem, most_head_dim);
+}
+
+/* A list has room for every key, since how many a mask lets through is not known on the host. */
+static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
+    const fdma_tensor *const mask = &problem->attn_mask;
+    kept_lists kept = {};
+    if (!is_present(mask))
+        return kept;
+    const bool differ = problem->selected; // expiries of keys, from one kv head to another
+    const bool differ_in_batch = differ || is_present(&problem->key_valid) ||
+                                 is_present(&problem->kv_used) || mask->shape[0] > 1;
+    kept.batches = differ_in_batch ? (int32_t)problem->batch : 1;
+    kept.heads = differ || mask->shape[1] > 1 ? (int32_t)problem->kv_heads : 1;
+    kept.mask_heads = (int32_t)max(mask->shape[1] / max(problem->kv_heads, (int64_t)1), (int64_t)1);
+    kept.lists = (int32_t)divide_up(problem->q_len, list_queries);
+    kept.size = round_up(problem->kv_len, 4);
+    const int64_t lists = (int64_t)kept.batches * kept.heads * kept.lists;
+    kept.queries = take<uint4>(arena, lists * kept.size * kept.mask_heads);
+    kept.list = take<int32_t>(arena, lists * kept.size);
+    kept.count = take<int32_t>(arena, lists);
+    return kept;
+}
+
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const bool plain = !problem->selected && !is_present(&problem->key_valid);
@@ -91,7 +126,9 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
     if (!plain || is_present(&problem->bias) || is_present(&problem->starts))
         plan.records = take<key_record>(arena, heads * problem->kv_len);
-    if (plain)
+    plan.kept = lay_out_kept(problem, arena);
+    // forward works from the lists of kept keys alone
+    if (plain || (is_present(&problem->attn_mask) && problem->operation == operation_forward))
         return plan;
     const bool is_rolling = is_listed(problem) && !is_global(problem);
     const int64_t size = round_up(list_size(problem), 4);

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "core/integers.h"
+#include "cuda/device/pair_view.cuh"
 #include "cuda/device/sequences.cuh"
 #include "cuda/device/softmax.cuh"
 #include "cuda/device/used.cuh"
@@ -36,6 +37,19 @@ struct alignas(2) key_changes {
 };
 
 static_assert(list_queries <= UINT8_MAX, "at most one key arrives at a position, and evicts one");
+
+/* With attn_mask, the keys that some query of a query block keeps, ascending, whatever other lists
+ * the plan has, and for each listed key which of the queries keep it, by all rules. Sequences and
+ * kv heads among which neither the mask nor another rule differs share their lists. */
+struct kept_lists {
+    int32_t *list;  // list t of set s: list + (s * lists + t) * size; NULL: there are none
+    uint4 *queries; // entry n of head m of the mask: [(s * lists + t) * size + n][m], a bit each
+    int32_t *count; // [sets][lists]
+    int64_t size;   // entries that a list has room for
+    int32_t lists;  // of each set
+    int32_t batches, heads; // of sets: 1, or one for each sequence, for each kv head
+    int32_t mask_heads;     // that the query heads of a kv head have
+};
 
 /* List t of (b, g) has the keys that the queries from t * list_queries on keep: first those live at
  * the first query's position, then those that arrive at a later one, ascending. The first count.x
@@ -65,6 +79,8 @@ struct forward_plan {
                                   // position, in packed sequences; NULL: entry j is key j
     packed_sequences sequences;   // starts NULL: not packed
     const int32_t *kv_used;       // [batch], the caller's: see key_count(); NULL: all keys exist
+    pair_view mask, pair_bias;    // attn_mask and attn_bias
+    kept_lists kept;              // with a mask
     int32_t lists;                // of each (b, g); not causal: 1, for all queries
     int32_t batch, q_len, kv_len, q_heads, kv_heads, group, head_dim;
     int32_t carried_len; // 0: there are no carried keys
@@ -174,6 +190,7 @@ struct tile_list {
     const int32_t *list;       // NULL: the keys first, first + 1, ...
     const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
     const int2 *ranges;        // where not causal, of packed sequences; else NULL
+    const uint32_t *queries;   // of kept_lists, four words for each head of the mask; else NULL
     int32_t first;
     int32_t entries; // that some row of the tile may keep; none if not above 0
     int32_t kv_len;  // keys that exist
@@ -204,19 +221,33 @@ __device__ static void skip_expired(const forward_plan &plan, int64_t head, int3
     keys->list += keys->list == NULL ? 0 : keys->first;
 }
 
+/* The number of list t of (b, g) among all lists of kept keys. */
+__device__ static int64_t kept_list(const kept_lists &kept, int32_t b, int32_t g, int32_t t) {
+    const int64_t set = (int64_t)min(b, kept.batches - 1) * kept.heads + min(g, kept.heads - 1);
+    return set * kept.lists + t;
+}
+
 /* The list of the rows of kv head g of sequence b from a query to a position. */
 __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, int32_t g,
                                          int32_t query, int32_t last) {
     const int32_t t = plan.causal ? query / list_queries : 0;
     const int64_t head = b * plan.kv_heads + g;
-    tile_list keys;
-    keys.list = plan.list == NULL ? NULL : plan.list + head * plan.list_head + t * plan.list_tile;
+    tile_list keys = {};
+    if (plan.kept.list != NULL) {
+        const int64_t n = kept_list(plan.kept, b, g, query / list_queries);
+        keys.list = plan.kept.list + n * plan.kept.size;
+        keys.queries =
+            (const uint32_t *)(plan.kept.queries + n * plan.kept.size * plan.kept.mask_heads);
+        keys.entries = plan.kept.count[n];
+    } else {
+        if (plan.list != NULL)
+            keys.list = plan.list + head * plan.list_head + t * plan.list_tile;
+        keys.entries = visible_entries(plan, b, head, t, last);
+        skip_expired(plan, head, t, query, last, &keys);
+    }
     keys.records = plan.records == NULL ? NULL : plan.records + head * plan.kv_len;
     keys.ranges = plan.causal ? NULL : plan.sequences.ranges;
-    keys.first = 0;
-    keys.entries = visible_entries(plan, b, head, t, last);
     keys.kv_len = key_count(plan, b);
-    skip_expired(plan, head, t, query, last, &keys);
     return keys;
 }
 
@@ -227,9 +258,18 @@ __device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
     return keys.list == NULL ? keys.first + n : keys.list[n];
 }
 
+/* Whether the query at a position keeps a key, by its record and the causal rule. */
+__device__ static bool keeps(const forward_plan &plan, const key_record &record, int32_t j,
+                             int32_t position) {
+    return position < record.expiry && (!plan.by_position || position >= first_position(plan, j));
+}
+
 /* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or
  * NULL. Every kernel's refuses() asks it first. */
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);
+
+/* As fdma_cuda_refuses_plan(), for kernels that take neither attn_mask nor attn_bias. */
+const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_head_dim);
 
 /* Fills in what a plan says of the problem's tensors, sizes and options. */
 void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
@@ -240,6 +280,9 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
 
 /* Fills in the lists and records, on the problem's stream. */
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan);
+
+/* Fills in plan->kept, which works from the records. */
+fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_plan *plan);
 
 /* Keys of the longest list. */
 static inline int64_t list_keys(const forward_plan &plan) {

@@ -38,12 +38,6 @@ __device__ static query_rows rows_of_block(const forward_plan &plan, int32_t key
     return rows;
 }
 
-/* Whether the query at position p keeps a key, by its record. */
-__device__ static bool keeps(const forward_plan &plan, const key_record &record, int32_t j,
-                             int32_t p) {
-    return p < record.expiry && (!plan.by_position || p >= first_position(plan, j));
-}
-
 /* Loads the queries of a thread block. */
 template <typename element>
 __device__ static void load_rows(float (*to)[most_channels], const forward_plan &plan,
@@ -124,7 +118,9 @@ __device__ static void write_key(const forward_plan &plan, const probability_par
     uint32_t kept = 0; // a bit for each query
     for (int n = 0; n < rows.count; n++) {
         const int32_t p = query_position(plan, rows.b, rows.first + n);
-        kept |= (uint32_t)(lse[n] != -INFINITY && keeps(plan, record, j, p)) << n;
+        kept |= (uint32_t)(lse[n] != -INFINITY && keeps(plan, record, j, p) &&
+                           is_unmasked(plan.mask, rows.b, rows.h, rows.first + n, j))
+                << n;
     }
     kept &= ~find_dropped(plan, rows, codes, j);
     float sums[block_queries] = {}, bias = 0;
@@ -138,8 +134,11 @@ __device__ static void write_key(const forward_plan &plan, const probability_par
     for (int n = 0; n < block_queries; n++)
         if (n < rows.count)
             to[n * params.row] =
-                kept >> n & 1 ? plan.dropout_scale * expf(logit_of(params, sums[n]) + bias - lse[n])
-                              : 0;
+                (kept >> n & 1) == 0
+                    ? 0
+                    : expf(logit_of(params, sums[n]) + bias +
+                           pair_bias<element>(plan.pair_bias, rows.b, rows.h, rows.first + n, j) -
+                           lse[n]);
 }
 
 template <typename element>

@@ -38,6 +38,8 @@ enum { vocabulary_most_lanes = 64 };
     WORD(void, pick_greater,                                                                       \
          (float *to, const float *a, const float *b, const float *x, const float *y))              \
     WORD(void, keep, (float *to, const float *x, int32_t first, int32_t end))                      \
+    WORD(void, keep_bits, (float *to, const float *x, uint32_t bits))                              \
+    WORD(uint64_t, nonzero_bytes, (const uint8_t *p))                                              \
     WORD(void, transpose, (float *x))                                                              \
     WORD(void, fraction, (float *to, const float *x))                                              \
     WORD(void, scale2, (float *to, const float *fraction, const float *x))                         \

@@ -94,6 +94,12 @@ static void word_keep(float *to, const float *x, int32_t first, int32_t end) {
     vf_store(to, vf_keep(vf_load(x), first, end));
 }
 
+static void word_keep_bits(float *to, const float *x, uint32_t bits) {
+    vf_store(to, vf_keep_bits(vf_load(x), bits));
+}
+
+static uint64_t word_nonzero_bytes(const uint8_t *p) { return vf_nonzero_bytes(p); }
+
 static void word_transpose(float *x) {
     vf rows[vf_width];
     for (int i = 0; i < vf_width; i++)

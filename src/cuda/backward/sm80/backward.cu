@@ -9,10 +9,9 @@
 static constexpr int32_t block_slots = 64; // of a slot block
 static constexpr int32_t most_partitions = 16;
 
-template <typename element, bool drops>
+template <typename config>
 static fdma_status sum_for_keys(const fdma_problem *problem, const backward_plan &plan,
                                 bool aligned) {
-    using config = key_config<element, drops>;
     static_assert(sizeof(key_memory<config>) <= least_shared_bytes,
                   "a block of keys fits everywhere");
     static_assert(config::rows == block_slots, "the rows of a thread block are a slot block");
@@ -30,10 +29,9 @@ static fdma_status sum_for_keys(const fdma_problem *problem, const backward_plan
     return launch("backward", sum_keys<config>, shape, problem, plan, pass_slots, aligned);
 }
 
-template <typename element, bool drops>
+template <typename config>
 static fdma_status sum_for_queries(const fdma_problem *problem, const backward_plan &plan,
                                    bool aligned) {
-    using config = query_config<element, drops>;
     static_assert(sizeof(query_memory<config>) <= least_shared_bytes,
                   "a tile of queries fits everywhere");
     const int32_t rows = plan.forward.q_len * plan.forward.group;
@@ -44,7 +42,7 @@ static fdma_status sum_for_queries(const fdma_problem *problem, const backward_p
                   problem, plan, tiles, aligned);
 }
 
-template <typename element, bool drops>
+template <typename element, bool pairs, bool drops>
 static fdma_status sum_gradients(const fdma_problem *problem, const backward_plan &plan) {
     const forward_plan &forward = plan.forward;
     const bool aligned = is_aligned(forward.q) && is_aligned(forward.k) && is_aligned(forward.v) &&
@@ -52,22 +50,37 @@ static fdma_status sum_gradients(const fdma_problem *problem, const backward_pla
                          is_aligned(plan.dout) && is_aligned(plan.dq) && has_aligned_sums(plan);
     if (forward.batch == 0 || forward.q_len == 0)
         return FDMA_OK;
-    FDMA_TRY((sum_for_queries<element, drops>(problem, plan, aligned)));
-    return sum_for_keys<element, drops>(problem, plan, aligned);
+    FDMA_TRY((sum_for_queries<query_config<element, pairs, drops>>(problem, plan, aligned)));
+    return sum_for_keys<key_config<element, pairs, drops>>(problem, plan, aligned);
 }
 
 template <typename element>
-static fdma_status sum_all(const fdma_problem *problem, const backward_plan &plan) {
-    return problem->dropout.threshold != 0 ? sum_gradients<element, true>(problem, plan)
-                                           : sum_gradients<element, false>(problem, plan);
+static fdma_status sum_elements(const fdma_problem *problem, const backward_plan &plan) {
+    const bool drops = problem->dropout.threshold != 0;
+    if (plan.forward.mask.data != NULL || plan.forward.pair_bias.data != NULL)
+        return drops ? sum_gradients<element, true, true>(problem, plan)
+                     : sum_gradients<element, true, false>(problem, plan);
+    return drops ? sum_gradients<element, false, true>(problem, plan)
+                 : sum_gradients<element, false, false>(problem, plan);
 }
 
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     return fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions});
 }
 
+/* Whether several pairs add to one element of dattn_bias, in any order. */
+static bool is_shared(const fdma_problem *problem) {
+    const int64_t lengths[] = {problem->batch, problem->q_heads, problem->q_len, problem->kv_len};
+    for (int axis = 0; axis < problem->dattn_bias.rank; axis++)
+        if (problem->dattn_bias.shape[axis] < lengths[axis])
+            return true;
+    return false;
+}
+
 static const char *refuses(const fdma_problem *problem) {
     const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
+    if (reason == NULL && problem->deterministic && is_shared(problem))
+        return "a deterministic dattn_bias that is broadcast: expand attn_bias";
     return reason != NULL ? reason : fdma_refuses_before_sm80(problem);
 }
 
@@ -75,8 +88,8 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const backward_plan plan = lay_out(problem, &arena);
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
-    FDMA_TRY(problem->dtype == FDMA_FLOAT16 ? sum_all<__half>(problem, plan)
-                                            : sum_all<__nv_bfloat16>(problem, plan));
+    FDMA_TRY(problem->dtype == FDMA_FLOAT16 ? sum_elements<__half>(problem, plan)
+                                            : sum_elements<__nv_bfloat16>(problem, plan));
     return fdma_cuda_end_backward(problem, &plan);
 }
 

@@ -284,14 +284,52 @@ __device__ static void weigh_softcap(const key_memory<config> &shared, int stage
     }
 }
 
+/* The same with attn_mask or attn_bias, with or without softcap. keys: of the block's rows. */
+template <typename config>
+__device__ static void weigh_pairs(const key_memory<config> &shared, const forward_plan &plan,
+                                   const int32_t *keys, int stage, const key_rows &rows,
+                                   int32_t position, float (&s)[1][config::keys / 8][4],
+                                   float (&dp)[1][config::keys / 8][4], float (&step_dbias)[2]) {
+    const logit_params logits = shared.inputs.logits;
+    const int32_t b = shared.inputs.b;
+    const int32_t h = shared.inputs.g * plan.group + shared.step[stage].h;
+    const int own =
+        threadIdx.x / warp_lanes % config::row_warps * mma_rows + threadIdx.x % warp_lanes / 4;
+#pragma unroll
+    for (int n = 0; n < config::keys / 8; n++) {
+        const column_stats stats = stats_of(shared, stage, n);
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const int32_t key = keys[own + x / 2 * 8], offset = n * 8 + threadIdx.x % 4 * 2 + x % 2;
+            const int32_t i = shared.step[stage].query + offset;
+            const bool kept = i < plan.q_len && is_key(key, plan.kv_len) &&
+                              is_kept(rows, x / 2, position + offset, shared.inputs.by_position) &&
+                              is_unmasked(plan.mask, b, h, i, key);
+            const float cap = logits.softcap_scale;
+            const float t = cap == 0 ? s[0][n][x] : tanh_of(s[0][n][x] * cap);
+            if (!kept) {
+                s[0][n][x] = dp[0][n][x] = 0;
+                continue;
+            }
+            const float pair = pair_exponent<typename config::element>(plan, {b, h, i, 0}, key);
+            s[0][n][x] = fmaf(t, logits.scale, rows.bias[x / 2] + pair);
+            weigh(s[0][n][x], dp[0][n][x], stats, x);
+            step_dbias[x / 2] += dp[0][n][x];
+            dp[0][n][x] *= cap == 0 ? 1 : 1 - t * t;
+        }
+    }
+}
+
 /* Products become weights, and gradients of <q, k> times scale. */
 template <typename config>
-__device__ static void find_weights(const key_memory<config> &shared, int stage,
-                                    const key_rows &rows, int32_t position,
-                                    float (&s)[1][config::keys / 8][4],
+__device__ static void find_weights(const key_memory<config> &shared, const forward_plan &plan,
+                                    const int32_t *keys, int stage, const key_rows &rows,
+                                    int32_t position, float (&s)[1][config::keys / 8][4],
                                     float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
     float step_dbias[2] = {}; // errors grow with the number of steps, not of queries
-    if (shared.inputs.logits.softcap_scale == 0)
+    if constexpr (config::has_pairs)
+        weigh_pairs(shared, plan, keys, stage, rows, position, s, dp, step_dbias);
+    else if (shared.inputs.logits.softcap_scale == 0)
         weigh_step(shared, stage, rows, position, s, dp, step_dbias);
     else
         weigh_softcap(shared, stage, rows, position, s, dp, step_dbias);
@@ -299,10 +337,10 @@ __device__ static void find_weights(const key_memory<config> &shared, int stage,
     dbias[1] += step_dbias[1];
 }
 
-/* One step against the rows' keys in this query block. */
+/* One step against the rows' keys in this query block, those of key_memory::key[current]. */
 template <typename config>
 __device__ static void add_step(key_memory<config> &shared, const backward_plan &plan,
-                                key_sums<config> &sums, int stage) {
+                                key_sums<config> &sums, int current, int stage) {
     constexpr int head_dim = config::head_dim;
     const int warp = opaque(threadIdx.x) / warp_lanes;
     const int first = warp % config::row_warps * mma_rows * head_dim;
@@ -318,7 +356,8 @@ __device__ static void add_step(key_memory<config> &shared, const backward_plan 
         dropped = find_dropped(shared, stage, position, plan.forward.dropout.threshold);
         drop_elements<config>(dp, dropped, plan.forward.dropout_scale);
     }
-    find_weights(shared, stage, load_key_rows(shared), position, s, dp, sums.dbias);
+    find_weights(shared, plan.forward, shared.key[current], stage, load_key_rows(shared), position,
+                 s, dp, sums.dbias);
     if constexpr (config::drops)
         drop_elements<config>(s, dropped, 1); // dv is multiplied by dropout_scale at the end
     mma_ab<config>(sums.dv, s,
@@ -459,7 +498,7 @@ __device__ static void sum_steps(key_memory<config> &shared, const backward_plan
         __syncthreads(); // this step has arrived, and every warp has read the one before
         load_next(shared, plan, stage);
         clear_empty(shared, stage);
-        add_step(shared, plan, sums, stage);
+        add_step(shared, plan, sums, current, stage);
         const int32_t next = next_step(shared, plan, stage).query_block;
         if (next > query_block) {
             if (shared.inputs.changes_keys || next == end)

@@ -100,11 +100,60 @@ __device__ static void find_gradients(query_memory<config> &shared, int32_t n,
             dp[0][c][x] *= ex2_approx(s[0][c][x] - stats.lse[x / 2]);
 }
 
+/* Adds dS of a pair to dattn_bias, which other pairs share where it is broadcast. */
+__device__ static void add_dpair(const backward_plan &plan, const pair_row &row, int32_t key,
+                                 float ds) {
+    if (plan.dpairs.data != NULL)
+        atomicAdd((float *)plan.dpairs.data + plan.dpairs.offset(row.b, row.h, row.i, key), ds);
+}
+
+/* find_gradients() with attn_mask or attn_bias. It goes element by element, as dattn_bias takes
+ * the gradient that the slope of softcap has not multiplied. */
+template <typename config>
+__device__ static void find_pair_gradients(query_memory<config> &shared, const backward_plan &plan,
+                                           int32_t n, float (&s)[1][config::keys / 8][4],
+                                           float (&dp)[1][config::keys / 8][4],
+                                           const row_stats &stats) {
+    const tile_inputs &inputs = shared.inputs;
+    const key_records<config::keys> &records = shared.records[n % 2];
+    const int32_t *const entries = shared.key[n % 3];
+    const int32_t *const first = first_positions(records, entries, inputs.keys);
+    const int lane = threadIdx.x % warp_lanes, warp_row = threadIdx.x / warp_lanes * mma_rows;
+    const int32_t first_row = inputs.range.first + warp_row;
+    if constexpr (config::drops)
+        drop_elements(dp, shared.codes, shared.position, warp_row, n,
+                      plan.forward.dropout.threshold, plan.forward.dropout_scale);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const pair_row row = pair_row_of(plan.forward, inputs.range, first_row + lane / 4 * 2 + r);
+        const bool is_empty = stats.lse[r] == INFINITY;
+#pragma unroll
+        for (int x = 0; x < config::keys / 4; x++) {
+            const int column = x / 2 * 8 + lane % 4 * 2 + x % 2;
+            float &product = s[0][x / 2][r * 2 + x % 2], &gradient = dp[0][x / 2][r * 2 + x % 2];
+            const float cap = inputs.logits.softcap_scale;
+            const float t = cap == 0 ? product : tanh_of(product * cap);
+            if (is_empty ||
+                !keeps_pair(plan.forward, row, inputs.keys, records, entries, first, n, column)) {
+                gradient = 0;
+                continue;
+            }
+            const int32_t key = entries[column];
+            const float bias = records.bias[column] +
+                               pair_exponent<typename config::element>(plan.forward, row, key);
+            const float p = ex2_approx(fmaf(t, inputs.logits.scale, bias) - stats.lse[r]);
+            const float ds = p * (gradient - stats.delta[r]);
+            add_dpair(plan, row, key, ds);
+            gradient = cap == 0 ? ds : ds * (1 - t * t);
+        }
+    }
+}
+
 /* dq of a warp's rows over all key blocks. */
 template <typename config>
 __device__ static void sum_blocks(query_memory<config> &shared, const row_stats &stats,
                                   float (&dq)[1][config::head_dim / 8][4],
-                                  const forward_plan &plan) {
+                                  const backward_plan &plan) {
     constexpr int head_dim = config::head_dim;
     const tile_list &keys = shared.inputs.keys;
     const int first = threadIdx.x / warp_lanes * mma_rows * head_dim;
@@ -116,11 +165,14 @@ __device__ static void sum_blocks(query_memory<config> &shared, const row_stats 
         __syncthreads(); // block n has arrived, and every warp has read the one before
         const int32_t upcoming = own_entry<config>(keys, n + 2);
         if ((n + 1) * config::keys < keys.entries)
-            load_keys(shared, plan, n + 1);
+            load_keys(shared, plan.forward, n + 1);
         mma_abt<config>(s, q_at.unhoisted(), right_first<head_dim>(shared.k[n % 2]));
         mma_abt<config>(dp, dout_at.unhoisted(), right_first<head_dim>(shared.v[n % 2]));
         store_entry(shared.key, n + 2, upcoming);
-        find_gradients(shared, n, s, dp, stats, plan);
+        if constexpr (config::has_pairs)
+            find_pair_gradients(shared, plan, n, s, dp, stats);
+        else
+            find_gradients(shared, n, s, dp, stats, plan.forward);
         mma_ab<config>(dq, dp, down_first<head_dim>(shared.k[n % 2]));
     }
 }
@@ -188,7 +240,7 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     clear_sums(dq);
     __syncthreads();
     load_keys(shared, forward, 0);
-    sum_blocks(shared, stats, dq, forward);
+    sum_blocks(shared, stats, dq, plan);
     cp_async_wait_group<0>(); // if the list is empty, rows may still be on their way
     write_dq<config>(dq, plan, range, stats, aligned);
 }

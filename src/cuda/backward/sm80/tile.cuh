@@ -2,13 +2,15 @@
  * blocks of columns that are streamed past them (keys or queries), and writing gradients. */
 #pragma once
 
-#include "cuda/mma/keys.cuh"
+#include "cuda/mma/pairs.cuh"
 #include "cuda/plan/backward.cuh"
 
 /* A warp has 16 rows. Where dk and dv of 16 keys do not fit its registers, column_warps warps have
- * the same rows: each computes their weights, and sums some of the channels. */
-template <typename type, int column_warps_, bool drops_> struct gradient_config {
+ * the same rows: each computes their weights, and sums some of the channels. pairs: with attn_mask
+ * or attn_bias. */
+template <typename type, int column_warps_, bool pairs, bool drops_> struct gradient_config {
     using element = type;
+    static constexpr bool has_pairs = pairs;
     static constexpr bool drops = drops_; // with dropout
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int row_tiles = 1;
@@ -21,9 +23,10 @@ template <typename type, int column_warps_, bool drops_> struct gradient_config 
     static constexpr int blocks = head_dim <= 128 ? 2 : 1; // on a multiprocessor
 };
 
-template <typename type, bool drops> using query_config = gradient_config<type, 1, drops>;
-template <typename type, bool drops>
-using key_config = gradient_config<type, (FDMA_HEAD_DIM > 128 ? 2 : 1), drops>;
+template <typename type, bool pairs, bool drops>
+using query_config = gradient_config<type, 1, pairs, drops>;
+template <typename type, bool pairs, bool drops>
+using key_config = gradient_config<type, (FDMA_HEAD_DIM > 128 ? 2 : 1), pairs, drops>;
 
 template <typename element> struct gradient_row {
     element *data;

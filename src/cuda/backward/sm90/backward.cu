@@ -204,7 +204,9 @@ static const char *refuses(const fdma_problem *problem) {
         &problem->q,         &problem->k,          &problem->v,         &problem->dout,
         &problem->dq,        &problem->dk,         &problem->dv,        &problem->k_carried,
         &problem->v_carried, &problem->dk_carried, &problem->dv_carried};
-    const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
+    const char *reason = fdma_cuda_refuses_pairs(problem, FDMA_HEAD_DIM);
+    if (reason == NULL)
+        reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
     if (problem->dropout.threshold != 0)

@@ -4,17 +4,20 @@
  *
  * Source: arXiv:2205.14135; arXiv:2307.08691. */
 #include "cuda/mma/dropout.cuh"
-#include "cuda/mma/keys.cuh"
+#include "cuda/mma/pairs.cuh"
 
-/* drops: with dropout, whose code takes registers and memory. */
-template <typename type, bool drops_> struct tile_config {
+/* pairs: with attn_mask or attn_bias; drops: with dropout. Both take registers. */
+template <typename type, bool pairs, bool drops_> struct tile_config {
     using element = type;
+    static constexpr bool has_pairs = pairs;
     static constexpr bool drops = drops_;
     static constexpr int head_dim = FDMA_HEAD_DIM;
     static constexpr int warps = 4;
-    static constexpr int row_tiles = head_dim <= 128 ? 2 : 1; // of a warp: what the registers hold
-    static constexpr int keys = drops && head_dim > 192 ? 32 : 64;  // of a key block
-    static constexpr int blocks = head_dim <= 64 && !drops ? 3 : 2; // on a multiprocessor
+    // of a warp: what the registers hold
+    static constexpr int row_tiles = head_dim <= 128 && !has_pairs ? 2 : 1;
+    static constexpr int keys = drops && head_dim > 192 ? 32 : 64; // of a key block
+    // on a multiprocessor
+    static constexpr int blocks = head_dim <= 64 && !drops && !has_pairs ? 3 : 2;
     static constexpr int threads = warps * warp_lanes;
     static constexpr int rows = warps * row_tiles * mma_rows;
 };
@@ -74,12 +77,18 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
         if ((n + 1) * config::keys < keys.entries)
             load_keys(shared, plan, n + 1);
         find_logits<config>(s, records.bias, shared.inputs.logits);
-        const int first = opaque(threadIdx.x) / warp_lanes * warp_size;
-        mask_logits<config>(s, records.expiry, first_positions(records, shared.key[n % 3], keys),
-                            shared.position + first, plan.by_position);
+        const int32_t first_row = opaque(threadIdx.x) / warp_lanes * warp_size;
+        if constexpr (config::has_pairs)
+            add_pairs<config>(s, plan, shared.inputs, shared.inputs.range.first + first_row,
+                              records, shared.key[n % 3], n);
+        else
+            mask_logits<config>(s, records.expiry,
+                                first_positions(records, shared.key[n % 3], keys),
+                                shared.position + first_row, plan.by_position);
         weigh(s, state); // P = exp2(S - row_max)
         if constexpr (config::drops)
-            drop_elements(s, shared.codes, shared.position, first, n, plan.dropout.threshold, 1);
+            drop_elements(s, shared.codes, shared.position, first_row, n, plan.dropout.threshold,
+                          1);
         mma_ab<config>(state.out, s, v_at); // O += P V
     }
 }
@@ -155,15 +164,24 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     write_out(shared, state, plan);
 }
 
-template <typename element, bool drops>
+template <typename config>
 static fdma_status attend(const fdma_problem *problem, const forward_plan &plan) {
-    using config = tile_config<element, drops>;
     static_assert(sizeof(tile_memory<config>) <= least_shared_bytes, "a tile fits everywhere");
     const int32_t tiles = (int32_t)divide_up(plan.q_len * plan.group, config::rows);
     const int32_t heads = plan.batch * plan.kv_heads;
     return launch("forward", attend_tile<config>,
                   {dim3(heads * tiles), dim3(config::threads), sizeof(tile_memory<config>)},
                   problem, plan, tiles, is_aligned(plan));
+}
+
+template <typename element>
+static fdma_status attend_elements(const fdma_problem *problem, const forward_plan &plan) {
+    const bool drops = problem->dropout.threshold != 0;
+    if (plan.mask.data != NULL || plan.pair_bias.data != NULL)
+        return drops ? attend<tile_config<element, true, true>>(problem, plan)
+                     : attend<tile_config<element, true, false>>(problem, plan);
+    return drops ? attend<tile_config<element, false, true>>(problem, plan)
+                 : attend<tile_config<element, false, false>>(problem, plan);
 }
 
 static const char *refuses(const fdma_problem *problem) {
@@ -175,12 +193,8 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const forward_plan plan = fdma_cuda_plan_forward(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
-    const bool is_half = problem->dtype == FDMA_FLOAT16;
-    if (problem->dropout.threshold != 0)
-        return is_half ? attend<__half, true>(problem, plan)
-                       : attend<__nv_bfloat16, true>(problem, plan);
-    return is_half ? attend<__half, false>(problem, plan)
-                   : attend<__nv_bfloat16, false>(problem, plan);
+    return problem->dtype == FDMA_FLOAT16 ? attend_elements<__half>(problem, plan)
+                                          : attend_elements<__nv_bfloat16>(problem, plan);
 }
 
 FDMA_CUDA_TABLE(FDMA_POINT_TABLE(fdma_cuda_sm80_d, FDMA_HEAD_DIM),

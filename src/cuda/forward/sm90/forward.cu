@@ -119,7 +119,7 @@ static bool is_near(const fdma_problem *problem) {
 static const char *refuses(const fdma_problem *problem) {
     const double least_scale = 1e-6;
     enum { few_queries = 16, smallest = 64 };
-    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
+    const char *const reason = fdma_cuda_refuses_pairs(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
     if (problem->dropout.threshold != 0)

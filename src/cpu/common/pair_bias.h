@@ -1,0 +1,73 @@
+/* attn_bias: numbers that are added to the logits of single rows and keys, and their gradient. */
+#pragma once
+
+#include "cpu/common/step.h"
+
+/* Where a tensor shaped as attn_bias has the number of a lane's row and key 0. */
+static int64_t pair_offset(const tile_step *step, const fdma_tensor *tensor, int64_t lane) {
+    const fdma_problem *const problem = step->problem;
+    const row_range *const rows = step->rows;
+    return offset_of_pair(problem, tensor, rows->b, head_of_lane(problem, rows, lane),
+                          query_of_lane(problem, rows, lane), 0);
+}
+
+/* Copies the numbers of one lane and the keys of some groups. */
+INLINE void load_lane_bias(const tile_step *step, const group_list *groups, const fdma_tensor *bias,
+                           int64_t offset, fdma_dtype dtype, float *to) {
+    const key_list *const list = step->keys;
+    const fdma_tensor typed = {.data = bias->data, .dtype = dtype};
+    const int64_t key_stride = bias->stride[3];
+    for (int32_t n = 0; n < groups->count; n++) {
+        const int32_t first = groups->group[n].first;
+        const int64_t end = min(first + group_keys, list->count);
+        for (int64_t key = first; key < end; key++)
+            to[key * block_lanes] = (float)fdma_load(&typed, offset + list->key[key] * key_stride);
+        for (int64_t key = end; key < first + group_keys; key++)
+            to[key * block_lanes] = 0;
+    }
+}
+
+/* Loads attn_bias of a block of lanes and the keys of some groups; lanes without a row get 0. */
+NOINLINE void load_pair_bias(const tile_step *step, int block, const group_list *groups) {
+    static const float zero = 0;
+    const fdma_tensor none = {.data = (void *)(uintptr_t)&zero, .dtype = FDMA_FLOAT32};
+    const fdma_tensor *const bias = &step->problem->attn_bias;
+    for (int64_t lane = 0; lane < block_lanes; lane++) {
+        const int64_t row = block * block_lanes + lane;
+        float *const to = step->tile->pair_bias + lane;
+        const int64_t offset = row < step->rows->count ? pair_offset(step, bias, row) : 0;
+        if (row >= step->rows->count)
+            load_lane_bias(step, groups, &none, 0, FDMA_FLOAT32, to);
+        else if (bias->dtype == FDMA_FLOAT32)
+            load_lane_bias(step, groups, bias, offset, FDMA_FLOAT32, to);
+        else if (bias->dtype == FDMA_FLOAT16)
+            load_lane_bias(step, groups, bias, offset, FDMA_FLOAT16, to);
+        else
+            load_lane_bias(step, groups, bias, offset, FDMA_BFLOAT16, to);
+    }
+}
+
+/* Adds gradients of the logits of a block of lanes to dattn_bias. */
+NOINLINE void add_pair_gradients(const tile_step *step, int block, const group_list *groups,
+                                 const float *gradients) {
+    const key_list *const list = step->keys;
+    const fdma_tensor *const tensor = &step->problem->dattn_bias;
+    const int64_t key_stride = tensor->stride[3];
+    const int64_t count = min(step->rows->count - block * block_lanes, block_lanes);
+    for (int64_t lane = 0; lane < count; lane++) {
+        float *const to =
+            (float *)tensor->data + pair_offset(step, tensor, block * block_lanes + lane);
+        double sum = 0; // of all keys, if they share one element
+        for (int32_t n = 0; n < groups->count; n++) {
+            const int32_t first = groups->group[n].first;
+            for (int32_t key = first; key < min(first + group_keys, list->count); key++) {
+                const float gradient = gradients[key * block_lanes + lane];
+                sum += (double)gradient;
+                if (key_stride != 0)
+                    to[list->key[key] * key_stride] += gradient;
+            }
+        }
+        if (key_stride == 0)
+            *to = (float)((double)*to + sum);
+    }
+}

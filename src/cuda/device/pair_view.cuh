@@ -1,0 +1,43 @@
+/* A tensor that has a number for each pair of a query and a key, as kernels take it. */
+#pragma once
+
+#include "cuda/device/element.cuh"
+#include "cuda/device/host.cuh"
+
+/* [batch, heads, q_len, kv_len]; data NULL: absent. Strides are in elements, and 0 along an axis
+ * that is broadcast. */
+struct pair_view {
+    void *data;
+    int64_t batch, head, query, key;
+    int32_t sharing; // query heads that share an entry of the axis of heads
+    fdma_dtype dtype;
+
+    __device__ int64_t offset(int64_t b, int32_t h, int64_t i, int64_t j) const {
+        return b * batch + h / sharing * head + i * query + j * key;
+    }
+};
+
+static inline pair_view pairs_of(const fdma_tensor *tensor, int64_t q_heads) {
+    const int64_t heads = tensor->shape[1]; // 0 if it is absent
+    const int64_t *const stride = tensor->stride;
+    return {tensor->data, stride[0], stride[1],
+            stride[2],    stride[3], (int32_t)(heads > 0 && heads < q_heads ? q_heads / heads : 1),
+            tensor->dtype};
+}
+
+/* Whether attn_mask lets a query attend to a key. */
+__device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, int64_t i,
+                                   int64_t j) {
+    return mask.data == NULL || ((const uint8_t *)mask.data)[mask.offset(b, h, i, j)] != 0;
+}
+
+/* The attn_bias of a query and a key, 0 without one. `element` is q's. */
+template <typename element>
+__device__ static float pair_bias(const pair_view &bias, int64_t b, int32_t h, int64_t i,
+                                  int64_t j) {
+    if (bias.data == NULL)
+        return 0;
+    const int64_t at = bias.offset(b, h, i, j);
+    return bias.dtype == FDMA_FLOAT32 ? ((const float *)bias.data)[at]
+                                      : to_float(((const element *)bias.data)[at]);
+}

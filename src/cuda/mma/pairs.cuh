@@ -1,0 +1,66 @@
+/* attn_mask and attn_bias in a warp's logits. They are read where a row and a key meet. */
+#pragma once
+
+#include "cuda/mma/keys.cuh"
+
+/* A row of attention: query i of head h of a sequence, and its position. */
+struct pair_row {
+    int32_t b, h, i, position;
+};
+
+/* Row `row` of a range; past its end, the last one. */
+__device__ static pair_row pair_row_of(const forward_plan &plan, const row_range &range,
+                                       int32_t row) {
+    const int32_t own = min(row, range.total - 1);
+    const int32_t i = own / plan.group, h = range.g * plan.group + own % plan.group;
+    return {range.b, h, i, query_position(plan, range.b, i)};
+}
+
+/* Whether a row keeps the key of column `column` of key block n: by its bit, or without attn_mask by
+ * the records. `first` as from first_positions(). */
+template <int keys>
+__device__ static bool keeps_pair(const forward_plan &plan, const pair_row &row,
+                                  const tile_list &list, const key_records<keys> &records,
+                                  const int32_t *entries, const int32_t *first, int32_t n,
+                                  int column) {
+    if (!is_key(entries[column], list.kv_len))
+        return false;
+    if (list.queries == NULL)
+        return row.position < records.expiry[column] &&
+               (!plan.by_position || first[column] <= row.position);
+    const int32_t heads = plan.kept.mask_heads;
+    const int32_t m = row.h % plan.group / (plan.group / heads), query = row.i % list_queries;
+    const int64_t entry = (int64_t)n * keys + column;
+    return list.queries[(entry * heads + m) * (list_queries / 32) + query / 32] >> query % 32 & 1;
+}
+
+/* The attn_bias of a row and a key, as an exponent of 2. */
+template <typename element>
+__device__ static float pair_exponent(const forward_plan &plan, const pair_row &row, int32_t key) {
+    return log2_e * pair_bias<element>(plan.pair_bias, row.b, row.h, row.i, key);
+}
+
+/* Adds attn_bias to the logits of a warp's rows against key block n, and makes those -inf whose row
+ * does not keep the key. first_row: the warp's first row. */
+template <typename config>
+__device__ static void add_pairs(float (&s)[config::row_tiles][config::keys / 8][4],
+                                 const forward_plan &plan, const tile_inputs &inputs,
+                                 int32_t first_row, const key_records<config::keys> &records,
+                                 const int32_t *entries, int32_t n) {
+    constexpr int rows = 2 * config::row_tiles;
+    const int32_t *const first = first_positions(records, entries, inputs.keys);
+    const int lane = threadIdx.x % warp_lanes;
+#pragma unroll
+    for (int r = 0; r < rows; r++) {
+        const pair_row row = pair_row_of(plan, inputs.range, first_row + lane / 4 * rows + r);
+#pragma unroll
+        for (int x = 0; x < config::keys / 4; x++) {
+            const int column = x / 2 * 8 + lane % 4 * 2 + x % 2;
+            float &logit = s[r / 2][x / 2][r % 2 * 2 + x % 2];
+            logit =
+                keeps_pair(plan, row, inputs.keys, records, entries, first, n, column)
+                    ? logit + pair_exponent<typename config::element>(plan, row, entries[column])
+                    : -INFINITY;
+        }
+    }
+}

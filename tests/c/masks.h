@@ -1,0 +1,163 @@
+/* masks.h - attn_mask and attn_bias for the C tests, and calls with them. */
+#pragma once
+
+#include "backend.h"
+#include "gradient.h"
+
+/* Batch, queries, keys, query heads, kv heads, channels, window (-1: dense), causal. */
+#define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
+    {.batch = b,                                                                                   \
+     .q_len = i,                                                                                   \
+     .kv_len = j,                                                                                  \
+     .q_heads = h,                                                                                 \
+     .kv_heads = g,                                                                                \
+     .head_dim = d,                                                                                \
+     .window = w,                                                                                  \
+     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,                                   \
+     .causal = is_causal}
+
+typedef struct pairs {
+    fdma_tensor mask, bias;
+} pairs;
+
+/* Which axes of a tensor are not broadcast: bits b, h, i and j; per_kv_head: the axis of heads has
+ * kv_heads entries. */
+enum { axis_b = 1, axis_h = 2, axis_i = 4, axis_j = 8, all_axes = 15, per_kv_head = 16 };
+
+static inline fdma_tensor new_pairs(const problem *x, fdma_dtype dtype, int axes) {
+    const int64_t heads = axes & per_kv_head ? x->kv_heads : x->q_heads;
+    return new_tensor(dtype, axes & axis_b ? x->batch : 1, axes & axis_h ? heads : 1,
+                      axes & axis_i ? x->q_len : 1, axes & axis_j ? x->kv_len : 1);
+}
+
+/* Keeps `kept` of 64 pairs. */
+static inline fdma_tensor new_mask(const problem *x, int axes, uint64_t kept, uint64_t seed) {
+    const fdma_tensor mask = new_pairs(x, FDMA_UINT8, axes);
+    for (int64_t n = 0; n < count_of(mask); n++)
+        ((uint8_t *)mask.data)[n] = random_bits(&seed) >> 58 < kept ? (uint8_t)(1 + n % 255) : 0;
+    return mask;
+}
+
+static inline fdma_tensor new_pair_bias(const problem *x, fdma_dtype dtype, int axes,
+                                        uint64_t seed) {
+    const fdma_tensor bias = new_pairs(x, dtype, axes);
+    fill_random(bias, &seed, 2);
+    return bias;
+}
+
+/* The element of a contiguous tensor for a query head, a query and a key. */
+static inline int64_t pair_at(const problem *x, fdma_tensor tensor, int64_t b, int64_t h, int64_t i,
+                              int64_t j) {
+    const int64_t *const n = tensor.shape;
+    const int64_t head = n[1] == x->q_heads ? h : n[1] == 1 ? 0 : h / (x->q_heads / x->kv_heads);
+    const int64_t row = ((n[0] == 1 ? 0 : b) * n[1] + head) * n[2] + (n[2] == 1 ? 0 : i);
+    return row * n[3] + (n[3] == 1 ? 0 : j);
+}
+
+/* Calls `visit` for every query head, query and key. */
+typedef struct pair_index {
+    int64_t b, h, i, j;
+} pair_index;
+
+static inline pair_index pair_of(const problem *x, int64_t n) {
+    return (pair_index){n / x->kv_len / x->q_len / x->q_heads,
+                        n / x->kv_len / x->q_len % x->q_heads, n / x->kv_len % x->q_len,
+                        n % x->kv_len};
+}
+
+static inline int64_t pair_total(const problem *x) {
+    return x->batch * x->q_heads * x->q_len * x->kv_len;
+}
+
+/* The same tensor with all its axes in full. */
+static inline fdma_tensor expanded(const problem *x, fdma_tensor tensor) {
+    if (tensor.rank == 0)
+        return tensor;
+    const fdma_tensor full = new_pairs(x, tensor.dtype, all_axes);
+    const size_t size = dtype_size(tensor.dtype);
+    for (int64_t n = 0; n < pair_total(x); n++) {
+        const pair_index at = pair_of(x, n);
+        memcpy((char *)full.data + (size_t)n * size,
+               (char *)tensor.data + (size_t)pair_at(x, tensor, at.b, at.h, at.i, at.j) * size,
+               size);
+    }
+    return full;
+}
+
+static inline bool mask_keeps(const problem *x, fdma_tensor mask, pair_index at) {
+    return mask.rank == 0 ||
+           ((const uint8_t *)mask.data)[pair_at(x, mask, at.b, at.h, at.i, at.j)] != 0;
+}
+
+/* Whether a query attends to a key, by all rules. */
+static inline bool pair_is_kept(const problem *x, fdma_tensor mask, pair_index at) {
+    const int64_t g = at.h / (x->q_heads / x->kv_heads);
+    return problem_keeps(x, at.b, g, at.i, at.j) && mask_keeps(x, mask, at);
+}
+
+/* ---- calls ---- */
+
+static inline attended attend_masked(const problem *x, const char *kernel, pairs given,
+                                     int32_t threads) {
+    fdma_forward_args args = problem_args(x, kernel);
+    args.attn_mask = given.mask;
+    args.attn_bias = given.bias;
+    args.exec.threads = threads;
+    CHECK_OK(run_forward(&args));
+    return (attended){args.out, args.lse};
+}
+
+/* The gradients of a call, and that of its attn_bias, which is float32. */
+typedef struct masked_gradients {
+    gradients rows;
+    fdma_tensor dpairs;
+} masked_gradients;
+
+/* A problem of backward whose out and lse are those of attention with `given`. */
+static inline gradient_problem gradient_masked(const problem *x, pairs given) {
+    gradient_problem p = gradient_of(x, 1);
+    const attended done = attend_masked(x, NULL, given, 1);
+    p.out = done.out, p.lse = done.lse;
+    return p;
+}
+
+static inline masked_gradients run_masked(const gradient_problem *p, const char *kernel,
+                                          pairs given, int32_t threads) {
+    fdma_backward_args args = gradient_args(p, kernel);
+    const int64_t *const n = given.bias.shape;
+    args.attn_mask = given.mask;
+    args.attn_bias = given.bias;
+    args.exec.threads = threads;
+    if (given.bias.rank > 0)
+        args.dattn_bias = new_output(FDMA_FLOAT32, n[0], n[1], n[2], n[3]);
+    CHECK_OK(run_backward(&args));
+    return (masked_gradients){gradient_outputs(&args), args.dattn_bias};
+}
+
+/* Sums, in double precision, the elements of a full tensor that share one of a broadcast one. */
+static inline fdma_tensor summed_like(const problem *x, fdma_tensor full, fdma_tensor like) {
+    const int64_t *const n = like.shape;
+    const fdma_tensor sums = new_tensor(FDMA_FLOAT64, n[0], n[1], n[2], n[3]);
+    memset(sums.data, 0, bytes_of(sums));
+    for (int64_t at = 0; at < pair_total(x); at++) {
+        const pair_index p = pair_of(x, at);
+        ((double *)sums.data)[pair_at(x, like, p.b, p.h, p.i, p.j)] +=
+            load_double(full.data, full.dtype, at);
+    }
+    return sums;
+}
+
+/* The sum of the magnitudes of all elements. */
+static inline double sum_of_sizes(fdma_tensor tensor) {
+    double sum = 0;
+    for (int64_t n = 0; n < count_of(tensor); n++)
+        sum += fabs(load_double(tensor.data, tensor.dtype, n));
+    return sum;
+}
+
+/* Whether a kernel takes tensors of pairs. */
+static inline bool masks_are_taken(const problem *x, const char *kernel) {
+    fdma_forward_args args = problem_args(x, kernel);
+    args.attn_mask = new_mask(x, 0, 64, 1);
+    return call_takes(operation_forward, &args);
+}

@@ -1,0 +1,207 @@
+"""attn_mask and attn_bias: results and gradients against PyTorch alone, and against SDPA."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import flash_dmattn
+import pytest
+import torch
+
+BATCH, Q_LEN, KV_LEN, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 37, 53, 6, 3, 16
+Tensors = tuple[torch.Tensor, ...]
+
+
+def make_rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """query, key, value and a bias for each key."""
+    random = torch.Generator().manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shapes = [(BATCH, Q_LEN, Q_HEADS, HEAD_DIM), *2 * [(BATCH, KV_LEN, KV_HEADS, HEAD_DIM)]]
+    rows = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
+    rows.append(torch.randn(BATCH, KV_HEADS, KV_LEN, generator=random).to(wide))
+    return [x.requires_grad_() for x in rows]
+
+
+def make_pairs(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask and a bias of that shape."""
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.rand(shape, generator=random) < 0.4
+    return mask, torch.randn(shape, generator=random).to(dtype)
+
+
+def repeat_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(Q_HEADS // x.shape[1], 1)
+
+
+def attend_in_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """The definition, one step after another, in float64."""
+    q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
+    s = q @ repeat_heads(k).mT * HEAD_DIM**-0.5
+    s = softcap * torch.tanh(s / softcap) if softcap > 0 else s
+    s = s if bias is None else s + repeat_heads(bias.double())[:, :, None]
+    s = s if attn_bias is None else s + repeat_heads(attn_bias.double())
+    kept = torch.ones(s.shape, dtype=torch.bool)
+    if causal:
+        kept = kept.tril(s.shape[3] - s.shape[2])
+    if mask is not None:
+        kept = kept & repeat_heads(mask)
+    some = kept.any(3, keepdim=True)
+    logits = torch.where(some, s.masked_fill(~kept, float("-inf")), 0)
+    weights = torch.where(some, logits.softmax(3), 0)
+    return (weights @ repeat_heads(v)).transpose(1, 2)
+
+
+def shapes() -> list[tuple[int, ...]]:
+    """Every combination of axes that are broadcast; heads also as kv heads."""
+    lengths = (1, BATCH), (1, KV_HEADS, Q_HEADS), (1, Q_LEN), (1, KV_LEN)
+    return list(itertools.product(*lengths))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", shapes(), ids=str)
+def test_against_torch(shape: tuple[int, ...], backend: str) -> None:
+    index = shapes().index(shape)
+    rows = make_rows(seed=index)
+    mask, _ = make_pairs(shapes()[-1 - index])
+    attn_bias = make_pairs(shape)[1].requires_grad_()
+    options = {"causal": index % 2 == 0, "softcap": 1.5 * (index % 3 == 0)}
+    out, _ = flash_dmattn.attention(
+        *rows[:3], bias=rows[3], attn_mask=mask, attn_bias=attn_bias, backend=backend, **options
+    )
+    want = attend_in_torch(*rows, mask, attn_bias, **options)
+    torch.testing.assert_close(out.double(), want, atol=4e-6, rtol=1e-5)
+    leaves = (*rows, attn_bias)
+    found = torch.autograd.grad(out.cos().sum(), leaves)
+    wanted = torch.autograd.grad(want.cos().sum(), leaves)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, atol=3e-5, rtol=1e-4)
+
+
+def test_gradcheck() -> None:
+    """Against finite differences in float64, which only the reference supports."""
+    rows = make_rows(torch.float64)
+    mask, attn_bias = make_pairs((1, KV_HEADS, Q_LEN, KV_LEN), torch.float64)
+
+    def run(*given: torch.Tensor) -> Any:
+        query, key, value, bias, pairs = given
+        options = {"bias": bias, "attn_mask": mask, "attn_bias": pairs, "softcap": 2.0}
+        return flash_dmattn.attention(query, key, value, causal=True, **options)
+
+    leaves = (*rows, attn_bias.requires_grad_())
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_float", [False, True])
+def test_against_sdpa(dtype: torch.dtype, is_float: bool) -> None:
+    query, key, value, _ = make_rows(dtype)
+    mask, attn_bias = make_pairs((BATCH, 1, Q_LEN, KV_LEN), dtype)
+    mask[..., 5] = True  # SDPA has NaN in rows without keys
+    given = {"attn_bias": attn_bias.requires_grad_()} if is_float else {"attn_mask": mask}
+    out, _ = flash_dmattn.attention(query, key, value, **given)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q, *(repeat_heads(x) for x in (k, v)), attn_mask=attn_bias if is_float else mask
+    ).transpose(1, 2)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, want, atol=16 * step, rtol=4 * step)
+    leaves = (query, key, value, *([attn_bias] if is_float else []))
+    found = torch.autograd.grad(out.float().cos().sum(), leaves)
+    wanted = torch.autograd.grad(want.float().cos().sum(), leaves)
+    for one, other in zip(found, wanted):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, atol=64 * step, rtol=16 * step)
+
+
+def test_rows_without_keys_and_nan() -> None:
+    query, key, value, _ = make_rows()
+    mask, attn_bias = make_pairs((1, 1, Q_LEN, KV_LEN))
+    mask[0, 0, 7] = False
+    mask[..., 3] = False
+    key.data[:, 3] = value.data[:, 3] = float("nan")
+    spoilt = attn_bias.masked_fill(~mask, float("nan")).requires_grad_()
+    out, lse = flash_dmattn.attention(query, key, value, attn_mask=mask, attn_bias=spoilt)
+    plain, _ = flash_dmattn.attention(query, key, value, attn_mask=mask, attn_bias=attn_bias)
+    assert torch.equal(out, plain) and (out[:, 7] == 0).all()
+    assert torch.isneginf(lse[..., 7]).all()
+    dkey, dbias = torch.autograd.grad(out.cos().sum(), (key, spoilt))
+    assert (dkey[:, 3] == 0).all() and dkey.isfinite().all()
+    assert (dbias[~mask] == 0).all() and dbias.isfinite().all()
+
+
+def test_any_strides() -> None:
+    query, key, value, _ = make_rows()
+    mask, attn_bias = make_pairs((1, Q_HEADS, Q_LEN, KV_LEN))
+    want = flash_dmattn.attention(query, key, value, attn_mask=mask, attn_bias=attn_bias)[0]
+    swapped = [x.mT.contiguous().mT for x in (mask.to(torch.uint8), attn_bias)]
+    expanded = [x.expand(BATCH, -1, -1, -1) for x in (mask, attn_bias)]
+    for given in (swapped, expanded):
+        pairs = dict(zip(("attn_mask", "attn_bias"), given))
+        assert torch.equal(flash_dmattn.attention(query, key, value, **pairs)[0], want)
+
+
+def test_probabilities() -> None:
+    query, key, value, bias = make_rows()
+    mask, attn_bias = make_pairs((1, KV_HEADS, Q_LEN, KV_LEN))
+    options = {"bias": bias, "attn_mask": mask, "attn_bias": attn_bias, "causal": True}
+    out, lse = flash_dmattn.attention(query, key, value, **options)
+    found = flash_dmattn.attention_probabilities(query, key, lse, **options)
+    weighted = (found @ repeat_heads(value.transpose(1, 2))).transpose(1, 2)
+    torch.testing.assert_close(weighted, out, atol=1e-5, rtol=1e-5)
+    assert (found[repeat_heads(~mask).expand_as(found)] == 0).all()
+
+
+def test_compile() -> None:
+    rows = make_rows()
+    mask, attn_bias = make_pairs((1, 1, Q_LEN, KV_LEN))
+    attn_bias.requires_grad_()
+
+    def run(query: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        key, value, bias, pairs, kept = given
+        options = {"bias": bias, "attn_mask": kept, "attn_bias": 2 * pairs}
+        return flash_dmattn.attention(query, key, value, **options)[0].cos()
+
+    given = (*rows, attn_bias, mask)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(*given).sum(), given[:5])
+    for one, other in zip(found, torch.autograd.grad(run(*given).sum(), given[:5])):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias"])
+def test_wrong_shapes(name: str) -> None:
+    query, key, value, _ = make_rows()
+    wrong = {
+        (Q_LEN, KV_LEN): "rank is 2, want 4",
+        (3, 1, Q_LEN, KV_LEN): "axis 0 has 3 elements, want 2 or 1",
+        (1, 2, Q_LEN, KV_LEN): "axis 1 has 2 elements, want 6 or 3 or 1",
+        (1, 1, KV_LEN, KV_LEN): "axis 2 has 53 elements, want 37 or 1",
+        (1, 1, Q_LEN, Q_LEN): "axis 3 has 37 elements, want 53 or 1",
+    }
+    for shape, message in wrong.items():
+        given = dict(zip(("attn_mask", "attn_bias"), make_pairs(shape)))
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            flash_dmattn.attention(query, key, value, **{name: given[name]})
+
+
+def test_wrong_dtypes() -> None:
+    query, key, value, _ = make_rows(torch.bfloat16)
+    mask, attn_bias = make_pairs((1, 1, Q_LEN, KV_LEN))
+    with pytest.raises(NotImplementedError, match="attn_mask: dtype is float32, supported: bool"):
+        flash_dmattn.attention(query, key, value, attn_mask=attn_bias)
+    for wrong in (attn_bias.half(), mask):
+        with pytest.raises(NotImplementedError, match="attn_bias: dtype is .*, supported: float32"):
+            flash_dmattn.attention(query, key, value, attn_bias=wrong)

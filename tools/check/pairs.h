@@ -1,0 +1,9 @@
+/* The tensors of a case that have a number for each pair of a query and a key. */
+#pragma once
+
+#include "check/problem.h"
+
+/*! check_make_pairs() - fills attn_mask and attn_bias. A third of the cases have each, found by
+ *  their seeds, which also choose the axes that are broadcast. Where the mask excludes a pair, the
+ *  bias is NaN if no other pair has the same element. */
+void check_make_pairs(check_problem *problem);
