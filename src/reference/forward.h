@@ -46,7 +46,7 @@ static real weigh_keys(const fdma_problem *problem, int64_t b, int64_t i, int64_
 
 static void attend_row(const fdma_problem *problem, int64_t b, int64_t i, int64_t h,
                        const row_scratch *row) {
-    const int64_t g = h / problem->group;
+    const int64_t g = h / problem->group, p = query_position(problem, i);
     real row_max;
     const real sum = weigh_keys(problem, b, i, h, row, &row_max);
     const row_code code = row_code_of(problem, b, h, p);

@@ -418,10 +418,6 @@ static fdma_tensor maybe_per_row(call *to, bool output) {
     return take_up_to(&to->in, 1) ? make_lse(to, output) : (fdma_tensor){0};
 }
 
-static int64_t tiles_of(int64_t q_len, int64_t tile_len) {
-    return tile_len > 0 ? q_len / tile_len + (q_len % tile_len > 0) : 0;
-}
-
 static fdma_tensor maybe_lse(call *to) { return maybe_per_row(to, true); }
 
 /* recent or sinks: mostly 0. */
