@@ -54,6 +54,7 @@ NOINLINE void add_pair_gradients(const tile_step *step, int block, const group_l
     const fdma_tensor *const tensor = &step->problem->dattn_bias;
     const int64_t key_stride = tensor->stride[3];
     const int64_t count = min(step->rows->count - block * block_lanes, block_lanes);
+    const float scale = (float)dropout_scale(step->threshold);
     for (int64_t lane = 0; lane < count; lane++) {
         float *const to =
             (float *)tensor->data + pair_offset(step, tensor, block * block_lanes + lane);
@@ -61,7 +62,7 @@ NOINLINE void add_pair_gradients(const tile_step *step, int block, const group_l
         for (int32_t n = 0; n < groups->count; n++) {
             const int32_t first = groups->group[n].first;
             for (int32_t key = first; key < min(first + group_keys, list->count); key++) {
-                const float gradient = gradients[key * block_lanes + lane];
+                const float gradient = scale * gradients[key * block_lanes + lane];
                 sum += (double)gradient;
                 if (key_stride != 0)
                     to[list->key[key] * key_stride] += gradient;
