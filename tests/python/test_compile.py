@@ -47,9 +47,9 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
         **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit", "attn_mask", "attn_bias")),
-        "wants_dattn_bias": False,
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
+        **{"wants_dattn_bias": False},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
         **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
     }
@@ -79,12 +79,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "select of few keys": (ops.SELECT, used),
         "fused over few keys": (ops.FUSED, used),
         "merge": (ops.MERGE, {}),
-        "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
-        "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
-        "probabilities, masked, alone": (ops.PROBABILITIES, {**DENSE, **PAIRS}),
-        "dense with a mask": (ops.ATTENTION, {**DENSE, **PAIRS}),
-        "selected with a mask": (ops.ATTENTION, PAIRS),
-        "selected's backward with a mask": (ops.ATTENTION_BACKWARD, PAIRS),
+        **make_masks(),
         **make_sinks(),
         **make_streams(),
         "score's backward": (ops.SCORE_BACKWARD, {}),
@@ -99,6 +94,18 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     return {
         name: (operator.op, tuple({**values, **changes}[one] for one in operator.arguments))
         for name, (operator, changes) in cases.items()
+    }
+
+
+def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    """Operators with masks, and those of probabilities."""
+    return {
+        "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
+        "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
+        "probabilities, masked, alone": (ops.PROBABILITIES, {**DENSE, **PAIRS}),
+        "dense with a mask": (ops.ATTENTION, {**DENSE, **PAIRS}),
+        "selected with a mask": (ops.ATTENTION, PAIRS),
+        "selected's backward with a mask": (ops.ATTENTION_BACKWARD, PAIRS),
     }
 
 
