@@ -787,7 +787,7 @@ typedef struct fdma_backward_args {
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
  *             dsink_logit[h] = -sum_{b,i} exp(sink_logit[h] - lse[i]) delta[i]
- *             dattn_bias[b,h,i,j] = dS[i,j], summed over the axes along which attn_bias is broadcast
+ *             dattn_bias[b,h,i,j] = dS[i,j], summed over the axes that attn_bias has broadcast
  *             sums over i run over the queries, and over the heads that share the key
  *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
  *             kept are never read, and their gradients are exactly 0; the choice of keys is not
