@@ -75,10 +75,10 @@
  * entries, which the query heads of a kv head share. They combine with everything else: a query
  * attends to the keys that attn_mask and all other rules let it keep. With packed sequences they
  * are indexed by positions in the packed tensors; with carried keys there are none. What attn_bias
- * holds for a query and a key that it does not keep does not matter, even if it is NaN. The CPU
- * reads the mask once for all query heads that share it, and computes with the keys that it lets
- * some query of a tile keep: a mask of few keys costs little more than these. On a device they are
- * refused.
+ * holds for a query and a key that it does not keep does not matter, even if it is NaN. A mask is
+ * read once for all query heads that share it, and a tile of queries works on the keys that some of
+ * them keep: a mask of few keys costs little more than these. On a device the gradients of k and v
+ * visit all pairs.
  *
  *     // [1, 1, q_len, kv_len]: shared by all sequences and heads
  *     args.attn_mask = fdma_tensor_4d(mask, FDMA_UINT8, 1, 1, q_len, kv_len);
@@ -815,7 +815,7 @@ typedef struct fdma_backward_args {
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
  *             dsink_logit[h] = -sum_{b,i} exp(sink_logit[h] - lse[i]) delta[i]
- *             dattn_bias[b,h,i,j] = dS[i,j], summed over the axes along which attn_bias is broadcast
+ *             dattn_bias[b,h,i,j] = dS[i,j], summed over the axes that attn_bias has broadcast
  *             sums over i run over the queries, and over the heads that share the key
  *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
  *             kept are never read, and their gradients are exactly 0; the choice of keys is not

@@ -281,12 +281,10 @@ def attention(
         kv_used: optional [batch] int32, how many keys exist: see the top of this module.
         sink_logit: optional [q_heads] float32 (float64 if query is): the logit of one more term in
             the sum of each row of a head, which has no value. lse counts it.
-        attn_mask: optional [batch, q_heads, q_len, kv_len] bool or uint8, false where a query does
-            not attend to a key. Any axis may have length 1 instead, and is then broadcast; the axis
-            of heads may have kv_heads entries. It combines with all other rules. On the CPU alone.
+        attn_mask: optional bool or uint8, false where a query does not attend to a key:
+            [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1], broadcast.
         attn_bias: optional, with axes as attn_mask, of query's dtype or float32: added to the
-            logits, after softcap. What it has for a query and a key that the query does not keep
-            does not matter, even NaN. Its gradient is summed in float32. On the CPU alone.
+            logits of kept keys, elsewhere not looked at. Both are for the CPU alone.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -326,14 +324,7 @@ def attention(
     rng_state = draw_state(query, dropout_p, generator, rng_state)
     return ops.ATTENTION.op(
         *rows,
-        bias,
-        key_valid,
-        starts,
-        kv_used,
-        sink_logit,
-        rng_state,
-        attn_mask,
-        attn_bias,
+        *(bias, key_valid, starts, kv_used, sink_logit, rng_state, attn_mask, attn_bias),
         *_rules_of(selection),
         causal,
         _scale(softmax_scale),

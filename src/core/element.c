@@ -55,12 +55,3 @@ void fdma_store(const fdma_tensor *tensor, int64_t offset, double value) {
         return;
     }
 }
-
-void fdma_clear_tensor(const fdma_tensor *tensor) {
-    const size_t size = fdma_dtype_size(tensor->dtype);
-    for (int64_t x0 = 0; x0 < tensor->shape[0] && !is_empty(tensor); x0++)
-        for (int64_t x1 = 0; x1 < tensor->shape[1]; x1++)
-            for (int64_t x2 = 0; x2 < tensor->shape[2]; x2++)
-                memset((uint8_t *)tensor->data + (size_t)offset_of(tensor, x0, x1, x2) * size, 0,
-                       (size_t)tensor->shape[3] * size);
-}

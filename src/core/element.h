@@ -36,9 +36,6 @@ static inline double fdma_load(const fdma_tensor *tensor, int64_t offset) {
 
 void fdma_store(const fdma_tensor *tensor, int64_t offset, double value);
 
-/* Writes 0 to all elements of a tensor of rank 4. */
-void fdma_clear_tensor(const fdma_tensor *tensor);
-
 static inline int64_t offset_of(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {
     return x0 * tensor->stride[0] + x1 * tensor->stride[1] + x2 * tensor->stride[2];
 }

@@ -3,7 +3,6 @@
  * select writes are moved afterwards. */
 #include "core/packed.h"
 
-#include "core/element.h"
 #include "core/error.h"
 #include "core/integers.h"
 #include "core/signatures.h"
@@ -137,7 +136,8 @@ fdma_problem fdma_prepare_cuts(const fdma_problem *problem, bool only_checks) {
     const fdma_tensor *const dsinks = &problem->dsink_logit;
     fdma_problem whole = *problem;
     whole.only_checks = only_checks;
-    whole.add_dsinks = whole.add_dattn_bias = true;
+    whole.add_dsinks = true;
+    whole.add_dattn_bias = true;
     if (is_present(&problem->dattn_bias) && !only_checks)
         fdma_clear_tensor(&problem->dattn_bias);
     if (is_present(dsinks) && !problem->add_dsinks && !only_checks)

@@ -4,6 +4,7 @@
 #include "core/error.h"
 
 #include <stdio.h>
+#include <string.h>
 
 static const char *const dtype_names[] = {
     [FDMA_FLOAT32] = "float32", [FDMA_FLOAT16] = "float16", [FDMA_BFLOAT16] = "bfloat16",
@@ -146,4 +147,15 @@ fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool 
                  FDMA_INVALID_ARGUMENT, "%s: data is %p, want it aligned to its %zu-byte elements",
                  name, tensor->data, fdma_dtype_size(tensor->dtype));
     return FDMA_OK;
+}
+
+void fdma_clear_tensor(const fdma_tensor *tensor) {
+    const int64_t *const stride = tensor->stride, *const shape = tensor->shape;
+    const size_t size = fdma_dtype_size(tensor->dtype);
+    for (int64_t x0 = 0; x0 < shape[0] && !is_empty(tensor); x0++)
+        for (int64_t x1 = 0; x1 < shape[1]; x1++)
+            for (int64_t x2 = 0; x2 < shape[2]; x2++) {
+                const int64_t row = x0 * stride[0] + x1 * stride[1] + x2 * stride[2];
+                memset((uint8_t *)tensor->data + (size_t)row * size, 0, (size_t)shape[3] * size);
+            }
 }

@@ -56,6 +56,9 @@ fdma_status fdma_check_form(const char *name, const fdma_tensor *tensor, int32_t
 fdma_status fdma_check_layout(const char *name, const fdma_tensor *tensor, bool output,
                               bool data_needed);
 
+/* Writes 0 to all elements of a tensor of rank 4. */
+void fdma_clear_tensor(const fdma_tensor *tensor);
+
 typedef struct named_tensor {
     const char *name;
     const fdma_tensor *tensor;

@@ -34,7 +34,7 @@ static inline fdma_tensor new_pairs(const problem *x, fdma_dtype dtype, int axes
 static inline fdma_tensor new_mask(const problem *x, int axes, uint64_t kept, uint64_t seed) {
     const fdma_tensor mask = new_pairs(x, FDMA_UINT8, axes);
     for (int64_t n = 0; n < count_of(mask); n++)
-        ((uint8_t *)mask.data)[n] = random_bits(&seed) >> 58 < kept ? (uint8_t)(1 + n % 255) : 0;
+        ((uint8_t *)mask.data)[n] = (uint8_t)(random_bits(&seed) >> 58 < kept ? 1 + n % 255 : 0);
     return mask;
 }
 

@@ -65,6 +65,8 @@ static void check_picked(const char *forced, const char *want, const char *forwa
         call *const x = right_call(asked[i], true);
         const char *name = NULL;
         call_exec(x)->kernel = forced;
+        if (asked[i] == operation_forward) // with a mask it would be one of tiles: see below
+            x->args.forward.attn_mask = x->args.forward.attn_bias = (fdma_tensor){0};
         CHECK_OK(operations[asked[i]].kernel(&x->args, &name));
         CHECK(name != NULL &&
               strcmp(name, asked[i] == operation_forward ? forward_want : want) == 0);
@@ -90,6 +92,29 @@ static void names_force_kernels(void) {
             check_picked(decode, point, decode);
             check_picked(tile, point, tile);
         }
+    }
+}
+
+/* A mask or a bias of pairs takes a call with few rows to the kernel of tiles. */
+static void decode_leaves_masks_to_tiles(void) {
+    static const expectation want = {FDMA_UNSUPPORTED, {"attn_mask and attn_bias"}, 0};
+    const kernel_list kernels = kernels_of("score");
+    for (int n = 0; n < 2 * kernels.count; n++) {
+        const char *const point = kernels.name[n / 2], *name = NULL;
+        call *const x = right_call(operation_forward, true);
+        fdma_forward_args *const args = &x->args.forward;
+        char tile[64], decode[64];
+        test_context("%s", point);
+        snprintf(tile, sizeof tile, "%s/tile", point);
+        snprintf(decode, sizeof decode, "%s/decode", point);
+        *(n % 2 == 0 ? &args->attn_mask : &args->attn_bias) = (fdma_tensor){0};
+        if (strcmp(point, "reference") == 0 || !operation_takes("forward", tile, FDMA_FLOAT32))
+            continue;
+        args->exec.kernel = point;
+        CHECK_OK(fdma_forward_kernel(args, &name));
+        CHECK(name != NULL && strcmp(name, tile) == 0);
+        args->exec.kernel = decode;
+        check_rejected(x, &want);
     }
 }
 
@@ -389,6 +414,7 @@ static const test_entry tests[] = {
     TEST(plain_kernels_are_always_there),
     TEST(indices_out_of_range),
     TEST(names_force_kernels),
+    TEST(decode_leaves_masks_to_tiles),
     TEST(prefixes_force_backends),
     TEST(unknown_names_are_refused),
     TEST(foreign_kernels_are_refused),

@@ -3,9 +3,10 @@
 #include "masks.h"
 
 static const problem sizes[] = {
-    SIZES(2, 70, 70, 4, 2, 64, 20, 1),   SIZES(1, 131, 170, 6, 2, 40, 30, 0),
-    SIZES(1, 300, 300, 3, 3, 128, 9, 1), SIZES(2, 1, 300, 8, 2, 128, 50, 1),
-    SIZES(1, 30, 20, 2, 2, 24, 12, 0),   SIZES(1, 400, 413, 5, 1, 32, 64, 1),
+    SIZES(2, 70, 70, 4, 2, 64, 20, 1),    SIZES(1, 131, 170, 6, 2, 40, 30, 0),
+    SIZES(1, 300, 300, 3, 3, 128, 9, 1),  SIZES(2, 1, 300, 8, 2, 128, 50, 1),
+    SIZES(1, 30, 20, 2, 2, 24, 12, 0),    SIZES(1, 400, 413, 5, 1, 32, 64, 1),
+    SIZES(1, 60, 1163, 2, 2, 16, 300, 1), // more keys than are scanned at a time
 };
 
 /* The problem without its selection. */
@@ -235,8 +236,8 @@ static void may_leave_rows_empty(void) {
 /* ---- packed sequences, and sequences of which only some keys exist ---- */
 
 /* A rectangle of a tensor that is not broadcast; an absent one stays so. */
-static fdma_tensor part_of(fdma_tensor tensor, int64_t b, int64_t first, int64_t queries,
-                           int64_t keys) {
+static fdma_tensor rectangle_of(fdma_tensor tensor, int64_t b, int64_t first, int64_t queries,
+                                int64_t keys) {
     const int64_t at = b * tensor.stride[0] + first * tensor.stride[2] + (queries > 0 ? first : 0);
     if (tensor.rank == 0)
         return tensor;
@@ -269,9 +270,9 @@ static void check_packed(problem *x, const char *kernel) {
         cut_rows(&one.k, 1, first, count);
         cut_rows(&one.v, 1, first, count);
         cut_rows(&one.bias, 2, first, count);
-        const pairs part = {part_of(given.mask, 0, first, count, count),
-                            part_of(given.bias, 0, first, count, count)};
-        attended want = attend_masked(&one, kernel, part, 1), got = whole;
+        const pairs own = {rectangle_of(given.mask, 0, first, count, count),
+                           rectangle_of(given.bias, 0, first, count, count)};
+        attended want = attend_masked(&one, kernel, own, 1), got = whole;
         cut_rows(&got.out, 1, first, count);
         CHECK_BYTES(got.out.data, want.out.data, bytes_of(want.out));
     }
@@ -293,9 +294,9 @@ static void check_used(problem *x, const char *kernel) {
         problem one = problem_sequence(x, b);
         one.kv_used = (fdma_tensor){0};
         one.kv_len = one.k.shape[1] = one.v.shape[1] = one.bias.shape[2] = used[b];
-        pairs part = {sequence_of(given.mask, b), sequence_of(given.bias, b)};
-        part.mask.shape[3] = part.bias.shape[3] = used[b];
-        const attended want = attend_masked(&one, kernel, part, 1);
+        pairs own = {sequence_of(given.mask, b), sequence_of(given.bias, b)};
+        own.mask.shape[3] = own.bias.shape[3] = used[b];
+        const attended want = attend_masked(&one, kernel, own, 1);
         check_close_results(x, (attended){sequence_of(whole.out, b), sequence_of(whole.lse, b)},
                             want);
     }
@@ -341,6 +342,25 @@ static void check_probabilities(problem *x, const char *kernel) {
 
 static void have_probabilities(void) { for_each_problem(&sizes[0], 2, check_probabilities); }
 
+/* ---- bad input ---- */
+
+static void are_refused_with_carried_keys(void) {
+    problem x = SIZES(1, 12, 12, 2, 2, 16, -1, 1);
+    size_t bytes;
+    x.dtype = backend_dtype();
+    problem_fill(&x, 1);
+    for (int n = 0; n < 2; n++) {
+        fdma_forward_args args = problem_args(&x, NULL);
+        args.k_carried = x.k, args.v_carried = x.v, args.bias_carried = x.bias;
+        CHECK_OK(fdma_forward_workspace(&args, &bytes));
+        *(n == 0 ? &args.attn_mask : &args.attn_bias) =
+            new_pairs(&x, n == 0 ? FDMA_UINT8 : FDMA_FLOAT32, 0);
+        CHECK_INT(fdma_forward_workspace(&args, &bytes), FDMA_INVALID_ARGUMENT);
+        CHECK_WORD(fdma_last_error(), n == 0 ? "attn_mask" : "attn_bias");
+        CHECK_WORD(fdma_last_error(), "k_carried");
+    }
+}
+
 static const test_entry tests[] = {
     TEST(are_what_a_selection_keeps),
     TEST(are_what_other_arguments_are),
@@ -352,6 +372,7 @@ static const test_entry tests[] = {
     TEST(are_indexed_by_packed_positions),
     TEST(are_cut_to_the_keys_that_exist),
     TEST(have_probabilities),
+    TEST(are_refused_with_carried_keys),
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

@@ -48,9 +48,9 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
         **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit", "rng_state")),
         **dict.fromkeys(("attn_mask", "attn_bias")),
-        "wants_dattn_bias": False,
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
+        **{"wants_dattn_bias": False},
         **dict(zip(("out", "lse", "out_a", "lse_a", "out_b", "lse_b"), 3 * attended)),
         **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
     }
@@ -79,12 +79,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "select of few keys": (ops.SELECT, used),
         "fused over few keys": (ops.FUSED, used),
         "merge": (ops.MERGE, {}),
-        "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
-        "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
-        "probabilities, masked, alone": (ops.PROBABILITIES, {**DENSE, **PAIRS}),
-        "dense with a mask": (ops.ATTENTION, {**DENSE, **PAIRS}),
-        "selected with a mask": (ops.ATTENTION, PAIRS),
-        "selected's backward with a mask": (ops.ATTENTION_BACKWARD, PAIRS),
+        **make_masks(),
         **make_sinks(),
         **make_dropout(),
         **make_streams(),
@@ -114,6 +109,18 @@ def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
         "probabilities with dropout, alone": (ops.PROBABILITIES, dropout),
         "selected's backward with dropout": (ops.ATTENTION_BACKWARD, dropout),
         "fused's backward with dropout": (ops.FUSED_BACKWARD, dropout),
+    }
+
+
+def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    """Operators with masks, and those of probabilities."""
+    return {
+        "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
+        "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
+        "probabilities, masked, alone": (ops.PROBABILITIES, {**DENSE, **PAIRS}),
+        "dense with a mask": (ops.ATTENTION, {**DENSE, **PAIRS}),
+        "selected with a mask": (ops.ATTENTION, PAIRS),
+        "selected's backward with a mask": (ops.ATTENTION_BACKWARD, PAIRS),
     }
 
 

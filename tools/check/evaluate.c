@@ -1,9 +1,9 @@
 /* See check/evaluate.h.
  *
- * dbias, dsink_logit, dattn_bias, da and ddt_bias are sums whose terms have errors of both signs, and one order
- * of summation may be accurate by chance. Their terms are therefore split into groups, and the
- * scatter of a result is the sum of the magnitudes of its groups' errors: the plain error of the
- * worst order. */
+ * dbias, dsink_logit, dattn_bias, da and ddt_bias are sums whose terms have errors of both signs,
+ * and one order of summation may be accurate by chance. Their terms are therefore split into
+ * groups, and the scatter of a result is the sum of the magnitudes of its groups' errors: the plain
+ * error of the worst order. */
 #include "check/evaluate.h"
 
 #include "check/operations.h"
@@ -105,8 +105,8 @@ static fdma_status add_scatter(check_result *results, const check_problem *wide,
     return status;
 }
 
-/* The terms of dbias, dsink_logit and dattn_bias are those of rows. The rows of the other groups are made
- * empty. */
+/* The terms of dbias, dsink_logit and dattn_bias are those of rows. The rows of the other groups
+ * are made empty. */
 static fdma_status scatter_rows(check_problem *problem, const check_problem *wide, int group) {
     check_problem some = plain(problem), some_wide = *wide;
     some.forward_lse = check_tensor_like(problem->forward_lse);

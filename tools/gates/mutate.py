@@ -1,4 +1,4 @@
-"""Plants the faults of tools/gates/faults.py one at a time, and shows that a test fails for each.
+"""Plants the faults of faults.py and mask_faults.py, one at a time: a test must fail for each.
 
     mutate.py [--texts] [--everything] [NAME ...]
 
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from fault import Fault
 from faults import FAULTS
+from mask_faults import MASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "build" / "mutate"
@@ -193,7 +194,9 @@ def check_sound(faults: list[Fault]) -> None:
 
 def main() -> int:
     names = OPTIONS.names or [""]
-    faults = [f for f in FAULTS if any(name in f.name or name in f.path for name in names)]
+    faults = [
+        f for f in (*FAULTS, *MASKS) if any(name in f.name or name in f.path for name in names)
+    ]
     if not faults:
         print(f"mutate: no fault's name or path contains {' or '.join(names)}", file=sys.stderr)
         return 2

@@ -161,8 +161,8 @@ static void sweep_partition(const void *context, int64_t task, int32_t thread) {
 static void sweep_all(backward_context *backward) {
     const fdma_problem *const problem = backward->problem;
     const fdma_tensor *const pairs = &problem->dattn_bias;
-    const bool shares_batch = is_present(pairs) && pairs->shape[0] == 1;
-    backward->batch = shares_batch ? 1 : problem->batch;
+    const bool joins_batch = is_present(pairs) && pairs->shape[0] == 1;
+    backward->batch = joins_batch ? 1 : problem->batch;
     backward->kv_heads = heads_at_once(problem);
     for (int64_t b = 0; b < problem->batch; b += max(backward->batch, 1))
         for (int64_t g = 0; g < problem->kv_heads; g += backward->kv_heads) {

@@ -46,13 +46,13 @@ static double most_tables(const fdma_problem *problem, int64_t lanes) {
 }
 
 /* Whether kv heads add to the same elements of dattn_bias, so that they take turns. */
-static bool shares_heads(const fdma_problem *problem) {
+static bool joins_heads(const fdma_problem *problem) {
     return is_present(&problem->dattn_bias) && problem->dattn_bias.shape[1] == 1;
 }
 
 /* Whether the partitions of a kv head would: all its rows do, or those of one query, which may be
  * in two of them. */
-static bool shares_rows(const fdma_problem *problem, int64_t lanes) {
+static bool joins_rows(const fdma_problem *problem, int64_t lanes) {
     const fdma_tensor *const pairs = &problem->dattn_bias;
     const bool splits_queries = lanes % problem->group != 0;
     return is_present(pairs) &&
@@ -61,13 +61,13 @@ static bool shares_rows(const fdma_problem *problem, int64_t lanes) {
 
 /* The kv heads of a sequence that are worked on at a time. */
 static int64_t heads_at_once(const fdma_problem *problem) {
-    return shares_heads(problem) ? 1 : problem->kv_heads;
+    return joins_heads(problem) ? 1 : problem->kv_heads;
 }
 
 static int64_t count_partitions(const fdma_problem *problem, int64_t lanes) {
     const double most = most_tables(problem, lanes);
     int64_t count = 1;
-    if (shares_rows(problem, lanes))
+    if (joins_rows(problem, lanes))
         return count;
     while (2 * count * heads_at_once(problem) <= wanted_tasks && 2 * (double)count <= most &&
            2 * count * min_partition <= tiles_of(problem, lanes))

@@ -102,14 +102,14 @@ static inline vf vf_keep_bits(vf x, uint32_t bits) {
     return vbslq_f32(kept, x, vdupq_n_f32(-__builtin_inff()));
 }
 
-/* The bits of 16 bytes, each in its place within a byte; sums of neighbours then join 8 of them. */
+/* Byte n becomes bit n % 8 of itself; sums of neighbours then join 8 of them. */
 static inline uint64_t vf_nonzero_bytes(const uint8_t *p) {
-    static const uint8_t places[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    const uint8x16_t place = vld1q_u8(places);
+    static const uint8_t weights[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t weight = vld1q_u8(weights);
     uint8x16_t bits[4];
     for (int n = 0; n < 4; n++) {
         const uint8x16_t bytes = vld1q_u8(p + 16 * n);
-        bits[n] = vandq_u8(vtstq_u8(bytes, bytes), place);
+        bits[n] = vandq_u8(vtstq_u8(bytes, bytes), weight);
     }
     const uint8x16_t pairs = vpaddq_u8(vpaddq_u8(bits[0], bits[1]), vpaddq_u8(bits[2], bits[3]));
     return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(pairs, pairs)), 0);
