@@ -27,6 +27,7 @@ Arguments = tuple[Any, ...]
 DENSE = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
 DENSE |= {"recent": 0, "sinks": 0}
 PAIRS = {"attn_mask": torch.arange(12).remainder(5)[None, None, None] != 3}
+OPTIONAL = ("sink_logit", "rng_state", "attn_mask", "attn_bias")
 PAIRS |= {"attn_bias": torch.linspace(-1, 1, 288).view(1, 2, 12, 12), "wants_dattn_bias": True}
 
 
@@ -46,8 +47,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
-        **dict.fromkeys(("starts", "kv_used", "dt_bias", "sink_logit", "rng_state")),
-        **dict.fromkeys(("attn_mask", "attn_bias")),
+        **dict.fromkeys(("starts", "kv_used", "dt_bias", *OPTIONAL)),
         **{"scope": "causal", "bias_form": "exp", "keep_window_size": 4, "backend": None},
         **{"softmax_scale": 0.5, "softcap": 2.0, "deterministic": False, "wants_dbias": True},
         **{"wants_dattn_bias": False},

@@ -16,8 +16,8 @@ __device__ static pair_row pair_row_of(const forward_plan &plan, const row_range
     return {range.b, h, i, query_position(plan, range.b, i)};
 }
 
-/* Whether a row keeps the key of column `column` of key block n: by its bit, or without attn_mask by
- * the records. `first` as from first_positions(). */
+/* Whether a row keeps the key of column `column` of key block n: by its bit, or without attn_mask
+ * by the records. `first` as from first_positions(). */
 template <int keys>
 __device__ static bool keeps_pair(const forward_plan &plan, const pair_row &row,
                                   const tile_list &list, const key_records<keys> &records,
