@@ -136,9 +136,10 @@ __device__ static void write_key(const forward_plan &plan, const probability_par
             to[n * params.row] =
                 (kept >> n & 1) == 0
                     ? 0
-                    : expf(logit_of(params, sums[n]) + bias +
-                           pair_bias<element>(plan.pair_bias, rows.b, rows.h, rows.first + n, j) -
-                           lse[n]);
+                    : plan.dropout_scale * expf(logit_of(params, sums[n]) + bias +
+                                                pair_bias<element>(plan.pair_bias, rows.b, rows.h,
+                                                                   rows.first + n, j) -
+                                                lse[n]);
 }
 
 template <typename element>
