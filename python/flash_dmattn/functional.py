@@ -284,7 +284,7 @@ def attention(
         attn_mask: optional bool or uint8, false where a query does not attend to a key:
             [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1], broadcast.
         attn_bias: optional, with axes as attn_mask, of query's dtype or float32: added to the
-            logits of kept keys, elsewhere not looked at. Both are for the CPU alone.
+            logits of kept keys, elsewhere not looked at.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
