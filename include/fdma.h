@@ -488,8 +488,8 @@ typedef struct fdma_forward_args {
  *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or,
  *                          with dropout, 0 or 1 / (1 - dropout)
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
- *             (kv_len + (window + recent) * q_len / 128)), with attn_mask 5/32 q_len * kv_len bytes for
- *             each head of the mask; for a few queries also some rows of out
+ *             (kv_len + (window + recent) * q_len / 128)), with attn_mask 5/32 q_len * kv_len bytes
+ *             for each head of the mask; for a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
  *             or, with a sink_logit, this; a kept logit or a sink_logit that is NaN or +inf: that
  *             row's out and lse are NaN; a sink_logit of -inf is as none; keys that are not
