@@ -77,8 +77,8 @@
  * are indexed by positions in the packed tensors; with carried keys there are none. What attn_bias
  * holds for a query and a key that it does not keep does not matter, even if it is NaN. A mask is
  * read once for all query heads that share it, and a tile of queries works on the keys that some of
- * them keep: a mask of few keys costs little more than these. On a device the gradients of k and v
- * visit all pairs.
+ * them keep. So on the CPU a mask that keeps few keys costs little more than attention to these. On
+ * a device reading it may take longer than attention, and dk and dv visit all pairs.
  *
  *     // [1, 1, q_len, kv_len]: shared by all sequences and heads
  *     args.attn_mask = fdma_tensor_4d(mask, FDMA_UINT8, 1, 1, q_len, kv_len);
@@ -824,7 +824,8 @@ typedef struct fdma_backward_args {
  *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
  *             more than window + recent keys at some position; short calls may have room for them.
  *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit, a dattn_bias without
- *             attn_bias or of another shape
+ *             attn_bias or of another shape. On a device, FDMA_UNSUPPORTED for `deterministic` with
+ *             a dattn_bias that has an axis shorter than its pairs: expand attn_bias
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
 

@@ -4,6 +4,19 @@
 
 #include "problem.h"
 
+/* The sizes of a problem: batch, queries, keys, query heads, kv heads, channels, window (-1: dense),
+ * causal. */
+#define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
+    {.batch = b,                                                                                   \
+     .q_len = i,                                                                                   \
+     .kv_len = j,                                                                                  \
+     .q_heads = h,                                                                                 \
+     .kv_heads = g,                                                                                \
+     .head_dim = d,                                                                                \
+     .window = w,                                                                                  \
+     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,                                   \
+     .causal = is_causal}
+
 typedef union gradients {
     struct {
         fdma_tensor dq, dk, dv, dbias;

@@ -4,18 +4,6 @@
 #include "backend.h"
 #include "gradient.h"
 
-/* Batch, queries, keys, query heads, kv heads, channels, window (-1: dense), causal. */
-#define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
-    {.batch = b,                                                                                   \
-     .q_len = i,                                                                                   \
-     .kv_len = j,                                                                                  \
-     .q_heads = h,                                                                                 \
-     .kv_heads = g,                                                                                \
-     .head_dim = d,                                                                                \
-     .window = w,                                                                                  \
-     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,                                   \
-     .causal = is_causal}
-
 typedef struct pairs {
     fdma_tensor mask, bias;
 } pairs;

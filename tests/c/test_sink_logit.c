@@ -3,18 +3,6 @@
 #include "backend.h"
 #include "gradient.h"
 
-/* Batch, queries, keys, query heads, kv heads, channels, window (-1: dense), causal. */
-#define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
-    {.batch = b,                                                                                   \
-     .q_len = i,                                                                                   \
-     .kv_len = j,                                                                                  \
-     .q_heads = h,                                                                                 \
-     .kv_heads = g,                                                                                \
-     .head_dim = d,                                                                                \
-     .window = w,                                                                                  \
-     .scope = is_causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL,                                   \
-     .causal = is_causal}
-
 static const problem sizes[] = {
     SIZES(2, 70, 70, 4, 2, 64, 20, 1),   SIZES(1, 150, 170, 6, 2, 40, -1, 0),
     SIZES(1, 200, 200, 3, 3, 128, 1, 1), SIZES(2, 1, 300, 8, 2, 128, 50, 1),

@@ -144,7 +144,7 @@ __device__ static void write_entries(const forward_plan &plan, const kept_work &
     }
 }
 
-static __global__ void __launch_bounds__(kept_threads)
+static __global__ void __launch_bounds__(kept_threads, 2)
     list_kept_keys(const __grid_constant__ forward_plan plan, const bool by_words) {
     __shared__ int32_t warp_sums[kept_warps];
     const int64_t set = head_of_block();

@@ -258,12 +258,6 @@ __device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
     return keys.list == NULL ? keys.first + n : keys.list[n];
 }
 
-/* Whether the query at a position keeps a key, by its record and the causal rule. */
-__device__ static bool keeps(const forward_plan &plan, const key_record &record, int32_t j,
-                             int32_t position) {
-    return position < record.expiry && (!plan.by_position || position >= first_position(plan, j));
-}
-
 /* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or
  * NULL. Every kernel's refuses() asks it first. */
 const char *fdma_cuda_refuses_plan(const fdma_problem *problem, int64_t most_head_dim);

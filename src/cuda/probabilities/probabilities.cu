@@ -38,6 +38,12 @@ __device__ static query_rows rows_of_block(const forward_plan &plan, int32_t key
     return rows;
 }
 
+/* Whether the query at a position keeps a key, by its record and the causal rule. */
+__device__ static bool keeps(const forward_plan &plan, const key_record &record, int32_t j,
+                             int32_t position) {
+    return position < record.expiry && (!plan.by_position || position >= first_position(plan, j));
+}
+
 /* Loads the queries of a thread block. */
 template <typename element>
 __device__ static void load_rows(float (*to)[most_channels], const forward_plan &plan,

@@ -79,20 +79,16 @@ __device__ static void find_slopes(float (&s)[1][config::keys / 8][4],
 
 /* dp becomes the gradient of scale * <q, k>. */
 template <typename config>
-__device__ static void find_gradients(query_memory<config> &shared, int32_t n,
-                                      float (&s)[1][config::keys / 8][4],
-                                      float (&dp)[1][config::keys / 8][4], const row_stats &stats,
-                                      const forward_plan &plan) {
+__device__ static void
+find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::keys / 8][4],
+               float (&dp)[1][config::keys / 8][4], const row_stats &stats, bool by_position) {
     const key_records<config::keys> &keys = shared.records[n % 2];
     const int first = opaque(threadIdx.x) / warp_lanes * mma_rows;
-    if constexpr (config::drops)
-        drop_elements(dp, shared.codes, shared.position, first, n, plan.dropout.threshold,
-                      plan.dropout_scale);
     find_slopes<config>(s, dp, stats, shared.inputs.logits.softcap_scale);
     find_logits<config>(s, keys.bias, {0, shared.inputs.logits.scale});
     mask_logits<config>(s, keys.expiry,
                         first_positions(keys, shared.key[n % 3], shared.inputs.keys),
-                        shared.position + first, plan.by_position);
+                        shared.position + first, by_position);
 #pragma unroll
     for (int c = 0; c < config::keys / 8; c++)
 #pragma unroll
@@ -118,11 +114,8 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
     const key_records<config::keys> &records = shared.records[n % 2];
     const int32_t *const entries = shared.key[n % 3];
     const int32_t *const first = first_positions(records, entries, inputs.keys);
-    const int lane = threadIdx.x % warp_lanes, warp_row = threadIdx.x / warp_lanes * mma_rows;
-    const int32_t first_row = inputs.range.first + warp_row;
-    if constexpr (config::drops)
-        drop_elements(dp, shared.codes, shared.position, warp_row, n,
-                      plan.forward.dropout.threshold, plan.forward.dropout_scale);
+    const int lane = threadIdx.x % warp_lanes;
+    const int32_t first_row = inputs.range.first + threadIdx.x / warp_lanes * mma_rows;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const pair_row row = pair_row_of(plan.forward, inputs.range, first_row + lane / 4 * 2 + r);
@@ -169,10 +162,14 @@ __device__ static void sum_blocks(query_memory<config> &shared, const row_stats 
         mma_abt<config>(s, q_at.unhoisted(), right_first<head_dim>(shared.k[n % 2]));
         mma_abt<config>(dp, dout_at.unhoisted(), right_first<head_dim>(shared.v[n % 2]));
         store_entry(shared.key, n + 2, upcoming);
+        if constexpr (config::drops)
+            drop_elements(dp, shared.codes, shared.position,
+                          opaque(threadIdx.x) / warp_lanes * mma_rows, n,
+                          plan.forward.dropout.threshold, plan.forward.dropout_scale);
         if constexpr (config::has_pairs)
             find_pair_gradients(shared, plan, n, s, dp, stats);
         else
-            find_gradients(shared, n, s, dp, stats, plan.forward);
+            find_gradients(shared, n, s, dp, stats, plan.forward.by_position);
         mma_ab<config>(dq, dp, down_first<head_dim>(shared.k[n % 2]));
     }
 }
