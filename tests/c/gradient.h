@@ -4,7 +4,7 @@
 
 #include "problem.h"
 
-/* The sizes of a problem: batch, queries, keys, query heads, kv heads, channels, window (-1: dense),
+/* Of a problem: batch, queries, keys, query heads, kv heads, channels, window (-1: dense),
  * causal. */
 #define SIZES(b, i, j, h, g, d, w, is_causal)                                                      \
     {.batch = b,                                                                                   \

@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""Time attention with a mask, a bias, dropout or sink logits, beside the same call without them.
+
+It runs on a CUDA device, or with --device cpu on one thread of the CPU, with flash_dmattn
+installed, or with PYTHONPATH=python and FDMA_LIBRARY=build/libfdma.so:
+
+    python benchmarks/options.py --out FOLDER
+
+FOLDER gets options-cuda.json or options-cpu.json. In each round every peer of a case runs once. The
+outputs of masked calls are compared with those of the selection that makes the mask. Exit status: 0
+done; 1 wrong outputs or a file that could not be written; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Callable, NamedTuple
+
+import flash_dmattn
+import torch
+from decode import folder, time_pass
+from peers import Parser
+from peers_common import (
+    QUICK,
+    USUAL,
+    Disagreement,
+    Rounds,
+    find_machine,
+    quantiles,
+    require_close,
+    write_whole,
+)
+from torch.nn.functional import scaled_dot_product_attention
+
+MORE = """
+Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all causal
+  mask         attn_mask [1, 1 or kv_heads, N, N] of the WINDOW best keys of each query
+  mask-bias    the same, and attn_bias [1, 1, N, N] of the query's dtype, whose gradient is wanted
+  ones         attn_mask [1, 1, N, N] of ones
+  dropout      dropout_p 0.1 over a selection
+  sink         sink_logit over a selection
+-training is forward and backward, the others forward alone.
+Peers:
+  fdma         with the option
+  without      without it: dense after ones, over a selection of the same keys after the others
+  sdpa         SDPA with the mask
+Columns: ms, the median of the rounds; spread, (90th - 10th percentile) / median; times, the median
+of the rounds' ratios to fdma.
+"""
+
+
+class Case(NamedTuple):
+    option: str
+    training: bool
+    heads: tuple[int, int]  # q_heads, kv_heads
+    head_dim: int
+    keys: int
+    window: int
+    mask_heads: int = 1
+    compares_sdpa: bool = False
+
+    def name(self, dtype: torch.dtype) -> str:
+        kind = f"{self.option}-training" if self.training else self.option
+        words = [kind, str(dtype).removeprefix("torch."), "h{}g{}".format(*self.heads)]
+        words += [f"d{self.head_dim}", f"n{self.keys}"]
+        return "/".join(words + ([f"w{self.window}"] if self.window else []))
+
+
+CASES = {
+    "cuda": [
+        *(Case("mask", training, (2, 1), 64, 32768, 1024) for training in (False, True)),
+        *(Case("mask-bias", training, (2, 1), 64, 32768, 1024) for training in (False, True)),
+        *(Case("mask", training, (32, 8), 128, 8192, 2048, 8) for training in (False, True)),
+        Case("ones", False, (32, 8), 128, 8192, 0),
+        Case("dropout", True, (32, 8), 128, 32768, 2048),
+        *(Case("sink", training, (32, 8), 128, 32768, 2048) for training in (False, True)),
+    ],
+    "cpu": [
+        Case("mask", False, (2, 1), 64, 8192, 1024, compares_sdpa=True),
+        Case("mask", True, (2, 1), 64, 8192, 1024),
+        Case("ones", False, (2, 1), 64, 4096, 0),
+        Case("dropout", True, (2, 1), 64, 8192, 1024),
+        Case("sink", False, (2, 1), 64, 8192, 1024),
+    ],
+}
+
+
+class Inputs:
+    def __init__(self, case: Case, device: str) -> None:
+        torch.manual_seed(case.keys)
+        self.case = case
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        (q_heads, kv_heads), n = case.heads, case.keys
+        new = {"device": device, "dtype": self.dtype, "requires_grad": case.training}
+        self.query = torch.randn(1, n, q_heads, case.head_dim, **new)
+        self.key, self.value = (torch.randn(1, n, kv_heads, case.head_dim, **new) for _ in "kv")
+        self.dout = torch.randn_like(self.query, requires_grad=False)
+        self.selection = None
+        if case.window:
+            score = torch.randn(1, case.mask_heads, n, device=device)
+            kept = flash_dmattn.select(score, case.window)
+            self.expiry = kept.expiry
+            self.selection = flash_dmattn.select(
+                score.expand(1, kv_heads, n).contiguous(), case.window
+            )
+        self.options = self.make_options(new)
+
+    def make_options(self, new: dict[str, Any]) -> dict[str, Any]:
+        case, n = self.case, self.case.keys
+        if case.option == "dropout":
+            return {"selection": self.selection, "dropout_p": 0.1}
+        if case.option == "sink":
+            sinks = torch.randn(case.heads[0], device=new["device"])
+            return {"selection": self.selection, "sink_logit": sinks.requires_grad_(case.training)}
+        if case.option == "ones":
+            return {"attn_mask": torch.ones(1, 1, n, n, dtype=torch.bool, device=new["device"])}
+        position = torch.arange(n, dtype=torch.int32, device=new["device"])
+        visible = position[:, None] >= position
+        options = {"attn_mask": visible & (position[:, None] < self.expiry[:, :, None, :])}
+        if case.option == "mask-bias":
+            options["attn_bias"] = torch.randn(1, 1, n, n, **new)
+        return options
+
+
+def attend(inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
+    rows = (inputs.query, inputs.key, inputs.value)
+    out = flash_dmattn.attention(*rows, causal=True, **options)[0]
+    if inputs.case.training:
+        leaves = [x for x in (*rows, *options.values()) if getattr(x, "requires_grad", False)]
+        torch.autograd.grad(out, leaves, inputs.dout)
+    return out
+
+
+def sdpa(inputs: Inputs) -> torch.Tensor:
+    rows = [x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)]
+    mask = inputs.options["attn_mask"]
+    return scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def peers_of(inputs: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
+    without = {"selection": inputs.selection}
+    found = {
+        "fdma": lambda: attend(inputs, inputs.options),
+        "without": lambda: attend(inputs, without),
+    }
+    if inputs.case.compares_sdpa:
+        found["sdpa"] = lambda: sdpa(inputs)
+    return found
+
+
+def check(inputs: Inputs, peers: dict[str, Callable[[], torch.Tensor]]) -> None:
+    """Compare masked outputs with those of every other peer; the other options change outputs.
+
+    Raises:
+        Disagreement: they differ.
+    """
+    out = peers["fdma"]()
+    if inputs.case.option in ("mask", "ones"):
+        allowed = 1e-4 if inputs.dtype == torch.float32 else 4e-2
+        for name, run in peers.items():
+            require_close(out, run().double(), allowed, f"{inputs.case.option}: fdma and {name}")
+
+
+def measure(inputs: Inputs, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+    peers = peers_of(inputs)
+    check(inputs, peers)
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    end = time.perf_counter() + rounds.seconds
+    for made in range(rounds.most):
+        if made >= rounds.least and time.perf_counter() > end:
+            break
+        for name, run in peers.items():
+            times[name].append(time_pass(run, device))
+    for name, own in times.items():
+        low, median, high = quantiles(own)
+        ratios = [x / base for x, base in zip(own, times["fdma"])]
+        yield {
+            "case": inputs.case.name(inputs.dtype),
+            "peer": name,
+            "ms": median,
+            "spread": (high - low) / median,
+            "times": quantiles(ratios)[1],
+        }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="options.py",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=MORE.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
+        parser.error("there is no CUDA device, or no CUDA backend in this build")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    lines = [find_machine(args.device)]
+    print(f"{'case':52} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7}")
+    try:
+        for case in CASES[args.device]:
+            small = case._replace(keys=case.keys // args.divide, window=case.window // args.divide)
+            for row in measure(
+                Inputs(small, args.device), args.device, QUICK if args.quick else USUAL
+            ):
+                lines.append(row)
+                print(
+                    "{case:52} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row),
+                    flush=True,
+                )
+        write_whole(args.out / f"options-{args.device}.json", lines)
+    except (Disagreement, OSError) as error:
+        print(f"options.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
