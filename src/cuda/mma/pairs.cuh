@@ -16,22 +16,40 @@ __device__ static pair_row pair_row_of(const forward_plan &plan, const row_range
     return {range.b, h, i, query_position(plan, range.b, i)};
 }
 
-/* Whether a row keeps the key of column `column` of key block n: by its bit, or without attn_mask
- * by the records. `first` as from first_positions(). */
+/* Which keys of a block a row keeps by attn_mask, a bit each. */
+template <int keys> struct row_bits {
+    uint32_t word[keys / 32];
+
+    __device__ bool has(int column) const { return word[column / 32] >> column % 32 & 1; }
+};
+
+/* Those of key block n; with no attn_mask, any. */
+template <int keys>
+__device__ static row_bits<keys> load_bits(const forward_plan &plan, const pair_row &row,
+                                           const tile_list &list, int32_t n) {
+    row_bits<keys> bits = {};
+    if (list.bits == NULL)
+        return bits;
+    const int32_t entry = n * keys;
+    const uint32_t *const words =
+        kept_bits(plan, list, entry / list_queries, row.h, row.i) + entry % list_queries / 32;
+#pragma unroll
+    for (int w = 0; w < keys / 32; w++)
+        bits.word[w] = words[w];
+    return bits;
+}
+
+/* Whether a row keeps the key of a column: by its bit, or without attn_mask by the records. `first`
+ * as from first_positions(). */
 template <int keys>
 __device__ static bool keeps_pair(const forward_plan &plan, const pair_row &row,
-                                  const tile_list &list, const key_records<keys> &records,
-                                  const int32_t *entries, const int32_t *first, int32_t n,
-                                  int column) {
-    if (!is_key(entries[column], list.kv_len))
-        return false;
-    if (list.queries == NULL)
-        return row.position < records.expiry[column] &&
-               (!plan.by_position || first[column] <= row.position);
-    const int32_t heads = plan.kept.mask_heads;
-    const int32_t m = row.h % plan.group / (plan.group / heads), query = row.i % list_queries;
-    const int64_t entry = (int64_t)n * keys + column;
-    return list.queries[(entry * heads + m) * (list_queries / 32) + query / 32] >> query % 32 & 1;
+                                  const tile_list &list, const row_bits<keys> &bits,
+                                  const key_records<keys> &records, const int32_t *entries,
+                                  const int32_t *first, int column) {
+    if (list.bits != NULL)
+        return bits.has(column);
+    return is_key(entries[column], list.kv_len) && row.position < records.expiry[column] &&
+           (!plan.by_position || first[column] <= row.position);
 }
 
 /* The attn_bias of a row and a key, as an exponent of 2. */
@@ -53,12 +71,13 @@ __device__ static void add_pairs(float (&s)[config::row_tiles][config::keys / 8]
 #pragma unroll
     for (int r = 0; r < rows; r++) {
         const pair_row row = pair_row_of(plan, inputs.range, first_row + lane / 4 * rows + r);
+        const row_bits<config::keys> bits = load_bits<config::keys>(plan, row, inputs.keys, n);
 #pragma unroll
         for (int x = 0; x < config::keys / 4; x++) {
             const int column = x / 2 * 8 + lane % 4 * 2 + x % 2;
             float &logit = s[r / 2][x / 2][r % 2 * 2 + x % 2];
             logit =
-                keeps_pair(plan, row, inputs.keys, records, entries, first, n, column)
+                keeps_pair(plan, row, inputs.keys, bits, records, entries, first, column)
                     ? logit + pair_exponent<typename config::element>(plan, row, entries[column])
                     : -INFINITY;
         }

@@ -1,105 +1,189 @@
 /* Lists of the keys that attn_mask and the other rules let some query of a query block keep, and
- * for each listed key which of the queries keep it. A thread block makes one list. It looks at four
- * times as many keys at a time as it has threads: each thread reads four neighbouring entries of
- * the mask for one query after the other. */
+ * for each query of the block which of the listed keys it keeps. Two kernels make them:
+ *
+ *   find_queries()     reads the mask once, and writes for each key a bit for each query, and a bit
+ *                      that says whether any query keeps the key
+ *   list_kept_keys()   lists the keys of which some query keeps any, and turns the bits of the
+ *                      listed keys, in place, into bits of the queries */
 #include "cuda/device/ptx.cuh"
 #include "cuda/plan/plan.cuh"
 
-static constexpr int kept_threads = 256;
-static constexpr int kept_warps = kept_threads / 32;
-static constexpr int own_keys = 4; // of a thread
-static constexpr int query_words = list_queries / 32;
+static constexpr int mask_warps = list_queries / 32; // each reads the rows of 32 queries
+static constexpr int mask_threads = mask_warps * 32;
+static constexpr int own_keys = 16; // of a lane, a byte of the mask each
+static constexpr int chunk_keys = 32 * own_keys;
+static constexpr int queries_together = 8; // whose entries are in flight at a time
+static constexpr int list_threads = 1024;
+
+/* How find_queries() reads neighbouring entries of a row of the mask. */
+enum mask_reading {
+    by_vectors, // 16 of them as one vector
+    by_words,   // four of them as one word, where rows do not begin at multiples of 16 bytes
+    by_entries, // one by one, where they are not neighbours
+};
 
 /* What a thread block works on: list t of a set. */
 struct kept_work {
     int32_t b, g, t; // the first sequence and kv head of the set
-    int32_t keys;    // that exist
+    int32_t keys;    // which some query of the list may keep: the first ones
     int64_t list;    // among all
-    bool by_words;   // four entries of the mask can be read as one word
 };
 
-/* The queries of the block that keep a key, a bit for each. */
-struct query_bits {
-    uint32_t word[query_words];
-};
-
-/* The bits of the queries at whose position the other rules let a key be kept. */
-__device__ static query_bits allowed_queries(const forward_plan &plan, const kept_work &work,
-                                             int32_t j) {
-    const int64_t head = (int64_t)work.b * plan.kv_heads + work.g;
-    const int32_t position = query_position(plan, work.b, work.t * list_queries);
-    const int64_t expiry =
-        plan.records == NULL ? INT32_MAX : plan.records[head * plan.kv_len + j].expiry;
-    const int64_t from = plan.by_position ? first_position(plan, j) : INT32_MIN;
-    const int64_t queries = plan.q_len - work.t * list_queries;
-    query_bits bits;
-#pragma unroll
-    for (int w = 0; w < query_words; w++) {
-        const int64_t first = position + 32 * w; // of the word
-        const uint32_t end =
-            (uint32_t)min(max(min(expiry - position, queries) - 32 * w, (int64_t)0), (int64_t)32);
-        bits.word[w] =
-            low_bits(end) & ~low_bits((uint32_t)min(max(from - first, (int64_t)0), (int64_t)32));
-    }
-    return bits;
+/* List t of the set that the y and z dimensions of the grid tell. Past the last set it has no
+ * keys. */
+__device__ static kept_work work_of(const forward_plan &plan, int32_t t) {
+    const int64_t set = head_of_block();
+    const int32_t b = (int32_t)(set / plan.kept.heads), g = (int32_t)(set % plan.kept.heads);
+    if (b >= plan.kept.batches)
+        return {};
+    const int32_t last = query_position(plan, b, min((t + 1) * list_queries, plan.q_len) - 1);
+    const int32_t keys = key_count(plan, b);
+    return {b, g, t, plan.causal ? max(min(keys, last + 1), 0) : keys,
+            kept_list(plan.kept, b, g, t)};
 }
 
-/* Four neighbouring entries of the mask, a byte each. Those past the end count as 0. */
-__device__ static uint32_t load_entries(const forward_plan &plan, const kept_work &work,
-                                        const uint8_t *row, int32_t j) {
-    if (work.by_words && j + own_keys <= plan.kv_len)
-        return *(const uint32_t *)(row + j);
-    uint32_t entries = 0;
+/* Sixteen neighbouring entries of the mask, a byte each. */
+struct mask_entries {
+    uint32_t word[own_keys / 4];
+};
+
+__device__ static mask_entries load_one_by_one(const forward_plan &plan, const uint8_t *row,
+                                               int32_t j) {
+    mask_entries entries = {};
     for (int n = 0; n < own_keys && j + n < plan.kv_len; n++)
-        entries |= (uint32_t)(row[(j + n) * plan.mask.key] != 0) << 8 * n;
+        entries.word[n / 4] |= (uint32_t)(row[(j + n) * plan.mask.key] != 0) << n % 4 * 8;
     return entries;
 }
 
-/* The queries that keep keys j to j + 3, by the mask of query head h alone. */
-__device__ static void read_mask(const forward_plan &plan, const kept_work &work, int32_t h,
-                                 int32_t j, query_bits (&bits)[own_keys]) {
-    const int32_t first = work.t * list_queries;
-    const uint8_t *const rows =
-        (const uint8_t *)plan.mask.data + plan.mask.offset(work.b, h, first, 0);
+/* Entries j to j + 15 of a row. Those past the end count as 0. */
+template <mask_reading reading>
+__device__ static mask_entries load_entries(const forward_plan &plan, const uint8_t *row,
+                                            int32_t j) {
+    if (reading == by_vectors && j + own_keys <= plan.kv_len) {
+        const uint4 four = *(const uint4 *)(row + j);
+        return {four.x, four.y, four.z, four.w};
+    }
+    // five aligned words have any 16 bytes
+    if (reading == by_words && j + own_keys + 4 <= plan.kv_len) {
+        const uint32_t *const words = (const uint32_t *)((uintptr_t)(row + j) & ~(uintptr_t)3);
+        const int shift = (int)((uintptr_t)(row + j) % 4 * 8);
+        mask_entries entries;
 #pragma unroll
-    for (int w = 0; w < query_words; w++) {
-        uint32_t words[own_keys] = {};
-        const int32_t queries = min(plan.q_len - first - 32 * w, 32);
-#pragma unroll 8
-        for (int i = 0; i < queries; i++) {
-            const uint32_t entries =
-                load_entries(plan, work, rows + (32 * w + i) * plan.mask.query, j);
+        for (int n = 0; n < own_keys / 4; n++)
+            entries.word[n] = (uint32_t)(((uint64_t)words[n + 1] << 32 | words[n]) >> shift);
+        return entries;
+    }
+    return load_one_by_one(plan, row, j);
+}
+
+/* The top bit of each byte that is not 0. */
+__device__ static uint32_t nonzero_bytes(uint32_t word) {
+    const uint32_t low = 0x7f7f7f7f;
+    return (((word & low) + low) | word) & ~low;
+}
+
+/* Reads the rows of 32 queries, from query i on, at keys j to j + 15. Bit r of words[n]: whether
+ * query i + r keeps key j + n. Queries past the last one get any bits. */
+template <mask_reading reading>
+__device__ static void read_mask(const forward_plan &plan, const uint8_t *rows, int32_t i,
+                                 int32_t j, uint32_t (&words)[own_keys]) {
+    uint32_t bits[32 / queries_together][own_keys / 4] = {}; // a byte for each key
 #pragma unroll
-            for (int n = 0; n < own_keys; n++)
-                words[n] |= (uint32_t)((entries >> 8 * n & 0xff) != 0) << i;
+    for (int from = 0; from < 32; from += queries_together) {
+        mask_entries entries[queries_together];
+#pragma unroll
+        for (int r = 0; r < queries_together; r++) {
+            const int64_t row = min(i + from + r, plan.q_len - 1);
+            entries[r] = load_entries<reading>(plan, rows + row * plan.mask.query, j);
         }
 #pragma unroll
-        for (int n = 0; n < own_keys; n++)
-            bits[n].word[w] = words[n];
+        for (int r = 0; r < queries_together; r++)
+#pragma unroll
+            for (int n = 0; n < own_keys / 4; n++)
+                bits[from / queries_together][n] =
+                    bits[from / queries_together][n] >> 1 | nonzero_bytes(entries[r].word[n]);
     }
-}
-
-/* The queries that keep keys j to j + 3, by the mask of head m of the kv head's and all rules. */
-__device__ static void find_queries(const forward_plan &plan, const kept_work &work, int m,
-                                    int32_t j, query_bits (&bits)[own_keys]) {
-    const int32_t h = work.g * plan.group + m * (plan.group / plan.kept.mask_heads);
-    read_mask(plan, work, h, j, bits);
 #pragma unroll
     for (int n = 0; n < own_keys; n++) {
-        const query_bits allowed =
-            j + n < work.keys ? allowed_queries(plan, work, j + n) : query_bits{};
+        words[n] = 0;
 #pragma unroll
-        for (int w = 0; w < query_words; w++)
-            bits[n].word[w] &= allowed.word[w];
+        for (int x = 0; x < 32 / queries_together; x++)
+            words[n] |= (bits[x][n / 4] >> n % 4 * 8 & 0xff) << x * queries_together;
     }
 }
 
-__device__ static bool is_any(const query_bits &bits) {
-    uint32_t any = 0;
+/* Which of 32 queries, from query i on, may keep key j by the rules beside the mask. */
+__device__ static uint32_t allowed_queries(const forward_plan &plan, const kept_work &work,
+                                           int32_t i, int32_t j) {
+    if (j >= work.keys)
+        return 0;
+    const int64_t head = (int64_t)work.b * plan.kv_heads + work.g;
+    const int64_t position = query_position(plan, work.b, i);
+    const int64_t expiry =
+        plan.records == NULL ? INT32_MAX : plan.records[head * plan.kv_len + j].expiry;
+    const int64_t from = plan.by_position ? first_position(plan, j) : INT32_MIN;
+    const int64_t end = min(expiry - position, (int64_t)plan.q_len - i);
+    return low_bits((uint32_t)min(max(end, (int64_t)0), (int64_t)32)) &
+           ~low_bits((uint32_t)min(max(from - position, (int64_t)0), (int64_t)32));
+}
+
+/* The words of a chunk, four for each key. Padding keeps lanes, which have 16 keys each, from
+ * writing to the same bank. */
+struct chunk_words {
+    static constexpr int own_words = own_keys * mask_warps, stride = own_words + 4;
+    alignas(16) uint32_t word[32 * stride];
+
+    __device__ uint32_t *of_key(int key) {
+        return &word[key / own_keys * stride + key % own_keys * mask_warps];
+    }
+};
+
+/* The bits of key or entry n of a list; see kept_lists. */
+__device__ static uint4 *bits_at(const kept_lists &kept, int64_t list, int m, int32_t n) {
+    const int64_t block = list * (kept.size / list_queries) + n / list_queries;
+    return kept.bits + (block * kept.mask_heads + m) * list_queries + n % list_queries;
+}
+
+/* Finds the queries that keep each key of a chunk, by the mask of every head. */
+template <mask_reading reading>
+static __global__ void __launch_bounds__(mask_threads)
+    find_queries(const __grid_constant__ forward_plan plan, const int32_t chunks) {
+    __shared__ chunk_words chunk;
+    const kept_work work = work_of(plan, (int32_t)blockIdx.x / chunks);
+    const int32_t first = (int32_t)blockIdx.x % chunks * chunk_keys;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int32_t i = work.t * list_queries + warp * 32, j = first + lane * own_keys;
+    bool listed[chunk_keys / mask_threads] = {};
+    if (first >= work.keys)
+        return;
+    for (int m = 0; m < plan.kept.mask_heads; m++) {
+        const int32_t h = work.g * plan.group + m * (plan.group / plan.kept.mask_heads);
+        const uint8_t *const rows =
+            (const uint8_t *)plan.mask.data + plan.mask.offset(work.b, h, 0, 0);
+        uint32_t words[own_keys];
+        read_mask<reading>(plan, rows, i, j, words);
 #pragma unroll
-    for (int w = 0; w < query_words; w++)
-        any |= bits.word[w];
-    return any != 0;
+        for (int n = 0; n < own_keys; n++)
+            chunk.of_key(lane * own_keys + n)[warp] =
+                words[n] & allowed_queries(plan, work, i, j + n);
+        __syncthreads();
+#pragma unroll
+        for (int x = 0; x < chunk_keys / mask_threads; x++) {
+            const int key = x * mask_threads + threadIdx.x;
+            const uint4 bits = *(const uint4 *)chunk.of_key(key);
+            listed[x] |= (bits.x | bits.y | bits.z | bits.w) != 0;
+            if (first + key < plan.kept.size)
+                *bits_at(plan.kept, work.list, m, first + key) = bits;
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int x = 0; x < chunk_keys / mask_threads; x++) {
+        const uint32_t lanes = __ballot_sync(~0u, listed[x]);
+        const int32_t word = (first + x * mask_threads) / 32 + warp;
+        if (lane == 0 && word < plan.kept.size / 32)
+            plan.kept.listed[work.list * (plan.kept.size / 32) + word] = lanes;
+    }
 }
 
 /* The sum of `count` over the threads before this one; *total: over all threads. */
@@ -115,7 +199,7 @@ __device__ static int32_t sum_before(int32_t count, int32_t *warp_sums, int32_t 
     __syncthreads();
     int32_t before = sum - count;
     *total = 0;
-    for (int n = 0; n < kept_warps; n++) {
+    for (int n = 0; n < list_threads / 32; n++) {
         before += n < warp ? warp_sums[n] : 0;
         *total += warp_sums[n];
     }
@@ -123,63 +207,96 @@ __device__ static int32_t sum_before(int32_t count, int32_t *warp_sums, int32_t 
     return before;
 }
 
-/* Lists those of keys j to j + 3 that some query keeps, from entry n on. `bits` are those of the
- * mask's only head, or are found again for each of several. */
-__device__ static void write_entries(const forward_plan &plan, const kept_work &work, int32_t j,
-                                     int64_t n, uint32_t listed, query_bits (&bits)[own_keys]) {
-    const int32_t heads = plan.kept.mask_heads;
-    for (int m = 0; m < heads && listed != 0; m++) {
-        if (heads > 1)
-            find_queries(plan, work, m, j, bits);
-        int64_t to = n;
+/* Writes the list, and returns how many entries it has. Each thread looks at 32 keys at a time. */
+__device__ static int32_t write_list(const forward_plan &plan, const kept_work &work,
+                                     int32_t *warp_sums) {
+    const uint32_t *const listed = plan.kept.listed + work.list * (plan.kept.size / 32);
+    int32_t *const list = plan.kept.list + work.list * plan.kept.size;
+    int32_t entries = 0;
+    for (int64_t from = 0; from < work.keys; from += 32 * list_threads) {
+        const int64_t first = from + 32 * threadIdx.x;
+        uint32_t lanes = first < work.keys ? listed[first / 32] : 0;
+        int32_t found;
+        int32_t n = entries + sum_before(__popc(lanes), warp_sums, &found);
+        for (; lanes != 0; lanes &= lanes - 1)
+            list[n++] = (int32_t)first + __ffs((int)lanes) - 1;
+        entries += found;
+    }
+    return entries;
+}
+
+/* Of 32 words, one in each lane, lane n gets bit n of each. */
+__device__ static uint32_t transpose_bits(uint32_t word) {
+    uint32_t own = 0;
 #pragma unroll
-        for (int k = 0; k < own_keys; k++) {
-            if ((listed >> k & 1) == 0)
-                continue;
-            const uint32_t *const word = bits[k].word;
-            plan.kept.list[to] = j + k;
-            plan.kept.queries[to * heads + m] = make_uint4(word[0], word[1], word[2], word[3]);
-            to++;
+    for (int n = 0; n < 32; n++) {
+        const uint32_t bits = __ballot_sync(~0u, word >> n & 1);
+        own = threadIdx.x % 32 == n ? bits : own;
+    }
+    return own;
+}
+
+/* Turns the bits of listed keys into bits of queries. Four warps take 128 entries, and each of them
+ * 32 queries. What is written was read before, as no entry stands before its key. */
+__device__ static void write_bits(const forward_plan &plan, const kept_work &work, int m,
+                                  int32_t entries) {
+    const int32_t *const list = plan.kept.list + work.list * plan.kept.size;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int32_t from = 0; from < entries; from += list_threads) {
+        const int32_t first = from + warp / mask_warps * list_queries;
+        uint32_t words[list_queries / 32];
+#pragma unroll
+        for (int x = 0; x < list_queries / 32; x++) {
+            const int32_t n = first + x * 32 + lane;
+            words[x] = n < entries ? ((const uint32_t *)bits_at(plan.kept, work.list, m,
+                                                                list[n]))[warp % mask_warps]
+                                   : 0;
         }
+        __syncthreads();
+#pragma unroll
+        for (int x = 0; x < list_queries / 32; x++)
+            words[x] = transpose_bits(words[x]);
+        if (first < entries)
+            *bits_at(plan.kept, work.list, m, first + warp % mask_warps * 32 + lane) =
+                make_uint4(words[0], words[1], words[2], words[3]);
     }
 }
 
-static __global__ void __launch_bounds__(kept_threads, 2)
-    list_kept_keys(const __grid_constant__ forward_plan plan, const bool by_words) {
-    __shared__ int32_t warp_sums[kept_warps];
-    const int64_t set = head_of_block();
-    const int32_t b = (int32_t)(set / plan.kept.heads), g = (int32_t)(set % plan.kept.heads);
-    if (b >= plan.kept.batches)
+static __global__ void __launch_bounds__(list_threads)
+    list_kept_keys(const __grid_constant__ forward_plan plan) {
+    __shared__ int32_t warp_sums[list_threads / 32];
+    if (head_of_block() >= (int64_t)plan.kept.batches * plan.kept.heads)
         return;
-    const int32_t t = (int32_t)blockIdx.x;
-    const kept_work work = {b, g, t, key_count(plan, b), kept_list(plan.kept, b, g, t), by_words};
-    int64_t end = work.list * plan.kept.size;
-    for (int64_t from = 0; from < work.keys; from += kept_threads * own_keys) {
-        const int32_t j = (int32_t)min(from + threadIdx.x * own_keys, (int64_t)work.keys);
-        query_bits bits[own_keys] = {};
-        uint32_t listed = 0;
-        for (int m = 0; m < plan.kept.mask_heads && j < work.keys; m++) {
-            find_queries(plan, work, m, j, bits);
-#pragma unroll
-            for (int n = 0; n < own_keys; n++)
-                listed |= (uint32_t)is_any(bits[n]) << n;
-        }
-        int32_t found;
-        const int32_t before = sum_before(__popc(listed), warp_sums, &found);
-        write_entries(plan, work, j, end + before, listed, bits);
-        end += found;
-    }
+    const kept_work work = work_of(plan, (int32_t)blockIdx.x);
+    const int32_t entries = write_list(plan, work, warp_sums);
     if (threadIdx.x == 0)
-        plan.kept.count[work.list] = (int32_t)(end - work.list * plan.kept.size);
+        plan.kept.count[work.list] = entries;
+    __syncthreads();
+    for (int m = 0; m < plan.kept.mask_heads; m++)
+        write_bits(plan, work, m, entries);
+}
+
+template <mask_reading reading>
+static fdma_status find_queries_by(const fdma_problem *problem, const forward_plan *plan,
+                                   int64_t sets) {
+    const int64_t chunks = divide_up(plan->kv_len, (int64_t)chunk_keys);
+    return launch("forward", find_queries<reading>,
+                  {grid_of(plan->kept.lists * chunks, sets), dim3(mask_threads)}, problem, *plan,
+                  (int32_t)chunks);
 }
 
 fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_plan *plan) {
     const pair_view &mask = plan->mask;
     const int64_t sets = (int64_t)plan->kept.batches * plan->kept.heads;
-    const bool by_words = mask.key == 1 && (uintptr_t)mask.data % 4 == 0 &&
-                          (mask.batch | mask.head | mask.query) % 4 == 0;
     if (plan->kept.lists == 0 || sets == 0)
         return FDMA_OK;
-    return launch("forward", list_kept_keys, {grid_of(plan->kept.lists, sets), dim3(kept_threads)},
-                  problem, *plan, by_words);
+    if (plan->kv_len > 0) {
+        const bool by_vectors_alone = (uintptr_t)mask.data % own_keys == 0 &&
+                                      (mask.batch | mask.head | mask.query) % own_keys == 0;
+        FDMA_TRY(mask.key != 1      ? find_queries_by<by_entries>(problem, plan, sets)
+                 : by_vectors_alone ? find_queries_by<by_vectors>(problem, plan, sets)
+                                    : find_queries_by<by_words>(problem, plan, sets));
+    }
+    return launch("forward", list_kept_keys, {grid_of(plan->kept.lists, sets), dim3(list_threads)},
+                  problem, *plan);
 }

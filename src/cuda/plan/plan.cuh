@@ -39,14 +39,17 @@ struct alignas(2) key_changes {
 static_assert(list_queries <= UINT8_MAX, "at most one key arrives at a position, and evicts one");
 
 /* With attn_mask, the keys that some query of a query block keeps, ascending, whatever other lists
- * the plan has, and for each listed key which of the queries keep it, by all rules. Sequences and
+ * the plan has, and for each query which of the listed keys it keeps, by all rules. Sequences and
  * kv heads among which neither the mask nor another rule differs share their lists. */
 struct kept_lists {
-    int32_t *list;  // list t of set s: list + (s * lists + t) * size; NULL: there are none
-    uint4 *queries; // entry n of head m of the mask: [(s * lists + t) * size + n][m], a bit each
-    int32_t *count; // [sets][lists]
-    int64_t size;   // entries that a list has room for
-    int32_t lists;  // of each set
+    int32_t *list; // list t of set s: list + (s * lists + t) * size; NULL: there are none
+    // [sets][lists][size / 128][mask_heads][128]: for each 128 entries of a list and each query
+    // of its query block a bit for each entry; those past the last entry are 0
+    uint4 *bits;
+    uint32_t *listed;       // [sets][lists][size / 32]: a bit for each key, while lists are made
+    int32_t *count;         // [sets][lists]
+    int64_t size;           // entries that a list has room for, a multiple of 128
+    int32_t lists;          // of each set
     int32_t batches, heads; // of sets: 1, or one for each sequence, for each kv head
     int32_t mask_heads;     // that the query heads of a kv head have
 };
@@ -190,7 +193,7 @@ struct tile_list {
     const int32_t *list;       // NULL: the keys first, first + 1, ...
     const key_record *records; // by key; NULL: every row keeps every key, and there is no bias
     const int2 *ranges;        // where not causal, of packed sequences; else NULL
-    const uint32_t *queries;   // of kept_lists, four words for each head of the mask; else NULL
+    const uint4 *bits;         // of kept_lists; else NULL
     int32_t first;
     int32_t entries; // that some row of the tile may keep; none if not above 0
     int32_t kv_len;  // keys that exist
@@ -236,8 +239,7 @@ __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, in
     if (plan.kept.list != NULL) {
         const int64_t n = kept_list(plan.kept, b, g, query / list_queries);
         keys.list = plan.kept.list + n * plan.kept.size;
-        keys.queries =
-            (const uint32_t *)(plan.kept.queries + n * plan.kept.size * plan.kept.mask_heads);
+        keys.bits = plan.kept.bits + n * plan.kept.size * plan.kept.mask_heads;
         keys.entries = plan.kept.count[n];
     } else {
         if (plan.list != NULL)
@@ -256,6 +258,15 @@ __device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
     if (n >= keys.entries)
         return -1;
     return keys.list == NULL ? keys.first + n : keys.list[n];
+}
+
+/* Which of 128 entries, from entry 128 n on, a query keeps where list.bits is given: entry e has bit
+ * e % 32 of word e / 32. `h` is the query head. */
+__device__ static const uint32_t *kept_bits(const forward_plan &plan, const tile_list &list,
+                                            int32_t n, int32_t h, int32_t query) {
+    const int32_t heads = plan.kept.mask_heads, m = h % plan.group / (plan.group / heads);
+    return (const uint32_t *)(list.bits + ((int64_t)n * heads + m) * list_queries +
+                              query % list_queries);
 }
 
 /* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or

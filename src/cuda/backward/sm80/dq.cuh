@@ -119,6 +119,8 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const pair_row row = pair_row_of(plan.forward, inputs.range, first_row + lane / 4 * 2 + r);
+        const row_bits<config::keys> bits =
+            load_bits<config::keys>(plan.forward, row, inputs.keys, n);
         const bool is_empty = stats.lse[r] == INFINITY;
 #pragma unroll
         for (int x = 0; x < config::keys / 4; x++) {
@@ -126,8 +128,8 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
             float &product = s[0][x / 2][r * 2 + x % 2], &gradient = dp[0][x / 2][r * 2 + x % 2];
             const float cap = inputs.logits.softcap_scale;
             const float t = cap == 0 ? product : tanh_of(product * cap);
-            if (is_empty ||
-                !keeps_pair(plan.forward, row, inputs.keys, records, entries, first, n, column)) {
+            if (is_empty || !keeps_pair(plan.forward, row, inputs.keys, bits, records, entries,
+                                        first, column)) {
                 gradient = 0;
                 continue;
             }
