@@ -237,12 +237,14 @@ __device__ static uint32_t transpose_bits(uint32_t word) {
 }
 
 /* Turns the bits of listed keys into bits of queries. Four warps take 128 entries, and each of them
- * 32 queries. What is written was read before, as no entry stands before its key. */
+ * 32 queries. What is written was read before, as no entry stands before its key. An empty list has
+ * 128 entries' bits, too: kernels read those of at least one key block. */
 __device__ static void write_bits(const forward_plan &plan, const kept_work &work, int m,
                                   int32_t entries) {
     const int32_t *const list = plan.kept.list + work.list * plan.kept.size;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int32_t from = 0; from < entries; from += list_threads) {
+    const int32_t end = max(entries, 1);
+    for (int32_t from = 0; from < end; from += list_threads) {
         const int32_t first = from + warp / mask_warps * list_queries;
         uint32_t words[list_queries / 32];
 #pragma unroll
@@ -256,7 +258,7 @@ __device__ static void write_bits(const forward_plan &plan, const kept_work &wor
 #pragma unroll
         for (int x = 0; x < list_queries / 32; x++)
             words[x] = transpose_bits(words[x]);
-        if (first < entries)
+        if (first < end)
             *bits_at(plan.kept, work.list, m, first + warp % mask_warps * 32 + lane) =
                 make_uint4(words[0], words[1], words[2], words[3]);
     }

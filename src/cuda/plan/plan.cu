@@ -109,7 +109,7 @@ static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
     kept.heads = differ || mask->shape[1] > 1 ? (int32_t)problem->kv_heads : 1;
     kept.mask_heads = (int32_t)max(mask->shape[1] / max(problem->kv_heads, (int64_t)1), (int64_t)1);
     kept.lists = (int32_t)divide_up(problem->q_len, list_queries);
-    kept.size = round_up(problem->kv_len, list_queries);
+    kept.size = round_up(max(problem->kv_len, (int64_t)1), list_queries);
     const int64_t lists = (int64_t)kept.batches * kept.heads * kept.lists;
     kept.bits = take<uint4>(arena, lists * kept.size * kept.mask_heads);
     kept.listed = take<uint32_t>(arena, lists * (kept.size / 32));

@@ -3,8 +3,26 @@
  * Source: FlashAttention-3, arXiv:2407.08608, sections 3.1 and 3.2. */
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/forward/sm90/softmax.cuh"
 #include "cuda/forward/sm90/tile.cuh"
+
+/* Which keys of a key block a thread's two rows keep by attn_mask, a bit each. */
+template <class config> struct mask_bits {
+    static constexpr int words = config::key_rows / 32;
+    uint32_t word[2][words];
+};
+
+/* Without attn_mask there are none. */
+struct no_mask_bits {};
+
+/* Where a thread finds the bits of its rows: in kept_lists, 128 entries after the other. */
+struct mask_rows {
+    const uint32_t *first; // of this thread's first row, for the next key block
+    int32_t second;        // words from there to its second row
+    int32_t step;          // words from 128 entries to the next
+};
 
 template <class config> struct consumer {
     using element = typename config::element;
@@ -12,6 +30,7 @@ template <class config> struct consumer {
     static constexpr int out_registers = config::channels / 2;
 
     using block_weights = uint32_t[config::key_rows / wgmma_k][4]; // pairs, as wgmma takes them
+    using bits_of_block = std::conditional_t<config::has_mask, mask_bits<config>, no_mask_bits>;
 
     forward_memory<config> *memory;
     tile_order order;
@@ -21,6 +40,7 @@ template <class config> struct consumer {
     pipeline_state<1> q;
     int32_t index;       // of the consumer
     int32_t position[2]; // of this thread's rows, relative to the tile's first
+    mask_rows rows;      // with attn_mask
     row_softmax softmax;
     float out[out_registers];
     block_weights weights; // of the block whose values come next
@@ -37,7 +57,8 @@ template <class config> struct consumer {
     __device__ void release_tensor_cores(void) { bar_arrive(2 - index, 2 * warpgroup_threads); }
 
     /* Issues S = Q K^T for the keys of a stage. Without softcap the result is logits / scale: the
-     * bias is added as 16 more channels. */
+     * bias is added as 16 more channels. With attn_mask it is added even if there is none, as the
+     * compiler would serialise the products if that depended on the plan. */
     template <int registers>
     __device__ void issue_s(const forward_plan &plan, float (&products)[registers], int keys) {
         const uint32_t first_row = index * config::warpgroup_rows;
@@ -47,7 +68,7 @@ template <class config> struct consumer {
         issue_abt<element, config::channels, config::rows, config::key_rows>(
             products, opaque(shared_address(memory->q) + first_row * line_bytes),
             shared_address(memory->kv[keys]));
-        if (!config::has_softcap && plan.records != NULL)
+        if (!config::has_softcap && (config::has_mask || plan.records != NULL))
             multiply<__nv_bfloat16>(products, ones,
                                     describe_octets(shared_address(memory->mask[mask.stage].octet),
                                                     sizeof(bias_octet)));
@@ -92,6 +113,45 @@ template <class config> struct consumer {
         }
     }
 
+    /* Starts to read which keys of the next block this thread's rows keep. */
+    __device__ bits_of_block load_bits(void) {
+        bits_of_block bits;
+        if constexpr (config::has_mask) {
+            constexpr int words = mask_bits<config>::words;
+            const uint32_t *const own[2] = {rows.first, rows.first + rows.second};
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if constexpr (words == 4) {
+                    const uint4 all = *(const uint4 *)own[r];
+                    bits.word[r][0] = all.x, bits.word[r][1] = all.y;
+                    bits.word[r][2] = all.z, bits.word[r][3] = all.w;
+                } else {
+                    const uint2 all = *(const uint2 *)own[r];
+                    bits.word[r][0] = all.x, bits.word[r][1] = all.y;
+                }
+            const bool is_within = words < 4 && (uintptr_t)rows.first % 16 == 0;
+            rows.first += is_within ? words : rows.step - (4 - words);
+        }
+        return bits;
+    }
+
+    /* Sets logits to -inf where the bits say that a row does not keep a key. */
+    template <int registers>
+    __device__ void apply_bits(const mask_bits<config> &bits, float (&products)[registers]) {
+#pragma unroll
+        for (int w = 0; w < registers / 16; w++) {
+            if (__all_sync(~0u, (bits.word[0][w] & bits.word[1][w]) == ~0u))
+                continue;
+            const uint32_t own[2] = {bits.word[0][w] >> threadIdx.x % 4 * 2,
+                                     bits.word[1][w] >> threadIdx.x % 4 * 2};
+#pragma unroll
+            for (int k = 0; k < 16; k++) {
+                const bool kept = own[k / 2 % 2] >> (k / 4 * 8 + k % 2) & 1;
+                products[w * 16 + k] = kept ? products[w * 16 + k] : -INFINITY;
+            }
+        }
+    }
+
     /* Turns products into logits, as exponents of 2, by softcap and bias. */
     template <int registers>
     __device__ void soften(const forward_plan &plan, const block_mask<config> *from,
@@ -112,13 +172,18 @@ template <class config> struct consumer {
     /* Turns S of a key block into its weights, `next`. Returns true if row_max was raised,
      * so that out must be multiplied by `rescale`. The first block of a tile always raises it. */
     template <int registers>
-    __device__ bool weigh(const forward_plan &plan, bool is_first, float (&products)[registers],
-                          uint32_t (&next)[registers / 8][4], float (&rescale)[2]) {
+    __device__ bool weigh(const forward_plan &plan, bool is_first, const bits_of_block &bits,
+                          float (&products)[registers], uint32_t (&next)[registers / 8][4],
+                          float (&rescale)[2]) {
         const block_mask<config> *const from = &memory->mask[mask.stage];
         const float unit = config::has_softcap ? 1 : plan.scale * log2_e;
         if constexpr (config::has_softcap)
             soften(plan, from, products);
-        apply_mask(from, products); // after the bias, as -inf + inf is NaN
+        // after the bias, as -inf + inf is NaN
+        if constexpr (config::has_mask)
+            apply_bits(bits, products);
+        else
+            apply_mask(from, products);
         mbarrier_arrive(&memory->mask_free[mask.stage]);
         mask.advance();
         if (!is_first && softmax.weigh<element, true>(products, unit, next))
@@ -151,11 +216,25 @@ template <class config> struct consumer {
         return tile.first_row + index * config::warpgroup_rows + warp * 16 + threadIdx.x % 32 / 4;
     }
 
+    /* Rows past the last one have the bits of that. */
+    __device__ mask_rows mask_rows_of(const forward_plan &plan, const row_tile &tile) const {
+        const tile_list list = tile_list_of(plan, tile.b, tile.g, tile.query, tile.last);
+        const uint32_t *own[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int32_t row = min(first_row_of(tile) + 8 * i, tile.end_row - 1);
+            own[i] = kept_bits(plan, list, 0, row % plan.group, row / plan.group);
+        }
+        return {own[0], (int32_t)(own[1] - own[0]), plan.kept.mask_heads * list_queries * 4};
+    }
+
     __device__ void start_tile(const forward_plan &plan, int32_t tile_index) {
         const row_tile tile = tile_at<config>(plan, order, tile_index);
 #pragma unroll
         for (int i = 0; i < 2; i++)
             position[i] = position_in_tile(plan, tile, (first_row_of(tile) + 8 * i) / plan.group);
+        if constexpr (config::has_mask)
+            rows = mask_rows_of(plan, tile);
         softmax = row_softmax();
 #pragma unroll
         for (int i = 0; i < out_registers; i++)
@@ -175,10 +254,11 @@ template <class config> struct consumer {
         block_weights next;
         wait_rows();
         issue_s(plan, products, kv.stage);
+        const bits_of_block bits = load_bits();
         wgmma_wait_group<0>();
         release_keys(kv.stage, is_last);
         kv.advance();
-        weigh(plan, true, products, next, rescale);
+        weigh(plan, true, bits, products, next, rescale);
         set_weights(next);
     }
 
@@ -191,6 +271,7 @@ template <class config> struct consumer {
         const int keys = kv.stage;
         kv.advance();
         const int values = kv.stage;
+        const bits_of_block bits = load_bits();
         wait_rows();
         kv.advance();
         acquire_tensor_cores();
@@ -199,7 +280,7 @@ template <class config> struct consumer {
         release_tensor_cores();
         wgmma_wait_group<1>(); // for S
         release_keys(keys, is_last);
-        if (weigh(plan, false, products, next, rescale)) {
+        if (weigh(plan, false, bits, products, next, rescale)) {
             wgmma_wait_group<0>();
             rescale_out(rescale);
         }

@@ -99,11 +99,17 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
                   softcap_scale);
 }
 
+template <typename element, bool mask>
+static fdma_status attend_logits(const fdma_problem *problem, const forward_plan *plan) {
+    if (plan->softcap != 0)
+        return attend_with<forward_config<element, FDMA_HEAD_DIM, true, mask>>(problem, plan);
+    return attend_with<forward_config<element, FDMA_HEAD_DIM, false, mask>>(problem, plan);
+}
+
 template <typename element>
 static fdma_status attend_elements(const fdma_problem *problem, const forward_plan *plan) {
-    if (plan->softcap != 0)
-        return attend_with<forward_config<element, FDMA_HEAD_DIM, true>>(problem, plan);
-    return attend_with<forward_config<element, FDMA_HEAD_DIM, false>>(problem, plan);
+    return plan->kept.list != NULL ? attend_logits<element, true>(problem, plan)
+                                   : attend_logits<element, false>(problem, plan);
 }
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
@@ -119,9 +125,11 @@ static bool is_near(const fdma_problem *problem) {
 static const char *refuses(const fdma_problem *problem) {
     const double least_scale = 1e-6;
     enum { few_queries = 16, smallest = 64 };
-    const char *const reason = fdma_cuda_refuses_pairs(problem, FDMA_HEAD_DIM);
+    const char *const reason = fdma_cuda_refuses_plan(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
+    if (is_present(&problem->attn_bias))
+        return "attn_bias, which cuda/sm80 takes";
     if (problem->dropout.threshold != 0)
         return "dropout";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)

@@ -7,10 +7,11 @@
 #include "cuda/plan/plan.cuh"
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * softcap: whether there is one; its code in the loop would cost calls without it 7%. */
-template <typename element_, int most_channels, bool softcap> struct forward_config {
+ * softcap and mask: whether there is a softcap, and an attn_mask. The code of softcap in the loop
+ * would cost calls without it 7%. */
+template <typename element_, int most_channels, bool softcap, bool mask> struct forward_config {
     using element = element_;
-    static constexpr bool has_softcap = softcap;
+    static constexpr bool has_softcap = softcap, has_mask = mask;
     static constexpr int channels = most_channels;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
