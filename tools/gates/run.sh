@@ -20,9 +20,10 @@ reason() { # reason LOG: the last line that names a fault
 gate() { # gate NAME COMMAND...
     name=$1
     shift
+    since=$(date +%s)
     if "$@" >"$logs/$name.log" 2>&1; then
         if ! sed -n "s/^skipped:/skip  $name:/p" "$logs/$name.log" | grep .; then
-            echo "ok    $name"
+            echo "ok    $name ($(($(date +%s) - since)) s)"
             passed=$((passed + 1))
         fi
     else
