@@ -36,17 +36,42 @@ gate() { # gate NAME COMMAND...
 # compile as all the rest.
 narrow="-DFDMA_COMPILES_avx512=OFF -DFDMA_COMPILES_avx512bf16=OFF -DFDMA_COMPILES_amx=OFF"
 
-build_targets() { # build_targets TARGETS DIRECTORY CMAKE_OPTION...: with warnings as errors
+configure() { # configure DIRECTORY CMAKE_OPTION...: with warnings as errors
+    directory=build/gates/$1
+    shift
+    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF "$@"
+}
+
+build_targets() { # build_targets TARGETS DIRECTORY CMAKE_OPTION...
     targets=$1
-    directory=build/gates/$2
-    shift 2
+    shift
     # shellcheck disable=SC2086 # a list of targets
-    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF "$@" &&
-        cmake --build "$directory" -j "$jobs" --target $targets
+    configure "$@" && cmake --build "$directory" -j "$jobs" --target $targets
 }
 
 build() { # build DIRECTORY CMAKE_OPTION...: everything for the CPU, with warnings as errors
     build_targets all "$@"
+}
+
+# Whether build/, which `make` has built, is what the gate would build: .ci/run passes WERROR=ON.
+gcc_is_built() {
+    compiler=$(sed -n 's/^CMAKE_C_COMPILER:[A-Z]*=//p' build/CMakeCache.txt)
+    grep -q '^FDMA_WERROR:[A-Z]*=ON$' build/CMakeCache.txt &&
+        grep -q '^CMAKE_BUILD_TYPE:[A-Z]*=Release$' build/CMakeCache.txt &&
+        "$compiler" --version | grep 'Free Software Foundation'
+}
+
+gcc_build() {
+    if gcc_is_built; then
+        cmake --build build -j "$jobs"
+    else
+        build gcc -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release
+    fi
+}
+
+narrow_build() { # narrow_build TARGETS: of a build with the scalar and the AVX2 kernels
+    # shellcheck disable=SC2086 # a list of options
+    build_targets "$1" narrow -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release $narrow
 }
 
 # `make test` runs every case. Builds and emulators that are slow test fewer of the random ones.
@@ -87,16 +112,19 @@ clang_tests() {
 }
 
 sanitized_tests() {
-    cmake --preset asan && cmake --build --preset asan -j "$jobs" &&
+    cmake --preset asan &&
+        cmake --build --preset asan -j "$jobs" &&
         OMP_NUM_THREADS=2 c_tests 4 build/asan
 }
 
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
 valgrind_tests() {
-    # shellcheck disable=SC2016 # the inner shell has the name of the test as $0
-    printf 'test_%s\n' kernels vocabulary fresh select attention |
+    tests=$(printf 'test_%s ' kernels vocabulary fresh select attention)
+    narrow_build "$tests" || return 1
+    # shellcheck disable=SC2016,SC2086 # the inner shell has the name of the test as $0
+    printf '%s\n' $tests |
         FDMA_TEST_DIVISOR=4 OMP_NUM_THREADS=1 xargs -n 1 -P "$jobs" sh -c \
-            'valgrind --quiet --error-exitcode=9 "build/gates/gcc/tests/$0" && exit
+            'valgrind --quiet --error-exitcode=9 "build/gates/narrow/tests/$0" && exit
              echo "$0 failed under valgrind"
              exit 1'
 }
@@ -112,13 +140,11 @@ header_alone() {
     done
 }
 
-# `cmake --install` after the target that `make demo` builds.
+# `cmake --install` after the target that `make demo` builds, and nothing else.
 install_after_demo() {
-    # shellcheck disable=SC2086 # a list of options
-    cmake -S . -B build/gates/demo -G Ninja -DFDMA_CUDA=OFF -DFDMA_BUILD_TESTS=OFF $narrow &&
-        cmake --build build/gates/demo -j "$jobs" \
-            --target "$(sed -n '/^demo:/,/^$/s/.*--target \([a-z_]*\)$/\1/p' Makefile)" &&
-        cmake --install build/gates/demo --prefix build/gates/demo/installed
+    rm -f build/gates/narrow/libfdma.* build/gates/narrow/fdma
+    narrow_build "$(sed -n '/^demo:/,/^$/s/.*--target \([a-z_]*\)$/\1/p' Makefile)" &&
+        cmake --install build/gates/narrow --prefix build/gates/narrow/installed
 }
 
 # Builds that would return wrong results stop with an #error: 32-bit ones and -ffast-math. The
@@ -210,7 +236,7 @@ gate cpu_headers cpu_headers_alone
 gate refused refused_builds
 gate demo_installs install_after_demo
 echo "      compiling with gcc and clang, and running the C tests of clang's build"
-gate gcc build gcc -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release
+gate gcc gcc_build
 gate clang clang_tests
 echo "      running the C tests under the address and undefined behaviour sanitizers"
 gate sanitizers sanitized_tests
