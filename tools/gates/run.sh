@@ -257,6 +257,15 @@ fuzz() { # fuzz NAME: starts from the kept inputs; an input that crashes is left
     fi
 }
 
+# Each fuzzer has one thread, so both run at a time.
+fuzz_both() {
+    fuzz safetensors &
+    first=$!
+    fuzz arguments
+    second=$?
+    wait "$first" && [ "$second" = 0 ]
+}
+
 gate format tools/gates/format.sh
 for check in arrows calls words commits messages sizes symbols; do
     gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
@@ -294,8 +303,7 @@ else
 fi
 echo "      fuzzing, $fuzz_seconds seconds each"
 gate fuzz_build build_fuzzers
-gate fuzz_safetensors fuzz safetensors
-gate fuzz_arguments fuzz arguments
+gate fuzzers fuzz_both
 
 echo "gates: $passed passed, $failed failed"
 [ "$failed" = 0 ]
