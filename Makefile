@@ -8,13 +8,16 @@ CUDA ?= AUTO
 # 9.0, so that `make test` compiles the kernels in little time. ARCHITECTURES= builds for all.
 ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
 	tr -d . | sort -nu | paste -sd ';'),90)
+# Warnings as errors, as in .ci/run: the gates then do not compile again what is in build.
+WERROR ?= OFF
 EXAMPLE := examples/data/minilm.safetensors
 
 .PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
 .NOTPARALLEL: # apt-get and pip must not run twice at a time
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
-	@cmake --preset release -DFDMA_CUDA=$(CUDA) "-DFDMA_CUDA_ARCHITECTURES=$(ARCHITECTURES)" >/dev/null
+	@cmake --preset release -DFDMA_CUDA=$(CUDA) "-DFDMA_CUDA_ARCHITECTURES=$(ARCHITECTURES)" \
+		-DFDMA_WERROR=$(WERROR) >/dev/null
 	@cmake --build --preset release -j $(JOBS)
 
 setup: ## install what the build needs and this machine does not have

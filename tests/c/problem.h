@@ -222,19 +222,32 @@ static inline problem problem_sequence(const problem *x, int64_t b) {
 
 static inline problem last_problem(const problem *x) { return problem_sequence(x, x->batch - 1); }
 
+static inline void for_each_problem_of_type(const problem *sizes, uint64_t seed, int type,
+                                            void (*holds)(problem *x, const char *kernel)) {
+    const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
+    for (int kernel = 0; kernel < kernels.count; kernel++) {
+        problem x = *sizes;
+        test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
+        x.dtype = test_dtypes[type];
+        problem_fill(&x, seed);
+        problem_select(&x);
+        holds(&x, kernels.name[kernel]);
+        test_free_all();
+    }
+}
+
 /* Checks a property of random problems of these sizes and options, by every kernel of forward. */
 static inline void for_each_problem(const problem *sizes, uint64_t seed,
                                     void (*holds)(problem *x, const char *kernel)) {
-    for (int type = first_dtype(); type < test_dtype_count; type++) {
-        const kernel_list kernels = kernels_for("forward", test_dtypes[type]);
-        for (int kernel = 0; kernel < kernels.count; kernel++) {
-            problem x = *sizes;
-            test_context("%s %s", kernels.name[kernel], dtype_name(test_dtypes[type]));
-            x.dtype = test_dtypes[type];
-            problem_fill(&x, seed);
-            problem_select(&x);
-            holds(&x, kernels.name[kernel]);
-            test_free_all();
-        }
-    }
+    for (int type = first_dtype(); type < test_dtype_count; type++)
+        for_each_problem_of_type(sizes, seed, type, holds);
+}
+
+/* The same for each of several sizes, each in one dtype where the number of cases is divided. */
+static inline void for_each_size_of(const problem *sizes, int count,
+                                    void (*holds)(problem *x, const char *kernel)) {
+    for (int n = 0; n < count; n++)
+        for (int type = first_dtype(); type < test_dtype_count; type++)
+            if (!is_left_out(n, type))
+                for_each_problem_of_type(&sizes[n], (uint64_t)n + 1, type, holds);
 }

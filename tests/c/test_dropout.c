@@ -100,6 +100,8 @@ static pair pair_at(const problem *x, int64_t at) {
 static void for_each_shape(const char *kernel, fdma_dtype dtype,
                            void (*check)(const problem *x, const char *kernel)) {
     for (int n = 0; n < TEST_COUNT(shapes); n++) {
+        if (is_left_out(n, (int)dtype))
+            continue;
         test_context("%s %s %s", shapes[n].name, kernel, dtype_name(dtype));
         const problem x = problem_of(&shapes[n], dtype);
         check(&x, kernel);
@@ -221,7 +223,7 @@ static void gradients_lack_dropped_pairs(void) { for_each_kernel("backward", dv_
 static void check_rng_state(const char *kernel, fdma_dtype dtype) {
     const problem x = problem_of(&shapes[3], dtype);
     problem stored = x;
-    if (!problem_is_taken(&x, kernel))
+    if (is_left_out(0, (int)dtype) || !problem_is_taken(&x, kernel))
         return;
     stored.rng_state = new_tensor(FDMA_INT64, 2, -1, -1, -1);
     ((int64_t *)stored.rng_state.data)[0] = (int64_t)x.seed;
@@ -371,7 +373,7 @@ static void check_square(double p, uint64_t seed) {
 static void pairs_are_independent(void) {
     static const double probabilities[] = {0.1, 0.5, 0.9};
     for (int n = 0; n < TEST_COUNT(probabilities); n++)
-        for (uint64_t seed = 0; seed < 4; seed++) {
+        for (uint64_t seed = 0; seed < (uint64_t)test_repeats(4); seed++) {
             test_context("dropout %g, seed %d", probabilities[n], (int)seed);
             check_square(probabilities[n], seed);
             test_free_all();
@@ -380,7 +382,8 @@ static void pairs_are_independent(void) {
 
 /* Every bit of a pair is as often set as not, and any two as often equal as not. */
 static void bits_are_fair(void) {
-    enum { bits = 32, pairs = square * square };
+    enum { bits = 32 };
+    const int pairs = test_repeats(square * square);
     static int64_t set[bits], equal[bits][bits];
     const dropout_params params = {11, 0, 1};
     for (int64_t n = 0; n < pairs; n++) {
@@ -393,9 +396,9 @@ static void bits_are_fair(void) {
         }
     }
     for (int x = 0; x < bits; x++) {
-        CHECK_NEAR((double)set[x], pairs / 2, 5 * sqrt((double)pairs / 4));
+        CHECK_NEAR((double)set[x], (double)pairs / 2, 5 * sqrt((double)pairs / 4));
         for (int y = 0; y < x; y++)
-            CHECK_NEAR((double)equal[x][y], pairs / 2, 5 * sqrt((double)pairs / 4));
+            CHECK_NEAR((double)equal[x][y], (double)pairs / 2, 5 * sqrt((double)pairs / 4));
     }
 }
 

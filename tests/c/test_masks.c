@@ -41,8 +41,7 @@ static void check_selection(problem *x, const char *kernel) {
 }
 
 static void are_what_a_selection_keeps(void) {
-    for (int n = 0; n < TEST_COUNT(sizes); n++)
-        for_each_problem(&sizes[n], (uint64_t)n + 1, check_selection);
+    for_each_size_of(sizes, TEST_COUNT(sizes), check_selection);
 }
 
 /* A mask of ones, a bias of zeros; a bias of -inf for a mask; one for each key in place of bias. */
@@ -70,8 +69,7 @@ static void check_trivial(problem *x, const char *kernel) {
 }
 
 static void are_what_other_arguments_are(void) {
-    for (int n = 0; n < TEST_COUNT(sizes); n++)
-        for_each_problem(&sizes[n], (uint64_t)n + 1, check_trivial);
+    for_each_size_of(sizes, TEST_COUNT(sizes), check_trivial);
 }
 
 /* ---- axes ---- */
@@ -94,8 +92,7 @@ static void check_axes(problem *x, const char *kernel) {
 static void may_be_broadcast(void) {
     static const problem some[] = {SIZES(2, 37, 53, 6, 2, 16, 20, 1),
                                    SIZES(2, 41, 130, 4, 4, 24, -1, 0)};
-    for (int n = 0; n < TEST_COUNT(some); n++)
-        for_each_problem(&some[n], (uint64_t)n + 1, check_axes);
+    for_each_size_of(some, TEST_COUNT(some), check_axes);
 }
 
 /* Strides may be anything: the rows of the heads and of the queries change places, and rows lie
@@ -178,8 +175,7 @@ static void check_poison(problem *x, const char *kernel) {
 }
 
 static void read_nothing_that_is_not_kept(void) {
-    for (int n = 0; n < TEST_COUNT(sizes); n++)
-        for_each_problem(&sizes[n], (uint64_t)n + 1, check_poison);
+    for_each_size_of(sizes, TEST_COUNT(sizes), check_poison);
 }
 
 /* A NaN of a kept pair makes its row NaN, and no other. */
@@ -229,8 +225,7 @@ static void check_empty_rows(problem *x, const char *kernel) {
 }
 
 static void may_leave_rows_empty(void) {
-    for (int n = 0; n < TEST_COUNT(sizes); n++)
-        for_each_problem(&sizes[n], (uint64_t)n + 1, check_empty_rows);
+    for_each_size_of(sizes, TEST_COUNT(sizes), check_empty_rows);
 }
 
 /* ---- packed sequences, and sequences of which only some keys exist ---- */

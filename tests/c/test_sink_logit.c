@@ -65,8 +65,7 @@ static void check_forward(problem *x, const char *kernel) {
 }
 
 static void adds_a_term_to_each_row(void) {
-    for (int n = 0; n < TEST_COUNT(sizes); n++)
-        for_each_problem(&sizes[n], (uint64_t)n + 1, check_forward);
+    for_each_size_of(sizes, TEST_COUNT(sizes), check_forward);
 }
 
 /* Sinks that no float32 sum of exponentials holds, and those that are no numbers. */
@@ -104,10 +103,7 @@ static void check_extremes(problem *x, const char *kernel) {
     }
 }
 
-static void takes_any_number(void) {
-    for (int n = 0; n < TEST_COUNT(sizes); n++)
-        for_each_problem(&sizes[n], (uint64_t)n + 1, check_extremes);
-}
+static void takes_any_number(void) { for_each_size_of(sizes, TEST_COUNT(sizes), check_extremes); }
 
 /* Of two halves of the keys one is given the sink logits. */
 static void check_halves(problem *x, const char *kernel) {

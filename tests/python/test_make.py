@@ -38,6 +38,15 @@ def test_architectures(smi: str | None, argument: str, architectures: str, tmp_p
         assert f'"-DFDMA_CUDA_ARCHITECTURES={architectures}"' in printed
 
 
+@pytest.mark.parametrize(("argument", "value"), [("", "OFF"), ("WERROR=ON", "ON")])
+def test_warnings_as_errors(argument: str, value: str, tmp_path: Path) -> None:
+    """The gates compile less where .ci/run has passed WERROR=ON to both of its targets."""
+    for target in ("test", "gates"):
+        printed = commands(target, smi=None, folder=tmp_path, argument=argument)
+        assert f"-DFDMA_WERROR={value} " in printed
+        assert f"make {target} WERROR=ON" in (ROOT / ".ci" / "run").read_text()
+
+
 def test_the_demo_builds_what_is_installed(tmp_path: Path) -> None:
     assert "--target fdma_installed" in commands("demo", smi=None, folder=tmp_path)
     assert "add_custom_target(fdma_installed" in (ROOT / "cmake/fdma_install.cmake").read_text()

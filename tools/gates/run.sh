@@ -20,9 +20,10 @@ reason() { # reason LOG: the last line that names a fault
 gate() { # gate NAME COMMAND...
     name=$1
     shift
+    since=$(date +%s)
     if "$@" >"$logs/$name.log" 2>&1; then
         if ! sed -n "s/^skipped:/skip  $name:/p" "$logs/$name.log" | grep .; then
-            echo "ok    $name"
+            echo "ok    $name ($(($(date +%s) - since)) s)"
             passed=$((passed + 1))
         fi
     else
@@ -35,20 +36,56 @@ gate() { # gate NAME COMMAND...
 # compile as all the rest.
 narrow="-DFDMA_COMPILES_avx512=OFF -DFDMA_COMPILES_avx512bf16=OFF -DFDMA_COMPILES_amx=OFF"
 
-build_targets() { # build_targets TARGETS DIRECTORY CMAKE_OPTION...: with warnings as errors
+# Options that leave out the ISAs of x86-64 that this CPU lacks: their kernels would be compiled with
+# sanitizers, which takes minutes, and never run.
+without_missing_isas() {
+    for isa in avx512:avx512dq avx512bf16:avx512_bf16 amx:amx_bf16; do
+        grep -qw "${isa#*:}" /proc/cpuinfo || printf ' -DFDMA_COMPILES_%s=OFF' "${isa%:*}"
+    done
+}
+
+configure() { # configure DIRECTORY CMAKE_OPTION...: with warnings as errors
+    directory=build/gates/$1
+    shift
+    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF "$@"
+}
+
+build_targets() { # build_targets TARGETS DIRECTORY CMAKE_OPTION...
     targets=$1
-    directory=build/gates/$2
-    shift 2
+    shift
     # shellcheck disable=SC2086 # a list of targets
-    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF "$@" &&
-        cmake --build "$directory" -j "$jobs" --target $targets
+    configure "$@" && cmake --build "$directory" -j "$jobs" --target $targets
 }
 
 build() { # build DIRECTORY CMAKE_OPTION...: everything for the CPU, with warnings as errors
     build_targets all "$@"
 }
 
-# `make test` runs every case. Builds and emulators that are slow test fewer of the random ones.
+# Whether build/, which `make` has built, is what the gate would build: .ci/run passes WERROR=ON.
+gcc_is_built() {
+    compiler=$(sed -n 's/^CMAKE_C_COMPILER:[A-Z]*=//p' build/CMakeCache.txt)
+    grep -q '^FDMA_WERROR:[A-Z]*=ON$' build/CMakeCache.txt &&
+        grep -q '^CMAKE_BUILD_TYPE:[A-Z]*=Release$' build/CMakeCache.txt &&
+        "$compiler" --version | grep 'Free Software Foundation'
+}
+
+gcc_build() {
+    if gcc_is_built; then
+        cmake --build build -j "$jobs"
+    else
+        build gcc -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release
+    fi
+}
+
+narrow_build() { # narrow_build TARGETS: of a build with the scalar and the AVX2 kernels
+    # shellcheck disable=SC2086 # a list of options
+    build_targets "$1" narrow -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release $narrow
+}
+
+# `make test` runs every case. Builds and emulators that are slow test fewer of the random ones, and
+# `fdma check` without the two families with the most rows and keys: they are most of its time, and
+# the C tests walk these cases, too (test_cases, test_backward_shapes).
+most_rows='check_(row|long)$'
 c_tests() { # c_tests DIVISOR DIRECTORY CTEST_OPTION...: DIVISOR divides the number of random cases
     divisor=$1
     directory=$2
@@ -81,21 +118,25 @@ words_tested() {
 }
 
 clang_tests() {
-    build clang -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=Release &&
-        c_tests 4 build/gates/clang
+    build clang -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=Release -DFDMA_CHECK_BY_FAMILY=ON &&
+        c_tests 4 build/gates/clang -E "$most_rows"
 }
 
 sanitized_tests() {
-    cmake --preset asan && cmake --build --preset asan -j "$jobs" &&
-        OMP_NUM_THREADS=2 c_tests 4 build/asan
+    # shellcheck disable=SC2046 # a list of options
+    cmake --preset asan -DFDMA_CHECK_BY_FAMILY=ON $(without_missing_isas) &&
+        cmake --build --preset asan -j "$jobs" &&
+        OMP_NUM_THREADS=2 c_tests 4 build/asan -E "$most_rows"
 }
 
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
 valgrind_tests() {
-    # shellcheck disable=SC2016 # the inner shell has the name of the test as $0
-    printf 'test_%s\n' kernels vocabulary fresh select attention |
+    tests=$(printf 'test_%s ' kernels vocabulary fresh select attention)
+    narrow_build "$tests" || return 1
+    # shellcheck disable=SC2016,SC2086 # the inner shell has the name of the test as $0
+    printf '%s\n' $tests |
         FDMA_TEST_DIVISOR=4 OMP_NUM_THREADS=1 xargs -n 1 -P "$jobs" sh -c \
-            'valgrind --quiet --error-exitcode=9 "build/gates/gcc/tests/$0" && exit
+            'valgrind --quiet --error-exitcode=9 "build/gates/narrow/tests/$0" && exit
              echo "$0 failed under valgrind"
              exit 1'
 }
@@ -111,13 +152,11 @@ header_alone() {
     done
 }
 
-# `cmake --install` after the target that `make demo` builds.
+# `cmake --install` after the target that `make demo` builds, and nothing else.
 install_after_demo() {
-    # shellcheck disable=SC2086 # a list of options
-    cmake -S . -B build/gates/demo -G Ninja -DFDMA_CUDA=OFF -DFDMA_BUILD_TESTS=OFF $narrow &&
-        cmake --build build/gates/demo -j "$jobs" \
-            --target "$(sed -n '/^demo:/,/^$/s/.*--target \([a-z_]*\)$/\1/p' Makefile)" &&
-        cmake --install build/gates/demo --prefix build/gates/demo/installed
+    rm -f build/gates/narrow/libfdma.* build/gates/narrow/fdma
+    narrow_build "$(sed -n '/^demo:/,/^$/s/.*--target \([a-z_]*\)$/\1/p' Makefile)" &&
+        cmake --install build/gates/narrow --prefix build/gates/narrow/installed
 }
 
 # Builds that would return wrong results stop with an #error: 32-bit ones and -ffast-math. The
@@ -169,6 +208,24 @@ neon_tests() {
             -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
 
+# Every CUDA kernel for every device. Where `make` has compiled them for some with the same checks,
+# as under .ci/run, only for the others: those in *_sm90_d* have code for 9.0 alone, in any build.
+cuda_build() {
+    options="-DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF $narrow"
+    built=$(sed -n 's/^FDMA_CUDA_ARCHITECTURES:[A-Z]*=//p' build/CMakeCache.txt)
+    # shellcheck disable=SC2086 # lists of options and of targets
+    if ! gcc_is_built || ! grep 'nvcc_strict.sh --no-spills' build/CMakeFiles/rules.ninja; then
+        build cuda $options -DFDMA_CUDA_ARCHITECTURES=
+    elif [ -n "$built" ]; then
+        others=$(cmake "-DBUILT=$built" -P tools/gates/other_architectures.cmake) || return 1
+        [ -n "$others" ] || return 0
+        configure cuda $options "-DFDMA_CUDA_ARCHITECTURES=$others" || return 1
+        kernels=$(ninja -C "$directory" -t targets all |
+            sed -n 's/^\(fdma_cuda_[a-z0-9_]*\): phony$/\1/p' | grep -v '_sm90_d[0-9]*$') &&
+            cmake --build "$directory" -j "$jobs" --target $kernels
+    fi
+}
+
 # The kernels of the device as C++ for the CPU: tests/emulator.
 emulated_tests() {
     # shellcheck disable=SC2086 # a list of options
@@ -183,7 +240,9 @@ emulated_tests() {
 # and the address sanitizer finds what they would.
 build_fuzzers() {
     undefined="signed-integer-overflow;shift;bounds;integer-divide-by-zero;vla-bound;bool;enum"
+    # shellcheck disable=SC2046 # a list of options
     build_targets "fuzz_safetensors fuzz_arguments" fuzz -DCMAKE_C_COMPILER=clang \
+        $(without_missing_isas) \
         -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFDMA_THREADS=OFF -DFDMA_FUZZ=ON -DFDMA_BUILD_TOOLS=OFF "-DFDMA_SANITIZE=address;$undefined"
 }
 
@@ -198,6 +257,15 @@ fuzz() { # fuzz NAME: starts from the kept inputs; an input that crashes is left
     fi
 }
 
+# Each fuzzer has one thread, so both run at a time.
+fuzz_both() {
+    fuzz safetensors &
+    first=$!
+    fuzz arguments
+    second=$?
+    wait "$first" && [ "$second" = 0 ]
+}
+
 gate format tools/gates/format.sh
 for check in arrows calls words commits messages sizes symbols; do
     gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
@@ -209,7 +277,7 @@ gate cpu_headers cpu_headers_alone
 gate refused refused_builds
 gate demo_installs install_after_demo
 echo "      compiling with gcc and clang, and running the C tests of clang's build"
-gate gcc build gcc -DCMAKE_C_COMPILER=gcc -DCMAKE_BUILD_TYPE=Release
+gate gcc gcc_build
 gate clang clang_tests
 echo "      running the C tests under the address and undefined behaviour sanitizers"
 gate sanitizers sanitized_tests
@@ -227,8 +295,7 @@ else
 fi
 if command -v nvcc >/dev/null; then
     echo "      compiling the CUDA kernels for every device, without a spilled register (about 5 minutes)"
-    # shellcheck disable=SC2086 # a list of options
-    gate cuda build cuda -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF $narrow
+    gate cuda cuda_build
     echo "      running the CUDA kernels on an emulated device (about 5 minutes)"
     gate emulated emulated_tests
 else
@@ -236,8 +303,7 @@ else
 fi
 echo "      fuzzing, $fuzz_seconds seconds each"
 gate fuzz_build build_fuzzers
-gate fuzz_safetensors fuzz safetensors
-gate fuzz_arguments fuzz arguments
+gate fuzzers fuzz_both
 
 echo "gates: $passed passed, $failed failed"
 [ "$failed" = 0 ]
