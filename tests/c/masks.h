@@ -122,6 +122,21 @@ static inline masked_gradients run_masked(const gradient_problem *p, const char 
     return (masked_gradients){gradient_outputs(&args), args.dattn_bias};
 }
 
+/* Gradients of two calls that add the same terms. A device may add them in any order, so that they
+ * differ by errors of rounding; elsewhere they are bit-equal. */
+static inline void check_equal_gradients(const char *kernel, gradients found, gradients want) {
+    if (strncmp(kernel, "cuda", 4) != 0) {
+        check_same_gradients(found, want);
+        return;
+    }
+    for (int t = 0; t < TEST_COUNT(want.all); t++) {
+        const double step =
+            want.all[t].dtype == FDMA_FLOAT32 ? 1e-5 : 4 * step_of(want.all[t].dtype);
+        CHECK_NEAR(largest_difference(found.all[t], want.all[t]), 0,
+                   step * largest_of(want.all[t]));
+    }
+}
+
 /* Sums, in double precision, the elements of a full tensor that share one of a broadcast one. */
 static inline fdma_tensor summed_like(const problem *x, fdma_tensor full, fdma_tensor like) {
     const int64_t *const n = like.shape;
@@ -143,9 +158,23 @@ static inline double sum_of_sizes(fdma_tensor tensor) {
     return sum;
 }
 
-/* Whether a kernel takes tensors of pairs. */
+/* Whether a kernel of forward takes attn_mask. */
 static inline bool masks_are_taken(const problem *x, const char *kernel) {
     fdma_forward_args args = problem_args(x, kernel);
     args.attn_mask = new_mask(x, 0, 64, 1);
     return call_takes(operation_forward, &args);
+}
+
+/* Whether it takes attn_bias. */
+static inline bool biases_are_taken(const problem *x, const char *kernel) {
+    fdma_forward_args args = problem_args(x, kernel);
+    args.attn_bias = new_pair_bias(x, x->dtype, 0, 1);
+    return call_takes(operation_forward, &args);
+}
+
+/* What the kernel takes of `given`. */
+static inline pairs pairs_taken(const problem *x, const char *kernel, pairs given) {
+    if (!biases_are_taken(x, kernel))
+        given.bias = (fdma_tensor){0};
+    return given;
 }

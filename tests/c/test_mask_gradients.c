@@ -19,7 +19,7 @@ static void for_each_size(const char *kernel, fdma_dtype dtype,
         x.dtype = dtype;
         problem_fill(&x, (uint64_t)n + 1);
         problem_select(&x);
-        if (masks_are_taken(&x, kernel))
+        if (biases_are_taken(&x, kernel))
             check(&x, kernel);
     }
 }
@@ -111,7 +111,7 @@ static void check_axes(const char *kernel, fdma_dtype dtype) {
     x.softcap = 3;
     problem_fill(&x, 3);
     problem_select(&x);
-    if (!masks_are_taken(&x, kernel))
+    if (!biases_are_taken(&x, kernel))
         return;
     for (int axes = 0; axes <= (all_axes | per_kv_head); axes += test_divisor() > 1 ? 3 : 1) {
         const pairs given = random_pairs(&x, (axes * 7 + 5) % 32, axes);
@@ -119,7 +119,7 @@ static void check_axes(const char *kernel, fdma_dtype dtype) {
         const gradient_problem p = gradient_masked(&x, given);
         const masked_gradients found = run_masked(&p, kernel, given, 3);
         const masked_gradients want = run_masked(&p, kernel, full, 1);
-        check_same_gradients(found.rows, want.rows);
+        check_equal_gradients(kernel, found.rows, want.rows);
         check_sums(&x, found.dpairs, want.dpairs);
     }
 }
@@ -145,7 +145,7 @@ static void check_threads(const char *kernel, fdma_dtype dtype) {
         x.dtype = dtype;
         problem_fill(&x, 3);
         problem_select(&x);
-        if (!masks_are_taken(&x, kernel))
+        if (!biases_are_taken(&x, kernel))
             continue;
         const pairs given = random_pairs(&x, axis_i | axis_j, axes[n % TEST_COUNT(axes)]);
         const gradient_problem p = gradient_masked(&x, given);
@@ -183,7 +183,7 @@ static void check_poison(problem *x, const char *kernel) {
             store_float(given.bias.data, given.bias.dtype, n, NAN);
         }
     const masked_gradients found = run_masked(&poisoned, kernel, given, 1);
-    check_same_gradients(found.rows, want.rows);
+    check_equal_gradients(kernel, found.rows, want.rows);
     CHECK_BYTES(found.dpairs.data, want.dpairs.data, bytes_of(want.dpairs));
     CHECK(isfinite(largest_of(want.rows.dq)) && largest_of(want.rows.dv) > 0);
 }
@@ -203,7 +203,7 @@ static void check_pieces(const char *kernel, fdma_dtype dtype) {
     packed.dtype = batch.dtype = dtype;
     problem_fill(&packed, 5);
     problem_fill(&batch, 6);
-    if (!masks_are_taken(&packed, kernel))
+    if (!biases_are_taken(&packed, kernel))
         return;
     packed.starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
     batch.kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
@@ -215,7 +215,7 @@ static void check_pieces(const char *kernel, fdma_dtype dtype) {
         const gradient_problem p = gradient_masked(x, heads);
         const masked_gradients found = run_masked(&p, kernel, heads, 2);
         const masked_gradients each = run_masked(&p, kernel, full, 1);
-        check_same_gradients(found.rows, each.rows);
+        check_equal_gradients(kernel, found.rows, each.rows);
         check_sums(x, found.dpairs, each.dpairs);
         CHECK(largest_of(each.dpairs) > 0);
     }
@@ -230,7 +230,7 @@ static void check_empty(const char *kernel, fdma_dtype dtype) {
         problem x = empty[n];
         x.dtype = dtype;
         problem_fill(&x, 5);
-        if (!masks_are_taken(&x, kernel))
+        if (!biases_are_taken(&x, kernel))
             continue;
         const pairs given = random_pairs(&x, axis_i | axis_j, axis_h);
         const gradient_problem p = gradient_masked(&x, given);

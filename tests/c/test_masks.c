@@ -51,7 +51,10 @@ static void check_trivial(problem *x, const char *kernel) {
         return;
     const pairs ones = {new_mask(x, all_axes, 64, 1), new_pairs(x, x->dtype, axis_b | axis_j)};
     memset(ones.bias.data, 0, bytes_of(ones.bias));
-    check_close_results(x, attend_masked(x, kernel, ones, 1), problem_attend(x, kernel, 1));
+    check_close_results(x, attend_masked(x, kernel, pairs_taken(x, kernel, ones), 1),
+                        problem_attend(x, kernel, 1));
+    if (!biases_are_taken(x, kernel))
+        return;
 
     const pairs half = {.mask = new_mask(x, axis_h | axis_i | axis_j, 32, 2)};
     const fdma_tensor infinite = new_pairs(x, FDMA_FLOAT32, axis_h | axis_i | axis_j);
@@ -82,8 +85,9 @@ static void check_axes(problem *x, const char *kernel) {
     for (int axes = 0; axes <= (all_axes | per_kv_head); axes++) {
         const int others = (axes * 7 + 5) % 32;
         const fdma_dtype dtype = axes % 2 ? x->dtype : FDMA_FLOAT32;
-        const pairs given = {new_mask(x, axes, 30, (uint64_t)axes + 1),
-                             new_pair_bias(x, dtype, others, (uint64_t)axes + 50)};
+        const pairs both = {new_mask(x, axes, 30, (uint64_t)axes + 1),
+                            new_pair_bias(x, dtype, others, (uint64_t)axes + 50)};
+        const pairs given = pairs_taken(x, kernel, both);
         const pairs full = {expanded(x, given.mask), expanded(x, given.bias)};
         check_same_results(attend_masked(x, kernel, given, 2), attend_masked(x, kernel, full, 1));
     }
@@ -100,8 +104,9 @@ static void may_be_broadcast(void) {
 static void check_strides(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
-    const pairs given = {new_mask(x, all_axes, 30, 3), new_pair_bias(x, x->dtype, all_axes, 4)};
-    pairs strided = given;
+    const pairs both = {new_mask(x, all_axes, 30, 3), new_pair_bias(x, x->dtype, all_axes, 4)};
+    const pairs given = pairs_taken(x, kernel, both);
+    pairs strided = both;
     fdma_tensor *const tensors[] = {&strided.mask, &strided.bias};
     const int64_t row = x->kv_len + 5;
     for (int t = 0; t < 2; t++) {
@@ -118,7 +123,8 @@ static void check_strides(problem *x, const char *kernel) {
         tensors[t]->stride[1] = row;
         tensors[t]->stride[2] = x->q_heads * row;
     }
-    check_same_results(attend_masked(x, kernel, strided, 1), attend_masked(x, kernel, given, 1));
+    check_same_results(attend_masked(x, kernel, pairs_taken(x, kernel, strided), 1),
+                       attend_masked(x, kernel, given, 1));
 }
 
 static void may_have_any_strides(void) {
@@ -148,6 +154,8 @@ static void poison_keys(problem *x, fdma_tensor mask) {
 }
 
 static void poison_pairs(const problem *x, pairs given) {
+    if (given.bias.rank == 0)
+        return;
     for (int64_t n = 0; n < pair_total(x); n++)
         if (!pair_is_kept(x, given.mask, pair_of(x, n)))
             store_float(given.bias.data, given.bias.dtype, n, NAN);
@@ -165,7 +173,7 @@ static pairs sparse_pairs(const problem *x) {
 static void check_poison(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
-    const pairs given = sparse_pairs(x);
+    const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
     const attended want = attend_masked(x, kernel, given, 1);
     poison_keys(x, given.mask);
     poison_pairs(x, given);
@@ -183,6 +191,8 @@ static void check_nan(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel))
         return;
     const pairs given = sparse_pairs(x);
+    if (!biases_are_taken(x, kernel))
+        return;
     int64_t n = pair_total(x) - 1;
     while (!pair_is_kept(x, given.mask, pair_of(x, n)))
         n--;
@@ -253,7 +263,7 @@ static void check_packed(problem *x, const char *kernel) {
     static int32_t starts[] = {0, 25, 25, 60};
     if (!masks_are_taken(x, kernel))
         return;
-    const pairs given = sparse_pairs(x);
+    const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
     x->starts = fdma_tensor_1d(starts, FDMA_INT32, TEST_COUNT(starts));
     const attended whole = attend_masked(x, kernel, given, 1);
     for (int n = 0; n < 2; n++) {
@@ -282,14 +292,17 @@ static void check_used(problem *x, const char *kernel) {
     static int32_t used[] = {20, 50, 0};
     if (!masks_are_taken(x, kernel))
         return;
-    const pairs given = sparse_pairs(x);
+    const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
     x->kv_used = fdma_tensor_1d(used, FDMA_INT32, TEST_COUNT(used));
     const attended whole = attend_masked(x, kernel, given, 1);
     for (int b = 0; b < TEST_COUNT(used); b++) {
         problem one = problem_sequence(x, b);
         one.kv_used = (fdma_tensor){0};
         one.kv_len = one.k.shape[1] = one.v.shape[1] = one.bias.shape[2] = used[b];
-        pairs own = {sequence_of(given.mask, b), sequence_of(given.bias, b)};
+        pairs own = given;
+        own.mask = sequence_of(given.mask, b);
+        if (given.bias.rank > 0)
+            own.bias = sequence_of(given.bias, b);
         own.mask.shape[3] = own.bias.shape[3] = used[b];
         const attended want = attend_masked(&one, kernel, own, 1);
         check_close_results(x, (attended){sequence_of(whole.out, b), sequence_of(whole.lse, b)},
@@ -307,7 +320,7 @@ static void are_cut_to_the_keys_that_exist(void) {
 static void check_probabilities(problem *x, const char *kernel) {
     if (!masks_are_taken(x, kernel) || strcmp(kernel, "reference") == 0)
         return;
-    const pairs given = sparse_pairs(x);
+    const pairs given = pairs_taken(x, kernel, sparse_pairs(x));
     const attended done = attend_masked(x, kernel, given, 1);
     poison_pairs(x, given);
     fdma_probabilities_args args = {

@@ -31,13 +31,15 @@ __device__ static bool is_unmasked(const pair_view &mask, int64_t b, int32_t h, 
     return mask.data == NULL || ((const uint8_t *)mask.data)[mask.offset(b, h, i, j)] != 0;
 }
 
-/* The attn_bias of a query and a key, 0 without one. `element` is q's. */
+/* The attn_bias at an offset. `element` is q's. */
+template <typename element> __device__ static float bias_at(const pair_view &bias, int64_t offset) {
+    return bias.dtype == FDMA_FLOAT32 ? ((const float *)bias.data)[offset]
+                                      : to_float(((const element *)bias.data)[offset]);
+}
+
+/* The attn_bias of a query and a key, 0 without one. */
 template <typename element>
 __device__ static float pair_bias(const pair_view &bias, int64_t b, int32_t h, int64_t i,
                                   int64_t j) {
-    if (bias.data == NULL)
-        return 0;
-    const int64_t at = bias.offset(b, h, i, j);
-    return bias.dtype == FDMA_FLOAT32 ? ((const float *)bias.data)[at]
-                                      : to_float(((const element *)bias.data)[at]);
+    return bias.data == NULL ? 0 : bias_at<element>(bias, bias.offset(b, h, i, j));
 }

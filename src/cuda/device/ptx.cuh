@@ -324,6 +324,18 @@ __device__ static void red_add_v4(float *address, float x, float y, float z, flo
                  : "memory");
 }
 
+/* The same on any device, of which those before 9.0 add one float after the other. */
+__device__ static void add_four(float *address, float x, float y, float z, float w) {
+#if __CUDA_ARCH__ >= 900
+    red_add_v4(address, x, y, z, w);
+#else
+    atomicAdd(address, x);
+    atomicAdd(address + 1, y);
+    atomicAdd(address + 2, z);
+    atomicAdd(address + 3, w);
+#endif
+}
+
 __device__ static void red_add_v2(float *address, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y)
                  : "memory");

@@ -18,7 +18,8 @@ __device__ static pair_row pair_row_of(const forward_plan &plan, const row_range
 
 /* Which keys of a block a row keeps by attn_mask, a bit each. */
 template <int keys> struct row_bits {
-    uint32_t word[keys / 32];
+    static constexpr int words = keys < 32 ? 1 : keys / 32;
+    uint32_t word[words];
 
     __device__ bool has(int column) const { return word[column / 32] >> column % 32 & 1; }
 };
@@ -34,8 +35,8 @@ __device__ static row_bits<keys> load_bits(const forward_plan &plan, const pair_
     const uint32_t *const words =
         kept_bits(plan, list, entry / list_queries, row.h, row.i) + entry % list_queries / 32;
 #pragma unroll
-    for (int w = 0; w < keys / 32; w++)
-        bits.word[w] = words[w];
+    for (int w = 0; w < row_bits<keys>::words; w++)
+        bits.word[w] = keys < 32 ? words[w] >> entry % 32 : words[w];
     return bits;
 }
 

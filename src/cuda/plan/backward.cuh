@@ -44,6 +44,8 @@ struct backward_plan {
     number_view<const float> dlse;
     float *dsink_logit; // [q_heads]; NULL: not wanted
     pair_view dpairs;   // dattn_bias
+    float *key_sums;    // [batch * kv_heads][kv_len]: sums of dk and dv, where cuda/sm80 makes both
+                        // from lists of kept keys; see backward/sm80/listed.cuh
     // of row i of (b, h), at (b * q_heads + h) * rows + i:
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len

@@ -2,9 +2,10 @@
  * mma.sync. One pass makes dq (dq.cuh) as forward makes out; the others make dk, dv and dbias
  * (dkv.cuh), first for the keys that arrive inside a query block, then slot by slot. Each pass
  * computes the weights again, and none reduces through memory, so results are bit-equal from run to
- * run. Source: arXiv:2205.14135, algorithm 4. */
+ * run. With attn_mask, and unless the call is to be deterministic, a single pass makes all gradients
+ * (listed.cuh). Source: arXiv:2205.14135, algorithm 4. */
 #include "cuda/backward/sm80/dkv.cuh"
-#include "cuda/backward/sm80/dq.cuh"
+#include "cuda/backward/sm80/listed.cuh"
 
 static constexpr int32_t block_slots = 64; // of a slot block
 static constexpr int32_t most_partitions = 16;
@@ -42,6 +43,43 @@ static fdma_status sum_for_queries(const fdma_problem *problem, const backward_p
                   problem, plan, tiles, aligned);
 }
 
+/* Where one pass makes all gradients. For larger head dimensions its tiles would not fit shared
+ * memory. */
+static bool is_listed_pass(const fdma_problem *problem) {
+    return FDMA_HEAD_DIM <= 128 && is_present(&problem->attn_mask) && !problem->deterministic;
+}
+
+/* Bytes of key_sums. */
+static int64_t key_sum_bytes(const fdma_problem *problem) {
+    return problem->batch * problem->kv_heads * problem->kv_len * 2 * FDMA_HEAD_DIM *
+           (int64_t)sizeof(float);
+}
+
+template <typename element, bool drops>
+static fdma_status sum_listed_keys(const fdma_problem *problem, const backward_plan &plan,
+                                   bool aligned) {
+#if FDMA_HEAD_DIM <= 128
+    using config = listed_config<element, drops>;
+    static_assert(sizeof(listed_memory<config>) <= least_shared_bytes,
+                  "a tile of queries fits everywhere");
+    const int64_t rows = (int64_t)plan.forward.q_len * plan.forward.group;
+    const int32_t tiles = (int32_t)divide_up(rows, (int64_t)config::rows);
+    const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
+    if (heads == 0)
+        return FDMA_OK;
+    FDMA_TRY(clear("backward", problem, plan.key_sums, (size_t)key_sum_bytes(problem)));
+    FDMA_TRY(launch("backward", sum_listed<config>,
+                    {dim3(heads * tiles), dim3(config::threads), sizeof(listed_memory<config>)},
+                    problem, plan, tiles, aligned));
+    if (problem->kv_len == 0)
+        return FDMA_OK;
+    return launch("backward", add_key_sums<element>, over_rows(problem->kv_len, heads), problem,
+                  plan, has_aligned_sums(plan));
+#else
+    return FDMA_OK;
+#endif
+}
+
 template <typename element, bool pairs, bool drops>
 static fdma_status sum_gradients(const fdma_problem *problem, const backward_plan &plan) {
     const forward_plan &forward = plan.forward;
@@ -50,6 +88,8 @@ static fdma_status sum_gradients(const fdma_problem *problem, const backward_pla
                          is_aligned(plan.dout) && is_aligned(plan.dq) && has_aligned_sums(plan);
     if (forward.batch == 0 || forward.q_len == 0)
         return FDMA_OK;
+    if (is_listed_pass(problem))
+        return sum_listed_keys<element, drops>(problem, plan, aligned);
     FDMA_TRY((sum_for_queries<query_config<element, pairs, drops>>(problem, plan, aligned)));
     return sum_for_keys<key_config<element, pairs, drops>>(problem, plan, aligned);
 }
@@ -65,7 +105,10 @@ static fdma_status sum_elements(const fdma_problem *problem, const backward_plan
 }
 
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
-    return fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions});
+    backward_plan plan = fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions});
+    if (is_listed_pass(problem))
+        plan.key_sums = take<float>(arena, key_sum_bytes(problem) / (int64_t)sizeof(float));
+    return plan;
 }
 
 /* Whether several pairs add to one element of dattn_bias, in any order. */
