@@ -111,20 +111,32 @@ template <typename config> __device__ static void clear_empty(listed_memory<conf
     }
 }
 
-/* Whether dropout drops the pair of a lane's key and a row. */
+/* Which pairs of a lane's keys, at entries `own` and own + 8 of block n, and rows dropout drops: a
+ * bit for each, 16 for a key. */
 template <typename config>
-__device__ static bool is_dropped(const listed_memory<config> &shared, const forward_plan &plan,
-                                  uint32_t key_code, int r) {
-    return drops(dropout_mix(shared.codes.row[r], key_code), shared.position[r] % 2 != 0,
-                 plan.dropout.threshold);
+__device__ static uint32_t find_dropped(const listed_memory<config> &shared, int32_t n, int own,
+                                        uint32_t threshold) {
+    uint32_t dropped = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int x = 0; x < config::rows / 4; x++) {
+            const int row = row_of_column(x / 2, x % 2);
+            const uint32_t mixed =
+                dropout_mix(shared.codes.row[row], shared.codes.key[n % 2][own + r * 8]);
+            dropped |= (uint32_t)drops(mixed, shared.position[row] % 2 != 0, threshold)
+                       << (r * 16 + x);
+        }
+    return dropped;
 }
 
 /* Products s and dp of a lane's two keys, at entries `own` and own + 8 of block n, become what dv
- * takes, weights, and the gradients of scale * <q, k>. Adds to dattn_bias and to the keys' dbias. */
+ * takes, weights, and the gradients of scale * <q, k>. Adds to dattn_bias and to the keys' dbias.
+ * dropped: as from find_dropped(). */
 template <typename config>
 __device__ static void find_gradients(const listed_memory<config> &shared,
                                       const backward_plan &plan, int32_t n, int own,
-                                      float (&s)[1][config::keys / 8][4],
+                                      uint32_t dropped, float (&s)[1][config::keys / 8][4],
                                       float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
     const forward_plan &forward = plan.forward;
     const logit_params logits = shared.inputs.logits;
@@ -134,9 +146,6 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
         const int column = own + r * 8;
         const float key_bias = shared.records[n % 2].bias[column];
         const int32_t key = shared.key[n % 3][column];
-        uint32_t key_code = 0;
-        if constexpr (config::drops)
-            key_code = shared.codes.key[n % 2][column];
 #pragma unroll
         for (int x = 0; x < config::rows / 4; x++) {
             const int row = row_of_column(x / 2, x % 2);
@@ -152,12 +161,10 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
                                                                    shared.of_row.bias[row] +
                                                                        key * forward.pair_bias.key);
             const float p = ex2_approx(fmaf(t, logits.scale, bias) - shared.of_row.lse[row]);
-            bool dropped = false;
-            if constexpr (config::drops)
-                dropped = is_dropped(shared, forward, key_code, row);
-            const float dout_v = dropped ? 0 : gradient * forward.dropout_scale;
+            const bool drops = dropped >> (r * 16 + x) & 1;
+            const float dout_v = drops ? 0 : gradient * forward.dropout_scale;
             const float ds = kept ? p * (dout_v - shared.of_row.delta[row]) : 0;
-            weight = kept && !dropped ? p : 0;
+            weight = kept && !drops ? p : 0;
             gradient = ds * slope;
             dbias[r] += ds;
             if (has_dbias && kept)
@@ -242,11 +249,14 @@ __device__ static void visit_blocks(listed_memory<config> &shared, const backwar
         const int32_t upcoming = own_entry<config>(list, n + 2);
         if (has_next)
             load_keys(shared, plan.forward, n + 1);
+        uint32_t dropped = 0;
+        if constexpr (config::drops)
+            dropped = find_dropped(shared, n, own, plan.forward.dropout.threshold);
         mma_abt<config>(s, down_first<head_dim>(shared.k[n % 2] + first).unhoisted(),
                         right_first<head_dim>(shared.q).unhoisted());
         mma_abt<config>(dp, down_first<head_dim>(shared.v + first).unhoisted(),
                         right_first<head_dim>(shared.dout).unhoisted());
-        find_gradients<config>(shared, plan, n, own, s, dp, dbias);
+        find_gradients<config>(shared, plan, n, own, dropped, s, dp, dbias);
         store_gradients(shared, own, dp);
         store_entry(shared.key, n + 2, upcoming);
         __syncthreads(); // ds is complete, and every warp has read v
