@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable
 
+import flash_dma
 import flash_dmattn
 import pytest
 import torch
@@ -28,6 +29,10 @@ CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
     flash_dmattn.flash_dma_attention: {
         **{"query": QUERY, "key": KEY, "value": KEY},
         **{"dt_proj": (2, 32), "a_coef": (2,)},
+    },
+    flash_dma.fwd: {
+        **{"q": QUERY, "k": KEY, "v": KEY},
+        **dict.fromkeys(("zoh", "active_mask"), (1, 2, 6, 6)),
     },
     flash_dmattn.flash_dmattn_func: {"q": QUERY, "k": KEY, "v": KEY},
     flash_dmattn.flash_dmattn_varlen_func: {
@@ -59,6 +64,7 @@ fused = functools.partial(wrong, flash_dmattn.flash_dma_attention)
 score = functools.partial(wrong, flash_dmattn.score)
 select = functools.partial(wrong, flash_dmattn.select)
 masked = functools.partial(wrong, flash_dmattn.flash_dmattn_func)
+fwd = functools.partial(wrong, flash_dma.fwd)
 varlen = functools.partial(wrong, flash_dmattn.flash_dmattn_varlen_func)
 merge = functools.partial(wrong, flash_dmattn.merge)
 layer = flash_dmattn.DynamicMaskAttention
