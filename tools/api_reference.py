@@ -93,7 +93,7 @@ def docstring_text(thing: Any) -> str:
 
 def methods_of(thing: type) -> Iterator[tuple[str, Any]]:
     """The public methods and properties of a class of this package that have a docstring."""
-    fields = getattr(thing, "_fields", ())
+    fields = {*getattr(thing, "_fields", ()), *getattr(thing, "__dataclass_fields__", ())}
     for name, member in list(vars(thing).items()):
         if not name.startswith("_") and name not in fields and getattr(member, "__doc__", None):
             yield name, member

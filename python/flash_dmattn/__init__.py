@@ -6,6 +6,7 @@ from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
 from .functional import Selection, attention, get_available_backends, merge, score, select
 from .fused import flash_dma_attention
 from .nn import DynamicMaskAttention
+from .options import DynamicMaskOptions
 from .probabilities import attention_probabilities
 from .streams import KeyCache, decode
 from .varlen import flash_dmattn_varlen_func
@@ -15,6 +16,7 @@ __version__ = version()
 __all__ = [
     "DynamicMaskAttention",
     "DynamicMaskCache",
+    "DynamicMaskOptions",
     "KeyCache",
     "Selection",
     "attention",

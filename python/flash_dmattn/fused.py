@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import _arguments, ops
 from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
-from .functional import Tensors, _autocast, _scale
+from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
+from .options import WINDOW, DynamicMaskOptions
+
+
+def _attend_to_all(
+    tensors: Tensors,
+    given: MaybeTensors,
+    bias_form: str,
+    numbers: tuple[Any, ...],
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """out, lse and bias of attention to all keys, with the bias that their scores make."""
+    query, key, value, *weights = tensors
+    key_valid, _, kv_used, *_ = given
+    score_backend = backend and ops.backend_for(backend, "score")
+    _, bias = ops.SCORE.op(value, *weights, key_valid, kv_used, bias_form, score_backend)
+    bias = None if bias_form == "none" else bias
+    rest = (None, None, *_rules_of(None), *numbers, deterministic, backend)
+    out, lse = ops.ATTENTION.op(query, key, value, bias, *given, *rest)
+    return out, lse, bias
 
 
 def flash_dma_attention(
@@ -15,7 +37,7 @@ def flash_dma_attention(
     value: torch.Tensor,
     dt_proj: torch.Tensor,
     a_coef: torch.Tensor,
-    keep_window_size: int = 1024,
+    keep_window_size: int = WINDOW,
     dropout_p: float = 0.0,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -35,6 +57,7 @@ def flash_dma_attention(
     backend: str | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    options: DynamicMaskOptions | None = None,
 ) -> torch.Tensor | Tensors:
     """Dynamic mask attention in one call: score(), select() and attention().
 
@@ -73,6 +96,7 @@ def flash_dma_attention(
         backend: as in score().
         deterministic: make gradients bit-equal from run to run on CUDA devices as well.
         return_lse: also return lse.
+        options: limits of the call, and how keys are processed; its keep_window_size is the call's.
 
     Returns:
         out [batch, q_len, q_heads, head_dim], of query's dtype. With return_lse or
@@ -84,7 +108,8 @@ def flash_dma_attention(
     Raises:
         TypeError: a query that is not a tensor, a keep_window_size, recent or sinks that is not an
             int, or a generator that is none.
-        ValueError: shapes, devices or options that are inconsistent.
+        ValueError: shapes, devices or options that are inconsistent, or a call beyond the limits of
+            `options`.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
         MemoryError: probabilities that take more memory than the device has.
 
@@ -108,25 +133,35 @@ def flash_dma_attention(
         raise ValueError("scope: is 'causal', want 'global' if causal is False")
     reason = "with scope 'global'" if causal else "if causal is False"
     no_recent = reason if scope == "global" else None
+    if options is not None:
+        keep_window_size = options._window_of(keep_window_size)
     rules = _arguments.check_rules(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
-    numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap, dropout_p)
+    if options is not None:
+        options._check_call(query, key, starts, rules[0] + rules[1])
     if return_attn_probs:
         check_probabilities_fit(query, key, "return_attn_probs")
     rng_state = draw_state(query, dropout_p, generator)
-    options = (key_valid, starts, kv_used, sink_logit, rng_state, *rules, *numbers)
+    given = (key_valid, starts, kv_used, sink_logit, rng_state)
+    numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
     needs_gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )
-    if not needs_gradients and not return_lse and not return_attn_probs:
-        return ops.FUSED_OUT.op(*tensors, *options, backend)
-    out, lse, _, bias, *selected = ops.FUSED.op(*tensors, *options, deterministic, backend)
+    selected = (None, None)
+    if options is not None and options._is_dense(rules[0] + rules[1], key):
+        rules, scope = (0, 0, 0), "causal"  # as without a selection
+        out, lse, bias = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
+    elif not needs_gradients and not return_lse and not return_attn_probs:
+        return ops.FUSED_OUT.op(*tensors, *given, *rules, scope, bias_form, *numbers, backend)
+    else:
+        out, lse, _, bias, *selected = ops.FUSED.op(
+            *tensors, *given, *rules, scope, bias_form, *numbers, deterministic, backend
+        )
     results = (out, lse) if return_lse else (out,)
     if return_attn_probs:
         bias = None if bias_form == "none" else bias
         given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, None, None)
-        given = (*given, *selected, lse)
-        numbers = (*rules, scope, *numbers[2:])
-        results += (ops.PROBABILITIES.without_gradients(*given, *numbers, backend),)
+        given = (*given, *selected, lse, *rules, scope, *numbers)
+        results += (ops.PROBABILITIES.without_gradients(*given, backend),)
     return results if len(results) > 1 else out
