@@ -1,6 +1,6 @@
-"""Programs for flash-dmattn run as they are: with every name, keyword and value of its quick starts,
-and smaller sizes, on the device that there is or on the CPU. Also the files on citing and conduct.
-"""
+"""Programs for flash-dmattn run as they are: with the names, keywords and values of its quick
+starts, and smaller sizes, on the device that there is or on the CPU. Also the files on citing and
+conduct."""
 
 from __future__ import annotations
 
