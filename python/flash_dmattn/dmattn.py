@@ -46,6 +46,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """out and lse of attention(); probabilities, if the option `probabilities_name` asks for them;
     the rng_state of dropout, if there is any."""
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"query: is a {type(q).__name__}, want a torch.Tensor")
     if probabilities_name is not None:
         check_probabilities_fit(q, k, probabilities_name)
     rng_state = draw_state(q, dropout_p, generator)

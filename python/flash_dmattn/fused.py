@@ -12,6 +12,29 @@ from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
 from .options import WINDOW, DynamicMaskOptions
 
 
+def _rules_of_call(
+    keep_window_size: int,
+    recent: int,
+    sinks: int,
+    scope: str | None,
+    causal: bool,
+    options: DynamicMaskOptions | None,
+) -> tuple[tuple[int, int, int], str]:
+    """How many keys a query keeps, and the scope."""
+    if scope is None:
+        scope = "causal" if causal else "global"
+    elif scope == "causal" and not causal:
+        raise ValueError("scope: is 'causal', want 'global' if causal is False")
+    reason = "with scope 'global'" if causal else "if causal is False"
+    no_recent = reason if scope == "global" else None
+    if options is not None:
+        keep_window_size = options._window_of(keep_window_size)
+    rules = _arguments.check_rules(
+        keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
+    )
+    return rules, scope
+
+
 def _attend_to_all(
     tensors: Tensors,
     given: MaybeTensors,
@@ -127,17 +150,7 @@ def flash_dma_attention(
     """
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
-    if scope is None:
-        scope = "causal" if causal else "global"
-    elif scope == "causal" and not causal:
-        raise ValueError("scope: is 'causal', want 'global' if causal is False")
-    reason = "with scope 'global'" if causal else "if causal is False"
-    no_recent = reason if scope == "global" else None
-    if options is not None:
-        keep_window_size = options._window_of(keep_window_size)
-    rules = _arguments.check_rules(
-        keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
-    )
+    rules, scope = _rules_of_call(keep_window_size, recent, sinks, scope, causal, options)
     if options is not None:
         options._check_call(query, key, starts, rules[0] + rules[1])
     if return_attn_probs:
