@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flash_dma
+import flash_dma_cuda
 import flash_dmattn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +93,7 @@ def docstring_text(thing: Any) -> str:
 
 def methods_of(thing: type) -> Iterator[tuple[str, Any]]:
     """The public methods and properties of a class of this package that have a docstring."""
-    fields = getattr(thing, "_fields", ())
+    fields = {*getattr(thing, "_fields", ()), *getattr(thing, "__dataclass_fields__", ())}
     for name, member in list(vars(thing).items()):
         if not name.startswith("_") and name not in fields and getattr(member, "__doc__", None):
             yield name, member
@@ -107,9 +109,10 @@ def class_text(name: str, thing: type) -> Iterator[str]:
 
 def python_text() -> Iterator[str]:
     yield "## Python"
-    for name in flash_dmattn.__all__:
-        thing = getattr(flash_dmattn, name)
-        yield f"### flash_dmattn.{name}"
+    modules = (flash_dmattn, flash_dma, flash_dma_cuda)
+    for module, name in [(one, name) for one in modules for name in one.__all__]:
+        thing = getattr(module, name)
+        yield f"### {module.__name__}.{name}"
         yield fenced("python", signature_of(thing, name))
         yield docstring_text(thing)
         if inspect.isclass(thing):

@@ -2,16 +2,11 @@
 
 from ._library import version
 from .cache import DynamicMaskCache
-from .functional import (
-    Selection,
-    attention,
-    flash_dma_attention,
-    get_available_backends,
-    merge,
-    score,
-    select,
-)
+from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
+from .functional import Selection, attention, get_available_backends, merge, score, select
+from .fused import flash_dma_attention
 from .nn import DynamicMaskAttention
+from .options import DynamicMaskOptions
 from .probabilities import attention_probabilities
 from .streams import KeyCache, decode
 from .varlen import flash_dmattn_varlen_func
@@ -21,12 +16,15 @@ __version__ = version()
 __all__ = [
     "DynamicMaskAttention",
     "DynamicMaskCache",
+    "DynamicMaskOptions",
     "KeyCache",
     "Selection",
     "attention",
     "attention_probabilities",
     "decode",
     "flash_dma_attention",
+    "flash_dmattn_func",
+    "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",
     "get_available_backends",
     "merge",

@@ -68,7 +68,9 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
     shown = _arguments.SHOWN.get(name, name)
     if name in _arguments.BOOL_INPUTS and tensor.dtype not in (torch.bool, torch.uint8):
-        raise NotImplementedError(f"{name}: dtype is {dtype}, supported: bool or uint8")
+        hint = name == "attn_mask" and tensor.dtype.is_floating_point
+        use = "; a mask that is added to logits is an attn_bias" if hint else ""
+        raise NotImplementedError(f"{name}: dtype is {dtype}, supported: bool or uint8{use}")
     if name in _arguments.INT32_INPUTS and tensor.dtype != torch.int32:
         raise NotImplementedError(f"{shown}: dtype is {dtype}, supported: int32")
     if tensor.dtype not in DTYPES:
@@ -218,12 +220,11 @@ class Memory(threading.local):
 memory = Memory()
 
 
-def check_devices(tensors: dict[str, MaybeTensor]) -> None:
-    """Refuse tensors of devices that one call cannot serve.
+def check_same_device(tensors: dict[str, MaybeTensor]) -> tuple[str, torch.device]:
+    """The name and the device of the first tensor, where all are.
 
     Raises:
         ValueError: the tensors are on different devices.
-        NotImplementedError: they are on a CUDA device, and the library was built without CUDA.
     """
     devices = [(name, x.device) for name, x in tensors.items() if x is not None]
     first, device = devices[0]
@@ -231,6 +232,17 @@ def check_devices(tensors: dict[str, MaybeTensor]) -> None:
         if other != device:
             shown = _arguments.SHOWN.get(name, name)
             raise ValueError(f"{shown}: is on {other}, want {device}, where {first} is")
+    return first, device
+
+
+def check_devices(tensors: dict[str, MaybeTensor]) -> None:
+    """Refuse tensors of devices that one call cannot serve.
+
+    Raises:
+        ValueError: the tensors are on different devices.
+        NotImplementedError: they are on a CUDA device, and the library was built without CUDA.
+    """
+    first, device = check_same_device(tensors)
     if device.type == "cuda" and not _library.has_cuda():
         raise NotImplementedError(
             f"{first}: is on {device}, but this build of flash_dmattn has no CUDA kernels; "

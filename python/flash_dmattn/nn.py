@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from . import _arguments, functional
+from . import _arguments, functional, fused
 from ._inputs import check_dropout
 from .cache import DynamicMaskCache
 
@@ -320,4 +320,4 @@ class DynamicMaskAttention(nn.Module):
             return functional.attention(query, key, value, **options)[0]
         weights = (self.dt_proj.weight, self.A)
         options.update(recent=self.recent, sinks=self.sinks, dt_bias=self.dt_proj.bias)
-        return functional.flash_dma_attention(query, key, value, *weights, self.window, **options)
+        return fused.flash_dma_attention(query, key, value, *weights, self.window, **options)

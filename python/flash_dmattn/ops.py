@@ -24,7 +24,7 @@ from typing import Any, Callable
 import torch
 
 from . import _arguments, _library
-from ._call import Operation, Returned, call, unpack
+from ._call import Operation, Returned, call, check_same_device, unpack
 
 DEVICES = ("cpu", "cuda")
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
@@ -108,6 +108,7 @@ class Operator:
         """The fake kernel: an allocation of the results."""
         given = dict(zip(self.arguments, arguments))
         tensors = {name: given[name] for name in self.operation.tensors}
+        check_same_device(tensors)
         sizes = _arguments.bind_sizes(tensors)
         results = []
         for name in self.operation.results:

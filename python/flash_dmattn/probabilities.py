@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import ops
-from ._inputs import check_dropout
+from ._inputs import check_dropout, check_probabilities_fit
 from .functional import Selection, _autocast, _rules_of, _scale
 
 
@@ -63,6 +63,7 @@ def attention_probabilities(
         ValueError: shapes, devices or options that are inconsistent, or a selection made for
             other keys.
         NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
+        MemoryError: probabilities that take more memory than the device has.
 
     Example:
         >>> x = torch.randn(1, 6, 2, 8)
@@ -75,9 +76,12 @@ def attention_probabilities(
     if dropout_p > 0 and rng_state is None:
         raise ValueError("rng_state: is None, want that of attention() with dropout")
     check_dropout(dropout_p)
+    query, key = _autocast("query", (query, key))
+    check_probabilities_fit(query, key, "attention_probabilities")
     expiry, slot, *rules = _rules_of(selection)
     return ops.PROBABILITIES.without_gradients(
-        *_autocast("query", (query, key)),
+        query,
+        key,
         bias,
         key_valid,
         starts,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from . import functional, probabilities
+from . import dmattn
+from ._inputs import as_bool_mask, choose_scale
+from .fused import flash_dma_attention
 
 
-def _check_same(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
+def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.Tensor:
+    """`starts` of attention(); cumsum() makes int64 of the int32 lengths that it sums up."""
     same = cu_seqlens_q is cu_seqlens_k or (
         cu_seqlens_q.shape == cu_seqlens_k.shape and torch.equal(cu_seqlens_q, cu_seqlens_k)
     )
@@ -16,6 +19,23 @@ def _check_same(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
             "cu_seqlens_k: differs from cu_seqlens_q, want the same: packed sequences attend to "
             "themselves"
         )
+    return cu_seqlens_q.int() if cu_seqlens_q.dtype == torch.int64 else cu_seqlens_q
+
+
+def _is_causal(causal: bool, is_causal: bool | None) -> bool:
+    if is_causal is not None and causal and not is_causal:
+        raise ValueError("is_causal: is False, want None or True, as causal is True")
+    return bool(causal or is_causal)
+
+
+def _refuse_pairs(attn_mask: torch.Tensor | None, attn_bias: torch.Tensor | None) -> None:
+    for name, pairs in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
+        if pairs is not None:
+            raise ValueError(f"{name}: is given, want None with dt_proj, which selects the keys")
+
+
+def _with_batch(pairs: torch.Tensor | None) -> torch.Tensor | None:
+    return None if pairs is None else pairs[None]
 
 
 def flash_dmattn_varlen_func(
@@ -30,6 +50,10 @@ def flash_dmattn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    scale: float | None = None,
     dt_proj: torch.Tensor | None = None,
     a_coef: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
@@ -55,7 +79,8 @@ def flash_dmattn_varlen_func(
         q: [total, q_heads, head_dim]: the queries of all sequences, one after the other.
         k: [total, kv_heads, head_dim].
         v: [total, kv_heads, head_dim].
-        cu_seqlens_q: [sequences + 1] int32: where each sequence starts and, last, the end of all.
+        cu_seqlens_q: [sequences + 1] int32 or int64: where each sequence starts and, last, the end
+            of all.
         cu_seqlens_k: the same positions. It is compared with cu_seqlens_q unless it is the same
             tensor.
         max_seqlen_q: not needed; taken so that calls of flash_attn_varlen_func() need no change.
@@ -63,6 +88,12 @@ def flash_dmattn_varlen_func(
         dropout_p: as in flash_dma_attention().
         softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
         causal: a query sees only keys at positions up to its own.
+        attn_mask: optional [q_heads or kv_heads or 1, total or 1, total or 1], as in
+            flash_dmattn_func(): which queries attend to which keys of their sequences. Not with
+            dt_proj.
+        attn_bias: optional, with axes as attn_mask, as in flash_dmattn_func(). Not with dt_proj.
+        is_causal: another name of causal.
+        scale: another name of softmax_scale.
         dt_proj: [kv_heads, kv_heads * head_dim], with a_coef; None for attention to all keys.
         a_coef: [kv_heads].
         dt_bias: optional [kv_heads], beside them; None for 0.
@@ -86,8 +117,10 @@ def flash_dmattn_varlen_func(
 
     Raises:
         ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
-            other, dt_bias without them, or what flash_dma_attention() raises it for.
+            other, dt_bias without them, a mask or a bias beside them, two names of an option that
+            differ, or what flash_dma_attention() raises it for.
         NotImplementedError: as flash_dma_attention().
+        MemoryError: probabilities that take more memory than the device has.
 
     Example:
         >>> q, k, v = torch.randn(10, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
@@ -97,30 +130,27 @@ def flash_dmattn_varlen_func(
 
     Source: arXiv:2508.02124.
     """
-    _check_same(cu_seqlens_q, cu_seqlens_k)
+    starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     if (dt_proj is None) != (a_coef is None):
         absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
     if dt_bias is not None and dt_proj is None:
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
     rows = q[None], k[None], v[None]
-    options = {"starts": cu_seqlens_q, "causal": causal, "backend": backend}
-    options |= {"softmax_scale": softmax_scale, "softcap": softcap}
-    probability = ()
+    options = {"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend}
+    options |= {"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap}
+    options |= {"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit}
+    options |= {"deterministic": deterministic}
     if dt_proj is None or a_coef is None:
-        rng_state = functional.draw_state(q, dropout_p, generator)
-        options |= {"dropout_p": dropout_p, "rng_state": rng_state}
-        out, lse = functional.attention(
-            *rows, sink_logit=sink_logit, **options, deterministic=deterministic
-        )
-        if return_attn_probs:
-            probability = (probabilities.attention_probabilities(*rows[:2], lse, **options),)
+        pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
+        name = "return_attn_probs" if return_attn_probs else None
+        out, lse, *probability, _ = dmattn.attend(*rows, *pairs, **options, probabilities_name=name)
+        probability = probability if return_attn_probs else []
     else:
+        _refuse_pairs(attn_mask, attn_bias)
         rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
-        rules |= {"dt_bias": dt_bias, "sink_logit": sink_logit}
-        options |= {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
-        options |= {"dropout_p": dropout_p, "generator": generator}
-        out, lse, *probability = functional.flash_dma_attention(
+        rules |= {"dt_bias": dt_bias, "return_attn_probs": return_attn_probs}
+        out, lse, *probability = flash_dma_attention(
             *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
         )
     results = (out, lse, *probability) if return_lse else (out, *probability)

@@ -9,18 +9,25 @@ import re
 import typing
 from typing import Any
 
+import flash_dma
+import flash_dma_cuda
 import flash_dmattn
 import pytest
 import torch
 from programs import ROOT, output_of, python
 
-PUBLIC = [getattr(flash_dmattn, name) for name in flash_dmattn.__all__]
+MODULES = (flash_dmattn, flash_dma, flash_dma_cuda)
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in MODULES
+    for name in module.__all__
+}
 
 
-@pytest.mark.parametrize("thing", PUBLIC, ids=flash_dmattn.__all__)
+@pytest.mark.parametrize("thing", PUBLIC.values(), ids=PUBLIC)
 def test_example(thing: Any) -> None:
     torch.manual_seed(0)
-    names = {"flash_dmattn": flash_dmattn, "torch": torch}
+    names = {"torch": torch, **{module.__name__: module for module in MODULES}}
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
     (found,) = finder.find(thing, thing.__name__, globs=names)
     result = runner.run(found)
@@ -28,7 +35,7 @@ def test_example(thing: Any) -> None:
     assert result.attempted > 0 or thing is flash_dmattn.Selection
 
 
-@pytest.mark.parametrize("thing", PUBLIC, ids=flash_dmattn.__all__)
+@pytest.mark.parametrize("thing", PUBLIC.values(), ids=PUBLIC)
 def test_sections(thing: Any) -> None:
     text = inspect.getdoc(thing)
     arguments = inspect.signature(thing).parameters
@@ -54,4 +61,4 @@ def test_the_reference_has_every_function() -> None:
     calls = re.findall(r"^FDMA_API [\w ]*?\*?(fdma_\w+)\(", header, flags=re.M)
     assert len(calls) > 50
     assert [name for name in calls if f"{name}(" not in text] == []
-    assert [name for name in flash_dmattn.__all__ if f"### flash_dmattn.{name}\n" not in text] == []
+    assert [name for name in PUBLIC if f"### {name}\n" not in text] == []

@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable
 
+import flash_dma
 import flash_dmattn
 import pytest
 import torch
@@ -29,6 +30,11 @@ CORRECT: dict[Callable[..., Any], dict[str, Any]] = {
         **{"query": QUERY, "key": KEY, "value": KEY},
         **{"dt_proj": (2, 32), "a_coef": (2,)},
     },
+    flash_dma.fwd: {
+        **{"q": QUERY, "k": KEY, "v": KEY},
+        **dict.fromkeys(("zoh", "active_mask"), (1, 2, 6, 6)),
+    },
+    flash_dmattn.flash_dmattn_func: {"q": QUERY, "k": KEY, "v": KEY},
     flash_dmattn.flash_dmattn_varlen_func: {
         **{"q": QUERY[1:], "k": KEY[1:], "v": KEY[1:], "max_seqlen_q": 4, "max_seqlen_k": 4},
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 2, 6]).int()),
@@ -57,6 +63,8 @@ probabilities = functools.partial(wrong, flash_dmattn.attention_probabilities)
 fused = functools.partial(wrong, flash_dmattn.flash_dma_attention)
 score = functools.partial(wrong, flash_dmattn.score)
 select = functools.partial(wrong, flash_dmattn.select)
+masked = functools.partial(wrong, flash_dmattn.flash_dmattn_func)
+fwd = functools.partial(wrong, flash_dma.fwd)
 varlen = functools.partial(wrong, flash_dmattn.flash_dmattn_varlen_func)
 merge = functools.partial(wrong, flash_dmattn.merge)
 layer = flash_dmattn.DynamicMaskAttention
@@ -203,7 +211,8 @@ def test_cuda_tensors_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_device_without_kernels() -> None:
     """On the meta device there are shapes only."""
-    out = fused(**{name: randn(*QUERY, device="meta") for name in ("query", "key", "value")})
+    shapes = CORRECT[flash_dmattn.flash_dma_attention]
+    out = fused(**{name: randn(*shape, device="meta") for name, shape in shapes.items()})
     assert out.device.type == "meta" and out.shape == QUERY
 
 

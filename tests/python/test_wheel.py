@@ -14,13 +14,15 @@ from flash_dmattn import _library
 from programs import ROOT, output_of, python, run
 
 PROGRAM = """
-import torch, flash_dmattn
+import torch, flash_dma, flash_dma_cuda, flash_dmattn
 from flash_dmattn import _library
 x = torch.randn(1, 5, 2, 8)
 assert torch.isfinite(flash_dmattn.attention(x, x, x)[0]).all()
+assert torch.isfinite(flash_dma.fwd(x, x, x, None, None)[0]).all()
 print(flash_dmattn.__version__, _library.find())
 """
 
+PACKAGES = ("flash_dmattn", "flash_dma", "flash_dma_cuda")
 PIP_OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index")
 
 
@@ -51,9 +53,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_contents(wheel: Path) -> None:
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = [path.name for path in (ROOT / "python" / "flash_dmattn").glob("*.[pt]y*")]
-    assert {"__init__.py", "_library.py", "py.typed"} < set(sources)
-    assert files == {f"flash_dmattn/{name}" for name in (*sources, "libfdma.so")}
+    folder = ROOT / "python"
+    sources = {path.relative_to(folder).as_posix() for path in folder.glob("*/*.[pt]y*")}
+    assert {"flash_dmattn/_library.py", "flash_dma/py.typed"} < sources
+    assert {f"{name}/__init__.py" for name in PACKAGES} < sources
+    assert files == {*sources, "flash_dmattn/libfdma.so"}
     assert wheel.name.startswith("flash_dmattn-") and "-py3-none-" in wheel.name
 
 

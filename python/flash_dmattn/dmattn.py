@@ -1,0 +1,183 @@
+"""Attention under a mask and a bias for single queries and keys, called as flash-dmattn is.
+
+The top of functional.py has what all functions share.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, Callable
+
+import torch
+
+from . import _library
+from ._inputs import (
+    as_bool_mask,
+    call_renamed,
+    check_probabilities_fit,
+    choose_scale,
+    draw_state,
+)
+from .functional import attention
+from .probabilities import attention_probabilities
+
+NAMES = {"query": "q", "key": "k", "value": "v", "causal": "is_causal"}
+OTHER_BACKENDS = ("triton", "flex")  # of flash-dmattn
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    *,
+    causal: bool,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    backend: str | None,
+    deterministic: bool = False,
+    starts: torch.Tensor | None = None,
+    sink_logit: torch.Tensor | None = None,
+    probabilities_name: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """out and lse of attention(); probabilities, if the option `probabilities_name` asks for them;
+    the rng_state of dropout, if there is any."""
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"query: is a {type(q).__name__}, want a torch.Tensor")
+    if probabilities_name is not None:
+        check_probabilities_fit(q, k, probabilities_name)
+    rng_state = draw_state(q, dropout_p, generator)
+    options = {"attn_mask": attn_mask, "attn_bias": attn_bias, "starts": starts, "causal": causal}
+    options |= {"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
+    options |= {"dropout_p": dropout_p, "rng_state": rng_state}
+    out, lse = attention(q, k, v, **options, sink_logit=sink_logit, deterministic=deterministic)
+    probability = None
+    if probabilities_name is not None:
+        probability = attention_probabilities(q, k, lse, **options)
+    return out, lse, probability, rng_state
+
+
+def flash_dmattn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    dropout_p: float | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool | None = None,
+    *,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Attention under a mask and a bias, with the arguments of flash-dmattn's function.
+
+    It is attention() with attn_mask and attn_bias, where a mask may also be of floating-point
+    numbers. Where the keys are ranked by a score of their own, flash_dma_attention() does the same
+    without a mask, in much less time and memory.
+
+    Args:
+        q: [batch, q_len, q_heads, head_dim], as query in attention().
+        k: [batch, kv_len, kv_heads, head_dim].
+        v: [batch, kv_len, kv_heads, head_dim].
+        attn_mask: optional [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1]: bool or
+            uint8, false where a query does not attend to a key; or floating-point numbers, 1.0
+            where it does and 0.0 where it does not. The latter count as true where they are above
+            0, and are converted: one byte for each of them. Numbers that are to be added to logits
+            are an attn_bias.
+        attn_bias: optional, with axes as attn_mask, of q's dtype or float32: added to the logits of
+            kept keys, elsewhere not looked at. It has a gradient.
+        dropout_p: as in attention(); None for 0.
+        softmax_scale: multiplies <q, k>; None for 1 / sqrt(head_dim).
+        is_causal: a query sees only keys at positions up to its own; None for False.
+        softcap: as in attention(); None for 0.
+        deterministic: as in attention(); None for False.
+        return_attn_probs: also return lse and the probabilities, to debug; None for False.
+        scale: another name of softmax_scale.
+        generator: as in attention(), on q's device.
+        backend: as in score().
+
+    Returns:
+        out [batch, q_len, q_heads, head_dim], of q's dtype; a query that the mask allows no key has
+        out = 0. With return_attn_probs a tuple of out, lse [batch, q_heads, q_len] and
+        probabilities [batch, q_heads, q_len, kv_len], with dropout and without gradients.
+
+    Raises:
+        TypeError: a q or a mask that is not a tensor, or a generator that is none.
+        ValueError: shapes, devices or options that are inconsistent; scale and softmax_scale that
+            differ.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
+        MemoryError: probabilities that take more memory than the device has.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 6, 2, 8)
+        >>> best = torch.randn(1, 2, 6, 6).topk(3).indices  # 3 keys for each query
+        >>> mask = torch.zeros(1, 2, 6, 6).scatter(-1, best, 1.0)
+        >>> flash_dmattn.flash_dmattn_func(q=q, k=k, v=v, attn_mask=mask, scale=0.5).shape
+        torch.Size([1, 6, 2, 8])
+
+    Source: arXiv:2205.14135, arXiv:2508.02124.
+    """
+    out, lse, probability, _ = call_renamed(
+        NAMES,
+        attend,
+        *(q, k, v, as_bool_mask(attn_mask), attn_bias),
+        causal=bool(is_causal),
+        softmax_scale=choose_scale(softmax_scale, scale),
+        softcap=0.0 if softcap is None else softcap,
+        dropout_p=0.0 if dropout_p is None else dropout_p,
+        generator=generator,
+        backend=backend,
+        deterministic=bool(deterministic),
+        probabilities_name="return_attn_probs" if return_attn_probs else None,
+    )
+    return out if probability is None else (out, lse, probability)
+
+
+def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
+    """flash_dmattn_func() with its backend chosen.
+
+    Args:
+        backend: one of get_available_backends() or a kernel's name; None for the fastest kernels of
+            the device that the tensors are on. "cuda" on a machine without a CUDA device is as
+            None, with a RuntimeWarning, so that programs for a GPU run on CPU tensors.
+
+    Returns:
+        The function.
+
+    Raises:
+        NotImplementedError: "triton" or "flex", which are backends of flash-dmattn alone. The
+            function refuses other unknown names.
+
+    Example:
+        >>> flash_dmattn_func = flash_dmattn.flash_dmattn_func_auto(backend="cpu")
+        >>> x = torch.randn(1, 6, 2, 8)
+        >>> flash_dmattn_func(q=x, k=x, v=x, is_causal=True).shape
+        torch.Size([1, 6, 2, 8])
+
+    Source: arXiv:2508.02124.
+    """
+    usable = _library.backends()
+    if backend in OTHER_BACKENDS:
+        names = ", ".join(map(repr, usable))
+        raise NotImplementedError(
+            f"backend: is {backend!r}, which this library does not have, want one of {names}, or "
+            "None for the fastest"
+        )
+    if backend == "cuda" and "cuda" not in usable:
+        warnings.warn(
+            "backend: is 'cuda', but there is no CUDA device, or no CUDA kernel in this build: the "
+            "function takes CPU tensors",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        backend = None
+    return functools.partial(flash_dmattn_func, backend=backend)

@@ -1,0 +1,180 @@
+"""Dynamic mask attention in one call. The top of functional.py has what all functions share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _arguments, ops
+from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
+from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
+from .options import WINDOW, DynamicMaskOptions
+
+
+def _rules_of_call(
+    keep_window_size: int,
+    recent: int,
+    sinks: int,
+    scope: str | None,
+    causal: bool,
+    options: DynamicMaskOptions | None,
+) -> tuple[tuple[int, int, int], str]:
+    """How many keys a query keeps, and the scope."""
+    if scope is None:
+        scope = "causal" if causal else "global"
+    elif scope == "causal" and not causal:
+        raise ValueError("scope: is 'causal', want 'global' if causal is False")
+    reason = "with scope 'global'" if causal else "if causal is False"
+    no_recent = reason if scope == "global" else None
+    if options is not None:
+        keep_window_size = options._window_of(keep_window_size)
+    rules = _arguments.check_rules(
+        keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
+    )
+    return rules, scope
+
+
+def _attend_to_all(
+    tensors: Tensors,
+    given: MaybeTensors,
+    bias_form: str,
+    numbers: tuple[Any, ...],
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """out, lse and bias of attention to all keys, with the bias that their scores make."""
+    query, key, value, *weights = tensors
+    key_valid, _, kv_used, *_ = given
+    score_backend = backend and ops.backend_for(backend, "score")
+    _, bias = ops.SCORE.op(value, *weights, key_valid, kv_used, bias_form, score_backend)
+    bias = None if bias_form == "none" else bias
+    rest = (None, None, *_rules_of(None), *numbers, deterministic, backend)
+    out, lse = ops.ATTENTION.op(query, key, value, bias, *given, *rest)
+    return out, lse, bias
+
+
+def flash_dma_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dt_proj: torch.Tensor,
+    a_coef: torch.Tensor,
+    keep_window_size: int = WINDOW,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_attn_probs: bool = False,
+    *,
+    dt_bias: torch.Tensor | None = None,
+    key_valid: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    kv_used: torch.Tensor | None = None,
+    sink_logit: torch.Tensor | None = None,
+    recent: int = 0,
+    sinks: int = 0,
+    scope: str | None = None,
+    bias_form: str = "exp",
+    softcap: float = 0.0,
+    generator: torch.Generator | None = None,
+    backend: str | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    options: DynamicMaskOptions | None = None,
+) -> torch.Tensor | Tensors:
+    """Dynamic mask attention in one call: score(), select() and attention().
+
+    Args:
+        query: [batch, q_len, q_heads, head_dim]; q_heads is a multiple of kv_heads, head_dim a
+            multiple of 8 up to 256. Query i has position i + kv_len - q_len.
+        key: [batch, kv_len, kv_heads, head_dim], of query's dtype.
+        value: [batch, kv_len, kv_heads, head_dim], of query's dtype.
+        dt_proj: [kv_heads, kv_heads * head_dim], of query's dtype or float32.
+        a_coef: [kv_heads], of query's dtype or float32.
+        keep_window_size: number of keys that a query keeps, 1 or more; kv_len or more keeps
+            all of them.
+        dropout_p: as in attention().
+        causal: a query sees only keys at positions up to its own.
+        softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
+        return_attn_probs: also return the probabilities, as attention_probabilities() does, but
+            with dropout: q_len * kv_len numbers for each query head, to debug and to draw pictures.
+        dt_bias: optional [kv_heads], of query's dtype or float32, as in score(); None for 0.
+        key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never read.
+        starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
+        kv_used: optional [batch] int32, how many keys exist: see the top of this module.
+        sink_logit: optional [q_heads] float32, as in attention().
+        recent: number of keys that a query keeps beside these because they are the newest that it
+            can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
+            and a query keeps keep_window_size + recent keys. A language model needs the tokens just
+            before a query, which scores alone may not keep.
+        sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
+            the first ones of the sequence that are valid. They count in the window.
+        scope: "causal": each query ranks the keys up to its own position. "global": all keys are
+            ranked once. None for "causal" if `causal` is set, else "global".
+        bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
+            nothing, so that dt_proj, a_coef and dt_bias have no gradients.
+        softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
+            for none.
+        generator: as in attention().
+        backend: as in score().
+        deterministic: make gradients bit-equal from run to run on CUDA devices as well.
+        return_lse: also return lse.
+        options: limits of the call, and how keys are processed; its keep_window_size is the call's.
+
+    Returns:
+        out [batch, q_len, q_heads, head_dim], of query's dtype. With return_lse or
+        return_attn_probs a tuple of out, lse [batch, q_heads, q_len] and probabilities
+        [batch, q_heads, q_len, kv_len], without what is not asked for. lse, in nats, and
+        probabilities are float32 (float64 if query is); probabilities have no gradient. A query
+        that keeps no key has out = 0, lse = -inf or its sink_logit, and probabilities of 0.
+
+    Raises:
+        TypeError: a query that is not a tensor, a keep_window_size, recent or sinks that is not an
+            int, or a generator that is none.
+        ValueError: shapes, devices or options that are inconsistent, or a call beyond the limits of
+            `options`.
+        NotImplementedError: a dtype, head_dim or backend that no kernel on this machine supports.
+        MemoryError: probabilities that take more memory than the device has.
+
+    Example:
+        >>> query = torch.randn(2, 16, 4, 8)
+        >>> key, value = torch.randn(2, 2, 16, 2, 8)
+        >>> dt_proj, a_coef = torch.randn(2, 16), torch.ones(2)
+        >>> out = flash_dmattn.flash_dma_attention(
+        ...     query, key, value, dt_proj, a_coef, keep_window_size=5, causal=True
+        ... )
+        >>> out.shape
+        torch.Size([2, 16, 4, 8])
+
+    Source: arXiv:2508.02124.
+    """
+    refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
+    tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
+    rules, scope = _rules_of_call(keep_window_size, recent, sinks, scope, causal, options)
+    if options is not None:
+        options._check_call(query, key, starts, rules[0] + rules[1])
+    if return_attn_probs:
+        check_probabilities_fit(query, key, "return_attn_probs")
+    rng_state = draw_state(query, dropout_p, generator)
+    given = (key_valid, starts, kv_used, sink_logit, rng_state)
+    numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
+    needs_gradients = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tensors, sink_logit)
+    )
+    selected = (None, None)
+    if options is not None and options._is_dense(rules[0] + rules[1], key):
+        rules, scope = (0, 0, 0), "causal"  # as without a selection
+        out, lse, bias = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
+    elif not needs_gradients and not return_lse and not return_attn_probs:
+        return ops.FUSED_OUT.op(*tensors, *given, *rules, scope, bias_form, *numbers, backend)
+    else:
+        out, lse, _, bias, *selected = ops.FUSED.op(
+            *tensors, *given, *rules, scope, bias_form, *numbers, deterministic, backend
+        )
+    results = (out, lse) if return_lse else (out,)
+    if return_attn_probs:
+        bias = None if bias_form == "none" else bias
+        given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, None, None)
+        given = (*given, *selected, lse, *rules, scope, *numbers)
+        results += (ops.PROBABILITIES.without_gradients(*given, backend),)
+    return results if len(results) > 1 else out

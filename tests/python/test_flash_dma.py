@@ -1,0 +1,151 @@
+"""The modules flash_dma and flash_dma_cuda: results against PyTorch alone, and what they refuse."""
+
+from __future__ import annotations
+
+import inspect
+
+import flash_dma
+import flash_dma_cuda
+import flash_dmattn
+import pytest
+import torch
+from flash_dmattn import _inputs
+from test_masks import (
+    BATCH,
+    KV_HEADS,
+    KV_LEN,
+    Q_HEADS,
+    Q_LEN,
+    attend_in_torch,
+    make_pairs,
+    make_rows,
+)
+
+PAIRS = (BATCH, KV_HEADS, Q_LEN, KV_LEN)
+
+
+def test_arguments() -> None:
+    optional = {"out": None, "p_dropout": 0.0, "softmax_scale": None, "is_causal": False}
+    optional |= {"keep_window_size": 2048, "softcap": 0.0, "return_softmax": False, "gen": None}
+    empty = inspect.Parameter.empty
+    expected = [*((name, empty) for name in "q k v zoh active_mask".split()), *optional.items()]
+    for module in (flash_dma, flash_dma_cuda):
+        parameters = inspect.signature(module.fwd).parameters.values()
+        assert [(x.name, x.default) for x in parameters] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [KV_HEADS, Q_HEADS])
+def test_against_torch(heads: int, dtype: torch.dtype) -> None:
+    query, key, value, _ = make_rows(dtype)
+    mask, zoh = make_pairs((BATCH, heads, Q_LEN, KV_LEN), dtype)
+    output, lse, p, rng_state = flash_dma.fwd(
+        *(query, key, value, zoh.requires_grad_(), mask.to(dtype)),
+        is_causal=True,
+        softcap=2.0,
+        return_softmax=True,
+    )
+    want = attend_in_torch(query, key, value, None, mask, zoh, causal=True, softcap=2.0)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), want, atol=32 * step, rtol=8 * step)
+    assert lse.shape == (BATCH, Q_HEADS, Q_LEN) and rng_state.shape == (0,)
+    weighted = p @ value.float().transpose(1, 2).repeat_interleave(Q_HEADS // KV_HEADS, 1)
+    weighted = weighted.transpose(1, 2)
+    torch.testing.assert_close(weighted, output.float(), atol=32 * step, rtol=8 * step)
+    found = torch.autograd.grad(output.float().cos().sum(), (query, zoh))
+    wanted = torch.autograd.grad(want.cos().sum(), (query, zoh))
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, atol=64 * step, rtol=16 * step)
+
+
+def test_only_what_is_asked_for() -> None:
+    query, key, value, _ = make_rows()
+    result = flash_dma.fwd(query, key, value, None, None, softmax_scale=0.3)
+    assert isinstance(result, list)
+    output, lse, p, rng_state = result
+    want = flash_dmattn.attention(query, key, value, softmax_scale=0.3)
+    assert torch.equal(output, want[0]) and torch.equal(lse, want[1])
+    assert p.numel() == 0 and rng_state.numel() == 0 and rng_state.dtype == torch.int64
+
+
+def test_the_size_of_the_window_changes_nothing() -> None:
+    query, key, value, _ = make_rows()
+    mask, zoh = make_pairs(PAIRS)
+    wide, narrow = (
+        flash_dma.fwd(query, key, value, zoh, mask.float(), keep_window_size=size)[0]
+        for size in (2048, 1)
+    )
+    assert torch.equal(wide, narrow)
+    assert not torch.equal(wide, flash_dma.fwd(query, key, value, zoh, None)[0])
+
+
+def test_a_mask_of_zeros_gives_zeros() -> None:
+    query, key, value, _ = make_rows()
+    zeros = torch.zeros(PAIRS)
+    output, lse, p, _ = flash_dma.fwd(query, key, value, zeros, zeros, return_softmax=True)
+    assert (output == 0).all() and torch.isneginf(lse).all() and (p == 0).all()
+
+
+def test_dropout() -> None:
+    query, key, value, _ = make_rows()
+    mask, zoh = make_pairs(PAIRS)
+    given = (query, key, value, zoh, mask)
+    first = flash_dma.fwd(*given, p_dropout=0.4, gen=torch.Generator().manual_seed(3))
+    again = flash_dma.fwd(*given, None, 0.4, gen=torch.Generator().manual_seed(3))
+    rng_state = first[3]
+    assert torch.equal(first[0], again[0]) and torch.equal(rng_state, again[3])
+    options = {"attn_bias": zoh, "attn_mask": mask, "dropout_p": 0.4, "rng_state": rng_state}
+    want = flash_dmattn.attention(query, key, value, **options)[0]
+    assert torch.equal(first[0], want)
+    assert not torch.equal(want, flash_dma.fwd(*given)[0])
+
+
+def test_out() -> None:
+    query, key, value, _ = (x.detach() for x in make_rows())
+    want = flash_dma.fwd(query, key, value, None, None)[0]
+    out = torch.full_like(query, 7)
+    found = flash_dma.fwd(query, key, value, None, None, out)[0]
+    assert found is out and torch.equal(out, want)
+
+
+def test_anomaly_detection() -> None:
+    """The example of the debug mode."""
+    query, key, value, _ = make_rows()
+    mask, zoh = make_pairs(PAIRS)
+    with torch.autograd.set_detect_anomaly(True):
+        output, _, weights, _ = flash_dma.fwd(
+            query, key, value, zoh, mask.float(), return_softmax=True
+        )
+        output.square().sum().backward()
+    assert query.grad.isfinite().all() and 0 <= weights.min() and weights.max() <= 1
+
+
+def test_a_softmax_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value, _ = make_rows()
+    monkeypatch.setattr(_inputs, "memory_of", lambda device: 0)
+    words = rf"^return_softmax: {BATCH} x {Q_HEADS} x {Q_LEN} x {KV_LEN} probabilities take "
+    with pytest.raises(MemoryError, match=words):
+        flash_dma.fwd(query, key, value, None, None, return_softmax=True)
+    flash_dma.fwd(query, key, value, None, None)
+
+
+def test_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [x.bfloat16() for x in make_rows()[:3]]
+    monkeypatch.setattr(flash_dma_cuda, "get_available_backends", lambda: ["cpu", "reference"])
+    with pytest.raises(NotImplementedError, match=r"^flash_dma_cuda\.fwd: there is no CUDA device"):
+        flash_dma_cuda.fwd(*rows, None, None)
+    monkeypatch.setattr(flash_dma_cuda, "get_available_backends", lambda: ["cuda", "cpu"])
+    with pytest.raises(ValueError, match=r"^q: is on cpu, want a CUDA device; flash_dma\.fwd"):
+        flash_dma_cuda.fwd(*rows, None, None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_device() -> None:
+    rows = [x.detach().bfloat16() for x in make_rows()[:3]]
+    mask, zoh = make_pairs(PAIRS, torch.bfloat16)
+    step = torch.finfo(torch.bfloat16).eps
+    want = attend_in_torch(*rows, None, mask, zoh, causal=True)
+    given = [x.cuda() for x in (*rows, zoh, mask.bfloat16())]
+    for module in (flash_dma, flash_dma_cuda):
+        found = module.fwd(*given, is_causal=True)[0].cpu().double()
+        torch.testing.assert_close(found, want, atol=32 * step, rtol=8 * step)
