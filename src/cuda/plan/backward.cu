@@ -165,11 +165,24 @@ static __global__ void __launch_bounds__(row_threads)
                               i * pairs.query + n % lengths.keys * pairs.key] = 0;
 }
 
+/* Whether the elements of a tensor of rank 4 follow one another without gaps. */
+static bool is_contiguous(const fdma_tensor *tensor) {
+    int64_t stride = 1;
+    for (int axis = 3; axis >= 0; axis--) {
+        if (tensor->shape[axis] > 1 && tensor->stride[axis] != stride)
+            return false;
+        stride *= tensor->shape[axis];
+    }
+    return true;
+}
+
 static fdma_status clear_dattn_bias(const fdma_problem *problem, const backward_plan *plan) {
     const int64_t *const shape = problem->dattn_bias.shape;
     if (!is_present(&problem->dattn_bias) || is_empty(&problem->dattn_bias))
         return FDMA_OK;
     const int64_t elements = shape[0] * shape[1] * shape[2] * shape[3];
+    if (is_contiguous(&problem->dattn_bias))
+        return clear("backward", problem, plan->dpairs.data, (size_t)elements * sizeof(float));
     return launch("backward", clear_pairs,
                   {dim3((unsigned)divide_up(elements, row_threads)), dim3(row_threads)}, problem,
                   plan->dpairs, pair_lengths{shape[0], shape[1], shape[2], shape[3]});
