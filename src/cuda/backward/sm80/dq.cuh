@@ -119,8 +119,10 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const pair_row row = pair_row_of(plan.forward, inputs.range, first_row + lane / 4 * 2 + r);
-        const row_bits<config::keys> bits =
-            load_bits<config::keys>(plan.forward, row, inputs.keys, n);
+        row_bits<config::keys> bits = {};
+        if (inputs.keys.bits != NULL)
+            bits = load_bits<config::keys>(
+                plan.forward, kept_bits(plan.forward, inputs.keys, 0, row.h, row.i), n);
         const bool is_empty = stats.lse[r] == INFINITY;
 #pragma unroll
         for (int x = 0; x < config::keys / 4; x++) {
@@ -128,8 +130,8 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
             float &product = s[0][x / 2][r * 2 + x % 2], &gradient = dp[0][x / 2][r * 2 + x % 2];
             const float cap = inputs.logits.softcap_scale;
             const float t = cap == 0 ? product : tanh_of(product * cap);
-            if (is_empty || !keeps_pair(plan.forward, row, inputs.keys, bits, records, entries,
-                                        first, column)) {
+            if (is_empty || !keeps_pair(plan.forward, row.position, inputs.keys, bits, records,
+                                        entries, first, column)) {
                 gradient = 0;
                 continue;
             }

@@ -29,8 +29,8 @@ template <typename type, bool drops_> struct listed_config {
 /* What depends on the rows of a tile alone. */
 template <typename config> struct listed_rows {
     alignas(16) float lse[config::rows], delta[config::rows];
-    int64_t bias[config::rows], dbias[config::rows]; // where rows of attn_bias and dattn_bias begin
-    const uint32_t *bits[config::rows];              // of attn_mask, for the first key block
+    int64_t dbias[config::rows]; // where the row of dattn_bias begins, in elements
+    pair_rows<config::rows> pairs;
 };
 
 template <typename config> struct listed_memory {
@@ -58,6 +58,7 @@ template <typename config>
 __device__ static void write_rows(listed_rows<config> &to, const backward_plan &plan,
                                   const row_range &range, const tile_list &list) {
     const forward_plan &forward = plan.forward;
+    write_pair_rows(to.pairs, forward, range, list);
     const int r = threadIdx.x;
     if (r >= config::rows)
         return;
@@ -66,10 +67,7 @@ __device__ static void write_rows(listed_rows<config> &to, const backward_plan &
     const bool there = range.first + r < range.total;
     to.lse[r] = there ? plan.row_lse[at] : INFINITY;
     to.delta[r] = there ? plan.row_delta[at] : 0;
-    to.bias[r] =
-        forward.pair_bias.data == NULL ? 0 : forward.pair_bias.offset(row.b, row.h, row.i, 0);
     to.dbias[r] = plan.dpairs.data == NULL ? 0 : plan.dpairs.offset(row.b, row.h, row.i, 0);
-    to.bits[r] = kept_bits(forward, list, 0, row.h, row.i);
 }
 
 /* Starts copying k of key block n, and all but v that belongs to it. */
@@ -86,7 +84,7 @@ __device__ static void load_keys(listed_memory<config> &shared, const forward_pl
         entry / list_queries * plan.kept.mask_heads * list_queries * 4 + entry % list_queries / 32;
     for (int i = threadIdx.x; i < config::rows * words; i += config::threads)
         cp_async_4(shared_address(&shared.bits[n % 2][i / config::rows][i % config::rows]),
-                   shared.of_row.bits[i % config::rows] + from + i / config::rows);
+                   shared.of_row.pairs.bits[i % config::rows] + from + i / config::rows);
     if constexpr (config::drops)
         write_key_codes(shared.codes, plan, inputs.range, keys, n);
     cp_async_commit_group();
@@ -158,7 +156,7 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
             }
             if (has_bias && kept)
                 bias += log2_e * bias_at<typename config::element>(forward.pair_bias,
-                                                                   shared.of_row.bias[row] +
+                                                                   shared.of_row.pairs.bias[row] +
                                                                        key * forward.pair_bias.key);
             const float p = ex2_approx(fmaf(t, logits.scale, bias) - shared.of_row.lse[row]);
             const bool drops = dropped >> (r * 16 + x) & 1;

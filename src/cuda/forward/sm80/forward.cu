@@ -3,6 +3,8 @@
  * tile of rows of a kv head (mma/queries.cuh) and visits its list one key block at a time.
  *
  * Source: arXiv:2205.14135; arXiv:2307.08691. */
+#include <type_traits>
+
 #include "cuda/mma/dropout.cuh"
 #include "cuda/mma/pairs.cuh"
 
@@ -15,12 +17,15 @@ template <typename type, bool pairs, bool drops_> struct tile_config {
     static constexpr int warps = 4;
     // of a warp: what the registers hold
     static constexpr int row_tiles = head_dim <= 128 && !has_pairs ? 2 : 1;
-    static constexpr int keys = drops && head_dim > 192 ? 32 : 64; // of a key block
+    static constexpr int keys = (has_pairs || drops) && head_dim > 192 ? 32 : 64; // of a key block
     // on a multiprocessor
     static constexpr int blocks = head_dim <= 64 && !drops && !has_pairs ? 3 : 2;
     static constexpr int threads = warps * warp_lanes;
     static constexpr int rows = warps * row_tiles * mma_rows;
 };
+
+/* Of a tile with neither attn_mask nor attn_bias. */
+struct no_pairs {};
 
 template <typename config> struct tile_memory {
     using element = typename config::element;
@@ -31,6 +36,7 @@ template <typename config> struct tile_memory {
     alignas(16) int32_t key[3][config::keys]; // list entries: of this key block and the next two
     int32_t position[config::rows];
     typename codes_of<config, config::drops>::type codes; // of dropout
+    std::conditional_t<config::has_pairs, pair_rows<config::rows>, no_pairs> pairs;
     tile_inputs inputs;
 };
 
@@ -79,8 +85,8 @@ __device__ static void attend_blocks(tile_memory<config> &shared, row_state<conf
         find_logits<config>(s, records.bias, shared.inputs.logits);
         const int32_t first_row = opaque(threadIdx.x) / warp_lanes * warp_size;
         if constexpr (config::has_pairs)
-            add_pairs<config>(s, plan, shared.inputs, shared.inputs.range.first + first_row,
-                              records, shared.key[n % 3], n);
+            add_pairs<config>(s, plan, keys, shared.pairs, shared.position, first_row, records,
+                              shared.key[n % 3], n);
         else
             mask_logits<config>(s, records.expiry,
                                 first_positions(records, shared.key[n % 3], keys),
@@ -153,6 +159,8 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     load_queries<config, config::warps, config::threads>((char *)shared.q, plan.q, plan, range,
                                                          aligned);
     __syncthreads();
+    if constexpr (config::has_pairs)
+        write_pair_rows(shared.pairs, plan, range, shared.inputs.keys);
     for (int32_t n = 0; n < 2; n++)
         store_entry(shared.key, n, own_entry<config>(shared.inputs.keys, n));
     __syncthreads();
