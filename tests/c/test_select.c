@@ -7,6 +7,7 @@
 typedef struct select_rules {
     int64_t window, recent, sinks;
     fdma_scope scope;
+    double gap;
 } select_rules;
 
 typedef struct ranked_key {
@@ -90,6 +91,47 @@ static void brute_causal(const float *score, const uint8_t *valid, int64_t n,
     free(keys);
 }
 
+/* The best of the valid scores among the first `length`, -inf if there is none. */
+static double best_score(const float *score, const uint8_t *valid, int64_t length) {
+    double best = -INFINITY;
+    for (int64_t j = 0; j < length; j++)
+        if ((valid == NULL || valid[j]) && (double)score[j] > best)
+            best = (double)score[j];
+    return best;
+}
+
+/* Whether the gap takes key j from the query at position p: its score is too far below the best so
+ * far, and it is neither a sink nor one of the newest keys. */
+static int is_too_low(const float *score, const uint8_t *valid, int64_t j, int64_t p,
+                      const select_rules *rules) {
+    const double own = isnan(score[j]) ? -(double)INFINITY : (double)score[j];
+    int64_t before = 0, after = 0;
+    for (int64_t r = 0; r <= p; r++) {
+        const int is_valid = valid == NULL || valid[r];
+        before += is_valid && r < j;
+        after += is_valid && r > j;
+    }
+    return own < best_score(score, valid, p + 1) - rules->gap && before >= rules->sinks &&
+           after >= rules->recent;
+}
+
+/* From the selection without a gap to that with one. */
+static void brute_gap(const float *score, const uint8_t *valid, int64_t n,
+                      const select_rules *rules, int32_t *expiry, int32_t *slot) {
+    for (int64_t j = 0; j < n; j++) {
+        int gone = 0;
+        for (int64_t p = j; p < expiry[j]; p++) {
+            const int too_low = is_too_low(score, valid, j, p, rules);
+            CHECK(too_low >= gone); /* what is too low once stays so */
+            gone = too_low;
+            if (gone)
+                expiry[j] = (int32_t)p;
+        }
+        if (expiry[j] == j)
+            slot[j] = -1;
+    }
+}
+
 /* ---- one problem on all kernels ---- */
 
 typedef struct select_case {
@@ -110,12 +152,14 @@ static fdma_selection select_with(const select_case *test, const char *kernel, i
         .recent = test->rules.recent,
         .sinks = test->rules.sinks,
         .scope = test->rules.scope,
+        .gap = test->rules.gap,
         .exec = {.kernel = kernel, .threads = threads},
     };
     CHECK_OK(run_select(&args));
     CHECK_INT(selection.window, test->rules.window);
     CHECK_INT(selection.recent, test->rules.recent);
     CHECK_INT(selection.sinks, test->rules.sinks);
+    CHECK(selection.gap == test->rules.gap);
     CHECK_INT(selection.kv_len, test->kv_len);
     // the default is causal scope
     CHECK_INT(selection.scope,
@@ -133,6 +177,9 @@ static fdma_selection brute_force(const select_case *test) {
         (test->rules.scope == FDMA_SCOPE_CAUSAL ? brute_causal : brute_global)(
             (const float *)test->score.data + at, valid, test->kv_len, &test->rules,
             (int32_t *)want.expiry.data + at, (int32_t *)want.slot.data + at);
+        if (test->rules.gap > 0)
+            brute_gap((const float *)test->score.data + at, valid, test->kv_len, &test->rules,
+                      (int32_t *)want.expiry.data + at, (int32_t *)want.slot.data + at);
     }
     return want;
 }
@@ -145,10 +192,11 @@ static void check_keys(const char *what, const select_case *test, const char *ke
     while (i + 1 < count_of(want) && a[i] == w[i])
         i++;
     test_context(
-        "%s, %s of key %d of segment %d: %s, n %d, window %d, recent %d, sinks %d, scope %d",
+        "%s, %s of key %d of segment %d: %s, n %d, window %d, recent %d, sinks %d, scope %d, "
+        "gap %g",
         kernel, what, (int)(i % test->kv_len), (int)(i / test->kv_len), test->name,
         (int)test->kv_len, (int)test->rules.window, (int)test->rules.recent, (int)test->rules.sinks,
-        (int)test->rules.scope);
+        (int)test->rules.scope, test->rules.gap);
     CHECK_INT(a[i], w[i]);
 }
 
@@ -236,12 +284,78 @@ static void newest_keys_and_sinks(void) {
     }
 }
 
+/* How many keys the gap takes out before the window does. */
+static int64_t count_earlier(const select_case *test, const fdma_selection *with_gap) {
+    select_case without = *test;
+    without.rules.gap = 0;
+    const fdma_selection by_window = brute_force(&without);
+    const int32_t *const x = with_gap->expiry.data, *const y = by_window.expiry.data;
+    int64_t count = 0;
+    for (int64_t i = 0; i < count_of(by_window.expiry); i++)
+        count += x[i] < y[i];
+    return count;
+}
+
+/* Gaps of every size against every kind of scores, with the other rules and without. */
+static void keys_too_far_below_the_best(void) {
+    static const double gaps[] = {1e-45, 0.1, 0.5, 1, 2, 6, 3e38};
+    const int cases = test_repeats(900);
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 9;
+    int64_t earlier = 0;
+    for (int i = 0; i < cases; i++) {
+        const int64_t n = 1 + random_below(&state, 60), window = 1 + random_below(&state, n + 3);
+        const int64_t windows[] = {window, window, n, FDMA_WINDOW_ALL};
+        const int64_t recent[] = {0, 0, 1, 2, n - 1, n + 4, random_below(&state, n)};
+        const int64_t sinks[] = {0, 0, 1, window, random_below(&state, window)};
+        select_case test = {.batch = 1 + random_below(&state, 3), .kv_heads = 2, .kv_len = n};
+        test.rules = (select_rules){.window = windows[random_below(&state, 4)],
+                                    .recent = recent[random_below(&state, TEST_COUNT(recent))],
+                                    .sinks = sinks[random_below(&state, TEST_COUNT(sinks))],
+                                    .scope = FDMA_SCOPE_CAUSAL,
+                                    .gap = gaps[random_below(&state, TEST_COUNT(gaps))]};
+        if (test.rules.sinks > test.rules.window)
+            test.rules.sinks = test.rules.window;
+        fill_scores(&test, (score_kind)random_below(&state, kind_count), &state);
+        if (random_below(&state, 2))
+            fill_padding(&test, &state);
+        const fdma_selection want = brute_force(&test);
+        earlier += count_earlier(&test, &want);
+        check_on_all_kernels(&test, &kernels, 1 + i % 3, &want);
+        test_free_all();
+    }
+    CHECK(earlier > cases);
+}
+
+/* A caller whose version of the selection has no gap can be told of none. */
+static void selections_of_callers_without_gap(void) {
+    select_case test = {.batch = 1, .kv_heads = 1, .kv_len = 9, .rules = {.window = 4}};
+    uint64_t state = 10;
+    fill_scores(&test, kind_iid, &state);
+    fdma_selection selection = selection_for(test.score);
+    fdma_select_args args = {
+        .size = sizeof args, .score = test.score, .selection = &selection, .window = 4};
+    selection.size = offsetof(fdma_selection, gap);
+    selection.gap = 77;
+    CHECK_OK(run_select(&args));
+    CHECK(selection.gap == 77); // is not theirs
+    args.gap = 1;
+    CHECK_INT(fdma_select(&args), FDMA_INVALID_ARGUMENT);
+    CHECK(strstr(fdma_last_error(), "want sizeof the struct") != NULL);
+    selection.size = sizeof selection;
+    CHECK_OK(run_select(&args));
+    CHECK(selection.gap == 1);
+    args.gap = 0;
+    CHECK_OK(run_select(&args));
+    CHECK(selection.gap == 0);
+}
+
 /* A window, or recent, that leaves no key out keeps every key to the end. */
 static void rules_that_keep_all(void) {
-    const select_rules rules[] = {{FDMA_WINDOW_ALL, 5, 3, FDMA_SCOPE_CAUSAL},
-                                  {FDMA_WINDOW_ALL, INT64_MAX, FDMA_WINDOW_ALL, FDMA_SCOPE_CAUSAL},
-                                  {1, INT64_MAX, 1, FDMA_SCOPE_CAUSAL},
-                                  {20, 20, 0, FDMA_SCOPE_CAUSAL}};
+    const select_rules rules[] = {{FDMA_WINDOW_ALL, 5, 3, FDMA_SCOPE_CAUSAL, 0},
+                                  {FDMA_WINDOW_ALL, INT64_MAX, FDMA_WINDOW_ALL, FDMA_SCOPE_CAUSAL, 0},
+                                  {1, INT64_MAX, 1, FDMA_SCOPE_CAUSAL, 0},
+                                  {20, 20, 0, FDMA_SCOPE_CAUSAL, 0}};
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 8;
     for (int r = 0; r < TEST_COUNT(rules); r++) {
@@ -281,7 +395,7 @@ static void slots_hold_one_key_at_a_time(void) {
     for (int i = 0; i < kernels.count; i++) {
         test_context("%s", kernels.name[i]);
         select_case test = {
-            .batch = 1, .kv_heads = 1, .kv_len = 400, .rules = {37, 0, 0, FDMA_SCOPE_CAUSAL}};
+            .batch = 1, .kv_heads = 1, .kv_len = 400, .rules = {37, 0, 0, FDMA_SCOPE_CAUSAL, 0}};
         fill_scores(&test, kind_iid, &state);
         const fdma_selection got = select_with(&test, kernels.name[i], 0);
         const int32_t *expiry = got.expiry.data, *slot = got.slot.data;
@@ -306,7 +420,7 @@ static void strided_tensors(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 4;
     select_case test = {
-        .batch = 2, .kv_heads = 3, .kv_len = 50, .rules = {9, 0, 0, FDMA_SCOPE_CAUSAL}};
+        .batch = 2, .kv_heads = 3, .kv_len = 50, .rules = {9, 0, 0, FDMA_SCOPE_CAUSAL, 0}};
     fill_scores(&test, kind_few_values, &state);
     const fdma_selection want = brute_force(&test);
     for (int i = 0; i < kernels.count; i++) {
@@ -329,7 +443,7 @@ static void without_slots(void) {
     uint64_t state = 5;
     for (int scope = FDMA_SCOPE_CAUSAL; scope <= FDMA_SCOPE_GLOBAL; scope++) {
         select_case test = {
-            .batch = 1, .kv_heads = 1, .kv_len = 80, .rules = {11, 0, 2, (fdma_scope)scope}};
+            .batch = 1, .kv_heads = 1, .kv_len = 80, .rules = {11, 0, 2, (fdma_scope)scope, 0}};
         test.rules.recent = scope == FDMA_SCOPE_CAUSAL ? 6 : 0;
         fill_scores(&test, kind_iid, &state);
         const fdma_selection want = brute_force(&test);
@@ -355,7 +469,7 @@ static void invalid_scores_do_not_matter(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;
     select_case test = {
-        .batch = 3, .kv_heads = 1, .kv_len = 90, .rules = {20, 0, 0, FDMA_SCOPE_CAUSAL}};
+        .batch = 3, .kv_heads = 1, .kv_len = 90, .rules = {20, 0, 0, FDMA_SCOPE_CAUSAL, 0}};
     fill_scores(&test, kind_iid, &state);
     fill_padding(&test, &state);
     const fdma_selection want = brute_force(&test);
@@ -391,6 +505,8 @@ static const test_entry tests[] = {
     TEST(global_scope),
     TEST(global_scope_with_padding),
     TEST(newest_keys_and_sinks),
+    TEST(keys_too_far_below_the_best),
+    TEST(selections_of_callers_without_gap),
     TEST(rules_that_keep_all),
     TEST(longer_sequences),
     TEST(slots_hold_one_key_at_a_time),
