@@ -67,6 +67,9 @@ class Selection(NamedTuple):
         scope: "causal" or "global", as in select().
         recent: keys that it keeps, at most, because they are the newest that it can see.
         sinks: how many of the first keys outrank all others.
+        gap: how far below the best score a key's may be, as in select(); None: any distance. Slots
+            are those without a gap: that of a key that leaves because of the gap stays empty until
+            the next key takes it.
     """
 
     expiry: torch.Tensor
@@ -75,6 +78,7 @@ class Selection(NamedTuple):
     scope: str
     recent: int = 0
     sinks: int = 0
+    gap: float | None = None
 
 
 def get_available_backends() -> list[str]:
@@ -129,7 +133,7 @@ def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
         return None, None, 0, 0, 0, "causal"
     if not isinstance(selection, Selection):
         raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
-    expiry, slot, window, scope, recent, sinks = selection
+    expiry, slot, window, scope, recent, sinks, _ = selection
     if scope not in _library.SCOPES:
         raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return expiry, slot, window, recent, sinks, scope
@@ -192,6 +196,7 @@ def select(
     *,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
     scope: str = "causal",
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
@@ -213,6 +218,9 @@ def select(
             query, which scores alone may not keep.
         sinks: number of keys, 0 to window, that outrank all others whatever their scores: the
             first ones of the sequence that are valid. They count in the window.
+        gap: of these keys a query keeps only sinks, the `recent` newest, and those whose score is
+            at most this far below the highest score of all valid keys up to its position. A finite
+            number above 0; None, as it has to be in global scope, leaves no key out.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
@@ -225,8 +233,8 @@ def select(
 
     Raises:
         TypeError: a window, recent or sinks that is not an int.
-        ValueError: shapes or devices that are inconsistent, a window, recent or sinks out of its
-            range, or an unknown scope.
+        ValueError: shapes or devices that are inconsistent, a window, recent, sinks or gap out of
+            its range, or an unknown scope.
         NotImplementedError: a dtype or backend that no kernel on this machine supports.
 
     Example:
@@ -235,14 +243,17 @@ def select(
         tensor([[[4, 2, 4, 3]]], dtype=torch.int32)
         >>> flash_dmattn.select(scores, 1, recent=1).expiry  # the newest and the best older key
         tensor([[[4, 2, 3, 4]]], dtype=torch.int32)
+        >>> flash_dmattn.select(scores, 4, gap=2).expiry  # key 3 is 3 below key 0
+        tensor([[[4, 4, 4, 3]]], dtype=torch.int32)
 
     Source: arXiv:2508.02124, section 3.
     """
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
-    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *rules, scope, backend)
+    width = _arguments.check_gap(gap, no_recent)
+    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *rules, scope, width, backend)
     window, recent, sinks = rules
-    return Selection(expiry, slot, window, scope, recent, sinks)
+    return Selection(expiry, slot, window, scope, recent, sinks, gap)
 
 
 def attention(
@@ -394,6 +405,7 @@ def flash_dma_attention(
     sink_logit: torch.Tensor | None = None,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
@@ -429,6 +441,9 @@ def flash_dma_attention(
             before a query, which scores alone may not keep.
         sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
             the first ones of the sequence that are valid. They count in the window.
+        gap: of these keys a query keeps only sinks, the `recent` newest, and those whose score is
+            at most this far below the highest score of all valid keys up to its position. A finite
+            number above 0; None, as it has to be in global scope, leaves no key out.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
@@ -477,8 +492,9 @@ def flash_dma_attention(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
     numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap, dropout_p)
+    width = _arguments.check_gap(gap, no_recent)
     rng_state = draw_state(query, dropout_p, generator)
-    options = (key_valid, starts, kv_used, sink_logit, rng_state, *rules, *numbers)
+    options = (key_valid, starts, kv_used, sink_logit, rng_state, *rules, *numbers, width)
     needs_gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )

@@ -37,6 +37,7 @@ def flash_dmattn_varlen_func(
     keep_window_size: int = 2048,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
@@ -70,6 +71,7 @@ def flash_dmattn_varlen_func(
         keep_window_size: as in flash_dma_attention().
         recent: as there.
         sinks: as there.
+        gap: as there.
         scope: as there.
         bias_form: as there.
         softcap: as there.
@@ -86,7 +88,7 @@ def flash_dmattn_varlen_func(
 
     Raises:
         ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
-            other, dt_bias without them, or what flash_dma_attention() raises it for.
+            other, dt_bias or a gap without them, or what flash_dma_attention() raises it for.
         NotImplementedError: as flash_dma_attention().
 
     Example:
@@ -103,6 +105,8 @@ def flash_dmattn_varlen_func(
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
     if dt_bias is not None and dt_proj is None:
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
+    if gap is not None and dt_proj is None:
+        raise ValueError(f"gap: is {gap:g}, want None without dt_proj and a_coef")
     rows = q[None], k[None], v[None]
     options = {"starts": cu_seqlens_q, "causal": causal, "backend": backend}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap}
@@ -116,7 +120,8 @@ def flash_dmattn_varlen_func(
         if return_attn_probs:
             probability = (probabilities.attention_probabilities(*rows[:2], lse, **options),)
     else:
-        rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
+        rules = {"recent": recent, "sinks": sinks, "gap": gap}
+        rules |= {"scope": scope, "bias_form": bias_form}
         rules |= {"dt_bias": dt_bias, "sink_logit": sink_logit}
         options |= {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
         options |= {"dropout_p": dropout_p, "generator": generator}
