@@ -704,8 +704,8 @@ typedef struct fdma_cache_store_args {
  *             entries of a batch with one index leave that sequence with wrong keys, and no other.
  *             What the cache has of other sequences is neither read nor written
  *  Errors     FDMA_INVALID_ARGUMENT also for a selection that is not causal, lacks slots, has a gap
- *             or other rules than the cache, or another kv_len than the two above, or, on the CPU, a
- *             slot that the cache has no row for; starts with carried keys; an index beyond the
+ *             or other rules than the cache, or another kv_len than the two above, or, on the CPU,
+ *             a slot that the cache has no row for; starts with carried keys; an index beyond the
  *             cache; a stream longer than INT32_MAX tokens
  *  Source     docs/algorithm.md, streams */
 FDMA_API fdma_status fdma_cache_store(const fdma_cache_store_args *args);

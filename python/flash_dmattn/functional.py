@@ -67,9 +67,7 @@ class Selection(NamedTuple):
         scope: "causal" or "global", as in select().
         recent: keys that it keeps, at most, because they are the newest that it can see.
         sinks: how many of the first keys outrank all others.
-        gap: how far below the best score a key's may be, as in select(); None: any distance. Slots
-            are those without a gap: that of a key that leaves because of the gap stays empty until
-            the next key takes it.
+        gap: as in select(). The slot of a key that leaves because of it stays empty for a while.
     """
 
     expiry: torch.Tensor
@@ -243,8 +241,8 @@ def select(
         tensor([[[4, 2, 4, 3]]], dtype=torch.int32)
         >>> flash_dmattn.select(scores, 1, recent=1).expiry  # the newest and the best older key
         tensor([[[4, 2, 3, 4]]], dtype=torch.int32)
-        >>> flash_dmattn.select(scores, 4, gap=2).expiry  # key 3 is 3 below key 0
-        tensor([[[4, 4, 4, 3]]], dtype=torch.int32)
+        >>> flash_dmattn.select(scores, 4, gap=2).expiry[0, 0, 3]  # key 3 is 3 below key 0
+        tensor(3, dtype=torch.int32)
 
     Source: arXiv:2508.02124, section 3.
     """
@@ -435,15 +433,10 @@ def flash_dma_attention(
         starts: optional [sequences + 1] int32, for packed sequences: see the top of this module.
         kv_used: optional [batch] int32, how many keys exist: see the top of this module.
         sink_logit: optional [q_heads] float32, as in attention().
-        recent: number of keys that a query keeps beside these because they are the newest that it
-            can see, 0 or more; 0 in global scope. The window then has the best of the older keys,
-            and a query keeps keep_window_size + recent keys. A language model needs the tokens just
-            before a query, which scores alone may not keep.
+        recent: as in select(); a query then keeps keep_window_size + recent keys.
         sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
             the first ones of the sequence that are valid. They count in the window.
-        gap: of these keys a query keeps only sinks, the `recent` newest, and those whose score is
-            at most this far below the highest score of all valid keys up to its position. A finite
-            number above 0; None, as it has to be in global scope, leaves no key out.
+        gap: as in select().
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":

@@ -120,9 +120,8 @@ def flash_dmattn_varlen_func(
         if return_attn_probs:
             probability = (probabilities.attention_probabilities(*rows[:2], lse, **options),)
     else:
-        rules = {"recent": recent, "sinks": sinks, "gap": gap}
-        rules |= {"scope": scope, "bias_form": bias_form}
-        rules |= {"dt_bias": dt_bias, "sink_logit": sink_logit}
+        rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
+        rules |= {"bias_form": bias_form, "dt_bias": dt_bias, "sink_logit": sink_logit}
         options |= {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
         options |= {"dropout_p": dropout_p, "generator": generator}
         out, lse, *probability = functional.flash_dma_attention(

@@ -56,8 +56,8 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, k
     }
 }
 
-/* The first position from j on at which the rule `gap` does not let a query keep key j: its score is
- * too low, it is no sink, and it is not among the `recent` newest. Or, before that, its expiry. */
+/* The first position from j on at which the rule `gap` lets no query keep key j: its score is too
+ * low, it is no sink, and it is not among the `recent` newest. Its expiry, if that comes first. */
 static int32_t end_of_key(const fdma_problem *problem, int64_t b, int64_t row, int32_t j,
                           int32_t expiry) {
     int64_t older = 0, newer = 0; // valid keys of its sequence, of those up to i

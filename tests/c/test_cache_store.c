@@ -339,8 +339,6 @@ static void wrong_selections_are_refused(void) {
                             "selection: its window is 15, want that of the cache, 16");
     wrong = right, wrong.recent = 5;
     check_selection_refused(&store, wrong, "selection: its recent is 5, want that of the cache, 4");
-    wrong = right, wrong.gap = 1.5;
-    check_selection_refused(&store, wrong, "selection: its gap is 1.5, want 0 for a cache");
     wrong = right, wrong.sinks = 0;
     check_selection_refused(&store, wrong, "selection: its sinks is 0, want that of the cache, 3");
     wrong = right, wrong.scope = FDMA_SCOPE_GLOBAL;

@@ -204,6 +204,7 @@ static void selections_are_checked(void) {
     SELECTION_REJECTS(x->selection.reserved = 2, INVALID("selection.reserved", "2"));
     SELECTION_REJECTS(x->selection.size = 0, INVALID("selection", "size", "0"));
     SELECTION_REJECTS(x->selection.size = 1, INVALID("selection", "size", "1"));
+    REJECTS(cache_store, x->selection.gap = 1.5, INVALID("selection", "gap is 1.5", "cache"));
     REJECTS(select, x->selection.reserved = 5, INVALID("selection.reserved", "5"));
     REJECTS(select, x->selection.size = 0, INVALID("selection", "size", "0"));
     REJECTS(attention, x->selection.reserved = 5, INVALID("selection.reserved", "5"));

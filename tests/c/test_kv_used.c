@@ -316,7 +316,8 @@ static void check_fused(const scored_problem *p, const char *kernel) {
     args.score = x.score = new_output(FDMA_FLOAT32, x.batch, x.kv_heads, x.kv_len, -1);
     args.bias = x.bias = copy_tensor(x.score);
     args.selection = &selection, args.window = x.window, args.scope = x.scope;
-    args.recent = x.recent, args.sinks = x.sinks, args.gap = x.gap, args.bias_form = FDMA_BIAS_LINEAR;
+    args.recent = x.recent, args.sinks = x.sinks, args.gap = x.gap,
+    args.bias_form = FDMA_BIAS_LINEAR;
     args.softcap = x.softcap, args.causal = x.causal, args.kv_used = x.kv_used;
     args.exec = (fdma_exec){.kernel = kernel, .threads = 2};
     CHECK_OK(run_attention(&args));

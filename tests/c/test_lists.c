@@ -281,7 +281,8 @@ static void strided_tensors(void) {
     }
 }
 
-/* Entries are keys, or with a gap -1, as many as fit; the guard bytes around say whether there was more. */
+/* Entries are keys, or with a gap -1, as many as fit; the guard bytes around say whether there was
+ * more. */
 static void check_keys(const lists_case *test, const tile_lists *lists) {
     const int64_t width = lists->list.shape[3];
     for (int64_t n = 0; n < count_of(lists->count) / 2; n++) {

@@ -57,8 +57,7 @@ static void make_select(call *to) {
     to->rows = args->table_out.score.rank > 0 ? args->table_out.score.shape[2] : 0;
     if (to->rows > 0)
         fit_rows(to, &args->window, &args->recent);
-    args->kv_used = maybe_used(to);
-    args->gap = make_gap(to);
+    args->kv_used = maybe_used(to), args->gap = make_gap(to);
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
@@ -159,8 +158,7 @@ static void make_attention(call *to) {
     const double keys = (double)args->k.shape[1];
     to->work =
         elements(&args->q) * (1 + keys) + elements(&args->v) * (keys + (double)args->v.shape[2]);
-    args->kv_used = maybe_used(to);
-    args->gap = make_gap(to);
+    args->kv_used = maybe_used(to), args->gap = make_gap(to);
 }
 
 static void make_backward(call *to) {

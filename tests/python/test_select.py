@@ -116,7 +116,13 @@ def test_gaps_equal_brute_force(pattern: str, gap: float, padding: str) -> None:
     for kv_len in (1, 5, 23, 40):
         score, key_valid = make_scores(pattern)[..., :kv_len], make_padding(padding)
         key_valid = None if key_valid is None else key_valid[:, :kv_len]
-        for window, recent, sinks in [(1, 0, 0), (7, 0, 2), (5, 4, 1), (ALL_KEYS, 3, 0), (2, 60, 2)]:
+        for window, recent, sinks in [
+            (1, 0, 0),
+            (7, 0, 2),
+            (5, 4, 1),
+            (ALL_KEYS, 3, 0),
+            (2, 60, 2),
+        ]:
             rules = {"recent": recent, "sinks": sinks, "gap": gap}
             expected = evaluate.selection(score, window, "causal", key_valid, **rules)
             for name in KERNELS:

@@ -83,8 +83,9 @@ static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     return used;
 }
 
-/* Lists the key of each slot that is live at a position, and -1 for the empty slots between. Returns
- * how many entries that makes. The table may have later keys, of the sequence before as well. */
+/* Lists the key of each slot that is live at a position, and -1 for the empty slots between.
+ * Returns how many entries that makes. The table may also have later keys, and keys of the sequence
+ * before. */
 static int64_t list_live(const slot_table *table, const int32_t *expiry, int64_t position,
                          int32_t *list) {
     const int64_t most = min(table->slots, position + 1); // that as many keys can take

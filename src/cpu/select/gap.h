@@ -55,7 +55,8 @@ static void keep_near_best(const fdma_problem *problem, int64_t head, int32_t si
     for (int64_t n = 0; n < problem->recent && from < kv_len; n++)
         from = next_valid(valid, from + 1, kv_len);
     for (; from < kv_len; j = next_valid(valid, j + 1, kv_len)) {
-        if (j >= sinks_end && expiry[j] > from && falls_below((double)score[j], highest, problem->gap))
+        if (j >= sinks_end && expiry[j] > from &&
+            falls_below((double)score[j], highest, problem->gap))
             expiry[j] = find_too_low(best, (int32_t)from, expiry[j], score[j], problem->gap);
         if (slot != NULL && expiry[j] == j)
             slot[j] = -1;

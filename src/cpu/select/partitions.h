@@ -28,7 +28,8 @@ typedef struct select_context {
     int32_t *true_slot; /* [slots] of the slots 0, 1, ... that its pass numbered */
     uint8_t *scratch;   /* [threads][scratch_size] */
     size_t scratch_size;
-    size_t rule_size; /* of a thread's scratch in recent_task() and gap_task(), in the same memory */
+    size_t
+        rule_size; /* of a thread's scratch in recent_task() and gap_task(), in the same memory */
 } select_context;
 
 enum {

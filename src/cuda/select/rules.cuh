@@ -1,5 +1,5 @@
-/* The rules `sinks`, `recent` and `gap` of a selection, around the selection by score, which has two
- * implementations (select.cuh).
+/* The rules `sinks`, `recent` and `gap` of a selection, around the selection by score, which has
+ * two implementations (select.cuh).
  *
  * sinks: the first `sinks` valid keys of a sequence are sorted above all others. Without padding
  * they end at position `sinks`; with padding find_sinks finds their end before keys are sorted, or,
