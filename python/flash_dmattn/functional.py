@@ -248,10 +248,9 @@ def select(
     """
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
-    width = _arguments.check_gap(gap, no_recent)
-    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *rules, scope, width, backend)
-    window, recent, sinks = rules
-    return Selection(expiry, slot, window, scope, recent, sinks, gap)
+    options = (*rules, scope, _arguments.check_gap(gap, no_recent), backend)
+    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *options)
+    return Selection(expiry, slot, rules[0], scope, *rules[1:], gap)
 
 
 def attention(
@@ -434,11 +433,9 @@ def flash_dma_attention(
         kv_used: optional [batch] int32, how many keys exist: see the top of this module.
         sink_logit: optional [q_heads] float32, as in attention().
         recent: as in select(); a query then keeps keep_window_size + recent keys.
-        sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
-            the first ones of the sequence that are valid. They count in the window.
+        sinks: as in select(), 0 to keep_window_size.
         gap: as in select().
-        scope: "causal": each query ranks the keys up to its own position. "global": all keys are
-            ranked once. None for "causal" if `causal` is set, else "global".
+        scope: as in select(); None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
             nothing, so that dt_proj, a_coef and dt_bias have no gradients.
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -485,9 +482,9 @@ def flash_dma_attention(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
     numbers = (scope, bias_form, causal, _scale(softmax_scale), softcap, dropout_p)
-    width = _arguments.check_gap(gap, no_recent)
     rng_state = draw_state(query, dropout_p, generator)
-    options = (key_valid, starts, kv_used, sink_logit, rng_state, *rules, *numbers, width)
+    options = (key_valid, starts, kv_used, sink_logit, rng_state, *rules, *numbers)
+    options = (*options, _arguments.check_gap(gap, no_recent))
     needs_gradients = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )
@@ -497,8 +494,7 @@ def flash_dma_attention(
     results = (out, lse) if return_lse else (out,)
     if return_attn_probs:
         bias = None if bias_form == "none" else bias
-        given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, None, None)
-        given = (*given, *selected, lse)
+        given = (*tensors[:2], bias, *options[:3], rng_state, None, None, *selected, lse)
         numbers = (*rules, scope, *numbers[2:])
         results += (ops.PROBABILITIES.without_gradients(*given, *numbers, backend),)
     return results if len(results) > 1 else out

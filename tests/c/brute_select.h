@@ -1,4 +1,5 @@
-/* brute_select.h - the selection of one (b, g) as its rules define it: each prefix is ranked anew. */
+/* brute_select.h - the selection of one (b, g) as its rules define it: each prefix is ranked
+ * anew. */
 #pragma once
 
 #include "scores.h"
