@@ -112,7 +112,7 @@ def all_cases(quick: bool) -> list[Case]:
 def attend(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """The fused call: out, lse, score, bias, expiry, slot."""
     rules = (inputs.case.window, 0, 0, "causal")
-    options = (*6 * [None], *rules, "exp", True, 0.0, 0.0, 0.0, False, None)
+    options = (*6 * [None], *rules, "exp", True, 0.0, 0.0, 0.0, 0.0, False, None)
     return ops.FUSED.op(*inputs.fdma, inputs.dt_proj, inputs.a_coef, *options)
 
 

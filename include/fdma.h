@@ -9,8 +9,9 @@
  *   value state with learned weights and independent of the query, and a query attends only to the
  *   `window` keys of highest score that it can see: O(q_len * window) time, linear memory, no mask
  *   of size q_len * kv_len. It may also keep the `recent` newest keys whatever their scores, and
- *   the first keys of the sequence, `sinks`. Scores may also enter the logits as a bias, which is
- *   how their weights are learned.
+ *   the first keys of the sequence, `sinks`; and it may leave out keys whose scores are more than
+ *   `gap` below the best. Scores may also enter the logits as a bias, which is how their weights
+ *   are learned.
  *
  *     fdma_score()     value states -> score and bias of each key
  *     fdma_select()    scores -> a selection, which says for each key which queries keep it
@@ -344,7 +345,8 @@ typedef enum fdma_scope {
  *  packed sequences each has its own end in place of kv_len, and slots of its own.
  *  Kept keys have slots, numbers below window + recent: a key that enters a full set takes over the
  *  slot of the key that leaves it, so the keys that a query keeps have distinct slots. A key that
- *  is never kept has slot -1.
+ *  is never kept has slot -1. With a gap, slots are those of the selection without it: the slot of
+ *  a key that leaves because of the gap is empty until the next key takes it.
  *  The caller sets size and the tensors; fdma_select() fills in the rest.
  *  Shapes     expiry, slot [batch, kv_heads, kv_len] int32
  *  Edge       window + recent may say less than what is kept, as after a change of window. On the
@@ -364,6 +366,7 @@ typedef struct fdma_selection {
     int64_t kv_len;
     fdma_scope scope; /* FDMA_SCOPE_CAUSAL or FDMA_SCOPE_GLOBAL */
     int32_t reserved;
+    double gap; /* what the selection was made for; 0: none */
 } fdma_selection;
 
 /*! fdma_table - the scores and positions of a stream's carried keys; see "Streams", above.
@@ -391,6 +394,7 @@ typedef struct fdma_select_args {
     int32_t reserved;
     fdma_exec exec;
     fdma_tensor kv_used; /* optional [batch] int32: how many keys of each sequence exist */
+    double gap; /* above 0: keys leave when their score is more than this below the best; 0: off */
 } fdma_select_args;
 
 /*! fdma_select() - the `window` keys of highest score among those that each query can see.
@@ -402,12 +406,17 @@ typedef struct fdma_select_args {
  *             below everything; -0 and 0 are equal. Keys that are not valid do not count in the
  *             window and are never kept. recent: a query keeps the `recent` newest valid keys that
  *             it can see, and of the older ones the `window` best. sinks: the first `sinks` valid
- *             keys rank above all others, whatever their scores.
+ *             keys rank above all others, whatever their scores. gap: of the keys that the rules
+ *             above let it keep, a query keeps key j only if j is a sink, or among the `recent`
+ *             newest, or score[j] >= best - gap, where best is the highest score of all valid keys
+ *             up to the query's position, in float64 and with NaN as -inf.
  *  Workspace  O(batch * kv_heads * kv_len)
  *  Edge       exact: bit-equal on every backend for given scores; fewer than window + recent
  *             visible keys: all of them; global scope: slots number the kept keys in ascending j
- *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, a table without slots, and with
- *             global scope, which knows no newest key, a table or recent above 0
+ *  Errors     FDMA_INVALID_ARGUMENT also for sinks above window, a table without slots, a gap that
+ *             is negative, infinite or NaN, a gap above 0 with a table, or with a selection whose
+ *             size says that it has no field for it, and with global scope, which knows no order
+ *             of keys, a table or a recent or gap above 0
  *  Source     arXiv:2508.02124, section 3 */
 FDMA_API fdma_status fdma_select(const fdma_select_args *args);
 
@@ -433,7 +442,8 @@ typedef struct fdma_lists_args {
  *             p0 is its first position, p1 its last. It lists first the keys that are live at p0
  *             (j <= p0 < expiry[j]): the slots in use are always 0 to count[0] - 1, and entry s is
  *             the key of slot s; then, in ascending order, the kept keys that arrive later
- *             (p0 < j <= p1 and expiry[j] > j)
+ *             (p0 < j <= p1 and expiry[j] > j). If the selection has a gap, slot count[0] - 1 is
+ *             the last one in use, and the entry of an empty slot below it is -1
  *  Shapes     tiles = ceil(q_len / tile_len); width at least min(window + recent + tile_len - 1,
  *             kv_len)
  *  Units      entries are indices of keys
@@ -576,6 +586,7 @@ typedef struct fdma_attention_args {
     double dropout;         /* as in fdma_forward_args, and the two below */
     uint64_t seed, offset;
     fdma_tensor rng_state;
+    double gap; /* as in fdma_select_args */
 } fdma_attention_args;
 
 /*! fdma_attention() - score, select and attend in one call.
@@ -692,9 +703,9 @@ typedef struct fdma_cache_store_args {
  *  Edge       a selection changed by hand gives wrong rows, never an access out of bounds. Two
  *             entries of a batch with one index leave that sequence with wrong keys, and no other.
  *             What the cache has of other sequences is neither read nor written
- *  Errors     FDMA_INVALID_ARGUMENT also for a selection that is not causal, lacks slots or has
- *             other rules than the cache, or another kv_len than the two above, or, on the CPU, a
- *             slot that the cache has no row for; starts with carried keys; an index beyond the
+ *  Errors     FDMA_INVALID_ARGUMENT also for a selection that is not causal, lacks slots, has a gap
+ *             or other rules than the cache, or another kv_len than the two above, or, on the CPU,
+ *             a slot that the cache has no row for; starts with carried keys; an index beyond the
  *             cache; a stream longer than INT32_MAX tokens
  *  Source     docs/algorithm.md, streams */
 FDMA_API fdma_status fdma_cache_store(const fdma_cache_store_args *args);

@@ -79,6 +79,8 @@ static void note_selection(const fdma_problem *last) {
     last->made->sinks = last->sinks;
     last->made->kv_len = last->kv_len;
     last->made->scope = last->scope;
+    if (has_gap_field(last->made))
+        last->made->gap = last->gap;
 }
 
 static fdma_status run(fdma_operation operation, const void *args) {

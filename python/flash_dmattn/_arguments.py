@@ -9,6 +9,7 @@ A tensor whose name is "d" and the name of another tensor is that tensor's gradi
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any, Optional
@@ -285,6 +286,24 @@ def check_rules(
     if isinstance(sinks, int) and isinstance(window, int) and not 0 <= sinks <= window:
         raise ValueError(f"sinks: is {sinks}, want 0 to {name}, {window}")
     return window, recent, sinks
+
+
+def check_gap(gap: float | None, no_gap: str | None = None) -> float:
+    """Check a gap, and return it as fdma.h has it, in which 0 means none.
+
+    `no_gap` says why it has to be None, where it has to.
+
+    Raises:
+        ValueError: it is out of its range.
+    """
+    if gap is None:
+        return 0.0
+    # PyTorch refuses what is not a number, with a message of its own
+    if isinstance(gap, (int, float)) and not 0 < gap < math.inf:
+        raise ValueError(f"gap: is {gap:g}, want a finite number above 0, or None for none")
+    if no_gap is not None:
+        raise ValueError(f"gap: is {gap:g}, want None {no_gap}")
+    return gap
 
 
 def translate(message: str, tensors: tuple[str, ...], options: tuple[str, ...]) -> str:

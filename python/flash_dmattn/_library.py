@@ -92,6 +92,7 @@ class Selection(Sized):
         ("kv_len", c_int64),
         ("scope", c_int),
         ("reserved", c_int32),
+        ("gap", c_double),
     ]
 
 
@@ -112,6 +113,7 @@ class SelectArgs(Sized):
         ("reserved", c_int32),
         ("exec", Exec),
         *tensors("kv_used"),
+        ("gap", c_double),
     ]
 
 
@@ -167,6 +169,7 @@ class AttentionArgs(Sized):
         ("seed", c_uint64),
         ("offset", c_uint64),
         *tensors("rng_state"),
+        ("gap", c_double),
     ]
 
 

@@ -67,6 +67,7 @@ class Selection(NamedTuple):
         scope: "causal" or "global", as in select().
         recent: keys that it keeps, at most, because they are the newest that it can see.
         sinks: how many of the first keys outrank all others.
+        gap: as in select(). The slot of a key that leaves because of it stays empty for a while.
     """
 
     expiry: torch.Tensor
@@ -75,6 +76,7 @@ class Selection(NamedTuple):
     scope: str
     recent: int = 0
     sinks: int = 0
+    gap: float | None = None
 
 
 def get_available_backends() -> list[str]:
@@ -129,7 +131,7 @@ def _rules_of(selection: Selection | None) -> tuple[Any, ...]:
         return None, None, 0, 0, 0, "causal"
     if not isinstance(selection, Selection):
         raise TypeError(f"selection: is a {type(selection).__name__}, want select()'s result")
-    expiry, slot, window, scope, recent, sinks = selection
+    expiry, slot, window, scope, recent, sinks, _ = selection
     if scope not in _library.SCOPES:
         raise ValueError(f"selection: its scope is {scope!r}, want 'causal' or 'global'")
     return expiry, slot, window, recent, sinks, scope
@@ -192,6 +194,7 @@ def select(
     *,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
     scope: str = "causal",
     key_valid: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
@@ -213,6 +216,9 @@ def select(
             query, which scores alone may not keep.
         sinks: number of keys, 0 to window, that outrank all others whatever their scores: the
             first ones of the sequence that are valid. They count in the window.
+        gap: of these keys a query keeps only sinks, the `recent` newest, and those whose score is
+            at most this far below the highest score of all valid keys up to its position. A finite
+            number above 0; None, as it has to be in global scope, leaves no key out.
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once, and every query keeps the best of them.
         key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never kept.
@@ -225,8 +231,8 @@ def select(
 
     Raises:
         TypeError: a window, recent or sinks that is not an int.
-        ValueError: shapes or devices that are inconsistent, a window, recent or sinks out of its
-            range, or an unknown scope.
+        ValueError: shapes or devices that are inconsistent, a window, recent, sinks or gap out of
+            its range, or an unknown scope.
         NotImplementedError: a dtype or backend that no kernel on this machine supports.
 
     Example:
@@ -235,14 +241,16 @@ def select(
         tensor([[[4, 2, 4, 3]]], dtype=torch.int32)
         >>> flash_dmattn.select(scores, 1, recent=1).expiry  # the newest and the best older key
         tensor([[[4, 2, 3, 4]]], dtype=torch.int32)
+        >>> flash_dmattn.select(scores, 4, gap=2).expiry[0, 0, 3]  # key 3 is 3 below key 0
+        tensor(3, dtype=torch.int32)
 
     Source: arXiv:2508.02124, section 3.
     """
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
-    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *rules, scope, backend)
-    window, recent, sinks = rules
-    return Selection(expiry, slot, window, scope, recent, sinks)
+    options = (*rules, scope, _arguments.check_gap(gap, no_recent), backend)
+    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *options)
+    return Selection(expiry, slot, rules[0], scope, *rules[1:], gap)
 
 
 def attention(

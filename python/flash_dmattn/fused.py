@@ -16,11 +16,12 @@ def _rules_of_call(
     keep_window_size: int,
     recent: int,
     sinks: int,
+    gap: float | None,
     scope: str | None,
     causal: bool,
     options: DynamicMaskOptions | None,
-) -> tuple[tuple[int, int, int], str]:
-    """How many keys a query keeps, and the scope."""
+) -> tuple[tuple[int, int, int], float, str]:
+    """How many keys a query keeps, the gap, 0 for none, and the scope."""
     if scope is None:
         scope = "causal" if causal else "global"
     elif scope == "causal" and not causal:
@@ -32,7 +33,7 @@ def _rules_of_call(
     rules = _arguments.check_rules(
         keep_window_size, recent, sinks, name="keep_window_size", no_recent=no_recent
     )
-    return rules, scope
+    return rules, _arguments.check_gap(gap, no_recent), scope
 
 
 def _attend_to_all(
@@ -73,6 +74,7 @@ def flash_dma_attention(
     sink_logit: torch.Tensor | None = None,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
@@ -109,6 +111,7 @@ def flash_dma_attention(
             before a query, which scores alone may not keep.
         sinks: number of keys, 0 to keep_window_size, that outrank all others whatever their scores:
             the first ones of the sequence that are valid. They count in the window.
+        gap: as in select().
         scope: "causal": each query ranks the keys up to its own position. "global": all keys are
             ranked once. None for "causal" if `causal` is set, else "global".
         bias_form: "exp": exp(score) is added to the logits; "linear": the score itself; "none":
@@ -150,7 +153,7 @@ def flash_dma_attention(
     """
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
-    rules, scope = _rules_of_call(keep_window_size, recent, sinks, scope, causal, options)
+    rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
     if options is not None:
         options._check_call(query, key, starts, rules[0] + rules[1])
     if return_attn_probs:
@@ -162,14 +165,14 @@ def flash_dma_attention(
         x is not None and x.requires_grad for x in (*tensors, sink_logit)
     )
     selected = (None, None)
-    if options is not None and options._is_dense(rules[0] + rules[1], key):
+    if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         out, lse, bias = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
     elif not needs_gradients and not return_lse and not return_attn_probs:
-        return ops.FUSED_OUT.op(*tensors, *given, *rules, scope, bias_form, *numbers, backend)
+        return ops.FUSED_OUT.op(*tensors, *given, *rules, scope, bias_form, *numbers, gap, backend)
     else:
         out, lse, _, bias, *selected = ops.FUSED.op(
-            *tensors, *given, *rules, scope, bias_form, *numbers, deterministic, backend
+            *tensors, *given, *rules, scope, bias_form, *numbers, gap, deterministic, backend
         )
     results = (out, lse) if return_lse else (out,)
     if return_attn_probs:

@@ -78,6 +78,10 @@ class DynamicMaskAttention(nn.Module):
         sinks: keys, 0 to window, that outrank all others whatever their scores: the first ones of
             the sequence that are valid. They count in the window. If window is None, a query keeps
             all keys, whatever recent and sinks are.
+        gap: of these keys a query keeps only sinks, the `recent` newest, and those whose score is
+            at most this far below the highest score of all valid keys up to its position. None, as
+            it has to be if window is None or `causal` is False, leaves no key out. A layer with a
+            gap has no cache.
         head_dim: channels of a head, a multiple of 8 up to 256; None for hidden / heads.
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
@@ -106,8 +110,8 @@ class DynamicMaskAttention(nn.Module):
 
     Raises:
         TypeError: a window, recent or sinks that is not an int.
-        ValueError: sizes that contradict each other, or a window, recent, sinks or dropout out of
-            its range.
+        ValueError: sizes that contradict each other, or a window, recent, sinks, gap or dropout
+            out of its range.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -126,6 +130,7 @@ class DynamicMaskAttention(nn.Module):
         *,
         recent: int = 0,
         sinks: int = 0,
+        gap: float | None = None,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
@@ -159,6 +164,8 @@ class DynamicMaskAttention(nn.Module):
         self.hidden, self.heads, self.kv_heads, self.head_dim = hidden, heads, kv_heads, dim
         self.window = None if window is None else rules[0]
         self.recent, self.sinks = rules[1:]
+        _arguments.check_gap(gap, "if window is None" if window is None else no_recent)
+        self.gap = gap
         self.causal, self.rope_base = causal, rope_base
         check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
@@ -192,7 +199,7 @@ class DynamicMaskAttention(nn.Module):
         return (
             f"{self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}, "
             f"head_dim={self.head_dim}, window={self.window}, recent={self.recent}, "
-            f"sinks={self.sinks}, causal={self.causal}, dropout={self.dropout}"
+            f"sinks={self.sinks}, gap={self.gap}, causal={self.causal}, dropout={self.dropout}"
         )
 
     def forward(
@@ -223,7 +230,7 @@ class DynamicMaskAttention(nn.Module):
                 left. Causality depends on the order in x, not on these numbers. With a cache None
                 is for the numbers that follow those of the tokens before.
             cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
-                sinks. The layer has to be causal, and starts None.
+                sinks. The layer has to be causal and without a gap, and starts None.
             layer: the number of this layer in the cache.
             n_tokens: with a cache: as in its attend().
             draft: with a cache: the tokens do not enter it; see DynamicMaskCache.
@@ -291,6 +298,7 @@ class DynamicMaskAttention(nn.Module):
         require(starts is None, "starts: is given, want None with a cache")
         selects = self.causal and self.window is not None
         require(selects, "cache: is given, want None unless the layer is causal and has a window")
+        require(self.gap is None, f"cache: is given, want None for a layer of gap {self.gap}")
         require(
             cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'"
         )
@@ -319,5 +327,6 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
         weights = (self.dt_proj.weight, self.A)
-        options.update(recent=self.recent, sinks=self.sinks, dt_bias=self.dt_proj.bias)
+        options.update(recent=self.recent, sinks=self.sinks, gap=self.gap)
+        options.update(dt_bias=self.dt_proj.bias)
         return fused.flash_dma_attention(query, key, value, *weights, self.window, **options)

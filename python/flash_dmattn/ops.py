@@ -173,7 +173,7 @@ SCORE = Operator(
 SELECT = Operator(
     "select(Tensor score, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
     "SymInt window, SymInt recent, "
-    "SymInt sinks, str scope, str? backend) -> (Tensor expiry, Tensor slot)",
+    "SymInt sinks, str scope, float gap, str? backend) -> (Tensor expiry, Tensor slot)",
     "select",
 )
 # Dense if expiry is None.
@@ -193,7 +193,7 @@ FUSED = Operator(
     "Tensor? rng_state, "
     "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
-    "float dropout_p, "
+    "float dropout_p, float gap, "
     "bool deterministic, str? backend) -> (Tensor out, Tensor lse, Tensor score, Tensor bias, "
     "Tensor expiry, Tensor slot)",
     "attention",
@@ -206,7 +206,7 @@ FUSED_OUT = Operator(
     "Tensor? rng_state, "
     "SymInt keep_window_size, SymInt recent, "
     "SymInt sinks, str scope, str bias_form, bool causal, float softmax_scale, float softcap, "
-    "float dropout_p, "
+    "float dropout_p, float gap, "
     "str? backend) -> Tensor out",
     "attention",
 )

@@ -61,6 +61,7 @@ def flash_dmattn_varlen_func(
     keep_window_size: int = 2048,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
     scope: str | None = None,
     bias_form: str = "exp",
     softcap: float = 0.0,
@@ -101,6 +102,7 @@ def flash_dmattn_varlen_func(
         keep_window_size: as in flash_dma_attention().
         recent: as there.
         sinks: as there.
+        gap: as there.
         scope: as there.
         bias_form: as there.
         softcap: as there.
@@ -117,8 +119,8 @@ def flash_dmattn_varlen_func(
 
     Raises:
         ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
-            other, dt_bias without them, a mask or a bias beside them, two names of an option that
-            differ, or what flash_dma_attention() raises it for.
+            other, dt_bias or a gap without them, a mask or a bias beside them, two names of an
+            option that differ, or what flash_dma_attention() raises it for.
         NotImplementedError: as flash_dma_attention().
         MemoryError: probabilities that take more memory than the device has.
 
@@ -136,6 +138,8 @@ def flash_dmattn_varlen_func(
         raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
     if dt_bias is not None and dt_proj is None:
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
+    if gap is not None and dt_proj is None:
+        raise ValueError(f"gap: is {gap:g}, want None without dt_proj and a_coef")
     rows = q[None], k[None], v[None]
     options = {"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend}
     options |= {"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap}
@@ -148,8 +152,9 @@ def flash_dmattn_varlen_func(
         probability = probability if return_attn_probs else []
     else:
         _refuse_pairs(attn_mask, attn_bias)
-        rules = {"recent": recent, "sinks": sinks, "scope": scope, "bias_form": bias_form}
-        rules |= {"dt_bias": dt_bias, "return_attn_probs": return_attn_probs}
+        rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
+        rules |= {"bias_form": bias_form, "dt_bias": dt_bias}
+        rules |= {"return_attn_probs": return_attn_probs}
         out, lse, *probability = flash_dma_attention(
             *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
         )

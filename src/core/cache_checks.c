@@ -78,6 +78,8 @@ fdma_status fdma_check_cache_rules(const fdma_problem *problem) {
     const fdma_cache *const cache = &problem->cache;
     FDMA_REQUIRE(problem->scope == FDMA_SCOPE_CAUSAL, FDMA_INVALID_ARGUMENT,
                  "selection: its scope is global, want causal for a cache");
+    FDMA_REQUIRE(problem->gap == 0, FDMA_INVALID_ARGUMENT,
+                 "selection: its gap is %g, want 0 for a cache", problem->gap);
     FDMA_TRY(check_rule("window", problem->window, cache->window));
     FDMA_TRY(check_rule("recent", problem->recent, cache->recent));
     return check_rule("sinks", problem->sinks, cache->sinks);

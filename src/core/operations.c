@@ -2,6 +2,7 @@
  * tensors are checked by checks.c. */
 #include "core/error.h"
 #include "core/signatures.h"
+#include "core/streams.h"
 
 #include <float.h>
 #include <math.h>
@@ -56,6 +57,18 @@ static fdma_status take_rules(int64_t window, int64_t recent, int64_t sinks, fdm
     return FDMA_OK;
 }
 
+/* After take_rules(). Carried keys, which only calls with a table have, know no gap. */
+static fdma_status take_gap(double gap, fdma_problem *problem) {
+    FDMA_REQUIRE(gap >= 0 && gap < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "gap: is %g, want a finite number, 0 or more", gap);
+    FDMA_REQUIRE(gap == 0 || problem->scope == FDMA_SCOPE_CAUSAL, FDMA_INVALID_ARGUMENT,
+                 "gap: is %g, want 0 with global scope", gap);
+    FDMA_REQUIRE(gap == 0 || !has_table(problem), FDMA_INVALID_ARGUMENT,
+                 "gap: is %g, want 0 with table_in or table_out", gap);
+    problem->gap = gap;
+    return FDMA_OK;
+}
+
 static fdma_status take_logit_options(double scale, double softcap, int32_t causal,
                                       fdma_problem *problem) {
     FDMA_REQUIRE(scale >= 0 && scale < INFINITY, FDMA_INVALID_ARGUMENT,
@@ -87,7 +100,8 @@ static fdma_status take_score(const any_args *args, fdma_problem *problem) {
 
 static fdma_status take_select(const any_args *args, fdma_problem *problem) {
     const fdma_select_args *const call = &args->select;
-    return take_rules(call->window, call->recent, call->sinks, call->scope, true, problem);
+    FDMA_TRY(take_rules(call->window, call->recent, call->sinks, call->scope, true, problem));
+    return take_gap(call->gap, problem);
 }
 
 static fdma_status take_lists(const any_args *args, fdma_problem *problem) {
@@ -179,6 +193,7 @@ static fdma_status take_attention(const any_args *args, fdma_problem *problem) {
     FDMA_TRY(take_bias_form(call->bias_form, problem));
     FDMA_TRY(take_rules(call->window, call->recent, call->sinks, call->scope, call->causal != 0,
                         problem));
+    FDMA_TRY(take_gap(call->gap, problem));
     FDMA_TRY(take_dropout(call->dropout, call->seed, call->offset, problem));
     return take_logit_options(call->scale, call->softcap, call->causal, problem);
 }
@@ -293,11 +308,15 @@ static void take_tensors(fdma_problem *problem, const void *base, bool in_select
 /* Takes the tensors of a selection and, if it is an input, what it was made for. */
 static fdma_status take_selection(fdma_selection *given, fdma_selection *selection,
                                   fdma_problem *problem) {
-    FDMA_TRY(copy_struct("selection", given, sizeof *selection, selection, sizeof *selection));
+    FDMA_TRY(copy_struct("selection", given, offsetof(fdma_selection, gap), selection,
+                         sizeof *selection));
     FDMA_TRY(check_reserved("selection.reserved", selection->reserved));
     take_tensors(problem, selection, true);
     problem->selected = true;
     if (problem->operation == operation_select || problem->operation == operation_attention) {
+        FDMA_REQUIRE(problem->gap == 0 || has_gap_field(given), FDMA_INVALID_ARGUMENT,
+                     "selection: size is %zu, want sizeof the struct, %zu, for a gap of %g",
+                     given->size, sizeof *given, problem->gap);
         problem->made = given;
         return FDMA_OK;
     }
@@ -312,6 +331,9 @@ static fdma_status take_selection(fdma_selection *given, fdma_selection *selecti
     FDMA_REQUIRE(selection->recent >= 0, FDMA_INVALID_ARGUMENT,
                  "selection: its recent is %lld, want 0 or more", (long long)selection->recent);
     set_rules(problem, selection->window, selection->recent, selection->sinks, selection->scope);
+    FDMA_REQUIRE(selection->gap >= 0 && selection->gap < INFINITY, FDMA_INVALID_ARGUMENT,
+                 "selection: its gap is %g, want a finite number, 0 or more", selection->gap);
+    problem->gap = selection->gap;
     return FDMA_OK;
 }
 

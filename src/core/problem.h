@@ -5,6 +5,8 @@
 #include "core/dropout.h"
 #include "core/tensor.h"
 
+#include <stddef.h>
+
 typedef enum fdma_operation {
     operation_score,
     operation_select,
@@ -55,6 +57,7 @@ typedef struct fdma_problem {
                                 are kept by no query */
     fdma_partial partial[2]; /* the two that fdma_merge() joins */
     int64_t window, recent, sinks;
+    double gap;    /* of the selection; 0: off. If it is given and not made, slots may be empty */
     int64_t slots; /* of a selection: window + recent, at most INT64_MAX */
     int64_t tile_len;
     double scale;   /* never 0 */
@@ -115,6 +118,11 @@ static inline bool is_attending(fdma_operation operation) {
     return operation == operation_forward || operation == operation_backward ||
            operation == operation_decode || operation == operation_probabilities ||
            is_fused(operation);
+}
+
+/* Whether the caller's version of a selection has the field `gap`. */
+static inline bool has_gap_field(const fdma_selection *selection) {
+    return selection->size >= offsetof(fdma_selection, gap) + sizeof selection->gap;
 }
 
 /* The position of query i. */

@@ -6,6 +6,21 @@ static int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t
     return tensor->data ? (int32_t *)tensor->data + offset_of(tensor, b, g, t) : NULL;
 }
 
+/* The entries that the keys live at a position take: as many as there are, or, where slots may be
+ * empty, one more than the last slot in use. */
+static int32_t count_entries(const fdma_problem *problem, int64_t b, int64_t g, int64_t position) {
+    const int32_t *const slot = ints_at(&problem->slot, b, g, 0);
+    const int64_t most = position < problem->slots ? position + 1 : problem->slots;
+    int32_t live = 0, used = 0;
+    for (int64_t j = 0; j <= position; j++) {
+        if (!is_kept(problem, b, g, j, position))
+            continue;
+        live += live < problem->slots;
+        used = slot[j] >= used && slot[j] < most ? slot[j] + 1 : used;
+    }
+    return problem->gap > 0 ? used : live;
+}
+
 /* The keys of tile t: those live at its first position, by slot, then those that arrive later. If
  * expiry and slot contradict each other, entries stay within the list and within kv_len. */
 static void list_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t t) {
@@ -13,11 +28,9 @@ static void list_tile(const fdma_problem *problem, int64_t b, int64_t g, int64_t
     int32_t *const list = ints_at(&problem->list, b, g, t);
     int32_t *const count = ints_at(&problem->count, b, g, t);
     const tile_span span = span_of(problem, t);
-    int32_t live = 0;
-    for (int64_t j = 0; j <= span.first; j++)
-        live += live < problem->slots && is_kept(problem, b, g, j, span.first);
+    const int32_t live = count_entries(problem, b, g, span.first);
     for (int32_t n = 0; n < live; n++)
-        list[n] = 0;
+        list[n] = problem->gap > 0 ? -1 : 0;
     for (int64_t j = 0; j <= span.first; j++)
         if (is_kept(problem, b, g, j, span.first) && slot[j] >= 0 && slot[j] < live)
             list[slot[j]] = (int32_t)j;

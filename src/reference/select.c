@@ -1,4 +1,5 @@
 /* Selection by insertion sort: each key is ranked among those before it. */
+#include "core/gap.h"
 #include "reference/reference.h"
 
 #include <math.h>
@@ -55,6 +56,37 @@ static void select_prefixes(const fdma_problem *problem, int64_t b, int64_t g, k
     }
 }
 
+/* The first position from j on at which the rule `gap` lets no query keep key j: its score is too
+ * low, it is no sink, and it is not among the `recent` newest. Its expiry, if that comes first. */
+static int32_t end_of_key(const fdma_problem *problem, int64_t b, int64_t row, int32_t j,
+                          int32_t expiry) {
+    int64_t older = 0, newer = 0; // valid keys of its sequence, of those up to i
+    double best = -INFINITY;
+    for (int32_t i = (int32_t)sequence_at(problem, j).first; i < expiry; i++) {
+        if (!is_valid_key(problem, b, i))
+            continue;
+        best = fmax(best, fdma_load(&problem->score, row + i));
+        older += i < j;
+        newer += i > j;
+        if (i >= j && older >= problem->sinks && newer >= problem->recent &&
+            falls_below(fdma_load(&problem->score, row + j), best, problem->gap))
+            return i;
+    }
+    return expiry;
+}
+
+/* Applies the rule `gap` to the selection of one (b, g). */
+static void keep_near_best(const fdma_problem *problem, int64_t b, int64_t g, int32_t *expiry,
+                           int32_t *slot) {
+    const int64_t row = offset_of(&problem->score, b, g, 0);
+    for (int32_t j = 0; j < (int32_t)problem->kv_len; j++) {
+        if (expiry[j] > j)
+            expiry[j] = end_of_key(problem, b, row, j, expiry[j]);
+        if (expiry[j] == j)
+            slot[j] = -1;
+    }
+}
+
 /* From causal to global scope: every query keeps what the last prefix of its sequence keeps, and
  * slots number the kept keys of each sequence. */
 static void keep_last_prefix(const fdma_problem *problem, int32_t *expiry, int32_t *slot) {
@@ -97,6 +129,8 @@ fdma_status fdma_reference_select(const fdma_problem *problem) {
             select_prefixes(problem, b, g, keys, out, slot);
             if (problem->scope == FDMA_SCOPE_GLOBAL)
                 keep_last_prefix(problem, out, slot);
+            if (problem->gap > 0)
+                keep_near_best(problem, b, g, out, slot);
         }
     return FDMA_OK;
 }

@@ -231,6 +231,7 @@ static inline fdma_status device_run(fdma_operation operation, void *args) {
         selection->window = there.selection.window;
         selection->recent = there.selection.recent;
         selection->sinks = there.selection.sinks;
+        selection->gap = there.selection.gap;
         selection->kv_len = there.selection.kv_len;
         selection->scope = there.selection.scope;
     }

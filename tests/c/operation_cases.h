@@ -164,6 +164,7 @@ static inline bool make_score_backward(call *x, int s, int type, const char *ker
 typedef struct select_case {
     int64_t kv_len, window, recent, sinks;
     fdma_scope scope;
+    double gap;
     int padded, slotted;
 } select_case;
 
@@ -176,6 +177,7 @@ static inline void fill_select(call *x, const select_case *n) {
     args->recent = n->recent;
     args->sinks = n->sinks;
     args->scope = n->scope;
+    args->gap = n->gap;
     call_make(x, &sizes, FDMA_FLOAT32, true);
     if (!n->slotted)
         x->selection.slot = (fdma_tensor){0};
@@ -195,6 +197,7 @@ static inline bool make_select(call *x, int c, int type, const char *kernel) {
                            .recent = c & 1 || c % 3 == 0 ? 0 : 1 + c % 40,
                            .sinks = c % 5 == 0,
                            .scope = c & 1 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL,
+                           .gap = c % 4 == 2 || c % 8 == 4 ? 0.5 : 0,
                            .padded = c & 2,
                            .slotted = c & 4};
     (void)type, (void)kernel;

@@ -9,6 +9,7 @@ typedef struct problem {
     int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
     int64_t window; /* -1: dense */
     int64_t recent, sinks;
+    double gap;
     fdma_scope scope;
     int causal;
     fdma_dtype dtype;
@@ -62,6 +63,7 @@ static inline void problem_select(problem *x) {
         .scope = x->scope,
         .exec = {.kernel = "reference"},
         .kv_used = x->kv_used,
+        .gap = x->gap,
     };
     CHECK_OK(run_select(&args));
 }

@@ -30,6 +30,11 @@ static fdma_scope scope_of(const attention_case *n) {
     return n->causal ? FDMA_SCOPE_CAUSAL : FDMA_SCOPE_GLOBAL;
 }
 
+/* The cases with sinks in causal scope have a gap. */
+static double gap_of(const attention_case *n) {
+    return n->sinks > 0 && scope_of(n) == FDMA_SCOPE_CAUSAL ? 0.5 : 0;
+}
+
 /* Gives a call tensors and memory, without those that the bias form and the case do not have. */
 static void fill_call(call *x, const attention_case *n, fdma_dtype dtype, fdma_bias_form form) {
     uint64_t state = 41;
@@ -55,6 +60,7 @@ static void make_fused(call *x, const attention_case *n, fdma_dtype dtype, fdma_
                                    .bias_form = form,
                                    .causal = n->causal,
                                    .softcap = 3,
+                                   .gap = gap_of(n),
                                    .exec = {.kernel = kernel}}};
     fill_call(x, n, dtype, form);
 }
@@ -76,6 +82,7 @@ static void run_steps(three_steps *steps, call *fused, const attention_case *n) 
                                    .recent = n->recent,
                                    .sinks = n->sinks,
                                    .scope = scope_of(n),
+                                   .gap = gap_of(n),
                                    .exec = exec}},
         .forward = {.operation = operation_forward,
                     .args.forward = {.softcap = args->softcap, .causal = n->causal, .exec = exec}},
@@ -122,6 +129,7 @@ static void compare_with_steps(const attention_case *n, fdma_dtype dtype, fdma_b
     CHECK_INT(fused.selection.window, n->window);
     CHECK_INT(fused.selection.recent, n->recent);
     CHECK_INT(fused.selection.sinks, n->sinks);
+    CHECK(fused.selection.gap == gap_of(n));
     CHECK_INT(fused.selection.kv_len, n->sizes.kv_len);
     CHECK_INT(fused.selection.scope, scope_of(n));
 

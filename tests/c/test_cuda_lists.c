@@ -35,6 +35,7 @@ static problem random_problem(uint64_t *state, fdma_dtype dtype) {
     x.window = windows[random_below(state, TEST_COUNT(windows))];
     x.recent = random_below(state, 2) * random_below(state, 150);
     x.sinks = random_below(state, 3) == 0 ? random_below(state, x.window + 1) : 0;
+    x.gap = random_below(state, 3) == 0 ? 0.25 * (double)(1 + random_below(state, 12)) : 0;
     x.scope = FDMA_SCOPE_CAUSAL;
     x.causal = 1;
     x.dtype = dtype;
@@ -59,9 +60,10 @@ static void random_selections_are_attended_to(void) {
         const problem x = random_problem(&state, test_dtypes[1 + i % 2]);
         const attended want = problem_attend(&x, "reference", 1);
         for (int kernel = 0; kernel < TEST_COUNT(kernels); kernel++) {
-            test_context("%s, case %d: %d heads, q_len %d, kv_len %d, window %d, recent %d%s%s%s",
+            test_context("%s, case %d: %d heads, q_len %d, kv_len %d, window %d, recent %d, gap %g"
+                         "%s%s%s",
                          kernels[kernel], i, (int)x.q_heads, (int)x.q_len, (int)x.kv_len,
-                         (int)x.window, (int)x.recent, x.starts.rank > 0 ? ", packed" : "",
+                         (int)x.window, (int)x.recent, x.gap, x.starts.rank > 0 ? ", packed" : "",
                          x.kv_used.rank > 0 ? ", kv_used" : "",
                          x.key_valid.rank > 0 ? ", padding" : "");
             if (!problem_is_taken(&x, kernels[kernel]))

@@ -39,6 +39,7 @@ static bool check_as_cpu(const fdma_select_args *on_cpu, const char *kernel, boo
     CHECK_INT(selection.sinks, on_cpu->sinks);
     CHECK_INT(selection.kv_len, on_cpu->score.shape[2]);
     CHECK_INT(selection.scope, on_cpu->scope);
+    CHECK(selection.gap == on_cpu->gap);
     return true;
 }
 
@@ -48,9 +49,9 @@ static void check_kernels(const fdma_select_args *on_cpu, const char *what) {
     for (int kernel = 0; kernel < kernels.count; kernel++) {
         const int64_t *const n = on_cpu->score.shape;
         test_context("%s: batch %d, kv_heads %d, kv_len %d, window %d, recent %d, sinks %d, "
-                     "scope %d%s, %s",
+                     "scope %d, gap %g%s, %s",
                      kernels.name[kernel], (int)n[0], (int)n[1], (int)n[2], (int)on_cpu->window,
-                     (int)on_cpu->recent, (int)on_cpu->sinks, (int)on_cpu->scope,
+                     (int)on_cpu->recent, (int)on_cpu->sinks, (int)on_cpu->scope, on_cpu->gap,
                      on_cpu->key_valid.rank > 0 ? ", padding" : "", what);
         taken += check_as_cpu(on_cpu, kernels.name[kernel], true);
         if (on_cpu->recent > 0)
@@ -92,7 +93,7 @@ static void check_lists(const fdma_selection *selection, uint64_t *state) {
     }
 }
 
-/* Any number of recent keys and sinks that a call may ask for, 0 often. */
+/* Any number of recent keys and sinks that a call may ask for, and any gap, 0 often. */
 static void add_rules(fdma_select_args *args, uint64_t *state) {
     const int64_t kv_len = args->score.shape[2], window = args->window;
     const int64_t recent[] = {
@@ -101,6 +102,8 @@ static void add_rules(fdma_select_args *args, uint64_t *state) {
     const int64_t chosen = recent[random_below(state, TEST_COUNT(recent))];
     args->sinks = sinks[random_below(state, TEST_COUNT(sinks))];
     args->recent = args->scope == FDMA_SCOPE_CAUSAL && chosen > 0 ? chosen : 0;
+    if (args->scope == FDMA_SCOPE_CAUSAL && random_below(state, 3) == 0)
+        args->gap = 0.125 * (double)(1 + random_below(state, 20));
 }
 
 static void check_random_case(uint64_t *state) {

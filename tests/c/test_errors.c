@@ -116,6 +116,10 @@ static void options_of_attention_are_checked(void) {
     REJECTS(attention, (args->recent = 4, args->causal = 0, args->scope = FDMA_SCOPE_DEFAULT),
             INVALID("recent", "is 4", "global"));
     REJECTS(attention, args->sinks = args->window + 1, INVALID("sinks", "0 to window"));
+    REJECTS(attention, args->gap = -1, INVALID("gap", "is -1", "0 or more"));
+    REJECTS(attention, args->gap = NAN, INVALID("gap", "nan", "finite"));
+    REJECTS(attention, (args->gap = 2, args->scope = FDMA_SCOPE_GLOBAL),
+            INVALID("gap", "is 2", "global"));
 }
 
 static void options_of_scores_are_checked(void) {
@@ -152,6 +156,13 @@ static void options_of_scores_are_checked(void) {
             INVALID("recent", "is 4", "global"));
     REJECTS(select, args->sinks = -1, INVALID("sinks", "-1"));
     REJECTS(select, args->sinks = args->window + 1, INVALID("sinks", "0 to window"));
+    REJECTS(select, args->gap = -0.5, INVALID("gap", "-0.5", "0 or more"));
+    REJECTS(select, args->gap = NAN, INVALID("gap", "nan", "finite"));
+    REJECTS(select, args->gap = INFINITY, INVALID("gap", "inf", "finite"));
+    REJECTS(select, (args->gap = 2, args->scope = FDMA_SCOPE_GLOBAL),
+            INVALID("gap", "is 2", "global"));
+    REJECTS(select, (args->gap = 2, x->selection.size = offsetof(fdma_selection, gap)),
+            INVALID("selection", "size", "gap of 2"));
     REJECTS(select, args->scope = (fdma_scope)3, INVALID("scope", "3"));
     REJECTS(select, args->scope = (fdma_scope)9, INVALID("scope", "9"));
 }
@@ -186,11 +197,14 @@ static void selections_are_checked(void) {
     SELECTION_REJECTS(x->selection.window = 0, INVALID("selection", "window is 0"));
     SELECTION_REJECTS(x->selection.window = -5, INVALID("selection", "window is -5"));
     SELECTION_REJECTS(x->selection.recent = -5, INVALID("selection", "recent is -5"));
+    SELECTION_REJECTS(x->selection.gap = -2, INVALID("selection", "gap is -2"));
+    SELECTION_REJECTS(x->selection.gap = NAN, INVALID("selection", "gap is"));
     SELECTION_REJECTS(x->selection.scope = FDMA_SCOPE_DEFAULT, INVALID("selection", "scope is 0"));
     SELECTION_REJECTS(x->selection.scope = (fdma_scope)4, INVALID("selection", "scope is 4"));
     SELECTION_REJECTS(x->selection.reserved = 2, INVALID("selection.reserved", "2"));
     SELECTION_REJECTS(x->selection.size = 0, INVALID("selection", "size", "0"));
     SELECTION_REJECTS(x->selection.size = 1, INVALID("selection", "size", "1"));
+    REJECTS(cache_store, x->selection.gap = 1.5, INVALID("selection", "gap is 1.5", "cache"));
     REJECTS(select, x->selection.reserved = 5, INVALID("selection.reserved", "5"));
     REJECTS(select, x->selection.size = 0, INVALID("selection", "size", "0"));
     REJECTS(attention, x->selection.reserved = 5, INVALID("selection.reserved", "5"));

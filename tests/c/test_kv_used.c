@@ -37,7 +37,8 @@ static fdma_selection select_by(const problem *x, const char *kernel) {
                              .sinks = x->sinks,
                              .scope = x->scope,
                              .exec = {.kernel = kernel, .threads = 2},
-                             .kv_used = x->kv_used};
+                             .kv_used = x->kv_used,
+                             .gap = x->gap};
     CHECK_OK(run_select(&args));
     return found;
 }
@@ -45,8 +46,8 @@ static fdma_selection select_by(const problem *x, const char *kernel) {
 static void check_selection(const problem *x) {
     const kernel_list kernels = kernels_of("select");
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        test_context("%s select, kv_len %d, window %d, scope %d", kernels.name[kernel],
-                     (int)x->kv_len, (int)x->window, (int)x->scope);
+        test_context("%s select, kv_len %d, window %d, scope %d, gap %g", kernels.name[kernel],
+                     (int)x->kv_len, (int)x->window, (int)x->scope, x->gap);
         const fdma_selection found = select_by(x, kernels.name[kernel]);
         CHECK(same_tensor(found.expiry, x->selection.expiry));
         CHECK(same_tensor(found.slot, x->selection.slot));
@@ -315,7 +316,8 @@ static void check_fused(const scored_problem *p, const char *kernel) {
     args.score = x.score = new_output(FDMA_FLOAT32, x.batch, x.kv_heads, x.kv_len, -1);
     args.bias = x.bias = copy_tensor(x.score);
     args.selection = &selection, args.window = x.window, args.scope = x.scope;
-    args.recent = x.recent, args.sinks = x.sinks, args.bias_form = FDMA_BIAS_LINEAR;
+    args.recent = x.recent, args.sinks = x.sinks, args.gap = x.gap,
+    args.bias_form = FDMA_BIAS_LINEAR;
     args.softcap = x.softcap, args.causal = x.causal, args.kv_used = x.kv_used;
     args.exec = (fdma_exec){.kernel = kernel, .threads = 2};
     CHECK_OK(run_attention(&args));

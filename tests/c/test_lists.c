@@ -18,6 +18,7 @@ static const sight sights[] = {
 typedef struct lists_case {
     int64_t batch, kv_heads, q_len, kv_len, window, tile_len;
     int64_t recent, sinks;
+    double gap;
     const sight *sight;
     fdma_selection selection;
 } lists_case;
@@ -44,6 +45,7 @@ static void select_keys(lists_case *test, score_kind kind, int padded, uint64_t 
         .recent = test->recent,
         .sinks = test->sinks,
         .scope = test->sight->scope,
+        .gap = test->gap,
     };
     fill_kind(args.score, kind, state);
     test->selection = selection_for(args.score);
@@ -73,7 +75,8 @@ static int compare_ints(const void *left, const void *right) {
     return x < y ? -1 : x > y;
 }
 
-/* The keys alive at p, by their slots, which are 0, 1, ...; returns how many. */
+/* The keys alive at p, by their slots, which are 0, 1, ...; with a gap -1 stands for those that no
+ * key has. Returns how many entries that makes. */
 static int32_t brute_alive(const lists_case *test, int64_t at, int64_t p, int32_t *list) {
     const int32_t *const expiry = (const int32_t *)test->selection.expiry.data + at;
     const int32_t *const slot = (const int32_t *)test->selection.slot.data + at;
@@ -83,12 +86,15 @@ static int32_t brute_alive(const lists_case *test, int64_t at, int64_t p, int32_
         if (keeps(test, expiry, j, p))
             found[alive++] = (int64_t)slot[j] << 32 | j;
     qsort(found, (size_t)alive, sizeof *found, compare_ints);
-    for (int32_t s = 0; s < alive; s++) {
-        CHECK_INT(found[s] >> 32, s);
-        list[s] = (int32_t)(found[s] & INT32_MAX);
+    int32_t used = 0;
+    for (int32_t n = 0; n < alive; n++) {
+        while (test->gap > 0 && used < found[n] >> 32)
+            list[used++] = -1;
+        CHECK_INT(found[n] >> 32, used);
+        list[used++] = (int32_t)(found[n] & INT32_MAX);
     }
     free(found);
-    return alive;
+    return used;
 }
 
 /* The list of the tile whose positions are p0 to p1: what p0 keeps, then what others keep too. */
@@ -197,6 +203,7 @@ static void check_length(const kernel_list *kernels, const sight *how, int64_t n
                            .sight = how};
         test.recent = how->scope == FDMA_SCOPE_CAUSAL && i % 3 == 1 ? n / 4 + i % 2 : 0;
         test.sinks = i % 5 == 1;
+        test.gap = how->scope == FDMA_SCOPE_CAUSAL && i % 2 == 1 ? 0.25 * (1 + i % 7) : 0;
         select_keys(&test, (score_kind)(i % kind_count), padded, state);
         check_case(&test, kernels);
         test_free_all();
@@ -232,6 +239,7 @@ static void threads_change_nothing(void) {
                            .kv_len = s == 1 ? 2700 : 3300,
                            .window = 500,
                            .tile_len = 1,
+                           .gap = s == 0 ? 0.5 : 0,
                            .sight = &sights[s]};
         select_keys(&test, kind_iid, 0, &state);
         if (i % 2)
@@ -273,7 +281,8 @@ static void strided_tensors(void) {
     }
 }
 
-/* Entries are keys, as many as fit; the guard bytes around say whether there was more. */
+/* Entries are keys, or with a gap -1, as many as fit; the guard bytes around say whether there was
+ * more. */
 static void check_keys(const lists_case *test, const tile_lists *lists) {
     const int64_t width = lists->list.shape[3];
     for (int64_t n = 0; n < count_of(lists->count) / 2; n++) {
@@ -282,7 +291,7 @@ static void check_keys(const lists_case *test, const tile_lists *lists) {
         int keys = 0;
         CHECK(count[0] >= 0 && count[0] <= count[1] && count[1] <= width);
         for (int32_t x = 0; x < count[1]; x++)
-            keys += list[x] >= 0 && list[x] < test->kv_len;
+            keys += list[x] >= (test->gap > 0 ? -1 : 0) && list[x] < test->kv_len;
         CHECK_INT(keys, count[1]);
     }
 }
@@ -305,6 +314,7 @@ static void corrupt_selections_list_keys(void) {
                            .tile_len = 1 + random_below(&state, i % 3 ? 9 : n + 9),
                            .sight = &sights[i % TEST_COUNT(sights)]};
         test.q_len += test.sight->scope == FDMA_SCOPE_GLOBAL ? random_below(&state, n) : 0;
+        test.gap = test.sight->scope == FDMA_SCOPE_CAUSAL && i % 2 ? 0.5 : 0;
         select_keys(&test, (score_kind)(i % kind_count), i % 4 == 3, &state);
         if (i % 5 != 1)
             corrupt(test.selection.expiry, any_corruption(&state), &state);

@@ -279,7 +279,10 @@ static void check_packed(problem *x, const char *kernel) {
                            rectangle_of(given.bias, 0, first, count, count)};
         attended want = attend_masked(&one, kernel, own, 1), got = whole;
         cut_rows(&got.out, 1, first, count);
-        CHECK_BYTES(got.out.data, want.out.data, bytes_of(want.out));
+        if (strncmp(kernel, "cuda", 4) == 0) // other keys of a tile change the order of sums
+            CHECK_NEAR(largest_difference(got.out, want.out), 0, problem_out_tolerance(x));
+        else
+            CHECK_BYTES(got.out.data, want.out.data, bytes_of(want.out));
     }
 }
 

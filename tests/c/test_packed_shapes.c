@@ -58,6 +58,7 @@ static fdma_selection select_by(const problem *x, fdma_tensor starts, const char
                              .recent = x->recent,
                              .sinks = x->sinks,
                              .scope = x->scope,
+                             .gap = x->gap,
                              .exec = {.kernel = kernel, .threads = 2}};
     if (is_device_kernel(kernel) && !call_takes(operation_select, &args))
         return (fdma_selection){0};
@@ -71,9 +72,10 @@ static int check_selection(const problem *x, fdma_tensor starts) {
     const kernel_list kernels = kernels_of("select");
     int taken = 0;
     for (int kernel = 0; kernel < kernels.count; kernel++) {
-        test_context("%s: kv_len %d, %d sequences, window %d, recent %d, sinks %d, scope %d%s",
+        test_context("%s: kv_len %d, %d sequences, window %d, recent %d, sinks %d, scope %d, "
+                     "gap %g%s",
                      kernels.name[kernel], (int)x->kv_len, (int)starts.shape[0] - 1, (int)x->window,
-                     (int)x->recent, (int)x->sinks, (int)x->scope,
+                     (int)x->recent, (int)x->sinks, (int)x->scope, x->gap,
                      x->key_valid.rank > 0 ? ", padding" : "");
         const fdma_selection found = select_by(x, starts, kernels.name[kernel]);
         if (found.size == 0)
@@ -122,6 +124,8 @@ static problem random_selection(int64_t most, cut_kind kind, uint64_t *state) {
     x.sinks = random_below(state, 2) * random_below(state, x.window + 1);
     if (x.scope == FDMA_SCOPE_CAUSAL)
         x.recent = random_below(state, 2) * random_below(state, kv_len / 4 + 2);
+    if (x.scope == FDMA_SCOPE_CAUSAL && random_below(state, 3) == 0)
+        x.gap = 0.25 * (double)(1 + random_below(state, 8));
     x.score = new_tensor(FDMA_FLOAT32, 1, kv_heads, kv_len, -1);
     fill_kinds(x.score, 1 + random_below(state, 200), state);
     if (random_below(state, 3) == 0)
@@ -155,6 +159,7 @@ static void long_selections_are_those_of_the_reference(void) {
         x.window = i % 3 ? 300 : 20;
         x.scope = i % 5 == 4 ? FDMA_SCOPE_GLOBAL : FDMA_SCOPE_CAUSAL;
         x.recent = x.scope == FDMA_SCOPE_CAUSAL && i % 4 == 1 ? 40 : 0;
+        x.gap = x.scope == FDMA_SCOPE_CAUSAL && i % 3 == 1 ? 0.5 : 0;
         x.score = new_tensor(FDMA_FLOAT32, 1, 2, kv_len, -1);
         fill_kinds(x.score, 400, &state);
         x.starts = new_starts(cut_with_empties, kv_len, count, &state);

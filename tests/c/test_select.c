@@ -1,94 +1,5 @@
 /* test_select.c - the selection of every kernel against brute force, key by key and bit by bit. */
-#include "scores.h"
-
-/* ---- brute force ---- */
-
-/* Which keys a query keeps. */
-typedef struct select_rules {
-    int64_t window, recent, sinks;
-    fdma_scope scope;
-} select_rules;
-
-typedef struct ranked_key {
-    float score;
-    int32_t j;
-    int is_sink;
-} ranked_key;
-
-/* For qsort: the better key first; NaN below every number, the later of equals first. */
-static int compare_keys(const void *left, const void *right) {
-    const ranked_key x = *(const ranked_key *)left, y = *(const ranked_key *)right;
-    const int x_nan = isnan(x.score), y_nan = isnan(y.score);
-    if (x.is_sink != y.is_sink)
-        return x.is_sink ? -1 : 1;
-    if (x_nan != y_nan)
-        return x_nan ? 1 : -1;
-    if (!x_nan && x.score != y.score)
-        return x.score > y.score ? -1 : 1;
-    return x.j > y.j ? -1 : x.j < y.j;
-}
-
-/* kept[j] = 1 for the `recent` newest of the valid keys among the first `length`, and for the best
- * `window` of the others. */
-static void rank_prefix(const float *score, const uint8_t *valid, int64_t length,
-                        const select_rules *rules, ranked_key *keys, uint8_t *kept) {
-    int64_t count = 0, newest = 0;
-    for (int64_t j = 0; j < length; j++) {
-        kept[j] = 0;
-        if (valid == NULL || valid[j]) {
-            const int is_sink = count < rules->sinks;
-            keys[count++] = (ranked_key){.score = score[j], .j = (int32_t)j, .is_sink = is_sink};
-        }
-    }
-    for (; newest < rules->recent && count > 0; newest++)
-        kept[keys[--count].j] = 1;
-    qsort(keys, (size_t)count, sizeof *keys, compare_keys);
-    for (int64_t r = 0; r < count && r < rules->window; r++)
-        kept[keys[r].j] = 1;
-}
-
-static void brute_global(const float *score, const uint8_t *valid, int64_t n,
-                         const select_rules *rules, int32_t *expiry, int32_t *slot) {
-    ranked_key *keys = malloc((size_t)(n + 1) * sizeof *keys);
-    uint8_t *kept = malloc((size_t)(n + 1));
-    rank_prefix(score, valid, n, rules, keys, kept);
-    int32_t next = 0;
-    for (int64_t j = 0; j < n; j++) {
-        expiry[j] = (int32_t)(kept[j] ? n : j);
-        slot[j] = kept[j] ? next++ : -1;
-    }
-    free(kept);
-    free(keys);
-}
-
-/* One position after the other: rank the prefix, see who left and who came. */
-static void brute_causal(const float *score, const uint8_t *valid, int64_t n,
-                         const select_rules *rules, int32_t *expiry, int32_t *slot) {
-    ranked_key *keys = malloc((size_t)(n + 1) * sizeof *keys);
-    uint8_t *kept = calloc((size_t)(n + 1), 1), *before = calloc((size_t)(n + 1), 1);
-    int32_t filled = 0;
-    for (int64_t p = 0; p < n; p++) {
-        rank_prefix(score, valid, p + 1, rules, keys, kept);
-        expiry[p] = (int32_t)(kept[p] ? n : p);
-        slot[p] = -1;
-        int left = 0;
-        for (int64_t j = 0; j < p; j++) {
-            CHECK(kept[j] <= before[j]); /* what has fallen out never comes back */
-            if (before[j] && !kept[j]) {
-                left++;
-                expiry[j] = (int32_t)p;
-                slot[p] = slot[j];
-            }
-        }
-        CHECK(left <= kept[p]);
-        if (kept[p] && !left)
-            slot[p] = filled++;
-        memcpy(before, kept, (size_t)n);
-    }
-    free(before);
-    free(kept);
-    free(keys);
-}
+#include "brute_select.h"
 
 /* ---- one problem on all kernels ---- */
 
@@ -110,12 +21,14 @@ static fdma_selection select_with(const select_case *test, const char *kernel, i
         .recent = test->rules.recent,
         .sinks = test->rules.sinks,
         .scope = test->rules.scope,
+        .gap = test->rules.gap,
         .exec = {.kernel = kernel, .threads = threads},
     };
     CHECK_OK(run_select(&args));
     CHECK_INT(selection.window, test->rules.window);
     CHECK_INT(selection.recent, test->rules.recent);
     CHECK_INT(selection.sinks, test->rules.sinks);
+    CHECK(selection.gap == test->rules.gap);
     CHECK_INT(selection.kv_len, test->kv_len);
     // the default is causal scope
     CHECK_INT(selection.scope,
@@ -133,6 +46,9 @@ static fdma_selection brute_force(const select_case *test) {
         (test->rules.scope == FDMA_SCOPE_CAUSAL ? brute_causal : brute_global)(
             (const float *)test->score.data + at, valid, test->kv_len, &test->rules,
             (int32_t *)want.expiry.data + at, (int32_t *)want.slot.data + at);
+        if (test->rules.gap > 0)
+            brute_gap((const float *)test->score.data + at, valid, test->kv_len, &test->rules,
+                      (int32_t *)want.expiry.data + at, (int32_t *)want.slot.data + at);
     }
     return want;
 }
@@ -145,10 +61,11 @@ static void check_keys(const char *what, const select_case *test, const char *ke
     while (i + 1 < count_of(want) && a[i] == w[i])
         i++;
     test_context(
-        "%s, %s of key %d of segment %d: %s, n %d, window %d, recent %d, sinks %d, scope %d",
+        "%s, %s of key %d of segment %d: %s, n %d, window %d, recent %d, sinks %d, scope %d, "
+        "gap %g",
         kernel, what, (int)(i % test->kv_len), (int)(i / test->kv_len), test->name,
         (int)test->kv_len, (int)test->rules.window, (int)test->rules.recent, (int)test->rules.sinks,
-        (int)test->rules.scope);
+        (int)test->rules.scope, test->rules.gap);
     CHECK_INT(a[i], w[i]);
 }
 
@@ -236,12 +153,79 @@ static void newest_keys_and_sinks(void) {
     }
 }
 
+/* How many keys the gap takes out before the window does. */
+static int64_t count_earlier(const select_case *test, const fdma_selection *with_gap) {
+    select_case without = *test;
+    without.rules.gap = 0;
+    const fdma_selection by_window = brute_force(&without);
+    const int32_t *const x = with_gap->expiry.data, *const y = by_window.expiry.data;
+    int64_t count = 0;
+    for (int64_t i = 0; i < count_of(by_window.expiry); i++)
+        count += x[i] < y[i];
+    return count;
+}
+
+/* Gaps of every size against every kind of scores, with the other rules and without. */
+static void keys_too_far_below_the_best(void) {
+    static const double gaps[] = {1e-45, 0.1, 0.5, 1, 2, 6, 3e38};
+    const int cases = test_repeats(900);
+    const kernel_list kernels = kernels_of("select");
+    uint64_t state = 9;
+    int64_t earlier = 0;
+    for (int i = 0; i < cases; i++) {
+        const int64_t n = 1 + random_below(&state, 60), window = 1 + random_below(&state, n + 3);
+        const int64_t windows[] = {window, window, n, FDMA_WINDOW_ALL};
+        const int64_t recent[] = {0, 0, 1, 2, n - 1, n + 4, random_below(&state, n)};
+        const int64_t sinks[] = {0, 0, 1, window, random_below(&state, window)};
+        select_case test = {.batch = 1 + random_below(&state, 3), .kv_heads = 2, .kv_len = n};
+        test.rules = (select_rules){.window = windows[random_below(&state, 4)],
+                                    .recent = recent[random_below(&state, TEST_COUNT(recent))],
+                                    .sinks = sinks[random_below(&state, TEST_COUNT(sinks))],
+                                    .scope = FDMA_SCOPE_CAUSAL,
+                                    .gap = gaps[random_below(&state, TEST_COUNT(gaps))]};
+        if (test.rules.sinks > test.rules.window)
+            test.rules.sinks = test.rules.window;
+        fill_scores(&test, (score_kind)random_below(&state, kind_count), &state);
+        if (random_below(&state, 2))
+            fill_padding(&test, &state);
+        const fdma_selection want = brute_force(&test);
+        earlier += count_earlier(&test, &want);
+        check_on_all_kernels(&test, &kernels, 1 + i % 3, &want);
+        test_free_all();
+    }
+    CHECK(earlier > cases);
+}
+
+/* A caller whose version of the selection has no gap can be told of none. */
+static void selections_of_callers_without_gap(void) {
+    select_case test = {.batch = 1, .kv_heads = 1, .kv_len = 9, .rules = {.window = 4}};
+    uint64_t state = 10;
+    fill_scores(&test, kind_iid, &state);
+    fdma_selection selection = selection_for(test.score);
+    fdma_select_args args = {
+        .size = sizeof args, .score = test.score, .selection = &selection, .window = 4};
+    selection.size = offsetof(fdma_selection, gap);
+    selection.gap = 77;
+    CHECK_OK(run_select(&args));
+    CHECK(selection.gap == 77); // is not theirs
+    args.gap = 1;
+    CHECK_INT(fdma_select(&args), FDMA_INVALID_ARGUMENT);
+    CHECK(strstr(fdma_last_error(), "want sizeof the struct") != NULL);
+    selection.size = sizeof selection;
+    CHECK_OK(run_select(&args));
+    CHECK(selection.gap == 1);
+    args.gap = 0;
+    CHECK_OK(run_select(&args));
+    CHECK(selection.gap == 0);
+}
+
 /* A window, or recent, that leaves no key out keeps every key to the end. */
 static void rules_that_keep_all(void) {
-    const select_rules rules[] = {{FDMA_WINDOW_ALL, 5, 3, FDMA_SCOPE_CAUSAL},
-                                  {FDMA_WINDOW_ALL, INT64_MAX, FDMA_WINDOW_ALL, FDMA_SCOPE_CAUSAL},
-                                  {1, INT64_MAX, 1, FDMA_SCOPE_CAUSAL},
-                                  {20, 20, 0, FDMA_SCOPE_CAUSAL}};
+    const select_rules rules[] = {
+        {FDMA_WINDOW_ALL, 5, 3, FDMA_SCOPE_CAUSAL, 0},
+        {FDMA_WINDOW_ALL, INT64_MAX, FDMA_WINDOW_ALL, FDMA_SCOPE_CAUSAL, 0},
+        {1, INT64_MAX, 1, FDMA_SCOPE_CAUSAL, 0},
+        {20, 20, 0, FDMA_SCOPE_CAUSAL, 0}};
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 8;
     for (int r = 0; r < TEST_COUNT(rules); r++) {
@@ -281,7 +265,7 @@ static void slots_hold_one_key_at_a_time(void) {
     for (int i = 0; i < kernels.count; i++) {
         test_context("%s", kernels.name[i]);
         select_case test = {
-            .batch = 1, .kv_heads = 1, .kv_len = 400, .rules = {37, 0, 0, FDMA_SCOPE_CAUSAL}};
+            .batch = 1, .kv_heads = 1, .kv_len = 400, .rules = {37, 0, 0, FDMA_SCOPE_CAUSAL, 0}};
         fill_scores(&test, kind_iid, &state);
         const fdma_selection got = select_with(&test, kernels.name[i], 0);
         const int32_t *expiry = got.expiry.data, *slot = got.slot.data;
@@ -306,7 +290,7 @@ static void strided_tensors(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 4;
     select_case test = {
-        .batch = 2, .kv_heads = 3, .kv_len = 50, .rules = {9, 0, 0, FDMA_SCOPE_CAUSAL}};
+        .batch = 2, .kv_heads = 3, .kv_len = 50, .rules = {9, 0, 0, FDMA_SCOPE_CAUSAL, 0}};
     fill_scores(&test, kind_few_values, &state);
     const fdma_selection want = brute_force(&test);
     for (int i = 0; i < kernels.count; i++) {
@@ -329,7 +313,7 @@ static void without_slots(void) {
     uint64_t state = 5;
     for (int scope = FDMA_SCOPE_CAUSAL; scope <= FDMA_SCOPE_GLOBAL; scope++) {
         select_case test = {
-            .batch = 1, .kv_heads = 1, .kv_len = 80, .rules = {11, 0, 2, (fdma_scope)scope}};
+            .batch = 1, .kv_heads = 1, .kv_len = 80, .rules = {11, 0, 2, (fdma_scope)scope, 0}};
         test.rules.recent = scope == FDMA_SCOPE_CAUSAL ? 6 : 0;
         fill_scores(&test, kind_iid, &state);
         const fdma_selection want = brute_force(&test);
@@ -355,7 +339,7 @@ static void invalid_scores_do_not_matter(void) {
     const kernel_list kernels = kernels_of("select");
     uint64_t state = 6;
     select_case test = {
-        .batch = 3, .kv_heads = 1, .kv_len = 90, .rules = {20, 0, 0, FDMA_SCOPE_CAUSAL}};
+        .batch = 3, .kv_heads = 1, .kv_len = 90, .rules = {20, 0, 0, FDMA_SCOPE_CAUSAL, 0}};
     fill_scores(&test, kind_iid, &state);
     fill_padding(&test, &state);
     const fdma_selection want = brute_force(&test);
@@ -391,6 +375,8 @@ static const test_entry tests[] = {
     TEST(global_scope),
     TEST(global_scope_with_padding),
     TEST(newest_keys_and_sinks),
+    TEST(keys_too_far_below_the_best),
+    TEST(selections_of_callers_without_gap),
     TEST(rules_that_keep_all),
     TEST(longer_sequences),
     TEST(slots_hold_one_key_at_a_time),

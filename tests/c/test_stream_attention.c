@@ -408,6 +408,10 @@ static void contradictions_are_refused(void) {
     CHECK_INT(run_attention(&args), FDMA_INVALID_ARGUMENT);
     CHECK_WORD(fdma_last_error(), "axis 2 has 26 elements, want 25");
     args.window++;
+    args.gap = 2;
+    CHECK_INT(run_attention(&args), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "gap: is 2, want 0 with table_in or table_out");
+    args.gap = 0;
     args.scope = FDMA_SCOPE_GLOBAL, args.recent = 0, args.window = rows;
     CHECK_INT(run_attention(&args), FDMA_INVALID_ARGUMENT);
     CHECK_WORD(fdma_last_error(), "table_in.score: is given, want none with global scope");

@@ -53,6 +53,8 @@ static inline problem used_problem(const used_shape *shape, fdma_dtype dtype, ui
     problem_fill(&x, seed);
     fill_kinds(x.score, 1 + random_below(&seed, 200), &seed);
     x.kv_used = new_used(shape, &seed);
+    if (x.window >= 0 && x.scope == FDMA_SCOPE_CAUSAL && random_below(&seed, 3) == 0)
+        x.gap = 0.25 * (double)(1 + random_below(&seed, 8));
     if (shape->padded)
         x.key_valid = new_padding(x.batch, x.kv_len, &seed);
     return x;
@@ -166,10 +168,12 @@ static inline void select_cut(problem *x) {
                                  .recent = x->recent,
                                  .sinks = x->sinks,
                                  .scope = x->scope,
-                                 .exec = {.kernel = "reference"}};
+                                 .exec = {.kernel = "reference"},
+                                 .gap = x->gap};
         CHECK_OK(run_select(&args));
         all.window = cut.selection.window, all.recent = cut.selection.recent;
         all.sinks = cut.selection.sinks, all.scope = cut.selection.scope;
+        all.gap = cut.selection.gap;
     }
     all.kv_len = x->kv_len;
     x->selection = all;

@@ -427,6 +427,9 @@ static int64_t make_rule(call *to, int64_t most) {
     return take(&to->in) % 4 == 0 ? take_up_to(&to->in, most) : 0;
 }
 
+/* Mostly 0. */
+static double make_gap(call *to) { return take(&to->in) % 4 == 0 ? make_number(&to->in) : 0; }
+
 static void make_selection(call *to, bool output, int64_t window, fdma_scope scope) {
     to->selection = (fdma_selection){.size = sizeof to->selection};
     const int64_t new_len = to->kv_len;

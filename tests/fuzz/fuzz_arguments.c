@@ -57,7 +57,7 @@ static void make_select(call *to) {
     to->rows = args->table_out.score.rank > 0 ? args->table_out.score.shape[2] : 0;
     if (to->rows > 0)
         fit_rows(to, &args->window, &args->recent);
-    args->kv_used = maybe_used(to);
+    args->kv_used = maybe_used(to), args->gap = make_gap(to);
     to->work = elements(&args->score) * (double)args->score.shape[2];
 }
 
@@ -86,6 +86,7 @@ static void make_lists(call *to) {
     args->list = make(to, true, FDMA_INT32, 4, list_shape);
     args->count = make(to, true, FDMA_INT32, 4, count_shape);
     args->kv_used = maybe_used(to);
+    to->selection.gap = make_gap(to);
     to->work = elements(&args->list) + elements(&args->count) * (double)to->kv_len;
 }
 
@@ -157,7 +158,7 @@ static void make_attention(call *to) {
     const double keys = (double)args->k.shape[1];
     to->work =
         elements(&args->q) * (1 + keys) + elements(&args->v) * (keys + (double)args->v.shape[2]);
-    args->kv_used = maybe_used(to);
+    args->kv_used = maybe_used(to), args->gap = make_gap(to);
 }
 
 static void make_backward(call *to) {

@@ -44,15 +44,17 @@ def kept_keys(
     *,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
 ) -> torch.Tensor:
     """Which keys the query at each position keeps, before causal masking: of the valid keys that it
-    can see, the `recent` newest, and of the others the `window` best.
+    can see, the `recent` newest, and of the others the `window` best. With a gap those of the
+    others that are no sinks are kept only if they are at most so far below the best that it sees.
 
     score [batch, kv_heads, kv_len]; the result is bool [batch, kv_heads, positions, kv_len], of
     kv_len positions in causal scope and of 1, which stands for all, in global scope.
     """
     batch, kv_heads, kv_len = score.shape
-    assert recent == 0 or scope == "causal"
+    assert (recent == 0 and gap is None) or scope == "causal"
     positions = kv_len if scope == "causal" else 1
     kept = torch.zeros(batch, kv_heads, positions, kv_len, dtype=torch.bool)
     for b in range(batch):
@@ -65,7 +67,12 @@ def kept_keys(
                 keys = [j for j in seen if valid[j]]
                 others = max(len(keys) - recent, 0)
                 kept[b, g, p, keys[others:]] = True
-                kept[b, g, p, best_keys(row, keys[:others], window, first)] = True
+                best = best_keys(row, keys[:others], window, first)
+                if gap is not None:
+                    numbers = {j: -math.inf if math.isnan(row[j]) else row[j] for j in keys}
+                    least = max(numbers.values(), default=-math.inf) - gap
+                    best = [j for j in best if j in first or not numbers[j] < least]
+                kept[b, g, p, best] = True
     return kept
 
 
@@ -115,11 +122,17 @@ def selection(
     *,
     recent: int = 0,
     sinks: int = 0,
+    gap: float | None = None,
 ) -> Tensors:
-    """expiry and slot, by brute force."""
-    kept = kept_keys(score, window, scope, key_valid, recent=recent, sinks=sinks)
+    """expiry and slot, by brute force. A gap changes no slots, but for keys that are never kept."""
+    rules = {"recent": recent, "sinks": sinks}
+    kept = kept_keys(score, window, scope, key_valid, **rules)
     expiry = expiry_of(kept.expand(-1, -1, score.shape[-1], -1), scope)
-    return expiry, slot_of(expiry, window + recent, scope, key_valid)
+    slot = slot_of(expiry, window + recent, scope, key_valid)
+    if gap is None:
+        return expiry, slot
+    expiry = expiry_of(kept_keys(score, window, scope, key_valid, gap=gap, **rules), scope)
+    return expiry, torch.where(expiry > torch.arange(expiry.shape[-1]), slot, -1)
 
 
 def visible_keys(

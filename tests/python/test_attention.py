@@ -86,6 +86,8 @@ FORMS: list[dict[str, Any]] = [
     {"causal": True, "recent": 25},
     {"causal": True, "recent": 9, "sinks": 3, "key_valid": True},
     {"causal": False, "sinks": 5},
+    {"causal": True, "gap": 0.5},
+    {"causal": True, "recent": 9, "sinks": 3, "gap": 0.2, "key_valid": True},
 ]
 FUSED_RUNS = [("cpu", dtype, 32) for dtype in cases.DTYPES]
 FUSED_RUNS += [
@@ -117,6 +119,7 @@ def test_flash_dma_attention(
     scope = form.get("scope", "causal" if causal else "global")
     softcap, scale = form.get("softcap", 0.0), form.get("softmax_scale")
     rules = {name: form.get(name, 0) for name in ("recent", "sinks")}
+    rules["gap"] = form.get("gap")
     score, bias = flash_dmattn.score(*tensors[2:], bias_form=bias_form, key_valid=key_valid)
     selection = flash_dmattn.select(score, cases.WINDOW, scope=scope, key_valid=key_valid, **rules)
     rest = {"key_valid": key_valid, "causal": causal, "bias": bias}
@@ -144,6 +147,7 @@ def test_everything_that_the_fused_operator_returns() -> None:
         True,
         0.0,
         3.0,
+        0.0,
         0.0,
         False,
         None,

@@ -184,7 +184,7 @@ def test_sinks_above_the_window_under_the_name_of_the_window() -> None:
     """As a compiled graph asks, in which numbers are symbols that Python does not check."""
     query, key, value = torch.randn(1, 8, 2, 8), *torch.randn(2, 1, 8, 1, 8)
     rules = (7, 0, 9, "causal")
-    options = (*6 * [None], *rules, "exp", True, 0.0, 0.0, 0.0, False, None)
+    options = (*6 * [None], *rules, "exp", True, 0.0, 0.0, 0.0, 0.0, False, None)
     with pytest.raises(ValueError, match=r"^sinks: is 9, want 0 to keep_window_size, 7$"):
         ops.FUSED.op(query, key, value, torch.randn(1, 8), torch.ones(1), *options)
 

@@ -53,7 +53,8 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
     if layer.window is not None:
         z = layer.A * softplus(layer.dt_proj(value.flatten(2)))
         bias = z.exp().transpose(1, 2)
-        score, rules = z.detach().transpose(1, 2), {"recent": layer.recent, "sinks": layer.sinks}
+        score = z.detach().transpose(1, 2)
+        rules = {"recent": layer.recent, "sinks": layer.sinks, "gap": layer.gap}
         kept = evaluate.kept_keys(score, layer.window, scope, key_valid, **rules)
     mask = evaluate.visible_keys(x.shape[1], x.shape[1], layer.causal, kept, key_valid)
     out, _ = evaluate.attention(query, key, value, mask, x.dtype, bias=bias, softcap=layer.softcap)
@@ -71,6 +72,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "recent and sinks": {"recent": 5, "sinks": 2},
     "recent, as training starts": {"recent": 5, "learned": False},
     "sinks, global": {"sinks": 2, "causal": False},
+    "gap": {"gap": 0.3},
+    "recent, sinks and gap": {"recent": 5, "sinks": 2, "gap": 0.1},
     "dense, recent and sinks": {"window": None, "recent": 5, "sinks": 2},
 }
 
@@ -106,13 +109,14 @@ def test_training_starts_from_a_sliding_window(recent: int) -> None:
     assert (layer.A.grad != 0).all(), "a sliding window learns nothing"
 
 
-def test_recent_and_sinks_are_off_by_default() -> None:
+def test_recent_sinks_and_gap_are_off_by_default() -> None:
     layer, x = make_layer(), make_states()
-    assert (layer.recent, layer.sinks) == (0, 0)
+    assert (layer.recent, layer.sinks, layer.gap) == (0, 0, None)
     assert torch.equal(make_layer(recent=0, sinks=0)(x), layer(x))
-    for rules in ({"recent": 5}, {"sinks": 2}):
+    for rules in ({"recent": 5}, {"sinks": 2}, {"gap": 0.1}):
         assert not torch.allclose(make_layer(**rules)(x), layer(x), rtol=1e-2, atol=1e-2)
-    assert "window=7, recent=5, sinks=2, causal=True" in repr(make_layer(recent=5, sinks=2))
+    shown = repr(make_layer(recent=5, sinks=2, gap=1.5))
+    assert "window=7, recent=5, sinks=2, gap=1.5, causal=True" in shown
 
 
 def test_state_dict() -> None:
@@ -205,8 +209,8 @@ def test_autocast_and_16_bit_parameters(dtype: torch.dtype, device: str) -> None
     assert found.dtype == dtype and (found - out).abs().mean() < 0.05 * out.abs().mean()
 
 
-@pytest.mark.parametrize("rules", [{}, {"recent": 5, "sinks": 2}])
-def test_one_compiled_graph(rules: dict[str, int]) -> None:
+@pytest.mark.parametrize("rules", [{}, {"recent": 5, "sinks": 2}, {"gap": 0.3}])
+def test_one_compiled_graph(rules: dict[str, Any]) -> None:
     torch._dynamo.reset()
     layer, x = make_layer(**rules), make_states()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

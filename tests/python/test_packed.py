@@ -16,6 +16,7 @@ LENGTH = 103
 RULES = [
     {"keep_window_size": 12, "causal": True},
     {"keep_window_size": 9, "recent": 7, "sinks": 2, "causal": True, "softcap": 3.0},
+    {"keep_window_size": 12, "recent": 3, "sinks": 1, "gap": 0.3, "causal": True},
     {"keep_window_size": 20, "causal": False, "bias_form": "linear"},
     {"keep_window_size": 1000, "causal": True, "scope": "global", "bias_form": "none"},
 ]

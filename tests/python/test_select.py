@@ -76,11 +76,11 @@ def test_equals_brute_force_on_every_kernel(pattern: str, padding: str, scope: s
         key_valid = None if key_valid is None else key_valid[:, :kv_len]
         expected = evaluate.selection(score, window, scope, key_valid)
         for name in KERNELS:
-            *found, seen_window, seen_scope, recent, sinks = flash_dmattn.select(
+            found = flash_dmattn.select(
                 score, window, scope=scope, key_valid=key_valid, backend=name
             )
-            assert_same(found, expected)
-            assert (seen_window, seen_scope, recent, sinks) == (window, scope, 0, 0)
+            assert_same(found[:2], expected)
+            assert found[2:] == (window, scope, 0, 0, None)
 
 
 def rules_for(kv_len: int, scope: str) -> list[tuple[int, int, int]]:
@@ -106,7 +106,31 @@ def test_recent_and_sinks_equal_brute_force(pattern: str, padding: str, scope: s
                     score, window, scope=scope, key_valid=key_valid, backend=name, **rules
                 )
                 assert_same(found[:2], expected)
-                assert found[2:] == (window, scope, recent, sinks)
+                assert found[2:] == (window, scope, recent, sinks, None)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "scattered", "all"])
+@pytest.mark.parametrize("gap", [1e-45, 0.5, 2.0])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gaps_equal_brute_force(pattern: str, gap: float, padding: str) -> None:
+    for kv_len in (1, 5, 23, 40):
+        score, key_valid = make_scores(pattern)[..., :kv_len], make_padding(padding)
+        key_valid = None if key_valid is None else key_valid[:, :kv_len]
+        for window, recent, sinks in [
+            (1, 0, 0),
+            (7, 0, 2),
+            (5, 4, 1),
+            (ALL_KEYS, 3, 0),
+            (2, 60, 2),
+        ]:
+            rules = {"recent": recent, "sinks": sinks, "gap": gap}
+            expected = evaluate.selection(score, window, "causal", key_valid, **rules)
+            for name in KERNELS:
+                found = flash_dmattn.select(
+                    score, window, key_valid=key_valid, backend=name, **rules
+                )
+                assert_same(found[:2], expected)
+                assert found[2:] == (window, "causal", recent, sinks, gap)
 
 
 def assert_slots(slot: torch.Tensor, kept: torch.Tensor) -> None:

@@ -55,6 +55,13 @@ double check_dropout(const check_case *test) {
     return test->kv_len > 1 && seed % 5 == 0 ? probabilities[seed / 5 % 4] : 0;
 }
 
+double check_gap(const check_case *test) {
+    static const double gaps[] = {1, 2, 4, 0.4};
+    const uint64_t seed = check_seed(test) >> 16;
+    const bool has_gap = check_is_selected(test) && test->mask == MASK_CAUSAL && seed % 3 == 0;
+    return has_gap ? gaps[seed / 3 % 4] : 0;
+}
+
 bool check_has_rng_state(const check_case *test) { return check_seed(test) >> 40 & 1; }
 
 int64_t check_page_len(const check_case *test) {

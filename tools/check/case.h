@@ -63,6 +63,9 @@ bool check_has_sink_logit(const check_case *test);
 /*! check_dropout() - of a fifth of the cases, found by their seed; of the others 0. */
 double check_dropout(const check_case *test);
 
+/*! check_gap() - of a third of the cases in causal scope, found by their seed; of the others 0. */
+double check_gap(const check_case *test);
+
 /*! check_has_rng_state() - half of the cases have dropout's seed and offset in memory. */
 bool check_has_rng_state(const check_case *test);
 

@@ -131,6 +131,7 @@ static void allocate_inputs(check_problem *problem) {
             .sinks = test->sinks,
             .kv_len = test->kv_len,
             .scope = check_scope(test),
+            .gap = check_gap(test),
         };
     }
 }

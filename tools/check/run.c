@@ -172,7 +172,8 @@ static void set_options(check_call *call, const check_problem *problem, check_op
                                                .window = test->window,
                                                .recent = test->recent,
                                                .sinks = test->sinks,
-                                               .scope = check_scope(test)};
+                                               .scope = check_scope(test),
+                                               .gap = check_gap(test)};
         break;
     case CHECK_LISTS:
         call->args.lists = (fdma_lists_args){.selection = selection,

@@ -4,7 +4,10 @@
  * at the same position. So the kept set is a table of the last key of each slot, in which each
  * arriving key changes one entry. A tile's list is a copy of the table at the tile's first
  * position, followed by the keys that arrive after it. If threads divide the tiles of one (b, g),
- * each has a range of tiles, and begins with the table that the keys before its range leave. */
+ * each has a range of tiles, and begins with the table that the keys before its range leave.
+ *
+ * In a selection with a gap, slots may be empty: of the last keys of all slots, those are listed
+ * that are live. */
 #pragma once
 
 #include "cpu/common/memory.h"
@@ -80,6 +83,24 @@ static int64_t pass_and_list(slot_table *table, int64_t end, int32_t *list) {
     return used;
 }
 
+/* Lists the key of each slot that is live at a position, and -1 for the empty slots between.
+ * Returns how many entries that makes. The table may also have later keys, and keys of the sequence
+ * before. */
+static int64_t list_live(const slot_table *table, const int32_t *expiry, int64_t position,
+                         int32_t *list) {
+    const int64_t most = min(table->slots, position + 1); // that as many keys can take
+    int64_t used = 0;
+    for (int64_t s = 0; s < most; s++) {
+        const int32_t j = table->key[s];
+        if (j < 0 || j > position || expiry[j] <= position)
+            continue;
+        for (; used < s; used++)
+            list[used] = -1;
+        list[used++] = j;
+    }
+    return used;
+}
+
 /* Slots are taken in the order 0, 1, ... and stay taken, so the entries in use are the first ones
  * of the table. A list holds no more keys than have passed, so it has room for them.
  * Packed sequences begin with no slot taken. */
@@ -93,8 +114,11 @@ static void list_tile(const fdma_problem *problem, slot_table *table, int64_t b,
     const tile_span span = span_of(problem, t);
     enter_sequence(problem, table, span.first);
     pass_keys(table, span.first + 1);
-    const int64_t live = min(table->arrived, table->slots);
-    memcpy(list, table->key, (size_t)live * sizeof *list);
+    int64_t live = min(table->arrived, table->slots);
+    if (problem->gap > 0)
+        live = list_live(table, int_at(&problem->expiry, b, g, 0), span.first, list);
+    else
+        memcpy(list, table->key, (size_t)live * sizeof *list);
     count[0] = (int32_t)live;
     count[1] = (int32_t)(live + pass_and_list(table, span.last + 1, list + live));
 }
@@ -113,7 +137,8 @@ static void list_range(const void *context, int64_t index, int32_t thread) {
         .slots = lists->slots,
     };
     // in a corrupt selection slots may stay empty: they then list key 0
-    memset(table.key, 0, (size_t)(lists->slots + 1) * sizeof *table.key);
+    const int empty = problem->gap > 0 ? 0xff : 0; // each byte of -1
+    memset(table.key, empty, (size_t)(lists->slots + 1) * sizeof *table.key);
     for (int64_t t = first; t < end; t++)
         list_tile(problem, &table, b, g, t);
 }

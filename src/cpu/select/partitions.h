@@ -11,6 +11,7 @@
 #include "cpu/common/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/select/best_keys.h"
+#include "cpu/select/gap.h"
 #include "cpu/select/recent.h"
 
 typedef struct select_context {
@@ -27,7 +28,8 @@ typedef struct select_context {
     int32_t *true_slot; /* [slots] of the slots 0, 1, ... that its pass numbered */
     uint8_t *scratch;   /* [threads][scratch_size] */
     size_t scratch_size;
-    size_t recent_size; /* of a thread's scratch in recent_task(), which lies in the same memory */
+    size_t
+        rule_size; /* of a thread's scratch in recent_task() and gap_task(), in the same memory */
 } select_context;
 
 enum {
@@ -126,7 +128,8 @@ static kept_set take_set(fdma_arena *arena, const select_context *select, int32_
 static size_t lay_out_select(select_context *select) {
     const bool global = select->problem->scope == FDMA_SCOPE_GLOBAL, split = select->partitions > 1;
     const int64_t all = select->heads * select->partitions, kept = all * select->slots;
-    fdma_arena arena = fdma_arena_of(select->problem), best = {0}, pass = {0}, recent = {0};
+    fdma_arena arena = fdma_arena_of(select->problem), best = {0}, pass = {0};
+    fdma_arena recent = {0}, gap = {0};
     int32_t *slot;
     if (global || split) {
         take_buffer(&best, select);
@@ -141,14 +144,16 @@ static size_t lay_out_select(select_context *select) {
     }
     if (select->problem->recent > 0)
         take_recent(&recent, select->problem);
+    if (select->problem->gap > 0)
+        take_floats(&gap, select->problem->kv_len);
     select->threads =
         fdma_worthwhile_threads(select->problem->exec.threads, all,
                                 select->heads * select->problem->kv_len / keys_per_microsecond);
     select->scratch_size = best.used > pass.used ? best.used : pass.used;
-    select->recent_size = recent.used;
+    select->rule_size = recent.used > gap.used ? recent.used : gap.used;
     const size_t scratch = (size_t)select->threads * select->scratch_size;
-    const size_t of_recent = (size_t)min(select->threads, select->heads) * select->recent_size;
-    select->scratch = fdma_arena_take(&arena, scratch > of_recent ? scratch : of_recent);
+    const size_t of_rules = (size_t)min(select->threads, select->heads) * select->rule_size;
+    select->scratch = fdma_arena_take(&arena, scratch > of_rules ? scratch : of_rules);
     return fdma_arena_size(&arena);
 }
 
@@ -341,8 +346,18 @@ static void select_causal(const select_context *select) {
 /* From the selection by score to one that also keeps the newest keys. */
 static void recent_task(const void *context, int64_t head, int32_t thread) {
     const select_context *const select = context;
-    fdma_arena arena = scratch_of_thread(select->scratch, select->recent_size, thread);
+    fdma_arena arena = scratch_of_thread(select->scratch, select->rule_size, thread);
     keep_recent(select->problem, head, take_recent(&arena, select->problem));
+}
+
+/* From that to one whose keys also leave because their scores are too low. */
+static void gap_task(const void *context, int64_t head, int32_t thread) {
+    const select_context *const select = context;
+    const fdma_problem *const problem = select->problem;
+    const uint8_t *const valid = valid_keys(problem, head / problem->kv_heads);
+    const int32_t sinks_end = find_sinks_end(problem, valid, problem->kv_len);
+    fdma_arena arena = scratch_of_thread(select->scratch, select->rule_size, thread);
+    keep_near_best(problem, head, sinks_end, take_floats(&arena, problem->kv_len));
 }
 
 static void select_partitions(const select_context *select) {
@@ -352,4 +367,6 @@ static void select_partitions(const select_context *select) {
         select_causal(select);
     if (select->problem->recent > 0)
         fdma_parallel_for(select->threads, select->heads, recent_task, select);
+    if (select->problem->gap > 0)
+        fdma_parallel_for(select->threads, select->heads, gap_task, select);
 }

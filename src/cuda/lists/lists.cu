@@ -20,6 +20,7 @@ struct list_params {
     int64_t kv_len, q_len, tile_len, tiles, kv_heads, heads;
     int64_t slots; // that the selection says it uses
     bool causal, is_global;
+    bool has_gap; // slots may be empty
 };
 
 /* The selection and the lists of one (b, g). */
@@ -123,7 +124,8 @@ __device__ static bool is_confirmed(const list_params &params, const head_lists 
 }
 
 /* Counts the slots in use at the first position and, in a global selection, at the last. Then
- * writes key 0 into the slots between that no key has, as in a corrupt selection. */
+ * writes -1 into the slots between that no key has, or key 0 if there is no gap, as in a corrupt
+ * selection. */
 __device__ static void confirm_slots(const list_params &params, const head_lists &of,
                                      tile_positions at, int32_t *list, int32_t (&in_use)[2]) {
     const int64_t slots = most_slots(params, at);
@@ -136,7 +138,7 @@ __device__ static void confirm_slots(const list_params &params, const head_lists
     __syncthreads();
     for (int64_t s = threadIdx.x; s < in_use[1]; s += finish_threads)
         if (!is_confirmed(params, of, at, list[s], s))
-            list[s] = 0;
+            list[s] = params.has_gap ? -1 : 0;
 }
 
 /* Whether a number, which may be left from anything, is a key that belongs to a list but has none
@@ -200,6 +202,7 @@ static list_params describe_lists(const fdma_problem *problem) {
     params.heads = problem->batch * problem->kv_heads;
     params.slots = min(problem->slots, problem->kv_len);
     params.causal = problem->causal;
+    params.has_gap = problem->gap > 0;
     params.is_global = problem->scope == FDMA_SCOPE_GLOBAL && !is_present(&problem->starts);
     return params;
 }

@@ -1,4 +1,5 @@
 /* The rules of a selection (rules.cuh), on any device from compute capability 8.0. */
+#include "core/gap.h"
 #include "cuda/select/rules.cuh"
 
 enum {
@@ -154,16 +155,175 @@ static __global__ void __launch_bounds__(move_threads)
         parent[segment * call.kv_len + arriving] = number_of(keys, j);
 }
 
+/* ---- the rule `gap` ---- */
+
+/* The order of a score, below the first position of its sequence: of two, the greater is that of
+ * the later sequence or, in one sequence, of the better key. An order of 0 is no key's. */
+typedef uint64_t placed_order;
+
+__device__ static placed_order greater(placed_order x, placed_order y) { return x > y ? x : y; }
+
+/* That of key j, or of no key where j is not valid or past the end. */
+__device__ static placed_order placed_order_of(const select_call &call,
+                                               const select_segment &segment, uint32_t j) {
+    if (j >= call.kv_len)
+        return 0;
+    const uint32_t first = call.ranges != NULL ? (uint32_t)call.ranges[j].x : 0;
+    const bool is_valid = segment.valid == NULL || segment.valid[j] != 0;
+    return (placed_order)first << 32 | (is_valid ? order_of(segment.score[j]) : 0);
+}
+
+/* The score of an order; -inf for NaN and for no key. */
+__device__ static float score_of(placed_order placed) {
+    const uint32_t order = (uint32_t)placed, lowest = 0x007fffff; // of -inf
+    if (order <= lowest)
+        return -INFINITY;
+    return __uint_as_float(order >> 31 != 0 ? order & INT32_MAX : ~order);
+}
+
+/* The greatest of the lower lanes and this one. */
+__device__ static placed_order raise_by_lanes(placed_order own) {
+    const uint32_t lane = threadIdx.x % warp_lanes;
+#pragma unroll
+    for (uint32_t step = 1; step < warp_lanes; step *= 2) {
+        const placed_order lower = __shfl_up_sync(all_lanes, own, step);
+        own = lane >= step ? greater(own, lower) : own;
+    }
+    return own;
+}
+
+/* The greatest of a thread block, or of its lower warps. */
+struct block_best {
+    placed_order lower, all;
+};
+
+__device__ static block_best best_of_warps(placed_order of_warp) {
+    __shared__ placed_order scratch[number_warps];
+    const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    block_best best = {0, 0};
+    __syncthreads(); // every thread has read the numbers of the call before
+    if (lane == warp_lanes - 1)
+        scratch[warp] = of_warp;
+    __syncthreads();
+    for (uint32_t w = 0; w < number_warps; w++) {
+        best.lower = w < warp ? greater(best.lower, scratch[w]) : best.lower;
+        best.all = greater(best.all, scratch[w]);
+    }
+    return best;
+}
+
+/* The best up to each key of a tile, those of lower warps and tiles left out. The keys of a warp
+ * are consecutive, as in load_tile(). */
+__device__ static void raise_tile(const select_call &call, const select_segment &segment,
+                                  uint32_t first, placed_order (&best)[number_items]) {
+    placed_order before = 0;
+#pragma unroll
+    for (int r = 0; r < number_items; r++) {
+        best[r] = placed_order_of(call, segment, first + r * warp_lanes);
+        best[r] = greater(raise_by_lanes(best[r]), before);
+        before = __shfl_sync(all_lanes, best[r], warp_lanes - 1);
+    }
+}
+
+__device__ static uint32_t first_key_of_lane(uint32_t tile) {
+    const uint32_t warp = threadIdx.x / warp_lanes, lane = threadIdx.x % warp_lanes;
+    return tile * number_tile + warp * warp_lanes * number_items + lane;
+}
+
+static __global__ void __launch_bounds__(number_threads)
+    find_tile_best(const select_call call, const rules_space rules) {
+    const uint32_t segment = blockIdx.x / rules.best_tiles, tile = blockIdx.x % rules.best_tiles;
+    placed_order best[number_items];
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    raise_tile(call, segment_of(call, segment), first_key_of_lane(tile), best);
+    const block_best of_tile = best_of_warps(best[number_items - 1]);
+    if (threadIdx.x == 0)
+        rules.tile_best[blockIdx.x] = of_tile.all;
+}
+
+static __global__ void __launch_bounds__(number_threads)
+    find_best(const select_call call, const rules_space rules) {
+    const uint32_t segment = blockIdx.x / rules.best_tiles, tile = blockIdx.x % rules.best_tiles;
+    const uint32_t first = first_key_of_lane(tile);
+    placed_order best[number_items], before = 0;
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    for (uint32_t lower = threadIdx.x; lower < tile; lower += number_threads)
+        before = greater(before, rules.tile_best[segment * rules.best_tiles + lower]);
+    before = best_of_warps(raise_by_lanes(before)).all;
+    raise_tile(call, segment_of(call, segment), first, best);
+    before = greater(before, best_of_warps(best[number_items - 1]).lower);
+#pragma unroll
+    for (int r = 0; r < number_items; r++)
+        if (first + r * warp_lanes < call.kv_len)
+            rules.best[(size_t)segment * call.kv_len + first + r * warp_lanes] =
+                score_of(greater(best[r], before));
+}
+
+/* The first position at which valid key j is not among the `recent` newest, or `end`. */
+__device__ static uint32_t end_of_recent(const select_call &call, const key_numbers &keys,
+                                         uint32_t j, uint32_t end, uint32_t recent) {
+    if (recent == 0)
+        return j;
+    const uint32_t arriving = number_of(keys, j) + recent;
+    return arriving < number_at_end(call, keys, end) ? position_of(keys, arriving) : end;
+}
+
+/* Each thread takes a key. `recent` is at most kv_len. */
+static __global__ void __launch_bounds__(move_threads)
+    keep_near_best(const select_call call, const rules_space rules, uint32_t segments,
+                   uint32_t recent, double gap) {
+    const int64_t segment = head_of_block();
+    const uint32_t j = blockIdx.x * move_threads + threadIdx.x;
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (j >= call.kv_len || segment >= segments)
+        return;
+    const select_segment here = segment_of(call, (uint32_t)segment);
+    const uint32_t expiry = (uint32_t)here.expiry[j];
+    if (expiry <= j || is_sink(call, here, j))
+        return;
+    const uint32_t end = call.ranges != NULL ? (uint32_t)call.ranges[j].y : call.kv_len;
+    const key_numbers keys = find_numbers(call, rules, segment / call.kv_heads);
+    const float *const best = rules.best + segment * call.kv_len;
+    uint32_t first = end_of_recent(call, keys, j, end, recent), last = expiry;
+    while (first < last) { // the first position at which the score is too low is in between
+        const uint32_t middle = first + (last - first) / 2;
+        if (falls_below((double)here.score[j], (double)best[middle], gap))
+            last = middle;
+        else
+            first = middle + 1;
+    }
+    if (last == expiry)
+        return;
+    here.expiry[j] = (int32_t)last;
+    if (last == j && here.slot != NULL)
+        here.slot[j] = -1;
+}
+
 /* ---- on the host ---- */
+
+/* Whether the valid keys are numbered, for one of the rules. */
+static bool numbers_keys(const fdma_problem *problem) {
+    const bool is_packed = is_present(&problem->starts);
+    return keeps_recent(problem) || (problem->gap > 0 && problem->recent > 0) ||
+           (is_packed && problem->sinks > 0);
+}
 
 rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *arena) {
     rules_space rules = {};
+    const int64_t segments = problem->batch * problem->kv_heads;
+    if (problem->gap > 0) {
+        rules.best_tiles = (uint32_t)divide_up(problem->kv_len, number_tile);
+        rules.best = take<float>(arena, segments * problem->kv_len);
+        rules.tile_best = take<uint64_t>(arena, segments * rules.best_tiles);
+    }
     if (!is_present(&problem->key_valid))
         return rules;
-    const bool is_packed = is_present(&problem->starts);
-    if (problem->sinks > 0 && !is_packed)
+    if (problem->sinks > 0 && !is_present(&problem->starts))
         rules.sink_end = take<uint32_t>(arena, problem->batch);
-    if (!keeps_recent(problem) && !(is_packed && problem->sinks > 0))
+    if (!numbers_keys(problem))
         return rules;
     rules.tiles = (uint32_t)divide_up(problem->kv_len, number_tile);
     rules.number = take<uint32_t>(arena, problem->batch * problem->kv_len);
@@ -213,4 +373,24 @@ fdma_status fdma_cuda_keep_recent(const fdma_problem *problem, const rules_space
         chains,        rules.position,          rules.number, rules.count, segments,
         call.kv_heads, (uint32_t)problem->slots};
     return fdma_cuda_hand_down_slots(problem, call, all);
+}
+
+fdma_status fdma_cuda_keep_near_best(const fdma_problem *problem, const rules_space &rules,
+                                     const select_call &by_score) {
+    if (problem->gap == 0)
+        return FDMA_OK;
+    const uint32_t segments = (uint32_t)(problem->batch * problem->kv_heads);
+    const uint32_t recent = (uint32_t)min(problem->recent, problem->kv_len);
+    select_call call = by_score;
+    call.slot = numbers_of<int32_t>(&problem->slot);
+    if (recent > 0 && !keeps_recent(problem) && call.valid != NULL && call.number == NULL)
+        FDMA_TRY(number_sequences(problem, rules, call));
+    const launch_shape by_tile = {dim3(segments * rules.best_tiles), dim3(number_threads), 0,
+                                  start_early};
+    const launch_shape by_key = {grid_of(divide_up(call.kv_len, move_threads), segments),
+                                 dim3(move_threads), 0, start_early};
+    FDMA_TRY(launch("select", find_tile_best, by_tile, problem, call, rules));
+    FDMA_TRY(launch("select", find_best, by_tile, problem, call, rules));
+    return launch("select", keep_near_best, by_key, problem, call, rules, segments, recent,
+                  problem->gap);
 }

@@ -1,5 +1,5 @@
-/* The rules `sinks` and `recent` of a selection, around the selection by score, which has two
- * implementations (select.cuh).
+/* The rules `sinks`, `recent` and `gap` of a selection, around the selection by score, which has
+ * two implementations (select.cuh).
  *
  * sinks: the first `sinks` valid keys of a sequence are sorted above all others. Without padding
  * they end at position `sinks`; with padding find_sinks finds their end before keys are sorted, or,
@@ -14,7 +14,14 @@
  *                               selection by score as valid key n arrives, maybe n itself, now
  *                               leaves as valid key n + recent arrives, and is its parent
  *     hand_down_slots           see slots.cuh: the first window + recent valid keys take free
- *                               slots, each later one that of its parent */
+ *                               slots, each later one that of its parent
+ *
+ * gap: a key also leaves once its score is more than `gap` below the best so far, unless it is a
+ * sink or among the `recent` newest. This comes last:
+ *
+ *     find_tile_best, find_best  the best score of the valid keys of a sequence up to each position
+ *     keep_near_best             finds by binary search among these the first position at which the
+ *                                score of a key is too low */
 #pragma once
 
 #include "cuda/select/slots.cuh"
@@ -28,6 +35,9 @@ struct rules_space {
     uint32_t *count;      // [batch]: valid keys, in packed sequences those of all sequences
     uint32_t *tile_count; // [batch][tiles]: valid keys of each tile
     uint32_t tiles;       // of a sequence, number_tile keys each
+    float *best;          // [segments][kv_len]: the best score up to each position
+    uint64_t *tile_best;  // [segments][best_tiles]: the last one of each tile, as a placed_order
+    uint32_t best_tiles;  // of a segment, number_tile keys each
 };
 
 rules_space fdma_cuda_lay_out_rules(const fdma_problem *problem, fdma_arena *arena);
@@ -42,3 +52,7 @@ fdma_status fdma_cuda_find_sinks(const fdma_problem *problem, const rules_space 
  * if these are wanted. */
 fdma_status fdma_cuda_keep_recent(const fdma_problem *problem, const rules_space &rules,
                                   const chain_space &chains, const select_call &by_score);
+
+/* Applies the rule `gap`, if the call has it, to the result of fdma_cuda_keep_recent(). */
+fdma_status fdma_cuda_keep_near_best(const fdma_problem *problem, const rules_space &rules,
+                                     const select_call &by_score);

@@ -2,7 +2,8 @@
  * implementations share. sm80/select.cu takes any segment in several launches; sm90/select.cu takes
  * a segment that fits a cluster of blocks in one. Both select by score. Before that, rules.cu finds
  * the sinks, to which load_key() gives an order above all scores; after it, rules.cu applies the
- * rule `recent` to the result. slots.cu hands down slots for that rule and for sm80/select.cu.
+ * rules `recent` and `gap` to the result. slots.cu hands down slots for the rule `recent` and for
+ * sm80/select.cu.
  *
  * A segment is the keys of one (batch, kv head). The `rank` of a key is its index when they
  * are sorted, worst first; absent keys come before all others. Ranks and positions are cut into
@@ -165,6 +166,13 @@ __device__ static uint32_t order_of(float score) {
 /* The order of a sink, above that of any score. */
 static constexpr uint32_t order_sink = 0xff800001; // that of +inf is 0xff800000
 
+/* Whether valid key j of a segment is a sink. Sequences may be packed. */
+__device__ static bool is_sink(const select_call &call, const select_segment &segment, uint32_t j) {
+    return call.ranges != NULL && segment.sink_end > 0
+               ? number_in_sequence(call, j) < segment.sink_end
+               : j < segment.sink_end;
+}
+
 /* Key j of a segment as it is sorted: {order, position}. */
 template <bool packed>
 __device__ static uint2 load_key(const select_call &call, const select_segment &segment,
@@ -173,10 +181,8 @@ __device__ static uint2 load_key(const select_call &call, const select_segment &
         return make_uint2(0, j | absent);
     if (packed && j >= (uint32_t)call.ranges[j].y)
         return make_uint2(0, j | absent);
-    const bool is_sink = packed && segment.sink_end > 0
-                             ? number_in_sequence(call, j) < segment.sink_end
-                             : j < segment.sink_end;
-    return make_uint2(is_sink ? order_sink : order_of(segment.score[j]), j);
+    const bool outranks_all = packed ? is_sink(call, segment, j) : j < segment.sink_end;
+    return make_uint2(outranks_all ? order_sink : order_of(segment.score[j]), j);
 }
 
 /* What a key is sorted by after its order: the number of its sequence. Past the end, it comes after

@@ -316,7 +316,8 @@ static fdma_status run(const fdma_problem *problem) {
             launch("select", renumber_slots,
                    {grid_of(divide_up(call.kv_len, threads), space.sort.segments), dim3(threads)},
                    problem, call));
-    return fdma_cuda_keep_recent(problem, space.rules, space.chains, call);
+    FDMA_TRY(fdma_cuda_keep_recent(problem, space.rules, space.chains, call));
+    return fdma_cuda_keep_near_best(problem, space.rules, call);
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm80_select, {"cuda/sm80", operation_select, fdma_missing_sm80, refuses,

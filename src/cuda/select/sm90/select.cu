@@ -439,7 +439,8 @@ static fdma_status run(const fdma_problem *problem) {
     FDMA_TRY(fdma_cuda_find_sequences("select", problem, space.sequences));
     FDMA_TRY(fdma_cuda_find_sinks(problem, space.rules, &call));
     FDMA_TRY(plan.run(problem, call, plan.blocks));
-    return fdma_cuda_keep_recent(problem, space.rules, space.chains, call);
+    FDMA_TRY(fdma_cuda_keep_recent(problem, space.rules, space.chains, call));
+    return fdma_cuda_keep_near_best(problem, space.rules, call);
 }
 
 FDMA_CUDA_TABLE(fdma_cuda_sm90_select, {"cuda/sm90", operation_select, fdma_missing_sm90, refuses,

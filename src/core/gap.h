@@ -1,0 +1,14 @@
+/* The rule `gap` of a selection, for hosts and devices: a key leaves where its score is more than
+ * `gap` below the best score so far. */
+#pragma once
+
+#include "core/integers.h"
+
+#include <math.h>
+
+/* Whether a score is more than `gap` below the best one. In double precision a float32 minus the
+ * gap is rounded once, so that every kernel decides alike. NaN counts as -inf, which no finite gap
+ * tells from a best score of -inf. */
+INTEGER_FUNCTION int falls_below(double score, double best, double gap) {
+    return (isnan(score) ? -INFINITY : score) < best - gap;
+}
