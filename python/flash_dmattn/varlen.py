@@ -144,7 +144,7 @@ def flash_dmattn_varlen_func(
     options = {"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend}
     options |= {"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap}
     options |= {"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit}
-    options |= {"deterministic": deterministic}
+    options["deterministic"] = deterministic
     if dt_proj is None or a_coef is None:
         pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
         name = "return_attn_probs" if return_attn_probs else None
@@ -152,12 +152,11 @@ def flash_dmattn_varlen_func(
         probability = probability if return_attn_probs else []
     else:
         _refuse_pairs(attn_mask, attn_bias)
-        rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
-        rules |= {"bias_form": bias_form, "dt_bias": dt_bias}
-        rules |= {"return_attn_probs": return_attn_probs}
-        out, lse, *probability = flash_dma_attention(
-            *rows, dt_proj, a_coef, keep_window_size, return_lse=True, **rules, **options
-        )
+        options |= {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
+        options |= {"bias_form": bias_form, "dt_bias": dt_bias, "return_lse": True}
+        options["return_attn_probs"] = return_attn_probs
+        weights = (dt_proj, a_coef, keep_window_size)
+        out, lse, *probability = flash_dma_attention(*rows, *weights, **options)
     results = (out, lse, *probability) if return_lse else (out, *probability)
     results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
     return results if len(results) > 1 else results[0]

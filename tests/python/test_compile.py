@@ -42,7 +42,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
-    given |= {"recent": 3, "sinks": 2, "dropout_p": 0.0}
+    given |= {"recent": 3, "sinks": 2, "dropout_p": 0.0, "gap": 0.0}
     attended = ops.ATTENTION.op(query, key, value, score, *7 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
@@ -66,6 +66,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
         "dense": (ops.ATTENTION, DENSE),
         "selected": (ops.ATTENTION, {"key_valid": None}),
+        "select with a gap": (ops.SELECT, {"gap": 1.5}),
+        "fused with a gap": (ops.FUSED, {"gap": 1.5}),
         "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
         "fused": (ops.FUSED, {"backend": "reference"}),
         "fused without bias": (ops.FUSED, {"bias_form": "none"}),

@@ -11,7 +11,7 @@
 static constexpr int mask_warps = list_queries / 32; // each reads the rows of 32 queries
 static constexpr int mask_threads = mask_warps * 32;
 static constexpr int own_keys = 16; // of a lane, a byte of the mask each
-static constexpr int chunk_keys = 32 * own_keys;
+static constexpr int block_keys = 32 * own_keys;
 static constexpr int queries_together = 8; // whose entries are in flight at a time
 static constexpr int list_threads = 1024;
 
@@ -127,9 +127,9 @@ __device__ static uint32_t allowed_queries(const forward_plan &plan, const kept_
            ~low_bits((uint32_t)min(max(from - position, (int64_t)0), (int64_t)32));
 }
 
-/* The words of a chunk, four for each key. Padding keeps lanes, which have 16 keys each, from
+/* The words of a block of keys, four for each key. Padding keeps lanes, which have 16 keys each, from
  * writing to the same bank. */
-struct chunk_words {
+struct block_words {
     static constexpr int own_words = own_keys * mask_warps, stride = own_words + 4;
     alignas(16) uint32_t word[32 * stride];
 
@@ -144,16 +144,16 @@ __device__ static uint4 *bits_at(const kept_lists &kept, int64_t list, int m, in
     return kept.bits + (block * kept.mask_heads + m) * list_queries + n % list_queries;
 }
 
-/* Finds the queries that keep each key of a chunk, by the mask of every head. */
+/* Finds the queries that keep each key of a block of keys, by the mask of every head. */
 template <mask_reading reading>
 static __global__ void __launch_bounds__(mask_threads)
-    find_queries(const __grid_constant__ forward_plan plan, const int32_t chunks) {
-    __shared__ chunk_words chunk;
-    const kept_work work = work_of(plan, (int32_t)blockIdx.x / chunks);
-    const int32_t first = (int32_t)blockIdx.x % chunks * chunk_keys;
+    find_queries(const __grid_constant__ forward_plan plan, const int32_t blocks) {
+    __shared__ block_words block;
+    const kept_work work = work_of(plan, (int32_t)blockIdx.x / blocks);
+    const int32_t first = (int32_t)blockIdx.x % blocks * block_keys;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int32_t i = work.t * list_queries + warp * 32, j = first + lane * own_keys;
-    bool listed[chunk_keys / mask_threads] = {};
+    bool listed[block_keys / mask_threads] = {};
     if (first >= work.keys)
         return;
     for (int m = 0; m < plan.kept.mask_heads; m++) {
@@ -164,13 +164,13 @@ static __global__ void __launch_bounds__(mask_threads)
         read_mask<reading>(plan, rows, i, j, words);
 #pragma unroll
         for (int n = 0; n < own_keys; n++)
-            chunk.of_key(lane * own_keys + n)[warp] =
+            block.of_key(lane * own_keys + n)[warp] =
                 words[n] & allowed_queries(plan, work, i, j + n);
         __syncthreads();
 #pragma unroll
-        for (int x = 0; x < chunk_keys / mask_threads; x++) {
+        for (int x = 0; x < block_keys / mask_threads; x++) {
             const int key = x * mask_threads + threadIdx.x;
-            const uint4 bits = *(const uint4 *)chunk.of_key(key);
+            const uint4 bits = *(const uint4 *)block.of_key(key);
             listed[x] |= (bits.x | bits.y | bits.z | bits.w) != 0;
             if (first + key < plan.kept.size)
                 *bits_at(plan.kept, work.list, m, first + key) = bits;
@@ -178,7 +178,7 @@ static __global__ void __launch_bounds__(mask_threads)
         __syncthreads();
     }
 #pragma unroll
-    for (int x = 0; x < chunk_keys / mask_threads; x++) {
+    for (int x = 0; x < block_keys / mask_threads; x++) {
         const uint32_t lanes = __ballot_sync(~0u, listed[x]);
         const int32_t word = (first + x * mask_threads) / 32 + warp;
         if (lane == 0 && word < plan.kept.size / 32)
@@ -281,10 +281,10 @@ static __global__ void __launch_bounds__(list_threads)
 template <mask_reading reading>
 static fdma_status find_queries_by(const fdma_problem *problem, const forward_plan *plan,
                                    int64_t sets) {
-    const int64_t chunks = divide_up(plan->kv_len, (int64_t)chunk_keys);
+    const int64_t blocks = divide_up(plan->kv_len, (int64_t)block_keys);
     return launch("forward", find_queries<reading>,
-                  {grid_of(plan->kept.lists * chunks, sets), dim3(mask_threads)}, problem, *plan,
-                  (int32_t)chunks);
+                  {grid_of(plan->kept.lists * blocks, sets), dim3(mask_threads)}, problem, *plan,
+                  (int32_t)blocks);
 }
 
 fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_plan *plan) {

@@ -260,8 +260,8 @@ __device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
     return keys.list == NULL ? keys.first + n : keys.list[n];
 }
 
-/* Which of 128 entries, from entry 128 n on, a query keeps where list.bits is given: entry e has bit
- * e % 32 of word e / 32. `h` is the query head. */
+/* Which of 128 entries, from entry 128 n on, a query keeps where list.bits is given: entry e has
+ * bit e % 32 of word e / 32. `h` is the query head. */
 __device__ static const uint32_t *kept_bits(const forward_plan &plan, const tile_list &list,
                                             int32_t n, int32_t h, int32_t query) {
     const int32_t heads = plan.kept.mask_heads, m = h % plan.group / (plan.group / heads);
