@@ -35,6 +35,16 @@ def make_tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in make_fused(12, dtype=dtype, head_dim=16)]
 
 
+def make_rules() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
+    """Selections by other rules."""
+    return {
+        "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
+        "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
+        "select with a gap": (ops.SELECT, {"gap": 1.5}),
+        "fused with a gap": (ops.FUSED, {"gap": 1.5}),
+    }
+
+
 def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     """Operators with their arguments, by name from `values`."""
     query, key, value, dt_proj, a_coef = make_tensors()
@@ -63,12 +73,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "score without bias": (ops.SCORE, {"bias_form": "none", "key_valid": None}),
         "score with dt_bias": (ops.SCORE, dt_bias),
         "select": (ops.SELECT, {}),
-        "select global": (ops.SELECT, {"scope": "global", "recent": 0, "backend": "reference"}),
         "dense": (ops.ATTENTION, DENSE),
         "selected": (ops.ATTENTION, {"key_valid": None}),
-        "select with a gap": (ops.SELECT, {"gap": 1.5}),
-        "fused with a gap": (ops.FUSED, {"gap": 1.5}),
-        "select by score alone": (ops.SELECT, {"recent": 0, "sinks": 0}),
         "fused": (ops.FUSED, {"backend": "reference"}),
         "fused without bias": (ops.FUSED, {"bias_form": "none"}),
         "fused with dt_bias": (ops.FUSED, dt_bias),
@@ -81,6 +87,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "select of few keys": (ops.SELECT, used),
         "fused over few keys": (ops.FUSED, used),
         "merge": (ops.MERGE, {}),
+        **make_rules(),
         **make_masks(),
         **make_sinks(),
         **make_dropout(),

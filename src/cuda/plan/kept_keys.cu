@@ -127,8 +127,8 @@ __device__ static uint32_t allowed_queries(const forward_plan &plan, const kept_
            ~low_bits((uint32_t)min(max(from - position, (int64_t)0), (int64_t)32));
 }
 
-/* The words of a block of keys, four for each key. Padding keeps lanes, which have 16 keys each, from
- * writing to the same bank. */
+/* The words of a block of keys, four for each key. Padding keeps lanes, which have 16 keys each,
+ * from writing to the same bank. */
 struct block_words {
     static constexpr int own_words = own_keys * mask_warps, stride = own_words + 4;
     alignas(16) uint32_t word[32 * stride];
