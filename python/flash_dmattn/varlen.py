@@ -38,6 +38,22 @@ def _with_batch(pairs: torch.Tensor | None) -> torch.Tensor | None:
     return None if pairs is None else pairs[None]
 
 
+def _check_weights(
+    dt_proj: torch.Tensor | None,
+    a_coef: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    gap: float | None,
+) -> None:
+    """Refuse one of dt_proj and a_coef without the other, and what needs them without them."""
+    if (dt_proj is None) != (a_coef is None):
+        absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
+        raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
+    if dt_bias is not None and dt_proj is None:
+        raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
+    if gap is not None and dt_proj is None:
+        raise ValueError(f"gap: is {gap:g}, want None without dt_proj and a_coef")
+
+
 def flash_dmattn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -133,18 +149,12 @@ def flash_dmattn_varlen_func(
     Source: arXiv:2508.02124.
     """
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
-    if (dt_proj is None) != (a_coef is None):
-        absent, given = ("a_coef", "dt_proj") if a_coef is None else ("dt_proj", "a_coef")
-        raise ValueError(f"{absent}: is None, want a tensor, as {given} is one")
-    if dt_bias is not None and dt_proj is None:
-        raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
-    if gap is not None and dt_proj is None:
-        raise ValueError(f"gap: is {gap:g}, want None without dt_proj and a_coef")
+    _check_weights(dt_proj, a_coef, dt_bias, gap)
     rows = q[None], k[None], v[None]
     options = {"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend}
     options |= {"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap}
     options |= {"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit}
-    options["deterministic"] = deterministic
+    options |= {"deterministic": deterministic}
     if dt_proj is None or a_coef is None:
         pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
         name = "return_attn_probs" if return_attn_probs else None
@@ -152,11 +162,11 @@ def flash_dmattn_varlen_func(
         probability = probability if return_attn_probs else []
     else:
         _refuse_pairs(attn_mask, attn_bias)
-        options |= {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
-        options |= {"bias_form": bias_form, "dt_bias": dt_bias, "return_lse": True}
-        options["return_attn_probs"] = return_attn_probs
-        weights = (dt_proj, a_coef, keep_window_size)
-        out, lse, *probability = flash_dma_attention(*rows, *weights, **options)
+        rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
+        rules |= {"bias_form": bias_form, "dt_bias": dt_bias}
+        options |= {"return_attn_probs": return_attn_probs, "return_lse": True}
+        rows += (dt_proj, a_coef, keep_window_size)
+        out, lse, *probability = flash_dma_attention(*rows, **rules, **options)
     results = (out, lse, *probability) if return_lse else (out, *probability)
     results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
     return results if len(results) > 1 else results[0]
