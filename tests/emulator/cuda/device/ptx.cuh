@@ -262,6 +262,10 @@ static inline void red_add_v4(float *address, float x, float y, float z, float w
         atomicAdd(address + i, added[i]);
 }
 
+static inline void add_four(float *address, float x, float y, float z, float w) {
+    red_add_v4(address, x, y, z, w);
+}
+
 static inline void red_add_v2(float *address, float x, float y) {
     atomicAdd(address, x);
     atomicAdd(address + 1, y);
