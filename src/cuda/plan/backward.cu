@@ -149,6 +149,40 @@ static __global__ void __launch_bounds__(boundary_threads)
     }
 }
 
+/* Adds eight channels of a row of key_sums, from channel d on, times scale to a gradient. */
+template <typename element>
+__device__ static void add_key_channels(element *to, const float *sums, int32_t d, float scale,
+                                        bool aligned) {
+    float total[vec_channels];
+    load_vec(total, to + d, aligned);
+#pragma unroll
+    for (int c = 0; c < vec_channels; c += 2) {
+        const float2 pair = *(const float2 *)&sums[d / 16 * 16 + d / 8 % 2 * 2 + c * 2];
+        total[c] = fmaf(pair.x, scale, total[c]);
+        total[c + 1] = fmaf(pair.y, scale, total[c + 1]);
+    }
+    store_vec(to + d, total, aligned);
+}
+
+/* Adds key_sums to dk and dv. row_lanes lanes take a key. */
+template <typename element>
+static __global__ void __launch_bounds__(row_threads)
+    add_key_sums(const __grid_constant__ backward_plan plan, const bool aligned) {
+    const forward_plan &forward = plan.forward;
+    const int64_t head = head_of_block(), b = head / forward.kv_heads, g = head % forward.kv_heads;
+    const int32_t j = blockIdx.x * block_rows + threadIdx.x / row_lanes;
+    if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
+        return;
+    const float *const sums = plan.key_sums + (head * forward.kv_len + j) * 2 * plan.sum_channels;
+    element *const dk = dk_of_key<element>(plan, b, g, j);
+    element *const dv = dv_of_key<element>(plan, b, g, j);
+    for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
+         d += row_lanes * vec_channels) {
+        add_key_channels(dk, sums, d, forward.scale, aligned);
+        add_key_channels(dv, sums + plan.sum_channels, d, forward.dropout_scale, aligned);
+    }
+}
+
 /* The lengths of dattn_bias. */
 struct pair_lengths {
     int64_t batch, heads, queries, keys;
@@ -269,6 +303,22 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
     return plan;
 }
 
+/* Floats of key_sums. */
+static int64_t key_sum_total(const fdma_problem *problem, int32_t channels) {
+    return problem->batch * problem->kv_heads * problem->kv_len * 2 * channels;
+}
+
+void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma_arena *arena,
+                             backward_plan *plan) {
+    plan->sum_channels = channels;
+    plan->key_sums = take<float>(arena, key_sum_total(problem, channels));
+}
+
+static fdma_status clear_key_sums(const fdma_problem *problem, const backward_plan *plan) {
+    const int64_t total = key_sum_total(problem, plan->sum_channels);
+    return clear("backward", problem, plan->key_sums, (size_t)total * sizeof(float));
+}
+
 static fdma_status clear_boundaries(const fdma_problem *problem, const backward_plan *plan) {
     const size_t dbias_bytes = (size_t)boundary_rows(plan) * sizeof(float);
     const size_t bytes = dbias_bytes * (size_t)problem->head_dim;
@@ -291,6 +341,7 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
     const bool aligned = is_aligned(plan->dout) && is_aligned(plan->forward.out);
     const bool is_half = problem->dtype == FDMA_FLOAT16;
     FDMA_TRY(clear_boundaries(problem, plan));
+    FDMA_TRY(clear_key_sums(problem, plan));
     FDMA_TRY(launch("backward", is_half ? find_row_stats<__half> : find_row_stats<__nv_bfloat16>,
                     over_rows(plan->rows, heads), problem, *plan, aligned));
     if (has_dsink)
@@ -301,7 +352,16 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan) {
     const int64_t key_heads = problem->batch * problem->kv_heads;
     const bool is_half = problem->dtype == FDMA_FLOAT16;
-    if (plan->rows == 0 || problem->batch == 0 || plan->partitions == 1)
+    if (plan->rows == 0 || problem->batch == 0)
+        return FDMA_OK;
+    if (plan->key_sums != NULL)
+        return problem->kv_len == 0 || key_heads == 0
+                   ? FDMA_OK
+                   : launch("backward",
+                            is_half ? add_key_sums<__half> : add_key_sums<__nv_bfloat16>,
+                            over_rows(problem->kv_len, key_heads), problem, *plan,
+                            has_aligned_sums(*plan));
+    if (plan->partitions == 1)
         return FDMA_OK;
     return launch(
         "backward", is_half ? add_boundaries<__half> : add_boundaries<__nv_bfloat16>,

@@ -44,8 +44,11 @@ struct backward_plan {
     number_view<const float> dlse;
     float *dsink_logit; // [q_heads]; NULL: not wanted
     pair_view dpairs;   // dattn_bias
-    float *key_sums;    // [batch * kv_heads][kv_len]: sums of dk and dv, where cuda/sm80 makes both
-                        // from lists of kept keys; see backward/sm80/listed.cuh
+    // [batch * kv_heads][kv_len][2][sum_channels]: sums of dk / scale and of dv / dropout_scale,
+    // where both are made from lists of kept keys. They have the order of accumulators: of 16
+    // channels, the four that a lane has are neighbours
+    float *key_sums;
+    int32_t sum_channels;
     // of row i of (b, h), at (b * q_heads + h) * rows + i:
     float *row_lse;   // times log2(e); +inf if empty or past q_len, so that weights are 0
     float *row_delta; // <dout, out> - dlse; 0 if empty or past q_len
@@ -159,8 +162,12 @@ backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *a
                                       const backward_shape &shape);
 
 /* Fills in lists, records, row_lse and row_delta, and clears dk and dv (unless they accumulate),
- * dbias and the boundary sums. */
+ * dbias, the boundary sums and key_sums. */
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan);
 
-/* Adds the boundary sums to dk, dv and dbias. */
+/* Takes key_sums from the arena. */
+void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma_arena *arena,
+                             backward_plan *plan);
+
+/* Adds the boundary sums to dk, dv and dbias, or key_sums to dk and dv. */
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan);

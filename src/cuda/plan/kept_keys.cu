@@ -264,6 +264,21 @@ __device__ static void write_bits(const forward_plan &plan, const kept_work &wor
     }
 }
 
+/* Moves the bits of listed keys to their entries. */
+__device__ static void move_bits(const forward_plan &plan, const kept_work &work, int m,
+                                 int32_t entries) {
+    const int32_t *const list = plan.kept.list + work.list * plan.kept.size;
+    for (int32_t from = 0; from < entries; from += list_threads) {
+        const int32_t n = from + (int32_t)threadIdx.x;
+        uint4 bits;
+        if (n < entries)
+            bits = *bits_at(plan.kept, work.list, m, list[n]);
+        __syncthreads(); // no entry stands before its key
+        if (n < entries)
+            *bits_at(plan.kept, work.list, m, n) = bits;
+    }
+}
+
 static __global__ void __launch_bounds__(list_threads)
     list_kept_keys(const __grid_constant__ forward_plan plan) {
     __shared__ int32_t warp_sums[list_threads / 32];
@@ -275,7 +290,10 @@ static __global__ void __launch_bounds__(list_threads)
         plan.kept.count[work.list] = entries;
     __syncthreads();
     for (int m = 0; m < plan.kept.mask_heads; m++)
-        write_bits(plan, work, m, entries);
+        if (plan.kept.is_by_key)
+            move_bits(plan, work, m, entries);
+        else
+            write_bits(plan, work, m, entries);
 }
 
 template <mask_reading reading>

@@ -49,12 +49,6 @@ static bool is_listed_pass(const fdma_problem *problem) {
     return FDMA_HEAD_DIM <= 128 && is_present(&problem->attn_mask) && !problem->deterministic;
 }
 
-/* Bytes of key_sums. */
-static int64_t key_sum_bytes(const fdma_problem *problem) {
-    return problem->batch * problem->kv_heads * problem->kv_len * 2 * FDMA_HEAD_DIM *
-           (int64_t)sizeof(float);
-}
-
 template <typename element, bool drops>
 static fdma_status sum_listed_keys(const fdma_problem *problem, const backward_plan &plan,
                                    bool aligned) {
@@ -67,14 +61,9 @@ static fdma_status sum_listed_keys(const fdma_problem *problem, const backward_p
     const int32_t heads = plan.forward.batch * plan.forward.kv_heads;
     if (heads == 0)
         return FDMA_OK;
-    FDMA_TRY(clear("backward", problem, plan.key_sums, (size_t)key_sum_bytes(problem)));
-    FDMA_TRY(launch("backward", sum_listed<config>,
-                    {dim3(heads * tiles), dim3(config::threads), sizeof(listed_memory<config>)},
-                    problem, plan, tiles, aligned));
-    if (problem->kv_len == 0)
-        return FDMA_OK;
-    return launch("backward", add_key_sums<element>, over_rows(problem->kv_len, heads), problem,
-                  plan, has_aligned_sums(plan));
+    return launch("backward", sum_listed<config>,
+                  {dim3(heads * tiles), dim3(config::threads), sizeof(listed_memory<config>)},
+                  problem, plan, tiles, aligned);
 #else
     return FDMA_OK;
 #endif
@@ -107,7 +96,7 @@ static fdma_status sum_elements(const fdma_problem *problem, const backward_plan
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     backward_plan plan = fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions});
     if (is_listed_pass(problem))
-        plan.key_sums = take<float>(arena, key_sum_bytes(problem) / (int64_t)sizeof(float));
+        fdma_cuda_take_key_sums(problem, FDMA_HEAD_DIM, arena, &plan);
     return plan;
 }
 

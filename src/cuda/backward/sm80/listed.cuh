@@ -9,7 +9,6 @@
 #pragma once
 
 #include "cuda/backward/sm80/dq.cuh"
-#include "cuda/device/rows.cuh"
 
 template <typename type, bool drops_> struct listed_config {
     using element = type;
@@ -209,8 +208,7 @@ __device__ static void add_dq(float (&dq)[1][config::head_dim / 8][4],
     }
 }
 
-/* Adds what a lane has of dk or dv of its two keys to their sums. A row of sums has the channels in
- * the order of accumulators: of 16 channels, those of a lane are neighbours. */
+/* Adds what a lane has of dk or dv of its two keys to their sums. */
 template <typename config>
 __device__ static void add_to_sums(float *sums, const int32_t *keys, int32_t kv_len,
                                    const float (&own)[1][config::warp_columns][4]) {
@@ -314,38 +312,4 @@ static __global__ void __launch_bounds__(config::threads, config::blocks)
     visit_blocks(shared, plan, dq);
     cp_async_wait_group<0>();
     write_dq<config>(dq, plan, range, load_row_stats<config>(plan, range), aligned);
-}
-
-/* Adds eight channels of a row of sums, from channel d on, times scale to a gradient. */
-template <typename element>
-__device__ static void add_channels(element *to, const float *sums, int32_t d, float scale,
-                                    bool aligned) {
-    float total[vec_channels];
-    load_vec(total, to + d, aligned);
-#pragma unroll
-    for (int c = 0; c < vec_channels; c += 2) {
-        const float2 pair = *(const float2 *)&sums[d / 16 * 16 + d / 8 % 2 * 2 + c * 2];
-        total[c] = fmaf(pair.x, scale, total[c]);
-        total[c + 1] = fmaf(pair.y, scale, total[c + 1]);
-    }
-    store_vec(to + d, total, aligned);
-}
-
-/* Adds the sums of dk and dv to the gradients. row_lanes lanes take a key. */
-template <typename element>
-static __global__ void __launch_bounds__(row_threads)
-    add_key_sums(const __grid_constant__ backward_plan plan, const bool aligned) {
-    const forward_plan &forward = plan.forward;
-    const int64_t head = head_of_block(), b = head / forward.kv_heads, g = head % forward.kv_heads;
-    const int32_t j = blockIdx.x * block_rows + threadIdx.x / row_lanes;
-    if (head >= (int64_t)forward.batch * forward.kv_heads || j >= forward.kv_len)
-        return;
-    const float *const sums = plan.key_sums + (head * forward.kv_len + j) * (2 * FDMA_HEAD_DIM);
-    element *const dk = dk_of_key<element>(plan, b, g, j);
-    element *const dv = dv_of_key<element>(plan, b, g, j);
-    for (int32_t d = threadIdx.x % row_lanes * vec_channels; d < forward.head_dim;
-         d += row_lanes * vec_channels) {
-        add_channels(dk, sums, d, forward.scale, aligned);
-        add_channels(dv, sums + FDMA_HEAD_DIM, d, forward.dropout_scale, aligned);
-    }
 }

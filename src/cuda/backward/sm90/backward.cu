@@ -1,6 +1,7 @@
 /* Backward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
  * passes: the slot pass takes the keys that are live at the first position of a query block, the
- * diagonal pass those that arrive inside one. In a thread block one warpgroup loads keys and
+ * diagonal pass those that arrive inside one. With attn_mask a single pass takes the lists of kept
+ * keys: a thread block has a list, or a part of it, and goes through it 128 entries at a time. In a thread block one warpgroup loads keys and
  * queries (backward_producer) and two multiply (backward_consumer). */
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
@@ -99,6 +100,10 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     task.pass.tiles = task.plan.rows / config::q_rows;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
     task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);
+    if (is_present(&problem->attn_mask)) {
+        task.plan.forward.kept.is_by_key = true;
+        fdma_cuda_take_key_sums(problem, config::channels, arena, &task.plan);
+    }
     if (problem->deterministic)
         task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles * config::consumers);
     task.pass.slot_blocks = task.plan.slots / config::slots;
@@ -161,7 +166,24 @@ static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task 
 /* The diagonal pass takes the narrow form where there is one. */
 template <class config>
 using diagonal_config =
-    backward_config<typename config::element, config::channels, config::has_softcap, true>;
+    backward_config<typename config::element, config::channels, config::has_softcap, diagonal_pass>;
+
+/* Several thread blocks share a list where there are few lists. */
+template <class config>
+static fdma_status run_listed_pass(const fdma_problem *problem, backward_task task) {
+    const int64_t waves = 4;
+    const int64_t wanted = waves * fdma_cuda_device(problem->exec.device)->multiprocessors;
+    const kept_lists &kept = task.plan.forward.kept;
+    const int64_t lists = problem->batch * problem->kv_heads * kept.lists;
+    const int64_t most = divide_up(kept.size, (int64_t)config::slots);
+    task.pass.list_splits = (int32_t)min(divide_up(wanted, lists), most);
+    task.pass.slot_blocks = 1;
+    return run_pass<config>(problem, task, kept.lists * (int64_t)task.pass.list_splits);
+}
+
+template <class config>
+using listed_config =
+    backward_config<typename config::element, config::channels, config::has_softcap, listed_pass>;
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
@@ -173,9 +195,13 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
         return FDMA_OK;
     FDMA_TRY(clear("backward", problem, pass.dq_sum,
                    (size_t)task.tiles * config::q_rows * config::channels * sizeof(float)));
-    FDMA_TRY(run_slot_pass<config>(problem, task));
-    if (plan.is_rolling)
-        FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
+    if (plan.key_sums != NULL) {
+        FDMA_TRY(run_listed_pass<listed_config<config>>(problem, task));
+    } else {
+        FDMA_TRY(run_slot_pass<config>(problem, task));
+        if (plan.is_rolling)
+            FDMA_TRY(run_diagonal_pass<diagonal_config<config>>(problem, task));
+    }
     FDMA_TRY(launch("backward", write_dq<config>,
                     {dim3((unsigned)task.tiles), dim3(warpgroup_threads)}, problem, plan, pass));
     return fdma_cuda_end_backward(problem, &plan);
@@ -183,8 +209,8 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
 
 template <typename element> static fdma_status run_elements(const fdma_problem *problem) {
     if (problem->softcap != 0)
-        return run_with<backward_config<element, FDMA_HEAD_DIM, true, false>>(problem);
-    return run_with<backward_config<element, FDMA_HEAD_DIM, false, false>>(problem);
+        return run_with<backward_config<element, FDMA_HEAD_DIM, true, slot_pass>>(problem);
+    return run_with<backward_config<element, FDMA_HEAD_DIM, false, slot_pass>>(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -193,7 +219,7 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 using any_config =
-    backward_config<__half, FDMA_HEAD_DIM, false, false>; // all take the same workspace
+    backward_config<__half, FDMA_HEAD_DIM, false, slot_pass>; // all take the same workspace
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
@@ -204,11 +230,13 @@ static const char *refuses(const fdma_problem *problem) {
         &problem->q,         &problem->k,          &problem->v,         &problem->dout,
         &problem->dq,        &problem->dk,         &problem->dv,        &problem->k_carried,
         &problem->v_carried, &problem->dk_carried, &problem->dv_carried};
-    const char *reason = fdma_cuda_refuses_pairs(problem, FDMA_HEAD_DIM);
-    if (reason == NULL)
-        reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
+    const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
     if (reason != NULL)
         return reason;
+    if (is_present(&problem->attn_bias))
+        return "attn_bias, which cuda/sm80 takes";
+    if (is_present(&problem->attn_mask) && problem->deterministic)
+        return "a deterministic call with attn_mask, which cuda/sm80 takes";
     if (problem->dropout.threshold != 0)
         return "dropout";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)

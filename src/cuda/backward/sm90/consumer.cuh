@@ -104,6 +104,40 @@ template <class config> struct backward_consumer {
         }
     }
 
+    /* Clears the pairs of queries that do not keep their key by attn_mask. words: for each row, whose
+     * lowest bit is the lane's first column. */
+    static __device__ void mask_pairs(const uint32_t (&words)[product_registers / 16][2],
+                                      pairs &packed) {
+#pragma unroll
+        for (int k = 0; k < product_registers / 16; k++)
+#pragma unroll
+            for (int row = 0; row < 2; row++)
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+                    packed[2 * k + n / 2][n % 2 * 2 + row] &=
+                        prmt(words[k][row] << 7, words[k][row] << 6, 0xcc88 + n * 0x1111);
+    }
+
+    /* The same for the bits of a step. True if any pair of the warp was cleared. */
+    __device__ bool apply_mask(int32_t stage, pairs &weights, pairs &sloped) const {
+        uint32_t words[product_registers / 16][2], all = ~0u;
+#pragma unroll
+        for (int k = 0; k < product_registers / 16; k++)
+#pragma unroll
+            for (int row = 0; row < 2; row++) {
+                const uint2 &both = memory->mask[stage][own_row() + 8 * row];
+                const uint32_t word = k + first_query() / 32 == 0 ? both.x : both.y;
+                all &= word;
+                words[k][row] = word >> threadIdx.x % 4 * 2;
+            }
+        if (__all_sync(~0u, all == ~0u))
+            return false;
+        mask_pairs(words, weights);
+        if (config::has_softcap)
+            mask_pairs(words, sloped);
+        return true;
+    }
+
     /* P = 2^(S - lse) of a step, 0 where the query does not keep the key. With softcap also P times
      * the derivative of softcap, in `sloped`. Both only in pairs, for lack of registers. True if
      * some entry of the warp may be masked. */
@@ -124,6 +158,8 @@ template <class config> struct backward_consumer {
             weigh_softcapped(plan, bias, lse, s, weights, sloped);
         else
             weigh_plain(plan, bias, lse, s, weights);
+        if constexpr (config::is_listed)
+            return apply_mask(stage, weights, sloped);
         const bool is_masked = __any_sync(~0u, is_cut);
         if (is_masked) {
             mask_pairs(own, kept, weights);
@@ -457,7 +493,9 @@ template <class config> struct backward_consumer {
         const gradient_row row = {leaving.key, plan.forward.causal ? leaving.boundary : 0, slot,
                                   config::is_wide ? index * config::own_channels : 0,
                                   changes && leaving.key >= 0};
-        if (__any_sync(~0u, row.is_written)) {
+        if (config::is_listed) {
+            add_to_key_sums<config>(plan, memory->work, row, i, dbias, dk, dv);
+        } else if (__any_sync(~0u, row.is_written)) {
             write_sums<config>(plan, memory->work, row, i, dk, dv);
             write_rest<config>(plan, memory->work, row, i, dbias, dk, dv);
         }

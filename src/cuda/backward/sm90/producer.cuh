@@ -48,7 +48,9 @@ template <class config> struct backward_producer {
                     : forward.records[(int64_t)work.head * forward.kv_len + key];
             own.expiry = record.expiry;
             own.bias = record.bias;
-            if (plan.partitions > 1 && !config::is_diagonal)
+            if (config::is_listed)
+                own.boundary = 0;
+            else if (plan.partitions > 1 && !config::is_diagonal)
                 own.boundary =
                     boundary_of(plan, work.head, work.partition, work.first_slot + own_slot(), key);
             else if (!forward.causal)
@@ -115,13 +117,32 @@ template <class config> struct backward_producer {
             query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
     }
 
-    /* Loads q, dout, lse and delta of 64 queries of head h. */
+    /* Loads the bits of 64 queries of head h for the entries of a block. */
+    __device__ void load_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
+                              int32_t stage) {
+        const backward_work &work = memory->work;
+        const int32_t entry = block * config::slots + own_slot();
+        const tile_list list = kept_list_of(plan, work);
+        if (own_slot() >= config::slots)
+            return;
+        // entries past the end of the list have no key, and room in its last 128
+        const uint32_t *const from =
+            kept_bits(plan.forward, list, entry / list_queries, h, entry) + tile % 2 * 2;
+        const uint32_t to = shared_address(&memory->mask[stage][own_slot()]);
+        cp_async_4(to, from);
+        cp_async_4(to + 4, from + 1);
+    }
+
+    /* Loads q, dout, lse and delta of 64 queries of head h. block: of entries, in the listed
+     * pass. */
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
-                              int32_t tile, bool is_last, bool ends_block) {
+                              int32_t tile, int32_t block, bool is_last, bool ends_block) {
         const int32_t stage = step % config::stages, n = threadIdx.x % config::q_rows;
         wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
         load_rows(plan, plan.forward.q, h, tile, shared_address(memory->q[stage]));
         load_rows(plan, plan.dout, h, tile, shared_address(memory->dout[stage]));
+        if constexpr (config::is_listed)
+            load_mask(plan, h, tile, block, stage);
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
         const int64_t row = (int64_t)head * plan.rows + tile * config::q_rows + n;
         const bool is_lse = threadIdx.x < config::q_rows;
@@ -164,7 +185,7 @@ template <class config> struct backward_producer {
         const forward_plan &forward = plan.forward;
         const int32_t first = query_block * list_queries, middle = first + config::q_rows;
         if (forward.sequences.ranges == NULL || !plan.is_rolling || config::is_diagonal ||
-            middle >= forward.q_len)
+            config::is_listed || middle >= forward.q_len)
             return forward.q_len;
         return forward.sequences.ranges[middle].x > first ? middle : forward.q_len;
     }
@@ -177,11 +198,12 @@ template <class config> struct backward_producer {
                memory->work.first_slot >= (tile % tiles + 1) * config::q_rows;
     }
 
-    /* Loads the steps of a query block. True if a slot changes its key after it, or nothing
-     * follows. */
+    /* Loads the steps of a query block, or of the listed pass's for a block of entries. True if a
+     * slot changes its key after it, or nothing follows. */
     __device__ bool load_query_block(const backward_plan &plan, const backward_pass &pass,
-                                     int32_t query_block) {
+                                     int32_t block) {
         constexpr int tiles = list_queries / config::q_rows;
+        const int32_t query_block = config::is_listed ? memory->work.list : block;
         const int32_t group = plan.forward.group;
         bool changes = false;
 #pragma unroll 1
@@ -196,7 +218,7 @@ template <class config> struct backward_producer {
                 changes =
                     bar_red_or(barrier, warpgroup_threads,
                                memory->next[own_slot()] != key_in_generation(opaque(generation)));
-            load_step(plan, pass, memory->work.g * group + n / tiles, tile, changes, ends);
+            load_step(plan, pass, memory->work.g * group + n / tiles, tile, block, changes, ends);
         }
         return changes;
     }
@@ -205,6 +227,8 @@ template <class config> struct backward_producer {
      * packed sequence has ended, those follow in which no query sees a slot of this block. */
     __device__ int32_t block_after(const backward_plan &plan, const backward_pass &pass,
                                    int32_t query_block) const {
+        if (config::is_listed)
+            return min(query_block + pass.list_splits, memory->work.end);
         const bool skips =
             config::is_diagonal || (plan.is_rolling && plan.forward.sequences.ranges != NULL);
         return skips ? find_query_block<config>(plan, memory->work, query_block + 1)
@@ -213,15 +237,17 @@ template <class config> struct backward_producer {
 
     __device__ void run(const backward_plan &plan, const backward_pass &pass) {
         int32_t query_block =
-            find_query_block<config>(plan, memory->work, memory->work.query_block) - 1;
+            config::is_listed
+                ? memory->work.query_block - pass.list_splits
+                : find_query_block<config>(plan, memory->work, memory->work.query_block) - 1;
         step = 0;
         generation = -1;
         steps_ahead = no_keys;
         // the first round only finds the first generation
         for (;; query_block = block_after(plan, pass, query_block)) {
             const int32_t next_block = block_after(plan, pass, query_block);
-            const bool is_fixed =
-                generation >= 0 && !plan.is_rolling && next_block < memory->work.end;
+            const bool is_fixed = generation >= 0 && !plan.is_rolling && !config::is_listed &&
+                                  next_block < memory->work.end;
             const int32_t next =
                 is_fixed ? key_in_generation(generation) : key_in_block(plan, pass, next_block);
             memory->next[own_slot()] = next;

@@ -109,6 +109,30 @@ __device__ static void write_rest(const backward_plan &plan, const backward_work
     }
 }
 
+/* Adds row i of a thread's sums to those of a key. */
+template <int registers>
+__device__ static void add_row(float *to, int i, const float (&sums)[registers]) {
+#pragma unroll
+    for (int c = 2 * i; c < registers; c += 8)
+        red_add_v4(to + 2 * c + threadIdx.x % 4 * 4 - 4 * i, sums[c], sums[c + 1], sums[c + 4],
+                   sums[c + 5]);
+}
+
+/* Adds row i of a thread's dk, dv and dbias to key_sums and to dbias, in the listed pass. */
+template <class config, int registers>
+__device__ static void add_to_key_sums(const backward_plan &plan, const backward_work &work,
+                                       const gradient_row &row, int i, float dbias,
+                                       const float (&dk)[registers], const float (&dv)[registers]) {
+    if (!row.is_written)
+        return;
+    const int64_t at = (int64_t)work.head * plan.forward.kv_len + row.key;
+    float *const to = plan.key_sums + at * (2 * config::channels) + row.channel;
+    add_row(to, i, dk);
+    add_row(to + config::channels, i, dv);
+    if (plan.dbias.data != NULL && threadIdx.x % 4 == 0 && row.channel == 0)
+        atomicAdd(dbias_of_key(plan, work.b, work.g, row.key), dbias);
+}
+
 /* Writes dq from dq_sum, which is laid out as accumulators. A thread block takes a tile of 64
  * queries. */
 template <class config>

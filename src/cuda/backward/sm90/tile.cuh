@@ -12,19 +12,22 @@
 
 static constexpr int q_tile_rows = 64; // queries, of one head, of a step
 
-/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * diagonal: the diagonal pass or the slot pass. Two consumers split the slots of a block between
+/* The passes: of the keys that are live at the first position of a query block, slot by slot; of
+ * those that arrive inside one; and, in place of both with attn_mask, of the lists of kept keys. */
+enum pass_kind { slot_pass, diagonal_pass, listed_pass };
+
+/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. Two consumers split the slots of a block between
  * them, but for two forms:
  *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
  *           split the queries of a step and the channels instead
  *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
  *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
  *           it too few registers */
-template <typename element_, int most_channels, bool softcap, bool diagonal>
+template <typename element_, int most_channels, bool softcap, pass_kind kind>
 struct backward_config {
     using element = element_;
     static constexpr bool has_softcap = softcap;
-    static constexpr bool is_diagonal = diagonal;
+    static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
     static constexpr bool is_narrow = is_diagonal && channels <= (has_softcap ? 64 : 128);
@@ -46,10 +49,10 @@ struct backward_config {
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
-    static constexpr int producer_registers = is_wide         ? 56
-                                              : channels > 64 ? 40
-                                              : is_narrow     ? 48
-                                                              : 104;
+    static constexpr int producer_registers = is_wide || is_listed ? 56
+                                              : channels > 64      ? 40
+                                              : is_narrow          ? 48
+                                                                   : 104;
     static constexpr int consumer_registers =
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
     // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
@@ -57,10 +60,10 @@ struct backward_config {
     static constexpr bool dbias_in_shared = has_softcap || is_wide;
 };
 
-/* One launch of the kernel: the slot pass, for keys that are live at the first position of a query
- * block, or after it the diagonal pass, for keys that arrive inside one. */
+/* One launch of the kernel. */
 struct backward_pass {
     int32_t query_blocks;   // of a thread block of the diagonal pass, one after the other
+    int32_t list_splits;    // thread blocks that share a list in the listed pass
     float *dq_sum;          // [batch * q_heads][tiles] of 64 queries, laid out as accumulators
     uint32_t *dq_semaphore; // of each tile and consumer: how many slot blocks have added to
                             // dq_sum; NULL: they add in any order
@@ -74,7 +77,9 @@ struct backward_work {
     int32_t head, b, g; // head: b * kv_heads + g
     int32_t slot_block, first_slot;
     int32_t partition;
-    int32_t query_block, end; // the range of query blocks
+    int32_t query_block, end; // the range of query blocks; in the listed pass, of blocks of a
+                              // list's entries
+    int32_t list;             // in the listed pass: that of this query block
 };
 
 /* What a consumer needs to know of a slot. */
@@ -111,6 +116,8 @@ template <class config> struct backward_memory {
     alignas(16) float delta[config::stages][config::q_rows];
     step_header header[config::stages];
     slot_record slots[slots_buffers][config::slots];
+    // of attn_mask, for the queries of each step: which of them keep the key of each slot
+    uint2 mask[config::is_listed ? config::stages : 1][config::is_listed ? config::slots : 1];
     // sums of each consumer in this generation and the one before it, and those of older ones
     float dbias[2][config::consumers][config::slots], dbias_before[config::slots];
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block
@@ -131,13 +138,22 @@ __device__ static int32_t key_of(const forward_plan &plan, int32_t entry) {
     return is_key(entry, plan.kv_len) ? entry : -1;
 }
 
-/* The key that a slot has in a query block, or the slot-th key that arrives inside the block; -1:
- * none. */
+/* The list of the listed pass. */
+__device__ static tile_list kept_list_of(const backward_plan &plan, const backward_work &work) {
+    return tile_list_of(plan.forward, work.b, work.g, work.list * list_queries, 0);
+}
+
+/* The key that a slot has in a query block, or the slot-th key that arrives inside the block, or
+ * that of the slot-th entry in a block of a list's; -1: none. */
 template <class config>
 __device__ static int32_t slot_key(const backward_plan &plan, const backward_work &work,
                                    int32_t query_block, int32_t slot) {
     const forward_plan &forward = plan.forward;
     const int32_t head = work.head;
+    if (config::is_listed) {
+        const tile_list list = kept_list_of(plan, work);
+        return key_of(forward, entry_at(list, query_block * config::slots + slot));
+    }
     if (config::is_diagonal) {
         const int2 count = list_counts(plan, head, query_block);
         const int32_t n = count.x + slot;
@@ -211,7 +227,7 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     const bool is_reversed = pass.dq_semaphore != NULL && !plan.is_rolling;
     work.slot_block = is_reversed ? pass.slot_blocks - 1 - block : block;
     work.first_slot = work.slot_block * config::slots;
-    work.head = n % heads;
+    work.head = config::is_listed ? id / pass.list_splits % heads : n % heads;
     work.b = work.head / plan.forward.kv_heads;
     work.g = work.head % plan.forward.kv_heads;
     const int32_t range = n / heads, all = plan.rows / list_queries;
@@ -221,6 +237,12 @@ __device__ static backward_work find_work(const backward_plan &plan, const backw
     work.partition = config::is_diagonal ? 0 : range;
     work.query_block = range * query_blocks;
     work.end = min(work.query_block + query_blocks, all);
+    if (config::is_listed) { // the last list first, as it has the most keys where causal
+        work.list = all - 1 - id / pass.list_splits / heads;
+        work.query_block = id % pass.list_splits;
+        work.end = (kept_list_of(plan, work).entries + config::slots - 1) / (int32_t)config::slots;
+        return work;
+    }
     if (plan.forward.sequences.ranges != NULL && !plan.is_rolling) {
         const int32_t entries = shared_entries(plan.forward, work.b, work.head);
         const block_range seen = seeing_blocks(plan.forward, work.head, work.first_slot,
