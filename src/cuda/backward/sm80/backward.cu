@@ -49,10 +49,10 @@ static bool is_listed_pass(const fdma_problem *problem) {
     return FDMA_HEAD_DIM <= 128 && is_present(&problem->attn_mask) && !problem->deterministic;
 }
 
+#if FDMA_HEAD_DIM <= 128
 template <typename element, bool drops>
 static fdma_status sum_listed_keys(const fdma_problem *problem, const backward_plan &plan,
                                    bool aligned) {
-#if FDMA_HEAD_DIM <= 128
     using config = listed_config<element, drops>;
     static_assert(sizeof(listed_memory<config>) <= least_shared_bytes,
                   "a tile of queries fits everywhere");
@@ -64,10 +64,8 @@ static fdma_status sum_listed_keys(const fdma_problem *problem, const backward_p
     return launch("backward", sum_listed<config>,
                   {dim3(heads * tiles), dim3(config::threads), sizeof(listed_memory<config>)},
                   problem, plan, tiles, aligned);
-#else
-    return FDMA_OK;
-#endif
 }
+#endif
 
 template <typename element, bool pairs, bool drops>
 static fdma_status sum_gradients(const fdma_problem *problem, const backward_plan &plan) {
@@ -77,8 +75,10 @@ static fdma_status sum_gradients(const fdma_problem *problem, const backward_pla
                          is_aligned(plan.dout) && is_aligned(plan.dq) && has_aligned_sums(plan);
     if (forward.batch == 0 || forward.q_len == 0)
         return FDMA_OK;
+#if FDMA_HEAD_DIM <= 128
     if (is_listed_pass(problem))
         return sum_listed_keys<element, drops>(problem, plan, aligned);
+#endif
     FDMA_TRY((sum_for_queries<query_config<element, pairs, drops>>(problem, plan, aligned)));
     return sum_for_keys<key_config<element, pairs, drops>>(problem, plan, aligned);
 }
