@@ -34,9 +34,9 @@ static pairs random_pairs(const problem *x, const char *kernel, int mask_axes, i
 
 /* dattn_bias is a sum of terms of both signs: its error is at most that of all terms in a row. */
 static void check_sums(const problem *x, fdma_tensor found, fdma_tensor full) {
-    const fdma_tensor want = summed_like(x, full, found);
     if (found.rank == 0)
         return;
+    const fdma_tensor want = summed_like(x, full, found);
     const double terms = (double)(count_of(full) / count_of(found));
     CHECK_NEAR(largest_difference(found, want), 0,
                (double)FLT_EPSILON * sqrt(terms) * largest_of(full) * terms + DBL_MIN);

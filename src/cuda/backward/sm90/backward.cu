@@ -1,8 +1,9 @@
 /* Backward on Hopper (compute capability 9.0 alone), for head_dim up to FDMA_HEAD_DIM, in two
  * passes: the slot pass takes the keys that are live at the first position of a query block, the
  * diagonal pass those that arrive inside one. With attn_mask a single pass takes the lists of kept
- * keys: a thread block has a list, or a part of it, and goes through it 128 entries at a time. In a thread block one warpgroup loads keys and
- * queries (backward_producer) and two multiply (backward_consumer). */
+ * keys: a thread block has a list, or a part of it, and goes through it 128 entries at a time. In a
+ * thread block one warpgroup loads keys and queries (backward_producer) and two multiply
+ * (backward_consumer). */
 #include "cuda/backward/sm90/consumer.cuh"
 #include "cuda/backward/sm90/producer.cuh"
 

@@ -6,6 +6,7 @@
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 
+#include "cuda/backward/sm90/mask.cuh"
 #include "cuda/backward/sm90/rows.cuh"
 
 template <class config> struct backward_consumer {
@@ -81,44 +82,8 @@ template <class config> struct backward_consumer {
         return make_int2(arrives ? from : INT32_MIN, slot.expiry);
     }
 
-    /* Which of the 32 positions from `begin` on are in a range, as bits. */
-    __device__ static uint32_t bits_of_range(const int2 &range, int32_t begin) {
-        return low_bits((uint32_t)max(range.y, begin) - begin) &
-               ~low_bits((uint32_t)max(range.x, begin) - begin);
-    }
-
-    /* Clears the pairs of queries that do not keep their key. first: position of the lane's first
-     * column; its columns are 8n and 8n + 1 after it. Of 32 positions these are the two lowest bits
-     * of byte n: shifted to the sign of the byte, each becomes half a pair. */
-    __device__ static void mask_pairs(int32_t first, const int2 (&kept)[2], pairs &packed) {
-#pragma unroll
-        for (int k = 0; k < product_registers / 16; k++) {
-#pragma unroll
-            for (int row = 0; row < 2; row++) {
-                const uint32_t bits = bits_of_range(kept[row], first + 32 * k);
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    packed[2 * k + n / 2][n % 2 * 2 + row] &=
-                        prmt(bits << 7, bits << 6, 0xcc88 + n * 0x1111);
-            }
-        }
-    }
-
-    /* Clears the pairs of queries that do not keep their key by attn_mask. words: for each row, whose
-     * lowest bit is the lane's first column. */
-    static __device__ void mask_pairs(const uint32_t (&words)[product_registers / 16][2],
-                                      pairs &packed) {
-#pragma unroll
-        for (int k = 0; k < product_registers / 16; k++)
-#pragma unroll
-            for (int row = 0; row < 2; row++)
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-                    packed[2 * k + n / 2][n % 2 * 2 + row] &=
-                        prmt(words[k][row] << 7, words[k][row] << 6, 0xcc88 + n * 0x1111);
-    }
-
-    /* The same for the bits of a step. True if any pair of the warp was cleared. */
+    /* Clears the weights of a step that attn_mask does not let through. True if there are any in
+     * the warp. */
     __device__ bool apply_mask(int32_t stage, pairs &weights, pairs &sloped) const {
         uint32_t words[product_registers / 16][2], all = ~0u;
 #pragma unroll

@@ -16,8 +16,8 @@ static constexpr int q_tile_rows = 64; // queries, of one head, of a step
  * those that arrive inside one; and, in place of both with attn_mask, of the lists of kept keys. */
 enum pass_kind { slot_pass, diagonal_pass, listed_pass };
 
-/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built. Two consumers split the slots of a block between
- * them, but for two forms:
+/* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
+ * Two consumers split the slots of a block between them, but for two forms:
  *   wide    with 256 channels, dk and dv of 64 slots fill the registers of both consumers, so they
  *           split the queries of a step and the channels instead
  *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
