@@ -50,8 +50,13 @@ struct mask_entries {
 __device__ static mask_entries load_one_by_one(const forward_plan &plan, const uint8_t *row,
                                                int32_t j) {
     mask_entries entries = {};
-    for (int n = 0; n < own_keys && j + n < plan.kv_len; n++)
-        entries.word[n / 4] |= (uint32_t)(row[(j + n) * plan.mask.key] != 0) << n % 4 * 8;
+#pragma unroll 1 // few registers: this is in place of a load
+    for (int n = 0; n < own_keys && j + n < plan.kv_len; n++) {
+        const uint32_t entry = (uint32_t)(row[(j + n) * plan.mask.key] != 0) << n % 4 * 8;
+#pragma unroll
+        for (int w = 0; w < own_keys / 4; w++)
+            entries.word[w] |= n / 4 == w ? entry : 0;
+    }
     return entries;
 }
 
@@ -87,10 +92,13 @@ __device__ static uint32_t nonzero_bytes(uint32_t word) {
 template <mask_reading reading>
 __device__ static void read_mask(const forward_plan &plan, const uint8_t *rows, int32_t i,
                                  int32_t j, uint32_t (&words)[own_keys]) {
-    uint32_t bits[32 / queries_together][own_keys / 4] = {}; // a byte for each key
 #pragma unroll
+    for (int n = 0; n < own_keys; n++)
+        words[n] = 0;
+#pragma unroll 1
     for (int from = 0; from < 32; from += queries_together) {
         mask_entries entries[queries_together];
+        uint32_t bits[own_keys / 4] = {}; // a byte for each key
 #pragma unroll
         for (int r = 0; r < queries_together; r++) {
             const int64_t row = min(i + from + r, plan.q_len - 1);
@@ -100,31 +108,33 @@ __device__ static void read_mask(const forward_plan &plan, const uint8_t *rows, 
         for (int r = 0; r < queries_together; r++)
 #pragma unroll
             for (int n = 0; n < own_keys / 4; n++)
-                bits[from / queries_together][n] =
-                    bits[from / queries_together][n] >> 1 | nonzero_bytes(entries[r].word[n]);
-    }
+                bits[n] = bits[n] >> 1 | nonzero_bytes(entries[r].word[n]);
 #pragma unroll
-    for (int n = 0; n < own_keys; n++) {
-        words[n] = 0;
-#pragma unroll
-        for (int x = 0; x < 32 / queries_together; x++)
-            words[n] |= (bits[x][n / 4] >> n % 4 * 8 & 0xff) << x * queries_together;
+        for (int n = 0; n < own_keys; n++)
+            words[n] |= (bits[n / 4] >> n % 4 * 8 & 0xff) << from;
     }
 }
 
-/* Which of 32 queries, from query i on, may keep key j by the rules beside the mask. */
-__device__ static uint32_t allowed_queries(const forward_plan &plan, const kept_work &work,
-                                           int32_t i, int32_t j) {
+/* Which of the list's queries may keep key j by the rules beside the mask. */
+__device__ static uint4 allowed_queries(const forward_plan &plan, const kept_work &work,
+                                        int32_t j) {
     if (j >= work.keys)
-        return 0;
+        return make_uint4(0, 0, 0, 0);
     const int64_t head = (int64_t)work.b * plan.kv_heads + work.g;
-    const int64_t position = query_position(plan, work.b, i);
+    const int64_t position = query_position(plan, work.b, work.t * list_queries);
     const int64_t expiry =
         plan.records == NULL ? INT32_MAX : plan.records[head * plan.kv_len + j].expiry;
     const int64_t from = plan.by_position ? first_position(plan, j) : INT32_MIN;
-    const int64_t end = min(expiry - position, (int64_t)plan.q_len - i);
-    return low_bits((uint32_t)min(max(end, (int64_t)0), (int64_t)32)) &
-           ~low_bits((uint32_t)min(max(from - position, (int64_t)0), (int64_t)32));
+    const int64_t queries = plan.q_len - work.t * list_queries;
+    const int32_t end =
+        (int32_t)max(min(expiry - position, min(queries, (int64_t)list_queries)), (int64_t)0);
+    const int32_t begin = (int32_t)min(max(from - position, (int64_t)0), (int64_t)list_queries);
+    uint32_t words[list_queries / 32];
+#pragma unroll
+    for (int w = 0; w < list_queries / 32; w++)
+        words[w] =
+            low_bits((uint32_t)max(end - 32 * w, 0)) & ~low_bits((uint32_t)max(begin - 32 * w, 0));
+    return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 /* The words of a block of keys, four for each key. Padding keeps lanes, which have 16 keys each,
@@ -146,7 +156,7 @@ __device__ static uint4 *bits_at(const kept_lists &kept, int64_t list, int m, in
 
 /* Finds the queries that keep each key of a block of keys, by the mask of every head. */
 template <mask_reading reading>
-static __global__ void __launch_bounds__(mask_threads)
+static __global__ void __launch_bounds__(mask_threads, 4)
     find_queries(const __grid_constant__ forward_plan plan, const int32_t blocks) {
     __shared__ block_words block;
     const kept_work work = work_of(plan, (int32_t)blockIdx.x / blocks);
@@ -164,13 +174,15 @@ static __global__ void __launch_bounds__(mask_threads)
         read_mask<reading>(plan, rows, i, j, words);
 #pragma unroll
         for (int n = 0; n < own_keys; n++)
-            block.of_key(lane * own_keys + n)[warp] =
-                words[n] & allowed_queries(plan, work, i, j + n);
+            block.of_key(lane * own_keys + n)[warp] = words[n];
         __syncthreads();
 #pragma unroll
         for (int x = 0; x < block_keys / mask_threads; x++) {
             const int key = x * mask_threads + threadIdx.x;
-            const uint4 bits = *(const uint4 *)block.of_key(key);
+            const uint4 allowed = allowed_queries(plan, work, first + key);
+            uint4 bits = *(const uint4 *)block.of_key(key);
+            bits = make_uint4(bits.x & allowed.x, bits.y & allowed.y, bits.z & allowed.z,
+                              bits.w & allowed.w);
             listed[x] |= (bits.x | bits.y | bits.z | bits.w) != 0;
             if (first + key < plan.kept.size)
                 *bits_at(plan.kept, work.list, m, first + key) = bits;
