@@ -24,13 +24,19 @@ template <int keys> struct row_bits {
     __device__ bool has(int column) const { return word[column / 32] >> column % 32 & 1; }
 };
 
-/* Those of key block n. `first`: of the row for the first key block. */
+/* How many words after the bits of a row for the first 32 entries of a list those for the 32 that
+ * `entry` is one of are. */
+__device__ static int64_t words_before(const forward_plan &plan, int64_t entry) {
+    const int64_t step = (int64_t)plan.kept.mask_heads * list_queries * (list_queries / 32);
+    return entry / list_queries * step + entry % list_queries / 32;
+}
+
+/* The bits of a row for key block n. `first`: where those for the first key block are. */
 template <int keys>
 __device__ static row_bits<keys> load_bits(const forward_plan &plan, const uint32_t *first,
                                            int32_t n) {
-    const int64_t entry = (int64_t)n * keys,
-                  step = (int64_t)plan.kept.mask_heads * list_queries * 4;
-    const uint32_t *const words = first + entry / list_queries * step + entry % list_queries / 32;
+    const int64_t entry = (int64_t)n * keys;
+    const uint32_t *const words = first + words_before(plan, entry);
     row_bits<keys> bits;
 #pragma unroll
     for (int w = 0; w < row_bits<keys>::words; w++)

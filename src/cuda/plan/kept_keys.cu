@@ -3,8 +3,8 @@
  *
  *   find_queries()     reads the mask once, and writes for each key a bit for each query, and a bit
  *                      that says whether any query keeps the key
- *   list_kept_keys()   lists the keys of which some query keeps any, and turns the bits of the
- *                      listed keys, in place, into bits of the queries */
+ *   list_kept_keys()   lists the keys that some query keeps, and turns their bits, in place, into
+ *                      bits of the queries, or moves them to the entries of the list */
 #include "cuda/device/ptx.cuh"
 #include "cuda/plan/plan.cuh"
 
@@ -29,7 +29,7 @@ struct kept_work {
     int64_t list;    // among all
 };
 
-/* List t of the set that the y and z dimensions of the grid tell. Past the last set it has no
+/* List t of the set that the y and z dimensions of the grid number. Past the last set it has no
  * keys. */
 __device__ static kept_work work_of(const forward_plan &plan, int32_t t) {
     const int64_t set = head_of_block();
@@ -276,22 +276,23 @@ __device__ static void write_bits(const forward_plan &plan, const kept_work &wor
     }
 }
 
-/* Moves the bits of listed keys to their entries. */
+/* Moves the bits of listed keys to their entries, and clears those of the last 128 entries that
+ * have no key. What is written was read before, as no entry stands before its key. */
 __device__ static void move_bits(const forward_plan &plan, const kept_work &work, int m,
                                  int32_t entries) {
     const int32_t *const list = plan.kept.list + work.list * plan.kept.size;
-    for (int32_t from = 0; from < entries; from += list_threads) {
+    const int32_t end = (entries + list_queries - 1) / list_queries * list_queries;
+    for (int32_t from = 0; from < end; from += list_threads) {
         const int32_t n = from + (int32_t)threadIdx.x;
-        uint4 bits;
-        if (n < entries)
-            bits = *bits_at(plan.kept, work.list, m, list[n]);
-        __syncthreads(); // no entry stands before its key
-        if (n < entries)
+        const uint4 bits =
+            n < entries ? *bits_at(plan.kept, work.list, m, list[n]) : make_uint4(0, 0, 0, 0);
+        __syncthreads();
+        if (n < end)
             *bits_at(plan.kept, work.list, m, n) = bits;
     }
 }
 
-static __global__ void __launch_bounds__(list_threads)
+static __global__ void __launch_bounds__(list_threads, 1)
     list_kept_keys(const __grid_constant__ forward_plan plan) {
     __shared__ int32_t warp_sums[list_threads / 32];
     if (head_of_block() >= (int64_t)plan.kept.batches * plan.kept.heads)
@@ -323,11 +324,11 @@ fdma_status fdma_cuda_list_kept_keys(const fdma_problem *problem, const forward_
     if (plan->kept.lists == 0 || sets == 0)
         return FDMA_OK;
     if (plan->kv_len > 0) {
-        const bool by_vectors_alone = (uintptr_t)mask.data % own_keys == 0 &&
-                                      (mask.batch | mask.head | mask.query) % own_keys == 0;
-        FDMA_TRY(mask.key != 1      ? find_queries_by<by_entries>(problem, plan, sets)
-                 : by_vectors_alone ? find_queries_by<by_vectors>(problem, plan, sets)
-                                    : find_queries_by<by_words>(problem, plan, sets));
+        const bool is_aligned_to_vectors = (uintptr_t)mask.data % own_keys == 0 &&
+                                           (mask.batch | mask.head | mask.query) % own_keys == 0;
+        FDMA_TRY(mask.key != 1           ? find_queries_by<by_entries>(problem, plan, sets)
+                 : is_aligned_to_vectors ? find_queries_by<by_vectors>(problem, plan, sets)
+                                         : find_queries_by<by_words>(problem, plan, sets));
     }
     return launch("forward", list_kept_keys, {grid_of(plan->kept.lists, sets), dim3(list_threads)},
                   problem, *plan);

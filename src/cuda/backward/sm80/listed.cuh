@@ -28,7 +28,7 @@ template <typename type, bool drops_> struct listed_config {
 /* What depends on the rows of a tile alone. */
 template <typename config> struct listed_rows {
     alignas(16) float lse[config::rows], delta[config::rows];
-    int64_t dbias[config::rows]; // where the row of dattn_bias begins, in elements
+    int64_t dpairs[config::rows]; // where the row of dattn_bias begins, in elements
     pair_rows<config::rows> pairs;
 };
 
@@ -66,10 +66,10 @@ __device__ static void write_rows(listed_rows<config> &to, const backward_plan &
     const bool there = range.first + r < range.total;
     to.lse[r] = there ? plan.row_lse[at] : INFINITY;
     to.delta[r] = there ? plan.row_delta[at] : 0;
-    to.dbias[r] = plan.dpairs.data == NULL ? 0 : plan.dpairs.offset(row.b, row.h, row.i, 0);
+    to.dpairs[r] = plan.dpairs.data == NULL ? 0 : plan.dpairs.offset(row.b, row.h, row.i, 0);
 }
 
-/* Starts copying k of key block n, and all but v that belongs to it. */
+/* Starts copying k of key block n, its records and the bits of the tile's rows. */
 template <typename config>
 __device__ static void load_keys(listed_memory<config> &shared, const forward_plan &plan,
                                  int32_t n) {
@@ -78,9 +78,7 @@ __device__ static void load_keys(listed_memory<config> &shared, const forward_pl
     copy_block<config>((char *)shared.k[n % 2], keys, inputs.k, inputs.keys.kv_len);
     copy_records(shared.records[n % 2], inputs.keys, keys);
     constexpr int words = config::keys / 32;
-    const int64_t entry = (int64_t)n * config::keys;
-    const int64_t from =
-        entry / list_queries * plan.kept.mask_heads * list_queries * 4 + entry % list_queries / 32;
+    const int64_t from = words_before(plan, (int64_t)n * config::keys);
     for (int i = threadIdx.x; i < config::rows * words; i += config::threads)
         cp_async_4(shared_address(&shared.bits[n % 2][i / config::rows][i % config::rows]),
                    shared.of_row.pairs.bits[i % config::rows] + from + i / config::rows);
@@ -137,7 +135,7 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
                                       float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
     const forward_plan &forward = plan.forward;
     const logit_params logits = shared.inputs.logits;
-    const bool has_bias = forward.pair_bias.data != NULL, has_dbias = plan.dpairs.data != NULL;
+    const bool has_bias = forward.pair_bias.data != NULL, has_dpairs = plan.dpairs.data != NULL;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int column = own + r * 8;
@@ -164,8 +162,8 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
             weight = kept && !drops ? p : 0;
             gradient = ds * slope;
             dbias[r] += ds;
-            if (has_dbias && kept)
-                atomicAdd((float *)plan.dpairs.data + shared.of_row.dbias[row] +
+            if (has_dpairs && kept)
+                atomicAdd((float *)plan.dpairs.data + shared.of_row.dpairs[row] +
                               key * plan.dpairs.key,
                           ds);
         }
