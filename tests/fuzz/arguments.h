@@ -470,3 +470,13 @@ static double elements(const fdma_tensor *tensor) {
         product *= (double)tensor->shape[axis];
     return product;
 }
+
+/* Where the numbers of tile t, or of another last axis, begin in a tensor that may broadcast. */
+static const int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
+    const int64_t index[] = {b, g, t};
+    const int32_t *at = tensor->data;
+    for (int axis = 0; axis < 3; axis++)
+        if (tensor->shape[axis] > 1)
+            at += index[axis] * tensor->stride[axis];
+    return at;
+}

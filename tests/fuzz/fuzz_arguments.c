@@ -376,15 +376,6 @@ static const struct operation {
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 
-static const int32_t *ints_at(const fdma_tensor *tensor, int64_t b, int64_t g, int64_t t) {
-    const int64_t index[] = {b, g, t};
-    const int32_t *at = tensor->data;
-    for (int axis = 0; axis < 3; axis++)
-        if (tensor->shape[axis] > 1)
-            at += index[axis] * tensor->stride[axis];
-    return at;
-}
-
 static void check_lists(const fdma_lists_args *args) {
     const int64_t *const shape = args->count.shape;
     for (int64_t n = 0; n < shape[0] * shape[1] * shape[2]; n++) {
