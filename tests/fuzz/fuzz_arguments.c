@@ -376,6 +376,7 @@ static const struct operation {
 };
 enum { operation_count = sizeof operations / sizeof *operations };
 
+/* Entries are keys; below the last slot in use, those of a selection with a gap may be -1. */
 static void check_lists(const fdma_lists_args *args) {
     const int64_t *const shape = args->count.shape;
     for (int64_t n = 0; n < shape[0] * shape[1] * shape[2]; n++) {
@@ -384,7 +385,7 @@ static void check_lists(const fdma_lists_args *args) {
         MUST(0 <= count[0] && count[0] <= count[1] && count[1] <= args->list.shape[3]);
         for (int32_t x = 0; x < count[1]; x++) {
             const int32_t key = ints_at(&args->list, b, g, n % shape[2])[x];
-            const bool may_be_empty = args->selection->gap > 0 && x < count[0]; /* a slot may */
+            const bool may_be_empty = args->selection->gap > 0 && x < count[0] - 1;
             MUST(key >= (may_be_empty ? -1 : 0) && key < args->selection->kv_len);
         }
     }
