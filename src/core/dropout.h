@@ -65,13 +65,19 @@ INTEGER_FUNCTION uint32_t dropout_key(const dropout_params *dropout, int64_t hea
     return code.flips;
 }
 
+/* dropout_mix() before its last step, which changes the lower half alone. lowbias32 begins with one
+ * more xor and shift. It is left out, because all that it does to random codes is to permute
+ * them. */
+INTEGER_FUNCTION uint32_t dropout_product(row_code row, uint32_t key) {
+    const uint32_t x = (row.flips ^ key) * 0x7feb352d + row.adds;
+    return (x ^ x >> 15) * 0x846ca68b;
+}
+
 /* The bits of two pairs: in the lower half of the query at the even position, in the upper half of
- * the next. lowbias32 begins with one more xor and shift. It is left out, because all that it does
- * to random codes is to permute them. */
+ * the next. */
 INTEGER_FUNCTION uint32_t dropout_mix(row_code row, uint32_t key) {
-    uint32_t x = (row.flips ^ key) * 0x7feb352d + row.adds;
-    x = (x ^ x >> 15) * 0x846ca68b;
-    return x ^ x >> 16;
+    const uint32_t product = dropout_product(row, key);
+    return product ^ product >> 16;
 }
 
 /* Whether the pair of the query at `position` is dropped. */

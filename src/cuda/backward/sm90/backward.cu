@@ -166,8 +166,8 @@ static fdma_status run_diagonal_pass(const fdma_problem *problem, backward_task 
 
 /* The diagonal pass takes the narrow form where there is one. */
 template <class config>
-using diagonal_config =
-    backward_config<typename config::element, config::channels, config::has_softcap, diagonal_pass>;
+using diagonal_config = backward_config<typename config::element, config::channels,
+                                        config::has_softcap, config::drops, diagonal_pass>;
 
 /* Several thread blocks share a list where there are few lists. */
 template <class config>
@@ -183,8 +183,8 @@ static fdma_status run_listed_pass(const fdma_problem *problem, backward_task ta
 }
 
 template <class config>
-using listed_config =
-    backward_config<typename config::element, config::channels, config::has_softcap, listed_pass>;
+using listed_config = backward_config<typename config::element, config::channels,
+                                      config::has_softcap, config::drops, listed_pass>;
 
 template <class config> static fdma_status run_with(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
@@ -209,9 +209,12 @@ template <class config> static fdma_status run_with(const fdma_problem *problem)
 }
 
 template <typename element> static fdma_status run_elements(const fdma_problem *problem) {
+    constexpr int d = FDMA_HEAD_DIM;
     if (problem->softcap != 0)
-        return run_with<backward_config<element, FDMA_HEAD_DIM, true, slot_pass>>(problem);
-    return run_with<backward_config<element, FDMA_HEAD_DIM, false, slot_pass>>(problem);
+        return run_with<backward_config<element, d, true, false, slot_pass>>(problem);
+    if (problem->dropout.threshold != 0)
+        return run_with<backward_config<element, d, false, true, slot_pass>>(problem);
+    return run_with<backward_config<element, d, false, false, slot_pass>>(problem);
 }
 
 static fdma_status run(const fdma_problem *problem) {
@@ -220,7 +223,7 @@ static fdma_status run(const fdma_problem *problem) {
 }
 
 using any_config =
-    backward_config<__half, FDMA_HEAD_DIM, false, slot_pass>; // all take the same workspace
+    backward_config<__half, FDMA_HEAD_DIM, false, false, slot_pass>; // all take the same workspace
 
 /* A gather multiplies the index of a row by its stride in bytes, both as uint32_t. */
 static bool is_near(const fdma_tensor *tensor) { return tensor->stride[1] <= INT32_MAX; }
@@ -238,8 +241,8 @@ static const char *refuses(const fdma_problem *problem) {
         return "attn_bias, which cuda/sm80 takes";
     if (is_present(&problem->attn_mask) && problem->deterministic)
         return "a deterministic call with attn_mask, which cuda/sm80 takes";
-    if (problem->dropout.threshold != 0)
-        return "dropout";
+    if (problem->dropout.threshold != 0 && problem->softcap != 0)
+        return "dropout with softcap, which cuda/sm80 takes";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) {

@@ -6,6 +6,7 @@
  * Source: FlashAttention-3, arXiv:2407.08608, for the roles. */
 #pragma once
 
+#include "cuda/backward/sm90/dropout.cuh"
 #include "cuda/backward/sm90/mask.cuh"
 #include "cuda/backward/sm90/rows.cuh"
 
@@ -103,9 +104,10 @@ template <class config> struct backward_consumer {
         return true;
     }
 
-    /* P = 2^(S - lse) of a step, 0 where the query does not keep the key. With softcap also P times
-     * the derivative of softcap, in `sloped`. Both only in pairs, for lack of registers. True if
-     * some entry of the warp may be masked. */
+    /* P = 2^(S - lse) of a step, 0 where the query does not keep the key, and with its sign set
+     * where dropout drops the pair. With softcap also P times the derivative of softcap, in
+     * `sloped`. Both only in pairs, for lack of registers. True if some entry of the warp may be
+     * masked. */
     __device__ bool weigh(const backward_plan &plan, const backward_pass &pass, int32_t step,
                           const products &s, pairs &weights, pairs &sloped) const {
         const int32_t stage = stage_of(step);
@@ -123,15 +125,34 @@ template <class config> struct backward_consumer {
             weigh_softcapped(plan, bias, lse, s, weights, sloped);
         else
             weigh_plain(plan, bias, lse, s, weights);
-        if constexpr (config::is_listed)
-            return apply_mask(stage, weights, sloped);
-        const bool is_masked = __any_sync(~0u, is_cut);
-        if (is_masked) {
-            mask_pairs(own, kept, weights);
-            if (config::has_softcap)
-                mask_pairs(own, kept, sloped);
+        bool is_masked;
+        if constexpr (config::is_listed) {
+            is_masked = apply_mask(stage, weights, sloped);
+        } else {
+            is_masked = __any_sync(~0u, is_cut);
+            if (is_masked) {
+                mask_pairs(own, kept, weights);
+                if (config::has_softcap)
+                    mask_pairs(own, kept, sloped);
+            }
         }
+        if constexpr (config::drops)
+            mark_dropped(plan, opaque(stage), weights);
         return is_masked;
+    }
+
+    /* Sets the signs of the weights that dropout drops. */
+    __device__ void mark_dropped(const backward_plan &plan, int32_t stage, pairs &weights) const {
+        const step_header &header = memory->header[stage];
+        const uint32_t *const slots = &memory->key_code[header.slots_buffer][own_row()];
+        const uint32_t keys[2] = {slots[0], slots[8]};
+        const uint32_t threshold = plan.forward.dropout.threshold;
+        const row_code *const queries =
+            &memory->pair_code[stage][first_query() / 2 + threadIdx.x % 4];
+        if (header.is_odd)
+            ::mark_dropped<true>(queries, keys, threshold, weights);
+        else
+            ::mark_dropped<false>(queries, keys, threshold, weights);
     }
 
     __device__ void weigh_plain(const backward_plan &plan, const float (&bias)[2],
@@ -170,17 +191,23 @@ template <class config> struct backward_consumer {
     }
 
     /* dS = P (dP - delta) of a step; its sums go to dbias. masked: where P is 0, dS is 0 even if dP
-     * is NaN. */
+     * is NaN. With dropout dP is 0 where the sign of P is set. */
     template <bool masked>
-    __device__ void differentiate(int32_t step, const products &dp, const pairs &weights,
-                                  const pairs &sloped, pairs &ds) {
+    __device__ void differentiate(const backward_plan &plan, int32_t step, const products &dp,
+                                  const pairs &weights, const pairs &sloped, pairs &ds) {
         const float2 *const delta = own_columns(memory->delta[stage_of(step)]);
         float sums[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < product_registers; i += 2) {
             const float2 column = delta[i / 4 * 4];
-            const float low = dp[i] - column.x, high = dp[i + 1] - column.y;
-            const float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
+            float2 p = unpack<element>(weights[i / 8][i / 2 % 4]);
+            float low = dp[i] - column.x, high = dp[i + 1] - column.y;
+            if constexpr (config::drops) {
+                const float factor = plan.forward.dropout_scale;
+                low = fmaf(signbit(p.x) ? 0 : dp[i], factor, -column.x);
+                high = fmaf(signbit(p.y) ? 0 : dp[i + 1], factor, -column.y);
+                p = make_float2(fabsf(p.x), fabsf(p.y));
+            }
             float2 both = make_float2(masked && p.x == 0 ? 0 : p.x * low,
                                       masked && p.y == 0 ? 0 : p.y * high);
             sums[i / 2 % 2] += both.x + both.y;
@@ -194,12 +221,13 @@ template <class config> struct backward_consumer {
         add_dbias(sums);
     }
 
-    __device__ void differentiate(bool is_masked, int32_t step, const products &dp,
-                                  const pairs &weights, const pairs &sloped, pairs &ds) {
+    __device__ void differentiate(const backward_plan &plan, bool is_masked, int32_t step,
+                                  const products &dp, const pairs &weights, const pairs &sloped,
+                                  pairs &ds) {
         if (is_masked || config::has_softcap) // with softcap, a second path spills registers
-            differentiate<true>(step, dp, weights, sloped, ds);
+            differentiate<true>(plan, step, dp, weights, sloped, ds);
         else
-            differentiate<false>(step, dp, weights, sloped, ds);
+            differentiate<false>(plan, step, dp, weights, sloped, ds);
     }
 
     __device__ void add_dbias(const float (&sums)[2]) {
@@ -367,9 +395,16 @@ template <class config> struct backward_consumer {
         bool is_masked = weigh(plan, pass, now, s, weights, sloped);
         for (;; now++) {
             issue_dp(dp, now);
-            issue_dv(weights, now);
-            wgmma_wait_group<0>();
-            differentiate(is_masked, now, dp, weights, sloped, ds);
+            if constexpr (config::drops) {
+                pairs kept;
+                clear_dropped(weights, kept);
+                issue_dv(kept, now);
+                wgmma_wait_group<0>();
+            } else {
+                issue_dv(weights, now);
+                wgmma_wait_group<0>();
+            }
+            differentiate(plan, is_masked, now, dp, weights, sloped, ds);
             store_ds(now, ds);
             issue_dk(now);
             if (memory->header[stage_of(now)].is_last)
@@ -406,9 +441,15 @@ template <class config> struct backward_consumer {
             wgmma_wait_group<1>(); // for S
             is_last = memory->header[stage_of(now)].is_last;
             const bool is_masked = weigh(plan, pass, now, s, weights, sloped);
-            store_pairs(memory->p, weights);
+            if constexpr (config::drops) {
+                pairs kept;
+                clear_dropped(weights, kept);
+                store_pairs(memory->p, kept);
+            } else {
+                store_pairs(memory->p, weights);
+            }
             wgmma_wait_group<0>();
-            differentiate(is_masked, now, dp, weights, sloped, ds);
+            differentiate(plan, is_masked, now, dp, weights, sloped, ds);
             store_ds(now, ds);
             wait_ds(now);
             multiply_wide(pass, now);

@@ -58,6 +58,9 @@ template <class config> struct backward_producer {
         }
         if (own_slot() < config::slots)
             memory->slots[generation % slots_buffers][own_slot()] = own;
+        if (config::drops && own_slot() < config::slots)
+            memory->key_code[generation % slots_buffers][own_slot()] =
+                key_code_of(forward, work.b, work.g, key);
         if (threadIdx.x == 0)
             memory->is_over = key == past_end;
         mbarrier_arrive(&memory->slots_ready);
@@ -133,6 +136,17 @@ template <class config> struct backward_producer {
         cp_async_4(to + 4, from + 1);
     }
 
+    /* Writes dropout's codes of the pairs of positions in a step. By a whole warp. */
+    __device__ void write_codes(const backward_plan &plan, int32_t h, int32_t tile, int32_t stage) {
+        const int32_t first = query_position(plan.forward, memory->work.b, tile * config::q_rows);
+        const int32_t pairs = config::q_rows / 2 + (first % 2 != 0);
+#pragma unroll 1
+        for (int32_t n = threadIdx.x; n < pairs; n += 32)
+            memory->pair_code[stage][n] =
+                row_code_of(plan.forward, memory->work.b, h, first + 2 * n);
+        __syncwarp(); // before the first lane arrives for all of them
+    }
+
     /* Loads q, dout, lse and delta of 64 queries of head h. block: of entries, in the listed
      * pass. */
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
@@ -154,11 +168,18 @@ template <class config> struct backward_producer {
             const uint32_t order = pass.dq_semaphore == NULL
                                        ? 0
                                        : dq_order(plan, pass, tile * config::q_rows / list_queries);
-            memory->header[stage] = {head * pass.tiles + tile, plan.forward.by_position ? first : 0,
-                                     order, (int16_t)(generation % slots_buffers), is_last};
-            mbarrier_arrive(&memory->step_ready[stage]);
+            memory->header[stage] = {head * pass.tiles + tile,
+                                     plan.forward.by_position ? first : 0,
+                                     order,
+                                     (int16_t)(generation % slots_buffers),
+                                     is_last,
+                                     first % 2 != 0};
         }
         cp_async_mbarrier_arrive_noinc(&memory->step_ready[stage]);
+        if (config::drops && threadIdx.x < 32)
+            write_codes(plan, h, tile, stage);
+        if (threadIdx.x == 0)
+            mbarrier_arrive(&memory->step_ready[stage]);
         step++;
         if (steps_ahead != no_keys && (++steps_ahead == config::stages - 1 || ends_block))
             load_keys(plan);

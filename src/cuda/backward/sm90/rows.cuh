@@ -70,6 +70,11 @@ __device__ static void add_sums(float *to, int32_t head_dim, int i, float factor
     }
 }
 
+/* What sums of P dout are multiplied by, for dv. */
+template <class config> __device__ static float dv_factor(const backward_plan &plan) {
+    return config::drops ? plan.forward.dropout_scale : 1;
+}
+
 /* Writes row i of a thread's dk and dv, unless a boundary takes them. */
 template <class config, int registers>
 __device__ static void write_sums(const backward_plan &plan, const backward_work &work,
@@ -83,7 +88,7 @@ __device__ static void write_sums(const backward_plan &plan, const backward_work
     element *const dk_row = dk_of_key<element>(plan, work.b, work.g, key) + row.channel;
     element *const dv_row = dv_of_key<element>(plan, work.b, work.g, key) + row.channel;
     write_row(dk_row, channels, is_own, adds, i, plan.forward.scale, dk);
-    write_row(dv_row, channels, is_own, adds, i, 1, dv);
+    write_row(dv_row, channels, is_own, adds, i, dv_factor<config>(plan), dv);
 }
 
 /* Writes the row's dbias, and adds what a boundary takes. */
@@ -102,7 +107,7 @@ __device__ static void write_rest(const backward_plan &plan, const backward_work
             atomicAdd(&plan.boundary.dbias[at], dbias);
         const int64_t to = at * head_dim + row.channel;
         add_sums(plan.boundary.dk + to, head_dim - row.channel, i, plan.forward.scale, dk);
-        add_sums(plan.boundary.dv + to, head_dim - row.channel, i, 1, dv);
+        add_sums(plan.boundary.dv + to, head_dim - row.channel, i, dv_factor<config>(plan), dv);
     } else if (plan.dbias.data != NULL && is_first) {
         float *const to = dbias_of_key(plan, work.b, work.g, row.key);
         *to = config::is_diagonal ? *to + dbias : dbias;

@@ -23,10 +23,10 @@ enum pass_kind { slot_pass, diagonal_pass, listed_pass };
  *   narrow  in the diagonal pass, which rarely has more than 64 keys, a block has 64 slots and one
  *           consumer, and two blocks share a multiprocessor; softcap with 128 channels would leave
  *           it too few registers */
-template <typename element_, int most_channels, bool softcap, pass_kind kind>
+template <typename element_, int most_channels, bool softcap, bool drops_, pass_kind kind>
 struct backward_config {
     using element = element_;
-    static constexpr bool has_softcap = softcap;
+    static constexpr bool has_softcap = softcap, drops = drops_;
     static constexpr bool is_diagonal = kind == diagonal_pass, is_listed = kind == listed_pass;
     static constexpr int channels = most_channels;
     static constexpr bool is_wide = channels > 128;
@@ -57,7 +57,7 @@ struct backward_config {
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
     // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
     // because both consumers have sums of the same slots
-    static constexpr bool dbias_in_shared = has_softcap || is_wide;
+    static constexpr bool dbias_in_shared = has_softcap || is_wide || (is_listed && drops);
 };
 
 /* One launch of the kernel. */
@@ -100,6 +100,7 @@ struct alignas(16) step_header {
     uint32_t dq_order;    // how many slot blocks add to dq_sum before this one
     int16_t slots_buffer; // of its generation, in backward_memory::slots
     bool is_last;         // of its generation
+    bool is_odd;          // the position of its first query
 };
 
 // slot records of three generations: the one being written out, the current one, the next one
@@ -118,6 +119,10 @@ template <class config> struct backward_memory {
     slot_record slots[slots_buffers][config::slots];
     // of attn_mask, for the queries of each step: which of them keep the key of each slot
     uint2 mask[config::is_listed ? config::stages : 1][config::is_listed ? config::slots : 1];
+    // dropout's codes: of the slots' keys, and of the pairs of positions in each step. An odd step
+    // has half a pair at either end.
+    uint32_t key_code[slots_buffers][config::drops ? config::slots : 1];
+    row_code pair_code[config::stages][config::drops ? config::q_rows / 2 + 1 : 1];
     // sums of each consumer in this generation and the one before it, and those of older ones
     float dbias[2][config::consumers][config::slots], dbias_before[config::slots];
     int32_t next[warpgroup_threads]; // the key of each slot in the next query block

@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
+#include "cuda/forward/sm90/dropout.cuh"
 #include "cuda/forward/sm90/softmax.cuh"
-#include "cuda/forward/sm90/tile.cuh"
 
 /* Which keys of a key block a thread's two rows keep by attn_mask, a bit each. */
 template <class config> struct mask_bits {
@@ -184,8 +184,8 @@ template <class config> struct consumer {
             apply_bits(bits, products);
         else
             apply_mask(from, products);
-        mbarrier_arrive(&memory->mask_free[mask.stage]);
-        mask.advance();
+        if constexpr (!config::drops)
+            release_mask();
         if (!is_first && softmax.weigh<element, true>(products, unit, next))
             return false;
 #pragma unroll
@@ -194,6 +194,22 @@ template <class config> struct consumer {
         softmax.raise(products, rescale);
         softmax.weigh<element, false>(products, 1, next);
         return true;
+    }
+
+    __device__ void release_mask(void) {
+        mbarrier_arrive(&memory->mask_free[mask.stage]);
+        mask.advance();
+    }
+
+    /* Clears the next weights where dropout drops the pair: after row_sum has them. */
+    template <int steps>
+    __device__ void drop(const forward_plan &plan, uint32_t (&next)[steps][4]) {
+        if constexpr (config::drops) {
+            const drop_code *const codes = &memory->code[own_row()];
+            drop_pairs({codes[0], codes[8]}, memory->mask[mask.stage].code, plan.dropout.threshold,
+                       next);
+            release_mask();
+        }
     }
 
     /* Copies the next weights once out no longer reads the current ones. They need registers of
@@ -210,10 +226,15 @@ template <class config> struct consumer {
             out[i] *= rescale[i / 2 % 2];
     }
 
-    /* This thread's first row of the kv head; its second row is eight rows later. */
-    __device__ int32_t first_row_of(const row_tile &tile) const {
+    /* This thread's first row of the tile; its second row is eight rows later. */
+    __device__ int32_t own_row(void) const {
         const int32_t warp = threadIdx.x % warpgroup_threads / 32;
-        return tile.first_row + index * config::warpgroup_rows + warp * 16 + threadIdx.x % 32 / 4;
+        return index * config::warpgroup_rows + warp * 16 + threadIdx.x % 32 / 4;
+    }
+
+    /* The same among the rows of the kv head. */
+    __device__ int32_t first_row_of(const row_tile &tile) const {
+        return tile.first_row + own_row();
     }
 
     /* Rows past the last one have the bits of that. */
@@ -228,6 +249,15 @@ template <class config> struct consumer {
         return {own[0], (int32_t)(own[1] - own[0]), plan.kept.mask_heads * list_queries * 4};
     }
 
+    /* A quad needs the codes of its two rows: each of its first two lanes writes one. */
+    __device__ void write_row_codes(const forward_plan &plan, const row_tile &tile) {
+        const int32_t row = own_row() + threadIdx.x % 4 * 8;
+        __syncwarp(); // until all have read those of the tile before
+        if (threadIdx.x % 4 < 2)
+            memory->code[row] = drop_code_of(plan, tile, tile.first_row + row);
+        __syncwarp();
+    }
+
     __device__ void start_tile(const forward_plan &plan, int32_t tile_index) {
         const row_tile tile = tile_at<config>(plan, order, tile_index);
 #pragma unroll
@@ -235,6 +265,8 @@ template <class config> struct consumer {
             position[i] = position_in_tile(plan, tile, (first_row_of(tile) + 8 * i) / plan.group);
         if constexpr (config::has_mask)
             rows = mask_rows_of(plan, tile);
+        if constexpr (config::drops)
+            write_row_codes(plan, tile);
         softmax = row_softmax();
 #pragma unroll
         for (int i = 0; i < out_registers; i++)
@@ -259,6 +291,7 @@ template <class config> struct consumer {
         release_keys(kv.stage, is_last);
         kv.advance();
         weigh(plan, true, bits, products, next, rescale);
+        drop(plan, next);
         set_weights(next);
     }
 
@@ -284,6 +317,7 @@ template <class config> struct consumer {
             wgmma_wait_group<0>();
             rescale_out(rescale);
         }
+        drop(plan, next);
         wgmma_wait_group<0>();
         release(&memory->kv_free[values]);
         set_weights(next);
@@ -340,8 +374,10 @@ __device__ void consumer<config>::finish_tile(const forward_plan &plan, int32_t 
         const int32_t row = first_row_of(tile) + 8 * i, query = row / plan.group;
         const int32_t h = tile.g * plan.group + row % plan.group;
         const bool is_there = query < plan.q_len;
-        const row_result result =
+        row_result result =
             result_of(softmax.row_max[i], quad_sum(softmax.row_sum[i]), sink_exponent(plan, h));
+        if constexpr (config::drops)
+            result.scale *= plan.dropout_scale;
         if (plan.lse.data != NULL && is_there && lane == 0)
             plan.lse.at(tile.b, h)[query] = result.lse;
         element *const to = (element *)plan.out.data + tile.b * plan.out.batch +

@@ -101,9 +101,12 @@ static fdma_status attend_with(const fdma_problem *problem, const forward_plan *
 
 template <typename element, bool mask>
 static fdma_status attend_logits(const fdma_problem *problem, const forward_plan *plan) {
+    constexpr int d = FDMA_HEAD_DIM;
     if (plan->softcap != 0)
-        return attend_with<forward_config<element, FDMA_HEAD_DIM, true, mask>>(problem, plan);
-    return attend_with<forward_config<element, FDMA_HEAD_DIM, false, mask>>(problem, plan);
+        return attend_with<forward_config<element, d, true, mask, false>>(problem, plan);
+    if (plan->dropout.threshold != 0)
+        return attend_with<forward_config<element, d, false, mask, true>>(problem, plan);
+    return attend_with<forward_config<element, d, false, mask, false>>(problem, plan);
 }
 
 template <typename element>
@@ -130,8 +133,8 @@ static const char *refuses(const fdma_problem *problem) {
         return reason;
     if (is_present(&problem->attn_bias))
         return "attn_bias, which cuda/sm80 takes";
-    if (problem->dropout.threshold != 0)
-        return "dropout";
+    if (problem->dropout.threshold != 0 && problem->softcap != 0)
+        return "dropout with softcap, which cuda/sm80 takes";
     if (FDMA_HEAD_DIM > smallest && problem->head_dim <= FDMA_HEAD_DIM / 2)
         return "a head_dim for which there is a smaller kernel";
     if (!is_aligned(view_of(&problem->q)) || !is_aligned(view_of(&problem->k)) ||

@@ -97,6 +97,8 @@ template <class config> struct producer {
             write_bias(&to->octet[own_column / octet_keys], own_column % octet_keys,
                        own.record.bias * (1 / (plan.scale * log2_e)));
         to->kept[n] = kept_positions(plan, tile, own);
+        if constexpr (config::drops)
+            to->code[n] = key_code_of(plan, tile.b, tile.g, own.key);
         const bool arrives = first_kept(plan, tile, own) > tile.first;
         const uint32_t partial = __ballot_sync(~0u, arrives || own.record.expiry <= tile.last);
         if (threadIdx.x % 32 == 0)

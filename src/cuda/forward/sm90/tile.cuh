@@ -7,11 +7,12 @@
 #include "cuda/plan/plan.cuh"
 
 /* element: of q, k, v and out. most_channels: head_dim, rounded up to a shape that is built.
- * softcap and mask: whether there is a softcap, and an attn_mask. The code of softcap in the loop
- * would cost calls without it 7%. */
-template <typename element_, int most_channels, bool softcap, bool mask> struct forward_config {
+ * softcap, mask and drops: whether there is a softcap, an attn_mask, and dropout. The code of
+ * softcap in the loop would cost calls without it 7%. */
+template <typename element_, int most_channels, bool softcap, bool mask, bool drops_>
+struct forward_config {
     using element = element_;
-    static constexpr bool has_softcap = softcap, has_mask = mask;
+    static constexpr bool has_softcap = softcap, has_mask = mask, drops = drops_;
     static constexpr int channels = most_channels;
     static constexpr int panels = channels / panel_channels;
     static constexpr int row_bytes = panels * line_bytes;
@@ -22,7 +23,7 @@ template <typename element_, int most_channels, bool softcap, bool mask> struct 
     // its weights, which are held twice, key_rows / 2
     static constexpr int key_rows = channels > 128 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int kv_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12; // what fits
+    static constexpr int kv_stages = channels > 64 ? 6 - (channels > 128) - drops : 12; // that fit
     static constexpr int mask_stages = 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     // with 40 registers the producer waits until its copies have read their address registers,
@@ -57,9 +58,17 @@ template <class config> struct alignas(16) block_mask {
         bias_octet octet[octets + 2]; // the last ones are 0
         float bias[config::key_rows]; // with softcap: times log2(e), in the order of mask_index()
     };
-    position_range kept[config::key_rows]; // in the order of mask_index()
+    position_range kept[config::key_rows];               // in the order of mask_index()
+    uint32_t code[config::drops ? config::key_rows : 1]; // of dropout, in the same order
     // for each warp of the producer a bit per 16 keys: some row does not keep all of them
     uint8_t is_partial[warpgroup_warps];
+};
+
+/* Dropout's code of a row. The bits of its pairs are the upper half of dropout_product() where its
+ * position is odd; where it is even, the lower half xor the upper one. */
+struct alignas(16) drop_code {
+    row_code code;
+    uint32_t fold; // a factor that moves the lower half to the upper one; 0 where odd
 };
 
 /* The index of a key in a mask. Of 16 keys, the four whose columns a thread's accumulators hold are
@@ -81,6 +90,7 @@ struct tile_header {
 template <class config> struct forward_memory {
     alignas(1024) uint8_t q[config::rows * config::row_bytes];
     block_mask<config> mask[config::mask_stages];
+    drop_code code[config::drops ? config::rows : 1]; // of the tile's rows
     tile_header header;
     uint64_t q_ready, q_free;
     uint64_t kv_ready[config::kv_stages], kv_free[config::kv_stages];
