@@ -237,17 +237,6 @@ __device__ static int32_t write_list(const forward_plan &plan, const kept_work &
     return entries;
 }
 
-/* Of 32 words, one in each lane, lane n gets bit n of each. */
-__device__ static uint32_t transpose_bits(uint32_t word) {
-    uint32_t own = 0;
-#pragma unroll
-    for (int n = 0; n < 32; n++) {
-        const uint32_t bits = __ballot_sync(~0u, word >> n & 1);
-        own = threadIdx.x % 32 == n ? bits : own;
-    }
-    return own;
-}
-
 /* Turns the bits of listed keys into bits of queries. Four warps take 128 entries, and each of them
  * 32 queries. What is written was read before, as no entry stands before its key. An empty list has
  * 128 entries' bits, too: kernels read those of at least one key block. */
@@ -276,22 +265,6 @@ __device__ static void write_bits(const forward_plan &plan, const kept_work &wor
     }
 }
 
-/* Moves the bits of listed keys to their entries, and clears those of the last 128 entries that
- * have no key. What is written was read before, as no entry stands before its key. */
-__device__ static void move_bits(const forward_plan &plan, const kept_work &work, int m,
-                                 int32_t entries) {
-    const int32_t *const list = plan.kept.list + work.list * plan.kept.size;
-    const int32_t end = (entries + list_queries - 1) / list_queries * list_queries;
-    for (int32_t from = 0; from < end; from += list_threads) {
-        const int32_t n = from + (int32_t)threadIdx.x;
-        const uint4 bits =
-            n < entries ? *bits_at(plan.kept, work.list, m, list[n]) : make_uint4(0, 0, 0, 0);
-        __syncthreads();
-        if (n < end)
-            *bits_at(plan.kept, work.list, m, n) = bits;
-    }
-}
-
 static __global__ void __launch_bounds__(list_threads, 1)
     list_kept_keys(const __grid_constant__ forward_plan plan) {
     __shared__ int32_t warp_sums[list_threads / 32];
@@ -303,10 +276,7 @@ static __global__ void __launch_bounds__(list_threads, 1)
         plan.kept.count[work.list] = entries;
     __syncthreads();
     for (int m = 0; m < plan.kept.mask_heads; m++)
-        if (plan.kept.is_by_key)
-            move_bits(plan, work, m, entries);
-        else
-            write_bits(plan, work, m, entries);
+        write_bits(plan, work, m, entries);
 }
 
 template <mask_reading reading>

@@ -45,9 +45,7 @@ struct kept_lists {
     int32_t *list; // list t of set s: list + (s * lists + t) * size; NULL: there are none
     // [sets][lists][size / 128][mask_heads][128]: for each 128 entries of a list and each query
     // of its query block a bit for each entry; those past the last entry are 0
-    // or, if is_by_key, for each entry a bit for each query
     uint4 *bits;
-    bool is_by_key;
     uint32_t *listed;       // [sets][lists][size / 32]: a bit for each key, while lists are made
     int32_t *count;         // [sets][lists]
     int64_t size;           // entries that a list has room for, a multiple of 128
@@ -263,13 +261,26 @@ __device__ static int32_t entry_at(const tile_list &keys, int32_t n) {
 }
 
 /* Which of 128 entries, from entry 128 n on, a query keeps where list.bits is given: entry e has
- * bit e % 32 of word e / 32. If the lists are by key, which queries keep an entry of them. `h` is
- * the query head. */
+ * bit e % 32 of word e / 32. `h` is the query head. */
 __device__ static const uint32_t *kept_bits(const forward_plan &plan, const tile_list &list,
-                                            int32_t n, int32_t h, int32_t query_or_entry) {
+                                            int32_t n, int32_t h, int32_t query) {
     const int32_t heads = plan.kept.mask_heads, m = h % plan.group / (plan.group / heads);
     return (const uint32_t *)(list.bits + ((int64_t)n * heads + m) * list_queries +
-                              query_or_entry % list_queries);
+                              query % list_queries);
+}
+
+/* Transposes 32 x 32 bits, a word in each lane: bit n of the result of lane m is bit m of the word
+ * of lane n. */
+__device__ static uint32_t transpose_bits(uint32_t word) {
+    uint32_t lower = 0x0000ffff; // the columns of each lower half
+#pragma unroll
+    for (int width = 16; width > 0; width /= 2) {
+        const uint32_t other = __shfl_xor_sync(~0u, word, width);
+        word = (threadIdx.x & width) == 0 ? (word & lower) | (other & lower) << width
+                                          : (word & ~lower) | (other >> width & lower);
+        lower ^= lower << width / 2;
+    }
+    return word;
 }
 
 /* Why no plan can hold this problem, or no kernel for head_dim up to most_head_dim takes it; or

@@ -13,7 +13,7 @@ static constexpr int most_ordered = 1024; // blocks of a head
 template <class config> __device__ static void init_barriers(backward_memory<config> *memory) {
     const int warps = config::consumers * warpgroup_warps;
     for (int i = 0; i < config::stages; i++) {
-        mbarrier_init(&memory->step_ready[i], warpgroup_threads + 1); // and its header
+        mbarrier_init(&memory->step_ready[i], warpgroup_threads + config::step_writers);
         mbarrier_init(&memory->step_free[i], warps);
     }
     for (int i = 0; i < 2; i++)
@@ -101,10 +101,8 @@ static backward_task lay_out(const fdma_problem *problem, fdma_arena *arena) {
     task.pass.tiles = task.plan.rows / config::q_rows;
     task.tiles = problem->batch * problem->q_heads * task.pass.tiles;
     task.pass.dq_sum = take<float>(arena, task.tiles * config::q_rows * config::channels);
-    if (is_present(&problem->attn_mask)) {
-        task.plan.forward.kept.is_by_key = true;
+    if (is_present(&problem->attn_mask))
         fdma_cuda_take_key_sums(problem, config::channels, arena, &task.plan);
-    }
     if (problem->deterministic)
         task.pass.dq_semaphore = take<uint32_t>(arena, task.tiles * config::consumers);
     task.pass.slot_blocks = task.plan.slots / config::slots;

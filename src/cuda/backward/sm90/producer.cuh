@@ -120,20 +120,22 @@ template <class config> struct backward_producer {
             query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
     }
 
-    /* Loads the bits of 64 queries of head h for the entries of a block. */
-    __device__ void load_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
-                              int32_t stage) {
-        const backward_work &work = memory->work;
-        const int32_t entry = block * config::slots + own_slot();
-        const tile_list list = kept_list_of(plan, work);
-        if (own_slot() >= config::slots)
-            return;
-        // entries past the end of the list have no key, and room in its last 128
-        const uint32_t *const from =
-            kept_bits(plan.forward, list, entry / list_queries, h, entry) + tile % 2 * 2;
-        const uint32_t to = shared_address(&memory->mask[stage][own_slot()]);
-        cp_async_4(to, from);
-        cp_async_4(to + 4, from + 1);
+    /* Writes which of 64 queries of head h keep the key of each entry of a block, from bits by
+     * query. A warp takes 32 entries at a time. */
+    __device__ void write_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
+                               int32_t stage) {
+        constexpr int words = config::slots / 32;
+        const tile_list list = kept_list_of(plan, memory->work);
+        const int32_t lane = threadIdx.x % 32, first = block * config::slots;
+#pragma unroll
+        for (int n = threadIdx.x / 32; n < 2 * words; n += warpgroup_warps) {
+            const int32_t word = n % words, half = n / words; // of the entries, of the queries
+            const int32_t query = tile * config::q_rows + half * 32 + lane;
+            const uint32_t *const bits =
+                kept_bits(plan.forward, list, first / list_queries, h, query);
+            uint2 &to = memory->mask[stage][word * 32 + lane];
+            (half == 0 ? to.x : to.y) = transpose_bits(bits[first % list_queries / 32 + word]);
+        }
     }
 
     /* Writes dropout's codes of the pairs of positions in a step. By a whole warp. */
@@ -144,7 +146,6 @@ template <class config> struct backward_producer {
         for (int32_t n = threadIdx.x; n < pairs; n += 32)
             memory->pair_code[stage][n] =
                 row_code_of(plan.forward, memory->work.b, h, first + 2 * n);
-        __syncwarp(); // before the first lane arrives for all of them
     }
 
     /* Loads q, dout, lse and delta of 64 queries of head h. block: of entries, in the listed
@@ -156,7 +157,7 @@ template <class config> struct backward_producer {
         load_rows(plan, plan.forward.q, h, tile, shared_address(memory->q[stage]));
         load_rows(plan, plan.dout, h, tile, shared_address(memory->dout[stage]));
         if constexpr (config::is_listed)
-            load_mask(plan, h, tile, block, stage);
+            write_mask(plan, h, tile, block, stage);
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
         const int64_t row = (int64_t)head * plan.rows + tile * config::q_rows + n;
         const bool is_lse = threadIdx.x < config::q_rows;
@@ -178,7 +179,8 @@ template <class config> struct backward_producer {
         cp_async_mbarrier_arrive_noinc(&memory->step_ready[stage]);
         if (config::drops && threadIdx.x < 32)
             write_codes(plan, h, tile, stage);
-        if (threadIdx.x == 0)
+        __syncwarp(); // before the first lane arrives for all of them
+        if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < config::step_writers)
             mbarrier_arrive(&memory->step_ready[stage]);
         step++;
         if (steps_ahead != no_keys && (++steps_ahead == config::stages - 1 || ends_block))

@@ -49,15 +49,17 @@ struct backward_config {
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
-    static constexpr int producer_registers = is_wide || is_listed ? 56
-                                              : channels > 64      ? 40
-                                              : is_narrow          ? 48
-                                                                   : 104;
+    static constexpr int producer_registers = is_wide         ? 56
+                                              : channels > 64 ? 40
+                                              : is_narrow     ? 48
+                                                              : 104;
     static constexpr int consumer_registers =
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
+    // warps of the producer that write a step's header, mask or codes, beside what they copy
+    static constexpr int step_writers = is_listed ? warpgroup_warps : 1;
     // dbias is summed in shared memory: with softcap for lack of registers, in the wide form
     // because both consumers have sums of the same slots
-    static constexpr bool dbias_in_shared = has_softcap || is_wide || (is_listed && drops);
+    static constexpr bool dbias_in_shared = has_softcap || is_wide;
 };
 
 /* One launch of the kernel. */
