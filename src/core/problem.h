@@ -78,6 +78,7 @@ typedef struct fdma_problem {
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
+    const struct fdma_tuning *tuning; /* NULL: the rules; see core/tuning.h */
     fdma_exec exec;
 } fdma_problem;
 

@@ -65,6 +65,7 @@ static fdma_status add_step(call_steps *steps, const fdma_problem *whole,
         .accumulate = whole->accumulate,
         .add_dsinks = whole->add_dsinks,
         .made = whole->made,
+        .tuning = whole->tuning,
         .cache = whole->cache,
         .exec = whole->exec,
     };

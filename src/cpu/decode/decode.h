@@ -204,7 +204,8 @@ static void merge_head(const void *context, int64_t head, int32_t thread) {
 
 /* Threads for `tasks` tasks that read so many bytes altogether. */
 static int32_t threads_to_read(const fdma_problem *problem, int64_t tasks, int64_t bytes) {
-    return fdma_worthwhile_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond);
+    return fdma_tuned_threads(problem->exec.threads, tasks, bytes / bytes_per_microsecond,
+                              fdma_tuned(problem)->thread_work);
 }
 
 /* How many heads a task has: neighbours in memory, and so few that each thread has two tasks. */
@@ -217,8 +218,18 @@ static int64_t heads_of_task(const fdma_problem *problem, int64_t splits, int32_
     return heads;
 }
 
-/* Divides the workspace, and returns the bytes that the call needs of it. Splits depend on kv_len
- * alone, and so the results do not depend on the threads or on the batch. */
+/* How many splits a sequence has, at most. They depend on kv_len and on the tuning alone, and so
+ * the results do not depend on the threads or on the batch. No smaller kv_len has more splits by
+ * the rules; with a tuning it may. */
+static int64_t most_splits(const fdma_problem *problem) {
+    const int64_t tuned = fdma_tuned(problem)->split_keys;
+    const int64_t usual = tuned > 0 ? tuned : usual_split;
+    if (problem->any_len && problem->tuning != NULL)
+        return max_splits;
+    return min(max((problem->kv_len + usual / 2) / usual, 1), max_splits);
+}
+
+/* Divides the workspace, and returns the bytes that the call needs of it. */
 static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
     const int64_t rows = problem->q_len * problem->group;
     const int64_t heads = problem->batch * problem->kv_heads;
@@ -229,8 +240,7 @@ static size_t plan_decode(const fdma_problem *problem, decode_context *decode) {
         .padded = rows > 2 ? round_up(rows, shared_rows) : rows,
         .width = round_up(problem->head_dim, vf_width),
     };
-    const int64_t wanted = (problem->kv_len + usual_split / 2) / usual_split;
-    const int64_t most = min(max(wanted, 1), max_splits); // no smaller kv_len has more splits
+    const int64_t most = most_splits(problem);
     decode->split = round_up(max(divide_up(problem->kv_len, most), 1), decode_keys);
     decode->splits = problem->any_len ? most : divide_up(problem->kv_len, decode->split);
     const int64_t splits = heads * decode->splits;

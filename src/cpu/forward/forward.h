@@ -90,12 +90,13 @@ static int64_t forward_microseconds(const fdma_problem *problem) {
     return (int64_t)fmin(flops / flops_per_microsecond, 1e15);
 }
 
-/* fdma_worthwhile_threads(), or all threads if a workspace for smaller problems is asked for too:
+/* fdma_tuned_threads(), or all threads if a workspace for smaller problems is asked for too:
  * these may have more tasks. */
 static int32_t threads_for(const fdma_problem *problem, int64_t tasks, int64_t microseconds) {
     const int32_t asked = problem->exec.threads;
-    return problem->any_len ? fdma_thread_count(asked, INT32_MAX)
-                            : fdma_worthwhile_threads(asked, tasks, microseconds);
+    return problem->any_len
+               ? fdma_thread_count(asked, INT32_MAX)
+               : fdma_tuned_threads(asked, tasks, microseconds, fdma_tuned(problem)->thread_work);
 }
 
 /* Divides the workspace, and returns the bytes that the call needs of it. */
