@@ -175,6 +175,28 @@
  * are bit-equal for every number of threads, and a sequence's result does not depend on the others
  * of its batch. Sums may differ in their last bits between kernels, and so between machines.
  *
+ * Tuning. On the CPU a call chooses its kernel, the rows of its tiles, how many keys are in a split
+ * and how many threads it wakes, by rules that do not know the machine. A tuning has other choices,
+ * which fdma_tune() has measured here, for classes of calls. It belongs to the process;
+ * fdma_tuning_save() keeps it in a file, which a later run reads by fdma_tuning_load(), or at its
+ * first call if the environment variable FDMA_TUNING names the file. Without one, calls follow the
+ * rules. fdma_forward(), fdma_backward() and the same steps of fused calls follow a tuning, unless
+ * exec.kernel is set or they have attn_mask, attn_bias or dropout; all other calls, those on a
+ * device among them, follow the rules. Classes are told apart by operation, dtype, causal and
+ * head_dim, and by three numbers that are rounded to the nearest power of 2: rows, q_len times
+ * q_heads / kv_heads; keys, kv_len; kept, the lesser of kv_len and window + recent. Batch and
+ * threads are not among them, so that results depend on neither; under another tuning they differ
+ * by rounding. The tuning may change while other threads make calls: each call follows one
+ * throughout. A workspace stays large enough when it changes, since a call follows the rules where
+ * the choices of the tuning need more than it was lent. After fork() a child has its parent's
+ * tuning.
+ *
+ *     fdma_tune_args shape = {.size = sizeof shape, .dtype = FDMA_BFLOAT16, .window = 1024};
+ *     shape.batch = 1, shape.q_len = shape.kv_len = 4096, shape.causal = 1;
+ *     shape.q_heads = 8, shape.kv_heads = 2, shape.head_dim = 128;
+ *     if (fdma_tune(&shape) != FDMA_OK || fdma_tuning_save("fdma.tuning") != FDMA_OK)
+ *         die(fdma_last_error());
+ *
  * Traps
  *
  *   - FDMA_BIAS_EXP is the default. Its bias exp(z) overflows float32 to infinity above z = 88.7,
@@ -1077,6 +1099,63 @@ typedef struct fdma_device_info {
 /*! fdma_describe_device() - name, features and cores of a device, FDMA_CPU or FDMA_CUDA(n).
  *  Errors     FDMA_INVALID_ARGUMENT for a size not set, a device that is not there */
 FDMA_API fdma_status fdma_describe_device(int32_t device, fdma_device_info *info);
+
+/* Tuning */
+
+typedef struct fdma_tune_trial {
+    size_t size;           /* sizeof(fdma_tune_trial) */
+    const char *operation; /* "forward" or "backward" */
+    const char *kernel;    /* that ran */
+    const char *choice;    /* such as "tile_rows=256"; "rules": that of the rules */
+    double seconds;        /* of one call, the median */
+    double ratio;          /* to those of a call by the rules, made in turn: the median */
+    int32_t final;         /* nonzero: the last one of its operation, which calls follow from now */
+    int32_t reserved;
+} fdma_tune_trial;
+
+typedef void (*fdma_tune_report)(void *context, const fdma_tune_trial *trial);
+
+typedef struct fdma_tune_args {
+    size_t size;      /* sizeof(fdma_tune_args) */
+    fdma_dtype dtype; /* of q, k, v and out */
+    int32_t causal;
+    int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
+    int64_t window;          /* keys that a query keeps; from kv_len on: all, without a selection */
+    int32_t backward;        /* nonzero: fdma_backward() is measured too */
+    int32_t threads;         /* as in fdma_exec */
+    double seconds;          /* that measuring an operation takes, about; 0: 3 */
+    fdma_tune_report report; /* optional: called with each choice that two calls do not rule out */
+    void *context;           /* of `report` */
+} fdma_tune_args;
+
+/*! fdma_tune() - measures which choices are fastest for calls of a shape on this CPU; see "Tuning".
+ *  Random tensors are attended to under each choice and by the rules in turn. If a choice takes at
+ *  least 3 % less time than the rules, it becomes the entry of its class in the tuning of the
+ *  process; if none does, the class has no entry afterwards. Nothing else should run meanwhile.
+ *  Ownership  unlike other calls it allocates tensors and workspace, and frees them. The strings of
+ *             a trial are valid until `report` returns
+ *  Errors     as fdma_forward() and fdma_backward() for the shape; FDMA_INVALID_ARGUMENT also for
+ *             seconds below 0, and without memory for the shape */
+FDMA_API fdma_status fdma_tune(const fdma_tune_args *args);
+
+/*! fdma_tuning_load() - replaces the tuning of the process by that of a file; NULL: by none.
+ *  A file is text: "fdma-tuning 1", the version of the library, name and features of the CPU, then
+ *  a line for each class. Each number of a line has a range, and 0 means the rules. A file of
+ *  another version or CPU, or with a line that is not as fdma_tuning_save() writes it, is refused
+ *  as a whole. One that FDMA_TUNING names is then ignored, and the first call says so on stderr.
+ *  Ownership  a tuning stays in memory when another replaces it, as calls may still read it;
+ *             loading it again takes no more
+ *  Errors     FDMA_INVALID_ARGUMENT if the file cannot be read or is refused; the message has the
+ *             line, and the tuning stays as it was */
+FDMA_API fdma_status fdma_tuning_load(const char *path);
+
+/*! fdma_tuning_save() - writes the tuning of the process to a file, which it replaces at once.
+ *  Errors     FDMA_INVALID_ARGUMENT if it cannot be written */
+FDMA_API fdma_status fdma_tuning_save(const char *path);
+
+/*! fdma_tuning_line() - entry `index` of the tuning of the process, as the line of a file; NULL
+ *  past the end. The text stays valid. */
+FDMA_API const char *fdma_tuning_line(int32_t index);
 
 #ifdef __cplusplus
 }

@@ -11,6 +11,7 @@
 #include "cpu/cpu.h"
 #include "cuda/cuda.h"
 #include "reference/reference.h"
+#include "tune/tune.h"
 
 #include <string.h>
 
@@ -41,13 +42,23 @@ static size_t step_workspace(const fdma_kernel *kernel, const fdma_problem *prob
                               : fdma_kernel_workspace(kernel, problem, depth);
 }
 
+/* The tuning that a call may follow; NULL: none. */
+static const fdma_tuning *tuning_of_call(fdma_operation operation) {
+    const bool follows =
+        operation == operation_forward || operation == operation_backward || is_fused(operation);
+    const fdma_tuning *const tuning = follows ? fdma_current_tuning() : NULL;
+    return tuning != NULL && tuning->count > 0 ? tuning : NULL;
+}
+
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
-                           prepared_call *call) {
+                           const fdma_tuning *tuning, prepared_call *call) {
     fdma_problem *const problems = call->steps.problems;
     size_t most = 0; // that a step needs
     FDMA_TRY(fdma_check_call(operation, args, depth, &problems[0]));
     if (problems[0].exec.device != FDMA_CPU)
         FDMA_TRY(fdma_check_cuda(&problems[0], depth));
+    else
+        problems[0].tuning = tuning;
     FDMA_TRY(fdma_split_call(&call->steps));
     for (int i = 0; i < call->steps.count; i++) {
         FDMA_TRY(fdma_choose_kernel(backends, &problems[i], &call->kernels[i]));
@@ -83,9 +94,14 @@ static void note_selection(const fdma_problem *last) {
         last->made->gap = last->gap;
 }
 
+/* A workspace is right whatever the tuning was when its size was asked for: where the choices of
+ * this tuning need more, the call follows the rules. */
 static fdma_status run(fdma_operation operation, const void *args) {
+    const fdma_tuning *const tuning = tuning_of_call(operation);
     prepared_call call;
-    FDMA_TRY(prepare(operation, args, check_all, &call));
+    FDMA_TRY(prepare(operation, args, check_all, tuning, &call));
+    if (tuning != NULL && call.steps.lent < call.workspace)
+        FDMA_TRY(prepare(operation, args, check_all, NULL, &call));
     FDMA_REQUIRE(call.steps.lent >= call.workspace, FDMA_WORKSPACE_TOO_SMALL,
                  "exec.workspace_size: is %zu bytes, want %zu or more", call.steps.lent,
                  call.workspace);
@@ -96,19 +112,26 @@ static fdma_status run(fdma_operation operation, const void *args) {
     return FDMA_OK;
 }
 
+/* The bytes that the rules need, or the tuning if that is more. */
 static fdma_status ask_workspace(fdma_operation operation, const void *args, size_t *bytes) {
+    const fdma_tuning *const tuning = tuning_of_call(operation);
     prepared_call call;
+    size_t tuned = 0;
     FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
                  "bytes: is NULL, want the address of a size_t");
-    FDMA_TRY(prepare(operation, args, check_shapes, &call));
-    *bytes = call.workspace;
+    if (tuning != NULL) {
+        FDMA_TRY(prepare(operation, args, check_shapes, tuning, &call));
+        tuned = call.workspace;
+    }
+    FDMA_TRY(prepare(operation, args, check_shapes, NULL, &call));
+    *bytes = call.workspace > tuned ? call.workspace : tuned;
     return FDMA_OK;
 }
 
 /* The names of the kernels of a call's steps, each under its operation. */
 static fdma_status ask_kernels(fdma_operation operation, const void *args, const char **names) {
     prepared_call call;
-    FDMA_TRY(prepare(operation, args, check_shapes, &call));
+    FDMA_TRY(prepare(operation, args, check_shapes, tuning_of_call(operation), &call));
     for (int i = 0; i < call.steps.count; i++)
         names[call.steps.problems[i].operation] = call.kernels[i]->name;
     return FDMA_OK;

@@ -17,7 +17,7 @@ import gate
 
 FUNCTION_LINES = 60
 FILE_LINES = 500
-MANUAL, MANUAL_LINES = "include/fdma.h", 1100  # one header for all calls
+MANUAL, MANUAL_LINES = "include/fdma.h", 1200  # one header for all calls
 COLUMNS = 100
 TOPS = (".ci", "benchmarks", "cmake", "examples", "include", "python", "src", "tests", "tools")
 SUFFIXES = (*c_source.SUFFIXES, ".py", ".sh", ".cmake")

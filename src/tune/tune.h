@@ -1,0 +1,33 @@
+/* The tuning of the process, its file, and what measures it. */
+#pragma once
+
+#include "core/tuning.h"
+
+enum { most_entries = 1024 }; /* of a tuning */
+
+/* The tuning that calls of this thread follow, which may be empty; never NULL. The first call reads
+ * the file that FDMA_TUNING names. It stays in memory until the process ends. */
+const fdma_tuning *fdma_current_tuning(void);
+
+/* From now on calls of this thread follow that tuning; NULL: that of the process again. */
+void fdma_try_tuning(const fdma_tuning *tuning);
+
+/* A tuning with room for so many entries, of which it has none. */
+fdma_status fdma_new_tuning(int32_t room, fdma_tuning **tuning);
+
+/* Puts an entry into the tuning of the process, in place of the one of its class if there is one.
+ * Without a choice it only removes that one. */
+fdma_status fdma_put_entry(const tuning_entry *entry);
+
+bool fdma_has_choice(const tuning_choice *choice);
+
+/* Writes `line` from the rest of an entry. */
+void fdma_write_line(tuning_entry *entry);
+
+/* Reads an entry from line `number` of a file. */
+fdma_status fdma_read_line(const char *path, int number, const char *line, tuning_entry *entry);
+
+/* Reads a file into a tuning that the caller frees. */
+fdma_status fdma_read_tuning(const char *path, fdma_tuning **tuning);
+
+fdma_status fdma_write_tuning(const char *path, const fdma_tuning *tuning);
