@@ -14,7 +14,8 @@ static const command_line command = {
     .name = "fdma info",
     .about = "Prints which kernels would run forward and backward, this machine's features, and\n"
              "all kernels in the order in which they are tried.",
-    .more = "Kernels that would run are those of causal calls with 8 heads of 128 channels and\n"
+    .more = "A tuning is read from the file that the environment variable FDMA_TUNING names.\n"
+            "Kernels that would run are those of causal calls with 8 heads of 128 channels and\n"
             "1024 keys; the list of all kernels marks them with the dtypes that they would run.\n",
 };
 
@@ -110,6 +111,14 @@ static void print_devices(void) {
         printf("cuda       none: %s\n", why_no_device());
 }
 
+/* The entries of the tuning that calls of this process follow. */
+static void print_tuning(void) {
+    const char *line = fdma_tuning_line(0);
+    printf("tuning%s\n", line != NULL ? "" : "     none: calls follow the rules");
+    for (int32_t n = 0; (line = fdma_tuning_line(n)) != NULL; n++)
+        printf("  %s\n", line);
+}
+
 static bool is_chosen(const char *chosen, const char *kernel) {
     return chosen != NULL && strcmp(chosen, kernel) == 0;
 }
@@ -162,6 +171,7 @@ int info_main(int argc, char **argv) {
 #else
     printf("files      none: fdma is built without cJSON (libcjson-dev)\n");
 #endif
+    print_tuning();
     print_kernels(choices);
     return EXIT_DONE;
 }
