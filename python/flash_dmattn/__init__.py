@@ -9,6 +9,7 @@ from .nn import DynamicMaskAttention
 from .options import DynamicMaskOptions
 from .probabilities import attention_probabilities
 from .streams import KeyCache, decode
+from .tuning import TuningShape, TuningTrial, load_tuning, tune
 from .varlen import flash_dmattn_varlen_func
 
 __version__ = version()
@@ -19,6 +20,8 @@ __all__ = [
     "DynamicMaskOptions",
     "KeyCache",
     "Selection",
+    "TuningShape",
+    "TuningTrial",
     "attention",
     "attention_probabilities",
     "decode",
@@ -27,7 +30,9 @@ __all__ = [
     "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",
     "get_available_backends",
+    "load_tuning",
     "merge",
     "score",
     "select",
+    "tune",
 ]

@@ -213,6 +213,8 @@ class Prepared:
 class Memory(threading.local):
     """What a thread has prepared, by layout."""
 
+    tunings = 0  # how often the tuning of the process has changed, which workspace depends on
+
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
 
@@ -321,7 +323,7 @@ def call(
     index = first.get_device()  # -1: the CPU
     threads = torch.get_num_threads() if index < 0 else 0
     stream = torch.cuda.current_stream(index).cuda_stream if index >= 0 else 0
-    key.append(threads)
+    key += (threads, memory.tunings)
     whole_key = tuple(key)
     prepared = memory.prepared.get(whole_key)
     if prepared is None:

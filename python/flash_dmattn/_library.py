@@ -389,6 +389,10 @@ FUNCTIONS: dict[str, list[Any]] = {
     "fdma_describe_kernel": [c_int32, POINTER(KernelInfo)],
     "fdma_device_count": [],
     "fdma_describe_device": [c_int32, POINTER(DeviceInfo)],
+    "fdma_tune": [c_void_p],  # the struct is in tuning.py
+    "fdma_tuning_load": [c_char_p],
+    "fdma_tuning_save": [c_char_p],
+    "fdma_tuning_line": [c_int32],
 }
 RESULTS: dict[str, Any] = {
     "fdma_last_error": c_char_p,
@@ -399,6 +403,7 @@ RESULTS: dict[str, Any] = {
     "fdma_kernel_count": c_int32,
     "fdma_kernel_name": c_char_p,
     "fdma_device_count": c_int32,
+    "fdma_tuning_line": c_char_p,
 }
 
 

@@ -8,7 +8,7 @@ import re
 from typing import NamedTuple
 
 import pytest
-from flash_dmattn import _arguments, _library, ops
+from flash_dmattn import _arguments, _library, ops, tuning
 from programs import ROOT, output_of, run
 
 
@@ -18,7 +18,7 @@ def c_name(mirror: type) -> str:
 
 STRUCTS = {
     c_name(one): one
-    for one in vars(_library).values()
+    for one in (*vars(_library).values(), *vars(tuning).values())
     if isinstance(one, type) and issubclass(one, ctypes.Structure) and one is not _library.Sized
 }
 ENUMERATORS = {

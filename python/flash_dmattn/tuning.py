@@ -1,0 +1,245 @@
+"""Tuning: which kernels, tiles, splits and numbers of threads are fastest on this CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+from ctypes import c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import NamedTuple, Union
+
+import torch
+
+from . import _arguments, _call, _library
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+
+class TuneTrial(_library.Sized):
+    _fields_ = [
+        ("operation", c_char_p),
+        ("kernel", c_char_p),
+        ("choice", c_char_p),
+        ("seconds", c_double),
+        ("ratio", c_double),
+        ("final", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+Report = ctypes.CFUNCTYPE(None, c_void_p, ctypes.POINTER(TuneTrial))
+
+
+class TuneArgs(_library.Sized):
+    _fields_ = [
+        ("dtype", c_int),
+        ("causal", c_int32),
+        ("batch", c_int64),
+        ("q_len", c_int64),
+        ("kv_len", c_int64),
+        ("q_heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("window", c_int64),
+        ("backward", c_int32),
+        ("threads", c_int32),
+        ("seconds", c_double),
+        ("report", Report),
+        ("context", c_void_p),
+    ]
+
+
+class TuningShape(NamedTuple):
+    """The shape of the calls that tune() measures.
+
+    Args:
+        kv_len: keys of each sequence.
+        head_dim: elements of a head, a multiple of 8 up to 256.
+        q_heads: query heads.
+        kv_heads: key and value heads; None for as many as query heads.
+        q_len: queries of each sequence, 1 to decode; None for as many as keys.
+        batch: sequences.
+        window: keys that a query keeps; None for all keys, without a selection.
+        causal: whether queries see no later keys.
+        dtype: torch.float32, torch.float16 or torch.bfloat16.
+        backward: whether the gradients of attention are measured too.
+
+    Raises:
+        TypeError: tune() refuses numbers that are not ints.
+        ValueError: tune() refuses sizes that attention() refuses.
+
+    Source: the classes of calls are described in fdma.h, "Tuning"
+
+    Example:
+        >>> from flash_dmattn import TuningShape
+        >>> TuningShape(kv_len=4096, head_dim=128, q_heads=8, kv_heads=2, window=1024).q_len is None
+        True
+    """
+
+    kv_len: int
+    head_dim: int
+    q_heads: int
+    kv_heads: int | None = None
+    q_len: int | None = None
+    batch: int = 1
+    window: int | None = None
+    causal: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    backward: bool = False
+
+
+class TuningTrial(NamedTuple):
+    """What tune() has measured of one choice.
+
+    Args:
+        shape: the shape that was measured.
+        operation: "forward" or "backward".
+        kernel: the name of the kernel that ran.
+        choice: such as "tile_rows=256"; "rules" for what the library chooses by itself.
+        seconds: of one call, the median.
+        ratio: the time of a call to that of one by the rules, made in turn; the median.
+        final: whether this is the last one of its operation, which calls follow from now on.
+
+    Raises:
+        TypeError: a field is missing.
+
+    Source: fdma.h, fdma_tune()
+
+    Example:
+        >>> from flash_dmattn import TuningShape, tune
+        >>> trials = tune([TuningShape(kv_len=64, head_dim=16, q_heads=2)], seconds=0.001)
+        >>> [(x.operation, x.final) for x in trials][-1]
+        ('forward', True)
+    """
+
+    shape: TuningShape
+    operation: str
+    kernel: str
+    choice: str
+    seconds: float
+    ratio: float
+    final: bool
+
+
+def _encode(name: str, path: PathLike) -> bytes:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name}: is {path!r}, a {type(path).__name__}, want a path or None")
+    return os.fsencode(path)
+
+
+def _change_tuning(status: int) -> None:
+    """The status of a call that may have changed the tuning: workspaces are asked for again."""
+    _call.Memory.tunings += 1
+    _library.check(status)
+
+
+def _args_of(shape: TuningShape, seconds: float) -> TuneArgs:
+    if shape.dtype not in _call.DTYPES:
+        raise NotImplementedError(f"dtype: is {shape.dtype}, which no kernel supports")
+    sizes = shape._asdict()
+    sizes["kv_heads"] = shape.q_heads if shape.kv_heads is None else shape.kv_heads
+    sizes["q_len"] = shape.kv_len if shape.q_len is None else shape.q_len
+    sizes["window"] = shape.kv_len if shape.window is None else shape.window
+    names = ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "window")
+    return TuneArgs(
+        **{name: _arguments.check_int(name, sizes[name]) for name in names},
+        dtype=_call.DTYPES[shape.dtype],
+        causal=shape.causal,
+        backward=shape.backward,
+        threads=torch.get_num_threads(),
+        seconds=seconds,
+    )
+
+
+def _measure(shape: TuningShape, seconds: float) -> list[TuningTrial]:
+    trials: list[TuningTrial] = []
+
+    def report(_: int | None, pointer: ctypes._Pointer[TuneTrial]) -> None:
+        trial = pointer.contents
+        words = (trial.operation.decode(), trial.kernel.decode(), trial.choice.decode())
+        trials.append(TuningTrial(shape, *words, trial.seconds, trial.ratio, bool(trial.final)))
+
+    args = _args_of(shape, seconds)
+    args.report = Report(report)
+    _change_tuning(_library.library.fdma_tune(ctypes.byref(args)))
+    return trials
+
+
+def load_tuning(file: PathLike | None) -> None:
+    """Replace the tuning of this process by that of a file.
+
+    Calls on the CPU then make the choices of the tuning, where it has an entry for their class,
+    instead of those of the library's rules. A process whose environment variable FDMA_TUNING names
+    a file reads it at its first call.
+
+    Args:
+        file: what tune() has written on this machine; None for no tuning.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: `file` is no path.
+        ValueError: the file cannot be read, is damaged, or is of another version of the library or
+            of another CPU. The tuning stays as it was.
+
+    Source: fdma.h, "Tuning"
+
+    Example:
+        >>> flash_dmattn.load_tuning(None)
+    """
+    path = None if file is None else _encode("file", file)
+    _change_tuning(_library.library.fdma_tuning_load(path))
+
+
+def tune(
+    shapes: Iterable[TuningShape], file: PathLike | None = None, *, seconds: float = 3.0
+) -> list[TuningTrial]:
+    """Measure which choices are fastest for calls of these shapes on this CPU, and follow them.
+
+    The library chooses kernels, tiles, splits and numbers of threads by rules that do not know the
+    machine. Here each of them competes with the rules, on random tensors. Where one takes at least
+    3 % less time, calls of this process follow it from now on; so do those of similar shapes, as
+    fdma.h describes. Calls with attn_mask, attn_bias or dropout, those that name a `backend`, and
+    calls on CUDA devices always follow the rules. Under another tuning results differ by rounding.
+
+    At most torch.get_num_threads() threads are used. Nothing else should run meanwhile.
+
+    Args:
+        shapes: of the calls to measure, one after the other.
+        file: where to keep the answer, for load_tuning() or FDMA_TUNING. What a file that is there
+            holds of other shapes stays in it, and replaces the tuning of this process before
+            anything is measured. None: the answer is not kept.
+        seconds: how long to measure each operation of each shape, about; 0 for 3.
+
+    Returns:
+        What was measured, in its order. The last trial of an operation is the one with `final`.
+
+    Raises:
+        TypeError: a shape is no TuningShape, a size is no int, or `file` is no path.
+        ValueError: a size is refused; the file cannot be read or written, or is of another version
+            or CPU.
+        NotImplementedError: no kernel takes calls of a shape.
+
+    Source: the wisdom of FFTW, doi:10.1109/JPROC.2004.840301
+
+    Example:
+        >>> from flash_dmattn import TuningShape
+        >>> shape = TuningShape(kv_len=64, head_dim=16, q_heads=2, window=16)
+        >>> trials = flash_dmattn.tune([shape], seconds=0.001)
+        >>> trials[-1].ratio <= 1
+        True
+        >>> flash_dmattn.load_tuning(None)
+    """
+    path = None if file is None else _encode("file", file)
+    if file is not None and Path(file).exists():
+        load_tuning(file)
+    trials: list[TuningTrial] = []
+    for shape in shapes:
+        if not isinstance(shape, TuningShape):
+            raise TypeError(f"shapes: has {shape!r}, want TuningShape objects")
+        trials += _measure(shape, seconds)
+    if path is not None:
+        _library.check(_library.library.fdma_tuning_save(path))
+    return trials
