@@ -75,14 +75,6 @@ template <class config> struct backward_consumer {
         return (const float2 *)(row + first_query()) + threadIdx.x % 4;
     }
 
-    /* The positions x <= p < y at which the key of a slot is kept. */
-    __device__ static int2 kept_positions(const backward_plan &plan, const backward_pass &pass,
-                                          const slot_record &slot) {
-        const bool arrives = config::is_diagonal || !plan.is_rolling;
-        const int32_t from = plan.forward.causal ? slot.key : slot.from;
-        return make_int2(arrives ? from : INT32_MIN, slot.expiry);
-    }
-
     /* Clears the weights of a step that attn_mask does not let through. True if there are any in
      * the warp. */
     __device__ bool apply_mask(int32_t stage, pairs &weights, pairs &sloped) const {
@@ -115,8 +107,8 @@ template <class config> struct backward_consumer {
         const step_header header = memory->header[stage];
         const slot_record *const slots = &memory->slots[header.slots_buffer][own_row()];
         const slot_record rows[2] = {slots[0], slots[8]};
-        const int2 kept[2] = {kept_positions(plan, pass, rows[0]),
-                              kept_positions(plan, pass, rows[1])};
+        const int2 kept[2] = {kept_positions<config>(plan, rows[0]),
+                              kept_positions<config>(plan, rows[1])};
         const float bias[2] = {rows[0].bias, rows[1].bias};
         const int32_t first = header.first + first_query(), last = first + config::own_queries - 1;
         const int32_t own = first + threadIdx.x % 4 * 2;
@@ -137,22 +129,8 @@ template <class config> struct backward_consumer {
             }
         }
         if constexpr (config::drops)
-            mark_dropped(plan, opaque(stage), weights);
+            mark_dropped(plan, *memory, opaque(stage), own_row(), first_query(), weights);
         return is_masked;
-    }
-
-    /* Sets the signs of the weights that dropout drops. */
-    __device__ void mark_dropped(const backward_plan &plan, int32_t stage, pairs &weights) const {
-        const step_header &header = memory->header[stage];
-        const uint32_t *const slots = &memory->key_code[header.slots_buffer][own_row()];
-        const uint32_t keys[2] = {slots[0], slots[8]};
-        const uint32_t threshold = plan.forward.dropout.threshold;
-        const row_code *const queries =
-            &memory->pair_code[stage][first_query() / 2 + threadIdx.x % 4];
-        if (header.is_odd)
-            ::mark_dropped<true>(queries, keys, threshold, weights);
-        else
-            ::mark_dropped<false>(queries, keys, threshold, weights);
     }
 
     __device__ void weigh_plain(const backward_plan &plan, const float (&bias)[2],
@@ -388,22 +366,16 @@ template <class config> struct backward_consumer {
                                       int32_t now) {
         products s, dp;
         dq_tile dq;
-        pairs weights, sloped, ds;
+        pairs weights, kept, sloped, ds;
         wait_step(now);
         issue_s(s, now);
         wgmma_wait_group<0>();
         bool is_masked = weigh(plan, pass, now, s, weights, sloped);
         for (;; now++) {
             issue_dp(dp, now);
-            if constexpr (config::drops) {
-                pairs kept;
-                clear_dropped(weights, kept);
-                issue_dv(kept, now);
-                wgmma_wait_group<0>();
-            } else {
-                issue_dv(weights, now);
-                wgmma_wait_group<0>();
-            }
+            clear_dropped<config::drops>(weights, kept);
+            issue_dv(kept, now);
+            wgmma_wait_group<0>();
             differentiate(plan, is_masked, now, dp, weights, sloped, ds);
             store_ds(now, ds);
             issue_dk(now);
@@ -434,20 +406,15 @@ template <class config> struct backward_consumer {
                                            int32_t now) {
         for (bool is_last = false; !is_last; now++) {
             products s, dp;
-            pairs weights, sloped, ds;
+            pairs weights, kept, sloped, ds;
             wait_step(now);
             issue_s(s, now);
             issue_dp(dp, now);
             wgmma_wait_group<1>(); // for S
             is_last = memory->header[stage_of(now)].is_last;
             const bool is_masked = weigh(plan, pass, now, s, weights, sloped);
-            if constexpr (config::drops) {
-                pairs kept;
-                clear_dropped(weights, kept);
-                store_pairs(memory->p, kept);
-            } else {
-                store_pairs(memory->p, weights);
-            }
+            clear_dropped<config::drops>(weights, kept);
+            store_pairs(memory->p, kept);
             wgmma_wait_group<0>();
             differentiate(plan, is_masked, now, dp, weights, sloped, ds);
             store_ds(now, ds);

@@ -1,5 +1,5 @@
-/* Dropout in the accumulators of a consumer of sm90's backward kernel, whose rows are keys and whose
- * columns are queries. See core/dropout.h for the codes. */
+/* Dropout in the accumulators of a consumer of sm90's backward kernel, whose rows are keys and
+ * whose columns are queries. See core/dropout.h for the codes. */
 #pragma once
 
 #include "cuda/backward/sm90/tile.cuh"
@@ -12,9 +12,9 @@ __device__ static bool drops_lower(uint32_t product, uint32_t limit) {
     return (product ^ product << 16) < limit;
 }
 
-/* Sets the signs of the weights of dropped pairs, as weights are never negative. queries: the codes
- * of the positions of the lane's columns, two and two; if the first is odd, its code is the first of
- * two, and the second column has the other. keys: codes of the lane's two rows. */
+/* Sets the signs of the weights of dropped pairs, as weights are never negative. queries: codes of
+ * the positions of the lane's columns. Two columns share one if the first is even; otherwise the
+ * second column has the code after it. keys: codes of the lane's two rows. */
 template <bool is_odd, int steps>
 __device__ static void mark_dropped(const row_code *queries, const uint32_t (&keys)[2],
                                     uint32_t threshold, uint32_t (&weights)[steps][4]) {
@@ -33,11 +33,29 @@ __device__ static void mark_dropped(const row_code *queries, const uint32_t (&ke
         }
 }
 
-/* The weights that are not dropped: 0 where the sign is set. */
-template <int steps>
+/* The same for a step. row: the slot of a thread's first row; its second row is eight slots later.
+ * query: the warpgroup's first query in the step. */
+template <class config, int steps>
+__device__ static void mark_dropped(const backward_plan &plan,
+                                    const backward_memory<config> &memory, int32_t stage,
+                                    int32_t row, int32_t query, uint32_t (&weights)[steps][4]) {
+    const step_header &header = memory.header[stage];
+    const uint32_t *const slots = &memory.key_code[header.slots_buffer][row];
+    const uint32_t keys[2] = {slots[0], slots[8]}, threshold = plan.forward.dropout.threshold;
+    const row_code *const queries = &memory.pair_code[stage][query / 2 + threadIdx.x % 4];
+    if (header.is_odd)
+        mark_dropped<true>(queries, keys, threshold, weights);
+    else
+        mark_dropped<false>(queries, keys, threshold, weights);
+}
+
+/* The weights that are not dropped: with dropout, 0 where the sign is set. */
+template <bool drops, int steps>
 __device__ static void clear_dropped(const uint32_t (&weights)[steps][4],
                                      uint32_t (&kept)[steps][4]) {
 #pragma unroll
-    for (int i = 0; i < 4 * steps; i++)
-        kept[i / 4][i % 4] = weights[i / 4][i % 4] & ~prmt(weights[i / 4][i % 4], 0, 0xbb99);
+    for (int i = 0; i < 4 * steps; i++) {
+        const uint32_t pair = weights[i / 4][i % 4];
+        kept[i / 4][i % 4] = drops ? pair & ~prmt(pair, 0, 0xbb99) : pair;
+    }
 }

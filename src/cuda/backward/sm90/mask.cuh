@@ -1,7 +1,15 @@
 /* Clearing the weights of pairs that are not kept, which are pairs of 16-bit elements by then. */
 #pragma once
 
-#include "cuda/device/ptx.cuh"
+#include "cuda/backward/sm90/tile.cuh"
+
+/* The positions x <= p < y at which the key of a slot is kept. */
+template <class config>
+__device__ static int2 kept_positions(const backward_plan &plan, const slot_record &slot) {
+    const bool arrives = config::is_diagonal || !plan.is_rolling;
+    const int32_t from = plan.forward.causal ? slot.key : slot.from;
+    return make_int2(arrives ? from : INT32_MIN, slot.expiry);
+}
 
 /* Which of the 32 positions from `begin` on are in a range, as bits. */
 __device__ static uint32_t bits_of_range(const int2 &range, int32_t begin) {

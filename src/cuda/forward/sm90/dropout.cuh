@@ -12,8 +12,8 @@ __device__ static drop_code drop_code_of(const forward_plan &plan, const row_til
     return {row_code_of(plan, tile.b, head, position), position % 2 != 0 ? 0 : 1u << 16};
 }
 
-/* Clears the weights of dropped pairs. rows: codes of this thread's two rows. keys: of the keys of a
- * block, in the order of mask_index(). threshold: as in dropout_params. */
+/* Clears the weights of dropped pairs. rows: codes of this thread's two rows. keys: of the keys of
+ * a block, in the order of mask_index(). threshold: as in dropout_params. */
 template <int steps>
 __device__ static void drop_pairs(const drop_code (&rows)[2], const uint32_t *keys,
                                   uint32_t threshold, uint32_t (&weights)[steps][4]) {
