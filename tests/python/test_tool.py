@@ -215,6 +215,19 @@ def test_check_reports_every_kernel() -> None:
     assert [kernel for kernel in kernels if not kernel[0].startswith("cuda/")] == reported[:-1]
 
 
+def test_check_takes_each_case_in_one_dtype() -> None:
+    """In turn, so that some case has each dtype."""
+    counted = {}
+    for option in ((), ("--one-dtype",)):
+        arguments = ("check", "padding/", "--kernel", "reference", *option)
+        printed = run_on_terminal(*arguments)
+        cases = re.search(r"reference +score +(\d+) cases", printed[0])
+        dtypes = set(re.findall(r"(f32|f16|bf16)", printed[1]))
+        assert cases is not None and dtypes == {"f32", "f16", "bf16"}
+        counted[option] = int(cases[1])
+    assert counted[()] == 3 * counted[("--one-dtype",)] > 0
+
+
 @pytest.mark.parametrize("old", [b"old", None])
 def test_full_disk_keeps_the_old_output(example: Path, tmp_path: Path, old: bytes | None) -> None:
     out_path = tmp_path / "out.safetensors"

@@ -25,6 +25,7 @@ typedef struct check_options {
     const char *kernel; /* NULL: all */
     const char *filter; /* NULL: every case */
     const char *device; /* NULL: the CPU */
+    bool one_dtype;     /* each case in one dtype, in turn */
 } check_options;
 
 static bool matches(const check_case *test, const char *filter) {
@@ -80,9 +81,10 @@ static int check_cases(const check_options *options, int32_t device, check_tally
                        int count) {
     check_coverage coverage = {0};
     for (int i = 0; i < check_case_count() * dtype_count; i++) {
-        const check_case *test = check_case_at(i / dtype_count);
-        const fdma_dtype dtype = dtypes[i % dtype_count];
-        if (!matches(test, options->filter))
+        const int index = i / dtype_count, type = i % dtype_count;
+        const check_case *test = check_case_at(index);
+        const fdma_dtype dtype = dtypes[type];
+        if (!matches(test, options->filter) || (options->one_dtype && type != index % dtype_count))
             continue;
         show_progress("%d of %d  %s %s", i + 1, check_case_count() * dtype_count, test->name,
                       dtype_name(dtype));
@@ -119,6 +121,10 @@ static const option option_table[] = {
      .help = "the device whose kernels are checked: cpu (default), cuda, or a number",
      .offset = offsetof(check_options, device),
      .kind = OPTION_TEXT},
+    {.name = "--one-dtype",
+     .help = "each case in one dtype, in turn: a third of the time",
+     .offset = offsetof(check_options, one_dtype),
+     .kind = OPTION_FLAG},
 };
 
 static const command_line command = {
