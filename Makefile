@@ -40,13 +40,17 @@ demo: ## build, then attend over the keys of a real model
 	@echo "== causal: build/fdma attend $(EXAMPLE) --window 64 --causal"
 	@build/fdma attend $(EXAMPLE) --window 64 --causal
 
+# The Python tests, and some of the C tests, are of one thread: both run at a time.
 test: setup-tests build ## run every test, those in C and those in Python
 	@status=0; \
-	echo "== C tests"; \
-	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS) || status=1; \
-	echo "== Python tests"; \
+	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS) >build/ctest.log 2>&1 & c_tests=$$!; \
+	trap 'kill $$c_tests' INT TERM; \
+	echo "== Python tests, while those in C run"; \
 	FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
 		OMP_WAIT_POLICY=passive $(PYTHON) -m pytest tests/python -q || status=1; \
+	echo "== C tests"; \
+	wait $$c_tests || status=1; \
+	cat build/ctest.log; \
 	exit $$status
 
 gates: setup-gates build ## check form: words, includes, sizes, symbols, warnings, sanitizers, valgrind, NEON, CUDA, fuzzers
