@@ -836,7 +836,8 @@ typedef struct fdma_backward_args {
     uint64_t seed, offset;
     fdma_tensor rng_state;
     fdma_tensor attn_mask, attn_bias; /* as in fdma_forward_args */
-    fdma_tensor dattn_bias; /* output, optional float32, shaped as attn_bias; not without it */
+    fdma_tensor dattn_bias; /* output, optional, shaped as attn_bias; not without it. It has
+                               attn_bias's dtype or float32 */
 } fdma_backward_args;
 
 /*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v, bias, sink_logit and
@@ -849,7 +850,10 @@ typedef struct fdma_backward_args {
  *             dbias[j] = sum_i dS[i,j];  dS' = dS softcap'(scale <q[i], k[j]>)
  *             dq[i] = scale sum_j dS'[i,j] k[j];  dk[j] = scale sum_i dS'[i,j] q[i]
  *             dsink_logit[h] = -sum_{b,i} exp(sink_logit[h] - lse[i]) delta[i]
- *             dattn_bias[b,h,i,j] = dS[i,j], summed over the axes that attn_bias has broadcast
+ *             dattn_bias[b,h,i,j] = dS[i,j], summed over the axes that attn_bias has broadcast:
+ *             each element is a float32 sum over all heads, queries, keys and sequences that share
+ *             it, which is rounded once if dattn_bias has 16 bits. Where kernels cannot keep these
+ *             sums in registers, as on the CPU, the workspace has 4 bytes for each element
  *             sums over i run over the queries, and over the heads that share the key
  *  Edge       an empty row has no gradient and passes none on; keys that are not valid or never
  *             kept are never read, and their gradients are exactly 0; the choice of keys is not
@@ -857,7 +861,7 @@ typedef struct fdma_backward_args {
  *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
  *             more than window + recent keys at some position; short calls may have room for them.
  *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit, a dattn_bias without
- *             attn_bias or of another shape. On a device, FDMA_UNSUPPORTED for `deterministic` with
+ *             attn_bias or of another shape, FDMA_UNSUPPORTED for one of another dtype. On a device, FDMA_UNSUPPORTED for `deterministic` with
  *             a dattn_bias that has an axis shorter than its pairs: expand attn_bias
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);

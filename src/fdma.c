@@ -5,6 +5,7 @@
 #include "core/cache.h"
 #include "core/error.h"
 #include "core/packed.h"
+#include "core/pair_sums.h"
 #include "core/steps.h"
 #include "core/streams.h"
 #include "core/used.h"
@@ -36,10 +37,13 @@ static size_t step_workspace(const fdma_kernel *kernel, const fdma_problem *prob
                              check_depth depth) {
     if (kernel->on_device)
         return fdma_cuda_workspace(kernel, problem);
+    fdma_arena arena = {0};
+    const fdma_problem summed = fdma_take_pair_sums(problem, &arena);
+    const size_t sums = fdma_arena_size(&arena);
     if (is_present(&problem->kv_used))
-        return fdma_used_workspace(kernel, problem, depth);
+        return sums + fdma_used_workspace(kernel, &summed, depth);
     return has_table(problem) ? fdma_select_stream_workspace(kernel, problem)
-                              : fdma_kernel_workspace(kernel, problem, depth);
+                              : sums + fdma_kernel_workspace(kernel, &summed, depth);
 }
 
 /* The tuning that a call may follow; NULL: none. */
@@ -69,15 +73,22 @@ static fdma_status prepare(fdma_operation operation, const void *args, check_dep
     return FDMA_OK;
 }
 
+static fdma_status run_on_host(const fdma_kernel *kernel, const fdma_problem *problem) {
+    if (has_table(problem))
+        return fdma_select_stream(kernel, problem);
+    fdma_arena arena = fdma_arena_of(problem);
+    const fdma_problem summed = fdma_take_pair_sums(problem, &arena);
+    FDMA_TRY(is_present(&problem->kv_used) ? fdma_run_used(kernel, &summed)
+                                           : fdma_run_kernel(kernel, &summed));
+    fdma_round_pair_sums(&summed, problem);
+    return FDMA_OK;
+}
+
 static fdma_status run_step(const fdma_kernel *kernel, const fdma_problem *problem) {
     if (!fdma_has_work(problem))
         return FDMA_OK;
-    if (kernel->on_device)
-        return fdma_run_cuda(fdma_cuda_run_kernel, kernel, problem);
-    if (is_present(&problem->kv_used))
-        return fdma_run_used(kernel, problem);
-    return has_table(problem) ? fdma_select_stream(kernel, problem)
-                              : fdma_run_kernel(kernel, problem);
+    return kernel->on_device ? fdma_run_cuda(fdma_cuda_run_kernel, kernel, problem)
+                             : run_on_host(kernel, problem);
 }
 
 /* Fills in what the selection that a call makes was made for. The first step of a fused call does

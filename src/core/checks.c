@@ -40,6 +40,8 @@ static unsigned dtypes_of(const fdma_problem *problem, tensor_dtypes dtypes) {
         return 1u << problem->dt_proj.dtype;
     case dtypes_as_a:
         return 1u << problem->a.dtype;
+    case dtypes_as_attn_bias:
+        return 1u << problem->attn_bias.dtype | takes_wide_floats;
     default:
         return 1u << problem->dt_bias.dtype;
     }

@@ -55,3 +55,34 @@ void fdma_store(const fdma_tensor *tensor, int64_t offset, double value) {
         return;
     }
 }
+
+/* The bits of a float32 without its sign, as bfloat16. */
+static uint32_t shorten_bfloat16(uint32_t size) {
+    const uint32_t infinity = 0x7f800000, quiet_nan = 0x7fc0;
+    return size > infinity ? quiet_nan : (size + 0x7fff + (size >> 16 & 1)) >> 16;
+}
+
+/* The same as float16. The exponents differ by 112. Below the least normal number, 2^-14, the
+ * mantissa is shifted until its unit is 2^-24. */
+static uint32_t shorten_float16(uint32_t size) {
+    const uint32_t infinity = 0x7f800000, quiet_nan = 0x7e00, short_infinity = 0x7c00;
+    const uint32_t exponent = size >> 23, mantissa = (size & 0x7fffff) | 0x800000;
+    const uint32_t shift = exponent < 126 - 31 ? 31 : exponent > 112 ? 14 : 126 - exponent;
+    const uint32_t subnormal =
+        (mantissa + (1U << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
+    const uint32_t normal = (size - (112U << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    const uint32_t finite = exponent > 112 ? normal : subnormal;
+    const uint32_t any = exponent >= 127 + 16 ? short_infinity : finite;
+    return size > infinity ? quiet_nan : any;
+}
+
+void fdma_store_row(const fdma_tensor *tensor, int64_t offset, const float *from, int64_t count) {
+    uint16_t *const to = (uint16_t *)tensor->data + offset;
+    const bool is_half = tensor->dtype == FDMA_FLOAT16;
+    for (int64_t n = 0; n < count; n++) {
+        uint32_t bits;
+        memcpy(&bits, from + n, sizeof bits);
+        const uint32_t size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+        to[n] = (uint16_t)(sign | (is_half ? shorten_float16(size) : shorten_bfloat16(size)));
+    }
+}

@@ -132,7 +132,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, dv, "bngd", same, output),
     ARG(backward, dbias, "bgn", wide, optional_output),
     ARG(backward, dsink_logit, "h", wide, optional_output),
-    ARG(backward, dattn_bias, "BHIJ", wide, optional_output),
+    ARG(backward, dattn_bias, "BHIJ", as_attn_bias, optional_output),
     CARRIED_GRADIENTS(backward),
 };
 

@@ -33,6 +33,7 @@ typedef enum tensor_dtypes {
     dtypes_as_dt_proj,
     dtypes_as_a,
     dtypes_as_dt_bias,
+    dtypes_as_attn_bias, /* that of attn_bias, or as dtypes_wide */
 } tensor_dtypes;
 
 typedef enum tensor_role {

@@ -1,6 +1,7 @@
 /* The gradients of attention, one row after another. */
 #pragma once
 
+#include "core/pair_sums.h"
 #include "reference/logit.h"
 
 /* Sums of one (b, g), and inputs of a row and a key. */
@@ -15,18 +16,7 @@ typedef struct key_gradients {
 
 /* The elements of dattn_bias. */
 static int64_t pair_count(const fdma_problem *problem) {
-    const fdma_tensor *const pairs = &problem->dattn_bias;
-    return is_present(pairs) ? pairs->shape[0] * pairs->shape[1] * pairs->shape[2] * pairs->shape[3]
-                             : 0;
-}
-
-/* dattn_bias as it is summed: contiguous. */
-static fdma_tensor pair_sums(const fdma_problem *problem, const key_gradients *sums) {
-    fdma_tensor dense = problem->dattn_bias;
-    dense.data = sums->dpairs;
-    for (int64_t axis = 3, stride = 1; axis >= 0; stride *= dense.shape[axis--])
-        dense.stride[axis] = problem->dattn_bias.stride[axis] == 0 ? 0 : stride;
-    return dense;
+    return count_elements(&problem->dattn_bias);
 }
 
 static key_gradients take_sums(const fdma_problem *problem, fdma_arena *arena) {
@@ -84,7 +74,8 @@ static void add_key(const fdma_problem *problem, int64_t b, int64_t h, int64_t i
     const real dproduct = rounded(dtype, rounded(dtype, ds * s.slope) * (real)problem->scale);
     sums->dbias[j] += ds;
     if (is_present(&problem->dattn_bias)) {
-        const fdma_tensor pairs = pair_sums(problem, sums);
+        const fdma_tensor *const to = &problem->dattn_bias;
+        const fdma_tensor pairs = dense_pairs(to, sums->dpairs, to->dtype);
         sums->dpairs[offset_of_pair(problem, &pairs, b, h, i, j)] += ds;
     }
     for (int64_t d = 0; d < dim; d++) {
