@@ -6,6 +6,10 @@
 #include "cuda/device/softmax.cuh"
 #include "cuda/plan/backward.cuh"
 
+extern "C" {
+#include "core/pair_sums.h"
+}
+
 static constexpr int boundary_threads = 128;
 
 /* Writes row_lse and row_delta. row_lanes lanes take a row. */
@@ -183,20 +187,40 @@ static __global__ void __launch_bounds__(row_threads)
     }
 }
 
-/* The lengths of dattn_bias. */
+/* The lengths of dattn_bias, and where it has the number of element n of a contiguous one. */
 struct pair_lengths {
     int64_t batch, heads, queries, keys;
+
+    __device__ int64_t total() const { return batch * heads * queries * keys; }
+
+    __device__ int64_t offset(const pair_view &pairs, int64_t n) const {
+        const int64_t rows = n / keys, of_queries = rows / queries;
+        return of_queries / heads * pairs.batch + of_queries % heads * pairs.head +
+               rows % queries * pairs.query + n % keys * pairs.key;
+    }
 };
 
-/* Clears dattn_bias, of which a thread takes one element. */
+/* Writes an element of dattn_bias in each thread: the rounded sum, or 0 without sums. */
+template <typename element>
 static __global__ void __launch_bounds__(row_threads)
-    clear_pairs(const pair_view pairs, const pair_lengths lengths) {
+    write_pairs(const pair_view pairs, const pair_lengths lengths, const float *sums) {
     const int64_t n = (int64_t)blockIdx.x * row_threads + threadIdx.x;
-    const int64_t rows = n / lengths.keys, i = rows % lengths.queries;
-    const int64_t heads = rows / lengths.queries, b = heads / lengths.heads;
-    if (b < lengths.batch)
-        ((float *)pairs.data)[b * pairs.batch + heads % lengths.heads * pairs.head +
-                              i * pairs.query + n % lengths.keys * pairs.key] = 0;
+    if (n < lengths.total())
+        ((element *)pairs.data)[lengths.offset(pairs, n)] =
+            from_float<element>(sums == NULL ? 0 : sums[n]);
+}
+
+static fdma_status launch_write_pairs(const fdma_problem *problem, const float *sums) {
+    const fdma_tensor *const pairs = &problem->dattn_bias;
+    const int64_t *const shape = pairs->shape;
+    const auto kernel = pairs->dtype == FDMA_FLOAT32   ? write_pairs<float>
+                        : pairs->dtype == FDMA_FLOAT16 ? write_pairs<__half>
+                                                       : write_pairs<__nv_bfloat16>;
+    return launch(
+        "backward", kernel,
+        {dim3((unsigned)divide_up(count_elements(pairs), row_threads)), dim3(row_threads)}, problem,
+        pairs_of(pairs, problem->q_heads), pair_lengths{shape[0], shape[1], shape[2], shape[3]},
+        sums);
 }
 
 /* Whether the elements of a tensor of rank 4 follow one another without gaps. */
@@ -210,16 +234,27 @@ static bool is_contiguous(const fdma_tensor *tensor) {
     return true;
 }
 
+/* Whether the sums of dattn_bias are in the workspace. */
+static bool has_pair_sums(const fdma_problem *problem, const backward_plan *plan) {
+    return has_short_pairs(problem) && plan->dpair_writing == pairs_added;
+}
+
 static fdma_status clear_dattn_bias(const fdma_problem *problem, const backward_plan *plan) {
-    const int64_t *const shape = problem->dattn_bias.shape;
-    if (!is_present(&problem->dattn_bias) || is_empty(&problem->dattn_bias))
+    const fdma_tensor *const pairs = &problem->dattn_bias;
+    const bool has_sums = has_pair_sums(problem, plan);
+    if (count_elements(pairs) == 0 || plan->dpair_writing == rows_stored)
         return FDMA_OK;
-    const int64_t elements = shape[0] * shape[1] * shape[2] * shape[3];
-    if (is_contiguous(&problem->dattn_bias))
-        return clear("backward", problem, plan->dpairs.data, (size_t)elements * sizeof(float));
-    return launch("backward", clear_pairs,
-                  {dim3((unsigned)divide_up(elements, row_threads)), dim3(row_threads)}, problem,
-                  plan->dpairs, pair_lengths{shape[0], shape[1], shape[2], shape[3]});
+    const size_t size = has_sums ? sizeof(float) : fdma_dtype_size(pairs->dtype);
+    if (has_sums || is_contiguous(pairs))
+        return clear("backward", problem, plan->dpairs.data, (size_t)count_elements(pairs) * size);
+    return launch_write_pairs(problem, NULL);
+}
+
+/* Rounds the sums of dattn_bias, if they are in the workspace. */
+static fdma_status round_dattn_bias(const fdma_problem *problem, const backward_plan *plan) {
+    if (!has_pair_sums(problem, plan) || count_elements(&problem->dattn_bias) == 0)
+        return FDMA_OK;
+    return launch_write_pairs(problem, (const float *)plan->dpairs.data);
 }
 
 const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most_head_dim) {
@@ -308,6 +343,25 @@ static int64_t key_sum_total(const fdma_problem *problem, int32_t channels) {
     return problem->batch * problem->kv_heads * problem->kv_len * 2 * channels;
 }
 
+void fdma_cuda_plan_pairs(const fdma_problem *problem, pair_writing writing, fdma_arena *arena,
+                          backward_plan *plan) {
+    const fdma_tensor *const pairs = &problem->dattn_bias;
+    const int64_t *const stride = pairs->stride;
+    if (!is_present(pairs))
+        return;
+    plan->dpair_writing = writing;
+    const size_t size = fdma_dtype_size(pairs->dtype);
+    const size_t strides = (size_t)(stride[0] | stride[1] | stride[2]) * size;
+    plan->aligned_pairs = (uintptr_t)pairs->data % sizeof(uint4) == 0 &&
+                          (strides | (size_t)pairs->shape[3] * size) % sizeof(uint4) == 0 &&
+                          stride[3] == 1;
+    if (!has_pair_sums(problem, plan))
+        return;
+    const fdma_tensor sums =
+        dense_pairs(pairs, take<float>(arena, count_elements(pairs)), FDMA_FLOAT32);
+    plan->dpairs = pairs_of(&sums, problem->q_heads);
+}
+
 void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma_arena *arena,
                              backward_plan *plan) {
     plan->sum_channels = channels;
@@ -352,6 +406,7 @@ fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan) {
     const int64_t key_heads = problem->batch * problem->kv_heads;
     const bool is_half = problem->dtype == FDMA_FLOAT16;
+    FDMA_TRY(round_dattn_bias(problem, plan));
     if (plan->rows == 0 || problem->batch == 0)
         return FDMA_OK;
     if (plan->key_sums != NULL)

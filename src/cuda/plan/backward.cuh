@@ -36,6 +36,13 @@ struct boundary_sums {
     float *dbias;
 };
 
+/* How kernels write dattn_bias. */
+enum pair_writing {
+    pairs_added,  // to float32 zeros, by any lanes in any order
+    pairs_stored, // over zeros: one lane has all pairs that share an element
+    rows_stored,  // likewise, by tiles that also write the zeros of their rows
+};
+
 struct backward_plan {
     forward_plan forward; // its out and lse are inputs here
     head_view dout, dq, dk, dv;
@@ -43,7 +50,10 @@ struct backward_plan {
     number_view<float> dbias, dbias_carried;
     number_view<const float> dlse;
     float *dsink_logit; // [q_heads]; NULL: not wanted
-    pair_view dpairs;   // dattn_bias
+    pair_view dpairs;   // dattn_bias, or its float32 sums in the workspace: see pair_writing
+    pair_writing dpair_writing;
+    int32_t sharing_rows; // of the consecutive rows that a lane has: see rows_sharing_pairs()
+    bool aligned_pairs;   // whether rows of dattn_bias are whole vectors of 16 bytes
     // [batch * kv_heads][kv_len][2][sum_channels]: sums of dk / scale and of dv / dropout_scale,
     // where both are made from lists of kept keys. They have the order of accumulators: of 16
     // channels, the four that a lane has are neighbours
@@ -161,13 +171,19 @@ const char *fdma_cuda_refuses_backward(const fdma_problem *problem, int64_t most
 backward_plan fdma_cuda_plan_backward(const fdma_problem *problem, fdma_arena *arena,
                                       const backward_shape &shape);
 
+/* Says how dattn_bias is written, and takes its float32 sums from the arena where kernels add to a
+ * dattn_bias in 16 bits. */
+void fdma_cuda_plan_pairs(const fdma_problem *problem, pair_writing writing, fdma_arena *arena,
+                          backward_plan *plan);
+
 /* Fills in lists, records, row_lse and row_delta, and clears dk and dv (unless they accumulate),
- * dbias, the boundary sums and key_sums. */
+ * dbias, the boundary sums and key_sums, and dattn_bias or its sums. */
 fdma_status fdma_cuda_begin_backward(const fdma_problem *problem, const backward_plan *plan);
 
 /* Takes key_sums from the arena. */
 void fdma_cuda_take_key_sums(const fdma_problem *problem, int32_t channels, fdma_arena *arena,
                              backward_plan *plan);
 
-/* Adds the boundary sums to dk, dv and dbias, or key_sums to dk and dv. */
+/* Adds the boundary sums to dk, dv and dbias, or key_sums to dk and dv. Rounds the sums of
+ * dattn_bias. */
 fdma_status fdma_cuda_end_backward(const fdma_problem *problem, const backward_plan *plan);

@@ -93,25 +93,43 @@ static fdma_status sum_elements(const fdma_problem *problem, const backward_plan
                  : sum_gradients<element, false, false>(problem, plan);
 }
 
+/* Which axes of dattn_bias are shorter than those of its pairs. */
+struct short_axes {
+    bool any, not_heads;
+};
+
+static short_axes short_axes_of(const fdma_problem *problem) {
+    const int64_t lengths[] = {problem->batch, problem->q_heads, problem->q_len, problem->kv_len};
+    short_axes axes = {};
+    for (int axis = 0; axis < problem->dattn_bias.rank; axis++)
+        if (problem->dattn_bias.shape[axis] < lengths[axis]) {
+            axes.any = true;
+            axes.not_heads = axes.not_heads || axis != 1;
+        }
+    return axes;
+}
+
+/* Lanes of the listed pass have all heads that share an element where `sharing_rows` are all of
+ * them. In the other passes a lane has one row. */
+static pair_writing writing_of(const fdma_problem *problem, const backward_plan &plan) {
+    const short_axes axes = short_axes_of(problem);
+    if (!is_listed_pass(problem))
+        return axes.any ? pairs_added : pairs_stored;
+    return axes.not_heads || plan.dpairs.sharing != plan.sharing_rows ? pairs_added : rows_stored;
+}
+
 static backward_plan lay_out(const fdma_problem *problem, fdma_arena *arena) {
     backward_plan plan = fdma_cuda_plan_backward(problem, arena, {block_slots, most_partitions});
+    plan.sharing_rows = rows_sharing_pairs(plan.dpairs.sharing, problem->group);
+    fdma_cuda_plan_pairs(problem, writing_of(problem, plan), arena, &plan);
     if (is_listed_pass(problem))
         fdma_cuda_take_key_sums(problem, FDMA_HEAD_DIM, arena, &plan);
     return plan;
 }
 
-/* Whether several pairs add to one element of dattn_bias, in any order. */
-static bool is_shared(const fdma_problem *problem) {
-    const int64_t lengths[] = {problem->batch, problem->q_heads, problem->q_len, problem->kv_len};
-    for (int axis = 0; axis < problem->dattn_bias.rank; axis++)
-        if (problem->dattn_bias.shape[axis] < lengths[axis])
-            return true;
-    return false;
-}
-
 static const char *refuses(const fdma_problem *problem) {
     const char *const reason = fdma_cuda_refuses_backward(problem, FDMA_HEAD_DIM);
-    if (reason == NULL && problem->deterministic && is_shared(problem))
+    if (reason == NULL && problem->deterministic && short_axes_of(problem).any)
         return "a deterministic dattn_bias that is broadcast: expand attn_bias";
     return reason != NULL ? reason : fdma_refuses_before_sm80(problem);
 }

@@ -3,6 +3,7 @@
  * float32. */
 #pragma once
 
+#include "cuda/backward/sm80/pairs.cuh"
 #include "cuda/backward/sm80/tile.cuh"
 #include "cuda/mma/dropout.cuh"
 
@@ -96,13 +97,6 @@ find_gradients(query_memory<config> &shared, int32_t n, float (&s)[1][config::ke
             dp[0][c][x] *= ex2_approx(s[0][c][x] - stats.lse[x / 2]);
 }
 
-/* Adds dS of a pair to dattn_bias, which other pairs share where it is broadcast. */
-__device__ static void add_dpair(const backward_plan &plan, const pair_row &row, int32_t key,
-                                 float ds) {
-    if (plan.dpairs.data != NULL)
-        atomicAdd((float *)plan.dpairs.data + plan.dpairs.offset(row.b, row.h, row.i, key), ds);
-}
-
 /* find_gradients() with attn_mask or attn_bias. It goes element by element, as dattn_bias takes
  * the gradient that the slope of softcap has not multiplied. */
 template <typename config>
@@ -140,7 +134,9 @@ __device__ static void find_pair_gradients(query_memory<config> &shared, const b
                                pair_exponent<typename config::element>(plan.forward, row, key);
             const float p = ex2_approx(fmaf(t, inputs.logits.scale, bias) - stats.lse[r]);
             const float ds = p * (gradient - stats.delta[r]);
-            add_dpair(plan, row, key, ds);
+            if (plan.dpairs.data != NULL)
+                put_pair_gradient<typename config::element>(
+                    plan, plan.dpairs.offset(row.b, row.h, row.i, key), ds);
             gradient = cap == 0 ? ds : ds * (1 - t * t);
         }
     }

@@ -1,7 +1,10 @@
 /* The pass of a call with attn_mask, which makes all gradients from the lists of kept keys. A tile
  * of query rows visits the keys of its list as it does in forward. Its dq stays in registers. dk
  * and dv of a key block, over the rows of the tile, are added to float32 sums in device memory, to
- * which other tiles add, too: their order changes from run to run, and so may the last bits.
+ * which other tiles add, too: their order changes from run to run, and so may the last bits. Where
+ * no other tile has a gradient of the same elements of dattn_bias, the tile writes these elements,
+ * zeros and gradients, so that they are written to device memory once. A key block's zeros come just
+ * before its gradients, while the second-level cache has them.
  *
  * A warp has 16 keys of the block, and computes their weights against all rows of the tile: rows of
  * the accumulators are keys, columns are queries. dq takes the same numbers transposed, from shared
@@ -125,9 +128,25 @@ __device__ static uint32_t find_dropped(const listed_memory<config> &shared, int
     return dropped;
 }
 
+/* Puts the gradients of the consecutive rows from `row` on, for one key, into dattn_bias. A bit of
+ * `kept` for each says whether it keeps the key. */
+template <typename config>
+__device__ static void put_rows(const listed_memory<config> &shared, const backward_plan &plan,
+                                int row, int32_t key, float (&ds)[consecutive_rows],
+                                uint32_t kept) {
+    if (plan.dpairs.data == NULL)
+        return;
+    kept = sum_sharing_rows(ds, kept, plan.sharing_rows);
+#pragma unroll
+    for (int y = 0; y < consecutive_rows; y++)
+        if (kept >> y & 1)
+            put_pair_gradient<typename config::element>(
+                plan, shared.of_row.dpairs[row + y] + key * plan.dpairs.key, ds[y]);
+}
+
 /* Products s and dp of a lane's two keys, at entries `own` and own + 8 of block n, become what dv
- * takes, weights, and the gradients of scale * <q, k>. Adds to dattn_bias and to the keys' dbias.
- * dropped: as from find_dropped(). */
+ * takes, weights, and the gradients of scale * <q, k>. Writes dattn_bias, and adds to the keys'
+ * dbias. dropped: as from find_dropped(). */
 template <typename config>
 __device__ static void find_gradients(const listed_memory<config> &shared,
                                       const backward_plan &plan, int32_t n, int own,
@@ -135,16 +154,19 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
                                       float (&dp)[1][config::keys / 8][4], float (&dbias)[2]) {
     const forward_plan &forward = plan.forward;
     const logit_params logits = shared.inputs.logits;
-    const bool has_bias = forward.pair_bias.data != NULL, has_dpairs = plan.dpairs.data != NULL;
+    const bool has_bias = forward.pair_bias.data != NULL;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int column = own + r * 8;
         const float key_bias = shared.records[n % 2].bias[column];
         const int32_t key = shared.key[n % 3][column];
+        float ds[consecutive_rows];
+        uint32_t kept_rows = 0;
 #pragma unroll
         for (int x = 0; x < config::rows / 4; x++) {
-            const int row = row_of_column(x / 2, x % 2);
-            float &weight = s[0][x / 2][r * 2 + x % 2], &gradient = dp[0][x / 2][r * 2 + x % 2];
+            const int y = x % consecutive_rows, c = x / consecutive_rows * 2 + y % 2, e = y / 2;
+            const int row = row_of_column(c, e);
+            float &weight = s[0][c][r * 2 + e], &gradient = dp[0][c][r * 2 + e];
             const bool kept = shared.bits[n % 2][column / 32][row] >> column % 32 & 1;
             float t = weight, slope = 1, bias = key_bias;
             if (logits.softcap_scale != 0) {
@@ -156,16 +178,15 @@ __device__ static void find_gradients(const listed_memory<config> &shared,
                                                                    shared.of_row.pairs.bias[row] +
                                                                        key * forward.pair_bias.key);
             const float p = ex2_approx(fmaf(t, logits.scale, bias) - shared.of_row.lse[row]);
-            const bool drops = dropped >> (r * 16 + x) & 1;
+            const bool drops = dropped >> (r * 16 + c * 2 + e) & 1;
             const float dout_v = drops ? 0 : gradient * forward.dropout_scale;
-            const float ds = kept ? p * (dout_v - shared.of_row.delta[row]) : 0;
+            ds[y] = kept ? p * (dout_v - shared.of_row.delta[row]) : 0;
             weight = kept && !drops ? p : 0;
-            gradient = ds * slope;
-            dbias[r] += ds;
-            if (has_dpairs && kept)
-                atomicAdd((float *)plan.dpairs.data + shared.of_row.dpairs[row] +
-                              key * plan.dpairs.key,
-                          ds);
+            gradient = ds[y] * slope;
+            dbias[r] += ds[y];
+            kept_rows = (y == 0 ? 0 : kept_rows) | (uint32_t)kept << y;
+            if (y + 1 == consecutive_rows)
+                put_rows(shared, plan, row - y, key, ds, kept_rows);
         }
     }
 }
@@ -223,6 +244,28 @@ __device__ static void add_to_sums(float *sums, const int32_t *keys, int32_t kv_
     }
 }
 
+/* The first key of block n, or the number of keys if there is none. */
+template <typename config>
+__device__ static int32_t first_key(const listed_memory<config> &shared, const backward_plan &plan,
+                                    int32_t n) {
+    const bool is_block = n * config::keys < shared.inputs.keys.entries;
+    return is_block ? shared.key[n % 3][0] : plan.forward.kv_len;
+}
+
+/* Clears what the tile has of dattn_bias, from a key of its list or key 0 on up to block n. Gradients
+ * are stored after the next __syncthreads(). */
+template <typename config>
+__device__ static void clear_up_to(const listed_memory<config> &shared, const backward_plan &plan,
+                                   int32_t from, int32_t n) {
+    const row_range &range = shared.inputs.range;
+    if (plan.dpair_writing == rows_stored)
+        clear_pairs<typename config::element, config::threads>(
+            plan.dpairs,
+            {shared.of_row.dpairs, min(config::rows, range.total - range.first), plan.sharing_rows,
+             plan.aligned_pairs},
+            from, first_key(shared, plan, n));
+}
+
 /* dq of a warp's rows over all key blocks; dk, dv and dbias of these blocks. */
 template <typename config>
 __device__ static void visit_blocks(listed_memory<config> &shared, const backward_plan &plan,
@@ -234,6 +277,7 @@ __device__ static void visit_blocks(listed_memory<config> &shared, const backwar
     const int first = warp * mma_rows * head_dim, own = warp * mma_rows + lane / 4;
     const int64_t head = (int64_t)range.b * plan.forward.kv_heads + range.g;
     float *const sums = plan.key_sums + head * plan.forward.kv_len * (2 * head_dim);
+    clear_up_to(shared, plan, 0, 1);
     for (int32_t n = 0; n * config::keys < list.entries; n++) {
         const bool has_next = (n + 1) * config::keys < list.entries;
         const int32_t *const keys = shared.key[n % 3];
@@ -254,8 +298,10 @@ __device__ static void visit_blocks(listed_memory<config> &shared, const backwar
         store_gradients(shared, own, dp);
         store_entry(shared.key, n + 2, upcoming);
         __syncthreads(); // ds is complete, and every warp has read v
-        if (has_next)
+        if (has_next) {
             load_values(shared, n + 1);
+            clear_up_to(shared, plan, first_key(shared, plan, n + 1), n + 2);
+        }
         float sum[1][config::warp_columns][4];
         clear_sums(sum);
         mma_ab<config>(sum, s, down_first<head_dim>(shared.dout).unhoisted());

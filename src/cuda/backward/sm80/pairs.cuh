@@ -1,0 +1,79 @@
+/* dattn_bias. The rows of a lane may be heads that share its elements: their gradients are summed in
+ * registers. What is left goes to memory in one of the ways of pair_writing. */
+#pragma once
+
+#include "cuda/mma/pairs.cuh"
+#include "cuda/plan/backward.cuh"
+
+/* Rows of a tile that are neighbours and belong to one lane. The first is a multiple of them. */
+static constexpr int consecutive_rows = 4;
+
+/* How many of these share the elements of dattn_bias: 1, 2 or all. `sharing` query heads do. */
+static inline int32_t rows_sharing_pairs(int64_t sharing, int64_t group) {
+    if (sharing == 1 || group % 2 != 0)
+        return 1;
+    return group % consecutive_rows == 0 ? consecutive_rows : 2;
+}
+
+/* Stores the gradient of a pair, which no other pair shares, at an offset. */
+template <typename element>
+__device__ static void store_pair(const pair_view &pairs, int64_t offset, float ds) {
+    if (pairs.dtype == FDMA_FLOAT32)
+        ((float *)pairs.data)[offset] = ds;
+    else
+        ((element *)pairs.data)[offset] = from_float<element>(ds);
+}
+
+/* Stores it, or adds it to a sum in float32. */
+template <typename element>
+__device__ static void put_pair_gradient(const backward_plan &plan, int64_t offset, float ds) {
+    if (plan.dpair_writing == pairs_added)
+        atomicAdd((float *)plan.dpairs.data + offset, ds);
+    else
+        store_pair<element>(plan.dpairs, offset, ds);
+}
+
+/* Sums the gradients of a lane's rows for one key, of which those that share an element go to the
+ * first. A bit of `kept` for each row says whether it keeps the key; a bit of the result, whether
+ * its element has a gradient. Gradients of rows that do not keep the key are 0. */
+__device__ static uint32_t sum_sharing_rows(float (&ds)[consecutive_rows], uint32_t kept,
+                                            int sharing) {
+    if (sharing == 1)
+        return kept;
+    ds[0] += ds[1];
+    ds[2] += ds[3];
+    kept = (kept | kept >> 1) & 5;
+    if (sharing == 2)
+        return kept;
+    ds[0] += ds[2];
+    return kept != 0;
+}
+
+/* Where the rows of dattn_bias that a tile owns begin: at offset[r], for every row r of the tile that
+ * is a multiple of `sharing` and below `rows`. Whole vectors may be written if `aligned`. */
+struct owned_pairs {
+    const int64_t *offset;
+    int32_t rows, sharing;
+    bool aligned;
+};
+
+/* Clears the keys from `from` to `end` - 1 of the rows that a tile owns. Where they are written as
+ * vectors, those that begin in this range: ranges follow one another, from key 0 to the last one.
+ * row_threads threads take a row. */
+template <typename element, int threads>
+__device__ static void clear_pairs(const pair_view &pairs, const owned_pairs &owned, int32_t from,
+                                   int32_t end) {
+    constexpr int row_threads = 8;
+    const int size = pairs.dtype == FDMA_FLOAT32 ? sizeof(float) : sizeof(element);
+    const int step = owned.aligned ? (int)sizeof(uint4) / size : 1;
+    const int32_t first = (from + step - 1) / step, last = (end + step - 1) / step;
+    for (int r = threadIdx.x / row_threads * owned.sharing; r < owned.rows;
+         r += threads / row_threads * owned.sharing) {
+        char *const row = (char *)pairs.data + owned.offset[r] * size;
+        for (int32_t n = first + threadIdx.x % row_threads; n < last; n += row_threads)
+            if (owned.aligned)
+                *(uint4 *)(row + (int64_t)n * sizeof(uint4)) = make_uint4(0, 0, 0, 0);
+            else
+                store_pair<element>(pairs, owned.offset[r] + n * pairs.key, 0);
+    }
+}
