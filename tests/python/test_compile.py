@@ -123,6 +123,9 @@ def make_dropout() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
 
 def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
     """Operators with masks, and those of probabilities."""
+    query, key, value, *_ = make_tensors(torch.bfloat16)
+    in_bfloat16 = {"query": query, "key": key, "value": value, "out": query, "dout": query}
+    in_bfloat16 |= {**PAIRS, "attn_bias": PAIRS["attn_bias"].bfloat16()}
     return {
         "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
         "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),
@@ -130,6 +133,7 @@ def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
         "dense with a mask": (ops.ATTENTION, {**DENSE, **PAIRS}),
         "selected with a mask": (ops.ATTENTION, PAIRS),
         "selected's backward with a mask": (ops.ATTENTION_BACKWARD, PAIRS),
+        "selected's backward in bfloat16": (ops.ATTENTION_BACKWARD, in_bfloat16),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import flash_dmattn
 import pytest
 import torch
+from flash_dmattn import ops
 
 BATCH, Q_LEN, KV_LEN, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 37, 53, 6, 3, 16
 Tensors = tuple[torch.Tensor, ...]
@@ -124,6 +125,40 @@ def test_against_sdpa(dtype: torch.dtype, is_float: bool) -> None:
     for one, other in zip(found, wanted):
         assert one.dtype == dtype
         torch.testing.assert_close(one, other, atol=64 * step, rtol=16 * step)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", shapes()[::5], ids=str)
+def test_gradient_in_16_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """It is that in float32, rounded once."""
+    query, key, value, bias = make_rows(dtype)
+    mask, short_bias = make_pairs(shape, dtype)
+
+    def find_gradient(attn_bias: torch.Tensor) -> torch.Tensor:
+        options = {"bias": bias, "attn_mask": mask, "attn_bias": attn_bias.requires_grad_()}
+        out, _ = flash_dmattn.attention(query, key, value, causal=True, **options)
+        return torch.autograd.grad(out.float().cos().sum(), attn_bias)[0]
+
+    assert torch.equal(find_gradient(short_bias), find_gradient(short_bias.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_has_the_dtype_of_its_tensor(dtype: torch.dtype) -> None:
+    """The operator makes it, so that autograd casts nothing."""
+    query, key, value, _ = (x.detach() for x in make_rows(torch.bfloat16))
+    _, attn_bias = make_pairs((1, 1, Q_LEN, KV_LEN), dtype)
+    if dtype == torch.float16:
+        query, key, value = (x.half() for x in (query, key, value))
+    out, lse = flash_dmattn.attention(query, key, value, attn_bias=attn_bias)
+    given = {
+        **{"dout": out, "out": out, "lse": lse, "query": query, "key": key, "value": value},
+        **{"attn_bias": attn_bias, "window": 0, "recent": 0, "sinks": 0, "scope": "causal"},
+        **{"causal": False, "softmax_scale": HEAD_DIM**-0.5, "softcap": 0.0, "dropout_p": 0.0},
+        **{"deterministic": False, "wants_dbias": False, "wants_dattn_bias": True},
+    }
+    backward = ops.ATTENTION_BACKWARD
+    found = backward.op(*(given.get(name) for name in backward.arguments))[-1]
+    assert found.dtype == dtype and found.shape == attn_bias.shape
 
 
 def test_rows_without_keys_and_nan() -> None:
