@@ -102,7 +102,7 @@ tests="test_cuda test_cuda_lists test_cuda_select test_cuda_calls test_cuda_work
 # of any backend; see tests/c/backend.h
 backend_tests="test_cases test_unread test_backward_shapes test_packed_shapes test_kv_used test_cache
     test_cache_batch test_cache_copy test_cache_store test_streams test_stream_attention test_sink_logit
-    test_probabilities test_dropout test_masks test_mask_gradients"
+    test_probabilities test_dropout test_masks test_mask_gradients test_pair_gradients"
 begin=$(seconds)
 arch=$(capability)
 [ -n "$arch" ] || { echo "gpu_check: no CUDA device" >&2; exit 1; }

@@ -95,7 +95,7 @@ static inline attended attend_masked(const problem *x, const char *kernel, pairs
     return (attended){args.out, args.lse};
 }
 
-/* The gradients of a call, and that of its attn_bias, which is float32. */
+/* The gradients of a call, and that of its attn_bias. */
 typedef struct masked_gradients {
     gradients rows;
     fdma_tensor dpairs;
@@ -109,17 +109,23 @@ static inline gradient_problem gradient_masked(const problem *x, pairs given) {
     return p;
 }
 
-static inline masked_gradients run_masked(const gradient_problem *p, const char *kernel,
-                                          pairs given, int32_t threads) {
+/* dattn_bias has this dtype. */
+static inline masked_gradients run_masked_as(const gradient_problem *p, const char *kernel,
+                                             pairs given, int32_t threads, fdma_dtype dtype) {
     fdma_backward_args args = gradient_args(p, kernel);
     const int64_t *const n = given.bias.shape;
     args.attn_mask = given.mask;
     args.attn_bias = given.bias;
     args.exec.threads = threads;
     if (given.bias.rank > 0)
-        args.dattn_bias = new_output(FDMA_FLOAT32, n[0], n[1], n[2], n[3]);
+        args.dattn_bias = new_output(dtype, n[0], n[1], n[2], n[3]);
     CHECK_OK(run_backward(&args));
     return (masked_gradients){gradient_outputs(&args), args.dattn_bias};
+}
+
+static inline masked_gradients run_masked(const gradient_problem *p, const char *kernel,
+                                          pairs given, int32_t threads) {
+    return run_masked_as(p, kernel, given, threads, FDMA_FLOAT32);
 }
 
 /* Gradients of two calls that add the same terms. A device may add them in any order, so that they

@@ -107,8 +107,8 @@ static inline bool make_backward(call *x, int s, int type, const char *kernel) {
         x->args.backward.attn_mask = mask_of(&p);
     if (s % 2 != 0) {
         x->args.backward.attn_bias = pair_bias_of(&p, s % 4 == 1);
-        x->args.backward.dattn_bias =
-            new_output(FDMA_FLOAT32, 1, p.q_heads, s % 4 == 1 ? p.q_len : 1, p.kv_len);
+        x->args.backward.dattn_bias = new_output(s % 3 == 0 ? FDMA_FLOAT32 : p.dtype, 1, p.q_heads,
+                                                 s % 4 == 1 ? p.q_len : 1, p.kv_len);
     }
     return true;
 }

@@ -99,6 +99,8 @@ static void options_of_attention_are_checked(void) {
     REJECTS(attention, args->reserved = 2, INVALID("reserved", "2"));
     REJECTS(backward, args->attn_bias = (fdma_tensor){0}, INVALID("dattn_bias", "attn_bias"));
     REJECTS(backward, (args->attn_bias.shape[2] = 1), INVALID("dattn_bias", "7", "want 1"));
+    REJECTS(backward, args->dattn_bias.dtype = FDMA_FLOAT16, FDMA_UNSUPPORTED,
+            {"dattn_bias", "is float16", "float32"}, 0);
     REJECTS(backward, (args->dattn_bias.shape[1] = 2), INVALID("dattn_bias", "has 2", "want 4"));
     REJECTS(forward, (args->attn_mask.shape[1] = 3), INVALID("attn_mask", "has 3", "4, 2 or 1"));
     REJECTS(forward, (args->attn_bias.shape[3] = 0), INVALID("attn_bias", "has 0", "10 or 1"));

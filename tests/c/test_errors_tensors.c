@@ -35,7 +35,7 @@ static const char *const documented[operation_count] = {
         " sink_logit?:h:f rng_state?:2:l" CARRIED("", "") PAIRS
     " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s"
     " >dk:bngd:s >dv:bngd:s >dbias?:bgn:f >dsink_logit?:h:f"
-    " >dattn_bias?:BHIJ:f" CARRIED(">", "d"),
+    " >dattn_bias?:BHIJ:p" CARRIED(">", "d"),
     [operation_score_backward] =
         " v:bjgd:s dt_proj:gc:w a:g:w dt_bias?:g:w key_valid?:bj:u kv_used?:b:i dbias:bgj:f"
         " >dv?:bjgd:s >ddt_proj:gc:d >da:g:a >ddt_bias?:g:b",
@@ -73,7 +73,8 @@ static void list_is_as_documented(void) {
     static const char dtypes[] = {
         [dtypes_same] = 's',  [dtypes_weight] = 'w',     [dtypes_wide] = 'f',
         [dtypes_int32] = 'i', [dtypes_uint8] = 'u',      [dtypes_as_dt_proj] = 'd',
-        [dtypes_as_a] = 'a',  [dtypes_as_dt_bias] = 'b', [dtypes_int64] = 'l',
+        [dtypes_as_a] = 'a',  [dtypes_as_dt_bias] = 'b', [dtypes_as_attn_bias] = 'p',
+        [dtypes_int64] = 'l',
     };
     for (int operation = 0; operation < operation_count; operation++) {
         const tensor_table table = fdma_tensors[operation];
@@ -187,6 +188,9 @@ static bool may_have(const tensor_entry *entry, fdma_dtype own, fdma_dtype dtype
         return dtype == call_dtype(right.call.operation) || dtype == FDMA_FLOAT32;
     case dtypes_wide:
         return dtype == FDMA_FLOAT32 || dtype == FDMA_FLOAT64;
+    case dtypes_as_attn_bias:
+        return dtype == FDMA_FLOAT32 || dtype == FDMA_FLOAT64 ||
+               dtype == right.call.args.backward.attn_bias.dtype;
     default:
         return dtype == own;
     }

@@ -201,7 +201,7 @@ static void check_poison(problem *x, const char *kernel) {
         if (n % x->kv_len % 3 == 1 || n / x->kv_len % 5 == 2)
             ((uint8_t *)given.mask.data)[n] = 0;
     const gradient_problem p = gradient_masked(x, given);
-    const masked_gradients want = run_masked(&p, kernel, given, 1);
+    const masked_gradients want = run_masked_as(&p, kernel, given, 1, x->dtype);
     gradient_problem poisoned = p;
     poisoned.x.k = copy_tensor(x->k);
     poisoned.x.v = copy_tensor(x->v);
@@ -213,10 +213,10 @@ static void check_poison(problem *x, const char *kernel) {
             }
     for (int64_t n = 0; n < pair_total(x); n++)
         if (given.bias.rank > 0 && !pair_is_kept(x, given.mask, pair_of(x, n))) {
-            CHECK(((float *)want.dpairs.data)[n] == 0);
+            CHECK(load_double(want.dpairs.data, x->dtype, n) == 0);
             store_float(given.bias.data, given.bias.dtype, n, NAN);
         }
-    const masked_gradients found = run_masked(&poisoned, kernel, given, 1);
+    const masked_gradients found = run_masked_as(&poisoned, kernel, given, 1, x->dtype);
     check_equal_gradients(kernel, found.rows, want.rows);
     if (given.bias.rank > 0)
         CHECK_BYTES(found.dpairs.data, want.dpairs.data, bytes_of(want.dpairs));

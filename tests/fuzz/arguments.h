@@ -375,7 +375,8 @@ static void give_pairs(call *to, fdma_tensor *mask, fdma_tensor *bias, fdma_tens
     if (allowed && take_up_to(&to->in, 1))
         *bias = make_pairs(to, take_up_to(&to->in, 1) ? to->dtype : FDMA_FLOAT32);
     if (dbias != NULL && bias->rank == 4 && take_up_to(&to->in, 1))
-        *dbias = make(to, true, FDMA_FLOAT32, 4, bias->shape);
+        *dbias =
+            make(to, true, take_up_to(&to->in, 1) ? bias->dtype : FDMA_FLOAT32, 4, bias->shape);
 }
 
 /* ---- streams ---- */

@@ -55,7 +55,8 @@ void check_make_pairs(check_problem *problem) {
     if (!has_bias)
         return;
     problem->attn_bias = make_tensor(test, dtype, alike ? mask_axes : seed / 4096 % 32);
-    problem->dattn_bias = fdma_dense_tensor(NULL, FDMA_FLOAT32, 4, problem->attn_bias.shape);
+    problem->dattn_bias = fdma_dense_tensor(NULL, seed / 16 % 2 != 0 ? dtype : FDMA_FLOAT32, 4,
+                                            problem->attn_bias.shape);
     check_fill_normal(problem->attn_bias, &random, 1);
     if (has_mask && is_shaped_alike(&problem->attn_mask, &problem->attn_bias))
         spoil_bias(problem->attn_bias, problem->attn_mask);

@@ -48,7 +48,7 @@ typedef struct check_problem {
     fdma_tensor rng_state;           /* int64; absent in some cases */
     fdma_tensor attn_mask;           /* uint8; absent in most cases */
     fdma_tensor attn_bias;           /* in dtype or float32; absent in most cases */
-    fdma_tensor dattn_bias;          /* float32 or, made wide, float64, without data */
+    fdma_tensor dattn_bias;          /* of attn_bias's dtype, or wider; without data */
     fdma_selection selection;        /* the reference's, for `score` */
 
     fdma_cache cache;                       /* of decode: the keys before its tokens */
