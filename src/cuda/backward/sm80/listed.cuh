@@ -136,6 +136,10 @@ __device__ static void put_rows(const listed_memory<config> &shared, const backw
                                 uint32_t kept) {
     if (plan.dpairs.data == NULL)
         return;
+    const row_range &range = shared.inputs.range;
+    const int32_t rows = range.total - range.first - row;
+    if (rows < consecutive_rows) // rows past the last one have its bits
+        kept &= rows > 0 ? (1u << rows) - 1 : 0;
     kept = sum_sharing_rows(ds, kept, plan.sharing_rows);
 #pragma unroll
     for (int y = 0; y < consecutive_rows; y++)
