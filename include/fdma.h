@@ -861,8 +861,9 @@ typedef struct fdma_backward_args {
  *  Errors     as fdma_forward(). On the CPU, FDMA_INVALID_ARGUMENT also for a selection that keeps
  *             more than window + recent keys at some position; short calls may have room for them.
  *             FDMA_INVALID_ARGUMENT for a dsink_logit without sink_logit, a dattn_bias without
- *             attn_bias or of another shape, FDMA_UNSUPPORTED for one of another dtype. On a device, FDMA_UNSUPPORTED for `deterministic` with
- *             a dattn_bias that has an axis shorter than its pairs: expand attn_bias
+ *             attn_bias or of another shape; FDMA_UNSUPPORTED for one of another dtype. On a
+ *             device, FDMA_UNSUPPORTED for `deterministic` with a dattn_bias that has an axis
+ *             shorter than its pairs: expand attn_bias
  *  Source     arXiv:2205.14135, algorithm 4; docs/algorithm.md, backward */
 FDMA_API fdma_status fdma_backward(const fdma_backward_args *args);
 

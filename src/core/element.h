@@ -36,8 +36,8 @@ static inline double fdma_load(const fdma_tensor *tensor, int64_t offset) {
 
 void fdma_store(const fdma_tensor *tensor, int64_t offset, double value);
 
-/* Stores successive elements of a tensor of float16 or bfloat16, as fdma_store() does, with integers
- * alone and without branches, so that compilers take several at once. */
+/* Stores successive elements of a tensor of float16 or bfloat16, as fdma_store() does, with
+ * integers alone and without branches, so that compilers take several at once. */
 void fdma_store_row(const fdma_tensor *tensor, int64_t offset, const float *from, int64_t count);
 
 static inline int64_t offset_of(const fdma_tensor *tensor, int64_t x0, int64_t x1, int64_t x2) {

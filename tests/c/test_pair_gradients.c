@@ -1,10 +1,10 @@
-/* test_pair_gradients.c - dattn_bias in 16 bits: each element is the float32 sum of its terms, rounded
- * once, whichever heads, rows, keys and sequences share it. */
+/* test_pair_gradients.c - dattn_bias in 16 bits: each element is the float32 sum of its terms,
+ * rounded once, whichever heads, rows, keys and sequences share it. */
 #include "masks.h"
 
 /* Groups of 1, 2, 3, 4 and 8 heads; rows of whole vectors and others; lists of several blocks. */
 static const problem sizes[] = {
-    SIZES(2, 37, 53, 6, 2, 16, 20, 1),   SIZES(1, 40, 216, 4, 2, 32, 200, 1),
+    SIZES(2, 37, 53, 6, 2, 16, 20, 1),  SIZES(1, 40, 216, 4, 2, 32, 200, 1),
     SIZES(2, 20, 160, 4, 1, 64, -1, 1), SIZES(1, 33, 90, 8, 1, 24, -1, 0),
     SIZES(1, 20, 40, 2, 2, 16, -1, 1),
 };
@@ -100,7 +100,7 @@ static void are_rounded_once(void) { for_each_kernel("backward", check_axes); }
 
 /* ---- numbers of any size ---- */
 
-/* dS = -P delta is of any size, as delta is -dlse: too small for 16 bits, subnormal, or too large. */
+/* dS = -P delta is of any size, as delta is -dlse: too small for 16 bits, subnormal, too large. */
 static void check_magnitudes(const char *kernel, fdma_dtype dtype) {
     problem x = sizes[4];
     x.dtype = dtype;

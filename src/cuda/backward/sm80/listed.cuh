@@ -3,8 +3,8 @@
  * and dv of a key block, over the rows of the tile, are added to float32 sums in device memory, to
  * which other tiles add, too: their order changes from run to run, and so may the last bits. Where
  * no other tile has a gradient of the same elements of dattn_bias, the tile writes these elements,
- * zeros and gradients, so that they are written to device memory once. A key block's zeros come just
- * before its gradients, while the second-level cache has them.
+ * zeros and gradients. A key block's zeros come just before its gradients, which are then stored
+ * while the L2 cache has their lines, so that device memory is written once.
  *
  * A warp has 16 keys of the block, and computes their weights against all rows of the tile: rows of
  * the accumulators are keys, columns are queries. dq takes the same numbers transposed, from shared
@@ -256,8 +256,8 @@ __device__ static int32_t first_key(const listed_memory<config> &shared, const b
     return is_block ? shared.key[n % 3][0] : plan.forward.kv_len;
 }
 
-/* Clears what the tile has of dattn_bias, from a key of its list or key 0 on up to block n. Gradients
- * are stored after the next __syncthreads(). */
+/* Clears what the tile has of dattn_bias, from a key of its list or key 0 on up to block n.
+ * Gradients are stored after the next __syncthreads(). */
 template <typename config>
 __device__ static void clear_up_to(const listed_memory<config> &shared, const backward_plan &plan,
                                    int32_t from, int32_t n) {

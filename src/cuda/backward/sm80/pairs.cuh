@@ -1,5 +1,5 @@
-/* dattn_bias. The rows of a lane may be heads that share its elements: their gradients are summed in
- * registers. What is left goes to memory in one of the ways of pair_writing. */
+/* dattn_bias. The rows of a lane may be heads that share its elements: their gradients are summed
+ * in registers. What is left goes to memory in one of the ways of pair_writing. */
 #pragma once
 
 #include "cuda/mma/pairs.cuh"
@@ -49,8 +49,8 @@ __device__ static uint32_t sum_sharing_rows(float (&ds)[consecutive_rows], uint3
     return kept != 0;
 }
 
-/* Where the rows of dattn_bias that a tile owns begin: at offset[r], for every row r of the tile that
- * is a multiple of `sharing` and below `rows`. Whole vectors may be written if `aligned`. */
+/* Where the rows of dattn_bias that a tile owns begin: at offset[r], for every row r of the tile
+ * that is a multiple of `sharing` and below `rows`. Whole vectors may be written if `aligned`. */
 struct owned_pairs {
     const int64_t *offset;
     int32_t rows, sharing;
