@@ -201,12 +201,13 @@ neon_runs() { # whether a program for 64-bit ARM can be built and run here
 # C here, and `fdma check` runs the scalar ones, too. Left out are tests that would take a quarter of
 # an hour: properties of attention over many shapes, and the cases with the most rows and keys; and
 # test_cases, as test_forward shows that threads do not matter, test_guard that nothing outside of the
-# workspace is read, and `fdma check` that all outputs are written. The emulator fails where a process
-# of several threads forks, as test_parallel does.
+# workspace is read, and `fdma check` that all outputs are written; and test_tuning, whose choices are
+# of code that is the same here. The emulator fails where a process of several threads forks, as
+# test_parallel does.
 neon_tests() {
     build neon -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DCMAKE_BUILD_TYPE=Release &&
         FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon \
-            -E '(test_(cases|parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$' &&
+            -E '(test_(cases|tuning|parallel|(backward|packed)_shapes|backward_rows|small_window|kv_used|cache_batch)|check_(row|long))$' &&
         QEMU_CPU=cortex-a72 FDMA_TEST_KERNELS=cpu/neon c_tests 4 build/gates/neon \
             -R 'test_(kernels|vocabulary|pairs|select|attention)$'
 }
