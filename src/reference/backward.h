@@ -14,18 +14,14 @@ typedef struct key_gradients {
     real *k, *v;    /* [head_dim] of the key */
 } key_gradients;
 
-/* The elements of dattn_bias. */
-static int64_t pair_count(const fdma_problem *problem) {
-    return count_elements(&problem->dattn_bias);
-}
-
 static key_gradients take_sums(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t keys = problem->kv_len, dim = problem->head_dim;
-    return (key_gradients){take_reals(arena, keys * dim), take_reals(arena, keys * dim),
-                           take_reals(arena, keys),       take_reals(arena, pair_count(problem)),
-                           take_reals(arena, dim),        take_reals(arena, dim),
-                           take_reals(arena, dim),        take_reals(arena, dim),
-                           take_reals(arena, dim)};
+    return (key_gradients){
+        take_reals(arena, keys * dim), take_reals(arena, keys * dim),
+        take_reals(arena, keys),       take_reals(arena, count_elements(&problem->dattn_bias)),
+        take_reals(arena, dim),        take_reals(arena, dim),
+        take_reals(arena, dim),        take_reals(arena, dim),
+        take_reals(arena, dim)};
 }
 
 static size_t backward_workspace(const fdma_problem *problem) {
@@ -123,7 +119,7 @@ static void put_keys(const fdma_problem *problem, int64_t b, int64_t g, const ke
 static void put_pairs(const fdma_problem *problem, const key_gradients *sums) {
     const fdma_tensor *const to = &problem->dattn_bias;
     const real *from = sums->dpairs;
-    for (int64_t n = 0; n < pair_count(problem); n++) {
+    for (int64_t n = 0; n < count_elements(&problem->dattn_bias); n++) {
         const int64_t x3 = n % to->shape[3], rest = n / to->shape[3];
         const int64_t x2 = rest % to->shape[2], x1 = rest / to->shape[2] % to->shape[1];
         const int64_t x0 = rest / to->shape[2] / to->shape[1];
@@ -150,7 +146,7 @@ static fdma_status run_backward(const fdma_problem *problem) {
     const size_t keys = (size_t)problem->kv_len, dim = (size_t)problem->head_dim;
     const int64_t group = problem->q_len > 0 ? problem->group : 0; // without queries it may be huge
     if (is_present(&problem->dattn_bias))
-        memset(sums.dpairs, 0, (size_t)pair_count(problem) * sizeof *sums.dpairs);
+        memset(sums.dpairs, 0, (size_t)count_elements(&problem->dattn_bias) * sizeof *sums.dpairs);
     for (int64_t b = 0; b < problem->batch; b++)
         for (int64_t g = 0; g < problem->kv_heads; g++) {
             memset(sums.dk, 0, keys * dim * sizeof *sums.dk);

@@ -180,42 +180,38 @@ static fdma_status list_kernels(tuning_session *session) {
     return FDMA_OK;
 }
 
-/* The best choice so far with other tiles: not with several that hold all rows. */
-static void list_tiles(tuning_session *session) {
-    static const int64_t rows[] = {32, 64, 96, 128, 192, 256, 384, 512, 768};
-    tuning_choice choice = session->best.choice;
-    session->count = 0;
-    for (size_t n = 0; n < sizeof rows / sizeof *rows; n++) {
-        choice.tile_rows = rows[n];
-        if (n == 0 || rows[n - 1] < session->subject->rows)
-            add_choice(session, &choice);
+/* The best choice so far with each value of one of its numbers, `number`. Values ascend; of those
+ * that cover `most`, one is enough. */
+static void list_values(tuning_session *session, tuning_choice *choice, int64_t *number,
+                        const int64_t *values, size_t count, int64_t most) {
+    for (size_t n = 0; n < count && (n == 0 || values[n - 1] < most); n++) {
+        *number = values[n];
+        add_choice(session, choice);
     }
 }
 
-static void list_splits(tuning_session *session) {
+/* Other tiles, or, for kernels that split the keys, other splits. */
+static void list_tiles(tuning_session *session) {
+    static const int64_t rows[] = {32, 64, 96, 128, 192, 256, 384, 512, 768};
     static const int64_t keys[] = {128, 256, 1024, 2048, 4096, 8192};
     tuning_choice choice = session->best.choice;
     session->count = 0;
-    for (size_t n = 0; n < sizeof keys / sizeof *keys; n++) {
-        choice.split_keys = keys[n];
-        if (n == 0 || keys[n - 1] < session->args->kv_len)
-            add_choice(session, &choice);
-    }
+    if (strstr(session->best.kernel, "/decode") != NULL)
+        list_values(session, &choice, &choice.split_keys, keys, sizeof keys / sizeof *keys,
+                    session->args->kv_len);
+    else
+        list_values(session, &choice, &choice.tile_rows, rows, sizeof rows / sizeof *rows,
+                    session->subject->rows);
 }
 
 static void list_thread_work(tuning_session *session) {
     static const int64_t microseconds[] = {10, 25, 50, 200, 400, 1000, 4000};
     tuning_choice choice = session->best.choice;
     session->count = 0;
-    if (fdma_thread_count(session->args->threads, INT32_MAX) == 1)
-        return;
-    for (size_t n = 0; n < sizeof microseconds / sizeof *microseconds; n++) {
-        choice.thread_work = microseconds[n];
-        add_choice(session, &choice);
-    }
+    if (fdma_thread_count(session->args->threads, INT32_MAX) > 1)
+        list_values(session, &choice, &choice.thread_work, microseconds,
+                    sizeof microseconds / sizeof *microseconds, INT64_MAX);
 }
-
-static bool is_decode(const char *kernel) { return strstr(kernel, "/decode") != NULL; }
 
 static fdma_status time_rules(tuning_session *session) {
     session->rules.ratio = 1;
@@ -249,10 +245,7 @@ static fdma_status tune_operation(tuning_session *session, fdma_operation operat
     FDMA_TRY(time_rules(session));
     FDMA_TRY(list_kernels(session));
     FDMA_TRY(run_stage(session));
-    if (is_decode(session->best.kernel))
-        list_splits(session);
-    else
-        list_tiles(session);
+    list_tiles(session);
     FDMA_TRY(run_stage(session));
     list_thread_work(session);
     FDMA_TRY(run_stage(session));

@@ -23,7 +23,9 @@ struct forward_config {
     // its weights, which are held twice, key_rows / 2
     static constexpr int key_rows = channels > 128 ? 64 : 128;
     static constexpr int short_keys = key_rows == 128 ? 64 : key_rows; // of a tile's last block
-    static constexpr int kv_stages = channels > 64 ? 6 - (channels > 128) - drops : 12; // that fit
+    static constexpr int most_stages = channels > 128 ? 5 : channels > 64 ? 6 : 12;
+    // that fit shared memory, in which dropout's codes take the place of one
+    static constexpr int kv_stages = most_stages - (drops && channels > 64 ? 1 : 0);
     static constexpr int mask_stages = 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     // with 40 registers the producer waits until its copies have read their address registers,
