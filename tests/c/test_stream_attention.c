@@ -152,8 +152,6 @@ static void pieces_are_the_whole(const char *kernel, fdma_dtype dtype) {
     static const int64_t lengths[] = {5, 40, 100};
     static const fdma_bias_form forms[] = {FDMA_BIAS_EXP, FDMA_BIAS_LINEAR, FDMA_BIAS_NONE};
     static piece pieces[most_pieces];
-    if (is_device_kernel(kernel))
-        kernel = "cuda"; // the steps of a fused call have no name in common
     for (int c = 0; c < 3; c++) {
         test_context("case %d, %s, %s", c, kernel, dtype_name(dtype));
         whole_call x = new_stream(dtype, forms[c], c == 1);
@@ -165,7 +163,13 @@ static void pieces_are_the_whole(const char *kernel, fdma_dtype dtype) {
     }
 }
 
-static void pieces_by_every_kernel(void) { for_each_kernel("forward", pieces_are_the_whole); }
+/* On a device the steps of a fused call have no name in common, and choose their kernels. */
+static void pieces_by_every_kernel(void) {
+    if (test_backend.run == NULL)
+        for_each_kernel("forward", pieces_are_the_whole);
+    for (int type = first_dtype(); test_backend.run != NULL && type < test_dtype_count; type++)
+        pieces_are_the_whole("cuda", test_dtypes[type]);
+}
 
 /* ---- gradients ---- */
 

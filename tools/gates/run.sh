@@ -274,7 +274,7 @@ fuzz_both() {
 
 # Two sequences of gates run at a time, as each has parts that keep one core busy: checks in Python,
 # the last file that is compiled, the longest test.
-form_and_cpu() {
+form_and_cpus() {
     gate format tools/gates/format.sh
     for check in arrows calls words commits messages sizes symbols; do
         gate "${check}_find_plants" "$python" "tools/gates/check_$check.py" --self-test
@@ -297,17 +297,6 @@ form_and_cpu() {
         echo "skip  valgrind: not installed, and tools/setup.sh could not install it"
     fi
     gate fuzz_build build_fuzzers
-}
-
-other_machines() {
-    if command -v nvcc >/dev/null; then
-        echo "      compiling the CUDA kernels for every device, without a spilled register"
-        gate cuda cuda_build
-        echo "      running the CUDA kernels on an emulated device"
-        gate emulated emulated_tests
-    else
-        echo "skip  cuda, emulated: nvcc is not installed"
-    fi
     if neon_runs 2>/dev/null; then
         echo "      running the C tests on an emulated CPU with NEON"
         gate neon neon_tests
@@ -316,12 +305,23 @@ other_machines() {
     fi
 }
 
-other_machines &
-others=$!
-trap 'kill $others' INT TERM
-form_and_cpu
-if ! wait "$others"; then
-    echo "FAIL  gates of other machines: the shell that runs them was ended"
+on_devices() {
+    if command -v nvcc >/dev/null; then
+        echo "      compiling the CUDA kernels for every device, without a spilled register"
+        gate cuda cuda_build
+        echo "      running the CUDA kernels on an emulated device"
+        gate emulated emulated_tests
+    else
+        echo "skip  cuda, emulated: nvcc is not installed"
+    fi
+}
+
+on_devices &
+devices=$!
+trap 'kill $devices' INT TERM
+form_and_cpus
+if ! wait "$devices"; then
+    echo "FAIL  gates of CUDA devices: the shell that runs them was ended"
     echo failed >>"$results"
 fi
 echo "      fuzzing, $fuzz_seconds seconds each"
