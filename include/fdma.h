@@ -508,6 +508,7 @@ typedef struct fdma_forward_args {
     fdma_tensor attn_mask;  /* optional [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or
                                1] uint8: 0 where the query does not attend to the key */
     fdma_tensor attn_bias;  /* optional, axes as of attn_mask, q's dtype or float32: added to s */
+    fdma_tensor mask_lists; /* optional [bytes] uint8: fdma_mask_lists()'s, for this attn_mask */
 } fdma_forward_args;
 
 /*! fdma_forward() - attention of each query over its kept keys, or over all visible ones.
@@ -520,8 +521,8 @@ typedef struct fdma_forward_args {
  *             out[b,i,h] = sum_j m[i,j] exp(s[i,j] - lse[b,h,i]) v[b,j,g], where m[i,j] is 1 or,
  *                          with dropout, 0 or 1 / (1 - dropout)
  *  Workspace  O(threads * tile + batch * kv_heads * kv_len), on a device O(batch * kv_heads *
- *             (kv_len + (window + recent) * q_len / 128)), with attn_mask 5/32 q_len * kv_len bytes
- *             for each head of the mask; for a few queries also some rows of out
+ *             (kv_len + (window + recent) * q_len / 128)), with attn_mask, but no mask_lists, 5/32
+ *             q_len * kv_len bytes for each head of it; for a few queries also some rows of out
  *  Edge       a query that keeps no key (or whose kept logits are all -inf): out = 0, lse = -inf
  *             or, with a sink_logit, this; a kept logit or a sink_logit that is NaN or +inf: that
  *             row's out and lse are NaN; a sink_logit of -inf is as none; keys that are not
@@ -535,6 +536,24 @@ typedef struct fdma_forward_args {
  *             which selects, takes it)
  *  Source     arXiv:2205.14135; arXiv:2508.02124 */
 FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
+
+/*! fdma_mask_lists() - the keys that queries keep by an attn_mask, for several calls.
+ *  Use it where forward and backward, or the layers of a model, have the same mask: on a device
+ *  each call would read all of it, which may take longer than attention to the keys that it keeps.
+ *  Ask fdma_mask_lists_size() for the bytes, call fdma_mask_lists() with the arguments of forward,
+ *  and set mask_lists in those of every call that has the same attn_mask, key_valid, starts,
+ *  kv_used, selection and causal, and q and k of the same shape. Only mask_lists is written.
+ *  Shapes     mask_lists [fdma_mask_lists_size()], whose address is a multiple of 16; on a device
+ *             5/32 q_len * kv_len bytes for each head of the mask. On the CPU the size is 0, and
+ *             the call only checks its arguments: kernels read the mask where they use it
+ *  Workspace  fdma_forward_workspace()
+ *  Edge       calls with mask_lists need attn_mask, too, which some gradients read. Lists that are
+ *             changed by hand, or of other arguments, give wrong results, never an access out of
+ *             bounds
+ *  Errors     as fdma_forward(); FDMA_INVALID_ARGUMENT also for no attn_mask or too few bytes
+ *  Source     docs/algorithm.md, masks */
+FDMA_API fdma_status fdma_mask_lists(const fdma_forward_args *args);
+FDMA_API fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes);
 
 typedef struct fdma_probabilities_args {
     size_t size;                     /* sizeof(fdma_probabilities_args) */
@@ -838,6 +857,7 @@ typedef struct fdma_backward_args {
     fdma_tensor attn_mask, attn_bias; /* as in fdma_forward_args */
     fdma_tensor dattn_bias; /* output, optional, shaped as attn_bias; not without it. It has
                                attn_bias's dtype or float32 */
+    fdma_tensor mask_lists; /* as in fdma_forward_args */
 } fdma_backward_args;
 
 /*! fdma_backward() - the gradients of fdma_forward() with respect to q, k, v, bias, sink_logit and

@@ -54,13 +54,18 @@ static const fdma_tuning *tuning_of_call(fdma_operation operation) {
     return tuning != NULL && tuning->count > 0 ? tuning : NULL;
 }
 
+static fdma_status check_on_device(const fdma_problem *problem, check_depth depth) {
+    FDMA_TRY(fdma_check_cuda(problem, depth));
+    return is_present(&problem->mask_lists) ? fdma_cuda_check_mask_lists(problem) : FDMA_OK;
+}
+
 static fdma_status prepare(fdma_operation operation, const void *args, check_depth depth,
                            const fdma_tuning *tuning, prepared_call *call) {
     fdma_problem *const problems = call->steps.problems;
     size_t most = 0; // that a step needs
     FDMA_TRY(fdma_check_call(operation, args, depth, &problems[0]));
     if (problems[0].exec.device != FDMA_CPU)
-        FDMA_TRY(fdma_check_cuda(&problems[0], depth));
+        FDMA_TRY(check_on_device(&problems[0], depth));
     else
         problems[0].tuning = tuning;
     FDMA_TRY(fdma_split_call(&call->steps));
@@ -107,16 +112,20 @@ static void note_selection(const fdma_problem *last) {
 
 /* A workspace is right whatever the tuning was when its size was asked for: where the choices of
  * this tuning need more, the call follows the rules. */
-static fdma_status run(fdma_operation operation, const void *args) {
+static fdma_status prepare_run(fdma_operation operation, const void *args, prepared_call *call) {
     const fdma_tuning *const tuning = tuning_of_call(operation);
+    FDMA_TRY(prepare(operation, args, check_all, tuning, call));
+    if (tuning != NULL && call->steps.lent < call->workspace)
+        FDMA_TRY(prepare(operation, args, check_all, NULL, call));
+    FDMA_REQUIRE(call->steps.lent >= call->workspace, FDMA_WORKSPACE_TOO_SMALL,
+                 "exec.workspace_size: is %zu bytes, want %zu or more", call->steps.lent,
+                 call->workspace);
+    return fdma_check_slots(&call->steps.problems[0]);
+}
+
+static fdma_status run(fdma_operation operation, const void *args) {
     prepared_call call;
-    FDMA_TRY(prepare(operation, args, check_all, tuning, &call));
-    if (tuning != NULL && call.steps.lent < call.workspace)
-        FDMA_TRY(prepare(operation, args, check_all, NULL, &call));
-    FDMA_REQUIRE(call.steps.lent >= call.workspace, FDMA_WORKSPACE_TOO_SMALL,
-                 "exec.workspace_size: is %zu bytes, want %zu or more", call.steps.lent,
-                 call.workspace);
-    FDMA_TRY(fdma_check_slots(&call.steps.problems[0]));
+    FDMA_TRY(prepare_run(operation, args, &call));
     for (int i = 0; i < call.steps.count; i++)
         FDMA_TRY(run_step(call.kernels[i], &call.steps.problems[i]));
     note_selection(&call.steps.problems[call.steps.count - 1]);
@@ -154,6 +163,12 @@ static fdma_status ask_kernel(fdma_operation operation, const void *args, const 
                  "name: is NULL, want the address of a const char *");
     FDMA_TRY(ask_kernels(operation, args, names));
     *name = names[operation];
+    return FDMA_OK;
+}
+
+static fdma_status check_masked(const fdma_problem *problem) {
+    FDMA_REQUIRE(is_present(&problem->attn_mask), FDMA_INVALID_ARGUMENT,
+                 "attn_mask: is absent, want the mask whose lists are wanted");
     return FDMA_OK;
 }
 
@@ -195,6 +210,30 @@ fdma_status fdma_forward_workspace(const fdma_forward_args *args, size_t *bytes)
 
 fdma_status fdma_forward_kernel(const fdma_forward_args *args, const char **name) {
     return ask_kernel(operation_forward, args, name);
+}
+
+fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes) {
+    prepared_call call;
+    FDMA_REQUIRE(bytes != NULL, FDMA_INVALID_ARGUMENT,
+                 "bytes: is NULL, want the address of a size_t");
+    FDMA_TRY(prepare(operation_forward, args, check_shapes, NULL, &call));
+    const fdma_problem *const problem = &call.steps.problems[0];
+    FDMA_TRY(check_masked(problem));
+    *bytes = problem->exec.device == FDMA_CPU ? 0 : fdma_cuda_mask_lists_size(problem);
+    return FDMA_OK;
+}
+
+/* Kernels of the CPU need no lists. */
+fdma_status fdma_mask_lists(const fdma_forward_args *args) {
+    prepared_call call;
+    FDMA_TRY(prepare_run(operation_forward, args, &call));
+    fdma_problem *const problem = &call.steps.problems[0];
+    FDMA_TRY(check_masked(problem));
+    if (problem->exec.device == FDMA_CPU)
+        return FDMA_OK;
+    FDMA_TRY(fdma_cuda_check_mask_lists(problem));
+    problem->only_mask_lists = true;
+    return run_step(call.kernels[0], problem);
 }
 
 fdma_status fdma_probabilities(const fdma_probabilities_args *args) {

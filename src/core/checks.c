@@ -81,6 +81,8 @@ static int64_t derived_length(const fdma_problem *problem, char dim) {
         return problem->slots;
     case 'x':
         return problem->cache.page_table.shape[1]; // any length: check_pages() sets its minimum
+    case 'y':
+        return problem->mask_lists.shape[0]; // any length: the backend says how many it needs
     case 'e':
         return is_present(&problem->starts) ? max(problem->starts.shape[0] - 1, 0) : problem->batch;
     default:
@@ -370,6 +372,8 @@ static fdma_status check_sizes(const fdma_problem *problem) {
         FDMA_TRY(check_packed(problem));
     if (is_present(&problem->kv_used))
         FDMA_TRY(check_used(problem));
+    FDMA_REQUIRE(!is_present(&problem->mask_lists) || is_present(&problem->attn_mask),
+                 FDMA_INVALID_ARGUMENT, "mask_lists: is given, want none without attn_mask");
     FDMA_REQUIRE(!is_attending(problem->operation) ||
                      (problem->q_heads > 0 && problem->q_heads % problem->kv_heads == 0),
                  FDMA_INVALID_ARGUMENT,

@@ -48,6 +48,7 @@ typedef struct fdma_problem {
     fdma_tensor dout, dlse, dq, dk, dv, dbias, ddt_proj, da, ddt_bias;
     fdma_tensor sink_logit, dsink_logit, probability, rng_state;
     fdma_tensor attn_mask, attn_bias, dattn_bias; /* axes that are broadcast have stride 0 */
+    fdma_tensor mask_lists;
     fdma_tensor k_carried, v_carried, bias_carried, dk_carried, dv_carried, dbias_carried;
     fdma_table table_in, table_out;
     fdma_tensor index, n_tokens, commit, from, to;
@@ -76,6 +77,7 @@ typedef struct fdma_problem {
                              in each of the problems that a call is cut into */
     bool add_dattn_bias;  /* dattn_bias is: in each of those problems */
     bool only_checks;     /* backward: checks whether it takes the selection, and writes nothing */
+    bool only_mask_lists; /* forward: makes mask_lists, and writes nothing else */
     bool any_len;         /* asks for a workspace that also serves every smaller kv_len and q_len */
     fdma_selection *made; /* select: the caller's, in which a call notes what it was made for */
     const struct fdma_tuning *tuning; /* NULL: the rules; see core/tuning.h */

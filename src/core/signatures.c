@@ -40,6 +40,8 @@
     ARG(operation, attn_mask, "BHIJ", uint8, optional),                                            \
         ARG(operation, attn_bias, "BHIJ", weight, optional)
 
+#define MASK_LISTS(operation) ARG(operation, mask_lists, "y", uint8, optional)
+
 /* The tensors of a cache, whose rows have the letter `r`. */
 #define CACHE(operation, r)                                                                        \
     ARG(operation, cache.k, "p" r "gd", same, output),                                             \
@@ -55,8 +57,8 @@
  * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
  * a cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
  * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
- * the pages of a pool, and l, the rows of a page. B, H, I and J are axes of b, h, i and j elements
- * that may have length 1 instead, H also that of g.
+ * the pages of a pool, and l, the rows of a page; y are bytes. B, H, I and J are axes of b, h, i
+ * and j elements that may have length 1 instead, H also that of g.
  * The first tensor that has one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the
  * others must agree: the tensors that a caller is least likely to get wrong come first. */
 /* clang-format off */
@@ -103,6 +105,7 @@ static const tensor_entry forward_tensors[] = {
     ARG(forward, rng_state, "2", int64, optional),
     CARRIED(forward),
     PAIRS(forward),
+    MASK_LISTS(forward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(forward, out, "bihd", same, output),
@@ -121,6 +124,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, rng_state, "2", int64, optional),
     CARRIED(backward),
     PAIRS(backward),
+    MASK_LISTS(backward),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(backward, out, "bihd", same, input),

@@ -19,6 +19,15 @@ fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth) {
                      fdma_device_text(problem->exec.device).text);
 }
 
+size_t fdma_cuda_mask_lists_size(const fdma_problem *problem) {
+    (void)problem;
+    return 0;
+}
+
+fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem) {
+    return fdma_check_cuda(problem, check_all);
+}
+
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem) {
     return kernel->workspace(problem);
 }

@@ -16,6 +16,10 @@ fdma_status fdma_describe_cuda(int32_t device, fdma_device_info *info);
  * memory. */
 fdma_status fdma_check_cuda(const fdma_problem *problem, check_depth depth);
 
+/* The bytes of mask_lists for a problem with attn_mask, and whether a call has as many of them. */
+size_t fdma_cuda_mask_lists_size(const fdma_problem *problem);
+fdma_status fdma_cuda_check_mask_lists(const fdma_problem *problem);
+
 /* The bytes of workspace that a kernel of this backend needs for a problem. */
 size_t fdma_cuda_workspace(const fdma_kernel *kernel, const fdma_problem *problem);
 

@@ -288,7 +288,7 @@ static inline bool is_list_of_numbers(const tensor_entry *entry) {
 
 /* Gives a call tensors of these sizes, without data, with all the optional ones or none, and sets
  * `size` and the pointer to the selection. There are no lists of int32 such as starts, of which
- * calls check what they hold.
+ * calls check what they hold, and no mask_lists, whose size depends on the device.
  * Options stay as they are; call_describe_selection() is still to be called. */
 static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, bool with_optional) {
     const tensor_table table = fdma_tensors[x->operation];
@@ -301,7 +301,7 @@ static inline void call_make(call *x, const call_sizes *n, fdma_dtype dtype, boo
         if (is_list_of_numbers(entry) || (n->pages == 0 && strchr(entry->dims, 'x') != NULL) ||
             (n->carried == 0 && strpbrk(entry->dims, "rz") != NULL) ||
             (n->carried == 0 && strstr(entry->name, ".seen") != NULL) ||
-            (!n->with_pairs && may_broadcast(entry->dims[0])))
+            (!n->with_pairs && may_broadcast(entry->dims[0])) || entry->dims[0] == 'y')
             continue;
         for (int axis = 0; axis < rank; axis++)
             shape[axis] = size_of_axis(n, entry->dims[axis]);

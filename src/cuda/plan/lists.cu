@@ -241,6 +241,9 @@ static fdma_status build_selection_lists(const fdma_problem *problem, const forw
 }
 
 fdma_status fdma_cuda_build_lists(const fdma_problem *problem, const forward_plan *plan) {
+    const bool are_given = is_present(&problem->mask_lists) && !problem->only_mask_lists;
     FDMA_TRY(build_selection_lists(problem, plan));
-    return plan->kept.list == NULL ? FDMA_OK : fdma_cuda_list_kept_keys(problem, plan);
+    if (plan->kept.list == NULL || are_given)
+        return FDMA_OK;
+    return fdma_cuda_list_kept_keys(problem, plan);
 }

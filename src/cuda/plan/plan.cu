@@ -100,8 +100,6 @@ const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_he
 static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
     const fdma_tensor *const mask = &problem->attn_mask;
     kept_lists kept = {};
-    if (!is_present(mask))
-        return kept;
     const bool differ = problem->selected; // expiries of keys, from one kv head to another
     const bool differ_in_batch = differ || is_present(&problem->key_valid) ||
                                  is_present(&problem->kv_used) || mask->shape[0] > 1;
@@ -118,6 +116,19 @@ static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
     return kept;
 }
 
+static kept_lists kept_lists_of(const fdma_problem *problem, fdma_arena *arena) {
+    fdma_arena given = {(uint8_t *)problem->mask_lists.data};
+    if (!is_present(&problem->attn_mask) || problem->operation == operation_probabilities)
+        return {}; // probabilities are written pair by pair, from the mask
+    return lay_out_kept(problem, is_present(&problem->mask_lists) ? &given : arena);
+}
+
+size_t fdma_cuda_kept_size(const fdma_problem *problem) {
+    fdma_arena arena = {};
+    lay_out_kept(problem, &arena);
+    return arena.used;
+}
+
 forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *arena) {
     const int64_t heads = problem->batch * problem->kv_heads;
     const bool plain = !problem->selected && !is_present(&problem->key_valid);
@@ -127,7 +138,7 @@ forward_plan fdma_cuda_plan_forward(const fdma_problem *problem, fdma_arena *are
     plan.sequences = fdma_cuda_lay_out_sequences(problem, arena, false);
     if (!plain || is_present(&problem->bias) || is_present(&problem->starts))
         plan.records = take<key_record>(arena, heads * problem->kv_len);
-    plan.kept = lay_out_kept(problem, arena);
+    plan.kept = kept_lists_of(problem, arena);
     // forward works from the lists of kept keys alone
     if (plain || (is_present(&problem->attn_mask) && problem->operation == operation_forward))
         return plan;

@@ -40,7 +40,8 @@ static_assert(list_queries <= UINT8_MAX, "at most one key arrives at a position,
 
 /* With attn_mask, the keys that some query of a query block keeps, ascending, whatever other lists
  * the plan has, and for each query which of the listed keys it keeps, by all rules. Sequences and
- * kv heads among which neither the mask nor another rule differs share their lists. */
+ * kv heads among which neither the mask nor another rule differs share their lists. They are the
+ * caller's mask_lists, or in the workspace. */
 struct kept_lists {
     int32_t *list; // list t of set s: list + (s * lists + t) * size; NULL: there are none
     // [sets][lists][size / 128][mask_heads][128]: for each 128 entries of a list and each query
@@ -240,7 +241,7 @@ __device__ static tile_list tile_list_of(const forward_plan &plan, int32_t b, in
         const int64_t n = kept_list(plan.kept, b, g, query / list_queries);
         keys.list = plan.kept.list + n * plan.kept.size;
         keys.bits = plan.kept.bits + n * plan.kept.size * plan.kept.mask_heads;
-        keys.entries = plan.kept.count[n];
+        keys.entries = (int32_t)min((int64_t)plan.kept.count[n], plan.kept.size);
     } else {
         if (plan.list != NULL)
             keys.list = plan.list + head * plan.list_head + t * plan.list_tile;
@@ -292,6 +293,9 @@ const char *fdma_cuda_refuses_pairs(const fdma_problem *problem, int64_t most_he
 
 /* Fills in what a plan says of the problem's tensors, sizes and options. */
 void fdma_cuda_describe_problem(const fdma_problem *problem, forward_plan *plan);
+
+/* The bytes of kept_lists, which are aligned to 16. */
+size_t fdma_cuda_kept_size(const fdma_problem *problem);
 
 /* Returns the plan, with its lists and records taken from the arena. With base NULL the arena only
  * counts bytes. */

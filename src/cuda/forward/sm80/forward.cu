@@ -201,6 +201,8 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const forward_plan plan = fdma_cuda_plan_forward(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
+    if (problem->only_mask_lists)
+        return FDMA_OK;
     return problem->dtype == FDMA_FLOAT16 ? attend_elements<__half>(problem, plan)
                                           : attend_elements<__nv_bfloat16>(problem, plan);
 }
