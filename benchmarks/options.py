@@ -45,6 +45,7 @@ Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all 
 -training is forward and backward, the others forward alone.
 Peers:
   fdma         with the option
+  lists        with mask_lists that were made before (on a CUDA device)
   without      without it: dense after ones, over a selection of the same keys after the others
   sdpa         SDPA with the mask
 Columns: ms, the median of the rounds; spread, (90th - 10th percentile) / median; times, the median
@@ -146,6 +147,10 @@ def peers_of(inputs: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
         "fdma": lambda: attend(inputs, inputs.options),
         "without": lambda: attend(inputs, without),
     }
+    if "attn_mask" in inputs.options and inputs.query.is_cuda:
+        rows = (inputs.query, inputs.key, inputs.options["attn_mask"])
+        lists = {"mask_lists": flash_dmattn.mask_lists(*rows, causal=True)}
+        found["lists"] = lambda: attend(inputs, inputs.options | lists)
     if inputs.case.compares_sdpa:
         found["sdpa"] = lambda: sdpa(inputs)
     return found

@@ -5,6 +5,7 @@ from .cache import DynamicMaskCache
 from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
 from .functional import Selection, attention, get_available_backends, merge, score, select
 from .fused import flash_dma_attention
+from .lists import mask_lists
 from .nn import DynamicMaskAttention
 from .options import DynamicMaskOptions
 from .probabilities import attention_probabilities
@@ -31,6 +32,7 @@ __all__ = [
     "flash_dmattn_varlen_func",
     "get_available_backends",
     "load_tuning",
+    "mask_lists",
     "merge",
     "score",
     "select",

@@ -48,6 +48,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "rng_state": ("seed and offset",),
     "attn_mask": PAIR_SHAPE,
     "attn_bias": PAIR_SHAPE,
+    "mask_lists": ("bytes",),
     "score": SCORE_SHAPE,
     "bias": SCORE_SHAPE,
     "expiry": SCORE_SHAPE,

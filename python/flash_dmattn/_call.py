@@ -332,3 +332,37 @@ def call(
         exec_fields = {"kernel": kernel, "device": index + 1, "threads": threads}
         prepared = prepare(whole_key, operation, tensors, options, exec_fields)
     return prepared.run(addresses, stream, first)
+
+
+def make_mask_lists(
+    attention: Operation,
+    given: dict[str, MaybeTensor],
+    options: dict[str, Any],
+    backend: str | None,
+) -> torch.Tensor:
+    """The lists of an attn_mask: fdma_mask_lists(), which takes the arguments of forward.
+
+    Raises:
+        As call().
+    """
+    tensors = {name: given.get(name) for name in attention.tensors}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dim() > 0 and tensor.stride(-1) != 1:
+            tensors[name] = tensor.contiguous()
+    first = tensors["query"]
+    assert first is not None
+    index = first.get_device()
+    check_devices(tensors)
+    check_backend(backend)
+    kernel = None if backend is None else backend.encode()
+    prepared = Prepared(attention, tensors, options, {"kernel": kernel, "device": index + 1})
+    size = ctypes.c_size_t()
+    ask = _library.library.fdma_mask_lists_size
+    check(ask(prepared.reference, ctypes.byref(size)), attention)
+    lists = first.new_empty(size.value, dtype=torch.uint8)
+    prepared.fill_tensor("mask_lists", lists)
+    prepared.function = _library.library.fdma_mask_lists
+    stream = torch.cuda.current_stream(index).cuda_stream if index >= 0 else 0
+    addresses = [0 if x is None else x.data_ptr() for x in tensors.values()]
+    prepared.run(addresses, stream, first)  # its outputs are not written
+    return lists

@@ -143,7 +143,7 @@ class ForwardArgs(Sized):
         ("dropout", c_double),
         ("seed", c_uint64),
         ("offset", c_uint64),
-        *tensors("rng_state attn_mask attn_bias"),
+        *tensors("rng_state attn_mask attn_bias mask_lists"),
     ]
 
 
@@ -189,7 +189,7 @@ class BackwardArgs(Sized):
         ("dropout", c_double),
         ("seed", c_uint64),
         ("offset", c_uint64),
-        *tensors("rng_state attn_mask attn_bias dattn_bias"),
+        *tensors("rng_state attn_mask attn_bias dattn_bias mask_lists"),
     ]
 
 
@@ -381,6 +381,8 @@ FUNCTIONS: dict[str, list[Any]] = {
         f"{name}_kernel": [POINTER(args), POINTER(KERNEL_NAMES[name])]
         for name, args in CALLS.items()
     },
+    "fdma_mask_lists": [POINTER(ForwardArgs)],
+    "fdma_mask_lists_size": [POINTER(ForwardArgs), POINTER(c_size_t)],
     "fdma_cache_bytes": [POINTER(Cache), POINTER(c_size_t)],
     "fdma_cache_init": [POINTER(Cache), c_void_p],
     "fdma_cache_drop": [POINTER(Cache), c_int64],

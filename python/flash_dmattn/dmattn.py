@@ -42,6 +42,7 @@ def attend(
     deterministic: bool = False,
     starts: torch.Tensor | None = None,
     sink_logit: torch.Tensor | None = None,
+    mask_lists: torch.Tensor | None = None,
     probabilities_name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """out and lse of attention(); probabilities, if the option `probabilities_name` asks for them;
@@ -54,7 +55,13 @@ def attend(
     options = {"attn_mask": attn_mask, "attn_bias": attn_bias, "starts": starts, "causal": causal}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
     options |= {"dropout_p": dropout_p, "rng_state": rng_state}
-    out, lse = attention(q, k, v, **options, sink_logit=sink_logit, deterministic=deterministic)
+    out, lse = attention(
+        *(q, k, v),
+        **options,
+        sink_logit=sink_logit,
+        mask_lists=mask_lists,
+        deterministic=deterministic,
+    )
     probability = None
     if probabilities_name is not None:
         probability = attention_probabilities(q, k, lse, **options)
@@ -76,6 +83,7 @@ def flash_dmattn_func(
     *,
     scale: float | None = None,
     generator: torch.Generator | None = None,
+    mask_lists: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention under a mask and a bias, with the arguments of flash-dmattn's function.
@@ -103,6 +111,7 @@ def flash_dmattn_func(
         return_attn_probs: also return lse and the probabilities, to debug; None for False.
         scale: another name of softmax_scale.
         generator: as in attention(), on q's device.
+        mask_lists: optional, from mask_lists(): the lists of attn_mask, so that it is not read.
         backend: as in score().
 
     Returns:
@@ -135,6 +144,7 @@ def flash_dmattn_func(
         softcap=0.0 if softcap is None else softcap,
         dropout_p=0.0 if dropout_p is None else dropout_p,
         generator=generator,
+        mask_lists=mask_lists,
         backend=backend,
         deterministic=bool(deterministic),
         probabilities_name="return_attn_probs" if return_attn_probs else None,

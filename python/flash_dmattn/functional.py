@@ -266,6 +266,7 @@ def attention(
     sink_logit: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
+    mask_lists: torch.Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -293,6 +294,7 @@ def attention(
             [batch or 1, q_heads or kv_heads or 1, q_len or 1, kv_len or 1], broadcast.
         attn_bias: optional, with axes as attn_mask, of query's dtype or float32: added to the
             logits of kept keys, elsewhere not looked at.
+        mask_lists: optional, from mask_lists(): the lists of attn_mask, so that it is not read.
         causal: a query sees only keys at positions up to its own.
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
@@ -333,6 +335,7 @@ def attention(
     return ops.ATTENTION.op(
         *rows,
         *(bias, key_valid, starts, kv_used, sink_logit, rng_state, attn_mask, attn_bias),
+        mask_lists,
         *_rules_of(selection),
         causal,
         _scale(softmax_scale),

@@ -24,7 +24,7 @@ from typing import Any, Callable
 import torch
 
 from . import _arguments, _library
-from ._call import Operation, Returned, call, check_same_device, unpack
+from ._call import Operation, Returned, call, check_same_device, make_mask_lists, unpack
 
 DEVICES = ("cpu", "cuda")
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
@@ -153,6 +153,22 @@ class BackwardOperator(Operator):
         return call(self.operation, arguments[:count], options, backend)
 
 
+class MaskListsOperator(Operator):
+    """The lists of a mask, of which the C library says how many bytes they have."""
+
+    def run(self, *arguments: Any) -> torch.Tensor:
+        count = self.count
+        given = dict(zip(self.operation.tensors, arguments))
+        given["value"] = given["key"]  # not read
+        options = dict(zip(self.operation.options, arguments[count:-1]))
+        return make_mask_lists(ATTENTION.operation, given, options, arguments[-1])
+
+    def fake(self, *arguments: Any) -> torch.Tensor:
+        on_cpu = arguments[0].device.type == "cpu"
+        size = 0 if on_cpu else torch.library.get_ctx().new_dynamic_size()
+        return arguments[0].new_empty((size,), dtype=torch.uint8)
+
+
 class ProbabilitiesOperator(Operator):
     """The probabilities of an attention that has been computed, perhaps by a kernel whose name no
     kernel of probabilities has."""
@@ -180,7 +196,7 @@ SELECT = Operator(
 ATTENTION = Operator(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, "
     "Tensor? starts, Tensor? kv_used, Tensor? sink_logit, Tensor? rng_state, "
-    "Tensor? attn_mask, Tensor? attn_bias, "
+    "Tensor? attn_mask, Tensor? attn_bias, Tensor? mask_lists, "
     "Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
     "str scope, bool causal, float softmax_scale, float softcap, float dropout_p, "
     "bool deterministic, "
@@ -210,6 +226,12 @@ FUSED_OUT = Operator(
     "str? backend) -> Tensor out",
     "attention",
 )
+MASK_LISTS = MaskListsOperator(
+    "mask_lists(Tensor query, Tensor key, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
+    "Tensor attn_mask, Tensor? expiry, Tensor? slot, SymInt window, SymInt recent, SymInt sinks, "
+    "str scope, bool causal, str? backend) -> Tensor mask_lists",
+    "forward",
+)
 # It has no gradient.
 PROBABILITIES = ProbabilitiesOperator(
     "probabilities(Tensor query, Tensor key, Tensor? bias, Tensor? key_valid, Tensor? starts, "
@@ -237,7 +259,7 @@ ATTENTION_BACKWARD = BackwardOperator(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor query, "
     "Tensor key, Tensor value, Tensor? bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, "
     "Tensor? sink_logit, Tensor? rng_state, Tensor? attn_mask, Tensor? attn_bias, "
-    "Tensor? expiry, "
+    "Tensor? mask_lists, Tensor? expiry, "
     "Tensor? slot, SymInt window, SymInt recent, SymInt sinks, str scope, bool causal, "
     "float softmax_scale, float softcap, float dropout_p, bool deterministic, "
     "bool wants_dbias, bool wants_dattn_bias, str? backend) "

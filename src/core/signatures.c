@@ -40,8 +40,6 @@
     ARG(operation, attn_mask, "BHIJ", uint8, optional),                                            \
         ARG(operation, attn_bias, "BHIJ", weight, optional)
 
-#define MASK_LISTS(operation) ARG(operation, mask_lists, "y", uint8, optional)
-
 /* The tensors of a cache, whose rows have the letter `r`. */
 #define CACHE(operation, r)                                                                        \
     ARG(operation, cache.k, "p" r "gd", same, output),                                             \
@@ -105,7 +103,7 @@ static const tensor_entry forward_tensors[] = {
     ARG(forward, rng_state, "2", int64, optional),
     CARRIED(forward),
     PAIRS(forward),
-    MASK_LISTS(forward),
+    ARG(forward, mask_lists, "y", uint8, optional),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(forward, out, "bihd", same, output),
@@ -124,7 +122,7 @@ static const tensor_entry backward_tensors[] = {
     ARG(backward, rng_state, "2", int64, optional),
     CARRIED(backward),
     PAIRS(backward),
-    MASK_LISTS(backward),
+    ARG(backward, mask_lists, "y", uint8, optional),
     SELECTION(expiry, "bgj", int32, input),
     SELECTION(slot, "bgj", int32, optional),
     ARG(backward, out, "bihd", same, input),

@@ -248,7 +248,7 @@ def test_checkpointed() -> None:
 
 def test_state_is_optional_in_the_operator() -> None:
     query, key, value, *_ = (x.detach() for x in make_fused(20, **SIZES))
-    given = (query, key, value, *8 * [None], None, None, 0, 0, 0, "causal", True)
+    given = (query, key, value, *9 * [None], None, None, 0, 0, 0, "causal", True)
     out, _ = ops.ATTENTION.op(*given, 0.0, 0.0, 0.5, False, None)  # seed and offset are 0
     state = torch.zeros(2, dtype=torch.int64)
     same = flash_dmattn.attention(query, key, value, causal=True, dropout_p=0.5, rng_state=state)[0]

@@ -141,7 +141,7 @@ DIMENSIONS = {
     **{"b": "batch", "i": "q_len", "j": "kv_len", "h": "q_heads", "g": "kv_heads"},
     **{"d": "head_dim", "c": "kv_heads * head_dim", "s": "sequences + 1"},
     **{"n": "kv_len", "r": "rows", "z": "rows", "p": "sequences", "e": "batch"},
-    **{"x": "sequence_pages", "2": "seed and offset"},
+    **{"x": "sequence_pages", "y": "bytes", "2": "seed and offset"},
     **dict(zip("BHIJ", _arguments.PAIR_SHAPE)),
 }
 OPERATORS = [one for one in vars(ops).values() if isinstance(one, ops.Operator)]

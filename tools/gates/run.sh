@@ -213,7 +213,8 @@ neon_tests() {
 }
 
 # Every CUDA kernel for every device. Where `make` has compiled them for some with the same checks,
-# as under .ci/run, only for the others: those in *_sm90_d* have code for 9.0 alone, in any build.
+# as under .ci/run, only for the others, and in one of the two 16-bit types: those in *_sm90_d* have
+# code for 9.0 alone, in any build.
 cuda_build() {
     options="-DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=ON -DFDMA_BUILD_TESTS=OFF $narrow"
     built=$(sed -n 's/^FDMA_CUDA_ARCHITECTURES:[A-Z]*=//p' build/CMakeCache.txt)
@@ -223,7 +224,8 @@ cuda_build() {
     elif [ -n "$built" ]; then
         others=$(cmake "-DBUILT=$built" -P tools/gates/other_architectures.cmake) || return 1
         [ -n "$others" ] || return 0
-        configure cuda $options "-DFDMA_CUDA_ARCHITECTURES=$others" || return 1
+        configure cuda $options "-DFDMA_CUDA_ARCHITECTURES=$others" \
+            -DCMAKE_CUDA_FLAGS=-DFDMA_ONE_ELEMENT || return 1
         kernels=$(ninja -C "$directory" -t targets all |
             sed -n 's/^\(fdma_cuda_[a-z0-9_]*\): phony$/\1/p' | grep -v '_sm90_d[0-9]*$') &&
             cmake --build "$directory" -j "$jobs" --target $kernels
@@ -238,7 +240,7 @@ emulated_tests() {
             test_cuda_workspace test_probabilities test_sink_logit test_dropout test_masks
             test_mask_gradients test_mask_lists test_pair_gradients" \
         emulated -DCMAKE_BUILD_TYPE=Release -DFDMA_CUDA=EMULATED $narrow &&
-        c_tests 4 build/gates/emulated -R \
+        c_tests 8 build/gates/emulated -R \
             '^(check_emulated_.*|test_(cache_store|small_window|stream_attention|probabilities|sink_logit|dropout|masks|mask_gradients|mask_lists|pair_gradients)_cuda|test_cuda_(lists|workspace))$'
 }
 

@@ -82,7 +82,7 @@ static fdma_status run(const fdma_problem *problem) {
     if (!is_present(&problem->score))
         FDMA_TRY(fdma_cuda_score_tokens(problem, task));
     FDMA_TRY(fdma_cuda_evict(problem, task.cached));
-    return problem->dtype == FDMA_FLOAT16 ? attend<__half>(problem, task)
+    return problem->dtype == FDMA_FLOAT16 ? attend<float16>(problem, task)
                                           : attend<__nv_bfloat16>(problem, task);
 }
 

@@ -92,7 +92,7 @@ static fdma_status run_type(const fdma_problem *problem) {
 template <attend_form form> static fdma_status run(const fdma_problem *problem) {
     if (problem->batch == 0 || problem->new_len == 0)
         return FDMA_OK;
-    return problem->dtype == FDMA_FLOAT16 ? run_type<form, __half>(problem)
+    return problem->dtype == FDMA_FLOAT16 ? run_type<form, float16>(problem)
                                           : run_type<form, __nv_bfloat16>(problem);
 }
 

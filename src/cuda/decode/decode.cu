@@ -77,7 +77,7 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const decode_task task = lay_out(problem, &arena);
     FDMA_TRY(fdma_cuda_build_lists(problem, &task.plan));
-    return problem->dtype == FDMA_FLOAT16 ? attend<__half>(problem, task.plan, task.splits)
+    return problem->dtype == FDMA_FLOAT16 ? attend<float16>(problem, task.plan, task.splits)
                                           : attend<__nv_bfloat16>(problem, task.plan, task.splits);
 }
 

@@ -5,6 +5,14 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+/* The type whose kernels run on FDMA_FLOAT16. A build that only checks how kernels compile leaves
+ * them out: those of bfloat16 differ from them in the types of a few instructions. */
+#if defined(FDMA_ONE_ELEMENT)
+using float16 = __nv_bfloat16;
+#else
+using float16 = __half;
+#endif
+
 template <typename T> __host__ __device__ constexpr bool is_bfloat16() { return false; }
 template <> __host__ __device__ constexpr bool is_bfloat16<__nv_bfloat16>() { return true; }
 

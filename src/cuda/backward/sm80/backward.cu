@@ -138,7 +138,7 @@ static fdma_status run(const fdma_problem *problem) {
     fdma_arena arena = fdma_arena_of(problem);
     const backward_plan plan = lay_out(problem, &arena);
     FDMA_TRY(fdma_cuda_begin_backward(problem, &plan));
-    FDMA_TRY(problem->dtype == FDMA_FLOAT16 ? sum_elements<__half>(problem, plan)
+    FDMA_TRY(problem->dtype == FDMA_FLOAT16 ? sum_elements<float16>(problem, plan)
                                             : sum_elements<__nv_bfloat16>(problem, plan));
     return fdma_cuda_end_backward(problem, &plan);
 }

@@ -216,7 +216,7 @@ template <typename element> static fdma_status run_elements(const fdma_problem *
 }
 
 static fdma_status run(const fdma_problem *problem) {
-    return problem->dtype == FDMA_FLOAT16 ? run_elements<__half>(problem)
+    return problem->dtype == FDMA_FLOAT16 ? run_elements<float16>(problem)
                                           : run_elements<__nv_bfloat16>(problem);
 }
 

@@ -120,22 +120,42 @@ template <class config> struct backward_producer {
             query < plan.forward.q_len ? (uint32_t)query : no_row, plan.forward.head_dim);
     }
 
-    /* Writes which of 64 queries of head h keep the key of each entry of a block, from bits by
-     * query. A warp takes 32 entries at a time. */
-    __device__ void write_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
-                               int32_t stage) {
-        constexpr int words = config::slots / 32;
+    /* Words of the mask, of 32 entries of a block each. A warp has some of them, for 32 of the 64
+     * queries of a step, and each of its threads those of one query. */
+    static constexpr int entry_words = config::slots / 32; // of a block
+    static constexpr int own_words = 2 * entry_words / warpgroup_warps;
+
+    /* Word n of the block that begins with entry `first`: which entries a query of head h keeps. */
+    __device__ static uint32_t mask_word(const forward_plan &plan, const tile_list &list, int32_t h,
+                                         int32_t tile, int32_t first, int n) {
+        const int32_t query = tile * config::q_rows + n / entry_words * 32 + threadIdx.x % 32;
+        const uint32_t *const bits = kept_bits(plan, list, first / list_queries, h, query);
+        return bits[first % list_queries / 32 + n % entry_words];
+    }
+
+    /* Writes which queries keep each of the entries of word n. */
+    __device__ void write_mask(uint32_t bits, int n, int32_t stage) {
+        uint2 &to = memory->mask[stage][n % entry_words * 32 + threadIdx.x % 32];
+        (n / entry_words == 0 ? to.x : to.y) = transpose_bits(bits);
+    }
+
+    /* Reads this thread's words of a block. */
+    __device__ void read_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
+                              uint32_t (&words)[own_words]) const {
         const tile_list list = kept_list_of(plan, memory->work);
-        const int32_t lane = threadIdx.x % 32, first = block * config::slots;
+        for (int x = 0; x < own_words; x++)
+            words[x] = mask_word(plan.forward, list, h, tile, block * config::slots,
+                                 threadIdx.x / 32 + x * warpgroup_warps);
+    }
+
+    /* Reads and writes them one by one, for lack of registers. */
+    __device__ void copy_mask(const backward_plan &plan, int32_t h, int32_t tile, int32_t block,
+                              int32_t stage) {
+        const tile_list list = kept_list_of(plan, memory->work);
+        const int32_t first = block * config::slots;
 #pragma unroll
-        for (int n = threadIdx.x / 32; n < 2 * words; n += warpgroup_warps) {
-            const int32_t word = n % words, half = n / words; // of the entries, of the queries
-            const int32_t query = tile * config::q_rows + half * 32 + lane;
-            const uint32_t *const bits =
-                kept_bits(plan.forward, list, first / list_queries, h, query);
-            uint2 &to = memory->mask[stage][word * 32 + lane];
-            (half == 0 ? to.x : to.y) = transpose_bits(bits[first % list_queries / 32 + word]);
-        }
+        for (int n = threadIdx.x / 32; n < 2 * entry_words; n += warpgroup_warps)
+            write_mask(mask_word(plan.forward, list, h, tile, first, n), n, stage);
     }
 
     /* Writes dropout's codes of the pairs of positions in a step. By a whole warp. */
@@ -153,11 +173,16 @@ template <class config> struct backward_producer {
     __device__ void load_step(const backward_plan &plan, const backward_pass &pass, int32_t h,
                               int32_t tile, int32_t block, bool is_last, bool ends_block) {
         const int32_t stage = step % config::stages, n = threadIdx.x % config::q_rows;
+        uint32_t ahead[own_words];
+        if constexpr (config::reads_mask_ahead)
+            read_mask(plan, h, tile, block, ahead);
         wait(&memory->step_free[stage], step / config::stages % 2 ^ 1);
         load_rows(plan, plan.forward.q, h, tile, shared_address(memory->q[stage]));
         load_rows(plan, plan.dout, h, tile, shared_address(memory->dout[stage]));
-        if constexpr (config::is_listed)
-            write_mask(plan, h, tile, block, stage);
+        for (int x = 0; config::reads_mask_ahead && x < own_words; x++)
+            write_mask(ahead[x], threadIdx.x / 32 + x * warpgroup_warps, stage);
+        if constexpr (config::is_listed && !config::reads_mask_ahead)
+            copy_mask(plan, h, tile, block, stage);
         const int32_t head = memory->work.b * plan.forward.q_heads + h;
         const int64_t row = (int64_t)head * plan.rows + tile * config::q_rows + n;
         const bool is_lse = threadIdx.x < config::q_rows;

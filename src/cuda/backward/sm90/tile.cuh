@@ -49,10 +49,13 @@ struct backward_config {
     static constexpr int ds_buffers = is_wide || is_narrow ? 1 : 2;
     static constexpr int threads = (consumers + 1) * warpgroup_threads;
     static constexpr int blocks = is_narrow ? 2 : 1; // of a multiprocessor
-    static constexpr int producer_registers = is_wide         ? 56
-                                              : channels > 64 ? 40
-                                              : is_narrow     ? 48
-                                                              : 104;
+    // the producer reads the mask of a step before there is room for it, if it has the registers
+    static constexpr bool reads_mask_ahead =
+        is_listed && !is_wide && (channels <= 64 || !(has_softcap || drops));
+    static constexpr int producer_registers = is_wide || (reads_mask_ahead && channels > 64) ? 56
+                                              : channels > 64                                ? 40
+                                              : is_narrow                                    ? 48
+                                                                                             : 104;
     static constexpr int consumer_registers =
         is_narrow ? 256 - producer_registers : (504 - producer_registers) / 2;
     // warps of the producer that write a step's header, mask or codes, beside what they copy

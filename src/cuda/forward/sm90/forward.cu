@@ -158,7 +158,7 @@ static fdma_status run(const fdma_problem *problem) {
     FDMA_TRY(fdma_cuda_build_lists(problem, &plan));
     if (problem->only_mask_lists)
         return FDMA_OK;
-    return problem->dtype == FDMA_FLOAT16 ? attend_elements<__half>(problem, &plan)
+    return problem->dtype == FDMA_FLOAT16 ? attend_elements<float16>(problem, &plan)
                                           : attend_elements<__nv_bfloat16>(problem, &plan);
 }
 
