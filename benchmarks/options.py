@@ -33,20 +33,26 @@ from peers_common import (
     require_close,
     write_whole,
 )
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK = 128  # queries and keys of a block of the case `blocks`
 
 MORE = """
 Cases: OPTION[-training]/DTYPE/hQ_HEADSgKV_HEADS/dHEAD_DIM/nKEYS[/wWINDOW], all causal
   mask         attn_mask [1, 1 or kv_heads, N, N] of the WINDOW best keys of each query
   mask-bias    the same, and attn_bias [1, 1, N, N] of the query's dtype, whose gradient is wanted
   ones         attn_mask [1, 1, N, N] of ones
+  keysP        attn_mask [1, 1, N, N]: all queries keep the same P % of the keys
+  blocks       attn_mask [1, 1, N, N] of blocks of 128 x 128 pairs, of which 25 % are kept
   dropout      dropout_p 0.1 over a selection
   sink         sink_logit over a selection
 -training is forward and backward, the others forward alone.
 Peers:
   fdma         with the option
   lists        with mask_lists that were made before (on a CUDA device)
-  without      without it: dense after ones, over a selection of the same keys after the others
+  without      without it: dense where there is no window, else over a selection of the same keys
+  flex         PyTorch's compiled flex_attention with a block mask that was made before
   sdpa         SDPA with the mask
 Columns: ms, the median of the rounds; spread, (90th - 10th percentile) / median; times, the median
 of the rounds' ratios to fdma.
@@ -76,6 +82,8 @@ CASES = {
         *(Case("mask-bias", training, (2, 1), 64, 32768, 1024) for training in (False, True)),
         *(Case("mask", training, (32, 8), 128, 8192, 2048, 8) for training in (False, True)),
         Case("ones", False, (32, 8), 128, 8192, 0),
+        *(Case(f"keys{share}", False, (32, 8), 128, 8192, 0) for share in (50, 80, 90)),
+        Case("blocks", False, (16, 16), 128, 16384, 0),
         Case("dropout", True, (32, 8), 128, 32768, 2048),
         *(Case("sink", training, (32, 8), 128, 32768, 2048) for training in (False, True)),
     ],
@@ -107,6 +115,9 @@ class Inputs:
             self.selection = flash_dmattn.select(
                 score.expand(1, kv_heads, n).contiguous(), case.window
             )
+        blocks = max(n // BLOCK, 1)
+        self.blocks = torch.rand(blocks, blocks, device=device) < 0.25
+        self.blocks.fill_diagonal_(True)  # every query keeps a key
         self.options = self.make_options(new)
 
     def make_options(self, new: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +129,12 @@ class Inputs:
             return {"selection": self.selection, "sink_logit": sinks.requires_grad_(case.training)}
         if case.option == "ones":
             return {"attn_mask": torch.ones(1, 1, n, n, dtype=torch.bool, device=new["device"])}
+        if case.option.startswith("keys"):
+            kept = torch.rand(1, 1, 1, n, device=new["device"]) < int(case.option[4:]) / 100
+            return {"attn_mask": kept.expand(1, 1, n, n).contiguous()}
+        if case.option == "blocks":
+            pairs = self.blocks.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            return {"attn_mask": pairs[None, None]}
         position = torch.arange(n, dtype=torch.int32, device=new["device"])
         visible = position[:, None] >= position
         options = {"attn_mask": visible & (position[:, None] < self.expiry[:, :, None, :])}
@@ -141,6 +158,18 @@ def sdpa(inputs: Inputs) -> torch.Tensor:
     return scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
+def flex(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    rows = [x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)]
+    n, kept = inputs.case.keys, inputs.blocks
+
+    def keeps(b: Any, h: Any, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return kept[i // BLOCK, j // BLOCK] & (i >= j)
+
+    mask = create_block_mask(keeps, None, None, n, n, device=inputs.query.device)
+    compiled = torch.compile(flex_attention)
+    return lambda: compiled(*rows, block_mask=mask).transpose(1, 2)
+
+
 def peers_of(inputs: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
     without = {"selection": inputs.selection}
     found = {
@@ -151,6 +180,9 @@ def peers_of(inputs: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
         rows = (inputs.query, inputs.key, inputs.options["attn_mask"])
         lists = {"mask_lists": flash_dmattn.mask_lists(*rows, causal=True)}
         found["lists"] = lambda: attend(inputs, inputs.options | lists)
+    if inputs.case.option == "blocks":
+        del found["without"]
+        found["flex"] = flex(inputs)
     if inputs.case.compares_sdpa:
         found["sdpa"] = lambda: sdpa(inputs)
     return found
@@ -163,7 +195,7 @@ def check(inputs: Inputs, peers: dict[str, Callable[[], torch.Tensor]]) -> None:
         Disagreement: they differ.
     """
     out = peers["fdma"]()
-    if inputs.case.option in ("mask", "ones"):
+    if inputs.case.option in ("mask", "ones", "blocks"):
         allowed = 1e-4 if inputs.dtype == torch.float32 else 4e-2
         for name, run in peers.items():
             require_close(out, run().double(), allowed, f"{inputs.case.option}: fdma and {name}")
