@@ -82,7 +82,7 @@ CASES = {
         *(Case("mask-bias", training, (2, 1), 64, 32768, 1024) for training in (False, True)),
         *(Case("mask", training, (32, 8), 128, 8192, 2048, 8) for training in (False, True)),
         Case("ones", False, (32, 8), 128, 8192, 0),
-        *(Case(f"keys{share}", False, (32, 8), 128, 8192, 0) for share in (50, 80, 90)),
+        *(Case(f"keys{percent}", False, (32, 8), 128, 8192, 0) for percent in (50, 80, 90)),
         Case("blocks", False, (16, 16), 128, 16384, 0),
         Case("dropout", True, (32, 8), 128, 32768, 2048),
         *(Case("sink", training, (32, 8), 128, 32768, 2048) for training in (False, True)),
