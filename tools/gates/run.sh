@@ -126,7 +126,7 @@ sanitized_tests() {
     # shellcheck disable=SC2046 # a list of options
     cmake --preset asan -DFDMA_CHECK_BY_FAMILY=ON $(without_missing_isas) &&
         cmake --build --preset asan -j "$jobs" &&
-        OMP_NUM_THREADS=2 c_tests 4 build/asan -E "$most_rows"
+        OMP_NUM_THREADS=2 c_tests 8 build/asan -E "$most_rows"
 }
 
 # test_fresh is written for valgrind; under it test_kernels sees a CPU without AVX-512.
