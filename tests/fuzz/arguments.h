@@ -303,6 +303,13 @@ static fdma_tensor maybe_rng_state(call *to) {
     return make_optional(to, false, FDMA_INT64, 1, shape);
 }
 
+/* Mostly none without a mask. */
+static fdma_tensor maybe_mask_lists(call *to, const fdma_tensor *attn_mask) {
+    const int64_t shape[] = {take_up_to(&to->in, 9)};
+    return attn_mask->rank > 0 || seldom(&to->in) ? make_optional(to, false, FDMA_UINT8, 1, shape)
+                                                  : (fdma_tensor){0};
+}
+
 /* Of forward and backward, where carried keys allow none. */
 static fdma_tensor maybe_valid_keys(call *to) {
     return to->rows == 0 || seldom(&to->in) ? maybe_valid(to) : (fdma_tensor){0};

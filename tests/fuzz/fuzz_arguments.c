@@ -116,6 +116,7 @@ static void make_forward(call *to) {
     }
     args->kv_used = maybe_used(to);
     give_pairs(to, &args->attn_mask, &args->attn_bias, NULL);
+    args->mask_lists = maybe_mask_lists(to, &args->attn_mask);
     to->work = elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 
@@ -199,6 +200,7 @@ static void make_backward(call *to) {
     }
     args->kv_used = maybe_used(to);
     give_pairs(to, &args->attn_mask, &args->attn_bias, &args->dattn_bias);
+    args->mask_lists = maybe_mask_lists(to, &args->attn_mask);
     to->work = 4 * elements(&args->q) * (1 + (double)args->k.shape[1]);
 }
 

@@ -226,7 +226,7 @@ CORE = [
           ".dropout = whole->dropout,", "",
           ("test_backward",)),
     Fault("a workspace that is too small", "src/fdma.c",
-          "call.steps.lent >= call.workspace", "true",
+          "call->steps.lent >= call->workspace", "true",
           (*ERRORS, "test_workspace")),
 ]
 

@@ -34,4 +34,7 @@ MASKS = [
     Fault("kv heads that share dattn_bias do not take turns", "src/cpu/backward/",
           "return joins_heads(problem) ? 1 : problem->kv_heads;", "return problem->kv_heads;",
           ("test_mask_gradients",)),
+    Fault("lists without a mask are taken", "src/core/",
+          "!is_present(&problem->mask_lists) || is_present(&problem->attn_mask)", "true",
+          ("test_mask_lists",)),
 ]
