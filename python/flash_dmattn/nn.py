@@ -11,6 +11,7 @@ from torch import nn
 from . import _arguments, functional, fused
 from ._inputs import check_dropout
 from .cache import DynamicMaskCache
+from .options import DynamicMaskOptions
 
 HEAD_DIM_MAX = 256  # of the kernels
 ALL_KEYS = (1 << 63) - 1  # a window that keeps every key
@@ -50,6 +51,14 @@ def count_positions(length: int, starts: torch.Tensor | None, device: torch.devi
 def require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+def check_options(
+    options: DynamicMaskOptions | None, window: int | None
+) -> DynamicMaskOptions | None:
+    found = window if options is None else options.keep_window_size
+    require(found == window, f"options: its keep_window_size is {found}, want window, {window}")
+    return options
 
 
 class DynamicMaskAttention(nn.Module):
@@ -95,6 +104,8 @@ class DynamicMaskAttention(nn.Module):
         softmax_scale: multiplies <query, key>; None for 1 / sqrt(head_dim).
         softcap: c > 0 turns the scaled product x into c * tanh(x / c), before the bias is added; 0
             for none.
+        options: as in flash_dma_attention(), for every call of the layer. Its keep_window_size has
+            to be `window`. A layer with options has no cache.
         device: of the parameters.
         dtype: of the parameters: float32, float16 or bfloat16 (float64 on the CPU, slowly).
 
@@ -110,8 +121,8 @@ class DynamicMaskAttention(nn.Module):
 
     Raises:
         TypeError: a window, recent or sinks that is not an int.
-        ValueError: sizes that contradict each other, or a window, recent, sinks, gap or dropout
-            out of its range.
+        ValueError: sizes that contradict each other, options of another window, or a window,
+            recent, sinks, gap or dropout out of its range.
 
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
@@ -140,6 +151,7 @@ class DynamicMaskAttention(nn.Module):
         rope_base: float | None = 10000.0,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
+        options: DynamicMaskOptions | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -166,6 +178,7 @@ class DynamicMaskAttention(nn.Module):
         self.recent, self.sinks = rules[1:]
         _arguments.check_gap(gap, "if window is None" if window is None else no_recent)
         self.gap = gap
+        self.options = check_options(options, self.window)
         self.causal, self.rope_base = causal, rope_base
         check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
@@ -200,6 +213,7 @@ class DynamicMaskAttention(nn.Module):
             f"{self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}, "
             f"head_dim={self.head_dim}, window={self.window}, recent={self.recent}, "
             f"sinks={self.sinks}, gap={self.gap}, causal={self.causal}, dropout={self.dropout}"
+            + ("" if self.options is None else f", options={self.options}")
         )
 
     def forward(
@@ -230,7 +244,7 @@ class DynamicMaskAttention(nn.Module):
                 left. Causality depends on the order in x, not on these numbers. With a cache None
                 is for the numbers that follow those of the tokens before.
             cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
-                sinks. The layer has to be causal and without a gap, and starts None.
+                sinks. The layer has to be causal, without a gap and options, and starts None.
             layer: the number of this layer in the cache.
             n_tokens: with a cache: as in its attend().
             draft: with a cache: the tokens do not enter it; see DynamicMaskCache.
@@ -240,7 +254,8 @@ class DynamicMaskAttention(nn.Module):
             o_proj's bias.
 
         Raises:
-            ValueError: shapes that contradict each other, or a cache of another kind of layer.
+            ValueError: shapes that contradict each other, a cache of another kind of layer, or
+                hidden states beyond the limits of options.
             NotImplementedError: a dtype or head_dim that no kernel of the device supports.
         """
         shape = f"x is [batch, len, {self.hidden}]"
@@ -299,6 +314,8 @@ class DynamicMaskAttention(nn.Module):
         selects = self.causal and self.window is not None
         require(selects, "cache: is given, want None unless the layer is causal and has a window")
         require(self.gap is None, f"cache: is given, want None for a layer of gap {self.gap}")
+        has_options = self.options is not None
+        require(not has_options, "cache: is given, want None for a layer with options")
         require(
             cache.bias_form == "exp", f"cache: its bias_form is {cache.bias_form!r}, want 'exp'"
         )
@@ -328,5 +345,5 @@ class DynamicMaskAttention(nn.Module):
             return functional.attention(query, key, value, **options)[0]
         weights = (self.dt_proj.weight, self.A)
         options.update(recent=self.recent, sinks=self.sinks, gap=self.gap)
-        options.update(dt_bias=self.dt_proj.bias)
+        options.update(dt_bias=self.dt_proj.bias, options=self.options)
         return fused.flash_dma_attention(query, key, value, *weights, self.window, **options)

@@ -133,12 +133,12 @@ class DynamicMaskOptions:
                 "densely only where queries keep all of them"
             )
 
-    def _window_of(self, keep_window_size: int) -> int:
+    def _window_of(self, keep_window_size: int, default: int = WINDOW) -> int:
         """The window of a call with this argument, which has no effect if it is the default."""
-        if keep_window_size not in (WINDOW, self.keep_window_size):
+        if keep_window_size not in (default, self.keep_window_size):
             raise ValueError(
                 f"keep_window_size: is {keep_window_size}, want that of options, "
-                f"{self.keep_window_size}, or its default, {WINDOW}"
+                f"{self.keep_window_size}, or its default, {default}"
             )
         return self.keep_window_size
 

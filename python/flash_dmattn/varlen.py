@@ -7,6 +7,9 @@ import torch
 from . import dmattn
 from ._inputs import as_bool_mask, choose_scale
 from .fused import flash_dma_attention
+from .options import DynamicMaskOptions
+
+WINDOW = 2048  # keep_window_size, where it is not given
 
 
 def _starts_of(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> torch.Tensor:
@@ -43,6 +46,7 @@ def _check_weights(
     a_coef: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     gap: float | None,
+    options: DynamicMaskOptions | None,
 ) -> None:
     """Refuse one of dt_proj and a_coef without the other, and what needs them without them."""
     if (dt_proj is None) != (a_coef is None):
@@ -52,6 +56,8 @@ def _check_weights(
         raise ValueError("dt_bias: is a tensor, want None without dt_proj and a_coef")
     if gap is not None and dt_proj is None:
         raise ValueError(f"gap: is {gap:g}, want None without dt_proj and a_coef")
+    if options is not None and dt_proj is None:
+        raise ValueError("options: is given, want None without dt_proj and a_coef")
 
 
 def flash_dmattn_varlen_func(
@@ -74,7 +80,7 @@ def flash_dmattn_varlen_func(
     a_coef: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     sink_logit: torch.Tensor | None = None,
-    keep_window_size: int = 2048,
+    keep_window_size: int = WINDOW,
     recent: int = 0,
     sinks: int = 0,
     gap: float | None = None,
@@ -86,6 +92,7 @@ def flash_dmattn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     return_lse: bool = False,
+    options: DynamicMaskOptions | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Self-attention of packed sequences, called as flash_attn_varlen_func() of flash-attn is.
 
@@ -127,6 +134,8 @@ def flash_dmattn_varlen_func(
         deterministic: as in flash_dma_attention().
         return_attn_probs: also return the probabilities, total * total numbers for each query head.
         return_lse: also return lse.
+        options: as in flash_dma_attention(), with dt_proj. Its keep_window_size is the call's, and
+            its limits count all sequences together: total and the number of sequences.
 
     Returns:
         out [total, q_heads, head_dim]. With return_lse or return_attn_probs a tuple of out, lse
@@ -135,8 +144,8 @@ def flash_dmattn_varlen_func(
 
     Raises:
         ValueError: cu_seqlens_q and cu_seqlens_k that differ, one of dt_proj and a_coef without the
-            other, dt_bias or a gap without them, a mask or a bias beside them, two names of an
-            option that differ, or what flash_dma_attention() raises it for.
+            other, dt_bias, a gap or options without them, a mask or a bias beside them, two names
+            of an option that differ, or what flash_dma_attention() raises it for.
         NotImplementedError: as flash_dma_attention().
         MemoryError: probabilities that take more memory than the device has.
 
@@ -149,24 +158,27 @@ def flash_dmattn_varlen_func(
     Source: arXiv:2508.02124.
     """
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
-    _check_weights(dt_proj, a_coef, dt_bias, gap)
+    _check_weights(dt_proj, a_coef, dt_bias, gap, options)
     rows = q[None], k[None], v[None]
-    options = {"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend}
-    options |= {"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap}
-    options |= {"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit}
-    options |= {"deterministic": deterministic}
+    given = {"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend}
+    given |= {"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap}
+    given |= {"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit}
+    given |= {"deterministic": deterministic}
     if dt_proj is None or a_coef is None:
         pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
         name = "return_attn_probs" if return_attn_probs else None
-        out, lse, *probability, _ = dmattn.attend(*rows, *pairs, **options, probabilities_name=name)
+        out, lse, *probability, _ = dmattn.attend(*rows, *pairs, **given, probabilities_name=name)
         probability = probability if return_attn_probs else []
     else:
         _refuse_pairs(attn_mask, attn_bias)
         rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
         rules |= {"bias_form": bias_form, "dt_bias": dt_bias}
-        options |= {"return_attn_probs": return_attn_probs, "return_lse": True}
+        given |= {"return_attn_probs": return_attn_probs, "return_lse": True}
+        if options is not None:
+            keep_window_size = options._window_of(keep_window_size, WINDOW)
+        rules |= {"options": options}
         rows += (dt_proj, a_coef, keep_window_size)
-        out, lse, *probability = flash_dma_attention(*rows, **rules, **options)
+        out, lse, *probability = flash_dma_attention(*rows, **rules, **given)
     results = (out, lse, *probability) if return_lse else (out, *probability)
     results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
     return results if len(results) > 1 else results[0]

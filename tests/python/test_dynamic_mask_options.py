@@ -230,3 +230,102 @@ def test_a_compiled_call() -> None:
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*tensors), call(*tensors))
+
+
+# ---- packed sequences and layers ----
+
+STARTS = torch.tensor([0, 4, 9, KV_LEN], dtype=torch.int32)
+
+
+def pack(options: DynamicMaskOptions | None, **rest: Any) -> Any:
+    """flash_dmattn_varlen_func() on sequences of 4, 5 and 31 positions, with gradients."""
+    rows, weights = make_tensors()[:3], make_tensors()[3:]
+    given = {"dt_proj": weights[0], "a_coef": weights[1], "causal": True, **rest}
+    return flash_dmattn.flash_dmattn_varlen_func(
+        *(one[0] for one in rows), STARTS, STARTS, 31, 31, options=options, **given
+    )
+
+
+def make_layer(
+    options: DynamicMaskOptions | None, **rest: Any
+) -> flash_dmattn.DynamicMaskAttention:
+    torch.manual_seed(1)
+    given = {"window": 8, **rest}
+    layer = flash_dmattn.DynamicMaskAttention(32, 4, KV_HEADS, options=options, **given)
+    if layer.window is not None:
+        torch.nn.init.normal_(layer.A)
+    return layer
+
+
+def test_packed_sequences(called: list[str]) -> None:
+    """The window, the dense calls and every limit are those of flash_dma_attention()."""
+    want = pack(None, keep_window_size=5)
+    for given in ({}, {"keep_window_size": 5}, {"keep_window_size": 2048}):
+        assert torch.equal(pack(DynamicMaskOptions(5), **given), want)
+    assert not torch.equal(pack(DynamicMaskOptions(6)), want)
+    called.clear()
+    torch.testing.assert_close(
+        pack(DynamicMaskOptions(KV_LEN)), pack(DynamicMaskOptions(KV_LEN, mixed_processing=False))
+    )
+    assert called == ["score", "attention", "flash_dma_attention"]
+    pack(DynamicMaskOptions(5, max_sequence_length=KV_LEN, max_batch_size=3))
+    for words, options in (
+        (r"query: has 3 sequences, want at most options\.max_batch", {"max_batch_size": 2}),
+        (r"query: axis 1 has 40 elements, want at most options\.", {"max_sequence_length": 39}),
+        (r"is 5, want at most options\.max_selection_ratio, 0\.1,", {"max_selection_ratio": 0.1}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pack(DynamicMaskOptions(5, **options))
+    with pytest.raises(NotImplementedError, match="block_size: is 64, want None on cpu"):
+        pack(DynamicMaskOptions(5, block_size=64))
+
+
+def test_packed_calls_that_contradict_options() -> None:
+    for size in (6, 1024):
+        words = f"keep_window_size: is {size}, want that of options, 5, or its default, 2048"
+        with pytest.raises(ValueError, match=words):
+            pack(DynamicMaskOptions(5), keep_window_size=size)
+    with pytest.raises(ValueError, match="options: is given, want None without dt_proj and a_coef"):
+        pack(DynamicMaskOptions(), dt_proj=None, a_coef=None)
+
+
+def test_layers(called: list[str]) -> None:
+    """A layer without options, limited, and dense where the window has all keys."""
+    x = torch.randn(2, 20, 32)
+    limited = DynamicMaskOptions(8, max_sequence_length=20, max_batch_size=2)
+    assert torch.equal(make_layer(limited)(x), make_layer(None)(x))
+    assert "options=DynamicMaskOptions(keep_window_size=8," in repr(make_layer(limited))
+    assert "options" not in repr(make_layer(None))
+    for words, options in (
+        (r"query: has 2 sequences, want at most options\.max_batch", {"max_batch_size": 1}),
+        (r"query: axis 1 has 20 elements, want at most options\.", {"max_sequence_length": 19}),
+        (
+            r"is 8, want at most options\.max_selection_ratio, 0\.3, of",
+            {"max_selection_ratio": 0.3},
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make_layer(DynamicMaskOptions(8, **options))(x)
+    with pytest.raises(NotImplementedError, match="block_size: is 64, want None on cpu"):
+        make_layer(DynamicMaskOptions(8, block_size=64))(x)
+    called.clear()
+    mixed, selected = (
+        DynamicMaskOptions(20, mixed_processing=is_mixed) for is_mixed in (True, False)
+    )
+    torch.testing.assert_close(
+        make_layer(mixed, window=20)(x), make_layer(selected, window=20)(x), atol=1e-6, rtol=1e-5
+    )
+    assert called == ["score", "attention", "flash_dma_attention"]
+
+
+def test_layers_that_contradict_options() -> None:
+    options = DynamicMaskOptions(8)
+    for window in (9, None):
+        words = f"options: its keep_window_size is 8, want window, {window}"
+        with pytest.raises(ValueError, match=words):
+            make_layer(options, window=window)
+    cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, 8, window=8)
+    with torch.no_grad():
+        make_layer(None)(torch.randn(2, 5, 32), cache=cache)
+        with pytest.raises(ValueError, match="cache: is given, want None for a layer with options"):
+            make_layer(options)(torch.randn(2, 5, 32), cache=cache)
