@@ -83,11 +83,8 @@ void check_make_outputs(const check_problem *problem, const check_operation *ope
                          : check_tensor_like(like);
         check_fill(outputs[n], (double)NAN);
     }
-    if (operation == &check_operations[CHECK_SCORE_BACKWARD]) {
-        const double *prior = check_widen(problem->prior_dv);
-        for (int64_t i = 0; i < element_count(&outputs[0]); i++)
-            check_store(outputs[0], i, prior[i]);
-    }
+    if (operation == &check_operations[CHECK_SCORE_BACKWARD])
+        check_store_all(outputs[0], check_widen(problem->prior_dv));
 }
 
 /* The bias is judged as a function of the score that the kernel itself wrote: an error of the score

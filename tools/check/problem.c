@@ -249,8 +249,7 @@ void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtyp
 
 /* Stores the reference's result in `to`, rounded to its dtype, as a caller would hold it. */
 static fdma_tensor rounded(const check_result *result, fdma_tensor to) {
-    for (int64_t i = 0; i < result->count; i++)
-        check_store(to, i, result->reference[i]);
+    check_store_all(to, result->reference);
     return to;
 }
 

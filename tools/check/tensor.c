@@ -82,13 +82,24 @@ void check_store(fdma_tensor tensor, int64_t index, double value) {
     store_element(tensor.data, tensor.dtype, element_offset(&tensor, index), value);
 }
 
-void check_fill(fdma_tensor tensor, double value) {
+void check_store_all(fdma_tensor tensor, const double *values) {
     const int64_t count = element_count(&tensor), run = run_length(&tensor, count);
     for (int64_t i = 0; i < count; i += run) {
         const int64_t at = element_offset(&tensor, i);
         for (int64_t d = 0; d < run; d++)
-            store_element(tensor.data, tensor.dtype, at + d, value);
+            store_element(tensor.data, tensor.dtype, at + d, values[i + d]);
     }
+}
+
+void check_fill(fdma_tensor tensor, double value) {
+    const int64_t count = element_count(&tensor), run = run_length(&tensor, count);
+    const size_t bytes = dtype_bytes(tensor.dtype);
+    char *const filled = check_alloc(run, bytes); // elements of the last axis
+    for (int64_t d = 0; d < run; d++)
+        store_element(filled, tensor.dtype, d, value);
+    for (int64_t i = 0; i < count; i += run)
+        memcpy((char *)tensor.data + (size_t)element_offset(&tensor, i) * bytes, filled,
+               (size_t)run * bytes);
 }
 
 void check_fill_normal(fdma_tensor tensor, uint64_t *random, double deviation) {
@@ -102,8 +113,11 @@ double *check_widen(fdma_tensor tensor) {
     double *wide = check_alloc(count, sizeof *wide);
     for (int64_t i = 0; i < count; i += run) {
         const int64_t at = element_offset(&tensor, i);
-        for (int64_t d = 0; d < run; d++)
-            wide[i + d] = load_element(tensor.data, tensor.dtype, at + d);
+        if (tensor.dtype == FDMA_FLOAT64)
+            memcpy(wide + i, (double *)tensor.data + at, (size_t)run * sizeof *wide);
+        else
+            for (int64_t d = 0; d < run; d++)
+                wide[i + d] = load_element(tensor.data, tensor.dtype, at + d);
     }
     return wide;
 }

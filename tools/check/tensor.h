@@ -19,6 +19,7 @@ fdma_tensor check_tensor(fdma_dtype dtype, int32_t rank, const int64_t *shape);
 fdma_tensor check_layout_tensor(fdma_dtype dtype, check_layout layout, const int64_t *shape);
 
 void check_store(fdma_tensor tensor, int64_t index, double value);
+void check_store_all(fdma_tensor tensor, const double *values);
 void check_fill(fdma_tensor tensor, double value);
 void check_fill_normal(fdma_tensor tensor, uint64_t *random, double deviation);
 
