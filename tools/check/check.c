@@ -90,7 +90,7 @@ static int check_cases(const check_options *options, int32_t device, check_tally
                       dtype_name(dtype));
         check_problem problem;
         check_make_inputs(&problem, test, dtype, device);
-        if (check_evaluate(&problem) != FDMA_OK) {
+        if (check_evaluate(&problem, tallies, count) != FDMA_OK) {
             clear_progress();
             print_error("fdma check: the reference refuses %s %s: %s", test->name,
                         dtype_name(dtype), fdma_last_error());

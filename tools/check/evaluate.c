@@ -10,6 +10,7 @@
 #include "common/arrays.h"
 
 #include <math.h>
+#include <string.h>
 
 enum { error_groups = 8 };
 
@@ -65,6 +66,22 @@ static check_problem plain(const check_problem *problem) {
     return given;
 }
 
+/* Whether one of the kernels takes the problem: on a device none may, in float32. */
+static bool is_taken(const check_problem *problem, const check_tally *tallies, int count,
+                     check_operation_id id) {
+    const check_operation *const operation = &check_operations[id];
+    fdma_tensor outputs[check_output_limit];
+    if (operation->outputs[0] == NULL || !operation->applies(problem))
+        return false;
+    check_make_outputs(problem, operation, true, outputs);
+    for (int i = 0; i < count; i++)
+        if (tallies[i].info.missing == NULL &&
+            strcmp(tallies[i].info.operation, operation->name) == 0 &&
+            check_takes(problem, id, tallies[i].info.name, outputs))
+            return true;
+    return false;
+}
+
 /* Runs one operation on a problem that is wide or plain. */
 static fdma_status run(const check_problem *given, check_operation_id id, bool plainly,
                        fdma_tensor outputs[check_output_limit]) {
@@ -76,8 +93,6 @@ static fdma_status run(const check_problem *given, check_operation_id id, bool p
 static fdma_status evaluate(check_problem *problem, const check_problem *given,
                             check_operation_id id, bool plainly) {
     const check_operation *const operation = &check_operations[id];
-    if (operation->outputs[0] == NULL || !operation->applies(problem))
-        return FDMA_OK;
     fdma_tensor outputs[check_output_limit];
     const fdma_status status = run(given, id, plainly, outputs);
     for (int n = 0; n < check_output_limit && operation->outputs[n] != NULL; n++) {
@@ -135,8 +150,25 @@ static fdma_status scatter_heads(check_problem *problem, const check_problem *wi
                        CHECK_SCORE_BACKWARD, 2, 4);
 }
 
-fdma_status check_evaluate(check_problem *problem) {
+/* The scatter of the sums, for the gradients that kernels are compared with. */
+static fdma_status scatter(check_problem *problem, const check_problem *wide,
+                           const bool taken[check_operation_count]) {
+    const bool has_bias = problem->bias.rank > 0;
+    const bool of_rows = taken[CHECK_BACKWARD] &&
+                         (has_bias || problem->sink_logit.rank > 0 || problem->attn_bias.rank > 0);
     fdma_status status = FDMA_OK;
+    for (int group = 0; group < error_groups; group++) {
+        if (status == FDMA_OK && of_rows)
+            status = scatter_rows(problem, wide, group);
+        if (status == FDMA_OK && has_bias && taken[CHECK_SCORE_BACKWARD])
+            status = scatter_heads(problem, wide, group);
+    }
+    return status;
+}
+
+fdma_status check_evaluate(check_problem *problem, const check_tally *tallies, int count) {
+    fdma_status status = FDMA_OK;
+    bool taken[check_operation_count] = {false};
     const fdma_tensor selection[] = {problem->selection.expiry, problem->selection.slot};
     if (check_is_selected(problem->test))
         status = check_run(problem, CHECK_SELECT, "reference", selection);
@@ -146,18 +178,13 @@ fdma_status check_evaluate(check_problem *problem) {
             check_make_gradient_inputs(problem);
             wide = widen(problem);
         }
-        status = evaluate(problem, &wide, (check_operation_id)id, false);
+        taken[id] = is_taken(problem, tallies, count, (check_operation_id)id);
+        if (taken[id] || id == CHECK_FORWARD) // whose results are inputs of backward
+            status = evaluate(problem, &wide, (check_operation_id)id, false);
     }
     const check_problem given = plain(problem);
     for (int id = 0; id < check_operation_count && status == FDMA_OK; id++)
-        status = evaluate(problem, &given, (check_operation_id)id, true);
-    const bool has_bias = problem->bias.rank > 0;
-    for (int group = 0; group < error_groups; group++) {
-        if (status == FDMA_OK &&
-            (has_bias || problem->sink_logit.rank > 0 || problem->attn_bias.rank > 0))
-            status = scatter_rows(problem, &wide, group);
-        if (status == FDMA_OK && has_bias)
-            status = scatter_heads(problem, &wide, group);
-    }
-    return status;
+        if (taken[id])
+            status = evaluate(problem, &given, (check_operation_id)id, true);
+    return status == FDMA_OK ? scatter(problem, &wide, taken) : status;
 }

@@ -4,8 +4,9 @@
  * kernel may make twice that. */
 #pragma once
 
-#include "check/problem.h"
+#include "check/report.h"
 
-/*! check_evaluate() - fills the problem's selection, the inputs of its gradients and its results.
- *  check_make_inputs() has made the other inputs. */
-fdma_status check_evaluate(check_problem *problem);
+/*! check_evaluate() - fills the problem's selection, the inputs of its gradients and the results
+ *  that at least one of `count` kernels is compared with. check_make_inputs() has made the other
+ *  inputs. */
+fdma_status check_evaluate(check_problem *problem, const check_tally *tallies, int count);

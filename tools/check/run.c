@@ -17,8 +17,9 @@ typedef struct check_call {
     fdma_selection selection;
     int32_t device;
     int count;
-    fdma_tensor copies[most_tensors];
-    fdma_tensor outputs[most_tensors]; /* where these are wanted; rank 0 for inputs */
+    fdma_tensor *fields[most_tensors]; /* in the structs, of tensors on the call's device */
+    fdma_tensor hosts[most_tensors];   /* the same in host memory */
+    bool is_output[most_tensors];
 } check_call;
 
 /* ---- operations, through pointers to their arguments ---- */
@@ -236,34 +237,56 @@ static void set_tensors(check_call *call, const check_problem *problem, check_op
             !is_cache_of_decode(id, entry);
         const fdma_tensor host = is_output ? *outputs++ : input_named(problem, id, entry->name);
         void *const base = entry->in_selection ? (void *)&call->selection : (void *)&call->args;
-        const fdma_tensor copy = device_copy_of(call->device, &host);
-        call->outputs[call->count] = is_output ? host : (fdma_tensor){0};
-        call->copies[call->count++] = copy;
-        *(fdma_tensor *)((char *)base + entry->offset) = copy;
+        fdma_tensor *const field = (fdma_tensor *)((char *)base + entry->offset);
+        *field = host;
+        call->fields[call->count] = field;
+        call->hosts[call->count] = host;
+        call->is_output[call->count++] = is_output;
     }
+}
+
+static fdma_exec *exec_of(check_call *call, check_operation_id id) {
+    return (fdma_exec *)((char *)&call->args + operations[id].exec);
+}
+
+/* Fills in a call whose tensors are still in host memory, and asks for its workspace. */
+static fdma_status prepare(check_call *call, const check_problem *problem, check_operation_id id,
+                           const char *kernel, const fdma_tensor *outputs, size_t *bytes) {
+    *call = (check_call){.device = runs_on(kernel, 0) ? 0 : problem->device};
+    set_options(call, problem, id);
+    set_tensors(call, problem, id, outputs);
+    *exec_of(call, id) = (fdma_exec){.kernel = kernel, .device = call->device};
+    return operations[id].ask(&call->args, bytes);
+}
+
+bool check_takes(const check_problem *problem, check_operation_id id, const char *kernel,
+                 const fdma_tensor *outputs) {
+    check_call call;
+    size_t bytes = 0;
+    return prepare(&call, problem, id, kernel, outputs, &bytes) != FDMA_UNSUPPORTED;
 }
 
 fdma_status check_run(const check_problem *problem, check_operation_id id, const char *kernel,
                       const fdma_tensor *outputs) {
-    check_call call = {.device = runs_on(kernel, 0) ? 0 : problem->device};
-    fdma_exec *const exec = (fdma_exec *)((char *)&call.args + operations[id].exec);
-    const int32_t device = call.device;
+    check_call call;
     size_t bytes = 0;
-    set_options(&call, problem, id);
-    set_tensors(&call, problem, id, outputs);
-    *exec = (fdma_exec){.kernel = kernel, .device = device};
-    fdma_status status = operations[id].ask(&call.args, &bytes);
-    if (status == FDMA_OK) {
-        exec->workspace = device > 0 ? device_allocate(device, bytes) : check_alloc(1, bytes);
-        exec->workspace_size = bytes;
-        status = operations[id].call(&call.args);
-    }
+    fdma_status status = prepare(&call, problem, id, kernel, outputs, &bytes);
+    if (status != FDMA_OK)
+        return status;
+    const int32_t device = call.device;
+    fdma_exec *const exec = exec_of(&call, id);
+    for (int i = 0; i < call.count; i++)
+        *call.fields[i] = device_copy_of(device, &call.hosts[i]);
+    exec->workspace = device > 0 ? device_allocate(device, bytes) : check_alloc(1, bytes);
+    exec->workspace_size = bytes;
+    status = operations[id].call(&call.args);
     device_wait(device);
     for (int i = 0; i < call.count; i++) {
-        device_fetch(device, &call.outputs[i], &call.copies[i]);
-        device_release(device, &call.copies[i]);
+        if (call.is_output[i])
+            device_fetch(device, &call.hosts[i], call.fields[i]);
+        device_release(device, call.fields[i]);
     }
-    if (device > 0 && exec->workspace != NULL)
+    if (device > 0)
         device_free(device, exec->workspace);
     return status;
 }

@@ -4,6 +4,10 @@
 
 #include "check/problem.h"
 
+/*! check_takes() - whether a kernel takes the call. Copies nothing to the device. */
+bool check_takes(const check_problem *problem, check_operation_id id, const char *kernel,
+                 const fdma_tensor *outputs);
+
 /*! check_run() - `outputs` are the caller's, in host memory, in the order of core/signatures.c. If
  *  the status is not FDMA_OK, fdma_last_error() says why. The reference runs on the CPU, whatever
  *  the problem's device is. */
