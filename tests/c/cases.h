@@ -60,12 +60,14 @@ typedef struct shape_case {
 
 static const shape_case cases[] = {
 #define CASE_PACKED(...) /* test_packed.c has cases of its own */
+#define CASE_PAIRS(...)  /* so has test_masks.c */
 #define CASE_RULES(...) SHAPE_RULES(__VA_ARGS__),
 #define CASE(...) SHAPE(__VA_ARGS__),
 #include "../cases.def"
 #undef CASE
 #undef CASE_RULES
 #undef CASE_PACKED
+#undef CASE_PAIRS
 };
 
 static inline float case_score(score_order order, int64_t j, float random) {

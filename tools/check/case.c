@@ -21,6 +21,7 @@ static const check_case cases[] = {
      recent,                                                                                       \
      sinks,                                                                                        \
      sequences},
+#define CASE_PAIRS(...) SHAPE(__VA_ARGS__)
 #define CASE_PACKED(...) SHAPE(__VA_ARGS__)
 #define CASE_RULES(...) SHAPE(__VA_ARGS__, -1)
 #define CASE(...) SHAPE(__VA_ARGS__, 0, 0, -1)
@@ -28,6 +29,7 @@ static const check_case cases[] = {
 #undef CASE
 #undef CASE_RULES
 #undef CASE_PACKED
+#undef CASE_PAIRS
 };
 
 int check_case_count(void) { return sizeof cases / sizeof cases[0]; }

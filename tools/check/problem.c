@@ -235,8 +235,7 @@ void check_make_inputs(check_problem *problem, const check_case *test, fdma_dtyp
     check_fill_normal(problem->dt_bias, &random_of_dt_bias, 1);
     check_fill_normal(problem->sink_logit, &random_of_sink, 2);
     fill_scores(problem, &random);
-    if (device == FDMA_CPU) // kernels of devices refuse them
-        check_make_pairs(problem);
+    check_make_pairs(problem);
     if (problem->key_valid.rank > 0)
         spoil_invalid_keys(problem);
     for (int64_t n = 0; n < element_count(&problem->starts); n++)
