@@ -12,6 +12,7 @@ from .probabilities import attention_probabilities
 from .streams import KeyCache, decode
 from .tuning import TuningShape, TuningTrial, load_tuning, tune
 from .varlen import flash_dmattn_varlen_func
+from .workspace import workspace_bytes
 
 __version__ = version()
 
@@ -37,4 +38,5 @@ __all__ = [
     "score",
     "select",
     "tune",
+    "workspace_bytes",
 ]

@@ -217,9 +217,52 @@ class Memory(threading.local):
 
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
+        self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
 
 
 memory = Memory()
+
+
+def exec_fields_of(backend: str | None, index: int) -> dict[str, Any]:
+    """The fields of fdma_exec for a device; `index` is that of the GPU, -1 for the CPU.
+
+    Raises:
+        NotImplementedError: `backend` is the name of no kernel.
+    """
+    check_backend(backend)
+    kernel = None if backend is None else backend.encode()
+    return {"kernel": kernel, "device": index + 1, "threads": thread_count(index)}
+
+
+def thread_count(index: int) -> int:
+    return torch.get_num_threads() if index < 0 else 0
+
+
+class Workspaces:
+    """The workspace that calls would need: on meta tensors an operator's fake kernel asks for it,
+    as within `with Workspaces(index) as needed`. `index` is as in exec_fields_of()."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.most = index, 0
+
+    def __enter__(self) -> Workspaces:
+        memory.workspaces = self
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        memory.workspaces = None
+
+    def ask(
+        self,
+        operation: Operation,
+        inputs: tuple[MaybeTensor, ...],
+        options: tuple[Any, ...],
+        backend: str | None,
+    ) -> None:
+        tensors = dict(zip(operation.tensors, inputs))
+        named = dict(zip(operation.options, options))
+        prepared = Prepared(operation, tensors, named, exec_fields_of(backend, self.index))
+        self.most = max(self.most, prepared.workspace_size)
 
 
 def check_same_device(tensors: dict[str, MaybeTensor]) -> tuple[str, torch.device]:
@@ -321,15 +364,13 @@ def call(
     first = tensors[0]
     assert first is not None
     index = first.get_device()  # -1: the CPU
-    threads = torch.get_num_threads() if index < 0 else 0
+    threads = thread_count(index)
     stream = torch.cuda.current_stream(index).cuda_stream if index >= 0 else 0
     key += (threads, memory.tunings)
     whole_key = tuple(key)
     prepared = memory.prepared.get(whole_key)
     if prepared is None:
-        check_backend(backend)
-        kernel = None if backend is None else backend.encode()
-        exec_fields = {"kernel": kernel, "device": index + 1, "threads": threads}
+        exec_fields = exec_fields_of(backend, index)
         prepared = prepare(whole_key, operation, tensors, options, exec_fields)
     return prepared.run(addresses, stream, first)
 
@@ -353,9 +394,7 @@ def make_mask_lists(
     assert first is not None
     index = first.get_device()
     check_devices(tensors)
-    check_backend(backend)
-    kernel = None if backend is None else backend.encode()
-    prepared = Prepared(attention, tensors, options, {"kernel": kernel, "device": index + 1})
+    prepared = Prepared(attention, tensors, options, exec_fields_of(backend, index))
     size = ctypes.c_size_t()
     ask = _library.library.fdma_mask_lists_size
     check(ask(prepared.reference, ctypes.byref(size)), attention)

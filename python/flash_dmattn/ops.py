@@ -24,7 +24,7 @@ from typing import Any, Callable
 import torch
 
 from . import _arguments, _library
-from ._call import Operation, Returned, call, check_same_device, make_mask_lists, unpack
+from ._call import Operation, call, check_same_device, make_mask_lists, memory, unpack
 
 DEVICES = ("cpu", "cuda")
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
@@ -99,13 +99,19 @@ class Operator:
 
         self.differentiate(lambda ctx, inputs, output: None, refuse)
 
+    def settle(self, *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
+        """Tensors, options and the backend of the C call."""
+        count = self.count
+        return arguments[:count], arguments[count:-1], arguments[-1]
+
     def run(self, *arguments: Any) -> Any:
         """The kernel: one C call."""
-        count = self.count
-        return call(self.operation, arguments[:count], arguments[count:-1], arguments[-1])
+        return call(self.operation, *self.settle(*arguments))
 
     def fake(self, *arguments: Any) -> Any:
         """The fake kernel: an allocation of the results."""
+        if memory.workspaces is not None:
+            memory.workspaces.ask(self.operation, *self.settle(*arguments))
         given = dict(zip(self.arguments, arguments))
         tensors = {name: given[name] for name in self.operation.tensors}
         check_same_device(tensors)
@@ -142,15 +148,13 @@ class BackwardOperator(Operator):
             f"flash_dmattn.{forward.name}: second derivatives are not implemented"
         )
 
-    def run(self, *arguments: Any) -> Returned:
-        count = self.count
-        options = arguments[count:-1]
+    def settle(self, *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
+        tensors, options, backend = super().settle(*arguments)
         if self.deterministic is not None and torch.are_deterministic_algorithms_enabled():
             # Asked here, not when a graph is traced, so that compiled graphs follow the switch.
             at = self.deterministic
             options = (*options[:at], True, *options[at + 1 :])
-        backend = backend_for(arguments[-1], *self.steps)
-        return call(self.operation, arguments[:count], options, backend)
+        return tensors, options, backend_for(backend, *self.steps)
 
 
 class MaskListsOperator(Operator):
@@ -173,8 +177,8 @@ class ProbabilitiesOperator(Operator):
     """The probabilities of an attention that has been computed, perhaps by a kernel whose name no
     kernel of probabilities has."""
 
-    def run(self, *arguments: Any) -> Any:
-        return super().run(*arguments[:-1], backend_for(arguments[-1], "probabilities"))
+    def settle(self, *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], str | None]:
+        return super().settle(*arguments[:-1], backend_for(arguments[-1], "probabilities"))
 
     def without_gradients(self, *arguments: Any) -> torch.Tensor:
         return self.op(*(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments))

@@ -58,7 +58,8 @@ class DynamicMaskOptions:
         use_reordering: gather the kept keys in the order in which they lie in memory, not in that
             of their scores. False raises NotImplementedError, as no kernel has another order.
         max_sequence_length: the most queries and the most keys of a call, of all packed sequences
-            together; None for no limit. A call with more raises ValueError.
+            together; None for no limit. A call with more raises ValueError. No memory is allocated
+            for the limits ahead of calls: workspace_bytes() says how much calls within them need.
         max_batch_size: the most sequences of a call, packed ones too; None for no limit. A call
             with more raises ValueError.
         max_selection_ratio: the largest density of a call, above 0 and up to 1, which is no limit.
