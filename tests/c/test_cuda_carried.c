@@ -239,11 +239,53 @@ static void gradients_of_pieces_are_those_of_the_whole(void) {
             }
 }
 
+static void cut_to_carried_keys(fdma_backward_args *args) {
+    fdma_tensor *const rows[] = {&args->q,  &args->k,    &args->v,  &args->out,
+                                 &args->dq, &args->dout, &args->dk, &args->dv};
+    fdma_tensor *const numbers[] = {&args->lse, &args->dlse, &args->bias, &args->dbias};
+    for (int t = 0; t < TEST_COUNT(rows); t++)
+        *rows[t] = positions_of(*rows[t], 1, 0, 0);
+    for (int t = 0; t < TEST_COUNT(numbers); t++)
+        *numbers[t] = positions_of(*numbers[t], 2, 0, 0);
+    args->dk.data = args->dv.data = args->dbias.data = NULL;
+}
+
+static void check_cleared(fdma_tensor on_device) {
+    const fdma_tensor found = gathered(device_read(on_device));
+    for (int64_t n = 0; n < count_of(found); n++)
+        if (!CHECK(load_double(found.data, found.dtype, n) == 0))
+            return;
+}
+
+/* A call without keys and queries of its own, whose outputs for these have no memory, clears the
+ * gradients of the carried keys. */
+static void gradients_of_carried_keys_alone_are_zeros(void) {
+    static const char *const kernels[] = {"cuda", "cuda/sm80"};
+    for (int n = 0; n < 2 * TEST_COUNT(kernels); n++) {
+        const problem x = new_problem(131, 64, -1, FDMA_BFLOAT16);
+        const gradient_problem p = gradient_of(&x, 1);
+        fdma_backward_args args = gradient_args(&p, kernels[n / 2]);
+        call here, there;
+        args.deterministic = n % 2;
+        call_of(&here, operation_backward, &args);
+        split_gradients(&there, &here, &placements[0]);
+        test_context("%s, deterministic %d", kernels[n / 2], n % 2);
+        cut_to_carried_keys(&there.args.backward);
+        CHECK_OK(device_run_call(&there));
+        device_wait();
+        check_cleared(there.args.backward.dk_carried);
+        check_cleared(there.args.backward.dv_carried);
+        check_cleared(there.args.backward.dbias_carried);
+        device_free_both();
+    }
+}
+
 static const test_entry tests[] = {
     TEST(pieces_for_many_queries),
     TEST(pieces_for_few_queries),
     TEST(pieces_at_both_ends_of_memory),
     TEST(gradients_of_pieces_are_those_of_the_whole),
+    TEST(gradients_of_carried_keys_alone_are_zeros),
 };
 
 int main(void) { return device_test_run(tests, TEST_COUNT(tests)); }
