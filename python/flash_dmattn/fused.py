@@ -50,7 +50,7 @@ def _attend_to_all(
     score_backend = backend and ops.backend_for(backend, "score")
     _, bias = ops.SCORE.op(value, *weights, key_valid, kv_used, bias_form, score_backend)
     bias = None if bias_form == "none" else bias
-    rest = (None, None, *_rules_of(None), *numbers, deterministic, backend)
+    rest = (*3 * [None], *_rules_of(None), *numbers, deterministic, backend)
     out, lse = ops.ATTENTION.op(query, key, value, bias, *given, *rest)
     return out, lse, bias
 
