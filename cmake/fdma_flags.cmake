@@ -24,11 +24,14 @@ if(FDMA_FUZZ)
   target_compile_options(fdma_flags INTERFACE -fsanitize=fuzzer-no-link)
 endif()
 
+# FDMA_HAVE_NAME of each instruction set that the library is built for.
+add_library(fdma_isas INTERFACE)
+
 # fdma_add_isa(NAME FLAG...): src/cpu/isa/NAME.c, compiled with its own flags, and FDMA_HAVE_NAME.
 function(fdma_add_isa name)
   set(source "${PROJECT_SOURCE_DIR}/src/cpu/isa/${name}.c")
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${ARGN}")
   target_sources(fdma_objects PRIVATE "${source}")
   string(TOUPPER ${name} upper_name)
-  target_compile_definitions(fdma_objects PRIVATE FDMA_HAVE_${upper_name}=1)
+  target_compile_definitions(fdma_isas INTERFACE FDMA_HAVE_${upper_name}=1)
 endfunction()

@@ -62,12 +62,13 @@ enum {
 
 /* Asks cpuid for what some compilers do not know. */
 static uint32_t ask_cpu(void) {
-    enum { amx_bf16_and_tile = 1 << 22 | 1 << 24 };
+    enum { amx_bf16_and_tile = 1 << 22 | 1 << 24, avx512_bf16 = 1 << 5 };
     unsigned a, b, c, d;
     const bool intel = __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
     const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
     const bool amx =
         __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & amx_bf16_and_tile) == amx_bf16_and_tile;
+    const bool avx512bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & avx512_bf16);
     __builtin_cpu_init();
     const bool found[feature_count] = {
         __builtin_cpu_supports("avx2"),
@@ -79,7 +80,7 @@ static uint32_t ask_cpu(void) {
         __builtin_cpu_supports("avx512bw"),
         __builtin_cpu_supports("avx512dq"),
         __builtin_cpu_supports("avx512vl"),
-        __builtin_cpu_supports("avx512bf16"),
+        avx512bf16 && __builtin_cpu_supports("avx512f"),
         amx,
     };
     uint32_t bits = is_known | (intel ? made_by_intel : 0);

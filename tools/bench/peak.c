@@ -51,6 +51,7 @@ enum { READ_STEP = 512, READ_SUMS = 8 };
 #define MULTIPLY_ADD(sum, factor, term) _mm512_fmadd_ps(sum, factor, term)
 #include "bench/peak_loops.h"
 
+#if defined(FDMA_HAVE_AVX512BF16)
 /* Dot products of pairs: 32 multiply-adds per instruction. Taken as a pair of bfloat16, `shrink` is
  * itself and 0, and so is `shift`. */
 #define NAME(word) avx512bf16_##word
@@ -59,7 +60,9 @@ enum { READ_STEP = 512, READ_SUMS = 8 };
 #define SUMS 16
 #define MULTIPLY_ADD(sum, factor, term) _mm512_dpbf16_ps(sum, (__m512bh)(factor), (__m512bh)(term))
 #include "bench/peak_loops.h"
+#endif
 
+#if defined(FDMA_HAVE_AMX)
 /* Products of tiles: 16 x 16 sums of 32 multiply-adds. The library has asked the operating system
  * for permission. */
 __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int64_t rounds) {
@@ -84,6 +87,7 @@ __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int6
     _tile_release();
     return sums[0];
 }
+#endif
 
 #elif defined(__aarch64__)
 
@@ -95,7 +99,8 @@ __attribute__((target("avx512f,amx-tile,amx-bf16"))) static float amx_round(int6
 #define MULTIPLY_ADD(sum, factor, term) vfmaq_f32(sum, factor, term)
 #include "bench/peak_loops.h"
 
-#if !defined(__clang__) // older versions declare these functions for whole files only
+// Older versions of clang declare these functions for whole files only.
+#if defined(FDMA_HAVE_NEONBF16) && !defined(__clang__)
 /* Dot products of pairs: 8 multiply-adds per instruction. */
 #define NAME(word) neonbf16_##word
 #define TARGET __attribute__((target("arch=armv8.2-a+bf16")))
@@ -115,13 +120,17 @@ static const struct {
     double flops; // sums * lanes * 2, twice that for pairs
 } loops[] = {
 #if defined(__x86_64__)
+#if defined(FDMA_HAVE_AMX)
     {"cpu/amx", amx_round, avx512_read, 4 * 16 * 16 * 32 * 2},
+#endif
+#if defined(FDMA_HAVE_AVX512BF16)
     {"cpu/avx512bf16", avx512bf16_round, avx512bf16_read, 16 * 16 * 4},
+#endif
     {"cpu/avx512", avx512_round, avx512_read, 16 * 16 * 2},
     {"cpu/avx2", avx2_round, avx2_read, 12 * 8 * 2},
 #elif defined(__aarch64__)
     {"cpu/neon", neon_round, neon_read, 16 * 4 * 2},
-#if !defined(__clang__)
+#if defined(FDMA_HAVE_NEONBF16) && !defined(__clang__)
     {"cpu/neonbf16", neonbf16_round, neonbf16_read, 16 * 4 * 4},
 #endif
 #endif
