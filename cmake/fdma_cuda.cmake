@@ -4,8 +4,8 @@
 
 include(fdma_architectures)
 
-# sm_90a, whose instructions the tuned kernels use, came with CUDA 12.0.
-set(fdma_least_cuda 12.0)
+# The ptxas of CUDA 12.8 still serialises the wgmma of backward/sm90, which nvcc_strict.sh refuses.
+set(fdma_least_cuda 12.9)
 set(FDMA_CUDA AUTO CACHE STRING "build the CUDA backend: AUTO (where nvcc is found, and in pip builds a driver too), ON, OFF, or EMULATED: for the emulator of tests/emulator, which needs CUDA's headers")
 set(FDMA_CUDA_ARCHITECTURES "" CACHE STRING
     "compute capabilities to include code for, the last also as PTX; empty: those of 80;90;100;120 that nvcc knows")

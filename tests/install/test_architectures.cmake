@@ -9,12 +9,12 @@ function(expect wanted)
   endif()
 endfunction()
 
-expect("80;90" 50 52 60 61 70 72 75 80 86 87 89 90) # CUDA 12.0
+expect("80;90" 50 52 60 61 70 72 75 80 86 87 89 90) # CUDA 12.4
 expect("80;90;100;120" 50 70 75 80 86 87 89 90 100 101 120) # CUDA 12.8
 expect("80;90;100;120" 75 80 86 87 88 89 90 100 103 110 120 121) # CUDA 13.0
 
-# An nvcc that prints what CUDA 12.0 prints.
-set(nvcc "${CMAKE_CURRENT_BINARY_DIR}/nvcc_of_12_0")
+# An nvcc that knows three.
+set(nvcc "${CMAKE_CURRENT_BINARY_DIR}/nvcc_of_three")
 file(WRITE "${nvcc}" "#!/bin/sh\n[ \"$1\" = --list-gpu-arch ] && printf 'compute_80\\ncompute_89\\ncompute_90\\n'\n")
 file(CHMOD "${nvcc}" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
 fdma_known_architectures(known "${nvcc}")
