@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, Callable, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Callable, NamedTuple, Sequence, Tuple
 
 import flash_dmattn
 import torch
 from peers import Parser
 from peers_common import Disagreement
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Tuple[torch.Tensor, ...]
 PLAIN = 6  # plain evaluations
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

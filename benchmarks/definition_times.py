@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import Callable, NamedTuple
+from typing import Callable, Dict, NamedTuple
 
 import flash_dmattn
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (512, 1024, 2048, 4096)}
 WINDOW = 1024
 
-Peers = dict[str, Callable[[], torch.Tensor]]
+Peers = Dict[str, Callable[[], torch.Tensor]]
 
 
 class Row(NamedTuple):

@@ -71,7 +71,7 @@ class Case(NamedTuple):
 
     def name(self, dtype: torch.dtype) -> str:
         kind = f"{self.option}-training" if self.training else self.option
-        words = [kind, str(dtype).removeprefix("torch."), "h{}g{}".format(*self.heads)]
+        words = [kind, str(dtype).replace("torch.", ""), "h{}g{}".format(*self.heads)]
         words += [f"d{self.head_dim}", f"n{self.keys}"]
         return "/".join(words + ([f"w{self.window}"] if self.window else []))
 

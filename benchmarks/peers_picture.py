@@ -119,7 +119,7 @@ def draw_times(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
 def draw_fractions(axes: pyplot.Axes, rows: list[dict[str, Any]]) -> None:
     shown = [row for row in rows if row["peer"].startswith("fdma") and row["of_dense"] is not None]
     names = [
-        row["case"].replace("/bf16", "") + row["peer"].removeprefix("fdma").replace("-", ", ")
+        row["case"].replace("/bf16", "") + row["peer"].replace("fdma", "", 1).replace("-", ", ")
         for row in shown
     ]
     heights = range(len(shown))

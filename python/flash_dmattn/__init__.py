@@ -1,5 +1,6 @@
 """Flash Dynamic Mask Attention for PyTorch: attention of each query over its `window` best keys."""
 
+from . import _versions  # noqa: F401 (refuses an old PyTorch)
 from ._library import version
 from .cache import DynamicMaskCache
 from .dmattn import flash_dmattn_func, flash_dmattn_func_auto

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import torch
 
 from . import _library
 
 MaybeTensor = Optional[torch.Tensor]
-Sizes = dict[str, Any]  # of dimensions: int, or torch.SymInt while a graph is traced
+Sizes = Dict[str, Any]  # of dimensions: int, or torch.SymInt while a graph is traced
 Options = Mapping[str, Any]
 
 # The dimensions of each tensor. "*" is a product. kv_len counts the keys of a call, all_len the
@@ -100,9 +99,12 @@ FIELDS = {
     **{"copy_from": "from", "copy_to": "to", "expiry_all": "expiry", "slot_all": "slot"},
 }
 # Names in error messages that differ from the operators' arguments.
-SHOWN = {"expiry": "selection.expiry", "slot": "selection.slot"}
-SHOWN |= {f"{name}_all": shown for name, shown in SHOWN.items()}
-SHOWN |= {name: name.replace("_", ".", 1) for name in SHAPES if name.startswith("cache_")}
+OF_SELECTION = {name: f"selection.{name}" for name in ("expiry", "slot")}
+SHOWN = {
+    **OF_SELECTION,
+    **{f"{name}_all": shown for name, shown in OF_SELECTION.items()},
+    **{name: name.replace("_", ".", 1) for name in SHAPES if name.startswith("cache_")},
+}
 CHOICES = {"scope": _library.SCOPES, "bias_form": _library.BIAS_FORMS}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Tuple, Union
 
 import torch
 
@@ -33,7 +33,7 @@ ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
 IN_SELECTION = ("expiry", "slot", "expiry_all", "slot_all")
 RULES = ("window", "recent", "sinks", "scope")  # fields of it that say what it was made for
 
-Outputs = tuple[torch.Tensor, ...]
+Outputs = Tuple[torch.Tensor, ...]
 Returned = Union[Outputs, torch.Tensor, None]  # by an operator
 Words = Any  # a struct as an array of uint64
 
@@ -65,7 +65,7 @@ def view(name: str, tensor: torch.Tensor) -> _library.Tensor:
     Raises:
         NotImplementedError: its dtype is none of the C library's.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).replace("torch.", "")
     shown = _arguments.SHOWN.get(name, name)
     if name in _arguments.BOOL_INPUTS and tensor.dtype not in (torch.bool, torch.uint8):
         hint = name == "attn_mask" and tensor.dtype.is_floating_point

@@ -10,14 +10,14 @@ nothing of size q_len x kv_len.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Tuple
 
 import torch
 
 from . import ops
 from ._arguments import MaybeTensor
 
-Gradients = tuple[MaybeTensor, ...]
+Gradients = Tuple[MaybeTensor, ...]
 
 
 def keep(ctx: Any, *tensors: MaybeTensor) -> None:
@@ -49,7 +49,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
     without_bias = [None if at in learned else at for at in gradients]
     # Of an option wants_dX of backward, which is no argument of forward, where X is.
     wanted_by = {
-        at: arguments.index(name.removeprefix("wants_d"))
+        at: arguments.index(name[len("wants_d") :])
         for at, name in enumerate(backward.operation.options)
         if name.startswith("wants_d")
     }

@@ -52,9 +52,11 @@ def attend(
     if probabilities_name is not None:
         check_probabilities_fit(q, k, probabilities_name)
     rng_state = draw_state(q, dropout_p, generator)
-    options = {"attn_mask": attn_mask, "attn_bias": attn_bias, "starts": starts, "causal": causal}
-    options |= {"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
-    options |= {"dropout_p": dropout_p, "rng_state": rng_state}
+    options = {
+        **{"attn_mask": attn_mask, "attn_bias": attn_bias, "starts": starts, "causal": causal},
+        **{"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend},
+        **{"dropout_p": dropout_p, "rng_state": rng_state},
+    }
     out, lse = attention(
         *(q, k, v),
         **options,

@@ -36,7 +36,7 @@ scaled_dot_product_attention does; scores, biases and lse stay float32.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Tuple
 
 import torch
 
@@ -48,8 +48,8 @@ from . import (
 )
 from ._inputs import draw_state, refuse_tangents
 
-Tensors = tuple[torch.Tensor, ...]
-MaybeTensors = tuple[_arguments.MaybeTensor, ...]
+Tensors = Tuple[torch.Tensor, ...]
+MaybeTensors = Tuple[_arguments.MaybeTensor, ...]
 
 
 class Selection(NamedTuple):

@@ -344,6 +344,11 @@ class DynamicMaskAttention(nn.Module):
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
         weights = (self.dt_proj.weight, self.A)
-        options.update(recent=self.recent, sinks=self.sinks, gap=self.gap)
-        options.update(dt_bias=self.dt_proj.bias, options=self.options)
-        return fused.flash_dma_attention(query, key, value, *weights, self.window, **options)
+        rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
+        return fused.flash_dma_attention(
+            *(query, key, value, *weights, self.window),
+            dt_bias=self.dt_proj.bias,
+            options=self.options,
+            **rules,
+            **options,
+        )

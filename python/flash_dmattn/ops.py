@@ -123,7 +123,7 @@ class Operator:
         return unpack(tuple(results))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def backend_for(backend: str | None, *operations: str) -> str | None:
     """The longest path prefix of the name `backend` under which each of `operations` has a kernel.
 

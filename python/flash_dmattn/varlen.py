@@ -160,10 +160,12 @@ def flash_dmattn_varlen_func(
     starts = _starts_of(cu_seqlens_q, cu_seqlens_k)
     _check_weights(dt_proj, a_coef, dt_bias, gap, options)
     rows = q[None], k[None], v[None]
-    given = {"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend}
-    given |= {"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap}
-    given |= {"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit}
-    given |= {"deterministic": deterministic}
+    given = {
+        **{"starts": starts, "causal": _is_causal(causal, is_causal), "backend": backend},
+        **{"softmax_scale": choose_scale(softmax_scale, scale), "softcap": softcap},
+        **{"dropout_p": dropout_p, "generator": generator, "sink_logit": sink_logit},
+        "deterministic": deterministic,
+    }
     if dt_proj is None or a_coef is None:
         pairs = _with_batch(as_bool_mask(attn_mask)), _with_batch(attn_bias)
         name = "return_attn_probs" if return_attn_probs else None
@@ -172,13 +174,12 @@ def flash_dmattn_varlen_func(
     else:
         _refuse_pairs(attn_mask, attn_bias)
         rules = {"recent": recent, "sinks": sinks, "gap": gap, "scope": scope}
-        rules |= {"bias_form": bias_form, "dt_bias": dt_bias}
-        given |= {"return_attn_probs": return_attn_probs, "return_lse": True}
+        scores = {"bias_form": bias_form, "dt_bias": dt_bias, "options": options}
+        wanted = {"return_attn_probs": return_attn_probs, "return_lse": True}
         if options is not None:
             keep_window_size = options._window_of(keep_window_size, WINDOW)
-        rules |= {"options": options}
         rows += (dt_proj, a_coef, keep_window_size)
-        out, lse, *probability = flash_dma_attention(*rows, **rules, **given)
+        out, lse, *probability = flash_dma_attention(*rows, **rules, **scores, **wanted, **given)
     results = (out, lse, *probability) if return_lse else (out, *probability)
     results = tuple(x.squeeze(0) for x in results)  # unlike [0], whose gradient would be copied
     return results if len(results) > 1 else results[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Tuple
 
 import evaluate
 import flash_dmattn
@@ -13,7 +13,7 @@ import pytest
 import torch
 from flash_dmattn import _arguments, _library
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Tuple[torch.Tensor, ...]
 
 
 class Case(NamedTuple):
@@ -112,7 +112,7 @@ def make_key_valid(case: Case) -> torch.Tensor | None:
     }[case.padding]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def make_input(name: str, dtype: torch.dtype) -> Input:
     case = CASES[name]
     generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1)
@@ -135,7 +135,7 @@ def make_input(name: str, dtype: torch.dtype) -> Input:
     return Input(query, key, value, score, bias, make_key_valid(case), dout)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def make_mask(name: str) -> torch.Tensor:
     """bool [batch or 1, kv_heads or 1, q_len, kv_len]."""
     case, given = CASES[name], make_input(name, torch.float32)
@@ -221,6 +221,9 @@ KERNELS = kernels_of("forward")
 WIDE = [kernel for kernel in KERNELS if supports(kernel, torch.float32)]
 HAS_DEVICE = torch.cuda.is_available() and _library.library.fdma_device_count() > 1
 on_device = pytest.mark.skipif(not HAS_DEVICE, reason="no CUDA device")
+SDPA_HAS_GROUPS = "enable_gqa" in (torch.nn.functional.scaled_dot_product_attention.__doc__ or "")
+# For tests of benchmarks that time scaled_dot_product_attention.
+with_sdpa = pytest.mark.skipif(not SDPA_HAS_GROUPS, reason="PyTorch before 2.5: no enable_gqa")
 DEVICES = ["cpu", pytest.param("cuda", marks=on_device)]
 
 

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Tuple
 
 import torch
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Tuple[torch.Tensor, ...]
+
+
+def grouped_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """scaled_dot_product_attention() whose query may have several heads for each of the key."""
+    group = query.shape[-3] // key.shape[-3]
+    rows = (x.repeat_interleave(group, -3) for x in (key, value))
+    return torch.nn.functional.scaled_dot_product_attention(query, *rows, **options)
 
 
 class Result(NamedTuple):

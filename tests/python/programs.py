@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, List
 
 import pytest
 
@@ -35,7 +35,7 @@ def output_of(done: Done) -> str:
 
 # ---- main() of a program, in this process ----
 
-Main = Callable[[list[str]], Any]
+Main = Callable[[List[str]], Any]
 
 
 def assert_refused(

@@ -160,7 +160,7 @@ def test_the_defaults_of_flash_dma_attention() -> None:
     tensors = [x.detach() for x in make_fused(1100, head_dim=8)]
     out = flash_dmattn.flash_dma_attention(*tensors)
     said = {"causal": False, "scope": "global", "bias_form": "exp", "softcap": 0.0}
-    said |= {"recent": 0, "sinks": 0}
+    said.update(recent=0, sinks=0)
     assert torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1024, **said))
     assert not torch.equal(out, flash_dmattn.flash_dma_attention(*tensors, 1023, **said))
 

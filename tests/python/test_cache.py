@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Tuple
 
 import evaluate
 import flash_dmattn
@@ -18,7 +18,7 @@ RULES = {"recent": 5, "sinks": 2}
 LENGTH = 330
 PIECES = (100, 3, 64, 1, 1, 90, 2, *[1] * 40, 16, 13)  # of LENGTH tokens
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Tuple[torch.Tensor, ...]
 assert sum(PIECES) == LENGTH
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Tuple
 
 import flash_dmattn
 import pytest
@@ -23,12 +23,12 @@ from evaluate import assert_same
 from flash_dmattn import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-Arguments = tuple[Any, ...]
+Arguments = Tuple[Any, ...]
 DENSE = {"bias": None, "expiry": None, "slot": None, "window": 0, "wants_dbias": False}
-DENSE |= {"recent": 0, "sinks": 0}
+DENSE.update(recent=0, sinks=0)
 PAIRS = {"attn_mask": torch.arange(12).remainder(5)[None, None, None] != 3}
 OPTIONAL = ("sink_logit", "rng_state", "attn_mask", "attn_bias", "mask_lists")
-PAIRS |= {"attn_bias": torch.linspace(-1, 1, 288).view(1, 2, 12, 12), "wants_dattn_bias": True}
+PAIRS.update(attn_bias=torch.linspace(-1, 1, 288).view(1, 2, 12, 12), wants_dattn_bias=True)
 
 
 def make_tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -52,8 +52,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     dlse = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
-    given |= {"recent": 3, "sinks": 2, "dropout_p": 0.0, "gap": 0.0}
-    attended = ops.ATTENTION.op(query, key, value, score, *8 * [None], expiry, slot, *OPTIONS)
+    given.update(recent=3, sinks=2, dropout_p=0.0, gap=0.0)
+    attended = ops.ATTENTION.op(query, key, value, score, *7 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
@@ -65,7 +65,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         **{"dout": attended[0].cos(), "dlse": dlse, "dbias": dlse[:, :2]},
     }
     packed = {"query": query[:1], "key": key[:1], "value": value[:1], "key_valid": None}
-    packed |= {"starts": torch.tensor([0, 5, 12], dtype=torch.int32)}
+    packed.update(starts=torch.tensor([0, 5, 12], dtype=torch.int32))
     used, dt_bias = {"kv_used": torch.tensor([5, 12]).int()}, {"dt_bias": torch.tensor([0.5, -2.0])}
     in_bfloat16 = dict(zip(ops.FUSED.arguments, make_tensors(torch.bfloat16)))
     cases = {
@@ -125,7 +125,7 @@ def make_masks() -> dict[str, tuple[ops.Operator, dict[str, Any]]]:
     """Operators with masks, and those of probabilities."""
     query, key, value, *_ = make_tensors(torch.bfloat16)
     in_bfloat16 = {"query": query, "key": key, "value": value, "out": query, "dout": query}
-    in_bfloat16 |= {**PAIRS, "attn_bias": PAIRS["attn_bias"].bfloat16()}
+    in_bfloat16.update(PAIRS, attn_bias=PAIRS["attn_bias"].bfloat16())
     return {
         "probabilities, dense, alone": (ops.PROBABILITIES, DENSE),
         "probabilities, selected, alone": (ops.PROBABILITIES, {"key_valid": None}),

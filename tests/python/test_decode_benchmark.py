@@ -10,6 +10,7 @@ import decode
 import flash_dmattn
 import peers_common
 import pytest
+from cases import with_sdpa
 from programs import ROOT, assert_refused, help_of, output_of, python
 
 TINY = [decode.Case(2, 4, 2, 16, 64, 32), decode.Case(1, 4, 2, 16, 999, 32, drafts=8)]
@@ -24,6 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "QUICK", peers_common.Rounds(2, 2, 0.0))
 
 
+@with_sdpa
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert decode.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     path = tmp_path / "decode-cpu.json"

@@ -16,6 +16,7 @@ import forward_performance
 import grad_equivalence
 import pytest
 import torch
+from cases import with_sdpa
 from definition import Attention, Case, Inputs
 from programs import assert_refused, help_of
 
@@ -75,6 +76,7 @@ def test_wrong_results_are_found(
     assert "WRONG" in printed.out and "differ from their definition" in printed.err
 
 
+@with_sdpa
 @pytest.mark.parametrize("program", PERFORMANCE, ids=lambda x: x.__name__)
 def test_performance(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--device cpu --quick --lengths 40 64 --window 16".split()
@@ -85,6 +87,7 @@ def test_performance(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert float(rows[0].split()[-1]) == 1
 
 
+@with_sdpa
 def test_wrong_outputs_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +102,7 @@ def test_wrong_outputs_are_found(
     assert "b1/h8g2/d64/n64/w16: outputs differ by " in capsys.readouterr().err
 
 
+@with_sdpa
 def test_training_computes_gradients() -> None:
     inputs = Inputs(SMALL, "cpu", torch.float32)
     peers = definition_times.peers_of(inputs, training=True)

@@ -26,7 +26,7 @@ PAIRS = (BATCH, KV_HEADS, Q_LEN, KV_LEN)
 
 def test_arguments() -> None:
     optional = {"out": None, "p_dropout": 0.0, "softmax_scale": None, "is_causal": False}
-    optional |= {"keep_window_size": 2048, "softcap": 0.0, "return_softmax": False, "gen": None}
+    optional.update(keep_window_size=2048, softcap=0.0, return_softmax=False, gen=None)
     empty = inspect.Parameter.empty
     expected = [*((name, empty) for name in "q k v zoh active_mask".split()), *optional.items()]
     for module in (flash_dma, flash_dma_cuda):

@@ -3,7 +3,7 @@ with its tensors cut to these keys, whatever stands behind them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Tuple
 
 import flash_dmattn
 import pytest
@@ -18,7 +18,7 @@ RULES = [
     {"keep_window_size": 20, "causal": False, "bias_form": "linear"},
     {"keep_window_size": 1000, "causal": True, "scope": "global", "bias_form": "none"},
 ]
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Tuple[torch.Tensor, ...]
 
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Tuple
 
 import flash_dmattn
 import pytest
@@ -11,7 +11,7 @@ import torch
 from flash_dmattn import ops
 
 BATCH, Q_LEN, KV_LEN, Q_HEADS, KV_HEADS, HEAD_DIM = 2, 37, 53, 6, 3, 16
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Tuple[torch.Tensor, ...]
 
 
 def make_rows(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import flash_dmattn
 import options
 import pytest
 import torch
+from cases import with_sdpa
 
 SMALL = ["--device", "cpu", "--quick", "--divide", "64"]
 
@@ -19,6 +20,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
 
+@with_sdpa
 def test_every_case_has_its_peers(tmp_path: Path) -> None:
     assert options.main([*SMALL, "--out", str(tmp_path)]) == 0
     _, *rows = map(json.loads, (tmp_path / "options-cpu.json").read_text().splitlines())

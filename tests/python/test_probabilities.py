@@ -37,7 +37,7 @@ def probabilities_of(name: str, given: cases.Input, lse: torch.Tensor, backend: 
         options["selection"] = flash_dmattn.select(
             score, case.window, scope=case.scope, key_valid=key_valid, **case.rules
         )
-    options |= {"causal": case.causal, "softcap": case.softcap, "backend": backend}
+    options.update(causal=case.causal, softcap=case.softcap, backend=backend)
     return flash_dmattn.attention_probabilities(query, key, lse, **options)
 
 

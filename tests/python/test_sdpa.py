@@ -8,7 +8,6 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [(333, 333), (1, 257), (65, 190)]
@@ -58,6 +57,6 @@ def test_against_sdpa(
         tensors = (tensor.to(at) for tensor in (query, key, value))
         given = mask if bias is None else torch.where(mask, bias[:, :, None, :].to(at), -math.inf)
         given = given.repeat_interleave(2, 1)
-        return scaled_dot_product_attention(*tensors, attn_mask=given, enable_gqa=True)
+        return evaluate.grouped_sdpa(*tensors, attn_mask=given)
 
     evaluate.assert_within(out.transpose(1, 2), sdpa(torch.float64), sdpa(dtype))

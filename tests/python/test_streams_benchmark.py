@@ -157,10 +157,8 @@ def test_figures() -> None:
 def causal(query: Any, key: Any, value: Any, starts: Any, groups: bool) -> torch.Tensor:
     """Attention of packed sequences [total, heads, head_dim], one after the other."""
     split = (x.transpose(0, 1).tensor_split(starts[1:-1].long(), 1) for x in (query, key, value))
-    outs = [
-        torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=groups)
-        for rows in zip(*split)
-    ]
+    sdpa = evaluate.grouped_sdpa if groups else torch.nn.functional.scaled_dot_product_attention
+    outs = [sdpa(*rows, is_causal=True) for rows in zip(*split)]
     return torch.cat(outs, 1).transpose(0, 1)
 
 

@@ -96,6 +96,7 @@ static fdma_tensor input_named(const check_problem *problem, check_operation_id 
         {"sink_logit", problem->sink_logit},
         {"rng_state", problem->rng_state},
         {"attn_mask", problem->attn_mask},
+        {"mask_lists", {0}},
         {"attn_bias", problem->attn_bias},
         {"score", given.score},
         {"bias", problem->bias},
