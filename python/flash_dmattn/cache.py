@@ -210,7 +210,9 @@ class DynamicMaskCache:
         else:
             where = self._sequences(layer, index)
             rows = (query, key, value, *weights, None, where, count, None, sink_logit)
-            out, _ = ops.DECODE.op(*rows, *self.keys.tensors, *self.keys.rules, *options)
+            out, _ = ops.DECODE.op(
+                *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
+            )
         self._count(layer, key.shape[1])
         return out
 
@@ -231,7 +233,7 @@ class DynamicMaskCache:
 
     def _prefill(self, layer: int, tokens: Tokens) -> torch.Tensor:
         """Tokens of any number enter the cache."""
-        tensors, rules = self.keys[:6], self.keys.rules
+        tensors, rules = self.keys[:6], streams.rules_of(self.keys)
         where = self._sequences(layer, tokens.index)
         if all(self._empty[layer]):
             return streams.prefill(self.keys, where, None, tokens)
@@ -264,7 +266,9 @@ class DynamicMaskCache:
         where = self._indices[layer]
         counts = (drafts.n_tokens, commit, tokens.sink_logit)
         rows = (query, *drafts[:2], None, None, None, drafts.score, where, *counts)
-        out, _ = ops.DECODE.op(*rows, *self.keys.tensors, *self.keys.rules, *tokens.options)
+        out, _ = ops.DECODE.op(
+            *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *tokens.options
+        )
         if not draft:
             self._count(layer, length)
         self._drafts[layer] = drafts if draft else None
@@ -365,7 +369,7 @@ class DynamicMaskCache:
         """
         shape = list(beam_idx.shape)
         require(shape == [self.batch], f"beam_idx: shape is {shape}, want [{self.batch}]")
-        tensors, rules = self.keys.tensors, self.keys.rules
+        tensors, rules = streams.tensors_of(self.keys), streams.rules_of(self.keys)
         for layer, numbers in enumerate(self._indices):
             source = numbers.index_select(0, beam_idx)
             ops.CACHE_COPY.op(*tensors, source, numbers, *rules, None)

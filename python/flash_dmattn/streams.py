@@ -68,15 +68,18 @@ class KeyCache(NamedTuple):
     sinks: int = 0
     page_table: torch.Tensor | None = None
 
-    @property
-    def tensors(self) -> tuple[MaybeTensor, ...]:
-        """Those that operators take, in their order."""
-        return (*self[:6], self.page_table)
 
-    @property
-    def rules(self) -> tuple[int, int, int]:
-        """window, recent and sinks."""
-        return self.window, self.recent, self.sinks
+# Functions, because torch.compile of PyTorch 2.4 does not trace properties of a NamedTuple.
+
+
+def tensors_of(cache: KeyCache) -> tuple[MaybeTensor, ...]:
+    """Those that operators take, in their order."""
+    return (*cache[:6], cache.page_table)
+
+
+def rules_of(cache: KeyCache) -> tuple[int, int, int]:
+    """window, recent and sinks."""
+    return cache.window, cache.recent, cache.sinks
 
 
 def counts(name: str, count: int | MaybeTensor, like: torch.Tensor) -> MaybeTensor:
@@ -170,8 +173,8 @@ def decode(
         counts("n_tokens", n_tokens, key),
         counts("commit", commit, key),
         sink_logit,
-        *cache.tensors,
-        *cache.rules,
+        *tensors_of(cache),
+        *rules_of(cache),
         bias_form,
         _scale(softmax_scale),
         softcap,
@@ -214,7 +217,7 @@ def prefill(
     if carried is not None:
         bias = None if options[0] == "none" else carried.bias
         tables = carried.score, carried.position, carried.seen, carried.key, carried.value, bias
-    tensors, rules = cache.tensors, cache.rules
+    tensors, rules = tensors_of(cache), rules_of(cache)
     inputs = (query, key, value, *weights, key_valid, sink_logit)
     out, *kept = ops.PREFILL.op(*inputs, *tables, *rules, *options)
     score, expiry, slot = kept

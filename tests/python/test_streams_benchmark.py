@@ -17,6 +17,7 @@ import pytest
 import streams
 import streams_inputs
 import torch
+from cases import with_sdpa
 from programs import ROOT, assert_refused, help_of, output_of, python
 
 TINY = streams_inputs.Sizes((4, 2, 16), (5, 60, 3, 30), 8, (216, 72, 24), (90, 20, 6))
@@ -108,6 +109,7 @@ def test_kept_keys(window: int, recent: int) -> None:
 # ---- rows ----
 
 
+@with_sdpa
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path) == 0
     machine, *rows = rows_in(tmp_path)
@@ -189,6 +191,7 @@ def varlen_without_groups(
     return causal(q, k, v, starts, groups=False)
 
 
+@with_sdpa
 @pytest.mark.parametrize(
     ("varlen_attn", "name"),
     [
@@ -290,6 +293,7 @@ def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found if mistake == "nan" else [name for name in found if "training" in name]
 
 
+@with_sdpa
 @pytest.mark.parametrize("mistake", ["starts", "recent", "forgotten", "nan", "gradient"])
 def test_wrong_outputs_are_found(
     mistake: str,
@@ -326,6 +330,7 @@ def test_bad_usage(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refused(streams.main, arguments, REFUSED[arguments], capsys)
 
 
+@with_sdpa
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "streams-cpu.json").mkdir()
     assert run(tmp_path) == 1
