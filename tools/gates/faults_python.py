@@ -38,7 +38,7 @@ PYTHON = [
           "forward_ad.unpack_dual(tensor).tangent is not None", "False",
           ("pytest test_messages.py -k forward_mode",)),
     Fault("packed sequences are scored without dt_bias", "python/flash_dmattn/",
-          '"dt_bias": dt_bias}', '"dt_bias": None}',
+          '"dt_bias": dt_bias, "options"', '"dt_bias": None, "options"',
           ("pytest test_dt_bias.py -k packed",)),
     Fault("rotary angles turn the wrong way", "python/flash_dmattn/",
           "second * cos + first * sin", "second * cos - first * sin",
