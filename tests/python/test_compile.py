@@ -53,7 +53,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], Arguments]]:
     expiry, slot = flash_dmattn.select(score, 4, recent=3, sinks=2)[:2]
     given = {"bias": score, "expiry": expiry, "slot": slot, "window": 4, "causal": True}
     given.update(recent=3, sinks=2, dropout_p=0.0, gap=0.0)
-    attended = ops.ATTENTION.op(query, key, value, score, *7 * [None], expiry, slot, *OPTIONS)
+    attended = ops.ATTENTION.op(query, key, value, score, *8 * [None], expiry, slot, *OPTIONS)
     values = {
         **{"query": query, "key": key, "value": value, "dt_proj": dt_proj, "a_coef": a_coef},
         **{"key_valid": torch.arange(12).expand(2, 12) % 5 != 1, "score": score, **given},
