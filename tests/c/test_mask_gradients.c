@@ -260,7 +260,7 @@ static void add_up_over_pieces(void) { for_each_kernel("backward", check_pieces)
 
 static void check_empty(const char *kernel, fdma_dtype dtype) {
     const problem empty[] = {SIZES(1, 0, 9, 4, 2, 64, -1, 1), SIZES(1, 5, 0, 4, 2, 64, -1, 0),
-                             SIZES(0, 5, 9, 4, 2, 64, -1, 0)};
+                             SIZES(0, 5, 9, 4, 2, 64, -1, 0), SIZES(1, 0, 0, 4, 2, 64, -1, 1)};
     for (int n = 0; n < TEST_COUNT(empty); n++) {
         problem x = empty[n];
         x.dtype = dtype;

@@ -117,7 +117,7 @@ static kept_lists lay_out_kept(const fdma_problem *problem, fdma_arena *arena) {
 }
 
 static kept_lists kept_lists_of(const fdma_problem *problem, fdma_arena *arena) {
-    fdma_arena given = {(uint8_t *)problem->mask_lists.data};
+    fdma_arena given = {(uint8_t *)problem->mask_lists.data, 0};
     if (!is_present(&problem->attn_mask) || problem->operation == operation_probabilities)
         return {}; // probabilities are written pair by pair, from the mask
     return lay_out_kept(problem, is_present(&problem->mask_lists) ? &given : arena);

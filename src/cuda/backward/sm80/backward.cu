@@ -93,7 +93,7 @@ static fdma_status sum_elements(const fdma_problem *problem, const backward_plan
                  : sum_gradients<element, false, false>(problem, plan);
 }
 
-/* Which axes of dattn_bias are shorter than those of its pairs. */
+/* Which axes of dattn_bias are not as long as those of its pairs: shorter, or 1 in place of 0. */
 struct short_axes {
     bool any, not_heads;
 };
@@ -102,7 +102,7 @@ static short_axes short_axes_of(const fdma_problem *problem) {
     const int64_t lengths[] = {problem->batch, problem->q_heads, problem->q_len, problem->kv_len};
     short_axes axes = {};
     for (int axis = 0; axis < problem->dattn_bias.rank; axis++)
-        if (problem->dattn_bias.shape[axis] < lengths[axis]) {
+        if (problem->dattn_bias.shape[axis] != lengths[axis]) {
             axes.any = true;
             axes.not_heads = axes.not_heads || axis != 1;
         }
