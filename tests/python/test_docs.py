@@ -4,6 +4,7 @@ reference is made of them."""
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import inspect
 import re
 import sys
@@ -17,7 +18,9 @@ import pytest
 import torch
 from programs import ROOT, output_of, python
 
-MODULES = (flash_dmattn, flash_dma, flash_dma_cuda)
+MODULES = [flash_dmattn, flash_dma, flash_dma_cuda]
+if importlib.util.find_spec("transformers"):
+    MODULES.append(importlib.import_module("flash_dmattn.transformers"))
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in MODULES

@@ -1,0 +1,274 @@
+"""Models of the library transformers, with their attention computed here.
+
+    import flash_dmattn.transformers
+    flash_dmattn.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="dynamic_mask")
+
+Doge selects keys by their scores, as everywhere in this package: in O(q_len * keep_window_size)
+time and memory, where its own code makes a mask of q_len * kv_len numbers for each layer. Other
+models compute the attention that they have, dense or in a sliding window.
+
+Only this module imports transformers, of which it takes the versions 5.17 and later, below 6.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.models.doge import modeling_doge
+from transformers.monkey_patching import register_patch_mapping
+
+from . import functional, fused
+
+__all__ = ["register"]
+
+NAME = "dynamic_mask"  # of the attention implementation; names with "flash" are FlashAttention's
+OLDEST, NEXT = (5, 17), (6,)  # versions of transformers: the first one, and the first that is not
+
+
+def check_version(version: str) -> None:
+    """Raises ImportError if `version` of transformers, such as "5.17.0", is not supported."""
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not OLDEST <= found < NEXT:
+        raise ImportError(f"transformers: is {version}, want 5.17 or later, below 6")
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    **rest: Any,
+) -> torch.Tensor | None:
+    """The mask that transformers passes to the layers of a model.
+
+    Returns:
+        None where every key up to a query's own is visible; [batch, keys] bool, true for keys that
+        are not padding: of the first `keys` keys, as a static cache has more. A model that adds
+        rules of its own gets [batch, 1, q_len, kv_len] bool.
+    """
+    if use_vmap:
+        given = {
+            **{"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length},
+            **{"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask},
+            **{"device": device, "use_vmap": True, **rest, "allow_is_causal_skip": False},
+        }
+        return sdpa_mask(**given)
+    filled = int(q_offset) + q_length - kv_offset  # keys that a cache has so far
+    if attention_mask is None:
+        if kv_length <= filled:
+            return None
+        return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+    mask = attention_mask[:, kv_offset : kv_offset + min(kv_length, filled)]
+    if torch.compiler.is_compiling() or mask.shape[1] < kv_length or not mask.all():
+        return mask
+    return None
+
+
+def find_starts(
+    position_ids: torch.Tensor | None, q_len: int, kv_len: int, sizes: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Where packed sequences begin, [sequences + 1] int32; None if there is one in each row.
+
+    Args:
+        position_ids: [batch, q_len], which begin anew in each sequence.
+        q_len: number of queries.
+        kv_len: number of keys.
+        sizes: cu_seq_lens_q, if the model was given it. Otherwise position_ids are looked at, for
+            which the host waits; not while a graph is traced.
+
+    Raises:
+        ValueError: packed sequences in several rows.
+    """
+    if sizes is not None:
+        return sizes.to(torch.int32)
+    if position_ids is None or q_len != kv_len or q_len < 2 or torch.compiler.is_compiling():
+        return None
+    begins = position_ids.diff(dim=-1) != 1
+    if not begins.any():
+        return None
+    if position_ids.shape[0] != 1:
+        raise ValueError(
+            f"position_ids: has packed sequences in {position_ids.shape[0]} rows, want 1 row"
+        )
+    ends = begins[0].nonzero()[:, 0] + 1
+    return torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), q_len))).to(torch.int32)
+
+
+def keep_newest(
+    key: torch.Tensor, window: int, key_valid: torch.Tensor | None, starts: torch.Tensor | None
+) -> functional.Selection:
+    """The selection of a sliding window: of keys with equal scores the newest rank first."""
+    batch, kv_len, kv_heads, _ = key.shape
+    score = key.new_zeros((), dtype=torch.float32).expand(batch, kv_heads, kv_len).contiguous()
+    return functional.select(score, window, key_valid=key_valid, starts=starts)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of a layer, as transformers calls it.
+
+    Args:
+        module: the layer, whose is_causal counts where the argument is None.
+        query: [batch, q_heads, q_len, head_dim].
+        key: [batch, kv_heads, kv_len, head_dim].
+        value: [batch, kv_heads, kv_len, head_dim].
+        attention_mask: from padding_mask(), or [batch, heads or 1, q_len, kv_len]: bool, or numbers
+            that are added to the logits.
+        dropout: as dropout_p in attention().
+        scaling: as softmax_scale there.
+        is_causal: a query sees only keys up to its own.
+        sliding_window: keys that a causal query sees, its own included; None for all.
+        softcap: as there.
+        s_aux: optional [q_heads], sink logits.
+        position_ids: [batch, q_len]; they begin anew where sequences are packed.
+        cu_seq_lens_q: optional [sequences + 1], where they begin.
+
+    Returns:
+        out [batch, q_len, q_heads, head_dim], and None for the probabilities.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = {"causal": bool(causal)}
+    if attention_mask is not None and attention_mask.dim() == 2:
+        kept = attention_mask.shape[1]
+        key, value, options["key_valid"] = key[:, :, :kept], value[:, :, :kept], attention_mask
+    elif attention_mask is not None:
+        mask = attention_mask[..., : key.shape[2]]
+        options = {"attn_mask" if mask.dtype == torch.bool else "attn_bias": mask, "causal": False}
+    elif causal:
+        q_len, kv_len = query.shape[2], key.shape[2]
+        options["starts"] = find_starts(position_ids, q_len, kv_len, cu_seq_lens_q)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if options["causal"] and sliding_window is not None and sliding_window < key.shape[1]:
+        rules = (options.get("key_valid"), options.get("starts"))
+        options["selection"] = keep_newest(key, sliding_window, *rules)
+    out, _ = functional.attention(
+        *(query, key, value),
+        softmax_scale=scaling,
+        softcap=softcap or 0.0,
+        dropout_p=dropout,
+        sink_logit=None if s_aux is None else s_aux.float(),
+        **options,
+    )
+    return out, None
+
+
+class DogeAttention(modeling_doge.DogeAttention):
+    """Doge's attention, selected where the implementation is "dynamic_mask"."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        position_ids: torch.Tensor | None = None,
+        **rest: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As in transformers, where `cache` was called past_key_values before 5.24."""
+        cache = past_key_values if cache is None else cache
+        if self.config._attn_implementation != NAME:
+            return self._forward_there(
+                hidden_states, position_embeddings, attention_mask, cache, position_ids, rest
+            )
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask: rank is {attention_mask.dim()}, want 2; attention_mask is "
+                "[batch, kv_len], nonzero for keys that are not padding"
+            )
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = modeling_doge.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        starts = None
+        if attention_mask is None:
+            lengths = (query.shape[2], key.shape[2])
+            starts = find_starts(position_ids, *lengths, rest.get("cu_seq_lens_q"))
+        else:
+            kept = attention_mask.shape[1]
+            key, value = key[:, :, :kept], value[:, :, :kept]
+        out = fused.flash_dma_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)),
+            *(self.dt_proj.weight, self.A, self.keep_window_size),
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            causal=True,
+            softmax_scale=self.scaling,
+            dt_bias=self.dt_proj.bias,
+            key_valid=attention_mask,
+            starts=starts,
+        )
+        return self.o_proj(out.flatten(2)), None
+
+    def _forward_there(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Any,
+        position_ids: torch.Tensor | None,
+        rest: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """transformers' own attention."""
+        is_renamed = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+        named = {"cache" if is_renamed else "past_key_values": cache, "position_ids": position_ids}
+        return super().forward(hidden_states, position_embeddings, attention_mask, **named, **rest)
+
+
+def register() -> None:
+    """Make attn_implementation="dynamic_mask" known to transformers.
+
+    Models that are made from then on with it run their attention here. Doge's layers are replaced
+    by layers with the same parameters, which run transformers' own attention under any other
+    implementation. Padding is given as the attention_mask [batch, length] of the model. Packed
+    sequences are given as one row whose position_ids begin anew in each, or with cu_seq_lens_q.
+    Calling it again has no effect.
+
+    Raises:
+        ImportError: a version of transformers that is not supported, when this module is imported.
+
+    Example:
+        >>> import flash_dmattn.transformers
+        >>> from transformers import DogeConfig, DogeForCausalLM
+        >>> flash_dmattn.transformers.register()
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        >>> config = DogeConfig(**sizes, **heads, vocab_size=100, keep_window_size=16)
+        >>> model = DogeForCausalLM._from_config(config, attn_implementation="dynamic_mask")
+        >>> model(torch.arange(50)[None]).logits.shape
+        torch.Size([1, 50, 100])
+
+    Source: arXiv:2508.02124; the Doge models.
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, padding_mask)
+    register_patch_mapping({"DogeAttention": DogeAttention}, overwrite=True)
+
+
+check_version(transformers.__version__)

@@ -1,0 +1,228 @@
+"""flash_dmattn.transformers: models of transformers give the numbers of its eager attention."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Iterator
+
+import pytest
+import torch
+from programs import output_of, python
+
+transformers = pytest.importorskip("transformers")
+
+import flash_dmattn.transformers as ours  # noqa: E402
+from transformers.models.doge import modeling_doge  # noqa: E402
+
+SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {**SIZES, "max_position_embeddings": 512}
+CONFIGS = {
+    "doge": transformers.DogeConfig(**SIZES, keep_window_size=24),
+    "doge with biases": transformers.DogeConfig(**SIZES, keep_window_size=9, attention_bias=True),
+    "doge, all keys": transformers.DogeConfig(**SIZES, keep_window_size=512),
+    "llama": transformers.LlamaConfig(**SIZES),
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=32),
+    "qwen": transformers.Qwen2Config(**SIZES),
+    "gemma": transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=20),
+}
+every_model = pytest.mark.parametrize("name", CONFIGS)
+LENGTH = 90
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    ours.register()
+    ours.register()  # again, without effect
+
+
+def make_models(name: str, **changes: Any) -> tuple[Any, Any]:
+    """The same model with eager attention and with ours, in evaluation mode."""
+    torch.manual_seed(len(name))
+    made = []
+    for implementation in ("eager", "dynamic_mask"):
+        config = copy.deepcopy(CONFIGS[name])
+        for field, value in changes.items():
+            setattr(config, field, value)
+        made.append(
+            transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=implementation
+            ).eval()
+        )
+    for parameter_name, parameter in made[0].named_parameters():
+        if parameter_name.endswith(".A") or "bias" in parameter_name:
+            torch.nn.init.normal_(parameter)
+    made[1].load_state_dict(made[0].state_dict())
+    return made[0], made[1]
+
+
+def make_tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    """Without repetitions, as scores of the same token may be equal."""
+    random = torch.Generator().manual_seed(6)
+    rows = [torch.randperm(1000, generator=random)[:length] for _ in range(batch)]
+    return torch.stack(rows)
+
+
+def padding(left: int, right: int) -> torch.Tensor:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[1, LENGTH - right :] = 0
+    return mask
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = 1e-5) -> None:
+    assert (found - wanted).abs().max() <= allowed * max(1.0, wanted.abs().max())
+
+
+@every_model
+@pytest.mark.parametrize("left, right", [(0, 0), (20, 0), (0, 20), (7, 30)])
+def test_logits(name: str, left: int, right: int) -> None:
+    eager, selected = make_models(name)
+    tokens, mask = make_tokens(), padding(left, right)
+    with torch.no_grad():
+        wanted = eager(tokens, attention_mask=mask).logits
+        found = selected(tokens, attention_mask=mask).logits
+    there = mask.bool()
+    assert_near(found[there], wanted[there])
+
+
+@every_model
+def test_gradients(name: str) -> None:
+    pair = make_models(name)
+    tokens, mask = make_tokens(), padding(9, 5)
+    # a query that is padding sees no key: eager attention then takes the mean of all values
+    is_predicted = mask.bool() & mask.roll(1, 1).bool()
+    labels = tokens.masked_fill(~is_predicted, -100)
+    for model in pair:
+        model.train()
+        model(tokens, attention_mask=mask, labels=labels).loss.backward()
+    for (parameter_name, found), wanted in zip(pair[1].named_parameters(), pair[0].parameters()):
+        if wanted.grad is None:  # of a layer that keeps all keys equally
+            assert found.grad is None or found.grad.abs().max() == 0, parameter_name
+            continue
+        assert_near(found.grad, wanted.grad)
+
+
+@every_model
+def test_packed(name: str) -> None:
+    """One row whose position_ids begin anew, and the same with cu_seq_lens_q."""
+    eager, selected = make_models(name)
+    tokens = make_tokens(1)
+    ends = [0, 30, 31, LENGTH]
+    positions = torch.cat([torch.arange(b - a) for a, b in zip(ends, ends[1:])])[None]
+    starts = torch.tensor(ends)
+    with torch.no_grad():
+        parts = [eager(tokens[:, a:b]).logits for a, b in zip(ends, ends[1:])]
+        given = {"position_ids": positions, "use_cache": False}
+        for more in ({}, {"cu_seq_lens_q": starts}):
+            assert_near(selected(tokens, **given, **more).logits, torch.cat(parts, 1))
+
+
+@pytest.fixture
+def ties_by_recency(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of keys with equal scores torch.topk() takes any, whereas here the newest rank first."""
+
+    class Best:
+        def __init__(self, x: torch.Tensor, k: int) -> None:
+            order = x.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+            self.indices = x.shape[-1] - 1 - order[..., :k]
+
+    def topk(x: torch.Tensor, k: int, dim: int = -1, **rest: Any) -> Any:
+        return Best(x, k)
+
+    monkeypatch.setattr(modeling_doge, "torch", Module(torch, topk=topk))
+    yield
+
+
+class Module:
+    """A module with some functions in place of its own."""
+
+    def __init__(self, module: Any, **functions: Any) -> None:
+        self.module = module
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+@every_model
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.usefixtures("ties_by_recency")
+def test_generated_tokens(name: str, cache: str | None) -> None:
+    eager, selected = make_models(name)
+    given = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[0, :11] = 0
+    tokens = make_tokens(2, 50)
+    if cache is not None:
+        given["cache_implementation"] = cache
+    wanted = eager.generate(tokens, attention_mask=mask, **given)
+    assert torch.equal(selected.generate(tokens, attention_mask=mask, **given), wanted)
+
+
+def test_other_implementations_stay() -> None:
+    """The layers that replace Doge's compute as before with any other implementation."""
+    eager, _ = make_models("doge")
+    assert type(eager.model.layers[0].self_attn) is ours.DogeAttention
+    plain = modeling_doge.DogeAttention(eager.config, 0).eval()
+    plain.load_state_dict(eager.model.layers[0].self_attn.state_dict())
+    hidden = torch.randn(2, 40, 64)
+    angles = eager.model.rotary_emb(hidden, torch.arange(40)[None])
+    mask = torch.zeros(2, 1, 40, 40).masked_fill(torch.ones(40, 40).triu(1).bool(), -1e9)
+    for one, other in zip(
+        plain(hidden, angles, mask), eager.model.layers[0].self_attn(hidden, angles, mask)
+    ):
+        assert torch.equal(one, other)
+
+
+def test_nothing_grows_with_the_square_of_the_length() -> None:
+    _, selected = make_models("doge")
+    tokens = make_tokens(1, 400)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for x in result if isinstance(result, tuple) else (result,):
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.numel())
+            return result
+
+    with torch.no_grad(), Watch():
+        selected.model(tokens, attention_mask=torch.ones_like(tokens))
+    assert largest < 400 * 400
+
+
+def test_a_model_with_rules_of_its_own() -> None:
+    """Which are a mask for each query and key."""
+    eager, selected = make_models("llama")
+    tokens = make_tokens()
+    mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
+    mask &= torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        wanted = eager(tokens, attention_mask=added).logits
+        assert_near(selected(tokens, attention_mask=mask).logits, wanted)
+        assert_near(selected(tokens, attention_mask=added).logits, wanted)
+
+
+def test_bad_input() -> None:
+    _, selected = make_models("doge")
+    tokens = make_tokens()
+    with pytest.raises(ValueError, match="attention_mask: rank is 4, want 2; attention_mask is"):
+        selected(tokens, attention_mask=torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
+    positions = torch.arange(LENGTH).remainder(40).expand(2, -1)
+    with pytest.raises(ValueError, match="position_ids: has packed sequences in 2 rows, want 1"):
+        selected(tokens, position_ids=positions, use_cache=False)
+    for version in ("4.57.1", "5.16.0", "6.0.0"):
+        with pytest.raises(ImportError, match=f"transformers: is {version}, want 5.17 or later"):
+            ours.check_version(version)
+    ours.check_version("5.17.0.dev0")
+
+
+def test_the_package_does_not_import_transformers() -> None:
+    program = "import sys, flash_dmattn; print('transformers' in sys.modules)"
+    assert output_of(python("-c", program)).strip() == "False"
