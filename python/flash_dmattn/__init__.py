@@ -7,6 +7,7 @@ from .dmattn import flash_dmattn_func, flash_dmattn_func_auto
 from .functional import Selection, attention, get_available_backends, merge, score, select
 from .fused import flash_dma_attention
 from .lists import mask_lists
+from .mha import MultiheadAttention
 from .nn import DynamicMaskAttention
 from .options import DynamicMaskOptions
 from .probabilities import attention_probabilities
@@ -22,6 +23,7 @@ __all__ = [
     "DynamicMaskCache",
     "DynamicMaskOptions",
     "KeyCache",
+    "MultiheadAttention",
     "Selection",
     "TuningShape",
     "TuningTrial",

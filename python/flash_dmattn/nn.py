@@ -48,9 +48,9 @@ def count_positions(length: int, starts: torch.Tensor | None, device: torch.devi
     return positions[None]
 
 
-def require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str, error: type[Exception] = ValueError) -> None:
     if not holds:
-        raise ValueError(message)
+        raise error(message)
 
 
 def check_options(

@@ -68,6 +68,7 @@ fwd = functools.partial(wrong, flash_dma.fwd)
 varlen = functools.partial(wrong, flash_dmattn.flash_dmattn_varlen_func)
 merge = functools.partial(wrong, flash_dmattn.merge)
 layer = flash_dmattn.DynamicMaskAttention
+multihead = flash_dmattn.MultiheadAttention
 new_cache = flash_dmattn.DynamicMaskCache
 TOKENS = {"query": (1, 3, 4, 16), "key": (1, 3, 2, 16), "value": (1, 3, 2, 16)}
 WEIGHTS = {"dt_proj": (2, 32), "a_coef": (2,)}
@@ -95,6 +96,11 @@ def step(**changes: Any) -> Any:
     """Three tokens in a cache that has no drafts."""
     given = {"layer": 0, **filled(), **changes}
     return new_cache(1, 1, 2, 16, 4, recent=2).attend(**given)
+
+
+def nested(*lengths: int) -> torch.Tensor:
+    """Sequences of these lengths and of 32 channels."""
+    return torch.nested.nested_tensor([randn(one, 32) for one in lengths], layout=torch.jagged)
 
 
 def count_of(number: int) -> torch.Tensor:
