@@ -62,9 +62,8 @@ def split_padding(
     added = (0, kv_len - mask.shape[1])
     if mask.dtype == torch.bool:
         return F.pad(~mask, added, value=True), None
-    valid = mask != -torch.inf
-    bias = F.pad(mask.masked_fill(~valid, 0).to(dtype), added)
-    return F.pad(valid, added, value=True), bias[:, None].expand(-1, heads, -1)
+    valid = F.pad(mask != -torch.inf, added, value=True)
+    return valid, F.pad(mask.to(dtype), added)[:, None].expand(-1, heads, -1)
 
 
 def split_pairs(

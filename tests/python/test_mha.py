@@ -11,6 +11,7 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
+from flash_dmattn import _inputs
 from torch.nn.functional import softplus
 
 BATCH, HEADS = 2, 4
@@ -103,9 +104,9 @@ CALLS: dict[str, Inputs] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_against_torch(name: str, call: str, need_weights: bool, batched: bool) -> None:
     """Outputs, weights, and gradients of inputs, masks and parameters; for as many queries as keys,
-    fewer and more."""
+    fewer, and one more, as many as keys with an appended one."""
     layer, other = make_pair(**LAYERS[name])
-    for q_len, kv_len in ((6, 6), (5, 9), (9, 5)):
+    for q_len, kv_len in ((6, 6), (5, 9), (6, 5)):
         kinds = {key: one for key, one in CALLS[call].items() if key != "is_causal"}
         rows = make_rows(layer, q_len, kv_len, batched)
         given: Inputs = make_masks(kinds, q_len, kv_len, batched)
@@ -124,11 +125,11 @@ def test_against_torch(name: str, call: str, need_weights: bool, batched: bool) 
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("same", [1, 2, 3])
-def test_inputs_that_are_one_tensor(same: int) -> None:
+@pytest.mark.parametrize("same", ["none", "keys", "query and key", "all"])
+def test_inputs_that_are_one_tensor(same: str) -> None:
     layer, other = make_pair(batch_first=True)
     x, y = torch.randn(2, BATCH, 6, 32)
-    rows = {1: (x, y, x), 2: (x, y, y), 3: (x, x, x)}[same]
+    rows = {"none": (x, y, x), "keys": (x, y, y), "query and key": (x, x, y), "all": (x, x, x)}[same]
     for one, expected in zip(layer(*rows), other(*rows)):
         torch.testing.assert_close(one, expected)
         assert one.shape == expected.shape
@@ -150,6 +151,32 @@ def test_16_bits(dtype: torch.dtype, embed_dim: int) -> None:
         step = torch.finfo(dtype).eps * expected.abs().max()
         allowed = 2 * (also - expected).abs().max() + step
         assert (one - expected).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}])
+def test_float64(options: dict[str, Any]) -> None:
+    """Masks of floats of another dtype are taken too, which torch.nn refuses."""
+    layer, other = make_pair(dtype=torch.float64, **options)
+    rows = make_rows(layer, 6, 9)
+    kinds = {"attn_mask": "3-D float", "key_padding_mask": "padding float"}
+    masks = {name: one.detach() for name, one in make_masks(kinds, 6, 9, True).items()}
+    wanted = other(*rows, **{name: one.double() for name, one in masks.items()})
+    for dtype in (torch.float32, torch.float64):
+        given = {name: one.to(dtype) for name, one in masks.items()}
+        torch.testing.assert_close(layer(*rows, **given), wanted)
+    narrow = [row.float() for row in rows]
+    given = {name: one.double() for name, one in masks.items()}
+    layer, other = (one.float() for one in (layer, other))
+    torch.testing.assert_close(layer(*narrow, **given), other(*narrow, **masks))
+
+
+def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1000, BATCH, 32)
+    monkeypatch.setattr(_inputs, "memory_of", lambda device: 1 << 20)
+    for layer in (make_layer(), make_layer(window=5)):
+        with pytest.raises(MemoryError, match=r"^need_weights: 2 x 4 x 1000 x 1000 prob"):
+            layer(x, x, x)
+        layer(x, x, x, need_weights=False)
 
 
 def test_arguments_are_those_of_torch() -> None:
