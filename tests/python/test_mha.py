@@ -129,7 +129,8 @@ def test_against_torch(name: str, call: str, need_weights: bool, batched: bool) 
 def test_inputs_that_are_one_tensor(same: str) -> None:
     layer, other = make_pair(batch_first=True)
     x, y = torch.randn(2, BATCH, 6, 32)
-    rows = {"none": (x, y, x), "keys": (x, y, y), "query and key": (x, x, y), "all": (x, x, x)}[same]
+    pairs = {"none": (x, y, x), "keys": (x, y, y), "query and key": (x, x, y), "all": (x, x, x)}
+    rows = pairs[same]
     for one, expected in zip(layer(*rows), other(*rows)):
         torch.testing.assert_close(one, expected)
         assert one.shape == expected.shape
@@ -159,15 +160,16 @@ def test_float64(options: dict[str, Any]) -> None:
     layer, other = make_pair(dtype=torch.float64, **options)
     rows = make_rows(layer, 6, 9)
     kinds = {"attn_mask": "3-D float", "key_padding_mask": "padding float"}
-    masks = {name: one.detach() for name, one in make_masks(kinds, 6, 9, True).items()}
-    wanted = other(*rows, **{name: one.double() for name, one in masks.items()})
-    for dtype in (torch.float32, torch.float64):
-        given = {name: one.to(dtype) for name, one in masks.items()}
-        torch.testing.assert_close(layer(*rows, **given), wanted)
-    narrow = [row.float() for row in rows]
-    given = {name: one.double() for name, one in masks.items()}
+    masks = make_masks(kinds, 6, 9, True)
+    wide = {name: one.detach().double() / 3 for name, one in masks.items()}
+    narrow = {name: one.float() for name, one in wide.items()}
+    exact = {"rtol": 1e-12, "atol": 1e-12}  # much less than a rounding to float32
+    torch.testing.assert_close(layer(*rows, **wide), other(*rows, **wide), **exact)
+    rounded = {name: one.double() for name, one in narrow.items()}
+    torch.testing.assert_close(layer(*rows, **narrow), other(*rows, **rounded), **exact)
+    rows = [row.float() for row in rows]
     layer, other = (one.float() for one in (layer, other))
-    torch.testing.assert_close(layer(*narrow, **given), other(*narrow, **masks))
+    torch.testing.assert_close(layer(*rows, **wide), other(*rows, **narrow))
 
 
 def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +220,9 @@ def test_padding_is_not_read() -> None:
     layer, _ = make_pair(batch_first=True)
     x, padding = torch.randn(BATCH, 6, 32), torch.arange(6) >= torch.tensor([[6], [4]])
     key = x.masked_fill(padding[..., None], torch.nan)
-    out, _ = layer(x, key, key, key_padding_mask=padding)
-    assert torch.equal(out, layer(x, x, x, key_padding_mask=padding)[0])
+    for mask in (padding, torch.zeros(BATCH, 6).masked_fill(padding, -torch.inf)):
+        out, _ = layer(x, key, key, key_padding_mask=mask)
+        assert torch.equal(out, layer(x, x, x, key_padding_mask=mask)[0])
 
 
 def test_dropout() -> None:

@@ -165,7 +165,7 @@ def test_transformer_encoder(masks: str, train: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-@pytest.mark.parametrize("options", [{}, {"window": 3, "recent": 1}])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"window": 3, "recent": 1}])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_causal_calls_of_nested_tensors(options: dict[str, Any], layout: torch.layout) -> None:
     """Each sequence has the results and gradients that it has alone; weights are padded."""
@@ -174,19 +174,20 @@ def test_causal_calls_of_nested_tensors(options: dict[str, Any], layout: torch.l
     alone = [piece.clone().requires_grad_() for piece in pieces]
     x = torch.nested.nested_tensor(pieces, layout=layout, requires_grad=True)
     out, weights = layer(x, x, x, is_causal=True)
-    assert weights.shape == (2, 7, 7) and (weights[0, :, 4:] == 0).all()
+    assert weights.shape == (2, 7, 7 + len(options) % 2) and (weights[0, :, 4:7] == 0).all()
     sum(one.square().sum() for one in out.unbind()).backward()
-    found = [parameter.grad for parameter in layer.parameters()]
+    gradients = [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
     for n, piece in enumerate(alone):
         given = {"attn_mask": causal_mask(len(piece), len(piece)), "is_causal": True}
         want, want_weights = layer(piece, piece, piece, **given)
         torch.testing.assert_close(out.unbind()[n], want)
-        torch.testing.assert_close(weights[n, : len(piece), : len(piece)], want_weights)
+        found = weights[n, : len(piece), : len(piece)]
+        torch.testing.assert_close(found, want_weights[:, : len(piece)])
         want.square().sum().backward()
     for one, piece in zip(x.grad.unbind(), alone):
         torch.testing.assert_close(one, piece.grad, rtol=1e-4, atol=1e-4)
-    for one, parameter in zip(found, layer.parameters()):
+    for one, parameter in zip(gradients, layer.parameters()):
         torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
