@@ -112,10 +112,10 @@ def test_packed(name: str) -> None:
     positions = torch.cat([torch.arange(b - a) for a, b in zip(ends, ends[1:])])[None]
     starts = torch.tensor(ends)
     with torch.no_grad():
-        parts = [eager(tokens[:, a:b]).logits for a, b in zip(ends, ends[1:])]
+        pieces = [eager(tokens[:, a:b]).logits for a, b in zip(ends, ends[1:])]
         given = {"position_ids": positions, "use_cache": False}
         for more in ({}, {"cu_seq_lens_q": starts}):
-            assert_near(selected(tokens, **given, **more).logits, torch.cat(parts, 1))
+            assert_near(selected(tokens, **given, **more).logits, torch.cat(pieces, 1))
 
 
 @pytest.fixture
