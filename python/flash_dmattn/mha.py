@@ -6,7 +6,7 @@ those of fdma.h; torch.nn's L is q_len, S is kv_len, N is batch and E is embed_d
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Tuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .fused import flash_dma_attention
 from .nn import ALL_KEYS, HEAD_DIM_MAX, require
 from .probabilities import attention_probabilities
 
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Rows = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 MaybeTensor = _arguments.MaybeTensor
 
 
@@ -41,7 +41,7 @@ def call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
 def check_dtype(name: str, mask: MaybeTensor) -> None:
     takes = mask is None or mask.dtype == torch.bool or mask.dtype.is_floating_point
     if not takes:
-        found = str(mask.dtype).removeprefix("torch.")
+        found = str(mask.dtype).replace("torch.", "")
         raise AssertionError(f"{name}: dtype is {found}, want bool or a floating-point dtype")
 
 
@@ -443,7 +443,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             options["bias"], options["selection"] = self._select(value, masks)
             options["rng_state"] = draw_state(query, dropout_p, None)
-            options |= {"attn_mask": masks.attn_mask, "attn_bias": masks.attn_bias}
+            options = {**options, "attn_mask": masks.attn_mask, "attn_bias": masks.attn_bias}
             out, lse = attention(query, key, value, **options)
             weights = attention_probabilities(query, key, lse, **options) if need_weights else None
         return out[..., : self.head_dim], weights
@@ -457,7 +457,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _attend_fused(self, rows: Rows, options: dict[str, Any], need_weights: bool) -> Any:
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
-        rules |= {"bias_form": self.bias_form, "return_attn_probs": need_weights}
+        rules = {**rules, "bias_form": self.bias_form, "return_attn_probs": need_weights}
         call = (*rows, *self._score_weights(), self.window)
         return flash_dma_attention(*call, **options, **rules)
 
@@ -468,7 +468,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         options = {"key_valid": masks.key_valid}
         weights = self._score_weights()
         scores, bias = score(value, *weights, bias_form=self.bias_form, **options)
-        options |= {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
+        options = {**options, "recent": self.recent, "sinks": self.sinks, "gap": self.gap}
         options["scope"] = "causal" if masks.causal else "global"
         selection = select(scores, self.window, **options)
         if bias is None or masks.bias is None:

@@ -250,6 +250,9 @@ def register() -> None:
     sequences are given as one row whose position_ids begin anew in each, or with cu_seq_lens_q.
     Calling it again has no effect.
 
+    Returns:
+        None.
+
     Raises:
         ImportError: a version of transformers that is not supported, when this module is imported.
 

@@ -29,11 +29,12 @@ static const char *const documented[operation_count] = {
     [operation_forward] =
         " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
         " sink_logit?:h:f rng_state?:2:l" CARRIED("", "") PAIRS
-    " expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
+    " mask_lists?:y:u expiry:bgj:i slot?:bgj:i >out:bihd:s >lse?:bhi:f",
     [operation_backward] =
         " q:bihd:s k:bngd:s v:bngd:s bias?:bgn:f key_valid?:bn:u starts?:s:i kv_used?:b:i"
         " sink_logit?:h:f rng_state?:2:l" CARRIED("", "") PAIRS
-    " expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f >dq:bihd:s"
+    " mask_lists?:y:u expiry:bgj:i slot?:bgj:i out:bihd:s lse:bhi:f dout:bihd:s dlse?:bhi:f "
+    ">dq:bihd:s"
     " >dk:bngd:s >dv:bngd:s >dbias?:bgn:f >dsink_logit?:h:f"
     " >dattn_bias?:BHIJ:p" CARRIED(">", "d"),
     [operation_score_backward] =

@@ -17,7 +17,7 @@ OLDEST_PYTHON = (3, 8)
 # What Python 3.8 lacks: items of built-in types, and these methods and functions. dict.update() is
 # there, but torch.compile of PyTorch 2.4 does not trace it.
 BUILT_IN = {"dict", "frozenset", "list", "set", "tuple", "type"}
-LACKING = {"is_relative_to", "removeprefix", "removesuffix", "update"}
+LACKING = {"is_relative_to", "removeprefix", "removesuffix"}
 LACKING |= {"ast.unparse", "functools.cache", "itertools.pairwise", "math.lcm"}
 
 
@@ -79,6 +79,8 @@ def newer_than_oldest(source: str) -> list[str]:
         elif isinstance(node, ast.Attribute):
             module = f"{node.value.id}." if isinstance(node.value, ast.Name) else ""
             found += LACKING & {node.attr, module + node.attr}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update":
+            found += ["update(name=)"] if node.keywords else []
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.BitOr):
             if isinstance(node.value, (ast.Dict, ast.DictComp)):
                 found.append("|= of a dict")
@@ -98,7 +100,7 @@ NEWER = {
     "a |= {1: 2}": "|= of a dict",
     "f = functools.cache(len)": "functools.cache",
     "a = name.removeprefix('b')": "removeprefix",
-    "a.update(b=1)": "update",
+    "a.update(b=1)": "update(name=)",
 }
 
 
@@ -108,7 +110,7 @@ def test_what_is_newer_is_noticed(source: str) -> None:
 
 
 def test_what_is_old_enough() -> None:
-    source = "import cache\na: list[int] = cache.cache(b[0], Tuple[int])\na |= 3\n"
+    source = "import cache\na: list[int] = cache.cache(b[0], Tuple[int])\na |= 3\ncache.update(a)\n"
     assert newer_than_oldest(source) == []
     with pytest.raises(SyntaxError):
         newer_than_oldest("match a:\n    case 1: pass\n")
