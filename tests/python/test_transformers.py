@@ -160,6 +160,82 @@ def test_generated_tokens(name: str, cache: str | None) -> None:
     assert torch.equal(selected.generate(tokens, attention_mask=mask, **given), wanted)
 
 
+DOGE = ("doge", "doge with biases", "doge, all keys")
+
+
+def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The tokens of eager attention with a cache of all keys, those with a DogeCache, and that."""
+    eager, selected = make_models(name)
+    tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    mask[0, :11] = 0
+    given = {"max_new_tokens": 40, "attention_mask": mask, "pad_token_id": 0, **given}
+    torch.manual_seed(9)
+    wanted = eager.generate(tokens, **given)
+    cache = ours.DogeCache(selected.config)
+    torch.manual_seed(9)
+    return wanted, selected.generate(tokens, past_key_values=cache, **given), cache
+
+
+@pytest.mark.parametrize("name", DOGE)
+@pytest.mark.parametrize(
+    "given", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}]
+)
+@pytest.mark.usefixtures("ties_by_recency")
+def test_generated_tokens_of_kept_keys(name: str, given: dict[str, Any]) -> None:
+    wanted, found, cache = generate_both(name, **given)
+    assert torch.equal(found, wanted)
+    assert cache.get_seq_length() == 89
+    rows = {layer.kept.keys.key.shape[1] for layer in cache.layers}
+    assert rows == {CONFIGS[name].keep_window_size}  # whatever the length
+
+
+def test_prompts_in_several_calls() -> None:
+    _, selected = make_models("doge")
+    tokens = make_tokens(2, LENGTH)
+    cache = ours.DogeCache(selected.config)
+    with torch.no_grad():
+        wanted = selected(tokens).logits
+        ends = [0, 70, 71, 72, LENGTH]
+        found = [
+            selected(tokens[:, a:b], past_key_values=cache).logits for a, b in zip(ends, ends[1:])
+        ]
+        assert_near(torch.cat(found, 1), wanted)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert_near(selected(tokens, past_key_values=cache).logits, wanted)
+
+
+def test_sequences_are_moved() -> None:
+    _, selected = make_models("doge")
+    tokens = make_tokens(2, 60)
+    cache = ours.DogeCache(selected.config)
+    with torch.no_grad():
+        selected(tokens[:, :50], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0, 1]))
+        given = tokens[[0, 1, 1], 50:]
+        wanted = selected(tokens[[0, 1, 1]]).logits[:, 50:]
+        assert_near(selected(given, past_key_values=cache).logits, wanted)
+    assert cache.get_seq_length() == 60
+
+
+def test_bad_caches() -> None:
+    _, selected = make_models("doge")
+    eager_llama, llama = make_models("llama")
+    tokens = make_tokens(1, 10)
+    other = ours.DogeCache(CONFIGS["doge with biases"])
+    with pytest.raises(ValueError, match="cache: its window is 9, want the model's keep_window"):
+        selected(tokens, past_key_values=other)
+    for model in (llama, eager_llama):
+        with pytest.raises(ValueError, match="cache: is a DogeCache, want another one unless"):
+            model(tokens, past_key_values=ours.DogeCache(CONFIGS["doge"]))
+    cache = ours.DogeCache(selected.config)
+    cache.layers[0].crop(0)
+    with pytest.raises(NotImplementedError, match="tokens_to_remove: is -1, want 0"):
+        cache.layers[0].crop(-1)
+
+
 def test_other_implementations_stay() -> None:
     """The layers that replace Doge's compute as before with any other implementation."""
     eager, _ = make_models("doge")
