@@ -94,6 +94,8 @@ void check_store_all(fdma_tensor tensor, const double *values) {
 void check_fill(fdma_tensor tensor, double value) {
     const int64_t count = element_count(&tensor), run = run_length(&tensor, count);
     const size_t bytes = dtype_bytes(tensor.dtype);
+    if (count == 0) // or absent, without a dtype
+        return;
     char *const filled = check_alloc(run, bytes); // elements of the last axis
     for (int64_t d = 0; d < run; d++)
         store_element(filled, tensor.dtype, d, value);
