@@ -42,6 +42,7 @@ import torch
 
 from . import (
     _arguments,
+    _flops,  # noqa: F401 (registers what FlopCounterMode counts)
     _library,
     autograd,  # noqa: F401 (registers gradients)
     ops,

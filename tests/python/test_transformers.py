@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
@@ -203,6 +204,33 @@ def test_prompts_in_several_calls() -> None:
         cache.reset()
         assert cache.get_seq_length() == 0
         assert_near(selected(tokens, past_key_values=cache).logits, wanted)
+
+
+def test_saved_models(tmp_path: Path) -> None:
+    """from_pretrained() takes the implementation, too."""
+    eager, _ = make_models("doge with biases")
+    eager.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="dynamic_mask"
+    )
+    tokens = make_tokens()
+    with torch.no_grad():
+        assert_near(loaded(tokens).logits, eager(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["doge", "mistral"])
+def test_checkpointed(name: str) -> None:
+    _, selected = make_models(name)
+    tokens, gradients = make_tokens(), []
+    selected.train()
+    for enabled in (False, True):
+        if enabled:
+            selected.gradient_checkpointing_enable()
+        selected.zero_grad()
+        selected(tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in selected.parameters()])
+    for one, other in zip(*gradients):
+        assert torch.equal(one, other)
 
 
 def test_sequences_are_moved() -> None:
