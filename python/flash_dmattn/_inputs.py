@@ -9,6 +9,8 @@ from typing import Any, Callable
 import torch
 from torch.autograd import forward_ad
 
+from .ops import NO_TANGENTS
+
 
 def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     """Refuse tensors with forward-mode tangents, which an operator would silently ignore. They
@@ -17,10 +19,7 @@ def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
         return
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"flash_dmattn.{name}: forward-mode derivatives (torch.func.jvp) are not "
-                "implemented, use reverse mode (torch.autograd.grad)"
-            )
+            raise NotImplementedError(NO_TANGENTS.format(name))
 
 
 def check_dropout(dropout_p: float, name: str = "dropout_p") -> None:

@@ -74,7 +74,7 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         given = ctx.options
         for at, argument in wanted_by.items():
             given[at] = needed[argument]
-        found = backward.op(dout, dlse, *tensors, *given)
+        found = backward(dout, dlse, *tensors, *given)
         wanted = gradients if ctx.has_bias else without_bias
         return pick(found, wanted, needed)
 
@@ -101,7 +101,7 @@ def score_backward(ctx: Any, dscore: MaybeTensor, dbias: MaybeTensor) -> Gradien
     given.append((dscore, "linear"))
     kept = ctx.saved_tensors  # read once: checkpointing computes them again at each access
     found = [
-        ops.SCORE_BACKWARD.op(gradient, *kept, form, ctx.backend)
+        ops.SCORE_BACKWARD(gradient, *kept, form, ctx.backend)
         for gradient, form in given
         if gradient is not None
     ]

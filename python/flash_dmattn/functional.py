@@ -185,7 +185,7 @@ def score(
     """
     refuse_tangents("score", value, dt_proj, a_coef, dt_bias)
     tensors = _autocast("value", (value,), (dt_proj, a_coef, dt_bias))
-    scores, bias = ops.SCORE.op(*tensors, key_valid, kv_used, bias_form, backend)
+    scores, bias = ops.SCORE(*tensors, key_valid, kv_used, bias_form, backend)
     return scores, None if bias_form == "none" else bias
 
 
@@ -333,7 +333,7 @@ def attention(
     refuse_tangents("attention", query, key, value, bias, sink_logit, attn_bias)
     rows = _autocast("query", (query, key, value))
     rng_state = draw_state(query, dropout_p, generator, rng_state)
-    return ops.ATTENTION.op(
+    return ops.ATTENTION(
         *rows,
         *(bias, key_valid, starts, kv_used, sink_logit, rng_state, attn_mask, attn_bias),
         mask_lists,
@@ -384,4 +384,4 @@ def merge(
     Source: arXiv:2205.14135, section 3.1.
     """
     refuse_tangents("merge", out_a, lse_a, out_b, lse_b)
-    return ops.MERGE.op(out_a, lse_a, out_b, lse_b, backend)
+    return ops.MERGE(out_a, lse_a, out_b, lse_b, backend)

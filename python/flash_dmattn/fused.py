@@ -48,10 +48,10 @@ def _attend_to_all(
     query, key, value, *weights = tensors
     key_valid, _, kv_used, *_ = given
     score_backend = backend and ops.backend_for(backend, "score")
-    _, bias = ops.SCORE.op(value, *weights, key_valid, kv_used, bias_form, score_backend)
+    _, bias = ops.SCORE(value, *weights, key_valid, kv_used, bias_form, score_backend)
     bias = None if bias_form == "none" else bias
     rest = (*3 * [None], *_rules_of(None), *numbers, deterministic, backend)
-    out, lse = ops.ATTENTION.op(query, key, value, bias, *given, *rest)
+    out, lse = ops.ATTENTION(query, key, value, bias, *given, *rest)
     return out, lse, bias
 
 
@@ -171,7 +171,7 @@ def flash_dma_attention(
     elif not needs_gradients and not return_lse and not return_attn_probs:
         return ops.FUSED_OUT.op(*tensors, *given, *rules, scope, bias_form, *numbers, gap, backend)
     else:
-        out, lse, _, bias, *selected = ops.FUSED.op(
+        out, lse, _, bias, *selected = ops.FUSED(
             *tensors, *given, *rules, scope, bias_form, *numbers, gap, deterministic, backend
         )
     results = (out, lse) if return_lse else (out,)

@@ -28,6 +28,10 @@ from ._call import Operation, call, check_same_device, make_mask_lists, memory, 
 
 DEVICES = ("cpu", "cuda")
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
+NO_TANGENTS = (
+    "flash_dmattn.{}: forward-mode derivatives (torch.func.jvp) are not implemented, use reverse "
+    "mode (torch.autograd.grad)"
+)
 
 
 class Operator:
@@ -89,7 +93,23 @@ class Operator:
                         return function.apply(*inputs)
             return call_alone(*inputs)
 
+        def refuse_tangents(ctx: Any, *tangents: Any) -> None:
+            raise NotImplementedError(NO_TANGENTS.format(self.name))
+
         LIBRARY.impl(self.name, kernel, "Autograd")
+        members = {
+            **{"forward": staticmethod(call_alone), "setup_context": staticmethod(setup_context)},
+            **{"backward": staticmethod(backward), "jvp": staticmethod(refuse_tangents)},
+            "generate_vmap_rule": True,
+        }
+        self.transformed = type(f"{self.name}_transformed", (torch.autograd.Function,), members)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the operator, or under a transform of torch.func, such as grad(), a Function that
+        those can see into. Its apply() takes longer."""
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            return self.op(*arguments)
+        return self.transformed.apply(*arguments)
 
     def refuse_gradients(self, message: str) -> None:
         """Give the operator a backward that only raises: it runs in grad mode too."""

@@ -11,6 +11,7 @@ import evaluate
 import flash_dmattn
 import pytest
 import torch
+import torch.distributed.fsdp
 from cases import DEVICES
 from flash_dmattn.nn import rotate
 from programs import output_of, python
@@ -226,33 +227,44 @@ DISTRIBUTED = """
 import os
 import sys
 import torch
+import torch.distributed.fsdp
 import torch.distributed as dist
 from flash_dmattn import DynamicMaskAttention
 from torch.nn.parallel import DistributedDataParallel
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+rank, folder, kind = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 layer = DynamicMaskAttention(48, 6, 2, 7)
 layer.load_state_dict(torch.load(f"{folder}/layer.pt"))
 x = torch.load(f"{folder}/x.pt")[rank : rank + 1]
-model = DistributedDataParallel(layer)  # it must outlive backward()
+if kind == "ddp":
+    model = DistributedDataParallel(layer)  # it must outlive backward()
+else:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
 model(x).square().sum().backward()
-torch.save([one.grad for one in layer.parameters()], f"{folder}/gradients-{rank}.pt")
+whole = [one.grad if kind == "ddp" else one.grad.full_tensor() for one in layer.parameters()]
+torch.save(whole, f"{folder}/gradients-{rank}.pt")
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)  # a thread of gloo that holds a tensor could abort the interpreter's exit
 """
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_distributed(kind: str, tmp_path: Path) -> None:
+    if kind == "fsdp" and not hasattr(torch.distributed.fsdp, "fully_shard"):
+        pytest.skip("PyTorch before 2.6: no fully_shard()")
     layer, x = make_layer(), make_states()
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
     torch.save(x, tmp_path / "x.pt")
     script = tmp_path / "train.py"
     script.write_text(DISTRIBUTED)
     with ThreadPoolExecutor() as pool:
-        for done in pool.map(lambda rank: python(script, rank, tmp_path), ("0", "1")):
+        for done in pool.map(lambda rank: python(script, rank, tmp_path, kind), ("0", "1")):
             output_of(done)
     layer(x).square().sum().backward()
     found = [torch.load(tmp_path / f"gradients-{rank}.pt") for rank in range(2)]
