@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""Time Doge, a model of transformers, with its attention here, beside transformers' own.
+
+It needs transformers, and flash_dmattn installed, or PYTHONPATH=python and
+FDMA_LIBRARY=build/libfdma.so. It runs on a CUDA device, or with --device cpu on two threads:
+
+    python benchmarks/doge.py --out FOLDER
+
+FOLDER gets doge-cuda.json or doge-cpu.json. In each round every peer of a case runs once. The
+hidden states of both are compared in float32. Exit status: 0 done; 1 outputs that differ or a file
+that could not be written; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Callable, NamedTuple
+
+import flash_dmattn.transformers
+import torch
+from decode import folder
+from peers import Parser
+from peers_common import (
+    QUICK,
+    USUAL,
+    Disagreement,
+    Rounds,
+    find_machine,
+    quantiles,
+    require_close,
+    write_whole,
+)
+from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache
+
+MORE = """
+Cases: KIND/DTYPE/LAYERS/nTOKENS/wWINDOW, of a model with 8 heads on 4, head_dim 128, random weights
+  forward      the hidden states of all tokens
+  training     the same and the gradients of all weights
+  token        the hidden state of one more token, after TOKENS tokens are in the cache
+Peers:
+  fdma         attn_implementation "dynamic_mask", for a token with a DogeCache
+  sdpa         attn_implementation "sdpa", for a token with a DynamicCache
+Columns: ms, the median of the rounds, with the host's time; spread, (90th - 10th percentile) /
+median; times, the median of the rounds' ratios to fdma; GiB, the most memory above the weights (on
+a CUDA device).
+"""
+SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
+SHAPE = {**SHAPE, "num_key_value_heads": 4, "vocab_size": 32768}
+
+
+class Case(NamedTuple):
+    kind: str
+    layers: int
+    tokens: int
+    window: int
+
+    def name(self, dtype: torch.dtype) -> str:
+        words = [self.kind, str(dtype).replace("torch.", ""), str(self.layers)]
+        return "/".join([*words, f"n{self.tokens}", f"w{self.window}"])
+
+
+CASES = {
+    "cuda": [
+        Case("forward", 4, 16384, 1024),
+        Case("training", 4, 16384, 1024),
+        Case("token", 32, 16384, 1024),
+    ],
+    "cpu": [Case("forward", 2, 4096, 256), Case("token", 2, 4096, 256)],
+}
+IMPLEMENTATIONS = {"fdma": "dynamic_mask", "sdpa": "sdpa"}
+
+
+def make_models(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The same model by peer, with weights that make scores differ by more than rounding does."""
+    torch.manual_seed(case.tokens)
+    sizes = {**SHAPE, "num_hidden_layers": case.layers, "keep_window_size": case.window}
+    config = DogeConfig(**sizes, max_position_embeddings=2 * case.tokens)
+    models: dict[str, Any] = {}
+    for peer, implementation in IMPLEMENTATIONS.items():
+        own = copy.deepcopy(config)
+        model = AutoModelForCausalLM.from_config(own, attn_implementation=implementation)
+        for name, parameter in model.named_parameters():
+            if name.endswith((".A", ".dt_proj.weight", ".v_proj.weight")):
+                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        if models:
+            model.load_state_dict(models["fdma"].state_dict())
+        models[peer] = model.eval()
+    return {peer: model.to(device, dtype) for peer, model in models.items()}
+
+
+def forward(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.model(tokens, **given)[0]
+
+
+def train(model: Any, tokens: torch.Tensor) -> None:
+    model.model(tokens, use_cache=False)[0].float().square().mean().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def runs_of(case: Case, models: dict[str, Any], tokens: torch.Tensor) -> dict[str, Callable]:
+    """What is timed, by peer."""
+    if case.kind == "forward":
+        return {
+            peer: lambda model=model: forward(model, tokens, use_cache=False)
+            for peer, model in models.items()
+        }
+    if case.kind == "training":
+        return {peer: lambda model=model: train(model, tokens) for peer, model in models.items()}
+    runs = {}
+    for peer, model in models.items():
+        kind = flash_dmattn.transformers.DogeCache if peer == "fdma" else DynamicCache
+        cache = kind(config=model.config)
+        # by fdma for both: transformers' own attention would need memory for all pairs of tokens
+        forward(models["fdma"], tokens, past_key_values=cache)
+        runs[peer] = lambda model=model, cache=cache: forward(
+            model, tokens[:, :1], past_key_values=cache
+        )
+    return runs
+
+
+def check(case: Case, device: str) -> None:
+    """Compare hidden states in float32, or on a CUDA device in bfloat16.
+
+    Raises:
+        Disagreement: they differ.
+    """
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    small = case._replace(layers=1, tokens=min(case.tokens, 512), window=min(case.window, 64))
+    models = make_models(small, device, dtype)
+    tokens = torch.randperm(SHAPE["vocab_size"], device=device)[None, : small.tokens]
+    found, wanted = (forward(model, tokens, use_cache=False) for model in models.values())
+    if device == "cpu":
+        require_close(found, wanted.double(), 1e-4, f"{case.kind}: fdma and sdpa")
+    elif not found.isfinite().all():
+        raise Disagreement(f"{case.kind}: outputs that are no numbers")
+
+
+def elapsed(run: Callable[[], Any], device: str) -> float:
+    """Milliseconds, with the host's time."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    before = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - before)
+
+
+def memory_of(run: Callable[[], Any], device: str) -> float | None:
+    if device == "cpu":
+        return None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+    check(case, device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    models = make_models(case, device, dtype)
+    tokens = torch.randint(SHAPE["vocab_size"], (1, case.tokens), device=device)
+    runs = runs_of(case, models, tokens)
+    memory = {peer: memory_of(run, device) for peer, run in runs.items()}
+    times: dict[str, list[float]] = {peer: [] for peer in runs}
+    end = time.perf_counter() + rounds.seconds
+    for made in range(rounds.most):
+        if made >= rounds.least and time.perf_counter() > end:
+            break
+        for peer, run in runs.items():
+            times[peer].append(elapsed(run, device))
+    for peer, own in times.items():
+        low, median, high = quantiles(own)
+        ratios = [x / base for x, base in zip(own, times["fdma"])]
+        row = {"case": case.name(dtype), "peer": peer, "ms": median}
+        row = {**row, "spread": (high - low) / median, "times": quantiles(ratios)[1]}
+        yield row if memory[peer] is None else {**row, "GiB": memory[peer]}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="doge.py",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=MORE.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
+        parser.error("there is no CUDA device, or no CUDA backend in this build")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    flash_dmattn.transformers.register()
+    if args.device == "cpu":
+        torch.set_num_threads(2)
+    lines = [find_machine(args.device)]
+    print(f"{'case':36} {'peer':8} {'ms':>10} {'spread':>7} {'times':>7} {'GiB':>7}")
+    try:
+        for case in CASES[args.device]:
+            small = case._replace(
+                tokens=case.tokens // args.divide, window=max(case.window // args.divide, 1)
+            )
+            for row in measure(small, args.device, QUICK if args.quick else USUAL):
+                lines.append(row)
+                line = "{case:36} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row)
+                print(line, f"{row['GiB']:7.2f}" if "GiB" in row else "", flush=True)
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+        write_whole(args.out / f"doge-{args.device}.json", lines)
+    except (Disagreement, OSError) as error:
+        print(f"doge.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
