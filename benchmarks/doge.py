@@ -47,7 +47,7 @@ Peers:
   sdpa         attn_implementation "sdpa", for a token with a DynamicCache
 Columns: ms, the median of the rounds, with the host's time; spread, (90th - 10th percentile) /
 median; times, the median of the rounds' ratios to fdma; GiB, the most memory above the weights (on
-a CUDA device).
+a CUDA device, but for a token).
 """
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
 SHAPE = {**SHAPE, "num_key_value_heads": 4, "vocab_size": 32768}
@@ -152,9 +152,7 @@ def elapsed(run: Callable[[], Any], device: str) -> float:
     return 1e3 * (time.perf_counter() - before)
 
 
-def memory_of(run: Callable[[], Any], device: str) -> float | None:
-    if device == "cpu":
-        return None
+def memory_of(run: Callable[[], Any]) -> float:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
@@ -167,7 +165,8 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]
     models = make_models(case, device, dtype)
     tokens = torch.randint(SHAPE["vocab_size"], (1, case.tokens), device=device)
     runs = runs_of(case, models, tokens)
-    memory = {peer: memory_of(run, device) for peer, run in runs.items()}
+    has_memory = device == "cuda" and case.kind != "token"
+    memory = {peer: memory_of(run) if has_memory else None for peer, run in runs.items()}
     times: dict[str, list[float]] = {peer: [] for peer in runs}
     end = time.perf_counter() + rounds.seconds
     for made in range(rounds.most):
