@@ -14,20 +14,18 @@ from there; on a device it is one CUDA graph. In each round every peer makes one
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import torch
-from peers import Parser
 from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
 from peers_cuda import ratio
+from script import alternate, make_parser, parse
 from torch.nn.functional import scaled_dot_product_attention
 
 DENSE_KEYS = 131072  # of the peer sdpa
@@ -186,13 +184,11 @@ def measure(inputs: Inputs, rounds: Rounds) -> Iterator[dict[str, Any]]:
     """The rows of a case. Raises Disagreement if outputs are wrong."""
     check(inputs)
     peers = passes_of(inputs)
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    end = time.perf_counter() + rounds.seconds
-    for made in range(rounds.most):
-        if made >= rounds.least and time.perf_counter() > end:
-            break
-        for name, (run, calls) in peers.items():
-            times[name].append(time_pass(run, inputs.device) / calls)
+    timers = {
+        name: lambda run=run, calls=calls: time_pass(run, inputs.device) / calls
+        for name, (run, calls) in peers.items()
+    }
+    times = alternate(timers, rounds)
     for name, own in times.items():
         low, median, high = quantiles(own)
         yield {
@@ -211,31 +207,8 @@ def print_row(row: dict[str, Any]) -> None:
     print((line + "{:>8} {:>14}".format(*cells)).rstrip(), flush=True)
 
 
-def folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"is {text!r}, want a folder that exists")
-    return Path(text)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="decode.py",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=MORE.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
-        parser.error("there is no CUDA device, or no CUDA backend in this build")
-    return args
-
-
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
+    args = parse(make_parser("decode.py", __doc__, MORE), arguments)
     lines = [find_machine(args.device)]
     print(f"{'case':48} {'peer':5} {'us':>10} {'spread':>7} {'of read':>8} {'times as fast':>14}")
     try:

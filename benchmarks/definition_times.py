@@ -4,7 +4,6 @@ backward_performance.py."""
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from typing import Callable, Dict, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from decode import time_pass
 from definition import Case, Inputs, make_parser, parse, require_equal
 from peers_common import QUICK, USUAL, Disagreement, Rounds, quantiles
+from script import alternate
 from torch.nn.functional import scaled_dot_product_attention
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (512, 1024, 2048, 4096)}
@@ -71,13 +71,8 @@ def measure(inputs: Inputs, training: bool, device: str, rounds: Rounds) -> Iter
     same = [run() for name, run in peers.items() if name != "SDPA, all keys"]
     for other in same[1:]:
         require_equal(inputs, same[0], other)
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    end = time.perf_counter() + rounds.seconds
-    for made in range(rounds.most):
-        if made >= rounds.least and time.perf_counter() > end:
-            break
-        for name, run in peers.items():
-            times[name].append(time_pass(run, device))
+    timers = {name: lambda run=run: time_pass(run, device) for name, run in peers.items()}
+    times = alternate(timers, rounds)
     for name, own in times.items():
         low, median, high = quantiles(own)
         ratios = [x / base for x, base in zip(own, times["flash_dma_attention"])]

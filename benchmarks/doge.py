@@ -13,7 +13,6 @@ that could not be written; 2 bad usage.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import sys
@@ -23,18 +22,16 @@ from typing import Any, Callable, NamedTuple
 
 import flash_dmattn.transformers
 import torch
-from decode import folder
-from peers import Parser
 from peers_common import (
     QUICK,
     USUAL,
     Disagreement,
     Rounds,
     find_machine,
-    quantiles,
     require_close,
     write_whole,
 )
+from script import alternate, make_parser, make_rows, parse
 from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache
 
 MORE = """
@@ -166,42 +163,17 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]
     tokens = torch.randint(SHAPE["vocab_size"], (1, case.tokens), device=device)
     runs = runs_of(case, models, tokens)
     has_memory = device == "cuda" and case.kind != "token"
-    memory = {peer: memory_of(run) if has_memory else None for peer, run in runs.items()}
-    times: dict[str, list[float]] = {peer: [] for peer in runs}
-    end = time.perf_counter() + rounds.seconds
-    for made in range(rounds.most):
-        if made >= rounds.least and time.perf_counter() > end:
-            break
-        for peer, run in runs.items():
-            times[peer].append(elapsed(run, device))
-    for peer, own in times.items():
-        low, median, high = quantiles(own)
-        ratios = [x / base for x, base in zip(own, times["fdma"])]
-        row = {"case": case.name(dtype), "peer": peer, "ms": median}
-        row = {**row, "spread": (high - low) / median, "times": quantiles(ratios)[1]}
-        yield row if memory[peer] is None else {**row, "GiB": memory[peer]}
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="doge.py",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=MORE.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
-        parser.error("there is no CUDA device, or no CUDA backend in this build")
-    return args
+    for run in runs.values():  # a round that does not count
+        run()
+    timers = {peer: lambda run=run: elapsed(run, device) for peer, run in runs.items()}
+    for row in make_rows(case.name(dtype), alternate(timers, rounds)):
+        yield {**row, "GiB": memory_of(runs[row["peer"]])} if has_memory else row
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
+    parser = make_parser("doge.py", __doc__, MORE)
+    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
+    args = parse(parser, arguments)
     flash_dmattn.transformers.register()
     if args.device == "cpu":
         torch.set_num_threads(2)

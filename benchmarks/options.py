@@ -13,26 +13,23 @@ done; 1 wrong outputs or a file that could not be written; 2 bad usage.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any, Callable, NamedTuple
 
 import flash_dmattn
 import torch
-from decode import folder, time_pass
-from peers import Parser
+from decode import time_pass
 from peers_common import (
     QUICK,
     USUAL,
     Disagreement,
     Rounds,
     find_machine,
-    quantiles,
     require_close,
     write_whole,
 )
+from script import alternate, make_parser, make_rows, parse
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -204,45 +201,14 @@ def check(inputs: Inputs, peers: dict[str, Callable[[], torch.Tensor]]) -> None:
 def measure(inputs: Inputs, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
     peers = peers_of(inputs)
     check(inputs, peers)
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    end = time.perf_counter() + rounds.seconds
-    for made in range(rounds.most):
-        if made >= rounds.least and time.perf_counter() > end:
-            break
-        for name, run in peers.items():
-            times[name].append(time_pass(run, device))
-    for name, own in times.items():
-        low, median, high = quantiles(own)
-        ratios = [x / base for x, base in zip(own, times["fdma"])]
-        yield {
-            "case": inputs.case.name(inputs.dtype),
-            "peer": name,
-            "ms": median,
-            "spread": (high - low) / median,
-            "times": quantiles(ratios)[1],
-        }
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="options.py",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=MORE.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
-        parser.error("there is no CUDA device, or no CUDA backend in this build")
-    return args
+    timers = {name: lambda run=run: time_pass(run, device) for name, run in peers.items()}
+    yield from make_rows(inputs.case.name(inputs.dtype), alternate(timers, rounds))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
+    parser = make_parser("options.py", __doc__, MORE)
+    parser.add_argument("--divide", type=int, default=1, help="divide all lengths by this number")
+    args = parse(parser, arguments)
     if args.device == "cpu":
         torch.set_num_threads(1)
     lines = [find_machine(args.device)]

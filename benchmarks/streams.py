@@ -26,10 +26,10 @@ from typing import Any, Callable
 
 import flash_dmattn
 import torch
-from decode import folder, time_pass
-from peers import Parser
+from decode import time_pass
 from peers_common import QUICK, USUAL, Disagreement, Rounds, find_machine, quantiles, write_whole
 from peers_cuda import ratio
+from script import make_parser, parse
 from streams_inputs import Case, Inputs, Peer, all_cases, check
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -298,23 +298,6 @@ def print_row(row: dict[str, Any]) -> None:
     print(" ".join(cells).rstrip(), flush=True)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="streams.py",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=MORE.strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    args = parser.parse_args(arguments)
-    if args.device == "cuda" and "cuda" not in flash_dmattn.get_available_backends():
-        parser.error("there is no CUDA device, or no CUDA backend in this build")
-    return args
-
-
 def run(args: argparse.Namespace) -> bool:
     """Measure every case and write the rows of those that passed. Returns whether all passed."""
     lines, right = [find_machine(args.device)], True
@@ -336,7 +319,7 @@ def run(args: argparse.Namespace) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = parse(arguments)
+    args = parse(make_parser("streams.py", __doc__, MORE), arguments)
     try:
         return 0 if run(args) else 1
     except OSError as error:

@@ -544,12 +544,13 @@ FDMA_API fdma_status fdma_forward(const fdma_forward_args *args);
  *  and set mask_lists in those of every call that has the same attn_mask, key_valid, starts,
  *  kv_used, selection and causal, and q and k of the same shape. Only mask_lists is written.
  *  Shapes     mask_lists [fdma_mask_lists_size()], whose address is a multiple of 16; on a device
- *             5/32 q_len * kv_len bytes for each head of the mask. On the CPU the size is 0, and
- *             the call only checks its arguments: kernels read the mask where they use it
+ *             5/32 q_len * kv_len bytes for each head of the mask, and as many for each sequence
+ *             and kv head that the mask, the selection, key_valid or kv_used tell apart. On the CPU
+ *             the size is 0, and the call only checks its arguments: kernels read the mask itself
  *  Workspace  fdma_forward_workspace()
- *  Edge       calls with mask_lists need attn_mask, too, which some gradients read. Lists that are
- *             changed by hand, or of other arguments, give wrong results, never an access out of
- *             bounds
+ *  Edge       calls with mask_lists still need attn_mask, which some gradients read. Lists that
+ *             were changed by hand or made for other arguments give wrong results, never an access
+ *             out of bounds
  *  Errors     as fdma_forward(); FDMA_INVALID_ARGUMENT also for no attn_mask or too few bytes
  *  Source     docs/algorithm.md, masks */
 FDMA_API fdma_status fdma_mask_lists(const fdma_forward_args *args);

@@ -166,10 +166,21 @@ static fdma_status ask_kernel(fdma_operation operation, const void *args, const 
     return FDMA_OK;
 }
 
-static fdma_status check_masked(const fdma_problem *problem) {
+static fdma_status require_mask(const fdma_problem *problem) {
     FDMA_REQUIRE(is_present(&problem->attn_mask), FDMA_INVALID_ARGUMENT,
-                 "attn_mask: is absent, want the mask whose lists are wanted");
+                 "attn_mask: is absent, want it for mask_lists");
     return FDMA_OK;
+}
+
+/* The lists are an input of forward, but the output of fdma_mask_lists(). */
+static fdma_status check_lists_apart(const fdma_problem *problem) {
+    const named_tensor tensors[] = {
+        {"attn_mask", &problem->attn_mask, false},  {"key_valid", &problem->key_valid, false},
+        {"starts", &problem->starts, false},        {"kv_used", &problem->kv_used, false},
+        {"expiry", &problem->expiry, false},        {"slot", &problem->slot, false},
+        {"mask_lists", &problem->mask_lists, true},
+    };
+    return fdma_check_overlaps(tensors, sizeof tensors / sizeof tensors[0], &problem->exec);
 }
 
 fdma_status fdma_score(const fdma_score_args *args) { return run(operation_score, args); }
@@ -218,20 +229,20 @@ fdma_status fdma_mask_lists_size(const fdma_forward_args *args, size_t *bytes) {
                  "bytes: is NULL, want the address of a size_t");
     FDMA_TRY(prepare(operation_forward, args, check_shapes, NULL, &call));
     const fdma_problem *const problem = &call.steps.problems[0];
-    FDMA_TRY(check_masked(problem));
+    FDMA_TRY(require_mask(problem));
     *bytes = problem->exec.device == FDMA_CPU ? 0 : fdma_cuda_mask_lists_size(problem);
     return FDMA_OK;
 }
 
-/* Kernels of the CPU need no lists. */
 fdma_status fdma_mask_lists(const fdma_forward_args *args) {
     prepared_call call;
     FDMA_TRY(prepare_run(operation_forward, args, &call));
     fdma_problem *const problem = &call.steps.problems[0];
-    FDMA_TRY(check_masked(problem));
-    if (problem->exec.device == FDMA_CPU)
+    FDMA_TRY(require_mask(problem));
+    if (problem->exec.device == FDMA_CPU) // whose kernels need no lists
         return FDMA_OK;
-    FDMA_TRY(fdma_cuda_check_mask_lists(problem));
+    FDMA_TRY(fdma_cuda_check_mask_lists(problem)); // they may be absent
+    FDMA_TRY(check_lists_apart(problem));
     problem->only_mask_lists = true;
     return run_step(call.kernels[0], problem);
 }

@@ -1,9 +1,9 @@
-"""How many operations the operators count in torch.utils.flop_counter.FlopCounterMode.
+"""What torch.utils.flop_counter.FlopCounterMode counts for the operators.
 
-A multiply-add counts as two, as there. Counted are the products of attention over the pairs of a
-query and a key that it keeps, and those of scores: useful operations, not what a kernel computes
-beside them and masks. Shapes are all that is known, so that padding, packed sequences and attn_mask
-count as if every pair were kept, and a global selection as if every query saw all its keys.
+A multiply-add counts as two operations. The products of attention count for each query and the keys
+that it keeps, and so do the products of scores; what a kernel computes and then masks does not.
+A formula sees shapes alone. It counts padding, packed sequences and attn_mask as if every visible
+pair were kept, and a global selection as if every query saw all the keys that it keeps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FORWARD, BACKWARD = 2, 5  # products of a row of head_dim with each kept key
 
 
 def count_pairs(q_len: int, kv_len: int, kept: int, causal: bool) -> int:
-    """Pairs of queries, the last of which stands at the last key, and of the keys that they keep:
-    the visible ones, but at most `kept`."""
+    """The pairs of a query and a key that it keeps: of its visible keys at most `kept`. The last
+    query is at the position of the last key."""
 
     def up_to(visible: int) -> int:
-        """The pairs of queries that see 1, 2, ..., `visible` keys."""
+        """The pairs of the queries that see 1, 2, ..., `visible` keys."""
         growing = min(visible, kept)
         return growing * (growing + 1) // 2 + (visible - growing) * kept
 
@@ -76,8 +76,8 @@ FORMULAS[ops.FUSED_BACKWARD] = lambda given: (
 
 
 def register(operator: ops.Operator, count: Any) -> None:
-    """Have FlopCounterMode count a call of the operator. It sees those that record no gradients,
-    which are operators of their own if the operator has gradients."""
+    """Have FlopCounterMode count calls of the operator. If the operator has gradients, the mode
+    sees calls of `name_no_grad` in its place."""
 
     def formula(*arguments: Any, **_: Any) -> int:
         return count(dict(zip(operator.arguments, arguments)))

@@ -390,9 +390,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         appended ones among them."""
         q_len, kv_len, all_len = lengths
         if self.window is not None:
-            wants = self.recent > 0 or self.gap is not None
+            needs_causal = self.recent > 0 or self.gap is not None
             message = f"is_causal: is False, want True for recent {self.recent} and gap {self.gap}"
-            require(is_causal or not wants, message)
+            require(is_causal or not needs_causal, message)
             if is_causal:
                 check_equal(
                     "query: length of a causal call with a window", q_len, kv_len, ValueError

@@ -22,7 +22,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 from transformers.models.doge import modeling_doge
-from transformers.monkey_patching import register_patch_mapping
 
 from . import functional, fused
 from .cache import DynamicMaskCache
@@ -33,11 +32,21 @@ NAME = "dynamic_mask"  # of the attention implementation; names with "flash" are
 OLDEST, NEXT = (5, 17), (6,)  # versions of transformers: the first one, and the first that is not
 
 
-def check_version(version: str) -> None:
-    """Raises ImportError if `version` of transformers, such as "5.17.0", is not supported."""
+def check_version(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version of transformers, such as "5.17.0".
+
+    Raises:
+        ImportError: the version is not supported.
+    """
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= found < NEXT:
         raise ImportError(f"transformers: is {version}, want 5.17 or later, below 6")
+    return found
+
+
+# The argument of transformers' layers that takes the cache.
+CACHE = "cache" if check_version(transformers.__version__) >= (5, 24) else "past_key_values"
+StockDogeAttention = modeling_doge.DogeAttention
 
 
 def padding_mask(
@@ -54,9 +63,9 @@ def padding_mask(
     """The mask that transformers passes to the layers of a model.
 
     Returns:
-        None where every key up to a query's own is visible; [batch, keys] bool, true for keys that
-        are not padding: of the first `keys` keys, as a static cache has more. A model that adds
-        rules of its own gets [batch, 1, q_len, kv_len] bool.
+        None if no key is padding; else [batch, keys] bool, false for padding. A static cache has
+        room for more than the `keys` keys that are filled in. A model that adds rules of its own
+        gets [batch, 1, q_len, kv_len] bool.
     """
     if use_vmap:
         given = {
@@ -65,7 +74,7 @@ def padding_mask(
             **{"device": device, "use_vmap": True, **rest, "allow_is_causal_skip": False},
         }
         return sdpa_mask(**given)
-    filled = int(q_offset) + q_length - kv_offset  # keys that a cache has so far
+    filled = int(q_offset) + q_length - kv_offset
     if attention_mask is None:
         if kv_length <= filled:
             return None
@@ -104,6 +113,23 @@ def find_starts(
         )
     ends = begins[0].nonzero()[:, 0] + 1
     return torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), q_len))).to(torch.int32)
+
+
+def padding_and_packing(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_len: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    sizes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The keys and values [batch, kv_heads, kv_len, head_dim] that are filled in, and the arguments
+    key_valid and starts of attention(). With padding, position_ids do not tell sequences apart."""
+    if attention_mask is not None:
+        filled, position_ids = attention_mask.shape[1], None
+        key, value = key[:, :, :filled], value[:, :, :filled]
+    starts = find_starts(position_ids, q_len, key.shape[2], sizes)
+    return key, value, {"key_valid": attention_mask, "starts": starts}
 
 
 def keep_newest(
@@ -151,24 +177,30 @@ def attend(
 
     Returns:
         out [batch, q_len, q_heads, head_dim], and None for the probabilities.
+
+    Raises:
+        ValueError: a layer of Doge that was made before register(): the mask that it has made of
+            padding_mask()'s result need not be causal.
     """
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    options: dict[str, Any] = {"causal": bool(causal)}
-    if attention_mask is not None and attention_mask.dim() == 2:
-        kept = attention_mask.shape[1]
-        key, value, options["key_valid"] = key[:, :, :kept], value[:, :, :kept], attention_mask
-    elif attention_mask is not None:
+    if isinstance(module, StockDogeAttention):
+        raise ValueError(
+            f"attn_implementation: is {NAME!r} for a Doge model made before "
+            "flash_dmattn.transformers.register(), want the model made after it"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        causal = False  # the mask is
         mask = attention_mask[..., : key.shape[2]]
-        options = {"attn_mask" if mask.dtype == torch.bool else "attn_bias": mask, "causal": False}
-    elif causal:
-        q_len, kv_len = query.shape[2], key.shape[2]
-        options["starts"] = find_starts(position_ids, q_len, kv_len, cu_seq_lens_q)
+        options = {"attn_mask" if mask.dtype == torch.bool else "attn_bias": mask}
+    else:
+        given = (attention_mask, position_ids, cu_seq_lens_q)
+        key, value, options = padding_and_packing(key, value, query.shape[2], *given)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    if options["causal"] and sliding_window is not None and sliding_window < key.shape[1]:
-        rules = (options.get("key_valid"), options.get("starts"))
-        options["selection"] = keep_newest(key, sliding_window, *rules)
+    if causal and sliding_window is not None and sliding_window < key.shape[1]:
+        options["selection"] = keep_newest(key, sliding_window, **options)
     out, _ = functional.attention(
         *(query, key, value),
+        causal=causal,
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         dropout_p=dropout,
@@ -204,7 +236,7 @@ class KeptKeys(CacheLayerMixin):
 
     def attend(
         self,
-        layer: modeling_doge.DogeAttention,
+        layer: StockDogeAttention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -246,8 +278,6 @@ class KeptKeys(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-    get_max_cache_shape = get_max_length  # its name before 5.18
 
     def reset(self) -> None:
         if self.kept is not None:
@@ -294,7 +324,8 @@ class DogeCache(Cache):
         config: of the model, which has to have attn_implementation "dynamic_mask".
 
     Raises:
-        ValueError: a model with another window, or another kind of model.
+        TypeError: the config of another kind of model.
+        ValueError: in a call of a model that has another window, or is no Doge.
         NotImplementedError: tokens are taken back.
 
     Example:
@@ -313,11 +344,13 @@ class DogeCache(Cache):
     """
 
     def __init__(self, config: transformers.DogeConfig) -> None:
-        window, layers = config.keep_window_size, config.num_hidden_layers
-        super().__init__(layers=[KeptKeys(window) for _ in range(layers)])
+        if not isinstance(config, transformers.DogeConfig):
+            raise TypeError(f"config: is a {type(config).__name__}, want a DogeConfig")
+        layers = range(config.num_hidden_layers)
+        super().__init__(layers=[KeptKeys(config.keep_window_size) for _ in layers])
 
 
-class DogeAttention(modeling_doge.DogeAttention):
+class DogeAttention(StockDogeAttention):
     """Doge's attention, selected where the implementation is "dynamic_mask"."""
 
     def forward(
@@ -330,12 +363,11 @@ class DogeAttention(modeling_doge.DogeAttention):
         position_ids: torch.Tensor | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As in transformers, where `cache` was called past_key_values before 5.24."""
+        """As in transformers. `cache` and past_key_values are two names of one argument."""
         cache = past_key_values if cache is None else cache
         if self.config._attn_implementation != NAME:
-            return self._forward_there(
-                hidden_states, position_embeddings, attention_mask, cache, position_ids, rest
-            )
+            rest = {**rest, CACHE: cache, "position_ids": position_ids}
+            return super().forward(hidden_states, position_embeddings, attention_mask, **rest)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask: rank is {attention_mask.dim()}, want 2; attention_mask is "
@@ -352,13 +384,8 @@ class DogeAttention(modeling_doge.DogeAttention):
             return self.o_proj(out.flatten(2)), None
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        starts = None
-        if attention_mask is None:
-            lengths = (query.shape[2], key.shape[2])
-            starts = find_starts(position_ids, *lengths, rest.get("cu_seq_lens_q"))
-        else:
-            kept = attention_mask.shape[1]
-            key, value = key[:, :, :kept], value[:, :, :kept]
+        given = (attention_mask, position_ids, rest.get("cu_seq_lens_q"))
+        key, value, options = padding_and_packing(key, value, query.shape[2], *given)
         out = fused.flash_dma_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
             *(self.dt_proj.weight, self.A, self.keep_window_size),
@@ -366,34 +393,19 @@ class DogeAttention(modeling_doge.DogeAttention):
             causal=True,
             softmax_scale=self.scaling,
             dt_bias=self.dt_proj.bias,
-            key_valid=attention_mask,
-            starts=starts,
+            **options,
         )
         return self.o_proj(out.flatten(2)), None
-
-    def _forward_there(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Any,
-        position_ids: torch.Tensor | None,
-        rest: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """transformers' own attention."""
-        is_renamed = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
-        named = {"cache" if is_renamed else "past_key_values": cache, "position_ids": position_ids}
-        return super().forward(hidden_states, position_embeddings, attention_mask, **named, **rest)
 
 
 def register() -> None:
     """Make attn_implementation="dynamic_mask" known to transformers.
 
-    Models that are made from then on with it run their attention here. Doge's layers are replaced
-    by layers with the same parameters, which run transformers' own attention under any other
-    implementation. Padding is given as the attention_mask [batch, length] of the model. Packed
-    sequences are given as one row whose position_ids begin anew in each, or with cu_seq_lens_q.
-    Calling it again has no effect.
+    Models that are made from then on with it run their attention here. modeling_doge.DogeAttention
+    is replaced by a class with the same parameters, which runs transformers' own attention under
+    any other implementation. Padding is given as the attention_mask [batch, length] of the model.
+    Packed sequences are given as one row whose position_ids begin anew in each, or with
+    cu_seq_lens_q. Calling it again has no effect.
 
     Returns:
         None.
@@ -416,7 +428,4 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, padding_mask)
-    register_patch_mapping({"DogeAttention": DogeAttention}, overwrite=True)
-
-
-check_version(transformers.__version__)
+    modeling_doge.DogeAttention = DogeAttention

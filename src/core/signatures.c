@@ -55,7 +55,7 @@
  * carried keys: r these, n the keys of the call, j both; z the rows of a table; p the sequences of
  * a cache, r or z their rows, x the pages of each; e the prompts of a call, which are its packed
  * sequences or its batch. With a page table, k and v of a cache are pools: their first axes are m,
- * the pages of a pool, and l, the rows of a page; y are bytes. B, H, I and J are axes of b, h, i
+ * the pages of a pool, and l, the rows of a page; y counts bytes. B, H, I and J are axes of b, h, i
  * and j elements that may have length 1 instead, H also that of g.
  * The first tensor that has one of b, i, j, h, g, d, n, r, p, m and l settles its length, and the
  * others must agree: the tensors that a caller is least likely to get wrong come first. */

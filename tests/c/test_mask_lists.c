@@ -172,6 +172,57 @@ static void refuse_too_few_bytes(void) {
     CHECK_WORD(fdma_last_error(), "multiple of 16");
 }
 
+#if defined(FDMA_HAVE_CUDA)
+/* The lists in the memory of the mask. */
+static void are_apart_from_what_they_are_made_of(void) {
+    problem x;
+    fdma_forward_args args = described(&x, "cuda", backend_dtype());
+    call here, there;
+    size_t bytes = 0;
+    if (!is_on_device())
+        return;
+    call_of(&here, operation_forward, &args);
+    device_copy_call(&there, &here);
+    fdma_forward_args *const own = &there.args.forward;
+    CHECK_OK(fdma_mask_lists_size(own, &bytes));
+    CHECK(bytes <= bytes_of(args.attn_mask));
+    CHECK_OK(device_give_workspace(&there));
+    own->mask_lists = fdma_tensor_1d(own->attn_mask.data, FDMA_UINT8, (int64_t)bytes);
+    CHECK_INT(fdma_mask_lists(own), FDMA_INVALID_ARGUMENT);
+    CHECK_WORD(fdma_last_error(), "shares elements with");
+    device_free_all();
+}
+
+/* Calls with lists, and probabilities, have none of their own in the workspace. */
+static void save_workspace(void) {
+    problem x;
+    fdma_forward_args args = described(&x, NULL, backend_dtype());
+    size_t bytes = 0, with_mask = 0, with_lists = 0, plain = 0;
+    if (!is_on_device())
+        return;
+    args.exec.device = device_number;
+    CHECK_OK(fdma_mask_lists_size(&args, &bytes));
+    CHECK_OK(fdma_forward_workspace(&args, &with_mask));
+    args.mask_lists = fdma_tensor_1d(NULL, FDMA_UINT8, (int64_t)bytes);
+    CHECK_OK(fdma_forward_workspace(&args, &with_lists));
+    CHECK(with_lists + bytes <= with_mask + 64);
+    fdma_probabilities_args probabilities = {
+        .size = sizeof probabilities,
+        .q = x.q,
+        .k = x.k,
+        .lse = args.lse,
+        .probability = new_output(FDMA_FLOAT32, x.batch, x.q_heads, x.q_len, x.kv_len),
+        .selection = &x.selection,
+        .causal = x.causal,
+        .exec.device = device_number,
+    };
+    CHECK_OK(fdma_probabilities_workspace(&probabilities, &plain));
+    probabilities.attn_mask = args.attn_mask;
+    CHECK_OK(fdma_probabilities_workspace(&probabilities, &with_mask));
+    CHECK_INT(with_mask, plain);
+}
+#endif
+
 /* Any bytes give some results, and what lies around the tensors stays as it is. */
 static void check_corrupt(const char *kernel, fdma_dtype dtype) {
     problem x;
@@ -199,6 +250,10 @@ static const test_entry tests[] = {
     TEST(need_a_mask),
     TEST(refuse_too_few_bytes),
     TEST(may_hold_anything),
+#if defined(FDMA_HAVE_CUDA)
+    TEST(are_apart_from_what_they_are_made_of),
+    TEST(save_workspace),
+#endif
 };
 
 int main(int argc, char **argv) { return test_run_backend(argc, argv, tests, TEST_COUNT(tests)); }

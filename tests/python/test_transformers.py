@@ -115,8 +115,12 @@ def test_packed(name: str) -> None:
     with torch.no_grad():
         pieces = [eager(tokens[:, a:b]).logits for a, b in zip(ends, ends[1:])]
         given = {"position_ids": positions, "use_cache": False}
+        wanted = torch.cat(pieces, 1)
         for more in ({}, {"cu_seq_lens_q": starts}):
-            assert_near(selected(tokens, **given, **more).logits, torch.cat(pieces, 1))
+            assert_near(selected(tokens, **given, **more).logits, wanted)
+        mask = (torch.arange(LENGTH) < LENGTH - 3).long()[None]
+        found = selected(tokens, attention_mask=mask, cu_seq_lens_q=starts, **given).logits
+        assert_near(found[:, :-3], wanted[:, :-3])
 
 
 @pytest.fixture
@@ -258,6 +262,8 @@ def test_bad_caches() -> None:
     for model in (llama, eager_llama):
         with pytest.raises(ValueError, match="cache: is a DogeCache, want another one unless"):
             model(tokens, past_key_values=ours.DogeCache(CONFIGS["doge"]))
+    with pytest.raises(TypeError, match="config: is a LlamaConfig, want a DogeConfig"):
+        ours.DogeCache(llama.config)
     cache = ours.DogeCache(selected.config)
     cache.layers[0].crop(0)
     with pytest.raises(NotImplementedError, match="tokens_to_remove: is -1, want 0"):
@@ -268,7 +274,7 @@ def test_other_implementations_stay() -> None:
     """The layers that replace Doge's compute as before with any other implementation."""
     eager, _ = make_models("doge")
     assert type(eager.model.layers[0].self_attn) is ours.DogeAttention
-    plain = modeling_doge.DogeAttention(eager.config, 0).eval()
+    plain = ours.StockDogeAttention(eager.config, 0).eval()
     plain.load_state_dict(eager.model.layers[0].self_attn.state_dict())
     hidden = torch.randn(2, 40, 64)
     angles = eager.model.rotary_emb(hidden, torch.arange(40)[None])
@@ -277,6 +283,30 @@ def test_other_implementations_stay() -> None:
         plain(hidden, angles, mask), eager.model.layers[0].self_attn(hidden, angles, mask)
     ):
         assert torch.equal(one, other)
+
+
+def test_models_made_by_their_class() -> None:
+    config = copy.deepcopy(CONFIGS["doge"])
+    config._attn_implementation = "dynamic_mask"
+    model, tokens = transformers.DogeForCausalLM(config).eval(), make_tokens()
+    assert type(model.model.layers[0].self_attn) is ours.DogeAttention
+    with torch.no_grad():  # later tokens change nothing
+        assert_near(model(tokens).logits[:, :30], model(tokens[:, :30]).logits)
+
+
+def test_probabilities_of_eager_attention_are_recorded() -> None:
+    eager, _ = make_models("doge")
+    found = eager(make_tokens(), output_attentions=True).attentions
+    assert [one.shape for one in found] == 2 * [(2, 4, LENGTH, LENGTH)]
+
+
+def test_a_model_made_before_registering_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own mask would let queries see the keys after them."""
+    monkeypatch.setattr(modeling_doge, "DogeAttention", ours.StockDogeAttention)
+    config = copy.deepcopy(CONFIGS["doge"])
+    config._attn_implementation = "dynamic_mask"
+    with pytest.raises(ValueError, match="attn_implementation: is 'dynamic_mask' for a Doge model"):
+        transformers.DogeForCausalLM(config)(make_tokens())
 
 
 def test_nothing_grows_with_the_square_of_the_length() -> None:
