@@ -68,6 +68,8 @@ class DynamicMaskCache:
         bias_form: as in score().
         dtype: of keys and values; None for torch's default dtype.
         device: of the cache; None for torch's default device.
+        static: no number on the host changes as tokens enter, so that a function compiled with
+            torch.compile(mode="reduce-overhead") is one CUDA graph for all of them.
 
     Attributes:
         keys: a KeyCache of layers * batch sequences: that of sequence b in a layer has the number
@@ -102,6 +104,7 @@ class DynamicMaskCache:
         bias_form: str = "exp",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        static: bool = False,
     ) -> None:
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads}
         for name, size in sizes.items():
@@ -110,7 +113,7 @@ class DynamicMaskCache:
         require(takes_dim, f"head_dim: is {head_dim}, want a multiple of 8 from 8 to 256")
         rules = _arguments.check_rules(window, recent, sinks)
         _arguments.choose("bias_form", bias_form)
-        self.layers, self.batch, self.bias_form = layers, batch, bias_form
+        self.layers, self.batch, self.bias_form, self.static = layers, batch, bias_form, static
         dtype = torch.get_default_dtype() if dtype is None else dtype
         sequences, rows = layers * batch, rules[0] + rules[1]
 
@@ -128,6 +131,9 @@ class DynamicMaskCache:
             zeros(sequences, dtype=torch.int32),
             *rules,
         )
+        if static and not torch.compiler.is_compiling():
+            for tensor in self.keys[:6]:  # or else CUDA graphs refuse to write to them
+                torch._dynamo.mark_static_address(tensor)
         numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         self._indices = numbers.view(layers, batch).unbind(0)
         self._empty = [[True] * batch for _ in range(layers)]  # surely; known on the host
@@ -218,7 +224,8 @@ class DynamicMaskCache:
 
     def _count(self, layer: int, length: int) -> None:
         """Note that so many tokens have entered sequences of the layer, whichever these are."""
-        self._lengths[layer] += length
+        if not self.static:
+            self._lengths[layer] += length
         self._empty[layer] = [False] * self.batch
 
     def _check_layer(self, layer: int) -> None:
@@ -404,12 +411,14 @@ class DynamicMaskCache:
         self._lengths = [0] * self.layers
         self._empty = [[True] * self.batch for _ in range(self.layers)]
 
-    def get_seq_length(self, layer: int = 0) -> int:
+    def get_seq_length(self, layer: int = 0) -> int | torch.Tensor:
         """Tokens that have entered, and drafts: a number kept on the host, where those that
         n_tokens, `index` or a tensor in commit() left out count as well. `keys.seen` has the exact
-        numbers, without drafts."""
+        numbers, without drafts. Of a static cache it is the largest of those, a tensor []."""
         self._check_layer(layer)
         waiting = self._drafts[layer]
+        if self.static:
+            return self.keys.seen[layer * self.batch : (layer + 1) * self.batch].max()
         return self._lengths[layer] + (0 if waiting is None else waiting.key.shape[1])
 
     @property

@@ -19,16 +19,14 @@ from typing import Any
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 from transformers.models.doge import modeling_doge
 
 from . import functional, fused
-from .cache import DynamicMaskCache
+from .doge_cache import NAME, DogeCache
 
 __all__ = ["DogeCache", "register"]
 
-NAME = "dynamic_mask"  # of the attention implementation; names with "flash" are FlashAttention's
 OLDEST, NEXT = (5, 17), (6,)  # versions of transformers: the first one, and the first that is not
 
 
@@ -74,12 +72,18 @@ def padding_mask(
             **{"device": device, "use_vmap": True, **rest, "allow_is_causal_skip": False},
         }
         return sdpa_mask(**given)
-    filled = int(q_offset) + q_length - kv_offset
-    if attention_mask is None:
-        if kv_length <= filled:
-            return None
-        return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
-    mask = attention_mask[:, kv_offset : kv_offset + min(kv_length, filled)]
+    if kv_length == q_length:  # the keys are those of the queries, the last ones
+        mask = None if attention_mask is None else attention_mask[:, -q_length:]
+    else:
+        filled = int(q_offset) + q_length - kv_offset
+        if attention_mask is not None:
+            mask = attention_mask[:, kv_offset : kv_offset + min(kv_length, filled)]
+        elif kv_length > filled:
+            return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+        else:
+            mask = None
+    if mask is None:
+        return None
     if torch.compiler.is_compiling() or mask.shape[1] < kv_length or not mask.all():
         return mask
     return None
@@ -208,146 +212,6 @@ def attend(
         **options,
     )
     return out, None
-
-
-class KeptKeys(CacheLayerMixin):
-    """The keys of a layer of Doge that later queries may keep. It gives none of them back: the
-    layer attends through it.
-
-    Args:
-        window: of the layer, its keep_window_size.
-    """
-
-    is_compileable = False
-
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self.window = window
-        self.kept: DynamicMaskCache | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        batch, kv_heads, _, head_dim = key_states.shape
-        kind = {"dtype": key_states.dtype, "device": key_states.device}
-        self.kept = self._make(batch, kv_heads, head_dim, **kind)
-        self.is_initialized = True
-
-    def _make(self, *sizes: int, dtype: torch.dtype, device: torch.device) -> DynamicMaskCache:
-        return DynamicMaskCache(1, *sizes, self.window, dtype=dtype, device=device)
-
-    def attend(
-        self,
-        layer: StockDogeAttention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_valid: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of the next tokens, [batch, heads, len, head_dim]: out [batch, len, q_heads,
-        head_dim]. key_valid: of these tokens and all before them."""
-        if layer.keep_window_size != self.window:
-            raise ValueError(
-                f"cache: its window is {self.window}, want the model's keep_window_size, "
-                f"{layer.keep_window_size}"
-            )
-        if not self.is_initialized:
-            self.lazy_initialization(key, value)
-        if key_valid is not None:
-            key_valid = key_valid[:, -key.shape[2] :]
-            key_valid = None if key_valid.all() else key_valid
-        return self.kept.attend(
-            *(0, *(x.transpose(1, 2) for x in (query, key, value))),
-            *(layer.dt_proj.weight, layer.A),
-            dt_bias=layer.dt_proj.bias,
-            key_valid=key_valid,
-            softmax_scale=layer.scaling,
-        )
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> Any:
-        raise ValueError(
-            "cache: is a DogeCache, want another one unless the model is Doge with "
-            f"attn_implementation={NAME!r}"
-        )
-
-    def get_seq_length(self) -> int:
-        return 0 if self.kept is None else self.kept.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        if self.kept is not None:
-            self.kept.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                f"tokens_to_remove: is {tokens_to_remove}, want 0: keys that tokens have evicted "
-                "from a DogeCache are lost"
-            )
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        if self.kept is not None:
-            self.kept.reorder(beam_idx.to(self.kept.keys.seen.device))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.kept is not None:
-            self.batch_select_indices(torch.arange(self.kept.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Make the sequences those of these numbers, any of them any number of times."""
-        if self.kept is None:
-            return
-        before = self.kept
-        rows = before.keys.key  # [batch, rows, kv_heads, head_dim]
-        sizes = (indices.shape[0], *rows.shape[2:])
-        self.kept = self._make(*sizes, dtype=rows.dtype, device=rows.device)
-        for to, source in zip(self.kept.keys[:6], before.keys[:6]):
-            to.copy_(source.index_select(0, indices.to(rows.device)))
-        self.kept._count(0, before.get_seq_length())
-
-
-class DogeCache(Cache):
-    """A cache for Doge that has keep_window_size keys for each layer and kv head, whatever the
-    length: generate() gives the tokens that it gives with a cache of all keys.
-
-        model.generate(tokens, past_key_values=DogeCache(model.config))
-
-    It serves greedy search, sampling and beams, prompts in several calls, and padding. Assisted
-    generation needs another cache, as rejected tokens cannot be taken back.
-
-    Args:
-        config: of the model, which has to have attn_implementation "dynamic_mask".
-
-    Raises:
-        TypeError: the config of another kind of model.
-        ValueError: in a call of a model that has another window, or is no Doge.
-        NotImplementedError: tokens are taken back.
-
-    Example:
-        >>> import flash_dmattn.transformers
-        >>> from transformers import DogeConfig, DogeForCausalLM
-        >>> flash_dmattn.transformers.register()
-        >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        >>> config = DogeConfig(**sizes, **heads, vocab_size=100, keep_window_size=16)
-        >>> model = DogeForCausalLM._from_config(config, attn_implementation="dynamic_mask")
-        >>> cache = flash_dmattn.transformers.DogeCache(config)
-        >>> model.generate(torch.arange(50)[None], past_key_values=cache, max_new_tokens=5).shape
-        torch.Size([1, 55])
-
-    Source: docs/algorithm.md, streams.
-    """
-
-    def __init__(self, config: transformers.DogeConfig) -> None:
-        if not isinstance(config, transformers.DogeConfig):
-            raise TypeError(f"config: is a {type(config).__name__}, want a DogeConfig")
-        layers = range(config.num_hidden_layers)
-        super().__init__(layers=[KeptKeys(config.keep_window_size) for _ in layers])
 
 
 class DogeAttention(StockDogeAttention):

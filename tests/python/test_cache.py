@@ -445,6 +445,29 @@ def test_one_graph_for_all_steps(backend: str) -> None:
 
 
 @torch.no_grad()
+def test_static_caches_change_no_number_on_the_host() -> None:
+    """One graph without symbolic numbers, which CUDA graphs would be recorded anew for."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model, x = Stack(), torch.randn(BATCH, 130, 48)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    cache, plain = make_cache(layers=2, static=True), make_cache(layers=2)
+    assert_close(model(x[:, :80], cache), model(x[:, :80], plain))
+    for t in range(80, 130):
+        assert_close(compiled(x[:, t : t + 1], cache), model(x[:, t : t + 1], plain))
+    assert counter.frame_count == 1
+    inputs = [
+        node.meta["example_value"] for node in counter.graphs[0].graph.find_nodes(op="placeholder")
+    ]
+    assert len(inputs) > 0 and all(isinstance(one, torch.Tensor) for one in inputs)
+    assert [int(cache.get_seq_length(layer)) for layer in (0, 1)] == [130, 130]
+    assert torch.equal(cache.keys.seen, plain.keys.seen)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    assert_close(model(x[:, :80], cache), model(x[:, :80], make_cache(layers=2)))
+
+
+@torch.no_grad()
 def test_drafts_and_prefills_compile() -> None:
     torch._dynamo.reset()
     rows, weights = make_tokens(100)

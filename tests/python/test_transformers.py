@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,55 +13,20 @@ from programs import output_of, python
 transformers = pytest.importorskip("transformers")
 
 import flash_dmattn.transformers as ours  # noqa: E402
+from doge_models import (  # noqa: E402
+    CONFIGS,
+    LENGTH,
+    assert_near,
+    make_models,
+    make_tokens,
+    registered,
+    ties_by_recency,
+)
 from transformers.models.doge import modeling_doge  # noqa: E402
 
-SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SIZES = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZES = {**SIZES, "max_position_embeddings": 512}
-CONFIGS = {
-    "doge": transformers.DogeConfig(**SIZES, keep_window_size=24),
-    "doge with biases": transformers.DogeConfig(**SIZES, keep_window_size=9, attention_bias=True),
-    "doge, all keys": transformers.DogeConfig(**SIZES, keep_window_size=512),
-    "llama": transformers.LlamaConfig(**SIZES),
-    "mistral": transformers.MistralConfig(**SIZES, sliding_window=32),
-    "qwen": transformers.Qwen2Config(**SIZES),
-    "gemma": transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=20),
-}
+__all__ = ["registered", "ties_by_recency"]  # fixtures
+
 every_model = pytest.mark.parametrize("name", CONFIGS)
-LENGTH = 90
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    ours.register()
-    ours.register()  # again, without effect
-
-
-def make_models(name: str, **changes: Any) -> tuple[Any, Any]:
-    """The same model with eager attention and with ours, in evaluation mode."""
-    torch.manual_seed(len(name))
-    made = []
-    for implementation in ("eager", "dynamic_mask"):
-        config = copy.deepcopy(CONFIGS[name])
-        for field, value in changes.items():
-            setattr(config, field, value)
-        made.append(
-            transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=implementation
-            ).eval()
-        )
-    for parameter_name, parameter in made[0].named_parameters():
-        if parameter_name.endswith(".A") or "bias" in parameter_name:
-            torch.nn.init.normal_(parameter)
-    made[1].load_state_dict(made[0].state_dict())
-    return made[0], made[1]
-
-
-def make_tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
-    """Without repetitions, as scores of the same token may be equal."""
-    random = torch.Generator().manual_seed(6)
-    rows = [torch.randperm(1000, generator=random)[:length] for _ in range(batch)]
-    return torch.stack(rows)
 
 
 def padding(left: int, right: int) -> torch.Tensor:
@@ -69,10 +34,6 @@ def padding(left: int, right: int) -> torch.Tensor:
     mask[0, :left] = 0
     mask[1, LENGTH - right :] = 0
     return mask
-
-
-def assert_near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = 1e-5) -> None:
-    assert (found - wanted).abs().max() <= allowed * max(1.0, wanted.abs().max())
 
 
 @every_model
@@ -123,33 +84,6 @@ def test_packed(name: str) -> None:
         assert_near(found[:, :-3], wanted[:, :-3])
 
 
-@pytest.fixture
-def ties_by_recency(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of keys with equal scores torch.topk() takes any, whereas here the newest rank first."""
-
-    class Best:
-        def __init__(self, x: torch.Tensor, k: int) -> None:
-            order = x.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-            self.indices = x.shape[-1] - 1 - order[..., :k]
-
-    def topk(x: torch.Tensor, k: int, dim: int = -1, **rest: Any) -> Any:
-        return Best(x, k)
-
-    monkeypatch.setattr(modeling_doge, "torch", Module(torch, topk=topk))
-    yield
-
-
-class Module:
-    """A module with some functions in place of its own."""
-
-    def __init__(self, module: Any, **functions: Any) -> None:
-        self.module = module
-        self.__dict__.update(functions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-
 @every_model
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.usefixtures("ties_by_recency")
@@ -163,51 +97,6 @@ def test_generated_tokens(name: str, cache: str | None) -> None:
         given["cache_implementation"] = cache
     wanted = eager.generate(tokens, attention_mask=mask, **given)
     assert torch.equal(selected.generate(tokens, attention_mask=mask, **given), wanted)
-
-
-DOGE = ("doge", "doge with biases", "doge, all keys")
-
-
-def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The tokens of eager attention with a cache of all keys, those with a DogeCache, and that."""
-    eager, selected = make_models(name)
-    tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
-    mask[0, :11] = 0
-    given = {"max_new_tokens": 40, "attention_mask": mask, "pad_token_id": 0, **given}
-    torch.manual_seed(9)
-    wanted = eager.generate(tokens, **given)
-    cache = ours.DogeCache(selected.config)
-    torch.manual_seed(9)
-    return wanted, selected.generate(tokens, past_key_values=cache, **given), cache
-
-
-@pytest.mark.parametrize("name", DOGE)
-@pytest.mark.parametrize(
-    "given", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}]
-)
-@pytest.mark.usefixtures("ties_by_recency")
-def test_generated_tokens_of_kept_keys(name: str, given: dict[str, Any]) -> None:
-    wanted, found, cache = generate_both(name, **given)
-    assert torch.equal(found, wanted)
-    assert cache.get_seq_length() == 89
-    rows = {layer.kept.keys.key.shape[1] for layer in cache.layers}
-    assert rows == {CONFIGS[name].keep_window_size}  # whatever the length
-
-
-def test_prompts_in_several_calls() -> None:
-    _, selected = make_models("doge")
-    tokens = make_tokens(2, LENGTH)
-    cache = ours.DogeCache(selected.config)
-    with torch.no_grad():
-        wanted = selected(tokens).logits
-        ends = [0, 70, 71, 72, LENGTH]
-        found = [
-            selected(tokens[:, a:b], past_key_values=cache).logits for a, b in zip(ends, ends[1:])
-        ]
-        assert_near(torch.cat(found, 1), wanted)
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        assert_near(selected(tokens, past_key_values=cache).logits, wanted)
 
 
 def test_saved_models(tmp_path: Path) -> None:
@@ -235,39 +124,6 @@ def test_checkpointed(name: str) -> None:
         gradients.append([parameter.grad.clone() for parameter in selected.parameters()])
     for one, other in zip(*gradients):
         assert torch.equal(one, other)
-
-
-def test_sequences_are_moved() -> None:
-    _, selected = make_models("doge")
-    tokens = make_tokens(2, 60)
-    cache = ours.DogeCache(selected.config)
-    with torch.no_grad():
-        selected(tokens[:, :50], past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([3, 0, 1]))
-        given = tokens[[0, 1, 1], 50:]
-        wanted = selected(tokens[[0, 1, 1]]).logits[:, 50:]
-        assert_near(selected(given, past_key_values=cache).logits, wanted)
-    assert cache.get_seq_length() == 60
-
-
-def test_bad_caches() -> None:
-    _, selected = make_models("doge")
-    eager_llama, llama = make_models("llama")
-    tokens = make_tokens(1, 10)
-    other = ours.DogeCache(CONFIGS["doge with biases"])
-    with pytest.raises(ValueError, match="cache: its window is 9, want the model's keep_window"):
-        selected(tokens, past_key_values=other)
-    for model in (llama, eager_llama):
-        with pytest.raises(ValueError, match="cache: is a DogeCache, want another one unless"):
-            model(tokens, past_key_values=ours.DogeCache(CONFIGS["doge"]))
-    with pytest.raises(TypeError, match="config: is a LlamaConfig, want a DogeConfig"):
-        ours.DogeCache(llama.config)
-    cache = ours.DogeCache(selected.config)
-    cache.layers[0].crop(0)
-    with pytest.raises(NotImplementedError, match="tokens_to_remove: is -1, want 0"):
-        cache.layers[0].crop(-1)
 
 
 def test_other_implementations_stay() -> None:

@@ -1,0 +1,276 @@
+"""The cache of transformers' Doge: keep_window_size keys for each layer and kv head.
+
+transformers.py has the layers that attend through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from . import functional, streams
+from .cache import Drafts, DynamicMaskCache, join
+from .streams import TOKENS_MAX
+
+NAME = "dynamic_mask"  # of the attention implementation; names with "flash" are FlashAttention's
+
+
+class KeptKeys(CacheLayerMixin):
+    """The keys of a layer of Doge that later queries may keep. It gives none of them back: the
+    layer attends through it.
+
+    With record_past the newest tokens, 64 at most, are drafts: they are kept beside the cache, and
+    enter it when more tokens come after crop() has settled how many stay.
+
+    Args:
+        window: of the layer, its keep_window_size.
+        static: as in DogeCache.
+    """
+
+    def __init__(self, window: int, static: bool) -> None:
+        super().__init__()
+        self.window = window
+        self.is_compileable, self.is_croppable = static, not static
+        self.kept: DynamicMaskCache | None = None
+        self.record_past = False
+        self._drafts: Drafts | None = None
+        self._settled = 0  # the first drafts, which crop() can no longer remove
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, kv_heads, _, head_dim = key_states.shape
+        kind = {"dtype": key_states.dtype, "device": key_states.device}
+        self.kept = self._make(batch, kv_heads, head_dim, **kind)
+        self.is_initialized = True
+
+    def _make(self, *sizes: int, dtype: torch.dtype, device: torch.device) -> DynamicMaskCache:
+        rules = {"window": self.window, "static": self.is_compileable}
+        return DynamicMaskCache(1, *sizes, **rules, dtype=dtype, device=device)
+
+    # ---- attention ----
+
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_valid: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of the next tokens.
+
+        Args:
+            layer: a DogeAttention.
+            query: [batch, q_heads, len, head_dim].
+            key: [batch, kv_heads, len, head_dim].
+            value: like key.
+            key_valid: optional [batch, len] bool, false for padding.
+
+        Returns:
+            out [batch, len, q_heads, head_dim].
+        """
+        if layer.keep_window_size != self.window:
+            raise ValueError(
+                f"cache: its window is {self.window}, want the model's keep_window_size, "
+                f"{layer.keep_window_size}"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if not self.record_past:
+            self._commit()
+            return self._enter(layer, query, key, value, key_valid)
+        first = max(key.shape[1] - TOKENS_MAX, 0)  # of the tokens that become drafts
+        if key_valid is not None and not key_valid[:, first:].all():
+            first = key.shape[1]  # drafts cannot be padding
+        if first == 0:
+            return self._draft(layer, query, key, value)
+        self._commit()
+        before = None if key_valid is None else key_valid[:, :first]
+        out = self._enter(layer, *(x[:, :first] for x in (query, key, value)), before)
+        if first == key.shape[1]:
+            return out
+        return torch.cat((out, self._draft(layer, *(x[:, first:] for x in (query, key, value)))), 1)
+
+    def _enter(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_valid: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of tokens that enter the cache, [batch, len, heads, head_dim]."""
+        n_tokens = None
+        if key_valid is not None and key.shape[1] == 1:
+            key_valid, n_tokens = None, key_valid[:, 0].to(torch.int32)
+        return self.kept.attend(
+            *(0, query, key, value, layer.dt_proj.weight, layer.A),
+            dt_bias=layer.dt_proj.bias,
+            key_valid=key_valid,
+            n_tokens=n_tokens,
+            softmax_scale=layer.scaling,
+        )
+
+    # ---- drafts ----
+
+    def _draft(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of at most 64 tokens that become drafts, after those that there are."""
+        weights = (layer.dt_proj.weight, layer.A)
+        score, _ = functional.score(value, *weights, dt_bias=layer.dt_proj.bias, bias_form="none")
+        count = 0 if self._drafts is None else self._drafts.key.shape[1]
+        excess = count + key.shape[1] - TOKENS_MAX
+        if excess > 0:  # the oldest have to enter now
+            self._commit(max(excess, self._settled))
+        rows = join(self._drafts, Drafts(key, value, score, None))
+        entering, self._drafts = self._settled, rows
+        out = streams.decode(
+            *(query, *rows[:2], self.kept.keys),
+            score=rows.score,
+            commit=entering,
+            softmax_scale=layer.scaling,
+        )
+        self._forget(entering)
+        return out
+
+    def _commit(self, count: int | None = None) -> None:
+        """Let the first `count` drafts, None for all, enter the cache."""
+        if self._drafts is None:
+            return
+        key, value, score, _ = self._drafts
+        count = key.shape[1] if count is None else count
+        streams.decode(key[:, :0], key, value, self.kept.keys, score=score, commit=count)
+        self._forget(count)
+
+    def _forget(self, count: int) -> None:
+        """The first `count` drafts have entered the cache."""
+        if count > 0:
+            self.kept._count(0, count)
+            key, value, score, _ = self._drafts
+            rows = Drafts(key[:, count:], value[:, count:], score[:, :, count:], None)
+            self._drafts = rows if rows.key.shape[1] > 0 else None
+        self._settled = max(self._settled - count, 0)
+
+    def activate_past_recording(self) -> None:
+        """Let crop() remove tokens that come from now on."""
+        if self.is_croppable:
+            self.record_past = True
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Remove the last -tokens_to_remove tokens. Those that are left are settled: the next
+        crop() cannot remove them."""
+        tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: is {tokens_to_remove}, want 0 or less")
+        drafts = 0 if self._drafts is None else self._drafts.key.shape[1]
+        removable = drafts - self._settled
+        if -tokens_to_remove > removable:
+            raise ValueError(
+                f"tokens_to_remove: is {tokens_to_remove}, want 0 to {-removable}: a DogeCache can "
+                "remove the tokens that came after activate_past_recording() and the last crop(), "
+                "64 at most, and none if it is static or if they hold padding"
+            )
+        self._settled = drafts + tokens_to_remove
+        if tokens_to_remove < 0:
+            key, value, score, _ = self._drafts
+            stay = self._settled
+            rows = Drafts(key[:, :stay], value[:, :stay], score[:, :, :stay], None)
+            self._drafts = rows if stay > 0 else None
+
+    # ---- what transformers asks ----
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> Any:
+        raise ValueError(
+            "cache: is a DogeCache, want another one unless the model is Doge with "
+            f"attn_implementation={NAME!r}"
+        )
+
+    def get_seq_length(self) -> Any:
+        """The number of tokens; of a static cache a tensor, which compiled code can count up."""
+        if self.kept is None:
+            return 0
+        drafts = 0 if self._drafts is None else self._drafts.key.shape[1]
+        return self.kept.get_seq_length() + drafts
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # the mask tells of the new tokens alone
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self._drafts, self._settled = None, 0
+        if self.kept is not None:
+            self.kept.reset()
+
+    # ---- sequences ----
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.kept is not None:
+            self._commit()
+            self.kept.reorder(beam_idx.to(self.kept.keys.seen.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.kept is not None:
+            self.batch_select_indices(torch.arange(self.kept.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Make the sequences those of these numbers, any of them any number of times."""
+        if self.kept is None:
+            return
+        self._commit()
+        before = self.kept
+        rows = before.keys.key  # [batch, rows, kv_heads, head_dim]
+        sizes = (indices.shape[0], *rows.shape[2:])
+        self.kept = self._make(*sizes, dtype=rows.dtype, device=rows.device)
+        for to, source in zip(self.kept.keys[:6], before.keys[:6]):
+            to.copy_(source.index_select(0, indices.to(rows.device)))
+        self.kept._count(0, before._lengths[0])
+
+
+class DogeCache(Cache):
+    """A cache for Doge that has keep_window_size keys for each layer and kv head, whatever the
+    length: generate() gives the tokens that it gives with a cache of all keys.
+
+        model.generate(tokens, past_key_values=DogeCache(model.config))
+
+    It serves greedy search, sampling, beams and assisted generation, prompts in several calls, and
+    padding.
+
+    Args:
+        config: of the model, which has to have attn_implementation "dynamic_mask".
+        static: on a CUDA device generate() compiles the model for single tokens and runs it as a
+            CUDA graph, as it does with transformers' StaticCache. Its first call takes longer, and
+            later tokens cost the host much less. Such a cache does not serve assisted generation.
+
+    Raises:
+        TypeError: the config of another kind of model.
+        ValueError: in a call of a model that has another window, or is no Doge; in crop(), more
+            tokens than can be removed.
+
+    Example:
+        >>> import flash_dmattn.transformers
+        >>> from transformers import DogeConfig, DogeForCausalLM
+        >>> flash_dmattn.transformers.register()
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+        >>> heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        >>> config = DogeConfig(**sizes, **heads, vocab_size=100, keep_window_size=16)
+        >>> model = DogeForCausalLM._from_config(config, attn_implementation="dynamic_mask")
+        >>> cache = flash_dmattn.transformers.DogeCache(config)
+        >>> model.generate(torch.arange(50)[None], past_key_values=cache, max_new_tokens=5).shape
+        torch.Size([1, 55])
+
+    Source: docs/algorithm.md, streams.
+    """
+
+    def __init__(self, config: transformers.DogeConfig, static: bool = False) -> None:
+        if not isinstance(config, transformers.DogeConfig):
+            raise TypeError(f"config: is a {type(config).__name__}, want a DogeConfig")
+        layers = range(config.num_hidden_layers)
+        super().__init__(layers=[KeptKeys(config.keep_window_size, static) for _ in layers])

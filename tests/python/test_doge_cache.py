@@ -1,0 +1,255 @@
+"""DogeCache: generation with the kept keys alone gives the tokens of a cache of all keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import flash_dmattn.transformers as ours  # noqa: E402
+from doge_models import (  # noqa: E402
+    CONFIGS,
+    LENGTH,
+    assert_near,
+    make_models,
+    make_tokens,
+    registered,
+    ties_by_recency,
+)
+
+__all__ = ["registered", "ties_by_recency"]  # fixtures
+
+DOGE = ("doge", "doge with biases", "doge, all keys")
+
+
+def generate_both(name: str, **given: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The tokens of eager attention with a cache of all keys, those with a DogeCache, and that."""
+    eager, selected = make_models(name)
+    tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    mask[0, :11] = 0
+    given = {"max_new_tokens": 40, "attention_mask": mask, "pad_token_id": 0, **given}
+    torch.manual_seed(9)
+    wanted = eager.generate(tokens, **given)
+    cache = ours.DogeCache(selected.config)
+    torch.manual_seed(9)
+    return wanted, selected.generate(tokens, past_key_values=cache, **given), cache
+
+
+@pytest.mark.parametrize("name", DOGE)
+@pytest.mark.parametrize(
+    "given", [{"do_sample": False}, {"do_sample": True}, {"do_sample": False, "num_beams": 3}]
+)
+@pytest.mark.usefixtures("ties_by_recency")
+def test_generated_tokens_of_kept_keys(name: str, given: dict[str, Any]) -> None:
+    wanted, found, cache = generate_both(name, **given)
+    assert torch.equal(found, wanted)
+    assert cache.get_seq_length() == 89
+    rows = {layer.kept.keys.key.shape[1] for layer in cache.layers}
+    assert rows == {CONFIGS[name].keep_window_size}  # whatever the length
+
+
+def test_prompts_in_several_calls() -> None:
+    _, selected = make_models("doge")
+    tokens = make_tokens(2, LENGTH)
+    cache = ours.DogeCache(selected.config)
+    with torch.no_grad():
+        wanted = selected(tokens).logits
+        ends = [0, 70, 71, 72, LENGTH]
+        found = [
+            selected(tokens[:, a:b], past_key_values=cache).logits for a, b in zip(ends, ends[1:])
+        ]
+        assert_near(torch.cat(found, 1), wanted)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert_near(selected(tokens, past_key_values=cache).logits, wanted)
+
+
+def test_sequences_are_moved() -> None:
+    _, selected = make_models("doge")
+    tokens = make_tokens(2, 60)
+    cache = ours.DogeCache(selected.config)
+    with torch.no_grad():
+        selected(tokens[:, :50], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0, 1]))
+        given = tokens[[0, 1, 1], 50:]
+        wanted = selected(tokens[[0, 1, 1]]).logits[:, 50:]
+        assert_near(selected(given, past_key_values=cache).logits, wanted)
+    assert cache.get_seq_length() == 60
+
+
+def test_bad_caches() -> None:
+    _, selected = make_models("doge")
+    eager_llama, llama = make_models("llama")
+    tokens = make_tokens(1, 10)
+    other = ours.DogeCache(CONFIGS["doge with biases"])
+    with pytest.raises(ValueError, match="cache: its window is 9, want the model's keep_window"):
+        selected(tokens, past_key_values=other)
+    for model in (llama, eager_llama):
+        with pytest.raises(ValueError, match="cache: is a DogeCache, want another one unless"):
+            model(tokens, past_key_values=ours.DogeCache(CONFIGS["doge"]))
+    with pytest.raises(TypeError, match="config: is a LlamaConfig, want a DogeConfig"):
+        ours.DogeCache(llama.config)
+
+
+def generate_counted(model: Any, *tokens: torch.Tensor, **given: Any) -> tuple[torch.Tensor, int]:
+    """What model.generate() returns, and how often it called the model."""
+    calls: list[None] = []
+    hook = model.model.register_forward_hook(lambda *_: calls.append(None))
+    generated = model.generate(*tokens, **given)
+    hook.remove()
+    return generated, len(calls)
+
+
+@pytest.mark.parametrize("name", DOGE)
+@pytest.mark.parametrize("drafts", [3, 30])
+def test_assisted_generation(name: str, drafts: int) -> None:
+    """Candidates from the prompt itself, which repeats, so that some of them are accepted."""
+    _, selected = make_models(name)
+    tokens = make_tokens(1, 40).repeat(1, 3)
+    given = {"max_new_tokens": 80, "do_sample": False, "pad_token_id": 0}
+    wanted = selected.generate(tokens, **given)
+    cache = ours.DogeCache(selected.config)
+    drafted = {"prompt_lookup_num_tokens": drafts, "max_matching_ngram_size": 1}
+    found, calls = generate_counted(selected, tokens, past_key_values=cache, **drafted, **given)
+    assert torch.equal(found, wanted)
+    assert 1 < calls < 80  # some candidates were accepted
+    assert cache.get_seq_length() == 120 + 79
+
+
+@pytest.mark.parametrize("name", DOGE)
+def test_assistant_models(name: str) -> None:
+    """The assistant is the model with other weights in its last layer: it is right sometimes."""
+    _, selected = make_models(name)
+    _, assistant = make_models(name)
+    last = assistant.model.layers[-1].mlp.down_proj.weight
+    torch.nn.init.normal_(last, std=0.05)
+    given = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
+    tokens = make_tokens(1, 50)
+    wanted = selected.generate(tokens, **given)
+    cache = ours.DogeCache(selected.config)
+    given = {**given, "assistant_model": assistant}
+    found, calls = generate_counted(selected, tokens, past_key_values=cache, **given)
+    assert torch.equal(found, wanted)
+    assert 5 < calls < 50  # some candidates were accepted
+
+
+@pytest.mark.parametrize("pieces", [[70, 1, 1, 5, 13], [10, 40, 40], [90]])
+def test_crop(pieces: list[int]) -> None:
+    """Removed tokens leave no trace, whatever was evicted while they were there."""
+    _, selected = make_models("doge")
+    tokens, others = make_tokens(1), make_tokens(2)[1:]
+    cache, seen = ours.DogeCache(selected.config), 0
+    cache.activate_past_recording()
+    with torch.no_grad():
+        wanted = selected(tokens).logits
+        for length in pieces:
+            wrong = min(64 - min(length, 64), 20)
+            piece = torch.cat((tokens[:, seen : seen + length], others[:, :wrong]), 1)
+            logits = selected(piece, past_key_values=cache).logits
+            assert_near(logits[:, :length], wanted[:, seen : seen + length])
+            cache.crop(-wrong)
+            seen += length
+            assert cache.get_seq_length() == seen
+        cache.layers[0].record_past = cache.layers[1].record_past = False
+        more = selected(others[:, :7], past_key_values=cache).logits
+        assert_near(more, selected(torch.cat((tokens, others[:, :7]), 1)).logits[:, seen:])
+
+
+def test_drafts_that_nothing_settles() -> None:
+    """Without crop() the newest 64 tokens can be removed, and the older ones have entered."""
+    _, selected = make_models("doge")
+    tokens = make_tokens(1)
+    cache = ours.DogeCache(selected.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for token in tokens.split(9, 1):
+            selected(token, past_key_values=cache)
+        with pytest.raises(
+            ValueError, match="tokens_to_remove: is -65, want 0 to -64: a DogeCache"
+        ):
+            cache.crop(-65)
+        cache.crop(-64)
+        logits = selected(tokens[:, 26:], past_key_values=cache).logits
+        assert_near(logits, selected(tokens).logits[:, 26:])
+
+
+def test_bad_crops() -> None:
+    _, selected = make_models("doge")
+    tokens = make_tokens(1, 40)
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[0, 30] = 0
+    with torch.no_grad():
+        for static, given in ((True, {}), (False, {"attention_mask": mask})):
+            cache = ours.DogeCache(selected.config, static)
+            assert cache.is_croppable != static
+            cache.activate_past_recording()
+            selected(tokens, past_key_values=cache, **given)
+            cache.crop(0)
+            with pytest.raises(ValueError, match="tokens_to_remove: is -1, want 0 to 0: a Doge"):
+                cache.crop(-1)
+    with pytest.raises(ValueError, match="tokens_to_remove: is 5, want 0 or less"):
+        cache.crop(5)
+    with pytest.raises(ValueError, match="that can be cropped|want 0 to 0: a DogeCache"):
+        cache = ours.DogeCache(selected.config, static=True)
+        given = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 9}
+        selected.generate(tokens.repeat(1, 2), past_key_values=cache, pad_token_id=0, **given)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_static_caches_compile_once(padded: bool) -> None:
+    """generate() compiles the model for one token, and not again as the length grows."""
+    _, selected = make_models("doge")
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    compiled = transformers.CompileConfig(backend=backend, mode=None, fullgraph=True)
+    compiled._compile_all_devices = True
+    tokens, mask = make_tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    mask[0, : 11 * padded] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    wanted = selected.generate(tokens, past_key_values=ours.DogeCache(selected.config), **given)
+    torch._dynamo.reset()
+    for _ in range(2):  # the second time with another cache
+        cache = ours.DogeCache(selected.config, static=True)
+        found = selected.generate(tokens, past_key_values=cache, compile_config=compiled, **given)
+        assert torch.equal(found, wanted)
+        assert int(cache.get_seq_length()) == 89
+    assert len(graphs) == 1
+
+
+def test_padding_among_single_tokens() -> None:
+    """A row may end before the others do: its padding leaves no trace."""
+    _, selected = make_models("doge")
+    tokens = make_tokens(2, 60)
+    cache = ours.DogeCache(selected.config)
+    with torch.no_grad():
+        selected(tokens[:, :50], past_key_values=cache)
+        mask = torch.ones(2, 51, dtype=torch.long)
+        mask[1, 50] = 0
+        selected(tokens[:, 50:51], past_key_values=cache, attention_mask=mask)
+        mask = torch.cat((mask, torch.ones(2, 9, dtype=torch.long)), 1)
+        positions = torch.stack((torch.arange(51, 60), torch.arange(50, 59)))
+        given = {"attention_mask": mask, "position_ids": positions}
+        found = selected(tokens[:, 51:], past_key_values=cache, **given).logits
+        whole = torch.cat((tokens[1:, :50], tokens[1:, 51:]), 1)
+        assert_near(found[1:], selected(whole).logits[:, 50:])
+        assert_near(found[:1], selected(tokens[:1]).logits[:, 51:])
+
+
+@pytest.mark.usefixtures("ties_by_recency")
+def test_many_tokens() -> None:
+    """500 tokens after a prompt of 200, with a window of 64."""
+    eager, selected = make_models("doge", keep_window_size=64, max_position_embeddings=1024)
+    tokens = make_tokens(1, 200)
+    given = {"max_new_tokens": 500, "min_new_tokens": 500, "do_sample": False, "pad_token_id": 0}
+    wanted = eager.generate(tokens, **given)
+    found = selected.generate(tokens, past_key_values=ours.DogeCache(selected.config), **given)
+    assert torch.equal(found, wanted)
