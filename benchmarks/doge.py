@@ -32,19 +32,23 @@ from peers_common import (
     write_whole,
 )
 from script import alternate, make_parser, make_rows, parse
-from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache
+from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache, StaticCache
 
 MORE = """
 Cases: KIND/DTYPE/LAYERS/nTOKENS/wWINDOW, of a model with 8 heads on 4, head_dim 128, random weights
   forward      the hidden states of all tokens
   training     the same and the gradients of all weights
-  token        the hidden state of one more token, after TOKENS tokens are in the cache
+  generate     generate(), for one of 16 greedy tokens after TOKENS tokens that are in the cache
 Peers:
-  fdma         attn_implementation "dynamic_mask", for a token with a DogeCache
-  sdpa         attn_implementation "sdpa", for a token with a DynamicCache
+  fdma         attn_implementation "dynamic_mask". It generates with a DogeCache; on a CUDA device
+               that is static, so that transformers compiles the model for single tokens
+  sdpa         attn_implementation "sdpa". It generates with a DynamicCache, but on a CUDA device
+               with a StaticCache, for which transformers compiles the model, too
+  fdma-eager   on a CUDA device: not compiled, with a DogeCache that is not static
+  sdpa-eager   on a CUDA device: not compiled, with a DynamicCache
 Columns: ms, the median of the rounds, with the host's time; spread, (90th - 10th percentile) /
 median; times, the median of the rounds' ratios to fdma; GiB, the most memory above the weights (on
-a CUDA device, but for a token).
+a CUDA device, but not of generate).
 """
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
 SHAPE = {**SHAPE, "num_key_value_heads": 4, "vocab_size": 32768}
@@ -65,10 +69,12 @@ CASES = {
     "cuda": [
         Case("forward", 4, 16384, 1024),
         Case("training", 4, 16384, 1024),
-        Case("token", 32, 16384, 1024),
+        Case("generate", 32, 65536, 1024),
     ],
-    "cpu": [Case("forward", 2, 4096, 256), Case("token", 2, 4096, 256)],
+    "cpu": [Case("forward", 2, 4096, 256), Case("generate", 2, 4096, 256)],
 }
+GENERATED = 16  # tokens of a call of generate()
+CALLS_MAX = USUAL.most + 2
 IMPLEMENTATIONS = {"fdma": "dynamic_mask", "sdpa": "sdpa"}
 
 
@@ -109,16 +115,40 @@ def runs_of(case: Case, models: dict[str, Any], tokens: torch.Tensor) -> dict[st
         }
     if case.kind == "training":
         return {peer: lambda model=model: train(model, tokens) for peer, model in models.items()}
-    runs = {}
-    for peer, model in models.items():
-        kind = flash_dmattn.transformers.DogeCache if peer == "fdma" else DynamicCache
-        cache = kind(config=model.config)
-        # by fdma for both: transformers' own attention would need memory for all pairs of tokens
-        forward(models["fdma"], tokens, past_key_values=cache)
-        runs[peer] = lambda model=model, cache=cache: forward(
-            model, tokens[:, :1], past_key_values=cache
+    return {
+        name: Generator(models[name.split("-")[0]], models["fdma"], cache, tokens)
+        for name, cache in make_caches(case, models["fdma"].config, tokens.device.type).items()
+    }
+
+
+def make_caches(case: Case, config: Any, device: str) -> dict[str, Any]:
+    """An empty cache for each peer that generates."""
+    kept = flash_dmattn.transformers.DogeCache
+    if device == "cpu":
+        return {"fdma": kept(config), "sdpa": DynamicCache(config=config)}
+    room = case.tokens + GENERATED * CALLS_MAX
+    return {
+        "fdma": kept(config, static=True),
+        "sdpa": StaticCache(config=config, max_cache_len=room),
+        "fdma-eager": kept(config),
+        "sdpa-eager": DynamicCache(config=config),
+    }
+
+
+class Generator:
+    """Generates more tokens at each call."""
+
+    def __init__(self, model: Any, filling: Any, cache: Any, tokens: torch.Tensor) -> None:
+        # `filling` has the weights of `model`, whose own attention would need memory for all pairs
+        forward(filling, tokens[:, :-1], past_key_values=cache)
+        self.model, self.cache, self.tokens = model, cache, tokens
+
+    def __call__(self) -> None:
+        given = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False}
+        mask = torch.ones_like(self.tokens)
+        self.tokens = self.model.generate(
+            self.tokens, past_key_values=self.cache, attention_mask=mask, pad_token_id=0, **given
         )
-    return runs
 
 
 def check(case: Case, device: str) -> None:
@@ -162,10 +192,11 @@ def measure(case: Case, device: str, rounds: Rounds) -> Iterator[dict[str, Any]]
     models = make_models(case, device, dtype)
     tokens = torch.randint(SHAPE["vocab_size"], (1, case.tokens), device=device)
     runs = runs_of(case, models, tokens)
-    has_memory = device == "cuda" and case.kind != "token"
-    for run in runs.values():  # a round that does not count
+    has_memory = device == "cuda" and case.kind != "generate"
+    for run in [*runs.values()] * 2:  # rounds that do not count
         run()
-    timers = {peer: lambda run=run: elapsed(run, device) for peer, run in runs.items()}
+    count = GENERATED if case.kind == "generate" else 1
+    timers = {peer: lambda run=run: elapsed(run, device) / count for peer, run in runs.items()}
     for row in make_rows(case.name(dtype), alternate(timers, rounds)):
         yield {**row, "GiB": memory_of(runs[row["peer"]])} if has_memory else row
 

@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_case_has_its_peers(tmp_path: Path) -> None:
     assert doge.main([*SMALL, "--out", str(tmp_path)]) == 0
     _, *rows = map(json.loads, (tmp_path / "doge-cpu.json").read_text().splitlines())
-    names = ("forward/float32/2/n64/w4", "token/float32/2/n64/w4")
+    names = ("forward/float32/2/n64/w4", "generate/float32/2/n64/w4")
     assert [(row["case"], row["peer"]) for row in rows] == [
         (name, peer) for name in names for peer in ("fdma", "sdpa")
     ]
