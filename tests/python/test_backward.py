@@ -345,12 +345,19 @@ def test_checkpoint(use_reentrant: bool, device: str, deterministic: None) -> No
 @pytest.mark.parametrize("function", [fused, lambda *tensors: stepwise(*tensors)[0]])
 @pytest.mark.parametrize("dtype", cases.NARROW)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast(function: Callable[..., Any], dtype: torch.dtype, compiled: bool) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(
+    device: str,
+    compiled: bool,
+    dtype: torch.dtype,
+    function: Callable[..., Any],
+    deterministic: None,
+) -> None:
     """Query, key and value are cast, weights are not; gradients have the dtypes of the tensors."""
     torch._dynamo.reset()
-    tensors = make_fused(60)
+    tensors = [tensor.detach().float().requires_grad_() for tensor in make_fused(60, device=device)]
     run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(device, dtype):
         out = run(*tensors)
         assert out.dtype == dtype
         heads_first = [tensor.transpose(1, 2) for tensor in tensors[:3]]
