@@ -24,7 +24,6 @@ import flash_dmattn.transformers
 import torch
 from peers_common import (
     QUICK,
-    USUAL,
     Disagreement,
     Rounds,
     find_machine,
@@ -38,7 +37,7 @@ MORE = """
 Cases: KIND/DTYPE/LAYERS/nTOKENS/wWINDOW, of a model with 8 heads on 4, head_dim 128, random weights
   forward      the hidden states of all tokens
   training     the same and the gradients of all weights
-  generate     generate(), for one of 16 greedy tokens after TOKENS tokens that are in the cache
+  generate     generate(), for one of 64 greedy tokens after TOKENS tokens that are in the cache
 Peers:
   fdma         attn_implementation "dynamic_mask". It generates with a DogeCache; on a CUDA device
                that is static, so that transformers compiles the model for single tokens
@@ -73,8 +72,9 @@ CASES = {
     ],
     "cpu": [Case("forward", 2, 4096, 256), Case("generate", 2, 4096, 256)],
 }
-GENERATED = 16  # tokens of a call of generate()
-CALLS_MAX = USUAL.most + 2
+GENERATED = 64  # tokens of a call of generate()
+ROUNDS = Rounds(5, 20, 3.0)
+CALLS_MAX = ROUNDS.most + 2
 IMPLEMENTATIONS = {"fdma": "dynamic_mask", "sdpa": "sdpa"}
 
 
@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
             small = case._replace(
                 tokens=case.tokens // args.divide, window=max(case.window // args.divide, 1)
             )
-            for row in measure(small, args.device, QUICK if args.quick else USUAL):
+            for row in measure(small, args.device, QUICK if args.quick else ROUNDS):
                 lines.append(row)
                 line = "{case:36} {peer:8} {ms:10.3f} {spread:7.3f} {times:7.3f}".format(**row)
                 print(line, f"{row['GiB']:7.2f}" if "GiB" in row else "", flush=True)

@@ -52,8 +52,12 @@ class Block(nn.Module):
     def __init__(self, width: int, window: int | None) -> None:
         super().__init__()
         heads = width // HEAD_DIM
+        recent = 0 if window is None else window // 2  # the newest bytes; scores choose the others
+        best = None if window is None else window - recent
         self.attention_norm = nn.RMSNorm(width)
-        self.attention = DynamicMaskAttention(width, heads, max(1, heads // GROUP), window)
+        self.attention = DynamicMaskAttention(
+            width, heads, max(1, heads // GROUP), best, recent=recent
+        )
         self.norm = nn.RMSNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
@@ -233,7 +237,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--length", type=int, default=1024, help="bytes that the model reads at once"
     )
-    parser.add_argument("--window", type=int, default=128, help="bytes that each query keeps")
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=128,
+        help="bytes that each query keeps, half of them the newest",
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD_DIM}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

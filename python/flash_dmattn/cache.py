@@ -80,8 +80,9 @@ class DynamicMaskCache:
         ValueError: a size that is out of its range.
 
     Example:
-        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
-        >>> cache = flash_dmattn.DynamicMaskCache(1, 2, kv_heads=2, head_dim=16, window=16)
+        >>> sizes = {"kv_heads": 2, "head_dim": 16, "window": 12, "recent": 4}
+        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, **sizes)
+        >>> cache = flash_dmattn.DynamicMaskCache(layers=1, batch=2, **sizes)
         >>> with torch.no_grad():
         ...     prompt = layer(torch.randn(2, 100, 64), cache=cache)
         ...     token = layer(torch.randn(2, 1, 64), cache=cache)

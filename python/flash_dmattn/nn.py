@@ -61,10 +61,41 @@ def check_options(
     return options
 
 
-class DynamicMaskAttention(nn.Module):
-    """Self-attention in which every query attends to its `window` best keys, with projections.
+def check_sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
+    """The head_dim of a layer of these sizes, of which head_dim may be None."""
+    for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
+        require(size >= 1, f"{name}: is {size}, want 1 or more")
+    require(
+        head_dim is not None or hidden % heads == 0,
+        f"hidden: is {hidden}, want a multiple of heads, {heads}, if head_dim is None",
+    )
+    require(heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}")
+    dim = hidden // heads if head_dim is None else head_dim
+    takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
+    require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+    return dim
 
-        q, k, v = rotate(q_proj(x)), rotate(k_proj(x)), v_proj(x)
+
+def check_hidden(name: str, length: str, x: torch.Tensor, hidden: int) -> None:
+    shape = f"{name} is [batch, {length}, {hidden}]"
+    require(x.dim() == 3, f"{name}: rank is {x.dim()}, want 3; {shape}")
+    found = x.shape[2]
+    require(found == hidden, f"{name}: axis 2 has {found} elements, want {hidden}; {shape}")
+
+
+def check_memory(hidden: int | None, causal: bool, rope_base: float | None) -> int | None:
+    """The width of the memory of a layer with these options."""
+    if hidden is not None:
+        require(hidden >= 1, f"memory_hidden: is {hidden}, want 1 or more")
+        require(not causal, "memory_hidden: is given, want None for a causal layer")
+        require(rope_base is None, "memory_hidden: is given, want None for a layer with rope_base")
+    return hidden
+
+
+class DynamicMaskAttention(nn.Module):
+    """Attention in which every query attends to its `window` best keys, with projections.
+
+        q, k, v = rotate(q_norm(q_proj(x))), rotate(k_norm(k_proj(x))), v_proj(x)
         score = A * softplus(dt_proj(v)), where dt_proj has a bias if dt_bias is True
         forward(x) = o_proj(softmax(scale * <q, k> + exp(score)) v), over the kept keys: of the keys
             that a query can see, the `recent` newest, and of the others the `window` keys of
@@ -81,9 +112,9 @@ class DynamicMaskAttention(nn.Module):
         window: keys that a query keeps, 1 or more; None for plain attention over all keys, without
             scores.
         recent: keys that a query keeps beside these because they are the newest that it can see, 0
-            or more; 0 if `causal` is False. It then keeps window + recent keys. A language
-            model needs the tokens just before a query, which scores alone may not keep: to keep
-            2048 keys, for example, ask for window 1792 and recent 256.
+            or more; 0 if `causal` is False. None is for `window` in a causal layer, where a query
+            then keeps up to twice `window` keys: a language model needs the tokens just before a
+            query, which scores alone may not keep. Doge selects by scores alone: recent=0.
         sinks: keys, 0 to window, that outrank all others whatever their scores: the first ones of
             the sequence that are valid. They count in the window. If window is None, a query keeps
             all keys, whatever recent and sinks are.
@@ -95,6 +126,11 @@ class DynamicMaskAttention(nn.Module):
         causal: a query sees only keys at positions up to its own. If False, all keys are ranked
             once, and every query keeps the best of them.
         bias: whether q_proj, k_proj, v_proj and o_proj have a bias.
+        qk_norm: whether q_norm and k_norm normalize each head of queries and keys by its root mean
+            square (torch.nn.RMSNorm), before they are rotated. Without, they are the identity.
+        norm_eps: is added to the mean square.
+        memory_hidden: width of `memory`, the hidden states that keys and values come from in
+            cross-attention; None for self-attention.
         dt_bias: whether dt_proj has one.
         dropout: probability with which each attention probability becomes 0 in training mode; the
             others are divided by 1 - dropout. Calls with a cache have no dropout.
@@ -112,9 +148,10 @@ class DynamicMaskAttention(nn.Module):
     Parameters, by their names, which are the keys of the state_dict (with `bias`, the first four
     have a .bias too; with `dt_bias`, dt_proj has one, [kv_heads]):
         q_proj.weight   [heads * head_dim, hidden]
-        k_proj.weight   [kv_heads * head_dim, hidden]
-        v_proj.weight   [kv_heads * head_dim, hidden]
+        k_proj.weight   [kv_heads * head_dim, hidden], or memory_hidden columns if that is given
+        v_proj.weight   like k_proj.weight
         o_proj.weight   [hidden, heads * head_dim]
+        q_norm.weight   [head_dim], and k_norm.weight, if asked for
         dt_proj.weight  [kv_heads, kv_heads * head_dim], unless window is None
         A               [kv_heads], unless window is None
         sink_logit      [heads], if asked for
@@ -139,12 +176,15 @@ class DynamicMaskAttention(nn.Module):
         kv_heads: int,
         window: int | None,
         *,
-        recent: int = 0,
+        recent: int | None = None,
         sinks: int = 0,
         gap: float | None = None,
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        memory_hidden: int | None = None,
         dt_bias: bool = False,
         sink_logit: bool = False,
         dropout: float = 0.0,
@@ -156,19 +196,9 @@ class DynamicMaskAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("hidden", hidden), ("heads", heads), ("kv_heads", kv_heads)):
-            require(size >= 1, f"{name}: is {size}, want 1 or more")
-        divides = head_dim is not None or hidden % heads == 0
-        require(
-            divides,
-            f"hidden: is {hidden}, want a multiple of heads, {heads}, if head_dim is None",
-        )
-        require(
-            heads % kv_heads == 0, f"heads: is {heads}, want a multiple of kv_heads, {kv_heads}"
-        )
-        dim = hidden // heads if head_dim is None else head_dim
-        takes_dim = dim % 8 == 0 and 8 <= dim <= HEAD_DIM_MAX
-        require(takes_dim, f"head_dim: is {dim}, want a multiple of 8 from 8 to {HEAD_DIM_MAX}")
+        dim = check_sizes(hidden, heads, kv_heads, head_dim)
+        if recent is None:
+            recent = window if causal and window is not None else 0
         no_recent = None if causal else "if causal is False"
         rules = _arguments.check_rules(
             ALL_KEYS if window is None else window, recent, sinks, no_recent=no_recent
@@ -183,9 +213,14 @@ class DynamicMaskAttention(nn.Module):
         check_dropout(dropout, "dropout")
         self.softmax_scale, self.softcap, self.dropout = softmax_scale, softcap, dropout
         kind = {"device": device, "dtype": dtype}
+        self.memory_hidden = check_memory(memory_hidden, causal, rope_base)
+        source = hidden if memory_hidden is None else memory_hidden
         self.q_proj = nn.Linear(hidden, heads * dim, bias=bias, **kind)
-        self.k_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **kind)
-        self.v_proj = nn.Linear(hidden, kv_heads * dim, bias=bias, **kind)
+        self.k_proj = nn.Linear(source, kv_heads * dim, bias=bias, **kind)
+        self.v_proj = nn.Linear(source, kv_heads * dim, bias=bias, **kind)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(dim, eps=norm_eps, **kind) if qk_norm else nn.Identity() for _ in range(2)
+        )
         self.o_proj = nn.Linear(heads * dim, hidden, bias=bias, **kind)
         if window is not None:
             self.dt_proj = nn.Linear(kv_heads * dim, kv_heads, bias=dt_bias, **kind)
@@ -195,8 +230,9 @@ class DynamicMaskAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters anew: projections as nn.Linear does, the others with zeros."""
-        for projection in self.children():
-            projection.reset_parameters()
+        for child in self.children():
+            if not isinstance(child, nn.Identity):
+                child.reset_parameters()
         if self.window is not None:
             nn.init.zeros_(self.A)
         if self.sink_logit is not None:
@@ -220,6 +256,7 @@ class DynamicMaskAttention(nn.Module):
         self,
         x: torch.Tensor,
         *,
+        memory: torch.Tensor | None = None,
         key_valid: torch.Tensor | None = None,
         starts: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
@@ -235,8 +272,11 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             x: hidden states [batch, len, hidden].
-            key_valid: optional [batch, len] bool or uint8, false for padding, which is never kept
-                and never read, and has no gradient. (torch.nn's key_padding_mask is its inverse.)
+            memory: hidden states [batch, kv_len, memory_hidden], for a layer with memory_hidden:
+                keys and values come from them. No cache and no starts then.
+            key_valid: optional [batch, kv_len] bool or uint8, false for padding, which is never
+                kept and never read, and has no gradient. (torch.nn's key_padding_mask is its
+                inverse.) Without memory kv_len is len.
             starts: optional [sequences + 1] int32, for packed sequences: x is [1, len, hidden], and
                 sequence n has the positions starts[n] to starts[n + 1] - 1.
             positions: optional [batch or 1, len] integers for the rotary angles; None for 0, 1,
@@ -258,17 +298,14 @@ class DynamicMaskAttention(nn.Module):
                 hidden states beyond the limits of options.
             NotImplementedError: a dtype or head_dim that no kernel of the device supports.
         """
-        shape = f"x is [batch, len, {self.hidden}]"
-        require(x.dim() == 3, f"x: rank is {x.dim()}, want 3; {shape}")
-        require(
-            x.shape[2] == self.hidden,
-            f"x: axis 2 has {x.shape[2]} elements, want {self.hidden}; {shape}",
-        )
+        check_hidden("x", "len", x, self.hidden)
+        self._check_memory(x, memory, cache, starts)
         self._check_cache(cache, starts, n_tokens, draft)
+        source = x if memory is None else memory
         q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
-        query = self.q_proj(x).unflatten(2, q_shape)
-        key = self.k_proj(x).unflatten(2, kv_shape)
-        value = self.v_proj(x).unflatten(2, kv_shape)
+        query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
+        key = self.k_norm(self.k_proj(source).unflatten(2, kv_shape))
+        value = self.v_proj(source).unflatten(2, kv_shape)
         if self.rope_base is not None:
             if positions is None and cache is not None:
                 positions = cache.positions(layer, x.shape[1])
@@ -298,6 +335,27 @@ class DynamicMaskAttention(nn.Module):
                 softcap=self.softcap,
             )
         return self.o_proj(out.flatten(2))
+
+    def _check_memory(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor | None,
+        cache: DynamicMaskCache | None,
+        starts: torch.Tensor | None,
+    ) -> None:
+        if self.memory_hidden is None:
+            require(memory is None, "memory: is given, want None for a layer without memory_hidden")
+            return
+        require(
+            memory is not None, "memory: is None, want hidden states, as memory_hidden is given"
+        )
+        check_hidden("memory", "kv_len", memory, self.memory_hidden)
+        require(
+            memory.shape[0] == x.shape[0],
+            f"memory: axis 0 has {memory.shape[0]} elements, want {x.shape[0]}, the batch of x",
+        )
+        require(cache is None, "cache: is given, want None with memory")
+        require(starts is None, "starts: is given, want None with memory")
 
     def _check_cache(
         self,

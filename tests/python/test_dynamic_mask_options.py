@@ -250,7 +250,7 @@ def make_layer(
     options: DynamicMaskOptions | None, **rest: Any
 ) -> flash_dmattn.DynamicMaskAttention:
     torch.manual_seed(1)
-    given = {"window": 8, **rest}
+    given = {"window": 8, "recent": 0, **rest}
     layer = flash_dmattn.DynamicMaskAttention(32, 4, KV_HEADS, options=options, **given)
     if layer.window is not None:
         torch.nn.init.normal_(layer.A)

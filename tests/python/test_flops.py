@@ -72,13 +72,15 @@ def test_steps() -> None:
 
 
 def test_cache() -> None:
-    layer = flash_dmattn.DynamicMaskAttention(256, Q_HEADS, KV_HEADS, 8, head_dim=HEAD_DIM)
-    cache = flash_dmattn.DynamicMaskCache(1, BATCH, KV_HEADS, HEAD_DIM, 8)
+    layer = flash_dmattn.DynamicMaskAttention(
+        256, Q_HEADS, KV_HEADS, 8, recent=4, head_dim=HEAD_DIM
+    )
+    cache = flash_dmattn.DynamicMaskCache(1, BATCH, KV_HEADS, HEAD_DIM, 8, recent=4)
     with torch.no_grad():
         layer(torch.randn(BATCH, 70, 256), cache=cache)
         found = counted(lambda: layer(torch.randn(BATCH, 1, 256), cache=cache))
     projections = 2 * BATCH * 256 * (2 * Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
-    assert found == projections + SCORES // 30 + 2 * 2 * BATCH * Q_HEADS * HEAD_DIM * 8
+    assert found == projections + SCORES // 30 + 2 * 2 * BATCH * Q_HEADS * HEAD_DIM * 12
 
 
 def test_a_model_has_fewer_than_a_dense_one() -> None:

@@ -48,6 +48,11 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
         projection(x).unflatten(2, (-1, layer.head_dim))
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
+    if "q_norm.weight" in layer.state_dict():
+        query, key = (
+            one / (one.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+            for one, weight in ((query, layer.q_norm.weight), (key, layer.k_norm.weight))
+        )
     query, key = rotated(query, positions), rotated(key, positions)
     scope = "causal" if layer.causal else "global"
     bias = kept = None
@@ -63,13 +68,15 @@ def by_formula(layer: Any, x: torch.Tensor, key_valid: torch.Tensor | None = Non
 
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "causal": {},
+    "default": {},
+    "scores alone": {"recent": 0},
     "as training starts": {"learned": False},
     "global": {"causal": False},
     "dense": {"window": None},
     "softcap and biases": {"softcap": 1.5, "bias": True},
     "dt_bias": {"dt_bias": True},
     "head_dim": {"head_dim": 16},
+    "qk_norm": {"qk_norm": True, "head_dim": 16},
     "recent and sinks": {"recent": 5, "sinks": 2},
     "recent, as training starts": {"recent": 5, "learned": False},
     "sinks, global": {"sinks": 2, "causal": False},
@@ -95,11 +102,11 @@ def test_the_formula(name: str, padded: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recent", [0, 5])
+@pytest.mark.parametrize("recent", [0, 5, None])
 def test_training_starts_from_a_sliding_window(recent: int) -> None:
     """A is 0: every bias is 1, which changes no softmax, and the most recent keys are kept."""
     layer, x = make_layer(learned=False, recent=recent), make_states()
-    kept = WINDOW + recent
+    kept = WINDOW + (WINDOW if recent is None else recent)
     assert torch.equal(layer.A, torch.zeros(KV_HEADS))
     dense = make_layer(None)
     dense.load_state_dict(layer.state_dict(), strict=False)
@@ -110,11 +117,13 @@ def test_training_starts_from_a_sliding_window(recent: int) -> None:
     assert (layer.A.grad != 0).all(), "a sliding window learns nothing"
 
 
-def test_recent_sinks_and_gap_are_off_by_default() -> None:
+def test_defaults() -> None:
+    """A causal layer keeps as many recent keys as keys of high scores; there are no sinks."""
     layer, x = make_layer(), make_states()
-    assert (layer.recent, layer.sinks, layer.gap) == (0, 0, None)
-    assert torch.equal(make_layer(recent=0, sinks=0)(x), layer(x))
-    for rules in ({"recent": 5}, {"sinks": 2}, {"gap": 0.1}):
+    assert (layer.recent, layer.sinks, layer.gap) == (WINDOW, 0, None)
+    assert make_layer(causal=False).recent == make_layer(None).recent == 0
+    assert torch.equal(make_layer(recent=WINDOW, sinks=0)(x), layer(x))
+    for rules in ({"recent": 0}, {"recent": 5}, {"sinks": 2}, {"gap": 0.1}):
         assert not torch.allclose(make_layer(**rules)(x), layer(x), rtol=1e-2, atol=1e-2)
     shown = repr(make_layer(recent=5, sinks=2, gap=1.5))
     assert "window=7, recent=5, sinks=2, gap=1.5, causal=True" in shown
@@ -132,6 +141,9 @@ def test_state_dict() -> None:
         "o_proj.weight": (HIDDEN, HEADS * 8),
         "dt_proj.weight": (KV_HEADS, width),
     }
+    normed = make_layer(qk_norm=True).state_dict()
+    assert {*normed} == {*shapes, "q_norm.weight", "k_norm.weight"}
+    assert normed["q_norm.weight"].shape == normed["k_norm.weight"].shape == (8,)
     with_bias = make_layer(dt_bias=True).state_dict()
     assert {*with_bias} == {*shapes, "dt_proj.bias"}
     assert with_bias["dt_proj.bias"].shape == (KV_HEADS,)
@@ -143,6 +155,62 @@ def test_state_dict() -> None:
     other.reset_parameters()
     assert (other.A == 0).all() and not torch.equal(other.q_proj.weight, layer.q_proj.weight)
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def make_cross(**options: Any) -> Any:
+    given = {"causal": False, "rope_base": None, "memory_hidden": 20, **options}
+    return make_layer(**given)
+
+
+@pytest.mark.parametrize("window", [WINDOW, None])
+@pytest.mark.parametrize("padded", [False, True])
+def test_cross_attention(padded: bool, window: int | None) -> None:
+    """Queries from x; keys, values and scores from another sequence."""
+    layer, x = make_cross(window=window, qk_norm=True), make_states()[:, :9]
+    memory = torch.randn(2, LENGTH, 20, generator=torch.Generator().manual_seed(3))
+    memory.requires_grad_()
+    key_valid = (torch.arange(LENGTH) % 5 != 3).expand(2, -1) if padded else None
+    query = layer.q_norm(layer.q_proj(x).unflatten(2, (HEADS, 8)))
+    key = layer.k_norm(layer.k_proj(memory).unflatten(2, (KV_HEADS, 8)))
+    value = layer.v_proj(memory).unflatten(2, (KV_HEADS, 8))
+    bias = kept = None
+    if window is not None:
+        z = (layer.A * softplus(layer.dt_proj(value.flatten(2)))).transpose(1, 2)
+        bias, kept = z.exp(), evaluate.kept_keys(z.detach(), WINDOW, "global", key_valid)
+    mask = evaluate.visible_keys(9, LENGTH, False, kept, key_valid)
+    attended, _ = evaluate.attention(query, key, value, mask, x.dtype, bias=bias)
+    expected = layer.o_proj(attended.flatten(2))
+    out = layer(x, memory=memory, key_valid=key_valid)
+    torch.testing.assert_close(out, expected)
+    tensors = [memory, *layer.parameters()]
+    found = torch.autograd.grad(out.square().sum(), tensors)
+    for one, other in zip(found, torch.autograd.grad(expected.square().sum(), tensors)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_memories() -> None:
+    x, memory = make_states(), torch.randn(2, 5, 20)
+    for options, words in (
+        ({"memory_hidden": 0}, "memory_hidden: is 0, want 1 or more"),
+        ({"causal": True}, "memory_hidden: is given, want None for a causal layer"),
+        ({"rope_base": 1e4}, "memory_hidden: is given, want None for a layer with rope_base"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make_cross(**options)
+    for layer, given, words in (
+        (make_layer(), {"memory": memory}, "memory: is given, want None for a layer without"),
+        (make_cross(), {}, "memory: is None, want hidden states, as memory_hidden is given"),
+        (make_cross(), {"memory": memory[0]}, "memory: rank is 2, want 3; memory is"),
+        (make_cross(), {"memory": memory[:1]}, "memory: axis 0 has 1 elements, want 2, the batch"),
+        (make_cross(), {"memory": x}, "memory: axis 2 has 48 elements, want 20; memory is"),
+        (
+            make_cross(),
+            {"memory": memory, "starts": torch.tensor([0, 5])},
+            "starts: is given, want None with memory",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(x, **given)
 
 
 def test_key_valid_hides_what_stands_there() -> None:

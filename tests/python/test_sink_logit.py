@@ -102,7 +102,7 @@ def test_layer_with_a_cache(dtype: torch.dtype) -> None:
     layer = flash_dmattn.DynamicMaskAttention(32, 4, 2, 16, sink_logit=True, dtype=dtype)
     assert layer.state_dict()["sink_logit"].shape == (4,)
     layer.sink_logit.data.copy_(torch.tensor([0.5, -2.0, 1.0, 3.0]))
-    cache = flash_dmattn.DynamicMaskCache(1, 1, 2, 8, 16, dtype=dtype)
+    cache = flash_dmattn.DynamicMaskCache(1, 1, 2, 8, 16, recent=16, dtype=dtype)
     x = torch.randn(1, 90, 32).to(dtype)
     with torch.no_grad():
         pieces = [layer(x[:, :70], cache=cache)]

@@ -12,6 +12,7 @@ from programs import output_of, python
 
 transformers = pytest.importorskip("transformers")
 
+import flash_dmattn  # noqa: E402
 import flash_dmattn.transformers as ours  # noqa: E402
 from doge_models import (  # noqa: E402
     CONFIGS,
@@ -216,3 +217,25 @@ def test_bad_input() -> None:
 def test_the_package_does_not_import_transformers() -> None:
     program = "import sys, flash_dmattn; print('transformers' in sys.modules)"
     assert output_of(python("-c", program)).strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["doge", "doge with biases"])
+def test_the_layer_of_this_package_is_that_of_doge(name: str) -> None:
+    """DynamicMaskAttention has the parameters of Doge's layer, and its results."""
+    eager, _ = make_models(name)
+    config, stock = eager.config, eager.model.layers[0].self_attn
+    layer = flash_dmattn.DynamicMaskAttention(
+        *(config.hidden_size, config.num_attention_heads, config.num_key_value_heads),
+        config.keep_window_size,
+        recent=0,
+        qk_norm=True,
+        norm_eps=config.rms_norm_eps,
+        bias=config.attention_bias,
+        dt_bias=config.attention_bias,
+    )
+    layer.load_state_dict(stock.state_dict())
+    x = torch.randn(2, LENGTH, config.hidden_size)
+    angles = eager.model.rotary_emb(x, torch.arange(LENGTH)[None])
+    hidden = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    mask = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(hidden, torch.finfo(x.dtype).min)
+    assert_near(layer(x), stock(x, angles, attention_mask=mask)[0])
