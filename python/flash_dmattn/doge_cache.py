@@ -18,6 +18,38 @@ from .streams import TOKENS_MAX
 NAME = "dynamic_mask"  # of the attention implementation; names with "flash" are FlashAttention's
 
 
+def has_plain_weights(layer: Any) -> bool:
+    """Whether the weights of dt_proj of a DogeAttention say all that it computes: no adapter, hook
+    or tensor parallelism is around them. Kernels then compute scores from the weights."""
+    dt_proj = layer.dt_proj
+    hooks = dt_proj._forward_hooks or dt_proj._forward_pre_hooks
+    return (
+        type(dt_proj) is torch.nn.Linear
+        and type(dt_proj.weight) in (torch.nn.Parameter, torch.Tensor)
+        and not hooks
+    )
+
+
+def score_by_module(layer: Any, value: torch.Tensor) -> torch.Tensor:
+    """The scores [batch, kv_heads, len], float32, of values [batch, len, kv_heads, head_dim], by a
+    call of dt_proj.
+
+    Raises:
+        NotImplementedError: gradients through a dt_proj that is tensor-parallel.
+    """
+    dt, a_coef = layer.dt_proj(value.flatten(2)), layer.A
+    kv_heads, mesh = value.shape[2], getattr(layer.dt_proj.weight, "device_mesh", None)
+    if dt.shape[2] != kv_heads and mesh is not None:  # of all ranks, of which this is one
+        if torch.is_grad_enabled() and dt.requires_grad:
+            raise NotImplementedError(
+                "dt_proj: is tensor-parallel, want torch.no_grad(): its gradients are not "
+                "implemented"
+            )
+        mine = slice(kv_heads * mesh.get_local_rank(), kv_heads * (mesh.get_local_rank() + 1))
+        dt, a_coef = dt[:, :, mine], a_coef[mine]
+    return (a_coef.float() * torch.nn.functional.softplus(dt.float())).transpose(1, 2)
+
+
 class KeptKeys(CacheLayerMixin):
     """The keys of a layer of Doge that later queries may keep. It gives none of them back: the
     layer attends through it.
@@ -106,6 +138,8 @@ class KeptKeys(CacheLayerMixin):
         n_tokens = None
         if key_valid is not None and key.shape[1] == 1:
             key_valid, n_tokens = None, key_valid[:, 0].to(torch.int32)
+        if not has_plain_weights(layer):
+            return self._enter_in_pieces(layer, (query, key, value), key_valid, n_tokens)
         return self.kept.attend(
             *(0, query, key, value, layer.dt_proj.weight, layer.A),
             dt_bias=layer.dt_proj.bias,
@@ -114,14 +148,39 @@ class KeptKeys(CacheLayerMixin):
             softmax_scale=layer.scaling,
         )
 
+    def _enter_in_pieces(
+        self,
+        layer: Any,
+        rows: tuple[torch.Tensor, ...],
+        key_valid: torch.Tensor | None,
+        n_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same for scores that kernels do not compute, 64 tokens at a time."""
+        if key_valid is not None:
+            raise NotImplementedError(
+                "attention_mask: has padding, want none in a prompt for a DogeCache while dt_proj "
+                "has an adapter or a hook, or is tensor-parallel"
+            )
+        found = []
+        for query, key, value in zip(*(x.split(TOKENS_MAX, 1) for x in rows)):
+            given = {"score": score_by_module(layer, value), "n_tokens": n_tokens}
+            given["softmax_scale"] = layer.scaling
+            found.append(streams.decode(query, key, value, self.kept.keys, **given))
+            self.kept._count(0, key.shape[1])
+        return torch.cat(found, 1)
+
     # ---- drafts ----
 
     def _draft(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Attention of at most 64 tokens that become drafts, after those that there are."""
-        weights = (layer.dt_proj.weight, layer.A)
-        score, _ = functional.score(value, *weights, dt_bias=layer.dt_proj.bias, bias_form="none")
+        if has_plain_weights(layer):
+            weights = (layer.dt_proj.weight, layer.A)
+            dt_bias = layer.dt_proj.bias
+            score, _ = functional.score(value, *weights, dt_bias=dt_bias, bias_form="none")
+        else:
+            score = score_by_module(layer, value)
         count = 0 if self._drafts is None else self._drafts.key.shape[1]
         excess = count + key.shape[1] - TOKENS_MAX
         if excess > 0:  # the oldest have to enter now

@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.doge import modeling_doge
 
 from . import functional, fused
-from .doge_cache import NAME, DogeCache
+from .doge_cache import NAME, DogeCache, has_plain_weights, score_by_module
 
 __all__ = ["DogeCache", "register"]
 
@@ -250,16 +250,28 @@ class DogeAttention(StockDogeAttention):
             key, value = cache.update(key, value, self.layer_idx)
         given = (attention_mask, position_ids, rest.get("cu_seq_lens_q"))
         key, value, options = padding_and_packing(key, value, query.shape[2], *given)
-        out = fused.flash_dma_attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            *(self.dt_proj.weight, self.A, self.keep_window_size),
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            causal=True,
-            softmax_scale=self.scaling,
-            dt_bias=self.dt_proj.bias,
-            **options,
-        )
+        options["dropout_p"] = self.attention_dropout if self.training else 0.0
+        out = self._attend(*(x.transpose(1, 2) for x in (query, key, value)), options)
         return self.o_proj(out.flatten(2)), None
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attention to all keys [batch, kv_len, kv_heads, head_dim] without a DogeCache."""
+        options = {"causal": True, "softmax_scale": self.scaling, **options}
+        if has_plain_weights(self):
+            weights = (self.dt_proj.weight, self.A, self.keep_window_size)
+            given = {"dt_bias": self.dt_proj.bias, **options}
+            return fused.flash_dma_attention(query, key, value, *weights, **given)
+        score = score_by_module(self, value)
+        padding = {name: options[name] for name in ("key_valid", "starts")}
+        selection = functional.select(score.detach(), self.keep_window_size, **padding)
+        given = {"bias": score.exp(), "selection": selection, **options}
+        return functional.attention(query, key, value, **given)[0]
 
 
 def register() -> None:

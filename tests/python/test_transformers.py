@@ -219,6 +219,15 @@ def test_the_package_does_not_import_transformers() -> None:
     assert output_of(python("-c", program)).strip() == "False"
 
 
+@pytest.mark.skipif(transformers.__version__ < "5.23", reason="it cannot run experts")
+def test_experts() -> None:
+    """Without padding: transformers' router mixes the tokens of a batch."""
+    eager, selected = make_models("doge", is_moe=True, num_experts=16, num_experts_per_tok=4)
+    tokens = make_tokens()
+    with torch.no_grad():
+        assert_near(selected(tokens).logits, eager(tokens).logits)
+
+
 @pytest.mark.parametrize("name", ["doge", "doge with biases"])
 def test_the_layer_of_this_package_is_that_of_doge(name: str) -> None:
     """DynamicMaskAttention has the parameters of Doge's layer, and its results."""
