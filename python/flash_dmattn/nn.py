@@ -262,6 +262,7 @@ class DynamicMaskAttention(nn.Module):
         positions: torch.Tensor | None = None,
         cache: DynamicMaskCache | None = None,
         layer: int = 0,
+        index: torch.Tensor | None = None,
         n_tokens: torch.Tensor | int | None = None,
         draft: bool = False,
     ) -> torch.Tensor:
@@ -286,6 +287,7 @@ class DynamicMaskAttention(nn.Module):
             cache: of the tokens before x, with this layer's kv_heads, head_dim, window, recent and
                 sinks. The layer has to be causal, without a gap and options, and starts None.
             layer: the number of this layer in the cache.
+            index: with a cache: as in its attend(). x is then [streams, len, hidden].
             n_tokens: with a cache: as in its attend().
             draft: with a cache: the tokens do not enter it; see DynamicMaskCache.
 
@@ -300,7 +302,7 @@ class DynamicMaskAttention(nn.Module):
         """
         check_hidden("x", "len", x, self.hidden)
         self._check_memory(x, memory, cache, starts)
-        self._check_cache(cache, starts, n_tokens, draft)
+        self._check_cache(cache, starts, index, n_tokens, draft)
         source = x if memory is None else memory
         q_shape, kv_shape = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         query = self.q_norm(self.q_proj(x).unflatten(2, q_shape))
@@ -308,7 +310,7 @@ class DynamicMaskAttention(nn.Module):
         value = self.v_proj(source).unflatten(2, kv_shape)
         if self.rope_base is not None:
             if positions is None and cache is not None:
-                positions = cache.positions(layer, x.shape[1])
+                positions = cache.positions(layer, x.shape[1], index)
             elif positions is None:
                 positions = count_positions(x.shape[1], starts, x.device)
             fits = positions.dim() == 2 and positions.shape[0] in (1, x.shape[0])
@@ -327,6 +329,7 @@ class DynamicMaskAttention(nn.Module):
                 self.dt_proj.weight,
                 self.A,
                 dt_bias=self.dt_proj.bias,
+                index=index,
                 key_valid=key_valid,
                 n_tokens=n_tokens,
                 draft=draft,
@@ -361,10 +364,12 @@ class DynamicMaskAttention(nn.Module):
         self,
         cache: DynamicMaskCache | None,
         starts: torch.Tensor | None,
+        index: torch.Tensor | None,
         n_tokens: torch.Tensor | int | None,
         draft: bool,
     ) -> None:
         if cache is None:
+            require(index is None, "index: is given, want None without a cache")
             require(n_tokens is None, "n_tokens: is given, want None without a cache")
             require(not draft, "draft: is True, want False without a cache")
             return

@@ -403,6 +403,23 @@ def test_positions_follow_each_sequence() -> None:
 
 
 @torch.no_grad()
+def test_the_module_with_an_index() -> None:
+    """A step of some sequences, and a prefill of one: each with its own rotary angles."""
+    layer, x = make_layer(), torch.randn(BATCH, 180, 48)
+    cache, ages = make_cache(), [80, 3, 41]
+    layer(x[:, :80], cache=cache, n_tokens=torch.tensor(ages, dtype=torch.int32))
+    for chosen, count in (([2, -1, 0], 4), ([2], 70), ([1, 2], 1)):
+        index = torch.tensor(chosen, dtype=torch.int32)
+        nexts = torch.stack([x[b, ages[b] : ages[b] + count] for b in chosen])
+        out = layer(nexts, cache=cache, index=index)
+        for n, b in enumerate(chosen):
+            if b >= 0:
+                ages[b] += count
+                assert_close(out[n], layer(x[b : b + 1, : ages[b]])[0, -count:])
+    assert cache.keys.seen.tolist() == ages == [84, 4, 116]
+
+
+@torch.no_grad()
 def test_autocast() -> None:
     layer, x = make_layer(), torch.randn(BATCH, 90, 48)
     cache = make_cache(dtype=torch.bfloat16)
