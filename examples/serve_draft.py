@@ -61,6 +61,8 @@ class DraftServer(Server):
         found = self.rounds(rows, self.pool.shape_of(rows.longest)).tolist()
         for b in pieces:
             *made, right = found[b]
-            self.running[b].made += made[: right + 1]
+            request = self.running[b]
+            request.passed = len(request.prompt)
+            request.made += made[: right + 1]
             self.drafted += self.count
             self.right += right

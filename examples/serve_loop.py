@@ -1,8 +1,8 @@
 """Continuous batching, as serve.py does it: a queue of requests over a pool of sequences.
 
 A request waits until a sequence of the pool is free. In each step at most one request passes a
-piece of its prompt, and every request whose prompt has passed gets its next token. Then requests
-that have all their tokens leave, and their sequences are free for others.
+piece of its prompt, and every request whose prompt has passed, up to its last token, gets its next
+token. Then requests that have all their tokens leave, and their sequences are free for others.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Request:
     @property
     def is_prompt_done(self) -> bool:
         return self.passed == len(self.prompt)
+
+    @property
+    def is_ready(self) -> bool:
+        """The next token that passes the model, be it the last of the prompt, gives a new one."""
+        return self.passed >= len(self.prompt) - 1
 
     def piece(self, most: int) -> list[int]:
         """The tokens that come next: of its prompt at most so many, or the last one made."""
@@ -153,9 +158,9 @@ class Server:
         """Take requests in, pass a piece of a prompt, make a token for each other request."""
         while self.waiting and self.free and self.waiting[0].arrival <= clock:
             self.running[self.free.pop(0)] = self.waiting.popleft()
-        pieces = {b: one.piece(1) for b, one in self.running.items() if one.is_prompt_done}
-        filling = [b for b, one in self.running.items() if not one.is_prompt_done][:1]
-        for b in filling:
+        pieces = {b: one.piece(1) for b, one in self.running.items() if one.is_ready}
+        filling = [b for b, one in self.running.items() if not one.is_ready]
+        for b in filling[:1]:
             piece = self.running[b].piece(self.piece)
             if len(piece) > self.rides:
                 self.prefill(b, piece)

@@ -125,6 +125,7 @@ def test_context(example: Any) -> None:
     options, servers = make(example, arguments)
     results = example.serve.serve_in_turns(servers, options, torch.arange(50), 1)
     assert {len(tokens) for (one,) in results.values() for tokens in one.tokens} == {3}
+    assert [len(one.seconds) for (one,) in results.values()][:2] == [3, 3], "all begin at once"
     keys = servers["fdma"].pool.cache.keys
     servers["fdma"].pool.fill(200)
     position = keys.position[0, 0].tolist()
