@@ -409,25 +409,26 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def find() -> Path:
-    """Where the library is.
+def find(variable: str = "FDMA_LIBRARY", name: str = "libfdma") -> Path:
+    """Where a library is: the file that the environment variable names, or the one of this name
+    beside this file.
 
     Raises:
         ImportError: it is not there; the message says where it was looked for.
     """
-    chosen = os.environ.get("FDMA_LIBRARY")
+    chosen = os.environ.get(variable)
     if chosen:
         if not Path(chosen).is_file():
-            raise ImportError(f"FDMA_LIBRARY is {chosen!r}, which is not a file")
+            raise ImportError(f"{variable} is {chosen!r}, which is not a file")
         return Path(chosen).absolute()
-    name = "libfdma.dylib" if sys.platform == "darwin" else "libfdma.so"
+    name += ".dylib" if sys.platform == "darwin" else ".so"
     # An editable install has two folders: that of the sources, and that of the library.
     candidates = [Path(folder) / name for folder in sys.modules[__package__].__path__]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
     tried = " or ".join(map(str, candidates))
-    raise ImportError(f"no library at {tried}; set FDMA_LIBRARY to where libfdma.so is")
+    raise ImportError(f"no library at {tried}; set {variable} to where {name} is")
 
 
 def load(path: Path) -> ctypes.CDLL:

@@ -1,0 +1,469 @@
+"""Models as ONNX graphs, which ONNX Runtime runs with the operators of the library libfdma_ort.
+
+    flash_dmattn.onnx.export(model.eval(), (x,), "model.onnx")
+
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(flash_dmattn.onnx.library_path()))
+    session = onnxruntime.InferenceSession("model.onnx", options)
+
+flash_dma_attention() becomes a node Attention of the domain "fdma", and attention over a cache a
+node Decode. Their inputs and attributes have the names of fdma.h, except for a cache's tensors.
+
+Only this module imports onnx and onnxscript; it does not import onnxruntime.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any, Callable
+
+import onnxscript
+import torch
+from onnx import defs
+from torch import nn
+
+from . import _arguments, _library, ops, streams
+from .nn import DynamicMaskAttention
+from .streams import KeyCache, Tokens
+
+__all__ = ["CachedLayer", "empty_cache", "export", "export_step", "library_path"]
+
+DOMAIN, VERSION = "fdma", 1
+CACHE = ("cache_key", "cache_value", "cache_bias", "cache_score", "cache_position", "cache_seen")
+
+
+# ---- nodes ----
+
+FLOATS = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+TYPES = {  # the types that inputs and outputs have; those of one letter are the same
+    "T": FLOATS,
+    "W": FLOATS,
+    "A": FLOATS,
+    "B": FLOATS,
+    "V": ("tensor(bool)", "tensor(uint8)"),
+}
+FLOAT32, INT32 = "tensor(float)", "tensor(int32)"
+STATES = {"q": "T", "k": "T", "v": "T", "dt_proj": "W", "a": "A"}
+OPTIONAL = {"dt_bias": "B", "key_valid": "V", "sink_logit": FLOAT32}
+CACHED = {
+    **{"cache_k": "T", "cache_v": "T", "cache_bias": FLOAT32, "cache_score": FLOAT32},
+    **{"cache_position": INT32, "cache_seen": INT32},
+}
+ATTRIBUTES = {
+    **dict.fromkeys(("window", "recent", "sinks"), "INT"),
+    **{"bias_form": "STRING", "scale": "FLOAT", "softcap": "FLOAT"},
+}
+
+
+def make_operator(
+    name: str, inputs: dict[str, str], outputs: dict[str, str], attributes: dict[str, str]
+) -> Callable[..., Any]:
+    """An operator of the domain, which makes a node of the graph that is being exported."""
+    parameter, option = defs.OpSchema.FormalParameter, defs.OpSchema.FormalParameterOption
+    used = {kind for kind in (*inputs.values(), *OPTIONAL.values()) if kind in TYPES}
+    schema = defs.OpSchema(
+        name,
+        DOMAIN,
+        VERSION,
+        inputs=[
+            *(parameter(one, kind) for one, kind in inputs.items()),
+            *(parameter(one, kind, param_option=option.Optional) for one, kind in OPTIONAL.items()),
+        ],
+        outputs=[parameter(one, kind) for one, kind in outputs.items()],
+        type_constraints=[(kind, list(TYPES[kind]), "") for kind in sorted(used)],
+        attributes=[
+            defs.OpSchema.Attribute(one, getattr(defs.OpSchema.AttrType, kind))
+            for one, kind in attributes.items()
+        ],
+    )
+    return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, VERSION), name, schema)
+
+
+ATTENTION_NODE = make_operator(
+    "Attention", STATES, {"out": "T"}, {**ATTRIBUTES, "causal": "INT", "scope": "STRING"}
+)
+DECODE_NODE = make_operator("Decode", {**STATES, **CACHED}, {"out": "T", **CACHED}, ATTRIBUTES)
+
+
+def attributes_of(given: dict[str, Any], window: str) -> dict[str, Any]:
+    """The attributes that both nodes have; `window` is the argument's name."""
+    return {
+        "window": given[window],
+        "recent": given["recent"],
+        "sinks": given["sinks"],
+        "bias_form": given["bias_form"],
+        "scale": float(given["softmax_scale"]),
+        "softcap": float(given["softcap"]),
+    }
+
+
+def translate_attention(*arguments: Any) -> Any:
+    """The node of a flash_dmattn::flash_dma_output."""
+    given = dict(zip(ops.FUSED_OUT.arguments, arguments))
+    tensors = [given[name] for name in ("query", "key", "value", "dt_proj", "a_coef")]
+    optional = [given[name] for name in OPTIONAL]
+    attributes = attributes_of(given, "keep_window_size")
+    causal, scope = int(given["causal"]), given["scope"]
+    return ATTENTION_NODE(*tensors, *optional, **attributes, causal=causal, scope=scope)
+
+
+# ---- attention over a cache, as a function of it ----
+
+CACHED_SCHEMA = (
+    "cached_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
+    + "".join(f"Tensor {name}, " for name in CACHE)
+    + "Tensor? dt_bias, Tensor? key_valid, Tensor? sink_logit, int window, int recent, int sinks, "
+    "str bias_form, float softmax_scale, float softcap) -> (Tensor out, "
+    + ", ".join(f"Tensor {name}_out" for name in CACHE)
+    + ")"
+)
+CACHED_ARGUMENTS = tuple(
+    one.split(" ")[1] for one in CACHED_SCHEMA.partition("(")[2].partition(")")[0].split(", ")
+)
+
+
+def run_cached(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """The operator in PyTorch: out, and the tensors of the cache after the tokens have entered it.
+    cache_key and cache_value are [batch, kv_heads, rows, head_dim]."""
+    given = dict(zip(CACHED_ARGUMENTS, arguments))
+    after = [given[name].clone() for name in CACHE]
+    rules = given["window"], given["recent"], given["sinks"]
+    cache = KeyCache(after[0].transpose(1, 2), after[1].transpose(1, 2), *after[2:], *rules)
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    weights = (given["dt_proj"], given["a_coef"], given["dt_bias"])
+    options = (given["bias_form"], given["softmax_scale"], given["softcap"], None)
+    if key.shape[1] > streams.TOKENS_MAX or given["key_valid"] is not None:
+        where = torch.arange(key.shape[0], dtype=torch.int32, device=key.device)
+        tokens = Tokens(
+            query, key, value, weights, None, given["key_valid"], None, given["sink_logit"], options
+        )
+        out = streams.prefill(cache, where, cache, tokens)
+    else:
+        rest = (None, None, None, None, given["sink_logit"], *streams.tensors_of(cache), *rules)
+        out, _ = ops.DECODE.op(query, key, value, *weights, *rest, *options)
+    return (out, *after)
+
+
+def fake_cached(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    given = dict(zip(CACHED_ARGUMENTS, arguments))
+    return tuple(given[name].new_empty(given[name].shape) for name in ("query", *CACHE))
+
+
+ops.LIBRARY.define(CACHED_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+ops.LIBRARY.impl("cached_attention", run_cached, "CompositeExplicitAutograd")
+torch.library.register_fake("flash_dmattn::cached_attention", fake_cached, lib=ops.LIBRARY)
+CACHED_ATTENTION = torch.ops.flash_dmattn.cached_attention.default
+
+
+def translate_cached(*arguments: Any) -> Any:
+    """The node of a flash_dmattn::cached_attention."""
+    given = dict(zip(CACHED_ARGUMENTS, arguments))
+    tensors = arguments[: CACHED_ARGUMENTS.index("window")]
+    return DECODE_NODE(*tensors, **attributes_of(given, "window"))
+
+
+class LayerCache:
+    """The cache of one layer for a call of it, in place of a DynamicMaskCache: `tensors` are those
+    before the call, then those after it."""
+
+    bias_form = "exp"
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], rules: tuple[int, int, int]) -> None:
+        self.tensors, self.keys = tensors, KeyCache(*tensors, *rules)
+
+    def positions(self, layer: int, length: int) -> torch.Tensor:
+        """[batch, length]: those of the next tokens."""
+        seen = self.tensors[-1]
+        following = torch.arange(length, dtype=torch.int32, device=seen.device)
+        return seen[:, None] + following
+
+    def attend(self, layer: int, *states: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Attention of the next tokens; the arguments are those of DynamicMaskCache.attend()."""
+        scale = options["softmax_scale"]
+        optional = (options["dt_bias"], options["key_valid"], options["sink_logit"])
+        numbers = (self.bias_form, 0.0 if scale is None else scale, options["softcap"])
+        rules = streams.rules_of(self.keys)
+        out, *after = CACHED_ATTENTION(*states, *self.tensors, *optional, *rules, *numbers)
+        self.tensors = tuple(after)
+        return out
+
+
+class CachedLayer(nn.Module):
+    """A layer that attends over a cache, as a function of its tensors: nothing is written to.
+
+        out, *cache = CachedLayer(layer)(x, *cache)
+
+    A graph of it serves prompts and single tokens alike: x has the next tokens of each sequence,
+    any number of them, and the cache that goes in has those before them. A model of several layers
+    passes on the tensors of each.
+
+    Args:
+        layer: a DynamicMaskAttention that is causal, with a window, and without a gap or options.
+
+    Raises:
+        TypeError: another kind of layer.
+        ValueError: in a call, a layer that has no cache.
+
+    Example:
+        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
+        >>> step, cache = flash_dmattn.onnx.CachedLayer(layer), flash_dmattn.onnx.empty_cache(layer)
+        >>> out, *cache = step(torch.randn(1, 100, 64), *cache.values())
+        >>> out, *cache = step(torch.randn(1, 1, 64), *cache)
+        >>> out.shape, cache[-1]
+        (torch.Size([1, 1, 64]), tensor([101], dtype=torch.int32))
+
+    Source: docs/algorithm.md, streams.
+    """
+
+    def __init__(self, layer: DynamicMaskAttention) -> None:
+        super().__init__()
+        check_layer(layer)
+        self.layer = layer
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cache_key: torch.Tensor,
+        cache_value: torch.Tensor,
+        cache_bias: torch.Tensor,
+        cache_score: torch.Tensor,
+        cache_position: torch.Tensor,
+        cache_seen: torch.Tensor,
+        key_valid: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Attention of the next tokens of each sequence, which then are in the cache.
+
+        Args:
+            x: hidden states [batch, len, hidden].
+            cache_key: [batch, kv_heads, rows, head_dim], where rows = window + recent.
+            cache_value: like cache_key.
+            cache_bias: [batch, kv_heads, rows] float32.
+            cache_score: [batch, kv_heads, rows] float32.
+            cache_position: [batch, kv_heads, rows] int32; -1: an empty row.
+            cache_seen: [batch] int32: the tokens that have passed.
+            key_valid: optional [batch, len] bool or uint8, false for padding.
+            positions: as in the layer; None for those that follow the tokens before.
+
+        Returns:
+            out [batch, len, hidden], and the six tensors of the cache that has these tokens too.
+        """
+        layer = self.layer
+        tensors = (cache_key, cache_value, cache_bias, cache_score, cache_position, cache_seen)
+        cache = LayerCache(tensors, (layer.window, layer.recent, layer.sinks))
+        with torch.no_grad():
+            out = layer(x, key_valid=key_valid, positions=positions, cache=cache)
+        return (out, *cache.tensors)
+
+
+def check_layer(layer: DynamicMaskAttention) -> None:
+    if not isinstance(layer, DynamicMaskAttention):
+        raise TypeError(f"layer: is a {type(layer).__name__}, want a DynamicMaskAttention")
+
+
+def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.Tensor]:
+    """The tensors of a cache without tokens, as CachedLayer takes them, by the names of the inputs
+    of export_step().
+
+    Args:
+        layer: a DynamicMaskAttention with a window.
+        batch: sequences.
+
+    Returns:
+        cache_key, cache_value, cache_bias, cache_score, cache_position and cache_seen.
+
+    Raises:
+        TypeError: another kind of layer, or a batch that is not an int.
+        ValueError: a batch below 1, or a layer without a window.
+
+    Example:
+        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
+        >>> flash_dmattn.onnx.empty_cache(layer, batch=3)["cache_key"].shape
+        torch.Size([3, 2, 16, 16])
+
+    Source: docs/algorithm.md, streams.
+    """
+    check_layer(layer)
+    if _arguments.check_int("batch", batch) < 1:
+        raise ValueError(f"batch: is {batch}, want 1 or more")
+    if layer.window is None:
+        raise ValueError("layer: its window is None, want an int")
+    weight = layer.k_proj.weight
+    numbers = weight.new_zeros(batch, layer.kv_heads, layer.window + layer.recent)
+    rows = numbers[..., None].repeat(1, 1, 1, layer.head_dim)
+    table = numbers.to(_arguments.wide(weight.dtype))
+    empty = torch.full_like(numbers, -1, dtype=torch.int32)
+    seen = empty.new_zeros(batch)
+    return dict(zip(CACHE, (rows, rows.clone(), table, table.clone(), empty, seen)))
+
+
+# ---- export ----
+
+TRANSLATIONS = {ops.FUSED_OUT.op: translate_attention, CACHED_ATTENTION: translate_cached}
+# What to use in place of other operators.
+IN_PLACE = {
+    "attention": "flash_dma_attention(), or a layer with a window",
+    "flash_dma_attention": "it without return_lse and return_attn_probs",
+    "decode": "CachedLayer",
+    "prefill": "CachedLayer",
+    "cache_store": "CachedLayer",
+}
+
+
+def require(holds: bool, message: str) -> None:
+    if not holds:
+        raise NotImplementedError(message)
+
+
+def check_attention(given: dict[str, Any]) -> None:
+    """Refuse what the node Attention does not do. A tensor is a node of the graph."""
+    for name, what in (("starts", "packed sequences"), ("kv_used", "preallocated keys")):
+        require(given[name] is None, f"{name}: is given, want None: {what} are not exported")
+    for name, hint in (("dropout_p", "; eval() turns it off"), ("gap", "")):
+        require(given[name] == 0, f"{name}: is {given[name]}, want 0 to export{hint}")
+    backend = given["backend"]
+    require(backend is None, f"backend: is {backend!r}, want None to export")
+    for name in ("keep_window_size", "recent", "sinks"):
+        require(isinstance(given[name], int), f"{name}: depends on the inputs, want an int")
+
+
+def check_program(program: torch.export.ExportedProgram) -> None:
+    """Refuse the operators of this package, and options of them, that ONNX Runtime has not."""
+    graphs = (
+        one for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
+    )
+    for node in (node for one in graphs for node in one.graph.nodes):
+        if getattr(node.target, "namespace", "") != "flash_dmattn":
+            continue
+        if node.target is ops.FUSED_OUT.op:
+            check_attention({**dict(zip(ops.FUSED_OUT.arguments, node.args)), **node.kwargs})
+        elif node.target not in TRANSLATIONS:
+            name = node.target._opname.replace("_no_grad", "")
+            want = IN_PLACE.get(name, "flash_dma_attention()")
+            raise NotImplementedError(f"{name}: has no operator for ONNX Runtime, want {want}")
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    file: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    **options: Any,
+) -> Any:
+    """Export a model whose attention is flash_dma_attention(), such as that of DynamicMaskAttention
+    or of Doge with attn_implementation="dynamic_mask", by torch.onnx.export(dynamo=True).
+
+    The graph computes what the model computes in inference, without gradients. Its nodes of the
+    domain "fdma" are run by libfdma_ort. Dropout, packed sequences, kv_used, masks of pairs, gap,
+    lse, probabilities, and attention without a window are refused.
+
+    Args:
+        model: in eval mode.
+        args: example inputs.
+        file: to write the graph to; None: it is only returned.
+        kwargs: further example inputs, by name.
+        dynamic_shapes: which axes of the inputs may have other lengths, as torch.export.export()
+            takes it; None for none. An example should have length 2 or more there.
+        options: further arguments of torch.onnx.export(), such as input_names and output_names.
+
+    Returns:
+        The torch.onnx.ONNXProgram.
+
+    Raises:
+        NotImplementedError: the model does what the operators for ONNX Runtime do not do.
+        ValueError: the model is in training mode.
+        ImportError: a PyTorch whose exporter takes no operators of others: 2.6 has one.
+
+    Example:
+        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
+        >>> program = flash_dmattn.onnx.export(layer.eval(), (torch.randn(2, 9, 64),))
+        >>> [node.op_type for node in program.model.graph if node.domain == "fdma"]
+        ['Attention']
+
+    Source: torch.onnx.
+    """
+    if "custom_translation_table" not in inspect.signature(torch.onnx.export).parameters:
+        raise ImportError(f"PyTorch: is {torch.__version__}, want 2.6 or later to export")
+    if model.training:
+        raise ValueError("model: is in training mode, want eval()")
+    options = {"verbose": False, **options, "dynamo": True, "dynamic_shapes": dynamic_shapes}
+    table = {**TRANSLATIONS, **(options.pop("custom_translation_table", None) or {})}
+    with torch.no_grad():
+        program = torch.export.export(
+            model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+        )
+        check_program(program)
+        path = None if file is None else os.fspath(file)
+        return torch.onnx.export(program, args, path, custom_translation_table=table, **options)
+
+
+def export_step(
+    layer: DynamicMaskAttention,
+    file: str | os.PathLike[str] | None = None,
+    *,
+    key_valid: bool = False,
+    **options: Any,
+) -> Any:
+    """Export CachedLayer(layer), with any batch and any number of tokens.
+
+    The inputs are x, the tensors of empty_cache() and, if asked for, key_valid; the outputs are out
+    and the tensors of the cache with the new tokens, whose names begin with "new_".
+
+    Args:
+        layer: as in CachedLayer, in eval mode.
+        file: as in export().
+        key_valid: whether there is an input key_valid [batch, len] bool, false for padding.
+        options: as in export().
+
+    Returns:
+        The torch.onnx.ONNXProgram.
+
+    Raises:
+        TypeError: another kind of layer.
+        ValueError: a layer that has no cache, or is in training mode.
+        ImportError: as export().
+
+    Example:
+        >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
+        >>> program = flash_dmattn.onnx.export_step(layer.eval())
+        >>> [node.op_type for node in program.model.graph if node.domain == "fdma"]
+        ['Decode']
+
+    Source: docs/algorithm.md, streams.
+    """
+    check_layer(layer)
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("len")
+    weight = layer.k_proj.weight
+    inputs = {"x": weight.new_zeros(2, 3, layer.hidden), **empty_cache(layer, 2)}
+    shapes = {name: {0: batch, 1: length} if name == "x" else {0: batch} for name in inputs}
+    if key_valid:
+        inputs["key_valid"] = weight.new_ones(2, 3, dtype=torch.bool)
+        shapes["key_valid"] = {0: batch, 1: length}
+    names = {
+        "input_names": list(inputs),
+        "output_names": ["out", *(f"new_{name}" for name in CACHE)],
+    }
+    step = CachedLayer(layer).train(layer.training)
+    return export(step, tuple(inputs.values()), file, dynamic_shapes=shapes, **{**names, **options})
+
+
+def library_path() -> Path:
+    """Where libfdma_ort is, which onnxruntime.SessionOptions.register_custom_ops_library() takes:
+    the file that the environment variable FDMA_ORT_LIBRARY names or, where that is not set, the one
+    beside the package.
+
+    Returns:
+        Its path.
+
+    Raises:
+        ImportError: it is not there.
+
+    Example:
+        >>> flash_dmattn.onnx.library_path().name
+        'libfdma_ort.so'
+    """
+    return _library.find("FDMA_ORT_LIBRARY", "libfdma_ort")
