@@ -10,6 +10,8 @@ ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,no
 	tr -d . | sort -nu | paste -sd ';'),90)
 # Warnings as errors, as in .ci/run: the gates then do not compile again what is in build.
 WERROR ?= OFF
+# Where set-up has fetched the header of ONNX Runtime, the operators for it are built, too.
+ORT_HEADER := build/onnxruntime/include/onnxruntime_c_api.h
 EXAMPLE := examples/data/minilm.safetensors
 
 .PHONY: build setup setup-tests setup-gates demo test gates format bench clean help
@@ -17,7 +19,7 @@ EXAMPLE := examples/data/minilm.safetensors
 
 build: setup ## build build/libfdma.so, build/libfdma.a and the command build/fdma (CUDA=OFF: without CUDA kernels)
 	@cmake --preset release -DFDMA_CUDA=$(CUDA) "-DFDMA_CUDA_ARCHITECTURES=$(ARCHITECTURES)" \
-		-DFDMA_WERROR=$(WERROR) >/dev/null
+		-DFDMA_WERROR=$(WERROR) -DFDMA_ORT=$$(test -e $(ORT_HEADER) && echo ON || echo OFF) >/dev/null
 	@cmake --build --preset release -j $(JOBS)
 
 setup: ## install what the build needs and this machine does not have
@@ -47,7 +49,7 @@ test: setup-tests build ## run every test, those in C and those in Python
 	trap 'kill $$c_tests' INT TERM; \
 	echo "== Python tests, while those in C run"; \
 	FDMA_LIBRARY=$(CURDIR)/build/libfdma.so FDMA_TOOL=$(CURDIR)/build/fdma PYTHONPATH=python \
-		OMP_WAIT_POLICY=passive $(PYTHON) -m pytest tests/python -q || status=1; \
+		FDMA_ORT_LIBRARY=$(CURDIR)/build/libfdma_ort.so OMP_WAIT_POLICY=passive $(PYTHON) -m pytest tests/python -q || status=1; \
 	echo "== C tests"; \
 	wait $$c_tests || status=1; \
 	cat build/ctest.log; \

@@ -1,7 +1,10 @@
-# What `cmake --install` installs. Of this a Python wheel has only the library, inside the package flash_dmattn.
+# What `cmake --install` installs. Of this a Python wheel has only the libraries, inside the package flash_dmattn.
 
 if(SKBUILD)
   install(TARGETS fdma_shared LIBRARY DESTINATION flash_dmattn)
+  if(TARGET fdma_ort)
+    install(TARGETS fdma_ort LIBRARY DESTINATION flash_dmattn)
+  endif()
   return()
 endif()
 
@@ -16,6 +19,10 @@ install(TARGETS fdma_static ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 if(TARGET fdma_tool)
   add_dependencies(fdma_installed fdma_tool)
   install(TARGETS fdma_tool RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+endif()
+if(TARGET fdma_ort)
+  add_dependencies(fdma_installed fdma_ort)
+  install(TARGETS fdma_ort LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 endif()
 
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/fdma")

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Installs what the build needs and this machine does not have.
 #   setup.sh          a C compiler, make, cmake, ninja, pkg-config, cJSON
-#   setup.sh tests    also a C++ compiler, Python's headers, and .venv with the packages of tests/requirements.txt
+#   setup.sh tests    also a C++ compiler, Python's headers, .venv with the packages of tests/requirements.txt, and
+#                     the header of ONNX Runtime in build/onnxruntime
 #   setup.sh gates    all of these, and clang with its sanitizers and libFuzzer; valgrind, a cross compiler and an
 #                     emulator of 64-bit ARM if apt has them
 # System packages come from apt, as root or through sudo. If neither is allowed, one line names what
@@ -72,6 +73,29 @@ make_venv() {
     echo "$wanted" >"$stamp"
 }
 
+# The wheel of onnxruntime has no header. Debian has one from version 13 on, whose package is unpacked,
+# not installed: apt's own lists and the system stay as they are.
+fetch_ort_header() {
+    folder=build/onnxruntime
+    [ ! -e "$folder/include/onnxruntime_c_api.h" ] || return 0
+    echo "setup: fetching the header of ONNX Runtime, from Debian's libonnxruntime-dev"
+    rm -rf "$folder"
+    mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial" "$folder/include"
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]" \
+        "http://deb.debian.org/debian trixie main" >"$folder/sources.list"
+    options="-qq -o Dir::Etc::SourceList=$PWD/$folder/sources.list -o Dir::Etc::SourceParts=-
+             -o Dir::State::Lists=$PWD/$folder/lists -o Dir::Cache=$PWD/$folder/cache
+             -o Acquire::Languages=none -o APT::Sandbox::User="
+    # shellcheck disable=SC2086 # a list of options
+    (cd "$folder" && apt-get $options update && apt-get $options download libonnxruntime-dev &&
+        dpkg-deb -x libonnxruntime-dev_*.deb unpacked &&
+        cp unpacked/usr/include/onnxruntime/onnxruntime_c_api.h include/) >"$log" 2>&1 || {
+        tail -n 3 "$log" >&2
+        echo "setup: going on without the header of ONNX Runtime, and the tests that need it"
+    }
+    rm -rf "$folder/lists" "$folder/cache" "$folder/unpacked"
+}
+
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
@@ -108,4 +132,5 @@ if [ "$what" = gates ]; then
 int main(void) { return 0; }'
     want qemu-user command -v qemu-aarch64
 fi
+[ "$what" = build ] || fetch_ort_header
 [ "$what" = build ] || make_venv

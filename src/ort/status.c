@@ -52,7 +52,7 @@ static OrtStatus *read_integer(const OrtApi *api, const OrtKernelInfo *info, con
         return NULL;
     *value = 0;
     if (is_there(api, info, name))
-        return fdma_ort_refuse(api, ORT_INVALID_ARGUMENT, "%s: is no int, want one", name);
+        return fdma_ort_refuse(api, ORT_INVALID_ARGUMENT, "%s: is not an int, want one", name);
     return NULL;
 }
 
@@ -61,7 +61,7 @@ static OrtStatus *read_number(const OrtApi *api, const OrtKernelInfo *info, cons
     float number = 0;
     if (!succeeds(api, api->KernelInfoGetAttribute_float(info, name, &number)) &&
         is_there(api, info, name))
-        return fdma_ort_refuse(api, ORT_INVALID_ARGUMENT, "%s: is no float, want one", name);
+        return fdma_ort_refuse(api, ORT_INVALID_ARGUMENT, "%s: is not a float, want one", name);
     *value = (double)number;
     return NULL;
 }

@@ -44,10 +44,14 @@ without_missing_isas() {
     done
 }
 
+# libfdma_ort is built, too, where set-up has fetched the header of ONNX Runtime.
+ort=OFF
+[ ! -e build/onnxruntime/include/onnxruntime_c_api.h ] || ort=ON
+
 configure() { # configure DIRECTORY CMAKE_OPTION...: with warnings as errors
     directory=build/gates/$1
     shift
-    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF "$@"
+    cmake -S . -B "$directory" -G Ninja -DFDMA_WERROR=ON -DFDMA_CUDA=OFF -DFDMA_ORT=$ort "$@"
 }
 
 build_targets() { # build_targets TARGETS DIRECTORY CMAKE_OPTION...
