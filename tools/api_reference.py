@@ -19,6 +19,7 @@ from typing import Any
 import flash_dma
 import flash_dma_cuda
 import flash_dmattn
+import flash_dmattn.onnx
 import flash_dmattn.transformers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +111,8 @@ def class_text(name: str, thing: type) -> Iterator[str]:
 
 def python_text() -> Iterator[str]:
     yield "## Python"
-    modules = (flash_dmattn, flash_dmattn.transformers, flash_dma, flash_dma_cuda)
+    parts = (flash_dmattn.transformers, flash_dmattn.onnx)
+    modules = (flash_dmattn, *parts, flash_dma, flash_dma_cuda)
     for module, name in [(one, name) for one in modules for name in one.__all__]:
         thing = getattr(module, name)
         yield f"### {module.__name__}.{name}"

@@ -302,8 +302,8 @@ def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.
 # ---- export ----
 
 TRANSLATIONS = {ops.FUSED_OUT.op: translate_attention, CACHED_ATTENTION: translate_cached}
-# What to use in place of other operators.
-IN_PLACE = {
+# What to use instead of other operators.
+INSTEAD = {
     "attention": "flash_dma_attention(), or a layer with a window",
     "flash_dma_attention": "it without return_lse and return_attn_probs",
     "decode": "CachedLayer",
@@ -341,7 +341,7 @@ def check_program(program: torch.export.ExportedProgram) -> None:
             check_attention({**dict(zip(ops.FUSED_OUT.arguments, node.args)), **node.kwargs})
         elif node.target not in TRANSLATIONS:
             name = node.target._opname.replace("_no_grad", "")
-            want = IN_PLACE.get(name, "flash_dma_attention()")
+            want = INSTEAD.get(name, "flash_dma_attention()")
             raise NotImplementedError(f"{name}: has no operator for ONNX Runtime, want {want}")
 
 

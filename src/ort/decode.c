@@ -1,8 +1,8 @@
-/* Decode of the domain "fdma": the next tokens of a batch of sequences, over a cache and each other.
+/* Decode of the domain "fdma": attention of the next tokens of a batch over a cache and each other.
  *
- * Up to 64 tokens are an fdma_decode(). More, or any with key_valid, are an fdma_attention() over the
- * cache's rows as carried keys, and an fdma_cache_store(): see fdma.h, "Streams". Either way the cache
- * that goes in is an input, and the cache that comes out an output. The outputs are first made copies
+ * Up to 64 tokens are an fdma_decode(). More, or any with key_valid, are an fdma_attention(), with
+ * the cache's rows as carried keys, and an fdma_cache_store(): see fdma.h, "Streams". The cache
+ * before the tokens is an input, the cache after them an output: the outputs are first made copies
  * of the inputs, except where ONNX Runtime has given both the same memory. */
 #include <stdlib.h>
 #include <string.h>
@@ -35,8 +35,8 @@ void ORT_API_CALL fdma_ort_release_in_place(int *inputs, int *outputs) {
 
 /* ---- the cache ---- */
 
-/* From [batch, kv_heads, rows, head_dim], where the rows of a head are adjacent, which attention reads
- * fastest, to the axes of fdma_cache. */
+/* From [batch, kv_heads, rows, head_dim], where the rows of a head are adjacent, as attention reads
+ * them fastest, to the axes of fdma_cache. */
 static fdma_tensor swap_heads_and_rows(fdma_tensor tensor) {
     fdma_tensor view = tensor;
     view.shape[1] = tensor.shape[2], view.stride[1] = tensor.stride[2];
@@ -231,8 +231,9 @@ static size_t round_up(size_t bytes) {
     return (bytes + line - 1) / line * line;
 }
 
-/* Where the score, the selection and the workspace are in the scratch memory: its bytes. */
-static size_t place(prefill *calls, char *memory) {
+/* Points the score, the selection and the workspace to scratch memory, unless that is NULL. Returns
+ * the bytes that it needs. */
+static size_t lay_out(prefill *calls, char *memory) {
     fdma_tensor *const tensors[] = {&calls->attention.score, &calls->selection.expiry,
                                     &calls->selection.slot};
     size_t bytes = 0;
@@ -263,8 +264,8 @@ static OrtStatus *prefill_tokens(const ort_call *call, const fdma_tensor *out) {
     ORT_TRY(fdma_ort_allocate_output(call, 0, out, &calls.attention.out.data));
     ORT_TRY(move_to_outputs(call, &calls.store.cache));
     ort_scratch scratch;
-    ORT_TRY(fdma_ort_take_scratch(call, place(&calls, NULL), &scratch));
-    place(&calls, scratch.memory);
+    ORT_TRY(fdma_ort_take_scratch(call, lay_out(&calls, NULL), &scratch));
+    lay_out(&calls, scratch.memory);
     return fdma_ort_free_scratch(call, &scratch, run_prefill(call, &calls));
 }
 

@@ -221,8 +221,8 @@ static const ort_operator operators[] = {
 
 /* ---- registration ---- */
 
-/* The domain, with the interface that has made it. ONNX Runtime keeps pointers to it in every session,
- * so all sessions share one, which lives until the library is unloaded. */
+/* The domain, with the interface that has made it. Sessions keep pointers to it, so all share one,
+ * which lives until the library is unloaded. */
 typedef struct domain {
     const OrtApi *api;
     OrtCustomOpDomain *handle;
@@ -272,8 +272,8 @@ OrtStatus *ORT_API_CALL RegisterCustomOps(OrtSessionOptions *options, const OrtA
     const OrtApi *const api = base->GetApi(ORT_OLDEST);
     if (api == NULL) // the first version of the interface has what a status needs
         return fdma_ort_refuse(base->GetApi(1), ORT_NOT_IMPLEMENTED,
-                               "onnxruntime: is %s, want " ORT_OLDEST_NAME " or later",
-                               base->GetVersionString());
+                               "onnxruntime: is %s, want %s or later", base->GetVersionString(),
+                               ORT_OLDEST_NAME);
     domain *found;
     ORT_TRY(find_domain(api, &found));
     return api->AddCustomOpDomain(options, found->handle);

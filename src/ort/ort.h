@@ -1,12 +1,12 @@
-/* What the operators for ONNX Runtime share. Each is a row of constants (ort_operator) and a function
- * that makes the call of fdma.h; operator.c has the callbacks of ONNX Runtime for all of them. */
+/* What the operators for ONNX Runtime share. Each is a row of constants (ort_operator) and a
+ * function that makes the calls of fdma.h; operator.c has the callbacks of ONNX Runtime for all. */
 #pragma once
 
 #include <onnxruntime_c_api.h>
 
 #include "fdma.h"
 
-/* The oldest version of the interface that has every function that is called here: onnxruntime 1.18. */
+/* The oldest version of the interface that has all that is used here: that of onnxruntime 1.18. */
 #define ORT_OLDEST 18
 #define ORT_OLDEST_NAME "1.18"
 
@@ -83,8 +83,7 @@ OrtStatus *fdma_ort_read_attributes(const OrtApi *api, const OrtKernelInfo *info
 OrtStatus *fdma_ort_view(const OrtApi *api, const OrtValue *value, const char *name,
                          fdma_tensor *view);
 
-/* Lets ONNX Runtime allocate output `index`, of the shape of `like`, and sets `out` to its address.
- */
+/* Lets ONNX Runtime allocate output `index`, of the shape of `like`; `out` gets its address. */
 OrtStatus *fdma_ort_allocate_output(const ort_call *call, size_t index, const fdma_tensor *like,
                                     void **out);
 

@@ -1,4 +1,5 @@
-"""The library under test is the file FDMA_LIBRARY, or else build/libfdma.so."""
+"""The libraries under test are the files FDMA_LIBRARY, or else build/libfdma.so, and
+FDMA_ORT_LIBRARY, or else build/libfdma_ort.so, which need not be there."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 from programs import ROOT
 
 LIBRARY = Path(os.environ.setdefault("FDMA_LIBRARY", str(ROOT / "build" / "libfdma.so")))
+os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so"))
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmarks")]
 
 

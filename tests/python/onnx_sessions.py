@@ -1,5 +1,5 @@
-"""Sessions of ONNX Runtime with libfdma_ort, and graphs of single nodes of the domain "fdma". A test
-that imports this is skipped where the library or the packages are missing."""
+"""Sessions of ONNX Runtime with libfdma_ort, and graphs of single nodes of the domain "fdma". Tests
+that import this are skipped where the library or the packages are missing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from programs import ROOT
 
-LIBRARY = Path(os.environ.setdefault("FDMA_ORT_LIBRARY", str(ROOT / "build" / "libfdma_ort.so")))
+LIBRARY = Path(os.environ["FDMA_ORT_LIBRARY"])
 if not LIBRARY.is_file():
     pytest.skip(f"no library at {LIBRARY}: build with FDMA_ORT=ON", allow_module_level=True)
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 import flash_dma
@@ -21,6 +23,9 @@ from programs import ROOT, output_of, python
 MODULES = [flash_dmattn, flash_dma, flash_dma_cuda]
 if importlib.util.find_spec("transformers"):
     MODULES.append(importlib.import_module("flash_dmattn.transformers"))
+if importlib.util.find_spec("onnxscript"):
+    if Path(os.environ["FDMA_ORT_LIBRARY"]).is_file():
+        MODULES.append(importlib.import_module("flash_dmattn.onnx"))
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in MODULES
@@ -59,6 +64,7 @@ def test_sections(thing: Any) -> None:
 
 @reads_types
 def test_the_reference_is_up_to_date() -> None:
+    pytest.importorskip("onnxscript")
     output_of(python(ROOT / "tools" / "api_reference.py", "--check"))
 
 

@@ -47,9 +47,20 @@ def assert_printed(example: Example, output: str) -> None:
 @pytest.mark.parametrize("document", ["README.md", "docs/integration.md"])
 def test_python(document: str, tmp_path: Path) -> None:
     for example in examples("python", document):
-        script = tmp_path / "example.py"
-        script.write_text(example.code)
-        assert_printed(example, output_of(python(script, cwd=tmp_path)))
+        if "onnx" not in example.code:
+            run_python(example, tmp_path)
+
+
+def run_python(example: Example, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(example.code)
+    assert_printed(example, output_of(python("-W", "ignore", script, cwd=tmp_path)))
+
+
+def test_python_with_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnx_sessions")
+    (example,) = (one for one in examples("python", "docs/integration.md") if "onnx" in one.code)
+    run_python(example, tmp_path)
 
 
 def run_c(source: Path, tmp_path: Path, *arguments: str) -> str:
