@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from pathlib import Path
 from typing import Any, Callable
 
@@ -392,7 +393,9 @@ def export(
         raise ValueError("model: is in training mode, want eval()")
     options = {"verbose": False, **options, "dynamo": True, "dynamic_shapes": dynamic_shapes}
     table = {**TRANSLATIONS, **(options.pop("custom_translation_table", None) or {})}
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        # the exporter warns where inputs share an axis
+        warnings.filterwarnings("ignore", "# The axis name: ")
         program = torch.export.export(
             model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
         )

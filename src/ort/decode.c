@@ -158,22 +158,26 @@ typedef struct prefill {
     size_t workspace; // bytes
 } prefill;
 
+/* A selection of `kv_len` keys, carried ones and new ones. */
+static fdma_selection selection_of(const fdma_cache *cache, int64_t kv_len) {
+    return (fdma_selection){
+        .size = sizeof(fdma_selection),
+        .expiry = fdma_tensor_3d(NULL, FDMA_INT32, cache->sequences, cache->kv_heads, kv_len),
+        .slot = fdma_tensor_3d(NULL, FDMA_INT32, cache->sequences, cache->kv_heads, kv_len),
+        .window = cache->window,
+        .recent = cache->recent,
+        .sinks = cache->sinks,
+        .kv_len = kv_len,
+        .scope = FDMA_SCOPE_CAUSAL,
+    };
+}
+
 static void describe_prefill(const ort_call *call, const fdma_tensor *out, prefill *calls) {
     const fdma_tensor *const inputs = call->inputs;
     const fdma_cache cache = cache_of(call);
     const ort_attributes *const attributes = &call->attributes;
-    const int64_t batch = cache.sequences, heads = cache.kv_heads;
-    const int64_t new_len = inputs[ORT_K].shape[1], all = inputs[CACHE_K].shape[2] + new_len;
-    calls->selection = (fdma_selection){
-        .size = sizeof calls->selection,
-        .expiry = fdma_tensor_3d(NULL, FDMA_INT32, batch, heads, all),
-        .slot = fdma_tensor_3d(NULL, FDMA_INT32, batch, heads, all),
-        .window = cache.window,
-        .recent = cache.recent,
-        .sinks = cache.sinks,
-        .kv_len = all,
-        .scope = FDMA_SCOPE_CAUSAL,
-    };
+    const int64_t new_len = inputs[ORT_K].shape[1];
+    calls->selection = selection_of(&cache, inputs[CACHE_K].shape[2] + new_len);
     calls->attention = (fdma_attention_args){
         .size = sizeof calls->attention,
         .q = inputs[ORT_Q],
@@ -184,8 +188,11 @@ static void describe_prefill(const ort_call *call, const fdma_tensor *out, prefi
         .dt_bias = inputs[DT_BIAS],
         .key_valid = inputs[KEY_VALID],
         .sink_logit = inputs[SINK_LOGIT],
+        .table_in = cache.table,
+        .k_carried = cache.k,
+        .v_carried = cache.v,
         .out = *out,
-        .score = fdma_tensor_3d(NULL, FDMA_FLOAT32, batch, heads, new_len),
+        .score = fdma_tensor_3d(NULL, FDMA_FLOAT32, cache.sequences, cache.kv_heads, new_len),
         .selection = &calls->selection,
         .window = cache.window,
         .recent = cache.recent,
@@ -196,6 +203,8 @@ static void describe_prefill(const ort_call *call, const fdma_tensor *out, prefi
         .softcap = attributes->softcap,
         .causal = 1,
     };
+    if (attributes->bias_form != FDMA_BIAS_NONE)
+        calls->attention.bias_carried = cache.bias;
     calls->store = (fdma_cache_store_args){
         .size = sizeof calls->store,
         .cache = cache,
@@ -207,19 +216,8 @@ static void describe_prefill(const ort_call *call, const fdma_tensor *out, prefi
     };
 }
 
-/* The keys of the cache as those that the first call carries on. */
-static void carry_keys(const ort_call *call, prefill *calls) {
-    const fdma_cache *const cache = &calls->store.cache;
-    calls->attention.table_in = cache->table;
-    calls->attention.k_carried = cache->k;
-    calls->attention.v_carried = cache->v;
-    if (call->attributes.bias_form != FDMA_BIAS_NONE)
-        calls->attention.bias_carried = cache->bias;
-}
-
 static OrtStatus *check_prefill(const ort_call *call, prefill *calls) {
     size_t first, second;
-    carry_keys(call, calls);
     ORT_TRY(fdma_ort_status(call->api, fdma_attention_workspace(&calls->attention, &first)));
     ORT_TRY(fdma_ort_status(call->api, fdma_cache_store_workspace(&calls->store, &second)));
     calls->workspace = first > second ? first : second;
@@ -252,7 +250,6 @@ static size_t lay_out(prefill *calls, char *memory) {
 }
 
 static OrtStatus *run_prefill(const ort_call *call, prefill *calls) {
-    carry_keys(call, calls); // now those of the outputs
     ORT_TRY(fdma_ort_status(call->api, fdma_attention(&calls->attention)));
     return fdma_ort_status(call->api, fdma_cache_store(&calls->store));
 }

@@ -46,13 +46,23 @@ def run(session: Any, inputs: Tensors) -> list[torch.Tensor]:
     return [torch.from_numpy(out) for out in session.run(None, feed)]
 
 
-def make_info(name: str, tensor: torch.Tensor) -> Any:
-    return onnx.helper.make_tensor_value_info(name, TYPES[tensor.dtype], list(tensor.shape))
+def make_info(name: str, tensor: torch.Tensor, any_length: bool) -> Any:
+    shape = [None] * tensor.dim() if any_length else list(tensor.shape)
+    return onnx.helper.make_tensor_value_info(name, TYPES[tensor.dtype], shape)
 
 
-def make_model(nodes: list[Any], inputs: Tensors, outputs: Tensors, values: Tensors) -> bytes:
-    """The bytes of a graph; of `values`, which nodes pass on to each other, shapes are known."""
-    infos = ([make_info(*one) for one in some.items()] for some in (inputs, outputs, values))
+def make_model(
+    nodes: list[Any],
+    inputs: Tensors,
+    outputs: Tensors,
+    values: Tensors,
+    any_length: bool = False,
+) -> bytes:
+    """The bytes of a graph. Of `values`, which nodes pass on to each other, ONNX Runtime is told the
+    shapes; of inputs and outputs it is not told the lengths if they may have any."""
+    infos = (
+        [make_info(*one, any_length) for one in some.items()] for some in (inputs, outputs, values)
+    )
     inputs_of, outputs_of, values_of = infos
     graph = onnx.helper.make_graph(nodes, "graph", inputs_of, outputs_of, value_info=values_of)
     opsets = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("fdma", 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flash_dmattn
@@ -252,6 +253,21 @@ def test_decode_refuses(message: str, length: int) -> None:
 def test_decode_refuses_rows_that_are_not_those_of_its_rules(length: int) -> None:
     inputs = {**make_states(length), **make_cache()}
     assert "16 elements, want" in refusal("Decode", inputs, {**RULES, "recent": 3})
+
+
+def test_runs_that_overlap() -> None:
+    """Several threads may run one session at a time."""
+    every = [make_states(length) for length in (40, 70, 100, 130)]
+    node = make_node("Attention", list(every[0]), ["out"], {**RULES, "causal": 1})
+    states = every[0]
+    model = make_model([node], states, {"out": states["q"]}, {}, any_length=True)
+    session = sessions.open_session(model)
+    options = {"causal": True, "recent": RECENT}
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            for found, one in zip(threads.map(lambda given: run(session, given), every), every):
+                wanted = flash_dmattn.flash_dma_attention(*one.values(), WINDOW, **options)
+                assert_equal(found, [wanted])
 
 
 def test_a_run_after_a_refusal() -> None:

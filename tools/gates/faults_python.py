@@ -6,6 +6,16 @@ from fault import Fault
 
 # fmt: off
 PYTHON = [
+    Fault("a gap is left out at export", "python/flash_dmattn/",
+          '("dropout_p", "; eval() turns it off"), ("gap", "")',
+          '("dropout_p", "; eval() turns it off"),',
+          ("pytest test_onnx.py -k refuses",)),
+    Fault("tokens of a step have the positions of a prompt", "python/flash_dmattn/",
+          "return seen[:, None] + following", "return 0 * seen[:, None] + following",
+          ("pytest test_onnx.py -k whole_sequence",)),
+    Fault("an exported graph is not causal", "python/flash_dmattn/",
+          'int(given["causal"]), given["scope"]', '0, given["scope"]',
+          ("pytest test_onnx.py -k test_layer",)),
     Fault("a gradient that is added to begins unset", "python/flash_dmattn/",
           "outputs[index].zero_()", "pass",
           ("pytest test_backward.py -k three_steps", "pytest test_backward.py -k bias_forms")),

@@ -107,6 +107,8 @@ def run_test(folder: Path, test: str) -> int:
         return run(folder / "tests" / kind, seconds=TEST_SECONDS).returncode
     ENVIRONMENT["FDMA_LIBRARY"] = str(folder / "libfdma.so")
     ENVIRONMENT["FDMA_TOOL"] = str(folder / "fdma")
+    # The one that `make` has built: faults of src/ort are not planted.
+    ENVIRONMENT["FDMA_ORT_LIBRARY"] = str(ROOT / "build" / "libfdma_ort.so")
     ENVIRONMENT["PYTHONPATH"] = str(TREE / "python")
     python = ROOT / ".venv" / "bin" / "python"
     file, *words = rest
