@@ -111,8 +111,8 @@ def class_text(name: str, thing: type) -> Iterator[str]:
 
 def python_text() -> Iterator[str]:
     yield "## Python"
-    parts = (flash_dmattn.transformers, flash_dmattn.onnx)
-    modules = (flash_dmattn, *parts, flash_dma, flash_dma_cuda)
+    optional = (flash_dmattn.transformers, flash_dmattn.onnx)
+    modules = (flash_dmattn, *optional, flash_dma, flash_dma_cuda)
     for module, name in [(one, name) for one in modules for name in one.__all__]:
         thing = getattr(module, name)
         yield f"### {module.__name__}.{name}"

@@ -58,8 +58,8 @@ def make_model(
     values: Tensors,
     any_length: bool = False,
 ) -> bytes:
-    """The bytes of a graph. Of `values`, which nodes pass on to each other, ONNX Runtime is told the
-    shapes; of inputs and outputs it is not told the lengths if they may have any."""
+    """The bytes of a graph. `values` are what nodes pass on to each other and ONNX Runtime is told
+    the shapes of; with any_length it is told no lengths."""
     infos = (
         [make_info(*one, any_length) for one in some.items()] for some in (inputs, outputs, values)
     )
