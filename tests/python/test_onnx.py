@@ -11,6 +11,7 @@ import flash_dmattn
 import onnx_sessions as sessions
 import pytest
 import torch
+from flash_dmattn import ops
 from onnx_sessions import Tensors, run
 from programs import output_of, python
 from torch import nn
@@ -263,6 +264,15 @@ def test_export_refuses(message: str) -> None:
     with pytest.raises(NotImplementedError) as refused:
         ours.export(model, (make_x(batch, 9),))
     assert str(refused.value).startswith(message)
+
+
+def test_no_argument_is_dropped() -> None:
+    """Each argument of the operator goes to the node or is refused: what is new here, and in neither
+    list of flash_dmattn.onnx, would be dropped at export."""
+    on_node = {"query", "key", "value", "dt_proj", "a_coef", *ours.OPTIONAL, "keep_window_size"}
+    on_node |= {"recent", "sinks", "scope", "bias_form", "causal", "softmax_scale", "softcap"}
+    refused = {"starts", "kv_used", "rng_state", "dropout_p", "gap", "backend"}
+    assert set(ops.FUSED_OUT.arguments) == on_node | refused
 
 
 def test_a_layer_without_a_window_is_refused() -> None:
