@@ -26,6 +26,7 @@ from onnx import defs
 from torch import nn
 
 from . import _arguments, _library, ops, streams
+from .functional import _scale
 from .nn import DynamicMaskAttention
 from .streams import KeyCache, Tokens
 
@@ -182,9 +183,8 @@ class LayerCache:
 
     def attend(self, layer: int, *states: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attention of the next tokens; the arguments are those of DynamicMaskCache.attend()."""
-        scale = options["softmax_scale"]
         optional = (options["dt_bias"], options["key_valid"], options["sink_logit"])
-        numbers = (self.bias_form, 0.0 if scale is None else scale, options["softcap"])
+        numbers = (self.bias_form, _scale(options["softmax_scale"]), options["softcap"])
         rules = streams.rules_of(self.keys)
         out, *after = CACHED_ATTENTION(*states, *self.tensors, *optional, *rules, *numbers)
         self.tensors = tuple(after)

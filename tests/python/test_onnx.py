@@ -267,8 +267,8 @@ def test_export_refuses(message: str) -> None:
 
 
 def test_no_argument_is_dropped() -> None:
-    """Each argument of the operator goes to the node or is refused: what is new here, and in neither
-    list of flash_dmattn.onnx, would be dropped at export."""
+    """Each argument of the operator goes to the node or is refused. One that is added to the
+    operator is dropped at export unless flash_dmattn.onnx knows it."""
     on_node = {"query", "key", "value", "dt_proj", "a_coef", *ours.OPTIONAL, "keep_window_size"}
     on_node |= {"recent", "sinks", "scope", "bias_form", "causal", "softmax_scale", "softcap"}
     refused = {"starts", "kv_used", "rng_state", "dropout_p", "gap", "backend"}
