@@ -23,7 +23,7 @@ ns_per_key, of selection and lists; of_forward, the time of lists over that of a
 selection; of_dense, useful FLOP/s over those of dense attention; of_iid, of_fast and of_shorter,
 the time over that with random scores, with gradients in any order, and of a quarter of the length,
 respectively; of_other, the time of a useful operation over that of the case's other call, see
-streams.py; ratio, how many times as fast as the peer flash_dmattn is; goal and met, see peers.py.
+streams.py; ratio and times, how many times as fast as the peer flash_dmattn is; goal and met, see peers.py.
 
 Raises ValueError for a file that is not in this form, or that lacks a case.
 """
@@ -57,6 +57,8 @@ COLUMNS = {
     "ratio": "times as fast",
     "goal": "to reach",
     "met": "reached",
+    "times": "times as fast",
+    "tokens_per_second": "tokens/s",
 }
 DECIMALS = {
     "ms": 3,
@@ -72,6 +74,8 @@ DECIMALS = {
     "of_shorter": 2,
     "of_other": 2,
     "ratio": 2,
+    "times": 2,
+    "tokens_per_second": 0,
 }
 ORIGIN = {
     "machine": "{}",
