@@ -23,7 +23,8 @@ ns_per_key, of selection and lists; of_forward, the time of lists over that of a
 selection; of_dense, useful FLOP/s over those of dense attention; of_iid, of_fast and of_shorter,
 the time over that with random scores, with gradients in any order, and of a quarter of the length,
 respectively; of_other, the time of a useful operation over that of the case's other call, see
-streams.py; ratio and times, how many times as fast as the peer flash_dmattn is; goal and met, see peers.py.
+streams.py; ratio and times, how many times as fast as the peer flash_dmattn is; goal and met, see
+peers.py.
 
 Raises ValueError for a file that is not in this form, or that lacks a case.
 """

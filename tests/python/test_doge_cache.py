@@ -253,3 +253,19 @@ def test_many_tokens() -> None:
     wanted = eager.generate(tokens, **given)
     found = selected.generate(tokens, past_key_values=ours.DogeCache(selected.config), **given)
     assert torch.equal(found, wanted)
+
+
+def test_prompts_that_generate_cuts_and_continues() -> None:
+    """prefill_chunk_size, and a second prompt after the tokens of the first."""
+    _, selected = make_models("doge")
+    tokens = make_tokens(1, 150)
+    given = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    wanted = [selected.generate(tokens[:, :90], **given)]
+    wanted.append(selected.generate(torch.cat((wanted[0], tokens[:, 90:]), 1), **given))
+    cache = ours.DogeCache(selected.config)
+    cut = {"past_key_values": cache, "prefill_chunk_size": 16, **given}
+    found = [selected.generate(tokens[:, :90], **cut)]
+    longer = torch.cat((found[0], tokens[:, 90:]), 1)
+    found.append(selected.generate(longer, past_key_values=cache, **given))
+    for one, other in zip(found, wanted):
+        assert torch.equal(one, other)

@@ -219,6 +219,34 @@ def test_the_package_does_not_import_transformers() -> None:
     assert output_of(python("-c", program)).strip() == "False"
 
 
+@pytest.mark.parametrize("name", ["doge", "doge with biases", "llama", "mistral"])
+@pytest.mark.parametrize("left", [0, 20])
+def test_bfloat16(left: int, name: str) -> None:
+    """Logits, and the gradient of all parameters, are no further from those in float32 than twice
+    what eager's are, and a rounding. (Of parameters of two numbers, such as A, either may be the
+    nearer one by chance: keys whose scores are close change places.)"""
+    models = make_models(name)
+    for parameter_name, parameter in models[0].named_parameters():
+        if parameter_name.endswith(("dt_proj.weight", "v_proj.weight")):  # scores that differ
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    models[1].load_state_dict(models[0].state_dict())
+    exact = copy.deepcopy(models[0].bfloat16()).float()
+    tokens, mask = make_tokens(), padding(left, 0)
+    given = {"attention_mask": mask, "use_cache": False}
+
+    def run(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(tokens, **given).logits[mask.bool()].float()
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        gradients = torch.autograd.grad(logits.square().mean(), parameters)
+        return logits.detach(), torch.cat([gradient.float().flatten() for gradient in gradients])
+
+    runs = [run(one) for one in (exact, models[0], models[1].bfloat16())]
+    sizes = (lambda x: x.abs().max(), lambda x: x.norm())  # of logits, and of the gradient
+    for size, wanted, eager, found in zip(sizes, *runs):
+        rounding = torch.finfo(torch.bfloat16).eps * size(wanted)
+        assert size(found - wanted) <= 2 * size(eager - wanted) + rounding
+
+
 @pytest.mark.skipif(transformers.__version__ < "5.23", reason="it cannot run experts")
 def test_experts() -> None:
     """Without padding: transformers' router mixes the tokens of a batch."""
