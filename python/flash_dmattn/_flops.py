@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from . import (
     autograd,  # noqa: F401 (makes operators that record no gradients)
@@ -86,6 +86,8 @@ def register(operator: ops.Operator, count: Any) -> None:
         packet = getattr(torch.ops.flash_dmattn, name, None)
         if packet is not None:
             register_flop_formula(packet)(formula)
+            # PyTorch 2.4 keeps formulas by overload, and looks for them by packet
+            flop_registry.setdefault(packet, flop_registry.get(packet.default))
 
 
 for _operator, _count in FORMULAS.items():
