@@ -26,6 +26,7 @@ import contextlib
 import copy
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterable, List, Tuple
@@ -212,8 +213,11 @@ class Source:
         self.batch, self.seed, self.device = options.batch, options.seed, options.device
 
     def draw(self, purpose: int, shape: recall_text.Shape | None = None) -> Draw:
+        """Of another shape there are more pieces in a batch, or fewer: as many bytes in all."""
         generator = torch.Generator().manual_seed(10 * self.seed + purpose)
-        return lambda: self._pieces(self.text.train, self.batch, shape or self.whole, generator)
+        shape = shape or self.whole
+        count = max(1, self.batch * self.whole.length // shape.length)
+        return lambda: self._pieces(self.text.train, count, shape, generator)
 
     def held_out(self) -> Pieces:
         generator = torch.Generator().manual_seed(10 * self.seed)
@@ -244,6 +248,8 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     short = recall_text.shortest(options.labels)
     dense = train_dense(options, source.draw(1, short), source.draw(2))
     add("dense", dense)
+    if rows["dense"]["recalled_bits"] > 1:
+        print("the dense model recalls little: more --dense-steps may help", file=sys.stderr)
     kept = Kept(options.window, options.recent)
     sliding = with_selection(dense, kept, harmless=False)
     add("sliding window", sliding)

@@ -20,6 +20,7 @@ import recall_text
 
 SHAPE = recall_text.Shape(length=64, labels=2, gap=16)
 SMALL = "--length 64 --labels 2 --gap 16 --width 64 --layers 1 --batch 16 --window 8 --recent 4"
+SEED = "--seed 3"  # scores as they begin keep few of the keys that are needed
 KEPT = adapt_layers.Kept(window=8, recent=4)
 
 
@@ -32,12 +33,12 @@ def parsed(arguments: str) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def source() -> adapt.Source:
-    return adapt.Source(parsed(""))
+    return adapt.Source(parsed(SEED))
 
 
 @pytest.fixture(scope="module")
 def dense(source: adapt.Source) -> adapt.Reader:
-    options = parsed("--dense-steps 400")
+    options = parsed(f"--dense-steps 400 {SEED}")
     return adapt.train_dense(options, source.draw(1, recall_text.shortest(2)), source.draw(2))
 
 
