@@ -191,8 +191,8 @@ def row_of(model: Reader, pieces: Pieces) -> dict[str, float]:
 
 
 def train_dense(options: argparse.Namespace, short: Draw, whole: Draw) -> Reader:
-    """The first third of the steps is on short pieces, where it is found soonest that labels
-    recur."""
+    """The first third of the steps is on short pieces with few labels: on long ones it takes many
+    steps until the model finds that labels recur."""
     torch.manual_seed(options.seed)
     dense = Reader(options.layers, options.width).to(options.device)
     steps = options.dense_steps
@@ -245,7 +245,7 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         print(f"{name:30} {numbers}", flush=True)
 
     print(f"{'bits per byte':30} {'all':>9} {'recalled':>9} {'kept':>9}")
-    short = recall_text.shortest(options.labels)
+    short = recall_text.shortest(min(2, options.labels))
     dense = train_dense(options, source.draw(1, short), source.draw(2))
     add("dense", dense)
     if rows["dense"]["recalled_bits"] > 1:
@@ -300,7 +300,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"--width: is {options.width}, want a multiple of {HEAD_DIM * GROUP}")
     if options.labels > recall_text.MOST_LABELS:
         parser.error(f"--labels: is {options.labels}, want at most {recall_text.MOST_LABELS}")
-    least = recall_text.shortest(options.labels)._replace(gap=options.gap).least_length()
+    least = recall_text.Shape(options.length, options.labels, options.gap).least_length()
     if options.length < least:
         parser.error(f"--length: is {options.length}, want {least} or more for the gap and labels")
     return options
