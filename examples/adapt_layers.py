@@ -6,7 +6,7 @@ logits, to which they are added as exp(score). With A = -1 and a dt_bias of 20,
     score = -softplus(v dt_proj^T + 20), about -20 - v dt_proj^T
 
 so that a score is linear in the value states, while its bias, about exp(-20) = 2e-9, is below the
-rounding of the logits. Such a bias passes hardly a gradient on either, so the scores learn from
+rounding of the logits. Such a bias passes hardly any gradient on either, so the scores learn from
 targets of their own, computed from the attention that the dense layer gives to each key. This
 reaches every key, also those that no query keeps. The targets are
 
