@@ -263,25 +263,27 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return rows
 
 
+COUNTS = {  # options: default and help
+    "length": (256, "bytes that the model reads at once"),
+    "labels": (4, "labels of a piece of text, at most 9"),
+    "gap": (96, "bytes between labels and their repetition, at least"),
+    "window": (24, "keys that a query keeps by score"),
+    "recent": (8, "keys that it keeps because they are the newest"),
+    "layers": (2, "layers of the model"),
+    "width": (128, f"of the model, a multiple of {HEAD_DIM * GROUP}"),
+    "batch": (8, "pieces of text in a step"),
+    "dense-steps": (600, "steps that train the dense model"),
+    "steps": (400, "steps of stage 1"),
+    "lora": (0, "rank of stage 2; 0 for no stage 2"),
+    "lora-steps": (300, "steps of stage 2"),
+    "seed": (0, "of weights and text"),
+}
+
+
 def parse() -> argparse.Namespace:
     head, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=head)
-    counts = {
-        "length": (256, "bytes that the model reads at once"),
-        "labels": (4, "labels of a piece of text, at most 9"),
-        "gap": (96, "bytes between labels and their repetition, at least"),
-        "window": (24, "keys that a query keeps by score"),
-        "recent": (8, "keys that it keeps because they are the newest"),
-        "layers": (2, "layers of the model"),
-        "width": (128, f"of the model, a multiple of {HEAD_DIM * GROUP}"),
-        "batch": (8, "pieces of text in a step"),
-        "dense-steps": (600, "steps that train the dense model"),
-        "steps": (400, "steps of stage 1"),
-        "lora": (0, "rank of stage 2; 0 for no stage 2"),
-        "lora-steps": (300, "steps of stage 2"),
-        "seed": (0, "of weights and text"),
-    }
-    for name, (default, words) in counts.items():
+    for name, (default, words) in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} ({default})")
     parser.add_argument(
         "--target",
@@ -292,7 +294,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="write the table to this folder, as adapt.json")
     options = parser.parse_args()
-    for name in counts:
+    for name in COUNTS:
         value, least = getattr(options, name.replace("-", "_")), int(name not in MAY_BE_ZERO)
         if value < least:
             parser.error(f"--{name}: is {value}, want {least} or more")
