@@ -67,8 +67,8 @@ class Reader(train_text.Model):
             block.attention = DynamicMaskAttention(
                 width, heads, heads // GROUP, None, rope_base=ROPE_BASE
             )
-            for projection in block.attention.children():
-                nn.init.normal_(projection.weight, std=width**-0.5)
+            for weight in block.attention.parameters():  # of the projections
+                nn.init.normal_(weight, std=width**-0.5)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         before = pad(text[:, :-1], (1, 0))
