@@ -36,9 +36,10 @@ IN_NAMES = {
     "floor": "threshold",
     "fact": "what it holds",
 }
-# Words of others ("chunked prefill", torch's functions, C's floorf()), and verbs: share_elements().
+# Words of others ("chunked prefill", transformers' argument for it, torch's functions, C's
+# floorf()), and verbs: share_elements().
 EXCEPTIONS = re.compile(
-    r"chunked prefill|\.chunk\(|floorf?\(|_floor_p[sd]\b|in[-_ ]place"
+    r"chunked prefill|prefill_chunk_size|\.chunk\(|floorf?\(|_floor_p[sd]\b|in[-_ ]place"
     r"|(?<![a-zA-Z0-9_])(share|place|note|carry)_(?=[a-z])"
 )
 
