@@ -23,11 +23,8 @@ def has_plain_weights(layer: Any) -> bool:
     or tensor parallelism is around them. Kernels then compute scores from the weights."""
     dt_proj = layer.dt_proj
     hooks = dt_proj._forward_hooks or dt_proj._forward_pre_hooks
-    return (
-        type(dt_proj) is torch.nn.Linear
-        and type(dt_proj.weight) in (torch.nn.Parameter, torch.Tensor)
-        and not hooks
-    )
+    is_parallel = hasattr(dt_proj.weight, "device_mesh")  # a DTensor
+    return type(dt_proj) is torch.nn.Linear and not hooks and not is_parallel
 
 
 def score_by_module(layer: Any, value: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ class LayerCache:
     def __init__(self, tensors: tuple[torch.Tensor, ...], rules: tuple[int, int, int]) -> None:
         self.tensors, self.keys = tensors, KeyCache(*tensors, *rules)
 
-    def positions(self, layer: int, length: int) -> torch.Tensor:
+    def positions(self, layer: int, length: int, index: None = None) -> torch.Tensor:
         """[batch, length]: those of the next tokens."""
         seen = self.tensors[-1]
         following = torch.arange(length, dtype=torch.int32, device=seen.device)
@@ -282,7 +282,7 @@ def empty_cache(layer: DynamicMaskAttention, batch: int = 1) -> dict[str, torch.
     Example:
         >>> layer = flash_dmattn.DynamicMaskAttention(hidden=64, heads=4, kv_heads=2, window=16)
         >>> flash_dmattn.onnx.empty_cache(layer, batch=3)["cache_key"].shape
-        torch.Size([3, 2, 16, 16])
+        torch.Size([3, 2, 32, 16])
 
     Source: docs/algorithm.md, streams.
     """

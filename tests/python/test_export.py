@@ -75,6 +75,8 @@ def test_doge() -> None:
             return self.model(tokens, use_cache=False).logits
 
     program = torch.export.export(Logits(), (make_tokens(2, 40),), dynamic_shapes=(AXES,))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert sum(target.startswith("flash_dmattn.flash_dma_") for target in targets) == 2  # layers
     with torch.no_grad():
         for batch, length in ((2, 40), (3, 77)):
             tokens = make_tokens(batch, length)
