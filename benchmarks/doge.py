@@ -43,6 +43,7 @@ Peers:
                that is static, so that transformers compiles the model for single tokens
   sdpa         attn_implementation "sdpa". It generates with a DynamicCache, but on a CUDA device
                with a StaticCache, for which transformers compiles the model, too
+  linear       in forward: the linear layers of the model alone
   fdma-eager   on a CUDA device: not compiled, with a DogeCache that is not static
   sdpa-eager   on a CUDA device: not compiled, with a DynamicCache
 Columns: ms, the median of the rounds, with the host's time; spread, (90th - 10th percentile) /
@@ -109,10 +110,11 @@ def train(model: Any, tokens: torch.Tensor) -> None:
 def runs_of(case: Case, models: dict[str, Any], tokens: torch.Tensor) -> dict[str, Callable]:
     """What is timed, by peer."""
     if case.kind == "forward":
-        return {
+        runs: dict[str, Callable] = {
             peer: lambda model=model: forward(model, tokens, use_cache=False)
             for peer, model in models.items()
         }
+        return {**runs, "linear": Linears(models["fdma"], tokens)}
     if case.kind == "training":
         return {peer: lambda model=model: train(model, tokens) for peer, model in models.items()}
     return {
@@ -133,6 +135,21 @@ def make_caches(case: Case, config: Any, device: str) -> dict[str, Any]:
         "fdma-eager": kept(config),
         "sdpa-eager": DynamicCache(config=config),
     }
+
+
+class Linears:
+    """The linear layers of a model but for its head, one after the other, on inputs of its size."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor) -> None:
+        self.layers = [one for one in model.model.modules() if isinstance(one, torch.nn.Linear)]
+        like = model.lm_head.weight
+        widths = {layer.in_features for layer in self.layers}
+        self.inputs = {width: like.new_ones(*tokens.shape, width) for width in widths}
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            for layer in self.layers:
+                layer(self.inputs[layer.in_features])
 
 
 class Generator:

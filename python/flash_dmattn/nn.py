@@ -298,7 +298,9 @@ class DynamicMaskAttention(nn.Module):
         Raises:
             ValueError: shapes that contradict each other, a cache of another kind of layer, or
                 hidden states beyond the limits of options.
-            NotImplementedError: a dtype or head_dim that no kernel of the device supports.
+            NotImplementedError: a dtype or head_dim that no kernel of the device supports, or a
+                dt_proj that has been replaced, by an adapter for example. (Parametrizations of
+                torch.nn.utils are taken.)
         """
         check_hidden("x", "len", x, self.hidden)
         self._check_memory(x, memory, cache, starts)
@@ -321,14 +323,10 @@ class DynamicMaskAttention(nn.Module):
         if cache is None:
             out = self.attend(query, key, value, key_valid, starts)
         else:
+            *weights, dt_bias = self._score_weights()
             out = cache.attend(
-                layer,
-                query,
-                key,
-                value,
-                self.dt_proj.weight,
-                self.A,
-                dt_bias=self.dt_proj.bias,
+                *(layer, query, key, value, *weights),
+                dt_bias=dt_bias,
                 index=index,
                 key_valid=key_valid,
                 n_tokens=n_tokens,
@@ -359,6 +357,16 @@ class DynamicMaskAttention(nn.Module):
         )
         require(cache is None, "cache: is given, want None with memory")
         require(starts is None, "starts: is given, want None with memory")
+
+    def _score_weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """dt_proj's weight, A and dt_proj's bias: kernels compute the scores from these."""
+        kind = type(self.dt_proj)
+        require(
+            isinstance(self.dt_proj, nn.Linear),
+            f"dt_proj: is a {kind.__name__}, want a torch.nn.Linear, whose weight is all of it",
+            NotImplementedError,
+        )
+        return self.dt_proj.weight, self.A, self.dt_proj.bias
 
     def _check_cache(
         self,
@@ -406,11 +414,11 @@ class DynamicMaskAttention(nn.Module):
         }
         if self.window is None:
             return functional.attention(query, key, value, **options)[0]
-        weights = (self.dt_proj.weight, self.A)
+        *weights, dt_bias = self._score_weights()
         rules = {"recent": self.recent, "sinks": self.sinks, "gap": self.gap}
         return fused.flash_dma_attention(
             *(query, key, value, *weights, self.window),
-            dt_bias=self.dt_proj.bias,
+            dt_bias=dt_bias,
             options=self.options,
             **rules,
             **options,

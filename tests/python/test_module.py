@@ -157,6 +157,26 @@ def test_state_dict() -> None:
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
+def test_adapters_of_dt_proj() -> None:
+    """A module in its place, whose weight is not all of it, is refused; parametrizations count."""
+    layer, x = make_layer(), make_states()
+    before = layer(x)
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    torch.nn.utils.parametrize.register_parametrization(layer.dt_proj, "weight", Doubled())
+    other = make_layer()
+    other.load_state_dict({**other.state_dict(), "dt_proj.weight": 2 * other.dt_proj.weight})
+    assert torch.equal(layer(x), other(x)) and not torch.equal(layer(x), before)
+    layer.dt_proj = torch.nn.Sequential(layer.dt_proj)
+    cache = flash_dmattn.DynamicMaskCache(1, 2, KV_HEADS, 8, WINDOW, recent=WINDOW)
+    for given in ({}, {"cache": cache}):
+        with pytest.raises(NotImplementedError, match="dt_proj: is a Sequential, want a torch.nn"):
+            layer(x, **given)
+
+
 def make_cross(**options: Any) -> Any:
     given = {"causal": False, "rope_base": None, "memory_hidden": 20, **options}
     return make_layer(**given)
