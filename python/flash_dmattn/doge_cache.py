@@ -260,6 +260,9 @@ class KeptKeys(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def offload(self) -> None:
+        raise NotImplementedError("offload: a DogeCache stays on its device")
+
     def reset(self) -> None:
         self._drafts, self._settled = None, 0
         if self.kept is not None:

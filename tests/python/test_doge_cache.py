@@ -92,6 +92,8 @@ def test_bad_caches() -> None:
     for model in (llama, eager_llama):
         with pytest.raises(ValueError, match="cache: is a DogeCache, want another one unless"):
             model(tokens, past_key_values=ours.DogeCache(CONFIGS["doge"]))
+    with pytest.raises(NotImplementedError, match="offload: a DogeCache stays on its device"):
+        other.layers[0].offload()
     with pytest.raises(TypeError, match="config: is a LlamaConfig, want a DogeConfig"):
         ours.DogeCache(llama.config)
 
