@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, NamedTuple, Tuple, Union
+from typing import Any, Iterable, NamedTuple, Tuple, Union
 
 import torch
 
 from . import _arguments, _library
 from ._arguments import MaybeTensor, Options, Sizes
+from ._device import allocator, current_stream, thread_count
 
 DTYPES = {
     torch.float32: _library.FLOAT32,
@@ -155,15 +156,16 @@ class Prepared:
         fill_options(self.args, ruled, options)
         self.args_words = words_of(self.args)
         self.selection_words = words_of(self.selection) if self.selection else None
-        # The words that hold the addresses of inputs and outputs; None for a tensor that is absent.
-        self.targets = [self.fill_tensor(name, tensor) for name, tensor in tensors.items()]
+        # The words that hold the addresses of the inputs that are given.
+        self.inputs = [self.fill_tensor(name, x) for name, x in tensors.items() if x is not None]
+        # Of each output: its shape, strides and dtype, and the words, or None if it is absent.
         self.outputs = []
         for name in operation.results:
             shape, dtype = _arguments.result_like(name, tensors, sizes, options)
-            self.outputs.append((shape, dtype))
+            room = torch.empty(shape, dtype=dtype, device="meta")
             absent = _arguments.is_absent(name, tensors, options)
-            room = None if absent else torch.empty(shape, dtype=dtype, device="meta")
-            self.targets.append(self.fill_tensor(name, room))
+            words = None if absent else self.fill_tensor(name, room)
+            self.outputs.append((tuple(room.shape), room.stride(), dtype, words))
         if has_cache:
             fill_cache(self.args.cache, sizes, exec_fields["device"])
         # Outputs that are cleared before the call: fdma_score_backward() adds to dv.
@@ -177,11 +179,11 @@ class Prepared:
         ask = getattr(_library.library, f"fdma_{operation.function}_workspace")
         check(ask(self.reference, ctypes.byref(size)), operation)
         self.args.exec.workspace_size = self.workspace_size = size.value
+        self.index = exec_fields["device"] - 1
+        self.allocate = allocator(self.index)
 
-    def fill_tensor(self, name: str, tensor: MaybeTensor) -> tuple[Words, int] | None:
+    def fill_tensor(self, name: str, tensor: torch.Tensor) -> tuple[Words, int]:
         """Fill in the field of `tensor`; returns the word of the struct that holds its address."""
-        if tensor is None:
-            return None
         in_selection = name in IN_SELECTION
         struct = self.selection if in_selection else self.args
         words = self.selection_words if in_selection else self.args_words
@@ -193,21 +195,34 @@ class Prepared:
         setattr(struct, field, view(name, tensor))
         return words, (getattr(type(struct), field).offset + offset) // 8
 
-    def run(self, addresses: list[int], stream: int, first: torch.Tensor) -> Returned:
-        """Make the call for inputs at `addresses`; outputs and workspace are new, like `first`."""
-        outputs = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs])
+    def place(self, inputs: Iterable[torch.Tensor]) -> int:
+        """Note the addresses of the inputs that are given, and return the bits that any has."""
+        bits = 0
+        for (words, at), tensor in zip(self.inputs, inputs):
+            words[at] = address = tensor.data_ptr()
+            bits |= address
+        return bits
+
+    def run(self) -> list[torch.Tensor]:
+        """Make the call for the inputs that place() was given; outputs and workspace are new."""
+        allocate, words = self.allocate, self.args_words
+        outputs = []
+        for shape, stride, dtype, target in self.outputs:
+            output = allocate(shape, stride, dtype)
+            outputs.append(output)
+            if target is not None:
+                target[0][target[1]] = output.data_ptr()
         for index in self.zeroed:
             outputs[index].zero_()
-        addresses += [tensor.data_ptr() for tensor in outputs]
-        for target, address in zip(self.targets, addresses):
-            if target is not None:
-                target[0][target[1]] = address
-        self.args_words[self.stream_at] = stream
+        if self.index >= 0:
+            words[self.stream_at] = current_stream(self.index)
         if self.workspace_size:
-            workspace = first.new_empty(self.workspace_size, dtype=torch.uint8)
-            self.args_words[self.workspace_at] = workspace.data_ptr()
-        check(self.function(self.reference), self.operation)
-        return unpack(outputs)
+            workspace = allocate((self.workspace_size,), (1,), torch.uint8)
+            words[self.workspace_at] = workspace.data_ptr()
+        status = self.function(self.reference)
+        if status:
+            check(status, self.operation)
+        return outputs
 
 
 class Memory(threading.local):
@@ -217,6 +232,7 @@ class Memory(threading.local):
 
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
+        self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _direct.py
         self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
 
 
@@ -232,10 +248,6 @@ def exec_fields_of(backend: str | None, index: int) -> dict[str, Any]:
     check_backend(backend)
     kernel = None if backend is None else backend.encode()
     return {"kernel": kernel, "device": index + 1, "threads": thread_count(index)}
-
-
-def thread_count(index: int) -> int:
-    return torch.get_num_threads() if index < 0 else 0
 
 
 class Workspaces:
@@ -327,52 +339,67 @@ def prepare(
     return prepared
 
 
+def find(
+    operation: Operation,
+    inputs: tuple[MaybeTensor, ...],
+    options: tuple[Any, ...],
+    backend: str | None,
+) -> tuple[Prepared, list[torch.Tensor]]:
+    """The call on the device of its first input, and the inputs that it is made for.
+
+    Only a tensor whose last stride is not 1 is copied, unless the call writes to it; the others are
+    used as they are.
+
+    Raises:
+        As call().
+    """
+    tensors: list[MaybeTensor] = []
+    key: list[Any] = [operation.name, options, backend]
+    for name, tensor in zip(operation.tensors, inputs):
+        if tensor is not None:
+            if is_spaced(tensor) and name not in operation.mutated:
+                # Where there are no elements, contiguous() leaves strides as they are.
+                tensor = tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
+            alignment = tensor.data_ptr() % ALIGNMENT
+            device = tensor.get_device()
+            key += (tensor.shape, tensor.stride(), tensor.dtype, device, alignment)
+        else:
+            key.append(None)
+        tensors.append(tensor)
+    first = tensors[0]
+    assert first is not None
+    index = first.get_device()  # -1: the CPU
+    key += (thread_count(index), memory.tunings)
+    whole_key = tuple(key)
+    prepared = memory.prepared.get(whole_key)
+    if prepared is None:
+        exec_fields = exec_fields_of(backend, index)
+        prepared = prepare(whole_key, operation, tensors, options, exec_fields)
+    return prepared, [tensor for tensor in tensors if tensor is not None]
+
+
+def is_spaced(tensor: torch.Tensor) -> bool:
+    """Whether the elements of the last axis are apart, which the C library does not take."""
+    stride = tensor.stride()
+    return bool(stride) and stride[-1] != 1 and tensor.size(-1) > 1
+
+
 def call(
     operation: Operation,
     inputs: tuple[MaybeTensor, ...],
     options: tuple[Any, ...],
     backend: str | None,
 ) -> Returned:
-    """Make the call on the device of its first input, in that device's current stream.
-
-    Only a tensor whose last stride is not 1 is copied, unless the call writes to it; the others are
-    used as they are.
+    """Make the call in the current stream of the device.
 
     Raises:
         ValueError: arguments contradict each other.
         NotImplementedError: no kernel does this.
         RuntimeError: the device failed.
     """
-    tensors: list[MaybeTensor] = []
-    addresses: list[int] = []
-    key: list[Any] = [operation.name, options, backend]
-    for name, tensor in zip(operation.tensors, inputs):
-        address = 0
-        if tensor is not None:
-            stride = tensor.stride()
-            is_spaced = stride and stride[-1] != 1 and tensor.size(-1) > 1
-            if is_spaced and name not in operation.mutated:
-                # Where there are no elements, contiguous() leaves strides as they are.
-                tensor = tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
-                stride = tensor.stride()
-            address = tensor.data_ptr()
-            key += (tensor.shape, stride, tensor.dtype, tensor.get_device(), address % ALIGNMENT)
-        else:
-            key.append(None)
-        tensors.append(tensor)
-        addresses.append(address)
-    first = tensors[0]
-    assert first is not None
-    index = first.get_device()  # -1: the CPU
-    threads = thread_count(index)
-    stream = torch.cuda.current_stream(index).cuda_stream if index >= 0 else 0
-    key += (threads, memory.tunings)
-    whole_key = tuple(key)
-    prepared = memory.prepared.get(whole_key)
-    if prepared is None:
-        exec_fields = exec_fields_of(backend, index)
-        prepared = prepare(whole_key, operation, tensors, options, exec_fields)
-    return prepared.run(addresses, stream, first)
+    prepared, given = find(operation, inputs, options, backend)
+    prepared.place(given)
+    return unpack(tuple(prepared.run()))
 
 
 def make_mask_lists(
@@ -401,7 +428,6 @@ def make_mask_lists(
     lists = first.new_empty(size.value, dtype=torch.uint8)
     prepared.fill_tensor("mask_lists", lists)
     prepared.function = _library.library.fdma_mask_lists
-    stream = torch.cuda.current_stream(index).cuda_stream if index >= 0 else 0
-    addresses = [0 if x is None else x.data_ptr() for x in tensors.values()]
-    prepared.run(addresses, stream, first)  # its outputs are not written
+    prepared.place([x for x in tensors.values() if x is not None])
+    prepared.run()  # its outputs are not written
     return lists

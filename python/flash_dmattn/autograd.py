@@ -10,12 +10,15 @@ nothing of size q_len x kv_len.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Tuple
 
 import torch
 
 from . import ops
-from ._arguments import MaybeTensor
+from ._arguments import MaybeTensor, is_absent
+from ._call import Operation
+from ._direct import DirectCall, Record
 
 Gradients = Tuple[MaybeTensor, ...]
 
@@ -79,6 +82,73 @@ def differentiate(forward: ops.Operator, backward: ops.BackwardOperator) -> None
         return pick(found, wanted, needed)
 
     forward.differentiate(setup_context, derivative)
+    forward.plan_record = functools.partial(plan_record, forward, backward)
+
+
+class Recorded(torch.autograd.Function):
+    """A direct call, of any operator."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DirectCall, *given: torch.Tensor) -> Any:
+        results = call.prepared.run()
+        known = (*given, *results)
+        keep(ctx, *[known[at] for at in call.record.kept])
+        ctx.call = call
+        returned = results[: call.count]
+        if call.count > 2:  # out and lse
+            ctx.mark_non_differentiable(*returned[2:])
+        return returned[0] if call.count == 1 else tuple(returned)
+
+    @staticmethod
+    def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor = None, *_: Any) -> Gradients:
+        record = ctx.call.record
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(record.gradients))
+        kept = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(kept[0])  # out, or out_a
+        tensors = [None if at is None else kept[at] for at in record.places]
+        found = record.backward(dout, dlse, *tensors, *record.options)
+        return (None, *[None if at is None else found[at] for at in record.gradients])
+
+
+# Function.apply() without what it does for transforms of torch.func and for keywords.
+apply_recorded = super(torch.autograd.Function, Recorded).apply
+
+
+def plan_record(
+    forward: ops.Operator, backward: ops.BackwardOperator, arguments: tuple[Any, ...], count: int
+) -> tuple[Operation, Record]:
+    """The call that has the first `count` results of `forward` and those that `backward` needs, and
+    what autograd records of it."""
+    named = dict(zip(forward.arguments, arguments))
+    _, _, *wanted = backward.operation.tensors  # after dout and dlse
+    whole = forward.operation
+    results = tuple(x for at, x in enumerate(whole.results) if at < count or x in wanted)
+    tensors = {name: named[name] for name in whole.tensors}
+    given = [name for name, tensor in tensors.items() if tensor is not None]
+    known = [*given, *(None if is_absent(x, tensors, named) else x for x in results)]
+    saved = [name for name in wanted if name in known]
+    needed = {name for name in given if tensors[name].requires_grad}
+    options = [
+        name[len("wants_d") :] in needed if name.startswith("wants_d") else named[name]
+        for name in backward.operation.options
+    ]
+    gradients = backward.operation.results
+    record = Record(
+        apply=apply_recorded,
+        backward=backward,
+        options=(*options, named["backend"]),
+        kept=[known.index(name) for name in saved],
+        places=indices(tuple(wanted), tuple(saved)),
+        gradients=[
+            None
+            if name not in needed or is_absent(f"d{name}", tensors, named)
+            else gradients.index(f"d{name}")
+            for name in given
+        ],
+    )
+    return whole._replace(name=f"{whole.name}, {len(results)} results", results=results), record
 
 
 differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)

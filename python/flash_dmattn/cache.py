@@ -217,7 +217,7 @@ class DynamicMaskCache:
         else:
             where = self._sequences(layer, index)
             rows = (query, key, value, *weights, None, where, count, None, sink_logit)
-            out, _ = ops.DECODE.op(
+            out, _ = ops.DECODE(
                 *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *options
             )
         self._count(layer, key.shape[1])
@@ -266,7 +266,7 @@ class DynamicMaskCache:
         require(not ragged, "n_tokens: is given beside earlier drafts, commit() these first")
         query, key, value, weights = tokens[:4]
         *_, backend = tokens.options
-        score, _ = ops.SCORE.op(value, *weights, None, None, "none", backend)
+        score, _ = ops.SCORE(value, *weights, None, None, "none", backend)
         drafts = join(waiting, Drafts(key, value, score, tokens.n_tokens))
         length = drafts.key.shape[1]
         require(length <= TOKENS_MAX, f"key: makes {length} drafts, want at most {TOKENS_MAX}")
@@ -274,7 +274,7 @@ class DynamicMaskCache:
         where = self._indices[layer]
         counts = (drafts.n_tokens, commit, tokens.sink_logit)
         rows = (query, *drafts[:2], None, None, None, drafts.score, where, *counts)
-        out, _ = ops.DECODE.op(
+        out, _ = ops.DECODE(
             *rows, *streams.tensors_of(self.keys), *streams.rules_of(self.keys), *tokens.options
         )
         if not draft:
@@ -380,7 +380,7 @@ class DynamicMaskCache:
         tensors, rules = streams.tensors_of(self.keys), streams.rules_of(self.keys)
         for layer, numbers in enumerate(self._indices):
             source = numbers.index_select(0, beam_idx)
-            ops.CACHE_COPY.op(*tensors, source, numbers, *rules, None)
+            ops.CACHE_COPY(*tensors, source, numbers, *rules, None)
             if not all(self._empty[layer]):
                 self._empty[layer] = [False] * self.batch
         for layer, one in enumerate(self._drafts):

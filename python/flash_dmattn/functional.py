@@ -42,6 +42,7 @@ import torch
 
 from . import (
     _arguments,
+    _direct,
     _flops,  # noqa: F401 (registers what FlopCounterMode counts)
     _library,
     autograd,  # noqa: F401 (registers gradients)
@@ -115,7 +116,7 @@ def _autocast(name: str, rows: Tensors, weights: MaybeTensors = ()) -> MaybeTens
     if not isinstance(rows[0], torch.Tensor):
         raise TypeError(f"{name}: is a {type(rows[0]).__name__}, want a torch.Tensor")
     device = rows[0].device.type
-    if device not in ops.DEVICES or not torch.is_autocast_enabled(device):
+    if device not in _direct.DEVICES or not torch.is_autocast_enabled(device):
         return (*rows, *weights)
     dtype = torch.get_autocast_dtype(device)
     narrow = (torch.float16, torch.bfloat16)
@@ -250,7 +251,7 @@ def select(
     no_recent = "with scope 'global'" if scope == "global" else None
     rules = _arguments.check_rules(window, recent, sinks, no_recent=no_recent)
     options = (*rules, scope, _arguments.check_gap(gap, no_recent), backend)
-    expiry, slot = ops.SELECT.op(score, key_valid, starts, kv_used, *options)
+    expiry, slot = ops.SELECT(score, key_valid, starts, kv_used, *options)
     return Selection(expiry, slot, rules[0], scope, *rules[1:], gap)
 
 

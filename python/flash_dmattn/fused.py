@@ -168,8 +168,11 @@ def flash_dma_attention(
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         out, lse, bias = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
-    elif not needs_gradients and not return_lse and not return_attn_probs:
-        return ops.FUSED_OUT.op(*tensors, *given, *rules, scope, bias_form, *numbers, gap, backend)
+    elif not return_lse and not return_attn_probs:
+        arguments = (*tensors, *given, *rules, scope, bias_form, *numbers, gap)
+        if needs_gradients:
+            return ops.FUSED.first(*arguments, deterministic, backend)
+        return ops.FUSED_OUT(*arguments, backend)
     else:
         out, lse, _, bias, *selected = ops.FUSED(
             *tensors, *given, *rules, scope, bias_form, *numbers, gap, deterministic, backend

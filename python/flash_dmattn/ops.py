@@ -23,10 +23,9 @@ from typing import Any, Callable
 
 import torch
 
-from . import _arguments, _library
+from . import _arguments, _direct, _library
 from ._call import Operation, call, check_same_device, make_mask_lists, memory, unpack
 
-DEVICES = ("cpu", "cuda")
 LIBRARY = torch.library.Library("flash_dmattn", "FRAGMENT")
 NO_TANGENTS = (
     "flash_dmattn.{}: forward-mode derivatives (torch.func.jvp) are not implemented, use reverse "
@@ -57,6 +56,9 @@ class Operator:
             mutated=tuple(name for kind, name in pairs if kind.endswith("!)")),
         )
         self.op = self.register("")
+        self.transformed: Any = None
+        # Of autograd.py, where the operator has a gradient: what direct calls record.
+        self.plan_record: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -66,7 +68,7 @@ class Operator:
         """Register the operator under its name plus `suffix`, with kernels that make the C call."""
         name = self.name + suffix
         LIBRARY.define(self.schema.replace(self.name, name, 1), tags=torch.Tag.pt2_compliant_tag)
-        for device in DEVICES:
+        for device in _direct.DEVICES:
             LIBRARY.impl(name, self.run, device.upper())
         torch.library.register_fake(f"flash_dmattn::{name}", self.fake, lib=LIBRARY)
         return getattr(torch.ops.flash_dmattn, name).default
@@ -105,11 +107,29 @@ class Operator:
         self.transformed = type(f"{self.name}_transformed", (torch.autograd.Function,), members)
 
     def __call__(self, *arguments: Any) -> Any:
+        """Make the call, in eager mode without the dispatcher."""
+        if not torch.compiler.is_compiling():
+            found = _direct.find(self, arguments, len(self.operation.results))
+            if found is not None:
+                call, given = found
+                return call.make(given)
+        return self.dispatch(*arguments)
+
+    def first(self, *arguments: Any) -> torch.Tensor:
+        """The first result alone. Others may be left out of the call, or kept by autograd."""
+        if not torch.compiler.is_compiling():
+            found = _direct.find(self, arguments, 1)
+            if found is not None:
+                call, given = found
+                return call.make(given)
+        return self.dispatch(*arguments)[0]
+
+    def dispatch(self, *arguments: Any) -> Any:
         """Call the operator, or under a transform of torch.func, such as grad(), a Function that
         those can see into. Its apply() takes longer."""
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             return self.op(*arguments)
-        return self.transformed.apply(*arguments)
+        return self.op(*arguments) if self.transformed is None else self.transformed.apply(*arguments)
 
     def refuse_gradients(self, message: str) -> None:
         """Give the operator a backward that only raises: it runs in grad mode too."""

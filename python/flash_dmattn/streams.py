@@ -166,7 +166,7 @@ def decode(
     if not isinstance(cache, KeyCache):
         raise TypeError(f"cache: is a {type(cache).__name__}, want a KeyCache")
     refuse_tangents("decode", query, key, value, dt_proj, a_coef, dt_bias, score, sink_logit)
-    out, lse = ops.DECODE.op(
+    out, lse = ops.DECODE(
         *_autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias)),
         score,
         index,
@@ -219,11 +219,11 @@ def prefill(
         tables = carried.score, carried.position, carried.seen, carried.key, carried.value, bias
     tensors, rules = tensors_of(cache), rules_of(cache)
     inputs = (query, key, value, *weights, key_valid, sink_logit)
-    out, *kept = ops.PREFILL.op(*inputs, *tables, *rules, *options)
+    out, *kept = ops.PREFILL(*inputs, *tables, *rules, *options)
     score, expiry, slot = kept
     with torch.no_grad():
         rows = (key, value, score, where, expiry, slot)
-        ops.CACHE_STORE.op(*rows, *tensors, *rules, options[0], None)
+        ops.CACHE_STORE(*rows, *tensors, *rules, options[0], None)
         if seen is not None:
             cache.seen.index_copy_(0, where.long(), seen.to(torch.int32))
     return out

@@ -1,0 +1,198 @@
+"""Calls in eager mode that go to the C library directly, without PyTorch's dispatcher.
+
+The dispatcher takes as long as a small call itself. It is needed where something watches or changes
+operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors, counted
+FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. find() makes sure that there
+is nothing of the kind. It looks once, at the first call for a layout, and has a guard made of what
+it finds: torch.compile's own test of tensors, which compares types, dispatch keys with those of
+the thread, dtypes, devices, shapes, strides and requires_grad in one call of C++.
+
+PyTorch versions without such guards have no direct calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Tuple
+
+import torch
+from torch._C import _autograd
+
+from . import _call
+from ._device import GUARDS
+
+if TYPE_CHECKING:
+    from .ops import Operator
+
+DEVICES = ("cpu", "cuda")
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+OPTION_TYPES = (int, float, bool, str, type(None))
+LAYOUTS_MAX = 4  # of one set of options, which are tried one after the other
+saved_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # not in PyTorch 2.4
+
+Given = List[torch.Tensor]
+
+
+class Record(NamedTuple):
+    """What autograd records of a call: see autograd.py."""
+
+    apply: Any  # of the autograd.Function
+    backward: Operator
+    options: tuple[Any, ...]  # of the backward operator
+    kept: list[int]  # where what is saved is among given inputs and results
+    places: list[int | None]  # where each tensor of the backward operator is among these
+    gradients: list[int | None]  # of each given input: where its gradient is in backward's results
+
+
+class DirectCall:
+    """A call for tensors of one layout, in one state of PyTorch, with its guard."""
+
+    def __init__(self, inputs: list[int], given: Given, prepared: _call.Prepared) -> None:
+        self.inputs = inputs  # which tensors are given
+        self.prepared = prepared
+        self.guard = make_guard(given).check
+        self.alignments = alignments_of(given)
+        self.is_aligned = not any(self.alignments)
+        self.record: Record | None = None
+        self.count = 0  # of the results that it returns
+
+    def fits(self, given: Given) -> bool:
+        """Whether the call can be made for these tensors, whose addresses it notes."""
+        if not self.guard(*given):
+            return False
+        bits = self.prepared.place(given)
+        if self.is_aligned:
+            return not bits % _call.ALIGNMENT
+        return alignments_of(given) == self.alignments
+
+    def make(self, given: Given) -> _call.Returned:
+        """The results of the call for the tensors that fit it."""
+        if self.record is not None:
+            return self.record.apply(self, *given)
+        return _call.unpack(tuple(self.prepared.run()))
+
+
+def alignments_of(given: Given) -> list[int]:
+    return [tensor.data_ptr() % _call.ALIGNMENT for tensor in given]
+
+
+def make_guard(given: Given) -> Any:
+    return GUARDS.TensorGuards(
+        *given,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in given],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in given],
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def has_guards() -> bool:
+    """Whether PyTorch's guards, which are not in its documentation, are what this module needs."""
+    one, other = torch.empty(2, 3, device="cpu"), torch.empty(3, 2, device="cpu")
+    try:
+        check = make_guard([one, other]).check
+        return check(one, other) and not check(other, one)
+    except (AttributeError, SystemError, TypeError):
+        return False
+
+
+def is_watched() -> bool:
+    """Whether a mode or the profiler wants to see operators. A guard does not notice these."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or _autograd._profiler_enabled()
+    )
+
+
+def has_saved_hooks() -> bool:
+    """Whether hooks for saved tensors are set, as by checkpointing, which counts these tensors."""
+    return saved_hooks is None or saved_hooks(False) is not None
+
+
+def is_plain_state() -> bool:
+    """Whether the thread dispatches as it does by default, or in inference mode."""
+    key = torch._C.DispatchKey
+    included = torch._C._dispatch_tls_local_include_set().remove(key.ADInplaceOrView)
+    without_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(key.AutogradOther)
+    return included == torch._C.DispatchKeySet(key.BackendSelect) and not (
+        without_autograd and torch.is_grad_enabled()
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def plain_keys(device: str) -> tuple[Any, ...]:
+    """The dispatch keys of tensors that are nothing but numbers in memory."""
+    found = []
+    for is_inference in (False, True):
+        with torch.inference_mode(is_inference):
+            found.append(torch._C._dispatch_keys(torch.empty(0, device=device)))
+    return tuple(found)
+
+
+def is_plain(tensor: Any) -> bool:
+    if type(tensor) not in PLAIN_TYPES or tensor.device.type not in DEVICES:
+        return False
+    return torch._C._dispatch_keys(tensor) in plain_keys(tensor.device.type)
+
+
+def find(
+    operator: Operator, arguments: tuple[Any, ...], count: int
+) -> Tuple[DirectCall, Given] | None:
+    """The direct call of an operator and the tensors that it is given; None if the dispatcher has
+    to make it. `count` is that of the results that are wanted, the first ones."""
+    if is_watched():
+        return None
+    tensors = arguments[: operator.count]
+    key = (
+        *(operator, count, tuple(map(type, tensors)), arguments[operator.count :]),
+        *(torch.get_num_threads(), _call.Memory.tunings),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    calls = _call.memory.direct.get(key)
+    for call in calls or ():
+        given = [tensors[at] for at in call.inputs]
+        if call.fits(given) and (call.record is None or not has_saved_hooks()):
+            return call, given
+    return add(key, operator, arguments, count)
+
+
+def add(
+    key: tuple[Any, ...], operator: Operator, arguments: tuple[Any, ...], count: int
+) -> Tuple[DirectCall, Given] | None:
+    """find() for tensors whose layout is new."""
+    tensors, options, backend = operator.settle(*arguments)
+    inputs = [at for at, tensor in enumerate(tensors) if tensor is not None]
+    given = [tensors[at] for at in inputs]
+    fits = all(type(x) in OPTION_TYPES for x in (*options, backend)) and all(map(is_plain, given))
+    if not fits or not is_plain_state() or not has_guards():
+        return None
+    names = operator.operation.tensors
+    is_copied = any(
+        _call.is_spaced(tensors[at]) and names[at] not in operator.operation.mutated
+        for at in inputs
+    )
+    if is_copied or len(set(map(id, given))) < len(given):  # guards refuse a tensor given twice
+        return None
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    operation, record = operator.operation, None
+    if needs_gradients:
+        if operator.plan_record is None or has_saved_hooks():
+            return None
+        operation, record = operator.plan_record(arguments, count)
+    prepared, _ = _call.find(operation, tensors, options, backend)
+    call = DirectCall(inputs, given, prepared)
+    call.record, call.count = record, count
+    if not call.fits(given):
+        return None
+    remember(key, call)
+    return call, given
+
+
+def remember(key: tuple[Any, ...], call: DirectCall) -> None:
+    """Keep a call, the newest first."""
+    known = _call.memory.direct
+    if len(known) >= _call.LAYOUTS_MAX:
+        known.clear()
+    calls = known.setdefault(key, [])
+    calls.insert(0, call)
+    del calls[LAYOUTS_MAX:]
