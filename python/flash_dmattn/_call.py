@@ -29,6 +29,7 @@ DTYPES = {
     torch.bool: _library.UINT8,
 }
 LAYOUTS_MAX = 512  # that a thread remembers
+WORKSPACE_KEPT = 1 << 20  # bytes that a thread keeps for its calls on the CPU, at most
 ALIGNMENT = 16  # bytes: which kernels support a tensor may depend on it
 # Tensors of fdma_selection, not of the call's own struct.
 IN_SELECTION = ("expiry", "slot", "expiry_all", "slot_all")
@@ -48,6 +49,12 @@ class Operation(NamedTuple):
     options: tuple[str, ...]
     results: tuple[str, ...]
     mutated: tuple[str, ...] = ()  # tensors that the call writes to
+
+    def with_results(self, results: tuple[str, ...]) -> Operation:
+        """The operation with some of its results: the others are left out of the call."""
+        if results == self.results:
+            return self
+        return self._replace(name=f"{self.name}: {', '.join(results)}", results=results)
 
 
 def check(status: int, operation: Operation) -> None:
@@ -217,12 +224,22 @@ class Prepared:
         if self.index >= 0:
             words[self.stream_at] = current_stream(self.index)
         if self.workspace_size:
-            workspace = allocate((self.workspace_size,), (1,), torch.uint8)
+            workspace = self.borrow_workspace()
             words[self.workspace_at] = workspace.data_ptr()
         status = self.function(self.reference)
         if status:
             check(status, self.operation)
         return outputs
+
+
+    def borrow_workspace(self) -> torch.Tensor:
+        """New memory, or on the CPU, where a call has ended when it returns, the thread's own."""
+        size = self.workspace_size
+        if self.index >= 0 or size > WORKSPACE_KEPT:
+            return self.allocate((size,), (1,), torch.uint8)
+        if memory.workspace.numel() < size:
+            memory.workspace = self.allocate((size,), (1,), torch.uint8)
+        return memory.workspace
 
 
 class Memory(threading.local):
@@ -232,6 +249,7 @@ class Memory(threading.local):
 
     def __init__(self) -> None:
         self.prepared: dict[tuple[Any, ...], Prepared] = {}
+        self.workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.direct: dict[tuple[Any, ...], list[Any]] = {}  # see _direct.py
         self.workspaces: Workspaces | None = None  # if calls on meta tensors are asked for theirs
 

@@ -19,6 +19,7 @@ import torch
 from torch._C import _autograd
 
 from . import _call
+from ._arguments import MaybeTensor
 from ._device import GUARDS
 
 if TYPE_CHECKING:
@@ -135,6 +136,16 @@ def is_plain(tensor: Any) -> bool:
     return torch._C._dispatch_keys(tensor) in plain_keys(tensor.device.type)
 
 
+def settings() -> tuple[Any, ...]:
+    """What calls depend on beside their arguments."""
+    return (
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        _call.Memory.tunings,
+    )
+
+
 def find(
     operator: Operator, arguments: tuple[Any, ...], count: int
 ) -> Tuple[DirectCall, Given] | None:
@@ -142,23 +153,20 @@ def find(
     to make it. `count` is that of the results that are wanted, the first ones."""
     if is_watched():
         return None
-    tensors = arguments[: operator.count]
-    key = (
-        *(operator, count, tuple(map(type, tensors)), arguments[operator.count :]),
-        *(torch.get_num_threads(), _call.Memory.tunings),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    calls = _call.memory.direct.get(key)
-    for call in calls or ():
+    tensors, options = arguments[: operator.count], arguments[operator.count :]
+    key = (operator, count, tuple(map(type, tensors)), options, settings())
+    for call in _call.memory.direct.get(key, ()):
         given = [tensors[at] for at in call.inputs]
         if call.fits(given) and (call.record is None or not has_saved_hooks()):
             return call, given
-    return add(key, operator, arguments, count)
+    call = add(operator, arguments, count)
+    if call is None:
+        return None
+    remember(key, call)
+    return call, [tensors[at] for at in call.inputs]
 
 
-def add(
-    key: tuple[Any, ...], operator: Operator, arguments: tuple[Any, ...], count: int
-) -> Tuple[DirectCall, Given] | None:
+def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCall | None:
     """find() for tensors whose layout is new."""
     tensors, options, backend = operator.settle(*arguments)
     inputs = [at for at, tensor in enumerate(tensors) if tensor is not None]
@@ -174,7 +182,8 @@ def add(
     if is_copied or len(set(map(id, given))) < len(given):  # guards refuse a tensor given twice
         return None
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    operation, record = operator.operation, None
+    whole, record = operator.operation, None
+    operation = whole.with_results(whole.results[:count])
     if needs_gradients:
         if operator.plan_record is None or has_saved_hooks():
             return None
@@ -182,10 +191,30 @@ def add(
     prepared, _ = _call.find(operation, tensors, options, backend)
     call = DirectCall(inputs, given, prepared)
     call.record, call.count = record, count
-    if not call.fits(given):
-        return None
-    remember(key, call)
-    return call, given
+    return call if call.fits(given) else None
+
+
+def call_backward(
+    call: DirectCall, dout: torch.Tensor, dlse: MaybeTensor, kept: _call.Outputs
+) -> _call.Outputs:
+    """The gradients of a recorded call, from those of out and lse and from what was kept."""
+    record = call.record
+    assert record is not None
+    is_eager = not torch.compiler.is_compiling() and not is_watched()
+    given = [dout, *kept] if dlse is None else [dout, dlse, *kept]
+    key = (call, len(given), settings())
+    if is_eager:
+        for known in _call.memory.direct.get(key, ()):
+            if known.fits(given):
+                return known.make(given)
+    tensors = [None if at is None else kept[at] for at in record.places]
+    arguments = (dout, dlse, *tensors, *record.options)
+    count = len(record.backward.operation.results)
+    added = add(record.backward, arguments, count) if is_eager else None
+    if added is None:
+        return record.backward.dispatch(*arguments)
+    remember(key, added)
+    return added.make(given)
 
 
 def remember(key: tuple[Any, ...], call: DirectCall) -> None:

@@ -18,7 +18,7 @@ import torch
 from . import ops
 from ._arguments import MaybeTensor, is_absent
 from ._call import Operation
-from ._direct import DirectCall, Record
+from ._direct import DirectCall, Record, call_backward
 
 Gradients = Tuple[MaybeTensor, ...]
 
@@ -101,15 +101,14 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: MaybeTensor, dlse: MaybeTensor = None, *_: Any) -> Gradients:
-        record = ctx.call.record
+        gradients = ctx.call.record.gradients
         if dout is None and dlse is None:
-            return (None,) * (1 + len(record.gradients))
+            return (None,) * (1 + len(gradients))
         kept = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(kept[0])  # out, or out_a
-        tensors = [None if at is None else kept[at] for at in record.places]
-        found = record.backward(dout, dlse, *tensors, *record.options)
-        return (None, *[None if at is None else found[at] for at in record.gradients])
+        found = call_backward(ctx.call, dout, dlse, kept)
+        return (None, *[None if at is None else found[at] for at in gradients])
 
 
 # Function.apply() without what it does for transforms of torch.func and for keywords.
@@ -148,7 +147,7 @@ def plan_record(
             for name in given
         ],
     )
-    return whole._replace(name=f"{whole.name}, {len(results)} results", results=results), record
+    return whole.with_results(results), record
 
 
 differentiate(ops.ATTENTION, ops.ATTENTION_BACKWARD)

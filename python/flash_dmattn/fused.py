@@ -161,18 +161,13 @@ def flash_dma_attention(
     rng_state = draw_state(query, dropout_p, generator)
     given = (key_valid, starts, kv_used, sink_logit, rng_state)
     numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
-    needs_gradients = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (*tensors, sink_logit)
-    )
     selected = (None, None)
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
         out, lse, bias = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
     elif not return_lse and not return_attn_probs:
-        arguments = (*tensors, *given, *rules, scope, bias_form, *numbers, gap)
-        if needs_gradients:
-            return ops.FUSED.first(*arguments, deterministic, backend)
-        return ops.FUSED_OUT(*arguments, backend)
+        settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)
+        return ops.FUSED.first(*tensors, *given, *settings)
     else:
         out, lse, _, bias, *selected = ops.FUSED(
             *tensors, *given, *rules, scope, bias_form, *numbers, gap, deterministic, backend

@@ -115,15 +115,6 @@ class Operator:
                 return call.make(given)
         return self.dispatch(*arguments)
 
-    def first(self, *arguments: Any) -> torch.Tensor:
-        """The first result alone. Others may be left out of the call, or kept by autograd."""
-        if not torch.compiler.is_compiling():
-            found = _direct.find(self, arguments, 1)
-            if found is not None:
-                call, given = found
-                return call.make(given)
-        return self.dispatch(*arguments)[0]
-
     def dispatch(self, *arguments: Any) -> Any:
         """Call the operator, or under a transform of torch.func, such as grad(), a Function that
         those can see into. Its apply() takes longer."""
@@ -197,6 +188,22 @@ class BackwardOperator(Operator):
         return tensors, options, backend_for(backend, *self.steps)
 
 
+class FusedOperator(Operator):
+    def first(self, *arguments: Any) -> torch.Tensor:
+        """out alone: the other results are left out of the call, or only kept by autograd."""
+        if not torch.compiler.is_compiling():
+            found = _direct.find(self, arguments, 1)
+            if found is not None:
+                call, given = found
+                return call.make(given)
+        if torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in arguments[: self.count]
+        ):
+            return self.dispatch(*arguments)[0]
+        *rest, _, backend = arguments  # without `deterministic`
+        return FUSED_OUT.op(*rest, backend)
+
+
 class MaskListsOperator(Operator):
     """The lists of a mask, of which the C library says how many bytes they have."""
 
@@ -247,7 +254,7 @@ ATTENTION = Operator(
     "str? backend) -> (Tensor out, Tensor lse)",
     "forward",
 )
-FUSED = Operator(
+FUSED = FusedOperator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
     "Tensor? rng_state, "

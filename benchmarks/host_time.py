@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Time what the host does in an eager call of PyTorch, beside scaled_dot_product_attention().
+
+The tensors are so small that the host's time decides. It runs on a CUDA device, or with --device
+cpu on one thread of the CPU, with flash_dmattn installed, or with PYTHONPATH=python and
+FDMA_LIBRARY=build/libfdma.so:
+
+    python benchmarks/host_time.py --out FOLDER
+
+FOLDER gets host_time-cuda.json or host_time-cpu.json. In each round every peer of a case makes a
+few calls, so few that a device's queue does not fill up, and the device is idle when they begin.
+Exit status: 0 done; 1 wrong outputs or a file that could not be written; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import flash_dmattn
+import torch
+from peers_common import QUICK, Disagreement, Rounds, find_machine, require_close, write_whole
+from script import alternate, make_parser, make_rows, parse
+from torch.nn.functional import scaled_dot_product_attention
+
+CALLS = 20  # of a peer in a round: a device's queue holds the kernels of far more
+Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+KEYS, WINDOW = 16, 8
+HOST_ROUNDS = Rounds(100, 2000, 3.0)  # of well under a millisecond each
+
+MORE = f"""
+All cases have batch 1, {Q_HEADS} query heads, {KV_HEADS} kv heads, head_dim {HEAD_DIM} and {KEYS} keys, causal.
+Cases:
+  no-gradients  flash_dma_attention() of inputs that require no gradient, window {WINDOW}
+  recording     the same of inputs that do
+  backward      torch.autograd.grad() of such a call
+  dense         attention() without a selection and without gradients
+  decode        DynamicMaskCache.attend() of one token
+Peers:
+  fdma          these calls
+  sdpa          scaled_dot_product_attention() with as many kv heads as query heads: in decode, of
+                one query over {WINDOW} keys
+Columns: us, the median of the rounds for each call; spread, (90th - 10th percentile) / median;
+times, the median of the rounds' ratios to fdma.
+"""
+
+Peers = dict[str, Callable[[], Any]]
+
+
+class Inputs:
+    def __init__(self, device: str, needs_gradients: bool) -> None:
+        torch.manual_seed(KEYS)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        new = {"device": device, "dtype": dtype}
+        query = torch.randn(1, KEYS, Q_HEADS, HEAD_DIM, **new)
+        key, value = (torch.randn(1, KEYS, KV_HEADS, HEAD_DIM, **new) for _ in "kv")
+        dt_proj = torch.randn(KV_HEADS, KV_HEADS * HEAD_DIM, **new) / HEAD_DIM
+        a_coef = torch.ones(KV_HEADS, **new)
+        group = Q_HEADS // KV_HEADS
+        expanded = [query, *(x.repeat_interleave(group, 2) for x in (key, value))]
+        self.fdma = self.leaves((query, key, value, dt_proj, a_coef), needs_gradients)
+        self.sdpa = self.leaves([x.transpose(1, 2) for x in expanded], needs_gradients)
+        self.dout = torch.randn_like(query)
+
+    @staticmethod
+    def leaves(tensors: Any, needs_gradients: bool) -> list[torch.Tensor]:
+        return [x.detach().requires_grad_(needs_gradients) for x in tensors]
+
+    def fused(self, window: int = WINDOW, **options: Any) -> torch.Tensor:
+        return flash_dmattn.flash_dma_attention(*self.fdma, window, causal=True, **options)
+
+    def dense(self) -> torch.Tensor:
+        return flash_dmattn.attention(*self.fdma[:3], causal=True)[0]
+
+    def padded(self) -> torch.Tensor:
+        return scaled_dot_product_attention(*self.sdpa, is_causal=True)
+
+
+def make_decode(inputs: Inputs) -> Peers:
+    query, key, value, *weights = inputs.fdma
+    cache = flash_dmattn.DynamicMaskCache(
+        1, 1, KV_HEADS, HEAD_DIM, WINDOW, dtype=key.dtype, device=key.device
+    )
+    token = [x[:, :1] for x in (query, key, value)]
+    dense = [x[:, :, :length] for x, length in zip(inputs.sdpa, (1, WINDOW, WINDOW))]
+    return {
+        "fdma": lambda: cache.attend(0, *token, *weights),
+        "sdpa": lambda: scaled_dot_product_attention(*dense),
+    }
+
+
+def make_cases(device: str) -> dict[str, Peers]:
+    """The peers of each case but backward."""
+    plain, learned = Inputs(device, False), Inputs(device, True)
+    return {
+        "no-gradients": {"fdma": plain.fused, "sdpa": plain.padded},
+        "recording": {"fdma": learned.fused, "sdpa": learned.padded},
+        "dense": {"fdma": plain.dense, "sdpa": plain.padded},
+        "decode": make_decode(plain),
+    }
+
+
+def check(device: str) -> None:
+    """Compare attention over all keys with SDPA, with and without a selection.
+
+    Raises:
+        Disagreement: they differ.
+    """
+    inputs = Inputs(device, False)
+    wanted = inputs.padded().transpose(1, 2).double()
+    allowed = 1e-4 if device == "cpu" else 4e-2
+    require_close(inputs.dense(), wanted, allowed, "dense: fdma and sdpa")
+    everything = inputs.fused(KEYS, bias_form="none")
+    require_close(everything, wanted, allowed, "no-gradients: fdma and sdpa")
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_calls(run: Callable[[], Any], device: str) -> float:
+    """Milliseconds of host time for each call."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    seconds = time.perf_counter() - start
+    wait(device)
+    return seconds / CALLS * 1e3
+
+
+def time_backward(
+    forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], device: str
+) -> float:
+    """The same for the gradients of calls that have been recorded."""
+    outs = [forward() for _ in range(CALLS)]
+    douts = [torch.ones_like(out) for out in outs]
+    pairs = iter(list(zip(outs, douts)))
+
+    def run() -> None:
+        out, dout = next(pairs)
+        torch.autograd.grad(out, leaves, dout)
+
+    return time_calls(run, device)
+
+
+def measure(device: str, rounds: Rounds) -> Iterator[dict[str, Any]]:
+    timers = {
+        case: {name: functools.partial(time_calls, run, device) for name, run in peers.items()}
+        for case, peers in make_cases(device).items()
+    }
+    learned = Inputs(device, True)
+    timers["backward"] = {
+        "fdma": lambda: time_backward(learned.fused, learned.fdma, device),
+        "sdpa": lambda: time_backward(learned.padded, learned.sdpa, device),
+    }
+    for case, own in timers.items():
+        for timer in own.values():  # the first calls do more
+            timer()
+        for row in make_rows(case, alternate(own, rounds)):
+            yield {**row, "us": 1e3 * row.pop("ms")}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(make_parser("host_time.py", __doc__, MORE), arguments)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    lines = [find_machine(args.device)]
+    print(f"{'case':14} {'peer':5} {'us':>8} {'spread':>7} {'times':>7}")
+    try:
+        check(args.device)
+        for row in measure(args.device, QUICK if args.quick else HOST_ROUNDS):
+            lines.append(row)
+            print("{case:14} {peer:5} {us:8.1f} {spread:7.3f} {times:7.3f}".format(**row))
+        write_whole(args.out / f"host_time-{args.device}.json", lines)
+    except (Disagreement, OSError) as error:
+        print(f"host_time.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
