@@ -32,7 +32,7 @@ KEYS, WINDOW = 16, 8
 HOST_ROUNDS = Rounds(100, 2000, 3.0)  # of well under a millisecond each
 
 MORE = f"""
-All cases have batch 1, {Q_HEADS} query heads, {KV_HEADS} kv heads, head_dim {HEAD_DIM} and {KEYS} keys, causal.
+All: batch 1, {Q_HEADS} query heads, {KV_HEADS} kv heads, head_dim {HEAD_DIM}, {KEYS} keys, causal
 Cases:
   no-gradients  flash_dma_attention() of inputs that require no gradient, window {WINDOW}
   recording     the same of inputs that do

@@ -202,7 +202,7 @@ class Prepared:
         setattr(struct, field, view(name, tensor))
         return words, (getattr(type(struct), field).offset + offset) // 8
 
-    def place(self, inputs: Iterable[torch.Tensor]) -> int:
+    def set_addresses(self, inputs: Iterable[torch.Tensor]) -> int:
         """Note the addresses of the inputs that are given, and return the bits that any has."""
         bits = 0
         for (words, at), tensor in zip(self.inputs, inputs):
@@ -211,7 +211,7 @@ class Prepared:
         return bits
 
     def run(self) -> list[torch.Tensor]:
-        """Make the call for the inputs that place() was given; outputs and workspace are new."""
+        """Make the call for the inputs whose addresses are set; its outputs are new."""
         allocate, words = self.allocate, self.args_words
         outputs = []
         for shape, stride, dtype, target in self.outputs:
@@ -230,7 +230,6 @@ class Prepared:
         if status:
             check(status, self.operation)
         return outputs
-
 
     def borrow_workspace(self) -> torch.Tensor:
         """New memory, or on the CPU, where a call has ended when it returns, the thread's own."""
@@ -416,7 +415,7 @@ def call(
         RuntimeError: the device failed.
     """
     prepared, given = find(operation, inputs, options, backend)
-    prepared.place(given)
+    prepared.set_addresses(given)
     return unpack(tuple(prepared.run()))
 
 
@@ -446,6 +445,6 @@ def make_mask_lists(
     lists = first.new_empty(size.value, dtype=torch.uint8)
     prepared.fill_tensor("mask_lists", lists)
     prepared.function = _library.library.fdma_mask_lists
-    prepared.place([x for x in tensors.values() if x is not None])
+    prepared.set_addresses([x for x in tensors.values() if x is not None])
     prepared.run()  # its outputs are not written
     return lists

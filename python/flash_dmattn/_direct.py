@@ -2,21 +2,21 @@
 
 The dispatcher takes as long as a small call itself. It is needed where something watches or changes
 operators: torch.compile, export, tracing, transforms of torch.func, modes (fake tensors, counted
-FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. find() makes sure that there
-is nothing of the kind. It looks once, at the first call for a layout, and has a guard made of what
-it finds: torch.compile's own test of tensors, which compares types, dispatch keys with those of
-the thread, dtypes, devices, shapes, strides and requires_grad in one call of C++.
+FLOPs), subclasses of tensors, the profiler, hooks for saved tensors. So find() looks for these. What
+tensors and the thread's dispatch keys tell it looks at once, at the first call for a layout, and
+then has a guard: torch.compile's own test of tensors, which compares types, dispatch keys, dtypes,
+devices, shapes, strides and requires_grad in one call of C++.
 
-PyTorch versions without such guards have no direct calls.
+A version of PyTorch that lacks what this takes has no direct calls.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Tuple
 
 import torch
-from torch._C import _autograd
+from torch.autograd import forward_ad
 
 from . import _call
 from ._arguments import MaybeTensor
@@ -29,9 +29,27 @@ DEVICES = ("cpu", "cuda")
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 OPTION_TYPES = (int, float, bool, str, type(None))
 LAYOUTS_MAX = 4  # of one set of options, which are tried one after the other
-saved_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # not in PyTorch 2.4
+
+try:  # none of it is in PyTorch's documentation
+    from torch._C import (
+        DispatchKey,
+        DispatchKeySet,
+        _dispatch_keys,
+        _dispatch_tls_is_dispatch_key_excluded,
+        _dispatch_tls_local_include_set,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._autograd import _profiler_enabled
+
+    CAN_ASK = True
+except ImportError:
+    CAN_ASK = False
+# Not in PyTorch 2.4.
+saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "unknown")
 
 Given = List[torch.Tensor]
+Found = Optional[Tuple["DirectCall", Given]]
 
 
 class Record(NamedTuple):
@@ -41,7 +59,7 @@ class Record(NamedTuple):
     backward: Operator
     options: tuple[Any, ...]  # of the backward operator
     kept: list[int]  # where what is saved is among given inputs and results
-    places: list[int | None]  # where each tensor of the backward operator is among these
+    sources: list[int | None]  # where each tensor of the backward operator is among these
     gradients: list[int | None]  # of each given input: where its gradient is in backward's results
 
 
@@ -61,7 +79,7 @@ class DirectCall:
         """Whether the call can be made for these tensors, whose addresses it notes."""
         if not self.guard(*given):
             return False
-        bits = self.prepared.place(given)
+        bits = self.prepared.set_addresses(given)
         if self.is_aligned:
             return not bits % _call.ALIGNMENT
         return alignments_of(given) == self.alignments
@@ -97,25 +115,22 @@ def has_guards() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a mode or the profiler wants to see operators. A guard does not notice these."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or _autograd._profiler_enabled()
+    """Whether something that no guard notices needs the dispatcher: a mode, the profiler, hooks for
+    saved tensors (checkpointing counts these), or forward mode, in which tensors have tangents."""
+    return not CAN_ASK or bool(
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _profiler_enabled()
+        or (torch.is_grad_enabled() and saved_hooks(False))
+        or getattr(forward_ad, "_current_level", 0) >= 0
     )
-
-
-def has_saved_hooks() -> bool:
-    """Whether hooks for saved tensors are set, as by checkpointing, which counts these tensors."""
-    return saved_hooks is None or saved_hooks(False) is not None
 
 
 def is_plain_state() -> bool:
     """Whether the thread dispatches as it does by default, or in inference mode."""
-    key = torch._C.DispatchKey
-    included = torch._C._dispatch_tls_local_include_set().remove(key.ADInplaceOrView)
-    without_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(key.AutogradOther)
-    return included == torch._C.DispatchKeySet(key.BackendSelect) and not (
+    included = _dispatch_tls_local_include_set().remove(DispatchKey.ADInplaceOrView)
+    without_autograd = _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
+    return included == DispatchKeySet(DispatchKey.BackendSelect) and not (
         without_autograd and torch.is_grad_enabled()
     )
 
@@ -126,14 +141,14 @@ def plain_keys(device: str) -> tuple[Any, ...]:
     found = []
     for is_inference in (False, True):
         with torch.inference_mode(is_inference):
-            found.append(torch._C._dispatch_keys(torch.empty(0, device=device)))
+            found.append(_dispatch_keys(torch.empty(0, device=device)))
     return tuple(found)
 
 
 def is_plain(tensor: Any) -> bool:
     if type(tensor) not in PLAIN_TYPES or tensor.device.type not in DEVICES:
         return False
-    return torch._C._dispatch_keys(tensor) in plain_keys(tensor.device.type)
+    return _dispatch_keys(tensor) in plain_keys(tensor.device.type)
 
 
 def settings() -> tuple[Any, ...]:
@@ -146,19 +161,38 @@ def settings() -> tuple[Any, ...]:
     )
 
 
-def find(
-    operator: Operator, arguments: tuple[Any, ...], count: int
-) -> Tuple[DirectCall, Given] | None:
-    """The direct call of an operator and the tensors that it is given; None if the dispatcher has
-    to make it. `count` is that of the results that are wanted, the first ones."""
+def find_known(key: tuple[Any, ...], tensors: tuple[MaybeTensor, ...]) -> Found:
+    """A call that is remembered under a key, and those of the tensors that it is given."""
     if is_watched():
         return None
-    tensors, options = arguments[: operator.count], arguments[operator.count :]
-    key = (operator, count, tuple(map(type, tensors)), options, settings())
-    for call in _call.memory.direct.get(key, ()):
+    try:
+        calls = _call.memory.direct.get(key, ())
+    except TypeError:  # an option that has no hash
+        return None
+    for call in calls:
         given = [tensors[at] for at in call.inputs]
-        if call.fits(given) and (call.record is None or not has_saved_hooks()):
+        if call.fits(given):
             return call, given
+    return None
+
+
+def make_key(
+    function: Any, tensors: tuple[MaybeTensor, ...], options: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """What tells calls of a function apart, beside the layouts of tensors."""
+    return (function, tuple(map(type, tensors)), options, settings())
+
+
+def find(operator: Operator, arguments: tuple[Any, ...], count: int) -> Found:
+    """The direct call of an operator and the tensors that it is given; None if the dispatcher has
+    to make it. `count` is that of the results that are wanted, the first ones."""
+    tensors, options = arguments[: operator.count], arguments[operator.count :]
+    key = make_key((operator, count), tensors, options)
+    found = find_known(key, tensors)
+    if found is not None:
+        return found
+    if is_watched():
+        return None
     call = add(operator, arguments, count)
     if call is None:
         return None
@@ -185,7 +219,7 @@ def add(operator: Operator, arguments: tuple[Any, ...], count: int) -> DirectCal
     whole, record = operator.operation, None
     operation = whole.with_results(whole.results[:count])
     if needs_gradients:
-        if operator.plan_record is None or has_saved_hooks():
+        if operator.plan_record is None:
             return None
         operation, record = operator.plan_record(arguments, count)
     prepared, _ = _call.find(operation, tensors, options, backend)
@@ -207,7 +241,7 @@ def call_backward(
         for known in _call.memory.direct.get(key, ()):
             if known.fits(given):
                 return known.make(given)
-    tensors = [None if at is None else kept[at] for at in record.places]
+    tensors = [None if at is None else kept[at] for at in record.sources]
     arguments = (dout, dlse, *tensors, *record.options)
     count = len(record.backward.operation.results)
     added = add(record.backward, arguments, count) if is_eager else None

@@ -139,7 +139,7 @@ def plan_record(
         backward=backward,
         options=(*options, named["backend"]),
         kept=[known.index(name) for name in saved],
-        places=indices(tuple(wanted), tuple(saved)),
+        sources=indices(tuple(wanted), tuple(saved)),
         gradients=[
             None
             if name not in needed or is_absent(f"d{name}", tensors, named)

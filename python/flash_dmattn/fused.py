@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import _arguments, ops
+from . import _arguments, _direct, ops
 from ._inputs import check_probabilities_fit, draw_state, refuse_tangents
 from .functional import MaybeTensors, Tensors, _autocast, _rules_of, _scale
 from .options import WINDOW, DynamicMaskOptions
@@ -43,8 +43,9 @@ def _attend_to_all(
     numbers: tuple[Any, ...],
     deterministic: bool,
     backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """out, lse and bias of attention to all keys, with the bias that their scores make."""
+) -> MaybeTensors:
+    """The results of attention to all keys, with the bias that their scores make: those of
+    ops.FUSED without scores and a selection."""
     query, key, value, *weights = tensors
     key_valid, _, kv_used, *_ = given
     score_backend = backend and ops.backend_for(backend, "score")
@@ -52,7 +53,52 @@ def _attend_to_all(
     bias = None if bias_form == "none" else bias
     rest = (*3 * [None], *_rules_of(None), *numbers, deterministic, backend)
     out, lse = ops.ATTENTION(query, key, value, bias, *given, *rest)
-    return out, lse, bias
+    return out, lse, None, bias, None, None
+
+
+def _probabilities_of(
+    results: MaybeTensors,
+    tensors: MaybeTensors,
+    given: MaybeTensors,
+    bias_form: str,
+    options: tuple[Any, ...],
+) -> torch.Tensor:
+    """The probabilities of a call that had these results."""
+    _, lse, _, bias, *selected = results
+    key_valid, starts, kv_used, _, rng_state = given
+    bias = None if bias_form == "none" else bias
+    masks = (key_valid, starts, kv_used, rng_state, None, None)
+    return ops.PROBABILITIES.without_gradients(*tensors[:2], bias, *masks, *selected, lse, *options)
+
+
+def _attend_again(
+    given: MaybeTensors, numbers: tuple[Any, ...], choices: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], torch.Tensor | None]:
+    """The key of a call, by its arguments as the caller gave them, and out if a direct call is
+    known by that key: then they have been checked before."""
+    settings = (*numbers, *map(type, numbers), *choices)  # True and 1 are equal, but not the same
+    key = _direct.make_key(flash_dma_attention, given, settings)
+    found = _direct.find_known(key, given)
+    return key, None if found is None else found[0].make(found[1])
+
+
+def _attend_alone(
+    known_as: tuple[Any, ...] | None, tensors: MaybeTensors, settings: tuple[Any, ...]
+) -> torch.Tensor:
+    """out, without the other results where neither the caller nor autograd wants them. A direct
+    call is remembered by the key `known_as`, too."""
+    if not torch.compiler.is_compiling():
+        found = _direct.find(ops.FUSED, (*tensors, *settings), 1)
+        if found is not None:
+            call, given = found
+            is_cast = torch.is_autocast_enabled(tensors[0].device.type)  # autocast's dtype may vary
+            if known_as is not None and not is_cast:
+                _direct.remember(known_as, call)
+            return call.make(given)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return ops.FUSED.dispatch(*tensors, *settings)[0]
+    *rest, _, backend = settings  # without `deterministic`
+    return ops.FUSED_OUT.op(*tensors, *rest, backend)
 
 
 def flash_dma_attention(
@@ -151,6 +197,14 @@ def flash_dma_attention(
 
     Source: arXiv:2508.02124.
     """
+    given = (query, key, value, dt_proj, a_coef, dt_bias, key_valid, starts, kv_used, sink_logit)
+    returns_more, known_as = return_lse or return_attn_probs, None
+    is_usual = dropout_p == 0 and generator is None and options is None and not returns_more
+    if is_usual and not torch.compiler.is_compiling():
+        numbers = (keep_window_size, recent, sinks, gap, causal, softmax_scale, softcap)
+        known_as, out = _attend_again(given, numbers, (scope, bias_form, deterministic, backend))
+        if out is not None:
+            return out
     refuse_tangents("flash_dma_attention", query, key, value, dt_proj, a_coef, dt_bias, sink_logit)
     tensors = _autocast("query", (query, key, value), (dt_proj, a_coef, dt_bias))
     rules, gap, scope = _rules_of_call(keep_window_size, recent, sinks, gap, scope, causal, options)
@@ -161,21 +215,16 @@ def flash_dma_attention(
     rng_state = draw_state(query, dropout_p, generator)
     given = (key_valid, starts, kv_used, sink_logit, rng_state)
     numbers = (causal, _scale(softmax_scale), softcap, dropout_p)
-    selected = (None, None)
+    settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)
     if options is not None and gap == 0 and options._is_dense(rules[0] + rules[1], key):
         rules, scope = (0, 0, 0), "causal"  # as without a selection
-        out, lse, bias = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
-    elif not return_lse and not return_attn_probs:
-        settings = (*rules, scope, bias_form, *numbers, gap, deterministic, backend)
-        return ops.FUSED.first(*tensors, *given, *settings)
+        found = _attend_to_all(tensors, given, bias_form, numbers, deterministic, backend)
+    elif not returns_more:
+        return _attend_alone(known_as, (*tensors, *given), settings)
     else:
-        out, lse, _, bias, *selected = ops.FUSED(
-            *tensors, *given, *rules, scope, bias_form, *numbers, gap, deterministic, backend
-        )
-    results = (out, lse) if return_lse else (out,)
+        found = ops.FUSED(*tensors, *given, *settings)
+    results = found[:2] if return_lse else found[:1]
     if return_attn_probs:
-        bias = None if bias_form == "none" else bias
-        given = (*tensors[:2], bias, key_valid, starts, kv_used, rng_state, None, None)
-        given = (*given, *selected, lse, *rules, scope, *numbers)
-        results += (ops.PROBABILITIES.without_gradients(*given, backend),)
-    return results if len(results) > 1 else out
+        options_of_call = (*rules, scope, *numbers, backend)
+        results += (_probabilities_of(found, tensors, given, bias_form, options_of_call),)
+    return results if len(results) > 1 else results[0]

@@ -120,7 +120,9 @@ class Operator:
         those can see into. Its apply() takes longer."""
         if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
             return self.op(*arguments)
-        return self.op(*arguments) if self.transformed is None else self.transformed.apply(*arguments)
+        return (
+            self.op(*arguments) if self.transformed is None else self.transformed.apply(*arguments)
+        )
 
     def refuse_gradients(self, message: str) -> None:
         """Give the operator a backward that only raises: it runs in grad mode too."""
@@ -188,22 +190,6 @@ class BackwardOperator(Operator):
         return tensors, options, backend_for(backend, *self.steps)
 
 
-class FusedOperator(Operator):
-    def first(self, *arguments: Any) -> torch.Tensor:
-        """out alone: the other results are left out of the call, or only kept by autograd."""
-        if not torch.compiler.is_compiling():
-            found = _direct.find(self, arguments, 1)
-            if found is not None:
-                call, given = found
-                return call.make(given)
-        if torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in arguments[: self.count]
-        ):
-            return self.dispatch(*arguments)[0]
-        *rest, _, backend = arguments  # without `deterministic`
-        return FUSED_OUT.op(*rest, backend)
-
-
 class MaskListsOperator(Operator):
     """The lists of a mask, of which the C library says how many bytes they have."""
 
@@ -254,7 +240,7 @@ ATTENTION = Operator(
     "str? backend) -> (Tensor out, Tensor lse)",
     "forward",
 )
-FUSED = FusedOperator(
+FUSED = Operator(
     "flash_dma_attention(Tensor query, Tensor key, Tensor value, Tensor dt_proj, Tensor a_coef, "
     "Tensor? dt_bias, Tensor? key_valid, Tensor? starts, Tensor? kv_used, Tensor? sink_logit, "
     "Tensor? rng_state, "
